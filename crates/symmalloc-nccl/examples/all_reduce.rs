@@ -1,8 +1,8 @@
-//! Compares orders of free blocks by their effect on NCCL's windows, and prints a table.
+//! Compares the effects of two orders of free blocks on NCCL's windows, and prints a table.
 //!
 //! NCCL's symmetric kernels address a peer's buffer by (window, own offset). They reduce any data that lies there, and report success. In
-//! this example every rank allocates eight tensors of 1 MiB from 2 MiB segments, with one window per segment, reduces them over all ranks
-//! and checks every element. Then it frees them and allocates them again. Odd ranks get their segments at descending addresses:
+//! this example, every rank allocates eight tensors of 1 MiB from 2 MiB segments, with one window per segment, reduces them over all ranks
+//! and checks every element. Then it frees the tensors and allocates them again. Odd ranks get their segments at descending addresses:
 //!
 //! ```text
 //!             first allocation       freed and allocated again
@@ -11,8 +11,8 @@
 //!  rank 1     t0 t1       t2 t3      t2 t3       t0 t1    wrong      t0 t1       t2 t3
 //! ```
 //!
-//! The old order is modeled below (`OldOrder`). PyTorch's allocator used it up to 2.12. Further rounds make random frees for both orders
-//! and, for symmalloc, also use random sizes, trims and new pools. (With random sizes the old order would need different numbers of
+//! The old order is modeled below (`OldOrder`). PyTorch's allocator used it up to 2.12. Further rounds free at random with both orders.
+//! With symmalloc, they also use random sizes, trims and new pools. (With random sizes, the old order would need different numbers of
 //! segments on the ranks, and their registration would hang.)
 //!
 //! ```sh
@@ -40,7 +40,7 @@ use symmalloc_nccl::{
 const MIB: u64 = 1 << 20;
 const SEGMENT_BYTES: u64 = 2 * MIB;
 const TENSORS: usize = 8;
-/// Memory is trimmed in every tenth round, and every twentieth creates a new pool.
+/// Number of rounds between trims. Every second trim is followed by a new pool.
 const TRIM_EVERY: u32 = 10;
 const POOL_EVERY: u32 = 20;
 /// Address space for the segments of a rank with descending addresses.
@@ -52,7 +52,7 @@ type Failure = Box<dyn Error + Send + Sync>;
 /// Command-line options.
 #[derive(Clone, Debug)]
 pub(crate) struct Options {
-    /// Number of ranks; `None`: the number of devices, or as set by the launcher.
+    /// Number of ranks. By default, the number of devices, or as set by the launcher.
     pub(crate) ranks: Option<u32>,
     /// Rounds with random frees.
     pub(crate) rounds: u32,
@@ -110,7 +110,7 @@ pub(crate) fn run(options: &Options) -> Result<Option<Table>, Failure> {
             let comm = Communicator::builder(&device).deadline(DEADLINE).connect_env()?;
             let table = Rank::new(&device, comm)?.run(options.rounds)?;
             if launch.rank != 0 {
-                // Its exit status reports its own verdict.
+                // The exit status of this process reports the verdict.
                 return if table.is_as_claimed() {
                     Ok(None)
                 } else {
@@ -139,7 +139,7 @@ pub(crate) fn run(options: &Options) -> Result<Option<Table>, Failure> {
                                     Communicator::builder(&device).deadline(DEADLINE).connect(id, rank, ranks)?;
                                 Rank::new(&device, comm)?.run(options.rounds)
                             };
-                            // Report immediately: the others may wait for this rank until the deadline.
+                            // Report the error immediately, because the other ranks may wait for this rank until the deadline.
                             run().inspect_err(|error: &Failure| eprintln!("all_reduce, rank {rank}: {error}"))
                         })
                     })
@@ -194,7 +194,7 @@ impl Table {
         self.rows.iter().map(|row| row.tensors - row.old_right).sum()
     }
 
-    /// Returns `true` if symmalloc was always correct and the old order was not.
+    /// Returns `true` if symmalloc was correct in every round and the old order was not.
     pub(crate) fn is_as_claimed(&self) -> bool {
         let ours = self.rows.iter().all(|row| row.ours_right == row.tensors);
         ours && self.old_wrong() > 0
@@ -293,10 +293,10 @@ impl Rank {
         let allocator = self.allocator.with_pool(pool);
         let mut tensors: Vec<DeviceBuffer<f32>> = Vec::new();
         for &length in lengths {
-            // SAFETY: written before it is read.
+            // SAFETY: the memory is written before it is read.
             tensors.push(unsafe { allocator.alloc(&self.stream, length) }?);
         }
-        // Free some immediately and allocate others in their places.
+        // Free some tensors immediately and allocate others in their place.
         for _ in 0..self.random.below(if round == 0 { 1 } else { TENSORS as u64 }) {
             let at = self.random.below(TENSORS as u64) as usize;
             let length = tensors[at].len();
@@ -322,7 +322,7 @@ impl Rank {
         let mut tensors: Vec<_> = addresses
             .iter()
             .map(|address| {
-                // SAFETY: a block of 1 MiB that was just allocated. The slice never frees it, because it is not dropped.
+                // SAFETY: the block of 1 MiB was just allocated. The slice never frees it, because it is not dropped.
                 ManuallyDrop::new(unsafe { self.stream.upgrade_device_ptr::<f32>(*address, (MIB / 4) as usize) })
             })
             .collect();
@@ -349,7 +349,7 @@ impl Rank {
         for tensor in tensors.iter_mut() {
             self.comm.all_reduce_in_place(*tensor, ReduceOp::Sum, &self.stream)?;
         }
-        // Wait before the copies, which wait on the host without a deadline.
+        // Synchronize before the copies, because they block the host without a deadline.
         self.comm.synchronize(&self.stream)?;
         let mut wrong = Vec::new();
         for (index, tensor) in tensors.iter().enumerate() {
@@ -364,7 +364,7 @@ impl Rank {
 
     /// Counts the tensors that were correct on every rank.
     fn count(&self, row: &mut Row, old: &[u32], ours: &[u32]) -> Result<(), Failure> {
-        // Not from a symmetric pool, because these counts must be correct.
+        // The counts are not in a symmetric pool, because they must be correct.
         let mut wrong = self.allocator.alloc_zeroed::<u32>(&self.stream, 2 * TENSORS)?;
         self.stream.memcpy_htod(&[old, ours].concat(), &mut wrong)?;
         self.comm.all_reduce_in_place(&mut wrong, ReduceOp::Sum, &self.stream)?;
@@ -377,7 +377,7 @@ impl Rank {
     }
 }
 
-/// Returns the value of an element before the rank's own number is added. Small integers, so sums are exact.
+/// Returns the value of an element before the rank's number is added. Values are small integers, so sums are exact.
 fn given(tensor: usize, round: u32, element: usize) -> f32 {
     (100 * tensor + (round % 50) as usize + element % 61) as f32
 }
@@ -385,12 +385,12 @@ fn given(tensor: usize, round: u32, element: usize) -> f32 {
 /// An allocator with free blocks ordered by (size, address), and segments of 2 MiB, each with a window.
 ///
 /// It uses best fit, splits blocks at the requested size and merges them with free neighbors in their segment. PyTorch's allocator did the
-/// same before it gave its blocks an age.
+/// same before its blocks had a creation order.
 struct OldOrder {
     backend: CudaBackend,
-    /// In order of creation, which is also the order of registration.
+    /// Segments in order of creation, which is also the order of registration.
     segments: Vec<(Range, Registered)>,
-    /// (size, address)
+    /// Free blocks as (size, address).
     free: BTreeSet<(u64, u64)>,
 }
 

@@ -1,12 +1,13 @@
-//! A pool with windows sleeps and wakes on all ranks, next to a pool of weights. A graph captured before the sleep replays correctly
-//! without another capture, with the same windows. While the pools sleep, another process uses the memory. Every cycle checks everything;
-//! of the weights, it checks one of 64 parts in turn.
+//! Puts a pool with windows and a pool of weights to sleep on all ranks, and wakes them. A graph that was captured before the sleep replays
+//! correctly without another capture, with the same windows. While the pools sleep, another process uses the memory. Every cycle checks all
+//! buffers and, in turn, one of 64 parts of the weights.
 //!
 //! ```sh
 //! cargo run --release -p symmalloc-nccl --example sleep_windows -- 100 64    # cycles, MiB of each segment
 //! torchrun --no-python --nproc-per-node 2 target/release/examples/sleep_windows 200 64 90
 //! ```
-//! The third argument is the share of the device that the other process allocates, in percent. It does not fit next to the weights.
+//! The third argument is the share of the device that the other process allocates, in percent. This much memory is available only while the
+//! weights sleep.
 
 use cudarc::driver::{CudaStream, DevicePtr};
 use std::error::Error;
@@ -21,7 +22,7 @@ use symmalloc_nccl::{Communicator, Launch, LaunchError, ReduceOp, Registrar, Reg
 
 const SEGMENTS: usize = 3;
 const DEADLINE: Duration = Duration::from_secs(60);
-/// Maximum number of bytes that a sleep may leave on the device.
+/// Maximum number of bytes that may remain on the device during a sleep.
 const LEFT_MAX: u64 = 64 << 20;
 /// Number of parts of the weights. Each cycle checks one.
 const PARTS: usize = 64;
@@ -55,7 +56,7 @@ fn main() -> Outcome<()> {
     registrar.attach(&world, &[pool.id()], Registration::Windows)?;
     let windows_bytes = SEGMENTS * segment;
     let total = device.memory_info()?.total_bytes as usize;
-    // The size that the other process allocates, and weights that leave no room for it.
+    // The other process allocates this size. The weights are large enough that both do not fit on the device.
     let wanted = (total / 100 * percent).max(windows_bytes);
     let weights = Weights::new(&allocator, &stream, (total - wanted).min(wanted).next_multiple_of(PARTS << 20))?;
     let asleep_bytes = (windows_bytes + weights.bytes()) as u64;
@@ -140,7 +141,7 @@ fn main() -> Outcome<()> {
     Ok(())
 }
 
-/// Specifies the device for the other process.
+/// The environment variable with the device for the other process.
 const OTHER: &str = "SLEEP_WINDOWS_OTHER";
 
 /// Another process on the same device.
@@ -156,7 +157,7 @@ impl OtherProcess {
         let mut process = command.spawn()?;
         let printed = BufReader::new(process.stdout.take().ok_or("no output")?);
         let mut other = OtherProcess { process, printed };
-        // Its context now exists, which takes half a gigabyte.
+        // The context of the other process now exists, which takes half a gigabyte.
         other.give_back()?;
         Ok(other)
     }

@@ -5,31 +5,29 @@
 //!  input   │a a│b b b│c│      │d│e│f f f f│      │g g│h│i i│       parts by receiver: the input's splits
 //!  output  │a a│d│g g│        │b b b│e│h│        │c│f f f f│i i│   parts by sender: the output's splits
 //! ```
-//! It is PyTorch's `all_to_all_single`: parts of any number of rows, including none; equal parts if no splits are
-//! given; elements of any type, because they are only moved. In addition, a buffer may be longer than its rows. The
-//! rest of it is not touched, so one buffer serves steps of different sizes.
+//! The operation is PyTorch's `all_to_all_single`. A part can have any number of rows, including none. Parts are equal if no splits are
+//! given. Elements can have any type, because they are only moved. In addition, a buffer can be longer than its rows: the rest is not
+//! touched, so one buffer serves steps of different sizes.
 //!
-//! A call is one NCCL group of sends and receives, and a copy on the device for the part that a rank keeps. It
-//! allocates nothing on the device, registers nothing and does not block the host, so it can be captured in a graph.
+//! A call consists of one NCCL group of sends and receives, and a copy on the device for the part that a rank keeps. A call does not
+//! allocate device memory, register memory or block the host, so it can be captured in a graph.
 //!
 //! # The program decides when to exchange splits
-//! A rank alone cannot know whether another rank's splits changed. The functions therefore never decide whether to
-//! exchange them: [`AllToAll::exchange_splits`] always does, [`AllToAll::run`] never. Splits are a value that the
-//! program keeps as long as they are correct, and every rank calls the same functions in the same order, as for any
-//! collective. A program that knows both sides, or that repeats its splits, exchanges nothing.
+//! A rank alone cannot know whether another rank's splits changed. The functions therefore never decide whether to exchange them:
+//! [`AllToAll::exchange_splits`] always does, [`AllToAll::run`] never. Splits are a value that the program keeps as long as they are
+//! correct. As for any collective, every rank must call the same functions in the same order. A program that knows both sides or repeats
+//! its splits does not need an exchange.
 //!
-//! There is no call that exchanges splits "if they changed". Every rank would have to enter it to learn whether another
-//! rank's changed, with a message: gathering even a single byte from all ranks takes the same wait as gathering all
-//! their counts, which are eight bytes per pair of ranks. A call that skipped the wait on ranks with unchanged counts
-//! would block the ranks with changed ones indefinitely.
+//! There is no call that exchanges splits "if they changed". Every rank would have to exchange a message to learn whether another rank's
+//! splits changed. Gathering even a single byte from all ranks takes the same wait as gathering all their counts, which are eight bytes per
+//! pair of ranks. If ranks with unchanged counts skipped the wait, the ranks with changed counts would block indefinitely.
 //!
 //! # State
-//! If calls require registered memory, the segments that were found registered are cached by their
-//! [`SegmentKey`](crate::SegmentKey), which does not depend on the sizes of tensors and splits. A key is dropped when
-//! the registrar reports it as invalid, and only then. The cache holds results of lookups and no resources:
-//! dropping an entry tears down nothing that work in flight might use. The registrar owns memory and windows, and waits
-//! for the work before it releases them. The exchange has one staging buffer in pinned memory, which is created once
-//! and not written while a copy of it is in progress.
+//! If calls require registered memory, the segments that were found registered are cached by their [`SegmentKey`](crate::SegmentKey), which
+//! does not depend on the sizes of tensors and splits. A key is dropped only when the registrar reports it as invalid. The cache holds
+//! lookup results and no resources, so dropping an entry never affects work in flight. The registrar owns memory and windows, and waits for
+//! the work before it releases them. The exchange has one staging buffer in pinned memory, which is created once and not written while a
+//! copy of it is in progress.
 
 mod error;
 mod message;
@@ -59,12 +57,12 @@ use std::sync::Arc;
 use symmalloc_agreement::Transport;
 use symmalloc_cuda::DriverError;
 
-/// Exchanges rows among the ranks of a communicator: PyTorch's `all_to_all_single`, with splits that are exchanged when
-/// the program asks for it. Threads may share it if they call it in one order that all ranks keep.
+/// An exchange of rows among the ranks of a communicator: PyTorch's `all_to_all_single`, with splits that are exchanged only on request.
+/// Threads can share an instance if their calls have the same order on all ranks.
 ///
-/// A rank alone cannot know whether another rank's splits changed, so the program decides when to
-/// exchange them: [`exchange_splits`](Self::exchange_splits) always does, [`run`](Self::run) never. A program that
-/// knows both sides, or that repeats its splits, exchanges nothing.
+/// A rank alone cannot know whether another rank's splits changed, so the program decides when to exchange them:
+/// [`exchange_splits`](Self::exchange_splits) always does, [`run`](Self::run) never. A program that knows both sides or repeats its splits
+/// does not need an exchange.
 ///
 /// # Examples
 /// ```no_run
@@ -95,9 +93,9 @@ use symmalloc_cuda::DriverError;
 /// ```
 ///
 /// # Errors
-/// A refused call submits nothing on its rank. Other ranks do not know that: their streams wait for rows that never
-/// arrive, as for any collective that one rank omits, until [`Communicator::abort`]. With
-/// [checks](AllToAllBuilder::check_calls), all ranks get an error and none submits anything.
+/// A call that fails before it submits work has no effect on its rank. Other ranks are not notified: their streams wait for rows that never
+/// arrive, as for any collective that one rank omits, until [`Communicator::abort`]. With [checks](AllToAllBuilder::check_calls), all ranks
+/// get an error and none submits anything.
 pub struct AllToAll {
     comm: Communicator,
     messages: Messages,
@@ -106,7 +104,7 @@ pub struct AllToAll {
     registered: Option<RegisteredSegments>,
 }
 
-/// A builder of an [`AllToAll`]. All ranks set the same options.
+/// A builder of an [`AllToAll`]. All ranks must set the same options.
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct AllToAllBuilder {
@@ -120,21 +118,21 @@ struct ReadyCall<'a> {
     transfers: Transfers<'a>,
     input: Region,
     output: Region,
-    /// Uses of both buffers while work is submitted.
+    /// Guards of both buffers while work is submitted.
     _uses: Uses<'a>,
 }
 
 impl AllToAllBuilder {
-    /// Refuses buffers that this registrar has not registered on the communicator, as windows or for this rank only.
-    /// NCCL moves other memory as well, through its own buffers.
+    /// Makes calls fail if this registrar has not registered their buffers on the communicator, as windows or for this rank only. By
+    /// default, NCCL moves unregistered memory as well, through its own buffers.
     pub fn require_registered(mut self, registrar: &Arc<Registrar>) -> Self {
         self.registrar = Some(Arc::clone(registrar));
         self
     }
 
-    /// Compares the splits of all ranks before each [`run`](AllToAll::run). Ranks that disagree get an error that names
-    /// the rows, instead of a hang or wrong rows. For debugging: it costs an exchange per call, for which the host
-    /// blocks. Captured calls are not compared; run them once before the capture.
+    /// Compares the splits of all ranks before each [`run`](AllToAll::run). If ranks disagree, they get an error that states the numbers of
+    /// rows, instead of a hang or wrong rows. Use this for debugging: every call costs an exchange, for which the host blocks. Captured
+    /// calls are not compared, so run them once before the capture.
     pub fn check_calls(mut self) -> Self {
         self.is_checked = true;
         self
@@ -143,7 +141,7 @@ impl AllToAllBuilder {
     /// Creates the staging buffers of the exchange. Does not communicate.
     ///
     /// # Errors
-    /// Returns an error if the communicator has ended or there is no memory for the staging buffers.
+    /// Returns an error if the communicator has ended or the staging buffers cannot be allocated.
     pub fn build(self) -> Result<AllToAll, CommError> {
         let AllToAllBuilder { comm, registrar, is_checked } = self;
         let registered = registrar.as_ref().map(RegisteredSegments::new);
@@ -177,13 +175,13 @@ impl AllToAll {
         self.registered.as_ref().map(RegisteredSegments::keys).unwrap_or_default()
     }
 
-    /// Sends all ranks the number of rows for each, and returns the splits of both sides. All ranks call it when the
-    /// splits of any of them changed, and only then. The host blocks until the answer arrives.
+    /// Sends every rank the numbers of rows that this rank sends, and returns the splits of both sides. All ranks must make this call when
+    /// the splits of any rank changed. The host blocks until the messages arrive.
     ///
     /// # Errors
-    /// Returns an error if `rows` does not have one entry per rank, or their sum overflows: all other ranks get
-    /// [`AllToAllError::Refused`] then. Also returns an error if a capture is in progress, a rank misses the communicator's deadline, or
-    /// NCCL fails.
+    /// Returns an error if `rows` does not have one entry per rank, or their sum overflows; all other ranks then get
+    /// [`AllToAllError::Refused`]. Also returns an error if a capture is in progress, a rank misses the communicator's deadline, or NCCL
+    /// fails.
     pub fn exchange_splits(&self, rows: &[u64]) -> Result<Splits, AllToAllError> {
         if self.comm.device().is_capturing() {
             return Err(AllToAllError::Capturing);
@@ -200,16 +198,16 @@ impl AllToAll {
         self.messages.read_exchange(&gathered)
     }
 
-    /// Sends the input's parts to all ranks and receives theirs in the output. A row is `row_elements` elements.
-    /// `splits` are `&Splits`, or `None` for equal parts of both whole buffers. All ranks call it. Returns when the
-    /// work is in the stream; the buffers may be dropped immediately.
+    /// Sends the input's parts to all ranks and receives theirs in the output. A row is `row_elements` elements. `splits` are `&Splits`, or
+    /// `None` for equal parts of both whole buffers. All ranks must make this call. Returns when the work is in the stream. The buffers can
+    /// then be dropped.
     ///
-    /// All ranks use the same type of elements.
+    /// All ranks must use the same type of elements.
     ///
     /// # Errors
-    /// Before anything is submitted: when the splits are for another number of ranks, or the buffers are too short,
-    /// overlap, belong to another context, or are not registered although they must be. With
-    /// [checks](AllToAllBuilder::check_calls): when the ranks disagree. Otherwise when NCCL or the driver fails.
+    /// Returns an error before anything is submitted if the splits are for another number of ranks, or if the buffers are too short,
+    /// overlap, belong to another context, or are not registered as required. With [checks](AllToAllBuilder::check_calls), returns an error
+    /// if the ranks disagree. Also returns an error if NCCL or the driver fails.
     pub fn run<'s, T, I, O>(
         &self,
         stream: &Arc<CudaStream>,
@@ -227,12 +225,12 @@ impl AllToAll {
         self.submit_checked(stream, call)
     }
 
-    /// Exchanges rows like [`run`](Self::run), in memory given by address. A row is `row_bytes` bytes, and both regions
-    /// are in bytes.
+    /// Exchanges rows like [`run`](Self::run), in memory that is given by address. A row is `row_bytes` bytes, and the lengths of both
+    /// regions are in bytes.
     ///
     /// # Safety
-    /// Both regions are memory of the communicator's device until the stream is past the call. Earlier writes to them
-    /// precede it on the stream, and nothing else writes the input or accesses the output until then.
+    /// Both regions must be memory of the communicator's device until the stream has completed the call. Earlier writes to them must
+    /// precede the call on the stream. Until the call completes, nothing else may write the input or access the output.
     ///
     /// # Errors
     /// See [`run`](Self::run).
@@ -271,7 +269,7 @@ impl AllToAll {
         self.submit(stream, &call?)
     }
 
-    /// Makes all checks that need no other rank.
+    /// Checks everything that can be checked without other ranks.
     fn prepare<'a, T, I, O>(
         &self,
         stream: &'a Arc<CudaStream>,
@@ -302,7 +300,7 @@ impl AllToAll {
         self.ready(transfers, input_address, output_address, smallvec::smallvec![reading, writing])
     }
 
-    /// Returns the call on these addresses, if they are valid for it.
+    /// Checks the addresses and returns the call on them.
     fn ready<'a>(
         &self,
         transfers: Transfers<'a>,
@@ -336,7 +334,7 @@ impl AllToAll {
         let mut group = Group::new();
         for peer in (0..ranks).filter(|peer| *peer != rank) {
             let peer_rank = peer as u32;
-            // Parts of the buffers, which are borrowed and in use on the stream while the call's guards live.
+            // The parts lie within the buffers, which are borrowed and in use on the stream as long as the call's guards are held.
             for (nccl_call, part) in [
                 (NcclCall::Send { peer: peer_rank }, part(Side::Input, peer)),
                 (NcclCall::Receive { peer: peer_rank }, part(Side::Output, peer)),
@@ -347,7 +345,7 @@ impl AllToAll {
                 }
             }
         }
-        // One collective of all ranks, even if some have no rows for each other.
+        // The call counts as one collective of all ranks, even if some have no rows for each other.
         self.comm.announce("all_to_all", None, stream, || group.submit_announced())??;
         match (part(Side::Input, rank), part(Side::Output, rank)) {
             (Some(from), Some(to)) => self.copy(stream, from, to),

@@ -1,4 +1,4 @@
-//! Distributes one [`UniqueId`] to all ranks of a job without a side channel.
+//! The rendezvous, which distributes one [`UniqueId`] to all ranks of a job without a side channel.
 //!
 //! ```text
 //!  NCCL_COMM_ID=host:port set       every rank asks NCCL and gets the same id, without an exchange
@@ -15,9 +15,9 @@
 //! | on one machine: all are local and the address is this machine's, or the address is a loopback one | a [socket](local) on this machine, named after the job, instead of the address | processes of the same user, which both sides check with the system |
 //! | at another address | TCP | with `SYMMALLOC_JOB_SECRET`, ranks that [prove](handshake) that they know it; otherwise any process that can connect |
 //!
-//! If rank 0 cannot use an address, it tries the next one; the others knock at all of them until the right rank 0
-//! answers. Strangers, other jobs and ranks without the secret are rejected and do not delay the meeting. The
-//! connections stay open: they are the [lifeline](crate::watchdog) by which each rank learns the state of the others.
+//! If rank 0 cannot use an address, it tries the next one. The other ranks try all addresses until the right rank 0 answers. Strangers,
+//! other jobs and ranks without the secret are rejected and do not delay the meeting. The connections stay open: they are the
+//! [lifeline](crate::watchdog) by which each rank learns the state of the others.
 
 mod door;
 pub(crate) mod error;
@@ -45,11 +45,11 @@ use crate::watchdog::{self, MeetingId};
 use std::time::Duration;
 
 impl Launch {
-    /// Returns an id that is the same on all ranks of this job. Every rank calls it equally often.
+    /// Returns an id that is the same on all ranks of this job. Every rank must call this function equally often.
     ///
-    /// If `NCCL_COMM_ID` is set, NCCL provides it. Otherwise rank 0 sends it to the others: on a socket of this machine
-    /// if all ranks are here, and otherwise over TCP, at `SYMMALLOC_RENDEZVOUS` (host:port) or near `MASTER_ADDR` and
-    /// `MASTER_PORT`. Ranks with a `SYMMALLOC_JOB_SECRET` prove to each other that they know it.
+    /// If `NCCL_COMM_ID` is set, NCCL provides it. Otherwise rank 0 sends it to the others: on a socket of this machine if all ranks are on
+    /// it, and otherwise over TCP, at `SYMMALLOC_RENDEZVOUS` (host:port) or near `MASTER_ADDR` and `MASTER_PORT`. Ranks with a
+    /// `SYMMALLOC_JOB_SECRET` prove to each other that they know it.
     ///
     /// # Errors
     /// Returns an error if libnccl cannot be used, or the ranks do not find each other within the deadline.
@@ -68,7 +68,7 @@ impl Launch {
         let meeting = Meeting::new(self, turn, secret);
         let point = MeetingPoint::of(self, &meeting, |name| std::env::var(name).ok())?;
         if self.rank == 0 {
-            // Listen first, so that visitors can already wait.
+            // Listen first, so that visitors can already connect.
             let listener = point.listen()?;
             let id = UniqueId::from_nccl(nccl)?;
             let connections = meeting.give(&listener, &id, backoff)?;
@@ -81,7 +81,7 @@ impl Launch {
     }
 }
 
-/// Connects ranks that already have an id, at the address of rank 0 ("host:port"). Every rank calls it equally often.
+/// Connects ranks that already have an id, at the address of rank 0 ("host:port"). Every rank must call this function equally often.
 /// Returns `None` if there is one rank.
 pub(crate) fn meet(
     address: &str,

@@ -5,7 +5,7 @@
 //!                    ▲                         ▲
 //!    marker thread ──┘ polls the driver, NCCL  │ never calls either: both may hang
 //!  watchdog thread ────────────────────────────┴──── lifelines: live ranks, and their progress
-//!        │ a rank is gone, or no progress is made until the deadline: the judgment finds the cause
+//!        │ a rank is gone, or there is no progress until the deadline: the judgment finds the cause
 //!        ▼
 //!  response: the report, the flight record, the program's callback, and the communicator's end
 //! ```

@@ -1,4 +1,4 @@
-//! A connection between two processes of a job.
+//! Connections between the processes of a job.
 
 use rustix::fd::{AsFd, BorrowedFd};
 use std::io::{self, Read, Write};
@@ -9,9 +9,9 @@ use std::os::unix::net::UnixStream;
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Connection {
-    /// Over the network.
+    /// A network socket.
     Tcp(TcpStream),
-    /// A local socket: the system knows the user at the other end.
+    /// A local socket. The system reports the user at the other end.
     Unix(UnixStream),
 }
 

@@ -29,9 +29,9 @@ pub enum PeerEvent {
     Gone {
         /// The rank.
         rank: RankId,
-        /// The way in which its connection ended.
+        /// The end of its connection.
         departure: Departure,
-        /// The failure for which it had ended another communicator, if any: a possible cause of its departure.
+        /// Its report about another communicator that it had ended before, if any, which is a possible cause of its departure.
         after: Option<FailureReport>,
     },
     /// The rank ended the communicator because of an error.
@@ -60,7 +60,7 @@ pub struct Endpoint {
     memberships: BTreeMap<RankId, Membership>,
     /// On the hub, all processes including itself; on any other process, the hub alone.
     roster: Roster,
-    /// The hub's latest answer about each communicator that this process has a rank of, and when it arrived.
+    /// The hub's latest answer about each communicator that this process has a rank of, with its time of arrival.
     told: BTreeMap<CommunicatorId, (Duration, Vec<Member>)>,
     has_joined: bool,
     last_beat: Option<Duration>,
@@ -89,13 +89,13 @@ impl Endpoint {
         }
     }
 
-    /// Announces that this process has `rank`, a rank of a communicator.
+    /// Announces that this process has a rank of a communicator.
     pub fn join(&mut self, rank: RankId, now: Duration) {
         self.has_joined = true;
         self.memberships.insert(rank, Membership::new(now));
         self.say(Message::Joined { rank }, now);
         if self.own != HUB {
-            // The news about the hub itself is already here, and a hub that is gone cannot be asked.
+            // News about the hub itself is already known, and a hub that is gone cannot be asked.
             let news = self.roster.news_of(rank.communicator);
             news.into_iter().for_each(|message| self.note(message));
         }
@@ -113,7 +113,7 @@ impl Endpoint {
         }
     }
 
-    /// Retracts a join: the rank does not exist after all, or joined under another number.
+    /// Retracts a join, because the rank was not created or joined under another number.
     pub fn withdraw(&mut self, rank: RankId, now: Duration) {
         if self.memberships.remove(&rank).is_some() {
             self.say(Message::Withdrawn { rank }, now);
@@ -130,7 +130,7 @@ impl Endpoint {
         }
     }
 
-    /// Sets the progress of a rank of this process. Other processes learn of it with the next heartbeat.
+    /// Sets the progress of a rank of this process. The next heartbeat sends it to other processes.
     pub fn set_progress(&mut self, rank: RankId, progress: Progress, now: Duration) {
         let Some(membership) = self.memberships.get_mut(&rank) else { return };
         membership.set_progress(progress, now);
@@ -148,15 +148,15 @@ impl Endpoint {
         }
     }
 
-    /// Returns `true` if the hub has answered the question asked at `asked`, or never will because it is gone or silent. On the hub, always
-    /// `true`.
+    /// Returns `true` if the hub has answered the question of time `asked`, or will not answer because it is gone or silent. On the hub,
+    /// always returns `true`.
     pub fn has_answer(&self, communicator: CommunicatorId, asked: Duration, now: Duration) -> bool {
         let is_told = || self.told.get(&communicator).is_some_and(|(told, _)| *told >= asked);
         self.own == HUB || is_told() || self.roster.is_gone(HUB) || self.roster.silence(HUB, now) >= SILENT_AFTER
     }
 
-    /// Returns the ranks of the communicator. On the hub, these are all of them; elsewhere, the ranks of this process, those of the hub,
-    /// and those that the hub reported within the last [`SILENT_AFTER`].
+    /// Returns the ranks of the communicator. On the hub, these are all ranks. On other processes, they are the ranks of this process,
+    /// those of the hub, and those that the hub reported within the last [`SILENT_AFTER`].
     pub fn members(&self, communicator: CommunicatorId, now: Duration) -> Vec<Member> {
         let mut members = self.roster.members(communicator, self.own, now);
         if self.own != HUB {
@@ -172,8 +172,8 @@ impl Endpoint {
         members
     }
 
-    /// Returns `true` if this endpoint is no longer needed: its process has been part of communicators and is part of none now. The hub is
-    /// needed as long as other processes communicate through it.
+    /// Returns `true` if this endpoint is no longer needed: its process was part of communicators and has left them all. The hub is needed
+    /// as long as other processes communicate through it.
     pub fn is_over(&self) -> bool {
         self.has_joined && self.memberships.is_empty() && (self.own != HUB || self.roster.are_through())
     }
@@ -195,7 +195,8 @@ impl Endpoint {
     /// Processes a message from another process.
     ///
     /// # Errors
-    /// Returns the departure of a process that exceeds a bound: the caller must close its connection and report its [loss](Self::lose).
+    /// Returns the departure of a process that exceeds a bound. The caller must then close its connection and report its
+    /// [loss](Self::lose).
     pub(crate) fn receive(&mut self, from: ProcessId, message: Message, now: Duration) -> Result<(), Departure> {
         if self.own == HUB {
             self.hear(from, message, now)?;
@@ -210,7 +211,7 @@ impl Endpoint {
         !self.questions.is_empty()
     }
 
-    /// Answers one question, taking the processes in turn. Returns `false` if none is pending.
+    /// Answers one question, serving the processes in turn. Returns `false` if no question is pending.
     pub(crate) fn answer(&mut self, now: Duration) -> bool {
         let later = (Bound::Excluded(self.last_answered), Bound::Unbounded);
         let next = self.questions.range(later).next().or_else(|| self.questions.iter().next());
@@ -235,7 +236,7 @@ impl Endpoint {
         true
     }
 
-    /// Queues a question of another process. Ignores questions about communicators that it is not part of.
+    /// Queues a question of another process. Ignores questions about communicators that the process is not part of.
     fn ask_hub(&mut self, process: ProcessId, question: Question) {
         let (Question::News(communicator) | Question::Members(communicator)) = question;
         if self.roster.is_in(process, communicator) {
@@ -266,7 +267,7 @@ impl Endpoint {
     /// Sends a message to the hub; the hub itself processes it immediately.
     fn say(&mut self, message: Message, now: Duration) {
         if self.own == HUB {
-            // The bounds on other processes do not apply to the hub's own program.
+            // The bounds on other processes do not apply to the hub's own process.
             let _within_bounds = self.hear(HUB, message, now);
         } else {
             self.outbox.push((HUB, message));
@@ -279,8 +280,8 @@ impl Endpoint {
         self.outbox.extend(to.map(|process| (process, message.clone())));
     }
 
-    /// On the hub: processes a message from any process, including itself. Messages about the hub's own ranks are forwarded to all
-    /// processes, which need them once the hub is gone.
+    /// On the hub: processes a message from any process, including itself. Forwards messages about the hub's own ranks to all processes,
+    /// which need them once the hub is gone.
     fn hear(&mut self, from: ProcessId, message: Message, now: Duration) -> Result<(), Departure> {
         if !self.roster.hear(from, now) {
             return Ok(());
@@ -353,7 +354,7 @@ impl Endpoint {
         self.memberships.iter().filter(move |(rank, _)| rank.communicator == communicator)
     }
 
-    /// Turns a report about ranks into events, for the communicators that this process is part of.
+    /// Converts a report about ranks to events, for the communicators that this process is part of.
     fn note(&mut self, message: Message) {
         let concerns = |of: &RankId| self.ranks_of(of.communicator).any(|(own, it)| own != of && !it.has_failed());
         match message {

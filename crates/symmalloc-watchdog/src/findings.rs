@@ -7,7 +7,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::hash::Hash;
 
-/// Missing ranks that are listed, over all communicators. No real job has this many; the bound keeps a corrupt file from exhausting memory.
+/// Maximum number of missing ranks that are listed, over all communicators. No real job has this many. The bound prevents a corrupt file
+/// from exhausting memory.
 const MISSING_MAX: usize = 1 << 20;
 
 /// The findings about each communicator, in ascending order of their ids.
@@ -22,7 +23,7 @@ pub struct Findings {
 #[serde(tag = "finding", rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Finding {
-    /// Ranks without a record: they ended before they could write one, or their files were not passed.
+    /// Ranks without a record. They ended before they could write one, or their files were not passed.
     NoRecord {
         /// The ranks.
         ranks: Vec<u32>,
@@ -34,14 +35,14 @@ pub enum Finding {
     },
     /// The records disagree on the number of ranks.
     RanksDiffer {
-        /// Each number, and the ranks whose records state it.
+        /// Each number of ranks, with the ranks whose records state it.
         said: Vec<(u32, Vec<u32>)>,
     },
     /// The first collective that differs between ranks.
     Differs {
-        /// Its number.
+        /// The number of the collective.
         number: u64,
-        /// Each call, and the ranks that made it.
+        /// Each call, with the ranks that made it.
         calls: Vec<(Signature, Vec<u32>)>,
     },
     /// The ranks that are furthest behind: they did not submit a collective that others submitted. Ranks that are less far behind may only
@@ -56,11 +57,11 @@ pub enum Finding {
     },
     /// A collective that every rank with a record submitted and that some have not finished.
     Unfinished {
-        /// Its number.
+        /// The number of the collective.
         number: u64,
         /// The collective.
         signature: Signature,
-        /// Each state of it, and the ranks that are in that state.
+        /// Each state of the collective, with the ranks that are in that state.
         states: Vec<(CollectiveState, Vec<u32>)>,
     },
     /// A send or receive that has not finished, while all collectives have. Other ranks need not have called it.
@@ -69,7 +70,7 @@ pub enum Finding {
         rank: u32,
         /// The call.
         signature: Signature,
-        /// Its state on that rank.
+        /// The state of the call on that rank.
         state: CollectiveState,
     },
     /// Every rank with a record submitted the same collectives, and all have finished.
@@ -92,7 +93,7 @@ impl Findings {
         Findings { communicators: found.collect() }
     }
 
-    /// Returns `true` if ranks are missing, behind or differ, or if anything is unfinished.
+    /// Returns `true` if ranks are missing, differ or are behind, or if a call is unfinished.
     pub fn is_trouble(&self) -> bool {
         let findings = self.communicators.iter().flat_map(|(_, _, findings)| findings);
         findings.into_iter().any(|finding| !matches!(finding, Finding::Even { .. }))
@@ -132,7 +133,7 @@ fn compare(records: &[&CommunicatorRecord], listable: &mut usize) -> Vec<Finding
     let submitted = || records.iter().map(|record| record.progress.submitted);
     let (least, most) = (submitted().min().unwrap_or(0), submitted().max().unwrap_or(0));
     let difference = first_difference(records);
-    // A rank that submitted the collective that differs may be behind because of the difference.
+    // If calls differ, compare the progress before the difference, because ranks may be behind because of it.
     let alike = difference.as_ref().map_or(most, |(number, _)| number.saturating_sub(1));
     if least < alike {
         found.push(furthest_behind(records, least));
@@ -150,10 +151,10 @@ fn collectives(record: &CommunicatorRecord) -> impl Iterator<Item = &CollectiveR
     record.collectives.iter().filter(|collective| !collective.is_point_to_point)
 }
 
-/// Each distinct call, and the ranks that made it.
+/// Each distinct call, with the ranks that made it.
 type Calls = Vec<(Signature, Vec<u32>)>;
 
-/// Returns the first collective that differs, among those that at least two records still contain.
+/// Returns the first collective that differs between ranks, among those that at least two records still contain.
 fn first_difference(records: &[&CommunicatorRecord]) -> Option<(u64, Calls)> {
     let mut calls: BTreeMap<u64, Vec<(&Signature, u32)>> = BTreeMap::new();
     for record in records {
@@ -191,7 +192,7 @@ fn unfinished(records: &[&CommunicatorRecord]) -> Option<Finding> {
 /// Groups ranks by value, in the order of each group's first rank. Linear in the number of ranks, except for sorting.
 fn grouped<T: Copy + Eq + Hash>(said: impl IntoIterator<Item = (T, u32)>) -> Vec<(T, Vec<u32>)> {
     let mut groups: Vec<(T, Vec<u32>)> = Vec::new();
-    // Never iterated, so the hash order has no effect.
+    // The map is never iterated, so its hash order has no effect.
     let mut group_of: HashMap<T, usize> = HashMap::new();
     for (what, rank) in said {
         let group = *group_of.entry(what).or_insert_with(|| {

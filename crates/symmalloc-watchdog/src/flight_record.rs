@@ -1,6 +1,6 @@
-//! Flight records: a process's view of its communicators as a file, with the last collectives of each and its progress.
+//! Flight records: files with a process's view of its communicators, with the last collectives and the progress of each.
 //!
-//! A file is JSON, version 1. It influences no decision: its readers are people and [`Findings`](crate::Findings).
+//! A file is JSON, version 1. It does not influence any decision. It is read by people and by [`Findings`](crate::Findings).
 
 use crate::ids::{CommunicatorId, Progress};
 use serde::{Deserialize, Serialize};
@@ -26,7 +26,7 @@ pub struct FlightRecord {
     pub host: String,
     /// The process id on its machine.
     pub process: u32,
-    /// The reason for writing the record.
+    /// The event that caused the record to be written.
     pub reason: String,
     /// The communicators, in the order in which they were connected.
     pub communicators: Vec<CommunicatorRecord>,
@@ -43,9 +43,9 @@ pub struct CommunicatorRecord {
     pub rank: u32,
     /// Number of ranks.
     pub ranks: u32,
-    /// Its state, such as "ready" or "aborted".
+    /// The communicator's state, such as "ready" or "aborted".
     pub state: String,
-    /// The error that ended it.
+    /// The error that ended the communicator, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cause: Option<String>,
     /// This rank's progress.
@@ -62,9 +62,9 @@ pub struct CommunicatorRecord {
 pub struct PeerRecord {
     /// The rank.
     pub rank: u32,
-    /// Its progress.
+    /// The rank's progress.
     pub progress: Progress,
-    /// Its condition, such as "alive", "silent for 4,250 ms" or "gone: its process ended".
+    /// The rank's condition, such as "alive", "silent for 4,250 ms" or "gone: its process ended".
     pub condition: String,
 }
 
@@ -100,8 +100,8 @@ impl fmt::Display for Signature {
 /// One collective as seen by one rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CollectiveRecord {
-    /// Its number on the communicator, from 1: the n-th collective of one rank matches the n-th of every other rank. For a send or receive,
-    /// the number of the last collective before it.
+    /// Number of the collective on the communicator, from 1: the n-th collective of one rank matches the n-th of every other rank. A send
+    /// or receive has the number of the last collective before it.
     pub number: u64,
     /// `true` for a send or receive, which other ranks need not call.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -109,12 +109,13 @@ pub struct CollectiveRecord {
     /// The arguments that must be equal on all ranks.
     #[serde(flatten)]
     pub signature: Signature,
-    /// The number of the stream it was submitted to; the first stream used with the communicator is 0. `None` if it has no stream.
+    /// The number of the collective's stream, in the order in which streams were first used with the communicator, from 0. `None` if it has
+    /// no stream.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stream: Option<u32>,
-    /// Its state.
+    /// The collective's state.
     pub state: CollectiveState,
-    /// Milliseconds since it was submitted.
+    /// Milliseconds since the collective was submitted.
     pub age_ms: u64,
 }
 
@@ -194,11 +195,11 @@ impl FlightRecord {
 
     /// Returns the record as JSON.
     pub fn to_json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("strings and numbers alone")
+        serde_json::to_string_pretty(self).expect("a flight record contains only strings and numbers")
     }
 
-    /// Writes the record to a file atomically: an older record of that name remains until the new one is complete. Only the current user
-    /// can read the file. A symbolic link of that name is replaced, not followed.
+    /// Writes the record to a file atomically: an older record with the same name remains until the new one is complete. Only the current
+    /// user can read the file. A symbolic link of that name is replaced, not followed.
     ///
     /// # Errors
     /// Returns an error if the file cannot be written.

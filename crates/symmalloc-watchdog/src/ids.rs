@@ -12,7 +12,7 @@ pub struct ProcessId(pub u32);
 pub struct CommunicatorId(pub u64);
 
 impl CommunicatorId {
-    /// Derives the id from bytes that are equal on all ranks of the communicator and unique to it.
+    /// Derives an id from bytes that are equal on all ranks of the communicator and unique to the communicator.
     pub fn of(bytes: &[u8]) -> Self {
         // FNV-1a gives the same result in every version and on every machine.
         let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);

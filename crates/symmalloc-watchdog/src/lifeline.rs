@@ -1,12 +1,12 @@
 //! An [`Endpoint`] over the connections through which the processes of a job met, and which stay open.
 //!
-//! Nothing here blocks. A caller polls the descriptors of all its lifelines and calls [`turn`](Lifeline::turn) on each. The caller supplies
-//! the time, as for the endpoint.
+//! Nothing here blocks. A caller polls the descriptors of all its lifelines and calls [`turn`](Lifeline::turn) on each. As for the
+//! endpoint, the caller supplies the time.
 //!
 //! # Bounds
 //! No process can delay news of the others, and none can exhaust the memory of this one:
 //!
-//! | item | bound | beyond it |
+//! | item | bound | if exceeded |
 //! |---|---|---|
 //! | bytes from one process in a turn | [`PEER_BYTES`] | the rest is read in the next turn |
 //! | bytes from all processes in a turn | [`TURN_BYTES`] | the next turn starts with the next process |
@@ -15,8 +15,8 @@
 //! | ranks of one process | 4,096 | its process counts as gone |
 //! | bytes pending for one process | [`OUTBOX_BYTES_MAX`] | its process counts as gone |
 //!
-//! The end of a connection is therefore noticed within `1 + connections / 16` turns, however much the other processes send. A message has
-//! at least 25 bytes, so a turn receives at most about 5,000 messages.
+//! The end of a connection is therefore noticed within `1 + connections / 16` turns, regardless of the amount of data that other processes
+//! send. A message has at least 25 bytes, so a turn receives at most about 5,000 messages.
 
 use crate::connection::Connection;
 use crate::endpoint::{Endpoint, HUB};
@@ -27,20 +27,20 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::time::Duration;
 
 /// Bytes that a turn reads from one process: more than all beats between two turns, yet few enough to read from many processes in a turn.
-/// The system buffers the rest, and poll reports it.
+/// The system buffers the rest, which the next poll reports.
 const PEER_BYTES: usize = 8 << 10;
 
 /// Bytes that a turn reads in total: some milliseconds of work, even if each message is a question about a communicator of 1,000 ranks.
 const TURN_BYTES: usize = 16 * PEER_BYTES;
 
-/// Answers that a turn sends at most. All ranks of a job may ask at the same time.
+/// Maximum number of answers that a turn sends. All ranks of a job may ask at the same time.
 const ANSWERS_MAX: usize = 64;
 
 /// Bytes after which a turn sends no further answer. An answer has about 200 bytes per rank, and more where ranks failed.
 const ANSWER_BYTES: usize = 1 << 20;
 
 /// Bytes that may be pending for a process, in addition to those that the system buffers. A stopped process reads nothing and may resume
-/// later. What it must then receive is the news about other processes, which is far smaller than this bound. Beats do not accumulate.
+/// later. It must then receive the news about other processes, which is far smaller than this bound. Beats do not accumulate.
 const OUTBOX_BYTES_MAX: usize = 8 << 20;
 
 /// This process's end of the connections between the processes of a job.
@@ -224,7 +224,7 @@ impl Link {
             return 0;
         }
         let before = self.outbox.len();
-        serde_json::to_writer(&mut self.outbox, message).expect("strings and numbers alone");
+        serde_json::to_writer(&mut self.outbox, message).expect("a message contains only strings and numbers");
         self.outbox.push(b'\n');
         self.outbox.len() - before
     }

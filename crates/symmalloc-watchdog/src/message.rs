@@ -14,7 +14,7 @@ pub(crate) const LINE_BYTES_FROM_HUB_MAX: usize = 64 << 20;
 /// Length limit of a report; a longer one is truncated. Reports of ranks that disagree name every rank.
 pub(crate) const REPORT_BYTES_MAX: usize = 16 << 10;
 
-/// The way in which the connection to a process ended.
+/// The end of the connection to a process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -45,7 +45,7 @@ impl fmt::Display for Departure {
     }
 }
 
-/// The reason why a rank ended a communicator.
+/// A report of why a rank ended a communicator.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FailureReport {
     /// The reason as text.
@@ -70,19 +70,19 @@ impl FailureReport {
 pub struct Member {
     /// The rank.
     pub rank: u32,
-    /// Its process.
+    /// The rank's process.
     pub process: ProcessId,
-    /// Its progress, as last reported.
+    /// The rank's progress, as last reported.
     pub progress: Progress,
-    /// Milliseconds since its progress last changed.
+    /// Milliseconds since the rank's progress last changed.
     pub still_ms: u64,
-    /// Milliseconds since its process was last heard from. A stopped process is silent; one that is computing is not.
+    /// Milliseconds since the last message of the rank's process. A stopped process is silent; a process that is computing is not.
     pub silent_ms: u64,
-    /// The departure of its process; `None` while the process is connected.
+    /// The departure of the rank's process; `None` while the process is connected.
     pub departure: Option<Departure>,
-    /// `true` if it destroyed the communicator normally.
+    /// `true` if the rank destroyed the communicator normally.
     pub has_left: bool,
-    /// The reason why it ended the communicator, if it did.
+    /// The rank's report, if it ended the communicator because of an error.
     pub failure: Option<FailureReport>,
 }
 
@@ -103,9 +103,9 @@ pub(crate) enum Message {
     Beat { standings: Vec<Standing> },
     /// The process now has this rank of a communicator.
     Joined { rank: RankId },
-    /// The rank destroyed the communicator normally, having progressed this far. Its further fate does not concern the other ranks.
+    /// The rank destroyed the communicator normally, having progressed this far. Its later state does not concern the other ranks.
     Left { last: Standing },
-    /// The rank does not exist after all, or has another number.
+    /// The rank was not created, or has another number.
     Withdrawn { rank: RankId },
     /// The rank ended the communicator because of an error.
     Failed { rank: RankId, report: FailureReport },

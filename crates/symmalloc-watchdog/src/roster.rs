@@ -1,4 +1,5 @@
-//! The known state of processes: each one's ranks of communicators, their progress and fate, and when the process was last heard from.
+//! The known state of processes: the ranks of each process in communicators, their progress and state, and the time of the process's last
+//! message.
 //!
 //! The hub knows all processes; every other process knows only the hub.
 
@@ -50,7 +51,7 @@ impl Membership {
         }
     }
 
-    /// Records a failure. Returns `true` if it is the rank's first, which is the one that counts.
+    /// Records a failure. Returns `true` if it is the rank's first. Later ones are ignored.
     pub(crate) fn fail(&mut self, report: &FailureReport) -> bool {
         let is_first = self.failure.is_none();
         self.failure.get_or_insert_with(|| report.clone());
@@ -78,7 +79,7 @@ impl Membership {
         }
     }
 
-    /// Returns `true` if the departure of its process would affect the other ranks.
+    /// Returns `true` if the departure of the rank's process would affect the other ranks.
     fn is_live(&self) -> bool {
         !self.has_left && self.failure.is_none()
     }
@@ -105,7 +106,7 @@ impl Roster {
         Roster { processes: processes.map(known).collect() }
     }
 
-    /// Records that the process was heard from. Returns `false` if the process is unknown or gone.
+    /// Records the time of a message from the process. Returns `false` if the process is unknown or gone.
     pub(crate) fn hear(&mut self, process: ProcessId, now: Duration) -> bool {
         let known = self.processes.get_mut(&process).filter(|known| known.departure.is_none());
         known.map(|known| known.heard = now).is_some()
@@ -140,7 +141,8 @@ impl Roster {
             return Ok(());
         }
         known.memberships.insert(rank, Membership::new(now));
-        // A rank that has left stays until the others have left too. It must not end a job that creates and destroys many communicators.
+        // A rank that has left stays until the others have left too. It does not count, so that a job can create and destroy many
+        // communicators.
         if known.memberships.values().filter(|it| !it.has_left).count() > MEMBERSHIPS_MAX {
             return Err(Departure::Broken { error: format!("it has more than {MEMBERSHIPS_MAX} communicators") });
         }
@@ -181,7 +183,7 @@ impl Roster {
         }
     }
 
-    /// Records that a process is gone. Returns the message for the other processes; `None` if no live rank is affected, or if the process
+    /// Records that a process is gone. Returns the message for the other processes, or `None` if no live rank is affected or the process
     /// was already gone.
     pub(crate) fn lose(&mut self, process: ProcessId, departure: &Departure, now: Duration) -> Option<Message> {
         let known = self.processes.get_mut(&process).filter(|known| known.departure.is_none())?;
@@ -259,7 +261,7 @@ mod tests {
         let mut roster = Roster::new(0..3, now);
         for communicator in 0..MEMBERSHIPS_MAX as u64 + 10 {
             assert_eq!(roster.join(own, rank(communicator, 0), now), Ok(()));
-            // The other rank does not leave, so this one is not forgotten.
+            // The slow rank does not leave, so the roster keeps the communicator.
             let slow = ProcessId(1 + communicator as u32 % 2);
             assert_eq!(roster.join(slow, rank(communicator, 1), now), Ok(()));
             let last = Standing { rank: rank(communicator, 0), progress: Progress::default(), still_ms: 0 };

@@ -1,4 +1,4 @@
-//! Flight records as files, and the findings from the records of all ranks.
+//! Tests of flight records as files, and of the findings from the records of all ranks.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -81,7 +81,7 @@ fn what_is_no_record_is_refused() {
     let other = file("other.json", "{\"a\": 1}");
     assert!(matches!(FlightRecord::read(&other), Err(FlightRecordError::Malformed { .. })));
     let later = file("later.json", "{\"symmalloc_flight_record\": 2, \"new\": true}");
-    let error = FlightRecord::read(&later).expect_err("of another version");
+    let error = FlightRecord::read(&later).expect_err("the version is not supported");
     assert!(matches!(error, FlightRecordError::Version { version: 2, .. }), "{error}");
     let missing = FlightRecord::read(&folder.path().join("missing.json"));
     assert!(matches!(missing, Err(FlightRecordError::Io { .. })));
@@ -191,7 +191,7 @@ fn a_receive_that_hangs_is_named_and_a_send_of_one_rank_is_no_difference() {
         "all collectives have finished, but recv of 8 float32 from 0 has not: running on rank 1"
     );
     assert!(Findings::new(&records).is_trouble());
-    let waits_for = records[1].communicators[0].first_unfinished().expect("it waits");
+    let waits_for = records[1].communicators[0].first_unfinished().expect("the rank waits for a call");
     assert!(waits_for.is_point_to_point && waits_for.state == CollectiveState::Running);
 }
 
@@ -218,11 +218,11 @@ fn a_planted_link_does_not_lead_a_record_to_another_file() {
     let (victim, path) = (folder.path().join("victim"), folder.path().join("record.json"));
     fs::write(&victim, "precious").expect("written");
     for name in ["record.json".to_owned(), format!("record.json.{}.part", std::process::id())] {
-        symlink(&victim, folder.path().join(name)).expect("planted");
+        symlink(&victim, folder.path().join(name)).expect("the link is created");
     }
     record.write(&path).expect("written");
     assert_eq!(fs::read(&victim).expect("kept"), b"precious");
     let written = fs::symlink_metadata(&path).expect("written");
     assert_eq!((written.is_file(), written.mode() & 0o777), (true, 0o600));
-    assert_eq!(FlightRecord::read(&path).expect("whole"), record);
+    assert_eq!(FlightRecord::read(&path).expect("the record is complete"), record);
 }

@@ -1,4 +1,4 @@
-//! Processes of a job over real connections: the events that each receives when another one ends, stops or leaves.
+//! Tests of processes over real connections: the events that each process receives when another one ends, stops or leaves.
 
 use proptest::prelude::*;
 use rustix::event::{Timespec, poll};
@@ -44,14 +44,14 @@ fn bare(processes: u32) -> Vec<Lifeline> {
     std::iter::once(hub).chain(others.into_iter().map(other)).collect()
 }
 
-/// Gives all lifelines turns until the predicate holds. Returns the time that took.
+/// Runs turns of all lifelines until the predicate holds. Returns the elapsed time.
 fn until(lifelines: &mut [Lifeline], mut is_so: impl FnMut(&mut [Lifeline]) -> bool) -> Duration {
     let since = Instant::now();
     while !is_so(lifelines) {
         assert!(since.elapsed() < Duration::from_secs(20), "the predicate does not hold after 20 seconds");
         let mut descriptors: Vec<_> = lifelines.iter().flat_map(Lifeline::descriptors).collect();
         let limit = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-        poll(&mut descriptors, Some(&limit)).expect("polled");
+        poll(&mut descriptors, Some(&limit)).expect("the poll succeeds");
         drop(descriptors);
         lifelines.iter_mut().for_each(|lifeline| lifeline.turn(now()));
     }
@@ -111,7 +111,7 @@ fn who_left_in_order_is_missed_by_nobody() {
 }
 
 fn late() -> FailureReport {
-    FailureReport { text: "rank 1 did not come within 60 s".to_owned(), first_rank: Some(1) }
+    FailureReport { text: "rank 1 did not arrive within 60 s".to_owned(), first_rank: Some(1) }
 }
 
 #[test]
@@ -127,7 +127,7 @@ fn an_error_is_told_with_its_report() {
     assert_eq!(lifelines[2].endpoint().take_events(), []);
 }
 
-/// Process 2 gets no turns, like a stopped process.
+/// Process 2 runs no turns, like a stopped process.
 #[test]
 fn the_hub_says_who_is_silent_and_how_far_the_others_are() {
     let mut lifelines = job(3);
@@ -181,13 +181,13 @@ fn a_process_that_takes_nothing_in_holds_nobody_up() {
     assert_eq!(lifelines[0].endpoint().take_events(), []);
 }
 
-/// Turns within which the hub notices a death, whatever another process sends.
+/// Number of turns within which the hub notices a death, regardless of the data that another process sends.
 const TURNS_MAX: u32 = 2;
 /// Processor time that a turn may take: a tenth of the time after which a process counts as silent. A turn usually takes a few
 /// milliseconds.
 const TURN_MAX: Duration = Duration::from_millis(100);
 
-/// Returns the processor time of this thread, which does not depend on the machine's other load.
+/// Returns the processor time of this thread, which does not depend on the load of the machine.
 fn processor_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
@@ -250,7 +250,7 @@ impl Flooded {
             "{before:?}"
         );
         let Flooded { other, .. } = &mut self;
-        *other = Lifeline::new(ProcessId(0), 1, Vec::new(), now()).expect("alone");
+        *other = Lifeline::new(ProcessId(0), 1, Vec::new(), now()).expect("a lifeline needs no connections");
         for _ in 0..TURNS_MAX {
             at = at.and_then(|at| self.pour(text, at));
             self.turn();
@@ -340,7 +340,7 @@ fn a_process_that_never_reads_is_gone_when_too_much_waits_for_it() {
     };
     assert_eq!(*rank, of_world(1));
     assert!(*unsent_bytes > 8 << 20 && *unsent_bytes < 9 << 20, "{unsent_bytes}");
-    // The news reaches process 2, after the messages already pending for it.
+    // The news reaches process 2 after the messages that were already pending for it.
     let mut told = Vec::new();
     let begun = Instant::now();
     while told.is_empty() && begun.elapsed() < Duration::from_secs(20) {

@@ -12,7 +12,7 @@ use symmalloc_nccl::{Communicator, ReduceOp};
 pub(crate) const PAGE: usize = 16;
 /// Maximum number of pages per request.
 pub(crate) const PAGES: usize = POSITIONS / PAGE;
-/// Marks a row without a request.
+/// The position in a row without a request.
 pub(crate) const NO_POSITION: u64 = u64::MAX;
 
 /// A token of a request, in the layout that the kernels read.
@@ -45,7 +45,7 @@ struct DeviceLayer<M: Memory> {
     down: Weights<M>,
 }
 
-/// This rank's part of the model on the device. All streams read it, and must be done before it is dropped.
+/// This rank's part of the model on the device. All streams read the model, and must complete before it is dropped.
 pub(crate) struct DeviceModel<'a, M: Memory> {
     kernels: Kernels,
     tokens: Weights<M>,
@@ -160,7 +160,7 @@ impl<'a, M: Memory> DeviceModel<'a, M> {
             let arguments: Vec<Arg> = addresses.into_iter().chain(numbers).collect();
             launch(&kernels.product, (weights.outputs / 8, rows), 256, &arguments)
         };
-        // For products that ranks share: computes this rank's sums, reduces them over all ranks, and adds them to the hidden states.
+        // Computes a product that ranks share: reduces this rank's sums over all ranks, and adds them to the hidden states.
         let shared = |weights: &Weights<M>| -> Result<(), Failure> {
             product(reduced, found, weights, PARTS / ranks, false, count)?;
             if ranks > 1 {

@@ -46,12 +46,12 @@ use symmalloc_cuda::{CudaAllocator, CudaDevice, PinnedAllocator};
 use symmalloc_nccl::{Communicator, Launch, LaunchError, Nccl, Registrar, Registration, UniqueId};
 
 const DEADLINE: Duration = Duration::from_secs(60);
-/// Memory for the weights and for the pages of the largest batch, and for prompts: fixed in advance, as in other engines.
+/// Memory for the weights, the pages of the largest batch, and prompts. As in other engines, it is fixed in advance.
 const BATCH_BYTES: u64 = 128 * MIB;
 const PREFILL_BYTES: u64 = 8 * MIB;
 /// Memory for reduced buffers, per stream.
 const REDUCED_BYTES: u64 = 2 * MIB;
-/// Requests that are served before anything is counted.
+/// Number of warm-up requests, which are served before anything is counted.
 const WARM_UP: usize = 40;
 const MODEL_SEED: u64 = 1;
 
@@ -60,11 +60,11 @@ type Failure = Box<dyn Error + Send + Sync>;
 /// Command-line options.
 #[derive(Clone, Debug)]
 pub(crate) struct Options {
-    /// One or two; `None`: two if there are two devices, or as set by the launcher.
+    /// One or two ranks. By default, two if there are two devices, or as set by the launcher.
     pub(crate) ranks: Option<u32>,
     /// Number of requests.
     pub(crate) requests: usize,
-    /// Number of times that each allocator serves all requests, in alternation.
+    /// Number of times that the engine serves all requests with each allocator, in alternation.
     pub(crate) rounds: usize,
     /// Seed of the requests.
     pub(crate) seed: u64,
@@ -137,7 +137,7 @@ pub(crate) fn run(options: &Options) -> Result<Vec<Report>, Failure> {
             let ranks = options.ranks.unwrap_or(devices.min(2));
             check_ranks(ranks)?;
             if ranks > devices {
-                return Err(format!("{ranks} ranks need a device each, and there are {devices}: give --ranks").into());
+                return Err(format!("{ranks} ranks need a device each, but there are {devices}: pass --ranks").into());
             }
             let id = UniqueId::new()?;
             std::thread::scope(|scope| {
@@ -149,7 +149,7 @@ pub(crate) fn run(options: &Options) -> Result<Vec<Report>, Failure> {
                             rank(&builder.connect(id, number, ranks)?, options, task)
                         };
                         rank_program().unwrap_or_else(|error: Failure| {
-                            // The others may be waiting on their devices for this one.
+                            // Print the error immediately, because the other ranks may wait on their devices for this rank.
                             eprintln!("inference_engine: rank {number}: {error}");
                             std::process::exit(2)
                         })
@@ -199,7 +199,7 @@ fn rank(comm: &Communicator, options: &Options, task: &Task) -> Result<Report, F
     for (stream, size_bytes) in streams.iter().zip([BATCH_BYTES, PREFILL_BYTES, PREFILL_BYTES]) {
         let id = ours.private.register_stream(stream)?;
         ours.private.core().reserve(ours.private.pool(), id, size_bytes)?;
-        // The pool has one segment per stream, created with its first buffer, so all windows are registered once.
+        // The pool's only segment per stream is created with the first buffer, so all windows are registered once.
         drop(ours.take_reduced(stream, 1)?);
     }
     let registrar = Registrar::builder(&ours.private).build()?;

@@ -7,21 +7,21 @@ use symmalloc_cuda::{CudaAllocator, DeviceBuffer};
 
 /// An allocator of device memory.
 pub(crate) trait Memory {
-    /// A number of elements, freed when dropped.
+    /// A buffer of elements, which is freed when dropped.
     type Buffer<T: DeviceRepr>: DevicePtr<T> + DevicePtrMut<T>;
 
     /// Allocates uninitialized elements. The engine writes every element before it reads it.
     fn take<T: DeviceRepr>(&self, stream: &Arc<CudaStream>, len: usize) -> Result<Self::Buffer<T>, Failure>;
 
-    /// Like `take`, for memory that all ranks reduce: it lies at the same place on each rank.
+    /// Like `take`, for memory that all ranks reduce and that therefore has the same offset on each rank.
     fn take_reduced(&self, stream: &Arc<CudaStream>, len: usize) -> Result<Self::Buffer<f32>, Failure>;
 }
 
 /// symmalloc's allocators.
 pub(crate) struct Symmalloc {
-    /// For memory that is private to this rank.
+    /// The allocator of memory that is private to this rank.
     pub(crate) private: CudaAllocator,
-    /// For memory of a symmetric pool that is a single window.
+    /// The allocator of a symmetric pool.
     pub(crate) symmetric: CudaAllocator,
 }
 
@@ -29,7 +29,7 @@ impl Memory for Symmalloc {
     type Buffer<T: DeviceRepr> = DeviceBuffer<T>;
 
     fn take<T: DeviceRepr>(&self, stream: &Arc<CudaStream>, len: usize) -> Result<DeviceBuffer<T>, Failure> {
-        // SAFETY: written before it is read.
+        // SAFETY: the memory is written before it is read.
         Ok(unsafe { self.private.alloc(stream, len) }?)
     }
 
@@ -46,7 +46,7 @@ impl Memory for Cudarc {
     type Buffer<T: DeviceRepr> = CudaSlice<T>;
 
     fn take<T: DeviceRepr>(&self, stream: &Arc<CudaStream>, len: usize) -> Result<CudaSlice<T>, Failure> {
-        // SAFETY: written before it is read.
+        // SAFETY: the memory is written before it is read.
         Ok(unsafe { stream.alloc(len) }?)
     }
 
@@ -55,13 +55,14 @@ impl Memory for Cudarc {
     }
 }
 
-/// A part of a buffer by its address, for work in stream order, including captures, during which no event may be recorded.
+/// A part of a buffer that is given by its address. It is used for work in stream order, including captures, during which no event may be
+/// recorded.
 pub(crate) struct Span<'a> {
-    /// Address of its first element.
+    /// Address of the first element.
     pub(crate) address: u64,
     /// Number of elements.
     pub(crate) len: usize,
-    /// The stream that uses it.
+    /// The stream that uses the memory.
     pub(crate) stream: &'a Arc<CudaStream>,
 }
 

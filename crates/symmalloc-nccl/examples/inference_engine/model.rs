@@ -22,7 +22,7 @@ pub(crate) const POSITIONS: usize = 256;
 pub(crate) const PARTS: usize = 2;
 /// The token that ends an answer.
 pub(crate) const END: u32 = 0;
-/// Keeps the root of a mean positive.
+/// A small number that keeps the root of a mean positive.
 pub(crate) const EPSILON: f32 = 1e-5;
 
 /// A matrix with a row of weights for each output.
@@ -30,7 +30,7 @@ pub(crate) const EPSILON: f32 = 1e-5;
 pub(crate) struct Matrix {
     /// Number of weights per output.
     pub(crate) inputs: usize,
-    /// Row by row.
+    /// The weights, row by row.
     pub(crate) weights: Vec<f32>,
 }
 
@@ -84,7 +84,7 @@ pub(crate) struct Model {
     pub(crate) tokens: Matrix,
     /// Position embeddings.
     pub(crate) positions: Matrix,
-    /// In order of execution.
+    /// The layers in order of execution.
     pub(crate) layers: Vec<Layer>,
     /// Projection to a score for each token of the vocabulary.
     pub(crate) head: Matrix,
@@ -138,12 +138,12 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// Returns a number from `low` up to but not including `high`.
+    /// Returns a number in `low..high`.
     pub(crate) fn between(&mut self, low: usize, high: usize) -> usize {
         low + (self.next() % (high - low) as u64) as usize
     }
 
-    /// Returns a number from -1 up to 1.
+    /// Returns a number in `-1.0..1.0`.
     fn unit(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }

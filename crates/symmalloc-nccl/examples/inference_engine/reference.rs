@@ -5,7 +5,7 @@ use super::model::{END, EPSILON, HEAD, HEADS, HIDDEN, Layer, Matrix, Model, PART
 use super::requests::Request;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Threads of a warp: each adds every 32nd product.
+/// Number of threads of a warp, each of which adds every 32nd product.
 const LANES: usize = 32;
 
 /// Returns the expected answer of each request, computed on all processors.
@@ -22,7 +22,7 @@ pub(crate) fn answers(model: &Model, requests: &[Request]) -> Vec<Vec<u32>> {
     let mut all = std::thread::scope(|scope| {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let threads: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-        threads.into_iter().flat_map(|thread| thread.join().expect("no panic")).collect::<Vec<_>>()
+        threads.into_iter().flat_map(|thread| thread.join().expect("the thread does not panic")).collect::<Vec<_>>()
     });
     all.sort_unstable_by_key(|(number, _)| *number);
     all.into_iter().map(|(_, answer)| answer).collect()
@@ -67,14 +67,17 @@ impl Known {
 
     fn attention(&mut self, number: usize, layer: &Layer, x: &[f32]) -> Vec<f32> {
         let qkv = product(&layer.qkv, x, 1);
-        let part = |which: usize| -> [f32; HIDDEN] { qkv[which * HIDDEN..][..HIDDEN].try_into().expect("as long") };
+        let part = |which: usize| -> [f32; HIDDEN] {
+            qkv[which * HIDDEN..][..HIDDEN].try_into().expect("the slice has the array's length")
+        };
         let (queries, keys, values) = (part(0), &mut self.keys[number], &mut self.values[number]);
         keys.push(part(1));
         values.push(part(2));
         (0..HEADS)
             .flat_map(|head| {
-                let of =
-                    |row: &[f32; HIDDEN]| -> [f32; HEAD] { row[head * HEAD..][..HEAD].try_into().expect("as long") };
+                let of = |row: &[f32; HIDDEN]| -> [f32; HEAD] {
+                    row[head * HEAD..][..HEAD].try_into().expect("the slice has the array's length")
+                };
                 let query = of(&queries);
                 let score = |key: &[f32; HIDDEN]| {
                     let products = query.iter().zip(of(key)).map(|(query, key)| query * key);
@@ -102,7 +105,7 @@ fn add(x: &mut [f32], more: &[f32]) {
     x.iter_mut().zip(more).for_each(|(x, more)| *x += more);
 }
 
-/// Adds in the order of a warp: each lane adds its products, then the lanes are added in pairs.
+/// Computes a dot product in the order of a warp: each lane adds its products, then the lanes are added in pairs.
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut lanes = [0.0_f32; LANES];
     for (a, b) in a.chunks_exact(LANES).zip(b.chunks_exact(LANES)) {
@@ -116,7 +119,7 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
     lanes[0]
 }
 
-/// Computes sums over equal parts of the inputs, and adds these in order.
+/// Multiplies a matrix by a vector: computes sums over equal parts of the inputs, and adds the sums in order.
 fn product(matrix: &Matrix, x: &[f32], parts: usize) -> Vec<f32> {
     let length = matrix.inputs / parts;
     let sum = |weights: &[f32]| {

@@ -5,7 +5,7 @@ use super::model::{POSITIONS, Random, VOCABULARY};
 /// One request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Request {
-    /// The decoding step at which it arrives.
+    /// The decoding step at which the request arrives.
     pub(crate) arrival: u64,
     /// The prompt, of at least one token.
     pub(crate) prompt: Vec<u32>,

@@ -7,7 +7,7 @@
 //!  decode stream   │ graph of 16 rows  │ graph of 32 rows  │ ...
 //! ```
 //! The order in which requests join depends only on the requests and never on the speed of a stream: a prompt that begins in a step is in
-//! the batch of the next one. Every rank therefore makes the same calls, and allocates the same memory at the same places.
+//! the batch of the next one. Every rank therefore makes the same calls, and allocates the same memory at the same offsets.
 
 use super::Failure;
 use super::forward::{DeviceModel, NO_POSITION, PAGE, PAGES, Row, Workspace};
@@ -30,7 +30,7 @@ const BUCKETS: [usize; 6] = [1, 2, 4, 8, 16, BATCH_MAX];
 /// A request in the batch, or in the batch of the next step.
 struct Sequence<M: Memory> {
     number: usize,
-    /// Tokens with stored keys and values.
+    /// Number of tokens whose keys and values are stored.
     kept: usize,
     answer: Vec<u32>,
     pages: Vec<M::Buffer<f32>>,
@@ -130,7 +130,7 @@ impl<'a, M: Memory> Engine<'a, M> {
         stream.memcpy_htod(&rows, &mut device_rows)?;
         let work = Workspace::new(memory, stream, BATCH_MAX)?;
         let (at_rows, at_tokens) = (device_rows.device_ptr_mut(stream).0, device_tokens.device_ptr_mut(stream).0);
-        // Run once eagerly, so that all one-time setup of launches and collectives happens outside of the captures.
+        // Run once eagerly, so that all one-time setup of launches and collectives happens outside the captures.
         model.forward(stream, &work, (at_rows, BATCH_MAX), 0, at_tokens)?;
         comm.synchronize(stream)?;
         // During captures the allocator checks whether a stream is captured before it records an event on it.
@@ -174,7 +174,7 @@ impl<'a, M: Memory> Engine<'a, M> {
             for at in (0..batch.len()).rev() {
                 let number = batch[at].number;
                 if batch[at].is_answered(&requests[number]) {
-                    // Its pages are free for later requests.
+                    // The pages of the request are now free for later requests.
                     served.answers[number] = batch.swap_remove(at).answer;
                 }
             }
@@ -227,12 +227,11 @@ impl<'a, M: Memory> Engine<'a, M> {
             sequence.make_room(self.memory, &decoder.stream, self.model.page_len(), 1)?;
             sequence.row[0] = u64::from(*sequence.answer.last().expect("a prompt gives a token"));
             sequence.row[1] = sequence.kept as u64;
-            rows.next().expect("the batch is not larger").copy_from_slice(&sequence.row);
+            rows.next().expect("the batch fits").copy_from_slice(&sequence.row);
         }
         rows.for_each(|row| row.fill(NO_POSITION));
         decoder.stream.memcpy_htod(&decoder.rows, &mut decoder.device_rows)?;
-        let (_, graph) =
-            decoder.graphs.iter().find(|(count, _)| *count >= batch.len()).expect("the batch is not larger");
+        let (_, graph) = decoder.graphs.iter().find(|(count, _)| *count >= batch.len()).expect("the batch fits");
         graph.launch()?;
         decoder.stream.memcpy_dtoh(&decoder.device_tokens, &mut decoder.tokens)?;
         self.comm.synchronize(&decoder.stream)?;

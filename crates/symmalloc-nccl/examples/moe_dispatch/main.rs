@@ -5,11 +5,11 @@
 //!  │ e0 e0 │ e1 │ e2 e2 │ e3 │ ──►  │ from rank 0 │ from rank 1 │ ──►  │ e0 e0 │ e1 │ e2 e2 │ e3 │
 //!                          dispatch              │ the experts        combine: the splits reversed
 //!                                                ▼
-//!                                    2 · element + expert, on the host: nothing to compile
+//!                                    2 · element + expert, computed on the host
 //! ```
 //! A seeded router gives the experts loads that change every few steps: even loads, a favorite expert, an idle rank, and a rank that
 //! receives everything. The splits are exchanged only when the loads change. Every rank allocates buffers for the maximum number of rows
-//! that any rank receives, so all ranks request the same sizes from their symmetric pool and all buffers lie at the same places, in one
+//! that any rank receives, so all ranks request the same sizes from their symmetric pool, and all buffers have the same offsets in one
 //! window. Every row is checked after the dispatch and after the combination.
 //!
 //! ```sh
@@ -41,9 +41,9 @@ use symmalloc_nccl::{
 const DEADLINE: Duration = Duration::from_secs(60);
 /// Spare memory of the pool for rounding.
 const SPARE_BYTES: u64 = 2 << 20;
-/// Steps with one set of splits.
+/// Number of steps with the same splits.
 const STEPS_PER_LOAD: u64 = 3;
-/// Steps before anything is counted: every load pattern occurs once.
+/// Number of warm-up steps, in which every load pattern occurs once.
 const WARM_UP_STEPS: u64 = 4 * STEPS_PER_LOAD;
 
 type Failure = Box<dyn Error + Send + Sync>;
@@ -51,7 +51,7 @@ type Failure = Box<dyn Error + Send + Sync>;
 /// Command-line options.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Number of ranks; `None`: the number of devices, or as set by the launcher.
+    /// Number of ranks. By default, the number of devices, or as set by the launcher.
     pub ranks: Option<u32>,
     /// Steps after the warm-up.
     pub steps: u64,
@@ -128,7 +128,7 @@ pub fn run(options: &Options) -> Result<Vec<Report>, Failure> {
         _ => {
             let ranks = options.ranks.unwrap_or(devices);
             if ranks > devices {
-                return Err(format!("{ranks} ranks need a device each, and there are {devices}: give --ranks").into());
+                return Err(format!("{ranks} ranks need a device each, but there are {devices}: pass --ranks").into());
             }
             let id = UniqueId::new()?;
             std::thread::scope(|scope| {
@@ -140,7 +140,7 @@ pub fn run(options: &Options) -> Result<Vec<Report>, Failure> {
                             Rank::new(builder.connect(id, rank, ranks)?, options)?.run(options)
                         };
                         rank_program().unwrap_or_else(|error: Failure| {
-                            // The others may be waiting on their devices for this one.
+                            // Print the error immediately, because the other ranks may wait on their devices for this rank.
                             eprintln!("moe_dispatch: rank {rank}: {error}");
                             std::process::exit(2)
                         })
@@ -170,7 +170,7 @@ struct Rank {
 struct Load {
     routing: Routing,
     splits: Splits,
-    /// (source, token, expert) of every received row.
+    /// The (source, token, expert) of every received row.
     received: Vec<(usize, usize, usize)>,
 }
 
@@ -182,7 +182,8 @@ impl Rank {
         let allocator = CudaAllocator::new(comm.device(), Config::default())?;
         let stream = comm.device().context().new_stream()?;
         allocator.register_stream(&stream)?;
-        // Tokens and results, twice the maximum number of rows of one rank, and the row of `start_together`, each rounded up.
+        // The pool holds tokens and results, twice the maximum number of rows of one rank, and the row of `start_together`, each rounded
+        // up.
         let rows_max = 2 * (tokens + router.rows_max()) + 1;
         let capacity_bytes =
             ((rows_max * hidden * size_of::<f32>()) as u64 + SPARE_BYTES).next_multiple_of(SPARE_BYTES);
@@ -230,7 +231,7 @@ impl Rank {
         let splits = self.all_to_all.exchange_splits(&routing.rows)?;
         times.exchange += begun.elapsed();
         times.exchanges += 1;
-        // The rows of other ranks, computed with their routers, to check the received ones.
+        // Compute the rows of other ranks with their routers, to check the received rows.
         let mine = |(expert, _): &(usize, usize)| expert / self.router.experts_per_rank == self.rank;
         let received = (0..self.router.ranks).flat_map(|source| {
             let theirs = self.router.route(load, source).order;
@@ -251,7 +252,7 @@ impl Rank {
         let mut input = self.rows(self.router.tokens_per_rank)?;
         self.stream.memcpy_htod(&tokens, &mut input)?;
 
-        // The same number of rows on every rank, so that the ranks' allocations stay equal.
+        // Every rank uses the same number of rows, so that the ranks' allocations are equal.
         let rows_max = load.splits.output_rows_max().expect("the splits were exchanged") as usize;
         let mut received = self.rows(rows_max)?;
         let begun = self.start_together()?;
@@ -274,7 +275,7 @@ impl Rank {
         let back = load.splits.reversed();
         let begun = self.start_together()?;
         self.all_to_all.run(&self.stream, &processed, &mut combined, hidden, &back)?;
-        // They may be dropped immediately: the memory is not reused before the stream has completed the call.
+        // The buffers can be dropped immediately: the memory is not reused before the stream has completed the call.
         drop((input, received, processed));
         self.comm.synchronize(&self.stream)?;
         times.combine += begun.elapsed();
@@ -288,8 +289,8 @@ impl Rank {
         Ok(wrong_rows)
     }
 
-    /// Waits for this rank's work and for the other ranks, which finish checking their rows at different times, so that the time measured
-    /// from here on is that of the call.
+    /// Waits for this rank's work and for the other ranks, which finish checking their rows at different times. The time measured
+    /// afterwards is therefore that of the call.
     fn start_together(&self) -> Result<Instant, Failure> {
         let mut word = self.rows(1)?;
         self.comm.all_reduce_in_place(&mut word, ReduceOp::Max, &self.stream)?;

@@ -117,7 +117,7 @@ impl Report {
         self.rows_received += received;
         self.fewest_rows = self.fewest_rows.min(received);
         self.most_rows = self.most_rows.max(received);
-        // Sent in both directions.
+        // The rows are sent in both directions.
         self.bytes += 2 * splits.input().total() * (hidden * size_of::<f32>()) as u64;
     }
 
@@ -127,7 +127,7 @@ impl Report {
     }
 }
 
-/// The table's head: the work of a rank, durations, growth after the warm-up, and wrong rows.
+/// The head of the table: the work of a rank, durations, growth after the warm-up, and wrong rows.
 const HEAD: [[&str; COLUMNS]; 2] = [
     [
         "",

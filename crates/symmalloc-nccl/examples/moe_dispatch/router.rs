@@ -12,15 +12,15 @@ pub(crate) struct Router {
 /// One rank's tokens in sending order: by expert, and therefore by rank.
 #[derive(Clone, Debug)]
 pub(crate) struct Routing {
-    /// (expert, token), ascending.
+    /// Pairs of (expert, token), in ascending order.
     pub(crate) order: Vec<(usize, usize)>,
     /// Number of tokens for every rank.
     pub(crate) rows: Vec<u64>,
 }
 
 impl Router {
-    /// Routes a rank's tokens in a load pattern. Loads vary widely: even, with a favorite expert, with a rank that receives nothing, and
-    /// with one that receives everything.
+    /// Routes a rank's tokens in a load pattern. Loads vary widely: they are even, have a favorite expert, or have a rank that receives
+    /// nothing or everything.
     pub(crate) fn route(&self, pattern: u64, rank: usize) -> Routing {
         let experts = self.ranks * self.experts_per_rank;
         let draw =

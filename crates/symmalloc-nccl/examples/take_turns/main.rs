@@ -1,11 +1,11 @@
-//! Two small models take turns on one GPU, of which only one has device memory at a time: weights are kept on the host, the KV cache is
-//! dropped, and graphs with all-reduces in windows are captured once. Every turn checks every number of every answer.
+//! Two small models take turns on one GPU. Only one of them has device memory at a time: the weights of the other are kept on the host, and
+//! its KV cache is dropped. Graphs with all-reduces in windows are captured once. Every turn checks every number of every answer.
 //!
 //! ```sh
 //! cargo run --release -p symmalloc-nccl --example take_turns -- 50 32     # turns, MiB of each model's weights
 //! torchrun --no-python --nproc-per-node 2 target/release/examples/take_turns 50
 //! ```
-//! `cargo test -p symmalloc-nccl --test stub take_turns` runs the same on the stubs, with 1, 2 and 4 ranks.
+//! `cargo test -p symmalloc-nccl --test stub take_turns` runs the same example on the stubs, with 1, 2 and 4 ranks.
 
 mod model;
 
@@ -41,7 +41,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut models = Vec::new();
     for seed in [3, 5] {
         let mut model = Model::load(&allocator, &registrar, &world, size, (seed, Passes::Captured))?;
-        model.sleep()?; // makes room for the other model
+        model.sleep()?; // releases memory for the other model
         models.push(model);
     }
     let (mut asleep, mut awake) = (Duration::ZERO, Duration::ZERO);

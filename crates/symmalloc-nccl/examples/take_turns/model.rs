@@ -49,7 +49,7 @@ impl Size {
     }
 }
 
-/// The way in which passes are submitted to the device.
+/// The method of submitting passes to the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Passes {
     /// A graph that is captured once.
@@ -60,13 +60,13 @@ pub(crate) enum Passes {
     Submitted,
 }
 
-/// Returns an allocator with room for one and a half models, so that one must sleep while the other is awake.
+/// Returns an allocator with memory for one and a half models, so that one model must sleep while the other is awake.
 pub(crate) fn allocator_for(device: &Arc<CudaDevice>, size: Size) -> Result<CudaAllocator, Failure> {
     let limit = size.device_bytes() * 3 / 2 + 16 * MIB;
     Ok(CudaAllocator::new(device, format!("total_limit_bytes:{limit}").parse::<Config>()?)?)
 }
 
-/// The model that the module describes.
+/// The model; see the module documentation.
 pub(crate) struct Model<'a> {
     allocator: &'a CudaAllocator,
     registrar: &'a Registrar,

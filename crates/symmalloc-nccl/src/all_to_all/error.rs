@@ -8,7 +8,7 @@ use symmalloc_cuda::DriverError;
 use thiserror::Error;
 
 /// An error returned by an exchange of rows or splits. Unless noted otherwise, nothing was submitted on this rank.
-/// [`AllToAll`](crate::AllToAll) describes the effect on the others.
+/// [`AllToAll`](crate::AllToAll) describes the effect on other ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum AllToAllError {
@@ -23,7 +23,7 @@ pub enum AllToAllError {
     /// The numbers of rows are not valid splits.
     #[error(transparent)]
     Splits(#[from] SplitsError),
-    /// The part that a rank keeps differs between its two sides.
+    /// The part that a rank sends to itself differs between the input's and the output's splits.
     #[error("rank {rank} sends itself {sent} rows and expects {received}: its own part must be equal on both sides")]
     OwnPart {
         /// This rank.
@@ -48,7 +48,7 @@ pub enum AllToAllError {
         rows: u64,
         /// Elements per row.
         row_elements: usize,
-        /// Its length in elements.
+        /// The buffer's length in elements.
         len: usize,
     },
     /// Without splits, both buffers must have the same length and the same number of rows for every rank.
@@ -73,11 +73,11 @@ pub enum AllToAllError {
     Overlap {
         /// Address of the input.
         input: u64,
-        /// Sent bytes of it.
+        /// Number of bytes sent from the input.
         input_bytes: u64,
         /// Address of the output.
         output: u64,
-        /// Written bytes of it.
+        /// Number of bytes written to the output.
         output_bytes: u64,
     },
     /// A buffer belongs to another device or context than the communicator.
@@ -88,7 +88,7 @@ pub enum AllToAllError {
     OtherContext {
         /// The buffer.
         side: Side,
-        /// Its device.
+        /// The buffer's device.
         ordinal: usize,
         /// The communicator's device.
         expected: usize,
@@ -101,7 +101,7 @@ pub enum AllToAllError {
         /// The registrar's error.
         error: LookupError,
     },
-    /// A rank could not take part. No rank submitted anything.
+    /// A rank could not take part in the exchange. No rank submitted anything.
     #[error("rank {rank} could not take part: its own error states the reason. Nothing was sent on any rank")]
     Refused {
         /// The rank.
@@ -113,7 +113,7 @@ pub enum AllToAllError {
         /// The first rank whose call differs.
         rank: usize,
     },
-    /// A rank is about to send something else than its receiver expects. All ranks get this error, and none submitted
+    /// The rows that a rank is about to send differ from those that the receiver expects. All ranks get this error, and none submitted
     /// anything.
     #[error(
         "rank {from} sends {sent_rows} rows of {sent_row_bytes} bytes to rank {to}, which expects {expected_rows} of \
@@ -133,12 +133,13 @@ pub enum AllToAllError {
         /// Bytes per row of the receiver.
         expected_row_bytes: u64,
     },
-    /// Splits cannot be exchanged while a graph is captured on the device, because the host needs the answer.
+    /// Splits cannot be exchanged while a graph is captured on the device, because the host waits for their result.
     #[error(
         "splits cannot be exchanged while a graph is captured: exchange them before, and capture calls that use them"
     )]
     Capturing,
-    /// The communicator or NCCL refused. If it happened while the rows were submitted, the communicator is lost.
+    /// The communicator has ended, or an NCCL call failed. If the call failed while the rows were being submitted, the communicator is
+    /// lost.
     #[error(transparent)]
     Comm(#[from] CommError),
     /// The exchange between the ranks failed.

@@ -1,5 +1,5 @@
-//! Messages about splits: one message of equal length from every rank, gathered by all, so that all reach the same
-//! result.
+//! The messages with which ranks exchange or compare splits. All ranks gather one message of equal length from every rank, so they reach
+//! the same result.
 //!
 //! ```text
 //!  kind │ row bytes │ rows sent to rank 0 ... n-1 │ rows expected from rank 0 ... n-1
@@ -43,23 +43,23 @@ impl Messages {
         message
     }
 
-    /// Returns the message of a rank that cannot take part.
+    /// Encodes the message of a rank that cannot take part.
     pub(super) fn refusal(&self) -> Vec<u8> {
         self.words(MessageKind::Refusal, 0, std::iter::empty())
     }
 
-    /// Returns the message with the rows that this rank will send.
+    /// Encodes the rows that this rank will send.
     pub(super) fn exchange(&self, rows: &[u64]) -> Vec<u8> {
         self.words(MessageKind::Exchange, 0, rows.iter().copied())
     }
 
-    /// Returns the message with the call that this rank is about to make.
+    /// Encodes the call that this rank is about to make.
     pub(super) fn check(&self, transfers: &Transfers<'_>) -> Vec<u8> {
         let rows = |side| (0..self.ranks).map(move |peer| transfers.rows(side, peer));
         self.words(MessageKind::Check, transfers.row_bytes, rows(Side::Input).chain(rows(Side::Output)))
     }
 
-    /// Returns the splits that follow from the messages of all ranks.
+    /// Decodes the messages of all ranks and returns the resulting splits.
     pub(super) fn read_exchange(&self, gathered: &Gathered) -> Result<Splits, AllToAllError> {
         let messages = self.read(gathered, MessageKind::Exchange)?;
         let counts: Vec<u64> = messages.iter().flat_map(|words| &words[2..2 + self.ranks]).copied().collect();
@@ -88,7 +88,7 @@ impl Messages {
         Ok(())
     }
 
-    /// Returns the messages as words if all are of this kind.
+    /// Returns the messages as words, or an error if one is not of this kind.
     fn read(&self, gathered: &Gathered, kind: MessageKind) -> Result<Vec<Vec<u64>>, AllToAllError> {
         let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("whole words"));
         let messages: Vec<Vec<u64>> =
@@ -119,13 +119,13 @@ mod tests {
 
     fn check(rank: usize, splits: &Splits, row_elements: usize) -> Vec<u8> {
         let shape = CallShape { input_len: 100, output_len: 100, element_bytes: 4, row_elements };
-        messages(rank).check(&Transfers::new(rank, 2, Some(splits), shape).expect("it fits"))
+        messages(rank).check(&Transfers::new(rank, 2, Some(splits), shape).expect("the transfers are valid"))
     }
 
     #[test]
     fn what_is_exchanged_are_the_splits_of_every_rank() {
         let all = gathered(&[messages(0).exchange(&[5, 3]), messages(1).exchange(&[0, 7])]);
-        let splits = messages(1).read_exchange(&all).expect("they fit");
+        let splits = messages(1).read_exchange(&all).expect("the splits are valid");
         assert_eq!((splits.input().rows(), splits.output().rows()), (&[0, 7][..], &[3, 7][..]));
         assert_eq!(splits.output_rows_max(), Some(10));
     }
@@ -140,7 +140,7 @@ mod tests {
 
     #[test]
     fn ranks_in_different_calls_are_told() {
-        let splits = Splits::sending(&[1, 1]).receiving(&[1, 1]).expect("they fit");
+        let splits = Splits::sending(&[1, 1]).receiving(&[1, 1]).expect("the splits are valid");
         let all = gathered(&[messages(0).exchange(&[5, 3]), check(1, &splits, 2)]);
         assert!(matches!(messages(0).read_exchange(&all), Err(AllToAllError::DifferentCalls { rank: 1 })));
         assert!(matches!(messages(1).read_check(&all), Err(AllToAllError::DifferentCalls { rank: 0 })));
@@ -148,12 +148,12 @@ mod tests {
 
     #[test]
     fn ranks_that_disagree_are_told_who_sends_what() {
-        let one = Splits::sending(&[1, 4]).receiving(&[1, 2]).expect("they fit");
-        let other = Splits::sending(&[2, 1]).receiving(&[4, 1]).expect("they fit");
+        let one = Splits::sending(&[1, 4]).receiving(&[1, 2]).expect("the splits are valid");
+        let other = Splits::sending(&[2, 1]).receiving(&[4, 1]).expect("the splits are valid");
         let all = gathered(&[check(0, &one, 2), check(1, &other, 2)]);
         assert!(messages(0).read_check(&all).is_ok());
 
-        let wrong = Splits::sending(&[2, 1]).receiving(&[3, 1]).expect("they fit");
+        let wrong = Splits::sending(&[2, 1]).receiving(&[3, 1]).expect("the splits are valid");
         let all = gathered(&[check(0, &one, 2), check(1, &wrong, 2)]);
         for rank in 0..2 {
             let Err(AllToAllError::Disagreement { from, to, sent_rows, expected_rows, .. }) =

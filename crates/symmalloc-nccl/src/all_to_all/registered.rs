@@ -5,8 +5,8 @@
 //!                           ▲
 //!                           └── invalidated keys, in log order ◄── registrar, at each sync
 //! ```
-//! The registrar invalidates a key only after the device's work so far has completed, so no call in flight uses a
-//! segment that is dropped here.
+//! The registrar invalidates a key only after the device has completed all work submitted so far, so no call in flight uses a segment that
+//! the cache drops.
 
 use crate::all_to_all::error::AllToAllError;
 use crate::all_to_all::splits::Side;
@@ -30,7 +30,7 @@ struct Known {
     cursor: InvalidationCursor,
 }
 
-/// Segments that do not overlap.
+/// A list of segments that do not overlap.
 #[derive(Debug, Default)]
 struct SegmentList {
     /// Ascending by base address.
@@ -42,7 +42,7 @@ impl RegisteredSegments {
         RegisteredSegments { registrar: Arc::clone(registrar), known: Mutex::default() }
     }
 
-    /// Refuses a buffer that is not registered on the communicator, as a window or for this rank only.
+    /// Returns an error if the buffer is not registered on the communicator, as a window or for this rank only.
     pub(super) fn check(&self, comm: &Communicator, side: Side, region: Region) -> Result<(), AllToAllError> {
         if region.size_bytes == 0 {
             return Ok(());
@@ -81,7 +81,7 @@ impl SegmentList {
         }
     }
 
-    /// Returns `true` if one of them contains the whole region.
+    /// Returns `true` if one of the segments contains the whole region.
     fn hold(&self, region: Region) -> bool {
         let behind = self.keys.partition_point(|key| key.base <= region.address);
         let Some(key) = behind.checked_sub(1).map(|at| self.keys[at]) else { return false };
@@ -89,7 +89,7 @@ impl SegmentList {
         key.size_bytes.checked_sub(offset_bytes).is_some_and(|room| region.size_bytes <= room)
     }
 
-    /// Adds a segment, or replaces the smaller one that it grew from.
+    /// Adds a segment, or replaces the entry of the segment before it grew.
     fn insert(&mut self, key: SegmentKey) {
         let at = self.keys.partition_point(|other| other.base < key.base);
         match self.keys.get_mut(at) {

@@ -36,7 +36,7 @@ impl fmt::Display for Side {
     }
 }
 
-/// An error in the numbers of rows of splits. Nothing was sent.
+/// An error returned for numbers of rows that do not form splits. Nothing was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum SplitsError {
@@ -71,7 +71,7 @@ pub enum SplitsError {
 /// let splits = Splits::sending(&[3, 4, 1]).receiving(&[1, 4, 5])?;
 /// assert_eq!((splits.input().displacements(), splits.input().total()), (&[0, 3, 7][..], 8));
 /// assert_eq!(splits.output().part(2), 5..10);
-/// // The way back.
+/// // The opposite direction.
 /// assert_eq!(splits.reversed().input(), splits.output());
 /// # Ok::<(), symmalloc_nccl::SplitsError>(())
 /// ```
@@ -324,7 +324,7 @@ mod tests {
 
     #[test]
     fn no_rank_knows_of_others_what_it_was_not_told() {
-        let splits = Splits::sending(&[1, 2]).receiving(&[1, 3]).expect("they fit");
+        let splits = Splits::sending(&[1, 2]).receiving(&[1, 3]).expect("the splits are valid");
         assert_eq!((splits.rows_between(0, 1), splits.input_rows_max(), splits.output_rows_max()), (None, None, None));
     }
 
@@ -333,7 +333,7 @@ mod tests {
         fn every_rank_makes_the_same_of_one_matrix(ranks in 1_usize..9, seed in proptest::collection::vec(0_u64..50, 64)) {
             let counts = &seed[..ranks * ranks];
             let all: Vec<Splits> =
-                (0..ranks).map(|rank| Splits::of_matrix(counts, ranks, rank).expect("they fit")).collect();
+                (0..ranks).map(|rank| Splits::of_matrix(counts, ranks, rank).expect("the matrix is valid")).collect();
             for (from, sender) in all.iter().enumerate() {
                 for (to, receiver) in all.iter().enumerate() {
                     prop_assert_eq!(sender.input().rows()[to], receiver.output().rows()[from]);

@@ -3,7 +3,7 @@
 use crate::all_to_all::error::AllToAllError;
 use crate::all_to_all::splits::{Side, Splits};
 
-/// A buffer or a part of one. An empty one may have address 0.
+/// A buffer or a part of a buffer. An empty region can have the address 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Region {
     pub(crate) address: u64,
@@ -24,9 +24,9 @@ pub(super) struct CallShape {
 pub(super) struct Transfers<'a> {
     rows: Rows<'a>,
     pub(super) row_bytes: u64,
-    /// Sent bytes of the input.
+    /// Number of bytes sent from the input.
     pub(super) input_bytes: u64,
-    /// Written bytes of the output.
+    /// Number of bytes written to the output.
     pub(super) output_bytes: u64,
 }
 
@@ -39,7 +39,7 @@ enum Rows<'a> {
 }
 
 impl<'a> Transfers<'a> {
-    /// Computes the transfers of these splits; without splits, of equal parts of the whole buffers.
+    /// Computes the transfers of these splits. Without splits, the whole buffers are split into equal parts.
     pub(super) fn new(
         rank: usize,
         ranks: usize,
@@ -67,7 +67,7 @@ impl<'a> Transfers<'a> {
         Ok(transfers)
     }
 
-    /// Returns the number of rows that go to a rank, or come from it.
+    /// Returns the number of rows that are sent to a rank or received from it.
     pub(super) fn rows(&self, side: Side, peer: usize) -> u64 {
         match (self.rows, side) {
             (Rows::Equal(rows), _) => rows,
@@ -76,14 +76,14 @@ impl<'a> Transfers<'a> {
         }
     }
 
-    /// Returns the region of those rows in a buffer at this address; `None` if it is empty.
+    /// Returns the region of a rank's rows in a buffer at this address, or `None` if there are none.
     pub(super) fn part(&self, side: Side, address: u64, peer: usize) -> Option<Region> {
         let first = match (self.rows, side) {
             (Rows::Equal(rows), _) => rows * peer as u64,
             (Rows::Split(splits), Side::Input) => splits.input().displacements()[peer],
             (Rows::Split(splits), Side::Output) => splits.output().displacements()[peer],
         };
-        // Neither overflows: the part lies within the buffer.
+        // Neither product overflows, because the part lies within the buffer.
         let size_bytes = self.rows(side, peer) * self.row_bytes;
         (size_bytes > 0).then(|| Region { address: address + first * self.row_bytes, size_bytes })
     }
@@ -142,8 +142,8 @@ mod tests {
 
     #[test]
     fn rows_become_bytes_at_their_displacements() {
-        let splits = Splits::sending(&[2, 0, 5]).receiving(&[2, 1, 0]).expect("they fit");
-        let transfers = transfers(&splits, 0, 21).expect("it fits");
+        let splits = Splits::sending(&[2, 0, 5]).receiving(&[2, 1, 0]).expect("the splits are valid");
+        let transfers = transfers(&splits, 0, 21).expect("the transfers are valid");
         assert_eq!((transfers.row_bytes, transfers.input_bytes, transfers.output_bytes), (12, 84, 36));
         assert_eq!(transfers.part(Side::Input, 1000, 2), Some(Region { address: 1024, size_bytes: 60 }));
         assert_eq!(transfers.part(Side::Input, 1000, 1), None);
@@ -152,7 +152,7 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_is_refused_by_name() {
-        let splits = Splits::sending(&[2, 0, 5]).receiving(&[2, 1, 0]).expect("they fit");
+        let splits = Splits::sending(&[2, 0, 5]).receiving(&[2, 1, 0]).expect("the splits are valid");
         let refused = transfers(&splits, 0, 20).expect_err("too short");
         assert!(matches!(
             refused,
@@ -164,7 +164,7 @@ mod tests {
         assert!(matches!(refused, AllToAllError::SplitCount { given: 3, ranks: 4 }));
         let refused = Transfers::new(0, 3, Some(&splits), shape(0, 8, usize::MAX));
         assert!(matches!(refused, Err(AllToAllError::RowTooLarge { row_elements: usize::MAX })));
-        let many = Splits::sending(&[1, u64::MAX / 2]).receiving(&[1, 0]).expect("they fit");
+        let many = Splits::sending(&[1, u64::MAX / 2]).receiving(&[1, 0]).expect("the splits are valid");
         let refused = Transfers::new(0, 2, Some(&many), shape(8, 4, 3)).expect_err("bytes overflow");
         assert!(matches!(refused, AllToAllError::BufferTooShort { side: Side::Input, .. }));
     }
@@ -180,15 +180,15 @@ mod tests {
             assert!(matches!(equal(input, output, row), Err(AllToAllError::Uneven { ranks: 4, .. })));
         }
         for row in [0, 1, 3] {
-            assert_eq!(equal(0, 0, row).expect("nothing").part(Side::Input, 0, 0), None);
+            assert_eq!(equal(0, 0, row).expect("empty buffers are valid").part(Side::Input, 0, 0), None);
         }
     }
 
     #[test]
     fn a_buffer_may_be_longer_than_its_rows() {
-        let splits = Splits::sending(&[1, 1]).receiving(&[1, 0]).expect("they fit");
-        let transfers =
-            Transfers::new(0, 2, Some(&splits), CallShape { input_len: 100, ..shape(3, 4, 3) }).expect("it fits");
+        let splits = Splits::sending(&[1, 1]).receiving(&[1, 0]).expect("the splits are valid");
+        let transfers = Transfers::new(0, 2, Some(&splits), CallShape { input_len: 100, ..shape(3, 4, 3) })
+            .expect("the transfers are valid");
         assert_eq!((transfers.input_bytes, transfers.output_bytes), (24, 12));
     }
 

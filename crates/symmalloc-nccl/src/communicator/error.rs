@@ -12,7 +12,7 @@ use std::time::Duration;
 use symmalloc_cuda::{CudaError, DriverError};
 use thiserror::Error;
 
-/// An error of an operation on a communicator.
+/// An error returned by an operation on a communicator.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum CommError {
@@ -77,7 +77,7 @@ pub enum CommError {
         cause: Option<Arc<CommError>>,
     },
     /// This version of libnccl lacks the capability.
-    #[error("{capability} needs NCCL {}, the library is {version}: install a newer one, or set SYMMALLOC_NCCL_LIBRARY to one", .capability.since())]
+    #[error("NCCL {} is required for {capability}, but the library is {version}: install a newer one, or set SYMMALLOC_NCCL_LIBRARY to one", .capability.since())]
     Unsupported {
         /// The required capability.
         capability: Capability,

@@ -75,7 +75,7 @@ pub(super) type Kept = Option<Arc<dyn Any + Send + Sync>>;
 /// The result of a call.
 pub(super) type Answer = Result<CallProgress, CallError>;
 
-/// An error of a call.
+/// An error that a call returned, or that prevented it.
 #[derive(Debug)]
 pub(super) enum CallError {
     Nccl(NcclError),
@@ -118,7 +118,7 @@ pub(super) fn start(
             Err(error) => Err(CallError::Driver(error)),
         };
         drop(kept);
-        // The receiver is gone if the call returned too late.
+        // If the call returned too late, the receiver no longer exists.
         let _heard = sender.send(answer);
     });
     if let Err(error) = started {
@@ -166,7 +166,7 @@ mod tests {
             run(move || done.send(number).expect("the receiver is waiting")).expect("a thread");
             assert_eq!(finished.recv_timeout(Duration::from_secs(10)), Ok(number));
         }
-        release.send(()).expect("it waits");
+        release.send(()).expect("the thread is waiting");
         assert_eq!(finished.recv_timeout(Duration::from_secs(10)), Ok(0));
     }
 }

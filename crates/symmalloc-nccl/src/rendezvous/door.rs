@@ -1,4 +1,4 @@
-//! The two ends of a connection under construction: rank 0 listens, and the others knock.
+//! The two ends of a connection that is being established: rank 0 listens at a door, and the others knock at it.
 
 use crate::rendezvous::error::RendezvousError;
 use crate::rendezvous::local::{self, LocalName};
@@ -17,7 +17,7 @@ pub(super) enum Door {
     Local(LocalName),
 }
 
-/// The reason why a door leads nowhere.
+/// An error returned by an attempt to open a door.
 #[derive(Debug)]
 pub(super) enum Closed {
     /// Nothing listens there, or the connection failed.
@@ -33,7 +33,7 @@ impl From<io::Error> for Closed {
 }
 
 impl Door {
-    /// Listens. Accepting does not block.
+    /// Starts to listen. Accepting a connection does not block.
     pub(super) fn listen(&self) -> Result<Listener, RendezvousError> {
         match self {
             Door::Network(address) => {
@@ -47,7 +47,7 @@ impl Door {
         }
     }
 
-    /// Connects, to a process of this user if the door is on this machine.
+    /// Connects to the door. On this machine, connects only to a process of the same user.
     pub(super) fn open(&self, limit: Duration) -> Result<Connection, Closed> {
         match self {
             Door::Network(address) => Ok(TcpStream::connect_timeout(address, limit)?.into()),
@@ -62,7 +62,7 @@ impl Door {
         }
     }
 
-    /// Returns the number by which both sides identify the door, though their addresses for it may differ.
+    /// Returns the number by which both sides identify the door, even if they use different addresses for it.
     pub(super) fn number(&self) -> u32 {
         match self {
             Door::Network(address) => address.port().into(),
@@ -88,7 +88,7 @@ pub(super) enum Guest {
 }
 
 impl Listener {
-    /// Accepts a connection if there is one. Never blocks.
+    /// Accepts a pending connection, if any. Never blocks.
     pub(super) fn accept(&self) -> io::Result<Guest> {
         let guest = match self {
             Listener::Network(listener) => {
@@ -117,7 +117,7 @@ impl Listener {
     }
 }
 
-/// Reads exactly `bytes.len()` bytes, until `end`.
+/// Reads exactly `bytes.len()` bytes. Fails if they do not arrive before `end`.
 pub(super) fn read_until(connection: &mut Connection, bytes: &mut [u8], end: Instant) -> io::Result<()> {
     let mut at = 0;
     while at < bytes.len() {
@@ -132,7 +132,7 @@ pub(super) fn read_until(connection: &mut Connection, bytes: &mut [u8], end: Ins
     Ok(())
 }
 
-/// Writes all bytes, until `end`. They are few, and the system's buffer is empty.
+/// Writes all bytes, with the time limit `end`. The bytes are few, and the system's buffer is empty.
 pub(super) fn write_until(connection: &mut Connection, bytes: &[u8], end: Instant) -> io::Result<()> {
     set_timeouts(connection, end)?;
     connection.write_all(bytes)
@@ -156,7 +156,7 @@ fn set_timeouts(connection: &Connection, end: Instant) -> io::Result<()> {
 
 fn listen_at(address: SocketAddr) -> io::Result<TcpListener> {
     let listener = match TcpListener::bind(address) {
-        // An address of this machine that only others know.
+        // The address is one of this machine that only other machines know.
         Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => {
             let everywhere = match address {
                 SocketAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),

@@ -5,11 +5,11 @@ use std::net::SocketAddr;
 use std::time::Duration;
 use thiserror::Error;
 
-/// The ranks did not find each other.
+/// An error returned if the ranks do not find each other.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum RendezvousError {
-    /// There is no address of rank 0.
+    /// The environment does not specify an address of rank 0.
     #[error(
         "the address of rank 0 is unknown: set SYMMALLOC_RENDEZVOUS=host:port (a free port on rank 0's machine) or \
          NCCL_COMM_ID=host:port, the same on every rank"
@@ -20,11 +20,11 @@ pub enum RendezvousError {
     BadAddress {
         /// The source of the address.
         variable: &'static str,
-        /// Its value.
+        /// The value of the address.
         value: String,
     },
     /// Rank 0 cannot listen.
-    #[error("rank 0 cannot listen on {address} ({kind}): name a free port of its machine in SYMMALLOC_RENDEZVOUS")]
+    #[error("rank 0 cannot listen on {address} ({kind}): set SYMMALLOC_RENDEZVOUS to a free port of its machine")]
     Listen {
         /// The last address tried.
         address: SocketAddr,
@@ -40,7 +40,7 @@ pub enum RendezvousError {
         /// The system's error.
         kind: io::ErrorKind,
     },
-    /// Some ranks did not arrive in time. Rank 0 reports this.
+    /// Some ranks did not arrive in time. Rank 0 returns this error.
     #[error("ranks {missing:?} did not arrive within {waited:?}: look for their errors")]
     Missing {
         /// The ranks, ascending.
@@ -48,15 +48,15 @@ pub enum RendezvousError {
         /// Time that rank 0 waited.
         waited: Duration,
     },
-    /// Rank 0 did not answer in time. The others report this.
+    /// Rank 0 did not answer in time. The other ranks return this error.
     #[error("rank 0 did not answer at {address} within {waited:?}: it died, is late, or its port cannot be reached")]
     NoAnswer {
-        /// The address; the first one if there were several.
+        /// The address, or the first of several.
         address: SocketAddr,
         /// Time that this rank waited.
         waited: Duration,
     },
-    /// Rank 0 did not answer on a socket of this machine in time; the others report this.
+    /// Rank 0 did not answer on a socket of this machine in time. The other ranks return this error.
     #[error(
         "rank 0 did not answer on this machine within {waited:?}: it died, is late, or runs as another user or in another \
          container{}. Run all ranks of a machine as one user; count each container as a machine in LOCAL_WORLD_SIZE, and set \
@@ -64,7 +64,7 @@ pub enum RendezvousError {
         .foreign_user.map_or(String::new(), |user| format!(" (user {user} owns a socket with its name)"))
     )]
     NoLocalAnswer {
-        /// Another user with a socket of rank 0's name, if there was one.
+        /// The id of another user that owns a socket of rank 0's name, if there was one.
         foreign_user: Option<u32>,
         /// Time that this rank waited.
         waited: Duration,
@@ -86,21 +86,21 @@ pub enum RendezvousError {
     WrongSecret,
     /// The job secret is too short.
     #[error(
-        "SYMMALLOC_JOB_SECRET has {bytes} bytes and needs {bytes_min}: use random text, for example of `openssl rand -hex 32`"
+        "SYMMALLOC_JOB_SECRET has {bytes} bytes and needs {bytes_min}: use random text, for example the output of `openssl rand -hex 32`"
     )]
     ShortSecret {
         /// Length of the secret.
         bytes: usize,
-        /// Length that it needs.
+        /// Required length.
         bytes_min: usize,
     },
-    /// The system gives no random numbers.
+    /// The system does not provide random numbers.
     #[error("the system provides no random numbers ({kind}): allow the system call getrandom")]
     Random {
         /// The system's error.
         kind: io::ErrorKind,
     },
-    /// Another process has already joined with this rank. The later one reports this.
+    /// Another process has already joined with this rank. The later process returns this error.
     #[error("another process has already joined as rank {rank}: the launcher gave two processes the same rank")]
     RankTwice {
         /// The rank.

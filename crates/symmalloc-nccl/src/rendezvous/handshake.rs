@@ -8,21 +8,20 @@
 //!    │ ◄── magic, verdict, id, proof of 0 ──────────────────────  │   the proof covers all before it
 //! ```
 //!
-//! Proofs are HMAC-SHA256 with the job secret. Each covers the nonces of both sides, so it is valid for one connection,
-//! and begins with its direction, so that it cannot be reflected. It also covers the number of the door, so a process
-//! that listens on another port of rank 0's host and relays messages is detected. A relay at another address with the
-//! same host and port is not.
+//! Proofs are HMAC-SHA256 with the job secret. Each covers the nonces of both sides, so it is valid for one connection, and begins with its
+//! direction, so that it cannot be reflected. It also covers the number of the door, so a process that listens on another port of rank 0's
+//! host and relays messages is detected. A relay at another address with the same host and port is not detected.
 
 use crate::rendezvous::secret::{NONCE_BYTES, PROOF_BYTES, Purpose, Secret};
 use crate::rendezvous::unique_id::UniqueId;
 
 /// The first bytes of every message.
 pub(super) const MAGIC: [u8; 8] = *b"symmncc2";
-/// Magic, job, ranks, rank, visit, presence of a secret, nonce.
+/// Size of a hello: magic, job, ranks, rank, visit, presence of a secret, nonce.
 pub(super) const HELLO_BYTES: usize = 8 + 8 + 4 + 4 + 8 + 1 + NONCE_BYTES;
-/// Magic, verdict.
+/// Size of the start of an answer: magic, verdict.
 pub(super) const HEAD_BYTES: usize = 8 + 1;
-/// Id, proof.
+/// Size of the rest of an answer: id, proof.
 pub(super) const TAIL_BYTES: usize = UniqueId::BYTES + PROOF_BYTES;
 
 /// Rank 0's answer to a visitor.
@@ -106,7 +105,7 @@ impl Hello {
     }
 }
 
-/// One exchange, identical on both sides.
+/// The data of one exchange, identical on both sides.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Exchange {
     pub(super) hello: Hello,

@@ -1,4 +1,4 @@
-//! The other ranks' side of the rendezvous: they knock until rank 0 answers.
+//! The other ranks' side of the rendezvous: they try to connect until rank 0 answers.
 
 use crate::backoff::Backoff;
 use crate::rendezvous::door::{Closed, Door, read_until, write_until};
@@ -11,12 +11,11 @@ use std::io;
 use std::time::{Duration, Instant};
 use symmalloc_watchdog::Connection;
 
-/// Time for which a rank that was refused on a network looks for another rank 0, because the refusal may
-/// come from a stranger.
+/// Time for which a rank that was rejected over the network looks for another rank 0, because the rejection may come from a stranger.
 const REFUSED_LIMIT: Duration = Duration::from_secs(5);
 
 impl Meeting {
-    /// Knocks until the right rank 0 answers. Returns the id, and the connection to it.
+    /// Knocks until the right rank 0 answers. Returns the id and the connection to rank 0.
     pub(super) fn ask(
         &self,
         doors: &[Door],
@@ -36,7 +35,7 @@ impl Meeting {
                 match self.knock(door, hello, limit) {
                     Ok(found) => return Ok(found),
                     Err(Unmet::Refused(error)) => {
-                        // The system guarantees the user of a socket on this machine.
+                        // The system guarantees that a socket on this machine belongs to the same user, so the answer is final.
                         if matches!(door, Door::Local(_)) || error == (RendezvousError::RankTwice { rank }) {
                             return Err(error);
                         }
@@ -47,11 +46,11 @@ impl Meeting {
                             tracing::warn!(name: "rendezvous.foreign_socket", target: "symmalloc", user);
                         }
                     }
-                    // Rank 0 is not there yet, or this is another program's port or another job's rank 0.
+                    // Rank 0 does not listen yet, or the port belongs to another program or another job's rank 0.
                     Err(Unmet::Closed(Closed::Io)) => {}
                 }
             }
-            // At most a hundred times a second, whatever the backoff: each knock is a packet.
+            // Knock at most a hundred times per second, regardless of the backoff, because each knock sends a packet.
             std::thread::sleep(backoff.left().min(Duration::from_millis(10)));
             let is_over = !backoff.pause();
             if let Some((error, _)) = refused.take_if(|(_, since)| is_over || since.elapsed() > REFUSED_LIMIT) {
@@ -67,7 +66,7 @@ impl Meeting {
         }
     }
 
-    /// Knocks at a door.
+    /// Knocks once at a door.
     fn knock(&self, door: &Door, hello: Hello, limit: Duration) -> Result<(UniqueId, Connection), Unmet> {
         let end = Instant::now() + limit;
         let mut connection = door.open(limit)?;
@@ -101,7 +100,7 @@ impl Meeting {
     }
 }
 
-/// The reason why a door did not lead to rank 0.
+/// An error returned by a knock that did not reach rank 0.
 enum Unmet {
     Closed(Closed),
     Refused(RendezvousError),

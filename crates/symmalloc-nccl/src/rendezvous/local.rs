@@ -1,9 +1,8 @@
 //! Sockets by which the processes of one user meet on one machine.
 //!
-//! Their names are in Linux's abstract namespace, so they need no folder and vanish with their process. Any user can
-//! take such a name first. That exposes nothing: both sides ask the system for the user of the other end, and a rank
-//! that finds another user's socket tries the next name. Another user can delay a meeting only by taking all names, and
-//! with a job secret some names cannot be guessed.
+//! The names are in Linux's abstract namespace, so they need no folder and disappear with their process. Any user can take such a name
+//! first. That exposes no data: both sides ask the system for the user of the other end, and a rank that finds another user's socket tries
+//! the next name. Another user can delay a meeting only by taking all names, and with a job secret some names cannot be guessed.
 
 use crate::rendezvous::meeting::hash;
 use crate::rendezvous::secret::{Purpose, Secret};
@@ -16,7 +15,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 /// Number of names of a meeting: more than one, in case another user has taken the first.
 const NAMES: u32 = 32;
 
-/// Maximum number of ranks that wait to be accepted; the system may allow fewer.
+/// Maximum number of ranks that wait to be accepted. The system may allow fewer.
 const BACKLOG: i32 = 4096;
 
 /// The name of a meeting's socket.
@@ -27,11 +26,10 @@ pub(super) struct LocalName {
     pub(super) index: u32,
 }
 
-/// Returns the names of a meeting, equal on all ranks of one user. With a secret there are additional names that others
-/// cannot guess.
+/// Returns the names of a meeting, equal on all ranks of one user. With a secret, there are additional names that other users cannot guess.
 ///
-/// The first names are the same with and without a secret, so that a rank without it finds rank 0 and learns why it is
-/// refused.
+/// The first names are the same with and without a secret, so that a rank without the secret finds rank 0 and receives the reason for its
+/// rejection.
 pub(super) fn names(meeting: u64, port: u16, secret: Option<&Secret>) -> Vec<LocalName> {
     let user = own_user();
     let place = format!("{meeting:016x} {port}");
@@ -50,7 +48,7 @@ impl LocalName {
         Ok(SocketAddrUnix::new_abstract_name(self.name.as_bytes())?)
     }
 
-    /// Listens. Accepting does not block.
+    /// Starts to listen. Accepting a connection does not block.
     pub(super) fn listen(&self) -> io::Result<UnixListener> {
         let socket = new_socket()?;
         bind(&socket, &self.address()?)?;
@@ -87,7 +85,7 @@ mod tests {
 
     #[test]
     fn names_follow_from_meeting_port_and_secret() {
-        let secret = Secret::new("0123456789abcdef".into()).expect("long enough");
+        let secret = Secret::new("0123456789abcdef".into()).expect("the secret is long enough");
         let plain = names(7, 0, None);
         assert_eq!(plain, names(7, 0, None));
         assert_eq!(plain.len(), NAMES as usize);
@@ -101,7 +99,7 @@ mod tests {
     #[test]
     fn a_process_of_the_same_user_is_known_as_such() {
         let names = names(u64::from(std::process::id()), 0, None);
-        let _listener = names[1].listen().expect("free");
+        let _listener = names[1].listen().expect("the address is free");
         assert!(names[0].connect().is_err(), "nobody listens");
         let connection = names[1].connect().expect("listening");
         assert_eq!(foreign_user(&connection).expect("connected"), None);

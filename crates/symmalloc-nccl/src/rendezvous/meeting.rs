@@ -1,4 +1,4 @@
-//! One meeting of one job's ranks.
+//! Meetings of a job's ranks.
 
 use crate::rendezvous::handshake::Hello;
 use crate::rendezvous::launch::Launch;
@@ -8,7 +8,7 @@ use std::time::Duration;
 /// Time limit for a visitor to identify itself, and for rank 0 to answer.
 pub(super) const VISITOR_LIMIT: Duration = Duration::from_secs(5);
 
-/// One meeting of one job.
+/// One meeting of the ranks of one job.
 #[derive(Clone, Debug)]
 pub(super) struct Meeting {
     pub(super) job: u64,
@@ -35,7 +35,7 @@ pub(super) fn hash(bytes: &[u8]) -> u64 {
 /// Returns a name that distinguishes this job from others on the machine.
 pub(super) fn job_of(launch: &Launch) -> String {
     if launch.job.is_empty() && launch.ranks == launch.local_ranks {
-        // mpiexec and similar launchers: the ranks of one machine are children of one process.
+        // Under mpiexec and similar launchers, the ranks of one machine are children of one process.
         return format!("{}.{}", launch.launcher, std::os::unix::process::parent_id());
     }
     format!("{}.{}", launch.launcher, launch.job)

@@ -7,16 +7,16 @@ use crate::rendezvous::local;
 use crate::rendezvous::meeting::Meeting;
 use std::net::{SocketAddr, ToSocketAddrs, UdpSocket};
 
-/// Names the address of the rendezvous.
+/// The environment variable with the address of the rendezvous.
 const ADDRESS_VARIABLE: &str = "SYMMALLOC_RENDEZVOUS";
-/// torchrun's names of the address.
+/// torchrun's environment variables for the address.
 const MASTER_ADDRESS_VARIABLE: &str = "MASTER_ADDR";
 const MASTER_PORT_VARIABLE: &str = "MASTER_PORT";
 
-/// Number of ports to try if the program did not name one.
+/// Number of ports to try if the program does not specify one.
 const PORTS: u16 = 8;
 
-/// The doors behind which rank 0 may be. It listens at the first one that is free.
+/// The doors at which rank 0 may listen. It uses the first free one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct MeetingPoint {
     pub(super) doors: Vec<Door>,
@@ -51,9 +51,9 @@ impl MeetingPoint {
         if is_one_machine { Ok(Self::on_this_machine(0, meeting)) } else { Err(RendezvousError::NoAddress) }
     }
 
-    /// Returns the one address that the program names.
+    /// Returns the meeting point at the address that the program specifies.
     pub(super) fn at(address: &str, meeting: &Meeting) -> Result<Self, RendezvousError> {
-        // The ranks may be on several machines, but a loopback address leads to no other one.
+        // The ranks may be on several machines, but a loopback address refers only to this one.
         Ok(Self::named(resolve(address, "rendezvous", address)?, false, meeting))
     }
 
@@ -64,7 +64,7 @@ impl MeetingPoint {
         MeetingPoint { doors: addresses.into_iter().map(Door::Network).collect() }
     }
 
-    /// Returns sockets on this machine. The port distinguishes jobs of one name.
+    /// Returns a meeting point of sockets on this machine. The port distinguishes jobs with the same name.
     fn on_this_machine(port: u16, meeting: &Meeting) -> Self {
         let names = local::names(meeting.job, port, meeting.secret.as_ref());
         MeetingPoint { doors: names.into_iter().map(Door::Local).collect() }
@@ -82,7 +82,7 @@ impl MeetingPoint {
     }
 }
 
-/// Returns `true` if the addresses lead to this machine: loopback ones do, and its own if all ranks are on one machine.
+/// Returns `true` if the addresses refer to this machine: loopback addresses do, and so do its own if all ranks are on one machine.
 fn is_of_this_machine(addresses: &[SocketAddr], is_one_machine: bool) -> bool {
     let is_own = |address: &SocketAddr| UdpSocket::bind(SocketAddr::new(address.ip(), 0)).is_ok();
     addresses.iter().all(|address| address.ip().is_loopback()) || is_one_machine && addresses.iter().any(is_own)
@@ -126,7 +126,7 @@ mod tests {
         launch: &Launch,
         variables: &[(&str, &str)],
     ) -> Result<MeetingPoint, RendezvousError> {
-        let secret = secret.map(|text| Secret::new(text.into()).expect("long enough"));
+        let secret = secret.map(|text| Secret::new(text.into()).expect("the secret is long enough"));
         MeetingPoint::of(launch, &Meeting::new(launch, 0, secret), |name| {
             variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
         })
@@ -154,14 +154,16 @@ mod tests {
         let next = [("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29501")];
         let named = [("SYMMALLOC_RENDEZVOUS", "127.0.0.1:4000")];
         for variables in [&[][..], &master, &next, &named, &[("SYMMALLOC_RENDEZVOUS", "0.0.0.0:4000")]] {
-            assert!(is_local(&place(&job, variables).expect("local")), "{variables:?}");
+            assert!(is_local(&place(&job, variables).expect("the meeting point is local")), "{variables:?}");
         }
         assert_ne!(place(&job, &master), place(&job, &next), "two jobs with one name");
         let by_name = [("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")];
         assert_eq!(place(&job, &master), place(&job, &by_name), "two names of one machine");
-        // Ranks without the secret find those that have it and are refused. The other names cannot be guessed.
-        let (plain, secret) =
-            (place(&job, &master).expect("local"), place_with(Some(SECRET), &job, &master).expect("local"));
+        // Ranks without the secret find those that have it and are rejected. The other names cannot be guessed.
+        let (plain, secret) = (
+            place(&job, &master).expect("the meeting point is local"),
+            place_with(Some(SECRET), &job, &master).expect("the meeting point is local"),
+        );
         assert!(is_local(&secret) && secret.doors.starts_with(&plain.doors) && secret.doors.len() > plain.doors.len());
     }
 
@@ -171,7 +173,7 @@ mod tests {
         // An address reserved for documentation, which no machine has.
         let elsewhere = [("MASTER_ADDR", "192.0.2.1"), ("MASTER_PORT", "29500")];
         for job in [&one_machine, &two_machines] {
-            let master = place(job, &elsewhere).expect("addresses");
+            let master = place(job, &elsewhere).expect("the addresses are valid");
             assert_eq!(ports(&master), [29501, 29502, 29503, 29504, 29505, 29506, 29507, 29508]);
         }
         let named = [("SYMMALLOC_RENDEZVOUS", "192.0.2.1:4000"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")];

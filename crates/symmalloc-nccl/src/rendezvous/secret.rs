@@ -9,16 +9,16 @@ use std::fmt;
 use std::io;
 use std::os::unix::ffi::OsStringExt;
 
-/// Holds the secret, the same on every rank.
+/// The environment variable with the secret, which must be the same on every rank.
 pub(super) const SECRET_VARIABLE: &str = "SYMMALLOC_JOB_SECRET";
 
-/// Minimum length. A process that poses as rank 0 sees a proof and can test guesses against it offline.
+/// Minimum length in bytes. A process that poses as rank 0 receives a proof and can test guesses against it offline.
 const SECRET_BYTES_MIN: usize = 16;
 
-/// Length of a proof.
+/// Length of a proof in bytes.
 pub(super) const PROOF_BYTES: usize = 32;
 
-/// Length of the random numbers that make a proof valid for one exchange only.
+/// Length in bytes of the random numbers that make a proof valid for one exchange only.
 pub(super) const NONCE_BYTES: usize = 32;
 
 /// The secret of a job. Neither its `Debug` output nor any error or event contains it.
@@ -53,7 +53,7 @@ impl Purpose {
 }
 
 impl Secret {
-    /// Returns the secret in the environment, if there is one.
+    /// Reads the secret from the environment, if it is set.
     ///
     /// # Errors
     /// Returns an error if the secret is too short.
@@ -74,7 +74,7 @@ impl Secret {
         self.code(purpose, parts).finalize().into_bytes().into()
     }
 
-    /// Returns `true` if it is the proof for these parts. Takes the same time for each wrong one.
+    /// Returns `true` if `proof` is the proof for these parts. The time does not depend on which bytes are wrong.
     pub(super) fn is_proof(&self, proof: &[u8], purpose: Purpose, parts: &[&[u8]]) -> bool {
         self.code(purpose, parts).verify_slice(proof).is_ok()
     }
@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     fn secret(text: &str) -> Secret {
-        Secret::new(text.into()).expect("long enough")
+        Secret::new(text.into()).expect("the secret is long enough")
     }
 
     #[test]
@@ -131,6 +131,9 @@ mod tests {
 
     #[test]
     fn random_bytes_differ() {
-        assert_ne!(random::<32>().expect("the system has some"), random::<32>().expect("the system has some"));
+        assert_ne!(
+            random::<32>().expect("random numbers are available"),
+            random::<32>().expect("random numbers are available")
+        );
     }
 }

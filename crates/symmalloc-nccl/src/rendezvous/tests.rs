@@ -17,9 +17,9 @@ use std::time::{Duration, Instant};
 use symmalloc_watchdog::Connection;
 
 const ID: [u8; UniqueId::BYTES] = [7; UniqueId::BYTES];
-/// Long enough for all expected visitors.
+/// A time limit in milliseconds that suffices for all expected visitors.
 const PATIENT: u64 = 30_000;
-/// Long enough for a refusal on a busy machine.
+/// A time limit in milliseconds that suffices for a rejection on a busy machine.
 const BRIEF: u64 = 1000;
 
 fn id() -> UniqueId {
@@ -59,7 +59,7 @@ fn anywhere() -> (Listener, [Door; 1]) {
 fn local_place(name: &str) -> MeetingPoint {
     let job = format!("{name}-{}", std::process::id());
     let launch = launch(2, 2, &job);
-    MeetingPoint::of(&launch, &Meeting::new(&launch, 0, None), |_| None).expect("a place")
+    MeetingPoint::of(&launch, &Meeting::new(&launch, 0, None), |_| None).expect("the launch has an address")
 }
 
 fn backoff(millis: u64) -> Backoff {
@@ -71,7 +71,7 @@ fn meeting(ranks: u32) -> Meeting {
 }
 
 fn secret_meeting(ranks: u32, secret: &str) -> Meeting {
-    let secret = Some(Secret::new(secret.into()).expect("long enough"));
+    let secret = Some(Secret::new(secret.into()).expect("the secret is long enough"));
     Meeting { secret, ..meeting(ranks) }
 }
 
@@ -82,7 +82,7 @@ fn hello(rank: u32, visit: u64, has_secret: bool) -> Hello {
     Hello { job: 0xABCD, ranks: 2, rank, visit, has_secret, nonce: [9; 32] }
 }
 
-/// Asks for the id as a rank. Returns it.
+/// Asks for the id as this rank, and returns the id.
 fn ask(meeting: &Meeting, doors: &[Door], rank: u32, millis: u64) -> Result<UniqueId, RendezvousError> {
     meeting.ask(doors, rank, &backoff(millis)).map(|(id, _)| id)
 }
@@ -101,10 +101,10 @@ fn all_ranks_get_the_id_in_whatever_order_they_come() {
                     })
                 })
                 .collect();
-            let connections = meeting.give(&listener, &id(), &backoff(PATIENT)).expect("all come");
+            let connections = meeting.give(&listener, &id(), &backoff(PATIENT)).expect("all ranks arrive");
             assert_eq!(connections.iter().map(|(rank, _)| *rank).collect::<Vec<_>>(), [1, 2, 3, 4, 5]);
             for other in others {
-                assert_eq!(other.join().expect("no panic"), Ok(id()));
+                assert_eq!(other.join().expect("the thread does not panic"), Ok(id()));
             }
         });
     }
@@ -117,9 +117,9 @@ fn rank_0_may_come_last() {
     thread::scope(|scope| {
         let other = scope.spawn(|| ask(&meeting(2), &doors, 1, PATIENT));
         thread::sleep(Duration::from_millis(60));
-        let listener = doors[0].listen().expect("still free");
-        meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("it comes");
-        assert_eq!(other.join().expect("no panic"), Ok(id()));
+        let listener = doors[0].listen().expect("the address is free");
+        meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
+        assert_eq!(other.join().expect("the thread does not panic"), Ok(id()));
     });
 }
 
@@ -139,11 +139,11 @@ fn strangers_and_other_jobs_neither_get_the_id_nor_hold_it_up() {
             ask(&meeting(2), &doors, 1, PATIENT)
         });
         let since = Instant::now();
-        meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("it comes");
+        meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
         assert!(since.elapsed() < VISITOR_LIMIT, "the silent visitor delayed the meeting");
-        assert!(matches!(other_job.join().expect("no panic"), Err(RendezvousError::NoAnswer { .. })));
-        assert!(matches!(other_size.join().expect("no panic"), Err(RendezvousError::NoAnswer { .. })));
-        assert_eq!(late.join().expect("no panic"), Ok(id()));
+        assert!(matches!(other_job.join().expect("the thread does not panic"), Err(RendezvousError::NoAnswer { .. })));
+        assert!(matches!(other_size.join().expect("the thread does not panic"), Err(RendezvousError::NoAnswer { .. })));
+        assert_eq!(late.join().expect("the thread does not panic"), Ok(id()));
         let mut answer = vec![];
         // The connection is reset or closed without an answer.
         let _closed = babbling.read_to_end(&mut answer);
@@ -161,7 +161,7 @@ fn silent_visitors_make_room_for_ranks() {
         let _silent: Vec<_> = (0..300).map(|_| TcpStream::connect(address(&doors[0])).expect("listening")).collect();
         assert_eq!(ask(&meeting(2), &doors, 1, PATIENT), Ok(id()));
         assert!(since.elapsed() < VISITOR_LIMIT, "{:?}", since.elapsed());
-        assert_eq!(given.join().expect("no panic"), Ok(()));
+        assert_eq!(given.join().expect("the thread does not panic"), Ok(()));
     });
 }
 
@@ -174,7 +174,7 @@ fn rank_0_names_the_ranks_that_did_not_come() {
         let Err(RendezvousError::Missing { missing, waited }) = given else { panic!("{given:?}") };
         assert_eq!(missing, [1, 3]);
         assert!(waited >= Duration::from_millis(500));
-        assert_eq!(other.join().expect("no panic"), Ok(id()), "it has its id");
+        assert_eq!(other.join().expect("the thread does not panic"), Ok(id()), "it has its id");
     });
 }
 
@@ -205,7 +205,7 @@ fn a_second_process_with_a_rank_is_turned_away_and_the_same_one_again_is_not() {
                 }
             }
             assert_eq!(ask(&meeting, &doors, 2, PATIENT), Ok(id()));
-            assert_eq!(given.join().expect("no panic"), Ok(()));
+            assert_eq!(given.join().expect("the thread does not panic"), Ok(()));
         });
     }
 }
@@ -233,8 +233,8 @@ fn a_hello_that_comes_in_pieces_is_heard() {
             let mut reply = [0; HEAD_BYTES + TAIL_BYTES];
             stream.read_exact(&mut reply).map(|()| reply)
         });
-        meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("it comes");
-        let reply = other.join().expect("no panic").expect("answered");
+        meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
+        let reply = other.join().expect("the thread does not panic").expect("answered");
         assert_eq!((&reply[..8], reply[8], &reply[9..][..UniqueId::BYTES]), (&MAGIC[..], 0, &ID[..]));
     });
 }
@@ -245,7 +245,7 @@ fn a_port_that_is_taken_is_passed_over_and_still_found() {
     let (free, second) = anywhere();
     drop(free);
     let point = MeetingPoint { doors: [first, second.clone()].concat() };
-    let listener = point.listen().expect("the second is free");
+    let listener = point.listen().expect("the second address is free");
     assert_eq!(door(&listener), second[0]);
     thread::scope(|scope| {
         let other = scope.spawn(|| ask(&meeting(2), &point.doors, 1, PATIENT));
@@ -257,8 +257,8 @@ fn a_port_that_is_taken_is_passed_over_and_still_found() {
                 thread::sleep(Duration::from_millis(5));
             }
         });
-        meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("it comes");
-        assert_eq!(other.join().expect("no panic"), Ok(id()));
+        meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
+        assert_eq!(other.join().expect("the thread does not panic"), Ok(id()));
     });
 }
 
@@ -270,14 +270,14 @@ fn meetings_differ_by_job_restart_and_turn() {
     assert_ne!(job("a.0", 0), job("a.0", 1));
 }
 
-/// Lets a rank ask with the secret of `theirs`, and then the job meet. Returns the error of that rank.
+/// Asks as a rank with the secret of `theirs`, and then lets the job meet. Returns the error of that rank.
 fn asked_by(ours: &Meeting, theirs: &Meeting, listener: &Listener, doors: &[Door]) -> RendezvousError {
     thread::scope(|scope| {
         let since = Instant::now();
         let given = scope.spawn(|| ours.give(listener, &id(), &backoff(PATIENT)).map(|_| ()));
         let refused = ask(theirs, doors, 1, BRIEF).expect_err("its secret is not rank 0's");
         assert_eq!(ask(ours, doors, 1, PATIENT), Ok(id()));
-        assert_eq!(given.join().expect("no panic"), Ok(()));
+        assert_eq!(given.join().expect("the thread does not panic"), Ok(()));
         assert!(since.elapsed() < VISITOR_LIMIT, "{:?}", since.elapsed());
         refused
     })
@@ -288,7 +288,7 @@ fn secrets_that_differ_are_reported_to_the_rank_and_do_not_hold_the_meeting_up()
     let (none, ours, other) = (meeting(2), secret_meeting(2, SECRET), secret_meeting(2, OTHER_SECRET));
     let (listener, doors) = anywhere();
     let point = local_place("secrets");
-    let local = point.listen().expect("free");
+    let local = point.listen().expect("the address is free");
     for (listener, doors) in [(&listener, &doors[..]), (&local, &point.doors[..])] {
         assert_eq!(asked_by(&ours, &other, listener, doors), RendezvousError::WrongSecret);
         assert_eq!(asked_by(&ours, &none, listener, doors), RendezvousError::SecretMissing);
@@ -330,7 +330,7 @@ fn a_stranger_that_answers_without_the_secret_is_no_rank_0() {
     }
 }
 
-/// Takes part as rank 1 with the secret, or replays an earlier proof. Returns the answer and the proof.
+/// Takes part as rank 1 with the secret, or with a replayed earlier proof. Returns the answer and the proof.
 fn speak(to: SocketAddr, earlier: Option<[u8; PROOF_BYTES]>) -> (Option<Verdict>, [u8; PROOF_BYTES]) {
     let hello = hello(1, 3, true);
     let mut connection = Connection::from(TcpStream::connect(to).expect("listening"));
@@ -338,7 +338,7 @@ fn speak(to: SocketAddr, earlier: Option<[u8; PROOF_BYTES]>) -> (Option<Verdict>
     assert_eq!(verdict(&mut connection), Some(Verdict::Challenge));
     let mut exchange = Exchange { hello, nonce: [0; 32], door: to.port().into() };
     read_until(&mut connection, &mut exchange.nonce, end()).expect("a nonce");
-    let secret = Secret::new(SECRET.into()).expect("long enough");
+    let secret = Secret::new(SECRET.into()).expect("the secret is long enough");
     let proof = earlier.unwrap_or_else(|| exchange.proof(&secret));
     connection.write_all(&proof).expect("sent");
     (verdict(&mut connection), proof)
@@ -352,12 +352,12 @@ fn a_proof_holds_once() {
         let first = scope.spawn(|| meeting.give(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
         let (answer, proof) = speak(address(&doors[0]), None);
         assert_eq!(answer, Some(Verdict::Welcome));
-        assert_eq!(first.join().expect("no panic"), Ok(()));
+        assert_eq!(first.join().expect("the thread does not panic"), Ok(()));
         // The next meeting has the same name, as after a restart of the job.
         let second = scope.spawn(|| meeting.give(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
         assert_eq!(speak(address(&doors[0]), Some(proof)).0, Some(Verdict::WrongSecret));
         assert_eq!(ask(&meeting, &doors, 1, PATIENT), Ok(id()));
-        assert_eq!(second.join().expect("no panic"), Ok(()));
+        assert_eq!(second.join().expect("the thread does not panic"), Ok(()));
     });
 }
 
@@ -386,15 +386,15 @@ fn a_port_that_passes_on_what_it_hears_is_found_out() {
         let given = scope.spawn(|| meeting.give(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
         assert_eq!(ask(&meeting, &in_between, 1, BRIEF), Err(RendezvousError::WrongSecret));
         assert_eq!(ask(&meeting, &doors, 1, PATIENT), Ok(id()));
-        assert_eq!(given.join().expect("no panic"), Ok(()));
+        assert_eq!(given.join().expect("the thread does not panic"), Ok(()));
     });
 }
 
 #[test]
 fn a_socket_name_that_is_taken_is_passed_over_and_still_found() {
     let point = local_place("squatted");
-    let squatter = point.doors[0].listen().expect("free");
-    let listener = point.listen().expect("the second is free");
+    let squatter = point.doors[0].listen().expect("the address is free");
+    let listener = point.listen().expect("the second address is free");
     assert_eq!((listener.number(), point.doors[1].number()), (1, 1));
     thread::scope(|scope| {
         let other = scope.spawn(|| ask(&meeting(2), &point.doors, 1, PATIENT));
@@ -405,9 +405,9 @@ fn a_socket_name_that_is_taken_is_passed_over_and_still_found() {
                 thread::sleep(Duration::from_millis(5));
             }
         });
-        let connections = meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("it comes");
+        let connections = meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
         assert!(matches!(connections[..], [(1, Connection::Unix(_))]));
-        assert_eq!(other.join().expect("no panic"), Ok(id()));
+        assert_eq!(other.join().expect("the thread does not panic"), Ok(id()));
     });
 }
 
@@ -420,7 +420,7 @@ fn as_another_user<R: Send>(body: impl FnOnce() -> R + Send) -> Option<R> {
             let code = unsafe { libc::syscall(libc::SYS_setresuid, NOBODY, NOBODY, NOBODY) };
             (code == 0).then(body)
         });
-        let result = thread.join().expect("no panic");
+        let result = thread.join().expect("the thread does not panic");
         if result.is_none() {
             println!("skipped: only root can act as another user");
         }
@@ -431,36 +431,36 @@ fn as_another_user<R: Send>(body: impl FnOnce() -> R + Send) -> Option<R> {
 #[test]
 fn another_user_is_turned_away_and_the_job_meets() {
     let point = local_place("intruder");
-    let listener = point.listen().expect("free");
+    let listener = point.listen().expect("the address is free");
     thread::scope(|scope| {
         let given = scope.spawn(|| meeting(2).give(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
-        // The names are known to it because they can be guessed.
+        // The other user knows the names because they can be guessed.
         let intruded = as_another_user(|| {
             let Door::Local(name) = &point.doors[0] else { panic!("a socket") };
-            let mut connection = Connection::from(name.connect().expect("anybody may connect"));
+            let mut connection = Connection::from(name.connect().expect("any user can connect"));
             let _sent = connection.write_all(&hello(1, 3, false).bytes());
             verdict(&mut connection)
         });
         assert_eq!(intruded.flatten(), None, "it gets no answer");
         assert_eq!(ask(&meeting(2), &point.doors, 1, PATIENT), Ok(id()));
-        assert_eq!(given.join().expect("no panic"), Ok(()));
+        assert_eq!(given.join().expect("the thread does not panic"), Ok(()));
     });
 }
 
 #[test]
 fn a_socket_name_that_another_user_has_taken_is_passed_over() {
     let point = local_place("foreign");
-    let Some(_squatter) = as_another_user(|| point.doors[0].listen().expect("free")) else { return };
-    let listener = point.listen().expect("the second is free");
+    let Some(_squatter) = as_another_user(|| point.doors[0].listen().expect("the address is free")) else { return };
+    let listener = point.listen().expect("the second address is free");
     assert_eq!(listener.number(), 1);
     let Door::Local(name) = &point.doors[0] else { panic!("a socket") };
-    let connection = name.connect().expect("anybody may connect");
+    let connection = name.connect().expect("any user can connect");
     assert_eq!(local::foreign_user(&connection).expect("connected"), Some(65534));
     let asked = ask(&meeting(2), &point.doors[..1], 1, 100);
     assert!(matches!(asked, Err(RendezvousError::NoLocalAnswer { foreign_user: Some(65534), .. })), "{asked:?}");
     thread::scope(|scope| {
         let other = scope.spawn(|| ask(&meeting(2), &point.doors, 1, PATIENT));
-        meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("it comes");
-        assert_eq!(other.join().expect("no panic"), Ok(id()));
+        meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
+        assert_eq!(other.join().expect("the thread does not panic"), Ok(id()));
     });
 }

@@ -1,5 +1,5 @@
-//! Rank 0's side of the rendezvous: the visitors that have not yet proven that they belong to the job. Rank 0 waits for
-//! none of them.
+//! Rank 0's side of the rendezvous: the visitors that have not yet proven that they belong to the job. Rank 0 does not block on any of
+//! them.
 
 use crate::backoff::Backoff;
 use crate::rendezvous::door::{Guest, Listener};
@@ -21,7 +21,7 @@ const VISITORS_MAX: usize = 1024;
 const VISITORS_PER_ADDRESS_MAX: usize = 256;
 /// Maximum number of connections that are accepted between two checks of the visitors.
 const ACCEPTS_MAX: usize = 64;
-/// Maximum number of refusals that are logged. Any process that can connect could fill the log.
+/// Maximum number of refusals that are logged. Otherwise, any process that can connect could fill the log.
 const LOGGED_MAX: u32 = 32;
 
 /// A connection whose origin is not known yet.
@@ -30,7 +30,7 @@ struct Visitor {
     from: Option<IpAddr>,
     since: Instant,
     heard: Vec<u8>,
-    /// The exchange, after it has introduced itself and must prove that it knows the secret.
+    /// The exchange of a visitor that has introduced itself and must prove that it knows the secret.
     challenged: Option<Exchange>,
 }
 
@@ -39,13 +39,13 @@ struct Visitors<'a> {
     meeting: &'a Meeting,
     id: &'a UniqueId,
     door: u32,
-    /// In the order of their arrival.
+    /// Visitors in the order of their arrival.
     visitors: Vec<Visitor>,
     logged: u32,
 }
 
 impl Meeting {
-    /// Sends the id to every other rank once. Returns the connections to them.
+    /// Sends the id to every other rank once. Returns the connections to these ranks.
     pub(super) fn give(
         &self,
         listener: &Listener,
@@ -107,8 +107,8 @@ impl<'a> Visitors<'a> {
         }
     }
 
-    /// Reads from all visitors. Returns the ranks that may join, each with its visit and its connection. `came` has the
-    /// visits of earlier ones, by rank.
+    /// Reads from all visitors. Returns the ranks that may join, each with its visit and its connection. `came` contains the visits of
+    /// ranks that joined earlier, by rank.
     fn listen(&mut self, came: &mut [Option<u64>]) -> Vec<(u32, Connection)> {
         let mut welcome = Vec::new();
         for mut visitor in std::mem::take(&mut self.visitors) {
@@ -137,7 +137,7 @@ impl<'a> Visitors<'a> {
         }
         let Some(bytes) = visitor.read(HELLO_BYTES)? else { return Ok(Visit::Open) };
         let hello = <&[u8; HELLO_BYTES]>::try_from(bytes.as_slice()).ok().and_then(Hello::from_bytes);
-        // A stranger gets no answer.
+        // Do not answer a stranger.
         let Some(hello) = hello else { return Ok(Visit::Over) };
         if !self.meeting.is_of(&hello) {
             return visitor.refuse(Verdict::OtherJob);
@@ -165,7 +165,7 @@ impl<'a> Visitors<'a> {
     fn answer(&self, visitor: &mut Visitor, exchange: &Exchange, came: &[Option<u64>]) -> io::Result<Visit> {
         let hello = exchange.hello;
         let verdict = match came[hello.rank as usize] {
-            // The same process again: the answer did not reach it.
+            // The same process asks again because the answer did not reach it.
             Some(visit) if visit != hello.visit => Verdict::RankTwice,
             _ => Verdict::Welcome,
         };
@@ -186,7 +186,7 @@ impl<'a> Visitors<'a> {
 }
 
 impl Visitor {
-    /// Returns `count` bytes once they have arrived, and an error if the connection must be closed.
+    /// Returns `count` bytes once they have arrived, or an error if the connection must be closed.
     fn read(&mut self, count: usize) -> io::Result<Option<Vec<u8>>> {
         let mut rest = [0; HELLO_BYTES];
         let missing = count - self.heard.len();

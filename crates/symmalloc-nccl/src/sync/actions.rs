@@ -285,8 +285,8 @@ mod tests {
         fn new(pool: PoolConfig) -> Self {
             let config = Config::builder().default_pool(pool).build().expect("valid");
             let allocator = Allocator::new(SimBackend::builder().build(), config).expect("valid");
-            allocator.register_stream().expect("the first");
-            let (observer, births) = allocator.observe(PoolId::DEFAULT).expect("exists");
+            allocator.register_stream().expect("stream ids are available");
+            let (observer, births) = allocator.observe(PoolId::DEFAULT).expect("the pool exists");
             assert!(births.is_empty());
             Watched { allocator, observer, segments: SegmentTable::new(), dead: Vec::new() }
         }
@@ -309,11 +309,11 @@ mod tests {
         }
 
         fn take(&self, size_bytes: u64) -> symmalloc_core::Handle {
-            self.allocator.allocate(PoolId::DEFAULT, StreamId(0), size_bytes).expect("fits").handle
+            self.allocator.allocate(PoolId::DEFAULT, StreamId(0), size_bytes).expect("the allocation fits").handle
         }
 
         fn free(&self, handle: symmalloc_core::Handle) {
-            self.allocator.free(handle).expect("live");
+            self.allocator.free(handle).expect("the allocation is live");
         }
 
         fn trim(&self) {
@@ -375,7 +375,7 @@ mod tests {
         let (hole, _kept) = (watched.take(4 * MIB), watched.take(2 * MIB));
         watched.free(hole);
         watched.trim();
-        let (observer, births) = watched.allocator.observe(PoolId::DEFAULT).expect("exists");
+        let (observer, births) = watched.allocator.observe(PoolId::DEFAULT).expect("the pool exists");
         watched.observer = observer;
         let plan = SyncActions::new(&watched.segments, &births, &[], |_| 0);
         assert!(plan.actions.is_empty());

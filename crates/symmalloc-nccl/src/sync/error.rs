@@ -13,7 +13,7 @@ use symmalloc_core::errors::{HandleError, UnknownError};
 use symmalloc_cuda::CudaError;
 use thiserror::Error;
 
-/// An error of attaching pools to a communicator. Nothing was changed.
+/// An error returned by [`Registrar::attach`](crate::Registrar::attach). Nothing was changed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum AttachError {
@@ -51,7 +51,7 @@ pub enum AttachError {
     },
     /// The pool is already attached to this communicator.
     #[error(
-        "{pool} is attached to communicator \"{communicator}\" already: detach it and sync before you attach it in another way"
+        "{pool} is already attached to communicator \"{communicator}\": detach it and sync before you attach it in another way"
     )]
     Already {
         /// The pool.
@@ -73,7 +73,7 @@ pub enum AttachError {
     },
 }
 
-/// An error of a sync on one communicator.
+/// An error returned by a sync, about one communicator.
 ///
 /// After [`Disagreed`](SyncError::Disagreed), [`Differ`](SyncError::Differ), [`SymmetricSpace`](SyncError::SymmetricSpace) and
 /// [`Capturing`](SyncError::Capturing), nothing was registered or deregistered, and the communicator is unchanged. After any other error
@@ -185,7 +185,7 @@ pub enum SyncError {
     },
 }
 
-/// An error of looking up a buffer's window or key.
+/// An error returned by the lookup of a window or a key.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LookupError {

@@ -157,9 +157,7 @@ impl fmt::Display for FailureCause {
 impl FailureCause {
     fn advice(&self) -> &'static str {
         match self {
-            FailureCause::RankGone { .. } => {
-                "Look at the last output of that rank, and check the system log for a kill"
-            }
+            FailureCause::RankGone { .. } => "Look at that rank's last output, and check the system log for kills",
             FailureCause::RankFailed { .. } => "Look at that rank's report",
             FailureCause::RankStopped { .. } => {
                 "Check that the process is not stopped (state T) and that its machine is reachable"

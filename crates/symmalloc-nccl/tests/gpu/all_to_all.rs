@@ -1,5 +1,5 @@
-//! All-to-all-v over NVLink, with the same programs that run on the stubs. `collectives.rs` measures the resource use and the duration of
-//! many calls.
+//! Tests of all-to-all-v over NVLink, with the same programs that run on the stubs. `collectives.rs` measures the resource use and the
+//! duration of many calls.
 
 use crate::job::devices;
 

@@ -16,7 +16,7 @@ const SIZES: [usize; 8] = [8 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20, 16 
 fn windows_reduce_right_over_frees_and_new_segments() {
     let Some(count) = devices() else { return };
     for calls in [Calls::Blocking, Calls::Nonblocking] {
-        let ids = [(); 2].map(|()| UniqueId::new().expect("NCCL makes one"));
+        let ids = [(); 2].map(|()| UniqueId::new().expect("NCCL creates an id"));
         ranks(count, |rank| {
             let comms = ids.map(|id| rank.connect(id, calls));
             let split = comms[0].split(Some(0), rank.ranks - rank.rank).expect("split").expect("it has a color");
@@ -30,13 +30,13 @@ fn windows_reduce_right_over_frees_and_new_segments() {
             let mut tensors: Vec<DeviceBuffer<f32>> = Vec::new();
             for round in 0..60_u64 {
                 let length = 1000 + 37_003 * (round as usize % 17);
-                // SAFETY: written before it is read.
+                // SAFETY: the memory is written before it is read.
                 tensors.push(unsafe { allocator.alloc(&rank.stream, length) }.expect("allocated"));
                 if tensors.len() > 6 {
                     drop(tensors.swap_remove(round as usize % 5));
                 }
                 if round % 20 == 19 {
-                    allocator.trim().expect("given up");
+                    allocator.trim().expect("the driver releases the memory");
                 }
                 // Each rank passes the communicators in a different order.
                 let mut order = comms;
@@ -94,19 +94,19 @@ fn microseconds(rank: &Rank<'_>, size_bytes: usize, mut collective: impl FnMut()
 fn row(rank: &Rank<'_>, comm: &Communicator, memory: &mut Memory, all_to_all: &AllToAll, size: usize) -> [f64; 3] {
     let (stream, length, world) = (&rank.stream, size / 4, rank.ranks as usize);
     let reduce = microseconds(rank, size, || {
-        // In place, because PyTorch's all-reduce is always in place.
+        // The call is in place, because PyTorch's all-reduce always is.
         comm.all_reduce_in_place(&mut memory.send.slice_mut(..length), ReduceOp::Sum, stream).expect("submitted");
     });
     let gather = microseconds(rank, size, || {
         let (send, mut receive) = (memory.send.slice(..length), memory.receive.slice_mut(..world * length));
         comm.all_gather(&send, &mut receive, stream).expect("submitted");
     });
-    // Uneven: rank i receives i + 1 shares from every rank.
+    // The splits are uneven: rank i receives i + 1 shares from every rank.
     let parts: u64 = (1..=world as u64).sum();
     let rows = |to: usize| (length as u64 / parts) * (to as u64 + 1);
     let sent: Vec<u64> = (0..world).map(rows).collect();
     let received = vec![rows(rank.rank as usize); world];
-    let splits = Splits::sending(&sent).receiving(&received).expect("they fit");
+    let splits = Splits::sending(&sent).receiving(&received).expect("the splits are valid");
     let exchange = microseconds(rank, size, || {
         all_to_all.run(stream, &memory.send, &mut memory.receive, 1, &splits).expect("submitted");
     });
@@ -117,7 +117,7 @@ fn row(rank: &Rank<'_>, comm: &Communicator, memory: &mut Memory, all_to_all: &A
 fn times_on_windows_and_on_plain_buffers() {
     let Some(count) = devices() else { return };
     for calls in [Calls::Blocking, Calls::Nonblocking] {
-        let id = UniqueId::new().expect("NCCL makes one");
+        let id = UniqueId::new().expect("NCCL creates an id");
         ranks(count, |rank| {
             let comm = rank.connect(id, calls);
             let mut plain = Memory::new(rank, PoolConfig::default());
@@ -126,8 +126,9 @@ fn times_on_windows_and_on_plain_buffers() {
             let registrar = Arc::new(rank.registrar(&windows.allocator));
             registrar.attach(&comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
             registrar.sync(&[&comm]).expect("registered");
-            let on_plain = AllToAll::new(&comm).expect("made");
-            let on_windows = AllToAll::builder(&comm).require_registered(&registrar).build().expect("made");
+            let on_plain = AllToAll::new(&comm).expect("the instance is created");
+            let on_windows =
+                AllToAll::builder(&comm).require_registered(&registrar).build().expect("the instance is created");
             if rank.is_first() {
                 println!(
                     "{calls:?}, {count} ranks, us per collective: all-reduce, all-gather, all-to-all-v; plain / window"
@@ -150,14 +151,15 @@ fn times_on_windows_and_on_plain_buffers() {
 fn all_to_all_with_changing_splits_grows_nothing() {
     let Some(count) = devices() else { return };
     let calls = std::env::var("SYMMALLOC_CALLS").ok().and_then(|calls| calls.parse().ok()).unwrap_or(100_000_u64);
-    let id = UniqueId::new().expect("NCCL makes one");
+    let id = UniqueId::new().expect("NCCL creates an id");
     ranks(count, |rank| {
         const ROWS: usize = 512;
         let (comm, world) = (rank.connect(id, Calls::Blocking), rank.ranks as usize);
         let allocator = rank.allocator(reserved(64 * MIB));
         let registrar = Arc::new(rank.registrar(&allocator));
         registrar.attach(&comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
-        let all_to_all = AllToAll::builder(&comm).require_registered(&registrar).build().expect("made");
+        let all_to_all =
+            AllToAll::builder(&comm).require_registered(&registrar).build().expect("the instance is created");
         let input: Vec<u32> = (0..world * ROWS).map(|row| (rank.rank << 16) + row as u32).collect();
         let mut send = allocator.alloc_zeroed::<u32>(&rank.stream, world * ROWS).expect("allocated");
         rank.stream.memcpy_htod(&input, &mut send).expect("copied");
@@ -176,9 +178,9 @@ fn all_to_all_with_changing_splits_grows_nothing() {
                 all_to_all.exchange_splits(&sent).expect("exchanged")
             } else {
                 let received: Vec<u64> = (0..world).map(|from| rows(call, from, rank.rank as usize)).collect();
-                Splits::sending(&sent).receiving(&received).expect("they fit")
+                Splits::sending(&sent).receiving(&received).expect("the splits are valid")
             };
-            // A new output for each call, with the same size on all ranks.
+            // Each call has a new output, with the same size on all ranks.
             let mut receive = allocator.alloc_zeroed::<u32>(&rank.stream, world * ROWS).expect("allocated");
             all_to_all.run(&rank.stream, &send, &mut receive, 1, &splits).expect("submitted");
             if call % 1000 == 0 {
@@ -209,7 +211,7 @@ fn all_to_all_with_changing_splits_grows_nothing() {
                 seconds * 1e6 / calls as f64
             );
         }
-        let before = before.expect("seen");
+        let before = before.expect("the first values were recorded");
         assert_eq!(before.0, after.0, "registrations");
         assert!(after.1 <= before.1 && after.2 <= before.2, "descriptors, device memory: {before:?}, {after:?}");
         assert!(after.3 <= before.3 + 16 * 1024, "resident KiB: {before:?}, {after:?}");
@@ -217,9 +219,9 @@ fn all_to_all_with_changing_splits_grows_nothing() {
     });
 }
 
-/// Returns registrations, file descriptors, device memory in MiB, and resident host memory in KiB.
+/// Returns the registrations, file descriptors, device memory in MiB, and resident host memory in KiB in use.
 fn seen(rank: &Rank<'_>, stats: &symmalloc_nccl::RegistrarStats) -> (u64, usize, u64, u64) {
-    let info = rank.device.memory_info().expect("asked");
+    let info = rank.device.memory_info().expect("the driver reports free memory");
     let pages = std::fs::read_to_string("/proc/self/statm").expect("a page count");
     let resident: u64 = pages.split(' ').nth(1).and_then(|pages| pages.parse().ok()).expect("a number");
     let descriptors = std::fs::read_dir("/proc/self/fd").expect("a folder").count();

@@ -1,4 +1,4 @@
-//! The costs of syncs and registrations, compared with those of NCCL's own calls.
+//! Measurements of syncs and registrations, compared with NCCL's own calls.
 
 use crate::job::{Calls, MIB, Rank, devices, fixed, ranks, reserved};
 use cudarc::driver::{CudaStream, DevicePtrMut};
@@ -12,7 +12,7 @@ use symmalloc_nccl::{Communicator, Nccl, NcclTransport, ReduceOp, Registered, Re
 
 const WINDOWS: usize = 16;
 
-/// Median and 99th percentile of `count` runs, in microseconds.
+/// Returns the median and the 99th percentile of `count` runs, in microseconds.
 fn timed(count: usize, mut run: impl FnMut()) -> (f64, f64) {
     let mut times: Vec<f64> = Vec::new();
     for _ in 0..count {
@@ -25,7 +25,7 @@ fn timed(count: usize, mut run: impl FnMut()) -> (f64, f64) {
 }
 
 fn registrar(allocator: &CudaAllocator, mode: Mode, comms: &[&Communicator]) -> Registrar {
-    let registrar = Registrar::builder(allocator).agreement(mode).build().expect("made");
+    let registrar = Registrar::builder(allocator).agreement(mode).build().expect("the registrar is created");
     for comm in comms {
         registrar.attach(comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
     }
@@ -43,7 +43,7 @@ fn small_all_reduce<T: DevicePtrMut<f32>>(rank: &Rank<'_>, comm: &Communicator, 
 fn a_sync_with_nothing_new_is_cheap() {
     let Some(count) = devices() else { return };
     for calls in [Calls::Blocking, Calls::Nonblocking] {
-        let id = [(); 2].map(|()| UniqueId::new().expect("NCCL makes one"));
+        let id = [(); 2].map(|()| UniqueId::new().expect("NCCL creates an id"));
         let quiet = ranks(count, |rank| {
             let comms = id.map(|id| rank.connect(id, calls));
             let allocator = rank.allocator(reserved(8 * MIB));
@@ -69,7 +69,7 @@ fn a_sync_with_nothing_new_is_cheap() {
             rank.meet();
             let collective = timed(2000, || small_all_reduce(rank, &comms[0], &mut buffer));
             rank.meet();
-            let transport = NcclTransport::new(&comms[0]).expect("made");
+            let transport = NcclTransport::new(&comms[0]).expect("memory is available");
             (0..100).for_each(|_| drop(transport.all_gather(&[0; 64]).expect("gathered")));
             rank.meet();
             let gather = timed(2000, || drop(transport.all_gather(&[0; 64]).expect("gathered")));
@@ -93,10 +93,10 @@ fn a_sync_with_nothing_new_is_cheap() {
 fn a_registration_costs_what_nccls_own_does() {
     let Some(count) = devices() else { return };
     for calls in [Calls::Blocking, Calls::Nonblocking] {
-        let id = UniqueId::new().expect("NCCL makes one");
+        let id = UniqueId::new().expect("NCCL creates an id");
         ranks(count, |rank| {
             let comm = rank.connect(id, calls);
-            // NCCL's calls alone, on memory from the backend.
+            // First, make NCCL's calls directly, on memory from the backend.
             let backend = CudaBackend::builder(&rank.device).build().expect("supported");
             let segments: Vec<_> = (0..WINDOWS)
                 .map(|_| {
@@ -111,11 +111,11 @@ fn a_registration_costs_what_nccls_own_does() {
                 timed(1, || windows.push(comm.register_window(segments[0].base.0, 2 * MIB).expect("registered")));
             let mut rest = segments[1..].iter();
             let own = timed(WINDOWS - 1, || {
-                let segment = rest.next().expect("as many");
+                let segment = rest.next().expect("there are as many segments as windows");
                 windows.push(comm.register_window(segment.base.0, 2 * MIB).expect("registered"));
             });
             let mut gone = windows.into_iter();
-            let own_back = timed(WINDOWS, || match gone.next().expect("as many") {
+            let own_back = timed(WINDOWS, || match gone.next().expect("there are as many segments as windows") {
                 Registered::Window(window) => comm.deregister_window(window).expect("deregistered"),
                 Registered::Plain(registration) => comm.deregister_buffer(registration).expect("deregistered"),
             });
@@ -123,7 +123,7 @@ fn a_registration_costs_what_nccls_own_does() {
                 backend.unmap(segment, 0, 2 * MIB).expect("unmapped");
                 backend.release(segment).expect("released");
             }
-            // The same through a registrar: as many segments of a pool in one sync.
+            // Then register the same number of segments of a pool with one sync of a registrar.
             let allocator = rank.allocator(fixed());
             let registrar = registrar(&allocator, Mode::AtSync, &[&comm]);
             let blocks: Vec<_> =
@@ -133,7 +133,7 @@ fn a_registration_costs_what_nccls_own_does() {
             assert_eq!(registrar.sync(&[&comm]).expect("registered").registrations, WINDOWS as u64);
             let ours = begun.elapsed().as_secs_f64() * 1e6 / WINDOWS as f64;
             blocks.into_iter().for_each(|block| allocator.free(block).expect("freed"));
-            allocator.trim().expect("given up");
+            allocator.trim().expect("the driver releases the memory");
             rank.meet();
             let begun = Instant::now();
             let synced = registrar.sync(&[&comm]).expect("deregistered");
@@ -165,22 +165,22 @@ fn a_collective_is_watched_for_less_than_150_ns() {
     const OPS: u32 = 10_000;
     let device = CudaDevice::new(0).expect("a device");
     let stream = device.context().new_stream().expect("a stream");
-    let id = UniqueId::new().expect("NCCL makes one");
-    let comm = Communicator::builder(&device).connect(id, 0, 1).expect("alone");
-    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let id = UniqueId::new().expect("NCCL creates an id");
+    let comm = Communicator::builder(&device).connect(id, 0, 1).expect("a single rank connects");
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator is created");
     let mut buffer = allocator.alloc_zeroed::<u8>(&stream, 1 << 20).expect("allocated");
-    // On the host: the watchdog's own work only, once with the device idle and then with work in the stream.
+    // Host time: measure only the watchdog's work, first with an idle device and then with work in the stream.
     let announced = |act: &mut dyn FnMut(&Arc<CudaStream>)| {
         let begun = Instant::now();
         for _ in 0..OPS {
-            comm.announce("nothing", None, &stream, || act(&stream)).expect("it is alive");
+            comm.announce("nothing", None, &stream, || act(&stream)).expect("the communicator is ready");
         }
         let time = begun.elapsed();
         comm.synchronize(&stream).expect("done");
         time.as_secs_f64() * 1e9 / f64::from(OPS)
     };
     let mut host: Vec<f64> = (0..50).map(|_| announced(&mut |_| ())).collect();
-    // On the device: as many fills of 1 MiB, alternately with and without being announced.
+    // Device time: run the same number of fills of 1 MiB, alternately announced and not announced.
     let mut device_ns = [Vec::new(), Vec::new()];
     for _ in 0..20 {
         for (is_announced, times) in device_ns.iter_mut().enumerate() {
@@ -188,7 +188,7 @@ fn a_collective_is_watched_for_less_than_150_ns() {
             for _ in 0..OPS {
                 if is_announced == 1 {
                     let fill = || stream.memset_zeros(&mut buffer);
-                    comm.announce("fill", None, &stream, fill).expect("it is alive").expect("submitted");
+                    comm.announce("fill", None, &stream, fill).expect("the communicator is ready").expect("submitted");
                 } else {
                     stream.memset_zeros(&mut buffer).expect("submitted");
                 }
@@ -199,7 +199,7 @@ fn a_collective_is_watched_for_less_than_150_ns() {
     }
     host.sort_by(f64::total_cmp);
     device_ns.iter_mut().for_each(|times| times.sort_by(f64::total_cmp));
-    // The minimum, because other load on the machine only adds to the times.
+    // Use the minimum, because other load on the machine only adds to the times.
     let [plain, watched] = device_ns.map(|times| times[0]);
     println!("host: median {:.0} ns, least {:.0}, most {:.0}", host[25], host[0], host[49]);
     println!("a fill of 1 MiB: {plain:.0} ns, watched {watched:.0} ns");

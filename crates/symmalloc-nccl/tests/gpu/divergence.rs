@@ -1,4 +1,4 @@
-//! Ranks that diverge: each divergence yields the correct report on every rank within the deadline.
+//! Tests of ranks that diverge: each divergence yields the correct report on every rank within the deadline.
 
 use crate::job::{Calls, DEADLINE, MIB, Rank, devices, fixed, ranks, reserved};
 use std::time::{Duration, Instant};
@@ -16,10 +16,10 @@ fn begin(rank: &Rank<'_>, comm: &Communicator, allocator: &CudaAllocator) -> (Re
     (registrar, weights)
 }
 
-/// Runs `differs`, which acts differently on one rank, and returns the report, equal on all ranks.
+/// Runs `differs`, which acts differently on one rank, and returns the report, which must be equal on all ranks.
 fn disagreement(calls: Calls, differs: impl Fn(&Rank<'_>, &CudaAllocator) + Sync) -> Option<Disagreement> {
     let count = devices()?;
-    let id = UniqueId::new().expect("NCCL makes one");
+    let id = UniqueId::new().expect("NCCL creates an id");
     let reports = ranks(count, |rank| {
         let comm = rank.connect(id, calls);
         let allocator = rank.allocator(fixed());
@@ -94,17 +94,17 @@ fn another_op_is_reported() {
     assert!(report.first_heap().is_some(), "{report}");
 }
 
-/// One rank's device has no memory for the next segment; here, its address range is exhausted.
+/// If one rank cannot allocate the next segment, all ranks report it. Here, its address range is exhausted.
 #[test]
 fn memory_that_one_rank_is_refused_is_reported() {
     let Some(count) = devices() else { return };
-    let id = UniqueId::new().expect("NCCL makes one");
+    let id = UniqueId::new().expect("NCCL creates an id");
     let reports = ranks(count, |rank| {
         let comm = rank.connect(id, Calls::Blocking);
         let room = if last_rank(rank) { 4 * MIB } else { 64 * MIB };
         let backend = CudaBackend::builder(&rank.device).descending_addresses(room).build().expect("supported");
         let config = Config::builder().default_pool(fixed()).build().expect("valid");
-        let allocator = CudaAllocator::with_backend(backend, config).expect("made");
+        let allocator = CudaAllocator::with_backend(backend, config).expect("the allocator is created");
         let (registrar, _weights) = begin(rank, &comm, &allocator);
         let allocated = allocator.allocate_named(&rank.stream, 12 * MIB, "cache");
         assert_eq!(allocated.is_err(), last_rank(rank));
@@ -117,11 +117,11 @@ fn memory_that_one_rank_is_refused_is_reported() {
     assert!(reports.iter().all(|report| *report == reports[0]));
 }
 
-/// Ranks with different configurations.
+/// Ranks with different configurations report the difference.
 #[test]
 fn another_configuration_is_reported() {
     let Some(count) = devices() else { return };
-    let id = UniqueId::new().expect("NCCL makes one");
+    let id = UniqueId::new().expect("NCCL creates an id");
     ranks(count, |rank| {
         let comm = rank.connect(id, Calls::Blocking);
         let size = if last_rank(rank) { 16 * MIB } else { 8 * MIB };
@@ -137,19 +137,19 @@ fn another_configuration_is_reported() {
     });
 }
 
-/// One rank calls no further sync. The sync of the others fails at the deadline, and their allocators continue to work.
+/// If one rank stops calling sync, the sync of the others fails at the deadline, and their allocators continue to work.
 #[test]
 fn a_rank_that_stops_ends_the_others_sync_within_the_deadline() {
     let Some(count) = devices() else { return };
     let deadline = Duration::from_secs(2);
     for calls in [Calls::Blocking, Calls::Nonblocking] {
-        let id = UniqueId::new().expect("NCCL makes one");
+        let id = UniqueId::new().expect("NCCL creates an id");
         ranks(count, |rank| {
             let comm = rank.builder(calls).deadline(deadline).connect(id, rank.rank, rank.ranks).expect("connected");
             let allocator = rank.allocator(fixed());
             let (registrar, weights) = begin(rank, &comm, &allocator);
             if last_rank(rank) {
-                // It does nothing until the other ranks have given up.
+                // This rank does nothing until the other ranks have given up.
                 rank.meet();
                 let _ended = comm.abort();
                 return;
@@ -167,14 +167,14 @@ fn a_rank_that_stops_ends_the_others_sync_within_the_deadline() {
             let error = registrar.sync(&[&comm]).expect_err("it is gone");
             assert!(matches!(error, SyncError::Gone { .. } | SyncError::NotAttached { .. }), "{error}");
             rank.meet();
-            // NCCL releases the memory once the last rank has aborted its communicator or its process has ended; only then can it be
-            // returned.
+            // NCCL releases the memory once the last rank has aborted its communicator or its process has ended. The memory can be returned
+            // only after that.
             let begun = Instant::now();
             while comm.state() == CommState::Lost && begun.elapsed() < DEADLINE {
                 std::thread::sleep(Duration::from_millis(20));
             }
             registrar.sweep();
-            allocator.trim().expect("given back");
+            allocator.trim().expect("the driver releases the memory");
             println!("{calls:?}: {} after {} ms more", comm.state(), begun.elapsed().as_millis());
             assert_eq!((comm.state(), registrar.stats().dead_bytes), (CommState::Aborted, 0));
         });
@@ -185,7 +185,7 @@ fn a_rank_that_stops_ends_the_others_sync_within_the_deadline() {
 #[test]
 fn a_new_communicator_takes_over_from_an_aborted_one() {
     let Some(count) = devices() else { return };
-    let ids = [(); 2].map(|()| UniqueId::new().expect("NCCL makes one"));
+    let ids = [(); 2].map(|()| UniqueId::new().expect("NCCL creates an id"));
     ranks(count, |rank| {
         let allocator = rank.allocator(fixed());
         let old = rank.connect(ids[0], Calls::Blocking);
@@ -208,12 +208,12 @@ fn a_new_communicator_takes_over_from_an_aborted_one() {
 #[test]
 fn what_is_private_may_differ() {
     let Some(count) = devices() else { return };
-    let id = UniqueId::new().expect("NCCL makes one");
+    let id = UniqueId::new().expect("NCCL creates an id");
     ranks(count, |rank| {
         let comm = rank.connect(id, Calls::Blocking);
         let allocator = rank.allocator(fixed());
         let (registrar, _weights) = begin(rank, &comm, &allocator);
-        let pool = allocator.create_pool(PoolConfig::default()).expect("made");
+        let pool = allocator.create_pool(PoolConfig::default()).expect("the pool is created");
         let private = allocator.with_pool(&pool);
         let blocks: Vec<_> = (0..=rank.rank)
             .map(|count| private.alloc_zeroed::<u8>(&rank.stream, (1 + count as usize) << 20).expect("allocated"))

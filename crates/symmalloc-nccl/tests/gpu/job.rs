@@ -1,4 +1,4 @@
-//! Ranks as threads, each with its own device.
+//! Jobs whose ranks are threads, each with a device.
 
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::net::TcpListener;
@@ -12,7 +12,7 @@ use symmalloc_nccl::{Communicator, CommunicatorBuilder, Nccl, Registrar, UniqueI
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
 
-/// Returns the number of devices that take part. Prints the reason and returns `None` if there are fewer than two.
+/// Returns the number of devices that take part. If there are fewer than two, prints the reason and returns `None`.
 pub(crate) fn devices() -> Option<u32> {
     let count = match CudaDevice::count() {
         Ok(count) => count as u32,
@@ -42,7 +42,7 @@ pub(crate) fn ranks<T: Send>(count: u32, body: impl Fn(&Rank<'_>) -> T + Sync) -
     };
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..count).map(|rank| scope.spawn(move || run(rank))).collect();
-        threads.into_iter().map(|thread| thread.join().expect("the rank passed")).collect()
+        threads.into_iter().map(|thread| thread.join().expect("the rank does not panic")).collect()
     })
 }
 
@@ -69,7 +69,7 @@ impl Rank<'_> {
     }
 
     pub(crate) fn connect(&self, id: UniqueId, calls: Calls) -> Communicator {
-        self.builder(calls).connect(id, self.rank, self.ranks).expect("all ranks are there")
+        self.builder(calls).connect(id, self.rank, self.ranks).expect("all ranks arrive")
     }
 
     /// Creates an allocator whose default pool has this policy. Odd ranks allocate addresses in descending order.
@@ -77,16 +77,17 @@ impl Rank<'_> {
         let builder = CudaBackend::builder(&self.device);
         let builder = if self.rank % 2 == 1 { builder.descending_addresses(1 << 40) } else { builder };
         let config = Config::builder().default_pool(pool).build().expect("valid");
-        let allocator = CudaAllocator::with_backend(builder.build().expect("supported"), config).expect("made");
+        let allocator =
+            CudaAllocator::with_backend(builder.build().expect("supported"), config).expect("the allocator is created");
         allocator.register_stream(&self.stream).expect("registered");
         allocator
     }
 
     pub(crate) fn registrar(&self, allocator: &CudaAllocator) -> Registrar {
-        Registrar::builder(allocator).build().expect("made")
+        Registrar::builder(allocator).build().expect("the registrar is created")
     }
 
-    /// Waits at a barrier for all ranks. Ranks do not diverge in these tests.
+    /// Waits at a barrier for all ranks.
     pub(crate) fn meet(&self) {
         self.barrier.wait();
     }
@@ -141,7 +142,7 @@ pub(crate) fn again(test: &str) -> Command {
     command
 }
 
-/// Starts this test again with one process per rank, with the environment variables of torchrun and one more.
+/// Starts this test again with one process per rank, with the environment variables of torchrun and `variable`.
 pub(crate) fn processes(test: &str, ranks: u32, variable: (&str, &str)) -> Vec<Child> {
     let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port");
     let world = ranks.to_string();

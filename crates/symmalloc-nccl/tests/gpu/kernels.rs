@@ -1,4 +1,4 @@
-//! The kernels that NCCL selects, according to its log.
+//! Tests of which kernels NCCL selects, according to its log.
 
 use crate::job::{Calls, MIB, again, devices, ranks, reserved};
 use symmalloc_core::{PoolConfig, PoolId};
@@ -35,8 +35,8 @@ fn collectives_on_windows_run_the_symmetric_kernels() {
 }
 
 fn reduce(is_registered: bool) {
-    let id = UniqueId::new().expect("NCCL makes one");
-    ranks(devices().expect("as before"), |rank| {
+    let id = UniqueId::new().expect("NCCL creates an id");
+    ranks(devices().expect("the devices are still available"), |rank| {
         let comm = rank.connect(id, Calls::Blocking);
         let pool = if is_registered { reserved(8 * MIB) } else { PoolConfig::default() };
         let allocator = rank.allocator(pool);

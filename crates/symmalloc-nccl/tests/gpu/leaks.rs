@@ -15,7 +15,7 @@ struct InUse {
 }
 
 fn in_use(rank: &Rank<'_>) -> InUse {
-    let info = rank.device.memory_info().expect("asked");
+    let info = rank.device.memory_info().expect("the driver reports free memory");
     let pages = std::fs::read_to_string("/proc/self/statm").expect("a page count");
     let pages: u64 = pages.split(' ').next().and_then(|pages| pages.parse().ok()).expect("a number");
     InUse {
@@ -25,7 +25,7 @@ fn in_use(rank: &Rank<'_>) -> InUse {
     }
 }
 
-/// The way in which a communicator ends.
+/// The call or event that ends a communicator.
 #[derive(Clone, Copy, Debug)]
 enum End {
     DetachAndDestroy,
@@ -65,7 +65,7 @@ fn everything_comes_back_whatever_way_a_communicator_ends() {
     for calls in [Calls::Blocking, Calls::Nonblocking] {
         for end in [End::DetachAndDestroy, End::Destroy, End::Abort, End::Drop] {
             // The first round loads kernels and starts threads, which NCCL keeps.
-            let id: Vec<UniqueId> = (0..=ROUNDS).map(|_| UniqueId::new().expect("NCCL makes one")).collect();
+            let id: Vec<UniqueId> = (0..=ROUNDS).map(|_| UniqueId::new().expect("NCCL creates an id")).collect();
             let seen = ranks(count, |rank| {
                 let mut seen: Vec<InUse> = Vec::new();
                 for id in &id {

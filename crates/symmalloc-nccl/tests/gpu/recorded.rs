@@ -1,4 +1,4 @@
-//! A recorded training job with real memory and real collectives: nothing is registered after the warm-up.
+//! A replay of a recorded training job with real memory and real collectives, in which nothing is registered after the warm-up.
 //!
 //! The job is FSDP1 on 2 GPUs, with sequence lengths that vary from step to step. Each of its 16 steps begins with the shard that the
 //! network gathers: 65,537,024 bytes on the network's stream. That buffer is reduced over all ranks. The recording is replayed repeatedly,
@@ -21,7 +21,7 @@ const JOB: &str = "fsdp1_train_rank0";
 const STEPS_PER_PASS: u64 = 16;
 const SHARD_BYTES: u64 = 65_537_024;
 const NETWORK: StreamId = StreamId(1);
-/// Holds the job's peak of 5,314,183,168 bytes.
+/// Size of the segment in bytes. It suffices for the job's peak of 5,314,183,168 bytes.
 const SEGMENT_BYTES: u64 = 6 << 30;
 const CHECK_EVERY: u64 = 100;
 
@@ -48,7 +48,7 @@ fn a_training_job_registers_nothing_after_its_warm_up() {
     let program = jobs::program(JOB);
     let recorded_steps = program.ops().iter().filter(|op| begins_step(op)).count() as u64;
     assert_eq!(recorded_steps, STEPS_PER_PASS);
-    let id = UniqueId::new().expect("NCCL makes one");
+    let id = UniqueId::new().expect("NCCL creates an id");
     let runs = ranks(count, |rank| train(rank, &program, &rank.connect(id, Calls::Blocking)));
     let Run { steps, ops, seconds, digest } = runs[0];
     println!(
@@ -65,7 +65,7 @@ fn train(rank: &Rank<'_>, program: &Program, comm: &Communicator) -> Run {
     let mut streams = vec![Arc::clone(&rank.stream)];
     for _ in program.ops().iter().filter(|op| matches!(op, Op::RegisterStream { .. })).skip(1) {
         streams.push(rank.device.context().new_stream().expect("a stream"));
-        allocator.register_stream(streams.last().expect("just made")).expect("registered");
+        allocator.register_stream(streams.last().expect("a stream was just created")).expect("registered");
     }
     let registrar = rank.registrar(&allocator);
     registrar.attach(comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
@@ -101,7 +101,7 @@ fn train(rank: &Rank<'_>, program: &Program, comm: &Communicator) -> Run {
     assert_eq!(Some((stats.registrations, stats.deregistrations)), warm, "after the warm-up");
     assert_eq!(warm, Some((1, 0)), "one segment, one window");
     replay.free_all().expect("freed");
-    Run { steps: step, ops, seconds, digest: allocator.digest(PoolId::DEFAULT).expect("known") }
+    Run { steps: step, ops, seconds, digest: allocator.digest(PoolId::DEFAULT).expect("the pool exists") }
 }
 
 /// Reduces the step's buffer on the network's stream. Every [`CHECK_EVERY`] steps, writes known values first and checks the sums.

@@ -1,6 +1,6 @@
-//! A peer that dies. NCCL's symmetric kernels do not check whether they were aborted, so one that waits for a dead peer never ends. The
-//! requirement is therefore that every call of this crate returns soon after the deadline, with an error that states the cause. Each test
-//! runs in separate processes, because such a kernel ends only with its process.
+//! Tests with a peer that dies. NCCL's symmetric kernels do not check whether they were aborted, so a kernel that waits for a dead peer
+//! never ends. The tests therefore require that every call of this crate returns soon after the deadline, with an error that states the
+//! cause. Each test runs in separate processes, because such a kernel ends only with its process.
 
 use crate::job::{Calls, MIB, Rank, again, devices, processes, ranks, reserved};
 use std::process::Child;
@@ -27,12 +27,12 @@ enum InFlight {
 fn status_of(child: &mut Child) -> Option<i32> {
     let begun = Instant::now();
     loop {
-        if let Some(status) = child.try_wait().expect("asked") {
+        if let Some(status) = child.try_wait().expect("the child can be queried") {
             return status.code();
         }
         if begun.elapsed() > Duration::from_secs(30) {
             child.kill().expect("killed");
-            panic!("the child hangs");
+            panic!("the child did not end within 30 seconds");
         }
         std::thread::sleep(Duration::from_millis(50));
     }
@@ -43,8 +43,8 @@ fn a_thread_that_stops_under_a_collective_on_windows_ends_in_an_error() {
     const NAME: &str = "stopped::a_thread_that_stops_under_a_collective_on_windows_ends_in_an_error";
     if let Ok(calls) = std::env::var(CHILD) {
         let calls = if calls == "blocking" { Calls::Blocking } else { Calls::Nonblocking };
-        let id = UniqueId::new().expect("NCCL makes one");
-        ranks(devices().expect("as before"), |rank| {
+        let id = UniqueId::new().expect("NCCL creates an id");
+        ranks(devices().expect("the devices are still available"), |rank| {
             let connect = |builder: CommunicatorBuilder| builder.connect(id, rank.rank, rank.ranks);
             let stop = || loop {
                 std::thread::park();
@@ -74,7 +74,7 @@ fn a_process_that_dies_ends_in_an_error_on_all_others() {
         let barrier = Barrier::new(1);
         let rank = Rank { rank: launch.rank, ranks: launch.ranks, device, stream, barrier: &barrier };
         live(&rank, &comm, in_flight, || {
-            // SAFETY: ends the process immediately, like a crash.
+            // SAFETY: no code of this process runs afterwards; the call imitates a crash.
             unsafe { libc::_exit(DEAD) }
         });
         return;
@@ -83,7 +83,7 @@ fn a_process_that_dies_ends_in_an_error_on_all_others() {
     for in_flight in ["nothing", "collective"] {
         let children = processes(NAME, count, (CHILD, in_flight));
         let statuses: Vec<_> = children.into_iter().map(|mut child| status_of(&mut child)).collect();
-        let (dead, survivors) = statuses.split_last().expect("two at least");
+        let (dead, survivors) = statuses.split_last().expect("there are at least two ranks");
         assert_eq!(*dead, Some(DEAD), "{in_flight}");
         assert!(survivors.iter().all(|status| *status == Some(SURVIVED)), "{in_flight}: {statuses:?}");
     }

@@ -1,4 +1,4 @@
-//! `examples/all_reduce.rs` as a test: NCCL reduces wrong data if ranks place tensors differently, and correct data otherwise. Runs with
+//! `examples/all_reduce.rs` as a test: NCCL reduces wrong data if ranks place tensors differently, and correct data otherwise. It runs with
 //! threads, with processes, and with NCCL's own check.
 
 use crate::job::{again, devices, processes};
@@ -37,7 +37,7 @@ fn the_old_order_is_wrong_and_ours_right_with_a_process_for_each_device() {
     let Some(ranks) = devices() else { return };
     let children = processes(NAME, ranks, (CHILD, "1"));
     for mut child in children {
-        assert!(child.wait().expect("waited for").success());
+        assert!(child.wait().expect("the child ends").success());
     }
 }
 
@@ -45,7 +45,7 @@ fn the_old_order_is_wrong_and_ours_right_with_a_process_for_each_device() {
 fn nccl_itself_finds_no_mismatch_in_ours() {
     let Some(_) = devices() else { return };
     // NCCL 2.29.7 introduced `NCCL_CHECK_MODE`.
-    let (version, since) = (Nccl::load().expect("there").version(), NcclVersion::new(2, 29, 7));
+    let (version, since) = (Nccl::load().expect("libnccl is available").version(), NcclVersion::new(2, 29, 7));
     if version < since {
         println!("skipped: NCCL {version} has no NCCL_CHECK_MODE, which {since} introduced");
         return;

@@ -1,8 +1,9 @@
-//! Ranks that are killed, stopped or slow, each in its own process. With two devices, each rank has its own. With one, they share it, and
-//! `NCCL_HOSTID` makes NCCL treat them as two machines: kernels are then plain and use sockets, and there are no windows.
+//! Tests with ranks that are killed, stopped or slow, each in a separate process. With two devices, each rank uses one. With one device,
+//! the ranks share it, and `NCCL_HOSTID` makes NCCL treat them as two machines: kernels are then plain and use sockets, and there are no
+//! windows.
 //!
-//! `SYMMALLOC_KILLS` and `SYMMALLOC_STOPS` set how often a rank is killed or stopped (12 and 4), `SYMMALLOC_SLOW_SECONDS` sets how long one
-//! is slow (30), and `SYMMALLOC_PAIRS` sets the number of concurrent jobs (4).
+//! `SYMMALLOC_KILLS` and `SYMMALLOC_STOPS` set how often a rank is killed or stopped (12 and 4), `SYMMALLOC_SLOW_SECONDS` sets how long a
+//! rank is slow (30), and `SYMMALLOC_PAIRS` sets the number of concurrent jobs (4).
 
 use crate::job::{MIB, Rank, again, reserved};
 use std::io::{BufRead, BufReader, Read};
@@ -23,7 +24,7 @@ fn setting(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
 }
 
-/// Returns the number of devices. Prints the reason and returns `None` if there is none.
+/// Returns the number of devices. If there is none, prints the reason and returns `None`.
 fn devices() -> Option<usize> {
     let count = CudaDevice::count().map_err(|error| error.to_string());
     let count = count.and_then(|count| Nccl::load().map(|_| count).map_err(|error| error.to_string()));
@@ -40,16 +41,16 @@ fn devices() -> Option<usize> {
     }
 }
 
-/// Two ranks of a job that runs until a rank fails. Their stderr is read when they end.
+/// The processes of a job with two ranks, which runs until a rank fails. Their stderr is read when they end.
 struct Job {
     children: Vec<Child>,
 }
 
 impl Job {
-    /// Starts the job and returns once both ranks are at work.
+    /// Starts the job and returns once both ranks are working.
     fn start(test: &str, number: u64, slow: bool) -> Self {
         let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port");
-        let own_device = CudaDevice::count().expect("counted") > 1;
+        let own_device = CudaDevice::count().expect("the driver counts the devices") > 1;
         let start = |rank: usize| {
             let mut command = again(test);
             command
@@ -68,8 +69,8 @@ impl Job {
             let is_ready = BufReader::new(stdout).lines().map_while(Result::ok).any(|line| line.contains("at work"));
             if !is_ready {
                 let mut text = String::new();
-                child.stderr.as_mut().expect("piped").read_to_string(&mut text).expect("text");
-                panic!("a rank did not begin:\n{text}");
+                child.stderr.as_mut().expect("piped").read_to_string(&mut text).expect("stderr is valid UTF-8");
+                panic!("a rank did not start:\n{text}");
             }
         }
         Job { children }
@@ -80,25 +81,25 @@ impl Job {
         assert_eq!(unsafe { libc::kill(self.children[rank].id() as i32, signal) }, 0);
     }
 
-    /// Waits for a rank to end. Returns its exit code, its stderr and the time it took.
+    /// Waits for a rank to end. Returns its exit code, its stderr and the elapsed time.
     fn end_of(&mut self, rank: usize, limit: Duration) -> (Option<i32>, String, Duration) {
         let begun = Instant::now();
         let child = &mut self.children[rank];
         let status = loop {
-            if let Some(status) = child.try_wait().expect("asked") {
+            if let Some(status) = child.try_wait().expect("the child can be queried") {
                 break status;
             }
             if begun.elapsed() > limit {
                 child.kill().expect("killed");
                 let mut text = String::new();
-                child.stderr.as_mut().expect("piped").read_to_string(&mut text).expect("text");
-                panic!("rank {rank} is still there after {limit:?}:\n{text}");
+                child.stderr.as_mut().expect("piped").read_to_string(&mut text).expect("stderr is valid UTF-8");
+                panic!("rank {rank} has not ended after {limit:?}:\n{text}");
             }
             std::thread::sleep(Duration::from_millis(5));
         };
         let took = begun.elapsed();
         let mut text = String::new();
-        child.stderr.as_mut().expect("piped").read_to_string(&mut text).expect("text");
+        child.stderr.as_mut().expect("piped").read_to_string(&mut text).expect("stderr is valid UTF-8");
         (status.code(), text, took)
     }
 }
@@ -126,7 +127,7 @@ fn work() -> Box<dyn std::error::Error> {
     let registrar = rank.registrar(&allocator);
     registrar.attach(&comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
     let growing = PoolConfig::builder().fixed().symmetric(true).build().expect("valid");
-    let pool = allocator.create_pool(growing).expect("made");
+    let pool = allocator.create_pool(growing).expect("the pool is created");
     registrar.attach(&comm, &[pool.id()], Registration::Windows).expect("attached");
     let graphs = GraphPool::new(&allocator, PoolConfig::default()).expect("a pool");
     let mut graph = None;
@@ -181,7 +182,8 @@ fn work() -> Box<dyn std::error::Error> {
     round().expect_err("only an error ends it")
 }
 
-/// In a rank's process: works until an error occurs, prints the error, and exits with status 1. Returns `false` in any other process.
+/// Runs a rank if this is a rank's process: works until an error occurs, prints it, and exits with status 1. Returns `false` in any other
+/// process.
 fn be_a_rank() -> bool {
     if std::env::var_os(CHILD).is_none() {
         return false;
@@ -203,17 +205,17 @@ fn jobs<T: Send>(count: u64, job: impl Fn(u64) -> T + Sync) -> Vec<T> {
                         return;
                     }
                     let outcome = job(number);
-                    outcomes.lock().expect("no panic").push(outcome);
+                    outcomes.lock().expect("the lock is not poisoned").push(outcome);
                 }
             });
         }
     });
-    outcomes.into_inner().expect("no panic")
+    outcomes.into_inner().expect("the lock is not poisoned")
 }
 
 fn free_bytes() -> u64 {
     let device = CudaDevice::new(0).expect("a device");
-    device.context().mem_get_info().expect("asked").0 as u64
+    device.context().mem_get_info().expect("the driver reports free memory").0 as u64
 }
 
 fn print_times(what: &str, mut times: Vec<Duration>) {
@@ -231,7 +233,7 @@ fn a_rank_that_is_killed_ends_the_other_within_three_seconds() {
     let before = free_bytes();
     let times = jobs(setting("SYMMALLOC_KILLS", 12), |number| {
         let mut job = Job::start(NAME, number, false);
-        // Multiples of the golden ratio spread the moments over the steps, and are the same in each run.
+        // Multiples of the golden ratio spread the moments over the steps and are the same in each run.
         let moment = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 54;
         std::thread::sleep(Duration::from_micros(moment * 400));
         let killed = (number % 2) as usize;
@@ -279,7 +281,11 @@ fn a_rank_that_is_slow_is_waited_for() {
     let begun = Instant::now();
     while begun.elapsed() < time {
         for child in &mut job.children {
-            assert!(child.try_wait().expect("asked").is_none(), "a rank ended after {:?}", begun.elapsed());
+            assert!(
+                child.try_wait().expect("the child can be queried").is_none(),
+                "a rank ended after {:?}",
+                begun.elapsed()
+            );
         }
         std::thread::sleep(Duration::from_millis(200));
     }

@@ -1,4 +1,4 @@
-//! Programs with all-to-all-v that every rank runs, both on stubs and on GPUs.
+//! Programs with all-to-all-v that every rank runs. They run both on stubs and on GPUs.
 
 use cudarc::driver::{CudaStream, DeviceRepr, ValidAsZeroBits};
 use std::fmt::Debug;
@@ -36,7 +36,7 @@ pub(crate) fn on_ranks_with<R: Send>(
     options: impl Fn(CommunicatorBuilder) -> CommunicatorBuilder + Sync,
     program: impl Fn(&Rank) -> R + Sync,
 ) -> Vec<R> {
-    let id = UniqueId::new().expect("NCCL gives an id");
+    let id = UniqueId::new().expect("NCCL creates an id");
     let (options, program) = (&options, &program);
     std::thread::scope(|scope| {
         let run = |rank| {
@@ -57,7 +57,8 @@ impl Rank {
         let stream = comm.device().context().new_stream().expect("a stream");
         let allocator = CudaAllocator::new(comm.device(), Config::default()).expect("an allocator");
         allocator.register_stream(&stream).expect("registered");
-        let config = PoolConfig::builder().reserved(POOL_BYTES).symmetric(true).build().expect("it fits");
+        let config =
+            PoolConfig::builder().reserved(POOL_BYTES).symmetric(true).build().expect("the configuration is valid");
         let pool = allocator.create_pool(config).expect("a pool");
         let registrar = Arc::new(Registrar::builder(&allocator).build().expect("a registrar"));
         registrar.attach(&comm, &[pool.id()], Registration::Windows).expect("attached");
@@ -70,7 +71,7 @@ impl Rank {
         it
     }
 
-    /// Returns an all-to-all that requires registered memory.
+    /// Creates an all-to-all that requires registered memory.
     pub(crate) fn all_to_all(&self) -> AllToAll {
         AllToAll::builder(&self.comm).require_registered(&self.registrar).build().expect("built")
     }
@@ -135,12 +136,12 @@ pub(crate) fn counts(seed: u64, ranks: usize) -> Vec<Vec<u64>> {
 /// Returns the splits of a rank that knows all counts.
 pub(crate) fn known_splits(counts: &[Vec<u64>], rank: usize) -> Splits {
     let received: Vec<u64> = counts.iter().map(|row| row[rank]).collect();
-    Splits::sending(&counts[rank]).receiving(&received).expect("they fit")
+    Splits::sending(&counts[rank]).receiving(&received).expect("the splits are valid")
 }
 
 /// An element type.
 pub(crate) trait Element: DeviceRepr + ValidAsZeroBits + Copy + PartialEq + Debug + Send {
-    /// Returns an element made from these bits.
+    /// Converts these bits to an element.
     fn of(bits: u64) -> Self;
 }
 
@@ -148,7 +149,7 @@ macro_rules! elements {
     ($($type:ty),*) => {
         $(impl Element for $type {
             fn of(bits: u64) -> Self {
-                // Floats, too, get whole numbers, which compare exactly.
+                // Floats are whole numbers as well, so they compare exactly.
                 (bits >> 40) as $type
             }
         })*
@@ -176,10 +177,10 @@ pub(crate) fn uneven_rows(it: &Rank) {
         it.round::<f64>(&all_to_all, seed, &splits, 2);
         it.round::<i32>(&all_to_all, seed, &splits.reversed(), 5);
     }
-    assert_eq!(all_to_all.segments().len(), 1, "one segment, whatever the sizes");
+    assert_eq!(all_to_all.segments().len(), 1, "one segment is used, regardless of the sizes");
 }
 
-/// Exchanges equally many rows with every rank, without splits.
+/// Exchanges equal numbers of rows with every rank, without splits.
 pub(crate) fn equal_parts(it: &Rank) {
     let all_to_all = it.all_to_all();
     let part = |from: usize, to: usize| (0..4).map(move |at| (from * 1000 + to * 10 + at) as u32);
@@ -204,7 +205,7 @@ pub(crate) fn one_way(it: &Rank) {
     assert_eq!(it.read(&received), expected);
 }
 
-/// Ranks whose calls differ, with checked calls: all of them get the error and can continue.
+/// Makes calls that differ between ranks, with checks: all ranks get the error and can continue.
 pub(crate) fn disagreements(it: &Rank) {
     let all_to_all = AllToAll::builder(&it.comm).check_calls().build().expect("built");
     let counts = counts(5, it.ranks);
@@ -217,15 +218,15 @@ pub(crate) fn disagreements(it: &Rank) {
     let mut changed = counts.clone();
     changed[last][0] += 1;
     let splits = if it.rank == last { known_splits(&changed, it.rank) } else { right.clone() };
-    let refused = all_to_all.run(&it.stream, &input, &mut output, 2, &splits).expect_err("they disagree");
+    let refused = all_to_all.run(&it.stream, &input, &mut output, 2, &splits).expect_err("the ranks' calls differ");
     let AllToAllError::Disagreement { from, to: 0, sent_rows, expected_rows, .. } = refused else {
         panic!("{refused}")
     };
     assert_eq!((from, sent_rows, expected_rows), (last, counts[last][0] + 1, counts[last][0]));
 
-    // Rank 1 alone has longer rows.
+    // Only rank 1 has longer rows.
     let row = if it.rank == 1 { 3 } else { 2 };
-    let refused = all_to_all.run(&it.stream, &input, &mut output, row, &right).expect_err("they disagree");
+    let refused = all_to_all.run(&it.stream, &input, &mut output, row, &right).expect_err("the ranks' calls differ");
     assert!(matches!(refused, AllToAllError::Disagreement { sent_row_bytes: 8 | 12, .. }), "{refused}");
 
     // Rank 0 passes a buffer that is too short.
@@ -256,7 +257,7 @@ pub(crate) fn captured(it: &Rank) {
     all_to_all.run(&it.stream, &input, &mut output, 3, &splits).expect("exchanged");
 
     let graphs = GraphPool::new(it.registrar.allocator(), PoolConfig::default()).expect("a pool");
-    let capture = graphs.begin(&it.stream).expect("begun");
+    let capture = graphs.begin(&it.stream).expect("the capture begins");
     assert_eq!(all_to_all.exchange_splits(&counts[it.rank]), Err(AllToAllError::Capturing));
     all_to_all.run(&it.stream, &input, &mut output, 3, &splits).expect("captured");
     let graph = capture.end().expect("ended");

@@ -1,4 +1,4 @@
-//! The example `all_reduce` on the stubs. They address a peer's buffer by this rank's own offset, as NCCL does. Unlike NCCL, the stub
+//! The example `all_reduce` on the stubs. As NCCL does, the stub addresses a peer's buffer by this rank's own offset. Unlike NCCL, it
 //! detects every difference between the ranks' offsets.
 
 use stub_process::{nccl, nccl_test};

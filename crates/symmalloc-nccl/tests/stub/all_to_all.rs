@@ -1,4 +1,4 @@
-//! All-to-all-v on the stubs: results, refused calls, cached segments, and leak checks.
+//! Tests of all-to-all-v on the stubs: results, calls that fail, cached segments, and leak checks.
 
 #[path = "../programs/all_to_all.rs"]
 mod programs;
@@ -36,8 +36,8 @@ nccl_test!(ranks_may_have_nothing_to_send_or_nothing_at_all, {
         one_way(it);
         let all_to_all = it.all_to_all();
         let (none, mut nothing) = (it.zeros::<u64>(0), it.zeros::<u64>(0));
-        all_to_all.run(&it.stream, &none, &mut nothing, 1, None).expect("nothing");
-        all_to_all.run(&it.stream, &none, &mut nothing, 0, None).expect("nothing");
+        all_to_all.run(&it.stream, &none, &mut nothing, 1, None).expect("an empty call is valid");
+        all_to_all.run(&it.stream, &none, &mut nothing, 0, None).expect("an empty call is valid");
     });
     // Only rank 0 sends, and only the last rank receives.
     assert_eq!((nccl::calls("ncclSend"), nccl::calls("ncclRecv")), (1, 1), "empty calls submit nothing");
@@ -69,7 +69,9 @@ nccl_test!(refused_calls_submit_nothing_where_they_are_checked, {
         let rows: &[u64] = if it.rank == 0 { &[1, 2] } else { &[1, 1] };
         let splits = Splits::sending(rows).receiving(&[1, 1]);
         let (input, mut output) = (it.zeros::<u32>(4), it.zeros::<u32>(4));
-        all_to_all.run(&it.stream, &input, &mut output, 1, &splits.expect("they fit")).expect_err("they disagree");
+        all_to_all
+            .run(&it.stream, &input, &mut output, 1, &splits.expect("the splits are valid"))
+            .expect_err("the ranks' calls differ");
     });
     assert_eq!((nccl::calls("ncclSend"), nccl::calls("ncclRecv"), cuda::calls("cuMemcpyDtoDAsync_v2")), (0, 0, 0));
     nccl::assert_clean();
@@ -86,7 +88,7 @@ nccl_test!(captured_calls_are_not_compared, {
         let (input, mut output) = (it.zeros::<u32>(2), it.zeros::<u32>(2));
         all_to_all.run(&it.stream, &input, &mut output, 1, None).expect("exchanged");
         let graphs = GraphPool::new(it.registrar.allocator(), PoolConfig::default()).expect("a pool");
-        let capture = graphs.begin(&it.stream).expect("begun");
+        let capture = graphs.begin(&it.stream).expect("the capture begins");
         all_to_all.run(&it.stream, &input, &mut output, 1, None).expect("captured");
         capture.end().expect("ended");
     });
@@ -114,8 +116,12 @@ nccl_test!(splits_that_are_known_or_repeated_cost_no_exchange, {
 nccl_test!(what_is_refused_is_refused_before_anything_is_submitted, {
     on_ranks(2, |it| {
         let all_to_all = it.all_to_all();
-        let splits = Splits::sending(&[2, 3]).receiving(&[2, 3]).expect("they fit");
-        let splits = if it.rank == 0 { splits } else { Splits::sending(&[3, 2]).receiving(&[3, 2]).expect("they fit") };
+        let splits = Splits::sending(&[2, 3]).receiving(&[2, 3]).expect("the splits are valid");
+        let splits = if it.rank == 0 {
+            splits
+        } else {
+            Splits::sending(&[3, 2]).receiving(&[3, 2]).expect("the splits are valid")
+        };
         let (input, mut output) = (it.buffer::<u32>(&[1; 10]), it.zeros::<u32>(10));
         let mut refused =
             |splits: &Splits, row| all_to_all.run(&it.stream, &input, &mut output, row, splits).expect_err("refused");
@@ -123,16 +129,16 @@ nccl_test!(what_is_refused_is_refused_before_anything_is_submitted, {
             refused(&splits, 3),
             AllToAllError::BufferTooShort { side: Side::Input, rows: 5, row_elements: 3, len: 10 }
         ));
-        let other = Splits::sending(&[1]).receiving(&[1]).expect("they fit");
+        let other = Splits::sending(&[1]).receiving(&[1]).expect("the splits are valid");
         assert_eq!(refused(&other, 1), AllToAllError::SplitCount { given: 1, ranks: 2 });
-        let other = Splits::sending(&[1, 1]).receiving(&[2, 2]).expect("they fit");
+        let other = Splits::sending(&[1, 1]).receiving(&[2, 2]).expect("the splits are valid");
         assert_eq!(refused(&other, 1), AllToAllError::OwnPart { rank: it.rank, sent: 1, received: 2 });
         let uneven = all_to_all.run(&it.stream, &input, &mut output, 3, None);
         assert!(matches!(uneven, Err(AllToAllError::Uneven { ranks: 2, row_elements: 3, .. })));
         assert_eq!(
             all_to_all.exchange_splits(&[1, 2, 3]),
             Err(AllToAllError::SplitCount { given: 3, ranks: 2 }),
-            "all ranks refuse"
+            "the call fails on all ranks"
         );
         // SAFETY: the memory is not accessed while two buffers refer to it.
         let mut twice = unsafe { it.stream.upgrade_device_ptr::<u32>(input.device_ptr(&it.stream).0 + 16, 6) };
@@ -162,7 +168,7 @@ nccl_test!(memory_that_is_not_registered_is_refused_where_it_must_be, {
     on_ranks(2, |it| {
         let (strict, any) = (it.all_to_all(), AllToAll::new(&it.comm).expect("built"));
         let plain = CudaAllocator::new(it.comm.device(), Default::default()).expect("an allocator");
-        let splits = Splits::sending(&[1, 1]).receiving(&[1, 1]).expect("they fit");
+        let splits = Splits::sending(&[1, 1]).receiving(&[1, 1]).expect("the splits are valid");
         let (input, mut output) = (it.zeros::<u32>(2), plain.alloc_zeroed::<u32>(&it.stream, 2).expect("allocated"));
         let refused = strict.run(&it.stream, &input, &mut output, 1, &splits).expect_err("refused");
         assert!(
@@ -184,11 +190,11 @@ nccl_test!(a_segment_is_remembered_until_the_registrar_says_that_it_is_dead, {
         let pool = it
             .registrar
             .allocator()
-            .create_pool(PoolConfig::builder().fixed().symmetric(true).build().expect("it fits"));
+            .create_pool(PoolConfig::builder().fixed().symmetric(true).build().expect("the configuration is valid"));
         let pool = pool.expect("a pool");
         it.registrar.attach(&it.comm, &[pool.id()], Registration::Windows).expect("attached");
         let allocator = it.registrar.allocator().with_pool(&pool);
-        let splits = Splits::sending(&[8, 8]).receiving(&[8, 8]).expect("they fit");
+        let splits = Splits::sending(&[8, 8]).receiving(&[8, 8]).expect("the splits are valid");
         let input = it.zeros::<u32>(16);
         let round = |output: &mut DeviceBuffer<u32>| all_to_all.run(&it.stream, &input, output, 1, &splits);
 
@@ -202,8 +208,10 @@ nccl_test!(a_segment_is_remembered_until_the_registrar_says_that_it_is_dead, {
         for _ in 0..10 {
             round(&mut output).expect("exchanged");
         }
-        let (first, lasting) =
-            (it.registrar.key_of(&output).expect("alive"), it.registrar.key_of(&input).expect("alive"));
+        let (first, lasting) = (
+            it.registrar.key_of(&output).expect("the buffer lies in a live segment"),
+            it.registrar.key_of(&input).expect("the buffer lies in a live segment"),
+        );
         let mut both = [first, lasting];
         both.sort_unstable();
         assert_eq!(all_to_all.segments(), both);
@@ -215,7 +223,7 @@ nccl_test!(a_segment_is_remembered_until_the_registrar_says_that_it_is_dead, {
         let mut output = allocator.alloc_zeroed::<u32>(&it.stream, 16).expect("allocated");
         it.registrar.sync(&[&it.comm]).expect("the ranks agree");
         round(&mut output).expect("exchanged");
-        let second = it.registrar.key_of(&output).expect("alive");
+        let second = it.registrar.key_of(&output).expect("the buffer lies in a live segment");
         assert_ne!(first, second, "a key is never reused, even at the same address");
         let mut both = [second, lasting];
         both.sort_unstable();
@@ -230,7 +238,7 @@ nccl_test!(buffers_may_be_dropped_while_the_rows_wait_for_the_other_rank, {
         let all_to_all = it.all_to_all();
         let other = it.comm.device().context().new_stream().expect("a stream");
         it.allocator.register_stream(&other).expect("registered");
-        let splits = Splits::sending(&[4, 4]).receiving(&[4, 4]).expect("they fit");
+        let splits = Splits::sending(&[4, 4]).receiving(&[4, 4]).expect("the splits are valid");
         let mut output = it.zeros::<u32>(8);
         for round in 1..=20_u32 {
             let input = it.buffer(&[round; 8]);
@@ -240,7 +248,7 @@ nccl_test!(buffers_may_be_dropped_while_the_rows_wait_for_the_other_rank, {
             }
             all_to_all.run(&other, &input, &mut output, 1, &splits).expect("exchanged");
             drop(input);
-            // Rank 1 has not sent anything yet, so rank 0's rows are still in the memory that receives the zeros.
+            // Rank 1 has not sent anything yet, so rank 0's rows are still in the memory that `next` overwrites with zeros.
             let next = it.zeros::<u32>(8);
             assert_eq!(next.placement(), place, "the same memory");
             if it.rank == 0 {
@@ -254,7 +262,7 @@ nccl_test!(buffers_may_be_dropped_while_the_rows_wait_for_the_other_rank, {
     nccl::assert_clean();
 });
 
-/// Calls before the first count, and calls between two counts.
+/// Number of calls before resources are first counted.
 const WARM_UP_CALLS: u64 = 1_000;
 const HALF_OF_CALLS: u64 = 50_000;
 
@@ -275,12 +283,12 @@ fn holdings(it: &Rank, all_to_all: &AllToAll) -> impl Debug + PartialEq {
 
 /// Returns the number of open files of this process, without the directory that the other rank's thread may be reading.
 fn open_files() -> usize {
-    let files = std::fs::read_dir("/proc/self/fd").expect("Linux").flatten();
+    let files = std::fs::read_dir("/proc/self/fd").expect("/proc is available").flatten();
     files.filter_map(|file| std::fs::read_link(file.path()).ok()).filter(|to| !to.starts_with("/proc")).count()
 }
 
 fn resident_bytes() -> u64 {
-    let statm = std::fs::read_to_string("/proc/self/statm").expect("Linux");
+    let statm = std::fs::read_to_string("/proc/self/statm").expect("/proc is available");
     let pages = statm.split_whitespace().nth(1).expect("the second field");
     4096 * pages.parse::<u64>().expect("a number")
 }
@@ -325,7 +333,8 @@ fn small_model() -> moe_dispatch::Options {
 }
 
 nccl_test!(moe_dispatch_is_right_with_a_thread_for_each_device, {
-    let reports = moe_dispatch::run(&moe_dispatch::Options { ranks: Some(4), ..small_model() }).expect("it runs");
+    let reports =
+        moe_dispatch::run(&moe_dispatch::Options { ranks: Some(4), ..small_model() }).expect("the example succeeds");
     assert_eq!(reports.len(), 4);
     print!("{}", moe_dispatch::Table(&reports));
     assert!(reports.iter().all(moe_dispatch::Report::is_right));
@@ -347,7 +356,7 @@ nccl_test!(moe_dispatch_is_right_with_the_processes_of_torchrun, {
             // SAFETY: the process has no other thread yet that reads its environment.
             unsafe { std::env::set_var(variable, rank.to_string()) };
         }
-        let reports = moe_dispatch::run(&small_model()).expect("it runs");
+        let reports = moe_dispatch::run(&small_model()).expect("the example succeeds");
         assert!(reports.len() == 1 && reports[0].is_right(), "{}", moe_dispatch::Table(&reports));
         nccl::assert_clean();
         // The stub's job state lives in the process of rank 0, which therefore exits last.

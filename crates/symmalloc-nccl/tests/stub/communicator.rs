@@ -1,4 +1,4 @@
-//! Communicators on the stub: connecting, collectives, splits and registrations.
+//! Tests of communicators on the stub: connecting, collectives, splits and registrations.
 
 mod endings;
 mod library;
@@ -16,7 +16,7 @@ use symmalloc_nccl::{
     UniqueId, Window,
 };
 
-/// More than a large segment, so that an allocation of this size gets a dedicated segment.
+/// A size in bytes that exceeds a large segment, so that an allocation of this size gets a dedicated segment.
 const SEGMENT_BYTES: u64 = 32 << 20;
 /// A deadline that is long enough for a busy machine and short enough for a test.
 const SHORT: Duration = Duration::from_millis(400);
@@ -40,7 +40,7 @@ impl Rank {
     }
 
     fn buffer(&self, values: &[f32]) -> DeviceBuffer<f32> {
-        let mut buffer = self.allocator.alloc_zeroed::<f32>(&self.stream, values.len()).expect("memory");
+        let mut buffer = self.allocator.alloc_zeroed::<f32>(&self.stream, values.len()).expect("memory is available");
         self.stream.memcpy_htod(values, &mut buffer).expect("copied");
         buffer
     }
@@ -53,7 +53,7 @@ impl Rank {
 
     /// Returns an allocation that fills a dedicated segment, and its address.
     fn segment(&self) -> (symmalloc_core::Allocation, u64) {
-        let allocation = self.allocator.allocate(&self.stream, SEGMENT_BYTES).expect("memory");
+        let allocation = self.allocator.allocate(&self.stream, SEGMENT_BYTES).expect("memory is available");
         (allocation, allocation.address.0)
     }
 
@@ -67,7 +67,10 @@ impl Rank {
 
 /// Returns a configuration with whole segments of 2 MiB and more, which NCCL can register as windows.
 fn fixed() -> Config {
-    Config::builder().default_pool(PoolConfig::builder().fixed().build().expect("it fits")).build().expect("it fits")
+    Config::builder()
+        .default_pool(PoolConfig::builder().fixed().build().expect("the configuration is valid"))
+        .build()
+        .expect("the configuration is valid")
 }
 
 fn builder(device: &Arc<CudaDevice>) -> CommunicatorBuilder {
@@ -108,10 +111,10 @@ nccl_test!(ranks_connect_and_know_themselves, {
             assert_eq!(rank.comm.device().ordinal() as u32, rank.number());
             assert_eq!(rank.comm.state(), CommState::Ready);
             assert!(rank.comm.cause().is_none() && !rank.comm.raw().is_null());
-            rank.comm.check().expect("nothing is wrong");
+            rank.comm.check().expect("the call succeeds");
         });
     }
-    assert_eq!(nccl::live().communicators, 0, "dropped ones are destroyed");
+    assert_eq!(nccl::live().communicators, 0, "dropped communicators are destroyed");
     nccl::assert_clean();
 });
 
@@ -168,7 +171,7 @@ nccl_test!(a_group_sends_and_receives_at_once, {
         let mut group = Group::new();
         group.send(comm, &mine, (r + 1) % 3, stream).expect("a peer");
         group.receive(comm, &mut theirs, (r + 2) % 3, stream).expect("a peer");
-        group.all_reduce(comm, &mine, &mut sum, ReduceOp::Sum, stream).expect("it fits");
+        group.all_reduce(comm, &mine, &mut sum, ReduceOp::Sum, stream).expect("the lengths match");
         group.submit().expect("submitted");
         assert_eq!(rank.read(&theirs), [((r + 2) % 3) as f32; 5]);
         assert_eq!(rank.read(&sum), [3.0; 5]);
@@ -183,7 +186,8 @@ nccl_test!(a_group_takes_memory_that_is_known_by_its_address, {
         let (mine, theirs) = (rank.buffer(&[r as f32; 3]), rank.buffer(&[-1.0; 3]));
         let [from, to] = [&mine, &theirs].map(|buffer| buffer.device_ptr(stream).0);
         let mut group = Group::new();
-        // SAFETY: three floats each, on this device and written on this stream; they live until the stream is read.
+        // SAFETY: the addresses are those of three floats each, on this device and written on this stream. The floats stay allocated until
+        // the stream is read.
         unsafe {
             group.send_raw(comm, from, 3, DataType::Float32, 1 - r, stream).expect("a peer");
             group.receive_raw(comm, to, 3, DataType::Float32, 1 - r, stream).expect("a peer");
@@ -217,19 +221,20 @@ nccl_test!(one_thread_drives_several_devices_with_a_group, {
                 scope.spawn(move || builder(device).connect(id, rank, 2).expect("both connect"))
             })
             .collect();
-        connecting.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+        connecting.into_iter().map(|thread| thread.join().expect("the thread does not panic")).collect()
     });
     let streams = [0, 1].map(|rank: usize| devices[rank].context().new_stream().expect("a stream"));
     let allocators = [0, 1].map(|rank: usize| CudaAllocator::new(&devices[rank], fixed()).expect("an allocator"));
     let ones = [0, 1].map(|rank: usize| {
-        let mut buffer = allocators[rank].alloc_zeroed::<f32>(&streams[rank], 3).expect("memory");
+        let mut buffer = allocators[rank].alloc_zeroed::<f32>(&streams[rank], 3).expect("memory is available");
         streams[rank].memcpy_htod(&[1.0; 3], &mut buffer).expect("copied");
         buffer
     });
-    let mut sums = [0, 1].map(|rank: usize| allocators[rank].alloc_zeroed::<f32>(&streams[rank], 3).expect("memory"));
+    let mut sums =
+        [0, 1].map(|rank: usize| allocators[rank].alloc_zeroed::<f32>(&streams[rank], 3).expect("memory is available"));
     let mut group = Group::new();
     for (rank, sum) in sums.iter_mut().enumerate() {
-        group.all_reduce(&comms[rank], &ones[rank], sum, ReduceOp::Sum, &streams[rank]).expect("it fits");
+        group.all_reduce(&comms[rank], &ones[rank], sum, ReduceOp::Sum, &streams[rank]).expect("the lengths match");
     }
     group.submit().expect("submitted");
     for rank in [0, 1] {
@@ -255,7 +260,7 @@ nccl_test!(parts_of_a_split_have_names_and_an_order, {
         let mut sum = rank.buffer(&[r as f32]);
         part.all_reduce_in_place(&mut sum, ReduceOp::Sum, &rank.stream).expect("submitted");
         assert_eq!(rank.read(&sum), [[2.0, -1.0, 2.0, 3.0][r as usize]]);
-        part.destroy().expect("idle");
+        part.destroy().expect("the communicator is idle");
         assert_eq!((part.state(), rank.comm.state()), (CommState::Destroyed, CommState::Ready));
     });
     nccl::assert_clean();
@@ -267,9 +272,9 @@ nccl_test!(orders_are_equal_on_all_ranks, {
         let parts = [0, 1].map(|_| rank.comm.split(Some(0), 0).expect("all split").expect("a color"));
         let order = [rank.comm.order(), parts[0].order(), parts[1].order()].map(|order| order.as_bytes().to_vec());
         assert!(order[0] < order[1] && order[1] < order[2]);
-        orders.lock().expect("no panic").push(order);
+        orders.lock().expect("the lock is not poisoned").push(order);
     });
-    let orders = orders.into_inner().expect("no panic");
+    let orders = orders.into_inner().expect("the lock is not poisoned");
     assert!(orders.iter().all(|order| *order == orders[0]));
 });
 
@@ -279,13 +284,13 @@ nccl_test!(windows_and_buffers_come_and_go, {
         let window = rank.register(base).expect("a window");
         assert_eq!((window.base(), window.size_bytes()), (base, SEGMENT_BYTES));
         assert!(!window.handle().as_ptr().is_null());
-        let buffer = rank.comm.register_buffer(base + 512, 1000).expect("any memory");
+        let buffer = rank.comm.register_buffer(base + 512, 1000).expect("buffers can be in any memory");
         assert_eq!((buffer.base(), buffer.size_bytes()), (base + 512, 1000));
         rank.meet();
         assert_eq!((nccl::live().windows, nccl::live().buffers), (2, 2));
         rank.meet();
-        rank.comm.deregister_buffer(buffer).expect("known");
-        rank.comm.deregister_window(window).expect("known");
+        rank.comm.deregister_buffer(buffer).expect("the buffer is registered");
+        rank.comm.deregister_window(window).expect("the buffer is registered");
         rank.meet();
         assert_eq!((nccl::live().windows, nccl::live().buffers), (0, 0));
         rank.meet();
@@ -297,9 +302,9 @@ nccl_test!(destroying_gives_windows_back_first, {
     in_both_modes(2, |rank| {
         let (allocation, base) = rank.segment();
         let window = rank.register(base).expect("a window");
-        let _buffer = rank.comm.register_buffer(base, 4096).expect("any memory");
+        let _buffer = rank.comm.register_buffer(base, 4096).expect("buffers can be in any memory");
         rank.meet();
-        rank.comm.destroy().expect("idle");
+        rank.comm.destroy().expect("the communicator is idle");
         rank.comm.destroy().expect("a second call does nothing");
         rank.meet();
         assert_eq!((nccl::live().windows, nccl::live().buffers, nccl::live().kept_rounds), (0, 0, 0));
@@ -308,8 +313,12 @@ nccl_test!(destroying_gives_windows_back_first, {
             rank.comm.deregister_window(window),
             Err(CommError::Gone { state: CommState::Destroyed, .. })
         ));
-        assert_eq!(nccl::calls("ncclCommWindowDeregister"), calls, "a window of a gone communicator is not touched");
-        rank.allocator.free(allocation.handle).expect("live");
+        assert_eq!(
+            nccl::calls("ncclCommWindowDeregister"),
+            calls,
+            "NCCL is not called for a window of an ended communicator"
+        );
+        rank.allocator.free(allocation.handle).expect("the allocation is live");
         rank.meet();
     });
     nccl::assert_clean();
@@ -317,11 +326,11 @@ nccl_test!(destroying_gives_windows_back_first, {
 
 nccl_test!(a_gone_communicator_says_so, {
     ranks(2, |rank| {
-        rank.comm.destroy().expect("idle");
+        rank.comm.destroy().expect("the communicator is idle");
         assert!(rank.comm.raw().is_null());
         let mut buffer = rank.buffer(&[1.0]);
         let refused = rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream);
-        let Err(error) = refused else { panic!("a collective on a destroyed communicator") };
+        let Err(error) = refused else { panic!("a collective on a destroyed communicator succeeded") };
         assert_eq!(error.to_string(), "communicator \"world\" is destroyed: connect a new one");
         assert!(matches!(rank.comm.split(None, 0), Err(CommError::Gone { .. })));
         assert!(matches!(rank.comm.register_buffer(4096, 1), Err(CommError::Gone { .. })));
@@ -360,7 +369,7 @@ nccl_test!(a_registration_goes_back_where_it_came_from, {
     ranks(2, |rank| {
         let other = rank.comm.split(Some(0), 0).expect("all split").expect("a color");
         let (_allocation, base) = rank.segment();
-        let buffer = rank.comm.register_buffer(base, 4096).expect("any memory");
+        let buffer = rank.comm.register_buffer(base, 4096).expect("buffers can be in any memory");
         let refused = other.deregister_buffer(buffer);
         let expected = CommError::ForeignRegistration { name: "world/1.0".into(), owner: "world".into() };
         assert_eq!(refused, Err(expected));
@@ -382,12 +391,12 @@ nccl_test!(ranks_that_cannot_be_are_refused, {
 nccl_test!(blocking_and_nonblocking_do_not_mix_in_a_group, {
     let id = UniqueId::new().expect("an id");
     let device = CudaDevice::new(0).expect("a stub device");
-    let blocking = builder(&device).name("b").connect(id, 0, 1).expect("alone");
+    let blocking = builder(&device).name("b").connect(id, 0, 1).expect("a single rank connects");
     let id = UniqueId::new().expect("an id");
-    let nonblocking = builder(&device).name("n").nonblocking().connect(id, 0, 1).expect("alone");
+    let nonblocking = builder(&device).name("n").nonblocking().connect(id, 0, 1).expect("a single rank connects");
     let stream = device.context().new_stream().expect("a stream");
     let allocator = CudaAllocator::new(&device, fixed()).expect("an allocator");
-    let [one, two] = [0, 1].map(|_| allocator.alloc_zeroed::<f32>(&stream, 1).expect("memory"));
+    let [one, two] = [0, 1].map(|_| allocator.alloc_zeroed::<f32>(&stream, 1).expect("memory is available"));
     let mut group = Group::new();
     group.send(&blocking, &one, 0, &stream).expect("a peer");
     group.send(&nonblocking, &two, 0, &stream).expect("a peer");
@@ -416,12 +425,12 @@ nccl_test!(a_borrowed_communicator_is_left_to_its_owner, {
         assert_eq!(
             (nccl::live().windows, nccl::live().communicators),
             (0, 2),
-            "its windows are deregistered, and the communicator remains"
+            "the borrowed communicator's windows are deregistered, but it is not destroyed"
         );
-        rank.comm.check().expect("untouched");
+        rank.comm.check().expect("the borrowed communicator still works");
 
         let elsewhere = CudaDevice::new(7).expect("a stub device");
-        // SAFETY: see above.
+        // SAFETY: as above.
         let refused = unsafe { builder(&elsewhere).borrow(raw) }.map(|_| ());
         let expected = CommError::OtherDevice { ordinal: 7, actual: rank.number() as i32 };
         assert_eq!(refused, Err(expected));
@@ -432,7 +441,7 @@ nccl_test!(a_borrowed_communicator_is_left_to_its_owner, {
 
 nccl_test!(agreement_speaks_over_the_communicator, {
     in_both_modes(3, |rank| {
-        let transport = NcclTransport::new(&rank.comm).expect("memory");
+        let transport = NcclTransport::new(&rank.comm).expect("memory is available");
         assert_eq!((transport.rank(), transport.ranks()), (rank.number(), 3));
         for bytes in [1_usize, 64, 1024, 5000] {
             let message = vec![rank.number() as u8 + 1; bytes];
@@ -451,12 +460,12 @@ nccl_test!(registering_in_a_capture_says_what_to_do, {
     ranks(1, |rank| {
         let (_allocation, base) = rank.segment();
         let pool = GraphPool::new(&rank.allocator, PoolConfig::default()).expect("a pool");
-        let capture = pool.begin(&rank.stream).expect("a capture");
+        let capture = pool.begin(&rank.stream).expect("the capture begins");
         let refused = rank.comm.register_window(base, SEGMENT_BYTES).map(|_| ());
         assert_eq!(refused, Err(CommError::Capturing));
         drop(capture);
         let window = rank.register(base).expect("after the capture");
-        rank.comm.deregister_window(window).expect("known");
+        rank.comm.deregister_window(window).expect("the window is registered");
     });
 });
 
@@ -467,10 +476,10 @@ nccl_test!(
         ranks(2, |rank| {
             let (_allocation, base) = rank.segment();
             let Registered::Plain(plain) = rank.comm.register_window(base, SEGMENT_BYTES).expect("registered") else {
-                panic!("a window without NVLink");
+                panic!("a window was registered without NVLink");
             };
             assert_eq!((plain.base(), plain.size_bytes()), (base, SEGMENT_BYTES));
-            rank.comm.deregister_buffer(plain).expect("known");
+            rank.comm.deregister_buffer(plain).expect("the buffer is registered");
         });
         nccl::assert_clean();
     }

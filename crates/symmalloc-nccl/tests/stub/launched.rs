@@ -1,4 +1,4 @@
-//! Ranks that a launcher starts as processes, which share nothing but its environment variables.
+//! Tests of ranks that a launcher starts as processes, which share only its environment variables.
 
 use std::time::Duration;
 use stub_process::{RankOutput, nccl_test, ranks};
@@ -110,7 +110,7 @@ nccl_test!(a_process_that_is_never_started_is_named, {
             Err(CommError::Rendezvous(RendezvousError::Missing { missing, .. })) => {
                 assert_eq!((rank, missing), (0, vec![2]));
             }
-            // It has received the id; the third rank is missing only when it connects.
+            // Rank 1 has received the id. It misses the third rank only when it connects.
             met => assert_eq!((rank, met), (1, Ok(()))),
         }
     });
@@ -122,7 +122,11 @@ nccl_test!(
     ["RANK" = "0", "WORLD_SIZE" = "1", "LOCAL_RANK" = "0", "LOCAL_WORLD_SIZE" = "1"],
     {
         let device = CudaDevice::new(0).expect("a stub device");
-        let comm = Communicator::builder(&device).deadline(DEADLINE).name("job").connect_env().expect("alone");
+        let comm = Communicator::builder(&device)
+            .deadline(DEADLINE)
+            .name("job")
+            .connect_env()
+            .expect("a single rank connects");
         assert_eq!((comm.rank(), comm.ranks(), comm.name(), comm.state()), (0, 1, "job", CommState::Ready));
     }
 );

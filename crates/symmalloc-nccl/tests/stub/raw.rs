@@ -155,7 +155,7 @@ impl Rank {
     pub(crate) fn write<T: Copy>(&self, address: u64, values: &[T]) {
         // SAFETY: the memory belongs to this rank, has this size, and is not in use.
         unsafe { cudarc::driver::result::memcpy_htod_async(address, values, self.stream.cu_stream()) }.expect("copied");
-        self.stream.synchronize().expect("idle");
+        self.stream.synchronize().expect("the stream completes");
     }
 
     pub(crate) fn read<T: Copy + Default>(&self, address: u64, count: usize) -> Vec<T> {
@@ -163,7 +163,7 @@ impl Rank {
         // SAFETY: the memory belongs to this rank and has this size.
         unsafe { cudarc::driver::result::memcpy_dtoh_async(&mut values, address, self.stream.cu_stream()) }
             .expect("copied");
-        self.stream.synchronize().expect("idle");
+        self.stream.synchronize().expect("the stream completes");
         values
     }
 

@@ -1,4 +1,4 @@
-//! The registrar on the stubs: which memory it registers on which communicators, and when it releases memory.
+//! Tests of the registrar on the stubs: which memory it registers on which communicators, and when it releases memory.
 
 mod captures;
 mod costs;
@@ -27,15 +27,15 @@ nccl_test!(what_is_allocated_is_in_windows_after_a_sync_and_reduces_right, {
         let pool = it.attached_pool();
         let mut tensors: Vec<_> = (0..8).map(|_| it.take(&pool, MIB)).collect();
         assert!(matches!(it.registrar.window_of(&it.world, &tensors[0]), Err(LookupError::NotRegistered { .. })));
-        let synced = it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        let synced = it.registrar.sync(&[&it.world]).expect("the ranks agree");
         assert_eq!((synced.registrations, synced.deregistrations, synced.rounds), (4, 0, 1), "four segments of 2 MiB");
         let offsets: Vec<u64> = tensors.iter().map(|tensor| it.offset_of(&it.world, tensor)).collect();
         assert_eq!(offsets, [0, MIB, 0, MIB, 0, MIB, 0, MIB]);
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
-        // Freed and allocated again, the blocks have the same placements, and nothing needs to be registered.
+        // If the blocks are freed and allocated again, they have the same placements, and no registration is needed.
         tensors.clear();
         let mut tensors: Vec<_> = (0..8).map(|_| it.take(&pool, MIB)).collect();
-        assert_eq!(it.registrar.sync(&[&it.world]).expect("nothing new").registrations, 0);
+        assert_eq!(it.registrar.sync(&[&it.world]).expect("the ranks agree").registrations, 0);
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
         let stats = it.registrar.stats();
         assert_eq!((stats.windows, stats.window_bytes, stats.registrations, stats.syncs), (4, 8 * MIB, 4, 2));
@@ -47,12 +47,12 @@ nccl_test!(without_agreement_a_sync_with_nothing_new_makes_no_call_at_all, {
     Job::new(2).quiet().run(|it| {
         let pool = it.attached_pool();
         let _kept = it.take(&pool, MIB);
-        assert_eq!(it.registrar.sync(&[&it.world]).expect("all ranks did the same").rounds, 1);
+        assert_eq!(it.registrar.sync(&[&it.world]).expect("the ranks agree").rounds, 1);
         it.meet();
         let (calls, driver_calls) = (nccl::all_calls(), stub_process::cuda::all_calls());
         it.meet();
         for _ in 0..100 {
-            assert_eq!(it.registrar.sync(&[&it.world]).expect("nothing new").rounds, 0);
+            assert_eq!(it.registrar.sync(&[&it.world]).expect("the ranks agree").rounds, 0);
         }
         it.meet();
         assert_eq!((nccl::all_calls(), stub_process::cuda::all_calls()), (calls, driver_calls));
@@ -66,11 +66,11 @@ nccl_test!(memory_goes_back_after_its_window_and_not_before, {
     Job::new(2).run(|it| {
         let pool = it.attached_pool();
         let large = it.take(&pool, 30 * MIB);
-        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
         drop(large);
         assert_eq!(it.trim(&pool), 0, "a window covers it");
         assert_eq!(it.registrar.stats().dead_bytes, 30 * MIB);
-        let synced = it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        let synced = it.registrar.sync(&[&it.world]).expect("the ranks agree");
         assert_eq!((synced.deregistrations, synced.released_bytes), (1, 30 * MIB));
         assert_eq!((it.registrar.stats().dead_bytes, it.registrar.stats().windows), (0, 0));
         it.check();
@@ -83,10 +83,12 @@ nccl_test!(one_pool_has_windows_of_its_own_on_each_communicator_and_goes_back_wi
     Job::new(4).run(|it| {
         let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks split").expect("with a color");
         let pool = it.attached_pool();
-        it.registrar.attach(&pair, &[pool.id()], Registration::Windows).expect("another communicator");
+        it.registrar
+            .attach(&pair, &[pool.id()], Registration::Windows)
+            .expect("the pool is not attached to this communicator yet");
         let mut tensor = it.take(&pool, 30 * MIB);
-        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
-        it.registrar.sync(&[&pair]).expect("all ranks did the same");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
+        it.registrar.sync(&[&pair]).expect("the ranks agree");
         let (one, other) = (
             it.registrar.window_of(&it.world, &tensor).expect("a window"),
             it.registrar.window_of(&pair, &tensor).expect("a window"),
@@ -98,18 +100,18 @@ nccl_test!(one_pool_has_windows_of_its_own_on_each_communicator_and_goes_back_wi
         drop(tensor);
         it.trim(&pool);
         assert_eq!(
-            it.registrar.sync(&[&it.world]).expect("the same").released_bytes,
+            it.registrar.sync(&[&it.world]).expect("the ranks agree").released_bytes,
             0,
             "the pair still has a window on it"
         );
-        assert_eq!(it.registrar.sync(&[&pair]).expect("the same").released_bytes, 30 * MIB);
+        assert_eq!(it.registrar.sync(&[&pair]).expect("the ranks agree").released_bytes, 30 * MIB);
     });
     nothing_is_left();
 });
 
 nccl_test!(communicators_named_in_opposite_orders_do_not_wait_for_each_other, {
     Job::new(8).run(|it| {
-        // Tensor-parallel pairs, and data-parallel groups of four across them.
+        // The communicators are tensor-parallel pairs, and data-parallel groups of four across them.
         let (rank, pool) = (it.world.rank(), it.pool());
         let tp = it.world.split(Some(rank / 2), 0).expect("all ranks split").expect("with a color");
         let dp = it.world.split(Some(rank % 2), 0).expect("all ranks split").expect("with a color");
@@ -121,9 +123,9 @@ nccl_test!(communicators_named_in_opposite_orders_do_not_wait_for_each_other, {
             tensors.push(it.take(&pool, (20 + 10 * round) * MIB));
             let order: [&_; 4] =
                 if rank.is_multiple_of(2) { [&tp, &dp, &it.world, &tp] } else { [&it.world, &dp, &tp, &dp] };
-            let synced = it.registrar.sync(&order).expect("all ranks did the same");
+            let synced = it.registrar.sync(&order).expect("the ranks agree");
             assert_eq!((synced.registrations, synced.rounds), (3, 3), "a repeated communicator counts once");
-            let tensor = tensors.last_mut().expect("just taken");
+            let tensor = tensors.last_mut().expect("a tensor was just allocated");
             [&dp, &tp, &it.world].into_iter().for_each(|comm| it.reduce_right(comm, tensor));
         }
     });
@@ -135,12 +137,12 @@ nccl_test!(threads_with_a_communicator_and_a_pool_each_do_not_disturb_each_other
         let lane = |name| {
             let comm = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
             let stream = it.device.context().new_stream().expect("a stream");
-            it.allocator.register_stream(&stream).expect("ids are left");
+            it.allocator.register_stream(&stream).expect("stream ids are available");
             let pool = it.pool();
             it.registrar.attach(&comm, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
             (name, comm, stream, pool)
         };
-        // Created in the same order on every rank.
+        // The communicators are created in the same order on every rank.
         let lanes = ["a", "b"].map(lane);
         std::thread::scope(|scope| {
             let _exit = ExitOnPanic;
@@ -150,16 +152,17 @@ nccl_test!(threads_with_a_communicator_and_a_pool_each_do_not_disturb_each_other
                     for round in 0..40_u64 {
                         let size = ((round % 5) * 7 + 3) * MIB + if *name == "a" { 0 } else { 512 };
                         // SAFETY: any bits make a float.
-                        let tensor = unsafe { allocator.alloc::<f32>(stream, size as usize / 4) }.expect("fits");
-                        it.registrar.sync(&[comm]).expect("both ranks did the same");
+                        let tensor =
+                            unsafe { allocator.alloc::<f32>(stream, size as usize / 4) }.expect("the allocation fits");
+                        it.registrar.sync(&[comm]).expect("the ranks agree");
                         it.registrar.window_of(comm, &tensor).expect("it is in a window");
                         drop(tensor);
                         if round % 3 == 0 {
                             it.allocator.core().trim(Some(pool.id())).expect("no faults");
                         }
                     }
-                    // The registrar would otherwise keep the communicator alive.
-                    comm.destroy().expect("idle");
+                    // Without this, the registrar would keep the communicator alive.
+                    comm.destroy().expect("the communicator is idle");
                 });
             }
         });
@@ -173,13 +176,13 @@ nccl_test!(a_new_communicator_gets_windows_on_what_lives, {
     Job::new(2).run(|it| {
         let pool = it.attached_pool();
         let mut tensors = [it.take(&pool, 30 * MIB), it.take(&pool, 40 * MIB)];
-        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
         let late = it.connect("late", &id);
         it.registrar.attach(&late, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
-        let synced = it.registrar.sync(&[&late, &it.world]).expect("all ranks did the same");
+        let synced = it.registrar.sync(&[&late, &it.world]).expect("the ranks agree");
         assert_eq!((synced.registrations, synced.rounds), (2, 2));
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&late, tensor));
-        late.destroy().expect("idle");
+        late.destroy().expect("the communicator is idle");
     });
     nothing_is_left();
 });
@@ -192,12 +195,12 @@ nccl_test!(windows_of_a_communicator_that_is_gone_are_not_touched_and_its_memory
             let pool = it.attached_pool();
             it.registrar.attach(&other, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
             let tensor = it.take(&pool, 30 * MIB);
-            it.registrar.sync(&[&it.world, &other]).expect("all ranks did the same");
+            it.registrar.sync(&[&it.world, &other]).expect("the ranks agree");
             drop(tensor);
             it.trim(&pool);
             it.meet();
             let ended = if aborts { other.abort() } else { other.destroy() };
-            ended.expect("in time");
+            ended.expect("the abort ends in time");
             let synced = it.registrar.sync(&[&it.world]).expect("the other communicator is swept");
             assert_eq!(synced.deregistrations, 1, "the windows of the other communicator ended with it");
             assert_eq!(it.registrar.stats().dead_bytes, 0);
@@ -216,15 +219,15 @@ nccl_test!(a_growing_pool_gets_one_larger_window_where_nccl_can, ["STUB_NCCL_VER
         let pool = it.pool_with(|config| config);
         it.registrar.attach(&it.world, &[pool.id()], Registration::Windows).expect("2.30.7 supports growing windows");
         let mut first = it.take(&pool, 2 * MIB);
-        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
         let before = it.registrar.window_of(&it.world, &first).expect("a window");
         let mut second = it.take(&pool, 6 * MIB);
         assert!(matches!(it.registrar.window_of(&it.world, &second), Err(LookupError::NotRegistered { .. })));
         it.reduce_right(&it.world, &mut first);
-        let synced = it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        let synced = it.registrar.sync(&[&it.world]).expect("the ranks agree");
         assert_eq!((synced.registrations, synced.deregistrations), (1, 1));
         let after = it.registrar.window_of(&it.world, &first).expect("a window");
-        assert_ne!(before.segment, after.segment, "the key changes");
+        assert_ne!(before.segment, after.segment, "the key changes when the segment grows");
         let mut cursor = InvalidationCursor::default();
         assert_eq!(it.registrar.invalidations(&it.world, &mut cursor), Invalidated::Keys(vec![before.segment]));
         [&mut first, &mut second].into_iter().for_each(|tensor| it.reduce_right(&it.world, tensor));
@@ -241,7 +244,7 @@ nccl_test!(ranks_whose_growing_memory_lies_in_other_chunks_share_windows, ["STUB
         for mib in [2, 6, 2, 30, 8] {
             tensors.push(it.take(&pool, mib * MIB));
             until(|| it.rank != 0 || it.allocator.core().backend().spare_bytes() != 0);
-            it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+            it.registrar.sync(&[&it.world]).expect("the ranks agree");
             tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
             it.check();
         }
@@ -253,19 +256,19 @@ nccl_test!(ranks_whose_growing_memory_lies_in_other_chunks_share_windows, ["STUB
 nccl_test!(what_cannot_have_windows_is_refused_with_what_to_do, {
     Job::new(2).run(|it| {
         let attach = |pool, registration| it.registrar.attach(&it.world, &[pool], registration);
-        let private = attach(PoolId::DEFAULT, Registration::Windows).expect_err("private");
+        let private = attach(PoolId::DEFAULT, Registration::Windows).expect_err("the pool is private");
         assert!(matches!(private, AttachError::NotSymmetric { .. }) && private.to_string().contains("symmetric:true"));
         let growing = it.pool_with(|config| config);
         let error = attach(growing.id(), Registration::Windows).expect_err("2.28.9 does not support growing windows");
         assert!(matches!(error, AttachError::Growing { .. }) && error.to_string().contains("reserved or fixed"));
-        attach(growing.id(), Registration::Buffers).expect("any memory");
-        let twice = attach(growing.id(), Registration::Buffers).expect_err("twice");
+        attach(growing.id(), Registration::Buffers).expect("buffers can be in any memory");
+        let twice = attach(growing.id(), Registration::Buffers).expect_err("the pool is already attached");
         assert!(matches!(twice, AttachError::Already { .. }));
         assert!(matches!(attach(PoolId(99), Registration::Buffers), Err(AttachError::Unknown(_))));
         let pool = it.pool();
         let error = it.registrar.attach(&it.world, &[pool.id(), PoolId::DEFAULT], Registration::Windows);
         error.expect_err("one of them is private");
-        assert_eq!(it.registrar.registration(&it.world, pool.id()), None, "neither is attached");
+        assert_eq!(it.registrar.registration(&it.world, pool.id()), None, "neither pool is attached");
     });
     nothing_is_left();
 });
@@ -274,14 +277,14 @@ nccl_test!(a_pool_that_is_detached_loses_its_windows_at_the_next_sync_and_can_go
     Job::new(2).run(|it| {
         let pool = it.attached_pool();
         let tensor = it.take(&pool, 30 * MIB);
-        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
-        let key = it.registrar.key_of(&tensor).expect("it lies in a segment");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
+        let key = it.registrar.key_of(&tensor).expect("the buffer lies in a segment");
         drop(tensor);
         it.registrar.detach(&it.world, &[pool.id()]).expect("it was attached");
         let id = pool.id();
         drop(pool);
         it.allocator.trim().expect("trimming a watched pool is no error");
-        assert_eq!(it.registrar.sync(&[&it.world]).expect("all ranks did the same").deregistrations, 1);
+        assert_eq!(it.registrar.sync(&[&it.world]).expect("the ranks agree").deregistrations, 1);
         let mut cursor = InvalidationCursor::default();
         assert_eq!(it.registrar.invalidations(&it.world, &mut cursor), Invalidated::Keys(vec![key]));
         it.allocator.trim().expect("the pool is no longer watched");
@@ -296,8 +299,8 @@ nccl_test!(buffers_of_private_pools_follow_their_segments_without_a_word_to_othe
     Job::new(2).quiet().run(|it| {
         // Only rank 1 has a private pool, which grows.
         if it.rank == 1 {
-            let pool = it.allocator.create_pool(PoolConfig::default()).expect("fits");
-            it.registrar.attach(&it.world, &[pool.id()], Registration::Buffers).expect("any memory");
+            let pool = it.allocator.create_pool(PoolConfig::default()).expect("the pool fits");
+            it.registrar.attach(&it.world, &[pool.id()], Registration::Buffers).expect("buffers can be in any memory");
             let first = it.take(&pool, 2 * MIB);
             let second = it.take(&pool, 4 * MIB);
             let synced = it.registrar.sync(&[&it.world]).expect("no other rank takes part");
@@ -321,12 +324,12 @@ nccl_test!(
         Job::new(2).run(|it| {
             let pool = it.attached_pool();
             let mut tensor = it.take(&pool, 30 * MIB);
-            it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+            it.registrar.sync(&[&it.world]).expect("the ranks agree");
             assert!(matches!(it.registrar.window_of(&it.world, &tensor), Err(LookupError::Plain { .. })));
             it.reduce_right(&it.world, &mut tensor);
             drop(tensor);
             it.trim(&pool);
-            assert_eq!(it.registrar.sync(&[&it.world]).expect("the same").released_bytes, 30 * MIB);
+            assert_eq!(it.registrar.sync(&[&it.world]).expect("the ranks agree").released_bytes, 30 * MIB);
         });
         assert_eq!((nccl::calls("ncclCommDeregister"), nccl::calls("ncclCommWindowDeregister")), (2, 0));
         nothing_is_left();
@@ -342,7 +345,7 @@ nccl_test!(a_scope_registers_what_was_taken_inside_also_when_its_work_fails, {
         };
         let comms = [&it.world];
         let made = it.registrar.with_symmetric(&comms, &pool, |allocator| take(allocator, 30 * MIB));
-        let mut made = made.expect("all ranks did the same").expect("fits");
+        let mut made = made.expect("the ranks agree").expect("the allocation fits");
         it.reduce_right(&it.world, &mut made);
         let failed: Result<Result<(), &str>, _> = it.registrar.with_symmetric(&comms, &pool, |allocator| {
             std::mem::forget(take(allocator, 40 * MIB));
@@ -363,18 +366,18 @@ nccl_test!(keys_are_stable_over_sizes_and_never_come_back, {
         let pool = it.attached_pool();
         let mut cursor = InvalidationCursor::default();
         let [a, b] = [3, 5].map(|kib: u64| it.take(&pool, kib << 10));
-        let key = it.registrar.key_of(&a).expect("it lies in a segment");
-        assert_eq!(it.registrar.key_of(&b).expect("it lies in a segment"), key);
+        let key = it.registrar.key_of(&a).expect("the buffer lies in a segment");
+        assert_eq!(it.registrar.key_of(&b).expect("the buffer lies in a segment"), key);
         assert_eq!(it.registrar.key_at(key.base).expect("its first byte"), key);
-        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
         assert_eq!(it.registrar.window_of(&it.world, &b).expect("a window").segment, key);
         assert_eq!(it.registrar.invalidations(&it.world, &mut cursor), Invalidated::Keys(vec![]));
         drop((a, b));
         it.trim(&pool);
-        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
         assert_eq!(it.registrar.invalidations(&it.world, &mut cursor), Invalidated::Keys(vec![key]));
         let again = it.take(&pool, 3 << 10);
-        assert_ne!(it.registrar.key_of(&again).expect("it lies in a segment"), key);
+        assert_ne!(it.registrar.key_of(&again).expect("the buffer lies in a segment"), key);
         let nothing = it.take(&pool, 0);
         assert_eq!(it.registrar.key_of(&nothing), Err(LookupError::Empty));
         assert!(matches!(it.registrar.key_at(8), Err(LookupError::UnknownAddress { .. })));
@@ -389,7 +392,7 @@ nccl_test!(
         Job::new(2).run(|it| {
             let pool = it.attached_pool();
             let fits = it.take(&pool, 3072 * MIB);
-            it.registrar.sync(&[&it.world]).expect("it fits");
+            it.registrar.sync(&[&it.world]).expect("the ranks agree");
             let too_much = it.take(&pool, 2048 * MIB);
             let error = it.registrar.sync(&[&it.world]).expect_err("it does not fit");
             let SyncError::SymmetricSpace { needed_bytes, used_bytes, budget_bytes, .. } = &error else {
@@ -416,11 +419,11 @@ nccl_test!(a_registrar_that_is_dropped_takes_its_windows_along, {
         let registrar = Registrar::builder(&it.allocator).build().expect("the device reports its size");
         registrar.attach(&it.world, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
         let tensor = it.take(&pool, 30 * MIB);
-        registrar.sync(&[&it.world]).expect("all ranks did the same");
+        registrar.sync(&[&it.world]).expect("the ranks agree");
         drop(tensor);
         it.trim(&pool);
         drop(registrar);
-        assert_eq!(it.allocator.stats().reserved_bytes.current, 0, "its memory is released");
+        assert_eq!(it.allocator.stats().reserved_bytes.current, 0, "the memory is released");
         it.world.check().expect("the communicator still works");
     });
     nothing_is_left();

@@ -1,4 +1,4 @@
-//! The stub of libnccl under faults: ranks that are missing, stop or die, and calls that fail.
+//! Tests of the stub of libnccl under faults: ranks that are missing, stop or die, and calls that fail.
 
 use crate::raw::{IN_PROGRESS, MIB, Rank, SUCCESS, UniqueId, abort, async_error, destroy, init, memory_free, ranks};
 use crate::raw::{all_reduce, revoke, unique_id, window_deregister};
@@ -48,13 +48,13 @@ nccl_test!(work_behind_a_collective_waits_with_it_also_on_other_streams, {
                 .expect("submitted");
             assert_eq!(copy, [0.0; COUNT], "the peer has not joined yet");
             rank.meet();
-            other.synchronize().expect("idle");
+            other.synchronize().expect("the stream completes");
             assert_eq!(copy, sum(2));
         } else {
             rank.meet();
             assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
         }
-        rank.stream.synchronize().expect("idle");
+        rank.stream.synchronize().expect("the stream completes");
         assert_eq!(destroy(rank.comm), SUCCESS);
     });
     nccl::assert_clean();
@@ -68,12 +68,12 @@ nccl_test!(a_call_fails_when_it_is_told_to, {
         }
         rank.meet();
         assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
-        rank.stream.synchronize().expect("idle");
+        rank.stream.synchronize().expect("the stream completes");
         if rank.rank == 1 {
             assert_eq!(rank.sum(segment, segment, COUNT), 2);
         }
         assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS, "the fault strikes once");
-        rank.stream.synchronize().expect("idle");
+        rank.stream.synchronize().expect("the stream completes");
         assert_eq!(destroy(rank.comm), SUCCESS);
     });
     assert_eq!((nccl::calls("ncclAllReduce"), nccl::calls("ncclCommDestroy")), (5, 2));
@@ -149,13 +149,13 @@ nccl_test!(a_nonblocking_communicator_is_under_way_until_it_was_asked, {
                 let raw = stream.cu_stream() as u64;
                 let mut base = 0;
                 assert_eq!(crate::raw::memory_allocate(&raw mut base, 2 * MIB), SUCCESS);
-                // NCCL's thread starts late: an event recorded before the first query completes immediately.
+                // NCCL's thread starts late, so an event that is recorded before the first query completes immediately.
                 assert_eq!(all_reduce(base, base, COUNT, 7, 0, comm, raw), IN_PROGRESS);
                 let early = stream.record_event(None).expect("recorded");
                 until(|| query(&early) == CUresult::CUDA_SUCCESS);
                 assert_eq!(async_error(comm), IN_PROGRESS);
                 assert_eq!(settle(comm), SUCCESS);
-                stream.synchronize().expect("idle");
+                stream.synchronize().expect("the stream completes");
                 let mut window = 1;
                 assert_eq!(crate::raw::window_register(comm, base, 2 * MIB, &raw mut window, 1), IN_PROGRESS);
                 assert_eq!(settle(comm), SUCCESS);
@@ -191,7 +191,7 @@ nccl_test!(thousands_of_jobs_run_in_one_process, {
             let (code, window) = rank.window(segment, 2 * MIB);
             assert_eq!(code, SUCCESS);
             assert_eq!(rank.sum(segment, segment, 16), SUCCESS);
-            rank.stream.synchronize().expect("idle");
+            rank.stream.synchronize().expect("the stream completes");
             assert_eq!(window_deregister(rank.comm, window), SUCCESS);
             assert_eq!((memory_free(segment), destroy(rank.comm)), (SUCCESS, SUCCESS));
         });

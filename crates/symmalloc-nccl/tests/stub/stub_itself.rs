@@ -1,4 +1,4 @@
-//! The stub of libnccl: correct where NCCL is correct, and wrong where NCCL is wrong.
+//! Tests of the stub of libnccl: its results are correct where NCCL's are, and wrong where NCCL's are.
 
 use crate::raw::{F32, MIB, Rank, SUCCESS, all_reduce, ranks, split_into, user_rank_into, window_deregister};
 use crate::raw::{
@@ -51,7 +51,8 @@ nccl_test!(collectives_compute_what_they_should, {
 
 nccl_test!(every_type_and_operation_reduces, {
     type Bytes = fn(u8) -> Vec<u8>;
-    // Each type with the bytes of a small number. Sum, product, max, min and average of 1 and 3 are 4, 3, 3, 1 and 2.
+    // Each type has a function that returns the bytes of a small number. Sum, product, max, min and average of 1 and 3 are 4, 3, 3, 1 and
+    // 2.
     let types: [(i32, Bytes); 10] = [
         (0, |value| (value as i8).to_ne_bytes().to_vec()),
         (1, |value| value.to_ne_bytes().to_vec()),
@@ -85,7 +86,7 @@ nccl_test!(every_type_and_operation_reduces, {
             SUCCESS,
             "eight-bit floats can be copied"
         );
-        rank.stream.synchronize().expect("idle");
+        rank.stream.synchronize().expect("the stream completes");
         assert_eq!(destroy(rank.comm), SUCCESS);
     });
     nccl::assert_clean();
@@ -142,7 +143,9 @@ nccl_test!(a_graph_makes_its_collectives_at_every_launch, {
     ranks(3, |rank| {
         let segment = rank.segment(2 * MIB);
         rank.write(segment, &[1.0f32]);
-        rank.stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).expect("begun");
+        rank.stream
+            .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+            .expect("the capture begins");
         assert_eq!(rank.sum(segment, segment, 1), SUCCESS);
         let graph = rank.stream.end_capture(FLAGS).expect("ended").expect("a graph");
         assert_eq!(rank.read::<f32>(segment, 1), [1.0], "captured, but not run");

@@ -1,4 +1,4 @@
-//! The stub of libnccl across processes.
+//! Tests of the stub of libnccl across processes.
 
 use crate::raw::{MIB, Rank, SUCCESS, UniqueId, async_error, destroy, unique_id, window_deregister};
 use crate::stub_itself::{COUNT, input, sum};
@@ -77,7 +77,7 @@ nccl_test!(a_process_that_ends_is_a_remote_error_for_the_others, {
 });
 
 nccl_test!(ranks_find_each_other_by_a_place, {
-    // The address is unique, because this test may run more than once at a time.
+    // The address is unique, because several runs of this test can overlap.
     let address = format!("stub-test-{}:1", std::process::id());
     let outputs = ranks(3, &[("NCCL_COMM_ID", &address)], |rank| {
         for _ in 0..3 {

@@ -1,4 +1,4 @@
-//! Violations that the stub detects and NCCL does not, and behavior that depends on NCCL's version.
+//! Tests of violations that the stub detects and NCCL does not, and of behavior that depends on NCCL's version.
 
 use crate::raw::{F32, MIB, Rank, SUCCESS, abort, all_gather, all_reduce, buffer_deregister, buffer_register};
 use crate::raw::{destroy, group_end, group_start, memory_free, ranks, split_into, version, window_deregister};
@@ -158,7 +158,7 @@ nccl_test!(what_a_dead_or_busy_communicator_is_asked, {
         let segment = rank.segment(SEGMENT);
         assert_eq!(rank.window(segment, SEGMENT).0, SUCCESS);
         assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
-        rank.stream.synchronize().expect("idle");
+        rank.stream.synchronize().expect("the stream completes");
         rank.meet();
         if rank.rank == 0 {
             std::thread::scope(|scope| {
@@ -195,13 +195,15 @@ nccl_test!(what_a_dead_or_busy_communicator_is_asked, {
 nccl_test!(a_graph_must_not_outlive_its_communicator_or_windows, {
     ranks(1, |rank| {
         let segment = rank.segment(SEGMENT);
-        rank.stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).expect("begun");
+        rank.stream
+            .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+            .expect("the capture begins");
         assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
         let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
         let graph = rank.stream.end_capture(flags).expect("ended").expect("a graph");
         assert_eq!(destroy(rank.comm), SUCCESS);
         graph.launch().expect("launched");
-        rank.stream.synchronize().expect("idle");
+        rank.stream.synchronize().expect("the stream completes");
     });
     saw(&["a graph launched a collective of a communicator that has ended"]);
 });
@@ -209,7 +211,9 @@ nccl_test!(a_graph_must_not_outlive_its_communicator_or_windows, {
 nccl_test!(a_registration_in_a_capture_fails_and_spoils_it, {
     ranks(1, |rank| {
         let segment = rank.segment(SEGMENT);
-        rank.stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).expect("begun");
+        rank.stream
+            .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+            .expect("the capture begins");
         assert_eq!(rank.window(segment, SEGMENT).0, CUDA_ERROR);
         let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
         assert!(rank.stream.end_capture(flags).is_err());
@@ -223,7 +227,9 @@ nccl_test!(
     {
         ranks(2, |rank| {
             let segment = rank.segment(SEGMENT);
-            rank.stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).expect("begun");
+            rank.stream
+                .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+                .expect("the capture begins");
             let (code, window) = rank.window(segment, SEGMENT);
             assert_eq!(code, SUCCESS);
             let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
@@ -329,7 +335,7 @@ nccl_test!(a_check_of_all_arguments_finds_places_that_differ, ["STUB_NCCL_CHECK_
         let at = segment + 4096 * rank.rank as u64;
         assert_eq!(rank.sum(at, at, COUNT), INVALID_ARGUMENT);
         assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
-        rank.stream.synchronize().expect("idle");
+        rank.stream.synchronize().expect("the stream completes");
         assert_eq!(destroy(rank.comm), SUCCESS);
     });
     nccl::assert_clean();
@@ -380,7 +386,7 @@ nccl_test!(one_thread_makes_steps_of_several_ranks_in_a_group, {
     let mut comms = [0; 2];
     assert_eq!(group_start(), SUCCESS);
     for (rank, stream) in streams.iter().enumerate() {
-        stream.context().bind_to_thread().expect("current");
+        stream.context().bind_to_thread().expect("the context can be current");
         let (code, comm) = crate::raw::init(2, id, rank, true);
         assert_eq!(code, SUCCESS);
         comms[rank] = comm;
@@ -390,7 +396,7 @@ nccl_test!(one_thread_makes_steps_of_several_ranks_in_a_group, {
     let mut windows = [0; 2];
     assert_eq!(group_start(), SUCCESS);
     for rank in 0..2 {
-        streams[rank].context().bind_to_thread().expect("current");
+        streams[rank].context().bind_to_thread().expect("the context can be current");
         assert_eq!(crate::raw::memory_allocate(&raw mut segments[rank], SEGMENT), SUCCESS);
         let code = crate::raw::window_register(comms[rank], segments[rank], SEGMENT, &raw mut windows[rank], 1);
         assert_eq!((code, windows[rank]), (SUCCESS, 0), "not before the group ends");

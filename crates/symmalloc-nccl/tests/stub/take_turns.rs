@@ -14,17 +14,17 @@ nccl_test!(two_models_take_turns_and_every_answer_is_right, ["STUB_NCCL_REUSE_WI
         Job::new(ranks).run(|it| {
             let (device, world) = (&it.device, &it.world);
             let size = Size::with_weights(8 << 20, 6);
-            let allocator = allocator_for(device, size).expect("made");
+            let allocator = allocator_for(device, size).expect("the allocator is created");
             let registrar = Registrar::builder(&allocator).build().expect("built");
             let load = |seed, passes| Model::load(&allocator, &registrar, world, size, (seed, passes));
-            let mut captured = load(3, Passes::Captured).expect("there is room");
-            let first = captured.answer(0).expect("right");
+            let mut captured = load(3, Passes::Captured).expect("the device has enough memory");
+            let first = captured.answer(0).expect("the answer is correct");
             drop(captured);
-            registrar.sync(&[world]).expect("all ranks did the same");
-            allocator.trim().expect("taken");
+            registrar.sync(&[world]).expect("the ranks agree");
+            allocator.trim().expect("the driver releases the memory");
             let mut models = Vec::new();
             for seed in [3, 5] {
-                let mut model = load(seed, Passes::Submitted).expect("there is room");
+                let mut model = load(seed, Passes::Submitted).expect("the device has enough memory");
                 model.sleep().expect("all ranks sleep");
                 models.push(model);
             }
@@ -33,7 +33,7 @@ nccl_test!(two_models_take_turns_and_every_answer_is_right, ["STUB_NCCL_REUSE_WI
                 let model = &mut models[turn % 2];
                 model.wake().expect("the other model sleeps");
                 // The same two prompts alternate.
-                answers.push(model.answer(turn as u32 % 2).expect("right"));
+                answers.push(model.answer(turn as u32 % 2).expect("the answer is correct"));
                 model.sleep().expect("all ranks sleep");
             }
             assert!(
@@ -41,7 +41,7 @@ nccl_test!(two_models_take_turns_and_every_answer_is_right, ["STUB_NCCL_REUSE_WI
                 "{answers:?}"
             );
             models[0].wake().expect("the other model sleeps");
-            assert!(models[1].wake().is_err(), "there is no room for both");
+            assert!(models[1].wake().is_err(), "the device has no memory for both models");
             models[0].sleep().expect("all ranks sleep");
             models.into_iter().try_for_each(Model::end).expect("nothing is left");
         });

@@ -1,4 +1,4 @@
-//! Ranks as processes that die, stop, stay away or are slow, on the stubs.
+//! Tests with ranks as processes that die, stop, skip collectives or are slow, on the stubs.
 
 mod programs;
 mod stops;
@@ -54,7 +54,7 @@ impl Rank {
         let device = CudaDevice::new(rank).expect("a stub device");
         let comm = Communicator::builder(&device).deadline(DEADLINE).connect(id, rank as u32, ranks as u32);
         let comm = comm.expect("all ranks connect");
-        let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+        let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator is created");
         let stream = device.context().new_stream().expect("a stream");
         let buffer = allocator.alloc_zeroed(&stream, 1024).expect("allocated");
         Rank { comm, stream, buffer, allocator, folder: PathBuf::new() }
@@ -110,7 +110,7 @@ nccl_test!(a_process_that_is_killed_is_named_by_all_others_at_once, {
             for _ in 0..5 {
                 rank.reduce().expect("all ranks take part");
             }
-            // SAFETY: ends this process.
+            // SAFETY: the call only ends this process.
             unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
         }
         let (error, took) = rank.reduce_until_failure();
@@ -121,12 +121,12 @@ nccl_test!(a_process_that_is_killed_is_named_by_all_others_at_once, {
     assert_success(&outputs, |rank| rank != 1);
     assert!(outputs[0].text.contains("rank 1 is gone: its process ended"), "{}", outputs[0].text);
     let records = fs::read_dir(folder.path()).expect("a folder").map(|entry| entry.expect("readable").path());
-    let records: Vec<_> = records.map(|path| FlightRecord::read(&path).expect("a record")).collect();
+    let records: Vec<_> = records.map(|path| FlightRecord::read(&path).expect("the record is valid")).collect();
     assert_eq!(records.len(), 2);
     assert!(records.iter().all(|record| record.communicators[0].collectives.len() >= 5), "{records:?}");
 });
 
-// Imitates a symmetric kernel, which has no abort flag.
+// The slow abort imitates a symmetric kernel, which has no abort flag.
 nccl_test!(an_abort_that_does_not_end_holds_nobody_up, ["SYMMALLOC_WATCHDOG" = "abort"], {
     let folder = tempfile::tempdir().expect("a folder");
     let outputs = run(2, folder.path(), |mut rank| {
@@ -135,7 +135,7 @@ nccl_test!(an_abort_that_does_not_end_holds_nobody_up, ["SYMMALLOC_WATCHDOG" = "
             for _ in 0..5 {
                 rank.reduce().expect("both ranks take part");
             }
-            // SAFETY: ends this process.
+            // SAFETY: the call only ends this process.
             unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
         }
         for (call, limit_ms) in [("wait", 6000), ("call behind it", 3000)] {
@@ -157,7 +157,7 @@ nccl_test!(a_process_that_is_stopped_is_named_at_the_deadline, {
         if rank.comm.rank() == 1 {
             rank.reduce().expect("both ranks take part");
             fs::write(&file, std::process::id().to_string()).expect("written");
-            // SAFETY: stops this process.
+            // SAFETY: the call only stops this process.
             unsafe { libc::kill(libc::getpid(), libc::SIGSTOP) };
             // Another thread may receive the signal first, and this thread must not destroy the communicator before it is stopped as well.
             loop {
@@ -166,7 +166,7 @@ nccl_test!(a_process_that_is_stopped_is_named_at_the_deadline, {
         }
         let (error, took) = rank.reduce_until_failure();
         let stopped = fs::read_to_string(&file).expect("written").parse().expect("a number");
-        // SAFETY: ends the other rank, which is stopped.
+        // SAFETY: the call only ends the other rank, which is stopped.
         unsafe { libc::kill(stopped, libc::SIGKILL) };
         assert!(took > DEADLINE - Duration::from_millis(300) && took < DEADLINE + Duration::from_secs(1), "{took:?}");
         assert!(matches!(failure(&error), FailureCause::RankStopped { rank: 1, .. }), "{error:?}");
@@ -202,7 +202,7 @@ nccl_test!(a_rank_that_is_slow_is_waited_for, {
     let seconds: u64 =
         std::env::var("SYMMALLOC_SLOW_SECONDS").map_or(6, |text| text.parse().expect("a number of seconds"));
     let outputs = run(2, folder.path(), |mut rank| {
-        // First a host thread that sleeps for just under the deadline, then steps that take fifty times as long as the other rank's.
+        // First, a host thread sleeps for just under the deadline. Then, steps take fifty times as long as those of the other rank.
         for round in 0..seconds * 1000 / 3600 {
             if rank.comm.rank() == 1 {
                 std::thread::sleep(DEADLINE * 9 / 10);
@@ -255,11 +255,11 @@ nccl_test!(a_record_is_written_on_request_and_at_a_signal, ["SYMMALLOC_FLIGHT_SI
     let id = UniqueId::new().expect("an id");
     let mut rank = Rank::of_thread(0, 1, id);
     for _ in 0..3 {
-        rank.reduce().expect("alone");
+        rank.reduce().expect("a single rank reduces");
     }
     let path = write_flight_record("asked for").expect("written");
     assert!(path.starts_with(&folder), "{}", path.display());
-    let record = FlightRecord::read(&path).expect("a record");
+    let record = FlightRecord::read(&path).expect("the record is valid");
     let [communicator] = &record.communicators[..] else { panic!("{record:?}") };
     assert_eq!(
         (&*record.reason, &*communicator.name, communicator.rank, communicator.ranks),
@@ -267,24 +267,24 @@ nccl_test!(a_record_is_written_on_request_and_at_a_signal, ["SYMMALLOC_FLIGHT_SI
     );
     assert_eq!((communicator.progress.submitted, communicator.progress.finished), (3, 3));
     assert_eq!(communicator.collectives[2].signature.to_string(), "ncclAllReduce of 1024 float32 sum");
-    fs::remove_file(&path).expect("it is there");
+    fs::remove_file(&path).expect("the file exists");
     // SAFETY: this process handles the signal.
     unsafe { libc::kill(libc::getpid(), libc::SIGUSR2) };
     until(|| path.exists());
     assert_eq!(FlightRecord::read(&path).expect("a record appears only when complete").reason, "a signal arrived");
 });
 
-/// Runs two ranks, of which rank 1 aborts. Returns rank 0's outcome and the failures that the callbacks received. The environment overrides
-/// `mode`.
+/// Runs two ranks and aborts rank 1's communicator. Returns rank 0's outcome and the failures that the callbacks received. The environment
+/// overrides `mode`.
 fn failure_of_the_other(mode: WatchdogMode) -> (Result<(), CommError>, Vec<String>) {
     let (id, barrier, told) = (UniqueId::new().expect("an id"), Barrier::new(2), Mutex::new(Vec::new()));
     let told = Arc::new(told);
     let mut outcomes = stub_process::threads(2, |number| {
         let (device, told) = (CudaDevice::new(number).expect("a stub device"), Arc::clone(&told));
-        let tell = move |failure: &Failure| told.lock().expect("no panic").push(failure.to_string());
+        let tell = move |failure: &Failure| told.lock().expect("the lock is not poisoned").push(failure.to_string());
         let builder = Communicator::builder(&device).deadline(DEADLINE / 4).watchdog(mode).on_failure(tell);
         let comm = builder.connect(id, number as u32, 2).expect("connected");
-        let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+        let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator is created");
         let stream = device.context().new_stream().expect("a stream");
         let mut buffer = allocator.alloc_zeroed::<f32>(&stream, 8).expect("allocated");
         comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &stream).expect("submitted");
@@ -298,7 +298,7 @@ fn failure_of_the_other(mode: WatchdogMode) -> (Result<(), CommError>, Vec<Strin
         barrier.wait();
         outcome
     });
-    let told = told.lock().expect("no panic").clone();
+    let told = told.lock().expect("the lock is not poisoned").clone();
     (outcomes.remove(0), told)
 }
 
@@ -315,7 +315,7 @@ nccl_test!(a_watchdog_that_is_off_does_nothing, ["SYMMALLOC_WATCHDOG" = "off"], 
     assert_eq!((outcome, told), (Ok(()), Vec::new()));
 });
 
-/// Returns a single rank with a collective on its device, while the watchdog's calls of this name fail with `code`.
+/// Returns a single rank with a collective on its device, and makes the watchdog's calls of this name fail with `code`.
 fn rank_whose_watchdog_meets(call: &str, code: i32) -> Rank {
     let mut rank = Rank::of_thread(0, 1, UniqueId::new().expect("an id"));
     let calls_of_others = || cuda::calls(call) - cuda::own_calls(call);

@@ -86,7 +86,7 @@ impl Job {
         }
     }
 
-    /// Delivers one message each way between a process and the hub. If one of them is dead, the other notices it after the last message.
+    /// Delivers one message each way between a process and the hub. If one side is dead, the other side notices it after the last message.
     fn deliver(&mut self, at: usize) {
         let now = self.now;
         let acts = |process: &Process| !process.is_dead && !process.is_stopped;
@@ -188,7 +188,7 @@ proptest! {
         job.settle();
         let hub_is_dead = job.processes[0].is_dead;
         for (at, process) in job.processes.iter().enumerate() {
-            // No event is reported that did not happen.
+            // Every reported event happened.
             for event in &process.events {
                 match event {
                     PeerEvent::Gone { rank: RankId { communicator, rank }, .. } => {
@@ -205,7 +205,7 @@ proptest! {
             if process.is_dead {
                 continue;
             }
-            // Every event that happened is reported. Without the hub, only the fate of the hub's own rank is.
+            // Every event that happened is reported. Without the hub, only the events of the hub's own rank are.
             let is_heard_of = |rank: usize| rank != at && (rank == 0 || !hub_is_dead);
             for (rank, other) in job.processes.iter().enumerate().filter(|(rank, _)| is_heard_of(*rank)) {
                 for id in other.joined.intersection(&process.joined) {
@@ -261,7 +261,7 @@ fn a_hub_that_is_stopped_need_not_answer() {
     job.collect();
     job.settle();
     job.carry_out(&Step::Tick(2_000));
-    // The hub's beat reports its progress and when that changed.
+    // The hub's beat reports its progress and the time of the last change.
     let progress = Progress { submitted: 42, finished: 41 };
     job.processes[0].endpoint.set_progress(of(0), progress, job.now - Duration::from_millis(200));
     job.carry_out(&Step::Tick(300));
@@ -270,7 +270,7 @@ fn a_hub_that_is_stopped_need_not_answer() {
     job.now += Duration::from_millis(600);
     let (now, endpoint) = (job.now, &mut job.processes[1].endpoint);
     endpoint.ask(id, now);
-    assert!(!endpoint.has_answer(id, now, now), "the answer may still come");
+    assert!(!endpoint.has_answer(id, now, now), "the answer may still arrive");
     let later = now + Duration::from_secs(1);
     assert!(endpoint.has_answer(id, now, later), "the hub was silent for a second");
     let members = endpoint.members(id, later);

@@ -1,4 +1,4 @@
-//! Missing ranks, calls that fail or hang, and aborts: the resulting errors and the remaining resources.
+//! Tests of missing ranks, calls that fail or hang, and aborts: the resulting errors and the remaining resources.
 
 use super::{SHORT, builder, in_both_modes, ranks, ranks_with};
 use std::time::{Duration, Instant};
@@ -38,18 +38,18 @@ fn lone_registration(is_blocking: bool) -> (CommState, u64) {
         if rank.number() == 0 {
             let since = Instant::now();
             let Err(CommError::Deadline { stage, waited, state, .. }) = rank.register(base).map(|_| ()) else {
-                panic!("a window without the other rank");
+                panic!("a window was registered without the other rank");
             };
             assert_eq!((stage, state), (Stage::Register, rank.comm.state()));
             assert!(waited >= SHORT && since.elapsed() < SHORT + Duration::from_secs(3), "{:?}", since.elapsed());
             let later = rank.comm.split(Some(0), 0).map(|_| ());
             let Err(CommError::Gone { cause: Some(cause), .. }) = later else { panic!("{later:?}") };
             assert!(matches!(*cause, CommError::Deadline { stage: Stage::Register, .. }));
-            *left.lock().expect("no panic") = Some((state, nccl::calls("ncclCommAbort")));
+            *left.lock().expect("the lock is not poisoned") = Some((state, nccl::calls("ncclCommAbort")));
         }
         rank.meet();
     });
-    left.into_inner().expect("no panic").expect("rank 0 stored its result")
+    left.into_inner().expect("the lock is not poisoned").expect("rank 0 stored its result")
 }
 
 nccl_test!(the_watchdog_names_the_rank_that_does_not_register, {
@@ -61,7 +61,7 @@ nccl_test!(the_watchdog_names_the_rank_that_does_not_register, {
             if rank.number() == 0 {
                 let since = Instant::now();
                 let Err(CommError::Failed(failure)) = rank.register(base).map(|_| ()) else {
-                    panic!("a window without the other rank");
+                    panic!("a window was registered without the other rank");
                 };
                 assert_eq!(failure.cause, FailureCause::RanksBehind { ranks: vec![(1, 0)] });
                 let waited = failure.waited;
@@ -117,11 +117,11 @@ nccl_test!(threads_that_share_a_communicator_call_one_at_a_time, {
             for _ in 0..3 {
                 scope.spawn(|| {
                     let stream = rank.comm.device().context().new_stream().expect("a stream");
-                    let mut buffer = rank.allocator.alloc_zeroed::<f32>(&stream, 8).expect("memory");
+                    let mut buffer = rank.allocator.alloc_zeroed::<f32>(&stream, 8).expect("memory is available");
                     for _ in 0..50 {
                         rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &stream).expect("submitted");
-                        let registration = rank.comm.register_buffer(base, 4096).expect("any memory");
-                        rank.comm.deregister_buffer(registration).expect("known");
+                        let registration = rank.comm.register_buffer(base, 4096).expect("buffers can be in any memory");
+                        rank.comm.deregister_buffer(registration).expect("the buffer is registered");
                     }
                 });
             }
@@ -146,7 +146,7 @@ nccl_test!(abort_gets_another_thread_out_of_a_call, {
                 let since = Instant::now();
                 rank.comm.abort().expect("ended");
                 assert!(since.elapsed() < Duration::from_secs(4), "{:?}", since.elapsed());
-                let outcome = registering.join().expect("no panic");
+                let outcome = registering.join().expect("the thread does not panic");
                 let expected = CommError::Gone { name: "world".into(), state: CommState::Aborted, cause: None };
                 assert_eq!(outcome, Err(expected));
             });
@@ -172,12 +172,12 @@ nccl_test!(abort_gives_windows_back_where_there_is_a_revoke, {
 
 type GiveBack = fn(&Communicator, Window, BufferRegistration) -> Result<(), CommError>;
 
-/// An abort arrives while the call is on its way to NCCL. The abort releases the resource, and the call does not release it again.
+/// If an abort arrives while the call is on its way to NCCL, the abort releases the resource, and the call does not release it again.
 fn given_back_once(call: &str, give_back: GiveBack) {
     in_both_modes(2, |rank| {
         let (_allocation, base) = rank.segment();
         let window = rank.register(base).expect("a window");
-        let buffer = rank.comm.register_buffer(base, 4096).expect("any memory");
+        let buffer = rank.comm.register_buffer(base, 4096).expect("buffers can be in any memory");
         rank.meet();
         if rank.number() == 0 {
             let before = nccl::calls(call);
@@ -187,7 +187,7 @@ fn given_back_once(call: &str, give_back: GiveBack) {
                 let giving_back = scope.spawn(|| give_back(&rank.comm, window, buffer));
                 until(|| nccl::calls(call) != before);
                 rank.comm.abort().expect("ended");
-                let outcome = giving_back.join().expect("no panic");
+                let outcome = giving_back.join().expect("the thread does not panic");
                 assert!(matches!(outcome, Err(CommError::Gone { .. })), "{outcome:?}");
             });
         }
@@ -200,9 +200,9 @@ fn given_back_once(call: &str, give_back: GiveBack) {
     nccl::assert_clean();
 }
 
-/// NCCL refuses to deregister a window on rank 0, which ends the communicator. That end releases everything that is still registered.
+/// NCCL fails to deregister a window on rank 0, which ends the communicator. The end releases all remaining registrations.
 ///
-/// The watchdog is off: it would report the end to rank 1 and end rank 1's communicator as well, before or after rank 1 deregisters its
+/// The watchdog is off. It would report the end to rank 1 and end rank 1's communicator as well, before or after rank 1 deregisters its
 /// window.
 fn window_that_is_refused(mode: impl Fn(CommunicatorBuilder) -> CommunicatorBuilder + Sync) {
     ranks_with(
@@ -261,7 +261,7 @@ nccl_test!(a_buffer_that_is_given_back_while_its_communicator_ends_goes_once, {
     given_back_once("ncclCommDeregister", |comm, _, buffer| comm.deregister_buffer(buffer));
 });
 
-/// Returns the error of a rank whose communicator ended. The ranks race: either learns of the failure from NCCL or from the other rank.
+/// Returns the error of a rank whose communicator ended. Because of a race, a rank is notified of the failure by NCCL or by the other rank.
 fn told(outcome: Result<(), CommError>) -> String {
     match outcome {
         Err(error @ (CommError::Nccl(_) | CommError::Failed(_) | CommError::Gone { cause: Some(_), .. })) => {
@@ -334,7 +334,7 @@ nccl_test!(a_failed_connection_leaves_nothing, {
     let refused = builder(&device).connect(id, 0, 1).map(|_| ());
     assert!(matches!(&refused, Err(CommError::Nccl(NcclError { code: 2, .. }))), "{refused:?}");
     assert_eq!(nccl::live().communicators, 0);
-    builder(&device).connect(UniqueId::new().expect("an id"), 0, 1).expect("again");
+    builder(&device).connect(UniqueId::new().expect("an id"), 0, 1).expect("the device connects again");
 });
 
 nccl_test!(a_first_collective_that_waits_for_ranks_ends_at_the_deadline, ["STUB_NCCL_CONNECT_BLOCKS" = "1"], {
@@ -360,7 +360,7 @@ nccl_test!(a_rank_that_does_not_speak_is_overdue, {
         2,
         |builder| builder.deadline(SHORT),
         |rank| {
-            let transport = NcclTransport::new(&rank.comm).expect("memory");
+            let transport = NcclTransport::new(&rank.comm).expect("memory is available");
             if rank.number() == 0 {
                 let since = Instant::now();
                 let gathered = transport.all_gather(&[1; 64]);
@@ -381,12 +381,12 @@ nccl_test!(a_gather_that_ends_without_a_message_names_the_rank, {
     ranks(3, |rank| {
         if rank.number() == 2 {
             // An aborted kernel leaves a slot that no rank wrote: 64 bytes and the transport's seal.
-            let nothing = rank.allocator.alloc_zeroed::<u8>(&rank.stream, 72).expect("memory");
-            let mut all = rank.allocator.alloc_zeroed::<u8>(&rank.stream, 3 * 72).expect("memory");
+            let nothing = rank.allocator.alloc_zeroed::<u8>(&rank.stream, 72).expect("memory is available");
+            let mut all = rank.allocator.alloc_zeroed::<u8>(&rank.stream, 3 * 72).expect("memory is available");
             rank.comm.all_gather(&nothing, &mut all, &rank.stream).expect("submitted");
         } else {
-            let transport = NcclTransport::new(&rank.comm).expect("memory");
-            // The other rank may have learned of the failure first and notified this one.
+            let transport = NcclTransport::new(&rank.comm).expect("memory is available");
+            // The other rank may have detected the failure first and notified this one.
             let gathered = transport.all_gather(&[1; 64]);
             assert!(matches!(gathered, Err(TransportError::RankLost { .. })), "{gathered:?}");
             let cause = rank.comm.cause().expect("it was ended").to_string();

@@ -1,4 +1,4 @@
-//! The search for libnccl, and the behavior with an old or incomplete one.
+//! Tests of the search for libnccl, and of an old or incomplete library.
 
 use super::ranks;
 use stub_process::{Library, nccl, nccl_test};
@@ -11,7 +11,7 @@ nccl_test!(a_library_under_its_other_name_is_found, Library::Named("libnccl.so")
 });
 
 nccl_test!(a_missing_library_is_an_error_that_says_what_was_tried, Library::Missing, [], {
-    let Err(LoadError::LibraryMissing { tried }) = Nccl::load().map(|_| ()) else { panic!("found a library") };
+    let Err(LoadError::LibraryMissing { tried }) = Nccl::load().map(|_| ()) else { panic!("a library was found") };
     assert!(tried[0].contains("libnccl.so.2") && tried[1].contains("libnccl.so"), "{tried:?}");
     let refused = UniqueId::new().map(|_| ());
     assert!(matches!(refused, Err(CommError::Load(LoadError::LibraryMissing { .. }))));
@@ -26,7 +26,7 @@ nccl_test!(a_library_that_is_loaded_already_is_shared, {
     // SAFETY: the pointer is valid for writing.
     assert_eq!(unsafe { version(&raw mut code) }, 0);
     let before = nccl::calls("ncclGetVersion");
-    Nccl::load().expect("the same");
+    Nccl::load().expect("libnccl is loaded");
     assert_eq!(nccl::calls("ncclGetVersion"), before + 1, "both calls reach the same library");
 });
 
@@ -53,13 +53,13 @@ nccl_test!(
             let expected = CommError::Unsupported { capability: Capability::Windows, version };
             assert_eq!(
                 expected.to_string(),
-                "symmetric windows needs NCCL 2.27.3, the library is 2.21.6: install a newer one, or name it in \
-                 SYMMALLOC_NCCL_LIBRARY"
+                "NCCL 2.27.3 is required for symmetric windows, but the library is 2.21.6: install a newer one, or set \
+                 SYMMALLOC_NCCL_LIBRARY to one"
             );
             assert_eq!(rank.comm.register_window(4096, 4096).map(|_| ()), Err(expected));
             let (_allocation, base) = rank.segment();
-            let buffer = rank.comm.register_buffer(base, 4096).expect("any memory");
-            rank.comm.deregister_buffer(buffer).expect("known");
+            let buffer = rank.comm.register_buffer(base, 4096).expect("buffers can be in any memory");
+            rank.comm.deregister_buffer(buffer).expect("the buffer is registered");
             let mut sum = rank.buffer(&[1.0]);
             rank.comm.all_reduce_in_place(&mut sum, ReduceOp::Sum, &rank.stream).expect("submitted");
             assert_eq!(rank.read(&sum), [2.0]);

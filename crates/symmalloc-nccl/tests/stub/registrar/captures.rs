@@ -1,5 +1,5 @@
-//! Another thread captures in global mode, in which the driver forbids all threads every call that is not stream work. The ranks continue,
-//! and the capture stays valid.
+//! Tests with another thread that captures in global mode, in which the driver rejects every call, on all threads, that is not stream work.
+//! The ranks continue, and the capture stays valid.
 
 use super::support::{Job, MIB, Rank, nothing_is_left};
 use std::time::Duration;
@@ -26,12 +26,12 @@ nccl_test!(a_sync_registers_and_deregisters, {
     Job::new(2).run(|it| {
         let pool = it.attached_pool();
         let large = it.take(&pool, 30 * MIB);
-        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
         all_while_captured(it, || {
             let _other = it.take(&pool, 20 * MIB);
             drop(large);
             it.trim(&pool);
-            let synced = it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+            let synced = it.registrar.sync(&[&it.world]).expect("the ranks agree");
             assert_eq!((synced.registrations, synced.deregistrations, synced.released_bytes), (1, 1, 30 * MIB));
         });
     });
@@ -42,7 +42,7 @@ nccl_test!(a_pool_sleeps_and_wakes, {
     Job::new(2).run(|it| {
         let pool = it.attached_pool();
         let mut tensor = it.take(&pool, 30 * MIB);
-        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
         all_while_captured(it, || {
             for contents in [Contents::Keep, Contents::Drop] {
                 it.registrar.sleep(&it.world, pool.id(), contents).expect("all ranks sleep");
@@ -61,7 +61,7 @@ nccl_test!(communicators_are_made_waited_for_and_destroyed, {
         all_while_captured(it, || {
             let part = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
             it.registrar.attach(&part, &[pool.id()], Registration::Windows).expect("shareable");
-            it.registrar.sync(&[&part]).expect("all ranks did the same");
+            it.registrar.sync(&[&part]).expect("the ranks agree");
             part.synchronize(&it.stream).expect("nothing runs");
             part.destroy().expect("ready");
         });
@@ -77,7 +77,7 @@ nccl_test!(an_abort_takes_no_window_away_before_the_device_can_be_waited_for, {
         let _tensor = it.take(&pool, MIB);
         let part = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
         it.registrar.attach(&part, &[pool.id()], Registration::Windows).expect("shareable");
-        it.registrar.sync(&[&part]).expect("all ranks did the same");
+        it.registrar.sync(&[&part]).expect("the ranks agree");
         let (aborting, captured) = while_captured(0, || {
             let part = part.clone();
             let aborting = std::thread::spawn(move || part.abort());
@@ -87,7 +87,7 @@ nccl_test!(an_abort_takes_no_window_away_before_the_device_can_be_waited_for, {
             aborting
         });
         assert_eq!(captured, Captured::Spoiled, "synchronizing with a device is forbidden in every mode");
-        aborting.join().expect("no panic").expect("it ended in time");
+        aborting.join().expect("the thread does not panic").expect("it ended in time");
         assert_eq!(part.state(), CommState::Aborted);
         assert_eq!((nccl::calls("ncclCommWindowDeregister"), nccl::calls("ncclCommAbort")), (1, 1));
         it.registrar.sweep();

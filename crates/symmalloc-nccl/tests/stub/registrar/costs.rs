@@ -1,4 +1,4 @@
-//! The host time of a sync with nothing new.
+//! The host time of a sync without changes.
 
 use super::support::{Job, MIB};
 use std::hint::black_box;
@@ -11,7 +11,7 @@ const CALLS: u32 = 100_000;
 
 nccl_test!(a_sync_with_nothing_new_takes_nanoseconds, {
     Job::new(1).quiet().run(|it| {
-        // Two pools on two communicators, with heaps and windows.
+        // Set up two pools on two communicators, with heaps and windows.
         let other = it.world.split(Some(0), 0).expect("one rank").expect("with a color");
         let pools = [it.attached_pool(), it.attached_pool()];
         let ids = pools.each_ref().map(Pool::id);
@@ -19,7 +19,7 @@ nccl_test!(a_sync_with_nothing_new_takes_nanoseconds, {
         let kept: Vec<_> = (0..32).map(|index| it.take(&pools[index % 2], 30 * MIB)).collect();
         for comms in [&[&it.world] as &[_], &[&it.world, &other]] {
             it.registrar.sync(comms).expect("one rank agrees with itself");
-            // The minimum of several rounds, because other tests run at the same time.
+            // Use the minimum of several rounds, because other tests run at the same time.
             let round = |_| {
                 let begun = Instant::now();
                 (0..CALLS).for_each(|_| drop(black_box(it.registrar.sync(black_box(comms)))));

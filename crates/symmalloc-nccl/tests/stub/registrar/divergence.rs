@@ -1,4 +1,4 @@
-//! Ranks that diverge: every rank gets a report within the deadline, and there is neither a hang nor a wrong result.
+//! Tests of ranks that diverge: every rank gets a report within the deadline, and no rank hangs or gets a wrong result.
 
 use super::support::{IMPATIENT, Job, MIB, Rank, nothing_is_left};
 use std::time::Instant;
@@ -15,7 +15,7 @@ fn injected(
     let outcomes = Job::new(ranks).run(|it| {
         let pool = it.attached_pool();
         let mut tensors = vec![it.take(&pool, MIB)];
-        it.registrar.sync(&[&it.world]).expect("the same so far");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree so far");
         program(it, &pool, &mut tensors);
         let error = it.registrar.sync(&[&it.world]).expect_err("they differ");
         assert_eq!(it.registrar.stats().windows, 1, "nothing was registered");
@@ -63,10 +63,10 @@ nccl_test!(another_order_on_one_rank_is_reported_on_all, {
 
 nccl_test!(memory_that_one_rank_is_refused_is_reported_on_all, {
     let errors = injected(2, |it, pool, tensors| {
-        // One rank after the other, so that only rank 1 runs out of memory.
+        // The ranks allocate one after the other, so that only rank 1 runs out of memory.
         let take = || it.allocator.with_pool(pool).alloc_zeroed::<f32>(&it.stream, 30 << 18);
         if it.rank == 0 {
-            tensors.push(take().expect("fits"));
+            tensors.push(take().expect("the allocation fits"));
             it.meet();
             it.meet();
         } else {
@@ -132,7 +132,7 @@ nccl_test!(a_rank_that_does_not_come_is_an_error_on_the_others_within_the_deadli
     Job::new(3).impatient().run(|it| {
         let pool = it.attached_pool();
         let tensor = it.take(&pool, 30 * MIB);
-        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
         drop(tensor);
         it.trim(&pool);
         if it.rank == 1 {
@@ -143,7 +143,7 @@ nccl_test!(a_rank_that_does_not_come_is_an_error_on_the_others_within_the_deadli
         let error = it.registrar.sync(&[&it.world]).expect_err("rank 1 is missing");
         assert!(matches!(error, SyncError::Transport { .. }), "{error}");
         assert!(begun.elapsed() < 20 * IMPATIENT, "{:?}", begun.elapsed());
-        assert_eq!(it.registrar.stats().dead_bytes, 0, "its segments are released");
+        assert_eq!(it.registrar.stats().dead_bytes, 0, "the world's segments are released");
         assert!(matches!(it.registrar.sync(&[&it.world]), Err(SyncError::Gone { .. })));
         // The allocator continues to work.
         drop(it.take(&pool, 40 * MIB));
@@ -173,7 +173,7 @@ nccl_test!(a_rank_that_dies_is_an_error_on_the_others_and_other_communicators_go
         it.reduce_right(&rest, &mut tensor);
         drop(tensor);
         it.trim(&pool);
-        assert_eq!(it.registrar.sync(&[&rest]).expect("two ranks did the same").released_bytes, 30 * MIB);
+        assert_eq!(it.registrar.sync(&[&rest]).expect("the ranks agree").released_bytes, 30 * MIB);
         it.meet();
     });
     nccl::assert_clean();
@@ -183,10 +183,10 @@ nccl_test!(buffers_that_are_not_the_same_are_reported_before_the_collective_runs
     let outcomes = Job::new(3).checking_offsets().run(|it| {
         let pool = it.attached_pool();
         let mut tensors = [it.take(&pool, MIB), it.take(&pool, MIB)];
-        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
         let checked = it.registrar.checked(&it.world);
         let [one, other] = &mut tensors;
-        checked.all_reduce_in_place(one, ReduceOp::Sum, &it.stream).expect("the same on all ranks");
+        checked.all_reduce_in_place(one, ReduceOp::Sum, &it.stream).expect("all ranks pass the same buffer");
         let given = if it.rank == 1 { other } else { one };
         let error =
             checked.all_reduce_in_place(given, ReduceOp::Sum, &it.stream).expect_err("rank 1 passes another buffer");

@@ -1,4 +1,4 @@
-//! The `tracing` events, whose names and fields programs may rely on.
+//! Tests of the `tracing` events, whose names and fields are stable.
 
 use super::support::{Job, MIB};
 use std::fmt::{Debug, Write};
@@ -14,7 +14,7 @@ struct Listener(Arc<Mutex<Vec<String>>>);
 
 impl Listener {
     fn heard(&self) -> Vec<String> {
-        std::mem::take(&mut self.0.lock().expect("no panic"))
+        std::mem::take(&mut self.0.lock().expect("the lock is not poisoned"))
     }
 }
 
@@ -34,7 +34,7 @@ impl Subscriber for Listener {
     fn event(&self, event: &Event<'_>) {
         let mut line = event.metadata().name().to_owned();
         event.record(&mut Fields(&mut line));
-        self.0.lock().expect("no panic").push(line);
+        self.0.lock().expect("the lock is not poisoned").push(line);
     }
     fn new_span(&self, _: &Attributes<'_>) -> Id {
         Id::from_u64(1)
@@ -53,16 +53,16 @@ nccl_test!(windows_and_communicators_are_told_with_stable_names_and_fields, {
         let pool = it.pool();
         it.registrar.attach(&other, &[pool.id()], symmalloc_nccl::Registration::Windows).expect("symmetric");
         let tensor = it.take(&pool, 30 * MIB);
-        it.registrar.sync(&[&other]).expect("all ranks did the same");
+        it.registrar.sync(&[&other]).expect("the ranks agree");
         let window = "communicator=\"world/1.0\" symmetric_pool=0 stream=0 segment=0 size_bytes=31457280";
         let done = |counts: &str| format!("sync.done communicator=\"world/1.0\" {counts}");
         let registered = done("registrations=1 deregistrations=0 released_bytes=0 rounds=1");
         assert_eq!(listener.heard(), [format!("window.registered {window}"), registered]);
-        it.registrar.sync(&[&other]).expect("nothing new");
+        it.registrar.sync(&[&other]).expect("the ranks agree");
         assert!(listener.heard().is_empty(), "a quiet sync emits no event");
         drop(tensor);
         it.trim(&pool);
-        it.registrar.sync(&[&other]).expect("all ranks did the same");
+        it.registrar.sync(&[&other]).expect("the ranks agree");
         let deregistered = done("registrations=0 deregistrations=1 released_bytes=31457280 rounds=1");
         assert_eq!(listener.heard(), [format!("window.deregistered {window}"), deregistered]);
 
@@ -71,7 +71,7 @@ nccl_test!(windows_and_communicators_are_told_with_stable_names_and_fields, {
         it.registrar.sync(&[&other]).expect_err("they differ");
         let heard = listener.heard();
         assert!(heard[0].starts_with("sync.diverged communicator=\"world/1.0\" rank="), "{heard:?}");
-        other.abort().expect("in time");
+        other.abort().expect("the abort ends in time");
         it.registrar.sweep();
         let dropped = "communicator.dropped communicator=\"world/1.0\" state=aborted windows=0";
         assert_eq!(listener.heard(), [dropped]);

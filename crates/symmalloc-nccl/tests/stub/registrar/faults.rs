@@ -1,5 +1,5 @@
-//! A fault at each call of a sync, on one rank. The affected communicator ends on every rank within the deadline, and everything else
-//! continues: the allocators stay correct, memory is released, and the stub detects no violations.
+//! Tests with a fault at each call of a sync, on one rank. The affected communicator ends on every rank within the deadline, and everything
+//! else continues: the allocators stay correct, memory is released, and the stub detects no violations.
 
 use super::support::{IMPATIENT, Job, MIB, Rank};
 use std::time::Instant;
@@ -35,7 +35,7 @@ fn work(it: &Rank, comm: &Communicator) -> Result<(), SyncError> {
     synced.map(|_| ())
 }
 
-/// Aborts a failed communicator. It is lost, and its memory is kept, for as long as a thread is inside NCCL.
+/// Aborts a failed communicator. While a thread is inside NCCL, the communicator is lost and its memory is kept.
 fn until_over(it: &Rank, comm: &Communicator) {
     until(|| {
         let is_over = comm.abort().is_ok();
@@ -82,7 +82,7 @@ fn strike(fault: Fault) -> bool {
     nccl::assert_clean();
     let live = nccl::live();
     assert_eq!((live.communicators, live.windows, live.kept_rounds), (0, 0, 0), "{fault:?}");
-    // NCCL keeps the memory of a window that it fails to deregister, on that rank only.
+    // If NCCL fails to deregister a window, it keeps the window's memory, on that rank only.
     let is_refused = matches!(fault, Fault::Fails("ncclCommWindowDeregister", _));
     let kept = cuda::live().device_bytes - before;
     assert!(kept == 0 || is_refused && kept <= 40 * MIB, "{fault:?}: {kept} bytes of device memory are left");
@@ -107,7 +107,7 @@ nccl_test!(memory_that_the_driver_does_not_take_back_is_kept_and_said, {
     Job::new(2).run(|it| {
         let pool = it.attached_pool();
         let tensor = it.take(&pool, 30 * MIB);
-        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
         drop(tensor);
         it.trim(&pool);
         it.meet();

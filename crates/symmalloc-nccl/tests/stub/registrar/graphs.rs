@@ -1,4 +1,5 @@
-//! Captures: memory must be registered before a capture; registering during one is an error that states what to do.
+//! Tests of registrations and graph captures: memory must be registered before a capture, and a registration during a capture fails with an
+//! error that states what to do.
 
 use super::support::{Job, MIB, nothing_is_left};
 use stub_process::nccl_test;
@@ -12,8 +13,8 @@ nccl_test!(what_was_reserved_and_synced_before_a_capture_is_in_windows_during_it
         let graphs = GraphPool::new(&it.allocator, config).expect("fits the device");
         it.registrar.attach(&it.world, &[graphs.id()], Registration::Windows).expect("symmetric and shareable");
         let stream = it.allocator.register_stream(&it.stream).expect("registered");
-        it.allocator.core().reserve(graphs.id(), stream, 64 * MIB).expect("fits");
-        assert_eq!(it.registrar.sync(&[&it.world]).expect("all ranks did the same").registrations, 1);
+        it.allocator.core().reserve(graphs.id(), stream, 64 * MIB).expect("the memory fits");
+        assert_eq!(it.registrar.sync(&[&it.world]).expect("the ranks agree").registrations, 1);
         let capture = graphs.begin(&it.stream).expect("no other capture is active");
         // SAFETY: the memory is never read.
         let tensor = unsafe { it.allocator.alloc::<f32>(&it.stream, 1 << 20) }.expect("reserved");
@@ -32,13 +33,13 @@ nccl_test!(what_was_not_is_refused_in_the_capture_with_what_to_do, {
         it.registrar.attach(&it.world, &[graphs.id()], Registration::Windows).expect("symmetric and shareable");
         let capture = graphs.begin(&it.stream).expect("no other capture is active");
         // SAFETY: the memory is never read.
-        let tensor = unsafe { it.allocator.alloc::<f32>(&it.stream, 1 << 20) }.expect("fits");
+        let tensor = unsafe { it.allocator.alloc::<f32>(&it.stream, 1 << 20) }.expect("the allocation fits");
         let error = it.registrar.window_of(&it.world, &tensor).expect_err("it has no window");
         assert!(matches!(error, LookupError::Capturing { .. }) && error.to_string().contains("before the capture"));
         let error = it.registrar.sync(&[&it.world]).expect_err("not during a capture");
         assert!(matches!(error, SyncError::Capturing) && error.to_string().contains("before the capture"));
         drop(capture);
-        assert_eq!(it.registrar.sync(&[&it.world]).expect("all ranks did the same").registrations, 1);
+        assert_eq!(it.registrar.sync(&[&it.world]).expect("the ranks agree").registrations, 1);
         it.registrar.window_of(&it.world, &tensor).expect("it has a window now");
     });
     nothing_is_left();

@@ -1,4 +1,4 @@
-//! The metrics that the `metrics` facade receives about registrations.
+//! Tests of the registration metrics that the `metrics` facade receives.
 
 use super::support::{Job, MIB};
 use metrics_exporter_prometheus::PrometheusBuilder;
@@ -19,10 +19,10 @@ nccl_test!(syncs_and_windows_are_published_under_device_and_communicator, {
         let tensor = it.take(&pool, 30 * MIB);
         let _other = it.take(&pool, MIB);
         let text = metrics::with_local_recorder(&recorder, || {
-            it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+            it.registrar.sync(&[&it.world]).expect("the ranks agree");
             drop(tensor);
             it.trim(&pool);
-            it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+            it.registrar.sync(&[&it.world]).expect("the ranks agree");
             Publisher::new().publish(&it.registrar);
             recorder.handle().render()
         });

@@ -16,7 +16,7 @@ use symmalloc_sim::SplitMix64;
 const SEEDS: u64 = 250;
 const STEPS: u64 = 40;
 
-/// The state of one rank. All ranks draw the same random numbers.
+/// The state of one rank's program. All ranks draw the same random numbers.
 struct Program<'a> {
     it: &'a Rank,
     draw: SplitMix64,
@@ -79,7 +79,7 @@ impl Program<'_> {
         };
         // SAFETY: any bits make a float.
         let taken = unsafe { self.it.allocator.with_pool(&self.pools[pool]).alloc(&self.it.stream, size as usize / 4) };
-        // A reserved segment may be full, in which case it is full on all ranks.
+        // A reserved segment may be full. It is then full on all ranks.
         self.tensors.extend(taken.ok().map(|tensor| (pool, tensor)));
     }
 
@@ -87,7 +87,7 @@ impl Program<'_> {
     fn private(&mut self) {
         if self.it.rank == 1 {
             let stream = &self.it.stream;
-            drop(self.it.allocator.alloc_zeroed::<u8>(stream, 30 << 20).expect("fits"));
+            drop(self.it.allocator.alloc_zeroed::<u8>(stream, 30 << 20).expect("the allocation fits"));
         }
     }
 
@@ -123,14 +123,14 @@ impl Program<'_> {
     fn destroy(&mut self) {
         let index = 1 + self.below(self.comms.len() - 1);
         let lane = self.comms.remove(index);
-        lane.comm.destroy().expect("idle");
+        lane.comm.destroy().expect("the communicator is idle");
     }
 
-    /// Aborts a communicator on every rank. Some ranks detect it only at the next sync.
+    /// Aborts a communicator on every rank. Some ranks detect the end only at the next sync.
     fn end_without_a_word(&mut self) {
         let index = 1 + self.below(self.comms.len() - 1);
         let lane = &mut self.comms[index];
-        lane.comm.abort().expect("in time");
+        lane.comm.abort().expect("the abort ends in time");
         lane.is_aborted = true;
     }
 
@@ -140,11 +140,11 @@ impl Program<'_> {
         if lane.is_aborted || lane.pools.len() < 2 {
             return;
         }
-        let pool = lane.pools.pop().expect("two at least");
+        let pool = lane.pools.pop().expect("there are at least two pools");
         self.it.registrar.detach(&lane.comm, &[self.pools[pool].id()]).expect("it was attached");
         // The sync completes the detachment before the pool is used further.
         let comm = lane.comm.clone();
-        self.it.registrar.sync(&[&comm]).expect("all ranks did the same");
+        self.it.registrar.sync(&[&comm]).expect("the ranks agree");
         self.check();
     }
 
@@ -189,26 +189,26 @@ impl Program<'_> {
         }
         let slept = self.it.registrar.sleep(&over, pool, contents);
         if !strikes {
-            slept.expect("all ranks did the same");
+            slept.expect("the ranks agree");
             if self.below(2) == 0 && !self.tensors.is_empty() {
                 let index = self.below(self.tensors.len());
                 self.tensors.swap_remove(index);
             }
             self.private();
             if self.below(2) == 0 {
-                self.it.registrar.sync(&[&over]).expect("all ranks did the same");
+                self.it.registrar.sync(&[&over]).expect("the ranks agree");
             }
         }
         let woken = self.it.registrar.wake(&over, pool);
         if !strikes {
-            woken.expect("all ranks did the same");
+            woken.expect("the ranks agree");
             return self.check();
         }
         self.clear_up();
         self.wake_again(index);
     }
 
-    /// Whatever the outcome of the previous attempt, puts the pool to sleep and wakes it over a live communicator.
+    /// Puts the pool to sleep and wakes it over a live communicator, after any outcome of the previous attempt.
     fn wake_again(&mut self, index: usize) {
         let pool = self.pools[index].id();
         if self.comms.iter().all(|lane| lane.is_aborted) {
@@ -219,15 +219,15 @@ impl Program<'_> {
             attach(self.it, lane, index, &self.pools[index]);
         }
         let over = lane.comm.clone();
-        self.it.registrar.sleep(&over, pool, Contents::Drop).expect("it is alive");
-        self.it.registrar.wake(&over, pool).expect("it is alive");
-        self.it.registrar.sync(&[&over]).expect("it is alive");
+        self.it.registrar.sleep(&over, pool, Contents::Drop).expect("the communicator is ready");
+        self.it.registrar.wake(&over, pool).expect("the communicator is ready");
+        self.it.registrar.sync(&[&over]).expect("the communicator is ready");
         self.check();
     }
 
     /// Makes a call of the next sync fail or hang on one rank.
     fn strike(&mut self) {
-        // Deregistration does not fail here, because NCCL keeps the memory of a window that it fails to deregister.
+        // Deregistration does not fail here, because NCCL would then keep the window's memory.
         let call = ["ncclCommWindowRegister", "ncclAllGather"][self.below(2)];
         let (rank, nth, hangs) = (self.below(self.it.ranks), 1 + self.below(4) as u64, self.below(3) == 0);
         self.it.meet();
@@ -237,7 +237,7 @@ impl Program<'_> {
         self.it.meet();
     }
 
-    /// The ranks exchange the names of ended communicators, abort these everywhere, and continue with the others.
+    /// Exchanges the names of ended communicators, and aborts them on all ranks, which continue with the others.
     fn clear_up(&mut self) {
         self.it.meet();
         if self.it.rank == 0 {
@@ -245,9 +245,9 @@ impl Program<'_> {
         }
         let is_gone = |lane: &&CommunicatorState| lane.comm.state() != CommState::Ready;
         let ended = self.comms.iter().filter(is_gone).map(|lane| lane.comm.name().to_owned());
-        self.ended.lock().expect("no panic").extend(ended);
+        self.ended.lock().expect("the lock is not poisoned").extend(ended);
         self.it.meet();
-        let ended = self.ended.lock().expect("no panic").clone();
+        let ended = self.ended.lock().expect("the lock is not poisoned").clone();
         for lane in self.comms.extract_if(.., |lane| ended.contains(lane.comm.name())) {
             // The communicator is lost while a thread is inside NCCL.
             until(|| lane.comm.abort().is_ok());
@@ -262,7 +262,11 @@ impl Program<'_> {
 
     /// Reduces a tensor of each attached pool in its window.
     fn use_windows(&mut self, comm: &Communicator) {
-        let lane = self.comms.iter_mut().find(|lane| lane.comm.order() == comm.order()).expect("it is alive");
+        let lane = self
+            .comms
+            .iter_mut()
+            .find(|lane| lane.comm.order() == comm.order())
+            .expect("the communicator is in the list");
         let it = self.it;
         match it.registrar.invalidations(comm, &mut lane.cursor) {
             Invalidated::Keys(dead) => lane.keys.retain(|key| !dead.contains(key)),
@@ -271,7 +275,7 @@ impl Program<'_> {
         for pool in &lane.pools {
             let Some((_, tensor)) = self.tensors.iter_mut().rev().find(|(index, _)| index == pool) else { continue };
             let span = it.registrar.window_of(comm, tensor).expect("it was synced");
-            assert_eq!(span.segment, it.registrar.key_of(tensor).expect("it is alive"));
+            assert_eq!(span.segment, it.registrar.key_of(tensor).expect("the buffer lies in a live segment"));
             if !lane.keys.contains(&span.segment) {
                 lane.keys.push(span.segment);
             }
@@ -304,7 +308,7 @@ fn run(first_seed: u64, mode: Mode, faults: bool) {
     let seeds = if faults { seeds.div_ceil(20) } else { seeds };
     for seed in first_seed..first_seed + seeds {
         let (id, ended) = (Mutex::new(None), Mutex::default());
-        // A longer deadline than in tests that copy nothing: a sleeping pool is copied while others wait, and the machine may be busy.
+        // The deadline is longer than in other tests, because ranks wait while a sleeping pool is copied, and the machine may be busy.
         let deadline = if faults { 5 * IMPATIENT } else { PATIENT };
         let prefetch_bytes = if seed % 2 == 0 { 0 } else { 40 << 20 };
         let job = Job { mode, deadline, prefetch_bytes, ..Job::new(2 + (seed % 3) as usize) };
@@ -325,10 +329,10 @@ fn run(first_seed: u64, mode: Mode, faults: bool) {
             program.add(it.world.clone());
             (0..STEPS).for_each(|_| program.step());
             let digests: Vec<_> =
-                program.pools.iter().map(|pool| it.allocator.digest(pool.id()).expect("it is alive")).collect();
+                program.pools.iter().map(|pool| it.allocator.digest(pool.id()).expect("the pool exists")).collect();
             it.meet();
             for lane in program.comms.drain(..) {
-                lane.comm.destroy().expect("idle");
+                lane.comm.destroy().expect("the communicator is idle");
             }
             digests
         });

@@ -1,4 +1,4 @@
-//! A pool sleeps and wakes on all ranks, in place and with the same windows. Anything that prevents this is reported equally on all ranks.
+//! Tests of pools that sleep and wake on all ranks, in place and with the same windows. All ranks report the same obstacles.
 
 use super::support::{IMPATIENT, Job, MIB, Rank, nothing_is_left};
 use std::sync::Mutex;
@@ -21,7 +21,7 @@ fn window(it: &Rank, comm: &Communicator, buffer: &DeviceBuffer<f32>) -> WindowH
 fn registered(it: &Rank) -> (Pool<CudaBackend>, Vec<DeviceBuffer<f32>>) {
     let pool = it.attached_pool();
     let tensors = [20, 30, 40].map(|size| it.take(&pool, size * MIB)).into();
-    it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+    it.registrar.sync(&[&it.world]).expect("the ranks agree");
     (pool, tensors)
 }
 
@@ -29,12 +29,14 @@ nccl_test!(a_pool_wakes_in_place_with_the_windows_that_it_had, ["STUB_NCCL_REUSE
     Job::new(4).run(|it| {
         let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks split").expect("with a color");
         let pool = it.attached_pool();
-        it.registrar.attach(&pair, &[pool.id()], Registration::Windows).expect("another communicator");
+        it.registrar
+            .attach(&pair, &[pool.id()], Registration::Windows)
+            .expect("the pool is not attached to this communicator yet");
         let mut tensors: Vec<_> = [20, 30, 40].map(|size| it.take(&pool, size * MIB)).into();
-        it.registrar.sync(&[&it.world, &pair]).expect("all ranks did the same");
+        it.registrar.sync(&[&it.world, &pair]).expect("the ranks agree");
         let other = it.attached_pool();
         let mut other_tensor = it.take(&other, 25 * MIB);
-        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
         let handles = |tensors: &[DeviceBuffer<f32>]| -> Vec<[WindowHandle; 2]> {
             tensors.iter().map(|tensor| [&it.world, &pair].map(|comm| window(it, comm, tensor))).collect()
         };
@@ -46,7 +48,7 @@ nccl_test!(a_pool_wakes_in_place_with_the_windows_that_it_had, ["STUB_NCCL_REUSE
             assert_eq!((slept.released_bytes, slept.kept_bytes, slept.deregistrations), (90 * MIB, 0, 6));
             assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Asleep));
             assert_eq!(it.registrar.stats().windows, 1, "only the window of the other pool is left");
-            // The pool cannot be used, and everything else can.
+            // The pool cannot be used while it sleeps; other memory can.
             let error = it.registrar.window_of(&it.world, &tensors[0]).expect_err("it sleeps");
             assert!(
                 matches!(error, LookupError::Asleep { .. }) && error.to_string().contains("wake its pool"),
@@ -75,8 +77,8 @@ nccl_test!(a_pool_wakes_in_place_with_the_windows_that_it_had, ["STUB_NCCL_REUSE
         );
         // The pool works as before.
         tensors.push(it.take(&pool, 50 * MIB));
-        assert_eq!(it.registrar.sync(&[&it.world, &pair]).expect("all ranks did the same").registrations, 2);
-        it.reduce_right(&it.world, tensors.last_mut().expect("just taken"));
+        assert_eq!(it.registrar.sync(&[&it.world, &pair]).expect("the ranks agree").registrations, 2);
+        it.reduce_right(&it.world, tensors.last_mut().expect("a tensor was just allocated"));
     });
     nothing_is_left();
 });
@@ -137,13 +139,13 @@ nccl_test!(segments_that_died_or_came_before_a_sleep_are_right_after_it, {
         drop(tensors.remove(1));
         it.trim(&pool);
         let mut late = it.take(&pool, 60 * MIB);
-        // No sync has run since: a dead segment still has a window, and a new one has none.
+        // No sync has run since then, so a dead segment still has a window, and a new segment has none.
         let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
         assert_eq!(slept.deregistrations, 3);
         it.meet();
         let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
         assert_eq!(woken.registrations, 2, "only live segments");
-        let synced = it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        let synced = it.registrar.sync(&[&it.world]).expect("the ranks agree");
         assert_eq!((synced.registrations, synced.deregistrations, synced.released_bytes), (1, 0, 30 * MIB));
         it.reduce_right(&it.world, &mut late);
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
@@ -189,7 +191,7 @@ nccl_test!(a_driver_that_does_not_say_whether_a_stream_is_captured_is_no_capture
         assert_eq!(it.registrar.wake(&it.world, pool.id()), Err(expected.clone()));
         cuda::fail(call, 1, 700);
         assert_eq!(it.registrar.sleep(&it.world, pool.id(), Contents::Drop), Err(expected));
-        // The second query comes after the ranks have started to exchange messages, so all of them get the error.
+        // The second query runs after the ranks have started to exchange messages, so all ranks get the error.
         cuda::fail(call, streams + 1, 700);
         let error = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect_err("the query fails");
         let SleepError::Refused { ranks, .. } = error else { panic!("{error}") };
@@ -208,9 +210,9 @@ nccl_test!(a_rank_that_works_too_long_is_told_to_all_and_all_stay_awake, {
             let SleepError::Refused { ranks, .. } = error else { panic!("{error}") };
             ranks.iter().map(|RankObstacle { rank, obstacle, .. }| (*rank, *obstacle)).collect()
         };
-        // Ranks cannot communicate during a capture, so the error comes first.
+        // Ranks cannot communicate during a capture, so the call fails before they exchange messages.
         let capture = graphs.begin(&it.stream).expect("no other capture is active");
-        let error = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect_err("a capture");
+        let error = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect_err("a graph is being captured");
         assert_eq!(error, SleepError::Capturing);
         assert_eq!(it.registrar.wake(&it.world, pool.id()), Err(SleepError::Capturing));
         drop(capture);
@@ -232,7 +234,7 @@ nccl_test!(ranks_that_make_other_calls_are_told_alike_and_nothing_is_done, {
         let (pool, mut tensors) = registered(it);
         let second = it.attached_pool();
         let _kept = it.take(&second, 20 * MIB);
-        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
         let sleep = |pool: PoolId, contents| it.registrar.sleep(&it.world, pool, contents);
         let field = |error: SleepError| {
             let SleepError::Differ { difference, .. } = error else { panic!("{error}") };
@@ -240,22 +242,25 @@ nccl_test!(ranks_that_make_other_calls_are_told_alike_and_nothing_is_done, {
         };
         let is_second = it.rank == 1;
         let contents = if is_second { Contents::Keep } else { Contents::Drop };
-        assert_eq!(field(sleep(pool.id(), contents).expect_err("other contents")), SleepField::Call);
+        assert_eq!(field(sleep(pool.id(), contents).expect_err("the contents differ")), SleepField::Call);
         let one = if is_second { second.id() } else { pool.id() };
-        assert_eq!(field(sleep(one, Contents::Drop).expect_err("another pool")), SleepField::Pool);
+        assert_eq!(field(sleep(one, Contents::Drop).expect_err("the pools differ")), SleepField::Pool);
         // One rank sleeps while the other wakes.
         let differs = if is_second {
             matches!(it.registrar.wake(&it.world, pool.id()), Err(SleepError::Differ { .. }))
         } else {
-            field(sleep(pool.id(), Contents::Drop).expect_err("a wake")) == SleepField::Call
+            field(sleep(pool.id(), Contents::Drop).expect_err("the other rank wakes the pool")) == SleepField::Call
         };
         assert!(differs);
         // One rank sleeps while the other syncs.
         if is_second {
-            let error = it.registrar.sync(&[&it.world]).expect_err("a sleep");
+            let error = it.registrar.sync(&[&it.world]).expect_err("the other rank puts the pool to sleep");
             assert!(matches!(error, SyncError::Differ { .. }), "{error}");
         } else {
-            assert_eq!(field(sleep(pool.id(), Contents::Drop).expect_err("a sync")), SleepField::Protocol);
+            assert_eq!(
+                field(sleep(pool.id(), Contents::Drop).expect_err("the other rank syncs")),
+                SleepField::Protocol
+            );
         }
         assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Awake));
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
@@ -282,7 +287,9 @@ nccl_test!(a_communicator_with_ranks_that_are_not_here_keeps_the_pool_awake, {
         let (pool, mut tensors) = registered(it);
         let error = it.registrar.sleep(&pair, pool.id(), Contents::Drop).expect_err("it is not attached");
         assert!(matches!(error, SleepError::NotAttached { .. }), "{error}");
-        it.registrar.attach(&pair, &[pool.id()], Registration::Windows).expect("another communicator");
+        it.registrar
+            .attach(&pair, &[pool.id()], Registration::Windows)
+            .expect("the pool is not attached to this communicator yet");
         let error = it.registrar.sleep(&pair, pool.id(), Contents::Drop).expect_err("the world has other ranks");
         let SleepError::Differ { difference, .. } = error else { panic!("{error}") };
         assert_eq!((difference.field, difference.groups.len()), (SleepField::Communicators, 1));
@@ -300,9 +307,11 @@ nccl_test!(
         Job::new(4).run(|it| {
             let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks split").expect("with a color");
             let pool = it.attached_pool();
-            it.registrar.attach(&pair, &[pool.id()], Registration::Windows).expect("another communicator");
+            it.registrar
+                .attach(&pair, &[pool.id()], Registration::Windows)
+                .expect("the pool is not attached to this communicator yet");
             let mut tensor = it.take(&pool, 30 * MIB);
-            it.registrar.sync(&[&it.world, &pair]).expect("all ranks did the same");
+            it.registrar.sync(&[&it.world, &pair]).expect("the ranks agree");
             it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
             // Only one of four ranks knows that its pair has ended.
             if it.rank == 1 {
@@ -319,8 +328,10 @@ nccl_test!(
             it.reduce_right(&it.world, &mut tensor);
             // A later sleep ignores the dead pair, and a new communicator replaces it.
             let next = it.connect("next", &shared);
-            it.registrar.attach(&next, &[pool.id()], Registration::Windows).expect("another communicator");
-            it.registrar.sync(&[&it.world, &next]).expect("all ranks did the same");
+            it.registrar
+                .attach(&next, &[pool.id()], Registration::Windows)
+                .expect("the pool is not attached to this communicator yet");
+            it.registrar.sync(&[&it.world, &next]).expect("the ranks agree");
             it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
             let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
             assert_eq!((woken.lost, woken.changed), (Vec::<String>::new(), vec![]));
@@ -338,18 +349,20 @@ nccl_test!(communicators_that_ended_are_forgotten_with_their_pools, {
         for _ in 0..4 {
             let pool = it.pool();
             let next = it.connect("next", &shared);
-            it.registrar.attach(&next, &[pool.id()], Registration::Windows).expect("another communicator");
+            it.registrar
+                .attach(&next, &[pool.id()], Registration::Windows)
+                .expect("the pool is not attached to this communicator yet");
             let tensor = it.take(&pool, MIB);
-            it.registrar.sync(&[&next]).expect("all ranks did the same");
+            it.registrar.sync(&[&next]).expect("the ranks agree");
             next.destroy().expect("destroyed");
             it.registrar.sweep();
             assert_eq!(
                 format!("{:?}", it.registrar).matches("EndedComm {").count(),
                 1,
-                "it is remembered while other ranks may refer to it"
+                "the ended communicator is kept while other ranks may name it"
             );
             drop((tensor, pool));
-            // A trim releases a dropped pool at the latest.
+            // A trim releases the memory of a dropped pool, if it was not released before.
             it.allocator.trim().expect("no faults");
         }
         it.registrar.sweep();
@@ -365,14 +378,16 @@ nccl_test!(windows_that_come_back_as_others_are_told_to_all, ["STUB_NCCL_REUSE_W
         // Another pool takes the addresses of its windows.
         let other = it.attached_pool();
         let _taken = it.take(&other, 64 * MIB);
-        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
         let mut cursor = InvalidationCursor::default();
         let _none = it.registrar.invalidations(&it.world, &mut cursor);
         let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
         let segments: Vec<u32> = woken.changed.iter().map(|(_, segment)| segment.segment.0).collect();
-        assert!(!segments.is_empty(), "their addresses are taken");
+        assert!(!segments.is_empty(), "the windows' addresses are in use");
         assert!(woken.changed.iter().all(|(communicator, _)| communicator == it.world.name()));
-        let Invalidated::Keys(keys) = it.registrar.invalidations(&it.world, &mut cursor) else { panic!("it is alive") };
+        let Invalidated::Keys(keys) = it.registrar.invalidations(&it.world, &mut cursor) else {
+            panic!("the communicator is ready")
+        };
         assert_eq!(keys.iter().map(|key| key.generation.segment.0).collect::<Vec<_>>(), segments);
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
     });
@@ -384,7 +399,7 @@ nccl_test!(a_pool_that_leaves_while_it_sleeps_has_nothing_left_to_register, {
         let (pool, tensors) = registered(it);
         it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
         it.registrar.detach(&it.world, &[pool.id()]).expect("attached");
-        assert_eq!(it.registrar.sync(&[&it.world]).expect("all ranks did the same").deregistrations, 0);
+        assert_eq!(it.registrar.sync(&[&it.world]).expect("the ranks agree").deregistrations, 0);
         let error = it.registrar.wake(&it.world, pool.id()).expect_err("it is not attached");
         assert!(matches!(error, SleepError::NotAttached { .. }), "{error}");
         it.allocator.core().wake(pool.id()).expect("the pool is no longer registered");

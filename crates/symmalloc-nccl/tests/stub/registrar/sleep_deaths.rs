@@ -1,5 +1,5 @@
-//! Ranks are processes. One of them dies or gets stuck in each step of a sleep and a wake, at any NCCL call. The others end in time, each
-//! in the state that the tables of `docs/sleep-protocol.md` specify, and none continues alone.
+//! Tests with ranks as processes, one of which dies or gets stuck in each step of a sleep and a wake, at any NCCL call. The others end in
+//! time, each in the state that the tables of `docs/sleep-protocol.md` specify, and none continues alone.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -32,21 +32,21 @@ fn body(rank: usize) {
     let device = CudaDevice::new(rank).expect("a stub device");
     let builder = Communicator::builder(&device).deadline(DEADLINE).watchdog(WatchdogMode::Abort);
     let world = builder.connect(id, rank as u32, RANKS as u32).expect("all ranks connect");
-    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator is created");
     let stream = device.context().new_stream().expect("a stream");
-    let registrar = Registrar::builder(&allocator).build().expect("made");
+    let registrar = Registrar::builder(&allocator).build().expect("the registrar is created");
     let config = PoolConfig::builder().fixed().symmetric(true).build().expect("valid");
-    let pool = allocator.create_pool(config).expect("fits");
+    let pool = allocator.create_pool(config).expect("the pool fits");
     registrar.attach(&world, &[pool.id()], Registration::Windows).expect("attached");
-    let _tensors =
-        [20_usize, 30].map(|size| allocator.with_pool(&pool).alloc_zeroed::<u8>(&stream, size << 20).expect("fits"));
-    registrar.sync(&[&world]).expect("all ranks did the same");
+    let _tensors = [20_usize, 30]
+        .map(|size| allocator.with_pool(&pool).alloc_zeroed::<u8>(&stream, size << 20).expect("the allocation fits"));
+    registrar.sync(&[&world]).expect("the ranks agree");
     await_syncs(rank, Path::new(&folder));
     if rank == VICTIM {
         let at = std::env::var(AT).expect("set").parse().expect("a number");
         let (call, nth) = if at > 100 { ("ncclCommWindowRegister", at - 100) } else { ("ncclAllGather", at) };
         match std::env::var(STUCK) {
-            // Behaves like a process that is stopped and resumes after the others have given it up.
+            // The delay imitates a process that is stopped, and resumes after the others have given up on it.
             Ok(_) => nccl::slow(call, Some(VICTIM), nth, 3 * DEADLINE.as_millis() as u64),
             Err(_) => nccl::die(call, Some(VICTIM), nth),
         }
@@ -72,7 +72,7 @@ fn await_syncs(rank: usize, folder: &Path) {
 }
 
 fn sleep_and_wake(registrar: &Registrar, world: &Communicator, pool: symmalloc_core::PoolId) -> String {
-    let phase = || registrar.phase(pool).expect("it exists");
+    let phase = || registrar.phase(pool).expect("the pool exists");
     match registrar.sleep(world, pool, Contents::Drop) {
         Ok(_) => assert_eq!(phase(), Phase::Asleep),
         Err(SleepError::Broken { step, is_asleep, error, .. }) => {
@@ -126,7 +126,7 @@ fn meet(at: u64, is_stuck: bool) -> Vec<String> {
 
 nccl_test!(a_rank_that_dies_in_any_step_leaves_the_others_as_the_tables_say, {
     let mut seen = Vec::new();
-    // Each of Agree, Decide and Check of the sleep, and Agree, Decide and Check of the wake, is one gather.
+    // Agree, Decide and Check of the sleep, and Agree, Decide and Check of the wake, are one gather each.
     for at in 1..=6 {
         let printed = meet(at, false);
         println!("gather {at}: {printed:?}");
@@ -138,7 +138,7 @@ nccl_test!(a_rank_that_dies_in_any_step_leaves_the_others_as_the_tables_say, {
         seen.push(printed);
     }
     // Rank 1 dies before it sends anything in that step, so no survivor receives all messages of the step. The communicator may also end
-    // under a rank that has not yet received all messages of the previous step: that rank breaks one step earlier.
+    // while a rank has not yet received all messages of the previous step. That rank fails one step earlier.
     let steps = [
         "sleep broken in Agree, asleep false",
         "sleep broken in Decide, asleep false",

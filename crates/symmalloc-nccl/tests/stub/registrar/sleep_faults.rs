@@ -1,4 +1,5 @@
-//! Calls that fail or hang at any point of a sleep and a wake across ranks end as the tables of `docs/sleep-protocol.md` specify.
+//! Tests of calls that fail or hang at any point of a sleep and a wake across ranks. The outcomes must be those in the tables of
+//! `docs/sleep-protocol.md`.
 
 use super::support::{IMPATIENT, Job, MIB, PATIENT, Rank};
 use std::sync::Mutex;
@@ -29,18 +30,20 @@ enum End {
     Wake(String),
 }
 
-/// Returns a second communicator of all ranks, and a pool with two windows on each of the two communicators, with its buffers.
+/// Returns a second communicator of all ranks, a pool with two windows on each of the two communicators, and the pool's buffers.
 fn with_windows(it: &Rank) -> (Communicator, Pool<CudaBackend>, Vec<DeviceBuffer<f32>>) {
     let other = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
     let pool = it.attached_pool();
-    it.registrar.attach(&other, &[pool.id()], Registration::Windows).expect("another communicator");
+    it.registrar
+        .attach(&other, &[pool.id()], Registration::Windows)
+        .expect("the pool is not attached to this communicator yet");
     let tensors = [20, 30].map(|size| it.take(&pool, size * MIB)).into();
-    it.registrar.sync(&[&it.world, &other]).expect("all ranks did the same");
+    it.registrar.sync(&[&it.world, &other]).expect("the ranks agree");
     (other, pool, tensors)
 }
 
 /// Runs a sleep and a wake with one fault. Checks that each rank ends in the state that the tables specify, and that the pool recovers over
-/// a new communicator. Returns the outcomes of the ranks; `None` if nothing failed on any.
+/// a new communicator. Returns the outcomes of the ranks, or `None` if no call failed.
 fn strike(fault: Fault) -> Option<Vec<End>> {
     let (before, shared) = (cuda::live().device_bytes, Mutex::new(None));
     let ends = Job::new(2).impatient().run(|it| {
@@ -70,7 +73,7 @@ fn strike(fault: Fault) -> Option<Vec<End>> {
     nccl::assert_clean();
     let live = nccl::live();
     assert_eq!((live.communicators, live.windows, live.kept_rounds), (0, 0, 0), "{fault:?}");
-    // NCCL keeps the memory of a window that it fails to deregister, on that rank only.
+    // If NCCL fails to deregister a window, it keeps the window's memory, on that rank only.
     let is_refused = matches!(fault, Fault::Fails("ncclCommWindowDeregister", _));
     let kept = cuda::live().device_bytes - before;
     assert!(kept == 0 || is_refused && kept <= 50 * MIB, "{fault:?}: {kept} bytes of device memory are left");
@@ -79,7 +82,7 @@ fn strike(fault: Fault) -> Option<Vec<End>> {
 
 /// Runs the sleep and the wake, and checks the state that the tables specify for this rank.
 fn sleep_and_wake(it: &Rank, other: &Communicator, pool: PoolId, fault: Fault) -> End {
-    let phase = || it.registrar.phase(pool).expect("it exists");
+    let phase = || it.registrar.phase(pool).expect("the pool exists");
     let is_ready = |comm: &Communicator| comm.state() == CommState::Ready;
     match it.registrar.sleep(&it.world, pool, Contents::Drop) {
         Ok(_) => assert_eq!(phase(), Phase::Asleep, "{fault:?}"),
@@ -96,7 +99,7 @@ fn sleep_and_wake(it: &Rank, other: &Communicator, pool: PoolId, fault: Fault) -
                 // A refusal has no effect.
                 SleepError::Refused { .. } => assert!(is_ready(&it.world) && is_ready(other), "{fault:?}: {error}"),
                 SleepError::Broken { step: SleepStep::Decide, .. } => {
-                    // Other ranks may sleep, so no rank may use windows without a counterpart.
+                    // Other ranks may have put the pool to sleep, so no rank may use windows that a peer has deregistered.
                     assert!(!is_ready(&it.world) && !is_ready(other), "{fault:?}: {error}");
                 }
                 SleepError::Broken { .. } => assert!(!is_ready(&it.world), "{fault:?}: {error}"),
@@ -130,7 +133,7 @@ fn sleep_and_wake(it: &Rank, other: &Communicator, pool: PoolId, fault: Fault) -
     }
 }
 
-/// Returns the kind of an error, with its step.
+/// Returns the kind and the step of an error.
 fn kind_of(error: &impl std::fmt::Debug) -> String {
     let text = format!("{error:?}");
     let kind = text.split([' ', '(']).next().unwrap_or_default().to_owned();
@@ -139,7 +142,7 @@ fn kind_of(error: &impl std::fmt::Debug) -> String {
     step.map_or(kind.clone(), |step| format!("{kind} in {step}"))
 }
 
-/// Whatever the outcome, puts the pool to sleep and wakes it over a new communicator, and checks a reduction.
+/// Puts the pool to sleep and wakes it over a new communicator, after any outcome, and checks a reduction.
 fn heal(
     it: &Rank,
     other: &Communicator,
@@ -164,7 +167,9 @@ fn heal(
     it.registrar.sweep();
     // No further fault is expected, so the deadline allows for a busy machine.
     let next = it.connect_within(PATIENT, "next", shared);
-    it.registrar.attach(&next, &[pool], Registration::Windows).expect("another communicator");
+    it.registrar
+        .attach(&next, &[pool], Registration::Windows)
+        .expect("the pool is not attached to this communicator yet");
     if it.world.state() == CommState::Ready {
         it.world.abort().expect("ended");
         it.registrar.sweep();
@@ -178,7 +183,7 @@ fn heal(
     it.registrar.sweep();
 }
 
-/// Repeats [`strike`] for each occurrence of the call until none fails. Returns the outcomes of each run.
+/// Repeats [`strike`] for each occurrence of the call until none fails. Returns the outcomes of all runs.
 fn strike_all(fault: impl Fn(u64) -> Fault) -> Vec<Vec<End>> {
     let ends: Vec<_> = (1..).map_while(|nth| strike(fault(nth))).collect();
     for (nth, ends) in ends.iter().enumerate() {
@@ -188,7 +193,7 @@ fn strike_all(fault: impl Fn(u64) -> Fault) -> Vec<Vec<End>> {
 }
 
 nccl_test!(a_gather_that_fails_or_hangs_in_any_step_ends_as_the_tables_say, {
-    // One gather each for Agree, its page, Decide and Check, first of the sleep and then of the wake.
+    // The sleep and the wake each run one gather for Agree, its page, Decide and Check.
     let failed = strike_all(|nth| Fault::Fails("ncclAllGather", nth));
     assert_eq!(failed.len(), 8);
     let hung = strike_all(|nth| Fault::Hangs("ncclAllGather", nth));
@@ -209,7 +214,8 @@ nccl_test!(a_registration_that_fails_or_hangs_in_a_wake_ends_as_the_tables_say, 
         strike_all(|nth| Fault::Fails("ncclCommWindowRegister", nth)),
         strike_all(|nth| Fault::Hangs("ncclCommWindowRegister", nth)),
     ] {
-        // Two windows are on the world, over which the ranks communicate, and two on the other communicator, whose loss is not fatal.
+        // Two windows are on the world, over which the ranks communicate. The other two are on the other communicator, whose loss is not
+        // fatal.
         assert_eq!(ends.len(), 4);
         for ends in &ends[..2] {
             assert_eq!(ends[1], End::Wake("Broken in Register".into()));
@@ -238,13 +244,13 @@ nccl_test!(a_window_that_nobody_can_take_away_holds_the_memory_until_its_communi
             nccl::slow("ncclCommAbort", Some(1), 1, 4000);
         }
         it.meet();
-        let phase = || it.registrar.phase(pool.id()).expect("it exists");
+        let phase = || it.registrar.phase(pool.id()).expect("the pool exists");
         let error = it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect_err("a window is left");
         let SleepError::Held { ranks, .. } = &error else { panic!("{error}") };
         assert_eq!(ranks.to_string(), "1");
         let (state, held) = [(CommState::Ready, Phase::Asleep), (CommState::Lost, Phase::Failed)][it.rank];
         assert_eq!((other.state(), phase()), (state, held));
-        // All ranks learn why another attempt is refused, and no pool changes.
+        // Another attempt fails with the reason on all ranks, and no pool changes.
         let error = it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect_err("it is still lost");
         let SleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
         assert_eq!(ranks.iter().map(|of| (of.rank, of.obstacle)).collect::<Vec<_>>(), [(1, Obstacle::Lost)]);

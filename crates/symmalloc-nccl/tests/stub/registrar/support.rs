@@ -14,7 +14,7 @@ pub(crate) const MIB: u64 = 1 << 20;
 /// A deadline that no expected event exceeds.
 pub(crate) const PATIENT: Duration = Duration::from_secs(60);
 
-/// A deadline that no expected event exceeds, and that is short enough to wait for the absence of one.
+/// A deadline that no expected event exceeds, and that is short enough to wait for in full.
 pub(crate) const IMPATIENT: Duration = Duration::from_millis(1500);
 
 /// The configuration that all ranks of a job share.
@@ -62,7 +62,7 @@ impl Job {
 
     /// Runs `body` on one thread per rank. Returns the results by rank.
     pub(crate) fn run<R: Send>(&self, body: impl Fn(&Rank) -> R + Sync) -> Vec<R> {
-        let id = UniqueId::new().expect("the stub gives ids");
+        let id = UniqueId::new().expect("the stub creates an id");
         let barrier = Arc::new(Barrier::new(self.ranks));
         stub_process::threads(self.ranks, |rank| {
             let rank = self.join(rank, id, Arc::clone(&barrier));
@@ -79,9 +79,9 @@ impl Job {
             CudaBackend::builder(&device).prefetch_bytes(prefetch_bytes).build().expect("the stub supports it");
         let allocator = CudaAllocator::with_backend(backend, Config::default()).expect("a configuration that fits");
         let stream = device.context().new_stream().expect("a stream");
-        allocator.register_stream(&stream).expect("the first");
+        allocator.register_stream(&stream).expect("stream ids are available");
         let registrar = Registrar::builder(&allocator).agreement(self.mode).check_offsets(self.check_offsets).build();
-        // The tests examine deadlines and aborts alone: with the watchdog, ranks would learn of each other's failures immediately.
+        // The tests examine deadlines and aborts without the watchdog, which would notify ranks of each other's failures immediately.
         let builder = Communicator::builder(&device).deadline(self.deadline).watchdog(WatchdogMode::Off);
         let world = builder.connect(id, rank as u32, self.ranks as u32);
         Rank {
@@ -127,7 +127,8 @@ impl Rank {
     /// Allocates a buffer of `size_bytes` bytes in a pool.
     pub(crate) fn take(&self, pool: &Pool<CudaBackend>, size_bytes: u64) -> DeviceBuffer<f32> {
         // SAFETY: any bits make a float.
-        unsafe { self.allocator.with_pool(pool).alloc(&self.stream, size_bytes as usize / 4) }.expect("fits")
+        unsafe { self.allocator.with_pool(pool).alloc(&self.stream, size_bytes as usize / 4) }
+            .expect("the allocation fits")
     }
 
     /// Trims a pool. Returns the number of bytes released.
@@ -149,7 +150,7 @@ impl Rank {
         self.stream.memcpy_htod(&input, &mut end).expect("copied");
         comm.all_reduce_in_place(&mut end, ReduceOp::Sum, &self.stream).expect("all ranks submit");
         let output = self.stream.clone_dtoh(&end).expect("copied");
-        self.stream.synchronize().expect("idle");
+        self.stream.synchronize().expect("the stream completes");
         for (index, sum) in output.into_iter().enumerate() {
             let expected: f32 = (0..comm.ranks() as usize).map(|rank| value(rank, index)).sum();
             assert_eq!(sum, expected, "rank {}, element {index}", self.rank);
@@ -169,17 +170,17 @@ impl Rank {
         shared: &Mutex<Option<UniqueId>>,
     ) -> Communicator {
         if self.rank == 0 {
-            *shared.lock().expect("no panic") = Some(UniqueId::new().expect("the stub gives ids"));
+            *shared.lock().expect("the lock is not poisoned") = Some(UniqueId::new().expect("the stub creates an id"));
         }
         self.meet();
-        let id = shared.lock().expect("no panic").expect("rank 0 set it");
+        let id = shared.lock().expect("the lock is not poisoned").expect("rank 0 set it");
         let comm = Communicator::builder(&self.device).deadline(deadline).watchdog(WatchdogMode::Off).name(name);
         comm.connect(id, self.rank as u32, self.ranks as u32).expect("all ranks connect")
     }
 
     /// Checks the allocator's invariants.
     pub(crate) fn check(&self) {
-        self.allocator.core().check().expect("sound");
+        self.allocator.core().check().expect("the allocator is consistent");
     }
 
     fn leave(self) {

@@ -1,4 +1,4 @@
-//! Random programs on 2 to 4 ranks, one of which is the victim of a fate at any call: it dies, is stopped, is slow, fails, leaves early,
+//! Random programs on 2 to 4 ranks, with a victim that meets its fate at some call: it dies, is stopped, is slow, fails, leaves early,
 //! panics or gets stuck. Every other rank ends in time, and its report is true.
 
 use super::{DEADLINE, Rank};
@@ -13,10 +13,10 @@ use symmalloc_sim::SplitMix64;
 
 type Failure = Box<dyn std::error::Error>;
 
-/// Programs per test; `SYMMALLOC_SEEDS` overrides it. Threads share the stub, so their programs run sequentially.
+/// Number of programs per test; `SYMMALLOC_SEEDS` overrides it. Threads share the stub, so their programs run sequentially.
 const SEEDS_OF_PROCESSES: u64 = 24;
 const SEEDS_OF_THREADS: u64 = 10;
-/// Programs with processes that run concurrently.
+/// Number of programs with processes that run concurrently.
 const AT_A_TIME: u64 = 6;
 const STEPS: u64 = 14;
 /// Time after the deadline within which a rank must end. It allows for two checks, the hub's answer, the end of the communicator, and a
@@ -31,21 +31,21 @@ const SEED: &str = "SYMMALLOC_WATCHED_SEED";
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
     None,
-    /// Killed, in an NCCL call.
+    /// The victim is killed in an NCCL call.
     Dies,
-    /// Stopped, in an NCCL call.
+    /// The victim is stopped in an NCCL call.
     Stops,
-    /// Delayed by a fraction of the deadline in every NCCL call.
+    /// Every NCCL call of the victim is delayed by a fraction of the deadline.
     Slow,
-    /// Fails in one NCCL call.
+    /// One NCCL call of the victim fails.
     Fails,
-    /// Hangs in one NCCL call, which never reaches the other ranks.
+    /// The victim hangs in one NCCL call, which never reaches the other ranks.
     Hangs,
-    /// Returns from its program early.
+    /// The victim returns from its program early.
     Leaves,
-    /// Panics in its program.
+    /// The victim panics in its program.
     Panics,
-    /// Gets stuck in its program.
+    /// The victim gets stuck in its program.
     Sticks,
 }
 
@@ -154,17 +154,17 @@ impl Plan {
         let is_blamed = |what: &str| (0..self.ranks).find(|rank| text.contains(&format!("rank {rank} {what}")));
         if let Some(gone) = is_blamed("is gone") {
             let dies = matches!(self.fate, Fate::Dies | Fate::Leaves | Fate::Panics);
-            // Agreement reports the rank that caused the failure as gone, whatever its state.
+            // Agreement reports the rank that caused the failure as gone, regardless of its state.
             let had_said = text.contains("after it had given up");
             let began_it = gone == self.victim && had_said;
             // A rank that gave up because of the victim is gone as well, and its report names the victim.
             let names_victim = text.contains(&format!("rank {}", self.victim));
             let is_true = dies && gone == self.victim || began_it || gone != self.victim && names_victim;
-            // No rank can know whose call hangs inside NCCL, so reports name the first that gave up.
+            // No rank can know whose call hangs inside NCCL, so reports name the first rank that gave up.
             assert!(is_true || self.fate == Fate::Hangs, "{self:?}: {text}");
         }
         if let Some(stopped) = is_blamed("is stopped") {
-            // A killed process may be silent for the deadline before the system has ended it, if the machine is busy.
+            // On a busy machine, a killed process may be silent for the whole deadline before the system has ended it.
             assert!(matches!(self.fate, Fate::Stops | Fate::Dies) && stopped == self.victim, "{self:?}: {text}");
         }
         if text.contains("ranks are alive but missed the collective") {
@@ -235,7 +235,7 @@ fn process(plan: &Plan, rank: usize) {
         let stopped: i32 = std::fs::read_to_string(&pid).expect("written").parse().expect("a number");
         // By then, no rank has a communicator that would notice the death.
         std::thread::sleep(Duration::from_secs(1));
-        // SAFETY: ends another rank of this test, which is stopped.
+        // SAFETY: the call only ends another rank of this test, which is stopped.
         unsafe { libc::kill(stopped, libc::SIGKILL) };
     }
     if kept.is_none() {
@@ -255,7 +255,7 @@ fn await_nothing_held(files_kept: usize) {
         }
         if begun.elapsed() > 3 * DEADLINE {
             let open = std::fs::read_dir("/proc/self/fd")
-                .expect("Linux")
+                .expect("/proc is available")
                 .filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok().map(|path| path.display().to_string()));
             let open = open.collect::<Vec<_>>().join(" ");
             println!("LEAK {threads} threads, {files} files, {files_kept} may stay: {open}");
@@ -304,15 +304,15 @@ nccl_test!(processes_with_every_fate_end_in_time_with_true_reports, {
         let begun = Instant::now();
         let outputs = ranks(plan.ranks, &options, |_| unreachable!("a rank has a seed"));
         judge(&plan, &outputs, begun.elapsed());
-        let mut worst = worst.lock().expect("no panic");
+        let mut worst = worst.lock().expect("the lock is not poisoned");
         *worst = (*worst).max(begun.elapsed());
     });
-    println!("the longest took {:?}", worst.lock().expect("no panic"));
+    println!("the longest took {:?}", worst.lock().expect("the lock is not poisoned"));
 });
 
 /// Returns the number of threads and descriptors of this process, without the stub's sockets, which last as long as the process.
 fn held() -> (usize, usize) {
-    let entries = |folder| std::fs::read_dir(folder).expect("Linux").map(|entry| entry.expect("readable").file_name());
+    let entries = |folder| std::fs::read_dir(folder).expect("/proc").map(|entry| entry.expect("readable").file_name());
     let number = |name: std::ffi::OsString| name.to_str().expect("a number").parse::<i32>().expect("a number");
     let files = entries("/proc/self/fd").filter(|name| !is_socket_of_the_stub(number(name.clone())));
     (entries("/proc/self/task").count(), files.count())
@@ -370,7 +370,7 @@ nccl_test!(threads_with_every_fate_end_in_time_and_leave_nothing, {
         }
     }
     let (threads, files) = held();
-    // With few seeds, there is no earlier state for comparison.
+    // With few seeds, there is no earlier state to compare with.
     let files_before = before.map_or(files, |(_, files)| files);
     assert!(
         threads < THREADS_MAX && files <= files_before + 2,

@@ -1,4 +1,4 @@
-//! A rank that is stopped at an arbitrary moment: all others end within a second of the deadline and name it.
+//! Tests with a rank that is stopped at an arbitrary moment: all others end within a second of the deadline and name the stopped rank.
 
 use super::programs::{each_at_a_time, seeds};
 use super::{DEADLINE, Rank, folder};
@@ -15,9 +15,9 @@ type Failure = Box<dyn std::error::Error>;
 
 const STOPS: u64 = 24;
 const SEED: &str = "SYMMALLOC_STOPPED_SEED";
-/// Time from the deadline to the end of the process.
+/// Maximum time from the deadline to the end of a process.
 const LATE: Duration = Duration::from_secs(1);
-/// The same while several tests share two cores.
+/// The same maximum while several tests share two cores.
 const LATE_ON_A_BUSY_MACHINE: Duration = Duration::from_secs(4);
 
 /// The scenario of a seed.
@@ -77,7 +77,7 @@ impl Stop {
         std::thread::spawn(move || {
             std::thread::sleep(self.moment);
             fs::write(folder().join("victim.pid"), std::process::id().to_string()).expect("written");
-            // SAFETY: stops this process.
+            // SAFETY: the call only stops this process.
             unsafe { libc::kill(libc::getpid(), libc::SIGSTOP) };
         });
     }
@@ -87,9 +87,9 @@ impl Stop {
         let file = folder.join("victim.pid");
         let read = || fs::read_to_string(&file).ok().and_then(|text| text.parse::<i32>().ok());
         let pid = until_some(read);
-        let stopped = fs::metadata(&file).and_then(|metadata| metadata.modified()).expect("it is there");
+        let stopped = fs::metadata(&file).and_then(|metadata| metadata.modified()).expect("the file exists");
         std::thread::sleep(DEADLINE + 2 * LATE_ON_A_BUSY_MACHINE);
-        // SAFETY: ends a rank of this test, which is stopped.
+        // SAFETY: the call only ends a rank of this test, which is stopped.
         unsafe { libc::kill(pid, libc::SIGKILL) };
         stopped
     }
@@ -114,22 +114,23 @@ nccl_test!(a_rank_that_is_stopped_at_any_moment_ends_the_others_within_a_second_
             let _exit = ExitOnPanic;
             let follower = scope.spawn(|| stop.follow(folder.path()));
             let outputs = ranks(stop.ranks, &options, |_| unreachable!("a rank has a seed"));
-            (follower.join().expect("no panic"), outputs)
+            (follower.join().expect("the thread does not panic"), outputs)
         });
         for output in outputs.into_iter().filter(|output| output.rank != stop.victim) {
             let took = output.ended.duration_since(stopped).unwrap_or_default();
             let (rank, text) = (output.rank, output.text);
-            // In a sync, the first rank that gave up may have informed the others in the sync's own messages.
+            // In a sync, the first rank that gave up may have notified the others in the messages of the sync.
             let names =
                 ["is stopped", "is lost: it died, is stopped"].map(|what| format!("rank {} {what}", stop.victim));
             assert!(names.iter().any(|name| text.contains(name)), "{stop:?}, rank {rank}:\n{text}");
             assert!(took + LATE / 2 > DEADLINE, "{stop:?}, rank {rank} after {took:?}:\n{text}");
-            times.lock().expect("no panic").push((took, stop, rank, text));
+            times.lock().expect("the lock is not poisoned").push((took, stop, rank, text));
         }
     });
-    let mut times = times.into_inner().expect("no panic");
+    let mut times = times.into_inner().expect("the lock is not poisoned");
     times.sort_by_key(|(took, ..)| *took);
-    let (median, (most, stop, rank, text)) = (times[times.len() / 2].0, times.last().expect("some"));
+    let (median, (most, stop, rank, text)) =
+        (times[times.len() / 2].0, times.last().expect("there is at least one time"));
     println!("{} ranks ended {median:.2?} (median), {most:.2?} (most) after another one was stopped", times.len());
     assert!(median < DEADLINE + LATE_ON_A_BUSY_MACHINE / 2, "{median:?}");
     assert!(*most < DEADLINE + LATE_ON_A_BUSY_MACHINE, "{stop:?}: rank {rank} took {most:?}\n{text}");
