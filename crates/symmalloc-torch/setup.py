@@ -26,7 +26,7 @@ from pathlib import Path
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
-from setuptools.command.build_scripts import build_scripts
+from setuptools.command.install_scripts import install_scripts
 from setuptools.command.sdist import sdist
 
 CRATE = Path(__file__).resolve().parent
@@ -77,7 +77,7 @@ class BuildWithLibrary(build_py):
             shutil.copyfile(CRATE / "include" / HEADER, package / "pytorch" / HEADER)
 
 
-class BuildProgram(build_scripts):
+class BuildProgram(Distribution().get_command_class("build_scripts")):
     """Copies the command line, which the base class would read as a Python script."""
 
     def run(self) -> None:
@@ -89,12 +89,18 @@ class BuildProgram(build_scripts):
         return []
 
 
-class PlatformWheel(bdist_wheel):
-    def run(self) -> None:
-        if PRELOAD in built():
-            self.distribution.data_files = [("lib", [str(built()[PRELOAD])])]
-        super().run()
+class InstallProgram(install_scripts):
+    """Also installs the library that the command line preloads. `data_files` would list it among the sources."""
 
+    def run(self) -> None:
+        super().run()
+        if PRELOAD in built():
+            folder = Path(self.get_finalized_command("install").install_data) / "lib"
+            self.mkpath(str(folder))
+            self.copy_file(str(built()[PRELOAD]), str(folder))
+
+
+class PlatformWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         platform = super().get_tag()[2]
         return "py3", "none", manylinux(built().values(), platform)
@@ -202,5 +208,11 @@ setup(
     version=workspace_version(),
     scripts=[PROGRAM],
     distclass=WithLibrary,
-    cmdclass={"build_py": BuildWithLibrary, "build_scripts": BuildProgram, "bdist_wheel": PlatformWheel, "sdist": WithRust},
+    cmdclass={
+        "build_py": BuildWithLibrary,
+        "build_scripts": BuildProgram,
+        "install_scripts": InstallProgram,
+        "bdist_wheel": PlatformWheel,
+        "sdist": WithRust,
+    },
 )
