@@ -54,7 +54,8 @@ fn every_page_that_a_manual_page_cites_exists() {
 #[test]
 fn version_names_the_commit_of_the_checkout() {
     let git = Command::new("git").args(["rev-parse", "HEAD"]).current_dir(env!("CARGO_MANIFEST_DIR")).output();
-    let commit = git.ok().filter(|output| output.status.success()).and_then(|output| String::from_utf8(output.stdout).ok());
+    let commit =
+        git.ok().filter(|output| output.status.success()).and_then(|output| String::from_utf8(output.stdout).ok());
     let Some(commit) = commit else {
         eprintln!("skipped: not a git checkout");
         return;
