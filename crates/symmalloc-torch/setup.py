@@ -1,31 +1,41 @@
-"""Builds the wheel: cargo builds the library, and setuptools packages it with the Python files.
+"""Builds the wheel: cargo builds the libraries and the command line, and setuptools packages them with the Python files.
 
 The package calls a C interface through ctypes, so one wheel fits every Python 3. Its tag names the minimum C library
 (`py3-none-manylinux_2_34_x86_64`), which depends on the machine that builds it. `CARGO_TARGET_DIR` is respected.
 `SYMMALLOC_CARGO_PROFILE` (default `shipped`) selects the profile. To package a library that was built already, run
-`SYMMALLOC_LIBRARY=/path/to/libsymmalloc_torch.so pip install ./crates/symmalloc-torch`.
+`SYMMALLOC_LIBRARY=/path/to/libsymmalloc_torch.so pip install ./crates/symmalloc-torch`. The command line and the library that it
+preloads are taken from the same folder, if it has them.
+
+    package symmalloc   libsymmalloc_torch.so, the library of the package
+    bin                 symmalloc, the command line
+    lib                 libsymmalloc_preload.so, which `symmalloc run` finds there
 
     checkout  crates/symmalloc-torch/setup.py        the Rust workspace is two folders up
-    sdist     setup.py, python/, include/, rust/     the crates that the library is made of, and their Cargo.lock
+    sdist     setup.py, python/, include/, rust/     the crates that these are made of, and their Cargo.lock
 """
 
+import functools
 import json
 import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+from setuptools.command.install_scripts import install_scripts
 from setuptools.command.sdist import sdist
 
 CRATE = Path(__file__).resolve().parent
 RUST = CRATE / "rust"
 WORKSPACE = RUST if RUST.is_dir() else CRATE.parent.parent
-NAME = "symmalloc-torch"
+PACKAGES = ("symmalloc-torch", "symmalloc-cli", "symmalloc-preload")
 LIBRARY = "libsymmalloc_torch.so"
+PROGRAM = "symmalloc"
+PRELOAD = "libsymmalloc_preload.so"
 HEADER = "symmalloc.h"
 
 
@@ -37,19 +47,22 @@ def workspace_version() -> str:
     return re.search(r'^version = "(.+)"$', package, re.MULTILINE).group(1)
 
 
-def built_library() -> Path:
-    """Runs cargo, and returns the path of the library."""
+@functools.cache
+def built() -> dict[str, Path]:
+    """Runs cargo, and returns the paths of the libraries and the program by name."""
+    names = (LIBRARY, PROGRAM, PRELOAD)
     if given := os.environ.get("SYMMALLOC_LIBRARY"):
-        return Path(given)
+        beside = {name: Path(given).parent / name for name in names[1:]}
+        return {LIBRARY: Path(given)} | {name: path for name, path in beside.items() if path.is_file()}
     if shutil.which("cargo") is None:
         raise SystemExit("cargo is not on the PATH: install Rust (https://rustup.rs), or set SYMMALLOC_LIBRARY")
-    command = ["cargo", "rustc", "--locked", "-p", NAME, "--lib", "--crate-type", "cdylib"]
+    command = ["cargo", "build", "--locked", *(word for package in PACKAGES for word in ("-p", package))]
     command += ["--profile", os.environ.get("SYMMALLOC_CARGO_PROFILE", "shipped")]
     command += ["--message-format", "json-render-diagnostics"]
     messages = subprocess.run(command, cwd=WORKSPACE, check=True, stdout=subprocess.PIPE, text=True).stdout
     artifacts = (json.loads(line) for line in messages.splitlines())
-    files = [file for artifact in artifacts for file in artifact.get("filenames", []) if file.endswith("/" + LIBRARY)]
-    return Path(files[-1])
+    files = [Path(file) for artifact in artifacts for file in artifact.get("filenames", [])]
+    return {file.name: file for file in files if file.name in names}
 
 
 class BuildWithLibrary(build_py):
@@ -58,18 +71,39 @@ class BuildWithLibrary(build_py):
         # An editable install runs from the sources, so the library is copied there.
         package = CRATE / "python" / "symmalloc" if self.editable_mode else Path(self.build_lib) / "symmalloc"
         package.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(built_library(), package / LIBRARY)
+        shutil.copyfile(built()[LIBRARY], package / LIBRARY)
         if not self.editable_mode:
             # The class for PyTorch is compiled against this header. A checkout uses the crate's header.
             shutil.copyfile(CRATE / "include" / HEADER, package / "pytorch" / HEADER)
 
 
+class BuildProgram(Distribution().get_command_class("build_scripts")):
+    """Copies the command line, which the base class would read as a Python script."""
+
+    def run(self) -> None:
+        self.mkpath(self.build_dir)
+        if PROGRAM in built():
+            self.copy_file(str(built()[PROGRAM]), self.build_dir)
+
+    def get_source_files(self) -> list[str]:
+        return []
+
+
+class InstallProgram(install_scripts):
+    """Also installs the library that the command line preloads. `data_files` would list it among the sources."""
+
+    def run(self) -> None:
+        super().run()
+        if PRELOAD in built():
+            folder = Path(self.get_finalized_command("install").install_data) / "lib"
+            self.mkpath(str(folder))
+            self.copy_file(str(built()[PRELOAD]), str(folder))
+
+
 class PlatformWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         platform = super().get_tag()[2]
-        for library in Path(self.bdist_dir).rglob(LIBRARY):
-            platform = manylinux(library, platform)
-        return "py3", "none", platform
+        return "py3", "none", manylinux(built().values(), platform)
 
 
 # The libraries that every Linux with glibc has (PEP 600), and the oldest glibc that the tag supports.
@@ -77,9 +111,9 @@ EVERYWHERE = re.compile(r"(lib(c|m|dl|pthread|rt|util|gcc_s)|ld-linux-[a-z0-9-]+
 GLIBC_MINOR_LEAST = 17
 
 
-def manylinux(library: Path, platform: str) -> str:
-    """Returns the tag for the glibc that a library needs, by its symbol versions; `platform` if it needs other libraries."""
-    command = ["readelf", "-W", "-d", "-V", str(library)]
+def manylinux(files: Iterable[Path], platform: str) -> str:
+    """Returns the tag for the glibc that the files need, by their symbol versions; `platform` if they need other libraries."""
+    command = ["readelf", "-W", "-d", "-V", *map(str, files)]
     try:
         read = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -105,14 +139,20 @@ class WithRust(sdist):
         folders = crates()
         for folder in folders:
             target = rust / folder.relative_to(WORKSPACE)
-            shutil.copytree(folder / "src", target / "src", dirs_exist_ok=True)
+            for part in ("src", "fonts", "jobs"):
+                if (folder / part).is_dir():
+                    shutil.copytree(folder / part, target / part, dirs_exist_ok=True)
             for file in ("build.rs", "README.md", "LICENSE-MIT", "LICENSE-APACHE"):
                 if (folder / file).exists():
                     shutil.copyfile(folder / file, target / file)
             (target / "Cargo.toml").write_text(without_tests((folder / "Cargo.toml").read_text()))
         root = without_members((WORKSPACE / "Cargo.toml").read_text(), [str(folder.relative_to(WORKSPACE)) for folder in folders])
         (rust / "Cargo.toml").write_text(root)
-        # Selects the version of the CUDA headers for the bindings.
+        # The command line names the commit, as in a published crate.
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=WORKSPACE, capture_output=True, text=True).stdout.strip()
+        if commit:
+            (rust / "crates/symmalloc-cli/.cargo_vcs_info.json").write_text(json.dumps({"git": {"sha1": commit}}))
+        # Names the CUDA headers of the bindings.
         shutil.copytree(WORKSPACE / ".cargo", rust / ".cargo", dirs_exist_ok=True)
         shutil.copyfile(WORKSPACE / "Cargo.lock", rust / "Cargo.lock")
         # Cargo removes unused packages, because building the wheel fails if the lock file would change.
@@ -123,12 +163,12 @@ class WithRust(sdist):
 
 
 def crates() -> list[Path]:
-    """Returns the folders of the library's crates."""
+    """Returns the folders of the crates that the wheel is made of."""
     command = ["cargo", "metadata", "--format-version", "1", "--no-deps", "--locked"]
     packages = json.loads(subprocess.run(command, cwd=WORKSPACE, check=True, stdout=subprocess.PIPE).stdout)["packages"]
     by_name = {package["name"]: package for package in packages}
     found: set[str] = set()
-    left = [NAME]
+    left = list(PACKAGES)
     while left:
         name = left.pop()
         if name not in found:
@@ -166,6 +206,13 @@ class WithLibrary(Distribution):
 
 setup(
     version=workspace_version(),
+    scripts=[PROGRAM],
     distclass=WithLibrary,
-    cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": PlatformWheel, "sdist": WithRust},
+    cmdclass={
+        "build_py": BuildWithLibrary,
+        "build_scripts": BuildProgram,
+        "install_scripts": InstallProgram,
+        "bdist_wheel": PlatformWheel,
+        "sdist": WithRust,
+    },
 )

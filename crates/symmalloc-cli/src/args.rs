@@ -242,7 +242,7 @@ Exit codes: 0 success, 3 a run failed, 2 invalid input.";
 
 /// A deterministic caching device allocator, on recorded GPU jobs. Only `run` needs a GPU.
 #[derive(Debug, Parser)]
-#[command(name = "symmalloc", version, after_help = HELP)]
+#[command(name = "symmalloc", version = env!("SYMMALLOC_VERSION"), after_help = HELP)]
 pub(crate) struct Args {
     #[command(subcommand)]
     pub(crate) command: Command,

@@ -20,17 +20,17 @@
 #define SYMMALLOC_VERSION "0.1.0"
 
 /**
- * Contents of live allocations during sleep: copied to pinned host memory, and restored on wake.
+ * `contents` of a sleep: live allocations are copied to pinned host memory, and restored on wake.
  */
 #define SYMMALLOC_CONTENTS_KEEP 0
 
 /**
- * Contents of live allocations during sleep: discarded, and undefined after wake.
+ * `contents` of a sleep: live allocations are discarded, and undefined after wake.
  */
 #define SYMMALLOC_CONTENTS_DROP 1
 
 /**
- * Contents of live allocations during sleep: zero after wake.
+ * `contents` of a sleep: live allocations are discarded, and zero after wake.
  */
 #define SYMMALLOC_CONTENTS_ZERO 2
 
@@ -50,13 +50,13 @@
 #define SYMMALLOC_PHASE_FAILED 2
 
 /**
- * `symmalloc_registrar_options.registration`: a symmetric window over each segment of a symmetric pool, which all ranks create together.
+ * `symmalloc_registrar_options.registration`: all ranks together create a symmetric window over each segment of a symmetric pool.
  */
 #define SYMMALLOC_REGISTER_WINDOWS 0
 
 /**
- * `symmalloc_registrar_options.registration`: `ncclCommRegister` for each piece of memory, local to this rank. For any pool, including
- * one whose segments grow.
+ * `symmalloc_registrar_options.registration`: this rank alone calls `ncclCommRegister` for each piece of memory. Works for any pool,
+ * including pools whose segments grow.
  */
 #define SYMMALLOC_REGISTER_BUFFERS 1
 
@@ -153,7 +153,7 @@ typedef uint32_t symmalloc_status;
 typedef struct symmalloc_allocator symmalloc_allocator;
 
 /**
- * Opened memory of another process.
+ * Memory of another process that this process opened.
  */
 typedef struct symmalloc_opened symmalloc_opened;
 
@@ -284,8 +284,8 @@ typedef struct symmalloc_registrar_options {
   uint32_t registration;
   /**
    * The number of syncs per comparison of the ranks' histories: 0 and 1 compare at every sync, `SYMMALLOC_AGREE_BY_HAND` at none. A
-   * sync that neither compares nor finds new segments returns immediately. If only some ranks have new segments then, these ranks time
-   * out.
+   * sync that neither compares nor finds new segments returns immediately. If only some ranks find new segments in such a sync, these
+   * ranks time out.
    */
   uint32_t agree_every;
   /**
@@ -293,12 +293,12 @@ typedef struct symmalloc_registrar_options {
    */
   uint32_t rank;
   /**
-   * The expected number of ranks of the communicator; 0: checks neither this nor `rank`.
+   * The expected number of ranks of the communicator. 0 disables the check of this and of `rank`.
    */
   uint32_t world;
   /**
    * "host:port", a free port on the machine of the communicator's rank 0. The ranks connect there and keep the connections, to detect
-   * which rank died, is stopped or is missing. NULL: errors do not identify that rank.
+   * which rank died, is stopped or is missing. With NULL, errors do not identify that rank.
    */
   const char *rendezvous;
   /**
@@ -403,7 +403,7 @@ typedef struct symmalloc_stat {
 } symmalloc_stat;
 
 /**
- * The counters of a device's allocators, including those over memory of the program. In arrays of three, the entries are the total,
+ * The counters of a device's allocators, including those over the program's memory. In arrays of three, the entries are the total,
  * small blocks and large blocks.
  */
 typedef struct symmalloc_counts {
@@ -522,7 +522,7 @@ typedef void (*symmalloc_visit_fn)(void *context,
 typedef void (*symmalloc_restored_fn)(void *context, void *pointer, uint64_t requested_bytes, uint32_t is_live);
 
 /**
- * Receives memory after it was mapped (`is_mapped` 1), and before it is unmapped (0). Runs under a heap's lock, so calls of this
+ * Called after memory is mapped (`is_mapped` 1), and before it is unmapped (0). Runs under a heap's lock, so calls of this
  * library inside it return an error.
  */
 typedef void (*symmalloc_memory_fn)(int32_t device, uint32_t is_mapped, uint64_t address, uint64_t bytes);
@@ -537,12 +537,12 @@ extern "C" {
 const char *symmalloc_error_message(void);
 
 /**
- * Returns the library's version, which is that of its package.
+ * Returns the version of the library and its package.
  */
 const char *symmalloc_version(void);
 
 /**
- * Creates an allocator for a device. `conf` has the syntax of SYMMALLOC_CONF; NULL: the defaults.
+ * Creates an allocator for a device. `conf` has the syntax of SYMMALLOC_CONF. NULL selects the defaults.
  *
  * # Safety
  * `conf` is NULL or a C string; `out` is valid for writing.
@@ -626,7 +626,7 @@ symmalloc_status symmalloc_free_unordered(struct symmalloc_allocator *allocator,
 
 /**
  * Frees an allocation after the work submitted to this stream so far, regardless of the stream of its allocation, for callers that
- * free on a stream. Memory of `symmalloc_allocate_unordered` is freed as by `symmalloc_free_unordered`. NULL has no effect.
+ * free on a stream. Memory of `symmalloc_allocate_unordered` is freed by `symmalloc_free_unordered`. NULL has no effect.
  *
  * # Safety
  * As `symmalloc_allocate`.
@@ -667,8 +667,8 @@ void symmalloc_ort_free(void *pointer);
 void symmalloc_ort_empty_cache(void);
 
 /**
- * Creates a pool. `conf` has the pool keys of SYMMALLOC_CONF; NULL: the settings of the default pool, but private. Create pools in the
- * same order on every rank.
+ * Creates a pool. `conf` has the pool keys of SYMMALLOC_CONF; NULL selects the default pool's settings, but private. Create pools in
+ * the same order on every rank.
  *
  * # Safety
  * `allocator` is live; `conf` is NULL or a C string; `out` is valid for writing.
@@ -687,7 +687,7 @@ symmalloc_status symmalloc_pool_destroy(struct symmalloc_allocator *allocator,
                                         uint32_t pool);
 
 /**
- * Grows the device memory of a stream in a pool to at least `bytes`, for later allocations.
+ * Grows a stream's device memory in a pool to at least `bytes`, for later allocations.
  *
  * # Safety
  * As `symmalloc_allocate`.
@@ -722,7 +722,7 @@ symmalloc_status symmalloc_grant_access(struct symmalloc_allocator *allocator, i
  *
  * A pool with registrars sleeps on all ranks together: call this at the same point on every rank, when no collective in its windows is
  * running. It first deregisters the windows. The ranks communicate over the communicator with the most ranks, which must include the
- * ranks of all others; of several, the one that was registered last. `out` may be NULL.
+ * ranks of all others. If several have the most ranks, it is the one that was registered last. `out` may be NULL.
  *
  * # Safety
  * `allocator` is live; `out` is NULL or valid for writing.
@@ -734,8 +734,8 @@ symmalloc_status symmalloc_sleep(struct symmalloc_allocator *allocator,
 
 /**
  * Wakes a pool at its previous addresses, and restores the kept contents. Returns `SYMMALLOC_OUT_OF_MEMORY` if the device lacks memory.
- * The pool then stays asleep without losing contents, and can retry. A pool with registrars wakes on all ranks or on none, and restores
- * its windows. `out` may be NULL.
+ * The pool then stays asleep and keeps its contents, and the wake can be retried. A pool with registrars wakes on all ranks or on none,
+ * and restores its windows. `out` may be NULL.
  *
  * # Safety
  * As `symmalloc_sleep`.
@@ -745,7 +745,7 @@ symmalloc_status symmalloc_wake(struct symmalloc_allocator *allocator,
                                 struct symmalloc_woken *out);
 
 /**
- * Puts the pools to sleep whose configuration has the tag (`tag:weights`), as `symmalloc_sleep`, in order of creation. If a pool fails,
+ * Puts the pools whose configuration has the tag (`tag:weights`) to sleep, as `symmalloc_sleep`, in order of creation. If a pool fails,
  * those before it sleep, and another call continues. Returns `SYMMALLOC_UNKNOWN_POOL` if no pool has the tag.
  *
  * # Safety
@@ -776,7 +776,7 @@ symmalloc_status symmalloc_wake_tagged(struct symmalloc_allocator *allocator,
 symmalloc_status symmalloc_phase(struct symmalloc_allocator *allocator, uint32_t pool, uint32_t *out);
 
 /**
- * Sets the memory of a pool with a quota to `bytes`, rounded up to granules. It is fixed until the next call. A pool created with
+ * Sets the memory of a pool with a quota to `bytes`, rounded up to granules. The size is fixed until the next call. A pool created with
  * `growth_mb:0,streams:shared` has a quota; `range_mb` is its maximum. Such a pool starts empty. Live allocations stay in place. Returns
  * `SYMMALLOC_INVALID_STATE` if they need more memory, and leaves the pool unchanged. A shrinking pool waits for the streams that used its
  * free memory. `held_bytes` may be NULL.
@@ -810,9 +810,9 @@ symmalloc_status symmalloc_release_host_memory(struct symmalloc_allocator *alloc
                                                uint64_t *released_bytes);
 
 /**
- * Begins a step of a pool, which is a repeated part of the program such as a training step. A pool with `plan:learn` plans a step after
- * two equal runs, when the second ends. Later runs follow the plan. `key` is equal for steps that make the same allocations; 0 if all do.
- * Call it at the same point on every rank, while no other thread uses the pool and no stream is captured.
+ * Begins a step of a pool: a repeated part of the program, such as a training step. A pool with `plan:learn` plans a step after
+ * two equal runs, when the second ends. Later runs follow the plan. `key` is equal for steps that make the same allocations, and 0 if all
+ * steps do. Call it at the same point on every rank, while no other thread uses the pool and no stream is captured.
  *
  * # Safety
  * `allocator` is live.
@@ -879,7 +879,7 @@ symmalloc_status symmalloc_stats_json(struct symmalloc_allocator *allocator, cha
 symmalloc_status symmalloc_reset_peaks(struct symmalloc_allocator *allocator);
 
 /**
- * Writes the digest of a pool's history, which is equal on two ranks exactly when their ops and placements in the pool are.
+ * Writes the digest of a pool's history, which is equal on two ranks exactly when their ops and placements in the pool are equal.
  *
  * # Safety
  * `allocator` is live; `out` is valid for writing.
@@ -1068,7 +1068,7 @@ symmalloc_status symmalloc_scope_end(int32_t device,
 
 /**
  * Creates an all-to-all-v on the registrar's communicator, without communication. `options` is a sum of `SYMMALLOC_ALL_TO_ALL_...`, equal
- * on every rank; 0: any memory, no checks. Destroy it before the registrar.
+ * on every rank; 0 accepts any memory and checks nothing. Destroy it before the registrar.
  *
  * # Safety
  * The registrar is live; `out` is valid for writing.
@@ -1079,8 +1079,8 @@ symmalloc_status symmalloc_all_to_all_create(struct symmalloc_registrar *registr
 
 /**
  * Exchanges splits: sends the number of rows for each rank (`sent`), and writes the number of rows from each rank (`received`). All ranks
- * call it after the splits of any rank changed, and at no other time. Blocks the host until the exchange is done. `sent` NULL: this rank
- * has no valid splits, and all ranks return an error instead of waiting.
+ * call it after the splits of any rank changed, and at no other time. Blocks the host until the exchange is done. If this rank
+ * has no valid splits, it passes NULL as `sent`, and all ranks return an error instead of waiting.
  *
  * # Safety
  * `all_to_all` is live; `sent` is NULL or valid for reading as many numbers as the communicator has ranks, and `received` is valid for
@@ -1092,8 +1092,9 @@ symmalloc_status symmalloc_all_to_all_exchange(struct symmalloc_all_to_all *all_
 
 /**
  * Sends rows of the input to all ranks, and receives their rows in the output, in rank order. A row has `row_bytes` bytes. `sent` and
- * `received` are the numbers of rows to and from each rank; both NULL: splits both buffers equally. Exchanges no splits: every rank must
- * know both. A buffer may be longer than its rows. Returns after submitting the work to the stream; a graph can capture it.
+ * `received` are the numbers of rows to and from each rank. If both are NULL, both buffers are split equally. Splits are not exchanged:
+ * every rank must know both. A buffer may be longer than its rows. Returns after submitting the work to the stream; a graph can capture
+ * it.
  *
  * # Safety
  * `all_to_all` is live; `stream` is one of its device and lives as long as the communicator; the buffers are memory of the device until
@@ -1147,7 +1148,7 @@ symmalloc_status symmalloc_agree_all(struct symmalloc_allocator *allocator,
 
 /**
  * Announces to the watchdog a collective that the program submits itself on all ranks of the registrar's communicator. The program
- * submits it to the stream after this call and before `symmalloc_announce_end`, in the same order on every rank. It is numbered among the
+ * submits it to the stream after this call and before `symmalloc_announce_end`, in the same order on every rank. It counts as one of the
  * communicator's collectives in flight records, and has the communicator's deadline. If a rank misses the deadline, standard error, a
  * flight record and the next sync name it.
  *
@@ -1340,7 +1341,7 @@ symmalloc_status symmalloc_torch_allocate(int32_t device,
 
 /**
  * Allocates as `symmalloc_torch_allocate`, with a name for traces, snapshots and reports. A name that the thread pushed takes precedence.
- * Invalid UTF-8 is replaced; NULL: no name.
+ * Invalid UTF-8 in the name is replaced. NULL means no name.
  *
  * # Safety
  * As `symmalloc_torch_allocate`, and `name` is NULL or a C string.
@@ -1353,8 +1354,8 @@ symmalloc_status symmalloc_torch_allocate_named(int32_t device,
                                                 void **out);
 
 /**
- * Frees an allocation. `device` is a hint of its device. Writes the size of the block to `block_bytes`, which may be NULL. Failures are
- * counted and standard error shows the first one, because PyTorch frees in destructors.
+ * Frees an allocation. `device` is a hint. Writes the size of the block to `block_bytes`, which may be NULL. Failures are counted,
+ * and standard error shows the first one, because PyTorch frees in destructors.
  *
  * # Safety
  * `block_bytes` is NULL or valid for writing.
@@ -1385,8 +1386,8 @@ int32_t symmalloc_torch_device_of(const void *pointer);
 symmalloc_status symmalloc_torch_record_use(void *pointer, void *stream);
 
 /**
- * Releases free memory. For the id (0, 0): of all devices, except that of private pools in use. Otherwise: of the private pool of this id,
- * if the pool was released.
+ * Releases free memory. The id (0, 0) selects all memory of all devices, except private pools in use. Any other id selects that private
+ * pool, if the program has released it.
  */
 symmalloc_status symmalloc_torch_trim(uint64_t id_first,
                                       uint64_t id_second);
@@ -1445,7 +1446,7 @@ symmalloc_status symmalloc_torch_begin_scope(int32_t device,
 symmalloc_status symmalloc_torch_end_scope(int32_t device, uint64_t id_first, uint64_t id_second);
 
 /**
- * Adds a use to the private pool of this id, as a `MemPool` of PyTorch does. A new pool takes its memory from the source, if there is one.
+ * Adds a use to the private pool of this id, as PyTorch's `MemPool` does. A new pool takes its memory from the source, if there is one.
  *
  * # Safety
  * `source` is NULL or valid for reading, and its functions may be called with its context on any thread until `destroy` runs.
@@ -1497,7 +1498,7 @@ symmalloc_status symmalloc_torch_counts(int32_t device, struct symmalloc_counts 
 symmalloc_status symmalloc_torch_reset_peaks(int32_t device);
 
 /**
- * Visits every segment and block of a device by pool; with an id other than (0, 0), those of one private pool.
+ * Visits every segment and block of a device, pool by pool. With an id other than (0, 0), visits only those of one private pool.
  *
  * # Safety
  * `visit` may be called with `context` until the call returns. It must not use the allocator.

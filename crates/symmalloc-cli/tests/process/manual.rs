@@ -2,6 +2,7 @@
 
 use crate::{Folder, symmalloc};
 use std::fs;
+use std::process::Command;
 
 const COMMANDS: [&str; 8] = ["replay", "simulate", "diff", "import", "export", "chart", "report", "plan"];
 
@@ -48,4 +49,17 @@ fn every_page_that_a_manual_page_cites_exists() {
             "{name}"
         );
     }
+}
+
+#[test]
+fn version_names_the_commit_of_the_checkout() {
+    let git = Command::new("git").args(["rev-parse", "HEAD"]).current_dir(env!("CARGO_MANIFEST_DIR")).output();
+    let commit =
+        git.ok().filter(|output| output.status.success()).and_then(|output| String::from_utf8(output.stdout).ok());
+    let Some(commit) = commit else {
+        eprintln!("skipped: not a git checkout");
+        return;
+    };
+    let expected = format!("symmalloc {} ({})\n", env!("CARGO_PKG_VERSION"), &commit[..12]);
+    assert_eq!(symmalloc("--version", &[]).exited(0).stdout, expected);
 }
