@@ -144,10 +144,8 @@ stub_test!(what_a_failed_capture_left_open_ends_with_the_next_begin, {
     let lost = torch::allocate(8 * MIB, stream);
     assert_eq!(pool(lost), 1);
     // SAFETY: the stream is alive.
-    assert!(
-        unsafe { cudarc::driver::result::stream::synchronize(stream.cast()) }.is_err(),
-        "synchronizing invalidates the capture"
-    );
+    let synchronized = unsafe { cudarc::driver::result::stream::synchronize(stream.cast()) };
+    assert!(synchronized.is_err(), "synchronizing invalidates the capture");
     // Another scope begins before the failed capture has ended.
     let other = std::cell::RefCell::new(Vec::new());
     begin((2, 0), &other);
