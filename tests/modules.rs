@@ -48,7 +48,7 @@ const PLAIN_DATA: [(&str, &str); 17] = [
 ];
 
 const CORE_TOP_MAX: usize = 15;
-const HOUSE_CIRCLES_MAX: usize = 3;
+const HOUSE_CIRCLES_MAX: usize = 2;
 
 /// Files of one crate: path within `src`, and text.
 type Files = BTreeMap<String, String>;

@@ -35,7 +35,7 @@ mod registered;
 pub(crate) mod splits;
 mod transfers;
 
-pub use crate::all_to_all::error::AllToAllError;
+pub use error::AllToAllError;
 
 use crate::all_to_all::message::Messages;
 use crate::all_to_all::registered::RegisteredSegments;

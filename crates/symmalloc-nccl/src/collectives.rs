@@ -10,10 +10,11 @@ pub(crate) mod data_type;
 pub(crate) mod group;
 
 use crate::collectives::data_type::{NcclType, ReduceOp};
+use crate::communicator::Communicator;
 use crate::communicator::buffers::Buffers;
 use crate::communicator::error::CommError;
 use crate::communicator::operation::NcclCall;
-use crate::communicator::{Communicator, submit};
+use crate::communicator::submit::submit;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::sync::Arc;
 

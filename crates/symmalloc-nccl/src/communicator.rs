@@ -6,7 +6,7 @@
 //!    shared.rs              state shared by the clones, the call lock
 //!    call.rs                NCCL calls: their thread (threads.rs) and deadline
 //!    ending.rs              abnormal termination (state.rs)
-//!    registering.rs         windows and buffers (registration.rs)
+//!    registering.rs         windows and buffers (registration.rs, deregister.rs)
 //!    submit.rs              collectives (operation.rs), over buffers (buffers.rs)
 //!    pending_comm_guard.rs  ranks that are about to create one
 //!    host_entry.rs          a registration or split in the flight record
@@ -17,6 +17,7 @@
 pub(crate) mod buffers;
 mod builder;
 mod call;
+mod deregister;
 mod ending;
 pub(crate) mod error;
 mod host_entry;
@@ -27,17 +28,17 @@ mod registering;
 pub(crate) mod registration;
 mod shared;
 pub(crate) mod state;
-mod submit;
+pub(crate) mod submit;
 pub(crate) mod threads;
 pub(crate) mod watching;
 
-pub use crate::communicator::builder::CommunicatorBuilder;
-pub use crate::communicator::order::CommOrder;
-pub use crate::communicator::state::{CommState, Stage};
-pub(crate) use crate::communicator::submit::{Submission, submit};
+pub use builder::CommunicatorBuilder;
+pub use order::CommOrder;
+pub use state::{CommState, Stage};
 
 use crate::backoff::Backoff;
 use crate::communicator::call::{Route, perform, settle};
+use crate::communicator::deregister::deregister_all;
 use crate::communicator::ending::{ABORT_LIMIT, Ending, end_all};
 use crate::communicator::error::CommError;
 use crate::communicator::host_entry::HostEntry;
@@ -349,7 +350,7 @@ impl Communicator {
 impl Shared {
     fn destroy(&self) -> Result<(), CommError> {
         let Ok(mut access) = self.access() else { return Ok(()) };
-        let deregistered = registering::deregister_all(&mut access);
+        let deregistered = deregister_all(&mut access);
         if self.ownership == Ownership::Borrowed {
             lock(&self.life).end(CommState::Destroyed, None);
             watchdog::leave(self.watched());

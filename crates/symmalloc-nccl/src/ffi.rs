@@ -1,4 +1,4 @@
-//! The boundary to libnccl and the CUDA driver. All `unsafe` code of this crate is here.
+//! The calls into libnccl, and the driver calls that cudarc does not wrap.
 //!
 //! `calls.rs` has one function per NCCL call and states its safety contract; `layout.rs` repeats the structs of nccl.h. `library.rs` opens
 //! libnccl and reports its version and capabilities. `driver.rs` has the few driver calls.

@@ -32,7 +32,7 @@ pub(crate) mod stats;
 #[cfg(feature = "metrics")]
 mod sync_time;
 
-pub use crate::registrar::builder::RegistrarBuilder;
+pub use builder::RegistrarBuilder;
 
 use crate::communicator::error::CommError;
 use crate::communicator::{CommState, Communicator};

@@ -27,15 +27,15 @@ mod thread;
 
 mod watched;
 
-pub(crate) use crate::watchdog::clock::Tick;
-pub(crate) use crate::watchdog::failure::PENDING_COMM;
-pub use crate::watchdog::failure::{Failure, FailureCause};
-pub(crate) use crate::watchdog::flight::{EntryNumber, Work};
-pub(crate) use crate::watchdog::marker::mark;
-pub use crate::watchdog::record::{flight_record, write_flight_record};
-pub(crate) use crate::watchdog::response::ERROR_LIMIT;
-pub use crate::watchdog::response::FAILURE_EXIT_CODE;
-pub(crate) use crate::watchdog::settings::WatchSettings;
-pub use crate::watchdog::settings::WatchdogMode;
-pub(crate) use crate::watchdog::thread::{NEWS_LIMIT, expect, fail, is_on, leave, meeting_of, met, watch, withdraw};
-pub(crate) use crate::watchdog::watched::{Identity, MeetingId, Watchable, Watched};
+pub(crate) use clock::Tick;
+pub(crate) use failure::PENDING_COMM;
+pub use failure::{Failure, FailureCause};
+pub(crate) use flight::{EntryNumber, Work};
+pub(crate) use marker::mark;
+pub use record::{flight_record, write_flight_record};
+pub(crate) use response::ERROR_LIMIT;
+pub use response::FAILURE_EXIT_CODE;
+pub(crate) use settings::WatchSettings;
+pub use settings::WatchdogMode;
+pub(crate) use thread::{NEWS_LIMIT, expect, fail, is_on, leave, meeting_of, met, watch, withdraw};
+pub(crate) use watched::{Identity, MeetingId, Watchable, Watched};

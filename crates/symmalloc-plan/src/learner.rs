@@ -108,7 +108,7 @@ impl<R: Copy + Eq> StepLearner<R> {
         if is_newest {
             self.newest[number as usize].1 = Some(now);
         } else if let Some(step) = self.before.and_then(|before| self.steps.get_mut(&before)) {
-            // An allocation that lives for more than one step is not part of it.
+            // An allocation that lives for more than one step has no place in the plan.
             step[number as usize].1 = (now <= number).then_some(step.len() as u32 + now);
         }
     }

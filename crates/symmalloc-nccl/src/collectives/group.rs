@@ -4,10 +4,11 @@
 //! that borrows the buffers until it is submitted. If it is dropped without being submitted, NCCL is never called.
 
 use crate::collectives::data_type::{DataType, NcclType, ReduceOp};
+use crate::communicator::Communicator;
 use crate::communicator::buffers::{Buffers, Elements, Uses};
 use crate::communicator::error::CommError;
 use crate::communicator::operation::NcclCall;
-use crate::communicator::{Communicator, Submission, submit};
+use crate::communicator::submit::{Submission, submit};
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use smallvec::SmallVec;
 use std::fmt;

@@ -1,15 +1,15 @@
-//! Registration and deregistration of windows and buffers with NCCL.
+//! The registration interface of communicators: windows and buffers.
 
 use crate::communicator::Communicator;
 use crate::communicator::call::{Route, perform};
+use crate::communicator::deregister::{deregister_buffer, deregister_window};
 use crate::communicator::error::CommError;
 use crate::communicator::host_entry::HostEntry;
 use crate::communicator::registration::{BufferRegistration, Memory, Registered, WINDOW_ALIGNMENT, Window};
-use crate::communicator::shared::{Access, Handles, lock};
-use crate::communicator::state::{CommState, Stage};
+use crate::communicator::shared::{Access, lock};
+use crate::communicator::state::Stage;
 use crate::communicator::threads::Kept;
-use crate::ffi::calls::{Calls, Outcome};
-use crate::ffi::handles::{CommHandle, NewHandle, RegistrationHandle, WindowHandle};
+use crate::ffi::handles::NewHandle;
 use crate::ffi::version::Capability;
 use std::slice::from_mut;
 use std::sync::Arc;
@@ -123,41 +123,4 @@ impl Communicator {
         let (name, owner) = (Arc::clone(&self.shared.name), Arc::clone(&memory.owner_name));
         Err(CommError::ForeignRegistration { name, owner })
     }
-}
-
-/// Deregisters everything that remains, in order. Returns the first error, but tries the rest as long as the communicator is ready.
-pub(super) fn deregister_all(access: &mut Access<'_>) -> Result<(), CommError> {
-    let mut outcome = Ok(());
-    let (windows, buffers) = (lock(&access.inner.windows).clone(), lock(&access.inner.buffers).clone());
-    for window in windows {
-        outcome = outcome.and(deregister_window(access, window));
-    }
-    for buffer in buffers {
-        outcome = outcome.and(deregister_buffer(access, buffer));
-    }
-    outcome
-}
-
-fn deregister_window(access: &mut Access<'_>, window: WindowHandle) -> Result<(), CommError> {
-    deregister(Arc::clone(&access.inner.windows), access, window, Calls::deregister_window)
-}
-
-fn deregister_buffer(access: &mut Access<'_>, buffer: RegistrationHandle) -> Result<(), CommError> {
-    deregister(Arc::clone(&access.inner.buffers), access, buffer, Calls::deregister_buffer)
-}
-
-fn deregister<Handle: Copy + PartialEq + Send + 'static>(
-    known: Handles<Handle>,
-    access: &mut Access<'_>,
-    handle: Handle,
-    call: fn(&Calls, CommHandle, Handle) -> Outcome,
-) -> Result<(), CommError> {
-    if access.shared.state() != CommState::Ready {
-        return Err(access.shared.gone());
-    }
-    let comm = access.comm;
-    perform(from_mut(access), Stage::Deregister, Route::Apart, &None, move |calls| {
-        // The communicator may end in the meantime, so remove the handle only after NCCL has accepted the call.
-        call(calls, comm, handle).inspect(|_| lock(&known).retain(|known| *known != handle))
-    })
 }

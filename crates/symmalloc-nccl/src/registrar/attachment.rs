@@ -160,6 +160,15 @@ impl Attachment {
         self.lock().pools.leave(pool)
     }
 
+    /// Returns the transport of the ranks' messages, creating it if needed.
+    pub(crate) fn transport<'s>(&self, state: &'s mut SyncState) -> Result<&'s NcclTransport, SyncError> {
+        let transport = match state.transport.take() {
+            Some(transport) => transport,
+            None => NcclTransport::new(&self.comm).map_err(|error| self.failed(error))?,
+        };
+        Ok(state.transport.insert(transport))
+    }
+
     /// Runs an exchange of messages over the communicator, between two syncs.
     pub(crate) fn with_transport<T>(
         &self,
@@ -170,11 +179,7 @@ impl Attachment {
         if state.is_dropped || self.comm.state() != CommState::Ready {
             return Err(self.gone());
         }
-        let transport = match state.transport.take() {
-            Some(transport) => transport,
-            None => NcclTransport::new(&self.comm).map_err(|error| self.failed(error))?,
-        };
-        let outcome = exchange(state.transport.insert(transport));
+        let outcome = exchange(self.transport(&mut state)?);
         if outcome.as_ref().is_err_and(SyncError::is_fatal) {
             self.end(&mut state, allocator);
         }

@@ -112,9 +112,9 @@ pub(crate) fn generation(event: &SegmentEvent) -> Generation {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct SyncActions {
     /// Registrations in log order, then deregistrations in log order.
-    pub(crate) actions: Vec<SyncAction>,
+    pub(crate) list: Vec<SyncAction>,
     /// Changed segments; `None` if dead.
-    changes: BTreeMap<Generation, Option<LiveSegment>>,
+    segments: BTreeMap<Generation, Option<LiveSegment>>,
 }
 
 impl SyncActions {
@@ -188,12 +188,12 @@ impl SyncActions {
                 changes.insert(segment, None);
             }
         }
-        SyncActions { actions, changes }
+        SyncActions { list: actions, segments: changes }
     }
 
     /// Applies the changes to the segment table, once the actions are executed.
     pub(crate) fn write_to(&self, segments: &mut SegmentTable) {
-        for (segment, now) in &self.changes {
+        for (segment, now) in &self.segments {
             match now {
                 Some(now) => segments.insert(*segment, *now),
                 None => segments.remove(segment),
@@ -203,19 +203,19 @@ impl SyncActions {
 
     /// Returns the number of actions that add a window, and the number of those that only remove one.
     pub(crate) fn counts(&self) -> (u64, u64) {
-        let deregistrations = self.actions.iter().filter(|action| action.change.kind == ChangeKind::Deregister).count();
-        ((self.actions.len() - deregistrations) as u64, deregistrations as u64)
+        let deregistrations = self.list.iter().filter(|action| action.change.kind == ChangeKind::Deregister).count();
+        ((self.list.len() - deregistrations) as u64, deregistrations as u64)
     }
 
     /// Returns `true` if an action removes a window that work on the device may use.
     pub(crate) fn takes_away(&self) -> bool {
-        self.actions.iter().any(|action| action.change.kind != ChangeKind::Register)
+        self.list.iter().any(|action| action.change.kind != ChangeKind::Register)
     }
 
     /// Returns a digest of the actions, for comparison across ranks.
     pub(crate) fn digest(&self) -> u64 {
-        let words = self.actions.iter().flat_map(|action| action.change.words());
-        words.fold(self.actions.len() as u64, fold)
+        let words = self.list.iter().flat_map(|action| action.change.words());
+        words.fold(self.list.len() as u64, fold)
     }
 }
 
@@ -291,21 +291,21 @@ mod tests {
             Watched { allocator, observer, segments: SegmentTable::new(), dead: Vec::new() }
         }
 
-        fn plan(&self) -> SyncActions {
+        fn actions(&self) -> SyncActions {
             SyncActions::new(&self.segments, &self.allocator.unread(self.observer).events, &[], |_| 0)
         }
 
         fn sync(&mut self) -> Vec<(ChangeKind, u32, u64)> {
-            let plan = self.plan();
-            assert_eq!(plan, self.plan(), "planning changes nothing");
+            let actions = self.actions();
+            assert_eq!(actions, self.actions(), "computing them changes nothing");
             let mut dead: Vec<_> = dead_keys(&self.segments, &self.allocator.unread(self.observer).events, &[]);
             self.dead.append(&mut dead);
-            plan.write_to(&mut self.segments);
+            actions.write_to(&mut self.segments);
             self.allocator.acknowledge(self.observer, &self.allocator.unread(self.observer)).expect("no faults");
-            assert!(self.plan().actions.is_empty(), "never twice");
+            assert!(self.actions().list.is_empty(), "never twice");
             let seen =
                 |action: &SyncAction| (action.change.kind, action.change.segment.segment.0, action.change.size_bytes);
-            plan.actions.iter().map(seen).collect()
+            actions.list.iter().map(seen).collect()
         }
 
         fn take(&self, size_bytes: u64) -> symmalloc_core::Handle {
@@ -377,9 +377,9 @@ mod tests {
         watched.trim();
         let (observer, births) = watched.allocator.observe(PoolId::DEFAULT).expect("the pool exists");
         watched.observer = observer;
-        let plan = SyncActions::new(&watched.segments, &births, &[], |_| 0);
-        assert!(plan.actions.is_empty());
-        plan.write_to(&mut watched.segments);
+        let actions = SyncActions::new(&watched.segments, &births, &[], |_| 0);
+        assert!(actions.list.is_empty());
+        actions.write_to(&mut watched.segments);
         watched.take(4 * MIB);
         assert_eq!(watched.sync(), [(ChangeKind::Register, 0, 6 * MIB)]);
     }
@@ -391,25 +391,22 @@ mod tests {
         watched.sync();
         watched.take(40 * MIB);
         let events = watched.allocator.unread(watched.observer).events;
-        let plan = SyncActions::new(&watched.segments, &events, &[PoolId::DEFAULT], |_| 0);
-        assert_eq!(plan.counts(), (0, 1));
-        plan.write_to(&mut watched.segments);
+        let actions = SyncActions::new(&watched.segments, &events, &[PoolId::DEFAULT], |_| 0);
+        assert_eq!(actions.counts(), (0, 1));
+        actions.write_to(&mut watched.segments);
         assert!(watched.segments.is_empty());
     }
 
     #[test]
-    fn steps_survive_a_message_and_show_in_the_digest() {
+    fn the_order_of_the_changes_is_in_the_digest() {
         let watched = Watched::new(fixed());
         watched.take(30 * MIB);
-        let one = watched.plan();
+        let one = watched.actions();
         watched.take(30 * MIB);
-        let two = watched.plan();
+        let two = watched.actions();
         assert_ne!(one.digest(), two.digest());
-        let swapped = SyncActions { actions: vec![two.actions[1], two.actions[0]], changes: BTreeMap::new() };
+        let swapped = SyncActions { list: vec![two.list[1], two.list[0]], segments: BTreeMap::new() };
         assert_ne!(two.digest(), swapped.digest(), "the order matters");
-        assert_eq!(
-            one.actions[0].change.to_string(),
-            "register segment 0 of symmetric pool 0, stream 0 (31457280 bytes)"
-        );
+        assert_eq!(one.list[0].change.to_string(), "register segment 0 of symmetric pool 0, stream 0 (31457280 bytes)");
     }
 }

@@ -295,7 +295,7 @@ mod tests {
     /// Returns actions that register this many segments, one of them with another size.
     fn actions(segments: u32, other: u32) -> SyncActions {
         let mut actions = SyncActions::default();
-        actions.actions = (0..segments)
+        actions.list = (0..segments)
             .map(|segment| SyncAction {
                 change: WindowChange {
                     kind: ChangeKind::Register,

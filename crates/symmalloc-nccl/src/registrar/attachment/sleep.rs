@@ -7,7 +7,6 @@ use crate::registrar::settings::{Registration, Synced};
 use crate::sleep::saved_registrations::{SavedBuffers, SavedRegistrations, SavedWindow, digest};
 use crate::sync::actions::{ChangeKind, SegmentName, SyncAction, WindowChange};
 use crate::sync::error::SyncError;
-use crate::transport::NcclTransport;
 use crate::windows::segment_key::{Generation, SegmentKey};
 use crate::windows::symmetric_space::SymmetricSpace;
 use std::collections::BTreeSet;
@@ -31,15 +30,6 @@ impl Attachment {
     /// Returns `true` if the communicator ended with windows of the pool and an NCCL call on it still runs.
     pub(crate) fn holds(&self, state: &SyncState, pool: PoolId) -> bool {
         self.comm.state() == CommState::Lost && (state.kept.contains(&pool) || state.has_registered(pool))
-    }
-
-    /// Returns the transport of the ranks' messages, creating it if needed.
-    pub(crate) fn transport<'s>(&self, state: &'s mut SyncState) -> Result<&'s NcclTransport, SyncError> {
-        let transport = match state.transport.take() {
-            Some(transport) => transport,
-            None => NcclTransport::new(&self.comm).map_err(|error| self.failed(error))?,
-        };
-        Ok(state.transport.insert(transport))
     }
 
     /// Returns the number of this sleep or wake: equal on all ranks of the communicator.

@@ -12,7 +12,6 @@ use crate::sync::agreement::agree_on_sync;
 use crate::sync::changes::SegmentChanges;
 use crate::sync::error::SyncError;
 use crate::sync::message::{SyncContext, SyncMessage};
-use crate::transport::NcclTransport;
 use crate::windows::segment_key::{Generation, SegmentKey};
 use crate::windows::symmetric_space::SymmetricSpace;
 use crate::windows::window::{Entry, RegisteredAs};
@@ -65,18 +64,18 @@ impl Attachment {
         let actions =
             SyncActions::new(&state.segments, &windows.events, &windows.leaving, |pool| state.pools.ordinal(pool));
         let mut synced = Synced::default();
-        if history.is_some() || !actions.actions.is_empty() {
+        if history.is_some() || !actions.list.is_empty() {
             synced.rounds = self.agree(state, job, history, &actions)?;
         }
         let dead: Vec<SegmentKey> = [&windows, &buffers]
             .into_iter()
             .flat_map(|changes| dead_keys(&state.segments, &changes.events, &changes.leaving))
             .collect();
-        if !actions.actions.is_empty() || !buffers.is_empty() {
+        if !actions.list.is_empty() || !buffers.is_empty() {
             if actions.takes_away() || buffers.takes_away() {
                 self.quiesce(job.allocator)?;
             }
-            for action in &actions.actions {
+            for action in &actions.list {
                 self.carry_out(state, action, &mut synced)?;
             }
             self.follow(state, &buffers, &mut synced)?;
@@ -104,7 +103,7 @@ impl Attachment {
         Ok(synced)
     }
 
-    /// Agrees on the actions with the other ranks and checks that NCCL has space for it. Returns the number of collectives used.
+    /// Agrees on the actions with the other ranks and checks that NCCL has space for the windows. Returns the number of collectives used.
     fn agree(
         &self,
         state: &mut SyncState,
@@ -124,13 +123,9 @@ impl Attachment {
             space_bytes: job.settings.space_bytes,
         };
         let message = SyncMessage::new(actions, &context);
-        let transport = match state.transport.take() {
-            Some(transport) => transport,
-            None => NcclTransport::new(&self.comm).map_err(|error| self.failed(error))?,
-        };
-        let agreed = agree_on_sync(state.transport.insert(transport), self.comm.name(), history, actions, &message)?;
+        let agreed = agree_on_sync(self.transport(state)?, self.comm.name(), history, actions, &message)?;
         state.rounds += 1;
-        if !actions.actions.is_empty() {
+        if !actions.list.is_empty() {
             let granularity_bytes = job.allocator.core().backend().granularity_bytes();
             let space = state.space.clone();
             let space =
@@ -142,7 +137,7 @@ impl Attachment {
 
     /// Returns the address space as it will be after the actions, or an error if a window does not fit.
     fn place(&self, mut space: SymmetricSpace, actions: &SyncActions) -> Result<SymmetricSpace, SyncError> {
-        for action in &actions.actions {
+        for action in &actions.list {
             if action.change.kind != ChangeKind::Register {
                 space.give_back(action.segment);
             }
