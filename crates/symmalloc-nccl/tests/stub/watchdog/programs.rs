@@ -149,8 +149,8 @@ impl Plan {
         Ok(())
     }
 
-    /// Asserts that a report of a rank other than the victim is true.
-    fn assert_true(&self, text: &str) {
+    /// Asserts that a report of a rank other than the victim is true. A failure prints the output of all ranks, `whole`.
+    fn assert_true(&self, text: &str, whole: &str) {
         let is_blamed = |what: &str| (0..self.ranks).find(|rank| text.contains(&format!("rank {rank} {what}")));
         if let Some(gone) = is_blamed("is gone") {
             let dies = matches!(self.fate, Fate::Dies | Fate::Leaves | Fate::Panics);
@@ -161,17 +161,20 @@ impl Plan {
             let names_victim = text.contains(&format!("rank {}", self.victim));
             let is_true = dies && gone == self.victim || began_it || gone != self.victim && names_victim;
             // No rank can know whose call hangs inside NCCL, so reports name the first rank that gave up.
-            assert!(is_true || self.fate == Fate::Hangs, "{self:?}: {text}");
+            assert!(is_true || self.fate == Fate::Hangs, "{self:?}: {text}\n{whole}");
         }
         if let Some(stopped) = is_blamed("is stopped") {
             // On a busy machine, a killed process may be silent for the whole deadline before the system has ended it.
-            assert!(matches!(self.fate, Fate::Stops | Fate::Dies) && stopped == self.victim, "{self:?}: {text}");
+            assert!(
+                matches!(self.fate, Fate::Stops | Fate::Dies) && stopped == self.victim,
+                "{self:?}: {text}\n{whole}"
+            );
         }
         if text.contains("ranks are alive but missed the collective") {
-            assert!(matches!(self.fate, Fate::Sticks | Fate::Hangs | Fate::Fails), "{self:?}: {text}");
+            assert!(matches!(self.fate, Fate::Sticks | Fate::Hangs | Fate::Fails), "{self:?}: {text}\n{whole}");
         }
         if matches!(self.fate, Fate::None | Fate::Slow) {
-            panic!("{self:?}, and a report: {text}");
+            panic!("{self:?}, and a report: {text}\n{whole}");
         }
     }
 }
@@ -276,12 +279,12 @@ fn judge(plan: &Plan, outputs: &[RankOutput], took: Duration) {
         // The watchdog may have ended the process before its program could report anything.
         match printed {
             Some("fine") => {}
-            Some(printed) => plan.assert_true(printed),
+            Some(printed) => plan.assert_true(printed, &whole()),
             None if output.text.contains("symmalloc: communicator") => {}
             None => panic!("{plan:?}: rank {} reported nothing\n{}", output.rank, whole()),
         }
         for line in output.text.lines().filter(|line| line.starts_with("symmalloc: communicator")) {
-            plan.assert_true(line);
+            plan.assert_true(line, &whole());
         }
     }
     if matches!(plan.fate, Fate::None | Fate::Slow) {
@@ -362,7 +365,7 @@ nccl_test!(threads_with_every_fate_end_in_time_and_leave_nothing, {
             let slow = if plan.fate == Fate::Slow { Duration::from_secs(60) } else { Duration::ZERO };
             assert!(took < 3 * DEADLINE + LATE + slow, "{plan:?} took {took:?}: {outcome:?}");
             if let Err(error) = outcome {
-                plan.assert_true(&error);
+                plan.assert_true(&error, "");
             }
         }
         if seed == seeds.start + 8 {
