@@ -13,6 +13,7 @@
 //! | `nccl` | `nccl` | NCCL: communicators, windows registered in the same order on all ranks, all-to-all-v |
 //! | `half` | | the element types of the `half` crate in NCCL collectives |
 //! | `dynamic-linking` | | links libcuda at build time instead of loading it at run time |
+//! | `conformance` | `conformance` | a test suite for implementations of [`Backend`] |
 //! | `metrics` | `metrics` | statistics through the `metrics` facade |
 //!
 //! # Examples
@@ -41,6 +42,8 @@ pub use symmalloc_core::*;
 
 #[cfg(feature = "agreement")]
 pub use symmalloc_agreement as agreement;
+#[cfg(feature = "conformance")]
+pub use symmalloc_conformance as conformance;
 #[cfg(feature = "cuda")]
 pub use symmalloc_cuda as cuda;
 #[cfg(feature = "import")]

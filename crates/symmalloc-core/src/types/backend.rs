@@ -1,7 +1,8 @@
 //! The contract between the allocator and the source of device memory.
 //!
 //! A backend hands out address ranges, backs them with memory, and orders work on streams. Two kinds exist: the
-//! simulator (the crate `symmalloc-sim`) and CUDA. One conformance suite runs against every implementation.
+//! simulator (the crate `symmalloc-sim`) and CUDA. One conformance suite, the crate `symmalloc-conformance`, runs against
+//! every implementation.
 //!
 //! ```text
 //! reserve ──► map ──► (the program uses the bytes) ──► unmap ──► release
