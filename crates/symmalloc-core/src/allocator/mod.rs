@@ -128,7 +128,8 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
 
 /// An [`Allocator`] that many threads drive. Create it with [`with_lock`](Allocator::with_lock) and put it into an `Arc`.
 ///
-/// An [`Allocator`] from [`new`](Allocator::new) stays with one thread. The compiler rejects sharing it:
+/// An [`Allocator`] from [`new`](Allocator::new) stays with one thread. The compiler rejects sharing it, and lists the type
+/// `UseSharedAllocator` among the reasons:
 /// ```compile_fail,E0277
 /// # use symmalloc_core::{Allocator, Config};
 /// # use symmalloc_sim::SimBackend;

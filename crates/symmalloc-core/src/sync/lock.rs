@@ -44,22 +44,29 @@ pub enum Exclusive {}
 
 impl Lock for Exclusive {
     const IS_EXCLUSIVE: bool = true;
-    type Cell<T> = RefCell<T>;
+    type Cell<T> = UseSharedAllocator<T>;
 }
 
-impl<T> LockCell<T> for RefCell<T> {
+/// A cell for one thread, named for the compiler's message. The language has no way to attach a message to `Sync`. When a
+/// program shares an [`Allocator`](crate::Allocator) between threads, the compiler lists the types that prevent it, this
+/// one among them: "required because it appears within the type `UseSharedAllocator<...>`".
+#[derive(Debug)]
+#[doc(hidden)]
+pub struct UseSharedAllocator<T>(RefCell<T>);
+
+impl<T> LockCell<T> for UseSharedAllocator<T> {
     type Guard<'a>
         = RefMut<'a, T>
     where
         T: 'a;
 
     fn new(value: T) -> Self {
-        RefCell::new(value)
+        UseSharedAllocator(RefCell::new(value))
     }
 
     #[inline]
     fn lock(&self) -> RefMut<'_, T> {
-        self.borrow_mut()
+        self.0.borrow_mut()
     }
 }
 

@@ -2,3 +2,4 @@
 
 mod by_pointer;
 mod config_text;
+mod threads;
