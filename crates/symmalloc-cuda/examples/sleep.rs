@@ -281,7 +281,7 @@ fn graphs(device: &Arc<CudaDevice>, cycles: usize) -> Outcome<()> {
     allocator.core().stop_recording()?;
     let records = records.0.lock().map_err(|_| "poisoned")?.clone();
     let program = Program::new(&records)?;
-    let again: Allocator<_> = Allocator::new(SimBackend::builder().seed(1).build(), Config::default())?;
+    let again = Allocator::new(SimBackend::builder().seed(1).build(), Config::default())?;
     Replay::new(&again, &program).run(|_, _| {})?;
     for (pool, digest) in [pool.id(), graph_pool.id()].into_iter().zip(digests) {
         assert_eq!(again.digest(pool)?, digest?, "{pool}");
