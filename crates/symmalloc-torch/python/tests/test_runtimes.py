@@ -13,6 +13,14 @@ from symmalloc import library, onnxruntime
 
 FAKES = str(Path(__file__).resolve().parent / "fakes")
 
+# cuda.core works on the stub where it is installed.
+try:
+    import cuda.core  # noqa: F401
+
+    CUDA_CORE = FAKES
+except ImportError:
+    CUDA_CORE = f"{FAKES}/cuda_core"
+
 # Functions of the stub.
 STUB = """
     import ctypes, sys
@@ -30,9 +38,9 @@ STUB = """
 
 @needs.device
 class OnTheStub(unittest.TestCase):
-    def passes(self, program: str, **environment: str) -> None:
+    def passes(self, program: str, fakes: str = FAKES, **environment: str) -> None:
         program = textwrap.dedent(STUB) + textwrap.dedent(program)
-        done = needs.process(program, PYTHONPATH=f"{FAKES}:{needs.packages()}", **environment)
+        done = needs.process(program, PYTHONPATH=f"{fakes}:{needs.packages()}", **environment)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertNotIn("Exception ignored", done.stderr)
 
@@ -134,6 +142,38 @@ class OnTheStub(unittest.TestCase):
             pending.free()
             assert len(manager.deallocations) == 1, "memory without a stream is freed after a wait"
         """)
+
+    def test_buffers_of_cuda_core_are_ordered_by_their_streams(self) -> None:
+        self.passes(
+            """
+            import gc, symmalloc, symmalloc.cuda_core
+            from cuda.core import Stream
+            one, other = Stream.from_handle(stream()), Stream.from_handle(stream())
+            memory = symmalloc.cuda_core.MemoryResource(0, "total_limit_mb:100")
+            assert (memory.device_id, memory.is_device_accessible, memory.is_host_accessible) == (0, True, False)
+            shared = symmalloc.Allocator.shared(0)
+            first, second = memory.allocate(5 * MIB, stream=one), memory.allocate(5 * MIB, stream=other)
+            places = [shared.placement_of(int(it.handle)).stream for it in (first, second)]
+            assert places == [0, 1], places
+            address, before = int(first.handle), waits()
+            records = libcuda.stub_calls(b"cuEventRecord")
+            first.close(other)
+            assert libcuda.stub_calls(b"cuEventRecord") == records + 1, "the free is behind the stream of close()"
+            third = memory.allocate(5 * MIB, stream=one)
+            assert int(third.handle) == address
+            symmalloc.cuda_core.record_use(third, other)
+            del third
+            gc.collect()
+            assert int(memory.allocate(5 * MIB, stream=one).handle) == address, "dropping a buffer frees it"
+            assert waits() == before, "nothing waited on the host"
+            try:
+                memory.allocate(1000 * MIB, stream=one)
+                sys.exit("more than the limit")
+            except MemoryError as error:
+                assert "limit" in str(error), error
+        """,
+            fakes=CUDA_CORE,
+        )
 
     def test_onnx_runtime_gets_functions_by_address_and_a_stream(self) -> None:
         self.passes("""
