@@ -1,6 +1,6 @@
 //! The named invariants of a heap, checked by a complete scan: O(blocks), for tests and for finding defects.
 //!
-//! `docs/invariants.md` lists them, with the tests that detect violations. This file reads everything and writes
+//! `docs/architecture.md` lists them, with the tests that detect violations. This file reads everything and writes
 //! nothing.
 
 use super::{Heap, HeapIdentity};
@@ -20,7 +20,7 @@ use thiserror::Error;
 #[error("invariant {name} is violated in {pool} {}: {meaning}", .stream.map_or("(shared)".into(), |s| s.to_string()))]
 #[non_exhaustive]
 pub struct Violation {
-    /// The invariant's name in `docs/invariants.md`, for example `I2`.
+    /// The invariant's name in `docs/architecture.md`, for example `I2`.
     pub name: &'static str,
     /// The violated statement.
     pub meaning: &'static str,
