@@ -7,9 +7,11 @@
 use crate::destination::Destination;
 use crate::error::CliError;
 use crate::escape::{for_json, for_terminal, styled, visible_line};
+use rustix::termios::tcgetwinsize;
 use serde_json::{Map, Value, json};
 use std::error::Error;
 use std::io::{self, IsTerminal, Write};
+use std::os::fd::AsFd;
 
 /// Version of the `--json` output. It increases when a key is removed or changes its meaning.
 pub(crate) const SCHEMA_VERSION: u32 = 1;
@@ -59,7 +61,7 @@ impl Channel {
     pub(crate) fn palette(self) -> Palette {
         match self {
             Channel::Stdout => Palette::of_stdout(),
-            Channel::Stderr => Palette { is_colorful: is_colorful(&io::stderr()) },
+            Channel::Stderr => Palette::of_stderr(),
         }
     }
 
@@ -170,19 +172,33 @@ fn is_colorful(stream: &impl IsTerminal) -> bool {
     stream.is_terminal() && !is_set("NO_COLOR") && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
 }
 
-/// Colors of a stream, or none.
+/// Colors of a stream, or none, and its width.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Palette {
     is_colorful: bool,
+    /// Maximum number of characters in a line of a table; none if the output is not a terminal.
+    columns: Option<u16>,
+}
+
+/// Returns the number of columns that `COLUMNS` states, or that the terminal has.
+fn columns_of(stream: &(impl IsTerminal + AsFd)) -> Option<u16> {
+    let stated = std::env::var("COLUMNS").ok().and_then(|text| text.parse().ok());
+    let of_terminal = || stream.is_terminal().then(|| tcgetwinsize(stream).ok()).flatten().map(|size| size.ws_col);
+    stated.or_else(of_terminal).filter(|&columns| columns > 0)
 }
 
 impl Palette {
     pub(crate) fn of_stdout() -> Self {
-        Palette { is_colorful: is_colorful(&io::stdout()) }
+        Palette { is_colorful: is_colorful(&io::stdout()), columns: columns_of(&io::stdout()) }
     }
 
     pub(crate) fn of_stderr() -> Self {
-        Palette { is_colorful: is_colorful(&io::stderr()) }
+        Palette { is_colorful: is_colorful(&io::stderr()), columns: columns_of(&io::stderr()) }
+    }
+
+    /// Returns the maximum number of characters in a line of a table, if there is one.
+    pub(crate) fn columns(self) -> Option<u16> {
+        self.columns
     }
 
     pub(crate) fn title(self, text: &str) -> String {
@@ -235,8 +251,33 @@ impl Table {
         self.widths().iter().map(|width| width + 2).sum::<usize>().saturating_sub(2)
     }
 
-    /// Returns the lines of the table.
+    /// Returns the table in parts that fit into the stream's width, if possible. Each part repeats the first column.
+    pub(crate) fn parts(&self, palette: Palette) -> Vec<Table> {
+        let columns = palette.columns.map_or(usize::MAX, usize::from);
+        let widths = self.widths();
+        let first = widths.first().copied().unwrap_or(0);
+        let (mut groups, mut used) = (vec![Vec::new()], first);
+        for (column, width) in widths.iter().enumerate().skip(1) {
+            used += width + 2;
+            if used > columns && groups.last().is_some_and(|group| !group.is_empty()) {
+                groups.push(Vec::new());
+                used = first + width + 2;
+            }
+            groups.last_mut().expect("one group").push(column);
+        }
+        let cells = |row: &Vec<Cell>, group: &[usize]| {
+            std::iter::once(&0).chain(group).filter_map(|&column| row.get(column).cloned()).collect()
+        };
+        groups.iter().map(|group| Table { rows: self.rows.iter().map(|row| cells(row, group)).collect() }).collect()
+    }
+
+    /// Returns the lines of the table. An empty line separates the parts of a table that is wider than the stream.
     pub(crate) fn lines(&self, palette: Palette) -> Vec<String> {
+        let parts = self.parts(palette);
+        parts.iter().map(|part| part.lines_of_part(palette)).collect::<Vec<_>>().join(&String::new())
+    }
+
+    fn lines_of_part(&self, palette: Palette) -> Vec<String> {
         let widths = self.widths();
         let line = |row: &Vec<Cell>| {
             let cells = row.iter().zip(&widths).enumerate().map(|(column, ((text, paint), width))| {

@@ -6,7 +6,7 @@ use crate::args::PlanArgs;
 use crate::escape::quoted;
 use crate::output::Palette;
 use crate::quantity::{count, counted, memory};
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use std::fmt::Write;
 use std::path::Path;
 use symmalloc_core::PoolId;
@@ -75,7 +75,7 @@ fn figures(args: &PlanArgs, plan: &JobPlan<'_>) -> String {
 /// Describes the reservations for running without a plan.
 fn reserved(ranks: usize, plan: &ReservationPlan, palette: Palette) -> String {
     let mut out = format!("\n{}\n", palette.aside("reservations for running without a plan"));
-    let mut table = table(["heap", "segments", "peak live", "grows to", "to reserve"], 2);
+    let mut table = table(["heap", "segments", "peak live", "grows to", "to reserve"], 2, palette);
     for (owner, heap) in &plan.heaps {
         let stream = owner.stream.map_or_else(|| "shared".to_owned(), |stream| stream.to_string());
         table.add_row([
@@ -126,7 +126,7 @@ fn proof(ranks: usize, plan: &ReservationPlan, palette: Palette) -> String {
         palette.bad("DOES NOT HOLD: the job obtains memory after its reservations, or requests are refused")
     };
     let head = ["", "memory calls", "with reservations", "registrations", "with reservations"];
-    let mut table = table(head, 1);
+    let mut table = table(head, 1, palette);
     for (name, before, after) in [
         ("reserving", without.reserving, with.reserving),
         ("first pass", without.first_pass, with.first_pass),
@@ -147,10 +147,13 @@ fn proof(ranks: usize, plan: &ReservationPlan, palette: Palette) -> String {
     )
 }
 
-/// Returns a table without borders. The first `words` columns are text, and the others are numbers.
-fn table(head: [&str; 5], words: usize) -> Table {
+/// Returns a table without borders, at most as wide as the stream. The first `words` columns are text, and the others are numbers.
+fn table(head: [&str; 5], words: usize, palette: Palette) -> Table {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_header(head);
+    if let Some(columns) = palette.columns() {
+        table.set_content_arrangement(ContentArrangement::Dynamic).set_width(columns);
+    }
     for (number, column) in table.column_iter_mut().enumerate() {
         column.set_padding((if number == 0 { 0 } else { 1 }, 1));
         if number >= words {

@@ -84,7 +84,7 @@ impl Screen<'_> {
         let allocations = count(finding.job.program().allocation_count());
         let mut table = Table::default();
         let mut row = |name: &str, cell: &dyn Fn(&Outcome) -> Cell| {
-            let name = (format!(" {name}"), None);
+            let name = (name.to_owned(), None);
             table.row(std::iter::once(name).chain(columns.iter().map(|outcome| cell(outcome))));
         };
         for line in 0..HEAD_LINES {
@@ -130,10 +130,13 @@ impl Screen<'_> {
                 outcome.digest.map_or_else(|| "-".to_owned(), |digest| format!("{digest:016x}"))
             });
         }
-        let rule = "─".repeat(table.width());
-        let lines = table.lines(palette);
-        let (head, body) = lines.split_at(HEAD_LINES);
-        format!("{rule}\n{}\n{rule}\n{}\n{rule}\n\n", head.join("\n"), body.join("\n"))
+        let ruled = |part: &Table| {
+            let rule = "─".repeat(part.width());
+            let lines = part.lines(palette);
+            let (head, body) = lines.split_at(HEAD_LINES);
+            format!("{rule}\n{}\n{rule}\n{}\n{rule}\n\n", head.join("\n"), body.join("\n"))
+        };
+        table.parts(palette).iter().map(ruled).collect()
     }
 
     /// Explains the meaning of the table for a program that passes these addresses to NCCL.

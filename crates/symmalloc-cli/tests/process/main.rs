@@ -80,7 +80,9 @@ impl From<Output> for CommandOutput {
 }
 
 fn command() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_symmalloc"))
+    let mut command = Command::new(env!("CARGO_BIN_EXE_symmalloc"));
+    command.env_remove("COLUMNS");
+    command
 }
 
 /// Runs `symmalloc ARGS`. Arguments are separated by spaces; each `{}` is replaced by the next path.

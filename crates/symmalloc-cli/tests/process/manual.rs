@@ -18,6 +18,26 @@ fn every_shell_completes_every_command() {
 }
 
 #[test]
+fn completions_contain_the_jobs_that_come_with_the_program() {
+    for (shell, expected) in [
+        ("bash", " gpt2 moe "),
+        ("zsh", ":{compadd gpt2 moe "),
+        ("fish", "complete -c symmalloc -n \"__fish_symmalloc_using_subcommand replay simulate "),
+    ] {
+        let script = symmalloc(&format!("completions {shell}"), &[]).exited(0).stdout.clone();
+        assert!(script.contains(expected), "{shell}: {script}");
+    }
+    // In a shell. Files are bash's default where no name matches.
+    let folder = Folder::new();
+    let script = folder.path("symmalloc.bash");
+    fs::write(&script, &symmalloc("completions bash", &[]).exited(0).stdout).unwrap();
+    let complete = r#"source "$1"; COMP_WORDS=(symmalloc replay fsdp1); COMP_CWORD=2; _symmalloc symmalloc fsdp1 replay
+        echo "${COMPREPLY[@]}""#;
+    let output = Command::new("bash").args(["-c", complete, "bash"]).arg(&script).output().expect("bash");
+    assert_eq!(String::from_utf8_lossy(&output.stdout).trim(), "fsdp1 fsdp1_rank1", "{output:?}");
+}
+
+#[test]
 fn the_program_and_each_command_have_a_manual_page() {
     let page = symmalloc("man", &[]).exited(0).stdout.clone();
     assert!(page.contains(".TH symmalloc 1") && COMMANDS.iter().all(|command| page.contains(command)), "{page}");

@@ -1,6 +1,6 @@
 //! Tests of `symmalloc replay`.
 
-use crate::{Folder, busy_trace, command, recorded, symmalloc};
+use crate::{CommandOutput, Folder, busy_trace, command, recorded, symmalloc};
 use serde_json::Value;
 use std::io::Read;
 use std::process::Stdio;
@@ -394,4 +394,19 @@ fn the_table_in_the_readme_is_what_the_command_above_it_prints() {
     for line in lines {
         assert!(readme.lines().any(|of| of == line), "run the command again and paste its output: {line:?}");
     }
+}
+
+#[test]
+fn a_table_that_is_too_wide_comes_in_parts() {
+    let lines_of = |columns: &str| {
+        let args = ["replay", "moe", "--ranks", "1", "--passes", "1"];
+        let printed: CommandOutput = command().args(args).env("COLUMNS", columns).output().unwrap().into();
+        let table = printed.exited(0).stdout.lines().skip(3).take_while(|line| !line.contains("simulated rank"));
+        table.map(str::to_owned).collect::<Vec<String>>()
+    };
+    let widest = |lines: &[String]| lines.iter().map(|line| line.chars().count()).max().unwrap();
+    let (whole, parts) = (lines_of("80"), lines_of("50"));
+    assert!(widest(&whole) > 50 && widest(&whole) <= 80 && widest(&parts) <= 50, "{whole:#?} {parts:#?}");
+    let rows = |lines: &[String]| lines.iter().filter(|line| line.starts_with("peak reserved")).count();
+    assert_eq!((rows(&whole), rows(&parts)), (1, 3), "{parts:#?}");
 }
