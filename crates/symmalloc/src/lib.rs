@@ -39,6 +39,9 @@
 
 #[doc(inline)]
 pub use symmalloc_core::*;
+// The glob shows these modules only where they are defined.
+#[doc(inline)]
+pub use symmalloc_core::{config_text, errors, op};
 
 #[cfg(feature = "agreement")]
 pub use symmalloc_agreement as agreement;

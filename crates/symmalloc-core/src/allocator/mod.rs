@@ -21,6 +21,7 @@
 
 mod destroyed;
 mod gate;
+#[doc(hidden)]
 pub mod histories;
 mod lookup;
 mod observer_list;
