@@ -1,0 +1,95 @@
+"""The tests of CuPy's memory and of Numba, natively and on symmalloc, compared by test.
+
+    python3 benches/preload/suites.py cupy cupy-14.2.0/tests/cupy_tests/cuda_tests/test_memory.py
+    python3 benches/preload/suites.py numba numba_cuda/numba/cuda/tests/cudadrv numba_cuda/numba/cuda/tests/nrt
+
+Each set of tests runs on the library's own allocator (`native`) and under `symmalloc run` (`run`), and Numba's also on the plugin
+`symmalloc.numba` (`plugin`). A test that passes natively and fails on symmalloc is repeated on both, one test at a time, before it
+counts. Needs pytest and pytest-xdist. Numba's tests need NumPy before 2.5, and `symmalloc` must be on the PATH.
+
+Exits with 0 without a regression, 1 with a regression, and 2 if no native test passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as xml
+from collections import Counter
+from pathlib import Path
+
+COMMANDS = {"native": [], "run": ["symmalloc", "run", "--"], "plugin": []}
+PLUGIN = {"NUMBA_CUDA_MEMORY_MANAGER": "symmalloc.numba"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("library", choices=("cupy", "numba"))
+    parser.add_argument("tests", nargs="+", help="files or folders of tests")
+    parser.add_argument("--at-once", type=int, default=4, metavar="N", help="concurrent processes")
+    parser.add_argument("--seconds", type=float, default=600, help="time limit of each set of tests")
+    options = parser.parse_args()
+    variants = ("native", "run", "plugin") if options.library == "numba" else ("native", "run")
+
+    outcomes = {variant: run(variant, options.tests, options.at_once, options.seconds) for variant in variants}
+    for variant, found in outcomes.items():
+        print(f"{options.library} {variant}: {dict(Counter(found.values()))}", flush=True)
+    native = outcomes["native"]
+    if "passed" not in native.values():
+        print("no test passes natively", file=sys.stderr)
+        return 2
+
+    regressions = 0
+    for variant in variants[1:]:
+        worse = sorted(name for name, outcome in native.items() if outcome == "passed" and outcomes[variant].get(name) != "passed")
+        for name in worse:
+            again = {one: run_one(one, name, options) for one in ("native", variant)}
+            is_regression = again["native"] == "passed" != again[variant]
+            regressions += is_regression
+            verdict = "fails on symmalloc" if is_regression else f"not reproduced: {again}"
+            print(f"{variant}: {name}: {outcomes[variant].get(name, 'not run')}; {verdict}", flush=True)
+        better = sum(outcome != "passed" and outcomes[variant].get(name) == "passed" for name, outcome in native.items())
+        print(f"{variant}: {len(worse)} of {len(native)} tests worse in the first run, {better} better")
+    return 1 if regressions else 0
+
+
+def run_one(variant: str, name: str, options: argparse.Namespace) -> str:
+    """Returns the outcome of one test in a process of its own."""
+    test = name.rsplit("::", 1)[1]
+    found = run(variant, options.tests, 0, options.seconds, ["-k", test.split("[")[0]])
+    return found.get(name, "not run")
+
+
+def run(variant: str, tests: list[str], at_once: int, seconds: float, more: list[str] | None = None) -> dict[str, str]:
+    """Returns the outcome of each test by its name. Tests after a crash or the time limit are missing."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [*COMMANDS[variant], sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command += ["-n", str(at_once)] if at_once else ["-p", "no:xdist"]
+        environment = os.environ | (PLUGIN if variant == "plugin" else {})
+        process = subprocess.Popen(
+            [*command, *(more or []), *tests], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            output, _ = process.communicate()
+            print(f"{variant}: ended after {seconds:.0f} s", flush=True)
+        if not report.exists():
+            print(f"{variant}: no report; the last lines of pytest:\n" + "\n".join(output.splitlines()[-15:]), flush=True)
+            return {}
+        return dict(outcome(case) for case in xml.parse(report).iter("testcase"))
+
+
+def outcome(case: xml.Element) -> tuple[str, str]:
+    kinds = {child.tag for child in case}
+    result = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+    return f"{case.get('classname')}::{case.get('name')}", result
+
+
+if __name__ == "__main__":
+    sys.exit(main())
