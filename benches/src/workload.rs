@@ -282,14 +282,14 @@ impl<B: Backend> Subject for Allocator<B> {
 
 /// A subject without an allocator, which measures the benchmark loop alone. All other results include the loop.
 ///
-/// It does the work that the loop needs to reach an allocator, and has handles of the same size as ours.
+/// It looks up a stream's last handle, as the loop does to reach an allocator. Its handles have the size of [`Handle`].
 #[derive(Clone, Debug, Default)]
 pub struct Nothing {
     /// Last handle by stream, in place of a heap.
     heaps: Vec<NoHandle>,
 }
 
-/// A stand-in of the size of a handle.
+/// A stand-in for [`Handle`], of the same size.
 pub type NoHandle = [u64; size_of::<Handle>() / size_of::<u64>()];
 
 impl Subject for Nothing {

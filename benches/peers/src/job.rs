@@ -12,8 +12,8 @@
 //! byte, which every peer supports. A job with uses by other streams has an additional file (`..._uses`), because not
 //! every peer supports them.
 //!
-//! A program keeps its allocations in slots, called places, and reuses the most recently vacated one, like the objects
-//! of a program that uses `malloc`: see [`Script`].
+//! The measured programs store live allocations in an array of slots, called places. A new allocation gets the most
+//! recently vacated place, so the array stays as small as the number of live allocations: see [`Script`].
 
 use crate::report::Report;
 use std::error::Error;
@@ -160,11 +160,11 @@ impl Job {
                     is_live.push(true);
                 }
                 Op::Free { id } => {
-                    job.free(id.0 as usize).expect("a program frees what it made");
+                    job.free(id.0 as usize).expect("only live allocations are freed");
                     is_live[id.0 as usize] = false;
                 }
                 Op::RecordUse { id, stream } => {
-                    job.record_use(id.0 as usize, stream.index()).expect("a program uses what it made");
+                    job.record_use(id.0 as usize, stream.index()).expect("only live allocations are used");
                 }
                 _ => {}
             }

@@ -203,7 +203,7 @@ impl<R: Read> Machine<R> {
                 self.push_long(length.into())
             }
             opcode::LONG4 => {
-                // The length is signed in the format; a negative length is as impossible as one of 2 GiB.
+                // The length is signed in the format. A negative one, read as unsigned, exceeds any input.
                 let length = u32::from_le_bytes(self.input.array()?);
                 self.push_long(length)
             }
@@ -428,7 +428,7 @@ impl<R: Read> Machine<R> {
             return Err(self.wrong_container());
         }
         for pair in pairs {
-            // Most entries have no such text, and would otherwise keep one field each.
+            // Omit fields without a text. Most entries have none, so storing them would cost one field per entry.
             if matches!(pair[1], Value::Nothing | Value::True | Value::OtherText) && self.is_text_key(pair.first()) {
                 continue;
             }

@@ -16,7 +16,7 @@
 //! segments on the ranks, and their registration would hang.)
 //!
 //! ```sh
-//! cargo run --release -p symmalloc-nccl --example all_reduce -- --rounds 1000            # a thread for each GPU
+//! cargo run --release -p symmalloc-nccl --example all_reduce -- --rounds 1000            # one thread for each GPU
 //! torchrun --no-python --nproc-per-node 2 target/release/examples/all_reduce -- --rounds 1000   # a process for each
 //! ```
 //!
@@ -203,7 +203,7 @@ impl Table {
 
 impl fmt::Display for Table {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{} ranks, {}; tensors right on every rank", self.ranks, self.library)?;
+        writeln!(f, "{} ranks, {}; tensors that are correct on every rank", self.ranks, self.library)?;
         writeln!(f, "{:<28} {:>22} {:>22}", "", "(size, address)", "symmalloc")?;
         for row in &self.rows {
             let of = |right: u64, rounds: u64| match row.rounds {
@@ -213,7 +213,7 @@ impl fmt::Display for Table {
             let (old, ours) = (of(row.old_right, row.old_rounds), of(row.ours_right, row.ours_rounds));
             writeln!(f, "{:<28} {old:>22} {ours:>22}", row.name)?;
         }
-        writeln!(f, "(n): rounds with all {TENSORS} right. {:.1} s", self.elapsed.as_secs_f64())
+        writeln!(f, "(n): rounds with all {TENSORS} correct. {:.1} s", self.elapsed.as_secs_f64())
     }
 }
 
@@ -246,13 +246,13 @@ impl Rank {
     fn run(mut self, rounds: u32) -> Result<Table, Failure> {
         let begun = Instant::now();
         let mut pool = self.new_pool()?;
-        let mut rows = vec![Row::new("first taken"), Row::new("freed and taken again")];
+        let mut rows = vec![Row::new("first allocation"), Row::new("freed and allocated again")];
         let whole = [(MIB / 4) as usize; TENSORS];
         for row in &mut rows {
             let (old, ours) = (self.old_round(0)?, self.our_round(&pool, &whole, 0)?);
             self.count(row, &old, &ours)?;
         }
-        let mut churn = Row::new(format!("{rounds} rounds of churn"));
+        let mut churn = Row::new(format!("{rounds} random rounds"));
         for round in 1..=rounds {
             if round.is_multiple_of(POOL_EVERY) {
                 self.registrar.detach(&self.comm, &[pool.id()])?;

@@ -16,36 +16,36 @@ fn number(rank: Option<usize>) -> c_int {
     rank.map_or(-1, |rank| rank as c_int)
 }
 
-/// Makes the rank's n-th call from now on return `code` without any effect, once. If `nth` is 0, this applies to every call. `None`
-/// selects any rank.
+/// Makes a call of the rank return `code` without any effect: the `nth` one from now on, or every one if `nth` is 0. `None` selects any
+/// rank.
 pub fn fail(call: &str, rank: Option<usize>, nth: u64, code: i32) {
     type Fail = unsafe extern "C" fn(*const c_char, c_int, u64, c_int);
     // SAFETY: the symbol has this type, and the pointer is a C string.
     unsafe { control::<Fail>("stub_nccl_fail")(c_string(call).as_ptr(), number(rank), nth, code) };
 }
 
-/// Makes the rank's n-th call from now on never reach the other ranks, once. If `nth` is 0, this applies to every call.
+/// Prevents a call of the rank from reaching the other ranks: the `nth` one from now on, or every one if `nth` is 0.
 pub fn hang(call: &str, rank: Option<usize>, nth: u64) {
     type Hang = unsafe extern "C" fn(*const c_char, c_int, u64);
     // SAFETY: the symbol has this type, and the pointer is a C string.
     unsafe { control::<Hang>("stub_nccl_hang")(c_string(call).as_ptr(), number(rank), nth) };
 }
 
-/// Kills this process in the rank's n-th call from now on. The name `*` selects any call.
+/// Kills this process in the `nth` call of the rank from now on. The name `*` selects any call.
 pub fn die(call: &str, rank: Option<usize>, nth: u64) {
     type Die = unsafe extern "C" fn(*const c_char, c_int, u64);
     // SAFETY: the symbol has this type, and the pointer is a C string.
     unsafe { control::<Die>("stub_nccl_die")(c_string(call).as_ptr(), number(rank), nth) };
 }
 
-/// Stops this process in the rank's n-th call from now on. The name `*` selects any call.
+/// Stops this process in the `nth` call of the rank from now on. The name `*` selects any call.
 pub fn stop(call: &str, rank: Option<usize>, nth: u64) {
     type Stop = unsafe extern "C" fn(*const c_char, c_int, u64);
     // SAFETY: the symbol has this type, and the pointer is a C string.
     unsafe { control::<Stop>("stub_nccl_stop")(c_string(call).as_ptr(), number(rank), nth) };
 }
 
-/// Delays the rank's n-th call from now on by `ms` milliseconds. If `nth` is 0, every call is delayed.
+/// Delays a call of the rank by `ms` milliseconds: the `nth` one from now on, or every one if `nth` is 0.
 pub fn slow(call: &str, rank: Option<usize>, nth: u64, ms: u64) {
     type Slow = unsafe extern "C" fn(*const c_char, c_int, u64, u64);
     // SAFETY: the symbol has this type, and the pointer is a C string.

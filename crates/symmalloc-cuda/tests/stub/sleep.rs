@@ -1,4 +1,4 @@
-//! Sleep and wake on the stub, whose device memory is real: kept contents are restored even if any of the calls fails.
+//! Sleep and wake on the stub, whose device memory is real: kept contents are restored even if one of the calls fails.
 
 use crate::process::{calls, device, fail, heal, live, stub_test};
 use cudarc::driver::CudaStream;
@@ -292,7 +292,7 @@ stub_test!(what_was_kept_is_copied_while_more_is_mapped_and_is_over_before_memor
     job.allocator.trim().expect("trimmed");
     assert_eq!((live().device_bytes, live().ranges, live().streams), (0, 0, streams));
     drop((job.allocator, job.stream));
-    // Neither does an allocator that is dropped while its pool is asleep.
+    // An allocator that is dropped while its pool is asleep leaves nothing behind, either.
     let mut job = Job::new(backend(), "segments:expandable");
     job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
     fail("cuMemCreate", 1, 2);
