@@ -16,7 +16,15 @@ use symmalloc_core::errors::{FreeError, OutOfMemory};
 use symmalloc_core::report::{LeakReport, MemoryStats, Snapshot};
 use symmalloc_core::{Allocation, Digest, Handle, PoolId, Retry, SharedAllocator, StreamId};
 
-/// A caching allocator of one device (or of pinned memory) that threads share. Clones are cheap and refer to the same allocator.
+/// A caching allocator of one device, or of pinned host memory, that threads share. Clones are cheap and refer to the same allocator.
+///
+/// Memory is allocated for work on a stream, and can be freed while work still uses it: the next user waits on the device. Freed memory
+/// stays cached until [`trim`](Self::trim), a limit or a release threshold returns it to the device.
+///
+/// # Determinism
+/// The n-th allocation for a pool and a stream has the same placement on every rank that makes the same calls. Register streams in the same
+/// order on every rank. Threads that share a stream must make their calls in the same order on every rank; threads with separate streams
+/// need no order.
 ///
 /// # Examples
 /// ```no_run
@@ -35,7 +43,7 @@ pub struct CachingAllocator<B: CudaMemory> {
     lease: Arc<PoolLease<B>>,
 }
 
-/// The allocator of a device's memory.
+/// The allocator of a device's memory. See [`CachingAllocator`].
 pub type CudaAllocator = CachingAllocator<CudaBackend>;
 
 impl<B: CudaMemory> Clone for CachingAllocator<B> {

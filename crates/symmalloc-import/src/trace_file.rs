@@ -99,6 +99,9 @@ pub enum TraceFileError {
 
 /// A trace file being written. Pass it to [`Allocator::start_recording`](symmalloc_core::Allocator::start_recording).
 ///
+/// A separate thread writes the file. No record is ever dropped: if the disk is slower than the program, the program waits. The
+/// [module documentation](self) describes when records reach the disk, and files of programs that are killed.
+///
 /// # Examples
 /// ```
 /// use symmalloc_core::{Allocator, Config, PoolId};

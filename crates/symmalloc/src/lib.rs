@@ -16,6 +16,18 @@
 //! | `conformance` | `conformance` | a test suite for implementations of [`Backend`] |
 //! | `metrics` | `metrics` | statistics through the `metrics` facade |
 //!
+//! # Determinism
+//! A placement depends on the configuration and on the ops of its heap so far, and never on an address, a clock, a
+//! thread or the progress of the device. Ranks that run the same program with the same configuration therefore place
+//! alike. [`Allocator`] states the condition for programs with several threads.
+//!
+//! # Threads
+//! An [`Allocator`] belongs to one thread. [`SharedAllocator`] is the same type with another lock, for any number of
+//! threads.
+//!
+//! # Errors
+//! Every error is typed and states a remedy: see [`errors`]. A call that fails leaves live allocations intact.
+//!
 //! # Examples
 #![cfg_attr(feature = "sim", doc = "```")]
 #![cfg_attr(not(feature = "sim"), doc = "```ignore")]

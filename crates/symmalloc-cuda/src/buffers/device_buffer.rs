@@ -19,22 +19,46 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use symmalloc_core::{Handle, Placement, StreamId};
 
-/// `len` elements of device memory. Dropping the buffer frees it: the allocator can reuse the memory immediately, and the next user waits
-/// on the device for all earlier uses. Dropping never waits for the device and never panics, but it may wait for another thread that holds
-/// the lock of the same heap. [`CachingAllocator::drop_errors`](crate::CachingAllocator::drop_errors) counts errors. Memory is returned to
-/// the device, which may block, only in `trim`, above the release threshold of a pool that has one, and when the last owner of the
-/// allocator is dropped.
+/// A buffer of `len` elements of device memory, freed when it is dropped.
 ///
-/// A buffer may be dropped on any thread. If other streams used it, the drop records one event on each of them. The next user of the memory
-/// waits for these events on the device.
+/// The type implements cudarc's [`DeviceSlice`], [`DevicePtr`] and [`DevicePtrMut`], so copies, memset, cuBLAS and NCCL accept it like a
+/// `CudaSlice`.
 ///
-/// The type implements cudarc's [`DeviceSlice`], [`DevicePtr`] and [`DevicePtrMut`], so copies, memset, cuBLAS and NCCL accept it. Taking
-/// its pointer on a stream other than the buffer's stream records the use and orders the streams. A kernel launch does not reveal its
-/// stream, so pass [`on`](DeviceBuffer::on) or [`read_on`](DeviceBuffer::read_on) as the argument. On the buffer's stream, the buffer
-/// itself can also be the argument: `&mut` if the kernel writes it, `&` if the kernel only reads it.
+/// # Streams
+/// Taking the buffer's pointer on a stream other than the buffer's stream records the use and orders the streams. A kernel launch does not
+/// reveal its stream, so pass [`on`](DeviceBuffer::on) or [`read_on`](DeviceBuffer::read_on) as the argument. On the buffer's stream, the
+/// buffer itself can also be the argument: `&mut` if the kernel writes it, `&` if the kernel only reads it.
 ///
-/// `A` is the reference to the allocator. Buffers of [`CudaAllocator`] hold a reference count, which keeps the allocator's memory alive.
-/// Buffers of [`StreamAllocator`] borrow it, which costs nothing. Both kinds of buffers are placed and freed in the same way.
+/// # Dropping
+/// A buffer may be dropped on any thread. The allocator can reuse the memory immediately, and the next user waits on the device for all
+/// earlier uses: if other streams used the buffer, the drop records one event on each of them.
+///
+/// Dropping never waits for the device and never panics, but it may wait for another thread that holds the lock of the same heap.
+/// [`CachingAllocator::drop_errors`](crate::CachingAllocator::drop_errors) counts errors. Memory is returned to the device, which may
+/// block, only in `trim`, above the release threshold of a pool that has one, and when the last owner of the allocator is dropped.
+///
+/// # Type parameters
+/// `T` is the type of the elements, and `A` the reference to the allocator. Buffers of [`CudaAllocator`] hold a reference count, which
+/// keeps the allocator's memory alive. Buffers of [`StreamAllocator`] borrow it, which costs nothing. Both kinds of buffers are placed and
+/// freed in the same way.
+///
+/// # Examples
+/// ```no_run
+/// use symmalloc_core::Config;
+/// use symmalloc_cuda::{CudaAllocator, CudaDevice};
+///
+/// let device = CudaDevice::new(0)?;
+/// let (compute, copies) = (device.context().new_stream()?, device.context().new_stream()?);
+/// let allocator = CudaAllocator::new(&device, Config::default())?;
+///
+/// let mut input = allocator.alloc_zeroed::<f32>(&compute, 4096)?;
+/// copies.memcpy_htod(&vec![1.0_f32; 4096], &mut input)?; // waits for `compute`, and is recorded as a use
+/// let host = compute.clone_dtoh(&input)?; // waits for `copies`
+/// drop(input); // the next user of the memory waits for `copies` on the device
+/// compute.synchronize()?;
+/// assert_eq!(host, vec![1.0_f32; 4096]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct DeviceBuffer<T, A: StreamAllocatorRef<Memory = CudaBackend> = Arc<StreamAllocator>> {
     block: TrackedBlock<A>,
     len: usize,

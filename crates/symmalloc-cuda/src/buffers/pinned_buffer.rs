@@ -1,8 +1,4 @@
 //! Buffers of pinned host memory, from a pool of page-locked memory with the same deterministic placement rules as device memory.
-//!
-//! The host is a stream of the allocator, and the buffers are allocated on it. When memory is reused, the host waits for copies that still
-//! use it. This is the only place where an allocation of this crate may block, and it blocks only if the memory would otherwise be
-//! overwritten during a copy.
 
 use super::block::OwnedBlock;
 use super::uses::wait_for_context;
@@ -20,6 +16,9 @@ use symmalloc_core::config::Config;
 use symmalloc_core::{Handle, StreamId};
 
 /// An allocator of pinned host memory.
+///
+/// The host is a stream of the allocator, and the buffers are allocated on it. When memory is reused, the host waits for copies that still
+/// use it. This is the only case in which an allocation of this crate waits for the device.
 pub type PinnedAllocator = CachingAllocator<PinnedBackend>;
 
 /// Stream id of the host, which every [`PinnedAllocator`] registers first.
@@ -52,10 +51,22 @@ impl PinnedAllocator {
     }
 }
 
-/// `len` elements of pinned host memory, freed when dropped.
+/// A buffer of `len` elements of pinned host memory, freed when it is dropped.
 ///
 /// The type implements cudarc's [`HostSlice`], so copies accept it and run asynchronously. The host waits for them at its next access to
 /// the elements.
+///
+/// # Examples
+/// ```no_run
+/// use symmalloc_core::Config;
+/// use symmalloc_cuda::{CudaDevice, PinnedAllocator};
+///
+/// let device = CudaDevice::new(0)?;
+/// let pinned = PinnedAllocator::pinned(&device, Config::default())?;
+/// let mut input = pinned.alloc_host_zeroed::<f32>(4096)?;
+/// input.as_mut_slice()?.fill(1.0); // waits for copies that use the buffer
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct PinnedBuffer<T> {
     block: OwnedBlock<Arc<StreamAllocator<PinnedBackend>>>,
     len: usize,

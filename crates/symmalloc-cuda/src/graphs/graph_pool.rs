@@ -1,28 +1,8 @@
 //! CUDA graphs: memory that keeps its addresses for the lifetime of a captured graph.
 //!
-//! ```text
-//!  GraphPool ── begin(stream) ──► GraphCapture ── end() ──► DeviceGraph ── launch(stream), any number of times
-//!      ▲            allocations on streams of the capture           │
-//!      └────────────── come from the pool ◄──────── keeps it ───────┘
-//! ```
-//!
-//! While a stream is part of a capture that a [`GraphPool`] began, all allocations on it come from the pool, regardless of the allocator
-//! clone that is used. A block that is freed during the capture is reused by later allocations of the same capture; between streams, the
-//! fence is an edge of the graph. `trim` and limits never release the pool's memory, and no other allocation comes from it. It is released
-//! after the pool's last owner is dropped: every clone of the `GraphPool`, every graph, and every buffer.
-//!
-//! **Sharing.** Graphs that are captured from one pool share its memory, so they must not run at the same time: launch them on one stream,
-//! or order them. A graph may overwrite data that another graph left in a freed buffer. A buffer that is kept alive keeps its memory
-//! exclusively.
-//!
-//! **Reproducible placement.** A capture of the same program from a new pool gets the same offsets. So does a second capture from a pool
-//! with a reserved segment (`PoolConfig::builder().reserved(bytes)`), once the buffers of the first are dropped. A growing pool is larger
-//! for the second capture than it was for the first, so the best fit may be another block.
-//!
-//! **Before and after.** Beginning a capture waits on the host for all registered streams, because a graph cannot wait for work that was
-//! not captured. No earlier fence then remains that the host would have to wait for during the capture. The program must order work that
-//! fills the graph's inputs before each launch. Querying an event during a capture, or waiting for it from outside, would invalidate the
-//! capture. The backend does neither (see the table in `streams/captures.rs`).
+//! Beginning a capture waits for all registered streams, so no earlier fence remains that the host would have to wait for during the
+//! capture. Querying an event during a capture, or waiting for it from outside, would invalidate the capture. The backend does neither (see
+//! the table in `streams/captures.rs`).
 
 use crate::allocator::CudaAllocator;
 use crate::backend::CudaBackend;
@@ -39,6 +19,47 @@ use symmalloc_core::sleep::Phase;
 use symmalloc_core::{ObserverId, PoolId, StreamId};
 
 /// A memory pool for graphs. Clones refer to the same pool.
+///
+/// ```text
+///  GraphPool ── begin(stream) ──► GraphCapture ── end() ──► DeviceGraph ── launch(stream), any number of times
+///      ▲            allocations on streams of the capture           │
+///      └────────────── come from the pool ◄──────── keeps it ───────┘
+/// ```
+///
+/// While a stream is part of a capture that the pool began, all allocations on it come from the pool, regardless of the allocator clone
+/// that is used. A block that is freed during the capture is reused by later allocations of the same capture; between streams, the fence is
+/// an edge of the graph. `trim` and limits never release the pool's memory, and no other allocation comes from it. It is released after the
+/// pool's last owner is dropped: every clone of the `GraphPool`, every graph, and every buffer.
+///
+/// # Sharing
+/// Graphs that are captured from one pool share its memory, so they must not run at the same time: launch them on one stream, or order
+/// them. A graph may overwrite data that another graph left in a freed buffer. A buffer that is kept alive keeps its memory exclusively.
+///
+/// # Determinism
+/// A capture of the same program from a new pool gets the same offsets. So does a second capture from a pool with a reserved segment
+/// (`PoolConfig::builder().reserved(bytes)`), once the buffers of the first are dropped. A growing pool is larger for the second capture
+/// than it was for the first, so the best fit may be another block.
+///
+/// # Order of work
+/// Beginning a capture waits on the host for all registered streams, because a graph cannot wait for work that was not captured. The
+/// program must order work that fills the graph's inputs before each launch.
+///
+/// # Examples
+/// ```no_run
+/// use cudarc::driver::CudaStream;
+/// use std::sync::Arc;
+/// use symmalloc_core::PoolConfig;
+/// use symmalloc_cuda::{CudaAllocator, CudaError, DeviceGraph, GraphPool};
+///
+/// fn capture(allocator: &CudaAllocator, stream: &Arc<CudaStream>) -> Result<DeviceGraph, CudaError> {
+///     let pool = GraphPool::new(allocator, PoolConfig::default())?;
+///     let capture = pool.begin(stream)?;
+///     let scratch = allocator.alloc_zeroed::<f32>(stream, 4096)?;
+///     // kernels on `stream`, which use `scratch`
+///     drop(scratch);
+///     capture.end() // the graph can be launched any number of times, and keeps the memory
+/// }
+/// ```
 #[derive(Clone, Debug)]
 pub struct GraphPool {
     inner: Arc<GraphPoolState>,

@@ -1,7 +1,4 @@
-//! Scoped pools: a pool is destroyed after its last owner is dropped and its last buffer is freed.
-//!
-//! Destroying a pool releases memory, which blocks until the device has finished using it. A `Drop` implementation must not block, so it
-//! leaves the pool to the allocator's next `trim`.
+//! Pools that are destroyed after their last owner is dropped and their last buffer is freed.
 
 use super::state::{AbandonedPool, AllocatorState};
 use super::stream_allocator::StreamAllocator;
@@ -13,7 +10,31 @@ use std::fmt;
 use std::sync::Arc;
 use symmalloc_core::{PoolId, StreamId};
 
-/// Owner of a pool. See [`CachingAllocator::create_pool`](crate::CachingAllocator::create_pool).
+/// A pool of an allocator: memory with a separate policy. Returned by
+/// [`CachingAllocator::create_pool`](crate::CachingAllocator::create_pool).
+///
+/// [`CachingAllocator::with_pool`](crate::CachingAllocator::with_pool) returns an allocator that allocates from the pool.
+///
+/// # Dropping
+/// Dropping a pool does not destroy it, because releasing its memory can block until the device has finished using it. The allocator's next
+/// [`trim`](crate::CachingAllocator::trim) destroys the pool, once all of its allocators and buffers are dropped as well.
+///
+/// # Examples
+/// ```no_run
+/// use symmalloc_core::{Config, PoolConfig};
+/// use symmalloc_cuda::{CudaAllocator, CudaDevice};
+///
+/// let device = CudaDevice::new(0)?;
+/// let allocator = CudaAllocator::new(&device, Config::default())?;
+/// let stream = device.context().new_stream()?;
+///
+/// let pool = allocator.create_pool(PoolConfig::builder().reserved(1 << 30).build()?)?;
+/// let cache = allocator.with_pool(&pool).alloc_zeroed::<f32>(&stream, 1 << 20)?;
+/// drop(cache);
+/// drop(pool);
+/// allocator.trim()?; // destroys the pool
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Pool<B: CudaMemory> {
     lease: Arc<PoolLease<B>>,
 }

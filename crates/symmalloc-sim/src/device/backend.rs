@@ -1,34 +1,4 @@
 //! The simulated backend: one instance per simulated rank, without a device, derived from one seed.
-//!
-//! For a *correct* allocator it is an ordinary [`Backend`] whose adverse behavior differs on each rank. For an
-//! *incorrect* one it is strict: it panics at the first violation of the contract in [`symmalloc_core::backend`] and
-//! names the rule. It also detects missing waits that corrupt memory only rarely on a real device.
-//!
-//! ```text
-//!                seed, rank
-//!        ┌───────────┼──────────────┬───────────────┐
-//!   addresses     timeline        faults         handles         each with a separate random sequence
-//!   reserve       record wait     any call       raw_stream
-//!   map unmap     query           fails at k     raw events
-//!   release       synchronize
-//!        └── submit: a kernel uses these bytes ─► Ok, or Race
-//! ```
-//!
-//! Addresses, event completion, raw handles and faults differ between ranks. By rule D1, no placement may depend on
-//! them. The program is the same on all ranks, so an allocator that places identically on many simulated ranks depends
-//! on the program alone.
-//!
-//! Time is measured in ticks. Each call takes one tick, and [`SimBackend::tick`] adds more. No clock is read. A new
-//! instance takes at most [`SimBackend::FRESH_BYTES_MAX`] bytes and no heap memory, and grows only with live state, so
-//! thousands of ranks fit on a laptop.
-//!
-//! Aliases share the memory of their source: unordered uses through two addresses of the same memory are a race.
-//!
-//! Bytes hold the last value written with [`SimBackend::write`] until their memory is unmapped. Tests use this to check
-//! that a pool restores its contents after a sleep.
-//!
-//! The simulation omits some aspects of a device: kernels write no data, graphs do not exist, and mapped memory is
-//! counted without being placed physically.
 
 use super::address_space::AddressSpace;
 use super::contents::{Contents, Pieces};
@@ -41,6 +11,52 @@ use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image
 use symmalloc_core::ids::StreamId;
 
 /// A simulated device of one rank. Its addresses, handles, event timing and faults derive from its seed.
+///
+/// For a *correct* allocator it is an ordinary [`Backend`] whose adverse behavior differs on each rank. For an
+/// *incorrect* one it is strict: it panics at the first violation of the contract in [`symmalloc_core::backend`] and
+/// names the rule. It also detects missing waits that corrupt memory only rarely on a real device.
+///
+/// ```text
+///                seed, rank
+///        ┌───────────┼──────────────┬───────────────┐
+///   addresses     timeline        faults         handles         each with a separate random sequence
+///   reserve       record wait     any call       raw_stream
+///   map unmap     query           fails at k     raw events
+///   release       synchronize
+///        └── submit: a kernel uses these bytes ─► Ok, or Race
+/// ```
+///
+/// Addresses, event completion, raw handles and faults differ between ranks. By rule D1, no placement may depend on
+/// them. The program is the same on all ranks, so an allocator that places identically on many simulated ranks depends
+/// on the program alone.
+///
+/// # Time
+/// Time is measured in ticks. Each call takes one tick, and [`SimBackend::tick`] adds more. No clock is read.
+///
+/// # Memory
+/// A new instance takes at most [`SimBackend::FRESH_BYTES_MAX`] bytes and no heap memory, and grows only with live state,
+/// so thousands of ranks fit on a laptop.
+///
+/// Aliases share the memory of their source: unordered uses through two addresses of the same memory are a race. Bytes
+/// hold the last value written with [`SimBackend::write`] until their memory is unmapped. Tests use this to check that a
+/// pool restores its contents after a sleep.
+///
+/// # Limitations
+/// Kernels write no data, graphs do not exist, and mapped memory is counted without being placed physically.
+///
+/// # Examples
+/// ```
+/// use symmalloc_core::backend::Backend;
+/// use symmalloc_core::ids::StreamId;
+/// use symmalloc_sim::SimBackend;
+///
+/// let device = SimBackend::builder().seed(7).rank(3).build();
+/// let range = device.reserve(2 << 20)?;
+/// device.map(range, 0, 2 << 20)?;
+/// device.submit(StreamId(0), range.base, 512).unwrap();
+/// assert!(device.submit(StreamId(1), range.base, 512).is_err()); // nothing orders the streams
+/// # Ok::<(), symmalloc_core::backend::BackendError>(())
+/// ```
 ///
 /// # Panics
 /// [`submit`](SimBackend::submit) and every method of [`Backend`] panic if the caller violates the contract of

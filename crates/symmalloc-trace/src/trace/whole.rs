@@ -12,6 +12,16 @@ use symmalloc_core::config::Config;
 use symmalloc_core::op::Record;
 
 /// A whole trace in memory: a configuration and consistent records.
+///
+/// # Examples
+/// ```
+/// use symmalloc_trace::Trace;
+///
+/// let trace = Trace::parse("symmalloc-trace 1\nstream s0\na 0 512 s0\nf 0\nend 3\n")?;
+/// assert_eq!(trace.records().len(), 3);
+/// assert_eq!(Trace::parse(&trace.to_text())?, trace);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Trace {
     config: Option<Config>,
