@@ -30,7 +30,7 @@ const REPEATS: usize = 15;
 /// Number of replacements that each thread makes in the table of threads.
 const THREAD_PAIRS: u32 = 400_000;
 
-/// Address space in bytes that all heaps of a case share. valgrind leaves little to a process.
+/// Address space in bytes that all heaps of a case share. valgrind leaves little address space to a process.
 const ADDRESS_BYTES: u64 = 30 << 30;
 
 /// Prefix of a case's name that selects the walk alone.
@@ -159,7 +159,7 @@ impl Buffers {
             match *step {
                 Step::Allocate { number, stream, size_bytes } => {
                     let stream = &self.streams[stream.index()];
-                    // SAFETY: nobody reads bytes, and any bits make one.
+                    // SAFETY: nothing reads the bytes, and every bit pattern is a valid `u8`.
                     let buffer = unsafe { self.allocator.alloc::<u8>(stream, size_bytes as usize) };
                     self.buffers[number as usize] = Some(buffer.expect("memory"));
                 }
@@ -175,7 +175,7 @@ impl Buffers {
     }
 }
 
-/// A stand-in of the size of a buffer, with an equally cheap drop that does nothing.
+/// A stand-in for a buffer, of the same size, with a cheap drop that does nothing.
 struct Nothing {
     _words: [usize; size_of::<DeviceBuffer<u8>>() / size_of::<usize>()],
 }
@@ -304,7 +304,7 @@ fn resident_bytes() -> f64 {
 /// Allocates a buffer of 512 B to 512 KiB.
 fn buffer(allocator: &CudaAllocator, stream: &Arc<CudaStream>, random: u32) -> Option<DeviceBuffer<u8>> {
     let len = (1 + random as usize % 1024) * 512;
-    // SAFETY: nobody reads bytes, and any bits make one.
+    // SAFETY: nothing reads the bytes, and every bit pattern is a valid `u8`.
     Some(unsafe { allocator.alloc(stream, len) }.expect("memory"))
 }
 

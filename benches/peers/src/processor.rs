@@ -41,7 +41,7 @@ impl Processors {
         let mut only = rustix::thread::CpuSet::new();
         if let Some(number) = self.numbers.get(at) {
             only.set(*number);
-            // A processor that was taken away in the meantime is irrelevant: the thread stays where it is.
+            // If the processor is no longer available, the thread stays where it is.
             let _moved = rustix::thread::sched_setaffinity(None, &only);
         }
     }

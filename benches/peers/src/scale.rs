@@ -7,9 +7,9 @@
 //!  a│s│ f │s│ a  │s│ f │s│ f│s│ a ...     a allocated, f free, s separator, in random order
 //! ```
 //!
-//! Free blocks are measured twice. With a program that works on 1,000 blocks, independent of the number of free blocks,
-//! the result is the cost of the free blocks. With as many live blocks as free ones, all replaced at random, the result
-//! is the cost of a program without locality: its own table, the blocks and their neighbors all exceed the caches.
+//! Free blocks are measured twice. A program that always works on 1,000 blocks shows the cost of the free blocks alone. A
+//! program with as many live blocks as free ones, all replaced at random, shows the cost without locality: its own table,
+//! the blocks and their neighbors all exceed the caches.
 
 use crate::cases::{Amounts, Random, replace_random};
 use crate::report::Report;

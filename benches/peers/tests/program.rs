@@ -84,7 +84,7 @@ fn every_interface_reports_every_figure_and_the_same_memory() {
     }
     let ahead = measure(&folder, "buffer", &["--prefetch-mib", "64"]);
     for case in ["reserved_peak_bytes", "segments"] {
-        assert_eq!(values(&ahead, case, "small"), values(&simulated, case, "small"), "made ahead: {case}");
+        assert_eq!(values(&ahead, case, "small"), values(&simulated, case, "small"), "prefetched: {case}");
     }
     assert_eq!(values(&ahead, "cold_ns_per_op", "small").len(), 2);
     let shared = measure(&folder, "buffer", &["--conf", "streams:shared"]);

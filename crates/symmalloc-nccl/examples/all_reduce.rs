@@ -1,6 +1,6 @@
 //! Compares the effects of two orders of free blocks on NCCL's windows, and prints a table.
 //!
-//! NCCL's symmetric kernels address a peer's buffer by (window, own offset). They reduce any data that lies there, and report success. In
+//! NCCL's symmetric kernels address a peer's buffer by (window, own offset). They reduce whatever data is there, and report success. In
 //! this example, every rank allocates eight tensors of 1 MiB from 2 MiB segments, with one window per segment, reduces them over all ranks
 //! and checks every element. Then it frees the tensors and allocates them again. Odd ranks get their segments at descending addresses:
 //!
@@ -281,7 +281,7 @@ impl Rank {
         Ok(table)
     }
 
-    /// Creates a symmetric pool with PyTorch's segments: 2 MiB for sizes up to 1 MiB.
+    /// Creates a symmetric pool with PyTorch's segment sizes: 2 MiB for allocations up to 1 MiB.
     fn new_pool(&self) -> Result<Pool<CudaBackend>, Failure> {
         let pool = self.allocator.create_pool(PoolConfig::builder().fixed().symmetric(true).build()?)?;
         self.registrar.attach(&self.comm, &[pool.id()], Registration::Windows)?;

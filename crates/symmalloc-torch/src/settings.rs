@@ -6,7 +6,7 @@
 //! |---|---|---|---|
 //! | `peers` | `[1,2]`, `[]` | `[]` | Devices that may read and write the memory. |
 //! | `chunk_mb`, `chunk_bytes` | a multiple of the granularity | 32 MiB, more for ranges beyond 2 GiB | Largest physical chunk by which expandable ranges grow. |
-//! | `prefetch_mb`, `prefetch_bytes` | 0, or a multiple of the granularity of at least a chunk | 0 | Maximum of memory that is created ahead of growth. |
+//! | `prefetch_mb`, `prefetch_bytes` | 0, or a multiple of the granularity of at least a chunk | 0 | Maximum amount to prefetch for each expandable range. |
 //! | `out_of_memory` | `trim`, `fail` | `trim` | The last resort before an allocation fails. |
 //!
 //! The parser replaces these keys with blanks before the core reads the text, so that the byte offsets in the core's errors are correct.

@@ -378,7 +378,7 @@ stub_test!(an_abandoned_pool_that_is_observed_waits_without_an_error, {
     assert!(allocator.core().pool_stats(id).is_err(), "destroyed");
 });
 
-/// Returns `true` if the end of work on two streams is detected within the limit.
+/// Returns `true` if a wait for the work on two streams ends within the limit.
 fn ends_within(limit: Duration) -> bool {
     let allocator = allocator();
     let context = allocator.device().context();

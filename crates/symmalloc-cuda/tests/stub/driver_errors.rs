@@ -1,4 +1,4 @@
-//! Fault injection: every driver call fails at every occurrence. The error must be typed, the allocator consistent, and nothing lost.
+//! Fault injection: each driver call fails at each occurrence. The error is typed, the allocator stays consistent, and nothing is lost.
 
 use crate::process::{calls, device, fail, heal, live, stub_test};
 use cudarc::driver::{CudaStream, DevicePtr};

@@ -35,7 +35,7 @@ fn counts() -> (u64, u64) {
     (calls("cuEventRecord"), calls("cuStreamWaitEvent"))
 }
 
-/// Returns `true` if work on the stream is blocked. Writes to memory of the stream.
+/// Returns `true` if work on the stream is blocked. Submits a write to memory of the stream to find out.
 fn is_held_up(allocator: &CudaAllocator, stream: &Arc<CudaStream>) -> bool {
     let mut mark = allocator.alloc_zeroed::<u8>(stream, 512).expect("allocated");
     stream.memcpy_htod(&[1; 512], &mut mark).expect("copied");

@@ -151,7 +151,7 @@ nccl_test!(threads_with_a_communicator_and_a_pool_each_do_not_disturb_each_other
                     let allocator = it.allocator.with_pool(pool);
                     for round in 0..40_u64 {
                         let size = ((round % 5) * 7 + 3) * MIB + if *name == "a" { 0 } else { 512 };
-                        // SAFETY: any bits make a float.
+                        // SAFETY: every bit pattern is a valid `f32`.
                         let tensor =
                             unsafe { allocator.alloc::<f32>(stream, size as usize / 4) }.expect("the allocation fits");
                         it.registrar.sync(&[comm]).expect("the ranks agree");
@@ -340,7 +340,7 @@ nccl_test!(a_scope_registers_what_was_taken_inside_also_when_its_work_fails, {
     Job::new(2).run(|it| {
         let pool = it.attached_pool();
         let take = |allocator: &symmalloc_cuda::CudaAllocator, bytes: u64| {
-            // SAFETY: any bits make a float.
+            // SAFETY: every bit pattern is a valid `f32`.
             unsafe { allocator.alloc::<f32>(&it.stream, bytes as usize / 4) }
         };
         let comms = [&it.world];

@@ -163,7 +163,7 @@ nccl_test!(a_rank_that_dies_is_an_error_on_the_others_and_other_communicators_go
         let mut tensor = it.take(&pool, 30 * MIB);
         it.meet();
         let Some(rest) = rest else {
-            // The rank leaves without notice.
+            // The rank ends without notice.
             it.meet();
             return;
         };

@@ -77,7 +77,7 @@ impl Program<'_> {
             1 => MIB * (1 + self.below(9) as u64),
             _ => MIB * (11 + self.below(40) as u64),
         };
-        // SAFETY: any bits make a float.
+        // SAFETY: every bit pattern is a valid `f32`.
         let taken = unsafe { self.it.allocator.with_pool(&self.pools[pool]).alloc(&self.it.stream, size as usize / 4) };
         // A reserved segment may be full. It is then full on all ranks.
         self.tensors.extend(taken.ok().map(|tensor| (pool, tensor)));

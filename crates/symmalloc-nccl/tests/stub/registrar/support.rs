@@ -23,7 +23,7 @@ pub(crate) struct Job {
     pub(crate) mode: Mode,
     pub(crate) deadline: Duration,
     pub(crate) check_offsets: bool,
-    /// Limit on the memory that every second rank maps ahead of growth, in bytes.
+    /// Maximum number of bytes that every second rank prefetches for each range.
     pub(crate) prefetch_bytes: u64,
 }
 
@@ -126,7 +126,7 @@ impl Rank {
 
     /// Allocates a buffer of `size_bytes` bytes in a pool.
     pub(crate) fn take(&self, pool: &Pool<CudaBackend>, size_bytes: u64) -> DeviceBuffer<f32> {
-        // SAFETY: any bits make a float.
+        // SAFETY: every bit pattern is a valid `f32`.
         unsafe { self.allocator.with_pool(pool).alloc(&self.stream, size_bytes as usize / 4) }
             .expect("the allocation fits")
     }

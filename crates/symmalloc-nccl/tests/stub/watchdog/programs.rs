@@ -1,4 +1,4 @@
-//! Random programs on 2 to 4 ranks, with a victim that meets its fate at some call: it dies, is stopped, is slow, fails, leaves early,
+//! Random programs on 2 to 4 ranks, with a victim that suffers a fault at some call: it dies, is stopped, is slow, fails, leaves early,
 //! panics or gets stuck. Every other rank ends in time, and its report is true.
 
 use super::{DEADLINE, Rank};
