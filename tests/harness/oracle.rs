@@ -260,7 +260,7 @@ impl Oracle {
                 None => {
                     heap.obtain(config, headroom, granularity, stream, size)?;
                     match config.segments() {
-                        // Of two blocks that fit, one may have been rejected before; this is the new segment.
+                        // Use the new segment. The best fit may be another block, which `accepts` rejected above.
                         SegmentPolicy::Fixed(_) => (heap.segments.len() - 1, 0),
                         _ => heap.best_fit(config, size).expect("memory was obtained"),
                     }

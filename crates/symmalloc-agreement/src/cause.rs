@@ -174,8 +174,8 @@ fn other_request(op: u64, other: u64) -> Cause {
     }
 }
 
-/// Returns the likeness of two windows from their start: 2 for each equal step, 1 for each step with an equal op whose
-/// allocation may have moved by then, and 3 more if both windows end together.
+/// Returns a score for the similarity of two windows from their start: 2 for each equal step, 1 for each step with the
+/// same op but a different placement, and 3 more if both windows end at the same step.
 fn likeness(one: &[Step], other: &[Step]) -> usize {
     let pairs = || one.iter().zip(other);
     let same = pairs().take_while(|(one, other)| one.op == other.op).count();
@@ -184,7 +184,7 @@ fn likeness(one: &[Step], other: &[Step]) -> usize {
     likeness + if ends_together { 3 } else { 0 }
 }
 
-/// Returns the likeness of two windows on the assumption that `early` did the first op of `late` later.
+/// Returns the score of two windows under the assumption that `early` contains the first op of `late` at a later position.
 fn moved(early: &[Step], late: &[Step]) -> usize {
     let Some(at) = late.first().and_then(|first| early.iter().position(|step| step == first)) else { return 0 };
     let mut without = early.to_vec();

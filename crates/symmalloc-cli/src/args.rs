@@ -489,7 +489,7 @@ pub(crate) struct ReportArgs {
 /// Plan the placement of every allocation of a job, so that the job needs no more memory than its peak of live bytes
 ///
 /// The whole job is known in advance, so a plan can reduce the peak of reserved memory to the peak of live bytes. The command also computes
-/// and proves reservations with which the job runs without a plan and obtains no further memory.
+/// reservations with which the job runs without a plan and obtains no further memory, and verifies them by replaying the job.
 #[derive(Debug, clap::Args)]
 #[command(after_help = PLAN_EXAMPLES)]
 pub(crate) struct PlanArgs {

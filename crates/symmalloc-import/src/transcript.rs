@@ -186,7 +186,7 @@ impl Transcript {
     /// Adds a free of the allocation at `address` that another stream still uses: the memory stays in use until [`complete`].
     ///
     /// If the log does not name that stream, the use is assigned to the lowest-numbered stream other than the allocation's own, which is
-    /// registered if necessary. Since streams are numbered by appearance, the log's next new stream gets the same number.
+    /// registered if necessary. The next stream that appears in the log for the first time gets the same number.
     ///
     /// [`complete`]: Transcript::complete
     pub(crate) fn free_used_elsewhere(&mut self, address: Address) -> Result<(), Overflow> {

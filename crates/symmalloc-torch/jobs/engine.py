@@ -47,7 +47,7 @@ class Communicator:
         self._check(self._nccl.ncclAllReduce(pointer, pointer, count, FLOAT32, SUM, self.comm, stream))
 
     def register_window(self, address: int, size_bytes: int) -> None:
-        """Collective."""
+        """Registers a symmetric window. All ranks must call it."""
         window = c_uint64()
         self._check(self._nccl.ncclCommWindowRegister(self.comm, address, size_bytes, byref(window), SYMMETRIC))
 
