@@ -58,7 +58,7 @@ fn all_words(letters: &[Letter], length: usize, config: &Config, granularity_byt
         let valid = (1..=length).take_while(|end| spell(&spelt[..*end]).is_some()).count();
         if valid == length {
             let ops = spell(&spelt).expect("valid").into_iter().enumerate();
-            // In one of the two programs, each op identifies its allocation by address.
+            // Ops identify their allocations by handle and by address in turn.
             let ops = ops.map(|(index, op)| (op, Access::from_byte((index as u64 + programs) as u8)));
             let scenario = Scenario::new(config.clone(), granularity_bytes, ops);
             compare_at(&scenario, &scenario.device(programs), |index| index >= changed + 2);

@@ -37,7 +37,7 @@ pub struct Decisions {
 /// Executes a scenario and compares every decision, block and counter with the oracle.
 ///
 /// # Panics
-/// On the first difference, violated invariant, race, violation of the backend's contract, or leak.
+/// Panics on the first difference, violated invariant, race, violation of the backend's contract, or leak.
 pub fn compare_with_oracle(scenario: &Scenario, device: &SimBackend) -> Decisions {
     compare_at(scenario, device, |_| true)
 }
@@ -62,7 +62,7 @@ pub fn compare_at(scenario: &Scenario, device: &SimBackend, looks: impl Fn(usize
 /// Executes a scenario with this kind of lock, and passes every decision to `look`.
 ///
 /// # Panics
-/// On a violated invariant at the end, a race, a violation of the backend's contract, or a leak.
+/// Panics on a violated invariant at the end, a race, a violation of the backend's contract, or a leak.
 pub fn decisions<L: Lock>(
     scenario: &Scenario,
     device: &SimBackend,
@@ -138,7 +138,7 @@ impl Drop for PrintOnPanic<'_> {
 /// Converts the allocator's result to an outcome of the oracle.
 ///
 /// # Panics
-/// If a valid program cannot produce the result.
+/// Panics if a valid program cannot produce the result.
 pub fn outcome(result: Result<Option<Allocation>, StepError>) -> Outcome {
     let error = match result {
         Ok(None) => return Outcome::Done,
@@ -173,7 +173,7 @@ pub fn outcome(result: Result<Option<Allocation>, StepError>) -> Outcome {
 pub struct DeviceWork<'a> {
     device: &'a SimBackend,
     live: BTreeMap<AllocationId, Live>,
-    /// Sleeping pools, with the fate of their contents.
+    /// Sleeping pools, with what happens to their contents.
     asleep: BTreeMap<PoolId, Contents>,
 }
 
@@ -198,8 +198,8 @@ impl<'a> DeviceWork<'a> {
     /// Submits the device work that belongs to an op with this result.
     ///
     /// # Panics
-    /// On a race, if the allocator did not order the memory's earlier users before this one, or if an allocation does not hold its expected
-    /// value.
+    /// Panics on a race, if the allocator did not order the memory's earlier users before this one, or if an allocation does not hold its
+    /// expected value.
     pub fn submit(&mut self, op: &Op, result: &Result<Option<Allocation>, StepError>) {
         match (op, result) {
             (Op::Allocate { id, pool, stream, .. }, Ok(Some(allocation))) => {
@@ -258,7 +258,7 @@ impl<'a> DeviceWork<'a> {
     /// Registers an allocation that a restore made live. Its stream uses it at once.
     ///
     /// # Panics
-    /// On a race: the restore did not order the memory's earlier users before this one.
+    /// Panics on a race: the restore did not order the memory's earlier users before this one.
     pub fn adopt(&mut self, id: AllocationId, stream: StreamId, allocation: Allocation) {
         self.use_all(stream, &allocation);
         self.live.insert(id, Live { allocation, users: vec![stream], pool: None, value: None });

@@ -6,7 +6,7 @@ use symmalloc_core::backend::Backend;
 /// Runs the suite.
 ///
 /// # Panics
-/// If the implementation violates its contract, or refuses to save or to zero memory.
+/// Panics if the implementation violates its contract, or refuses to save or to zero memory.
 pub fn conformance<B: Backend + Send + Sync>(make: impl Fn() -> B) {
     let lacking = check(make);
     assert!(lacking.iter().all(|capability| *capability == Capability::Alias), "{lacking:?}");

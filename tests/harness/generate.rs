@@ -116,7 +116,7 @@ impl Scenario {
     /// Creates a scenario of these ops under this configuration.
     ///
     /// # Panics
-    /// If an op names an allocation that does not exist yet.
+    /// Panics if an op names an allocation that does not exist yet.
     pub fn new(config: Config, granularity_bytes: u64, ops: impl IntoIterator<Item = (Op, Access)>) -> Self {
         let (records, access): (Vec<Record>, _) =
             ops.into_iter().map(|(op, access)| (Record::from(op), access)).unzip();
@@ -131,7 +131,7 @@ impl Scenario {
     /// Returns the same scenario without stitching and sleep, so that every pool has a layout.
     ///
     /// # Panics
-    /// Never: a policy without stitching is valid.
+    /// Never panics: a policy without stitching is valid.
     #[must_use]
     pub fn with_layouts(self) -> Self {
         let plain = |pool: &PoolConfig| pool.to_builder().stitching(None).build().expect("valid");
@@ -168,7 +168,7 @@ impl Scenario {
     /// Returns the scenario that these bytes encode. Every sequence of bytes encodes one.
     ///
     /// # Panics
-    /// Never: generated scenarios are valid.
+    /// Never panics: generated scenarios are valid.
     pub fn from_bytes(bytes: &[u8]) -> Self {
         let mut tape = Tape::new(bytes);
         let granularity_bytes = tape.pick(&[2 * MIB, 2 * MIB, 64 * KIB, 512, 4 * MIB]);
@@ -193,7 +193,7 @@ impl Scenario {
     /// Returns the scenario as a trace, to be saved and replayed elsewhere.
     ///
     /// # Panics
-    /// Never: a valid program is a valid trace.
+    /// Never panics: a valid program is a valid trace.
     pub fn trace(&self) -> String {
         let mut trace = TraceWriter::new(Vec::new(), Some(&self.config)).expect("writing to memory cannot fail");
         for op in self.program.ops() {
@@ -402,7 +402,7 @@ impl Writer {
         self.access.push(Access::from_byte(access));
     }
 
-    /// Allocates many blocks of one size and frees every second one: the free index stores that many differently.
+    /// Allocates many blocks of one size and frees every second one, so many that the free index keeps them in a tree instead of a list.
     fn burst(&mut self, pool: PoolId, stream: StreamId, what: u8) {
         let first = self.live.len();
         for _ in 0..40 {

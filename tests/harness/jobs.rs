@@ -37,7 +37,7 @@ pub fn path(job: &str) -> PathBuf {
 /// Returns the records of a recorded job.
 ///
 /// # Panics
-/// If the file is missing or damaged.
+/// Panics if the file is missing or damaged.
 pub fn records(job: &str) -> Vec<Record> {
     let read = read_path(&path(job), &ReadOptions::default());
     read.unwrap_or_else(|error| panic!("the recorded job {job} cannot be read: {error}")).records
@@ -46,7 +46,7 @@ pub fn records(job: &str) -> Vec<Record> {
 /// Returns a recorded job as a program to replay.
 ///
 /// # Panics
-/// If the file is missing or damaged.
+/// Panics if the file is missing or damaged.
 pub fn program(job: &str) -> Program {
     Program::new(&records(job)).unwrap_or_else(|error| panic!("the recorded job {job} is not a program: {error}"))
 }

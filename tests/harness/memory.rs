@@ -30,7 +30,7 @@ impl Memory {
     /// Returns `true` if the recording was finished.
     ///
     /// # Panics
-    /// If another thread panicked while using the sink.
+    /// Panics if another thread panicked while using the sink.
     pub fn is_finished(&self) -> bool {
         *self.is_finished.lock().unwrap()
     }
@@ -38,7 +38,7 @@ impl Memory {
     /// Returns the records so far.
     ///
     /// # Panics
-    /// If another thread panicked while using the sink.
+    /// Panics if another thread panicked while using the sink.
     pub fn records(&self) -> Vec<Record> {
         self.records.lock().unwrap().clone()
     }

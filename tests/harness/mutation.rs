@@ -84,7 +84,7 @@ impl SymmetricProgram {
     /// `records`.
     ///
     /// # Panics
-    /// If a configuration without a threshold is invalid, which never happens.
+    /// Panics if a configuration without a threshold is invalid, which never happens.
     pub fn new<'a>(config: &Config, records: impl IntoIterator<Item = &'a Record>) -> Self {
         let symmetric = |pool: &PoolConfig| pool.to_builder().stitching(None).symmetric(true).build().expect("valid");
         let config = config.to_builder().default_pool(symmetric(config.default_pool())).build().expect("valid");

@@ -22,7 +22,7 @@ impl Checkpoint {
     /// Saves the state of a run after `op` ops.
     ///
     /// # Panics
-    /// If a pool holds memory of dead segments: its layout cannot be saved.
+    /// Panics if a pool holds memory of dead segments: its layout cannot be saved.
     pub fn take<B: Backend, L: Lock>(
         op: usize,
         allocator: &Allocator<B, L>,
@@ -48,7 +48,7 @@ impl Checkpoint {
     /// Returns the layout of a pool.
     ///
     /// # Panics
-    /// If the pool was not live.
+    /// Panics if the pool was not live.
     pub fn layout(&self, pool: PoolId) -> Layout {
         let (_, text) = self.layouts.iter().find(|(saved, _)| *saved == pool).expect("the pool was live");
         layout::parse(text).expect("written layouts can be read")
@@ -58,7 +58,7 @@ impl Checkpoint {
     /// `op`. Passes every restored allocation to `look`.
     ///
     /// # Panics
-    /// If something cannot be restored.
+    /// Panics if something cannot be restored.
     pub fn resume<'a, B: Backend, L: Lock>(
         &self,
         allocator: &'a Allocator<B, L>,
@@ -89,7 +89,7 @@ impl Checkpoint {
     /// Restores one pool, and passes the handles of its live allocations to the run.
     ///
     /// # Panics
-    /// If the pool cannot be restored.
+    /// Panics if the pool cannot be restored.
     pub fn restore_pool<B: Backend, L: Lock>(
         &self,
         pool: PoolId,

@@ -43,7 +43,7 @@ impl<'a, B: Backend, L: Lock> Run<'a, B, L> {
     /// continue.
     ///
     /// # Panics
-    /// If a live allocation is not found by its address, or a freed one is.
+    /// Panics if a live allocation is not found by its address, or a freed one is.
     pub fn step(&mut self, index: usize) -> Result<Option<Allocation>, StepError> {
         let access = self.scenario.access[index];
         match self.scenario.program.ops()[index] {

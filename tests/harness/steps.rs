@@ -64,7 +64,7 @@ impl StepScenario {
     /// Returns the scenario that these bytes encode. Every sequence of bytes encodes one.
     ///
     /// # Panics
-    /// Never: generated scenarios are valid.
+    /// Never panics: generated scenarios are valid.
     pub fn from_bytes(bytes: &[u8]) -> Self {
         let byte = |at: usize| bytes.get(at).copied().unwrap_or(0);
         let flags = byte(0);
@@ -219,8 +219,8 @@ pub struct StepOutcome {
 /// Executes a scenario and compares it with the model.
 ///
 /// # Panics
-/// If an allocation is placed differently from the model, a report differs from the model's, an invariant is violated, a wait is missing,
-/// or anything leaks.
+/// Panics if an allocation is placed differently from the model, a report differs from the model's, an invariant is violated, a wait is
+/// missing, or anything leaks.
 pub fn run<L: Lock>(scenario: &StepScenario, device: &SimBackend) -> StepOutcome {
     let outcome = {
         let allocator = Allocator::<_, L>::with_lock(device, scenario.config.clone()).expect("a valid granularity");

@@ -44,7 +44,7 @@ pub const TARGETS: [(&str, Target); 11] = [
 /// Runs a program on the allocator and the oracle.
 ///
 /// # Panics
-/// On the first difference, violated invariant, race, violation of the backend's contract, or leak.
+/// Panics on the first difference, violated invariant, race, violation of the backend's contract, or leak.
 pub fn ops_vs_oracle(bytes: &[u8]) -> u64 {
     let scenario = Scenario::from_bytes(bytes);
     let ops = scenario.program.ops().len();
@@ -55,7 +55,7 @@ pub fn ops_vs_oracle(bytes: &[u8]) -> u64 {
 /// Runs a program on two ranks that share nothing but the program. Where one uses a handle, the other uses an address.
 ///
 /// # Panics
-/// If they decide differently.
+/// Panics if they decide differently.
 pub fn two_ranks(bytes: &[u8]) -> u64 {
     let scenario = Scenario::from_bytes(bytes);
     let one = scenario.device_builder(1).rank(0).delays(Delays::Immediate).build();
@@ -74,7 +74,7 @@ pub fn two_ranks(bytes: &[u8]) -> u64 {
 /// Runs a program that repeats steps and a model of following a plan, on two ranks that share nothing but the program.
 ///
 /// # Panics
-/// If a rank deviates from the model, or the ranks decide differently.
+/// Panics if a rank deviates from the model, or the ranks decide differently.
 pub fn steps(bytes: &[u8]) -> u64 {
     let scenario = StepScenario::from_bytes(bytes);
     let one = SimBackend::builder().seed(1).rank(0).delays(Delays::Immediate).build();
@@ -89,7 +89,7 @@ const OPS_A_SYNC: usize = 24;
 /// Runs a program on a few ranks under adverse conditions, whose threads interleave differently: a whole job.
 ///
 /// # Panics
-/// If ranks differ that must not, a differing rank is not reported, or anything leaks.
+/// Panics if ranks differ that must not, a differing rank is not reported, or anything leaks.
 pub fn job(bytes: &[u8]) -> u64 {
     let scenario = Scenario::from_bytes(bytes);
     let seed =
@@ -109,7 +109,7 @@ pub fn job(bytes: &[u8]) -> u64 {
 /// Reads text as a trace. Accepted text has one canonical form, which reads back as the same trace.
 ///
 /// # Panics
-/// If the reader panics, or reading back differs.
+/// Panics if the reader panics, or reading back differs.
 pub fn trace_reader(bytes: &[u8]) -> u64 {
     let Ok(mut reader) = TraceReader::new(bytes) else { return 0 };
     let Ok(records) = reader.by_ref().collect::<Result<Vec<Record>, _>>() else { return 0 };
@@ -126,7 +126,7 @@ pub fn trace_reader(bytes: &[u8]) -> u64 {
 /// Reads text as a layout. Accepted text has one canonical form, and the layout can be restored and used.
 ///
 /// # Panics
-/// If the reader panics, reading back differs, or the restored state is inconsistent.
+/// Panics if the reader panics, reading back differs, or the restored state is inconsistent.
 pub fn layout_reader(bytes: &[u8]) -> u64 {
     let as_it_is = restore(bytes);
     // Correct the number of lines at the end, so that truncated or duplicated text gets further.
@@ -171,7 +171,7 @@ fn restore(bytes: &[u8]) -> u64 {
 /// Reads text as a plan. Accepted text has one canonical form, and the plan is followed or rejected.
 ///
 /// # Panics
-/// If the reader panics, reading back differs, or an adopted plan is not followed.
+/// Panics if the reader panics, reading back differs, or an adopted plan is not followed.
 pub fn plan_reader(bytes: &[u8]) -> u64 {
     let as_it_is = adopt(bytes);
     // Correct the number of lines at the end, as for layouts.
@@ -220,7 +220,7 @@ fn follow(allocator: &Allocator<&SimBackend>, pool: PoolId, plan: &Plan) -> u64 
     let (mut live, mut made) = (Vec::new(), 0);
     for step in 0..2 {
         allocator.begin_step(pool, plan.key()).expect("none is open");
-        // A heap whose plan of this key comes first is not called.
+        // Another heap may have a plan of the same key, and receives no request here.
         let mut is_complete = is_alone;
         for (number, planned) in (step * count..).zip(plan.allocations()) {
             live.retain(|(until, handle)| {
@@ -259,7 +259,7 @@ fn written(config: Option<&Config>, records: &[Record]) -> Vec<u8> {
 /// Reads text as a configuration. The written form of accepted text reads back as the same configuration.
 ///
 /// # Panics
-/// If a parser panics, or reading back differs.
+/// Panics if a parser panics, or reading back differs.
 pub fn config_text(bytes: &[u8]) -> u64 {
     let Ok(text) = std::str::from_utf8(bytes) else { return 0 };
     if let Ok(config) = text.parse::<Config>() {
@@ -277,7 +277,7 @@ pub fn config_text(bytes: &[u8]) -> u64 {
 /// Reads bytes as a PyTorch snapshot, plain or compressed. Any recording read is a consistent trace.
 ///
 /// # Panics
-/// If the reader panics, or the recording is not a program.
+/// Panics if the reader panics, or the recording is not a program.
 pub fn snapshot_reader(bytes: &[u8]) -> u64 {
     import(bytes, b"\x80")
 }
@@ -285,7 +285,7 @@ pub fn snapshot_reader(bytes: &[u8]) -> u64 {
 /// Reads text as an RMM log.
 ///
 /// # Panics
-/// If the reader panics, or the recording is not a program.
+/// Panics if the reader panics, or the recording is not a program.
 pub fn rmm_reader(bytes: &[u8]) -> u64 {
     import(bytes, b"Thread,Time,Action,Pointer,Size,Stream\n")
 }
@@ -324,7 +324,7 @@ fn there_and_back(program: &Program, records: &[Record]) {
 /// records, neither is reported as behind or different.
 ///
 /// # Panics
-/// If the reader or the comparison panics, reading back differs, or a nonexistent difference is found.
+/// Panics if the reader or the comparison panics, reading back differs, or a nonexistent difference is found.
 pub fn flight_record_reader(bytes: &[u8]) -> u64 {
     let read = |text: &[u8]| FlightRecord::from_reader(text, Path::new("fuzzed"));
     let Ok(record) = read(bytes) else { return 0 };

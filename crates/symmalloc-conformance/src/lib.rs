@@ -53,7 +53,7 @@ macro_rules! run {
 /// fail would skip its checks. Needs a few dozen granules of device memory.
 ///
 /// # Panics
-/// If the implementation violates its contract.
+/// Panics if the implementation violates its contract.
 pub fn check<B: Backend + Send + Sync>(make: impl Fn() -> B) -> Vec<Capability> {
     run!(
         make,

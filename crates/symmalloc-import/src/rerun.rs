@@ -154,7 +154,7 @@ impl<'p> Rerun<'p> {
     /// The first error of `watch` or of an op. A refused allocation is not an error.
     ///
     /// # Panics
-    /// When called a second time.
+    /// Panics when called a second time.
     pub fn run<E: From<RerunError>>(
         &mut self,
         ops: usize,

@@ -69,7 +69,7 @@ impl Blocks {
     /// Returns the block that starts at `address`.
     ///
     /// # Panics
-    /// If no block starts there.
+    /// Panics if no block starts there.
     pub(super) fn at(&self, address: u64) -> ModelBlock {
         self.by_address[&address]
     }
@@ -77,7 +77,7 @@ impl Blocks {
     /// Removes and returns the block that starts at `address`.
     ///
     /// # Panics
-    /// If no block starts there.
+    /// Panics if no block starts there.
     pub(super) fn take(&mut self, address: u64) -> ModelBlock {
         let block = self.by_address.remove(&address).expect("a block starts here");
         match block.state {
