@@ -1,11 +1,11 @@
 """The tests of CuPy's memory and of Numba, natively and on symmalloc, compared by test.
 
     python3 benches/preload/suites.py cupy cupy-14.2.0/tests/cupy_tests/cuda_tests/test_memory.py
-    python3 benches/preload/suites.py numba numba_cuda/numba/cuda/tests/cudadrv numba_cuda/numba/cuda/tests/nrt
+    python3 benches/preload/suites.py numba numba.cuda.tests.cudadrv numba.cuda.tests.nrt
 
 Each set of tests runs on the library's own allocator (`native`) and under `symmalloc run` (`run`), and Numba's also on the plugin
 `symmalloc.numba` (`plugin`). A test that passes natively and fails on symmalloc is repeated on both, one test at a time, before it
-counts. Needs pytest and pytest-xdist. Numba's tests need NumPy before 2.5, and `symmalloc` must be on the PATH.
+counts. `symmalloc` must be on the PATH. Needs pytest and pytest-xdist, and for Numba's tests filecheck and NumPy before 2.5.
 
 Exits with 0 without a regression, 1 with a regression, and 2 if no native test passes.
 """
@@ -13,7 +13,9 @@ Exits with 0 without a regression, 1 with a regression, and 2 if no native test 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,18 +24,42 @@ from collections import Counter
 from pathlib import Path
 
 COMMANDS = {"native": [], "run": ["symmalloc", "run", "--"], "plugin": []}
+# numba-cuda's own conftest.py, which defines this fixture, is not in its wheel.
+NUMBA_CONFTEST = """import pytest
+
+@pytest.fixture(scope="class")
+def initialize_from_pytest_config(request):
+    request.cls._dump_failed_filechecks = False
+"""
 PLUGIN = {"NUMBA_CUDA_MEMORY_MANAGER": "symmalloc.numba"}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("library", choices=("cupy", "numba"))
-    parser.add_argument("tests", nargs="+", help="files or folders of tests")
+    parser.add_argument("tests", nargs="+", help="files of tests of CuPy, packages of tests of Numba")
     parser.add_argument("--at-once", type=int, default=4, metavar="N", help="concurrent processes")
     parser.add_argument("--seconds", type=float, default=600, help="time limit of each set of tests")
     options = parser.parse_args()
-    variants = ("native", "run", "plugin") if options.library == "numba" else ("native", "run")
+    with tempfile.TemporaryDirectory() as folder:
+        if options.library == "cupy":
+            return compared(options, ("native", "run"))
+        options.tests = [numba_files(options.tests, Path(folder))]
+        return compared(options, ("native", "run", "plugin"))
 
+
+def numba_files(packages: list[str], folder: Path) -> str:
+    """Writes a file that imports the tests for each module: pytest cannot import numba-cuda's files by their paths."""
+    for package in packages:
+        root = Path(importlib.import_module(package).__file__).parent
+        for path in root.glob("test_*.py"):
+            name = f"{package}.{path.stem}"
+            (folder / f"test_{name.replace('.', '_')}.py").write_text(f"from {name} import *\n")
+    (folder / "conftest.py").write_text(NUMBA_CONFTEST)
+    return str(folder)
+
+
+def compared(options: argparse.Namespace, variants: tuple[str, ...]) -> int:
     outcomes = {variant: run(variant, options.tests, options.at_once, options.seconds) for variant in variants}
     for variant, found in outcomes.items():
         print(f"{options.library} {variant}: {dict(Counter(found.values()))}", flush=True)
@@ -76,9 +102,13 @@ def run(variant: str, tests: list[str], at_once: int, seconds: float, more: list
         try:
             output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            process.terminate()
-            output, _ = process.communicate()
             print(f"{variant}: ended after {seconds:.0f} s", flush=True)
+            process.send_signal(signal.SIGINT)  # pytest writes its report
+            try:
+                output, _ = process.communicate(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                output, _ = process.communicate()
         if not report.exists():
             print(f"{variant}: no report; the last lines of pytest:\n" + "\n".join(output.splitlines()[-15:]), flush=True)
             return {}
