@@ -2,7 +2,9 @@
 
 use super::Failure;
 use super::memory::{Memory, Span};
-use super::model::{EPSILON, HEAD, HEADS, HIDDEN, INNER, LAYERS, Matrix, Model, PARTS, POSITIONS, VOCABULARY};
+use super::model::{
+    EPSILON, HEAD, HEADS, HIDDEN, INNER, LAYERS, Matrix, Model, PARTS, POSITIONS, SCORE_SCALE, STEPS, VOCABULARY,
+};
 use cudarc::driver::{CudaFunction, CudaStream, DevicePtrMut, LaunchConfig, PushKernelArg};
 use cudarc::nvrtc::{CompileOptions, compile_ptx_with_opts};
 use std::sync::Arc;
@@ -23,6 +25,7 @@ struct Kernels {
     embed: CudaFunction,
     norm: CudaFunction,
     product: CudaFunction,
+    product_in_parts: CudaFunction,
     keep: CudaFunction,
     attention: CudaFunction,
     add: CudaFunction,
@@ -154,15 +157,19 @@ impl<'a, M: Memory> DeviceModel<'a, M> {
             unsafe { builder.launch(config) }.map(drop)
         };
         let norm = || launch(&kernels.norm, (count, 1), 32, &[Address(normed), Address(x)]);
-        let product = |to: u64, from: u64, weights: &Weights<M>, parts: usize, is_silu: bool, rows: usize| {
-            let numbers = [weights.outputs, weights.inputs, parts, usize::from(is_silu)].map(|it| Number(it as i32));
+        // The last argument is specific to the kernel.
+        let multiply = |kernel: &CudaFunction, to: u64, from: u64, weights: &Weights<M>, rows: usize, last: usize| {
+            let numbers = [weights.outputs, weights.inputs, last].map(|it| Number(it as i32));
             let addresses = [Address(to), Address(from), Address(weights.address)];
             let arguments: Vec<Arg> = addresses.into_iter().chain(numbers).collect();
-            launch(&kernels.product, (weights.outputs / 8, rows), 256, &arguments)
+            launch(kernel, (weights.outputs / 8, rows), 256, &arguments)
+        };
+        let product = |to: u64, from: u64, weights: &Weights<M>, is_silu: bool, rows: usize| {
+            multiply(&kernels.product, to, from, weights, rows, usize::from(is_silu))
         };
         // Computes a product that ranks share: reduces this rank's sums over all ranks, and adds them to the hidden states.
         let shared = |weights: &Weights<M>| -> Result<(), Failure> {
-            product(reduced, found, weights, PARTS / ranks, false, count)?;
+            multiply(&kernels.product_in_parts, reduced, found, weights, count, PARTS / ranks)?;
             if ranks > 1 {
                 let mut sums = Span { address: reduced, len: count * HIDDEN, stream };
                 self.comm.all_reduce_in_place(&mut sums, ReduceOp::Sum, stream)?;
@@ -173,18 +180,18 @@ impl<'a, M: Memory> DeviceModel<'a, M> {
         launch(&kernels.embed, (count, 1), HIDDEN, &embedding)?;
         for (layer, number) in self.layers.iter().zip(0..) {
             norm()?;
-            product(qkv, normed, &layer.qkv, 1, false, count)?;
+            product(qkv, normed, &layer.qkv, false, count)?;
             launch(&kernels.keep, (count, 1), self.width(), &[Address(qkv), Address(rows), Number(number)])?;
             let attention = [Address(found), Address(qkv), Address(rows), Number(number)];
             launch(&kernels.attention, (heads, count), 32, &attention)?;
             shared(&layer.out)?;
             norm()?;
-            product(found, normed, &layer.up, 1, true, count)?;
+            product(found, normed, &layer.up, true, count)?;
             shared(&layer.down)?;
         }
         norm()?;
         let scored = normed + (first_scored * HIDDEN * size_of::<f32>()) as u64;
-        product(scores, scored, &self.head, 1, false, count - first_scored)?;
+        product(scores, scored, &self.head, false, count - first_scored)?;
         Ok(launch(&kernels.largest, (count - first_scored, 1), 256, &[Address(tokens), Address(scores)])?)
     }
 }
@@ -200,7 +207,9 @@ fn kernels(stream: &Arc<CudaStream>, ranks: usize) -> Result<Kernels, Failure> {
         ("PAGES", PAGES),
     ];
     let mut options: Vec<String> = numbers.iter().map(|(name, number)| format!("-D{name}={number}")).collect();
-    options.push(format!("-DEPSILON={EPSILON:e}f"));
+    for (name, number) in [("EPSILON", EPSILON), ("SCORE_SCALE", SCORE_SCALE), ("STEPS", STEPS)] {
+        options.push(format!("-D{name}={number:e}f"));
+    }
     // Round each operation separately, as on the host.
     let options = CompileOptions { fmad: Some(false), options, ..CompileOptions::default() };
     let module = stream.context().load_module(compile_ptx_with_opts(include_str!("kernels.cu"), options)?)?;
@@ -208,6 +217,7 @@ fn kernels(stream: &Arc<CudaStream>, ranks: usize) -> Result<Kernels, Failure> {
         embed: module.load_function("embed")?,
         norm: module.load_function("normalize")?,
         product: module.load_function("product")?,
+        product_in_parts: module.load_function("product_in_parts")?,
         keep: module.load_function("keep")?,
         attention: module.load_function("attention")?,
         add: module.load_function("add")?,

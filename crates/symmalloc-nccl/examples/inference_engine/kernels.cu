@@ -52,13 +52,21 @@ extern "C" __global__ void normalize(float *y, const float *x) {
 }
 
 // One warp per output of each row: grid (outputs / 8, rows), 256 threads.
-extern "C" __global__ void product(float *y, const float *x, const float *weights, int outputs, int inputs, int parts, int is_silu) {
+extern "C" __global__ void product(float *y, const float *x, const float *weights, int outputs, int inputs, int is_silu) {
+    int lane = threadIdx.x % LANES, output = blockIdx.x * 8 + threadIdx.x / LANES;
+    float sum = dot(weights + (long long)output * inputs, x + (long long)blockIdx.y * inputs, inputs, lane);
+    if (is_silu) sum = sum / (1.0f + exponential(-sum));
+    if (lane == 0) y[(long long)blockIdx.y * outputs + output] = sum;
+}
+
+// Like `product`, in equal parts of the inputs. Each part is rounded to a multiple of 1 / STEPS, so that their sum is exact.
+extern "C" __global__ void product_in_parts(float *y, const float *x, const float *weights, int outputs, int inputs, int parts) {
     int lane = threadIdx.x % LANES, output = blockIdx.x * 8 + threadIdx.x / LANES, length = inputs / parts;
     x += (long long)blockIdx.y * inputs;
     weights += (long long)output * inputs;
-    float sum = dot(weights, x, length, lane);
-    for (int part = 1; part < parts; part++) sum += dot(weights + part * length, x + part * length, length, lane);
-    if (is_silu) sum = sum / (1.0f + exponential(-sum));
+    float sum = 0.0f;
+    for (int part = 0; part < parts; part++)
+        sum += rintf(dot(weights + part * length, x + part * length, length, lane) * STEPS) / STEPS;
     if (lane == 0) y[(long long)blockIdx.y * outputs + output] = sum;
 }
 
@@ -92,7 +100,7 @@ extern "C" __global__ void attention(float *found, const float *qkv, const Row *
         const float *key = in_page(row, layer, 0, at) + first;
         float score = 0.0f;
         for (int i = 0; i < HEAD; i++) score += query[i] * key[i];
-        scores[at] = score * 0.125f;
+        scores[at] = score * SCORE_SCALE;
         most = fmaxf(most, scores[at]);
     }
     for (int apart = 16; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));

@@ -1,5 +1,5 @@
 //! An inference engine that embeds symmalloc: a transformer with a paged KV cache and continuous batching. Prompts run on separate streams
-//! next to a batch whose steps are CUDA graphs, with tensor parallelism over two GPUs through symmetric windows.
+//! next to a batch whose steps are CUDA graphs, with tensor parallelism over several GPUs through symmetric windows.
 //!
 //! | file | contents |
 //! |---|---|
@@ -15,7 +15,7 @@
 //!
 //! ```sh
 //! cargo run --release -p symmalloc-nccl --example inference_engine -- --ranks 1
-//! cargo run --release -p symmalloc-nccl --example inference_engine                    # a thread for each of two GPUs
+//! cargo run --release -p symmalloc-nccl --example inference_engine                    # a thread for each GPU
 //! torchrun --no-python --nproc-per-node 2 target/release/examples/inference_engine    # a process for each
 //! ```
 //!
@@ -60,7 +60,7 @@ type Failure = Box<dyn Error + Send + Sync>;
 /// Command-line options.
 #[derive(Clone, Debug)]
 pub(crate) struct Options {
-    /// One or two ranks. By default, two if there are two devices, or as set by the launcher.
+    /// 1, 2, 4 or 8 ranks. By default, as many as there are devices for, or as set by the launcher.
     pub(crate) ranks: Option<u32>,
     /// Number of requests.
     pub(crate) requests: usize,
@@ -81,7 +81,7 @@ impl Default for Options {
 }
 
 const USAGE: &str =
-    "usage: inference_engine [--ranks 1|2] [--requests N] [--rounds N] [--seed N] [--plain] [--threads]";
+    "usage: inference_engine [--ranks 1|2|4|8] [--requests N] [--rounds N] [--seed N] [--plain] [--threads]";
 
 impl Options {
     fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self, Failure> {
@@ -134,7 +134,7 @@ pub(crate) fn run(options: &Options) -> Result<Vec<Report>, Failure> {
         }
         Err(error) if error != LaunchError::NotLaunched && !options.threads => Err(error.into()),
         _ => {
-            let ranks = options.ranks.unwrap_or(devices.min(2));
+            let ranks = options.ranks.unwrap_or(1 << devices.clamp(1, model::PARTS as u32).ilog2());
             check_ranks(ranks)?;
             if ranks > devices {
                 return Err(format!("{ranks} ranks need a device each, but there are {devices}: pass --ranks").into());
@@ -163,10 +163,10 @@ pub(crate) fn run(options: &Options) -> Result<Vec<Report>, Failure> {
 }
 
 fn check_ranks(ranks: u32) -> Result<(), Failure> {
-    if ranks == 1 || ranks as usize == model::PARTS {
+    if ranks > 0 && model::PARTS.is_multiple_of(ranks as usize) {
         return Ok(());
     }
-    Err(format!("the model is for 1 or {} ranks, not for {ranks}", model::PARTS).into())
+    Err(format!("the model has {} parts and cannot be split over {ranks} ranks: use 1, 2, 4 or 8", model::PARTS).into())
 }
 
 /// The inputs of all ranks of a process: the model, the requests and the expected answers.

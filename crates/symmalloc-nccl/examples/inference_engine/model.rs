@@ -1,15 +1,18 @@
 //! The model: a small transformer with weights generated from a seed, and its partition over ranks.
 //!
 //! Each rank has some of the heads and some of the inner units (tensor parallelism). Two products per layer end in sums over all of them:
-//! `PARTS` partial sums, which one rank adds itself and two ranks add in an all-reduce. The results are therefore bitwise equal on one
-//! rank and on two.
+//! `PARTS` partial sums, which one rank adds itself and several ranks add in an all-reduce. Partial sums are rounded to multiples of
+//! `1 / STEPS`, so that adding them is exact. The results are therefore bitwise equal on any number of ranks and in any order of the
+//! all-reduce.
 
 /// Size of a hidden state.
 pub(crate) const HIDDEN: usize = 256;
 /// Number of attention heads over all ranks.
-pub(crate) const HEADS: usize = 4;
+pub(crate) const HEADS: usize = 8;
 /// Size of a head.
 pub(crate) const HEAD: usize = HIDDEN / HEADS;
+/// Factor of the scores of a head: `1 / sqrt(HEAD)`.
+pub(crate) const SCORE_SCALE: f32 = 0.176_776_7;
 /// Number of units between the two products after the attention.
 pub(crate) const INNER: usize = 1024;
 /// Number of layers.
@@ -18,8 +21,10 @@ pub(crate) const LAYERS: usize = 4;
 pub(crate) const VOCABULARY: usize = 1024;
 /// Maximum number of tokens of a request, prompt and answer together.
 pub(crate) const POSITIONS: usize = 256;
-/// Number of partial sums of a product over units that ranks share.
-pub(crate) const PARTS: usize = 2;
+/// Number of partial sums of a product over units that ranks share. It is a multiple of every supported number of ranks.
+pub(crate) const PARTS: usize = 8;
+/// Number of steps from 0 to 1 to which partial sums are rounded. Sums of multiples of `1 / STEPS` up to 4,096 are exact in 24 bits.
+pub(crate) const STEPS: f32 = 4096.0;
 /// The token that ends an answer.
 pub(crate) const END: u32 = 0;
 /// A small number that keeps the root of a mean positive.

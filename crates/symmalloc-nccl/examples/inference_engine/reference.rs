@@ -1,7 +1,7 @@
 //! Reference answers, computed on the host with the arithmetic of `kernels.cu`: the same operations in the same order, each rounded once.
 //! A token that differs is therefore an error, never a rounding effect.
 
-use super::model::{END, EPSILON, HEAD, HEADS, HIDDEN, Layer, Matrix, Model, PARTS};
+use super::model::{END, EPSILON, HEAD, HEADS, HIDDEN, Layer, Matrix, Model, PARTS, SCORE_SCALE, STEPS};
 use super::requests::Request;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -36,7 +36,7 @@ fn answer(model: &Model, request: &Request) -> Vec<u32> {
     }
     let (mut token, mut answer) = (*last, Vec::new());
     while answer.len() < request.answer_max {
-        token = largest(&product(&model.head, &normed(&known.forward(model, token)), 1));
+        token = largest(&product(&model.head, &normed(&known.forward(model, token))));
         answer.push(token);
         if token == END {
             break;
@@ -58,15 +58,15 @@ impl Known {
         let mut x: Vec<f32> = token.iter().zip(place).map(|(token, place)| token + place).collect();
         for (number, layer) in model.layers.iter().enumerate() {
             let found = self.attention(number, layer, &normed(&x));
-            add(&mut x, &product(&layer.out, &found, PARTS));
-            let inner: Vec<f32> = product(&layer.up, &normed(&x), 1).into_iter().map(silu).collect();
-            add(&mut x, &product(&layer.down, &inner, PARTS));
+            add(&mut x, &product_in_parts(&layer.out, &found, PARTS));
+            let inner: Vec<f32> = product(&layer.up, &normed(&x)).into_iter().map(silu).collect();
+            add(&mut x, &product_in_parts(&layer.down, &inner, PARTS));
         }
         x
     }
 
     fn attention(&mut self, number: usize, layer: &Layer, x: &[f32]) -> Vec<f32> {
-        let qkv = product(&layer.qkv, x, 1);
+        let qkv = product(&layer.qkv, x);
         let part = |which: usize| -> [f32; HIDDEN] {
             qkv[which * HIDDEN..][..HIDDEN].try_into().expect("the slice has the array's length")
         };
@@ -81,7 +81,7 @@ impl Known {
                 let query = of(&queries);
                 let score = |key: &[f32; HIDDEN]| {
                     let products = query.iter().zip(of(key)).map(|(query, key)| query * key);
-                    products.fold(0.0, |sum: f32, product| sum + product) * 0.125
+                    products.fold(0.0, |sum: f32, product| sum + product) * SCORE_SCALE
                 };
                 let scores: Vec<f32> = keys.iter().map(score).collect();
                 let most = scores.iter().copied().fold(f32::MIN, f32::max);
@@ -119,12 +119,17 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
     lanes[0]
 }
 
-/// Multiplies a matrix by a vector: computes sums over equal parts of the inputs, and adds the sums in order.
-fn product(matrix: &Matrix, x: &[f32], parts: usize) -> Vec<f32> {
+/// Multiplies a matrix by a vector.
+fn product(matrix: &Matrix, x: &[f32]) -> Vec<f32> {
+    matrix.rows().map(|weights| dot(weights, x)).collect()
+}
+
+/// Like [`product`], in equal parts of the inputs. Each part is rounded to a multiple of `1 / STEPS`, so that their sum is exact.
+fn product_in_parts(matrix: &Matrix, x: &[f32], parts: usize) -> Vec<f32> {
     let length = matrix.inputs / parts;
     let sum = |weights: &[f32]| {
         let sums = weights.chunks_exact(length).zip(x.chunks_exact(length)).map(|(weights, x)| dot(weights, x));
-        sums.reduce(|sum, part| sum + part).expect("there is a part")
+        sums.map(|part| (part * STEPS).round_ties_even() / STEPS).fold(0.0, |sum, part| sum + part)
     };
     matrix.rows().map(sum).collect()
 }
@@ -171,16 +176,20 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_two_ranks_add_up_to_what_one_rank_computes() {
+    fn parts_of_ranks_add_up_to_what_one_rank_computes_in_any_order() {
         let model = Model::new(3);
         let x: Vec<f32> = (0..HIDDEN).map(|at| (at as f32 * 0.37).sin()).collect();
-        let whole = product(&model.layers[0].out, &x, PARTS);
-        let mut sum = vec![0.0; HIDDEN];
-        for rank in 0..2 {
-            let share = &x[rank * HIDDEN / 2..][..HIDDEN / 2];
-            add(&mut sum, &product(&model.part(rank, 2).layers[0].out, share, 1));
+        let whole = product_in_parts(&model.layers[0].out, &x, PARTS);
+        for ranks in [2, 4, 8] {
+            for first in 0..ranks {
+                let mut sum = vec![0.0; HIDDEN];
+                for rank in (0..ranks).map(|rank| (first + 3 * rank) % ranks) {
+                    let share = &x[rank * HIDDEN / ranks..][..HIDDEN / ranks];
+                    add(&mut sum, &product_in_parts(&model.part(rank, ranks).layers[0].out, share, PARTS / ranks));
+                }
+                assert_eq!(sum, whole, "{ranks} ranks, from rank {first}");
+            }
         }
-        assert_eq!(sum, whole);
     }
 
     #[test]

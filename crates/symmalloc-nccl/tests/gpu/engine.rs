@@ -25,8 +25,7 @@ fn the_inference_engine_is_right_on_one_device() {
 }
 
 #[test]
-fn the_inference_engine_is_right_on_two_devices() {
-    if devices().is_some() {
-        run(2);
-    }
+fn the_inference_engine_is_right_on_several_devices() {
+    let count = devices().unwrap_or(0);
+    [2, 4, 8].into_iter().filter(|ranks| *ranks <= count).for_each(run);
 }

@@ -2,6 +2,7 @@
 
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::net::TcpListener;
+use std::ops::Range;
 use std::process::{Child, Command};
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
@@ -112,11 +113,20 @@ impl Rank<'_> {
     }
 
     pub(crate) fn wrong_sums_on<T: DevicePtr<f32>>(&self, stream: &Arc<CudaStream>, buffer: &T, round: u64) -> usize {
-        let host = stream.clone_dtoh(buffer).expect("copied");
-        stream.synchronize().expect("done");
-        let sum = |element| (0..self.ranks).map(|rank| given(rank, round, element)).sum::<f32>();
-        host.iter().enumerate().filter(|(element, value)| **value != sum(*element)).count()
+        wrong_sums(stream, 0..self.ranks, buffer, round)
     }
+
+    /// Returns the number of elements that differ from the sum over these ranks.
+    pub(crate) fn wrong_sums_over<T: DevicePtr<f32>>(&self, members: Range<u32>, buffer: &T, round: u64) -> usize {
+        wrong_sums(&self.stream, members, buffer, round)
+    }
+}
+
+fn wrong_sums<T: DevicePtr<f32>>(stream: &Arc<CudaStream>, members: Range<u32>, buffer: &T, round: u64) -> usize {
+    let host = stream.clone_dtoh(buffer).expect("copied");
+    stream.synchronize().expect("done");
+    let sum = |element| members.clone().map(|rank| given(rank, round, element)).sum::<f32>();
+    host.iter().enumerate().filter(|(element, value)| **value != sum(*element)).count()
 }
 
 /// Returns one input element: a small whole number, so that sums are exact.

@@ -12,6 +12,7 @@ mod engine;
 mod job;
 mod kernels;
 mod leaks;
+mod parts;
 mod recorded;
 mod stopped;
 mod table;
