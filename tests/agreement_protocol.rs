@@ -2,8 +2,9 @@
 
 use std::num::NonZeroU64;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use symmalloc_agreement::{
     Action, Agreement, AgreementError, Cause, Difference, Disagreement, Gathered, Mode, Point, RankHistory,
     ThreadTransport, Transport, TransportError, agree, agree_in_lockstep,
@@ -82,6 +83,61 @@ fn rounds_grow_with_the_logarithm_of_the_history() {
         // Four rounds: compare, heaps, ops, details. Then a search that cuts into 97 parts.
         let searches = (1..).find(|rounds| 97_u64.pow(*rounds) >= ops).expect("a few rounds suffice");
         assert!(disagreement.rounds <= 4 + searches, "{} rounds for {ops} ops", disagreement.rounds);
+    }
+}
+
+/// A transport on which every rank sends the message of this one.
+struct Echo {
+    ranks: u32,
+    bytes: AtomicUsize,
+}
+
+impl Transport for Echo {
+    fn rank(&self) -> u32 {
+        0
+    }
+    fn ranks(&self) -> u32 {
+        self.ranks
+    }
+    fn all_gather(&self, message: &[u8]) -> Result<Gathered, TransportError> {
+        let all = message.repeat(self.ranks as usize);
+        self.bytes.fetch_add(all.len(), Ordering::Relaxed);
+        Ok(Gathered::new(all, message.len()))
+    }
+}
+
+/// Ranks that agree exchange 64 bytes each in one round. Ranks that differ need the same number of rounds for any number of ranks.
+/// Prints the time on the host of one rank, without the exchange itself.
+#[test]
+fn the_cost_of_an_agreement_per_number_of_ranks() {
+    const TIMES: usize = 200;
+    let mut rounds = None;
+    for ranks in [2, 4, 8, 64, 512, 4096] {
+        let (rank, transport) = (rank_that_remembers(0, 64), Echo { ranks, bytes: AtomicUsize::new(0) });
+        allocate(&rank, 100, None);
+        let mut times: Vec<Duration> = (0..TIMES)
+            .map(|_| {
+                let begun = Instant::now();
+                assert_eq!(agree(&rank, &transport, Point::Sync).expect("equal messages").rounds, 1);
+                begun.elapsed()
+            })
+            .collect();
+        times.sort();
+        assert_eq!(transport.bytes.into_inner(), TIMES * 64 * ranks as usize);
+
+        let allocators: Vec<_> = (0..ranks).map(|rank| rank_that_remembers(rank, 128)).collect();
+        for (rank, allocator) in (0..).zip(&allocators) {
+            allocate(allocator, 100, (rank == ranks / 2).then_some(70));
+        }
+        let begun = Instant::now();
+        let disagreement = compare(&allocators).expect("one rank differs");
+        let found = begun.elapsed() / ranks;
+        assert_eq!(*rounds.get_or_insert(disagreement.rounds), disagreement.rounds, "{ranks} ranks");
+        println!(
+            "{ranks:>4} ranks: {:.1?} of one rank's host to agree (median), {} rounds to name an op that differs, {found:.1?} per rank",
+            times[TIMES / 2],
+            disagreement.rounds
+        );
     }
 }
 
