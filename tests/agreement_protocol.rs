@@ -118,7 +118,7 @@ fn the_cost_of_an_agreement_per_number_of_ranks() {
         let mut times: Vec<Duration> = (0..TIMES)
             .map(|_| {
                 let begun = Instant::now();
-                assert_eq!(agree(&rank, &transport, Point::Sync).expect("equal messages").rounds, 1);
+                agree(&rank, &transport, Point::Sync).expect("the messages are equal");
                 begun.elapsed()
             })
             .collect();
