@@ -9,7 +9,7 @@ use symmalloc_nccl::{Communicator, Nccl, ReduceOp, Registration, UniqueId};
 
 const ROUNDS: u64 = 40;
 
-/// Two communicators share half of the ranks. Both have windows on one pool, and each has windows on a pool of its own.
+/// Two communicators share half of the ranks. Both have windows on one pool, and each on a separate pool.
 #[test]
 fn communicators_that_overlap_in_half_of_the_ranks_reduce_right() {
     let Some(count) = devices() else { return };
