@@ -41,7 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if ranks == 0:
         return 0  # the process of local rank 0 starts the ranks of all cases
-    stack.configure()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # prints what is known, as Ctrl+C does
     if options.folder is not None:
         options.folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +72,7 @@ def check(
             print(line(outcome, names), flush=True)
 
     try:
-        _import_torch()
+        stack.configure()
         facts |= probe(stack)
         gpus = len(facts.get("devices", ()))
         ranks = gpus if ranks is None else ranks
@@ -122,14 +121,6 @@ def _distrust(outcome: Outcome) -> None:
     """Revokes a correct verdict: a check that does not find a deliberate error proves nothing."""
     if outcome.verdict is Verdict.CORRECT:
         outcome.verdict, outcome.reason = Verdict.CANNOT_RUN, "the control failed, so a correct result proves nothing"
-
-
-def _import_torch() -> None:
-    """Imports PyTorch once. The processes of the ranks inherit it. This process never uses CUDA."""
-    try:
-        import torch  # noqa: F401
-    except Exception as error:
-        raise CannotRun(f"PyTorch cannot be imported: {error}") from error
 
 
 def _ranks_of_torchrun(ranks: int | None) -> int | None:

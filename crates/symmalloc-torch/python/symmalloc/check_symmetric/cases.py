@@ -12,7 +12,7 @@ from typing import Any
 
 from .nccl import Filler, Holes, address_range
 from .pools import Pool, RawLink
-from .rank import CannotRun, Rank, Refused
+from .rank import CannotRun, Rank
 from .runner import Case
 
 MIB = 1 << 20
@@ -337,8 +337,7 @@ def graph_memory_reused(rank: Rank) -> None:
         source.copy_(base).mul_(rank.rank + 1)
         rank.note(f"replays a graph ({replay})")
         graph.replay()
-        rank.elements += SMALL
-        rank._wrong_on_device += (output != base * (0.5 * ranks * rank.world)).sum()
+        rank.compared(SMALL, (output != base * (0.5 * ranks * rank.world)).sum())
         tensors = [empty(rank, pool, SMALL * (1 + (replay + number) % 2)) for number in range(2)]
         reduce_all(rank, link, tensors, replay * 10)
         del tensors
@@ -383,8 +382,7 @@ def inside_segment(rank: Rank) -> None:
         base, ranks = rank.base(tensor.numel(), number), rank.world * (rank.world + 1) // 2
         expected = base * float(rank.rank + 1)
         expected[start : start + elements] = base[start : start + elements] * float(ranks)
-        rank.elements += tensor.numel()
-        rank._wrong_on_device += (tensor != expected).sum()
+        rank.compared(tensor.numel(), (tensor != expected).sum())
     reduce(rank, link, padding, 50)
     settle(rank)
 
@@ -786,5 +784,3 @@ CASES = (
     Case("12-churn-1", "10,000 random allocations and frees, first seed", lambda rank: churn(rank, 1), seconds=40.0),
     Case("12-churn-2", "10,000 random allocations and frees, second seed", lambda rank: churn(rank, 2), seconds=40.0),
 )
-
-__all__ = ["CASES", "CONTROL", "Refused"]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from .nccl import WINDOWS_MINIMUM, Communicator, unique_id, version
-from .rank import CannotRun, Rank, Refused
+from .rank import CannotRun, Rank
 
 NAMES = ("native", "expandable", "cudaMallocAsync", "vllm", "symmalloc")
 CONFIGURATIONS = {"expandable": "expandable_segments:True", "cudaMallocAsync": "backend:cudaMallocAsync"}
@@ -467,10 +467,6 @@ class Vllm(Allocator):
 
 
 class Symmalloc(Allocator):
-    def begin(self) -> None:
-        _install_symmalloc()
-        super().begin()
-
     def pool(self) -> Pool:
         return SymmallocPool(self._rank)
 
@@ -500,12 +496,13 @@ class Gpus:
         self.allocator, self._devices = allocator, devices
 
     def configure(self) -> None:
-        """Sets the environment of PyTorch. Call it before the import."""
+        """Sets the environment, and imports PyTorch for all processes. This process never uses CUDA."""
         if (configuration := CONFIGURATIONS.get(self.allocator)) is not None:
             os.environ["PYTORCH_CUDA_ALLOC_CONF"] = configuration
             os.environ.pop("PYTORCH_ALLOC_CONF", None)
         if self.allocator == "vllm":
             os.environ.setdefault("VLLM_USE_NCCL_SYMM_MEM", "1")
+        _torch()
 
     def probe(self) -> dict[str, Any]:
         """Checks that the stack is complete. Returns its versions and devices."""
@@ -626,6 +623,3 @@ def _function(name: str) -> Callable[[], Any]:
 
 def _dotted(number: int) -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-
-
-__all__ = ["NAMES", "Gpus", "Link", "Pool", "Refused"]

@@ -100,25 +100,27 @@ class Rank:
 
         torch.mul(self.base(tensor.numel(), tag), float(self.rank + 1), out=tensor)
 
-    def expect(self, tensor: Any, tag: int, factor: int | None = None) -> None:
-        """Compares with the sum of all ranks, or with another multiple of the base. Does not block."""
-        if factor is None:
-            factor = self.world * (self.world + 1) // 2
-        self.elements += tensor.numel()
-        self._wrong_on_device += (tensor != self.base(tensor.numel(), tag) * float(factor)).sum()
+    def expect(self, tensor: Any, tag: int) -> None:
+        """Compares a tensor with the sum of all ranks' values. Does not block."""
+        factor = self.world * (self.world + 1) // 2
+        self.compared(tensor.numel(), (tensor != self.base(tensor.numel(), tag) * float(factor)).sum())
 
     def settle(self) -> int:
         """Waits for the device. Returns the number of wrong elements so far."""
-        import torch
-
-        torch.cuda.synchronize()
         if self._wrong_on_device is not None:
+            import torch
+
+            torch.cuda.synchronize()
             self._wrong = int(self._wrong_on_device)
         return self._wrong
 
-    def wrong(self, elements: int) -> None:
-        """Adds wrong elements that a case has found by other means."""
-        self._wrong += elements
+    def compared(self, elements: int, wrong: Any) -> None:
+        """Counts compared elements, and wrong ones: a number, or a tensor on the device."""
+        self.elements += elements
+        if self._wrong_on_device is None:
+            self._wrong += wrong
+        else:
+            self._wrong_on_device += wrong
 
     # Results
 

@@ -64,6 +64,9 @@ class Case:
 class Stack(Protocol):
     """The stack under test."""
 
+    def configure(self) -> None:
+        """Sets the environment, and imports what all processes need, before they are forked. Raises `CannotRun`."""
+
     def probe(self) -> dict[str, Any]:
         """Returns facts about the stack. Runs in a process of its own. Raises `CannotRun`."""
 
@@ -228,8 +231,8 @@ class Group:
         outcome.seconds = time.monotonic() - began
         if ended is None:
             kinds = {result["kind"] for result in self.results().values()}
-            is_crash = bool(self._deaths()) or "crashed" in kinds
-            outcome.verdict = Verdict.CRASHES if is_crash else Verdict.CANNOT_RUN if "cannot" in kinds else Verdict.HANGS
+            verdicts = {"crashed": Verdict.CRASHES, "cannot": Verdict.CANNOT_RUN}
+            outcome.verdict = next((verdict for kind, verdict in verdicts.items() if kind in kinds), Verdict.HANGS)
             wrong, elements = self._counts()
             failures = [f"rank {rank} failed ({text})" for rank, text in self._failures()]
             late = f"no end {GRACE_SECONDS:.0f} s later" if failures else f"no end after {seconds:.0f} s"
@@ -254,20 +257,14 @@ class Group:
             time.sleep(0.005)
 
     def _has(self, name: str, rank: int) -> bool:
-        return rank in self._statuses or any(self._path(file, rank).exists() for file in (name, "result"))
+        return any(self._path(file, rank).exists() for file in (name, "result"))
 
     def _failures(self) -> list[tuple[int, str]]:
         """Returns the ranks that failed, with the reasons."""
-        failures = [(rank, result["reason"]) for rank, result in self.results().items() if result["kind"] not in ("done", "peer")]
-        return sorted(failures + [(rank, _death(status)) for rank, status in self._deaths()])
-
-    def _deaths(self) -> list[tuple[int, int]]:
-        """Returns the ranks that ended without a result, with their status."""
-        return [(rank, status) for rank, status in self._statuses.items() if not self._path("result", rank).exists()]
+        return [(rank, result["reason"]) for rank, result in self.results().items() if result["kind"] not in ("done", "peer")]
 
     def _decide(self, outcome: Outcome) -> None:
         results = self.results()
-        deaths = [f"rank {rank} {_death(status)} in: {self._operation(rank)}" for rank, status in self._deaths()]
         by_kind = {
             kind: [(rank, result["reason"]) for rank, result in results.items() if result["kind"] == kind]
             for kind in ("done", "crashed", "refused", "cannot")
@@ -279,8 +276,8 @@ class Group:
             outcome.details["kernels"] = kernels
         remarks = dict.fromkeys(remark for result in results.values() for remark in result["remarks"])
         wrong_by_rank = ", ".join(f"rank {rank}: {result['wrong']:,}" for rank, result in results.items())
-        if deaths or by_kind["crashed"]:
-            outcome.verdict, outcome.reason = Verdict.CRASHES, "; ".join([*deaths, *_each(by_kind["crashed"], self._world)])
+        if by_kind["crashed"]:
+            outcome.verdict, outcome.reason = Verdict.CRASHES, "; ".join(_each(by_kind["crashed"], self._world))
             outcome.reason += f"; {wrong:,} of {elements:,} elements were wrong" if wrong else ""
         elif wrong:
             refusals = _each(by_kind["refused"], self._world)
@@ -303,7 +300,7 @@ class Group:
 
     def _where(self, outcome: Outcome) -> str:
         """Returns the last operation and the innermost Python frame of each rank that has not ended."""
-        running = [rank for rank in range(self._world) if rank not in self._statuses and not self._path("result", rank).exists()]
+        running = [rank for rank in range(self._world) if not self._path("result", rank).exists()]
         for rank in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pids[rank], STACKS)
@@ -339,6 +336,11 @@ class Group:
                     done, status = os.waitpid(pid, os.WNOHANG)
                     if done:
                         self._statuses[rank] = status
+                        if not self._path("result", rank).exists():
+                            # The result ends the waits of the other ranks.
+                            reason = f"{_death(status)} in: {self._operation(rank)}"
+                            result = Rank(rank, self._world, self._folder).result("crashed", reason)
+                            write(self._path("result", rank), result | self._state(rank))
 
 
 def _judge(error: Exception) -> tuple[str, str]:
