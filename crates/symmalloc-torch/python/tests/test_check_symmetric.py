@@ -1,0 +1,268 @@
+"""`python -m symmalloc.check_symmetric`: processes, deadlines, verdicts and the command line, with cases that need no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+from pathlib import Path
+from typing import Any
+
+import needs
+from symmalloc.check_symmetric.cases import CASES
+from symmalloc.check_symmetric.pools import Gpus
+from symmalloc.check_symmetric.runner import _frame
+from symmalloc.check_symmetric.verdicts import Outcome, Verdict, exit_code, line
+
+FAKE = Path(__file__).resolve().parent / "fakes" / "check_symmetric" / "fake_check.py"
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def command_line(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
+    variables["PYTHONPATH"] = os.pathsep.join([needs.packages(), variables.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "symmalloc.check_symmetric", *arguments]
+    return subprocess.run(command, env=variables | environment, capture_output=True, text=True, timeout=200)
+
+
+class Fakes(unittest.TestCase):
+    """Runs of fake cases."""
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.notes = Path(folder.name)
+
+    def text(self, *cases: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        packages = os.pathsep.join([needs.packages(), os.environ.get("PYTHONPATH", "")])
+        return subprocess.run(
+            [sys.executable, str(FAKE), str(self.notes), *cases],
+            env=os.environ | {"PYTHONPATH": packages} | environment,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+
+    def report(self, *cases: str, **environment: str) -> tuple[int, dict[str, Any]]:
+        done = self.text(*cases, FAKE_JSON="1", **environment)
+        self.assertTrue(done.stdout, done.stderr)
+        report = json.loads(done.stdout)
+        self.assertEqual(report["exit_code"], done.returncode)
+        return done.returncode, report
+
+    def one(self, case: str) -> tuple[int, dict[str, Any]]:
+        code, report = self.report(case)
+        return code, report["cases"][0]
+
+    def test_correct_and_refused_cases_exit_with_0(self) -> None:
+        code, report = self.report("right", "refused")
+        self.assertEqual(code, 0)
+        right, refused = report["cases"]
+        self.assertEqual((right["verdict"], right["reason"]), ("correct", "a remark"))
+        # The error without general advice, and once for all ranks.
+        self.assertEqual((refused["verdict"], refused["reason"]), ("refused", "RuntimeError: not supported"))
+        self.assertEqual((report["ranks"], report["facts"]["allocator"]), (2, "fake"))
+
+    def test_wrong_elements_of_one_rank_are_counted_and_the_next_case_runs(self) -> None:
+        code, report = self.report("wrong", "right")
+        self.assertEqual(code, 1)
+        wrong, right = report["cases"]
+        self.assertEqual((wrong["verdict"], right["verdict"]), ("wrong", "correct"))
+        self.assertEqual(wrong["reason"], "7 of 200 elements (rank 0: 0, rank 1: 7)")
+        self.assertEqual(wrong["details"]["results"]["1"]["wrong"], 7)
+
+    def test_a_hang_is_reported_with_its_place_and_killed_with_all_its_processes(self) -> None:
+        begun = time.monotonic()
+        code, case = self.one("hangs")
+        self.assertLess(time.monotonic() - begun, 30)
+        self.assertEqual((code, case["verdict"]), (1, "hangs"))
+        self.assertIn("no end after 2 s; rank 0 is in: waits for ever (fake_check.py:", case["reason"])
+        self.assertRegex(case["reason"], r"fake_check\.py:\d+ stuck\); 6 of 200 elements were wrong$")
+        self.assertIn("in hangs", case["details"]["stacks"]["0"])
+        for name in ("rank", "child", "orphan", "stubborn", "daemon"):
+            process = int((self.notes / name).read_text())
+            self.assertFalse(alive(process), name)
+
+    def test_a_rank_that_fails_while_the_others_are_stuck_is_a_hang(self) -> None:
+        code, case = self.one("fails_and_others_hang")
+        self.assertEqual((code, case["verdict"]), (1, "hangs"))
+        self.assertIn("rank 0 failed (no window for you)", case["reason"])
+        self.assertIn("rank 1 is in: waits for rank 0 (fake_check.py:", case["reason"])
+
+    def test_ranks_that_wait_on_the_host_end_with_a_rank_that_fails(self) -> None:
+        code, case = self.one("fails_and_others_wait")
+        self.assertEqual((code, case["verdict"], case["reason"]), (0, "refused", "rank 0: no window for you"))
+        self.assertLess(case["seconds"], 2)
+
+    def test_a_crash_names_the_signal_and_the_operation(self) -> None:
+        code, report = self.report("crashes", "exits", "device_fails")
+        self.assertEqual(code, 1)
+        crash, leave, device = report["cases"]
+        self.assertEqual((crash["verdict"], crash["reason"]), ("crashes", "rank 1: died of SIGSEGV in: about to crash"))
+        self.assertIn("Segmentation fault", crash["details"]["logs"]["1"])
+        self.assertEqual((leave["verdict"], leave["reason"]), ("crashes", "exited with 3 in: begins"))
+        self.assertEqual((device["verdict"], device["reason"]), ("crashes", "CUDA error: an illegal memory access was encountered"))
+
+    def test_a_case_that_cannot_run_is_neither_correct_nor_bad(self) -> None:
+        code, report = self.report("cannot", "defect", "without_kernel")
+        self.assertEqual(code, 2)
+        cannot, defect, without = report["cases"]
+        self.assertEqual({case["verdict"] for case in report["cases"]}, {"cannot run here"})
+        self.assertEqual(cannot["reason"], "no such feature")
+        self.assertRegex(defect["reason"], r"^AssertionError: unexpected \(fake_check\.py:\d+\)$")
+        self.assertEqual(without["reason"], "2 of 5 all-reduces used a symmetric kernel, so the result proves nothing")
+
+    def test_a_start_that_fails_on_one_rank_is_a_refusal(self) -> None:
+        code, case = self.one("start-fails")
+        self.assertEqual((code, case["verdict"], case["reason"]), (0, "refused", "rank 1: no device"))
+
+    def test_a_case_may_have_a_longer_deadline(self) -> None:
+        _, report = self.report("long", "late")
+        self.assertEqual([case["verdict"] for case in report["cases"]], ["correct", "hangs"])
+
+    def test_cases_start_early_but_not_beside_one_that_must_be_alone(self) -> None:
+        code, report = self.report("right", "alone", "wrong")
+        self.assertEqual([case["verdict"] for case in report["cases"]], ["correct", "correct", "wrong"], report["cases"])
+        self.assertEqual(code, 1)
+
+    def test_a_control_that_is_not_wrong_revokes_correct_verdicts(self) -> None:
+        code, report = self.report("right", "wrong", FAKE_CONTROL="right")
+        self.assertEqual(code, 1)
+        self.assertEqual([case["verdict"] for case in report["cases"]], ["cannot run here", "cannot run here", "wrong"])
+        code, report = self.report("right", FAKE_CONTROL="wrong")
+        self.assertEqual([case["verdict"] for case in report["cases"]], ["correct", "correct"])
+        self.assertEqual((code, report["cases"][0]["reason"]), (0, "found 7 of 200 elements (rank 0: 0, rank 1: 7)"))
+        self.assertEqual(self.report("cannot", FAKE_CONTROL="wrong")[0], 2)
+
+    def test_one_gpu_is_too_few(self) -> None:
+        code, report = self.report("right", FAKE_DEVICES="1")
+        self.assertEqual(code, 2)
+        self.assertIn("1 ranks need 2 GPUs", report["cases"][0]["reason"])
+        self.assertFalse(list(self.notes.iterdir()))
+
+    def test_a_stack_that_is_incomplete_is_the_reason_of_all_cases(self) -> None:
+        code, report = self.report("right", "wrong", FAKE_PROBE="no driver")
+        self.assertEqual((code, [case["reason"] for case in report["cases"]]), (2, ["no driver"] * 2))
+
+    def test_an_interrupted_check_prints_what_is_known(self) -> None:
+        code, report = self.report("wrong", "interrupts", "right")
+        self.assertEqual(code, 1)
+        verdicts = [(case["verdict"], case["reason"]) for case in report["cases"]]
+        self.assertEqual(verdicts[1:], [("cannot run here", "the check was interrupted")] * 2)
+        self.assertEqual(verdicts[0][0], "wrong")
+
+    def test_the_table_has_a_line_for_each_case_and_a_summary(self) -> None:
+        done = self.text("right", "wrong", FAKE_CONTROL="wrong")
+        self.assertEqual(done.returncode, 1, done.stderr)
+        lines = done.stdout.splitlines()
+        self.assertEqual(lines[1:3], [
+            "right    correct          a fake: a remark", "wrong    WRONG            a fake: 7 of 200 elements (rank 0: 0, rank 1: 7)",
+        ])  # fmt: skip
+        self.assertRegex(lines[-2], r"^allocator fake; 2 ranks on fake; \d+ s$")
+        self.assertEqual(lines[-1], "2 correct, 1 WRONG")
+
+
+class CommandLine(unittest.TestCase):
+    def test_an_unknown_allocator_or_case_is_refused(self) -> None:
+        done = command_line("--allocator", "jemalloc")
+        self.assertEqual((done.returncode, done.stdout), (2, ""))
+        self.assertIn("unknown allocator `jemalloc`: use native, expandable", done.stderr)
+        done = command_line("--case", "13")
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("no case is named 13: use 1-address-order, 2-event", done.stderr)
+
+    def test_cases_are_listed_and_chosen_by_number(self) -> None:
+        listed = command_line("--list").stdout.splitlines()
+        self.assertEqual([text.split()[0] for text in listed], [case.name for case in CASES])
+        self.assertEqual({case.name.split("-")[0] for case in CASES}, {str(number) for number in range(1, 13)})
+        self.assertEqual(len(command_line("--list", "--case", "6", "--case", "2-event").stdout.splitlines()), 4)
+
+    def test_without_pytorch_nothing_can_run(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "torch.py").write_text("raise ImportError('broken installation')")
+            path = os.pathsep.join([folder, needs.packages()])
+            done = command_line("--json", PYTHONPATH=path)
+        report = json.loads(done.stdout)
+        self.assertEqual((done.returncode, len(report["cases"])), (2, len(CASES)))
+        self.assertEqual(
+            {(case["verdict"], case["reason"]) for case in report["cases"]},
+            {("cannot run here", "PyTorch cannot be imported: broken installation")},
+        )
+
+    def test_one_process_of_torchrun_starts_all_ranks(self) -> None:
+        done = command_line(LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        self.assertEqual((done.returncode, done.stdout, done.stderr), (0, "", ""))
+        done = command_line(LOCAL_RANK="0", WORLD_SIZE="4", LOCAL_WORLD_SIZE="2")
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("several machines", done.stderr)
+
+    def test_the_check_of_another_allocator_does_not_load_symmallocs_library(self) -> None:
+        done = needs.process(
+            """
+            from pathlib import Path
+            from symmalloc.check_symmetric import __main__
+            __main__.main(["--case", "1", "--allocator", "native"])
+            assert "libsymmalloc" not in Path("/proc/self/maps").read_text()
+            print("not loaded")
+            """,
+            SYMMALLOC_LIBRARY="/nonexistent/library",
+        )
+        self.assertIn("not loaded", done.stdout, done.stderr)
+
+
+class Parts(unittest.TestCase):
+    def test_the_exit_code_depends_on_bad_verdicts_only(self) -> None:
+        def code(*verdicts: Verdict) -> int:
+            return exit_code([Outcome("case", "", verdict) for verdict in verdicts])
+
+        self.assertEqual(code(Verdict.CORRECT, Verdict.REFUSED, Verdict.CANNOT_RUN), 0)
+        self.assertEqual([code(Verdict.CORRECT, bad) for bad in (Verdict.WRONG, Verdict.HANGS, Verdict.CRASHES)], [1, 1, 1])
+        self.assertEqual((code(Verdict.REFUSED), code(Verdict.CANNOT_RUN), code()), (0, 2, 2))
+
+    def test_long_reasons_are_wrapped(self) -> None:
+        text = line(Outcome("name", "title", Verdict.WRONG, "word " * 60), ["name", "longer"])
+        self.assertTrue(all(len(part) <= 118 for part in text.splitlines()))
+        self.assertEqual(len(text.splitlines()), 4)
+
+    def test_symmetric_kernels_are_counted_in_the_log_of_nccl(self) -> None:
+        log = """
+host:1:1 [0] NCCL INFO AllReduce: 4 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..0}
+host:1:1 [0] NCCL INFO AllReduce [Symmetric]: 1048576 Bytes -> Kernel AllReduce_RSxLD_AGxST nchannels 8 nthreads 512 nWorks 1
+host:1:1 [0] NCCL INFO AllReduce [Symmetric]: 4194304 Bytes -> Kernel AllReduce_RSxLD_AGxST nchannels 8 nthreads 512 nWorks 2
+host:1:1 [0] NCCL INFO AllReduce [Symmetric]: 1024 Bytes -> Kernel AllReduce_AGxLL_R nchannels 1 nthreads 512 nWorks 1
+"""
+        with tempfile.TemporaryDirectory() as folder:
+            self.assertEqual(Gpus("native").kernels(Path(folder)), {})
+            (Path(folder) / "nccl0").write_text(log)
+            # Kernels with LL do not access the peers' buffers.
+            self.assertEqual(Gpus("native").kernels(Path(folder)), {"AllReduce_RSxLD_AGxST": 3})
+
+    def test_the_innermost_frame_of_the_main_thread_is_named(self) -> None:
+        stack = 'Thread 0x1 (most recent call first):\n  File "/a/b.py", line 1 in other\n\n' + (
+            'Current thread 0x2 (most recent call first):\n  File "/a/c.py", line 7 in inner\n  File "/a/d.py", line 9 in outer\n'
+        )
+        self.assertEqual((_frame(stack), _frame("")), (" (c.py:7 inner)", ""))
+
+
+@needs.torch
+@needs.device
+@needs.stand_ins
+class OfPyTorch(unittest.TestCase):
+    def test_an_nccl_without_windows_is_the_reason_of_all_cases(self) -> None:
+        done = command_line("--allocator", "torch.cuda:MemPool", "--case", "6")
+        self.assertEqual(done.returncode, 2, done.stdout + done.stderr)
+        self.assertIn("NCCL 0.0.0 has no symmetric windows", done.stdout)
+
+
+if __name__ == "__main__":
+    unittest.main()
