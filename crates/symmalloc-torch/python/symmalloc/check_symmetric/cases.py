@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from typing import Any
 
 from .nccl import Filler, Holes, address_range
@@ -479,8 +480,10 @@ def remapped_under_graph(rank: Rank) -> None:
         tensors[1] = tensors[2] = None
         settle(rank)
         rank.exchange("freed")
+        segments = len(pool.segments())
         pool.trim()
         pool.sync()
+        rank.facts["released"] = segments - len(pool.segments())
         rank.fill(tensors[3], 40 + round_number)
         rank.note("replays a graph")
         torch.cuda.synchronize()
@@ -594,19 +597,39 @@ def two_communicators(rank: Rank) -> None:
     pool, first = linked(rank)
     second = pool.link()
     streams = [torch.cuda.Stream() for _ in range(2)]
-    tensors: list[Any] = []
-    for round_number in range(4):
-        tensors += [empty(rank, pool, (2 + 4 * round_number) * LARGE) for _ in range(2)]
+
+    def opposite(tensors: list[Any], tag: int, *, is_symmetric: bool) -> None:
         torch.cuda.synchronize()
-        pairs = list(zip((first, second), streams, tensors[-2:], (0, 1), strict=True))
-        for link, stream, tensor, number in pairs if rank.rank % 2 == 0 else pairs[::-1]:
+        calls = list(zip((first, second), streams, tensors, (tag, tag + 1), strict=True))
+        for link, stream, tensor, number in calls if rank.rank % 2 == 0 else calls[::-1]:
             with torch.cuda.stream(stream):
-                rank.fill(tensor, 10 * round_number + number)
-                link.all_reduce(tensor)
+                rank.fill(tensor, number)
+                link.all_reduce(tensor, is_symmetric=is_symmetric)
+        if not is_symmetric:
+            _wait_or_cannot(rank, streams)
         settle(rank)
-        for _, _, tensor, number in pairs:
-            rank.expect(tensor, 10 * round_number + number)
+        for _, _, tensor, number in calls:
+            rank.expect(tensor, number)
+
+    # Kernels of two communicators may wait for each other even without windows, if streams share a hardware queue.
+    for number in range(2):
+        opposite([torch.empty(LARGE, device="cuda") for _ in range(2)], number, is_symmetric=False)
+    for round_number in range(4):
+        tensors = [empty(rank, pool, (2 + 4 * round_number) * LARGE) for _ in range(2)]
+        opposite(tensors, 10 * (1 + round_number), is_symmetric=True)
     settle(rank)
+
+
+def _wait_or_cannot(rank: Rank, streams: list[Any]) -> None:
+    rank.note("waits for all-reduces without windows")
+    until = time.monotonic() + 4.0
+    while not all(stream.query() for stream in streams):
+        if time.monotonic() > until:
+            raise CannotRun(
+                "all-reduces of two communicators in opposite orders hang without windows, too "
+                "(CUDA_DEVICE_MAX_CONNECTIONS, hardware queues)"
+            )
+        time.sleep(0.001)
 
 
 # 11
@@ -728,14 +751,18 @@ def churn(rank: Rank, seed: int) -> None:
 
     pool, link = linked(rank)
     draw, mine = random.Random(seed), random.Random(1000 * seed + rank.rank)
-    holes = Holes(16, SEGMENT_BYTES, ascending=rank.rank % 2 == 0)
+    # PyTorch's segments for small and for larger tensors.
+    holes = [Holes(8, size_bytes, ascending=rank.rank % 2 == 0) for size_bytes in (SEGMENT_BYTES, 10 * SEGMENT_BYTES)]
+    segments = -1
     private: list[Any] = []
     live: list[tuple[Any, int]] = []
     count = 0
     while count < CHURN:
         if len(live) < 4 or (len(live) < 24 and draw.random() < 0.52):
+            if count < 200 and segments != (segments := len(pool.segments())):
+                for hole in holes:
+                    hole.open()
             if mine.random() < 0.02:
-                holes.open()
                 private.append(torch.empty(mine.randrange(1, 8) * SMALL, device="cuda"))
                 del private[:-4]
             elements = draw.choice((SMALL, SMALL, SMALL + 128, LARGE, 3 * SMALL, 5 * SMALL, 9 * SMALL))

@@ -551,6 +551,8 @@ class Gpus:
             "WORLD_SIZE": str(rank.world),
             "LOCAL_RANK": str(rank.rank),
         }
+        # Streams that share a hardware queue wait for each other, so kernels of two communicators could hang.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch = _torch()
         rank.note("initializes CUDA")
         rank.allocator = self._allocator(rank)

@@ -79,14 +79,15 @@ class Rank:
             values.append(json.loads(path.read_text()))
         return values
 
-    # Values. Rank r contributes (r + 1) * base(position, tag), so the sum shows every mix-up of ranks, tags and positions.
+    # Values. Rank r contributes (r + 1) * base(position, tag), and base is never 0, so the sum shows every mix-up of ranks,
+    # tags and positions.
 
     def prepare(self, elements_max: int) -> None:
         """Computes the values on the device."""
         import torch
 
         positions = torch.arange(elements_max + PERIOD, device="cuda", dtype=torch.int32)
-        self._pattern = positions.mul_(FACTOR).remainder_(PERIOD).float()
+        self._pattern = positions.mul_(FACTOR).remainder_(PERIOD).add_(1).float()
         self._wrong_on_device = torch.zeros((), device="cuda", dtype=torch.int64)
 
     def base(self, elements: int, tag: int) -> Any:

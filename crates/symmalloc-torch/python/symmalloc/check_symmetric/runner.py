@@ -130,6 +130,7 @@ class Group:
         self._began = time.monotonic()
         self._go_read, self._go_write = os.pipe()
         self._statuses: dict[int, int] = {}
+        self._kept: Exception | None = None
         sys.stdout.flush()
         sys.stderr.flush()
         self._pids = [self._fork(rank, is_probe) for rank in range(world)]
@@ -202,6 +203,8 @@ class Group:
         except Exception as error:
             kind, reason = _judge(error)
             traceback.print_exc()
+            # PyTorch may abort the process when it destroys a pool after an error, so the error keeps its frames.
+            self._kept = error
             # A failed device raises again.
             with contextlib.suppress(Exception):
                 state.settle()
@@ -344,7 +347,9 @@ class Group:
 
 
 def _judge(error: Exception) -> tuple[str, str]:
-    """Returns the kind of a result, and its reason."""
+    """Returns the kind of a result, and its reason: the first error, if others followed from it."""
+    while isinstance(error.__context__, Exception) and not isinstance(error, (CannotRun, Refused, PeerEnded)):
+        error = error.__context__
     text = " ".join(re.split(HINTS, str(error).strip())[0].split())[:600] or "no text"
     if isinstance(error, CannotRun):
         return "cannot", text
