@@ -64,6 +64,14 @@ class Fakes(unittest.TestCase):
         code, report = self.report(case)
         return code, report["cases"][0]
 
+    def test_an_error_of_a_package_is_a_refusal_even_if_it_is_an_assertion(self) -> None:
+        _, case = self.one("misaligned")
+        self.assertEqual((case["verdict"], case["reason"]), ("refused", "MisalignedError: rank 1 differs"))
+
+    def test_the_first_error_is_the_reason(self) -> None:
+        _, case = self.one("fails_twice")
+        self.assertEqual((case["verdict"], case["reason"]), ("refused", "RuntimeError: the cause"))
+
     def test_correct_and_refused_cases_exit_with_0(self) -> None:
         code, report = self.report("right", "refused")
         self.assertEqual(code, 0)
@@ -101,7 +109,7 @@ class Fakes(unittest.TestCase):
 
     def test_ranks_that_wait_on_the_host_end_with_a_rank_that_fails(self) -> None:
         code, case = self.one("fails_and_others_wait")
-        self.assertEqual((code, case["verdict"], case["reason"]), (0, "refused", "rank 0: no window for you"))
+        self.assertEqual((code, case["verdict"], case["reason"]), (2, "refused", "rank 0: no window for you"))
         self.assertLess(case["seconds"], 2)
 
     def test_a_crash_names_the_signal_and_the_operation(self) -> None:
@@ -124,7 +132,7 @@ class Fakes(unittest.TestCase):
 
     def test_a_start_that_fails_on_one_rank_is_a_refusal(self) -> None:
         code, case = self.one("start-fails")
-        self.assertEqual((code, case["verdict"], case["reason"]), (0, "refused", "rank 1: no device"))
+        self.assertEqual((code, case["verdict"], case["reason"]), (2, "refused", "rank 1: no device"))
 
     def test_a_case_may_have_a_longer_deadline(self) -> None:
         _, report = self.report("long", "late")
@@ -147,7 +155,7 @@ class Fakes(unittest.TestCase):
     def test_one_gpu_is_too_few(self) -> None:
         code, report = self.report("right", FAKE_DEVICES="1")
         self.assertEqual(code, 2)
-        self.assertIn("1 ranks need 2 GPUs", report["cases"][0]["reason"])
+        self.assertIn("2 ranks need 2 GPUs that can access each other, and PyTorch finds 1", report["cases"][0]["reason"])
         self.assertFalse(list(self.notes.iterdir()))
 
     def test_a_stack_that_is_incomplete_is_the_reason_of_all_cases(self) -> None:
@@ -168,8 +176,17 @@ class Fakes(unittest.TestCase):
         self.assertEqual(lines[1:3], [
             "right    correct          a fake: a remark", "wrong    WRONG            a fake: 7 of 200 elements (rank 0: 0, rank 1: 7)",
         ])  # fmt: skip
-        self.assertRegex(lines[-2], r"^allocator fake; 2 ranks on fake; \d+ s$")
+        self.assertRegex(lines[-2], r"^allocator fake, 2 ranks on fake, \d+ s$")
         self.assertEqual(lines[-1], "2 correct, 1 WRONG")
+
+    def test_cases_with_one_reason_share_a_line(self) -> None:
+        done = self.text("refused", "refused", "refused", "right", "refused", "refused")
+        lines = [" ".join(text.split()) for text in done.stdout.splitlines()[:5]]
+        self.assertEqual(lines, [
+            "refused refused a fake: RuntimeError: not supported", "refused refused the same, and for 1 more up to refused",
+            "right correct a fake: a remark", "refused refused a fake: RuntimeError: not supported", "refused refused the same",
+        ])  # fmt: skip
+        self.assertEqual(len(self.report("refused", "refused")[1]["cases"]), 2)
 
 
 class CommandLine(unittest.TestCase):
@@ -221,13 +238,14 @@ class CommandLine(unittest.TestCase):
 
 
 class Parts(unittest.TestCase):
-    def test_the_exit_code_depends_on_bad_verdicts_only(self) -> None:
+    def test_the_exit_code_depends_on_bad_verdicts_and_on_correct_ones(self) -> None:
         def code(*verdicts: Verdict) -> int:
             return exit_code([Outcome("case", "", verdict) for verdict in verdicts])
 
         self.assertEqual(code(Verdict.CORRECT, Verdict.REFUSED, Verdict.CANNOT_RUN), 0)
         self.assertEqual([code(Verdict.CORRECT, bad) for bad in (Verdict.WRONG, Verdict.HANGS, Verdict.CRASHES)], [1, 1, 1])
-        self.assertEqual((code(Verdict.REFUSED), code(Verdict.CANNOT_RUN), code()), (0, 2, 2))
+        # Without a correct case, nothing was checked.
+        self.assertEqual((code(Verdict.REFUSED), code(Verdict.CANNOT_RUN), code()), (2, 2, 2))
 
     def test_long_reasons_are_wrapped(self) -> None:
         text = line(Outcome("name", "title", Verdict.WRONG, "word " * 60), ["name", "longer"])

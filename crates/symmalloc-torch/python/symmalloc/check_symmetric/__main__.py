@@ -17,10 +17,10 @@ from .cases import CASES, CONTROL
 from .pools import NAMES, Gpus
 from .rank import CannotRun
 from .runner import Case, Stack, probe, run
-from .verdicts import Outcome, Verdict, exit_code, line, summary
+from .verdicts import Outcome, Table, Verdict, exit_code, summary
 
-DESCRIPTION = """Checks that NCCL's symmetric memory is correct on this machine. Each case runs in processes of its own, with a deadline.
-The exit code is 0 if nothing is wrong, hangs or crashes; 1 if something does; 2 if no case could run."""
+DESCRIPTION = """Checks that NCCL's symmetric memory is correct on this machine. Each case runs in separate processes, with a deadline.
+The exit code is 0 if nothing is wrong, hangs or crashes; 1 if something does; 2 if nothing could be checked."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,19 +65,20 @@ def check(
     began = time.monotonic()
     facts: dict[str, Any] = {"python": platform.python_version()}
     outcomes: list[Outcome] = []
-    names = [case.name for case in (*cases, *([control] if control is not None else ()))]
+    table = Table(case.name for case in (*cases, *([control] if control is not None else ())))
 
     def show(outcome: Outcome) -> None:
         if not as_json:
-            print(line(outcome, names), flush=True)
+            table.add(outcome)
 
     try:
         stack.configure()
         facts |= probe(stack)
         gpus = len(facts.get("devices", ()))
         ranks = gpus if ranks is None else ranks
-        if min(ranks, gpus) < 2 or ranks > gpus:
-            raise CannotRun(f"{ranks} ranks need {max(ranks, 2)} GPUs that can access each other, and this machine has {gpus}")
+        if ranks < 2 or ranks > gpus:
+            needed = max(ranks, 2)
+            raise CannotRun(f"{needed} ranks need {needed} GPUs that can access each other, and PyTorch finds {gpus}")
         everything = [*([control] if control is not None else []), *cases]
         for outcome in run(everything, ranks, stack, seconds=seconds, folder=folder):
             if control is not None and not outcomes:
@@ -101,9 +102,11 @@ def check(
         report = {"facts": facts, "ranks": ranks, "seconds": round(took, 1), "exit_code": code}
         print(json.dumps(report | {"cases": [outcome.as_dict() for outcome in outcomes]}, indent=2, default=str))
     else:
+        table.end()
         about = [f"{name} {facts[name]}" for name in ("allocator", "torch", "cuda", "nccl", "symmalloc") if name in facts]
-        devices = ", ".join(dict.fromkeys(facts.get("devices", ())))
-        print(f"\n{', '.join(about)}; {ranks} ranks on {devices or 'no GPU'}; {took:.0f} s")
+        if devices := ", ".join(dict.fromkeys(facts.get("devices", ()))):
+            about.append(f"{ranks} ranks on {devices}")
+        print(f"\n{', '.join([*about, f'{took:.0f} s'])}")
         print(summary(outcomes))
     return code
 

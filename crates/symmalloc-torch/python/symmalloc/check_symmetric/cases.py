@@ -23,6 +23,7 @@ SEGMENT_BYTES = 2 * MIB
 # About 30 ms on a GPU with 1.7 GHz.
 DELAY_CYCLES = 50_000_000
 CHURN = 10_000
+OPPOSITE_SECONDS = 4.0
 
 
 def empty(rank: Rank, pool: Pool, elements: int) -> Any:
@@ -590,46 +591,48 @@ def aborted_and_recreated(rank: Rank) -> None:
     settle(rank)
 
 
-def two_communicators(rank: Rank) -> None:
-    """Registers a pool on two communicators, grows it, and uses them in opposite orders on even and odd ranks."""
+def several_communicators(rank: Rank) -> None:
+    """Registers a pool on four communicators, and grows it. All ranks use them in one order, as NCCL requires."""
+    pool = rank.allocator.pool()
+    links = [pool.link() for _ in range(4)]
+    tensors: list[Any] = []
+    for round_number in range(3):
+        tensors.append(empty(rank, pool, (2 + 4 * round_number) * LARGE))
+        for number in range(4):
+            link = links[(round_number + number) % 4]
+            reduce_all(rank, link, tensors, 40 * round_number + 10 * number)
+        settle(rank)
+
+
+def opposite_orders(rank: Rank) -> None:
+    """Reduces on two communicators at the same time, in opposite orders on even and odd ranks.
+
+    Their kernels may wait for each other with any memory, if streams share a hardware queue. In that case, this case cannot run.
+    """
     import torch
 
     pool, first = linked(rank)
     second = pool.link()
     streams = [torch.cuda.Stream() for _ in range(2)]
-
-    def opposite(tensors: list[Any], tag: int, *, is_symmetric: bool) -> None:
-        torch.cuda.synchronize()
-        calls = list(zip((first, second), streams, tensors, (tag, tag + 1), strict=True))
-        for link, stream, tensor, number in calls if rank.rank % 2 == 0 else calls[::-1]:
-            with torch.cuda.stream(stream):
-                rank.fill(tensor, number)
-                link.all_reduce(tensor, is_symmetric=is_symmetric)
-        if not is_symmetric:
-            _wait_or_cannot(rank, streams)
-        settle(rank)
-        for _, _, tensor, number in calls:
-            rank.expect(tensor, number)
-
-    # Kernels of two communicators may wait for each other even without windows, if streams share a hardware queue.
-    for number in range(2):
-        opposite([torch.empty(LARGE, device="cuda") for _ in range(2)], number, is_symmetric=False)
     for round_number in range(4):
         tensors = [empty(rank, pool, (2 + 4 * round_number) * LARGE) for _ in range(2)]
-        opposite(tensors, 10 * (1 + round_number), is_symmetric=True)
-    settle(rank)
-
-
-def _wait_or_cannot(rank: Rank, streams: list[Any]) -> None:
-    rank.note("waits for all-reduces without windows")
-    until = time.monotonic() + 4.0
-    while not all(stream.query() for stream in streams):
-        if time.monotonic() > until:
-            raise CannotRun(
-                "all-reduces of two communicators in opposite orders hang without windows, too "
-                "(CUDA_DEVICE_MAX_CONNECTIONS, hardware queues)"
-            )
-        time.sleep(0.001)
+        torch.cuda.synchronize()
+        calls = list(zip((first, second), streams, tensors, (0, 1), strict=True))
+        for link, stream, tensor, number in calls if rank.rank % 2 == 0 else calls[::-1]:
+            with torch.cuda.stream(stream):
+                rank.fill(tensor, 10 * round_number + number)
+                link.all_reduce(tensor)
+        until = time.monotonic() + OPPOSITE_SECONDS
+        while not all(stream.query() for stream in streams):
+            if time.monotonic() > until:
+                raise CannotRun(
+                    "all-reduces of two communicators in opposite orders wait for each other here, whatever their memory: "
+                    "NCCL requires one order on all ranks"
+                )
+            time.sleep(0.001)
+        for _, _, tensor, number in calls:
+            rank.expect(tensor, 10 * round_number + number)
+        settle(rank)
 
 
 # 11
@@ -677,6 +680,10 @@ def threads(rank: Rank) -> None:
     turns = [threading.Event() for _ in range(2)]
     tensors: list[list[Any]] = [[], []]
     failures: list[BaseException] = []
+    # All ranks use the streams in one order at first, because an allocator may number streams by their first use.
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.zeros(1, device="cuda")
 
     def work(number: int) -> None:
         try:
@@ -804,7 +811,8 @@ CASES = (
     Case("8-sleep", "memory released and mapped again under windows and a graph (sleep and wake)", sleep_and_wake),
     Case("9-out-of-memory", "one rank that is out of memory", out_of_memory_on_one_rank, is_alone=True),
     Case("10-aborted", "a communicator that is aborted and recreated", aborted_and_recreated),
-    Case("10-two", "two communicators on one pool, used in opposite orders on two ranks", two_communicators),
+    Case("10-several", "four communicators on one pool that grows", several_communicators),
+    Case("10-opposite", "two communicators on one pool, used in opposite orders on two ranks", opposite_orders),
     Case("11-backward", "a pool that is used in backward passes", backward),
     Case("11-threads", "pools that are used in two threads", threads),
     Case("11-nested", "pools whose scopes are nested", nested),

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .nccl import WINDOWS_MINIMUM, Communicator, unique_id, version
+from .nccl import WINDOWS_MINIMUM, Communicator, address_range, unique_id, version
 from .rank import CannotRun, Rank
 
 NAMES = ("native", "expandable", "cudaMallocAsync", "vllm", "symmalloc")
@@ -265,8 +265,16 @@ class SnapshotPool(TorchPool):
                 del link.windows[address]
         for address, size_bytes in segments.items():
             if address not in link.windows:
+                self._remark_pieces(address, size_bytes)
                 self._rank.note(f"ncclCommWindowRegister of {size_bytes:,} bytes on {link.name}")
                 link.windows[address] = (size_bytes, link.communicator.register(address, size_bytes))
+
+
+    def _remark_pieces(self, address: int, size_bytes: int) -> None:
+        """Adds a remark if the window will span several allocations of the driver."""
+        _, piece_bytes = address_range(address)
+        if piece_bytes < size_bytes:
+            self._rank.remark("a window spans several allocations of the driver, of which NCCL before 2.30.3 maps the first")
 
 
 class VllmPool(Pool):

@@ -59,8 +59,9 @@ class Rank:
         os.pwrite(self._state, text.encode()[:STATE_BYTES].ljust(STATE_BYTES), 0)
 
     def remark(self, text: str) -> None:
-        """Adds a remark to a correct result."""
-        self.remarks.append(text)
+        """Adds a remark to the result, once."""
+        if text not in self.remarks:
+            self.remarks.append(text)
 
     # Exchanges
 
@@ -114,6 +115,18 @@ class Rank:
             torch.cuda.synchronize()
             self._wrong = int(self._wrong_on_device)
         return self._wrong
+
+    def settle_within(self, seconds: float) -> None:
+        """Counts the wrong elements so far, if the current stream completes in time. After an error it may never complete."""
+        if self._wrong_on_device is not None:
+            import torch
+
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                if torch.cuda.current_stream().query():
+                    self._wrong = int(self._wrong_on_device)
+                    return
+                time.sleep(0.001)
 
     def compared(self, elements: int, wrong: Any) -> None:
         """Counts compared elements, and wrong ones: a number, or a tensor on the device."""

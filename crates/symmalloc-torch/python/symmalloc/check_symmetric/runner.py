@@ -37,6 +37,7 @@ PROBE_SECONDS = 180.0
 # The time for the other ranks to end after one has failed.
 GRACE_SECONDS = 5.0
 EXIT_SECONDS = 5.0
+SETTLE_SECONDS = 1.0
 LOG_CHARACTERS = 3000
 MARK = "SYMMALLOC_CHECK_CASE"
 STACKS = signal.SIGUSR2
@@ -207,7 +208,7 @@ class Group:
             self._kept = error
             # A failed device raises again.
             with contextlib.suppress(Exception):
-                state.settle()
+                state.settle_within(SETTLE_SECONDS)
         state.end(kind, reason)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -239,7 +240,7 @@ class Group:
             wrong, elements = self._counts()
             failures = [f"rank {rank} failed ({text})" for rank, text in self._failures()]
             late = f"no end {GRACE_SECONDS:.0f} s later" if failures else f"no end after {seconds:.0f} s"
-            parts = [*failures, late, self._where(outcome)]
+            parts = [*failures, late, self._where(outcome), *self._remarks()]
             outcome.reason = "; ".join(parts) + (f"; {wrong:,} of {elements:,} elements were wrong" if wrong else "")
             return outcome
         self._decide(outcome)
@@ -277,10 +278,11 @@ class Group:
         reduces = max((result["reduces"] for result in results.values()), default=0)
         if kernels is not None:
             outcome.details["kernels"] = kernels
-        remarks = dict.fromkeys(remark for result in results.values() for remark in result["remarks"])
+        remarks = self._remarks()
         wrong_by_rank = ", ".join(f"rank {rank}: {result['wrong']:,}" for rank, result in results.items())
         if by_kind["crashed"]:
-            outcome.verdict, outcome.reason = Verdict.CRASHES, "; ".join(_each(by_kind["crashed"], self._world))
+            outcome.verdict = Verdict.CRASHES
+            outcome.reason = "; ".join([*_each(by_kind["crashed"], self._world), *remarks])
             outcome.reason += f"; {wrong:,} of {elements:,} elements were wrong" if wrong else ""
         elif wrong:
             refusals = _each(by_kind["refused"], self._world)
@@ -295,6 +297,10 @@ class Group:
             outcome.reason = "; ".join([f"{used}, so the result proves nothing", *remarks])
         else:
             outcome.verdict, outcome.reason = Verdict.CORRECT, "; ".join(remarks)
+
+    def _remarks(self) -> list[str]:
+        """Returns the different remarks of all ranks."""
+        return list(dict.fromkeys(remark for result in self.results().values() for remark in result["remarks"]))
 
     def _counts(self) -> tuple[int, int]:
         """Returns the wrong and all compared elements of all ranks, as far as they are known."""
@@ -357,7 +363,7 @@ def _judge(error: Exception) -> tuple[str, str]:
         return "peer", text
     if any(fatal in text for fatal in FATAL):
         return "crashed", text
-    if isinstance(error, DEFECTS):
+    if isinstance(error, DEFECTS) and type(error).__module__ == "builtins":
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return "cannot", f"{type(error).__name__}: {text} ({Path(frame.filename).name}:{frame.lineno})"
     return "refused", text if isinstance(error, (Refused, NcclError)) else f"{type(error).__name__}: {text}"

@@ -19,7 +19,6 @@ class Verdict(enum.Enum):
 
 
 BAD = (Verdict.WRONG, Verdict.HANGS, Verdict.CRASHES)
-RAN = (*BAD, Verdict.CORRECT, Verdict.REFUSED)
 
 
 @dataclass
@@ -47,10 +46,10 @@ class Outcome:
 
 
 def exit_code(outcomes: list[Outcome]) -> int:
-    """Returns 0 if nothing is wrong, hangs or crashes; 1 if something does; 2 if no case could run."""
+    """Returns 0 if nothing is wrong, hangs or crashes; 1 if something does; 2 if nothing could be checked."""
     if any(outcome.verdict in BAD for outcome in outcomes):
         return 1
-    return 0 if any(outcome.verdict in RAN for outcome in outcomes) else 2
+    return 0 if any(outcome.verdict is Verdict.CORRECT for outcome in outcomes) else 2
 
 
 def line(outcome: Outcome, names: Iterable[str], columns: int = 118) -> str:
@@ -62,6 +61,32 @@ def line(outcome: Outcome, names: Iterable[str], columns: int = 118) -> str:
     first, *rest = textwrap.wrap(" ".join(text.split()), max(40, columns - indent), break_long_words=False)
     lines = [f"{outcome.case:<{name}}  {outcome.verdict.value:<{verdict}}  {first}"]
     return "\n".join(lines + [" " * indent + part for part in rest])
+
+
+class Table:
+    """Prints a line for each outcome as it arrives. Consecutive outcomes with one reason share a line."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = list(names)
+        self._first: Outcome | None = None
+        self._further: list[Outcome] = []
+
+    def add(self, outcome: Outcome) -> None:
+        first = self._first
+        if first is not None and outcome.reason and (outcome.verdict, outcome.reason) == (first.verdict, first.reason):
+            self._further.append(outcome)
+            return
+        self.end()
+        self._first = outcome
+        print(line(outcome, self._names), flush=True)
+
+    def end(self) -> None:
+        """Prints the line of the outcomes that share the last reason."""
+        if self._further:
+            first, last = self._further[0], self._further[-1]
+            text = "the same" if first is last else f"the same, and for {len(self._further) - 1} more up to {last.case}"
+            print(line(Outcome(first.case, text, first.verdict), self._names), flush=True)
+        self._further.clear()
 
 
 def summary(outcomes: list[Outcome]) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 from symmalloc.check_symmetric.__main__ import check
 from symmalloc.check_symmetric.rank import CannotRun, Rank, Refused
 from symmalloc.check_symmetric.runner import Case
+from symmalloc.errors import MisalignedError
 
 NOTES = Path(sys.argv[1])
 
@@ -108,6 +109,17 @@ def refused(rank: Rank) -> None:
     raise RuntimeError("not supported\nSearch for advice in the documentation")
 
 
+def misaligned(rank: Rank) -> None:
+    raise MisalignedError("rank 1 differs")
+
+
+def fails_twice(rank: Rank) -> None:
+    try:
+        raise RuntimeError("the cause")
+    finally:
+        raise OSError("what followed from it")
+
+
 def device_fails(rank: Rank) -> None:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -131,7 +143,7 @@ def alone(rank: Rank) -> None:
 
 FUNCTIONS = (
     right, wrong, hangs, fails_and_others_hang, fails_and_others_wait, crashes, exits, refused, device_fails, cannot, defect,
-    without_kernel, alone,
+    without_kernel, alone, misaligned, fails_twice,
 )  # fmt: skip
 CASES = {
     **{function.__name__: Case(function.__name__, "a fake", function) for function in FUNCTIONS},
