@@ -15,5 +15,6 @@ mod leaks;
 mod parts;
 mod recorded;
 mod stopped;
+mod symmetric;
 mod table;
 mod watchdog;

@@ -11,5 +11,6 @@ mod stub_faults;
 mod stub_itself;
 mod stub_processes;
 mod stub_violations;
+mod symmetric;
 mod take_turns;
 mod watchdog;

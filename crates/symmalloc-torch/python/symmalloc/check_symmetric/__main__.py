@@ -65,6 +65,7 @@ def check(
     began = time.monotonic()
     facts: dict[str, Any] = {"python": platform.python_version()}
     outcomes: list[Outcome] = []
+    is_interrupted = False
     table = Table(case.name for case in (*cases, *([control] if control is not None else ())))
 
     def show(outcome: Outcome) -> None:
@@ -90,6 +91,7 @@ def check(
             if len(outcomes) == 1 and outcome.details.get("is_start"):
                 raise CannotRun(outcome.reason)
     except (CannotRun, KeyboardInterrupt) as error:
+        is_interrupted = isinstance(error, KeyboardInterrupt)
         done = {outcome.case for outcome in outcomes}
         reason = str(error) or "the check was interrupted"
         for case in cases:
@@ -98,6 +100,8 @@ def check(
                 show(outcomes[-1])
     took = time.monotonic() - began
     code = exit_code([outcome for outcome in outcomes if control is None or outcome.case != control.name])
+    if is_interrupted:
+        code = code or 2
     if as_json:
         report = {"facts": facts, "ranks": ranks, "seconds": round(took, 1), "exit_code": code}
         print(json.dumps(report | {"cases": [outcome.as_dict() for outcome in outcomes]}, indent=2, default=str))

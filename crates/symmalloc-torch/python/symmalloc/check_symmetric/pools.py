@@ -403,7 +403,7 @@ class Allocator:
         self.graph_pool: tuple[int, int] | None = None
         """The pool of the graph that is being captured."""
 
-    def begin(self) -> None:
+    def connect(self) -> None:
         """Connects the ranks before the case begins."""
         self._connected = RawLink.connect(self._rank, "communicator 0")
         self._warm(self._connected)
@@ -433,7 +433,7 @@ class Allocator:
 
 
 class Native(Allocator):
-    def begin(self) -> None:
+    def connect(self) -> None:
         import torch
 
         self._rank.note("init_process_group")
@@ -457,7 +457,7 @@ class Snapshot(Allocator):
 
 
 class Vllm(Allocator):
-    def begin(self) -> None:
+    def connect(self) -> None:
         import torch
 
         store = f"file://{self._rank.folder / 'store'}"
@@ -550,7 +550,7 @@ class Gpus:
         return facts
 
     def begin(self, rank: Rank) -> None:
-        """Initializes CUDA, and connects the ranks."""
+        """Initializes CUDA."""
         os.environ |= {
             "NCCL_DEBUG": "INFO",
             "NCCL_DEBUG_SUBSYS": "TUNING",
@@ -568,7 +568,11 @@ class Gpus:
             _install_symmalloc()
         torch.cuda.set_device(self._devices[rank.rank] if self._devices is not None else rank.rank)
         rank.prepare(ELEMENTS_MAX)
-        rank.allocator.begin()
+        torch.cuda.synchronize()
+
+    def connect(self, rank: Rank) -> None:
+        """Connects the ranks."""
+        rank.allocator.connect()
 
     def kernels(self, folder: Path) -> dict[str, int] | None:
         """Counts the launches in the log of NCCL, where the first rank of a communicator writes them.

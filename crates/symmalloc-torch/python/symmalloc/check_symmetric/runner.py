@@ -1,10 +1,11 @@
 """Processes and deadlines.
 
 Each case has a process for each rank, forked from this process, which has imported PyTorch but never uses CUDA. The processes
-of the next cases start early, up to the point where the case begins, because a start takes longer than most cases.
+of the next cases start early, because a start takes longer than most cases. They do not communicate before it is their turn:
+kernels of two groups of processes that wait for their peers would take turns on the GPUs, and slow each other down.
 
-    fork -> stack.begin -> ready -> go -> case -> result -> exit
-            \\__ START_SECONDS __/    \\__ deadline __/
+    fork -> stack.begin -> ready | go -> stack.connect -> connected | go -> case -> result -> exit
+            \\__ START_SECONDS __/       \\__ START_SECONDS __/           \\__ deadline __/
 
 At the deadline each rank writes its Python stacks (SIGUSR2), and then all its processes are killed: its descendants, its session,
 and processes that left both but have its environment or became children of this process.
@@ -72,7 +73,10 @@ class Stack(Protocol):
         """Returns facts about the stack. Runs in a process of its own. Raises `CannotRun`."""
 
     def begin(self, rank: Rank) -> None:
-        """Prepares a rank, before its case begins."""
+        """Prepares a rank, without communication."""
+
+    def connect(self, rank: Rank) -> None:
+        """Connects the ranks."""
 
     def kernels(self, folder: Path) -> dict[str, int] | None:
         """Returns the number of launches of each symmetric kernel in a case; None if the stack does not count them."""
@@ -129,13 +133,15 @@ class Group:
     def __init__(self, case: Case, world: int, folder: Path, stack: Stack, *, is_probe: bool = False) -> None:
         self._case, self._world, self._folder, self._stack = case, world, folder, stack
         self._began = time.monotonic()
-        self._go_read, self._go_write = os.pipe()
+        # Each rank reads one byte from its pipe for each go.
+        self._pipes = [os.pipe() for _ in range(world)]
         self._statuses: dict[int, int] = {}
         self._kept: Exception | None = None
         sys.stdout.flush()
         sys.stderr.flush()
         self._pids = [self._fork(rank, is_probe) for rank in range(world)]
-        os.close(self._go_read)
+        for read, _ in self._pipes:
+            os.close(read)
 
     def finish(self, seconds: float) -> Outcome:
         """Runs the case, kills what is left of it, and returns its outcome."""
@@ -154,9 +160,8 @@ class Group:
 
     def kill(self) -> None:
         """Kills all processes of the case."""
-        with contextlib.suppress(OSError):
-            os.close(self._go_write)
-        self._go_write = -1
+        while self._pipes:
+            os.close(self._pipes.pop()[1])
         running = [pid for rank, pid in enumerate(self._pids) if rank not in self._statuses]
         _kill(running, self._pids, f"{MARK}={self._folder}")
 
@@ -178,7 +183,7 @@ class Group:
 
     def _run(self, rank: int, is_probe: bool) -> None:
         """Runs the case in the process of one rank. Does not return."""
-        os.close(self._go_write)
+        go = self._pipes[rank][0]
         log = os.open(self._path("log", rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -197,7 +202,10 @@ class Group:
                 state.note("starts")
                 self._stack.begin(state)
                 write(self._path("ready", rank), True)
-                os.read(self._go_read, 1)
+                os.read(go, 1)
+                self._stack.connect(state)
+                write(self._path("connected", rank), True)
+                os.read(go, 1)
                 state.note("begins")
                 self._case.function(state)
                 state.settle()
@@ -222,15 +230,18 @@ class Group:
 
     def _outcome(self, seconds: float) -> Outcome:
         outcome = Outcome(self._case.name, self._case.title, Verdict.CANNOT_RUN)
-        if self._wait("ready", self._began + START_SECONDS) is None:
+        is_started = self._wait("ready", self._began + START_SECONDS) is not None
+        if is_started:
+            self._go()
+            is_started = self._wait("connected", time.monotonic() + START_SECONDS) is not None
+        if not is_started:
             failures = [f"rank {rank} failed ({text})" for rank, text in self._failures()]
             late = "did not follow" if failures else f"did not end within {START_SECONDS:.0f} s"
             outcome.reason = "; ".join([*failures, f"the start {late}", self._where(outcome)])
             outcome.details["is_start"] = True
             return outcome
         began = time.monotonic()
-        with contextlib.suppress(OSError):
-            os.write(self._go_write, b"x" * self._world)
+        self._go()
         ended = self._wait("result", began + seconds)
         outcome.seconds = time.monotonic() - began
         if ended is None:
@@ -245,6 +256,12 @@ class Group:
             return outcome
         self._decide(outcome)
         return outcome
+
+    def _go(self) -> None:
+        """Lets all ranks continue."""
+        for _, write_end in self._pipes:
+            with contextlib.suppress(BrokenPipeError):  # the rank has ended
+                os.write(write_end, b"x")
 
     def _wait(self, name: str, until: float) -> float | None:
         """Waits until each rank has written its result or this file, or has died. Returns None at the deadline."""

@@ -41,6 +41,9 @@ class Fake:
         if rank.folder.name.endswith("start-fails") and rank.rank == 1:
             raise Refused("no device")
 
+    def connect(self, rank: Rank) -> None:
+        assert rank.exchange("connected") == ["connected"] * rank.world
+
     def kernels(self, folder: Path) -> dict[str, int] | None:
         return {"kernel": 2}
 
