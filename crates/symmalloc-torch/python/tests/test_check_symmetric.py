@@ -119,7 +119,9 @@ class Fakes(unittest.TestCase):
         self.assertEqual((crash["verdict"], crash["reason"]), ("crashes", "rank 1: died of SIGSEGV in: about to crash"))
         self.assertIn("Segmentation fault", crash["details"]["logs"]["1"])
         self.assertEqual((leave["verdict"], leave["reason"]), ("crashes", "exited with 3 in: begins"))
-        self.assertEqual((device["verdict"], device["reason"]), ("crashes", "CUDA error: an illegal memory access was encountered"))
+        self.assertEqual(
+            (device["verdict"], device["reason"]), ("crashes", "CUDA error: an illegal memory access was encountered")
+        )
 
     def test_a_case_that_cannot_run_is_neither_correct_nor_bad(self) -> None:
         code, report = self.report("cannot", "defect", "without_kernel")
@@ -140,7 +142,9 @@ class Fakes(unittest.TestCase):
 
     def test_cases_start_early_but_not_beside_one_that_must_be_alone(self) -> None:
         code, report = self.report("right", "alone", "wrong")
-        self.assertEqual([case["verdict"] for case in report["cases"]], ["correct", "correct", "wrong"], report["cases"])
+        self.assertEqual(
+            [case["verdict"] for case in report["cases"]], ["correct", "correct", "wrong"], report["cases"]
+        )
         self.assertEqual(code, 1)
 
     def test_a_control_that_is_not_wrong_revokes_correct_verdicts(self) -> None:
@@ -155,7 +159,9 @@ class Fakes(unittest.TestCase):
     def test_one_gpu_is_too_few(self) -> None:
         code, report = self.report("right", FAKE_DEVICES="1")
         self.assertEqual(code, 2)
-        self.assertIn("2 ranks need 2 GPUs that can access each other, and PyTorch finds 1", report["cases"][0]["reason"])
+        self.assertIn(
+            "2 ranks need 2 GPUs that can access each other, and PyTorch finds 1", report["cases"][0]["reason"]
+        )
         self.assertFalse(list(self.notes.iterdir()))
 
     def test_a_stack_that_is_incomplete_is_the_reason_of_all_cases(self) -> None:
@@ -173,9 +179,8 @@ class Fakes(unittest.TestCase):
         done = self.text("right", "wrong", FAKE_CONTROL="wrong")
         self.assertEqual(done.returncode, 1, done.stderr)
         lines = done.stdout.splitlines()
-        self.assertEqual(lines[1:3], [
-            "right    correct          a fake: a remark", "wrong    WRONG            a fake: 7 of 200 elements (rank 0: 0, rank 1: 7)",
-        ])  # fmt: skip
+        self.assertEqual(lines[1], "right    correct          a fake: a remark")
+        self.assertEqual(lines[2], "wrong    WRONG            a fake: 7 of 200 elements (rank 0: 0, rank 1: 7)")
         self.assertRegex(lines[-2], r"^allocator fake, 2 ranks on fake, \d+ s$")
         self.assertEqual(lines[-1], "2 correct, 1 WRONG")
 
@@ -243,7 +248,9 @@ class Parts(unittest.TestCase):
             return exit_code([Outcome("case", "", verdict) for verdict in verdicts])
 
         self.assertEqual(code(Verdict.CORRECT, Verdict.REFUSED, Verdict.CANNOT_RUN), 0)
-        self.assertEqual([code(Verdict.CORRECT, bad) for bad in (Verdict.WRONG, Verdict.HANGS, Verdict.CRASHES)], [1, 1, 1])
+        self.assertEqual(
+            [code(Verdict.CORRECT, bad) for bad in (Verdict.WRONG, Verdict.HANGS, Verdict.CRASHES)], [1, 1, 1]
+        )
         # Without a correct case, nothing was checked.
         self.assertEqual((code(Verdict.REFUSED), code(Verdict.CANNOT_RUN), code()), (2, 2, 2))
 

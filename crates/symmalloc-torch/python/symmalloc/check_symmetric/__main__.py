@@ -19,7 +19,9 @@ from .rank import CannotRun
 from .runner import Case, Stack, probe, run
 from .verdicts import Outcome, Table, Verdict, exit_code, summary
 
-DESCRIPTION = """Checks that NCCL's symmetric memory is correct on this machine. Each case runs in separate processes, with a deadline.
+DESCRIPTION = """Checks that NCCL's symmetric memory is correct on this machine.
+
+Each case runs in separate processes, with a deadline.
 The exit code is 0 if nothing is wrong, hangs or crashes; 1 if something does; 2 if nothing could be checked."""
 
 
@@ -107,7 +109,9 @@ def check(
         print(json.dumps(report | {"cases": [outcome.as_dict() for outcome in outcomes]}, indent=2, default=str))
     else:
         table.end()
-        about = [f"{name} {facts[name]}" for name in ("allocator", "torch", "cuda", "nccl", "symmalloc") if name in facts]
+        about = [
+            f"{name} {facts[name]}" for name in ("allocator", "torch", "cuda", "nccl", "symmalloc") if name in facts
+        ]
         if devices := ", ".join(dict.fromkeys(facts.get("devices", ()))):
             about.append(f"{ranks} ranks on {devices}")
         print(f"\n{', '.join([*about, f'{took:.0f} s'])}")
@@ -146,15 +150,26 @@ def _is_chosen(name: str, chosen: list[str]) -> bool:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m symmalloc.check_symmetric", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m symmalloc.check_symmetric",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--allocator", default="native", metavar="NAME", help=f"{', '.join(NAMES)}, or module:function (default: native)")
-    parser.add_argument("--case", action="append", default=[], metavar="NAME", help="run only this case or number; repeatable")
+    parser.add_argument(
+        "--allocator",
+        default="native",
+        metavar="NAME",
+        help=f"{', '.join(NAMES)}, or module:function (default: native)",
+    )
+    parser.add_argument(
+        "--case", action="append", default=[], metavar="NAME", help="run only this case or number; repeatable"
+    )
     parser.add_argument("--list", action="store_true", help="list the cases and exit")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (default: one for each GPU)")
     parser.add_argument("--seconds", type=float, default=20.0, help="deadline of a case (default: 20)")
-    parser.add_argument("--folder", type=Path, metavar="PATH", help="keep the logs and stacks of all ranks in this empty folder")
+    parser.add_argument(
+        "--folder", type=Path, metavar="PATH", help="keep the logs and stacks of all ranks in this empty folder"
+    )
     return parser
 
 

@@ -1,7 +1,7 @@
 """The cases. docs/check-symmetric.md describes the mechanism of each.
 
-A case that ends normally is correct, if no compared element was wrong. Each case checks that its mechanism occurred, and otherwise
-raises `CannotRun` or adds a remark.
+A case that ends normally is correct if no compared element was wrong. Each case checks that its mechanism occurred, and
+otherwise raises `CannotRun` or adds a remark.
 """
 
 from __future__ import annotations
@@ -400,7 +400,12 @@ def part_of_segment(rank: Rank) -> None:
     address = tensor.data_ptr() + 4 * start
     rank.note("ncclCommWindowRegister of a part of a segment")
     window = link.communicator.register(address, 4 * elements)
-    parts = ((start, LARGE, True), (start + LARGE, 3 * LARGE, True), (0, page + SMALL, False), (start + elements, LARGE, False))
+    parts = (
+        (start, LARGE, True),
+        (start + LARGE, 3 * LARGE, True),
+        (0, page + SMALL, False),
+        (start + elements, LARGE, False),
+    )
     for number, (first, count, is_inside) in enumerate(parts):
         part = tensor[first : first + count]
         rank.fill(part, number)
@@ -429,7 +434,7 @@ def spans_segments(rank: Rank) -> None:
         base, size_bytes = address_range(address)
         address, pieces = base + size_bytes, pieces + 1
     rank.facts["pieces"] = pieces
-    rank.remark("one allocation of the driver holds the tensor" if pieces == 1 else f"the tensor spans {pieces} allocations of the driver")
+    rank.remark(f"the tensor is in {pieces} {'allocation' if pieces == 1 else 'allocations'} of the driver")
     for number in range(3):
         reduce_all(rank, link, [first, large], 10 * number)
     settle(rank)
@@ -560,7 +565,9 @@ def out_of_memory_on_one_rank(rank: Rank) -> None:
     if filler is not None:
         filler.free()
     if failed != [0]:
-        raise CannotRun(f"the allocation failed on ranks {failed}, and not on rank 0 alone{': ' + failure if failure else ''}")
+        raise CannotRun(
+            f"the allocation failed on ranks {failed}, and not on rank 0 alone{': ' + failure if failure else ''}"
+        )
     del large
     # All ranks have freed or never had the tensor, and continue.
     again = empty(rank, pool, LARGE)

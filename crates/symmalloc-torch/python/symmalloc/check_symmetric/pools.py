@@ -269,12 +269,13 @@ class SnapshotPool(TorchPool):
                 self._rank.note(f"ncclCommWindowRegister of {size_bytes:,} bytes on {link.name}")
                 link.windows[address] = (size_bytes, link.communicator.register(address, size_bytes))
 
-
     def _remark_pieces(self, address: int, size_bytes: int) -> None:
         """Adds a remark if the window will span several allocations of the driver."""
         _, piece_bytes = address_range(address)
         if piece_bytes < size_bytes:
-            self._rank.remark("a window spans several allocations of the driver, of which NCCL before 2.30.3 maps the first")
+            self._rank.remark(
+                "a window spans several allocations of the driver, of which NCCL before 2.30.3 maps the first"
+            )
 
 
 class VllmPool(Pool):
@@ -461,7 +462,9 @@ class Vllm(Allocator):
         import torch
 
         store = f"file://{self._rank.folder / 'store'}"
-        torch.distributed.init_process_group("gloo", init_method=store, rank=self._rank.rank, world_size=self._rank.world)
+        torch.distributed.init_process_group(
+            "gloo", init_method=store, rank=self._rank.rank, world_size=self._rank.world
+        )
         allocator, pynccl = _vllm()
         self._rank.note("PyNcclCommunicator")
         device = torch.device("cuda", torch.cuda.current_device())
@@ -534,14 +537,18 @@ class Gpus:
         pairs = [(one, two) for one in devices for two in devices if one != two]
         apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
         if apart:
-            raise CannotRun(f"GPUs {apart[0][0]} and {apart[0][1]} cannot access each other's memory, which symmetric kernels need")
+            raise CannotRun(
+                f"GPUs {apart[0][0]} and {apart[0][1]} cannot access each other's memory, which symmetric kernels need"
+            )
         facts = {
             "allocator": self.allocator,
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
             "nccl": _dotted(number),
             "devices": names,
-            "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "PYTORCH_"))},
+            "environment": {
+                name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "PYTORCH_"))
+            },
         }
         if self.allocator == "symmalloc":
             import symmalloc
@@ -583,7 +590,9 @@ class Gpus:
             log = (folder / "nccl0").read_text(errors="replace")
         except OSError:
             return {}
-        found = re.findall(r"AllReduce \[Symmetric\]: \d+ Bytes -> Kernel (\S+) .*?(?:nWorks (\d+))?$", log, re.MULTILINE)
+        found = re.findall(
+            r"AllReduce \[Symmetric\]: \d+ Bytes -> Kernel (\S+) .*?(?:nWorks (\d+))?$", log, re.MULTILINE
+        )
         kernels: Counter[str] = Counter()
         for kernel, works in found:
             if "LL" not in kernel:

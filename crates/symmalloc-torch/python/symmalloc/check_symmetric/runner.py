@@ -25,7 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,7 +47,13 @@ SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36
 DEFECTS = (AssertionError, AttributeError, LookupError, NameError, TypeError, ImportError)
 # The beginnings of general advice in the errors of PyTorch.
 HINTS = r"\n(?:Search for|CUDA kernel errors|Exception raised from|If reserved but)|\. If reserved but"
-FATAL = ("illegal memory access", "unspecified launch failure", "misaligned address", "illegal address", "illegal instruction")
+FATAL = (
+    "illegal memory access",
+    "unspecified launch failure",
+    "misaligned address",
+    "illegal address",
+    "illegal instruction",
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class Stack(Protocol):
         """Sets the environment, and imports what all processes need, before they are forked. Raises `CannotRun`."""
 
     def probe(self) -> dict[str, Any]:
-        """Returns facts about the stack. Runs in a process of its own. Raises `CannotRun`."""
+        """Returns facts about the stack. Runs in a separate process. Raises `CannotRun`."""
 
     def begin(self, rank: Rank) -> None:
         """Prepares a rank, without communication."""
@@ -93,7 +99,13 @@ def probe(stack: Stack) -> dict[str, Any]:
 
 
 def run(
-    cases: Sequence[Case], world: int, stack: Stack, *, seconds: float = 20.0, ahead: int = 2, folder: Path | None = None
+    cases: Sequence[Case],
+    world: int,
+    stack: Stack,
+    *,
+    seconds: float = 20.0,
+    ahead: int = 2,
+    folder: Path | None = None,
 ) -> Iterator[Outcome]:
     """Runs the cases in order, and yields their outcomes.
 
@@ -156,7 +168,11 @@ class Group:
 
     def results(self) -> dict[int, dict[str, Any]]:
         """Returns the results of the ranks that have ended their case."""
-        return {rank: json.loads(path.read_text()) for rank in range(self._world) if (path := self._path("result", rank)).exists()}
+        return {
+            rank: json.loads(path.read_text())
+            for rank in range(self._world)
+            if (path := self._path("result", rank)).exists()
+        }
 
     def kill(self) -> None:
         """Kills all processes of the case."""
@@ -282,7 +298,11 @@ class Group:
 
     def _failures(self) -> list[tuple[int, str]]:
         """Returns the ranks that failed, with the reasons."""
-        return [(rank, result["reason"]) for rank, result in self.results().items() if result["kind"] not in ("done", "peer")]
+        return [
+            (rank, result["reason"])
+            for rank, result in self.results().items()
+            if result["kind"] not in ("done", "peer")
+        ]
 
     def _decide(self, outcome: Outcome) -> None:
         results = self.results()
