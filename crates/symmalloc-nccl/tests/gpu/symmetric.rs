@@ -59,7 +59,7 @@ fn segments_that_are_released_and_allocated_again() {
 }
 
 #[test]
-fn memory_that_is_mapped_again_under_windows_and_a_graph() {
+fn memory_that_is_mapped_again_under_windows() {
     run(programs::sleep_and_wake);
 }
 
