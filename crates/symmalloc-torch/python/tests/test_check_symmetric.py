@@ -203,6 +203,13 @@ class CommandLine(unittest.TestCase):
         self.assertEqual(done.returncode, 2)
         self.assertIn("no case is named 13: use 1-address-order, 2-event", done.stderr)
 
+    def test_a_folder_with_files_is_refused(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "file").touch()
+            done = command_line("--folder", folder)
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("is not empty", done.stderr)
+
     def test_cases_are_listed_and_chosen_by_number(self) -> None:
         listed = command_line("--list").stdout.splitlines()
         self.assertEqual([text.split()[0] for text in listed], [case.name for case in CASES])

@@ -46,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # prints what is known, as Ctrl+C does
     if options.folder is not None:
         options.folder.mkdir(parents=True, exist_ok=True)
+        if any(options.folder.iterdir()):
+            print(f"{options.folder} is not empty: name another folder for --folder", file=sys.stderr)
+            return 2
     return check(stack, cases, ranks, seconds=options.seconds, as_json=options.json, folder=options.folder)
 
 
