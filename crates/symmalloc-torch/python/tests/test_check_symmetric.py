@@ -140,7 +140,7 @@ class Fakes(unittest.TestCase):
         _, report = self.report("long", "late")
         self.assertEqual([case["verdict"] for case in report["cases"]], ["correct", "hangs"])
 
-    def test_cases_start_early_but_not_beside_one_that_must_be_alone(self) -> None:
+    def test_cases_do_not_overlap(self) -> None:
         code, report = self.report("right", "alone", "wrong")
         self.assertEqual(
             [case["verdict"] for case in report["cases"]], ["correct", "correct", "wrong"], report["cases"]

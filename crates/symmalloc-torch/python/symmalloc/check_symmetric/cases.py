@@ -614,7 +614,7 @@ def several_communicators(rank: Rank) -> None:
 def opposite_orders(rank: Rank) -> None:
     """Reduces on two communicators at the same time, in opposite orders on even and odd ranks.
 
-    Their kernels may wait for each other with any memory, if streams share a hardware queue. In that case, this case cannot run.
+    NCCL requires one order. If the all-reduces wait for each other, this case cannot run.
     """
     import torch
 
@@ -633,7 +633,7 @@ def opposite_orders(rank: Rank) -> None:
         while not all(stream.query() for stream in streams):
             if time.monotonic() > until:
                 raise CannotRun(
-                    "all-reduces of two communicators in opposite orders wait for each other here, whatever their memory: "
+                    "all-reduces of two communicators in opposite orders wait for each other here: "
                     "NCCL requires one order on all ranks"
                 )
             time.sleep(0.001)
@@ -816,7 +816,7 @@ CASES = (
     Case("7-address-reused", "a released segment whose address is reused", address_reused),
     Case("8-remapped", "memory released and mapped again next to live tensors and under a graph", remapped_under_graph),
     Case("8-sleep", "memory released and mapped again under windows and a graph (sleep and wake)", sleep_and_wake),
-    Case("9-out-of-memory", "one rank that is out of memory", out_of_memory_on_one_rank, is_alone=True),
+    Case("9-out-of-memory", "one rank that is out of memory", out_of_memory_on_one_rank),
     Case("10-aborted", "a communicator that is aborted and recreated", aborted_and_recreated),
     Case("10-several", "four communicators on one pool that grows", several_communicators),
     Case("10-opposite", "two communicators on one pool, used in opposite orders on two ranks", opposite_orders),

@@ -557,7 +557,7 @@ class Gpus:
         return facts
 
     def begin(self, rank: Rank) -> None:
-        """Initializes CUDA."""
+        """Initializes CUDA, and connects the ranks."""
         os.environ |= {
             "NCCL_DEBUG": "INFO",
             "NCCL_DEBUG_SUBSYS": "TUNING",
@@ -566,8 +566,6 @@ class Gpus:
             "WORLD_SIZE": str(rank.world),
             "LOCAL_RANK": str(rank.rank),
         }
-        # Streams that share a hardware queue wait for each other, so kernels of two communicators could hang.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch = _torch()
         rank.note("initializes CUDA")
         rank.allocator = self._allocator(rank)
@@ -575,10 +573,6 @@ class Gpus:
             _install_symmalloc()
         torch.cuda.set_device(self._devices[rank.rank] if self._devices is not None else rank.rank)
         rank.prepare(ELEMENTS_MAX)
-        torch.cuda.synchronize()
-
-    def connect(self, rank: Rank) -> None:
-        """Connects the ranks."""
         rank.allocator.connect()
 
     def kernels(self, folder: Path) -> dict[str, int] | None:

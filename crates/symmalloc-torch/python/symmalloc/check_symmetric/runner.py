@@ -1,11 +1,10 @@
 """Processes and deadlines.
 
-Each case has a process for each rank, forked from this process, which has imported PyTorch but never uses CUDA. The processes
-of the next cases start early, because a start takes longer than most cases. They do not communicate before it is their turn:
-kernels of two groups of processes that wait for their peers would take turns on the GPUs, and slow each other down.
+Each case has a process for each rank, forked from this process, which has imported PyTorch but never uses CUDA. Cases do not
+overlap: CUDA and NCCL of several groups of processes would wait for each other in the driver and on the GPUs.
 
-    fork -> stack.begin -> ready | go -> stack.connect -> connected | go -> case -> result -> exit
-            \\__ START_SECONDS __/       \\__ START_SECONDS __/           \\__ deadline __/
+    fork -> stack.begin -> ready | go -> case -> result -> exit
+            \\__ START_SECONDS __/  \\__ deadline __/
 
 At the deadline each rank writes its Python stacks (SIGUSR2), and then all its processes are killed: its descendants, its session,
 and processes that left both but have its environment or became children of this process.
@@ -65,8 +64,6 @@ class Case:
     function: Callable[[Rank], None]
     seconds: float | None = None
     """The deadline, if it is not the default one."""
-    is_alone: bool = False
-    """`True` if no process of another case may exist meanwhile."""
 
 
 class Stack(Protocol):
@@ -79,10 +76,7 @@ class Stack(Protocol):
         """Returns facts about the stack. Runs in a separate process. Raises `CannotRun`."""
 
     def begin(self, rank: Rank) -> None:
-        """Prepares a rank, without communication."""
-
-    def connect(self, rank: Rank) -> None:
-        """Connects the ranks."""
+        """Prepares a rank, and connects it with the others."""
 
     def kernels(self, folder: Path) -> dict[str, int] | None:
         """Returns the number of launches of each symmetric kernel in a case; None if the stack does not count them."""
@@ -104,39 +98,27 @@ def run(
     stack: Stack,
     *,
     seconds: float = 20.0,
-    ahead: int = 2,
     folder: Path | None = None,
 ) -> Iterator[Outcome]:
     """Runs the cases in order, and yields their outcomes.
 
     seconds  the deadline of a case
-    ahead    the number of cases whose processes start early
     folder   keeps the files of all cases; None: a temporary folder
     """
     _prctl(SET_CHILD_SUBREAPER, 1)
     others = set(_children().get(os.getpid(), ()))
-    started: dict[int, Group] = {}
     with contextlib.ExitStack() as exits:
         if folder is None:
             folder = Path(exits.enter_context(tempfile.TemporaryDirectory()))
-        folder = folder.resolve()
-        try:
-            for at, case in enumerate(cases):
-                for number in range(at, min(len(cases), at + 1 + ahead)):
-                    if number > at and any(other.is_alone for other in cases[at : number + 1]):
-                        break
-                    if number not in started:
-                        place = folder / f"{number:02}-{cases[number].name}"
-                        place.mkdir()
-                        started[number] = Group(cases[number], world, place, stack)
-                group = started[at]
-                yield group.finish(case.seconds or seconds)
-                del started[at]
-        finally:
-            for group in started.values():
-                group.kill()
-            for orphan in set(_children().get(os.getpid(), ())) - others:
-                _kill([orphan], [])
+        for number, case in enumerate(cases):
+            place = folder.resolve() / f"{number:02}-{case.name}"
+            place.mkdir()
+            try:
+                outcome = Group(case, world, place, stack).finish(case.seconds or seconds)
+            finally:
+                for orphan in set(_children().get(os.getpid(), ())) - others:
+                    _kill([orphan], [])
+            yield outcome
 
 
 class Group:
@@ -219,9 +201,6 @@ class Group:
                 self._stack.begin(state)
                 write(self._path("ready", rank), True)
                 os.read(go, 1)
-                self._stack.connect(state)
-                write(self._path("connected", rank), True)
-                os.read(go, 1)
                 state.note("begins")
                 self._case.function(state)
                 state.settle()
@@ -231,8 +210,7 @@ class Group:
             # PyTorch may abort the process when it destroys a pool after an error, so the error keeps its frames.
             self._kept = error
             # A failed device raises again.
-            with contextlib.suppress(Exception):
-                state.settle_within(SETTLE_SECONDS)
+            state.settle_within(SETTLE_SECONDS)
         state.end(kind, reason)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -246,11 +224,7 @@ class Group:
 
     def _outcome(self, seconds: float) -> Outcome:
         outcome = Outcome(self._case.name, self._case.title, Verdict.CANNOT_RUN)
-        is_started = self._wait("ready", self._began + START_SECONDS) is not None
-        if is_started:
-            self._go()
-            is_started = self._wait("connected", time.monotonic() + START_SECONDS) is not None
-        if not is_started:
+        if self._wait("ready", self._began + START_SECONDS) is None:
             failures = [f"rank {rank} failed ({text})" for rank, text in self._failures()]
             late = "did not follow" if failures else f"did not end within {START_SECONDS:.0f} s"
             outcome.reason = "; ".join([*failures, f"the start {late}", self._where(outcome)])

@@ -41,9 +41,6 @@ class Fake:
         if rank.folder.name.endswith("start-fails") and rank.rank == 1:
             raise Refused("no device")
 
-    def connect(self, rank: Rank) -> None:
-        assert rank.exchange("connected") == ["connected"] * rank.world
-
     def kernels(self, folder: Path) -> dict[str, int] | None:
         return {"kernel": 2}
 
@@ -150,7 +147,6 @@ FUNCTIONS = (
 )  # fmt: skip
 CASES = {
     **{function.__name__: Case(function.__name__, "a fake", function) for function in FUNCTIONS},
-    "alone": Case("alone", "a fake", alone, is_alone=True),
     "start-fails": Case("start-fails", "a fake", right),
     "long": Case("long", "a fake", lambda _: time.sleep(2.5), seconds=10.0),
     "late": Case("late", "a fake", lambda _: time.sleep(2.5)),
