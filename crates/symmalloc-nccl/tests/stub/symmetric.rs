@@ -41,7 +41,7 @@ nccl_test!(tensors_inside_a_segment, {
 
 nccl_test!(a_window_over_a_part_of_a_segment, {
     on_ranks(2, None, programs::part_of_segment);
-    // The stub reports what the registrar must not do. The results are right all the same.
+    // The stub reports windows that the registrar must not create. The results are right nevertheless.
     let violations = nccl::violations();
     assert!(violations.iter().all(|text| text.contains("does not cover whole mappings")), "{violations:?}");
     assert_eq!(violations.len(), 2);
