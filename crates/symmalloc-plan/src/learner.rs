@@ -113,11 +113,6 @@ impl<R: Copy + Eq> StepLearner<R> {
         }
     }
 
-    /// Returns `true` if a logged allocation is live.
-    pub fn is_waiting(&self) -> bool {
-        !self.live.is_empty()
-    }
-
     /// Ends the step. If the last step of its key made the same requests, returns the step with the lifetimes to plan.
     pub fn end(&mut self) -> Option<Vec<Lived<R>>> {
         let before = self.steps.get(&self.newest_key)?;

@@ -96,9 +96,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         entry.set_destroyed();
         let mut released = Released::default();
         for heap in &mut heaps {
-            heap.close();
-            heap.retire_all(&self.context);
-            released = released.plus(heap.release_retired(&self.context));
+            released = released.plus(heap.destroy(&self.context));
         }
         self.end_sleep(&mut sleep);
         self.bury(pool, entry, &mut heaps);
@@ -218,7 +216,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             let past = heap.take_past();
             **heap = self.empty_heap(entry, HeapIdentity { id, pool, stream });
             heap.set_past(past);
-            heap.close();
+            // It has no memory yet.
+            let _nothing_is_released = heap.destroy(&self.context);
         }
         destroyed.add_spare(Arc::clone(entry));
     }

@@ -10,6 +10,7 @@ use crate::config::errors::UnknownError;
 use crate::config::op::{Contents, Op};
 use crate::heap::fencing::synchronize;
 use crate::heap::trim::Released;
+use crate::sleep::mappings::Mappings;
 use crate::sleep::state::{Kept, State};
 use crate::sleep::{Phase, SleepCause, SleepError, Slept, Woken};
 use crate::sync::lock::{Lock, LockCell};
@@ -101,7 +102,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let change = self.begin_change(pool, None)?;
         let (entry, backend) = (change.entry, &self.context.backend);
         let mut remapped = Remapped { change, woken: Woken::default() };
-        let needed_bytes = entry.heaps().map(|heap| heap.lock().asleep_bytes().1).sum();
+        let needed_bytes = entry.heaps().map(|heap| heap.lock().asleep().map_or(0, Mappings::unmapped_bytes)).sum();
         // Checks the limits before anything is mapped.
         let room = entry.heaps().next().map_or(Ok(()), |heap| {
             let heap = heap.lock();
@@ -151,7 +152,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn phase(&self, pool: PoolId) -> Result<Phase, UnknownError> {
         let entry = self.pool(pool)?;
         let sleep = entry.sleep.lock();
-        let is_held = || !sleep.is_changing && entry.heaps().any(|heap| heap.lock().asleep_bytes().0 > 0);
+        let is_held = || !sleep.is_changing && held_bytes(entry) > 0;
         Ok(if sleep.kept.is_none() {
             Phase::Awake
         } else if is_held() {
@@ -195,6 +196,11 @@ fn live_parts<L: Lock>(entry: &Pool<L>) -> Vec<Part> {
     let mut parts = Vec::new();
     entry.heaps().for_each(|heap| heap.lock().add_live_parts(&mut parts));
     parts
+}
+
+/// Returns the bytes of memory that a sleeping pool still has.
+fn held_bytes<L: Lock>(entry: &Pool<L>) -> u64 {
+    entry.heaps().map(|heap| heap.lock().asleep().map_or(0, Mappings::mapped_bytes)).sum()
 }
 
 /// A sleep or a wake in progress. No other sleep or wake begins until it ends. Dropping it leaves the pool unchanged.
@@ -252,7 +258,7 @@ impl<B: Backend, L: Lock> Change<'_, B, L> {
         }
         gate.note_released(&released);
         let Some(error) = released.error else { return Ok(released_bytes) };
-        let held_bytes = entry.heaps().map(|heap| heap.lock().asleep_bytes().0).sum();
+        let held_bytes = held_bytes(entry);
         Err(SleepCause::Held { released_bytes, held_bytes, error })
     }
 }

@@ -14,13 +14,13 @@
 use super::{DynContext, Heap, Shortage};
 use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::errors::OutOfMemoryCause;
-use crate::config::size_rules::SizeClass;
-use crate::config::{ExpandableSegments, SegmentPolicy};
+use crate::config::size_rules::{SizeClass, SizeRules};
+use crate::config::{ExpandableSegments, PoolConfig, SegmentPolicy};
 use crate::history::digest::{Mark, op_word};
 use crate::history::segment_log::{SegmentEvent, SegmentEventKind};
 use crate::stats::budget::Budgets;
 use crate::sync::lock::{Lock, LockCell};
-use crate::types::backend::{BackendError, Range, Reason};
+use crate::types::backend::{BackendError, Place, Range, Reason};
 use crate::types::ids::{SegmentId, StreamId};
 use crate::types::units::{UNIT_BYTES, Units, bytes, units};
 use smallvec::SmallVec;
@@ -34,9 +34,7 @@ impl<L: Lock> Heap<L> {
         stream: StreamId,
         size: Units,
     ) -> Result<Slot, Box<Shortage>> {
-        if self.is_closed() || self.is_asleep() {
-            return Err(self.refuse_asleep());
-        }
+        self.check_open()?;
         let (pool, size_bytes) = (self.identity.pool.0, bytes(size));
         let span = tracing::debug_span!(target: "symmalloc", "heap.obtain", pool, stream = stream.0, size_bytes);
         let _entered = span.enter();
@@ -76,9 +74,7 @@ impl<L: Lock> Heap<L> {
         stream: StreamId,
         target_bytes: u64,
     ) -> Result<(), Box<Shortage>> {
-        if self.is_closed() || self.is_asleep() {
-            return Err(self.refuse_asleep());
-        }
+        self.check_open()?;
         let before = self.mapped_bytes;
         if self.mapped_bytes < target_bytes {
             let target = units(target_bytes.next_multiple_of(UNIT_BYTES));
@@ -138,7 +134,7 @@ impl<L: Lock> Heap<L> {
         let charge = self.budgets(context).charge(size_bytes).map_err(|cause| Shortage::of(mapped, cause))?;
         let driver = |error| Shortage::of(mapped, OutOfMemoryCause::Driver(error));
         let range = self.reserve_range(context, bytes(range)).map_err(driver)?;
-        if let Err(error) = self.back(context, range, 0, size_bytes) {
+        if let Err(error) = back(context, (&self.config, &self.rules), (range, 0), size_bytes) {
             drop(charge);
             if context.backend.release(range).is_err() {
                 // This costs only addresses; the next trim tries again.
@@ -239,24 +235,10 @@ impl<L: Lock> Heap<L> {
         let charge = self.budgets(context).charge(size_bytes).map_err(|cause| Shortage::of(size, cause))?;
         let range = self.table.segment(segment).range;
         let driver = |error| Shortage::of(size, OutOfMemoryCause::Driver(error));
-        self.back(context, range, bytes(offset), size_bytes).map_err(driver)?;
+        back(context, (&self.config, &self.rules), (range, bytes(offset)), size_bytes).map_err(driver)?;
         charge.confirm();
         self.mapped_bytes += size_bytes;
         Ok(())
-    }
-
-    /// Backs a part of a range with new memory, in separate pieces if the pool stitches.
-    pub(super) fn back(
-        &self,
-        context: &DynContext<'_, L>,
-        range: Range,
-        offset_bytes: u64,
-        size_bytes: u64,
-    ) -> Result<(), BackendError> {
-        match self.config.stitching() {
-            None => context.backend.map(range, offset_bytes, size_bytes),
-            Some(_) => context.backend.map_pieces((range, offset_bytes), size_bytes, bytes(self.rules.granule)),
-        }
     }
 
     /// Maps memory into the lowest hole that then has `size` units together with its free neighbors. It maps as little
@@ -346,6 +328,19 @@ pub(super) struct Missing {
     /// Units to map at the end of the newest range, whose last block may already be free.
     pub(super) at_end: Units,
     pub(super) in_new_range: Units,
+}
+
+/// Backs a part of a range with new memory, in separate pieces if the pool stitches.
+pub(super) fn back<L: Lock>(
+    context: &DynContext<'_, L>,
+    (config, rules): (&PoolConfig, &SizeRules),
+    (range, offset_bytes): Place,
+    size_bytes: u64,
+) -> Result<(), BackendError> {
+    match config.stitching() {
+        None => context.backend.map(range, offset_bytes, size_bytes),
+        Some(_) => context.backend.map_pieces((range, offset_bytes), size_bytes, bytes(rules.granule)),
+    }
 }
 
 /// Returns the state of memory that no stream has used yet, so there is nothing to wait for.

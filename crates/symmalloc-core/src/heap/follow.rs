@@ -26,12 +26,12 @@
 //! each request checks the allocations that are still live from before.
 
 use super::acquire::fresh;
-use super::{Context, DynContext, Heap, Shortage};
+use super::{Context, DynContext, Heap, RequestMode, Shortage};
 use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::{PlanPolicy, StreamPolicy, op::Refusal};
 use crate::history::digest::{Mark, op_word};
 use crate::plans::error::PlanError;
-use crate::plans::heap_plans::{HeapPlans, PlanMemory, RequestMode};
+use crate::plans::heap_plans::{HeapPlans, PlanMemory, StepMode};
 use crate::plans::plan::{Plan, StepAllocation};
 use crate::plans::report::{DifferenceCause, StepReport, StepStats};
 use crate::streams::fences::{Fence, FenceSetId, Fences};
@@ -39,7 +39,7 @@ use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError};
 use crate::types::handle::Allocation;
 use crate::types::ids::StreamId;
-use crate::types::units::{SEGMENT_BYTES_MAX, Units, bytes};
+use crate::types::units::{Units, bytes};
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -113,14 +113,10 @@ impl<L: Lock> Heap<L> {
         stream: StreamId,
         requested: u64,
     ) -> Result<Allocation, Box<Shortage>> {
-        if self.request_mode == RequestMode::Refuse {
-            return Err(self.refuse_asleep());
-        }
-        if self.request_mode == RequestMode::Learn {
+        if self.heap_plans.as_deref().is_some_and(HeapPlans::is_learning) {
             let allocation = self.allocate_anywhere(context, stream, requested)?;
             let heap_plans = self.heap_plans.as_deref_mut().expect("it learns");
             heap_plans.note_allocation((stream, requested), allocation.handle.slot());
-            self.frees_need_work = true;
             return Ok(allocation);
         }
         let Some(checks) = self.cursor.next_if::<true>(op_word(Mark::Allocate, stream, requested)) else {
@@ -166,17 +162,12 @@ impl<L: Lock> Heap<L> {
     /// Records the first difference. The rest of the step is placed the ordinary way.
     #[cold]
     fn differ(&mut self, cause: DifferenceCause) {
-        self.set_request_mode(RequestMode::Ordinary);
+        self.mode = RequestMode::Ordinary;
         let Some(heap_plans) = self.heap_plans.as_deref_mut() else { return };
         let difference = heap_plans.differ(self.cursor.number(), cause);
         self.fold(op_word(Mark::Differ, StreamId(0), 0), difference.number.into());
         let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
         tracing::warn!(name: "plan.differs", target: "symmalloc", pool, stream, %difference);
-    }
-
-    pub(super) fn set_request_mode(&mut self, request_mode: RequestMode) {
-        self.request_mode = request_mode;
-        self.direct_bytes_max = if request_mode == RequestMode::Ordinary { SEGMENT_BYTES_MAX } else { 0 };
     }
 
     /// Begins a step with this key.
@@ -186,9 +177,9 @@ impl<L: Lock> Heap<L> {
         }
         let allocations = self.usage.allocations_made();
         let learns = self.config.plan() == PlanPolicy::Learn;
-        let request_mode = self.heap_plans.get_or_insert_default().begin(key, learns, allocations);
-        self.set_request_mode(request_mode);
-        if self.request_mode != RequestMode::Plan {
+        let step = self.heap_plans.get_or_insert_default().begin(key, learns, allocations);
+        self.mode = if step == StepMode::Ordinary { RequestMode::Ordinary } else { RequestMode::Step };
+        if step != StepMode::Follow {
             // The step uses the memory of plans as ordinary memory.
             return self.dissolve_plans(context);
         }
@@ -247,8 +238,8 @@ impl<L: Lock> Heap<L> {
     pub(crate) fn end_step(&mut self, key: u64) -> StepReport {
         let allocations = self.usage.allocations_made();
         let Some(heap_plans) = self.heap_plans.as_deref_mut() else { return StepReport::default() };
-        let (report, learned) = heap_plans.end(self.request_mode, std::mem::take(&mut self.cursor), allocations);
-        self.set_request_mode(RequestMode::Ordinary);
+        let (report, learned) = heap_plans.end(std::mem::take(&mut self.cursor), allocations);
+        self.mode = RequestMode::Ordinary;
         if self.has_history() {
             self.fold(op_word(Mark::EndStep, StreamId(0), 0), report.planned);
         }
@@ -392,7 +383,6 @@ impl<L: Lock> Heap<L> {
         let base = self.table.segment(self.table.block(memory).segment).range.base;
         let memory = PlanMemory { block: memory, base, size_bytes: bytes(size), places, streams: streams.clone() };
         self.heap_plans.as_deref_mut().expect("the heap has plans").install(schedules, &slots, memory);
-        self.frees_need_work = true;
         self.recycle_spent(context);
         Ok(())
     }

@@ -9,6 +9,7 @@ use crate::blocks::stitched::Granule;
 use crate::blocks::table::{Block, BlockState, Location, Slot};
 use crate::config::SegmentPolicy;
 use crate::config::size_rules::SizeClass;
+use crate::sleep::mappings::Mappings;
 use crate::sync::lock::Lock;
 use crate::types::ids::{PoolId, StreamId};
 use crate::types::units::{Units, bytes};
@@ -66,7 +67,7 @@ impl<L: Lock> Heap<L> {
                 return Err(Violation { name, meaning, pool, stream });
             }
         }
-        let live_bytes = if self.is_asleep() { self.asleep_bytes().0 } else { self.mapped_bytes };
+        let live_bytes = self.asleep().map_or(self.mapped_bytes, Mappings::mapped_bytes);
         let held_bytes = live_bytes + self.log.retired_bytes();
         if held_bytes != self.budget.reserved_bytes() {
             return Err(Violation::of_budgets(pool));
@@ -197,8 +198,7 @@ fn live_ones_are_sane<L: Lock>(heap: &Heap<L>) -> bool {
     let is_named_and_live = |(slot, block): &(Slot, &Block)| {
         matches!(block.state, BlockState::Allocated { .. }) && heap.names.find(*slot).is_some()
     };
-    let frees_are_handled = heap.frees_need_work || heap.names.is_empty() && heap.places().is_empty();
-    sane && frees_are_handled && blocks_and_places(heap).filter(is_named_and_live).count() == heap.names.len()
+    sane && blocks_and_places(heap).filter(is_named_and_live).count() == heap.names.len()
 }
 
 fn extents_are_granular<L: Lock>(heap: &Heap<L>) -> bool {

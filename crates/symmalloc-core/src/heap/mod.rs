@@ -40,9 +40,10 @@ use crate::config::size_rules::SizeRules;
 use crate::history::digest::{Digest, Mark, op_word};
 use crate::history::journal::Journal;
 use crate::history::segment_log::SegmentLog;
-use crate::plans::heap_plans::{HeapPlans, RequestMode};
+use crate::plans::heap_plans::HeapPlans;
 use crate::plans::plan_cursor::PlanCursor;
 use crate::pointers::{PointerMap, SegmentDirectory};
+use crate::sleep::mappings::Mappings;
 use crate::stats::budget::Budget;
 use crate::stats::usage::{RareCounts, Usage};
 use crate::streams::clocks::StreamClocks;
@@ -52,7 +53,7 @@ use crate::types::backend::{Backend, BackendError, DeviceAddress};
 use crate::types::handle::{Allocation, Handle, Serials};
 use crate::types::ids::{HeapId, Placement, PoolId, SegmentId, StreamId};
 use crate::types::look_up::LookUp;
-use crate::types::units::{SEGMENT_BYTES_MAX, Units, bytes};
+use crate::types::units::{Units, bytes};
 use smallvec::SmallVec;
 use std::mem;
 use std::num::NonZeroU64;
@@ -85,7 +86,12 @@ pub(crate) enum Shortage {
 
 impl Shortage {
     fn of(missing: Units, cause: OutOfMemoryCause) -> Box<Self> {
-        Box::new(Shortage::Memory { missing, cause })
+        Shortage::Memory { missing, cause }.boxed()
+    }
+
+    #[cold]
+    fn boxed(self) -> Box<Self> {
+        Box::new(self)
     }
 }
 
@@ -142,20 +148,25 @@ pub(crate) struct Heap<L: Lock> {
     pointers: Option<PointerMap>,
     /// The recent ops that agreement compares. Only heaps of symmetric pools have one.
     journal: Option<Box<Journal>>,
-    /// The mode in which requests are served: [`RequestMode::Ordinary`] unless a step is open or the pool sleeps.
-    request_mode: RequestMode,
-    /// Requests from 1 to this many bytes are placed by best fit directly. 0 while
-    /// [`request_mode`](Self::request_mode) requires more.
-    direct_bytes_max: u64,
-    /// `true` if frees need more work: an allocation has a name, is logged to learn a plan, or may occupy a planned
-    /// block.
-    frees_need_work: bool,
+    mode: RequestMode,
     /// Cursor of the active plan; empty otherwise.
     cursor: PlanCursor,
     /// The plans and the state of the step; created at the first step or plan.
     heap_plans: Option<Box<HeapPlans>>,
-    /// Number of mappings that exist while the pool sleeps; `None` while it is awake.
-    mapped_asleep: Option<usize>,
+}
+
+/// The mode in which a heap serves requests. Frees do not depend on it.
+#[derive(Debug)]
+enum RequestMode {
+    /// Places requests by best fit.
+    Ordinary,
+    /// Passes requests to [`HeapPlans`] first: a step is open that follows a plan or is logged. The mode is
+    /// [`Ordinary`](Self::Ordinary) again from the first request that differs from the plan.
+    Step,
+    /// Refuses requests: the pool sleeps.
+    Asleep(Mappings),
+    /// Refuses requests: the pool was destroyed.
+    Closed,
 }
 
 /// Allocations of zero bytes that are live, by serial.
@@ -226,12 +237,9 @@ impl<L: Lock> Heap<L> {
             names: LookUp::default(),
             pointers: None,
             journal: None,
-            request_mode: RequestMode::Ordinary,
-            direct_bytes_max: SEGMENT_BYTES_MAX,
-            frees_need_work: false,
+            mode: RequestMode::Ordinary,
             cursor: PlanCursor::default(),
             heap_plans: None,
-            mapped_asleep: None,
             config,
         }
     }
@@ -246,12 +254,12 @@ impl<L: Lock> Heap<L> {
         requested: u64,
         name: Option<&str>,
     ) -> Result<Allocation, Box<Shortage>> {
-        let allocation = if requested.wrapping_sub(1) < self.direct_bytes_max {
-            self.allocate_anywhere(context, stream, requested)?
-        } else if requested > 0 {
-            self.allocate_in_step(context, stream, requested)?
-        } else {
-            return self.allocate_nothing(stream);
+        let allocation = match self.mode {
+            _ if requested == 0 => return self.allocate_nothing(stream),
+            RequestMode::Ordinary => self.allocate_anywhere(context, stream, requested)?,
+            RequestMode::Step => self.allocate_in_step(context, stream, requested)?,
+            RequestMode::Asleep(_) => return Err(Shortage::Asleep.boxed()),
+            RequestMode::Closed => return Err(Shortage::Closed.boxed()),
         };
         if let Some(name) = name {
             self.set_name(allocation.handle.slot(), name);
@@ -347,12 +355,19 @@ impl<L: Lock> Heap<L> {
         }
     }
 
+    /// Returns an error if the pool sleeps or was destroyed.
+    fn check_open(&self) -> Result<(), Box<Shortage>> {
+        match self.mode {
+            RequestMode::Ordinary | RequestMode::Step => Ok(()),
+            RequestMode::Asleep(_) => Err(Shortage::Asleep.boxed()),
+            RequestMode::Closed => Err(Shortage::Closed.boxed()),
+        }
+    }
+
     /// Allocates zero bytes, which take no memory.
     #[cold]
     fn allocate_nothing(&mut self, stream: StreamId) -> Result<Allocation, Box<Shortage>> {
-        if self.is_closed() || self.is_asleep() {
-            return Err(self.refuse_asleep());
-        }
+        self.check_open()?;
         self.fold(op_word(Mark::AllocateNothing, stream, 0), 0);
         let serial = self.serials.next();
         self.zero_sized.live.insert(serial, ());
@@ -455,26 +470,27 @@ impl<L: Lock> Heap<L> {
         }
         self.usage.free(size, requested);
         self.fold(op_word(Mark::Free, stream, 0), location.word());
-        if self.frees_need_work && !(is_place && self.names.is_empty()) {
-            self.note_free(slot);
+        if !self.names.is_empty() {
+            self.forget_name(slot);
         }
         if !is_place {
+            if let Some(heap_plans) = &mut self.heap_plans {
+                heap_plans.note_free(slot);
+            }
             self.coalesce(slot);
         }
         self.recycle_spent(context);
         Freed { size, requested_bytes: requested }
     }
 
-    /// Handles the free of an allocation that may have a name or be logged.
+    /// Removes the name of a freed allocation, if it has one.
     #[inline(never)]
-    fn note_free(&mut self, slot: Slot) {
+    fn forget_name(&mut self, slot: Slot) {
         if let Some(name) = self.names.take(slot)
             && let Some(journal) = &mut self.journal
         {
             journal.name_newest(&name);
         }
-        let is_followed = self.heap_plans.as_deref_mut().is_some_and(|heap_plans| heap_plans.note_free(slot));
-        self.frees_need_work = is_followed || !self.names.is_empty();
     }
 
     #[cold]

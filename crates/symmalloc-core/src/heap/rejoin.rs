@@ -7,7 +7,7 @@
 //!         └► refund                    └► release acquired memory, refund
 //! ```
 
-use super::acquire::{fresh, trace_segment};
+use super::acquire::{back, fresh, trace_segment};
 use super::{DynContext, Heap};
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::SegmentPolicy;
@@ -49,7 +49,7 @@ impl<L: Lock> Heap<L> {
             let range = self.reserve_range(context, range_bytes)?;
             acquired.push(AcquiredRange { range, mapped: Extents::new() });
             for extent in &segment.extents {
-                self.back(context, range, extent.offset_bytes, extent.size_bytes)?;
+                back(context, (&self.config, &self.rules), (range, extent.offset_bytes), extent.size_bytes)?;
                 let newest = acquired.last_mut().expect("just pushed");
                 newest.mapped.push((extent.offset_bytes, extent.size_bytes));
             }
@@ -141,7 +141,6 @@ impl<L: Lock> Heap<L> {
             Some(name) => self.names.insert(slot, name.clone()),
             None => drop(self.names.take(slot)),
         }
-        self.frees_need_work |= saved.name.is_some();
     }
 }
 

@@ -1,70 +1,47 @@
 //! Sleep and wake: a heap without memory that keeps all of its blocks. A part of [`Heap`].
 //!
-//! The blocks, the free index and the history are unchanged. Requests are refused on the path that compares steps with
-//! plans, so an awake heap needs no additional check. Frees work as usual but release no memory.
-//!
-//! ```text
-//!  mappings   memory, memory, ... in segment order, then its aliases in stitched ranges
-//!             ├── mapped ──┤
-//! ```
-//! The list follows from segments and stitched ranges, which do not change while a heap sleeps. Waking maps from first
-//! to last, and sleeping unmaps from last to first. Whichever driver call fails, the mapped entries are therefore a
-//! prefix of the list, and memory exists whenever an alias maps it a second time.
+//! The blocks, the free index and the history are unchanged. A sleeping heap is in the mode
+//! [`Asleep`](RequestMode::Asleep), which refuses requests and owns the [`Mappings`] to release and to restore. Frees work
+//! as usual but release no memory.
 
+use super::acquire::back;
 use super::trim::Released;
-use super::{DynContext, Heap, Shortage};
+use super::{DynContext, Heap, RequestMode};
 use crate::blocks::table::BlockState;
 use crate::config::errors::OutOfMemoryCause;
 use crate::config::op::Contents;
 use crate::history::digest::{Mark, op_word};
-use crate::history::segment_log::Extents;
-use crate::plans::heap_plans::RequestMode;
+use crate::sleep::mappings::{Mapping, Mappings};
+use crate::stats::budget::Budgets;
 use crate::sync::lock::Lock;
-use crate::types::backend::{Part, Place};
+use crate::types::backend::Part;
 use crate::types::ids::StreamId;
 use crate::types::units::bytes;
 use std::collections::BTreeSet;
 
-/// The result of one mapping call.
-#[derive(Clone, Copy)]
-struct Mapping {
-    at: Place,
-    size_bytes: u64,
-    /// The aliased memory, for a stitched range.
-    source: Option<Place>,
-}
-
-impl Mapping {
-    /// Returns the bytes of device memory that the mapping takes.
-    fn memory_bytes(&self) -> u64 {
-        if self.source.is_none() { self.size_bytes } else { 0 }
-    }
-}
-
 impl<L: Lock> Heap<L> {
+    /// Returns `true` if the heap refuses requests because its pool sleeps.
     pub(crate) fn is_asleep(&self) -> bool {
-        self.mapped_asleep.is_some()
+        self.asleep().is_some()
     }
 
-    /// Returns the error for a request to a sleeping pool.
-    #[cold]
-    pub(super) fn refuse_asleep(&self) -> Box<Shortage> {
-        Box::new(if self.is_closed() { Shortage::Closed } else { Shortage::Asleep })
+    /// Returns the mappings of a sleeping heap.
+    pub(crate) fn asleep(&self) -> Option<&Mappings> {
+        if let RequestMode::Asleep(mappings) = &self.mode { Some(mappings) } else { None }
     }
 
     /// Starts to refuse requests. The memory still exists, and no step is open.
     pub(crate) fn fall_asleep(&mut self) {
         if !self.is_asleep() {
-            debug_assert!(self.request_mode == RequestMode::Ordinary);
-            self.mapped_asleep = Some(self.mappings().len());
-            self.set_request_mode(RequestMode::Refuse);
+            debug_assert!(matches!(self.mode, RequestMode::Ordinary), "{:?}", self.mode);
+            self.mode = RequestMode::Asleep(Mappings::new(self.mappings()));
         }
     }
 
     /// Starts to serve requests. All memory exists. In an awake heap, an open step continues.
     pub(crate) fn wake_up(&mut self) {
-        if self.mapped_asleep.take().is_some() {
-            self.set_request_mode(RequestMode::Ordinary);
+        if self.is_asleep() {
+            self.mode = RequestMode::Ordinary;
         }
     }
 
@@ -132,57 +109,39 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Returns the mapped and the unmapped device memory of a sleeping heap.
-    pub(crate) fn asleep_bytes(&self) -> (u64, u64) {
-        let Some(mapped) = self.mapped_asleep else { return (0, 0) };
-        let sum = |mappings: &[Mapping]| mappings.iter().map(Mapping::memory_bytes).sum();
-        let mappings = self.mappings();
-        (sum(&mappings[..mapped]), sum(&mappings[mapped..]))
-    }
-
-    /// Removes and returns the mapped parts of a segment of a sleeping heap. The heap no longer has these mappings.
-    pub(super) fn take_held(&mut self, segment: u32) -> Option<Extents> {
-        let mapped = self.mapped_asleep?;
-        let range = self.table.segment(segment).range;
-        let mappings = self.mappings();
-        let of_segment = mappings[..mapped].iter().filter(|mapping| mapping.at.0 == range);
-        let held: Extents = of_segment.map(|mapping| (mapping.at.1, mapping.size_bytes)).collect();
-        self.mapped_asleep = Some(mapped - held.len());
-        Some(held)
-    }
-
     /// Releases the memory of a sleeping heap to the device. No work may use it.
     pub(crate) fn unmap_asleep(&mut self, context: &DynContext<'_, L>) -> Released {
-        let (mut released, mapped) = (Released::default(), self.mapped_asleep.unwrap_or(0));
-        for (at, mapping) in self.mappings().iter().enumerate().take(mapped).rev() {
+        let mut released = Released::default();
+        let RequestMode::Asleep(mappings) = &mut self.mode else { return released };
+        let outcome = mappings.unmap_all(|mapping| {
             let (range, offset_bytes) = mapping.at;
-            if let Err(error) = context.backend.unmap(range, offset_bytes, mapping.size_bytes) {
-                released.error = Some(error);
-                break;
-            }
-            self.budgets(context).refund(mapping.memory_bytes());
+            context.backend.unmap(range, offset_bytes, mapping.size_bytes)?;
+            let budgets = Budgets { heap: &self.budget, pool: &self.pool_budget, allocator: &context.budget };
+            budgets.refund(mapping.memory_bytes());
             released.bytes += mapping.memory_bytes();
-            self.mapped_asleep = Some(at);
-        }
+            Ok(())
+        });
+        released.error = outcome.err();
         released
     }
 
     /// Maps the memory of a sleeping heap at its old addresses. Returns the mapped bytes.
     pub(crate) fn map_asleep(&mut self, context: &DynContext<'_, L>) -> Result<u64, OutOfMemoryCause> {
-        let Some(mapped) = self.mapped_asleep else { return Ok(0) };
         let mut mapped_bytes = 0;
-        for (mapping, count) in self.mappings()[mapped..].iter().zip(mapped + 1..) {
+        let RequestMode::Asleep(mappings) = &mut self.mode else { return Ok(0) };
+        mappings.map_all(|mapping| {
             let Mapping { at, size_bytes, source } = *mapping;
-            let charge = self.budgets(context).charge(mapping.memory_bytes())?;
+            let budgets = Budgets { heap: &self.budget, pool: &self.pool_budget, allocator: &context.budget };
+            let charge = budgets.charge(mapping.memory_bytes())?;
             let mapped = match source {
-                None => self.back(context, at.0, at.1, size_bytes),
+                None => back(context, (&self.config, &self.rules), at, size_bytes),
                 Some(source) => context.backend.alias(at, source, size_bytes),
             };
             mapped.map_err(OutOfMemoryCause::Driver)?;
             charge.confirm();
             mapped_bytes += mapping.memory_bytes();
-            self.mapped_asleep = Some(count);
-        }
+            Ok(())
+        })?;
         Ok(mapped_bytes)
     }
 

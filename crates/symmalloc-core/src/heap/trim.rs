@@ -15,12 +15,12 @@
 
 use super::acquire::trace_segment;
 use super::fencing::synchronize;
-use super::{DynContext, Heap};
+use super::{DynContext, Heap, RequestMode};
 use crate::blocks::table::{Block, BlockState, Location, Slot};
 use crate::config::SegmentPolicy;
 use crate::config::errors::TrimError;
 use crate::history::digest::{Mark, op_word};
-use crate::history::segment_log::SegmentEventKind;
+use crate::history::segment_log::{Extents, SegmentEventKind};
 use crate::stats::budget::Budgets;
 use crate::streams::clocks::Tick;
 use crate::streams::fences::FenceSetId;
@@ -125,14 +125,28 @@ impl<L: Lock> Heap<L> {
         released
     }
 
-    /// Retires every segment, including reserved ones. The heap must have no live allocations.
-    pub(crate) fn retire_all(&mut self, context: &DynContext<'_, L>) {
+    /// Destroys the heap, which has no live allocations: it refuses requests from then on, and releases all memory,
+    /// including reserved segments.
+    pub(crate) fn destroy(&mut self, context: &DynContext<'_, L>) -> Released {
+        let mode = self.close();
+        self.retire_all(context, mode);
+        self.release_retired(context)
+    }
+
+    /// Retires every segment. Those of a heap that slept have only the memory that is still mapped.
+    fn retire_all(&mut self, context: &DynContext<'_, L>, mode: RequestMode) {
         self.dissolve_plans(context);
         // Stitched ranges are removed first: memory is not unmapped before its aliases.
         let mut segments = self.table.segments_in_order();
         segments.sort_by_key(|segment| !self.table.segment(*segment).is_stitched);
-        segments.into_iter().for_each(|segment| self.retire(context, segment));
-        self.mapped_asleep = None;
+        for segment in segments {
+            let range = self.table.segment(segment).range;
+            let mapped = match &mode {
+                RequestMode::Asleep(mappings) => Some(mappings.mapped_in(range)),
+                _ => None,
+            };
+            self.retire_with(context, segment, mapped);
+        }
         self.recycle_spent(context);
     }
 
@@ -148,7 +162,8 @@ impl<L: Lock> Heap<L> {
                 self.link(slot);
             }
         }
-        self.retire_all(context);
+        let mode = std::mem::replace(&mut self.mode, RequestMode::Closed);
+        self.retire_all(context, mode);
         self.log.forget_all();
         // A failure stops the attempt: a lost device fails every further call as well.
         let _released = self.release_retired(context);
@@ -166,8 +181,12 @@ impl<L: Lock> Heap<L> {
 
     /// Removes a segment without live allocations. Its memory is released once every observer has acknowledged.
     pub(super) fn retire(&mut self, context: &DynContext<'_, L>, segment: u32) {
+        self.retire_with(context, segment, None);
+    }
+
+    /// Removes a segment whose mapped parts are `held`, or all parts that its blocks have.
+    fn retire_with(&mut self, context: &DynContext<'_, L>, segment: u32, held: Option<Extents>) {
         let mut mapped = self.extents_of(segment);
-        let held = self.take_held(segment);
         let mut streams: SmallVec<[StreamId; 2]> = SmallVec::new();
         let stitched = self.stitched.iter().position(|range| range.segment == segment);
         let stitched = stitched.map(|at| self.stitched.remove(at));

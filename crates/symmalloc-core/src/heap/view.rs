@@ -1,6 +1,6 @@
 //! The state of a heap that other modules may read, and its history, which ranks compare.
 
-use super::{Heap, HeapIdentity};
+use super::{Heap, HeapIdentity, RequestMode};
 use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::PoolConfig;
 use crate::config::errors::HandleError;
@@ -167,12 +167,14 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Records that the pool is destroyed: the last op of the heap's history that ranks compare.
-    pub(crate) fn close(&mut self) {
+    /// Records that the pool is destroyed, which is the last op of the heap's history that ranks compare. Returns the
+    /// mode before.
+    pub(super) fn close(&mut self) -> RequestMode {
         if self.has_history() {
             self.fold(op_word(Mark::Destroy, StreamId(0), 0), 0);
         }
         self.closed_after_ops = Some(self.digest.ops);
+        std::mem::replace(&mut self.mode, RequestMode::Closed)
     }
 
     /// Records that all ranks had this digest at this op, and forgets the history before it.
@@ -210,10 +212,6 @@ impl<L: Lock> Heap<L> {
 
     pub(crate) fn take_journal(&mut self) -> Option<Box<Journal>> {
         self.journal.take()
-    }
-
-    pub(crate) fn is_closed(&self) -> bool {
-        self.closed_after_ops.is_some()
     }
 
     /// Returns `true` if agreement has compared the whole history to its end.
@@ -314,7 +312,6 @@ impl<L: Lock> Heap<L> {
             journal.name_allocation(placed, name);
         }
         self.names.insert(slot, name.into());
-        self.frees_need_work = true;
     }
 
     /// Returns the requested bytes of a live allocation.

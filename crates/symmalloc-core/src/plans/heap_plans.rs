@@ -31,18 +31,16 @@ type Request = (StreamId, u64);
 /// Maximum number of consecutive steps of one key that may differ before a heap learns them again.
 const DIFFERENCES_MAX: u32 = 2;
 
-/// The mode in which a heap serves requests.
+/// The use of plans in a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum RequestMode {
-    /// Places requests by the heap's ordinary rules.
+pub(crate) enum StepMode {
+    /// None, or no step is open.
     #[default]
     Ordinary,
-    /// Compares requests with a plan.
-    Plan,
+    /// Compares requests with a plan. The rest of the step is [`Ordinary`](Self::Ordinary) from the first difference.
+    Follow,
     /// Logs requests, to learn a plan.
     Learn,
-    /// Refuses requests: the pool sleeps, and no step is open.
-    Refuse,
 }
 
 /// A known plan.
@@ -83,6 +81,8 @@ pub(crate) struct HeapPlans {
     memory: Option<PlanMemory>,
     /// The plans in the plan memory, in the same order; empty while there is no memory.
     placed: Vec<Placed>,
+    /// The use of plans in the open step.
+    mode: StepMode,
     /// Index of the current step's plan; `None` if no plan has its key.
     current: Option<usize>,
     /// The plan that the last step followed to its end. A plan knows the last user of each offset only after such a
@@ -111,11 +111,14 @@ impl HeapPlans {
         self.learner.note_allocation(request, slot);
     }
 
-    /// Handles a free. The caller must report later frees too if this returns `true`, because logged allocations or
-    /// places may be freed.
-    pub(crate) fn note_free(&mut self, slot: Slot) -> bool {
+    /// Logs the free of an allocation outside of the plan memory.
+    #[inline(never)]
+    pub(crate) fn note_free(&mut self, slot: Slot) {
         self.learner.note_free(slot);
-        self.memory.is_some() || self.learner.is_waiting()
+    }
+
+    pub(crate) fn is_learning(&self) -> bool {
+        self.mode == StepMode::Learn
     }
 
     pub(crate) fn memory(&self) -> Option<&PlanMemory> {
@@ -135,20 +138,29 @@ impl HeapPlans {
         DifferenceCause::Request { planned, requested }
     }
 
-    /// Begins a step. Returns the mode of serving its requests.
-    pub(crate) fn begin(&mut self, key: u64, learns: bool, allocations: u64) -> RequestMode {
+    /// Begins a step. Returns the use of plans in it.
+    pub(crate) fn begin(&mut self, key: u64, learns: bool, allocations: u64) -> StepMode {
         self.difference = None;
         self.allocations_before = allocations;
         self.unexpected_live.clear();
         self.current = self.plans.iter().position(|known| known.plan.key() == key);
         self.last_whole = self.last_whole.filter(|last| self.current == Some(*last));
         let is_good = self.current.is_some_and(|at| self.plans[at].differences < DIFFERENCES_MAX);
-        if learns && !is_good && !self.has_given_up {
-            self.learner.begin(key);
-            return RequestMode::Learn;
+        self.mode = if self.has_given_up {
+            StepMode::Ordinary
+        } else if learns && !is_good {
+            StepMode::Learn
+        } else if self.current.is_some() {
+            StepMode::Follow
+        } else {
+            StepMode::Ordinary
+        };
+        if self.mode == StepMode::Learn {
+            self.learner.begin(key)
+        } else {
+            self.learner.pause()
         }
-        self.learner.pause();
-        if self.current.is_some() && !self.has_given_up { RequestMode::Plan } else { RequestMode::Ordinary }
+        self.mode
     }
 
     /// Takes the cursor of the step's plan. The plan memory exists.
@@ -173,24 +185,24 @@ impl HeapPlans {
     /// Records that the step differs from its plan at the allocation with this number.
     pub(crate) fn differ(&mut self, number: u32, cause: DifferenceCause) -> StepDifference {
         let difference = StepDifference { number, cause };
-        (self.difference, self.last_whole) = (Some(difference), None);
+        (self.mode, self.difference, self.last_whole) = (StepMode::Ordinary, Some(difference), None);
         difference
     }
 
     /// Ends the step and takes its cursor back. Returns the report, and the allocations to plan for its key, if any.
     pub(crate) fn end(
         &mut self,
-        request_mode: RequestMode,
         mut cursor: PlanCursor,
         allocations: u64,
     ) -> (StepReport, Option<Vec<Lived<Request>>>) {
-        if request_mode == RequestMode::Plan {
+        if self.mode == StepMode::Follow {
             self.last_whole = self.current;
             if !cursor.is_at_end() {
                 self.differ(cursor.number(), DifferenceCause::Ended);
             }
         }
-        let is_followed = request_mode == RequestMode::Plan && self.difference.is_none();
+        let mode = std::mem::take(&mut self.mode);
+        let is_followed = mode == StepMode::Follow;
         let report = StepReport {
             allocations: allocations - self.allocations_before,
             planned: cursor.planned(),
@@ -209,7 +221,7 @@ impl HeapPlans {
         self.stats.followed += u64::from(is_followed);
         self.stats.allocations += report.allocations;
         self.stats.planned += report.planned;
-        (report, if request_mode == RequestMode::Learn { self.learner.end() } else { None })
+        (report, if mode == StepMode::Learn { self.learner.end() } else { None })
     }
 
     /// Stops following and learning plans.

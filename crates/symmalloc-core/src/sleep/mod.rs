@@ -10,6 +10,7 @@
 //! on the memory acts between these steps: `docs/sleep-protocol.md`.
 
 mod error;
+pub(crate) mod mappings;
 pub(crate) mod state;
 
 pub use error::{Phase, SleepCause, SleepError, Slept, Woken};
