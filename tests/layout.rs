@@ -1,14 +1,12 @@
-//! Layouts: a restarted rank continues like the others, and a pool rewinds to an earlier state.
+//! Layouts: a restarted rank continues like the others.
 
 #[path = "layout/rejoin.rs"]
 mod rejoin;
-#[path = "layout/rewind.rs"]
-mod rewind;
 
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::layout::Layout;
 use symmalloc_core::lock::{Exclusive, Lock};
-use symmalloc_core::restore::RestoreError;
+use symmalloc_core::restore::{LayoutError, RestoreError};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, Digest, Op, Placement, PoolId, StreamId};
 use symmalloc_harness::checker::{DeviceWork, outcome};
@@ -205,19 +203,44 @@ fn what_a_restore_makes_live_counts_in_the_peak_over_all_heaps() {
     let device = SimBackend::builder().build();
     let policy = PoolConfig::default();
     let old = rank(&device, &policy, None);
-    let handles = [S0, S1].map(|stream| old.allocate(POOL, stream, 10 * MIB).expect("fits").handle);
+    for stream in [S0, S1] {
+        old.allocate(POOL, stream, 10 * MIB).expect("fits");
+    }
     let layout = old.save_layout(POOL).expect("nothing is retired");
-    handles.into_iter().for_each(|handle| old.free(handle).expect("live"));
-    old.restore_layout(POOL, &layout).expect("the layout's memory still exists");
     let new = rank(&device, &policy, None);
     new.restore_layout(POOL, &layout).expect("a fresh pool");
-    for allocator in [old, new] {
-        for (mib, peak) in [(5, 25), (7, 32)] {
-            allocator.allocate(POOL, S0, mib * MIB).expect("fits");
-            let usage = allocator.stats().usage.all;
-            assert_eq!((usage.allocated_bytes.current, usage.allocated_bytes.peak), (peak * MIB, peak * MIB));
-            assert_eq!(usage.allocations.current, usage.allocations.peak);
-        }
-        allocator.check().expect("sound");
+    for (mib, peak) in [(5, 25), (7, 32)] {
+        new.allocate(POOL, S0, mib * MIB).expect("fits");
+        let usage = new.stats().usage.all;
+        assert_eq!((usage.allocated_bytes.current, usage.allocated_bytes.peak), (peak * MIB, peak * MIB));
+        assert_eq!(usage.allocations.current, usage.allocations.peak);
     }
+    new.check().expect("sound");
+}
+
+#[test]
+fn a_used_pool_takes_over_no_layout() {
+    let device = SimBackend::builder().build();
+    let allocator = rank(&device, &PoolConfig::default(), None);
+    let layout = allocator.save_layout(POOL).expect("nothing is retired");
+    let made = allocator.allocate(POOL, S0, 0).expect("takes no memory");
+    allocator.free(made.handle).expect("live");
+    let error = refusal(&allocator, POOL, &layout);
+    assert_eq!(error, RestoreError::Used { pool: POOL });
+    assert!(error.to_string().contains("revive_layout"), "{error}");
+}
+
+/// Dead segments that an observer holds count toward the limits.
+#[test]
+fn a_pool_whose_dead_segments_an_observer_holds_has_no_layout() {
+    let device = SimBackend::builder().build();
+    let allocator = rank(&device, &PoolConfig::default(), None);
+    let (observer, _) = allocator.observe(POOL).expect("exists");
+    let made = allocator.allocate(POOL, S0, 20 * MIB).expect("fits");
+    allocator.free(made.handle).expect("live");
+    allocator.trim(None).expect("no faults");
+    let retired_bytes = 20 * MIB;
+    assert_eq!(allocator.save_layout(POOL), Err(LayoutError::Retired { pool: POOL, retired_bytes }));
+    allocator.forget(observer).expect("no faults");
+    allocator.save_layout(POOL).expect("the memory was released");
 }

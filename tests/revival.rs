@@ -2,16 +2,16 @@
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
-use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::config::{Config, PointerLookup, PoolConfig};
 use symmalloc_core::ids::SegmentId;
 use symmalloc_core::layout::Layout;
 use symmalloc_core::op::{Op, Record};
 use symmalloc_core::restore::{RestoreError, RevivedPlace};
 use symmalloc_core::units::MIB;
-use symmalloc_core::{Allocation, Allocator, Digest, Placement, PoolId, StreamId};
+use symmalloc_core::{Allocation, Allocator, Backend, Digest, Placement, PoolId, StreamId};
 use symmalloc_harness::hooked::{DeviceCall, Hooked};
 use symmalloc_harness::memory::Memory;
-use symmalloc_sim::{SimBackend, SplitMix64};
+use symmalloc_sim::{Delays, Fault, FaultRule, SimBackend, SplitMix64};
 use symmalloc_trace::replay::{Program, Replay};
 use symmalloc_trace::{RecordLine, Trace};
 
@@ -40,12 +40,15 @@ fn wander(allocator: &Rank<'_>, random: &mut SplitMix64, live: &mut Live, ops: u
             let stream = StreamId(random.below(2) as u16);
             let bytes = [700, 90_000, MIB, 5 * MIB, 23 * MIB][random.below(5) as usize] + random.below(4096);
             let made = allocator.allocate(POOL, stream, bytes).expect("fits");
+            allocator.backend().submit(stream, made.address, made.size_bytes).expect("ordered");
             live.insert((stream, made.placement), made);
         } else {
             let at = random.below(live.len() as u64) as usize;
             let (&key, &freed) = live.iter().nth(at).expect("one of them");
             if random.below(3) == 0 {
-                allocator.record_use(freed.handle, StreamId(1 - key.0.0)).expect("live");
+                let other = StreamId(1 - key.0.0);
+                allocator.record_use(freed.handle, other).expect("live");
+                work_after(allocator.backend(), other, key.0, &freed);
             }
             allocator.free(freed.handle).expect("live");
             live.remove(&key);
@@ -53,7 +56,16 @@ fn wander(allocator: &Rank<'_>, random: &mut SplitMix64, live: &mut Live, ops: u
     }
 }
 
-/// Frees the allocations that the layout lacks, as a tree of graphs does, and revives the rest.
+/// Runs work of `stream` on an allocation, ordered behind the work of `owner` so far.
+fn work_after(device: &SimBackend, stream: StreamId, owner: StreamId, allocation: &Allocation) {
+    let event = device.record(owner).expect("no faults");
+    device.wait(stream, event).expect("no faults");
+    device.recycle(event);
+    device.submit(stream, allocation.address, allocation.size_bytes).expect("ordered");
+}
+
+/// Frees the allocations that the layout lacks, as a tree of graphs does, and revives the rest. Uses of their memory in
+/// the meantime do not race with the revived allocations.
 fn go_back(allocator: &Rank<'_>, layout: &Layout, saved: &Live, now: &Live) {
     for (key, allocation) in now {
         let is_kept = saved.get(key).is_some_and(|before| before.handle == allocation.handle);
@@ -67,6 +79,14 @@ fn go_back(allocator: &Rank<'_>, layout: &Layout, saved: &Live, now: &Live) {
     found.sort();
     let expected: Vec<_> = saved.keys().copied().collect();
     assert_eq!(found, expected, "exactly what was saved is live");
+    for one in restored.allocations() {
+        let is_kept =
+            now.get(&(one.stream, one.allocation.placement)).is_some_and(|live| live.handle == one.allocation.handle);
+        if !is_kept {
+            let Allocation { address, size_bytes, .. } = one.allocation;
+            allocator.backend().submit(one.stream, address, size_bytes).expect("ordered");
+        }
+    }
     assert_eq!(allocator.stats().reserved_bytes.current, reserved, "no memory was obtained or released");
     allocator.check().expect("sound");
 }
@@ -99,7 +119,7 @@ fn a_pool_goes_back_any_number_of_times_and_alike_on_every_rank() {
     for policy in ["segments:expandable", "segments:fixed", "streams:shared"] {
         for seed in 0..60 {
             let digests = [1, 2].map(|rank| {
-                let device = SimBackend::builder().rank(rank).seed(seed + 7).build();
+                let device = SimBackend::builder().rank(rank).seed(seed + 7).delays(Delays::UntilSynchronized).build();
                 let digests = history(policy, &device, seed);
                 assert!(device.leaks().is_empty(), "{policy}, seed {seed}: {}", device.leaks());
                 digests
@@ -216,7 +236,7 @@ fn where_the_place_of_a_revival_is_not_free_a_replay_allocates_it_like_any_other
 }
 
 #[test]
-fn memory_that_another_branch_obtained_stays_where_a_rewind_gives_it_back() {
+fn memory_that_another_branch_obtained_stays() {
     let device = SimBackend::builder().build();
     let allocator = rank(&device, "segments:expandable");
     let stem = allocator.allocate(POOL, S0, 3 * MIB).expect("fits");
@@ -230,9 +250,151 @@ fn memory_that_another_branch_obtained_stays_where_a_rewind_gives_it_back() {
     assert_eq!(device.mapped_bytes(), reserved);
     let again = allocator.allocate(POOL, S0, 60 * MIB).expect("fits");
     assert_eq!((again.address, device.mapped_bytes()), (branch.address, reserved));
-    allocator.free(again.handle).expect("live");
-    allocator.restore_layout(POOL, &layout).expect("the layout's memory still exists");
-    assert!(device.mapped_bytes() < reserved);
+}
+
+/// The driver fails each call of a revival once.
+#[test]
+fn a_revival_that_the_driver_refuses_can_be_made_again() {
+    let mut refused = 0;
+    for calls in 0.. {
+        let device = SimBackend::builder().delays(Delays::UntilSynchronized).build();
+        let allocator = rank(&device, "streams:shared");
+        let saved = [(); 3].map(|()| allocator.allocate(POOL, S0, MIB).expect("fits"));
+        let layout = allocator.save_layout(POOL).expect("nothing is retired");
+        for made in saved {
+            allocator.record_use(made.handle, S1).expect("live");
+            work_after(&device, S1, S0, &made);
+            allocator.free(made.handle).expect("live");
+        }
+        let before = (allocator.digest(POOL), allocator.stats());
+        let ordinal = device.calls().fallible() + calls;
+        device.inject(None, FaultRule::At { ordinal }, Fault::Refused);
+        match allocator.revive_layout(POOL, &layout) {
+            Err(RestoreError::Fence { stream: S0, .. }) => refused += 1,
+            Err(error) => panic!("call {calls}: {error}"),
+            Ok(_) => break,
+        }
+        assert_eq!((allocator.digest(POOL), allocator.stats()), before, "call {calls}");
+        allocator.check().expect("sound");
+        device.heal();
+        let revived = allocator.revive_layout(POOL, &layout).expect("the driver works again");
+        for one in revived.allocations() {
+            device.submit(S0, one.allocation.address, one.allocation.size_bytes).expect("ordered");
+        }
+    }
+    assert!(refused > 0);
+}
+
+#[test]
+fn a_live_allocation_that_the_layout_does_not_know_is_named() {
+    let device = SimBackend::builder().build();
+    let allocator = rank(&device, "segments:expandable");
+    let saved = allocator.allocate(POOL, S0, MIB).expect("fits");
+    let layout = allocator.save_layout(POOL).expect("nothing is retired");
+    let found = || match allocator.revive_layout(POOL, &layout).expect_err("an allocation is unknown") {
+        error @ RestoreError::UnknownLive { .. } => {
+            let text = error.to_string();
+            let RestoreError::UnknownLive { pool, stream, placement, requested_bytes, name } = error else {
+                unreachable!()
+            };
+            (pool, stream, placement, requested_bytes, name, text)
+        }
+        error => panic!("{error}"),
+    };
+    let late = allocator.allocate_named(POOL, S1, 100, "late").expect("fits");
+    let (pool, stream, placement, requested_bytes, name, text) = found();
+    assert!(text.contains("\"late\""), "{text}");
+    assert_eq!((pool, stream, placement, requested_bytes), (POOL, S1, late.placement, 100));
+    assert_eq!(name.as_deref(), Some("late"));
+    allocator.free(late.handle).expect("live");
+
+    // Another allocation at the same placement is not the saved one.
+    allocator.free(saved.handle).expect("live");
+    let other = allocator.allocate(POOL, S0, MIB - 1).expect("fits");
+    assert_eq!(other.placement, saved.placement);
+    let (_, stream, placement, requested_bytes, name, _) = found();
+    assert_eq!((stream, placement, requested_bytes, name), (S0, other.placement, MIB - 1, None));
+    allocator.free(other.handle).expect("live");
+    let restored = allocator.revive_layout(POOL, &layout).expect("it fits");
+    let found = restored.find(S0, saved.placement).expect("it was live").allocation;
+    assert_eq!((found.placement, found.address, found.size_bytes), (saved.placement, saved.address, MIB));
+    assert!(allocator.free(saved.handle).is_err(), "the old handle stays stale");
+    allocator.free(found.handle).expect("live");
+}
+
+#[test]
+fn memory_that_went_back_cannot_be_revived() {
+    let device = SimBackend::builder().build();
+    let allocator = rank(&device, "segments:expandable");
+    let made: Vec<Allocation> = (0..4).map(|_| allocator.allocate(POOL, S0, 2 * MIB).expect("fits")).collect();
+    let layout = allocator.save_layout(POOL).expect("nothing is retired");
+    // First a hole, then the end, then all of it.
+    for (freed, offset_bytes, size_bytes) in
+        [(1, 2 * MIB, 2 * MIB), (3, 2 * MIB, 2 * MIB), (0, 0, 4 * MIB), (2, 0, 8 * MIB)]
+    {
+        allocator.free(made[freed].handle).expect("live");
+        allocator.trim(None).expect("no faults");
+        let segment = SegmentId(0);
+        let gone = RestoreError::Gone { pool: POOL, stream: Some(S0), segment, offset_bytes, size_bytes };
+        assert_eq!(allocator.revive_layout(POOL, &layout), Err(gone));
+    }
+}
+
+/// A named allocation is at the placement of a saved unnamed one. It takes the role of the saved one, and loses its name.
+#[test]
+fn a_revival_takes_back_names_that_were_given_later() {
+    let device = SimBackend::builder().build();
+    let allocator = rank(&device, "segments:expandable");
+    let saved = allocator.allocate(POOL, S0, MIB).expect("fits");
+    let named = allocator.allocate_named(POOL, S0, MIB, "weights").expect("fits");
+    let layout = allocator.save_layout(POOL).expect("nothing is retired");
+    allocator.free(saved.handle).expect("live");
+    allocator.free(named.handle).expect("live");
+    let later = allocator.allocate_named(POOL, S0, MIB, "later").expect("fits");
+    let unnamed = allocator.allocate(POOL, S0, MIB).expect("fits");
+    assert_eq!([later.placement, unnamed.placement], [saved.placement, named.placement]);
+    let revived = allocator.revive_layout(POOL, &layout).expect("the layout's memory still exists");
+    let names: Vec<_> = revived.allocations().map(|revived| revived.name.as_deref()).collect();
+    assert_eq!(names, [None, Some("weights")]);
+    assert!(!allocator.leak_report().to_string().contains("later"));
+}
+
+/// Revived allocations are found by address; allocations that the layout lacks are not.
+#[test]
+fn revived_allocations_are_found_by_their_addresses() {
+    let device = SimBackend::builder().build();
+    let config = Config::builder().pointer_lookup(PointerLookup::Exact).build().expect("valid");
+    let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+    allocator.register_stream().expect("few");
+    allocator.register_stream().expect("few");
+    let saved = [(); 2].map(|()| allocator.allocate(POOL, S0, MIB).expect("fits"));
+    let layout = allocator.save_layout(POOL).expect("nothing is retired");
+    allocator.record_use_at(saved[0].address, S1).expect("live");
+    allocator.free_at(saved[0].address).expect("live");
+    let small = allocator.allocate(POOL, S0, 512).expect("fits");
+    assert_eq!(small.address, saved[0].address);
+    allocator.free_at(small.address).expect("live");
+    let revived = allocator.revive_layout(POOL, &layout).expect("the layout's memory still exists");
+    for again in revived.allocations() {
+        assert_eq!(allocator.handle_at(again.allocation.address), Ok(again.allocation.handle));
+        allocator.free_at(again.allocation.address).expect("live again");
+    }
+    assert_eq!(allocator.stats().usage.all.allocations.current, 0);
+}
+
+/// The peak over all heaps ends with the same value as if nothing had been freed.
+#[test]
+fn revived_allocations_count_in_the_peak_over_all_heaps() {
+    let device = SimBackend::builder().build();
+    let allocator = rank(&device, "segments:expandable");
+    let handles = [S0, S1].map(|stream| allocator.allocate(POOL, stream, 10 * MIB).expect("fits").handle);
+    let layout = allocator.save_layout(POOL).expect("nothing is retired");
+    handles.into_iter().for_each(|handle| allocator.free(handle).expect("live"));
+    allocator.revive_layout(POOL, &layout).expect("the layout's memory still exists");
+    allocator.allocate(POOL, S0, 5 * MIB).expect("fits");
+    let usage = allocator.stats().usage.all;
+    assert_eq!((usage.allocated_bytes.current, usage.allocated_bytes.peak), (25 * MIB, 25 * MIB));
+    allocator.check().expect("sound");
 }
 
 #[test]

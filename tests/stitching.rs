@@ -308,7 +308,7 @@ fn a_pool_with_stitched_ranges_has_no_layout_until_it_is_trimmed() {
     assert_eq!(job.allocator.save_layout(POOL).expect_err("stitched"), LayoutError::Stitched { pool: POOL });
     job.free(whole);
     assert_eq!(job.allocator.save_layout(POOL).expect_err("kept"), LayoutError::Stitched { pool: POOL });
-    let refused = job.allocator.restore_layout(POOL, &saved).expect_err("kept");
+    let refused = job.allocator.revive_layout(POOL, &saved).expect_err("kept");
     assert_eq!(refused, RestoreError::State(LayoutError::Stitched { pool: POOL }));
     job.allocator.trim(None).expect("no faults");
     job.allocator.save_layout(POOL).expect("forgotten");

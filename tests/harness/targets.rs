@@ -136,7 +136,7 @@ pub fn layout_reader(bytes: &[u8]) -> u64 {
     as_it_is + restore(format!("{}\nend {}\n", lines.join("\n"), output.saturating_sub(1)).as_bytes())
 }
 
-/// Restores a readable layout into a fresh allocator, uses it, and rewinds. Returns the number of allocations read.
+/// Restores a readable layout into a fresh allocator, uses it, and revives it. Returns the number of allocations read.
 fn restore(bytes: &[u8]) -> u64 {
     let Ok(layout) = layout::read(bytes) else { return 0 };
     assert_eq!(layout::parse(&layout::to_text(&layout)).expect("written text can be read"), layout);
@@ -157,10 +157,10 @@ fn restore(bytes: &[u8]) -> u64 {
             }
             let trimmed = bytes.len().is_multiple_of(2).then(|| allocator.trim(None).expect("no faults"));
             allocator.check().expect("sound");
-            let rewound = allocator.restore_layout(PoolId::DEFAULT, &layout);
+            let revived = allocator.revive_layout(PoolId::DEFAULT, &layout);
             // A limit or a threshold may have released memory as well.
             let may_be_gone = trimmed.is_some() || layout.config() != &PoolConfig::default();
-            assert!(rewound.is_ok() || may_be_gone, "{rewound:?}");
+            assert!(revived.is_ok() || may_be_gone, "{revived:?}");
         }
         allocator.check().expect("sound");
     }

@@ -101,7 +101,6 @@ pub use types::{
     ids::{AllocationId, ObserverId, Placement, PoolId, SegmentId, StreamId},
 };
 
-// Errors and results of restoring a [`Layout`], which returns the pool to its state when the layout was saved.
 pub use allocator::{Quiesced, Remapped, Retry, SegmentPosition, StepGuard, Unread, recording, report};
 pub use config::errors::{self, LimitScope};
 pub use config::op::{self, Op, Record};
@@ -115,7 +114,7 @@ pub use history::{layout, segment_log};
 pub use sync::lock;
 pub use types::{backend, ids, units};
 
-/// Restoring a [`Layout`] returns the pool to its state when the layout was saved.
+/// Results and errors of restoring and reviving a [`Layout`].
 pub mod restore {
     pub use crate::allocator::{Restored, RestoredAllocation, RestoredHeap, RevivedPlace};
     pub use crate::config::restore_error::{LayoutError, RestoreError};

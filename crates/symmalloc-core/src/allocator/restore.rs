@@ -1,26 +1,16 @@
-//! Restores a [`Layout`]: the pool returns to its state when the layout was saved, so that the same ops get the same
-//! placements again.
+//! Restores the allocations of a [`Layout`].
 //!
-//! | pool | effect of a restore | used by |
-//! |---|---|---|
-//! | fresh: no op yet | **rejoin**: acquires the segments and makes the saved allocations live | a rank that restarts, on a new device |
-//! | used | **rewind**: carves the saved allocations out of free memory, and releases memory acquired in the meantime | a job that returns to a checkpoint |
-//! | used, with captured graphs | **revival** ([`revive_layout`](Allocator::revive_layout)): like a rewind, but memory and history stay | a graph tree that returns to a checkpoint |
+//! | call | pool | effect | used by |
+//! |---|---|---|---|
+//! | [`restore_layout`](Allocator::restore_layout) | fresh: no op yet | **rejoin**: acquires the segments, makes the saved allocations live, and continues the saved history | a rank that restarts, on a new device |
+//! | [`revive_layout`](Allocator::revive_layout) | used | **revival**: carves the saved allocations out of free memory; memory acquired since and the pool's own history stay | a graph tree that returns to a checkpoint |
 //!
-//! ```text
-//!  rewind   saved   │ a │  b  │ free │ c │ free │
-//!           now     │ a │      free    │ d │ free │ grown since │        d is not saved: UnknownLive, nothing changes
-//!           now     │ a │      free                             │
-//!           then    │ a │  b  │ free │ c │ free │
-//! ```
+//! All checks that can refuse a call run before any change. The driver calls come next. The changes of the tables come
+//! last and cannot fail. A rejoin in which a driver call fails leaves the pool fresh. A revival makes only the driver
+//! calls that order streams.
 //!
-//! All checks that can refuse a restore run before any change. The driver calls come next. The changes of the tables
-//! come last and cannot fail. A rejoin in which a driver call fails leaves the pool fresh. A rewind cannot undo its
-//! releases. If the driver fails in the middle, the pool is consistent, its digests record the failure, and it can be
-//! restored again.
-//!
-//! The memory of a restored allocation contains whatever was written there in the meantime. Its stream waits for the
-//! earlier users on the device, as in `allocate`. Nothing is unmapped before its users are synchronized.
+//! The memory of a revived allocation contains whatever was written there in the meantime. Its stream waits for the
+//! earlier users on the device, as in `allocate`.
 
 use super::Allocator;
 use super::gate::Gate;
@@ -106,46 +96,48 @@ impl Restored {
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Returns a pool to its state when the layout was saved: a fresh pool of a restarted rank (*rejoin*), or the same
-    /// pool later (*rewind*). Register the program's streams first, create its pools, and restore them in the order of
-    /// their ids. See the [module documentation](crate::restore).
+    /// Brings a fresh pool of a restarted rank into the state of a layout. Register the program's streams first, create
+    /// its pools, and restore them in the order of their ids. See the [module documentation](crate::restore).
     ///
     /// Afterwards the pool's digest is the saved one, and the same ops get the same placements, on this rank and on
-    /// those that did not restart. Handles of allocations that were live all the time stay valid.
+    /// those that did not restart.
     ///
     /// No other thread may use the pool during the call. Observers are not part of a layout: observe the pool again.
     ///
     /// # Errors
-    /// See [`RestoreError`]. Nothing has changed then, unless it is [`RestoreError::Backend`] or
-    /// [`RestoreError::Fence`]: then the pool is consistent and can be restored again.
+    /// See [`RestoreError`]. The pool is still fresh then, and can be restored again. Among others, returns
+    /// [`RestoreError::Used`] if the pool has executed an op.
     pub fn restore_layout(&self, pool: PoolId, layout: &Layout) -> Result<Restored, RestoreError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
         self.check_it_fits(pool, entry, layout)?;
-        let is_fresh = entry.heaps().all(|heap| heap.lock().is_fresh());
+        if !entry.heaps().all(|heap| heap.lock().is_fresh()) {
+            return Err(RestoreError::Used { pool });
+        }
         for saved in layout.heaps() {
             self.heap_for(pool, saved.stream.unwrap_or_default())?;
         }
-        let observers = self.observers.lock().count(pool);
         // Locks all heaps together, so that the checks of one heap are still valid when the last heap changes.
         let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let mut heaps: Vec<_> = guards.iter_mut().map(|heap| Saved::find(heap, layout)).collect();
-        let outcome = if is_fresh { self.rejoin(&mut heaps) } else { self.rewind(observers, &mut heaps) };
+        let outcome = self.rejoin(&mut heaps);
         let restored =
             outcome.map(|()| heaps.into_iter().map(|Saved { heap, .. }| restored_heap(heap)).collect::<Vec<_>>());
         drop(guards);
-        if matches!(restored, Ok(_) | Err(RestoreError::Backend { .. } | RestoreError::Fence { .. })) {
+        if matches!(restored, Ok(_) | Err(RestoreError::Backend(_))) {
             gate.end(RecordingEnd::Restored { pool });
         }
         let heaps = restored?;
-        tracing::debug!(name: "pool.restored", target: "symmalloc", pool = pool.0, heaps = heaps.len(), is_fresh);
+        tracing::debug!(name: "pool.restored", target: "symmalloc", pool = pool.0, heaps = heaps.len());
         Ok(Restored { heaps })
     }
 
-    /// Makes exactly the allocations of a layout live again, in memory that the pool still holds. Unlike a rewind, it
-    /// keeps the memory acquired in the meantime, which captured graphs on other branches of a graph tree may use, and
-    /// continues the pool's history. Each new live allocation, and each of its uses, counts as an op of the program and
-    /// is recorded.
+    /// Makes exactly the allocations of a layout live again, in memory that the pool still holds. Free all others first.
+    /// Handles of allocations that were live all the time stay valid.
+    ///
+    /// Memory acquired in the meantime stays, because captured graphs on other branches of a graph tree may use it. The
+    /// pool's history continues: each new live allocation, and each of its uses, counts as an op of the program and is
+    /// recorded.
     ///
     /// No other thread may use the pool during the call.
     ///
@@ -158,11 +150,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.check_it_fits(pool, entry, layout)?;
         let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let mut heaps: Vec<_> = guards.iter_mut().map(|heap| Saved::find(heap, layout)).collect();
-        // Observers do not matter, because nothing is released.
-        let plans =
-            heaps.iter().map(|saved| saved.heap.plan_rewind(&saved.layout, 0)).collect::<Result<Vec<_>, _>>()?;
-        for (Saved { heap, .. }, plan) in heaps.iter_mut().zip(&plans) {
-            heap.wait_for_rewind(&self.context, plan)?;
+        let waits = heaps.iter().map(|saved| saved.heap.plan_revival(&saved.layout)).collect::<Result<Vec<_>, _>>()?;
+        for (Saved { heap, .. }, waits) in heaps.iter_mut().zip(waits) {
+            heap.wait_for_revival(&self.context, waits)?;
         }
         let mut revived = Vec::new();
         for Saved { heap, layout } in &mut heaps {
@@ -294,23 +284,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             }
         }
         Ok(outcome?)
-    }
-
-    /// Returns a used pool to the saved state.
-    fn rewind(&self, observers: u32, heaps: &mut [Saved<'_, L>]) -> Result<(), RestoreError> {
-        let plans = heaps.iter().map(|saved| saved.heap.plan_rewind(&saved.layout, observers));
-        let plans = plans.collect::<Result<Vec<_>, _>>()?;
-        for (Saved { heap, .. }, plan) in heaps.iter_mut().zip(&plans) {
-            heap.wait_for_rewind(&self.context, plan)?;
-        }
-        for (Saved { heap, .. }, plan) in heaps.iter_mut().zip(&plans) {
-            heap.give_surplus_back(&self.context, plan)?;
-        }
-        for Saved { heap, layout } in heaps {
-            let made = heap.carve_layout(&self.context, layout);
-            made.iter().for_each(|(size, requested_bytes)| self.count_allocation(*size, *requested_bytes));
-        }
-        Ok(())
     }
 }
 

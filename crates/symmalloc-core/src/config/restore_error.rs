@@ -22,8 +22,7 @@ pub enum LayoutError {
         /// The pool.
         pool: PoolId,
     },
-    /// Dead segments still count toward the limits, and a layout cannot represent them. A restore checks only those
-    /// that observers hold.
+    /// Dead segments still count toward the limits, and a layout cannot represent them.
     #[error(
         "{retired_bytes} bytes of dead segments of {pool} are not released yet: let the observers acknowledge, or trim"
     )]
@@ -43,7 +42,7 @@ pub enum LayoutError {
     },
 }
 
-/// An error returned by `restore_layout`. Nothing has changed, except after [`Backend`](Self::Backend) and
+/// An error returned by `restore_layout` and `revive_layout`. Nothing has changed, except after
 /// [`Fence`](Self::Fence).
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -78,6 +77,14 @@ pub enum RestoreError {
     /// A layout cannot represent the pool's state.
     #[error(transparent)]
     State(#[from] LayoutError),
+    /// The pool has executed ops, so it cannot take over the history of a layout.
+    #[error(
+        "{pool} was used before: restore its layout before its first op, or return to a checkpoint with revive_layout"
+    )]
+    Used {
+        /// The pool.
+        pool: PoolId,
+    },
     /// A live allocation is not in the layout, or has another size, request or stream there.
     #[error(
         "an allocation of {requested_bytes} bytes at {placement} on {stream} in {pool}{} is live but differs from \
@@ -99,7 +106,7 @@ pub enum RestoreError {
     /// Memory of the layout was released to the device, so its old addresses are no longer valid.
     #[error(
         "{size_bytes} bytes at {segment}@{offset_bytes} in {pool} ({}) are no longer mapped: do not trim a pool \
-         before restoring it; on a restarted rank, restore before the first op",
+         before reviving its allocations",
         heap(stream)
     )]
     Gone {
@@ -114,22 +121,6 @@ pub enum RestoreError {
         /// Number of missing bytes at this offset.
         size_bytes: u64,
     },
-    /// Memory was acquired in the meantime, and an observer was notified of it. Logged events cannot be undone.
-    #[error(
-        "{segment} of {pool} ({}) was created or grew after the layout was saved, and {observers} observers have been \
-         notified of it: forget them first, and observe the pool again afterward",
-        heap(stream)
-    )]
-    Observed {
-        /// The pool.
-        pool: PoolId,
-        /// The stream of the heap; `None` if the pool's streams share a heap.
-        stream: Option<StreamId>,
-        /// The segment.
-        segment: SegmentId,
-        /// Number of observers of the pool.
-        observers: u32,
-    },
     /// A configured limit is lower than the memory of the layout and of the other pools together.
     #[error(
         "the layout needs {needed_bytes} bytes, and {cause}, or restore every pool before anything else is allocated"
@@ -140,15 +131,15 @@ pub enum RestoreError {
         /// The limit.
         cause: OutOfMemoryCause,
     },
-    /// The stream cannot be made to wait for the earlier users of its restored memory.
-    #[error("cannot order {stream} behind the earlier users of its memory, restore again later: {error}")]
+    /// The stream cannot be made to wait for the earlier users of its revived memory.
+    #[error("cannot order {stream} behind the earlier users of its memory, revive it again later: {error}")]
     Fence {
         /// The stream that had to wait.
         stream: StreamId,
         /// The driver's error.
         error: BackendError,
     },
-    /// The driver failed. A fresh pool is fresh again. A used pool is consistent, and a repeated restore continues.
+    /// The driver failed. The pool is fresh again.
     #[error("the driver failed, restore again later: {0}")]
     Backend(#[from] BackendError),
 }

@@ -25,7 +25,6 @@ mod follow;
 pub(crate) mod invariants;
 mod rejoin;
 pub(crate) mod revive;
-mod rewind;
 mod sleep;
 mod stitch;
 pub(crate) mod trim;

@@ -78,14 +78,26 @@ impl<L: Lock> Heap<L> {
         layout: &HeapLayout,
         acquired: Vec<AcquiredRange>,
     ) -> Vec<(Units, u64)> {
-        for (segment, AcquiredRange { range, .. }) in layout.segments.iter().zip(acquired) {
-            self.lay_segment(context, segment, range);
+        let mut made = Vec::new();
+        for (saved, AcquiredRange { range, .. }) in layout.segments.iter().zip(acquired) {
+            let segment = self.lay_segment(context, saved, range);
+            let mut slot = self.table.first(segment);
+            for allocation in &saved.allocations {
+                let (offset, end) = (units(allocation.offset_bytes), units(allocation.end_bytes()));
+                while self.table.block(slot).end() < end {
+                    slot = self.table.block(slot).next;
+                }
+                slot = self.carve(slot, offset, end);
+                made.push(self.make_live(slot, allocation));
+            }
         }
-        self.carve_layout(context, layout)
+        self.next_segment = layout.next_segment;
+        self.begin_history(layout.digest);
+        made
     }
 
-    /// Turns the memory of a saved segment into free blocks with holes between them.
-    fn lay_segment(&mut self, context: &DynContext<'_, L>, saved: &SegmentLayout, range: Range) {
+    /// Turns the memory of a saved segment into free blocks with holes between them. Returns the segment.
+    fn lay_segment(&mut self, context: &DynContext<'_, L>, saved: &SegmentLayout, range: Range) -> u32 {
         let free = fresh(self.identity.stream.unwrap_or_default());
         let mut end_bytes = 0;
         let parts = saved.extents.iter().flat_map(|extent| {
@@ -115,6 +127,7 @@ impl<L: Lock> Heap<L> {
             self.rare.growths += 1;
             self.log.append(event);
         }
+        segment
     }
 
     /// Makes a saved allocation live in a block with its location and size. Returns its size and requested bytes.

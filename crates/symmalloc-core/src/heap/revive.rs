@@ -10,17 +10,23 @@
 //!   d is freed  │ a │         free           │ free        │
 //!   revived     │ a │  b  │ free │ c │  free  │ free        │     b and c: an `Allocate` each in the digest, and in a recording
 //! ```
+//!
+//! ```text
+//!  plan       compare the blocks with the layout; refuse a mismatch                nothing changes
+//!  wait       streams wait for the earlier users of their revived memory           nothing that affects decisions
+//!  revive     carve the saved allocations out of free blocks                       cannot fail
+//! ```
 
 use super::{DynContext, Heap};
 use crate::blocks::table::{BlockState, Slot};
-use crate::config::restore_error::RestoreError;
+use crate::config::restore_error::{LayoutError, RestoreError};
 use crate::history::digest::{Mark, op_word};
-use crate::history::layout::{AllocationLayout, HeapLayout};
-use crate::streams::fences::Fence;
+use crate::history::layout::{AllocationLayout, Extent, HeapLayout, SegmentLayout};
+use crate::streams::fences::{Fence, FenceSetId, Fences};
 use crate::sync::lock::Lock;
 use crate::types::handle::Allocation;
 use crate::types::ids::{Placement, StreamId};
-use crate::types::units::{UNIT_BYTES, units};
+use crate::types::units::{UNIT_BYTES, Units, bytes, units};
 use smallvec::SmallVec;
 
 /// A live allocation of a revived layout.
@@ -37,6 +43,85 @@ pub(crate) struct Revived {
 }
 
 impl<L: Lock> Heap<L> {
+    /// Returns the free blocks from which a revival carves allocations, each with the stream that must wait for the
+    /// block's earlier users. Returns an error if the layout cannot be revived.
+    pub(crate) fn plan_revival(&self, layout: &HeapLayout) -> Result<Vec<(Slot, StreamId)>, RestoreError> {
+        if self.has_stitched() {
+            return Err(LayoutError::Stitched { pool: self.identity.pool }.into());
+        }
+        let mut waits = Vec::new();
+        let mut saved = layout.segments.iter().peekable();
+        for segment in self.table.segments_in_order() {
+            let id = self.table.segment(segment).id;
+            if let Some(gone) = saved.next_if(|saved| saved.id < id) {
+                return Err(self.gone(gone, gone.extents[0]));
+            }
+            match saved.next_if(|saved| saved.id == id) {
+                Some(saved) => self.plan_segment(segment, saved, &mut waits)?,
+                None => {
+                    let live = self.table.blocks_of(segment).find(|slot| self.is_live(*slot));
+                    live.map_or(Ok(()), |slot| Err(self.unknown_live(slot)))?;
+                }
+            }
+        }
+        saved.next().map_or(Ok(waits), |gone| Err(self.gone(gone, gone.extents[0])))
+    }
+
+    /// Walks a segment's blocks, its saved extents and its saved allocations in parallel.
+    fn plan_segment(
+        &self,
+        segment: u32,
+        saved: &SegmentLayout,
+        waits: &mut Vec<(Slot, StreamId)>,
+    ) -> Result<(), RestoreError> {
+        let mut allocations = saved.allocations.iter().peekable();
+        for slot in self.table.blocks_of(segment) {
+            let block = self.table.block(slot);
+            let (from, to) = (bytes(block.offset()), bytes(block.end()));
+            match block.state {
+                BlockState::Hole => {
+                    let lost = lost(&saved.extents, from, to);
+                    lost.map_or(Ok(()), |lost| Err(self.gone(saved, lost)))?;
+                }
+                BlockState::Allocated { stream, requested, .. } => {
+                    let is_saved = |saved: &&AllocationLayout| {
+                        (saved.offset_bytes, saved.end_bytes()) == (from, to)
+                            && (saved.stream, saved.requested_bytes) == (stream, requested)
+                    };
+                    if allocations.next_if(is_saved).is_none() {
+                        return Err(self.unknown_live(slot));
+                    }
+                }
+                BlockState::Free { .. } => {
+                    while let Some(allocation) = allocations.next_if(|saved| saved.end_bytes() <= to) {
+                        if waits.last() != Some(&(slot, allocation.stream)) {
+                            waits.push((slot, allocation.stream));
+                        }
+                    }
+                }
+                BlockState::Planned | BlockState::Elsewhere | BlockState::Vacant => {
+                    unreachable!("a revived heap has no plans and no stitched ranges")
+                }
+            }
+        }
+        let end_bytes = bytes(self.table.segment(segment).end);
+        let lost = lost(&saved.extents, end_bytes, u64::MAX);
+        lost.map_or(Ok(()), |lost| Err(self.gone(saved, lost)))
+    }
+
+    /// Makes streams wait for the earlier users of their revived memory.
+    pub(crate) fn wait_for_revival(
+        &mut self,
+        context: &DynContext<'_, L>,
+        waits: Vec<(Slot, StreamId)>,
+    ) -> Result<(), RestoreError> {
+        for (slot, stream) in waits {
+            let waited = self.wait_for_earlier_users(context, slot, stream);
+            waited.map_err(|error| RestoreError::Fence { stream, error })?;
+        }
+        Ok(())
+    }
+
     /// Makes every saved allocation live that is not live yet. The heap may have more memory than the layout. Returns
     /// all saved allocations in (sequence, offset) order.
     pub(crate) fn revive_layout(&mut self, context: &DynContext<'_, L>, layout: &HeapLayout) -> Vec<Revived> {
@@ -149,4 +234,67 @@ impl<L: Lock> Heap<L> {
             _ => Err(gone()),
         }
     }
+
+    fn gone(&self, saved: &SegmentLayout, lost: Extent) -> RestoreError {
+        RestoreError::Gone {
+            pool: self.identity.pool,
+            stream: self.identity.stream,
+            segment: saved.id,
+            offset_bytes: lost.offset_bytes,
+            size_bytes: lost.size_bytes,
+        }
+    }
+
+    fn unknown_live(&self, slot: Slot) -> RestoreError {
+        let BlockState::Allocated { stream, requested, .. } = self.table.block(slot).state else {
+            unreachable!("the block is live");
+        };
+        RestoreError::UnknownLive {
+            pool: self.identity.pool,
+            stream,
+            placement: self.placement(slot),
+            requested_bytes: requested,
+            name: self.names.find(slot).cloned(),
+        }
+    }
+
+    fn is_live(&self, slot: Slot) -> bool {
+        matches!(self.table.block(slot).state, BlockState::Allocated { .. })
+    }
+
+    /// Cuts `offset..end` out of a free block and returns it without adding it to the free index. The remainders on both
+    /// sides stay free, with the same earlier users.
+    pub(super) fn carve(&mut self, slot: Slot, offset: Units, end: Units) -> Slot {
+        self.unlink(slot);
+        let free = self.table.block(slot).state;
+        let start = self.table.block(slot).offset();
+        if start < offset {
+            let front = self.table.tiling().cut_front(slot, offset - start, free);
+            self.table.block_mut(front).fences = self.without_events(self.table.block(slot).fences);
+            self.link(front);
+        }
+        if end == self.table.block(slot).end() {
+            let fences = std::mem::replace(&mut self.table.block_mut(slot).fences, FenceSetId::EMPTY);
+            self.fences.clear(fences);
+            return slot;
+        }
+        let carved = self.table.tiling().cut_front(slot, end - offset, free);
+        self.link(slot);
+        carved
+    }
+
+    /// Copies a set of fences without their events, since an event belongs to one fence. Returns the copy. The next
+    /// user of the new set waits for all work on the streams at the time of its allocation, which is slightly more than
+    /// necessary.
+    pub(super) fn without_events(&mut self, set: FenceSetId) -> FenceSetId {
+        let copies: Fences = self.fences.fences(set).iter().map(|fence| Fence { event: None, ..*fence }).collect();
+        self.fences.insert(copies)
+    }
+}
+
+/// Returns the first part of `from..to` that lies in an extent.
+fn lost(extents: &[Extent], from: u64, to: u64) -> Option<Extent> {
+    let extent = extents.get(extents.partition_point(|extent| extent.end_bytes() <= from))?;
+    let (from, to) = (from.max(extent.offset_bytes), to.min(extent.end_bytes()));
+    (from < to).then(|| Extent { offset_bytes: from, size_bytes: to - from })
 }
