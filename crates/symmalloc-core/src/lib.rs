@@ -61,9 +61,10 @@
 //! # Implementation
 //! The modules form a line; each uses only those before it. `types` and `sync`; `config`, with the size rules;
 //! `streams`, with clocks and fences; `blocks`, with the block table and the free index; `history`, with digests and
-//! layouts; `stats`; `pointers`. Then `heap` composes them and makes every decision (read `heap/mod.rs` first), and
-//! `allocator` finds the heap and handles the out-of-memory path. `docs/architecture.md` lists the functions between
-//! a call and the free index.
+//! layouts; `stats`; `pointers`. Then the parts of a heap, each of which owns its state: `ledger` records decisions,
+//! `arena` knows the place of memory, and `plans`, `stitching` and `sleep` are optional. `heap` composes them and makes
+//! every decision (read `heap/mod.rs` first), and `allocator` finds the heap and handles the out-of-memory path.
+//! `docs/architecture.md` lists the functions between a call and the free index.
 #![forbid(unsafe_code)]
 
 // The modules. Each uses only those above it, which a test checks.
@@ -82,6 +83,12 @@ mod history;
 pub mod stats;
 
 mod pointers;
+
+mod ledger;
+
+mod arena;
+
+mod stitching;
 
 pub mod plans;
 

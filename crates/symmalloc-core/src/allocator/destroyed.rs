@@ -121,14 +121,14 @@ impl<L: Lock> Destroyed<L> {
     pub(super) fn bury(&mut self, heap: &mut Heap<L>, symmetric: bool) {
         heap.add_to(&mut self.counts);
         self.counts.usage = Default::default();
-        self.usage.absorb(heap.usage());
-        if symmetric && heap.has_history() && !heap.is_settled() {
+        self.usage.absorb(heap.ledger().usage());
+        if symmetric && heap.ledger().has_history() && !heap.ledger().is_settled() {
             let HeapIdentity { pool, stream, .. } = heap.identity();
-            self.histories.insert((pool, stream), heap.digest());
+            self.histories.insert((pool, stream), heap.ledger().digest());
             if self.journals.len() == JOURNALS_MAX {
                 self.journals.pop_front();
             }
-            self.journals.extend(heap.take_journal().map(|journal| ((pool, stream), journal)));
+            self.journals.extend(heap.ledger_mut().take_journal().map(|journal| ((pool, stream), journal)));
         }
     }
 

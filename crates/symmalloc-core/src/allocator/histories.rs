@@ -56,12 +56,12 @@ impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
         // neither.
         let pools = self.symmetric_pools().zip(0..).filter(|((id, pool), _)| pool.id() == *id);
         let heaps = pools.flat_map(|((_, pool), ordinal)| pool.heaps().map(move |heap| (ordinal, heap.lock())));
-        let lived = heaps.filter(|(_, heap)| heap.has_history() && !heap.is_settled());
+        let lived = heaps.filter(|(_, heap)| heap.ledger().has_history() && !heap.ledger().is_settled());
         let lived = lived.map(|(pool, heap)| HeapHistory {
             pool,
             stream: heap.identity().stream,
-            digest: heap.digest(),
-            oldest: heap.journal().map_or(heap.digest().ops, Journal::oldest),
+            digest: heap.ledger().digest(),
+            oldest: heap.ledger().journal().map_or(heap.ledger().digest().ops, Journal::oldest),
         });
         let lived: Vec<_> = lived.collect();
         let destroyed = self.destroyed.lock();
@@ -93,7 +93,7 @@ impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
 
     fn look_back(&self, pool: u32, stream: Option<StreamId>, look: &mut dyn FnMut(&Journal)) {
         if let Some(heap) = self.symmetric_heap(pool, stream) {
-            heap.lock().journal().into_iter().for_each(look);
+            heap.lock().ledger().journal().into_iter().for_each(look);
         } else if let Some(id) = self.symmetric_pool(pool) {
             self.destroyed.lock().journal((id, stream)).into_iter().for_each(look);
         }
@@ -109,7 +109,7 @@ impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
 
     fn settle(&self, pool: u32, stream: Option<StreamId>, digest: Digest) {
         if let Some(heap) = self.symmetric_heap(pool, stream) {
-            heap.lock().settle(digest);
+            heap.lock().ledger_mut().settle(digest);
         } else if let Some(id) = self.symmetric_pool(pool) {
             self.destroyed.lock().settle((id, stream), digest);
         }
@@ -131,7 +131,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns the bytes of memory of the symmetric heaps' histories. See
     /// [`ConfigBuilder::history_ops`](crate::config::ConfigBuilder::history_ops).
     pub fn history_bytes(&self) -> u64 {
-        let heaps: u64 = self.all_heaps().map(|heap| heap.lock().journal().map_or(0, Journal::bytes)).sum();
+        let heaps: u64 = self.all_heaps().map(|heap| heap.lock().ledger().journal().map_or(0, Journal::bytes)).sum();
         heaps + self.destroyed.lock().history_bytes()
     }
 
@@ -143,7 +143,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     fn symmetric_heap(&self, pool: u32, stream: Option<StreamId>) -> Option<&HeapCell<L>> {
         let (id, pool) = self.symmetric_pools().nth(pool as usize)?;
-        let is_meant = |heap: &Heap<L>| heap.identity().stream == stream && heap.has_history();
+        let is_meant = |heap: &Heap<L>| heap.identity().stream == stream && heap.ledger().has_history();
         pool.heaps().filter(|_| pool.id() == id).find(|heap| is_meant(&heap.lock()))
     }
 

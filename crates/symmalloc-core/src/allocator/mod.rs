@@ -45,13 +45,14 @@ pub use restore::{Restored, RestoredAllocation, RestoredHeap, RevivedPlace};
 pub use sleep::{Quiesced, Remapped};
 pub use steps::StepGuard;
 
+use crate::arena::context::Context;
 use crate::config::errors::{
     AllocateError, FreeError, HandleError, OutOfMemory, RecordUseError, ReserveError, TrimError, UnknownError,
 };
 use crate::config::op::Op;
 use crate::config::{Config, ConfigError, PointerLookup, StreamPolicy, in_range};
 use crate::heap::trim::Released;
-use crate::heap::{Context, Freed, HeapIdentity, is_nothing};
+use crate::heap::{Freed, HeapIdentity, is_nothing};
 use crate::history::journal::ProgramOrder;
 use crate::pointers::{HeapHints, SegmentDirectory};
 use crate::stats::budget::Budget;
@@ -357,7 +358,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut gate = self.gate();
         let mut heap = self.heap_of(handle)?.lock();
         if is_nothing(handle) {
-            heap.check_nothing(handle)?;
+            heap.ledger().check_nothing(handle)?;
         } else {
             heap.record_use(handle, stream)?;
         }
@@ -452,7 +453,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             let mapped_bytes = heap.mapped_bytes();
             // In a heap without ops nothing is free, but it may hold memory of a failed rejoin that the driver has not
             // released.
-            let has_history = heap.has_history();
+            let has_history = heap.ledger().has_history();
             let outcome =
                 if has_history { heap.trim(&self.context, left_bytes) } else { heap.release_retired(&self.context) };
             left_bytes = left_bytes.map(|left| left.saturating_sub(mapped_bytes - heap.mapped_bytes()));
@@ -528,12 +529,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             let mut heap = self.empty_heap(entry, HeapIdentity { id, pool, stream });
             observers.of_pool(pool).for_each(|observer| heap.log_mut().observe(observer));
             if entry.config.symmetric() && self.config.history_ops() > 0 {
-                heap.keep_journal(self.config.history_ops(), Arc::clone(&self.program_order));
+                heap.ledger_mut().keep_journal(self.config.history_ops(), Arc::clone(&self.program_order));
             }
             if self.hints.is_some() {
-                heap.keep_pointers();
+                heap.ledger_mut().keep_pointers();
             }
-            (0..*open_scopes).for_each(|_| heap.usage_mut().open_scope());
+            (0..*open_scopes).for_each(|_| heap.ledger_mut().usage_mut().open_scope());
             if let Some(key) = *step {
                 heap.begin_step(&self.context, key);
             }
@@ -549,9 +550,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut heap = cell.lock();
         if heap.identity().pool != pool {
             // Handles of the earlier pool stay stale.
-            let past = heap.take_past();
+            let past = heap.ledger_mut().take_past();
             *heap = make(heap.identity().id);
-            heap.set_past(past);
+            heap.ledger_mut().set_past(past);
         }
         drop(heap);
         Ok(cell)

@@ -108,7 +108,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             if heap.identity().pool != pool {
                 return Err(UnknownError::DestroyedPool { pool }.into());
             }
-            heap.count_retry();
+            heap.ledger_mut().count_retry();
             match attempt(&mut heap) {
                 Ok(done) => return Ok(done),
                 Err(again) => shortage = again,
@@ -166,10 +166,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         missing_bytes: u64,
         cause: OutOfMemoryCause,
     ) -> OutOfMemory {
-        let allocated_bytes: u64 = entry.heaps().map(|heap| heap.lock().usage().allocated_bytes()).sum();
+        let allocated_bytes: u64 = entry.heaps().map(|heap| heap.lock().ledger().usage().allocated_bytes()).sum();
         let free_bytes = entry.budget.reserved_bytes().saturating_sub(allocated_bytes);
         let heap = heap.lock();
-        let free_in_heap_bytes = heap.mapped_bytes().saturating_sub(heap.usage().allocated_bytes());
+        let free_in_heap_bytes = heap.mapped_bytes().saturating_sub(heap.ledger().usage().allocated_bytes());
         OutOfMemory {
             pool: request.pool,
             stream: request.stream,
@@ -225,6 +225,6 @@ fn remedy(config: &PoolConfig, request: Request, free_bytes: u64, free_in_heap_b
 /// Adds the refusal of a request to the digest and the recording.
 fn fold_refusal<L: Lock>(heap: &HeapCell<L>, request: Request, refusal: Refusal, gate: &mut Gate<'_, L>) {
     let Request { pool, stream, size_bytes } = request;
-    heap.lock().fold_refusal(refusal, stream, size_bytes);
+    heap.lock().ledger_mut().fold_refusal(refusal, stream, size_bytes);
     gate.note(Op::Refuse { pool, stream, size_bytes, refusal });
 }

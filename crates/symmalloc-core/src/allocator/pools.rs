@@ -88,9 +88,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         // Locks all heaps together, so that no other thread allocates between the check and the destruction.
         let mut heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
-        let allocations = heaps.iter().map(|heap| heap.usage().allocations()).sum();
+        let allocations = heaps.iter().map(|heap| heap.ledger().usage().allocations()).sum();
         if allocations > 0 {
-            let allocated_bytes = heaps.iter().map(|heap| heap.usage().allocated_bytes()).sum();
+            let allocated_bytes = heaps.iter().map(|heap| heap.ledger().usage().allocated_bytes()).sum();
             return Err(PoolError::InUse { pool, allocations, allocated_bytes });
         }
         entry.set_destroyed();
@@ -213,9 +213,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         for heap in heaps {
             destroyed.bury(heap, entry.config.symmetric());
             let HeapIdentity { id, stream, .. } = heap.identity();
-            let past = heap.take_past();
+            let past = heap.ledger_mut().take_past();
             **heap = self.empty_heap(entry, HeapIdentity { id, pool, stream });
-            heap.set_past(past);
+            heap.ledger_mut().set_past(past);
             // It has no memory yet.
             let _nothing_is_released = heap.destroy(&self.context);
         }

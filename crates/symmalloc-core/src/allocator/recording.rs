@@ -58,7 +58,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let heaps: Vec<_> = self.all_heaps().map(LockCell::lock).collect();
         let clocks = self.context.clocks.lock();
         if let Some(heap) = heaps.iter().find(|heap| !heap.is_fresh()) {
-            return Err(StartRecordingError::InUse { pool: heap.identity().pool, ops: heap.digest().ops });
+            return Err(StartRecordingError::InUse { pool: heap.identity().pool, ops: heap.ledger().digest().ops });
         }
         // The recording begins with the current limit.
         let config = self.config().to_builder().limit_bytes(self.limit_bytes()).build();

@@ -86,8 +86,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// Returns an error if the pool is unknown.
     pub fn heap_digests(&self, pool: PoolId) -> Result<Vec<(Option<StreamId>, Digest)>, UnknownError> {
-        let heaps = self.pool(pool)?.heaps().map(LockCell::lock).filter(|heap| heap.has_history());
-        Ok(heaps.map(|heap| (heap.identity().stream, heap.digest())).collect())
+        let heaps = self.pool(pool)?.heaps().map(LockCell::lock).filter(|heap| heap.ledger().has_history());
+        Ok(heaps.map(|heap| (heap.identity().stream, heap.ledger().digest())).collect())
     }
 
     /// Returns statistics over all pools.
@@ -125,7 +125,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let heaps = self.all_heaps().filter_map(|cell| {
             let heap = cell.lock();
             let (identity, reserved_bytes) = (heap.identity(), heap.budget().stat());
-            let has_history = heap.has_history();
+            let has_history = heap.ledger().has_history();
             drop(heap);
             has_history.then(|| (identity.pool, identity.stream, stats_of::<L, _>(reserved_bytes, [cell])))
         });
@@ -140,7 +140,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.kept_pools().for_each(|(_, entry)| entry.budget.reset_peak());
         for heap in self.all_heaps() {
             let mut heap = heap.lock();
-            heap.usage_mut().reset_peaks();
+            heap.ledger_mut().usage_mut().reset_peaks();
             heap.budget().reset_peak();
         }
     }
@@ -151,7 +151,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         *open_scopes += 1;
         self.usage.lock().open_scope();
         self.destroyed.lock().usage.open_scope();
-        self.all_heaps().for_each(|heap| heap.lock().usage_mut().open_scope());
+        self.all_heaps().for_each(|heap| heap.lock().ledger_mut().usage_mut().open_scope());
         StatScope(())
     }
 
@@ -163,7 +163,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let StatScope(()) = scope;
         let mut open_scopes = self.open_scopes.lock();
         *open_scopes -= 1;
-        let heaps = self.all_heaps().map(|heap| heap.lock().usage_mut().close_scope());
+        let heaps = self.all_heaps().map(|heap| heap.lock().ledger_mut().usage_mut().close_scope());
         let mut stats = heaps.fold(ClassStats::default(), ClassStats::add);
         stats = stats + self.destroyed.lock().usage.close_scope();
         if L::IS_EXCLUSIVE {

@@ -41,7 +41,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 fn heap_layout<L: Lock>(heap: &Heap<L>) -> HeapLayout {
     HeapLayout {
         stream: heap.identity().stream,
-        digest: heap.digest(),
+        digest: heap.ledger().digest(),
         next_segment: heap.next_segment(),
         segments: heap.snapshot().into_iter().map(segment_layout).collect(),
     }

@@ -6,9 +6,9 @@
 
 use super::Allocator;
 use super::pool::Pool;
+use crate::arena::fencing::synchronize;
 use crate::config::errors::UnknownError;
 use crate::config::op::{Contents, Op};
-use crate::heap::fencing::synchronize;
 use crate::heap::trim::Released;
 use crate::sleep::mappings::Mappings;
 use crate::sleep::state::{Kept, State};

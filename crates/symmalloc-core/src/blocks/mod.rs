@@ -2,7 +2,6 @@
 
 mod free_index;
 mod free_key;
-pub(crate) mod stitched;
 pub(crate) mod table;
 
 pub(crate) use free_index::FreeIndex;

@@ -126,7 +126,7 @@ pub(crate) enum BlockState {
     Planned,
     /// Not a block: a sentinel, an edge, or a vacant slot, whose `next` is the next vacant slot.
     Vacant,
-    /// Memory that is allocated or free under other addresses; see [`stitched`](crate::blocks::stitched).
+    /// Memory that is allocated or free under other addresses; see [`stitching`](crate::stitching).
     Elsewhere,
 }
 

@@ -12,7 +12,8 @@
 //! the backend is checked before it becomes a segment.
 
 use super::{DynContext, Heap, Shortage};
-use crate::blocks::table::{Block, BlockState, Slot};
+use crate::arena::fresh;
+use crate::blocks::table::{Block, Slot};
 use crate::config::errors::OutOfMemoryCause;
 use crate::config::size_rules::{SizeClass, SizeRules};
 use crate::config::{ExpandableSegments, PoolConfig, SegmentPolicy};
@@ -21,7 +22,7 @@ use crate::history::segment_log::{SegmentEvent, SegmentEventKind};
 use crate::stats::budget::Budgets;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{BackendError, Place, Range, Reason};
-use crate::types::ids::{SegmentId, StreamId};
+use crate::types::ids::StreamId;
 use crate::types::units::{UNIT_BYTES, Units, bytes, units};
 use smallvec::SmallVec;
 
@@ -40,13 +41,13 @@ impl<L: Lock> Heap<L> {
         let _entered = span.enter();
         match self.config.segments().clone() {
             SegmentPolicy::Fixed(_) => {
-                let class = self.rules.class_of(size);
-                let size = self.rules.segment_size(size);
+                let class = self.arena.rules().class_of(size);
+                let size = self.arena.rules().segment_size(size);
                 self.create_segment(context, stream, class, size, size)
             }
             SegmentPolicy::Reserved { segment_bytes } => self.create_reserved(context, stream, segment_bytes, size),
             SegmentPolicy::Expandable(_) if self.config.has_quota() => {
-                Err(Shortage::of(size, OutOfMemoryCause::SegmentFull { segment_bytes: self.mapped_bytes }))
+                Err(Shortage::of(size, OutOfMemoryCause::SegmentFull { segment_bytes: self.arena.mapped_bytes() }))
             }
             SegmentPolicy::Expandable(knobs) => {
                 if let Some(stitching) = self.config.stitching().cloned()
@@ -57,10 +58,10 @@ impl<L: Lock> Heap<L> {
                 if let Some(slot) = self.fill_hole(context, stream, size)? {
                     return Ok(slot);
                 }
-                let step = self.rules.whole_granules(units(knobs.growth_bytes));
+                let step = self.arena.rules().whole_granules(units(knobs.growth_bytes));
                 let missing = Missing {
-                    at_end: self.rules.whole_granules(size - self.free_at_end().min(size)),
-                    in_new_range: self.rules.whole_granules(size),
+                    at_end: self.arena.rules().whole_granules(size - self.arena.free_at_end().min(size)),
+                    in_new_range: self.arena.rules().whole_granules(size),
                 };
                 self.grow(context, stream, missing, &knobs, step)
             }
@@ -75,10 +76,10 @@ impl<L: Lock> Heap<L> {
         target_bytes: u64,
     ) -> Result<(), Box<Shortage>> {
         self.check_open()?;
-        let before = self.mapped_bytes;
-        if self.mapped_bytes < target_bytes {
+        let before = self.arena.mapped_bytes();
+        if self.arena.mapped_bytes() < target_bytes {
             let target = units(target_bytes.next_multiple_of(UNIT_BYTES));
-            let missing = self.rules.whole_granules(target - units(before));
+            let missing = self.arena.rules().whole_granules(target - units(before));
             match self.config.segments().clone() {
                 SegmentPolicy::Fixed(_) => self.create_segment(context, stream, SizeClass::Large, missing, missing),
                 SegmentPolicy::Reserved { segment_bytes } => {
@@ -87,17 +88,17 @@ impl<L: Lock> Heap<L> {
                 SegmentPolicy::Expandable(knobs) => {
                     // A pool with a quota fills a hole first, because the end of the range has room only if no hole is left.
                     let has_room = |block: &Block| self.config.has_quota() && block.size >= missing;
-                    match self.find_hole(has_room) {
+                    match self.arena.find_hole(has_room) {
                         Some(hole) => self.fill(context, stream, hole, missing),
                         None => {
                             let missing = Missing { at_end: missing, in_new_range: missing };
-                            self.grow(context, stream, missing, &knobs, self.rules.granule)
+                            self.grow(context, stream, missing, &knobs, self.arena.rules().granule)
                         }
                     }
                 }
             }?;
         }
-        self.fold(op_word(Mark::Reserve, stream, target_bytes), self.mapped_bytes - before);
+        self.ledger.fold(op_word(Mark::Reserve, stream, target_bytes), self.arena.mapped_bytes() - before);
         Ok(())
     }
 
@@ -114,8 +115,8 @@ impl<L: Lock> Heap<L> {
         segment_bytes: u64,
         size: Units,
     ) -> Result<Slot, Box<Shortage>> {
-        let whole = self.rules.whole_granules(units(segment_bytes));
-        if self.table.segment_count() > 0 || size > whole {
+        let whole = self.arena.rules().whole_granules(units(segment_bytes));
+        if self.arena.table().segment_count() > 0 || size > whole {
             return Err(Shortage::of(size, OutOfMemoryCause::SegmentFull { segment_bytes: bytes(whole) }));
         }
         self.create_segment(context, stream, SizeClass::Large, whole, whole)
@@ -134,7 +135,7 @@ impl<L: Lock> Heap<L> {
         let charge = self.budgets(context).charge(size_bytes).map_err(|cause| Shortage::of(mapped, cause))?;
         let driver = |error| Shortage::of(mapped, OutOfMemoryCause::Driver(error));
         let range = self.reserve_range(context, bytes(range)).map_err(driver)?;
-        if let Err(error) = back(context, (&self.config, &self.rules), (range, 0), size_bytes) {
+        if let Err(error) = back(context, (&self.config, self.arena.rules()), (range, 0), size_bytes) {
             drop(charge);
             if context.backend.release(range).is_err() {
                 // This costs only addresses; the next trim tries again.
@@ -143,12 +144,8 @@ impl<L: Lock> Heap<L> {
             return Err(driver(error));
         }
         charge.confirm();
-        let id = self.next_segment;
-        self.next_segment = SegmentId(id.0.checked_add(1).expect("2^32 segments were created in one heap"));
-        let slot = self.table.add_segment(id, range, class, mapped, fresh(stream));
-        self.mapped_bytes += size_bytes;
-        self.link(slot);
-        let segment = self.table.block(slot).segment;
+        let slot = self.arena.add_segment(range, class, mapped, fresh(stream));
+        let segment = self.arena.block(slot).segment;
         context.directory.lock().insert(range, self.identity.id, segment);
         self.log_segment(SegmentEventKind::Birth, segment, 0, size_bytes);
         Ok(slot)
@@ -182,22 +179,22 @@ impl<L: Lock> Heap<L> {
         knobs: &ExpandableSegments,
         step: Units,
     ) -> Result<Slot, Box<Shortage>> {
-        let newest = self.table.backed_segments().last().copied();
+        let newest = self.arena.table().backed_segments().last().copied();
         let room = newest.map_or(0, |newest| {
-            let segment = self.table.segment(newest);
+            let segment = self.arena.table().segment(newest);
             units(segment.range.size_bytes) - segment.end
         });
         match newest.filter(|_| missing.at_end <= room) {
             Some(segment) => {
                 let growth = self.growth(context, missing.at_end, step, room)?;
-                let offset = self.table.segment(segment).end;
+                let offset = self.arena.table().segment(segment).end;
                 self.map(context, segment, offset, growth)?;
-                let slot = self.table.extend(segment, growth, fresh(stream));
+                let slot = self.arena.extend(segment, growth, fresh(stream));
                 self.log_segment(SegmentEventKind::Growth, segment, offset, bytes(growth));
-                Ok(self.coalesce(slot))
+                Ok(slot)
             }
             None => {
-                let range = self.rules.whole_granules(units(knobs.range_bytes.next_multiple_of(UNIT_BYTES)));
+                let range = self.arena.rules().whole_granules(units(knobs.range_bytes.next_multiple_of(UNIT_BYTES)));
                 let needed = missing.in_new_range;
                 if needed > range {
                     return Err(Shortage::of(needed, OutOfMemoryCause::SegmentFull { segment_bytes: bytes(range) }));
@@ -217,27 +214,20 @@ impl<L: Lock> Heap<L> {
         room: Units,
     ) -> Result<Units, Box<Shortage>> {
         let wanted = bytes(needed.div_ceil(step)).saturating_mul(u64::from(step)).min(bytes(room));
-        let granule_bytes = bytes(self.rules.granule);
+        let granule_bytes = bytes(self.arena.rules().granule);
         let allowed = wanted.min(self.budgets(context).headroom_bytes(&self.config) / granule_bytes * granule_bytes);
         // If even `needed` exceeds a limit, charging it reports the limit.
         Ok(units(allowed).max(needed))
     }
 
     /// Maps and charges memory of a segment that is reserved but not backed.
-    fn map(
-        &mut self,
-        context: &DynContext<'_, L>,
-        segment: u32,
-        offset: Units,
-        size: Units,
-    ) -> Result<(), Box<Shortage>> {
+    fn map(&self, context: &DynContext<'_, L>, segment: u32, offset: Units, size: Units) -> Result<(), Box<Shortage>> {
         let size_bytes = bytes(size);
         let charge = self.budgets(context).charge(size_bytes).map_err(|cause| Shortage::of(size, cause))?;
-        let range = self.table.segment(segment).range;
+        let range = self.arena.table().segment(segment).range;
         let driver = |error| Shortage::of(size, OutOfMemoryCause::Driver(error));
-        back(context, (&self.config, &self.rules), (range, bytes(offset)), size_bytes).map_err(driver)?;
+        back(context, (&self.config, self.arena.rules()), (range, bytes(offset)), size_bytes).map_err(driver)?;
         charge.confirm();
-        self.mapped_bytes += size_bytes;
         Ok(())
     }
 
@@ -249,11 +239,12 @@ impl<L: Lock> Heap<L> {
         stream: StreamId,
         size: Units,
     ) -> Result<Option<Slot>, Box<Shortage>> {
-        let fits =
-            |block: &Block| self.table.free_size(block.prev) + block.size + self.table.free_size(block.next) >= size;
-        let Some(found) = self.find_hole(fits) else { return Ok(None) };
-        let hole = self.table.block(found.0);
-        let missing = self.rules.whole_granules(size - self.table.free_size(hole.prev)).min(hole.size);
+        let fits = |block: &Block| {
+            self.arena.table().free_size(block.prev) + block.size + self.arena.table().free_size(block.next) >= size
+        };
+        let Some(found) = self.arena.find_hole(fits) else { return Ok(None) };
+        let hole = self.arena.block(found.0);
+        let missing = self.arena.rules().whole_granules(size - self.arena.table().free_size(hole.prev)).min(hole.size);
         self.fill(context, stream, found, missing).map(Some)
     }
 
@@ -265,40 +256,19 @@ impl<L: Lock> Heap<L> {
         (slot, segment): (Slot, u32),
         missing: Units,
     ) -> Result<Slot, Box<Shortage>> {
-        let hole = self.table.block(slot);
-        let (offset, whole) = (hole.offset(), hole.size);
+        let offset = self.arena.block(slot).offset();
         self.map(context, segment, offset, missing)?;
-        let filled = if missing < whole {
-            self.table.tiling().cut_front(slot, missing, fresh(stream))
-        } else {
-            self.table.block_mut(slot).state = fresh(stream);
-            slot
-        };
-        self.table.segment_mut(segment).mapped += missing;
+        let slot = self.arena.fill_hole(slot, missing, fresh(stream));
         self.log_segment(SegmentEventKind::Growth, segment, offset, bytes(missing));
-        Ok(self.coalesce(filled))
-    }
-
-    /// Returns the lowest hole that fits.
-    fn find_hole(&self, fits: impl Fn(&Block) -> bool) -> Option<(Slot, u32)> {
-        // Holes exist only after a trim. Segments that are mapped to their end are skipped.
-        let has_holes = |segment: &u32| self.table.segment(*segment).mapped < self.table.segment(*segment).end;
-        self.table.backed_segments().into_iter().filter(has_holes).find_map(|segment| {
-            let mut slots = self.table.blocks_of(segment);
-            let is_meant = |block: &Block| block.is_hole() && fits(block);
-            slots.find(|slot| is_meant(self.table.block(*slot))).map(|slot| (slot, segment))
-        })
-    }
-
-    /// Returns the free units at the end of the newest segment.
-    pub(super) fn free_at_end(&self) -> Units {
-        self.table.backed_segments().last().map_or(0, |segment| self.table.free_size(self.table.last(*segment)))
+        Ok(slot)
     }
 
     pub(super) fn log_segment(&mut self, kind: SegmentEventKind, segment: u32, offset: Units, size_bytes: u64) {
         let event = self.segment_event(kind, segment, bytes(offset), size_bytes);
         trace_segment(&event);
-        self.rare.growths += u64::from(kind != SegmentEventKind::Shrink);
+        if kind != SegmentEventKind::Shrink {
+            self.ledger.count_growth();
+        }
         self.log.append(event);
     }
 
@@ -309,7 +279,7 @@ impl<L: Lock> Heap<L> {
         offset_bytes: u64,
         size_bytes: u64,
     ) -> SegmentEvent {
-        let segment = self.table.segment(segment);
+        let segment = self.arena.table().segment(segment);
         SegmentEvent {
             kind,
             pool: self.identity.pool,
@@ -341,11 +311,6 @@ pub(super) fn back<L: Lock>(
         None => context.backend.map(range, offset_bytes, size_bytes),
         Some(_) => context.backend.map_pieces((range, offset_bytes), size_bytes, bytes(rules.granule)),
     }
-}
-
-/// Returns the state of memory that no stream has used yet, so there is nothing to wait for.
-pub(super) fn fresh(stream: StreamId) -> BlockState {
-    BlockState::Free { stream, since: 0 }
 }
 
 /// Reports a segment event to `tracing`. Names and fields are stable.

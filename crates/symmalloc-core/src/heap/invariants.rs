@@ -5,11 +5,11 @@
 
 use super::{Heap, HeapIdentity};
 use crate::blocks::FreeKey;
-use crate::blocks::stitched::Granule;
 use crate::blocks::table::{Block, BlockState, Location, Slot};
 use crate::config::SegmentPolicy;
 use crate::config::size_rules::SizeClass;
 use crate::sleep::mappings::Mappings;
+use crate::stitching::Granule;
 use crate::sync::lock::Lock;
 use crate::types::ids::{PoolId, StreamId};
 use crate::types::units::{Units, bytes};
@@ -67,12 +67,12 @@ impl<L: Lock> Heap<L> {
                 return Err(Violation { name, meaning, pool, stream });
             }
         }
-        let live_bytes = self.asleep().map_or(self.mapped_bytes, Mappings::mapped_bytes);
+        let live_bytes = self.asleep().map_or(self.arena.mapped_bytes(), Mappings::mapped_bytes);
         let held_bytes = live_bytes + self.log.retired_bytes();
         if held_bytes != self.budget.reserved_bytes() {
             return Err(Violation::of_budgets(pool));
         }
-        Ok((held_bytes, self.table.segment_count()))
+        Ok((held_bytes, self.arena.table().segment_count()))
     }
 }
 
@@ -85,27 +85,27 @@ impl Violation {
 }
 
 fn segments<L: Lock>(heap: &Heap<L>) -> impl Iterator<Item = u32> {
-    heap.table.segments_in_order().into_iter()
+    heap.arena.table().segments_in_order().into_iter()
 }
 
 fn blocks<L: Lock>(heap: &Heap<L>) -> impl Iterator<Item = (Slot, &Block)> {
-    segments(heap).flat_map(|segment| heap.table.blocks_of(segment)).map(|slot| (slot, heap.table.block(slot)))
+    segments(heap).flat_map(|segment| heap.arena.table().blocks_of(segment)).map(|slot| (slot, heap.arena.block(slot)))
 }
 
 /// Returns the blocks of all segments and the places of plans.
 fn blocks_and_places<L: Lock>(heap: &Heap<L>) -> impl Iterator<Item = (Slot, &Block)> {
-    let places = heap.places().iter().map(|slot| (*slot, heap.table.block(*slot)));
+    let places = heap.places().iter().map(|slot| (*slot, heap.arena.block(*slot)));
     blocks(heap).chain(places)
 }
 
 fn blocks_tile_their_segment<L: Lock>(heap: &Heap<L>) -> bool {
     let mut count = 0;
     let tiled = segments(heap).all(|id| {
-        let segment = heap.table.segment(id);
-        let first = heap.table.block(heap.table.first(id));
+        let segment = heap.arena.table().segment(id);
+        let first = heap.arena.block(heap.arena.table().first(id));
         let (mut end, mut prev) = (0, first.prev);
-        for slot in heap.table.blocks_of(id) {
-            let block = heap.table.block(slot);
+        for slot in heap.arena.table().blocks_of(id) {
+            let block = heap.arena.block(slot);
             if block.location != Location::new(segment.id, end)
                 || block.prev != prev
                 || block.segment != id
@@ -116,15 +116,15 @@ fn blocks_tile_their_segment<L: Lock>(heap: &Heap<L>) -> bool {
             (end, prev) = (block.end(), slot);
             count += 1;
         }
-        end == segment.end && prev == heap.table.last(id) && segment.id < heap.next_segment
+        end == segment.end && prev == heap.arena.table().last(id) && segment.id < heap.arena.next_segment()
     });
-    tiled && count + heap.places().len() == heap.table.block_count()
+    tiled && count + heap.places().len() == heap.arena.table().block_count()
 }
 
 fn neighbors_are_merged<L: Lock>(heap: &Heap<L>) -> bool {
     blocks(heap).all(|(slot, block)| {
-        let next = heap.table.block(block.next);
-        let is_last = heap.table.is_last(slot);
+        let next = heap.arena.block(block.next);
+        let is_last = heap.arena.table().is_last(slot);
         !(block.is_free() && next.is_free() || block.is_hole() && (is_last || next.is_hole()))
     })
 }
@@ -134,21 +134,21 @@ fn free_index_is_exact<L: Lock>(heap: &Heap<L>) -> bool {
         let free = blocks(heap).filter(|(_, block)| block.is_free() && block.class == class);
         let mut expected: Vec<FreeKey> = free.map(|(slot, block)| FreeKey::of(block, slot)).collect();
         expected.sort_unstable();
-        heap.free.keys(heap.table.blocks(), class).eq(expected)
+        heap.arena.free().keys(heap.arena.table().blocks(), class).eq(expected)
     };
-    is_exact(SizeClass::Small) && is_exact(SizeClass::Large) && heap.free.is_linked(heap.table.blocks())
+    is_exact(SizeClass::Small) && is_exact(SizeClass::Large) && heap.arena.free().is_linked(heap.arena.table().blocks())
 }
 
 fn mapped_bytes_add_up<L: Lock>(heap: &Heap<L>) -> bool {
     let mut total = 0;
     let each = segments(heap).all(|id| {
-        let blocks = heap.table.blocks_of(id).map(|slot| heap.table.block(slot));
-        let is_own = |block: &&Block| !block.is_hole() && !heap.table.segment(id).is_stitched;
+        let blocks = heap.arena.table().blocks_of(id).map(|slot| heap.arena.block(slot));
+        let is_own = |block: &&Block| !block.is_hole() && !heap.arena.table().segment(id).is_stitched;
         let mapped: Units = blocks.filter(is_own).map(|block| block.size).sum();
         total += bytes(mapped);
-        mapped == heap.table.segment(id).mapped
+        mapped == heap.arena.table().segment(id).mapped
     });
-    each && total == heap.mapped_bytes
+    each && total == heap.arena.mapped_bytes()
 }
 
 fn usage_adds_up<L: Lock>(heap: &Heap<L>) -> bool {
@@ -160,7 +160,7 @@ fn usage_adds_up<L: Lock>(heap: &Heap<L>) -> bool {
             requested_in_all += requested;
         }
     }
-    let stats = heap.usage.stats();
+    let stats = heap.ledger.usage().stats();
     let sum = stats.small + stats.large;
     let all = stats.all;
     let currents = [all.allocations.current, all.allocated_bytes.current, all.requested_bytes.current];
@@ -171,8 +171,8 @@ fn usage_adds_up<L: Lock>(heap: &Heap<L>) -> bool {
 
 fn fences_are_owned<L: Lock>(heap: &Heap<L>) -> bool {
     let (mut sets, mut events) = (BTreeSet::new(), BTreeSet::new());
-    let each = blocks_and_places(heap).all(|(_, block)| {
-        let fences = heap.fences.fences(block.fences);
+    let each = blocks_and_places(heap).all(|(slot, block)| {
+        let fences = heap.arena.fences_of(slot);
         let is_named_once = block.fences.is_empty() || !fences.is_empty() && sets.insert(block.fences);
         let is_ordered = fences.is_sorted_by(|a, b| a.stream < b.stream);
         // Events are recorded at free, on every stream that used the block.
@@ -182,7 +182,7 @@ fn fences_are_owned<L: Lock>(heap: &Heap<L>) -> bool {
         });
         is_named_once && is_ordered && is_armed && (fences.is_empty() || !block.is_hole())
     });
-    each && sets.len() == heap.fences.len()
+    each && sets.len() == heap.arena.fence_sets()
 }
 
 fn live_ones_are_sane<L: Lock>(heap: &Heap<L>) -> bool {
@@ -190,23 +190,23 @@ fn live_ones_are_sane<L: Lock>(heap: &Heap<L>) -> bool {
         BlockState::Allocated { requested, serial, stream } => {
             requested > 0
                 && requested <= bytes(block.size)
-                && heap.serials.gave(serial)
+                && heap.ledger.has_issued(serial)
                 && heap.identity.stream.is_none_or(|own| own == stream)
         }
         _ => true,
     });
     let is_named_and_live = |(slot, block): &(Slot, &Block)| {
-        matches!(block.state, BlockState::Allocated { .. }) && heap.names.find(*slot).is_some()
+        matches!(block.state, BlockState::Allocated { .. }) && heap.ledger.name_of(*slot).is_some()
     };
-    sane && blocks_and_places(heap).filter(is_named_and_live).count() == heap.names.len()
+    sane && blocks_and_places(heap).filter(is_named_and_live).count() == heap.ledger.name_count()
 }
 
 fn extents_are_granular<L: Lock>(heap: &Heap<L>) -> bool {
-    let granule = heap.rules.granule;
+    let granule = heap.arena.rules().granule;
     let is_expandable = matches!(heap.config.segments(), SegmentPolicy::Expandable(_));
     segments(heap).all(|id| {
-        let segment = heap.table.segment(id);
-        let blocks = heap.table.blocks_of(id).map(|slot| heap.table.block(slot));
+        let segment = heap.arena.table().segment(id);
+        let blocks = heap.arena.table().blocks_of(id).map(|slot| heap.arena.block(slot));
         let holes = blocks.filter(|block| block.is_hole() || block.is_elsewhere());
         bytes(segment.end) <= segment.range.size_bytes
             && segment.end.is_multiple_of(granule)
@@ -218,25 +218,25 @@ fn extents_are_granular<L: Lock>(heap: &Heap<L>) -> bool {
 }
 
 fn pointers_are_exact<L: Lock>(heap: &Heap<L>) -> bool {
-    let Some(pointers) = &heap.pointers else { return true };
+    let Some(pointers) = heap.ledger.pointers() else { return true };
     let mut live = blocks_and_places(heap).filter(|(_, block)| matches!(block.state, BlockState::Allocated { .. }));
-    live.all(|(slot, _)| pointers.find(heap.table.address(slot)) == Some(&slot))
-        && pointers.len() as u64 == heap.usage.allocations()
+    live.all(|(slot, _)| pointers.find(heap.arena.table().address(slot)) == Some(&slot))
+        && pointers.len() as u64 == heap.ledger.usage().allocations()
 }
 
 fn names_are_used_once<L: Lock>(heap: &Heap<L>) -> bool {
-    let granule = heap.rules.granule;
+    let granule = heap.arena.rules().granule;
     let away = blocks(heap).filter(|(_, block)| block.is_elsewhere());
     let away: BTreeSet<Granule> =
         away.map(|(_, block)| Granule { segment: block.segment, offset: block.offset() }).collect();
     let mut named = Vec::new();
-    for range in &heap.stitched {
-        let offsets = (0..).step_by(granule as usize).zip(&range.granules);
-        let is_here = |offset| !away.contains(&Granule { segment: range.segment, offset });
+    for range in heap.stitched.ranges() {
+        let offsets = (0..).step_by(granule as usize).zip(range.granules());
+        let is_here = |offset| !away.contains(&Granule { segment: range.segment(), offset });
         named.extend(offsets.filter(|(offset, _)| is_here(*offset)).map(|(_, granule)| *granule));
     }
     named.sort_unstable();
-    let is_home = |granule: &&Granule| !heap.table.segment(granule.segment).is_stitched;
+    let is_home = |granule: &&Granule| !heap.arena.table().segment(granule.segment).is_stitched;
     let are_granules = blocks(heap).all(|(_, block)| !block.is_elsewhere() || block.size == granule);
     are_granules && away.iter().filter(is_home).map(|granule| Some(*granule)).eq(named)
 }
@@ -246,14 +246,14 @@ fn places_are_apart<L: Lock>(heap: &Heap<L>) -> bool {
     if !planned.eq(heap.plan_memory()) {
         return false;
     }
-    let Some(memory) = heap.plan_memory().map(|slot| heap.table.block(slot)) else { return true };
-    let places = || heap.places().iter().map(|slot| heap.table.block(*slot));
+    let Some(memory) = heap.plan_memory().map(|slot| heap.arena.block(slot)) else { return true };
+    let places = || heap.places().iter().map(|slot| heap.arena.block(*slot));
     let lies_in_memory = |place: &Block| {
         place.is_place()
             && place.segment == memory.segment
             && memory.offset() <= place.offset()
             && place.end() <= memory.end()
     };
-    let live: Vec<&Block> = heap.live_places().into_iter().map(|slot| heap.table.block(slot)).collect();
+    let live: Vec<&Block> = heap.live_places().into_iter().map(|slot| heap.arena.block(slot)).collect();
     places().all(lies_in_memory) && live.is_sorted_by(|lower, upper| lower.end() <= upper.offset())
 }

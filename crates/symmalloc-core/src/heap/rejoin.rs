@@ -7,13 +7,13 @@
 //!         └► refund                    └► release acquired memory, refund
 //! ```
 
-use super::acquire::{back, fresh, trace_segment};
+use super::acquire::{back, trace_segment};
 use super::{DynContext, Heap};
+use crate::arena::fresh;
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::SegmentPolicy;
 use crate::history::layout::{AllocationLayout, HeapLayout, SegmentLayout};
 use crate::history::segment_log::Extents;
-use crate::streams::fences::Fence;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError, Range};
 use crate::types::units::{UNIT_BYTES, Units, bytes, units};
@@ -42,14 +42,14 @@ impl<L: Lock> Heap<L> {
         for segment in &layout.segments {
             let range_bytes = match self.config.segments() {
                 SegmentPolicy::Expandable(knobs) => {
-                    bytes(self.rules.whole_granules(units(knobs.range_bytes.next_multiple_of(UNIT_BYTES))))
+                    bytes(self.arena.rules().whole_granules(units(knobs.range_bytes.next_multiple_of(UNIT_BYTES))))
                 }
                 SegmentPolicy::Fixed(_) | SegmentPolicy::Reserved { .. } => segment.end_bytes(),
             };
             let range = self.reserve_range(context, range_bytes)?;
             acquired.push(AcquiredRange { range, mapped: Extents::new() });
             for extent in &segment.extents {
-                back(context, (&self.config, &self.rules), (range, extent.offset_bytes), extent.size_bytes)?;
+                back(context, (&self.config, self.arena.rules()), (range, extent.offset_bytes), extent.size_bytes)?;
                 let newest = acquired.last_mut().expect("just pushed");
                 newest.mapped.push((extent.offset_bytes, extent.size_bytes));
             }
@@ -81,18 +81,18 @@ impl<L: Lock> Heap<L> {
         let mut made = Vec::new();
         for (saved, AcquiredRange { range, .. }) in layout.segments.iter().zip(acquired) {
             let segment = self.lay_segment(context, saved, range);
-            let mut slot = self.table.first(segment);
+            let mut slot = self.arena.table().first(segment);
             for allocation in &saved.allocations {
                 let (offset, end) = (units(allocation.offset_bytes), units(allocation.end_bytes()));
-                while self.table.block(slot).end() < end {
-                    slot = self.table.block(slot).next;
+                while self.arena.block(slot).end() < end {
+                    slot = self.arena.block(slot).next;
                 }
-                slot = self.carve(slot, offset, end);
-                made.push(self.make_live(slot, allocation));
+                slot = self.make_live(slot, allocation);
+                made.push((end - offset, allocation.requested_bytes));
             }
         }
-        self.next_segment = layout.next_segment;
-        self.begin_history(layout.digest);
+        self.arena.restore_numbering(layout.next_segment);
+        self.ledger.begin_history(layout.digest);
         made
     }
 
@@ -105,55 +105,36 @@ impl<L: Lock> Heap<L> {
             end_bytes = extent.end_bytes();
             [(BlockState::Hole, hole_bytes), (free, extent.size_bytes)]
         });
-        let mut segment = None;
-        for (state, size_bytes) in parts.filter(|(_, size_bytes)| *size_bytes > 0) {
-            let size = units(size_bytes);
-            let slot = match segment {
-                None => self.table.add_segment(saved.id, range, saved.class, size, state),
-                Some(segment) => self.table.extend(segment, size, state),
-            };
-            let segment = *segment.insert(self.table.block(slot).segment);
-            if state == free {
-                self.link(slot);
-            } else {
-                self.table.segment_mut(segment).mapped -= size;
-            }
-        }
-        let segment = segment.expect("a saved segment has an extent");
-        self.mapped_bytes += bytes(self.table.segment(segment).mapped);
+        let parts =
+            parts.filter(|(_, size_bytes)| *size_bytes > 0).map(|(state, size_bytes)| (state, units(size_bytes)));
+        let segment = self.arena.restore_segment(saved.id, range, saved.class, parts);
         context.directory.lock().insert(range, self.identity.id, segment);
         for event in self.events_of_live_segment(segment) {
             trace_segment(&event);
-            self.rare.growths += 1;
+            self.ledger.count_growth();
             self.log.append(event);
         }
         segment
     }
 
-    /// Makes a saved allocation live in a block with its location and size. Returns its size and requested bytes.
-    pub(super) fn make_live(&mut self, slot: Slot, saved: &AllocationLayout) -> (Units, u64) {
+    /// Makes a saved allocation live, carved out of the free block around it. Returns its block.
+    pub(super) fn make_live(&mut self, free: Slot, saved: &AllocationLayout) -> Slot {
         let (stream, requested) = (saved.stream, saved.requested_bytes);
-        let serial = self.serials.next();
-        let block = self.table.block_mut(slot);
-        block.state = BlockState::Allocated { stream, requested, serial };
-        let size = block.size;
-        self.usage.allocate(size, requested);
-        self.note_pointer(slot);
+        let (offset, end) = (units(saved.offset_bytes), units(saved.end_bytes()));
+        let state = BlockState::Allocated { stream, requested, serial: self.ledger.next_serial() };
+        let slot = self.arena.carve(free, offset, end, state);
+        self.ledger.note_restored(end - offset, requested);
+        self.ledger.note_pointer(slot, || self.arena.table().address(slot));
         self.note_uses_and_name(slot, saved);
-        (size, requested)
+        slot
     }
 
-    /// Records the saved uses of a live allocation by other streams, in addition to later ones.
+    /// Records the saved uses of a live allocation by other streams, in addition to later ones, and its saved name.
     pub(super) fn note_uses_and_name(&mut self, slot: Slot, saved: &AllocationLayout) {
-        let mut fences = self.table.block(slot).fences;
         for stream in &saved.used_by {
-            fences = self.fences.add(fences, Fence::of(*stream));
+            self.arena.add_use(slot, *stream);
         }
-        self.table.block_mut(slot).fences = fences;
-        match &saved.name {
-            Some(name) => self.names.insert(slot, name.clone()),
-            None => drop(self.names.take(slot)),
-        }
+        self.ledger.restore_name(slot, saved.name.as_deref());
     }
 }
 

@@ -22,11 +22,11 @@ use crate::blocks::table::{BlockState, Slot};
 use crate::config::restore_error::{LayoutError, RestoreError};
 use crate::history::digest::{Mark, op_word};
 use crate::history::layout::{AllocationLayout, Extent, HeapLayout, SegmentLayout};
-use crate::streams::fences::{Fence, FenceSetId, Fences};
+use crate::streams::fences::Fence;
 use crate::sync::lock::Lock;
 use crate::types::handle::Allocation;
 use crate::types::ids::{Placement, StreamId};
-use crate::types::units::{UNIT_BYTES, Units, bytes, units};
+use crate::types::units::{UNIT_BYTES, bytes, units};
 use smallvec::SmallVec;
 
 /// A live allocation of a revived layout.
@@ -51,15 +51,15 @@ impl<L: Lock> Heap<L> {
         }
         let mut waits = Vec::new();
         let mut saved = layout.segments.iter().peekable();
-        for segment in self.table.segments_in_order() {
-            let id = self.table.segment(segment).id;
+        for segment in self.arena.table().segments_in_order() {
+            let id = self.arena.table().segment(segment).id;
             if let Some(gone) = saved.next_if(|saved| saved.id < id) {
                 return Err(self.gone(gone, gone.extents[0]));
             }
             match saved.next_if(|saved| saved.id == id) {
                 Some(saved) => self.plan_segment(segment, saved, &mut waits)?,
                 None => {
-                    let live = self.table.blocks_of(segment).find(|slot| self.is_live(*slot));
+                    let live = self.arena.table().blocks_of(segment).find(|slot| self.is_live(*slot));
                     live.map_or(Ok(()), |slot| Err(self.unknown_live(slot)))?;
                 }
             }
@@ -75,8 +75,8 @@ impl<L: Lock> Heap<L> {
         waits: &mut Vec<(Slot, StreamId)>,
     ) -> Result<(), RestoreError> {
         let mut allocations = saved.allocations.iter().peekable();
-        for slot in self.table.blocks_of(segment) {
-            let block = self.table.block(slot);
+        for slot in self.arena.table().blocks_of(segment) {
+            let block = self.arena.block(slot);
             let (from, to) = (bytes(block.offset()), bytes(block.end()));
             match block.state {
                 BlockState::Hole => {
@@ -104,7 +104,7 @@ impl<L: Lock> Heap<L> {
                 }
             }
         }
-        let end_bytes = bytes(self.table.segment(segment).end);
+        let end_bytes = bytes(self.arena.table().segment(segment).end);
         let lost = lost(&saved.extents, end_bytes, u64::MAX);
         lost.map_or(Ok(()), |lost| Err(self.gone(saved, lost)))
     }
@@ -116,7 +116,7 @@ impl<L: Lock> Heap<L> {
         waits: Vec<(Slot, StreamId)>,
     ) -> Result<(), RestoreError> {
         for (slot, stream) in waits {
-            let waited = self.wait_for_earlier_users(context, slot, stream);
+            let waited = self.arena.wait_for_earlier_users(context, slot, stream);
             waited.map_err(|error| RestoreError::Fence { stream, error })?;
         }
         Ok(())
@@ -127,19 +127,19 @@ impl<L: Lock> Heap<L> {
     pub(crate) fn revive_layout(&mut self, context: &DynContext<'_, L>, layout: &HeapLayout) -> Vec<Revived> {
         let mut revived = Vec::new();
         let mut saved = layout.segments.iter().peekable();
-        for segment in self.table.segments_in_order() {
-            let id = self.table.segment(segment).id;
+        for segment in self.arena.table().segments_in_order() {
+            let id = self.arena.table().segment(segment).id;
             let Some(saved) = saved.next_if(|saved| saved.id == id) else { continue };
-            let mut slot = self.table.first(segment);
+            let mut slot = self.arena.table().first(segment);
             for allocation in &saved.allocations {
-                while self.table.block(slot).end() < units(allocation.end_bytes()) {
-                    slot = self.table.block(slot).next;
+                while self.arena.block(slot).end() < units(allocation.end_bytes()) {
+                    slot = self.arena.block(slot).next;
                 }
                 slot = self.revive_in(slot, allocation, &mut revived);
             }
         }
         assert!(saved.next().is_none(), "all memory of the layout exists");
-        self.recycle_spent(context);
+        self.arena.recycle_spent(context);
         revived
     }
 
@@ -152,25 +152,24 @@ impl<L: Lock> Heap<L> {
         saved: &AllocationLayout,
     ) -> Result<Revived, RestoreError> {
         let slot = self.free_block_around(placement, saved)?;
-        let waited = self.wait_for_earlier_users(context, slot, saved.stream);
+        let waited = self.arena.wait_for_earlier_users(context, slot, saved.stream);
         waited.map_err(|error| RestoreError::Fence { stream: saved.stream, error })?;
         let mut revived = Vec::with_capacity(1);
         self.revive_in(slot, saved, &mut revived);
-        self.recycle_spent(context);
+        self.arena.recycle_spent(context);
         Ok(revived.pop().expect("just pushed"))
     }
 
     /// Makes a saved allocation live in the free block around it, or notes its uses if it is live. Returns its block.
     fn revive_in(&mut self, slot: Slot, saved: &AllocationLayout, revived: &mut Vec<Revived>) -> Slot {
-        let is_made = self.table.block(slot).is_free();
+        let is_made = self.arena.block(slot).is_free();
         let mut uses = saved.used_by.clone();
         let slot = if is_made {
-            let slot = self.carve(slot, units(saved.offset_bytes), units(saved.end_bytes()));
-            self.make_live(slot, saved);
+            let slot = self.make_live(slot, saved);
             self.fold_at(slot, op_word(Mark::Allocate, saved.stream, saved.requested_bytes));
             slot
         } else {
-            let known = self.fences.fences(self.table.block(slot).fences);
+            let known = self.arena.fences_of(slot);
             uses.retain(|stream| !known.iter().any(|fence: &Fence| fence.stream == *stream));
             self.note_uses_and_name(slot, saved);
             slot
@@ -178,7 +177,7 @@ impl<L: Lock> Heap<L> {
         for stream in &uses {
             self.fold_at(slot, op_word(Mark::RecordUse, *stream, 0));
         }
-        let BlockState::Allocated { serial, .. } = self.table.block(slot).state else {
+        let BlockState::Allocated { serial, .. } = self.arena.block(slot).state else {
             unreachable!("a saved allocation is live");
         };
         revived.push(Revived {
@@ -193,8 +192,8 @@ impl<L: Lock> Heap<L> {
     }
 
     fn fold_at(&mut self, slot: Slot, op: u64) {
-        let placed = self.table.block(slot).location.word();
-        self.fold(op, placed);
+        let placed = self.arena.block(slot).location.word();
+        self.ledger.fold(op, placed);
     }
 
     /// Returns the free block around a placement, or the error that names what occupies it.
@@ -214,17 +213,17 @@ impl<L: Lock> Heap<L> {
         {
             return Err(gone());
         }
-        let segments = self.table.segments_in_order();
-        let segment = segments.into_iter().find(|segment| self.table.segment(*segment).id == placement.segment);
-        let blocks = self.table.blocks_of(segment.ok_or_else(gone)?);
+        let segments = self.arena.table().segments_in_order();
+        let segment = segments.into_iter().find(|segment| self.arena.table().segment(*segment).id == placement.segment);
+        let blocks = self.arena.table().blocks_of(segment.ok_or_else(gone)?);
         let (from, to) = (saved.offset_bytes / UNIT_BYTES, end_bytes / UNIT_BYTES);
         let touched = |slot: &Slot| {
-            let block = self.table.block(*slot);
+            let block = self.arena.block(*slot);
             u64::from(block.offset()) < to && from < u64::from(block.end())
         };
         let mut blocks = blocks.filter(touched);
         let slot = blocks.next().ok_or_else(gone)?;
-        let block = self.table.block(slot);
+        let block = self.arena.block(slot);
         match block.state {
             BlockState::Free { .. } if u64::from(block.offset()) <= from && to <= u64::from(block.end()) => Ok(slot),
             BlockState::Free { .. } => {
@@ -246,7 +245,7 @@ impl<L: Lock> Heap<L> {
     }
 
     fn unknown_live(&self, slot: Slot) -> RestoreError {
-        let BlockState::Allocated { stream, requested, .. } = self.table.block(slot).state else {
+        let BlockState::Allocated { stream, requested, .. } = self.arena.block(slot).state else {
             unreachable!("the block is live");
         };
         RestoreError::UnknownLive {
@@ -254,41 +253,12 @@ impl<L: Lock> Heap<L> {
             stream,
             placement: self.placement(slot),
             requested_bytes: requested,
-            name: self.names.find(slot).cloned(),
+            name: self.ledger.name_of(slot).map(Into::into),
         }
     }
 
     fn is_live(&self, slot: Slot) -> bool {
-        matches!(self.table.block(slot).state, BlockState::Allocated { .. })
-    }
-
-    /// Cuts `offset..end` out of a free block and returns it without adding it to the free index. The remainders on both
-    /// sides stay free, with the same earlier users.
-    pub(super) fn carve(&mut self, slot: Slot, offset: Units, end: Units) -> Slot {
-        self.unlink(slot);
-        let free = self.table.block(slot).state;
-        let start = self.table.block(slot).offset();
-        if start < offset {
-            let front = self.table.tiling().cut_front(slot, offset - start, free);
-            self.table.block_mut(front).fences = self.without_events(self.table.block(slot).fences);
-            self.link(front);
-        }
-        if end == self.table.block(slot).end() {
-            let fences = std::mem::replace(&mut self.table.block_mut(slot).fences, FenceSetId::EMPTY);
-            self.fences.clear(fences);
-            return slot;
-        }
-        let carved = self.table.tiling().cut_front(slot, end - offset, free);
-        self.link(slot);
-        carved
-    }
-
-    /// Copies a set of fences without their events, since an event belongs to one fence. Returns the copy. The next
-    /// user of the new set waits for all work on the streams at the time of its allocation, which is slightly more than
-    /// necessary.
-    pub(super) fn without_events(&mut self, set: FenceSetId) -> FenceSetId {
-        let copies: Fences = self.fences.fences(set).iter().map(|fence| Fence { event: None, ..*fence }).collect();
-        self.fences.insert(copies)
+        matches!(self.arena.block(slot).state, BlockState::Allocated { .. })
     }
 }
 

@@ -13,6 +13,7 @@ use crate::config::op::Contents;
 use crate::history::digest::{Mark, op_word};
 use crate::sleep::mappings::{Mapping, Mappings};
 use crate::stats::budget::Budgets;
+use crate::stitching::StitchedRange;
 use crate::sync::lock::Lock;
 use crate::types::backend::Part;
 use crate::types::ids::StreamId;
@@ -34,7 +35,7 @@ impl<L: Lock> Heap<L> {
     pub(crate) fn fall_asleep(&mut self) {
         if !self.is_asleep() {
             debug_assert!(matches!(self.mode, RequestMode::Ordinary), "{:?}", self.mode);
-            self.mode = RequestMode::Asleep(Mappings::new(self.mappings()));
+            self.mode = RequestMode::Asleep(Box::new(Mappings::new(self.mappings())));
         }
     }
 
@@ -47,18 +48,18 @@ impl<L: Lock> Heap<L> {
 
     /// Returns all mappings: the memory first, then its aliases.
     fn mappings(&self) -> Vec<Mapping> {
-        let in_segments = self.table.backed_segments().into_iter().flat_map(|segment| {
-            let range = self.table.segment(segment).range;
+        let in_segments = self.arena.table().backed_segments().into_iter().flat_map(|segment| {
+            let range = self.arena.table().segment(segment).range;
             let mapping = move |(offset, size_bytes)| Mapping { at: (range, offset), size_bytes, source: None };
-            self.extents_of(segment).into_iter().map(mapping)
+            self.arena.extents_of(segment).into_iter().map(mapping)
         });
         let mut mappings: Vec<Mapping> = in_segments.collect();
-        let size_bytes = bytes(self.rules.granule);
-        for stitched in &self.stitched {
-            let range = self.table.segment(stitched.segment).range;
-            for (granule, at) in stitched.granules.iter().zip(0..) {
+        let size_bytes = bytes(self.arena.rules().granule);
+        for stitched in self.stitched.ranges() {
+            let range = self.arena.table().segment(stitched.segment()).range;
+            for (granule, at) in stitched.granules().iter().zip(0..) {
                 let Some(granule) = granule else { continue };
-                let source = (self.table.segment(granule.segment).range, bytes(granule.offset));
+                let source = (self.arena.table().segment(granule.segment).range, bytes(granule.offset));
                 mappings.push(Mapping { at: (range, at * size_bytes), size_bytes, source: Some(source) });
             }
         }
@@ -68,10 +69,10 @@ impl<L: Lock> Heap<L> {
     /// Returns the streams whose work may use the heap's memory.
     pub(crate) fn users(&self) -> BTreeSet<StreamId> {
         let mut users: BTreeSet<StreamId> = self.identity.stream.into_iter().collect();
-        users.extend(self.stitched.iter().flat_map(|stitched| stitched.users.iter()));
-        for slot in self.all_blocks().into_iter().chain(self.places().iter().copied()) {
-            users.extend(self.streams_of(slot));
-            if let BlockState::Allocated { stream, .. } = self.table.block(slot).state {
+        users.extend(self.stitched.ranges().iter().flat_map(StitchedRange::users));
+        for slot in self.arena.all_blocks().into_iter().chain(self.places().iter().copied()) {
+            users.extend(self.arena.streams_of(slot));
+            if let BlockState::Allocated { stream, .. } = self.arena.block(slot).state {
                 users.insert(stream);
             }
         }
@@ -90,13 +91,13 @@ impl<L: Lock> Heap<L> {
     pub(crate) fn add_live_parts(&self, parts: &mut Vec<Part>) {
         for segment in self.segments() {
             let first = parts.len();
-            let slots = self.table.blocks_of(segment).flat_map(|slot| match self.table.block(slot).state {
+            let slots = self.arena.table().blocks_of(segment).flat_map(|slot| match self.arena.block(slot).state {
                 BlockState::Planned => self.live_places(),
                 BlockState::Allocated { .. } => vec![slot],
                 _ => Vec::new(),
             });
             for slot in slots {
-                let (address, size_bytes) = (self.table.address(slot), bytes(self.table.block(slot).size));
+                let (address, size_bytes) = (self.arena.table().address(slot), bytes(self.arena.block(slot).size));
                 match parts[first..].last_mut() {
                     Some(part) if part.address.plus(part.size_bytes) == address => part.size_bytes += size_bytes,
                     _ => {
@@ -134,7 +135,7 @@ impl<L: Lock> Heap<L> {
             let budgets = Budgets { heap: &self.budget, pool: &self.pool_budget, allocator: &context.budget };
             let charge = budgets.charge(mapping.memory_bytes())?;
             let mapped = match source {
-                None => back(context, (&self.config, &self.rules), at, size_bytes),
+                None => back(context, (&self.config, self.arena.rules()), at, size_bytes),
                 Some(source) => context.backend.alias(at, source, size_bytes),
             };
             mapped.map_err(OutOfMemoryCause::Driver)?;
@@ -148,9 +149,9 @@ impl<L: Lock> Heap<L> {
     /// Records that a sleep or a wake of the pool was requested. Its outcome is not part of the history: ranks that
     /// make the same calls have the same digests.
     pub(crate) fn note_asked(&mut self, asked: Option<Contents>) {
-        if self.has_history() {
+        if self.ledger.has_history() {
             let (mark, what) = asked.map_or((Mark::Wake, 0), |contents| (Mark::Sleep, contents as u64));
-            self.fold(op_word(mark, StreamId(0), what), 0);
+            self.ledger.fold(op_word(mark, StreamId(0), what), 0);
         }
     }
 }

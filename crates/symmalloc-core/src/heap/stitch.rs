@@ -1,7 +1,7 @@
 //! Stitching: a large block made of free pieces. A part of [`Heap`].
 //!
 //! If no free block fits, a range of addresses is mapped onto free granules in different locations and becomes a
-//! segment with one free block ([`stitched`](crate::blocks::stitched) has a picture). From then on it is a segment like
+//! segment with one free block ([`stitching`](crate::stitching) has a picture). From then on it is a segment like
 //! any other: its blocks are split, freed, merged and found by best fit. Only a miss takes additional steps:
 //!
 //! ```text
@@ -17,25 +17,20 @@
 //! grown, and the digest records both events.
 
 use super::acquire::Missing;
-use super::fencing::synchronize;
 use super::rejoin::give_back;
 use super::{DynContext, Heap, Shortage};
-use crate::blocks::FreeKey;
-use crate::blocks::stitched::{Granule, StitchedRange};
+use crate::arena::fencing::synchronize;
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::size_rules::SizeClass;
 use crate::config::{ExpandableSegments, Stitching};
 use crate::history::digest::{Mark, op_word};
 use crate::history::segment_log::SegmentEventKind;
-use crate::streams::fences::FenceSetId;
+use crate::stitching::{Granule, Home, free_granules};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{BackendError, Range};
-use crate::types::ids::{SegmentId, StreamId};
+use crate::types::ids::StreamId;
 use crate::types::units::{Units, bytes};
 use smallvec::SmallVec;
-
-/// A range of granule indices in a segment.
-type Part = std::ops::Range<usize>;
 
 impl<L: Lock> Heap<L> {
     /// Creates a free block of at least `size` from free granules. `None`: the heap grows as if it could not stitch.
@@ -47,155 +42,54 @@ impl<L: Lock> Heap<L> {
         knobs: &ExpandableSegments,
         stitching: &Stitching,
     ) -> Result<Option<Slot>, Box<Shortage>> {
-        let granule = self.rules.granule;
-        let (largest, free) = self.look_home();
+        let granule = self.arena.rules().granule;
+        let Home { largest, free } = self.stitched.look_home(&self.arena);
         if largest >= size {
-            self.gather();
-            return Ok(self.free.best_fit(self.table.blocks(), SizeClass::Large, size));
+            self.stitched.gather(&mut self.arena);
+            return Ok(self.arena.free().best_fit(self.arena.table().blocks(), SizeClass::Large, size));
         }
         let count = size.div_ceil(granule) as usize;
         let missing = count.saturating_sub(free.len()) as Units * granule;
-        let at_end = self.rules.whole_granules(size - self.free_at_end().min(size));
+        let at_end = self.arena.rules().whole_granules(size - self.arena.free_at_end().min(size));
         if bytes(size) < stitching.least_bytes || missing >= at_end || self.log.is_observed() {
             return Ok(None);
         }
         if missing == 0
-            && let Some(at) = self.find_again(count, free)
+            && let Some((segment, home)) = self.stitched.find_again(count, free)
         {
-            self.gather();
-            let again = self.stitch_again(context, stream, at, count);
+            self.stitched.gather(&mut self.arena);
+            let again = self.stitch_again(context, stream, segment, home);
             return again.map(Some).map_err(|error| Box::new(Shortage::Fence(error)));
         }
         let most = stitching.aliases_max as usize;
-        let in_use = self.aliases() - self.kept().iter().map(|(_, aliases)| aliases).sum::<usize>();
+        let unused = self.stitched.unused(&self.arena);
+        let in_use = self.stitched.aliases() - unused.iter().map(|(_, aliases)| aliases).sum::<usize>();
         if count > stitching.maps_max as usize || in_use + count > most {
             return Ok(None);
         }
         if missing > 0 {
             self.grow(context, stream, Missing { at_end: missing, in_new_range: missing }, knobs, granule)?;
         }
-        self.gather();
+        self.stitched.gather(&mut self.arena);
         let stitched = self.make_room(context, most, count).and_then(|()| self.stitch_new(context, stream, count));
         stitched.map(Some).map_err(|error| {
-            self.fold(op_word(Mark::RefusedByDriver, stream, bytes(size)), 0);
+            self.ledger.fold(op_word(Mark::RefusedByDriver, stream, bytes(size)), 0);
             Box::new(Shortage::Fence(error))
         })
     }
 
-    /// Returns the largest free run at home and all whole free granules, as they would be after `gather`.
-    fn look_home(&self) -> (Units, Vec<Granule>) {
-        let unused = self.unused().into_iter();
-        let mut away: Vec<_> =
-            unused.flat_map(|(at, _, part)| self.stitched[at].home(part).unwrap_or_default()).collect();
-        away.sort_unstable();
-        let mut largest = 0;
-        for segment in self.table.backed_segments() {
-            let mut run = 0;
-            for block in self.table.blocks_of(segment).map(|slot| self.table.block(slot)) {
-                let granule = Granule { segment, offset: block.offset() };
-                let is_free = block.is_free() || block.is_elsewhere() && away.binary_search(&granule).is_ok();
-                run = if is_free { run + block.size } else { 0 };
-                largest = largest.max(run);
-            }
-        }
-        away.extend(self.free_granules());
-        (largest, away)
-    }
-
-    /// Returns every granule that is entirely free at home, in the order of rule D2's blocks.
-    fn free_granules(&self) -> Vec<Granule> {
-        let slots = self.free.keys(self.table.blocks(), SizeClass::Large).map(FreeKey::slot);
-        let granules = slots.flat_map(|slot| {
-            let (granules, segment) = (self.whole_granules_of(slot), self.table.block(slot).segment);
-            granules.map(move |at| Granule { segment, offset: at as Units * self.rules.granule })
-        });
-        granules.filter(|granule| !self.table.segment(granule.segment).is_stitched).collect()
-    }
-
-    /// Returns the granules of its segment that a block covers entirely.
-    fn whole_granules_of(&self, slot: Slot) -> Part {
-        let (block, granule) = (self.table.block(slot), self.rules.granule);
-        block.offset().div_ceil(granule) as usize..(block.end() / granule) as usize
-    }
-
-    /// Returns the stitched ranges, their free blocks, and the granules that these blocks cover entirely, oldest range
-    /// first: the input of `gather`.
-    fn unused(&self) -> Vec<(usize, Slot, Part)> {
-        let free = |(at, range): (usize, &StitchedRange)| {
-            let slots = self.table.blocks_of(range.segment).filter(|slot| self.table.block(*slot).is_free());
-            slots.map(move |slot| (at, slot, self.whole_granules_of(slot))).collect::<Vec<_>>()
-        };
-        self.stitched.iter().enumerate().flat_map(free).filter(|(.., part)| !part.is_empty()).collect()
-    }
-
-    /// Moves the free granules of stitched ranges back home.
-    fn gather(&mut self) {
-        for (at, slot, part) in self.unused() {
-            let users = self.streams_of(slot);
-            let range = &mut self.stitched[at];
-            range.users.extend_from_slice(&users);
-            range.users.sort_unstable();
-            range.users.dedup();
-            let mut home = range.home(part.clone()).expect("what is free is mapped");
-            home.sort_unstable();
-            let (free, fences) = (self.table.block(slot).state, self.table.block(slot).fences);
-            home.into_iter()
-                .fold(None, |lower, granule| Some(self.bring_back(self.block_around(lower, granule), free, fences)));
-            for granule in part {
-                self.send_away(slot, granule as Units * self.rules.granule);
-            }
-        }
-    }
-
-    /// Marks a granule of a free block as elsewhere. The rest behind it keeps the slot.
-    fn send_away(&mut self, slot: Slot, offset: Units) -> Slot {
-        let part = self.carve(slot, offset, offset + self.rules.granule);
-        self.table.block_mut(part).state = BlockState::Elsewhere;
-        part
-    }
-
-    /// Marks a granule that is elsewhere as free, with these earlier users. Returns the block that then contains it.
-    fn bring_back(&mut self, slot: Slot, free: BlockState, fences: FenceSetId) -> Slot {
-        let fences = self.without_events(fences);
-        let block = self.table.block_mut(slot);
-        debug_assert!(block.is_elsewhere());
-        (block.state, block.fences) = (free, fences);
-        self.coalesce(slot)
-    }
-
-    /// Returns the block that contains a granule. The search starts at `lower`, the block of a lower granule.
-    fn block_around(&self, lower: Option<Slot>, granule: Granule) -> Slot {
-        let lower = lower.filter(|slot| self.table.block(*slot).segment == granule.segment);
-        let mut slot = lower.unwrap_or_else(|| self.table.first(granule.segment));
-        while self.table.block(slot).end() <= granule.offset {
-            slot = self.table.block(slot).next;
-        }
-        slot
-    }
-
-    /// Returns the oldest stitched range whose first `count` granules are all free at home.
-    fn find_again(&self, count: usize, mut free: Vec<Granule>) -> Option<usize> {
-        free.sort_unstable();
-        let is_free = |granule: &Granule| free.binary_search(granule).is_ok();
-        self.stitched.iter().position(|range| range.home(0..count).is_some_and(|home| home.iter().all(is_free)))
-    }
-
+    /// Uses an existing range again, whose first granules are `home`.
     fn stitch_again(
         &mut self,
         context: &DynContext<'_, L>,
         stream: StreamId,
-        at: usize,
-        count: usize,
+        segment: u32,
+        home: Vec<Granule>,
     ) -> Result<Slot, BackendError> {
-        let StitchedRange { segment, .. } = self.stitched[at];
-        let home = self.stitched[at].home(0..count).expect("all granules are free at home");
+        let count = home.len();
         self.take_from_home(context, stream, home, |_| Ok(()))?;
         let free = self.free_state(context, stream);
-        let mut slot = self.bring_back(self.table.first(segment), free, FenceSetId::EMPTY);
-        for _ in 1..count {
-            slot = self.bring_back(self.table.block(slot).next, free, FenceSetId::EMPTY);
-        }
-        Ok(slot)
+        Ok(self.stitched.reuse(&mut self.arena, segment, count, free))
     }
 
     fn stitch_new(
@@ -204,17 +98,13 @@ impl<L: Lock> Heap<L> {
         stream: StreamId,
         count: usize,
     ) -> Result<Slot, BackendError> {
-        let mut granules = self.free_granules();
+        let mut granules = free_granules(&self.arena);
         granules.truncate(count);
         let range =
             self.take_from_home(context, stream, granules.clone(), |heap| heap.map_aliases(context, &granules))?;
-        let id = self.next_segment;
-        self.next_segment = SegmentId(id.0.checked_add(1).expect("2^32 segments were created in one heap"));
-        let slot = self.table.add_stitched(id, range, self.free_state(context, stream));
-        self.link(slot);
-        let segment = self.table.block(slot).segment;
-        let granules = granules.into_iter().map(Some).collect();
-        self.stitched.push(StitchedRange { segment, granules, users: SmallVec::new() });
+        let free = self.free_state(context, stream);
+        let slot = self.stitched.add(&mut self.arena, range, granules, free);
+        let segment = self.arena.block(slot).segment;
         context.directory.lock().insert(range, self.identity.id, segment);
         // The range adds no memory, because its memory is counted at home.
         self.log_segment(SegmentEventKind::Birth, segment, 0, 0);
@@ -230,26 +120,21 @@ impl<L: Lock> Heap<L> {
         map: impl FnOnce(&mut Self) -> Result<T, BackendError>,
     ) -> Result<T, BackendError> {
         granules.sort_unstable();
-        let mut lower = None;
-        for granule in &granules {
-            let slot = self.block_around(lower, *granule);
-            self.wait_for_earlier_users(context, slot, stream)?;
-            lower = Some(slot);
+        for slot in self.stitched.blocks_around(&self.arena, &granules) {
+            self.arena.wait_for_earlier_users(context, slot, stream)?;
         }
         let mapped = map(self)?;
-        lower = None;
-        for granule in granules {
-            lower = Some(self.send_away(self.block_around(lower, granule), granule.offset));
-        }
+        self.stitched.leave_home(&mut self.arena, &granules);
         Ok(mapped)
     }
 
     /// Maps a new range onto granules: all or none.
     fn map_aliases(&mut self, context: &DynContext<'_, L>, granules: &[Granule]) -> Result<Range, BackendError> {
-        let size_bytes = bytes(self.rules.granule);
+        let size_bytes = bytes(self.arena.rules().granule);
         let range = self.reserve_range(context, granules.len() as u64 * size_bytes)?;
         for (at, Granule { segment, offset }) in granules.iter().enumerate() {
-            let (home, offset_bytes) = ((self.table.segment(*segment).range, bytes(*offset)), at as u64 * size_bytes);
+            let (home, offset_bytes) =
+                ((self.arena.table().segment(*segment).range, bytes(*offset)), at as u64 * size_bytes);
             if let Err(error) = context.backend.alias((range, offset_bytes), home, size_bytes) {
                 let mut mapped: SmallVec<_> = (at > 0).then_some((0, offset_bytes)).into_iter().collect();
                 if give_back(&context.backend, range, &mut mapped).is_err() {
@@ -267,26 +152,13 @@ impl<L: Lock> Heap<L> {
         BlockState::Free { stream, since }
     }
 
-    /// Returns the segments of unused ranges, oldest first, each with the number of its mapped granules.
-    fn kept(&self) -> Vec<(u32, usize)> {
-        let is_in_use =
-            |slot| matches!(self.table.block(slot).state, BlockState::Allocated { .. } | BlockState::Planned);
-        let kept = self.stitched.iter().filter(|range| !self.table.blocks_of(range.segment).any(is_in_use));
-        kept.map(|range| (range.segment, range.aliases())).collect()
-    }
-
-    /// Returns the number of granules that are mapped a second time.
-    fn aliases(&self) -> usize {
-        self.stitched.iter().map(StitchedRange::aliases).sum()
-    }
-
     /// Unmaps the oldest unused ranges if `count` more granules would exceed the limit.
     fn make_room(&mut self, context: &DynContext<'_, L>, most: usize, count: usize) -> Result<(), BackendError> {
-        if self.aliases() + count <= most {
+        if self.stitched.aliases() + count <= most {
             return Ok(());
         }
-        for (segment, _) in self.kept() {
-            if self.aliases() > (most - most / 8).min(most - count) {
+        for (segment, _) in self.stitched.unused(&self.arena) {
+            if self.stitched.aliases() > (most - most / 8).min(most - count) {
                 self.retire(context, segment);
             }
         }
@@ -298,25 +170,18 @@ impl<L: Lock> Heap<L> {
         if self.config.stitching().is_none() {
             return Ok(());
         }
-        self.gather();
-        self.kept().into_iter().for_each(|(segment, _)| self.retire(context, segment));
+        self.stitched.gather(&mut self.arena);
+        let unused = self.stitched.unused(&self.arena);
+        unused.into_iter().for_each(|(segment, _)| self.retire(context, segment));
         self.release_retired(context).error.map_or(Ok(()), Err)?;
-        let others = if self.log.is_observed() { &mut [] } else { &mut self.stitched[..] };
-        for StitchedRange { segment, granules, users } in others {
-            let range = self.table.segment(*segment).range;
-            for slot in self.table.blocks_of(*segment).filter(|slot| self.table.block(*slot).is_elsewhere()) {
-                let offset = self.table.block(slot).offset();
-                let granule = &mut granules[(offset / self.rules.granule) as usize];
-                if granule.is_some() {
-                    while let Some(stream) = users.last().copied() {
-                        synchronize(context, stream)?;
-                        users.pop();
-                    }
-                    context.backend.unmap(range, bytes(offset), bytes(self.rules.granule))?;
-                    *granule = None;
-                }
-            }
+        if self.log.is_observed() {
+            return Ok(());
         }
-        Ok(())
+        let granule_bytes = bytes(self.arena.rules().granule);
+        self.stitched.unmap_unused(
+            &self.arena,
+            |stream| synchronize(context, stream),
+            |range, offset| context.backend.unmap(range, bytes(offset), granule_bytes),
+        )
     }
 }

@@ -14,16 +14,15 @@
 //! Before memory is released, the host waits for the streams that used it: trim is the one call that may block.
 
 use super::acquire::trace_segment;
-use super::fencing::synchronize;
 use super::{DynContext, Heap, RequestMode};
-use crate::blocks::table::{Block, BlockState, Location, Slot};
+use crate::arena::Removed;
+use crate::arena::fencing::synchronize;
+use crate::blocks::table::{BlockState, Location, Segment, Slot};
 use crate::config::SegmentPolicy;
 use crate::config::errors::TrimError;
 use crate::history::digest::{Mark, op_word};
 use crate::history::segment_log::{Extents, SegmentEventKind};
 use crate::stats::budget::Budgets;
-use crate::streams::clocks::Tick;
-use crate::streams::fences::FenceSetId;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::BackendError;
 use crate::types::ids::StreamId;
@@ -58,8 +57,8 @@ impl<L: Lock> Heap<L> {
         let threshold_bytes = self.config.release_threshold_bytes()?;
         // The memory of plans is not free. Live allocations in it count twice, so that a step releases too little
         // rather than too much.
-        let in_use_bytes = self.usage.allocated_bytes() + self.plan_bytes();
-        if self.mapped_bytes.saturating_sub(in_use_bytes) <= threshold_bytes || self.is_asleep() {
+        let in_use_bytes = self.ledger.usage().allocated_bytes() + self.plan_bytes();
+        if self.arena.mapped_bytes().saturating_sub(in_use_bytes) <= threshold_bytes || self.is_asleep() {
             return None;
         }
         self.trim(context, None).error
@@ -71,20 +70,21 @@ impl<L: Lock> Heap<L> {
         let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
         let span = tracing::debug_span!(target: "symmalloc", "heap.trim", pool, stream, goal_bytes);
         let _entered = span.enter();
-        self.rare.trims += 1;
-        let mapped_before = self.mapped_bytes;
+        self.ledger.count_trim();
+        let mapped_before = self.arena.mapped_bytes();
         let mut shrunk_bytes = 0;
         let mut failure = None;
         if !self.is_asleep()
             && let Err(error) = self.forget_stitched(context)
         {
-            self.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
+            self.ledger.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
             failure = Some(error);
         }
         // Memory cannot be released while a stitched range aliases it. A sleeping heap has no memory.
-        let segments = if failure.is_none() && !self.is_asleep() { self.table.backed_segments() } else { Vec::new() };
+        let segments =
+            if failure.is_none() && !self.is_asleep() { self.arena.table().backed_segments() } else { Vec::new() };
         for segment in segments {
-            if goal_bytes.is_some_and(|goal_bytes| mapped_before - self.mapped_bytes >= goal_bytes) {
+            if goal_bytes.is_some_and(|goal_bytes| mapped_before - self.arena.mapped_bytes() >= goal_bytes) {
                 break;
             }
             if self.is_unused(segment) {
@@ -92,23 +92,23 @@ impl<L: Lock> Heap<L> {
                     self.retire(context, segment);
                 }
             } else if matches!(self.config.segments(), SegmentPolicy::Expandable(_)) && !self.log.is_observed() {
-                let before = self.mapped_bytes;
+                let before = self.arena.mapped_bytes();
                 let shrunk = self.shrink(context, segment);
-                shrunk_bytes += before - self.mapped_bytes;
+                shrunk_bytes += before - self.arena.mapped_bytes();
                 if let Err(error) = shrunk {
-                    self.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
+                    self.ledger.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
                     failure = Some(error);
                     break;
                 }
             }
         }
-        self.fold(op_word(Mark::Trim, StreamId(0), 0), mapped_before - self.mapped_bytes);
-        self.recycle_spent(context);
+        self.ledger.fold(op_word(Mark::Trim, StreamId(0), 0), mapped_before - self.arena.mapped_bytes());
+        self.arena.recycle_spent(context);
         let retired = self.release_retired(context);
         if retired.error.is_some() {
             // Memory that the driver fails to release counts toward the limits, so later decisions may differ from
             // other ranks'.
-            self.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
+            self.ledger.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
         }
         let released = Released { bytes: shrunk_bytes, error: failure }.plus(retired);
         tracing::debug!(
@@ -117,7 +117,7 @@ impl<L: Lock> Heap<L> {
             pool,
             stream,
             released_bytes = released.bytes,
-            mapped_bytes = self.mapped_bytes,
+            mapped_bytes = self.arena.mapped_bytes(),
         );
         if let Released { bytes: released_bytes, error: Some(error) } = &released {
             tracing::warn!(name: "trim.failed", target: "symmalloc", pool, stream, released_bytes, %error);
@@ -129,41 +129,34 @@ impl<L: Lock> Heap<L> {
     /// including reserved segments.
     pub(crate) fn destroy(&mut self, context: &DynContext<'_, L>) -> Released {
         let mode = self.close();
-        self.retire_all(context, mode);
+        self.retire_all(context, &mode);
         self.release_retired(context)
     }
 
     /// Retires every segment. Those of a heap that slept have only the memory that is still mapped.
-    fn retire_all(&mut self, context: &DynContext<'_, L>, mode: RequestMode) {
+    fn retire_all(&mut self, context: &DynContext<'_, L>, mode: &RequestMode) {
         self.dissolve_plans(context);
         // Stitched ranges are removed first: memory is not unmapped before its aliases.
-        let mut segments = self.table.segments_in_order();
-        segments.sort_by_key(|segment| !self.table.segment(*segment).is_stitched);
+        let mut segments = self.arena.table().segments_in_order();
+        segments.sort_by_key(|segment| !self.arena.table().segment(*segment).is_stitched);
         for segment in segments {
-            let range = self.table.segment(segment).range;
-            let mapped = match &mode {
+            let range = self.arena.table().segment(segment).range;
+            let mapped = match mode {
                 RequestMode::Asleep(mappings) => Some(mappings.mapped_in(range)),
                 _ => None,
             };
             self.retire_with(context, segment, mapped);
         }
-        self.recycle_spent(context);
+        self.arena.recycle_spent(context);
     }
 
     /// Releases everything at the end of the allocator, including live allocations and observed segments. Memory that
     /// the driver fails to release exists until its context ends.
     pub(crate) fn abandon(&mut self, context: &DynContext<'_, L>) {
         self.dissolve_plans(context);
-        for slot in self.all_blocks() {
-            // A live block becomes free without an op: its uses remain fences without events.
-            let block = self.table.block_mut(slot);
-            if let BlockState::Allocated { stream, .. } = block.state {
-                block.state = BlockState::Free { stream, since: Tick::MAX };
-                self.link(slot);
-            }
-        }
+        self.arena.abandon_live();
         let mode = std::mem::replace(&mut self.mode, RequestMode::Closed);
-        self.retire_all(context, mode);
+        self.retire_all(context, &mode);
         self.log.forget_all();
         // A failure stops the attempt: a lost device fails every further call as well.
         let _released = self.release_retired(context);
@@ -171,12 +164,12 @@ impl<L: Lock> Heap<L> {
 
     fn is_unused(&self, segment: u32) -> bool {
         let is_in_use = |slot| {
-            let state = self.table.block(slot).state;
+            let state = self.arena.block(slot).state;
             matches!(state, BlockState::Allocated { .. } | BlockState::Planned | BlockState::Elsewhere)
         };
         // Free memory is still aliased by a stitched range only while nothing may be unmapped.
         let is_named = self.log.is_observed() && !self.stitched.is_empty();
-        !is_named && !self.table.blocks_of(segment).any(is_in_use)
+        !is_named && !self.arena.table().blocks_of(segment).any(is_in_use)
     }
 
     /// Removes a segment without live allocations. Its memory is released once every observer has acknowledged.
@@ -186,46 +179,22 @@ impl<L: Lock> Heap<L> {
 
     /// Removes a segment whose mapped parts are `held`, or all parts that its blocks have.
     fn retire_with(&mut self, context: &DynContext<'_, L>, segment: u32, held: Option<Extents>) {
-        let mut mapped = self.extents_of(segment);
-        let mut streams: SmallVec<[StreamId; 2]> = SmallVec::new();
-        let stitched = self.stitched.iter().position(|range| range.segment == segment);
-        let stitched = stitched.map(|at| self.stitched.remove(at));
-        for slot in self.table.blocks_of(segment).collect::<Vec<_>>() {
-            let block = self.table.block(slot);
-            if block.is_hole() || block.is_elsewhere() {
-                continue;
-            }
-            streams.extend(self.streams_of(slot));
-            let fences = block.fences;
-            self.fences.clear(fences);
-            self.unlink(slot);
-        }
+        let mut mapped = self.arena.extents_of(segment);
+        let stitched = self.stitched.remove(segment);
         let size_bytes = if stitched.is_some() { 0 } else { mapped.iter().map(|(_, size)| size).sum() };
+        let event = self.segment_event(SegmentEventKind::Death, segment, 0, size_bytes);
+        let Removed { segment: dead, users: mut streams } = self.arena.remove_segment(segment);
         if let Some(range) = &stitched {
-            mapped = range.mapped(self.rules.granule);
-            streams.extend_from_slice(&range.users);
+            mapped = range.mapped(self.arena.rules().granule);
+            streams.extend_from_slice(range.users());
         }
         mapped = held.unwrap_or(mapped);
         streams.sort_unstable();
         streams.dedup();
-        let event = self.segment_event(SegmentEventKind::Death, segment, 0, size_bytes);
         trace_segment(&event);
-        let dead = self.table.remove_segment(segment);
         context.directory.lock().remove(dead.range);
-        self.mapped_bytes -= size_bytes;
-        self.fold(op_word(Mark::Death, StreamId(0), size_bytes), Location::new(dead.id, 0).word());
+        self.ledger.fold(op_word(Mark::Death, StreamId(0), size_bytes), Location::new(dead.id, 0).word());
         self.log.append_death(event, dead.range, mapped, dead.is_stitched, streams);
-    }
-
-    /// Returns the streams whose work may still use a free block.
-    pub(super) fn streams_of(&self, slot: Slot) -> SmallVec<[StreamId; 2]> {
-        let block = self.table.block(slot);
-        let mut streams: SmallVec<[StreamId; 2]> =
-            self.fences.fences(block.fences).iter().map(|fence| fence.stream).collect();
-        if let BlockState::Free { stream, .. } = block.state {
-            streams.push(stream);
-        }
-        streams
     }
 
     /// Releases the memory of removed segments, oldest first. After a failure, the rest stays retired and is tried
@@ -273,14 +242,16 @@ impl<L: Lock> Heap<L> {
     /// the call fails, the block stays free and keeps its memory.
     fn shrink(&mut self, context: &DynContext<'_, L>, segment: u32) -> Result<(), BackendError> {
         let mut synchronized: SmallVec<[StreamId; 2]> = SmallVec::new();
-        for slot in self.table.blocks_of(segment).filter(|slot| self.table.block(*slot).is_free()).collect::<Vec<_>>() {
-            let block = self.table.block(slot);
-            let granule = self.rules.granule;
+        for slot in
+            self.arena.table().blocks_of(segment).filter(|slot| self.arena.block(*slot).is_free()).collect::<Vec<_>>()
+        {
+            let block = self.arena.block(slot);
+            let granule = self.arena.rules().granule;
             let (from, to) = (block.offset().next_multiple_of(granule), block.end() / granule * granule);
             if from >= to {
                 continue;
             }
-            for stream in self.streams_of(slot) {
+            for stream in self.arena.streams_of(slot) {
                 if !synchronized.contains(&stream) {
                     synchronize(context, stream)?;
                     synchronized.push(stream);
@@ -292,62 +263,21 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Releases the memory of `from..to`, whole granules of a free block whose users are synchronized.
-    pub(super) fn give_memory_back(
+    fn give_memory_back(
         &mut self,
         context: &DynContext<'_, L>,
         slot: Slot,
         from: Units,
         to: Units,
     ) -> Result<(), BackendError> {
-        let range = self.table.segment(self.table.block(slot).segment).range;
+        let segment = self.arena.block(slot).segment;
+        let Segment { id, range, .. } = *self.arena.table().segment(segment);
         context.backend.unmap(range, bytes(from), bytes(to - from))?;
         self.budgets(context).refund(bytes(to - from));
-        self.cut_hole(slot, from, to);
-        Ok(())
-    }
-
-    /// Turns `from..to` of a free block, whose memory was released, into a hole, or removes it at the end of the
-    /// segment.
-    fn cut_hole(&mut self, slot: Slot, from: Units, to: Units) {
-        let block = self.table.block(slot);
-        let (segment, offset, end, fences) = (block.segment, block.offset(), block.end(), block.fences);
-        self.unlink(slot);
-        // The streams are synchronized, so the rest of the block needs no wait either.
-        self.fences.clear(fences);
-        self.table.block_mut(slot).fences = FenceSetId::EMPTY;
-        let free = self.table.block(slot).state;
-        if from > offset {
-            let front = self.table.tiling().cut_front(slot, from - offset, free);
-            self.link(front);
-        }
-        let hole = if to < end {
-            let hole = self.table.tiling().cut_front(slot, to - from, BlockState::Hole);
-            self.link(slot);
-            hole
-        } else {
-            self.table.block_mut(slot).state = BlockState::Hole;
-            slot
-        };
-        self.table.segment_mut(segment).mapped -= to - from;
-        self.mapped_bytes -= bytes(to - from);
+        self.arena.cut_hole(slot, from, to);
         self.log_segment(SegmentEventKind::Shrink, segment, from, bytes(to - from));
-        let shrunk = Location::new(self.table.segment(segment).id, from);
-        self.fold(op_word(Mark::Shrink, StreamId(0), bytes(to - from)), shrunk.word());
-        self.join_holes(hole);
-    }
-
-    /// Restores the canonical tiling next to a new hole: no two adjacent holes, and none at the end.
-    fn join_holes(&mut self, mut slot: Slot) {
-        let Block { prev, next, segment, .. } = *self.table.block(slot);
-        if self.table.block(next).is_hole() {
-            self.table.tiling().absorb(next, slot);
-        }
-        if self.table.block(prev).is_hole() {
-            self.table.tiling().absorb(slot, prev);
-            slot = prev;
-        }
-        if self.table.is_last(slot) {
-            self.table.shorten(segment);
-        }
+        let shrunk = Location::new(id, from);
+        self.ledger.fold(op_word(Mark::Shrink, StreamId(0), bytes(to - from)), shrunk.word());
+        Ok(())
     }
 }

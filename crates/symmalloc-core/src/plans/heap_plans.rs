@@ -1,35 +1,75 @@
-//! A heap's plans, and the state of the step that follows one.
+//! The plans of a heap, the memory in which they place allocations, and the step that follows one.
+//!
+//! While a step is open, each request is compared with the plan's next one. If they are equal, and the earlier blocks
+//! that overlap its place are free, the allocation takes the place, without a search, a split or a later merge. The
+//! first request that differs ends this mode for the step: the rest of the step is placed the ordinary way, next to the
+//! plan memory.
 //!
 //! ```text
-//!             begin_step: a plan has the key            the request is the plan's next, and its place is free
+//!             begin: a plan has the key                 the request is the plan's next, and its place is free
 //!   no step ──────────────────────────────► following ◄──────────────────────────────────────────────┐
 //!      │  ▲                                   │    └───────────────────────────────────────────────────┘
 //!      │  │                     anything else │
-//!      ▼  │ end_step                          ▼
+//!      ▼  │ end                               ▼
 //!   learning, or nothing ◄──────── the ordinary way, to the end of the step
 //! ```
 //!
-//! All plans of a heap share the *plan memory*, which is one block of the heap. It exists from the first step that
+//! All plans of a heap share the *plan memory*, which is one block of the [`Arena`]. It exists from the first step that
 //! follows a plan until the next step that follows none, which uses it as ordinary memory. While the plan memory
 //! exists, each place has a slot in the block table. Unlike a block, a place is in no segment's ring and has no
 //! neighbors.
+//!
+//! ```text
+//!  segment   ┌───────────┬──────────────────────────────────┬──────┐
+//!            │ allocated │            plan memory           │ free │       one block of the ring, neither free nor allocated
+//!            └───────────┼───────┬────────┬─────────────────┼──────┘
+//!                        │ place │ place  │
+//!                        ├───────┴─┬──────┴───┐                             places overlap; those that are live do not
+//!                        │  place  │  place   │
+//!                        └─────────┴──────────┘
+//! ```
+//!
+//! Frees are not compared. A place that is freed too early does no harm, and a place that is not freed in time counts
+//! as a difference.
+//!
+//! A stream that takes a place waits for the users of every overlapping place, once per stream. As long as steps of the
+//! plan follow each other, the plan knows the last user of each offset and the streams that have waited for it
+//! ([`Schedule`]). After any other step, each stream of the plan waits for all places before
+//! the first request, and each request checks the allocations that are still live from before.
+//!
+//! A heap acquires the plan memory, waits for users, and records what happened. It asks this component where a request
+//! goes, and reports steps and frees to it. Nothing here calls the driver.
 
-use super::plan::Plan;
+use super::error::PlanError;
+use super::plan::{Plan, StepAllocation};
 use super::plan_cursor::PlanCursor;
+use super::prepared::{PlanInputs, PreparedPlans};
 use super::report::{DifferenceCause, StepDifference, StepReport, StepStats};
-use crate::blocks::table::Slot;
+use crate::arena::{Arena, fresh};
+use crate::blocks::table::{Block, BlockState, BlockTable, Slot};
+use crate::config::PlanPolicy;
+use crate::history::digest::{Mark, op_word};
+use crate::streams::clocks::Tick;
+use crate::streams::fences::{Fence, Fences};
 use crate::types::backend::DeviceAddress;
 use crate::types::ids::StreamId;
+use crate::types::units::bytes;
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use symmalloc_plan::{Lived, Place, Schedule, StepLearner};
+use symmalloc_plan::{Lived, Place, Schedule, StepLearner, Steps};
 
 /// A request: a stream and bytes.
 type Request = (StreamId, u64);
 
 /// Maximum number of consecutive steps of one key that may differ before a heap learns them again.
 const DIFFERENCES_MAX: u32 = 2;
+
+/// Returns the budget of the search for a learned plan. It is proportional to the number of planned allocations: a few
+/// seconds for 50,000 of them.
+fn learning_budget(allocations: usize) -> Steps {
+    Steps(2_000 * allocations as u64)
+}
 
 /// The use of plans in a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -39,8 +79,24 @@ pub(crate) enum StepMode {
     Ordinary,
     /// Compares requests with a plan. The rest of the step is [`Ordinary`](Self::Ordinary) from the first difference.
     Follow,
+    /// [`Follow`](Self::Follow) in a step that began with live places that its plan does not expect. Each request
+    /// also checks these.
+    FollowAmongLive,
     /// Logs requests, to learn a plan.
     Learn,
+}
+
+/// The placement of a request in a step.
+#[derive(Debug)]
+pub(crate) enum Answer {
+    /// At this place. The stream must first wait for the earlier users of `waits`, which are free.
+    Place { slot: Slot, waits: SmallVec<[Slot; 4]> },
+    /// By best fit, as the plan expects. The plan is followed further.
+    Unplaced,
+    /// By best fit. The allocation must be logged.
+    Log,
+    /// By best fit, like the rest of the step: the request differs from the plan.
+    Differs(DifferenceCause),
 }
 
 /// A known plan.
@@ -54,7 +110,7 @@ struct Known {
 /// A plan in the plan memory.
 #[derive(Debug)]
 struct Placed {
-    /// The cursor; the heap takes it while a step follows the plan.
+    /// The cursor, except while a step follows the plan.
     cursor: PlanCursor,
     /// Slots of the places of allocations that live into the next step, ascending.
     carried_over: Vec<Slot>,
@@ -62,27 +118,32 @@ struct Placed {
 
 /// The memory in which plans place allocations.
 #[derive(Debug)]
-pub(crate) struct PlanMemory {
-    /// Its block, which is in the segment's ring.
-    pub(crate) block: Slot,
-    /// The base of its segment.
-    pub(crate) base: DeviceAddress,
-    pub(crate) size_bytes: u64,
+struct PlanMemory {
+    /// Its block, which is in the segment's ring, in the state [`BlockState::Planned`].
+    block: Slot,
+    size_bytes: u64,
     /// The slots of all places.
-    pub(crate) places: Vec<Slot>,
+    places: Vec<Slot>,
     /// The streams for which plans allocate, ascending.
-    pub(crate) streams: SmallVec<[StreamId; 2]>,
+    streams: SmallVec<[StreamId; 2]>,
 }
 
-/// The plans of one heap.
+/// The plans of one heap. Between two calls, these invariants hold:
+///
+/// - Places lie in the plan memory, and live ones do not overlap (I12).
+/// - `placed` has one entry per plan while there is plan memory, and none otherwise.
+/// - `cursor` belongs to the plan `current` while a step follows it, and is empty otherwise.
+/// - `mode` is `Ordinary` unless a step is open, and also once the step has a `difference`.
+/// - `last_whole` is `None` unless every request since that step began got its planned place.
 #[derive(Debug, Default)]
 pub(crate) struct HeapPlans {
+    mode: StepMode,
+    /// Cursor of the plan that the step follows; empty otherwise.
+    cursor: PlanCursor,
     plans: Vec<Known>,
     memory: Option<PlanMemory>,
-    /// The plans in the plan memory, in the same order; empty while there is no memory.
+    /// The plans in the plan memory, in the order of `plans`.
     placed: Vec<Placed>,
-    /// The use of plans in the open step.
-    mode: StepMode,
     /// Index of the current step's plan; `None` if no plan has its key.
     current: Option<usize>,
     /// The plan that the last step followed to its end. A plan knows the last user of each offset only after such a
@@ -100,14 +161,60 @@ pub(crate) struct HeapPlans {
 }
 
 impl HeapPlans {
-    /// Returns the slots of places that were unexpectedly live when the step began.
+    /// Returns the place of a request that is the plan's next, if its stream has nothing to wait for. Advances to the
+    /// next request. Otherwise, [`answer`](Self::answer) decides.
     #[inline(always)]
-    pub(crate) fn unexpected_live(&self) -> &[Slot] {
-        &self.unexpected_live
+    pub(crate) fn next_place(&mut self, table: &BlockTable, stream: StreamId, requested: u64) -> Option<Slot> {
+        if self.mode != StepMode::Follow {
+            return None;
+        }
+        self.cursor.take_if(op_word(Mark::Allocate, stream, requested), table.blocks(), stream)
+    }
+
+    /// Returns the placement of the next request. The caller reports an allocation that succeeds:
+    /// [`note_served`](Self::note_served) if the plan is followed further, or [`note_logged`](Self::note_logged).
+    #[inline]
+    pub(crate) fn answer(&self, table: &BlockTable, stream: StreamId, requested: u64) -> Answer {
+        if self.mode == StepMode::Learn {
+            return Answer::Log;
+        }
+        let Some(checks) = self.cursor.checks_of(op_word(Mark::Allocate, stream, requested)) else {
+            return Answer::Differs(self.other_request((stream, requested)));
+        };
+        let Some(own) = checks.last().copied() else { return Answer::Unplaced };
+        // Also checks overlapping blocks that were unexpectedly live when the step began.
+        let (offset, end) = (table.block(own).offset(), table.block(own).end());
+        let overlaps = |block: &Block| block.offset() < end && offset < block.end();
+        let mut waits: SmallVec<[Slot; 4]> = SmallVec::new();
+        for slot in checks.iter().chain(self.unexpected_live.iter().filter(|slot| overlaps(table.block(**slot)))) {
+            if !table.block(*slot).is_ready_for(stream) {
+                waits.push(*slot);
+            }
+        }
+        match waits.iter().find(|slot| !table.block(**slot).is_free()) {
+            Some(taken) => {
+                let memory = self.memory_block().map_or(0, |memory| table.block(memory).offset());
+                let offset_bytes = bytes(table.block(*taken).offset() - memory);
+                Answer::Differs(DifferenceCause::Occupied { offset_bytes })
+            }
+            None => Answer::Place { slot: own, waits },
+        }
+    }
+
+    /// Returns the base of the segment that contains the places of the step's plan.
+    #[inline(always)]
+    pub(crate) fn base(&self) -> DeviceAddress {
+        self.cursor.base()
+    }
+
+    /// Records that the plan's next allocation was made as expected.
+    #[inline]
+    pub(crate) fn note_served(&mut self) {
+        self.cursor.advance();
     }
 
     /// Logs an allocation of the step.
-    pub(crate) fn note_allocation(&mut self, request: Request, slot: Slot) {
+    pub(crate) fn note_logged(&mut self, request: Request, slot: Slot) {
         self.learner.note_allocation(request, slot);
     }
 
@@ -117,29 +224,23 @@ impl HeapPlans {
         self.learner.note_free(slot);
     }
 
-    pub(crate) fn is_learning(&self) -> bool {
-        self.mode == StepMode::Learn
-    }
-
-    pub(crate) fn memory(&self) -> Option<&PlanMemory> {
-        self.memory.as_ref()
-    }
-
-    /// Returns the bytes of the plan memory.
-    pub(crate) fn memory_bytes(&self) -> u64 {
-        self.memory.as_ref().map_or(0, |memory| memory.size_bytes)
-    }
-
-    /// Returns the difference between a request and the plan's expectation for the allocation with this number.
-    pub(crate) fn other_request(&self, number: u32, requested: (StreamId, u64)) -> DifferenceCause {
+    /// Returns the difference between a request and the plan's expectation for the next allocation.
+    fn other_request(&self, requested: Request) -> DifferenceCause {
         let plan = self.current.map(|current| &self.plans[current].plan);
-        let planned = plan.and_then(|plan| plan.allocations().get(number as usize));
+        let planned = plan.and_then(|plan| plan.allocations().get(self.cursor.number() as usize));
         let planned = planned.map(|planned| (planned.wanted.stream, planned.wanted.requested_bytes));
         DifferenceCause::Request { planned, requested }
     }
 
-    /// Begins a step. Returns the use of plans in it.
-    pub(crate) fn begin(&mut self, key: u64, learns: bool, allocations: u64) -> StepMode {
+    /// Records that the step differs from its plan at the next allocation. The rest of the step is ordinary.
+    pub(crate) fn differ(&mut self, cause: DifferenceCause) -> StepDifference {
+        let difference = StepDifference { number: self.cursor.number(), cause };
+        (self.mode, self.difference, self.last_whole) = (StepMode::Ordinary, Some(difference), None);
+        difference
+    }
+
+    /// Begins a step of a heap that has made this many allocations. Returns the use of plans in it.
+    pub(crate) fn begin(&mut self, key: u64, policy: PlanPolicy, allocations: u64) -> StepMode {
         self.difference = None;
         self.allocations_before = allocations;
         self.unexpected_live.clear();
@@ -148,7 +249,7 @@ impl HeapPlans {
         let is_good = self.current.is_some_and(|at| self.plans[at].differences < DIFFERENCES_MAX);
         self.mode = if self.has_given_up {
             StepMode::Ordinary
-        } else if learns && !is_good {
+        } else if policy == PlanPolicy::Learn && !is_good {
             StepMode::Learn
         } else if self.current.is_some() {
             StepMode::Follow
@@ -156,53 +257,39 @@ impl HeapPlans {
             StepMode::Ordinary
         };
         if self.mode == StepMode::Learn {
-            self.learner.begin(key)
+            self.learner.begin(key);
         } else {
-            self.learner.pause()
+            self.learner.pause();
         }
         self.mode
     }
 
-    /// Takes the cursor of the step's plan. The plan memory exists.
-    pub(crate) fn take_cursor(&mut self) -> PlanCursor {
-        self.current.map_or_else(PlanCursor::default, |current| std::mem::take(&mut self.placed[current].cursor))
+    /// Starts to follow the step's plan in the plan memory, which exists. Returns `true` if each stream must first be
+    /// ordered behind the earlier users of all places, because the previous step did not follow the same plan.
+    pub(crate) fn follow(&mut self, table: &BlockTable) -> bool {
+        let (Some(current), Some(memory)) = (self.current, &self.memory) else { unreachable!("the step has a plan") };
+        let placed = &mut self.placed[current];
+        let is_unexpected =
+            |slot: &&Slot| !table.block(**slot).is_free() && placed.carried_over.binary_search(slot).is_err();
+        self.unexpected_live.extend(memory.places.iter().filter(is_unexpected));
+        self.cursor = std::mem::take(&mut placed.cursor);
+        if !self.unexpected_live.is_empty() {
+            self.mode = StepMode::FollowAmongLive;
+        }
+        self.last_whole.is_none()
     }
 
-    /// Returns `true` if the previous step followed the same plan to its end.
-    pub(crate) fn is_continued(&self) -> bool {
-        self.last_whole.is_some()
-    }
-
-    /// Records which places are live at the start of the step. Returns `true` if some of them are unexpected.
-    pub(crate) fn note_live(&mut self, is_live: impl Fn(&Slot) -> bool) -> bool {
-        let (Some(current), Some(memory)) = (self.current, &self.memory) else { return false };
-        let carried_over = &self.placed[current].carried_over;
-        let unexpected = memory.places.iter().filter(|slot| is_live(slot) && carried_over.binary_search(slot).is_err());
-        self.unexpected_live.extend(unexpected);
-        !self.unexpected_live.is_empty()
-    }
-
-    /// Records that the step differs from its plan at the allocation with this number.
-    pub(crate) fn differ(&mut self, number: u32, cause: DifferenceCause) -> StepDifference {
-        let difference = StepDifference { number, cause };
-        (self.mode, self.difference, self.last_whole) = (StepMode::Ordinary, Some(difference), None);
-        difference
-    }
-
-    /// Ends the step and takes its cursor back. Returns the report, and the allocations to plan for its key, if any.
-    pub(crate) fn end(
-        &mut self,
-        mut cursor: PlanCursor,
-        allocations: u64,
-    ) -> (StepReport, Option<Vec<Lived<Request>>>) {
-        if self.mode == StepMode::Follow {
+    /// Ends the step. A heap that learns may have new plans afterwards. Returns the report.
+    pub(crate) fn end(&mut self, key: u64, allocations: u64, inputs: PlanInputs<'_>) -> StepReport {
+        if matches!(self.mode, StepMode::Follow | StepMode::FollowAmongLive) {
             self.last_whole = self.current;
-            if !cursor.is_at_end() {
-                self.differ(cursor.number(), DifferenceCause::Ended);
+            if !self.cursor.is_at_end() {
+                self.differ(DifferenceCause::Ended);
             }
         }
         let mode = std::mem::take(&mut self.mode);
-        let is_followed = mode == StepMode::Follow;
+        let is_followed = matches!(mode, StepMode::Follow | StepMode::FollowAmongLive);
+        let mut cursor = std::mem::take(&mut self.cursor);
         let report = StepReport {
             allocations: allocations - self.allocations_before,
             planned: cursor.planned(),
@@ -221,7 +308,64 @@ impl HeapPlans {
         self.stats.followed += u64::from(is_followed);
         self.stats.allocations += report.allocations;
         self.stats.planned += report.planned;
-        (report, if mode == StepMode::Learn { self.learner.end() } else { None })
+        let learned = if mode == StepMode::Learn { self.learner.end() } else { None };
+        if let Some(learned) = learned.filter(|learned| !learned.is_empty()) {
+            self.plan_step(key, learned, inputs);
+        }
+        report
+    }
+
+    /// Plans a step that has occurred twice. The next such step follows the plan.
+    fn plan_step(&mut self, key: u64, learned: Vec<Lived<Request>>, inputs: PlanInputs<'_>) {
+        let allocation = |((stream, requested_bytes), until)| StepAllocation { stream, requested_bytes, until };
+        let wanted = learned.into_iter().map(allocation).collect();
+        let wanted_of = |plan: &Plan| plan.allocations().iter().map(|planned| planned.wanted).collect::<Vec<_>>();
+        let known = self.plans();
+        let others = known.iter().filter(|plan| plan.key() != key);
+        let mut steps: Vec<(u64, Vec<StepAllocation>)> = others.map(|plan| (plan.key(), wanted_of(plan))).collect();
+        steps.push((key, wanted));
+        if steps.len() > 1 {
+            // Allocations that live into the next step would block the places of a step with another key.
+            for (_, wanted) in &mut steps {
+                let count = wanted.len() as u32;
+                wanted.iter_mut().for_each(|it| it.until = it.until.filter(|until| *until <= count));
+            }
+        }
+        let granularity_bytes = bytes(inputs.rules.granule);
+        let solve = |(key, wanted): (u64, Vec<StepAllocation>)| {
+            let same = known.iter().find(|plan| plan.key() == key && wanted_of(plan) == wanted);
+            let budget = learning_budget(wanted.len());
+            let solve =
+                || Plan::solve(inputs.config, granularity_bytes, inputs.stream, key, &wanted, budget).map(Arc::new);
+            same.map_or_else(solve, |same| Ok(Arc::clone(same)))
+        };
+        let plans = steps.into_iter().map(solve).collect::<Result<_, _>>();
+        let prepared = plans.and_then(|plans| PreparedPlans::new(plans, inputs));
+        let (pool, stream) = (inputs.pool.0, inputs.stream.map(|stream| stream.0));
+        match prepared {
+            Ok(prepared) => {
+                let plan_bytes = prepared.memory_bytes();
+                tracing::info!(name: "plan.learned", target: "symmalloc", pool, stream, key, plan_bytes);
+                self.set_plans(prepared.plans());
+            }
+            Err(error) => {
+                tracing::warn!(name: "plan.failed", target: "symmalloc", pool, stream, key, %error);
+                self.give_up();
+            }
+        }
+    }
+
+    /// Prepares the known plans.
+    pub(crate) fn prepare(&self, inputs: PlanInputs<'_>) -> Result<PreparedPlans, PlanError> {
+        PreparedPlans::new(self.plans(), inputs)
+    }
+
+    /// Prepares a plan together with the known plans of other keys. Changes nothing.
+    pub(crate) fn prepare_with(&self, plan: Plan, inputs: PlanInputs<'_>) -> Result<PreparedPlans, PlanError> {
+        let mut plans = self.plans();
+        plans.retain(|other| other.key() != plan.key());
+        plans.push(Arc::new(plan));
+        PreparedPlans::new(plans, inputs)
     }
 
     /// Stops following and learning plans.
@@ -236,7 +380,7 @@ impl HeapPlans {
 
     /// Forgets all earlier steps. There must be no plan memory.
     pub(crate) fn forget(&mut self) {
-        self.set_plans(std::iter::empty());
+        self.set_plans(&[]);
         self.learner = StepLearner::default();
     }
 
@@ -246,34 +390,104 @@ impl HeapPlans {
     }
 
     /// Replaces the plans. There must be no plan memory.
-    pub(crate) fn set_plans(&mut self, plans: impl Iterator<Item = Arc<Plan>>) {
+    pub(crate) fn set_plans(&mut self, plans: &[Arc<Plan>]) {
         assert!(self.memory.is_none(), "plans must not change while the plan memory exists");
-        self.plans = plans.map(|plan| Known { plan, differences: 0 }).collect();
+        self.plans = plans.iter().map(|plan| Known { plan: Arc::clone(plan), differences: 0 }).collect();
         self.stats.learned += u64::from(!self.plans.is_empty());
         (self.current, self.last_whole, self.has_given_up) = (None, None, false);
     }
 
-    /// Installs the plans in their memory, in which every place has a slot.
-    pub(crate) fn install(&mut self, schedules: &[Schedule], slots: &BTreeMap<Place, Slot>, memory: PlanMemory) {
-        for (known, schedule) in self.plans.iter().zip(schedules) {
+    /// Installs the known plans, which are `prepared`, in a block that all their streams have waited for.
+    pub(crate) fn install(&mut self, prepared: &PreparedPlans, block: Slot, arena: &mut Arena) {
+        let mut slots = BTreeMap::new();
+        let places = prepared.schedules().iter().flat_map(Schedule::places);
+        for Place { offset, size } in places.copied() {
+            let add = || arena.add_place(block, offset, size, prepared.streams()[0]);
+            slots.entry(Place { offset, size }).or_insert_with(add);
+        }
+        let base = arena.table().segment(arena.block(block).segment).range.base;
+        for (known, schedule) in self.plans.iter().zip(prepared.schedules()) {
             let slot_of = |place: &u32| slots[&schedule.places()[*place as usize]];
             let mut carried_over: Vec<Slot> = schedule.carried().iter().map(slot_of).collect();
             carried_over.sort_unstable();
-            let cursor = PlanCursor::new(&known.plan, schedule, slot_of, memory.base);
-            self.placed.push(Placed { cursor, carried_over });
+            self.placed.push(Placed { cursor: PlanCursor::new(&known.plan, schedule, slot_of, base), carried_over });
         }
-        self.memory = Some(memory);
+        self.memory = Some(PlanMemory {
+            block,
+            size_bytes: prepared.memory_bytes(),
+            places: slots.into_values().collect(),
+            streams: prepared.streams().into(),
+        });
         self.stats.placed += 1;
     }
 
-    /// Removes the plan memory. The caller owns the slots of the places.
-    pub(crate) fn take_memory(&mut self) -> Option<PlanMemory> {
+    /// Removes the plan memory, which exists. Live allocations in it become ordinary blocks, and the rest becomes free.
+    /// `now` returns the current tick of a stream, and `owner` is the stream of the heap.
+    pub(crate) fn dissolve(&mut self, arena: &mut Arena, owner: Option<StreamId>, now: impl Fn(StreamId) -> Tick) {
+        let memory = self.memory.take().expect("there is plan memory");
         self.placed.clear();
         self.last_whole = None;
-        self.memory.take()
+        let free = memory.free_state(arena, owner, now);
+        arena.remove_places(memory.block, &memory.places, free);
+    }
+
+    /// Returns the slots of all places.
+    pub(crate) fn places(&self) -> &[Slot] {
+        self.memory.as_ref().map_or(&[], |memory| &memory.places)
+    }
+
+    /// Returns the streams for which the plans in the plan memory allocate, ascending.
+    pub(crate) fn streams(&self) -> &[StreamId] {
+        self.memory.as_ref().map_or(&[], |memory| &memory.streams)
+    }
+
+    /// Returns the block of the plan memory.
+    pub(crate) fn memory_block(&self) -> Option<Slot> {
+        self.memory.as_ref().map(|memory| memory.block)
+    }
+
+    /// Returns the bytes of the plan memory.
+    pub(crate) fn memory_bytes(&self) -> u64 {
+        self.memory.as_ref().map_or(0, |memory| memory.size_bytes)
     }
 
     pub(crate) fn stats(&self) -> StepStats {
         StepStats { plans: self.plans.len() as u64, plan_bytes: self.memory_bytes(), ..self.stats }
     }
 }
+
+impl PlanMemory {
+    /// Returns the state and fences of the memory of the free places. Its next user waits for all their users so far.
+    /// It need not wait for users from before the plans: each stream of the plans has waited for them, so a wait for
+    /// any of these streams covers them.
+    fn free_state(
+        &self,
+        arena: &Arena,
+        owner: Option<StreamId>,
+        now: impl Fn(StreamId) -> Tick,
+    ) -> (BlockState, Fences) {
+        let mut users: SmallVec<[StreamId; 4]> = SmallVec::new();
+        for slot in self.places.iter().filter(|slot| arena.block(**slot).is_free()) {
+            users.extend(arena.fences_of(*slot).iter().map(|fence| fence.stream));
+            users.extend(match arena.block(*slot).state {
+                BlockState::Free { stream, since } if since > 0 => Some(stream),
+                _ => None,
+            });
+        }
+        users.sort_unstable();
+        users.dedup();
+        let state = match owner {
+            Some(own) => fresh(own),
+            None => {
+                let stream = users.pop().unwrap_or(self.streams[0]);
+                BlockState::Free { stream, since: now(stream) }
+            }
+        };
+        let fence = |stream| Fence { stream, tick: now(stream), event: None };
+        (state, users.into_iter().map(fence).collect())
+    }
+}
+
+#[cfg(test)]
+#[path = "../../tests/unit/heap_plans.rs"]
+mod tests;

@@ -1,5 +1,5 @@
 //! Plans: steps whose allocations are known in advance. This module is independent of the heap; `heap/follow.rs`
-//! follows the plans.
+//! acquires the memory of plans and serves requests in it.
 //!
 //! A program marks its steps with [`begin_step`](crate::Allocator::begin_step) and
 //! [`end_step`](crate::Allocator::end_step). A heap that has a plan for a step places its allocations as planned. Plans
@@ -37,7 +37,8 @@
 pub(crate) mod error;
 pub(crate) mod heap_plans;
 pub(crate) mod plan;
-pub(crate) mod plan_cursor;
+mod plan_cursor;
+pub(crate) mod prepared;
 pub(crate) mod report;
 
 pub use error::{PlanError, StepError};

@@ -1,9 +1,10 @@
 //! The cursor of a plan: the expected requests of a step, and the position in them.
 
 use super::plan::Plan;
-use crate::blocks::table::Slot;
+use crate::blocks::table::{Block, Slot};
 use crate::history::digest::{Mark, op_word};
 use crate::types::backend::DeviceAddress;
+use crate::types::ids::StreamId;
 use symmalloc_plan::Schedule;
 
 /// One expected allocation.
@@ -26,15 +27,11 @@ pub(crate) struct PlanCursor {
     base: DeviceAddress,
     /// Numbers of the allocations that are placed the ordinary way, ascending.
     unplaced: Vec<u32>,
-    /// Number of the next allocation, plus [`UNEXPECTED`] in a step that begins with a live allocation that the plan does not
-    /// expect.
+    /// Number of the next allocation.
     next: usize,
     /// Start of the next allocation's places in `checks`.
     checks_from: usize,
 }
-
-/// A flag in [`PlanCursor::next`], larger than any number of an allocation.
-const UNEXPECTED: usize = 1 << 30;
 
 impl PlanCursor {
     /// Creates a cursor. `slot_of` maps the number of a place in the schedule to its slot.
@@ -53,16 +50,39 @@ impl PlanCursor {
         }
     }
 
+    /// Returns the place of the next allocation and advances, if `op` is the expected request and all places that must
+    /// be free are ready for its stream.
+    #[inline(always)]
+    pub(crate) fn take_if(&mut self, op: u64, blocks: &[Block], stream: StreamId) -> Option<Slot> {
+        let checks_end = self.expected.get(self.next).filter(|expected| expected.op == op)?.checks_end as usize;
+        let [others @ .., own] = self.checks.get(self.checks_from..checks_end)? else { return None };
+        let own = *own;
+        for slot in others {
+            if !blocks[*slot as usize].is_ready_for(stream) {
+                return None;
+            }
+        }
+        if !blocks[own as usize].is_ready_for(stream) {
+            return None;
+        }
+        self.next += 1;
+        self.checks_from = checks_end;
+        Some(own)
+    }
+
     /// Returns the slots of the places that must be free for the next allocation, or `None` if `op` is not the expected
     /// request. The last slot is the allocation's own place; there are no slots if it is placed the ordinary way.
-    ///
-    /// In a step that follows no plan, every request is unexpected. Unless `OR_UNEXPECTED`, this also holds for a step
-    /// with an unexpected live allocation, for which these places are not sufficient.
-    #[inline(always)]
-    pub(crate) fn next_if<const OR_UNEXPECTED: bool>(&self, op: u64) -> Option<&[Slot]> {
-        let next = if OR_UNEXPECTED { self.next % UNEXPECTED } else { self.next };
-        let expected = self.expected.get(next).filter(|expected| expected.op == op)?;
+    #[inline]
+    pub(crate) fn checks_of(&self, op: u64) -> Option<&[Slot]> {
+        let expected = self.expected.get(self.next).filter(|expected| expected.op == op)?;
         self.checks.get(self.checks_from..expected.checks_end as usize)
+    }
+
+    /// Advances to the next allocation.
+    #[inline]
+    pub(crate) fn advance(&mut self) {
+        self.checks_from = self.expected[self.next].checks_end as usize;
+        self.next += 1;
     }
 
     /// Returns the base of the segment that contains all places.
@@ -71,24 +91,13 @@ impl PlanCursor {
         self.base
     }
 
-    /// Advances to the next allocation. The current one has `checks` places.
-    #[inline(always)]
-    pub(crate) fn advance(&mut self, checks: usize) {
-        self.next += 1;
-        self.checks_from += checks;
-    }
-
-    pub(crate) fn set_unexpected(&mut self, has_unexpected: bool) {
-        self.next = if has_unexpected { UNEXPECTED } else { 0 };
-    }
-
     /// Returns the number of the next allocation.
     pub(crate) fn number(&self) -> u32 {
-        (self.next % UNEXPECTED) as u32
+        self.next as u32
     }
 
     pub(crate) fn is_at_end(&self) -> bool {
-        self.number() as usize == self.expected.len()
+        self.next == self.expected.len()
     }
 
     pub(crate) fn rewind(&mut self) {

@@ -1,39 +1,28 @@
-//! Fencing orders a block's next user behind its earlier users (rule D3). A part of [`Heap`].
+//! Fencing orders a block's next user behind its earlier users (rule D3). A part of [`Arena`].
 //!
 //! While a block is allocated, its uses by other streams are recorded. When it is freed, they become events, which stay
 //! with the free block until the stream that takes it waits for them. Only this file makes these driver calls.
 
-use super::{DynContext, Heap, Live};
-use crate::blocks::table::{Block, BlockState, Slot};
-use crate::config::errors::HandleError;
-use crate::history::digest::{Mark, op_word};
-use crate::streams::fences::{Fence, FenceSetId, FenceTable, Fences};
+use super::Arena;
+use super::context::DynContext;
+use crate::blocks::table::{BlockState, Slot};
+use crate::streams::fences::{Fence, FenceSetId, Fences};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::BackendError;
-use crate::types::handle::Handle;
 use crate::types::ids::StreamId;
 use smallvec::SmallVec;
 
-impl<L: Lock> Heap<L> {
-    /// Records that work on `stream` uses the allocation.
-    pub(crate) fn record_use(&mut self, handle: Handle, stream: StreamId) -> Result<(), HandleError> {
-        let Live { stream: owner, .. } = self.live(handle)?;
-        let block = self.table.block_mut(handle.slot());
-        if stream != owner {
-            block.fences = self.fences.add(block.fences, Fence::of(stream));
-        }
-        let location = block.location;
-        self.fold(op_word(Mark::RecordUse, stream, 0), location.word());
-        if let Some(journal) = &mut self.journal
-            && let Some(name) = self.names.find(handle.slot())
-        {
-            journal.name_newest(name);
-        }
-        Ok(())
+impl Arena {
+    /// Records that work on `stream`, which is not the owner, uses an allocated block.
+    #[inline]
+    pub(crate) fn add_use(&mut self, slot: Slot, stream: StreamId) {
+        let block = self.table.block_mut(slot);
+        block.fences = self.fences.add(block.fences, Fence::of(stream));
     }
 
     /// Records an event on every other stream that used an allocated block: all events or none.
-    pub(super) fn fence_uses(&mut self, context: &DynContext<'_, L>, slot: Slot) -> Result<(), BackendError> {
+    #[inline]
+    pub(crate) fn fence_uses<L: Lock>(&mut self, context: &DynContext<'_, L>, slot: Slot) -> Result<(), BackendError> {
         let set = self.table.block(slot).fences;
         let uses = self.fences.fences(set);
         let mut fences = Fences::new();
@@ -54,7 +43,7 @@ impl<L: Lock> Heap<L> {
 
     /// Orders `stream` behind all earlier users of the free block, on the device. After an error, the next attempt
     /// performs the remaining waits.
-    pub(super) fn wait_for_earlier_users(
+    pub(crate) fn wait_for_earlier_users<L: Lock>(
         &mut self,
         context: &DynContext<'_, L>,
         slot: Slot,
@@ -72,7 +61,7 @@ impl<L: Lock> Heap<L> {
         for fence in self.fences.fences(set) {
             order_behind(context, stream, *fence)?;
         }
-        if self.identity.stream.is_some() {
+        if self.stream.is_some() {
             // No other stream takes from this heap, so no stream waits for these fences again.
             self.fences.clear(set);
             self.table.block_mut(slot).fences = FenceSetId::EMPTY;
@@ -83,44 +72,30 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Merges the fences of one free block into those of another, so that users of the second wait for both.
-    #[inline(never)]
-    pub(super) fn merge_fences(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to: Slot) {
-        let (giver, taker) = (&blocks[from as usize], &blocks[to as usize]);
-        let (BlockState::Free { stream: other, since: other_since }, BlockState::Free { stream, since }) =
-            (giver.state, taker.state)
-        else {
-            unreachable!("only free blocks are merged");
-        };
-        let mut fences = table.union(taker.fences, giver.fences);
-        let state = if stream == other {
-            BlockState::Free { stream, since: since.max(other_since) }
-        } else if since == 0 {
-            // Memory that no stream has used yet takes over its neighbor's owner.
-            BlockState::Free { stream: other, since: other_since }
-        } else {
-            if other_since != 0 {
-                fences = table.add(fences, Fence { stream: other, tick: other_since, event: None });
-            }
-            BlockState::Free { stream, since }
-        };
-        blocks[from as usize].fences = FenceSetId::EMPTY;
-        let taker = &mut blocks[to as usize];
-        (taker.fences, taker.state) = (fences, state);
+    /// Drops the fences of a free block, for which its next user has waited.
+    pub(crate) fn drop_fences<L: Lock>(&mut self, context: &DynContext<'_, L>, slot: Slot) {
+        let fences = std::mem::replace(&mut self.table.block_mut(slot).fences, FenceSetId::EMPTY);
+        if !fences.is_empty() {
+            self.fences.clear(fences);
+            self.recycle_spent(context);
+        }
     }
 
     /// Returns the events that no fence refers to any more to the backend.
     #[inline(always)]
-    pub(crate) fn recycle_spent(&mut self, context: &DynContext<'_, L>) {
+    pub(crate) fn recycle_spent<L: Lock>(&mut self, context: &DynContext<'_, L>) {
         self.fences.drain_spent(|event| context.backend.recycle(event));
     }
 
     /// Drops the fences that have completed, according to the backend. This does not affect placement. Returns the
-    /// number of dropped fences.
-    pub(crate) fn drop_completed_fences(&mut self, context: &DynContext<'_, L>) -> Result<u64, BackendError> {
+    /// number of dropped fences. `places` are the places of plans.
+    pub(crate) fn drop_completed_fences<L: Lock>(
+        &mut self,
+        context: &DynContext<'_, L>,
+        places: &[Slot],
+    ) -> Result<u64, BackendError> {
         let mut dropped = 0;
-        let places = self.places().to_vec();
-        for slot in self.all_blocks().into_iter().chain(places) {
+        for slot in self.all_blocks().into_iter().chain(places.iter().copied()) {
             let set = self.table.block(slot).fences;
             let mut completed = SmallVec::<[StreamId; 2]>::new();
             for fence in self.fences.fences(set) {
