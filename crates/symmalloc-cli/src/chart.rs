@@ -1,8 +1,10 @@
 //! `symmalloc chart`: pictures of a job.
 
+mod file;
 mod share;
 
-use crate::Verdict;
+pub(crate) use file::file_name;
+
 use crate::args::{ChartArgs, PolicyArgs};
 use crate::beginning::lived_before;
 use crate::destination::{Destination, shown};
@@ -12,12 +14,13 @@ use crate::escape::visible_line;
 use crate::output::{self, Palette};
 use crate::picture::history::{self, Words};
 use crate::picture::memory::{Memory, has_placements, same_point};
-use crate::picture::png::png;
 use crate::picture::timeline::{ALLOCATED, JobCurves, LIVE, Peak, PlannedCurve, RESERVED};
 use crate::picture::{NARROW, Selection, WIDE, following, heap_name, map, page};
 use crate::planned;
 use crate::quantity::{count, memory};
 use crate::recorded::Recorded;
+use crate::verdict::Verdict;
+use file::Format;
 use maud::{PreEscaped, html};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -26,33 +29,6 @@ use symmalloc_core::config::Config;
 use symmalloc_import::rerun::{Happened, Rerun};
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::Program;
-
-/// Format of a picture file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Format {
-    Svg,
-    Png,
-    Html,
-}
-
-impl Format {
-    fn of(path: &Path) -> Result<Self, CliError> {
-        match path.extension().and_then(|extension| extension.to_str()) {
-            Some("svg") => Ok(Format::Svg),
-            Some("png") => Ok(Format::Png),
-            Some("html" | "htm") => Ok(Format::Html),
-            _ => Err(CliError::UnknownPicture { path: path.to_path_buf() }),
-        }
-    }
-
-    /// Returns the content of the picture's file.
-    fn file(self, picture: String) -> Result<Vec<u8>, CliError> {
-        match self {
-            Format::Png => Ok(png(&picture)?),
-            Format::Svg | Format::Html => Ok(picture.into_bytes()),
-        }
-    }
-}
 
 /// Returns a peak as JSON.
 pub(crate) fn peak(peak: Peak) -> Value {
@@ -208,10 +184,6 @@ fn placements(recorded: &Recorded) -> Result<Vec<Option<Placement>>, CliError> {
         })
         .map_err(failed)?;
     Ok(placements)
-}
-
-pub(crate) fn file_name(path: &Path) -> String {
-    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
 pub(crate) fn history_figure(name: &str, recorded: &Recorded, timeline: &JobCurves) -> String {

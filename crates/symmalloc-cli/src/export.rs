@@ -3,7 +3,6 @@
 
 mod timeline;
 
-use crate::Verdict;
 use crate::args::{ExportArgs, ExportFormat};
 use crate::beginning::lived_before;
 use crate::content::Content;
@@ -12,6 +11,7 @@ use crate::error::CliError;
 use crate::output::{Channel, Palette};
 use crate::quantity::{count, counted};
 use crate::recorded::Recorded;
+use crate::verdict::Verdict;
 use serde_json::{Value, json};
 use std::borrow::Cow;
 use std::fmt::Write as _;

@@ -1,6 +1,5 @@
 //! `symmalloc import`: conversion of any readable recording to a trace, with a report of everything that was added or left out.
 
-use crate::Verdict;
 use crate::args::ImportArgs;
 use crate::beginning::lived_before;
 use crate::content::Content;
@@ -10,6 +9,7 @@ use crate::input;
 use crate::output::{Channel, Palette};
 use crate::quantity::{count, counted};
 use crate::replay::{describe, format_name};
+use crate::verdict::Verdict;
 use serde_json::{Value, json};
 use std::fmt::Write;
 use symmalloc_import::{Recording, Summary};

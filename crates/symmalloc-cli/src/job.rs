@@ -21,88 +21,29 @@
 //! ```
 
 mod address;
+mod error;
+mod options;
 mod outcome;
 mod ranks;
 mod sequence;
 mod unknown;
 
+pub use error::JobError;
+pub use options::{Options, Order, Segments};
 pub(crate) use outcome::Steady;
 pub use outcome::{Decision, Divergence, Outcome, Peaks, PlannedOps};
 pub(crate) use unknown::{UnknownToModel, keys};
 
-use clap::ValueEnum;
 use ranks::{Report, Rule};
 use std::collections::{BTreeMap, BTreeSet};
-use std::num::NonZeroU32;
 use std::ops::ControlFlow;
 use std::sync::Arc;
-use symmalloc_core::backend::BackendError;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy, StreamPolicy};
-use symmalloc_core::errors::FreeError;
 use symmalloc_core::op::Op;
-use symmalloc_core::units::Amount;
 use symmalloc_core::{PoolId, StreamId};
 use symmalloc_import::Recording;
 use symmalloc_trace::plan::PlanFile;
-use symmalloc_trace::replay::{Program, ReplayError, StepError};
-
-/// Order of free blocks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum Order {
-    /// By size, sequence and offset; other streams' uses are fenced (symmalloc)
-    #[default]
-    Sequence,
-    /// By size and address; events are polled (the model of PyTorch)
-    Address,
-}
-
-/// Policy by which the default pool obtains memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Segments {
-    /// One growing range per heap
-    Expandable,
-    /// PyTorch's size rules
-    Fixed,
-}
-
-/// Options for replaying a job.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Options {
-    /// Number of simulated ranks.
-    pub ranks: NonZeroU32,
-    /// Placement rule.
-    pub order: Order,
-    /// Segments of the default pool. `None`: the recording's policy, or else expandable.
-    pub segments: Option<Segments>,
-    /// Separate or shared free blocks for the streams of the default pool. `None`: the recording's policy, or else separate. The
-    /// model of address order always keeps streams separate.
-    pub streams: Option<StreamPolicy>,
-    /// Seed of the simulated job. The same seed always gives the same addresses and timings on every rank.
-    pub seed: u64,
-    /// Number of passes over the program on each rank. Everything is freed between passes. The first pass alone is optimistic: a
-    /// later pass starts with all the memory reserved so far, and best fit may break up the part that a large request needs. In the
-    /// model of address order, rank 0 runs all passes and the other ranks run one.
-    pub passes: NonZeroU32,
-    /// Plans for this job and its configuration, which our rule follows. Each pass is a step, unless the program has its own
-    /// steps.
-    pub plan: Option<Arc<PlanFile>>,
-}
-
-impl Default for Options {
-    /// Returns options for eight ranks, our rule, the recording's configuration, seed 0, and five passes: the first
-    /// starts without memory, and the other four reuse the memory reserved before.
-    fn default() -> Self {
-        Options {
-            ranks: NonZeroU32::new(8).expect("8 is not zero"),
-            order: Order::Sequence,
-            segments: None,
-            streams: None,
-            seed: 0,
-            passes: NonZeroU32::new(5).expect("5 is not zero"),
-            plan: None,
-        }
-    }
-}
+use symmalloc_trace::replay::{Program, ReplayError};
 
 /// A program and the configuration of its allocator.
 #[derive(Clone, Debug)]
@@ -221,7 +162,7 @@ impl Job {
         match options.order {
             Order::Sequence => {
                 let rule = sequence::Sequence { program: &self.program, config: &config, options };
-                ranks::replay(&rule, self, options, rank_done)
+                ranks::replay(&rule, &self.program, options, rank_done)
             }
             Order::Address => self.replay_by_address(config.default_pool(), options, rank_done),
         }
@@ -253,7 +194,7 @@ impl Job {
     ) -> Result<Outcome, JobError> {
         let passes = options.passes.get();
         let rule = address::Address { program: &self.program, rules, seed: options.seed, passes };
-        ranks::replay(&rule, self, options, rank_done)
+        ranks::replay(&rule, &self.program, options, rank_done)
     }
 }
 
@@ -267,70 +208,6 @@ fn default_pool(op: &Op) -> Option<&PoolConfig> {
 /// Maximum bytes of address space that heaps may reserve at the same time. A device has 2^47 bytes. Ranges at arbitrary addresses fill
 /// about three quarters of it before no other range fits.
 const ADDRESSES_MAX: u64 = 3 << 45;
-
-/// Error that prevents the replay of a job.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum JobError {
-    /// The combined configuration of recording and options is invalid.
-    #[error(transparent)]
-    Config(#[from] ConfigError),
-    /// An op fails.
-    #[error("op {op} on rank {rank}: {error}")]
-    Step {
-        /// The rank.
-        rank: u32,
-        /// The op, counted from 0.
-        op: usize,
-        /// The cause.
-        error: StepError,
-    },
-    /// The heaps of the job exceed the address space of a device.
-    #[error(
-        "{heaps} heaps reserve {} of address space at the same time, more than a device has: lower range_mb, \
-         let streams share, or use segments:fixed", Amount(*addresses)
-    )]
-    Addresses {
-        /// Number of heaps that exist at the same time, including the first that does not fit.
-        heaps: usize,
-        /// Address space that these heaps reserve, in bytes.
-        addresses: u64,
-    },
-    /// A pool cannot adopt its plan.
-    #[error("the plan cannot be followed on rank {rank}: {error}")]
-    Plan {
-        /// The rank.
-        rank: u32,
-        /// The cause.
-        error: StepError,
-    },
-    /// The next pass cannot begin.
-    #[error("the next pass cannot begin on rank {rank}: {error}")]
-    Pass {
-        /// The rank.
-        rank: u32,
-        /// The cause.
-        error: StepError,
-    },
-    /// The allocations that the program left over cannot be freed.
-    #[error("leftover allocations cannot be freed on rank {rank}: {error}")]
-    Free {
-        /// The rank.
-        rank: u32,
-        /// The cause.
-        error: FreeError,
-    },
-    /// A call to the simulated device of the address-order model fails.
-    #[error("op {op} on rank {rank}, in the model of address order: {error}")]
-    Model {
-        /// The rank.
-        rank: u32,
-        /// The op, counted from 0.
-        op: usize,
-        /// The cause.
-        error: BackendError,
-    },
-}
 
 #[cfg(test)]
 mod tests {

@@ -60,32 +60,14 @@ mod report;
 mod run;
 mod simulate;
 pub mod timing;
+mod verdict;
 
 use args::{Args, Command};
 use clap::Parser;
 use error::CliError;
 use std::ffi::OsString;
 use std::process::ExitCode;
-
-/// Meaning of the exit code of a command that had valid input.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Verdict {
-    /// Ranks agree, and no allocation is refused.
-    Agree,
-    /// Ranks differ.
-    Differ,
-    /// Allocations were refused.
-    Refused,
-}
-
-impl From<Verdict> for ExitCode {
-    fn from(verdict: Verdict) -> Self {
-        match verdict {
-            Verdict::Agree => ExitCode::SUCCESS,
-            Verdict::Differ | Verdict::Refused => ExitCode::from(3),
-        }
-    }
-}
+use verdict::Verdict;
 
 /// Runs the program with these arguments, whose first is the program's name, and returns its exit code.
 pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {

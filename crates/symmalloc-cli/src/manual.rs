@@ -1,10 +1,10 @@
 //! `symmalloc completions` and `symmalloc man`, generated from the same command descriptions as `--help`.
 
-use crate::Verdict;
 use crate::args::{Args, CompletionsArgs, ManArgs};
 use crate::collection;
 use crate::error::CliError;
 use crate::output;
+use crate::verdict::Verdict;
 use clap::CommandFactory;
 use clap::builder::PossibleValuesParser;
 use clap_complete::Shell;

@@ -8,13 +8,13 @@
 
 mod figures;
 mod heap;
+mod job_plan;
 mod program;
 mod proof;
 mod reservations;
 mod screen;
 mod sizes;
 
-use crate::Verdict;
 use crate::args::PlanArgs;
 use crate::content::Content;
 use crate::destination::Destination;
@@ -22,23 +22,16 @@ use crate::diff::{OpDifference, other_job, told_without_size};
 use crate::error::CliError;
 use crate::output::{self, Palette};
 use crate::recorded::Recorded;
+use crate::verdict::Verdict;
 use figures::Figures;
 use heap::HeapPlan;
+use job_plan::JobPlan;
 use reservations::ReservationPlan;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 use symmalloc_core::op::Op;
 use symmalloc_import::rerun::Owner;
 use symmalloc_trace::plan::{PlanFile, to_text};
-
-/// Results for one job.
-struct JobPlan<'a> {
-    /// The recordings of the job: one, or one per rank.
-    traces: &'a [PathBuf],
-    figures: Figures,
-    /// The reservations, or the error if a limit or an address range is too small for them.
-    reservations: Result<ReservationPlan, CliError>,
-}
 
 /// Plans each job. The verdict is `Differ` if a rank obtains memory despite its reservations.
 pub(crate) fn plan(args: &PlanArgs) -> Result<Verdict, CliError> {

@@ -4,7 +4,6 @@ mod finding;
 mod json;
 mod screen;
 
-use crate::Verdict;
 use crate::args::ReplayArgs;
 use crate::content::Content;
 use crate::destination::Destination;
@@ -16,6 +15,7 @@ use crate::planned::follow;
 use crate::progress::Progress;
 use crate::recorded::reconfigure;
 use crate::timing;
+use crate::verdict::Verdict;
 use finding::ReplayFinding;
 use screen::Screen;
 pub(crate) use screen::{format_name, kind_of as describe};

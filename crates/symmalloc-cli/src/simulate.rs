@@ -1,26 +1,27 @@
 //! `symmalloc simulate`: whole jobs on many adverse ranks. A failure is shrunk and saved as a trace.
 
+mod finding;
 mod json;
 mod resident;
 mod screen;
 
-use crate::Verdict;
 use crate::args::SimulateArgs;
 use crate::error::CliError;
 use crate::input;
 use crate::output::{self, Palette};
 use crate::progress::Progress;
+use crate::verdict::Verdict;
+use finding::{ProgramSource, SimulationFinding, Told};
 use std::fs;
 use std::io::{Read, Write};
-use std::num::{NonZeroU32, NonZeroUsize};
-use std::path::{Path, PathBuf};
+use std::num::NonZeroUsize;
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use symmalloc_files::Draft;
-use symmalloc_import::Recording;
-use symmalloc_sim::job::shrink::{Shrunk, shrink};
-use symmalloc_sim::job::{Failure, JobOutcome, JobPlan, Size, simulate as run_plan, story};
+use symmalloc_sim::job::shrink::shrink;
+use symmalloc_sim::job::{Failure, JobOutcome, JobPlan, simulate as run_plan, story};
 use symmalloc_trace::MAGIC;
 
 /// Approximate budget for shrinking a failure, in steps times ranks. It takes some minutes.
@@ -29,36 +30,6 @@ const SHRINK_STEPS: usize = 400_000_000;
 const SHRINK_RUNS_MAX: usize = 3000;
 /// Maximum size of a saved failure. Larger files are recordings.
 const STORY_BYTES_MAX: u64 = 64 << 20;
-
-/// Source of the programs.
-enum ProgramSource {
-    /// Generated from seeds.
-    Generated,
-    /// Taken from a recording.
-    Recorded { path: PathBuf, recording: Box<Recording> },
-    /// Taken from a saved failure.
-    Story { path: PathBuf, plan: Box<JobPlan> },
-}
-
-/// Result of the runs of one source.
-struct SimulationFinding<'a> {
-    source: &'a ProgramSource,
-    args: &'a SimulateArgs,
-    runs: u64,
-    outcome: JobOutcome,
-    elapsed: Duration,
-    /// Host memory per rank on this machine, in bytes; `None` if it cannot be determined.
-    state_bytes_per_rank: Option<u64>,
-    failure: Option<Told>,
-}
-
-/// A failure and its saved file.
-struct Told {
-    shrunk: Shrunk,
-    /// The failure before it was shrunk.
-    first: Failure,
-    story: PathBuf,
-}
 
 /// Runs the simulations. The verdict is `Differ` if any run failed.
 pub(crate) fn simulate(args: &SimulateArgs) -> Result<Verdict, CliError> {
@@ -116,42 +87,6 @@ fn story_text(path: &Path) -> Option<String> {
     file.take(STORY_BYTES_MAX + 1).read_to_end(&mut bytes).ok()?;
     let is_trace = bytes.starts_with(MAGIC.as_bytes()) && bytes.len() as u64 <= STORY_BYTES_MAX;
     is_trace.then(|| String::from_utf8(bytes).ok()).flatten()
-}
-
-impl ProgramSource {
-    /// Returns the plan of a run.
-    fn plan(&self, args: &SimulateArgs, seed: u64) -> JobPlan {
-        match self {
-            ProgramSource::Generated => JobPlan::from_seed(seed, &Size { ranks: ranks(args), ops: args.ops as usize }),
-            ProgramSource::Recorded { recording, .. } => {
-                let config = recording.config.clone().unwrap_or_default();
-                JobPlan::of_recorded(&config, &recording.records, seed, ranks(args))
-            }
-            ProgramSource::Story { plan, .. } => (**plan).clone(),
-        }
-    }
-
-    /// Returns the number of runs. A saved failure is always a single run.
-    fn runs(&self, args: &SimulateArgs) -> u64 {
-        if matches!(self, ProgramSource::Story { .. }) { 1 } else { args.seeds.into() }
-    }
-
-    fn path(&self) -> Option<&Path> {
-        match self {
-            ProgramSource::Generated => None,
-            ProgramSource::Recorded { path, .. } | ProgramSource::Story { path, .. } => Some(path),
-        }
-    }
-
-    fn name(&self) -> String {
-        let name = self.path().map(|path| path.file_name().unwrap_or_default().to_string_lossy().into_owned());
-        name.unwrap_or_else(|| "generated jobs".to_owned())
-    }
-}
-
-/// Returns the number of ranks, which the argument parser has checked to be at least one.
-fn ranks(args: &SimulateArgs) -> NonZeroU32 {
-    NonZeroU32::new(args.ranks).unwrap_or(NonZeroU32::MIN)
 }
 
 fn find_out<'a>(source: &'a ProgramSource, args: &'a SimulateArgs) -> Result<SimulationFinding<'a>, CliError> {

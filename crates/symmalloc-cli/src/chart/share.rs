@@ -1,7 +1,6 @@
 //! `symmalloc chart --share`: one picture that compares a job under different allocators.
 
-use super::{Format, file_name};
-use crate::Verdict;
+use super::file::{Format, file_name};
 use crate::args::ChartArgs;
 use crate::destination::{Destination, shown};
 use crate::error::CliError;
@@ -11,6 +10,7 @@ use crate::picture::share::{Bar, Shared, draw};
 use crate::planned::PlannedJob;
 use crate::quantity::{counted, memory};
 use crate::recorded::Recorded;
+use crate::verdict::Verdict;
 use serde_json::json;
 use std::num::NonZeroU32;
 

@@ -1,9 +1,9 @@
 //! The files of `symmalloc diff`, which are two recordings or any number of flight records, depending on their content.
 
 use super::{flights, report};
-use crate::Verdict;
 use crate::args::DiffArgs;
 use crate::error::CliError;
+use crate::verdict::Verdict;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;

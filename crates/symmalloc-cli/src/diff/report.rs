@@ -1,13 +1,13 @@
 //! The output of `symmalloc diff` for two recordings.
 
 use super::{Diff, OpDifference, PlacementDifference};
-use crate::Verdict;
 use crate::args::DiffArgs;
 use crate::error::CliError;
 use crate::input;
 use crate::output::{self, Palette};
 use crate::quantity::{count, counted, exact_memory, op_of_allocation};
 use crate::replay::describe;
+use crate::verdict::Verdict;
 use serde_json::{Value, json};
 use std::fmt::Write;
 use std::path::Path;

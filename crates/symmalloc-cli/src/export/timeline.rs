@@ -1,7 +1,6 @@
 //! Export of a recording as a timeline. The file may be larger than memory, so it is written while the job runs. A first run checks
 //! that the job can be replayed.
 
-use crate::Verdict;
 use crate::args::{AtMost, ExportArgs};
 use crate::beginning::lived_before;
 use crate::destination::{Destination, shown};
@@ -9,6 +8,7 @@ use crate::error::CliError;
 use crate::output::{Channel, Palette};
 use crate::quantity::{count, counted};
 use crate::recorded::Recorded;
+use crate::verdict::Verdict;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 use symmalloc_import::export::ExportError;

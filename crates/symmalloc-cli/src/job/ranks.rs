@@ -10,7 +10,7 @@
 //! the number of passes.
 
 use super::outcome::PlannedOps;
-use super::{Decision, Divergence, Job, JobError, Options, Outcome, Peaks, Segments};
+use super::{Decision, Divergence, JobError, Options, Outcome, Peaks, Segments};
 use std::num::NonZeroUsize;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -19,6 +19,7 @@ use std::thread;
 use symmalloc_core::config::StreamPolicy;
 use symmalloc_core::ids::AllocationId;
 use symmalloc_core::op::Op;
+use symmalloc_trace::replay::Program;
 
 /// A placement rule.
 pub(super) trait Rule: Sync {
@@ -69,11 +70,11 @@ pub(super) struct Report {
 /// Runs all ranks of a job and compares them.
 pub(super) fn replay(
     rule: &impl Rule,
-    job: &Job,
+    program: &Program,
     options: &Options,
     rank_done: &(dyn Fn() + Sync),
 ) -> Result<Outcome, JobError> {
-    let mut journal = Journal::new(job.program.allocation_count());
+    let mut journal = Journal::new(program.allocation_count());
     let report = rule.run(0, |at, decision| journal.push(at, decision))?;
     journal.end_pass();
     rank_done();
@@ -85,7 +86,7 @@ pub(super) fn replay(
             pass: at.pass,
             op: at.op,
             allocation: at.allocation,
-            name: job.program.name(AllocationId(at.allocation as u64)).map(Into::into),
+            name: program.name(AllocationId(at.allocation as u64)).map(Into::into),
             decisions: on_all_cores(ranks, |rank| decision_at(rule, rank, at))?,
         }),
     };
@@ -109,8 +110,7 @@ pub(super) fn replay(
         decisions,
         planned: rule.is_planned().then(|| PlannedOps {
             planned: report.planned,
-            all: u64::from(options.passes.get())
-                * job.program.ops().iter().filter(|op| takes_memory(op)).count() as u64,
+            all: u64::from(options.passes.get()) * program.ops().iter().filter(|op| takes_memory(op)).count() as u64,
         }),
     })
 }
@@ -280,7 +280,7 @@ fn workers<T: Send>(at_most: u32, work: impl Fn() -> Result<T, JobError> + Sync)
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::job::Order;
+    use crate::job::{Job, Order};
     use symmalloc_core::ids::{Placement, SegmentId};
     use symmalloc_import::{ReadOptions, read_bytes};
 

@@ -1,6 +1,6 @@
 //! The text output of `plan`: what the plan saves, and the reservations without a plan: sizes, lines to paste, and the proof.
 
-use super::JobPlan;
+use super::job_plan::JobPlan;
 use super::reservations::ReservationPlan;
 use crate::args::PlanArgs;
 use crate::escape::quoted;

@@ -1,6 +1,8 @@
 //! The HTML page of a report.
 
-use super::{Findings, Fragmentation, PlanOutcome, PlanTrial, RecordedReserved, Trial};
+use super::findings::{Findings, Fragmentation, PlanOutcome, PlanTrial};
+use super::recorded_reserved::RecordedReserved;
+use super::settings::Trial;
 use crate::beginning::lived_before;
 use crate::chart::{file_name, history_figure, map_figure};
 use crate::job::Options;

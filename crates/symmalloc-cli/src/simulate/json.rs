@@ -1,6 +1,6 @@
 //! The output of `simulate --json`. Its keys are an interface: `symmalloc simulate --help` lists them.
 
-use super::{SimulationFinding, Told};
+use super::finding::{SimulationFinding, Told};
 use serde_json::{Value, json};
 
 /// Returns the object of one trace, or of the generated jobs.

@@ -1,6 +1,6 @@
 //! The text output of `simulate`: the plan of a single run, the events on its ranks, and the result.
 
-use super::{ProgramSource, SimulationFinding, Told};
+use super::finding::{ProgramSource, SimulationFinding, Told};
 use crate::destination::shown;
 use crate::output::{Palette, Table};
 use crate::quantity::{count, counted, memory};

@@ -1,6 +1,6 @@
 //! The output of `diff --json` for flight records. Its keys are an interface: `symmalloc diff --help` lists them.
 
-use super::{CommunicatorFlights, RankFlight};
+use super::rows::{CommunicatorFlights, RankFlight};
 use serde_json::{Value, json};
 use symmalloc_watchdog::Finding;
 

@@ -1,6 +1,6 @@
 //! The text output of `diff` for flight records: findings about each communicator, and a line for each rank.
 
-use super::{CommunicatorFlights, RankFlight};
+use super::rows::{CommunicatorFlights, RankFlight};
 use crate::output::{Palette, Table};
 use crate::quantity::{count, counted};
 use std::fmt::Write;

@@ -1,0 +1,71 @@
+//! Errors of replaying a job.
+
+use symmalloc_core::backend::BackendError;
+use symmalloc_core::config::ConfigError;
+use symmalloc_core::errors::FreeError;
+use symmalloc_core::units::Amount;
+use symmalloc_trace::replay::StepError;
+
+/// Error that prevents the replay of a job.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum JobError {
+    /// The combined configuration of recording and options is invalid.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// An op fails.
+    #[error("op {op} on rank {rank}: {error}")]
+    Step {
+        /// The rank.
+        rank: u32,
+        /// The op, counted from 0.
+        op: usize,
+        /// The cause.
+        error: StepError,
+    },
+    /// The heaps of the job exceed the address space of a device.
+    #[error(
+        "{heaps} heaps reserve {} of address space at the same time, more than a device has: lower range_mb, \
+         let streams share, or use segments:fixed", Amount(*addresses)
+    )]
+    Addresses {
+        /// Number of heaps that exist at the same time, including the first that does not fit.
+        heaps: usize,
+        /// Address space that these heaps reserve, in bytes.
+        addresses: u64,
+    },
+    /// A pool cannot adopt its plan.
+    #[error("the plan cannot be followed on rank {rank}: {error}")]
+    Plan {
+        /// The rank.
+        rank: u32,
+        /// The cause.
+        error: StepError,
+    },
+    /// The next pass cannot begin.
+    #[error("the next pass cannot begin on rank {rank}: {error}")]
+    Pass {
+        /// The rank.
+        rank: u32,
+        /// The cause.
+        error: StepError,
+    },
+    /// The allocations that the program left over cannot be freed.
+    #[error("leftover allocations cannot be freed on rank {rank}: {error}")]
+    Free {
+        /// The rank.
+        rank: u32,
+        /// The cause.
+        error: FreeError,
+    },
+    /// A call to the simulated device of the address-order model fails.
+    #[error("op {op} on rank {rank}, in the model of address order: {error}")]
+    Model {
+        /// The rank.
+        rank: u32,
+        /// The op, counted from 0.
+        op: usize,
+        /// The cause.
+        error: BackendError,
+    },
+}

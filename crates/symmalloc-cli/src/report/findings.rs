@@ -1,0 +1,134 @@
+//! Results of a report about a job.
+
+use super::holders::Holder;
+use super::recorded_reserved::RecordedReserved;
+use super::settings::{ImpossibleTrial, Trial};
+use crate::args::ReportArgs;
+use crate::escape::quoted;
+use crate::job::Steady;
+use crate::picture::memory::{BlockState, DrawnBlock, Memory};
+use crate::picture::timeline::{JobCurves, LIVE};
+use crate::planned::PlannedJob;
+use crate::quantity::{count, counted};
+use crate::recorded::Recorded;
+use serde::Serialize;
+/// Results for a job.
+pub(super) struct Findings<'a> {
+    pub(super) recorded: &'a Recorded,
+    pub(super) timeline: JobCurves,
+    /// Memory after the requested op, or else after the op with the most allocated memory.
+    pub(super) memory: Memory,
+    pub(super) holders: Vec<Holder>,
+    pub(super) trials: Vec<Trial>,
+    /// Settings under which the job stops.
+    pub(super) impossible: Vec<ImpossibleTrial>,
+    pub(super) planned: PlanOutcome,
+    /// Memory that the recorded allocator reserved.
+    pub(super) recorded_reserved: Option<RecordedReserved>,
+}
+
+/// The outcome of planning the job.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum PlanOutcome {
+    Planned(PlanTrial),
+    /// There is nothing to plan.
+    Empty,
+    /// There is no plan, for this reason.
+    Failed(String),
+}
+
+/// The needs of a plan of the job.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(super) struct PlanTrial {
+    /// The command that writes the plan.
+    pub(super) command: String,
+    pub(super) planned_bytes: u64,
+    /// Peak live divided by `planned_bytes`.
+    pub(super) efficiency: f64,
+    /// Requests that are refused in all passes.
+    pub(super) refused: u64,
+}
+
+/// Free memory and its fragmentation.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Fragmentation {
+    pub(super) free_bytes: u64,
+    pub(super) largest_free_bytes: u64,
+    /// 1 - largest / free: 0 if all free memory is one block, close to 1 if it is in many pieces.
+    pub(super) fragmentation: f64,
+}
+
+impl PlanOutcome {
+    /// Plans the job. If planning fails, the page has no plan.
+    pub(super) fn of(recorded: &Recorded, args: &ReportArgs, own_refused: u64) -> Self {
+        match PlannedJob::of_use(recorded, &args.policy, own_refused) {
+            Err(reason) => PlanOutcome::Failed(reason),
+            Ok(None) => PlanOutcome::Empty,
+            Ok(Some(planned)) => {
+                let path = quoted(&args.input.to_string_lossy());
+                let command =
+                    format!("symmalloc plan {path}{}{} -o job.plan", args.reading.flags(), args.policy.flags());
+                let Steady { peaks, refused, .. } = planned.followed;
+                let efficiency = (peaks.efficiency() * 1e6).round() / 1e6;
+                PlanOutcome::Planned(PlanTrial { command, planned_bytes: peaks.reserved_bytes, efficiency, refused })
+            }
+        }
+    }
+
+    pub(super) fn trial(&self) -> Option<&PlanTrial> {
+        if let PlanOutcome::Planned(trial) = self { Some(trial) } else { None }
+    }
+
+    /// Returns the reason why there is no plan.
+    pub(super) fn failure(&self) -> Option<&str> {
+        if let PlanOutcome::Failed(reason) = self { Some(reason) } else { None }
+    }
+}
+
+impl Fragmentation {
+    pub(super) fn of<'a>(blocks: impl Iterator<Item = &'a DrawnBlock>) -> Self {
+        let free = blocks.filter(|block| matches!(block.state, BlockState::Free | BlockState::Fenced));
+        let (free_bytes, largest_free_bytes) =
+            free.fold((0, 0), |(sum, largest), block| (sum + block.size_bytes, block.size_bytes.max(largest)));
+        let in_one = if free_bytes == 0 { 1.0 } else { largest_free_bytes as f64 / free_bytes as f64 };
+        Fragmentation { free_bytes, largest_free_bytes, fragmentation: ((1.0 - in_one) * 1e6).round() / 1e6 }
+    }
+}
+
+impl Findings<'_> {
+    /// Returns peak reserved under the job's own settings, over all passes.
+    pub(super) fn steady_bytes(&self) -> u64 {
+        self.own().peak_reserved_bytes
+    }
+
+    /// Returns peak live divided by peak reserved.
+    pub(super) fn efficiency(&self) -> f64 {
+        self.timeline.total.peaks[LIVE].bytes as f64 / self.steady_bytes().max(1) as f64
+    }
+
+    /// Returns the trial with the job's own settings.
+    pub(super) fn own(&self) -> &Trial {
+        self.trials.iter().find(|trial| trial.is_own).expect("the job's own settings are tried first")
+    }
+
+    /// Returns the trials that are better than the job's own settings, in ascending order of memory.
+    pub(super) fn better(&self) -> impl Iterator<Item = &Trial> {
+        self.trials.iter().filter(|trial| trial.is_better_than(self.own()))
+    }
+
+    /// Describes the cost of a setting compared with the job's own: waits of streams for each other, and map calls. Returns `None` if it
+    /// needs no more of them.
+    pub(super) fn cost(&self, trial: &Trial) -> Option<String> {
+        let own = self.own();
+        let waits = (trial.waits > own.waits).then(|| {
+            let (waits, own) = (counted(trial.waits, "wait"), count(own.waits));
+            format!("{waits} of a stream for another per pass, each a fence on the device (now {own})")
+        });
+        let maps = (trial.maps > own.maps).then(|| {
+            let (maps, own) = (counted(trial.maps, "call"), count(own.maps));
+            format!("{maps} per pass that map or unmap memory, each taking microseconds on the host (now {own})")
+        });
+        let costs: Vec<String> = waits.into_iter().chain(maps).collect();
+        (!costs.is_empty()).then(|| costs.join(", and "))
+    }
+}
