@@ -1,4 +1,4 @@
-//! House rules: the order of the core's modules, no import cycles between files, and few files at the top.
+//! House rules: the order of the core's modules, no import cycles between files, few modules at the top, and one convention for modules.
 //!
 //! The tests check the source text: `use` declarations, and paths that begin with `crate`, `super`, `self` or a child module. They ignore
 //! comments, strings and test modules. Re-exporting from a child module does not count as using it, unless the name is also used elsewhere
@@ -32,17 +32,17 @@ const MODULES: [&str; 15] = [
 /// their file.
 const PLAIN_DATA: [(&str, &str); 19] = [
     ("arena/context.rs Context", "parameters of heap operations"),
-    ("arena/mod.rs Removed", "a result"),
+    ("arena.rs Removed", "a result"),
     ("blocks/table.rs Block", "a row of the table, filled in by the arena and the free index"),
     ("blocks/table.rs Segment", "a row of the table"),
     ("config/size_rules.rs SizeRules", "immutable once created"),
-    ("heap/mod.rs Freed", "a result"),
-    ("heap/mod.rs HeapIdentity", "immutable"),
+    ("heap.rs Freed", "a result"),
+    ("heap.rs HeapIdentity", "immutable"),
     ("heap/revive.rs Revived", "a result"),
     ("heap/trim.rs Released", "a result"),
     ("history/segment_log.rs Retired", "the remainder of a dead segment"),
     ("plans/prepared.rs PlanInputs", "parameters"),
-    ("pointers/mod.rs DirectoryEntry", "a result of a look-up"),
+    ("pointers.rs DirectoryEntry", "a result of a look-up"),
     ("sleep/mappings.rs Mapping", "a value"),
     ("sleep/state.rs State", "the state of a pool, protected by its lock"),
     ("stats/budget.rs Budgets", "references that are passed together"),
@@ -75,10 +75,18 @@ fn files_of_the_workspace_use_each_other_in_no_circle() {
 }
 
 #[test]
-fn the_core_has_few_top_level_files() {
+fn a_module_with_children_is_a_file_next_to_their_folder() {
+    let crates = crates();
+    let paths = crates.iter().flat_map(|(name, files)| files.keys().map(move |path| format!("{name}: {path}")));
+    let others: Vec<String> = paths.filter(|path| path.ends_with("/mod.rs")).collect();
+    assert!(others.is_empty(), "the convention is `a.rs` with `a/`, not `a/mod.rs`:\n{}", listed(&others));
+}
+
+#[test]
+fn the_core_has_few_top_level_modules() {
     let core = core();
     let top = top(&core);
-    assert!(top.len() <= CORE_TOP_MAX, "{} files and folders at the top of the core: {top:?}", top.len());
+    assert!(top.len() <= CORE_TOP_MAX, "{} modules at the top of the core: {top:?}", top.len());
 }
 
 #[test]
@@ -107,6 +115,7 @@ fn core() -> Files {
     files(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/symmalloc-core/src"))
 }
 
+/// Reads the sources in a folder, without the unit tests, which are files named `tests.rs`.
 fn files(source: &Path) -> Files {
     let mut files = Files::new();
     let mut folders = vec![PathBuf::new()];
@@ -115,7 +124,7 @@ fn files(source: &Path) -> Files {
             let path = folder.join(entry.expect("readable").file_name());
             if source.join(&path).is_dir() {
                 folders.push(path);
-            } else if path.extension().is_some_and(|extension| extension == "rs") {
+            } else if path.extension().is_some_and(|extension| extension == "rs") && !path.ends_with("tests.rs") {
                 let text = fs::read_to_string(source.join(&path)).expect("text");
                 files.insert(path.to_str().expect("plain names").to_owned(), text);
             }
@@ -130,7 +139,7 @@ fn listed(lines: &[impl fmt::Display]) -> String {
 }
 
 fn top(files: &Files) -> BTreeSet<&str> {
-    files.keys().map(|path| path.split('/').next().expect("a first part")).collect()
+    files.keys().map(|path| path.split('/').next().expect("a first part").trim_end_matches(".rs")).collect()
 }
 
 /// A field that is `pub(crate)`.

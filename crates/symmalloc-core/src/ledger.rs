@@ -356,5 +356,4 @@ impl Ledger {
 }
 
 #[cfg(test)]
-#[path = "../tests/unit/ledger.rs"]
 mod tests;

@@ -288,5 +288,4 @@ fn send_away(arena: &mut Arena, slot: Slot, offset: Units) -> Slot {
 }
 
 #[cfg(test)]
-#[path = "../tests/unit/stitching.rs"]
 mod tests;

@@ -312,5 +312,4 @@ impl FreeIndex {
 }
 
 #[cfg(test)]
-#[path = "../../tests/unit/free_index.rs"]
 mod tests;

@@ -492,5 +492,4 @@ impl Tiling<'_> {
 }
 
 #[cfg(test)]
-#[path = "../../tests/unit/table.rs"]
 mod tests;

@@ -169,5 +169,4 @@ fn round_to_division(requested: u64, divisions: RoundupPower2Divisions) -> u64 {
 }
 
 #[cfg(test)]
-#[path = "../../tests/unit/size_rules.rs"]
 mod tests;

@@ -144,5 +144,4 @@ pub fn unpack_placement(word: u64) -> Placement {
 }
 
 #[cfg(test)]
-#[path = "../../tests/unit/digest.rs"]
 mod tests;

@@ -260,5 +260,4 @@ pub(crate) fn cut_name(name: &str, bytes_max: usize) -> &str {
 }
 
 #[cfg(test)]
-#[path = "../../tests/unit/journal.rs"]
 mod tests;

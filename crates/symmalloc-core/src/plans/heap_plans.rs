@@ -489,5 +489,4 @@ impl PlanMemory {
 }
 
 #[cfg(test)]
-#[path = "../../tests/unit/heap_plans.rs"]
 mod tests;

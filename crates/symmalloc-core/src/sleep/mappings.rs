@@ -82,5 +82,4 @@ impl Mappings {
 }
 
 #[cfg(test)]
-#[path = "../../tests/unit/mappings.rs"]
 mod tests;

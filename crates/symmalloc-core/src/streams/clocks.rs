@@ -109,5 +109,4 @@ pub(crate) struct Moment {
 }
 
 #[cfg(test)]
-#[path = "../../tests/unit/clocks.rs"]
 mod tests;

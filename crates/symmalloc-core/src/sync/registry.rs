@@ -79,5 +79,4 @@ impl<T> Registry<T> {
 }
 
 #[cfg(test)]
-#[path = "../../tests/unit/registry.rs"]
 mod tests;

@@ -139,5 +139,4 @@ pub struct Allocation {
 }
 
 #[cfg(test)]
-#[path = "../../tests/unit/handle.rs"]
 mod tests;

@@ -601,5 +601,4 @@ fn live(state: &SimState, call: Call, event: Event) -> Result<(), BackendError> 
 }
 
 #[cfg(test)]
-#[path = "tests.rs"]
 mod tests;

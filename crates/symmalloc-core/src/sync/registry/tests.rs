@@ -1,4 +1,4 @@
-//! Unit tests of `src/sync/registry.rs`, included as its test module.
+//! Unit tests of `sync/registry.rs`.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Unit tests of `src/history/digest.rs`, included as its test module.
+//! Unit tests of `history/digest.rs`.
 
 use super::*;
 use std::collections::BTreeSet;

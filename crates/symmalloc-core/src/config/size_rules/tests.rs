@@ -1,4 +1,4 @@
-//! Unit tests of `src/config/size_rules.rs`, included as its test module.
+//! Unit tests of `config/size_rules.rs`.
 
 use super::*;
 use crate::config::policy::FixedSegments;

@@ -1,4 +1,4 @@
-//! Unit tests of `src/blocks/free_index.rs`, included as its test module.
+//! Unit tests of `blocks/free_index.rs`.
 
 use super::*;
 use crate::blocks::table::{BlockState, BlockTable, Location};

@@ -1,4 +1,4 @@
-//! Unit tests of `src/blocks/table.rs`, included as its test module.
+//! Unit tests of `blocks/table.rs`.
 
 use super::*;
 use crate::history::digest::unpack_placement;

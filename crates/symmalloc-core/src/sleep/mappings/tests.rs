@@ -1,4 +1,4 @@
-//! Unit tests of `src/sleep/mappings.rs`, included as its test module.
+//! Unit tests of `sleep/mappings.rs`.
 
 use super::*;
 use crate::types::backend::DeviceAddress;

@@ -1,11 +1,11 @@
 //! The allocator: the interface for programs.
 //!
-//! A request finds its heap, takes the heap's lock, and is placed there as `heap/mod.rs` describes. There is one path
+//! A request finds its heap, takes the heap's lock, and is placed there as `heap.rs` describes. There is one path
 //! to allocate and one to free; buffers, handles and pointers refer to the same allocation. An allocation takes these
 //! steps, and most end with the first:
 //!
 //! ```text
-//!  1. best fit among the heap's free blocks                                             (heap/mod.rs)
+//!  1. best fit among the heap's free blocks                                             (heap.rs)
 //!  2. acquire memory: fill a hole, grow, or a new segment, within the limits            (heap/acquire.rs)
 //!  3. a configured limit refused, and the request would fit within it: release free memory as `reclaim`
 //!     allows, and retry, until the request is served or nothing is left to release         (heap/trim.rs)

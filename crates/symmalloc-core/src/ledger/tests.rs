@@ -1,4 +1,4 @@
-//! Unit tests of `src/ledger.rs`, included as its test module.
+//! Unit tests of `ledger.rs`.
 
 use super::*;
 use crate::types::ids::{HeapId, SegmentId};

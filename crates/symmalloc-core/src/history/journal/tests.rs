@@ -1,4 +1,4 @@
-//! Unit tests of `src/history/journal.rs`, included as its test module.
+//! Unit tests of `history/journal.rs`.
 
 use super::*;
 use crate::history::digest::op_word;

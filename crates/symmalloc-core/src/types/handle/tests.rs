@@ -1,4 +1,4 @@
-//! Unit tests of `src/types/handle.rs`, included as its test module.
+//! Unit tests of `types/handle.rs`.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Unit tests of `src/stitching.rs`, included as its test module.
+//! Unit tests of `stitching.rs`.
 
 use super::*;
 use crate::arena::fresh;

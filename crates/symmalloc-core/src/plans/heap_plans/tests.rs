@@ -1,4 +1,4 @@
-//! Unit tests of `src/plans/heap_plans.rs`, included as its test module.
+//! Unit tests of `plans/heap_plans.rs`.
 
 use super::*;
 use crate::config::PoolConfig;

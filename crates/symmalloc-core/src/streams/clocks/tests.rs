@@ -1,4 +1,4 @@
-//! Unit tests of `src/streams/clocks.rs`, included as its test module.
+//! Unit tests of `streams/clocks.rs`.
 
 use super::*;
 
