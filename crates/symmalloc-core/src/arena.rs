@@ -502,3 +502,6 @@ fn merge_fences(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to: Sl
 pub(crate) fn fresh(stream: StreamId) -> BlockState {
     BlockState::Free { stream, since: 0 }
 }
+
+#[cfg(test)]
+mod tests;
