@@ -8,12 +8,11 @@
 //!
 //! | file | contents |
 //! |---|---|
-//! | `builder.rs`, `settings.rs` | configuration |
+//! | `settings.rs`, `stats.rs` | configuration and results, counters |
 //! | `attachment.rs` | state of one communicator |
 //! | `attachment/sync.rs` | one sync of a communicator; see `sync/` |
 //! | `attachment/sleep.rs` | deregistering and restoring a pool's windows on one communicator; see `sleep/` |
 //! | `ended_comms.rs` | ended communicators that other ranks may still name |
-//! | `scope.rs` | a sync at the end of a scope |
 //! | `checked.rs`, `offset_difference.rs` | offset checks before collectives, and their reports |
 //!
 //! The allocator never calls the registrar. A program attaches pools to communicators, allocates and frees freely, and calls
@@ -22,17 +21,13 @@
 //! no NCCL call. Both are cheap enough to run before every step.
 
 pub(crate) mod attachment;
-mod builder;
 pub(crate) mod checked;
 pub(crate) mod ended_comms;
 pub(crate) mod offset_difference;
-mod scope;
 pub(crate) mod settings;
 pub(crate) mod stats;
 #[cfg(feature = "metrics")]
 mod sync_time;
-
-pub use builder::RegistrarBuilder;
 
 use crate::communicator::error::CommError;
 use crate::communicator::{CommState, Communicator};
@@ -42,13 +37,14 @@ use crate::registrar::ended_comms::{EndedComm, EndedComms, id_of};
 use crate::registrar::settings::{Registration, Settings, Synced};
 use crate::registrar::stats::{CommunicatorStats, Counters, RegistrarStats};
 use crate::sync::error::{AttachError, SyncError};
+use crate::windows::symmetric_space::wanted_bytes;
 use smallvec::SmallVec;
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use symmalloc_agreement::{Mode, Point, RankHistory};
 use symmalloc_core::PoolId;
 use symmalloc_core::config::SegmentPolicy;
-use symmalloc_cuda::CudaAllocator;
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaError, Pool};
 
 /// Registers the memory of an allocator's pools on communicators. A registrar can be shared between threads. Use one per allocator.
 ///
@@ -381,5 +377,95 @@ impl fmt::Debug for Registrar {
             .field("settings", &self.settings)
             .field("ended", &self.ended)
             .finish_non_exhaustive()
+    }
+}
+
+impl Registrar {
+    /// Runs `work` with an allocator that allocates from `pool`, and syncs the communicators when it returns, so that the returned buffers
+    /// are in windows. Every rank must call this function.
+    ///
+    /// The sync also runs if the result of `work` is an error, because the other ranks wait for it. It does not run if `work` panics:
+    /// nothing is registered, and the other ranks fail at the deadline.
+    ///
+    /// # Errors
+    /// [`SyncError::NotAttached`], before `work` runs, if the pool is not attached to all of the communicators for windows; otherwise the
+    /// errors of [`sync`](Self::sync). The result of `work` is then dropped.
+    pub fn with_symmetric<R>(
+        &self,
+        comms: &[&Communicator],
+        pool: &Pool<CudaBackend>,
+        work: impl FnOnce(&CudaAllocator) -> R,
+    ) -> Result<R, SyncError> {
+        for comm in comms {
+            if self.attachment(comm)?.registration_of(pool.id()) != Some(Registration::Windows) {
+                return Err(SyncError::NotAttached { communicator: comm.name().to_owned(), pool: Some(pool.id()) });
+            }
+        }
+        let result = work(&self.allocator().with_pool(pool));
+        self.sync(comms)?;
+        Ok(result)
+    }
+}
+
+/// Builds a [`Registrar`]. All ranks must use the same configuration.
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct RegistrarBuilder {
+    allocator: CudaAllocator,
+    mode: Mode,
+    check_offsets: bool,
+    symmetric_space_bytes: Option<u64>,
+}
+
+impl Registrar {
+    /// Returns a builder with the default configuration: agreement at every sync, no offset checks.
+    pub fn builder(allocator: &CudaAllocator) -> RegistrarBuilder {
+        let allocator = allocator.clone();
+        RegistrarBuilder { allocator, mode: Mode::default(), check_offsets: false, symmetric_space_bytes: None }
+    }
+}
+
+impl RegistrarBuilder {
+    /// Sets when ranks compare the histories of the pools that are attached to a communicator for windows. The default, [`Mode::AtSync`],
+    /// compares them at every sync and costs one small collective. With [`Mode::Off`], a sync without changes returns immediately, and a
+    /// disagreement on *whether* there is a change is detected only by the deadline. The other modes sync like `AtSync`.
+    pub fn agreement(mut self, mode: Mode) -> Self {
+        self.mode = mode;
+        self
+    }
+
+    /// Sets whether [`Registrar::checked`] compares offsets across all ranks before each collective. This is a debugging aid and off by
+    /// default.
+    pub fn check_offsets(mut self, check_offsets: bool) -> Self {
+        self.check_offsets = check_offsets;
+        self
+    }
+
+    /// Overrides the size in bytes of each communicator's symmetric address space. Use it if NCCL does not follow its documented rule
+    /// (`NCCL_WIN_STRIDE`, otherwise the memory of the largest device). The size is rounded up to 4 GiB, and ranks use the largest value.
+    pub fn symmetric_space_bytes(mut self, bytes: u64) -> Self {
+        self.symmetric_space_bytes = Some(bytes);
+        self
+    }
+
+    /// Builds the registrar.
+    ///
+    /// # Errors
+    /// Returns an error if the driver does not report the size of the device's memory.
+    pub fn build(self) -> Result<Registrar, CudaError> {
+        let space_bytes = match self.symmetric_space_bytes {
+            Some(bytes) => bytes,
+            None => {
+                let stride = std::env::var("NCCL_WIN_STRIDE").ok();
+                wanted_bytes(self.allocator.device().memory_info()?.total_bytes, stride.as_deref())
+            }
+        };
+        Ok(Registrar {
+            settings: Settings { mode: self.mode, check_offsets: self.check_offsets, space_bytes },
+            allocator: self.allocator,
+            attachments: RwLock::default(),
+            counters: Counters::default(),
+            ended: EndedComms::default(),
+        })
     }
 }
