@@ -9,9 +9,7 @@ use crate::ffi::driver::{self, refused};
 use crate::watchdog::clock::{LOOK, Tick};
 use crate::watchdog::failure::FailureCause;
 use crate::watchdog::flight::Unmarked;
-use crate::watchdog::marks::Mark;
-use crate::watchdog::registry;
-use crate::watchdog::watched::Watched;
+use crate::watchdog::watched::{self, Mark, Watched};
 use cudarc::driver::CudaEvent;
 use symmalloc_cuda::{DriverError, RelaxedCapture};
 
@@ -30,7 +28,7 @@ fn run() {
     let mut relaxed: Option<RelaxedCapture> = None;
     loop {
         std::thread::sleep(LOOK);
-        for watched in registry::all() {
+        for watched in watched::all() {
             relaxed = relaxed.or_else(|| Some(watched.communicator()?.relax_capture()));
             if relaxed.is_none() || watched.is_over() {
                 drop(std::mem::take(&mut *watched.marks()));

@@ -1,8 +1,7 @@
 //! Flight records of this process: written at a failure, on request, and on a signal.
 
 use crate::watchdog::handle;
-use crate::watchdog::registry;
-use crate::watchdog::watched::Identity;
+use crate::watchdog::watched::{self, Identity};
 use signal_hook::consts::{SIGUSR1, SIGUSR2};
 use std::env;
 use std::path::PathBuf;
@@ -24,7 +23,7 @@ const SIGNAL_VARIABLE: &str = "SYMMALLOC_FLIGHT_SIGNAL";
 /// assert_eq!(record.communicators, []);
 /// ```
 pub fn flight_record(reason: &str) -> FlightRecord {
-    let watched = registry::all();
+    let watched = watched::all();
     let communicators = watched.iter().map(|it| it.record(&handle::members(it.identity()))).collect();
     FlightRecord::new(host(), reason.to_owned(), communicators)
 }
@@ -39,7 +38,7 @@ pub fn write_flight_record(reason: &str) -> Result<PathBuf, FlightRecordError> {
     static PATH: Mutex<Option<PathBuf>> = Mutex::new(None);
     // Records are written one after the other, because they share a file.
     let mut path = PATH.lock().unwrap_or_else(PoisonError::into_inner);
-    let first = || registry::all().first().map(|watched| name(watched.identity()));
+    let first = || watched::all().first().map(|watched| name(watched.identity()));
     let process = || format!("symmalloc-flight-{}-process{}.json", plain(&host()), std::process::id());
     let file = match &*path {
         Some(file) => file.clone(),

@@ -9,10 +9,9 @@ use crate::watchdog::handle::{Command, Handle};
 use crate::watchdog::judgment::Judgment;
 use crate::watchdog::marker;
 use crate::watchdog::record;
-use crate::watchdog::registry;
 use crate::watchdog::response;
 use crate::watchdog::settings::WatchdogMode;
-use crate::watchdog::watched::{Identity, MeetingId, Watched};
+use crate::watchdog::watched::{self, Identity, MeetingId, Watched};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -53,7 +52,7 @@ pub(crate) fn meeting_of(id: &UniqueId, rank: u32) -> Option<MeetingId> {
 /// Watches a communicator until it is dropped.
 pub(crate) fn watch(watched: &Arc<Watched>) {
     if let Some(watchdog) = watchdog() {
-        registry::add(watched);
+        watched::add(watched);
         watchdog.command(Command::Watch(watched.identity().clone()));
         marker::start();
     }
@@ -142,11 +141,11 @@ impl Watch {
             self.wait(bell);
             let now = Tick::advance();
             // Progress is published before the reports of the communicators' ends.
-            self.note_progress(&registry::all(), now);
+            self.note_progress(&watched::all(), now);
             while let Ok(command) = commands.try_recv() {
                 self.obey(command);
             }
-            let watched = registry::all();
+            let watched = watched::all();
             self.let_go(&watched);
             self.listen(&watched);
             for one in watched.iter().filter(|one| !one.is_over()) {

@@ -1,11 +1,11 @@
-//! The watchdog's view of a communicator.
+//! The watchdog's view of a communicator: its identity, its flight record, and the events that are pending in its streams.
 
 use crate::rendezvous::unique_id::UniqueId;
 use crate::watchdog::clock::Tick;
 use crate::watchdog::failure::{Failure, FailureCause, PENDING_COMM};
-use crate::watchdog::flight::Flight;
-use crate::watchdog::marks::Marks;
+use crate::watchdog::flight::{Flight, Marked};
 use crate::watchdog::settings::WatchSettings;
+use cudarc::driver::CudaEvent;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
@@ -173,4 +173,56 @@ fn peer(member: &Member) -> PeerRecord {
         "alive".to_owned()
     };
     PeerRecord { rank: member.rank & !PENDING_COMM, progress: member.progress, condition }
+}
+
+/// Maximum number of unused events that are kept for reuse.
+const FREE_MAX: usize = 16;
+
+/// The pending events of a communicator's streams.
+#[derive(Default)]
+pub(super) struct Marks {
+    waiting: Vec<Mark>,
+    free: Vec<CudaEvent>,
+}
+
+/// An event behind an entry.
+pub(super) struct Mark {
+    pub(super) upto: Marked,
+    pub(super) event: CudaEvent,
+}
+
+impl Marks {
+    pub(super) fn add(&mut self, mark: Mark) {
+        self.waiting.push(mark);
+    }
+
+    pub(super) fn take_waiting(&mut self) -> Vec<Mark> {
+        std::mem::take(&mut self.waiting)
+    }
+
+    /// Returns an unused event.
+    pub(super) fn free_event(&mut self) -> Option<CudaEvent> {
+        self.free.pop()
+    }
+
+    /// Keeps an event for reuse, unless there are [`FREE_MAX`] already.
+    pub(super) fn keep(&mut self, event: CudaEvent) {
+        if self.free.len() < FREE_MAX {
+            self.free.push(event);
+        }
+    }
+}
+
+static WATCHED: Mutex<Vec<Weak<Watched>>> = Mutex::new(Vec::new());
+
+/// Registers a communicator, which stays registered until it is dropped.
+pub(super) fn add(watched: &Arc<Watched>) {
+    WATCHED.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(watched));
+}
+
+/// Returns all watched communicators in the order in which they were connected.
+pub(super) fn all() -> Vec<Arc<Watched>> {
+    let mut watched = WATCHED.lock().unwrap_or_else(PoisonError::into_inner);
+    watched.retain(|it| it.strong_count() > 0);
+    watched.iter().filter_map(Weak::upgrade).collect()
 }
