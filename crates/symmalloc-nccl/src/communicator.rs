@@ -27,14 +27,13 @@ mod pending_comm_guard;
 mod registering;
 pub(crate) mod registration;
 mod shared;
-pub(crate) mod state;
 pub(crate) mod submit;
 pub(crate) mod threads;
 pub(crate) mod watching;
 
 pub use builder::CommunicatorBuilder;
+pub use error::{CommState, Stage};
 pub use order::CommOrder;
-pub use state::{CommState, Stage};
 
 use crate::backoff::Backoff;
 use crate::communicator::call::{Route, perform, settle};

@@ -13,8 +13,8 @@
 use crate::backoff::Backoff;
 use crate::communicator::ending::{ABORT_LIMIT, Ending, GRACE, end_all};
 use crate::communicator::error::CommError;
+use crate::communicator::error::{CommState, Stage};
 use crate::communicator::shared::{Access, Mode, lock};
-use crate::communicator::state::{CommState, Stage};
 use crate::communicator::threads::{CallError, Kept, Waited, start, wait_for};
 use crate::ffi::calls::{CallProgress, Calls, Outcome};
 use crate::watchdog::{ERROR_LIMIT, NEWS_LIMIT};

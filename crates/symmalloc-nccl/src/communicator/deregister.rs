@@ -2,8 +2,8 @@
 
 use crate::communicator::call::{Route, perform};
 use crate::communicator::error::CommError;
+use crate::communicator::error::{CommState, Stage};
 use crate::communicator::shared::{Access, Handles, lock};
-use crate::communicator::state::{CommState, Stage};
 use crate::ffi::calls::{Calls, Outcome};
 use crate::ffi::handles::{CommHandle, RegistrationHandle, WindowHandle};
 use std::slice::from_mut;

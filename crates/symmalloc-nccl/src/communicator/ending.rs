@@ -18,8 +18,8 @@
 
 use crate::backoff::Backoff;
 use crate::communicator::error::CommError;
+use crate::communicator::error::{CommState, Stage};
 use crate::communicator::shared::{Access, Handles, Life, Mode, Ownership, Shared, lock};
-use crate::communicator::state::{CommState, Stage};
 use crate::communicator::threads::{self, Answer, Kept};
 use crate::ffi::calls::{CallProgress, Calls};
 use crate::ffi::driver;

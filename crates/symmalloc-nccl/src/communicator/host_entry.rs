@@ -1,6 +1,6 @@
 //! Flight-record entries of host operations that all ranks perform together.
 
-use crate::communicator::state::Stage;
+use crate::communicator::error::Stage;
 use crate::watchdog::{EntryNumber, Tick, Watched, Work};
 
 /// A host operation that all ranks perform together, recorded from `begin` until dropped.

@@ -8,9 +8,9 @@
 
 use crate::backoff::Backoff;
 use crate::communicator::error::CommError;
+use crate::communicator::error::CommState;
 use crate::communicator::operation::KnownShapes;
 use crate::communicator::order::CommOrder;
-use crate::communicator::state::CommState;
 use crate::ffi::handles::{CommHandle, RegistrationHandle, WindowHandle};
 use crate::ffi::library::Nccl;
 use crate::watchdog::{self, ERROR_LIMIT, MeetingId, WatchSettings, WatchdogMode, Watched};

@@ -3,9 +3,9 @@
 use crate::communicator::Communicator;
 use crate::communicator::call::{Route, perform};
 use crate::communicator::error::CommError;
+use crate::communicator::error::Stage;
 use crate::communicator::operation::Operation;
 use crate::communicator::shared::{Access, Mode};
-use crate::communicator::state::Stage;
 use crate::ffi::handles::CommHandle;
 use crate::watchdog::{EntryNumber, Tick, Work};
 use cudarc::driver::CudaStream;
