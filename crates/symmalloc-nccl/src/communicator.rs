@@ -22,7 +22,7 @@ mod ending;
 pub(crate) mod error;
 mod host_entry;
 pub(crate) mod operation;
-mod order;
+pub(crate) mod order;
 mod pending_comm_guard;
 mod registering;
 pub(crate) mod registration;
