@@ -7,6 +7,5 @@ pub(crate) mod calls;
 pub(crate) mod driver;
 pub(crate) mod error;
 pub(crate) mod handles;
-mod layout;
 pub(crate) mod library;
 pub(crate) mod version;

@@ -12,12 +12,11 @@
 
 use crate::backoff::Backoff;
 use crate::communicator::ending::{ABORT_LIMIT, Ending, GRACE, end_all};
-use crate::communicator::error::CommError;
-use crate::communicator::error::{CommState, Stage};
+use crate::communicator::error::{CommError, CommState, Stage};
 use crate::communicator::shared::{Access, Mode, lock};
 use crate::communicator::threads::{CallError, Kept, Waited, start, wait_for};
 use crate::ffi::calls::{CallProgress, Calls, Outcome};
-use crate::watchdog::{ERROR_LIMIT, NEWS_LIMIT};
+use crate::watchdog::{ERROR_LIMIT, EntryNumber, NEWS_LIMIT, Tick, Watched, Work};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -188,4 +187,23 @@ fn stopped(accesses: &mut [Access<'_>], ending: Ending) -> CommError {
     let limit = failed.as_ref().map_or(ABORT_LIMIT, limit);
     end_all(accesses, ending, failed.clone().map(Arc::new).as_ref(), limit);
     failed.unwrap_or_else(|| accesses[0].shared.gone())
+}
+
+/// A host operation that all ranks perform together, recorded from `begin` until dropped.
+pub(super) struct HostEntry<'a> {
+    watched: &'a Watched,
+    number: EntryNumber,
+}
+
+impl<'a> HostEntry<'a> {
+    pub(super) fn begin(watched: &'a Watched, stage: Stage, elements: Option<u64>) -> Self {
+        let work = Work::Named { kind: stage.call().into(), elements };
+        HostEntry { watched, number: watched.flight().begin(work, None, Tick::now()) }
+    }
+}
+
+impl Drop for HostEntry<'_> {
+    fn drop(&mut self) {
+        self.watched.flight().over(self.number, Tick::now());
+    }
 }

@@ -1,6 +1,6 @@
 //! Errors of communicators, with the states and stages that they report.
 
-use crate::communicator::registration::WINDOW_ALIGNMENT;
+use crate::ffi::calls::WINDOW_ALIGNMENT;
 use crate::ffi::error::{LoadError, NcclError};
 use crate::ffi::version::{Capability, NcclVersion};
 use crate::rendezvous::error::RendezvousError;
