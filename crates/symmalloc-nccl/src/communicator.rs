@@ -14,7 +14,6 @@
 //!    order.rs               one global order of communicators, on every rank
 //! ```
 
-pub(crate) mod buffers;
 mod builder;
 mod call;
 mod deregister;
@@ -25,7 +24,7 @@ pub(crate) mod order;
 mod pending_comm_guard;
 pub(crate) mod registration;
 mod shared;
-pub(crate) mod submit;
+pub(crate) mod submission;
 pub(crate) mod threads;
 pub(crate) mod watching;
 

@@ -1,6 +1,6 @@
 //! The calls into libnccl, and the driver calls that cudarc does not wrap.
 //!
-//! `calls.rs` has one function per NCCL call and states its safety contract; `layout.rs` repeats the structs of nccl.h. `library.rs` opens
+//! `calls.rs` has one function per NCCL call and states its safety contract. `library.rs` opens
 //! libnccl and reports its version and capabilities. `driver.rs` has the few driver calls.
 
 pub(crate) mod calls;

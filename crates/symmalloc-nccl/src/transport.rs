@@ -14,9 +14,9 @@
 
 use crate::backoff::Backoff;
 use crate::collectives::data_type::DataType;
-use crate::communicator::buffers::{Buffers, Elements};
 use crate::communicator::error::CommError;
 use crate::communicator::operation::NcclCall;
+use crate::communicator::submission::{Buffers, Elements};
 use crate::communicator::{Communicator, Stage};
 use crate::ffi::driver::refused;
 use crate::watchdog::Tick;
