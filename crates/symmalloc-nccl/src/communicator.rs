@@ -19,7 +19,6 @@ mod call;
 mod deregister;
 mod ending;
 pub(crate) mod error;
-pub(crate) mod operation;
 pub(crate) mod order;
 mod pending_comm_guard;
 pub(crate) mod registration;

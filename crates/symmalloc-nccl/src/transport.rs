@@ -14,8 +14,8 @@
 
 use crate::backoff::Backoff;
 use crate::collectives::data_type::DataType;
+use crate::collectives::operation::NcclCall;
 use crate::communicator::error::CommError;
-use crate::communicator::operation::NcclCall;
 use crate::communicator::submission::{Buffers, Elements};
 use crate::communicator::{Communicator, Stage};
 use crate::ffi::driver::refused;

@@ -7,9 +7,9 @@
 //! ```
 
 use crate::backoff::Backoff;
+use crate::collectives::operation::KnownShapes;
 use crate::communicator::error::CommError;
 use crate::communicator::error::CommState;
-use crate::communicator::operation::KnownShapes;
 use crate::communicator::order::CommOrder;
 use crate::ffi::handles::{CommHandle, RegistrationHandle, WindowHandle};
 use crate::ffi::library::Nccl;

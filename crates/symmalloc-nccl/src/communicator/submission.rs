@@ -4,10 +4,10 @@
 //! that borrows the buffers until it is submitted. If it is dropped without being submitted, NCCL is never called.
 
 use crate::collectives::data_type::{DataType, NcclType, ReduceOp};
+use crate::collectives::operation::{NcclCall, Operation};
 use crate::communicator::Communicator;
 use crate::communicator::call::{Route, perform};
 use crate::communicator::error::{CommError, Stage};
-use crate::communicator::operation::{NcclCall, Operation};
 use crate::communicator::shared::{Access, Mode};
 use crate::ffi::handles::{CommHandle, StreamHandle};
 use crate::watchdog::{EntryNumber, Tick, Work};

@@ -16,7 +16,7 @@
 //!   guarantees the same. The operation's stream is live and belongs to the device.
 //! - **C5** A window or registration is released once, on the communicator that made it.
 
-use crate::communicator::operation::{NcclCall, Operation};
+use crate::collectives::operation::{NcclCall, Operation};
 use crate::ffi::error::{LoadError, NcclError};
 use crate::ffi::handles::{CommHandle, NewHandle, RegistrationHandle, WindowHandle};
 use crate::ffi::version::{Capability, NcclVersion};

@@ -13,9 +13,9 @@
 
 use crate::collectives::collectives;
 use crate::collectives::data_type::{NcclType, ReduceOp};
+use crate::collectives::operation::NcclCall;
 use crate::communicator::Communicator;
 use crate::communicator::error::CommError;
-use crate::communicator::operation::NcclCall;
 use crate::communicator::submission::{Buffers, Elements};
 use crate::registrar::Registrar;
 use crate::registrar::offset_difference::{BufferPlace, CollectiveCall, OffsetDifference};

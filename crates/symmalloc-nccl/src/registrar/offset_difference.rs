@@ -1,6 +1,6 @@
 //! One rank's call of a collective, its message to other ranks, and the differences between calls.
 
-use crate::communicator::operation::Collective;
+use crate::collectives::operation::Collective;
 use crate::sync::actions::SegmentName;
 use crate::windows::window::{Entry, RegisteredAs};
 use std::fmt;

@@ -10,7 +10,7 @@
 //! information with the resolution of a tick.
 
 use crate::collectives::data_type::DataType;
-use crate::communicator::operation::{NcclCall, Operation};
+use crate::collectives::operation::{NcclCall, Operation};
 use crate::watchdog::clock::Tick;
 use cudarc::driver::CudaStream;
 use std::borrow::Cow;
