@@ -41,7 +41,7 @@ use crate::all_to_all::message::Messages;
 use crate::all_to_all::registered::RegisteredSegments;
 use crate::all_to_all::splits::{Side, Split, Splits};
 use crate::all_to_all::transfers::{CallShape, Region, Transfers};
-use crate::collectives::data_type::DataType;
+use crate::collectives::operation::DataType;
 use crate::collectives::operation::NcclCall;
 use crate::communicator::Communicator;
 use crate::communicator::error::CommError;

@@ -6,11 +6,10 @@
 //!
 //! Collectives that only move elements (gather, broadcast, send) support every type, by moving its bytes.
 
-pub(crate) mod data_type;
 pub(crate) mod operation;
 
-use crate::collectives::data_type::{NcclType, ReduceOp};
 use crate::collectives::operation::NcclCall;
+use crate::collectives::operation::{NcclType, ReduceOp};
 use crate::communicator::Communicator;
 use crate::communicator::error::CommError;
 use crate::communicator::submission::Buffers;

@@ -81,8 +81,8 @@ mod windows;
 
 pub use all_to_all::splits::{Sending, Side, Split, Splits, SplitsError};
 pub use all_to_all::{AllToAll, AllToAllBuilder, AllToAllError};
-pub use collectives::data_type::{DataType, NcclType, ReduceOp};
 pub use collectives::operation::Collective;
+pub use collectives::operation::{DataType, NcclType, ReduceOp};
 pub use communicator::error::CommError;
 pub use communicator::registration::{BufferRegistration, Registered, Window};
 pub use communicator::submission::Group;

@@ -3,7 +3,7 @@
 //! NCCL's own groups are state of the calling thread, and they take pointers long before the work is in the stream. A [`Group`] is a value
 //! that borrows the buffers until it is submitted. If it is dropped without being submitted, NCCL is never called.
 
-use crate::collectives::data_type::{DataType, NcclType, ReduceOp};
+use crate::collectives::operation::{DataType, NcclType, ReduceOp};
 use crate::collectives::operation::{NcclCall, Operation};
 use crate::communicator::Communicator;
 use crate::communicator::call::{Route, perform};

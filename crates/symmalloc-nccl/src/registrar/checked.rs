@@ -12,8 +12,8 @@
 //! [`CheckedCollectives`]. The host waits once per call, so use it only to find bugs.
 
 use crate::collectives::collectives;
-use crate::collectives::data_type::{NcclType, ReduceOp};
 use crate::collectives::operation::NcclCall;
+use crate::collectives::operation::{NcclType, ReduceOp};
 use crate::communicator::Communicator;
 use crate::communicator::error::CommError;
 use crate::communicator::submission::{Buffers, Elements};

@@ -9,7 +9,7 @@
 //! An event per collective would cost more than everything else (130 ns of host time). One event per stream and tick gives the same
 //! information with the resolution of a tick.
 
-use crate::collectives::data_type::DataType;
+use crate::collectives::operation::DataType;
 use crate::collectives::operation::{NcclCall, Operation};
 use crate::watchdog::clock::Tick;
 use cudarc::driver::CudaStream;
@@ -359,7 +359,7 @@ impl Work {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::collectives::data_type::ReduceOp;
+    use crate::collectives::operation::ReduceOp;
 
     fn all_reduce(count: usize) -> Work {
         Work::Call { call: NcclCall::AllReduce { op: ReduceOp::Sum }, count, data_type: DataType::Float32 }
