@@ -1,27 +1,25 @@
 //! Communicators: groups of ranks that call the same collectives in the same order.
 //!
 //! ```text
-//!  communicator.rs          the public type
-//!    builder.rs             connect, connect_env, borrow
-//!    shared.rs              state shared by the clones, the call lock
-//!    call.rs                NCCL calls: their thread (threads.rs) and deadline
-//!    ending.rs              abnormal termination (state.rs)
-//!    registering.rs         windows and buffers (registration.rs, deregister.rs)
-//!    submit.rs              collectives (operation.rs), over buffers (buffers.rs)
-//!    pending_comm_guard.rs  ranks that are about to create one
-//!    host_entry.rs          a registration or split in the flight record
-//!    watching.rs            queries by the watchdog
-//!    order.rs               one global order of communicators, on every rank
+//!  communicator.rs      the public type
+//!    builder.rs         creation: connect, connect_env, split, borrow
+//!    shared.rs          state shared by the clones, the call lock
+//!    call.rs            NCCL calls: their thread (threads.rs) and deadline
+//!    submission.rs      collectives: their buffers, and groups of them
+//!    registration.rs    windows and buffers
+//!    release.rs         normal end: deregistration and destruction
+//!    ending.rs          abnormal end
+//!    watching.rs        queries by the watchdog
+//!    order.rs           one global order of communicators, on every rank
 //! ```
 
 mod builder;
 mod call;
-mod deregister;
 mod ending;
 pub(crate) mod error;
 pub(crate) mod order;
-mod pending_comm_guard;
 pub(crate) mod registration;
+mod release;
 mod shared;
 pub(crate) mod submission;
 pub(crate) mod threads;
@@ -32,26 +30,21 @@ pub use error::{CommState, Stage};
 pub use order::CommOrder;
 
 use crate::backoff::Backoff;
-use crate::communicator::call::HostEntry;
-use crate::communicator::call::{Route, perform, settle};
-use crate::communicator::deregister::deregister_all;
+use crate::communicator::call::settle;
 use crate::communicator::ending::{ABORT_LIMIT, Ending, end_all};
 use crate::communicator::error::CommError;
-use crate::communicator::pending_comm_guard::PendingCommGuard;
-use crate::communicator::shared::{Inner, Life, Mode, Ownership, Shared, lock};
-use crate::communicator::threads::{Kept, Waited, start, wait_for};
-use crate::ffi::calls::NO_COLOR;
-use crate::ffi::handles::{CommHandle, NewHandle};
+use crate::communicator::shared::{Inner, Mode, Ownership, Shared, lock};
+use crate::communicator::threads::start;
 use crate::ffi::library::Nccl;
 use crate::ffi::version::Capability;
-use crate::watchdog::{self, ERROR_LIMIT, Watched};
+use crate::watchdog::{ERROR_LIMIT, Watched};
 use cudarc::driver::CudaStream;
-use std::ffi::{CString, c_int, c_void};
+use std::ffi::c_void;
 use std::fmt;
 use std::ops::Deref;
 use std::slice::from_mut;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, MutexGuard, TryLockError};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
 
@@ -163,64 +156,6 @@ impl Communicator {
         lock(&self.shared.life).comm.as_ptr()
     }
 
-    /// Splits the communicator into new ones, each with the ranks of one color, ordered by key and then by rank. All ranks must call it.
-    /// Returns `None` on a rank without a color, which joins no communicator.
-    ///
-    /// The new communicator inherits the deadline and the mode. Its name is the parent's name with the number of the split and the color.
-    ///
-    /// # Errors
-    /// Returns an error if ranks do not arrive within the deadline, or NCCL or the driver fails; this communicator is then ended. Also
-    /// returns an error if it had already ended.
-    pub fn split(&self, color: Option<u32>, key: u32) -> Result<Option<Communicator>, CommError> {
-        let shared = &self.shared;
-        let (raw_color, raw_key) =
-            (color.map_or(Some(NO_COLOR), |color| c_int::try_from(color).ok()), c_int::try_from(key));
-        let (Some(raw_color), Ok(raw_key)) = (raw_color, raw_key) else {
-            return Err(CommError::SplitArgument { color: color.unwrap_or(0), key });
-        };
-        let mut access = shared.access()?;
-        access.inner.splits += 1;
-        let ordinal = access.inner.splits;
-        let name = format!("{}/{ordinal}.{}", shared.name, color.map_or(-1, i64::from));
-        let c_name: Arc<std::ffi::CStr> = CString::new(name.as_str()).map_err(|_| CommError::Name)?.into();
-        let new = NewHandle::named(&c_name);
-        let (kept, out): (Kept, _) = (Some(Arc::clone(&new) as _), Arc::clone(&new));
-        let (comm, mode) = (access.comm, shared.mode);
-        let order = shared.order.split(ordinal, color.unwrap_or(0));
-        // Reports this rank as connecting until the new communicator is watched.
-        let _pending = color.map(|_| PendingCommGuard::new(shared.met, shared.rank, &order));
-        let entry = HostEntry::begin(shared.watched(), Stage::Split, None);
-        perform(from_mut(&mut access), Stage::Split, Route::when_blocking(mode, Route::Apart), &kept, move |calls| {
-            calls.split(comm, raw_color, raw_key, &out, mode == Mode::Blocking)
-        })?;
-        drop((entry, access));
-        if color.is_none() {
-            return Ok(None);
-        }
-        let raw = new.comm().ok_or(CommError::NoCommunicator { call: "ncclCommSplit" })?;
-        let child = Shared {
-            nccl: shared.nccl,
-            device: Arc::clone(&shared.device),
-            name: name.into(),
-            c_name,
-            rank: 0,
-            ranks: 0,
-            deadline: shared.deadline,
-            mode,
-            ownership: Ownership::Owned,
-            order,
-            serial: Shared::next_serial(),
-            abort_asked: AtomicBool::new(false),
-            met: shared.met,
-            watch_settings: shared.watch_settings.clone(),
-            watched: OnceLock::new(),
-            failed_at: OnceLock::new(),
-            inner: Mutex::new(Inner::default()),
-            life: Life::ready(raw),
-        };
-        Communicator::settled(child, &Backoff::new(shared.deadline)).map(Some)
-    }
-
     /// Destroys the communicator and its remaining windows after all its work has completed. Does nothing if it has already ended. Dropping
     /// the last clone also destroys it.
     ///
@@ -261,23 +196,6 @@ impl Communicator {
             CommState::Lost => Err(self.shared.gone()),
             _ => Ok(()),
         }
-    }
-
-    /// Waits until the communicator is connected, and queries NCCL for the rank and the number of ranks.
-    fn settled(mut shared: Shared, backoff: &Backoff) -> Result<Communicator, CommError> {
-        let mut access = shared.access()?;
-        settle(from_mut(&mut access), Stage::Connect, &None, backoff)?;
-        let (rank, ranks) = {
-            let _current = shared.device.enter()?;
-            shared.nccl.calls().rank_of_ranks(access.comm)?
-        };
-        drop(access);
-        (shared.rank, shared.ranks) = (rank, ranks);
-        let (communicator, device) = (&*shared.name, shared.device.ordinal());
-        tracing::debug!(name: "communicator.ready", target: "symmalloc", communicator, rank, ranks, device);
-        let shared = Arc::new(shared);
-        shared.begin_to_be_watched();
-        Ok(Communicator { shared: Arc::new(Owner(shared)) })
     }
 
     /// Ends the communicator because a wait for the device exceeded the deadline.
@@ -343,43 +261,6 @@ impl Communicator {
 }
 
 impl Shared {
-    fn destroy(&self) -> Result<(), CommError> {
-        let Ok(mut access) = self.access() else { return Ok(()) };
-        let deregistered = deregister_all(&mut access);
-        if self.ownership == Ownership::Borrowed {
-            lock(&self.life).end(CommState::Destroyed, None);
-            watchdog::leave(self.watched());
-        }
-        if self.state() != CommState::Ready {
-            return deregistered;
-        }
-        let (comm, kept): (_, Kept) = (access.comm, Some(Arc::new(Arc::clone(&self.c_name))));
-        let entry = HostEntry::begin(self.watched(), Stage::Destroy, None);
-        perform(from_mut(&mut access), Stage::Destroy, Route::Apart, &kept, move |calls| calls.finalize(comm))?;
-        drop(entry);
-        self.destroy_finalized(comm, kept)?;
-        deregistered
-    }
-
-    fn destroy_finalized(&self, comm: CommHandle, kept: Kept) -> Result<(), CommError> {
-        let (calls, backoff) = (self.nccl.calls(), Backoff::new(self.deadline));
-        // Even after a failure, the communicator must not be used again.
-        lock(&self.life).end(CommState::Destroyed, None);
-        watchdog::leave(self.watched());
-        let caller = start(&self.device, kept, move || calls.destroy(comm));
-        match wait_for(&caller, &backoff, || false) {
-            Waited::Came(answer) => {
-                answer?;
-                tracing::debug!(name: "communicator.destroyed", target: "symmalloc", communicator = &*self.name);
-                Ok(())
-            }
-            Waited::Stopped | Waited::TooLong => {
-                lock(&self.life).state = CommState::Lost;
-                Err(self.overdue(Stage::Destroy, &backoff))
-            }
-        }
-    }
-
     fn overdue(&self, stage: Stage, backoff: &Backoff) -> CommError {
         let (name, waited, state) = (Arc::clone(&self.name), backoff.waited(), self.state());
         CommError::Deadline { name, stage, waited, state }

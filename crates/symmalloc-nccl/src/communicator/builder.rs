@@ -1,22 +1,21 @@
-//! Creation of communicators.
+//! Creation of communicators: connecting, splitting and borrowing.
 
 use crate::backoff::Backoff;
-use crate::communicator::Communicator;
+use crate::communicator::call::{HostEntry, Route, perform, settle};
 use crate::communicator::ending::{Ending, GRACE, end_all};
-use crate::communicator::error::CommError;
-use crate::communicator::error::{CommState, Stage};
-use crate::communicator::order::CommOrder;
-use crate::communicator::order::SequenceCounter;
-use crate::communicator::pending_comm_guard::PendingCommGuard;
+use crate::communicator::error::{CommError, CommState, Stage};
+use crate::communicator::order::{CommOrder, SequenceCounter};
 use crate::communicator::shared::{Inner, Life, Mode, Ownership, Shared};
 use crate::communicator::threads::{self, Answer, Kept, Waited, start, wait_for};
+use crate::communicator::{Communicator, Owner};
+use crate::ffi::calls::NO_COLOR;
 use crate::ffi::driver;
 use crate::ffi::handles::{CommHandle, NewHandle};
 use crate::ffi::library::Nccl;
 use crate::rendezvous;
 use crate::rendezvous::launch::Launch;
 use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
-use crate::watchdog::{self, Failure, MeetingId, WatchSettings, WatchdogMode};
+use crate::watchdog::{self, Failure, MeetingId, PENDING_COMM, WatchSettings, WatchdogMode};
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::slice::from_mut;
 use std::sync::atomic::AtomicBool;
@@ -24,6 +23,7 @@ use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
+use symmalloc_watchdog::{CommunicatorId, RankId};
 
 /// NCCL's environment variable for the blocking mode, which takes precedence over the program's choice.
 const BLOCKING_VARIABLE: &str = "NCCL_COMM_BLOCKING";
@@ -280,6 +280,106 @@ impl CommunicatorBuilder {
             inner: Mutex::new(Inner::default()),
             life: Life::ready(comm),
         }
+    }
+}
+
+impl Communicator {
+    /// Splits the communicator into new ones, each with the ranks of one color, ordered by key and then by rank. All ranks must call it.
+    /// Returns `None` on a rank without a color, which joins no communicator.
+    ///
+    /// The new communicator inherits the deadline and the mode. Its name is the parent's name with the number of the split and the color.
+    ///
+    /// # Errors
+    /// Returns an error if ranks do not arrive within the deadline, or NCCL or the driver fails; this communicator is then ended. Also
+    /// returns an error if it had already ended.
+    pub fn split(&self, color: Option<u32>, key: u32) -> Result<Option<Communicator>, CommError> {
+        let shared = &self.shared;
+        let (raw_color, raw_key) =
+            (color.map_or(Some(NO_COLOR), |color| c_int::try_from(color).ok()), c_int::try_from(key));
+        let (Some(raw_color), Ok(raw_key)) = (raw_color, raw_key) else {
+            return Err(CommError::SplitArgument { color: color.unwrap_or(0), key });
+        };
+        let mut access = shared.access()?;
+        access.inner.splits += 1;
+        let ordinal = access.inner.splits;
+        let name = format!("{}/{ordinal}.{}", shared.name, color.map_or(-1, i64::from));
+        let c_name: Arc<CStr> = CString::new(name.as_str()).map_err(|_| CommError::Name)?.into();
+        let new = NewHandle::named(&c_name);
+        let (kept, out): (Kept, _) = (Some(Arc::clone(&new) as _), Arc::clone(&new));
+        let (comm, mode) = (access.comm, shared.mode);
+        let order = shared.order.split(ordinal, color.unwrap_or(0));
+        // Reports this rank as connecting until the new communicator is watched.
+        let _pending = color.map(|_| PendingCommGuard::new(shared.met, shared.rank, &order));
+        let entry = HostEntry::begin(shared.watched(), Stage::Split, None);
+        perform(from_mut(&mut access), Stage::Split, Route::when_blocking(mode, Route::Apart), &kept, move |calls| {
+            calls.split(comm, raw_color, raw_key, &out, mode == Mode::Blocking)
+        })?;
+        drop((entry, access));
+        if color.is_none() {
+            return Ok(None);
+        }
+        let raw = new.comm().ok_or(CommError::NoCommunicator { call: "ncclCommSplit" })?;
+        let child = Shared {
+            nccl: shared.nccl,
+            device: Arc::clone(&shared.device),
+            name: name.into(),
+            c_name,
+            rank: 0,
+            ranks: 0,
+            deadline: shared.deadline,
+            mode,
+            ownership: Ownership::Owned,
+            order,
+            serial: Shared::next_serial(),
+            abort_asked: AtomicBool::new(false),
+            met: shared.met,
+            watch_settings: shared.watch_settings.clone(),
+            watched: OnceLock::new(),
+            failed_at: OnceLock::new(),
+            inner: Mutex::new(Inner::default()),
+            life: Life::ready(raw),
+        };
+        Communicator::settled(child, &Backoff::new(shared.deadline)).map(Some)
+    }
+
+    /// Waits until the communicator is connected, and queries NCCL for the rank and the number of ranks.
+    fn settled(mut shared: Shared, backoff: &Backoff) -> Result<Communicator, CommError> {
+        let mut access = shared.access()?;
+        settle(from_mut(&mut access), Stage::Connect, &None, backoff)?;
+        let (rank, ranks) = {
+            let _current = shared.device.enter()?;
+            shared.nccl.calls().rank_of_ranks(access.comm)?
+        };
+        drop(access);
+        (shared.rank, shared.ranks) = (rank, ranks);
+        let (communicator, device) = (&*shared.name, shared.device.ordinal());
+        tracing::debug!(name: "communicator.ready", target: "symmalloc", communicator, rank, ranks, device);
+        let shared = Arc::new(shared);
+        shared.begin_to_be_watched();
+        Ok(Communicator { shared: Arc::new(Owner(shared)) })
+    }
+}
+
+/// Announces to other ranks that this rank is about to join a communicator, until dropped. Other ranks therefore also detect a rank that
+/// dies after NCCL has created the communicator and before the watchdog watches it.
+struct PendingCommGuard {
+    met: Option<MeetingId>,
+    rank: RankId,
+}
+
+impl PendingCommGuard {
+    /// Announces the communicator. `rank` is this rank's number, or its number in the communicator that is split.
+    fn new(met: Option<MeetingId>, rank: u32, order: &CommOrder) -> Self {
+        let communicator = CommunicatorId::of(order.as_bytes());
+        let guard = PendingCommGuard { met, rank: RankId { communicator, rank: rank | PENDING_COMM } };
+        watchdog::expect(guard.met, guard.rank);
+        guard
+    }
+}
+
+impl Drop for PendingCommGuard {
+    fn drop(&mut self) {
+        watchdog::withdraw(self.met, self.rank);
     }
 }
 

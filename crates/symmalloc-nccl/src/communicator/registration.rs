@@ -2,8 +2,8 @@
 
 use crate::communicator::Communicator;
 use crate::communicator::call::{HostEntry, Route, perform};
-use crate::communicator::deregister::{deregister_buffer, deregister_window};
 use crate::communicator::error::{CommError, Stage};
+use crate::communicator::release::{deregister_buffer, deregister_window};
 use crate::communicator::shared::{Access, lock};
 use crate::communicator::threads::Kept;
 use crate::ffi::calls::WINDOW_ALIGNMENT;
