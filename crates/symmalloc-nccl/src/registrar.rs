@@ -12,7 +12,6 @@
 //! | `attachment.rs` | state of one communicator |
 //! | `attachment/sync.rs` | one sync of a communicator; see `sync/` |
 //! | `attachment/sleep.rs` | deregistering and restoring a pool's windows on one communicator; see `sleep/` |
-//! | `ended_comms.rs` | ended communicators that other ranks may still name |
 //! | `checked.rs`, `offset_difference.rs` | offset checks before collectives, and their reports |
 //!
 //! The allocator never calls the registrar. A program attaches pools to communicators, allocates and frees freely, and calls
@@ -22,7 +21,6 @@
 
 pub(crate) mod attachment;
 pub(crate) mod checked;
-pub(crate) mod ended_comms;
 pub(crate) mod offset_difference;
 pub(crate) mod settings;
 pub(crate) mod stats;
@@ -33,9 +31,9 @@ use crate::communicator::error::CommError;
 use crate::communicator::{CommState, Communicator};
 use crate::ffi::version::{Capability, NcclVersion};
 use crate::registrar::attachment::{Attachment, SyncJob};
-use crate::registrar::ended_comms::{EndedComm, EndedComms, id_of};
 use crate::registrar::settings::{Registration, Settings, Synced};
 use crate::registrar::stats::{CommunicatorStats, Counters, RegistrarStats};
+use crate::sleep::communicators::{EndedComm, EndedComms, id_of};
 use crate::sync::error::{AttachError, SyncError};
 use crate::windows::symmetric_space::wanted_bytes;
 use smallvec::SmallVec;

@@ -6,11 +6,10 @@
 //! Before `Decide` completes, nothing has changed that other ranks can observe. Afterwards the pool falls asleep even if other ranks fail.
 //! If a rank stops while others may continue, it ends the communicators on which they would wait for it.
 
-mod communicators;
+pub(crate) mod communicators;
 pub(crate) mod error;
 mod message;
 mod run;
-pub(crate) mod saved_registrations;
 mod wake;
 
 use crate::communicator::Communicator;
@@ -19,12 +18,11 @@ use crate::sleep::error::{Obstacle, SleepError, SleepStep, Slept};
 use crate::sleep::run::{Member, Run};
 use std::time::Instant;
 use symmalloc_agreement::RankSet;
-use symmalloc_core::PoolId;
 use symmalloc_core::errors::UnknownError;
 use symmalloc_core::lock::Shared;
 use symmalloc_core::op::Contents;
-use symmalloc_core::sleep as core;
 use symmalloc_core::sleep::{Phase, SleepCause};
+use symmalloc_core::{PoolId, sleep as core};
 use symmalloc_cuda::{CudaBackend, CudaError};
 
 /// The core's guard over the CUDA backend.

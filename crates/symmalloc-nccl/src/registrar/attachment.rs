@@ -21,17 +21,18 @@ pub(crate) use sync::SyncJob;
 use crate::communicator::error::CommError;
 use crate::communicator::registration::{BufferRegistration, Registered};
 use crate::communicator::{CommState, Communicator};
+use crate::ffi::handles::WindowHandle;
 use crate::registrar::settings::Registration;
 use crate::registrar::stats::CommunicatorStats;
-use crate::sleep::saved_registrations::SavedRegistrations;
-use crate::sync::actions::{SegmentTable, generation};
+use crate::sync::actions::{SegmentTable, SyncAction, generation};
 use crate::sync::changes::ObservedPools;
+use crate::sync::digest::fold;
 use crate::sync::error::{AttachError, SyncError};
 use crate::transport::NcclTransport;
 use crate::windows::invalidation::Invalidations;
 use crate::windows::segment_key::Generation;
 use crate::windows::symmetric_space::SymmetricSpace;
-use crate::windows::window::WindowMap;
+use crate::windows::window::{Entry, WindowMap};
 use smallvec::SmallVec;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
@@ -279,4 +280,35 @@ impl Attachment {
         view.window_bytes = state.window_bytes;
         view.buffer_count = state.buffers.values().map(|pieces| pieces.len() as u64).sum();
     }
+}
+
+/// The saved registrations of a sleeping pool on one communicator.
+#[derive(Debug, Default)]
+pub(crate) struct SavedRegistrations {
+    /// Windows in registration order.
+    pub(crate) windows: Vec<SavedWindow>,
+    pub(crate) buffers: Vec<SavedBuffers>,
+}
+
+/// A window that was deregistered for sleep.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SavedWindow {
+    pub(crate) action: SyncAction,
+    /// Previous handle; `None` if it was a plain registration.
+    pub(crate) handle: Option<WindowHandle>,
+}
+
+/// The pieces of a segment, each with a registration local to this rank.
+#[derive(Debug)]
+pub(crate) struct SavedBuffers {
+    pub(crate) segment: Generation,
+    /// Address and size in bytes of each piece.
+    pub(crate) pieces: Vec<(u64, u64)>,
+    pub(crate) entry: Option<Entry>,
+}
+
+/// Returns a digest of the windows and their order, for comparison across ranks.
+pub(crate) fn digest(windows: &[SavedWindow]) -> u64 {
+    let words = windows.iter().flat_map(|window| window.action.change.words());
+    words.fold(windows.len() as u64, fold)
 }

@@ -2,9 +2,8 @@
 
 use crate::communicator::Communicator;
 use crate::registrar::attachment::{Attachment, SyncState};
-use crate::registrar::ended_comms::{EndedComm, id_of};
 use crate::registrar::{Registrar, not_attached};
-use crate::sleep::communicators::{self, combine};
+use crate::sleep::communicators::{self, EndedComm, combine, id_of};
 use crate::sleep::error::{Obstacle, RankObstacle, SleepDifference, SleepError, SleepStep};
 use crate::sleep::message::{
     CommunicatorRow, ExchangeError, Head, HeadFields, Row, VerdictMessage, WAKE, call_of, exchange,

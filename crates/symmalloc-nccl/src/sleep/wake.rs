@@ -8,17 +8,16 @@
 
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
-use crate::registrar::ended_comms::EndedComm;
+use crate::sleep::communicators::EndedComm;
 use crate::sleep::error::{Obstacle, RankObstacle, SleepError, SleepStep, Woken};
 use crate::sleep::message::{Finding, FindingRow, Head};
 use crate::sleep::run::{Member, Run};
 use crate::sync::actions::SegmentName;
 use std::collections::{BTreeMap, BTreeSet};
-use symmalloc_core::PoolId;
 use symmalloc_core::errors::OutOfMemoryCause;
 use symmalloc_core::lock::Shared;
-use symmalloc_core::sleep as core;
 use symmalloc_core::sleep::{Phase, SleepCause};
+use symmalloc_core::{PoolId, sleep as core};
 use symmalloc_cuda::CudaBackend;
 
 /// The core's guard over the CUDA backend.

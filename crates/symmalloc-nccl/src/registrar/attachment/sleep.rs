@@ -2,9 +2,8 @@
 
 use crate::communicator::CommState;
 use crate::communicator::registration::Registered;
-use crate::registrar::attachment::{Attachment, SyncState};
+use crate::registrar::attachment::{Attachment, SavedBuffers, SavedRegistrations, SavedWindow, SyncState, digest};
 use crate::registrar::settings::{Registration, Synced};
-use crate::sleep::saved_registrations::{SavedBuffers, SavedRegistrations, SavedWindow, digest};
 use crate::sync::actions::{ChangeKind, SegmentName, SyncAction, WindowChange};
 use crate::sync::error::SyncError;
 use crate::windows::segment_key::{Generation, SegmentKey};
