@@ -12,21 +12,18 @@
 //!
 //! | ranks | meeting place | admitted |
 //! |---|---|---|
-//! | on one machine: all are local and the address is this machine's, or the address is a loopback one | a [socket](local) on this machine, named after the job, instead of the address | processes of the same user, which both sides check with the system |
+//! | on one machine: all are local and the address is this machine's, or the address is a loopback one | a [socket](endpoint) on this machine, named after the job, instead of the address | processes of the same user, which both sides check with the system |
 //! | at another address | TCP | with `SYMMALLOC_JOB_SECRET`, ranks that [prove](handshake) that they know it; otherwise any process that can connect |
 //!
 //! If rank 0 cannot use an address, it tries the next one. The other ranks try all addresses until the right rank 0 answers. Strangers,
 //! other jobs and ranks without the secret are rejected and do not delay the meeting. The connections stay open: they are the
 //! [lifeline](crate::watchdog) by which each rank learns the state of the others.
 
-mod door;
 pub(crate) mod error;
 mod handshake;
 mod knock;
 pub(crate) mod launch;
-mod local;
 mod meeting;
-mod meeting_point;
 mod secret;
 pub(crate) mod unique_id;
 mod visitors;
@@ -35,9 +32,9 @@ use crate::backoff::Backoff;
 use crate::communicator::error::CommError;
 use crate::communicator::order::SequenceCounter;
 use crate::ffi::library::Nccl;
+use crate::rendezvous::endpoint::hash;
 use crate::rendezvous::launch::Launch;
-use crate::rendezvous::meeting::{Meeting, hash, job_of};
-use crate::rendezvous::meeting_point::MeetingPoint;
+use crate::rendezvous::meeting::{Meeting, MeetingPoint, job_of};
 use crate::rendezvous::secret::{Secret, random};
 use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
 use crate::watchdog::{self, MeetingId};
@@ -109,5 +106,6 @@ pub(crate) fn meet(
     Ok(Some(watchdog::met(&id, rank, ranks, vec![(0, connection)])))
 }
 
+mod endpoint;
 #[cfg(test)]
 mod tests;

@@ -1,7 +1,7 @@
 //! The other ranks' side of the rendezvous: they try to connect until rank 0 answers.
 
 use crate::backoff::Backoff;
-use crate::rendezvous::door::{Closed, Door, read_until, write_until};
+use crate::rendezvous::endpoint::{Closed, Door, read_until, write_until};
 use crate::rendezvous::error::RendezvousError;
 use crate::rendezvous::handshake::{Exchange, HEAD_BYTES, Hello, TAIL_BYTES, Verdict};
 use crate::rendezvous::meeting::{Meeting, VISITOR_LIMIT};

@@ -1,8 +1,11 @@
-//! Meetings of a job's ranks.
+//! Meetings of a job's ranks, and the endpoints at which rank 0 waits for the others.
 
+use crate::rendezvous::endpoint::{Door, Listener, hash, names};
+use crate::rendezvous::error::RendezvousError;
 use crate::rendezvous::handshake::Hello;
 use crate::rendezvous::launch::Launch;
 use crate::rendezvous::secret::Secret;
+use std::net::{SocketAddr, ToSocketAddrs, UdpSocket};
 use std::time::Duration;
 
 /// Time limit for a visitor to identify itself, and for rank 0 to answer.
@@ -27,11 +30,6 @@ impl Meeting {
     }
 }
 
-/// Returns the FNV-1a hash, which is the same on every machine.
-pub(super) fn hash(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
-}
-
 /// Returns a name that distinguishes this job from others on the machine.
 pub(super) fn job_of(launch: &Launch) -> String {
     if launch.job.is_empty() && launch.ranks == launch.local_ranks {
@@ -39,4 +37,188 @@ pub(super) fn job_of(launch: &Launch) -> String {
         return format!("{}.{}", launch.launcher, std::os::unix::process::parent_id());
     }
     format!("{}.{}", launch.launcher, launch.job)
+}
+
+/// The environment variable with the address of the rendezvous.
+const ADDRESS_VARIABLE: &str = "SYMMALLOC_RENDEZVOUS";
+/// torchrun's environment variables for the address.
+const MASTER_ADDRESS_VARIABLE: &str = "MASTER_ADDR";
+const MASTER_PORT_VARIABLE: &str = "MASTER_PORT";
+
+/// Number of ports to try if the program does not specify one.
+const PORTS: u16 = 8;
+
+/// The doors at which rank 0 may listen. It uses the first free one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct MeetingPoint {
+    pub(super) doors: Vec<Door>,
+}
+
+impl MeetingPoint {
+    pub(super) fn of(
+        launch: &Launch,
+        meeting: &Meeting,
+        variable: impl Fn(&str) -> Option<String>,
+    ) -> Result<Self, RendezvousError> {
+        let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
+        let is_one_machine = launch.ranks == launch.local_ranks;
+        if let Some(value) = variable(ADDRESS_VARIABLE) {
+            let addresses = resolve(value.as_str(), ADDRESS_VARIABLE, &value)?;
+            return Ok(Self::named(addresses, is_one_machine, meeting));
+        }
+        if let (Some(host), Some(port)) = (variable(MASTER_ADDRESS_VARIABLE), variable(MASTER_PORT_VARIABLE)) {
+            let bad = |variable, value: &str| RendezvousError::BadAddress { variable, value: value.to_owned() };
+            let port: u16 = port.parse().map_err(|_| bad(MASTER_PORT_VARIABLE, &port))?;
+            let first = resolve((host.as_str(), port), MASTER_ADDRESS_VARIABLE, &host)?;
+            if is_of_this_machine(&first, is_one_machine) {
+                return Ok(Self::on_this_machine(port, meeting));
+            }
+            let ports = (1..=PORTS).filter_map(|step| port.checked_add(step));
+            let doors: Vec<_> = ports
+                .flat_map(|port| first.iter().map(move |it| SocketAddr::new(it.ip(), port)))
+                .map(Door::Network)
+                .collect();
+            return if doors.is_empty() { Err(bad(MASTER_PORT_VARIABLE, "65535")) } else { Ok(MeetingPoint { doors }) };
+        }
+        if is_one_machine { Ok(Self::on_this_machine(0, meeting)) } else { Err(RendezvousError::NoAddress) }
+    }
+
+    /// Returns the meeting point at the address that the program specifies.
+    pub(super) fn at(address: &str, meeting: &Meeting) -> Result<Self, RendezvousError> {
+        // The ranks may be on several machines, but a loopback address refers only to this one.
+        Ok(Self::named(resolve(address, "rendezvous", address)?, false, meeting))
+    }
+
+    fn named(addresses: Vec<SocketAddr>, is_one_machine: bool, meeting: &Meeting) -> Self {
+        if is_of_this_machine(&addresses, is_one_machine) {
+            return Self::on_this_machine(addresses[0].port(), meeting);
+        }
+        MeetingPoint { doors: addresses.into_iter().map(Door::Network).collect() }
+    }
+
+    /// Returns a meeting point of sockets on this machine. The port distinguishes jobs with the same name.
+    fn on_this_machine(port: u16, meeting: &Meeting) -> Self {
+        let names = names(meeting.job, port, meeting.secret.as_ref());
+        MeetingPoint { doors: names.into_iter().map(Door::Local).collect() }
+    }
+
+    pub(super) fn listen(&self) -> Result<Listener, RendezvousError> {
+        let mut refusal = RendezvousError::NoAddress;
+        for door in &self.doors {
+            match door.listen() {
+                Ok(listener) => return Ok(listener),
+                Err(error) => refusal = error,
+            }
+        }
+        Err(refusal)
+    }
+}
+
+/// Returns `true` if the addresses refer to this machine: loopback addresses do, and so do its own if all ranks are on one machine.
+fn is_of_this_machine(addresses: &[SocketAddr], is_one_machine: bool) -> bool {
+    let is_own = |address: &SocketAddr| UdpSocket::bind(SocketAddr::new(address.ip(), 0)).is_ok();
+    addresses.iter().all(|address| address.ip().is_loopback()) || is_one_machine && addresses.iter().any(is_own)
+}
+
+fn resolve(
+    address: impl ToSocketAddrs,
+    variable: &'static str,
+    value: &str,
+) -> Result<Vec<SocketAddr>, RendezvousError> {
+    let bad = || RendezvousError::BadAddress { variable, value: value.to_owned() };
+    let addresses: Vec<SocketAddr> = address.to_socket_addrs().map_err(|_| bad())?.collect();
+    if addresses.is_empty() { Err(bad()) } else { Ok(addresses) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rendezvous::secret::Secret;
+
+    fn launch(ranks: u32, local_ranks: u32, job: &str) -> Launch {
+        let variables = [
+            ("RANK", "0".to_owned()),
+            ("WORLD_SIZE", ranks.to_string()),
+            ("LOCAL_RANK", "0".to_owned()),
+            ("LOCAL_WORLD_SIZE", local_ranks.to_string()),
+            ("TORCHELASTIC_RUN_ID", job.to_owned()),
+        ];
+        let variable = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone());
+        Launch::from_variables(variable).expect("complete")
+    }
+
+    const SECRET: &str = "0123456789abcdef";
+
+    fn place(launch: &Launch, variables: &[(&str, &str)]) -> Result<MeetingPoint, RendezvousError> {
+        place_with(None, launch, variables)
+    }
+
+    fn place_with(
+        secret: Option<&str>,
+        launch: &Launch,
+        variables: &[(&str, &str)],
+    ) -> Result<MeetingPoint, RendezvousError> {
+        let secret = secret.map(|text| Secret::new(text.into()).expect("the secret is long enough"));
+        MeetingPoint::of(launch, &Meeting::new(launch, 0, secret), |name| {
+            variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    fn ports(point: &MeetingPoint) -> Vec<u16> {
+        let port = |door: &Door| match door {
+            Door::Network(address) => address.port(),
+            Door::Local(name) => panic!("{name:?} is no port"),
+        };
+        point.doors.iter().map(port).collect()
+    }
+
+    fn is_local(point: &MeetingPoint) -> bool {
+        point.doors.iter().all(|door| matches!(door, Door::Local(_)))
+    }
+
+    #[test]
+    fn ranks_of_one_machine_meet_on_its_sockets() {
+        let job = launch(4, 4, "job");
+        let (one, again, other) = (place(&job, &[]), place(&job, &[]), place(&launch(4, 4, "other"), &[]));
+        assert_eq!(one, again);
+        assert_ne!(one, other);
+        let master = [("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")];
+        let next = [("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29501")];
+        let named = [("SYMMALLOC_RENDEZVOUS", "127.0.0.1:4000")];
+        for variables in [&[][..], &master, &next, &named, &[("SYMMALLOC_RENDEZVOUS", "0.0.0.0:4000")]] {
+            assert!(is_local(&place(&job, variables).expect("the meeting point is local")), "{variables:?}");
+        }
+        assert_ne!(place(&job, &master), place(&job, &next), "two jobs with one name");
+        let by_name = [("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")];
+        assert_eq!(place(&job, &master), place(&job, &by_name), "two names of one machine");
+        // Ranks without the secret find those that have it and are rejected. The other names cannot be guessed.
+        let (plain, secret) = (
+            place(&job, &master).expect("the meeting point is local"),
+            place_with(Some(SECRET), &job, &master).expect("the meeting point is local"),
+        );
+        assert!(is_local(&secret) && secret.doors.starts_with(&plain.doors) && secret.doors.len() > plain.doors.len());
+    }
+
+    #[test]
+    fn an_address_elsewhere_is_of_a_network() {
+        let (one_machine, two_machines) = (launch(4, 4, "job"), launch(4, 2, "job"));
+        // An address reserved for documentation, which no machine has.
+        let elsewhere = [("MASTER_ADDR", "192.0.2.1"), ("MASTER_PORT", "29500")];
+        for job in [&one_machine, &two_machines] {
+            let master = place(job, &elsewhere).expect("the addresses are valid");
+            assert_eq!(ports(&master), [29501, 29502, 29503, 29504, 29505, 29506, 29507, 29508]);
+        }
+        let named = [("SYMMALLOC_RENDEZVOUS", "192.0.2.1:4000"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")];
+        assert_eq!(ports(&place(&two_machines, &named).expect("an address")), [4000]);
+        assert_eq!(place(&two_machines, &[]), Err(RendezvousError::NoAddress));
+    }
+
+    #[test]
+    fn a_place_that_cannot_be_is_refused_by_name() {
+        let job = launch(4, 4, "job");
+        let bad = |variable, value: &str| Err(RendezvousError::BadAddress { variable, value: value.to_owned() });
+        assert_eq!(place(&job, &[("SYMMALLOC_RENDEZVOUS", "nowhere")]), bad("SYMMALLOC_RENDEZVOUS", "nowhere"));
+        assert_eq!(place(&job, &[("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "99999")]), bad("MASTER_PORT", "99999"));
+        assert_eq!(place(&job, &[("MASTER_ADDR", "192.0.2.1"), ("MASTER_PORT", "65535")]), bad("MASTER_PORT", "65535"));
+    }
 }

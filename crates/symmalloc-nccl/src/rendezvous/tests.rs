@@ -1,13 +1,11 @@
 //! Tests of meetings on a network and on one machine, and of rejected visitors.
 
 use crate::backoff::Backoff;
-use crate::rendezvous::door::{Door, Listener, read_until};
+use crate::rendezvous::endpoint::{Door, Listener, foreign_user, read_until};
 use crate::rendezvous::error::RendezvousError;
 use crate::rendezvous::handshake::{Exchange, HEAD_BYTES, HELLO_BYTES, Hello, MAGIC, TAIL_BYTES, Verdict};
 use crate::rendezvous::launch::Launch;
-use crate::rendezvous::local;
-use crate::rendezvous::meeting::{Meeting, VISITOR_LIMIT};
-use crate::rendezvous::meeting_point::MeetingPoint;
+use crate::rendezvous::meeting::{Meeting, MeetingPoint, VISITOR_LIMIT};
 use crate::rendezvous::secret::{PROOF_BYTES, Secret};
 use crate::rendezvous::unique_id::UniqueId;
 use std::io::{Read, Write};
@@ -455,7 +453,7 @@ fn a_socket_name_that_another_user_has_taken_is_passed_over() {
     assert_eq!(listener.number(), 1);
     let Door::Local(name) = &point.doors[0] else { panic!("a socket") };
     let connection = name.connect().expect("any user can connect");
-    assert_eq!(local::foreign_user(&connection).expect("connected"), Some(65534));
+    assert_eq!(foreign_user(&connection).expect("connected"), Some(65534));
     let asked = ask(&meeting(2), &point.doors[..1], 1, 100);
     assert!(matches!(asked, Err(RendezvousError::NoLocalAnswer { foreign_user: Some(65534), .. })), "{asked:?}");
     thread::scope(|scope| {

@@ -2,7 +2,7 @@
 //! them.
 
 use crate::backoff::Backoff;
-use crate::rendezvous::door::{Guest, Listener};
+use crate::rendezvous::endpoint::{Guest, Listener};
 use crate::rendezvous::error::RendezvousError;
 use crate::rendezvous::handshake::{Exchange, HELLO_BYTES, Hello, TAIL_BYTES, Verdict};
 use crate::rendezvous::meeting::{Meeting, VISITOR_LIMIT};
