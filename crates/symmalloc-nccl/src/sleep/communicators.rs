@@ -3,7 +3,7 @@
 use crate::communicator::Communicator;
 use crate::sleep::error::{SleepDifference, SleepField};
 use crate::sleep::message::CommunicatorRow;
-use crate::sync::digest::fold;
+use crate::sync::fold;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use symmalloc_core::PoolId;

@@ -12,7 +12,7 @@
 //! The actions are a function of the log and the existing windows, so equal histories lead to equal actions on every rank. Computing them
 //! changes nothing: a sync that fails leaves the log and the segment table unchanged, and the next sync computes its actions again.
 
-use crate::sync::digest::fold;
+use crate::sync::fold;
 use crate::windows::segment_key::{Generation, SegmentKey};
 use std::collections::BTreeMap;
 use std::fmt;

@@ -9,9 +9,8 @@
 //! All ranks receive the same messages and therefore reach the same result.
 
 use crate::sync::actions::SyncActions;
-use crate::sync::difference::{ChangeDifference, SyncDifference, SyncField};
 use crate::sync::error::SyncError;
-use crate::sync::message::{CHANGES_PER_PAGE, ChangePage, SyncMessage};
+use crate::sync::message::{CHANGES_PER_PAGE, ChangeDifference, ChangePage, SyncDifference, SyncField, SyncMessage};
 use std::collections::BTreeMap;
 use symmalloc_agreement::{Gathered, Inquiry, Progress, ProtocolError, RankHistory, RankSet, Transport};
 use zerocopy::{FromBytes, IntoBytes};

@@ -2,8 +2,8 @@
 
 use crate::registrar::settings::{Registration, Synced};
 use crate::sync::actions::generation;
-use crate::sync::digest::fold;
 use crate::sync::error::AttachError;
+use crate::sync::fold;
 use crate::windows::segment_key::Generation;
 use smallvec::SmallVec;
 use symmalloc_core::errors::UnknownError;

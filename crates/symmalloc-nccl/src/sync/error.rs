@@ -4,7 +4,7 @@ use crate::communicator::CommState;
 use crate::communicator::error::CommError;
 use crate::ffi::version::NcclVersion;
 use crate::registrar::offset_difference::OffsetDifference;
-use crate::sync::difference::SyncDifference;
+use crate::sync::message::SyncDifference;
 use crate::windows::segment_key::SegmentKey;
 use std::sync::Arc;
 use symmalloc_agreement::{Disagreement, ProtocolError, TransportError};
