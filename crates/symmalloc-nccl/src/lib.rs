@@ -107,8 +107,8 @@ pub use sync::error::{AttachError, LookupError, SyncError};
 pub use sync::message::{ChangeDifference, SyncDifference, SyncField};
 pub use transport::NcclTransport;
 pub use watchdog::{FAILURE_EXIT_CODE, Failure, FailureCause, WatchdogMode, flight_record, write_flight_record};
-pub use windows::invalidation::{Invalidated, InvalidationCursor};
-pub use windows::segment_key::{Generation, SegmentKey};
+pub use windows::keys::{Generation, SegmentKey};
+pub use windows::keys::{Invalidated, InvalidationCursor};
 pub use windows::window::WindowSpan;
 
 /// Types that must be usable from several threads.

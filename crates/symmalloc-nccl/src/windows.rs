@@ -1,7 +1,6 @@
 //! Windows over segments: lookup by address, cache keys and their invalidation, and NCCL's symmetric address space.
 
-pub(crate) mod invalidation;
+pub(crate) mod keys;
 mod lookup;
-pub(crate) mod segment_key;
 pub(crate) mod symmetric_space;
 pub(crate) mod window;

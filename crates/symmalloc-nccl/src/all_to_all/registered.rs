@@ -14,8 +14,7 @@ use crate::all_to_all::transfers::Region;
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
 use crate::sync::error::LookupError;
-use crate::windows::invalidation::{Invalidated, InvalidationCursor};
-use crate::windows::segment_key::SegmentKey;
+use crate::windows::keys::{Invalidated, InvalidationCursor, SegmentKey};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The registered segments of one communicator that calls have used.
@@ -102,7 +101,7 @@ impl SegmentList {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::windows::segment_key::Generation;
+    use crate::windows::keys::Generation;
     use symmalloc_core::{PoolId, SegmentId};
 
     fn key(segment: u32, base: u64) -> SegmentKey {

@@ -13,7 +13,7 @@
 //! changes nothing: a sync that fails leaves the log and the segment table unchanged, and the next sync computes its actions again.
 
 use crate::sync::fold;
-use crate::windows::segment_key::{Generation, SegmentKey};
+use crate::windows::keys::{Generation, SegmentKey};
 use std::collections::BTreeMap;
 use std::fmt;
 use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};

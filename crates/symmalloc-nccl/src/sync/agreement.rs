@@ -179,7 +179,7 @@ mod tests {
     use super::*;
     use crate::sync::actions::{ChangeKind, SegmentName, SegmentTable, SyncAction, WindowChange};
     use crate::sync::message::SyncContext;
-    use crate::windows::segment_key::Generation;
+    use crate::windows::keys::Generation;
     use std::thread;
     use std::time::Duration;
     use symmalloc_agreement::{Point, ThreadTransport};

@@ -4,7 +4,7 @@ use crate::registrar::settings::{Registration, Synced};
 use crate::sync::actions::generation;
 use crate::sync::error::AttachError;
 use crate::sync::fold;
-use crate::windows::segment_key::Generation;
+use crate::windows::keys::Generation;
 use smallvec::SmallVec;
 use symmalloc_core::errors::UnknownError;
 use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};

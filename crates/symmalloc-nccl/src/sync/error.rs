@@ -5,7 +5,7 @@ use crate::communicator::error::CommError;
 use crate::ffi::version::NcclVersion;
 use crate::registrar::offset_difference::OffsetDifference;
 use crate::sync::message::SyncDifference;
-use crate::windows::segment_key::SegmentKey;
+use crate::windows::keys::SegmentKey;
 use std::sync::Arc;
 use symmalloc_agreement::{Disagreement, ProtocolError, TransportError};
 use symmalloc_core::PoolId;

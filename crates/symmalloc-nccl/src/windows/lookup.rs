@@ -3,8 +3,7 @@
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
 use crate::sync::error::LookupError;
-use crate::windows::invalidation::{Invalidated, InvalidationCursor};
-use crate::windows::segment_key::{Generation, SegmentKey};
+use crate::windows::keys::{Generation, Invalidated, InvalidationCursor, SegmentKey};
 use crate::windows::window::{Entry, RegisteredAs, WindowSpan};
 use symmalloc_core::Handle;
 use symmalloc_core::backend::DeviceAddress;

@@ -13,7 +13,7 @@
 //!
 //! All ranks register and deregister windows in the same order, so the model is the same on every rank.
 
-use crate::windows::segment_key::Generation;
+use crate::windows::keys::Generation;
 use std::collections::BTreeMap;
 
 /// Size in bytes to a multiple of which NCCL rounds the range up (`ncclDevrInitOnce`).

@@ -2,7 +2,7 @@
 
 use crate::ffi::handles::WindowHandle;
 use crate::sync::actions::SegmentName;
-use crate::windows::segment_key::SegmentKey;
+use crate::windows::keys::SegmentKey;
 
 /// A position in a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -73,7 +73,7 @@ impl WindowMap {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::windows::segment_key::Generation;
+    use crate::windows::keys::Generation;
     use symmalloc_core::{PoolId, SegmentId};
 
     fn entry(segment: u32, base: u64, size_bytes: u64) -> Entry {

@@ -6,7 +6,7 @@ use crate::registrar::attachment::{Attachment, SavedBuffers, SavedRegistrations,
 use crate::registrar::settings::{Registration, Synced};
 use crate::sync::actions::{ChangeKind, SegmentName, SyncAction, WindowChange};
 use crate::sync::error::SyncError;
-use crate::windows::segment_key::{Generation, SegmentKey};
+use crate::windows::keys::{Generation, SegmentKey};
 use crate::windows::symmetric_space::SymmetricSpace;
 use std::collections::BTreeSet;
 use symmalloc_core::PoolId;

@@ -12,7 +12,7 @@ use crate::sync::agreement::agree_on_sync;
 use crate::sync::changes::SegmentChanges;
 use crate::sync::error::SyncError;
 use crate::sync::message::{SyncContext, SyncMessage};
-use crate::windows::segment_key::{Generation, SegmentKey};
+use crate::windows::keys::{Generation, SegmentKey};
 use crate::windows::symmetric_space::SymmetricSpace;
 use crate::windows::window::{Entry, RegisteredAs};
 use std::time::Instant;
