@@ -7,13 +7,12 @@
 //! Collectives that only move elements (gather, broadcast, send) support every type, by moving its bytes.
 
 pub(crate) mod operation;
+pub(crate) mod transport;
 
-use crate::collectives::operation::NcclCall;
-use crate::collectives::operation::{NcclType, ReduceOp};
+use crate::collectives::operation::{NcclCall, NcclType, ReduceOp};
 use crate::communicator::Communicator;
 use crate::communicator::error::CommError;
-use crate::communicator::submission::Buffers;
-use crate::communicator::submission::submit;
+use crate::communicator::submission::{Buffers, submit};
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::sync::Arc;
 

@@ -69,13 +69,10 @@ mod backoff;
 mod collectives;
 mod communicator;
 mod ffi;
-#[cfg(feature = "metrics")]
-pub mod metrics;
 mod registrar;
 mod rendezvous;
 mod sleep;
 mod sync;
-mod transport;
 mod watchdog;
 mod windows;
 
@@ -83,6 +80,7 @@ pub use all_to_all::splits::{Sending, Side, Split, Splits, SplitsError};
 pub use all_to_all::{AllToAll, AllToAllBuilder, AllToAllError};
 pub use collectives::operation::Collective;
 pub use collectives::operation::{DataType, NcclType, ReduceOp};
+pub use collectives::transport::NcclTransport;
 pub use communicator::error::CommError;
 pub use communicator::registration::{BufferRegistration, Registered, Window};
 pub use communicator::submission::Group;
@@ -94,6 +92,8 @@ pub use ffi::handles::WindowHandle;
 pub use ffi::library::Nccl;
 pub use ffi::version::{Capability, NcclVersion};
 pub use registrar::checked::CheckedCollectives;
+#[cfg(feature = "metrics")]
+pub use registrar::metrics;
 pub use registrar::offset_difference::{BufferPlace, CollectiveCall, OffsetDifference};
 pub use registrar::settings::{Registration, Synced};
 pub use registrar::stats::{CommunicatorStats, RegistrarStats};
@@ -105,7 +105,6 @@ pub use sleep::error::{Obstacle, RankObstacle, SleepDifference, SleepError, Slee
 pub use sync::actions::{ChangeKind, SegmentName, WindowChange};
 pub use sync::error::{AttachError, LookupError, SyncError};
 pub use sync::message::{ChangeDifference, SyncDifference, SyncField};
-pub use transport::NcclTransport;
 pub use watchdog::{FAILURE_EXIT_CODE, Failure, FailureCause, WatchdogMode, flight_record, write_flight_record};
 pub use windows::keys::{Generation, SegmentKey};
 pub use windows::keys::{Invalidated, InvalidationCursor};

@@ -21,6 +21,8 @@
 
 pub(crate) mod attachment;
 pub(crate) mod checked;
+#[cfg(feature = "metrics")]
+pub mod metrics;
 pub(crate) mod offset_difference;
 pub(crate) mod settings;
 pub(crate) mod stats;

@@ -18,6 +18,7 @@ mod sync;
 
 pub(crate) use sync::SyncJob;
 
+use crate::collectives::transport::NcclTransport;
 use crate::communicator::error::CommError;
 use crate::communicator::registration::{BufferRegistration, Registered};
 use crate::communicator::{CommState, Communicator};
@@ -28,7 +29,6 @@ use crate::sync::actions::{SegmentTable, SyncAction, generation};
 use crate::sync::changes::ObservedPools;
 use crate::sync::error::{AttachError, SyncError};
 use crate::sync::fold;
-use crate::transport::NcclTransport;
 use crate::windows::keys::{Generation, Invalidations};
 use crate::windows::symmetric_space::SymmetricSpace;
 use crate::windows::window::{Entry, WindowMap};

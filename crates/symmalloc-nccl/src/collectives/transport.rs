@@ -13,8 +13,7 @@
 //! means that another rank has ended the communicator.
 
 use crate::backoff::Backoff;
-use crate::collectives::operation::DataType;
-use crate::collectives::operation::NcclCall;
+use crate::collectives::operation::{DataType, NcclCall};
 use crate::communicator::error::CommError;
 use crate::communicator::submission::{Buffers, Elements};
 use crate::communicator::{Communicator, Stage};
