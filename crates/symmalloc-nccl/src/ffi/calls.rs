@@ -12,7 +12,7 @@
 //!   [`revoke`](Calls::revoke) may run concurrently, as NCCL allows.
 //! - **C3** A [`NewHandle`] is kept alive until no operation can write to it.
 //! - **C4** The memory of an [`Operation`] belongs to the communicator's device, is long enough, and is not accessed by others until its
-//!   stream has completed it: `communicator/buffers.rs` creates operations from borrowed buffers, and a caller that passes raw addresses
+//!   stream has completed it: `communicator/submission.rs` creates operations from borrowed buffers, and a caller that passes raw addresses
 //!   guarantees the same. The operation's stream is live and belongs to the device.
 //! - **C5** A window or registration is released once, on the communicator that made it.
 
