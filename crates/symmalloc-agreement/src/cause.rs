@@ -11,7 +11,8 @@
 //! ```
 
 use super::found::{Answered, Found, is_memory_moved};
-use super::question::{Answer, Step, WINDOW};
+use super::message::WINDOW;
+use super::question::{Answer, Step};
 use super::report::Cause;
 use symmalloc_core::histories::{Mark, unpack_op};
 use symmalloc_core::ids::StreamId;

@@ -3,9 +3,9 @@
 //! Every rank sends its next heaps in order. The merged list is complete up to the smallest key at which a full page
 //! ends. Heaps beyond that key are requested again with the next page.
 
-use super::message::readers;
+use super::message::{HEAPS_PER_PAGE, HeapPage, messages};
 use super::protocol::ProtocolError;
-use super::question::{Ask, HEAPS_PER_PAGE, HeapKey, HeapSummary};
+use super::question::{Ask, HeapKey, HeapSummary};
 use super::transport::Gathered;
 use std::collections::BTreeMap;
 use symmalloc_core::Digest;
@@ -69,18 +69,19 @@ impl Directory {
     pub(crate) fn page(&mut self, ranks: u32, gathered: &Gathered) -> Result<Option<Ask>, ProtocolError> {
         let mut tallies: BTreeMap<HeapKey, HeapTally> = BTreeMap::new();
         let mut complete_to: Option<HeapKey> = None;
-        for (_, mut reader) in readers(gathered) {
-            let count = reader.count(HEAPS_PER_PAGE)?;
+        for page in messages::<HeapPage>(gathered) {
+            let (rank, page) = page?;
+            let heaps = page.entries(rank)?;
             let mut last = self.after;
-            for _ in 0..count {
-                let heap = HeapSummary::read(&mut reader)?;
+            for heap in heaps {
+                let heap = HeapSummary::decode(rank, heap)?;
                 if Some(heap.key) <= last {
-                    return Err(reader.garbled());
+                    return Err(ProtocolError::Garbled { rank });
                 }
                 last = Some(heap.key);
                 tallies.entry(heap.key).or_insert_with(|| HeapTally::new(&heap)).add(&heap);
             }
-            if count == HEAPS_PER_PAGE {
+            if heaps.len() == HEAPS_PER_PAGE {
                 complete_to = complete_to.map_or(last, |to| last.map(|last| last.min(to)));
             }
         }

@@ -14,12 +14,12 @@
 //! and one set of ranks per distinct answer.
 
 use super::directory::Directory;
-use super::message::readers;
+use super::message::{RankSummaryMessage, messages};
 use super::outcome::{Agreed, Next};
 use super::point::Point;
 use super::policies::Policies;
 use super::protocol::ProtocolError;
-use super::question::{Ask, Question, RankSummary};
+use super::question::{Ask, Question};
 use super::ranks::RankSet;
 use super::report::{Difference, Disagreement};
 use super::search::Search;
@@ -120,10 +120,11 @@ fn compare(gathered: &Gathered) -> Result<Next, ProtocolError> {
     let mut points: BTreeMap<u8, RankSet> = BTreeMap::new();
     let mut first = None;
     let (mut are_policies_equal, mut are_histories_equal) = (true, true);
-    for (rank, mut reader) in readers(gathered) {
-        let summary = RankSummary::read(&mut reader)?;
+    for message in messages::<RankSummaryMessage>(gathered) {
+        let (rank, message) = message?;
+        let summary = message.decode(rank)?;
         if point(summary.point).is_none() {
-            return Err(reader.garbled());
+            return Err(ProtocolError::Garbled { rank });
         }
         points.entry(summary.point).or_default().push(rank);
         let first = first.get_or_insert(summary);

@@ -1,9 +1,9 @@
 //! Comparison of configurations that finds the keys whose values differ.
 
-use super::message::readers;
+use super::message::{POLICIES_PER_PAGE, PolicyPage, PolicyText, messages};
 use super::outcome::Next;
 use super::protocol::ProtocolError;
-use super::question::{Ask, POLICIES_PER_PAGE};
+use super::question::Ask;
 use super::ranks::RankSet;
 use super::report::{Difference, PolicyDifference};
 use super::transport::Gathered;
@@ -26,11 +26,11 @@ impl Policies {
         let mut digests: Vec<Option<u64>> = Vec::new();
         let mut differs = [false; POLICIES_PER_PAGE];
         let mut is_last = true;
-        for (rank, mut reader) in readers(gathered) {
-            let count = reader.count(POLICIES_PER_PAGE)?;
-            is_last &= count < POLICIES_PER_PAGE;
-            let page = (0..count).map(|_| reader.u64()).collect::<Result<Vec<_>, _>>()?;
-            let page = (0..POLICIES_PER_PAGE).map(|index| page.get(index).copied());
+        for page in messages::<PolicyPage>(gathered) {
+            let (rank, page) = page?;
+            let page = page.entries(rank)?;
+            is_last &= page.len() < POLICIES_PER_PAGE;
+            let page = (0..POLICIES_PER_PAGE).map(|index| page.get(index).map(|digest| digest.get()));
             if rank == 0 {
                 digests.extend(page);
             } else {
@@ -52,13 +52,9 @@ impl Policies {
     /// Compares the texts of one configuration.
     pub(crate) fn texts(&mut self, number: u32, gathered: &Gathered) -> Result<Next, ProtocolError> {
         let mut texts: BTreeMap<Option<String>, RankSet> = BTreeMap::new();
-        for (rank, mut reader) in readers(gathered) {
-            let text = match reader.u8()? {
-                0 => None,
-                1 => Some(reader.text()?.to_owned()),
-                _ => return Err(reader.garbled()),
-            };
-            texts.entry(text).or_default().push(rank);
+        for message in messages::<PolicyText>(gathered) {
+            let (rank, message) = message?;
+            texts.entry(message.decode(rank)?.map(str::to_owned)).or_default().push(rank);
         }
         if texts.len() < 2 {
             return Err(ProtocolError::Contradiction);

@@ -3,7 +3,7 @@
 use thiserror::Error;
 
 /// Version of the protocol and of the data that enters a digest.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 
 /// An invalid message or sequence of messages. Every rank receives the same error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]

@@ -1,4 +1,4 @@
-//! The questions of an inquiry, one per round and the same for every rank, and the encoding of one rank's answers.
+//! The questions of an inquiry, one per round and the same for every rank, and one rank's answers. `message.rs` encodes them.
 //!
 //! | question | one rank's answer |
 //! |---|---|
@@ -11,10 +11,10 @@
 //! | ops | the op with the given number, for each of several heaps |
 //! | details | the name of an op, and the requests that follow it |
 
-use super::message::{COMPARE_BYTES, MESSAGE_BYTES, Reader, Writer};
-use super::protocol::{ProtocolError, VERSION};
+use super::message::{COMPARE_BYTES, HeapMessage, MESSAGE_BYTES, OpMessage, StepMessage};
+use super::protocol::ProtocolError;
 use symmalloc_core::Digest;
-use symmalloc_core::histories::{CHECKPOINTS_MAX, HeapHistory, Mark, NAME_BYTES_MAX, op_word, unpack_op};
+use symmalloc_core::histories::{HeapHistory, Mark, op_word, unpack_op};
 use symmalloc_core::ids::StreamId;
 
 /// The identity of a heap, equal on all ranks: the symmetric pool's ordinal among symmetric pools, and the stream.
@@ -34,14 +34,9 @@ impl HeapKey {
         u16::try_from(self.stream).ok().map(StreamId)
     }
 
-    fn write(self, writer: &mut Writer<'_>) {
-        writer.u32(self.pool).u32(self.stream);
-    }
-
-    fn read(reader: &mut Reader<'_>) -> Result<Self, ProtocolError> {
-        let (pool, stream) = (reader.u32()?, reader.u32()?);
+    fn decode(rank: u32, pool: u32, stream: u32) -> Result<Self, ProtocolError> {
         if stream > StreamId::MAX.0.into() && stream != u32::MAX {
-            return Err(reader.garbled());
+            return Err(ProtocolError::Garbled { rank });
         }
         Ok(HeapKey { pool, stream })
     }
@@ -53,22 +48,6 @@ pub(crate) struct OpNumber {
     pub(crate) heap: HeapKey,
     pub(crate) ops: u64,
 }
-
-pub(crate) const POLICIES_PER_PAGE: usize = 120;
-pub(crate) const POLICY_BYTES_MAX: usize = 1000;
-pub(crate) const HEAPS_PER_PAGE: usize = 31;
-pub(crate) const PROBES_MAX: usize = 96;
-/// Maximum number of heaps that are searched at once.
-pub(crate) const SEARCHES_MAX: usize = 16;
-/// Number of requests, from the first difference on, that are compared to determine the cause.
-pub(crate) const WINDOW: usize = 8;
-
-const _: () = assert!(4 + 8 * POLICIES_PER_PAGE <= MESSAGE_BYTES);
-const _: () = assert!(4 + 32 * HEAPS_PER_PAGE <= MESSAGE_BYTES);
-const _: () = assert!(4 + 9 * PROBES_MAX <= MESSAGE_BYTES);
-const _: () = assert!(4 + 16 * (CHECKPOINTS_MAX + 3) <= MESSAGE_BYTES);
-const _: () = assert!(25 * SEARCHES_MAX <= MESSAGE_BYTES);
-const _: () = assert!(6 + 16 * WINDOW + NAME_BYTES_MAX <= MESSAGE_BYTES);
 
 /// The question that all ranks answer in one round.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -109,42 +88,6 @@ impl Question {
     }
 }
 
-/// The answer to [`Ask::Compare`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct RankSummary {
-    /// The [`Point`](super::Point) that the rank has reached.
-    pub(crate) point: u8,
-    pub(crate) policies: u32,
-    pub(crate) policy_digest: u64,
-    pub(crate) heaps: u32,
-    pub(crate) digest: Digest,
-}
-
-const MAGIC: u32 = u32::from_le_bytes(*b"symm");
-impl RankSummary {
-    pub(crate) fn write(&self, writer: &mut Writer<'_>) {
-        writer.u32(MAGIC).u32(VERSION).u8(self.point).u32(self.policies).u64(self.policy_digest);
-        writer.u32(self.heaps).u64(self.digest.ops).u64(self.digest.value);
-    }
-
-    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self, ProtocolError> {
-        if reader.u32()? != MAGIC {
-            return Err(reader.garbled());
-        }
-        let version = reader.u32()?;
-        if version != VERSION {
-            return Err(reader.other_version(version));
-        }
-        Ok(RankSummary {
-            point: reader.u8()?,
-            policies: reader.u32()?,
-            policy_digest: reader.u64()?,
-            heaps: reader.u32()?,
-            digest: Digest { ops: reader.u64()?, value: reader.u64()? },
-        })
-    }
-}
-
 /// One heap in the answer to [`Ask::Heaps`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HeapSummary {
@@ -159,18 +102,24 @@ impl HeapSummary {
         HeapSummary { key: HeapKey::new(heap.pool, heap.stream), digest: heap.digest, oldest: heap.oldest }
     }
 
-    pub(crate) fn write(&self, writer: &mut Writer<'_>) {
-        self.key.write(writer);
-        writer.u64(self.digest.ops).u64(self.oldest).u64(self.digest.value);
-    }
-
-    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self, ProtocolError> {
-        let key = HeapKey::read(reader)?;
-        let (ops, oldest, value) = (reader.u64()?, reader.u64()?, reader.u64()?);
+    pub(crate) fn decode(rank: u32, message: &HeapMessage) -> Result<Self, ProtocolError> {
+        let key = HeapKey::decode(rank, message.pool.get(), message.stream.get())?;
+        let (ops, oldest, value) = (message.ops.get(), message.oldest.get(), message.digest.get());
         if oldest > ops || ops == u64::MAX {
-            Err(reader.garbled())
-        } else {
-            Ok(HeapSummary { key, digest: Digest { ops, value }, oldest })
+            return Err(ProtocolError::Garbled { rank });
+        }
+        Ok(HeapSummary { key, digest: Digest { ops, value }, oldest })
+    }
+}
+
+impl From<HeapSummary> for HeapMessage {
+    fn from(HeapSummary { key, digest, oldest }: HeapSummary) -> Self {
+        HeapMessage {
+            pool: key.pool.into(),
+            stream: key.stream.into(),
+            ops: digest.ops.into(),
+            oldest: oldest.into(),
+            digest: digest.value.into(),
         }
     }
 }
@@ -192,23 +141,14 @@ pub(crate) enum Answer {
 }
 
 impl Answer {
-    pub(crate) fn write(&self, writer: &mut Writer<'_>) {
-        match *self {
-            Answer::Ended => writer.u8(0).u64(0).u64(0).u64(0),
-            Answer::Op { op, decision, order } => writer.u8(1).u64(op).u64(decision).u64(order),
-            Answer::Forgotten { order: Some(order) } => writer.u8(2).u64(0).u64(0).u64(order),
-            Answer::Forgotten { order: None } => writer.u8(3).u64(0).u64(0).u64(0),
-        };
-    }
-
-    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self, ProtocolError> {
-        let (kind, op, decision, order) = (reader.u8()?, reader.u64()?, reader.u64()?, reader.u64()?);
-        match kind {
+    pub(crate) fn decode(rank: u32, message: &OpMessage) -> Result<Self, ProtocolError> {
+        let (op, decision, order) = (message.op.get(), message.decision.get(), message.order.get());
+        match message.kind {
             0 => Ok(Answer::Ended),
             1 => Ok(Answer::Op { op, decision, order }),
             2 => Ok(Answer::Forgotten { order: Some(order) }),
             3 => Ok(Answer::Forgotten { order: None }),
-            _ => Err(reader.garbled()),
+            _ => Err(ProtocolError::Garbled { rank }),
         }
     }
 
@@ -227,6 +167,23 @@ impl Answer {
             Answer::Ended => None,
             Answer::Forgotten { order } => order,
             Answer::Op { order, .. } => Some(order),
+        }
+    }
+}
+
+impl From<Answer> for OpMessage {
+    fn from(answer: Answer) -> Self {
+        let message = |kind, op: u64, decision: u64, order: u64| OpMessage {
+            kind,
+            op: op.into(),
+            decision: decision.into(),
+            order: order.into(),
+        };
+        match answer {
+            Answer::Ended => message(0, 0, 0, 0),
+            Answer::Op { op, decision, order } => message(1, op, decision, order),
+            Answer::Forgotten { order: Some(order) } => message(2, 0, 0, order),
+            Answer::Forgotten { order: None } => message(3, 0, 0, 0),
         }
     }
 }
@@ -251,12 +208,16 @@ impl Step {
         };
         Some(Step { op: op_word(mark, stream, amount), place: if names_allocation { decision } else { 0 } })
     }
+}
 
-    pub(crate) fn write(&self, writer: &mut Writer<'_>) {
-        writer.u64(self.op).u64(self.place);
+impl From<Step> for StepMessage {
+    fn from(Step { op, place }: Step) -> Self {
+        StepMessage { op: op.into(), place: place.into() }
     }
+}
 
-    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self, ProtocolError> {
-        Ok(Step { op: reader.u64()?, place: reader.u64()? })
+impl From<&StepMessage> for Step {
+    fn from(message: &StepMessage) -> Self {
+        Step { op: message.op.get(), place: message.place.get() }
     }
 }

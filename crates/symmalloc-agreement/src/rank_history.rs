@@ -1,17 +1,18 @@
 //! One rank's side of an agreement: it answers questions about its allocator and makes no decisions.
 
-use super::message::Writer;
-use super::point::Point;
-use super::question::{
-    Answer, Ask, HEAPS_PER_PAGE, HeapKey, HeapSummary, OpNumber, POLICIES_PER_PAGE, POLICY_BYTES_MAX, Question,
-    RankSummary, Step, WINDOW,
+use super::message::{
+    CheckpointPage, DetailsMessage, DigestPage, HEAPS_PER_PAGE, HeapPage, OpMessage, OpPage, POLICIES_PER_PAGE, Page,
+    PolicyPage, PolicyText, RankSummary, RankSummaryMessage, SEARCHES_MAX, Text, WINDOW, append,
 };
+use super::point::Point;
+use super::question::{Answer, Ask, HeapKey, HeapSummary, OpNumber, Question, Step};
 use std::fmt;
 use symmalloc_core::backend::Backend;
-use symmalloc_core::histories::{HistorySource, Journal, NAME_BYTES_MAX, folded_multiply};
+use symmalloc_core::histories::{HistorySource, Journal, folded_multiply};
 use symmalloc_core::ids::PoolId;
 use symmalloc_core::lock::Lock;
 use symmalloc_core::{Allocator, Digest};
+use zerocopy::FromZeros;
 
 /// A snapshot of one rank's history. Ops that other threads perform after its creation are not part of it.
 pub struct RankHistory<'a> {
@@ -52,48 +53,34 @@ impl<'a> RankHistory<'a> {
 
     /// Appends the answer to a question, [`Question::message_bytes`] bytes long.
     pub fn answer(&self, question: &Question, message: &mut Vec<u8>) {
-        let mut writer = Writer::new(message, question.message_bytes());
+        let bytes = question.message_bytes();
         match &question.0 {
-            Ask::Compare => self.summary().write(&mut writer),
+            Ask::Compare => append(message, &RankSummaryMessage::from(self.summary()), bytes),
             Ask::Policies { first } => {
                 let digests = self.policy_digests();
-                let page = digests.get(*first as usize..).unwrap_or_default();
-                let page = &page[..page.len().min(POLICIES_PER_PAGE)];
-                writer.u32(page.len() as u32);
-                for digest in page {
-                    writer.u64(*digest);
-                }
+                let page = digests.get(*first as usize..).unwrap_or_default().iter().take(POLICIES_PER_PAGE);
+                append(message, &PolicyPage::new(page.map(|digest| (*digest).into())), bytes);
             }
-            Ask::Policy { number } => match self.source.policy(*number) {
-                Some(text) => {
-                    writer.u8(1).text(&text, POLICY_BYTES_MAX);
-                }
-                None => {
-                    writer.u8(0);
-                }
-            },
+            Ask::Policy { number } => append(message, &PolicyText::new(self.source.policy(*number).as_deref()), bytes),
             Ask::Heaps { after } => {
                 let first = self.heaps.partition_point(|heap| Some(heap.key) <= *after);
-                let page = &self.heaps[first..];
-                let page = &page[..page.len().min(HEAPS_PER_PAGE)];
-                writer.u32(page.len() as u32);
-                page.iter().for_each(|heap| heap.write(&mut writer));
+                let page = self.heaps[first..].iter().take(HEAPS_PER_PAGE);
+                append(message, &HeapPage::new(page.map(|heap| (*heap).into())), bytes);
             }
             Ask::Digests { at } => {
-                writer.u32(at.len() as u32);
-                for digest in at.iter().map(|moment| self.digest_at(*moment)) {
-                    writer.u8(digest.is_some().into()).u64(digest.unwrap_or(0));
-                }
+                append(message, &DigestPage::new(at.iter().map(|moment| self.digest_at(*moment).into())), bytes);
             }
             Ask::Checkpoints { heap } => {
-                let kept = self.checkpoints(*heap);
-                writer.u32(kept.len() as u32);
-                for digest in kept {
-                    writer.u64(digest.ops).u64(digest.value);
-                }
+                append(message, &CheckpointPage::new(self.checkpoints(*heap).into_iter().map(Into::into)), bytes);
             }
-            Ask::Ops { at } => at.iter().for_each(|moment| self.op_at(*moment).write(&mut writer)),
-            Ask::Details { at } => self.write_details(*at, &mut writer),
+            Ask::Ops { at } => {
+                let mut page: OpPage = [OpMessage::new_zeroed(); SEARCHES_MAX];
+                for (place, moment) in page.iter_mut().zip(at) {
+                    *place = self.op_at(*moment).into();
+                }
+                append(message, &page, bytes);
+            }
+            Ask::Details { at } => append(message, &self.details(*at), bytes),
         }
     }
 
@@ -186,7 +173,7 @@ impl<'a> RankHistory<'a> {
         answer.unwrap_or(Answer::Forgotten { order: None })
     }
 
-    fn write_details(&self, OpNumber { heap, ops }: OpNumber, writer: &mut Writer<'_>) {
+    fn details(&self, OpNumber { heap, ops }: OpNumber) -> DetailsMessage {
         let end = self.heap(heap).map_or(0, |now| now.digest.ops);
         let (window, name) = self
             .look_back(heap, |journal| {
@@ -197,11 +184,7 @@ impl<'a> RankHistory<'a> {
                 (window, name.to_owned())
             })
             .unwrap_or_default();
-        writer.u32(window.len() as u32);
-        for step in window {
-            step.write(writer);
-        }
-        writer.text(&name, NAME_BYTES_MAX);
+        DetailsMessage { steps: Page::new(window.into_iter().map(Into::into)), name: Text::new(&name) }
     }
 }
 

@@ -13,15 +13,15 @@
 use super::cause;
 use super::directory::Differing;
 use super::found::{Answered, Earliest, Found};
-use super::message::readers;
+use super::message::{CheckpointPage, DetailsMessage, DigestPage, OpPage, PROBES_MAX, SEARCHES_MAX, messages};
 use super::outcome::Next;
 use super::protocol::ProtocolError;
-use super::question::{Answer, Ask, HeapKey, OpNumber, PROBES_MAX, SEARCHES_MAX, Step, WINDOW};
+use super::question::{Answer, Ask, HeapKey, OpNumber, Step};
 use super::ranks::RankSet;
 use super::report::{Action, Cause, Difference, Group, HeapDifference};
 use super::transport::Gathered;
 use std::collections::{BTreeMap, VecDeque};
-use symmalloc_core::histories::CHECKPOINTS_MAX;
+use symmalloc_core::Digest;
 
 /// Maximum number of heaps whose ops are reported in full, including names.
 const HEAPS_DETAILED: usize = 4;
@@ -155,15 +155,15 @@ impl Search {
 
     pub(crate) fn digests(&mut self, at: &[OpNumber], gathered: &Gathered) -> Result<Next, ProtocolError> {
         let mut tallies = vec![DigestTally::default(); at.len()];
-        for (_, mut reader) in readers(gathered) {
-            if reader.count(PROBES_MAX)? != at.len() {
-                return Err(reader.garbled());
+        for page in messages::<DigestPage>(gathered) {
+            let (rank, page) = page?;
+            let probes = page.entries(rank)?;
+            if probes.len() != at.len() {
+                return Err(ProtocolError::Garbled { rank });
             }
-            for tally in &mut tallies {
-                match (reader.u8()?, reader.u64()?) {
-                    (0, _) => {}
-                    (1, value) => tally.add(value),
-                    _ => return Err(reader.garbled()),
+            for (tally, probe) in tallies.iter_mut().zip(probes) {
+                if let Some(value) = probe.decode(rank)? {
+                    tally.add(value);
                 }
             }
         }
@@ -192,12 +192,13 @@ impl Search {
     pub(crate) fn checkpoints(&mut self, heap: HeapKey, gathered: &Gathered) -> Result<Next, ProtocolError> {
         let mut tallies: BTreeMap<u64, DigestTally> = BTreeMap::new();
         let mut groups: BTreeMap<Option<(u64, u64)>, RankSet> = BTreeMap::new();
-        for (rank, mut reader) in readers(gathered) {
+        for page in messages::<CheckpointPage>(gathered) {
+            let (rank, page) = page?;
             let mut last: Option<(u64, u64)> = None;
-            for _ in 0..reader.count(CHECKPOINTS_MAX + 3)? {
-                let (ops, value) = (reader.u64()?, reader.u64()?);
+            for digest in page.entries(rank)? {
+                let Digest { ops, value } = (*digest).into();
                 if last.is_some_and(|(last, _)| ops <= last) {
-                    return Err(reader.garbled());
+                    return Err(ProtocolError::Garbled { rank });
                 }
                 last = Some((ops, value));
                 tallies.entry(ops).or_default().add(value);
@@ -226,9 +227,10 @@ impl Search {
     pub(crate) fn ops(&mut self, at: &[OpNumber], gathered: &Gathered) -> Result<Next, ProtocolError> {
         let mut answers: Vec<BTreeMap<Answer, RankSet>> = vec![BTreeMap::new(); at.len()];
         let mut earliest: Vec<Option<Earliest>> = vec![None; at.len()];
-        for (rank, mut reader) in readers(gathered) {
-            for (answers, earliest) in answers.iter_mut().zip(&mut earliest) {
-                let answer = Answer::read(&mut reader)?;
+        for page in messages::<OpPage>(gathered) {
+            let (rank, page) = page?;
+            for ((answers, earliest), op) in answers.iter_mut().zip(&mut earliest).zip(page) {
+                let answer = Answer::decode(rank, op)?;
                 *earliest = Earliest::of(answer).map_or(*earliest, |this| Some(this.or_before(*earliest)));
                 answers.entry(answer.without_order()).or_default().push(rank);
             }
@@ -269,16 +271,16 @@ impl Search {
 
     pub(crate) fn details(&mut self, at: OpNumber, gathered: &Gathered) -> Result<Next, ProtocolError> {
         debug_assert_eq!(self.found[self.detailed].heap, at.heap);
-        let mut readers = readers(gathered);
+        let mut messages = messages::<DetailsMessage>(gathered);
         let mut answers: Vec<&mut Answered> = self.found[self.detailed].answers.iter_mut().collect();
         answers.sort_by_key(|answered| answered.ranks.first());
         // The first rank of each group answers for the group.
         for answered in answers {
-            let answers_for_group = |rank: &u32| answered.ranks.first() == Some(*rank);
-            let Some((_, mut reader)) = readers.find(|(rank, _)| answers_for_group(rank)) else { break };
-            let count = reader.count(WINDOW)?;
-            answered.window = (0..count).map(|_| Step::read(&mut reader)).collect::<Result<_, _>>()?;
-            answered.name = Some(reader.text()?).filter(|name| !name.is_empty()).map(Into::into);
+            let answers_for_group = |rank: u32| answered.ranks.first() == Some(rank);
+            let message = messages.find(|message| message.as_ref().is_ok_and(|(rank, _)| answers_for_group(*rank)));
+            let Some((rank, message)) = message.transpose()? else { break };
+            answered.window = message.steps.entries(rank)?.iter().map(Step::from).collect();
+            answered.name = Some(message.name.get(rank)?).filter(|name| !name.is_empty()).map(Into::into);
         }
         self.detailed += 1;
         Ok(self.next())
