@@ -200,7 +200,7 @@ impl Export {
     fn serve_on(&self, channel: &Channel<'_>, given: Access) -> Result<Peer, ShareError> {
         let mut hello = [0; Hello::BYTES];
         channel.receive(&mut hello, 0)?;
-        let hello = Hello::read(&hello)?;
+        let hello = Hello::read(hello)?;
         if hello.version != VERSION {
             return Err(ShareError::OtherVersion { theirs: hello.version, ours: VERSION });
         }
@@ -226,7 +226,7 @@ impl Export {
         loop {
             let mut step = [0; Step::BYTES];
             channel.receive(&mut step, 0)?;
-            match Step::read(&step)? {
+            match Step::read(step)? {
                 Step::Next { first, count } => self.send_batch(channel, first as usize, count as usize)?,
                 Step::GaveUp { code } => return Err(ShareError::PeerFailed { code }),
                 Step::Attached => break,

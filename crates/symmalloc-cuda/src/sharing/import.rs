@@ -383,7 +383,7 @@ fn receive(
 ) -> Result<(Header, Vec<u8>, Vec<OwnedFd>), ShareError> {
     let mut header = [0; Header::BYTES];
     let files = channel.receive_at_most(&mut header, descriptors)?;
-    let header = Header::read(&header)?;
+    let header = Header::read(header)?;
     let mut body = vec![0; header.length as usize];
     channel.receive(&mut body, 0)?;
     header.check(&body)?;

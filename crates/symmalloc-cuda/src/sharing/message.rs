@@ -1,20 +1,28 @@
-//! The messages between exporter and importer, as bytes. All numbers are little-endian.
+//! The messages between exporter and importer. All integers are little-endian.
 //!
 //! ```text
 //!  importer                                exporter
-//!  hello: version, access, device ───────►
-//!                                 ◄─────── offer: layout; descriptors of the page and of the lease      or a refusal
-//!  next: first chunk, number of chunks ──►
-//!                                 ◄─────── batch: that many descriptors, or fabric handles               or a refusal
+//!  HelloMessage: version, access, device ► 36 bytes
+//!                                 ◄─────── offer: HeaderMessage, 32 bytes; layout; descriptors of the page and of the lease
+//!  StepMessage: next chunks ─────────────► 12 bytes
+//!                                 ◄─────── batch: HeaderMessage; that many descriptors, or fabric handles
 //!  ...
-//!  attached ─────────────────────────────► counts the importer as a peer
+//!  StepMessage: attached ────────────────► counts the importer as a peer
+//!
+//!  instead of an offer or a batch:  refusal: HeaderMessage; RefusalMessage, 28 bytes
+//!
+//!  layout   LayoutHead, 32 bytes │ SegmentHead, 12 bytes, and ChunkMessage, 16 bytes, for each chunk      for each segment
+//!           number of allocations, 4 bytes │ AllocationHead, 28 bytes, and its name                       for each allocation
 //! ```
-//! A reader does not trust its input: sizes are limited before memory is allocated for them, and a layout must be one that a pool can have.
+//! A reader does not trust its input. Every bit pattern is a valid struct. Sizes are limited before memory is allocated for them, and a
+//! layout must be one that a pool can have. [`VERSION`] stands in the first message of both sides.
 
 use crate::memory::{Access, FABRIC_BYTES, HandleKind};
 use std::ops::Range;
 use symmalloc_core::{Digest, PoolId, StreamId};
 use thiserror::Error;
+use zerocopy::little_endian::{U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned, transmute};
 
 /// Incremented when older versions would misread a message.
 pub(super) const VERSION: u32 = 1;
@@ -81,25 +89,41 @@ pub(super) struct Hello {
     pub(super) uuid: [u8; 16],
 }
 
+/// The bytes of a [`Hello`].
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct HelloMessage {
+    magic: [u8; 8],
+    version: U32,
+    /// 1: read, 2: read and write.
+    access: U32,
+    pid: U32,
+    uuid: [u8; 16],
+}
+
 impl Hello {
-    pub(super) const BYTES: usize = 36;
+    pub(super) const BYTES: usize = size_of::<HelloMessage>();
 
     pub(super) fn write(&self) -> [u8; Self::BYTES] {
-        let mut bytes = [0; Self::BYTES];
-        bytes[..8].copy_from_slice(&MAGIC);
-        bytes[8..12].copy_from_slice(&self.version.to_le_bytes());
-        bytes[12..16].copy_from_slice(&code_of(self.access).to_le_bytes());
-        bytes[16..20].copy_from_slice(&self.pid.to_le_bytes());
-        bytes[20..].copy_from_slice(&self.uuid);
-        bytes
+        let Hello { version, access, pid, uuid } = *self;
+        transmute!(HelloMessage {
+            magic: MAGIC,
+            version: version.into(),
+            access: code_of(access).into(),
+            pid: pid.into(),
+            uuid,
+        })
     }
 
-    pub(super) fn read(bytes: &[u8; Self::BYTES]) -> Result<Self, MessageError> {
-        let mut reader = Reader(bytes);
-        reader.magic()?;
-        let [version, access, pid] = [reader.u32()?, reader.u32()?, reader.u32()?];
-        Ok(Hello { version, access: access_of(access)?, pid, uuid: reader.array()? })
+    pub(super) fn read(bytes: [u8; Self::BYTES]) -> Result<Self, MessageError> {
+        let HelloMessage { magic, version, access, pid, uuid } = transmute!(bytes);
+        check_magic(magic)?;
+        Ok(Hello { version: version.get(), access: access_of(access.get())?, pid: pid.get(), uuid })
     }
+}
+
+fn check_magic(magic: [u8; 8]) -> Result<(), MessageError> {
+    if magic == MAGIC { Ok(()) } else { Err(MessageError::Foreign) }
 }
 
 fn code_of(access: Access) -> u32 {
@@ -129,12 +153,25 @@ pub(super) struct Header {
     pub(super) checksum: u64,
 }
 
+/// The bytes of a [`Header`].
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct HeaderMessage {
+    magic: [u8; 8],
+    version: U32,
+    /// [`OFFER`], [`BATCH_OF_HANDLES`] or [`REFUSAL`].
+    kind: U32,
+    handles: U32,
+    length: U32,
+    checksum: U64,
+}
+
 pub(super) const OFFER: u32 = 1;
 pub(super) const BATCH_OF_HANDLES: u32 = 2;
 pub(super) const REFUSAL: u32 = 3;
 
 impl Header {
-    pub(super) const BYTES: usize = 32;
+    pub(super) const BYTES: usize = size_of::<HeaderMessage>();
 
     pub(super) fn new(kind: u32, handles: usize, body: &[u8]) -> Self {
         let (handles, length) = (handles as u32, body.len() as u32);
@@ -142,23 +179,31 @@ impl Header {
     }
 
     pub(super) fn write(&self) -> [u8; Self::BYTES] {
-        let mut bytes = [0; Self::BYTES];
-        bytes[..8].copy_from_slice(&MAGIC);
-        for (at, number) in [self.version, self.kind, self.handles, self.length].into_iter().enumerate() {
-            bytes[8 + 4 * at..12 + 4 * at].copy_from_slice(&number.to_le_bytes());
-        }
-        bytes[24..].copy_from_slice(&self.checksum.to_le_bytes());
-        bytes
+        let Header { version, kind, handles, length, checksum } = *self;
+        transmute!(HeaderMessage {
+            magic: MAGIC,
+            version: version.into(),
+            kind: kind.into(),
+            handles: handles.into(),
+            length: length.into(),
+            checksum: checksum.into(),
+        })
     }
 
-    pub(super) fn read(bytes: &[u8; Self::BYTES]) -> Result<Self, MessageError> {
-        let mut reader = Reader(bytes);
-        reader.magic()?;
-        let [version, kind, handles, length] = [reader.u32()?, reader.u32()?, reader.u32()?, reader.u32()?];
+    pub(super) fn read(bytes: [u8; Self::BYTES]) -> Result<Self, MessageError> {
+        let HeaderMessage { magic, version, kind, handles, length, checksum } = transmute!(bytes);
+        check_magic(magic)?;
+        let length = length.get();
         if length as usize > BODY_BYTES_MAX {
             return Err(MessageError::TooLong { bytes: u64::from(length), most: BODY_BYTES_MAX });
         }
-        Ok(Header { version, kind, handles, length, checksum: reader.u64()? })
+        Ok(Header {
+            version: version.get(),
+            kind: kind.get(),
+            handles: handles.get(),
+            length,
+            checksum: checksum.get(),
+        })
     }
 
     pub(super) fn check(&self, body: &[u8]) -> Result<(), MessageError> {
@@ -182,27 +227,36 @@ pub(super) enum Step {
     GaveUp { code: i32 },
 }
 
+/// The bytes of a [`Step`].
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct StepMessage {
+    /// 1: next, 2: attached, 3: gave up.
+    kind: U32,
+    /// The first chunk, or the driver's code.
+    first: U32,
+    count: U32,
+}
+
 impl Step {
-    pub(super) const BYTES: usize = 12;
+    pub(super) const BYTES: usize = size_of::<StepMessage>();
 
     pub(super) fn write(self) -> [u8; Self::BYTES] {
-        let words = match self {
-            Step::Next { first, count } => [1, first, count],
-            Step::Attached => [2, 0, 0],
-            Step::GaveUp { code } => [3, code as u32, 0],
+        let (kind, first, count): (u32, u32, u32) = match self {
+            Step::Next { first, count } => (1, first, count),
+            Step::Attached => (2, 0, 0),
+            Step::GaveUp { code } => (3, code as u32, 0),
         };
-        let mut bytes = [0; Self::BYTES];
-        words.iter().enumerate().for_each(|(at, word)| bytes[4 * at..4 * at + 4].copy_from_slice(&word.to_le_bytes()));
-        bytes
+        transmute!(StepMessage { kind: kind.into(), first: first.into(), count: count.into() })
     }
 
-    pub(super) fn read(bytes: &[u8; Self::BYTES]) -> Result<Self, MessageError> {
-        let mut reader = Reader(bytes);
-        match [reader.u32()?, reader.u32()?, reader.u32()?] {
-            [1, first, count] => Ok(Step::Next { first, count }),
-            [2, ..] => Ok(Step::Attached),
-            [3, code, _] => Ok(Step::GaveUp { code: code as i32 }),
-            [kind, ..] => Err(MessageError::Unexpected { kind }),
+    pub(super) fn read(bytes: [u8; Self::BYTES]) -> Result<Self, MessageError> {
+        let StepMessage { kind, first, count } = transmute!(bytes);
+        match kind.get() {
+            1 => Ok(Step::Next { first: first.get(), count: count.get() }),
+            2 => Ok(Step::Attached),
+            3 => Ok(Step::GaveUp { code: first.get() as i32 }),
+            kind => Err(MessageError::Unexpected { kind }),
         }
     }
 }
@@ -217,23 +271,32 @@ pub(super) enum Refusal {
     Failed { code: i32 },
 }
 
+/// The bytes of a [`Refusal`].
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RefusalMessage {
+    kind: U32,
+    number: U64,
+    uuid: [u8; 16],
+}
+
 impl Refusal {
     pub(super) fn write(self) -> Vec<u8> {
-        let (kind, number, uuid) = match self {
-            Refusal::Version => (1_u32, 0, [0; 16]),
+        let (kind, number, uuid): (u32, u64, _) = match self {
+            Refusal::Version => (1, 0, [0; 16]),
             Refusal::Device { uuid } => (2, 0, uuid),
             Refusal::Access { given } => (3, u64::from(code_of(given)), [0; 16]),
             Refusal::Stale { word } => (4, word, [0; 16]),
             Refusal::Failed { code } => (5, u64::from(code as u32), [0; 16]),
         };
-        [&kind.to_le_bytes()[..], &number.to_le_bytes(), &uuid].concat()
+        RefusalMessage { kind: kind.into(), number: number.into(), uuid }.as_bytes().to_vec()
     }
 
     pub(super) fn read(body: &[u8]) -> Result<Self, MessageError> {
-        let mut reader = Reader(body);
-        let (kind, number, uuid) = (reader.u32()?, reader.u64()?, reader.array()?);
-        reader.end()?;
-        match kind {
+        let message = RefusalMessage::read_from_bytes(body).map_err(|_| MessageError::Length)?;
+        let RefusalMessage { kind, number, uuid } = message;
+        let number = number.get();
+        match kind.get() {
             1 => Ok(Refusal::Version),
             2 => Ok(Refusal::Device { uuid }),
             3 => Ok(Refusal::Access { given: access_of(number as u32)? }),
@@ -276,34 +339,78 @@ pub(super) struct Layout {
     pub(super) allocations: Vec<SharedAllocation>,
 }
 
+/// The start of a layout's bytes. The segments follow.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct LayoutHead {
+    pid: U32,
+    pool: U32,
+    ops: U64,
+    digest: U64,
+    /// [`HandleKind::flag`].
+    kind: U32,
+    segments: U32,
+}
+
+/// The start of a segment's bytes. The chunks follow.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct SegmentHead {
+    size_bytes: U64,
+    chunks: U32,
+}
+
+/// A part of a segment, as offsets in bytes.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct ChunkMessage {
+    start: U64,
+    end: U64,
+}
+
+/// The start of an allocation's bytes. The name follows.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct AllocationHead {
+    segment: U32,
+    stream: U32,
+    offset_bytes: U64,
+    size_bytes: U64,
+    /// Length of the name in bytes plus 1; 0 if there is none.
+    name: U32,
+}
+
 impl Layout {
     pub(super) fn write(&self) -> Vec<u8> {
+        let Layout { pid, pool, digest, kind, segments, allocations } = self;
         let mut body = Vec::new();
-        let u32s = |body: &mut Vec<u8>, number: u32| body.extend(number.to_le_bytes());
-        let u64s = |body: &mut Vec<u8>, number: u64| body.extend(number.to_le_bytes());
-        u32s(&mut body, self.pid);
-        u32s(&mut body, self.pool.0);
-        u64s(&mut body, self.digest.ops);
-        u64s(&mut body, self.digest.value);
-        u32s(&mut body, self.kind.flag());
-        u32s(&mut body, self.segments.len() as u32);
-        for segment in &self.segments {
-            u64s(&mut body, segment.size_bytes);
-            u32s(&mut body, segment.chunks.len() as u32);
-            for chunk in &segment.chunks {
-                u64s(&mut body, chunk.start);
-                u64s(&mut body, chunk.end);
+        let head = LayoutHead {
+            pid: (*pid).into(),
+            pool: pool.0.into(),
+            ops: digest.ops.into(),
+            digest: digest.value.into(),
+            kind: kind.flag().into(),
+            segments: (segments.len() as u32).into(),
+        };
+        body.extend_from_slice(head.as_bytes());
+        for SharedSegment { size_bytes, chunks } in segments {
+            let head = SegmentHead { size_bytes: (*size_bytes).into(), chunks: (chunks.len() as u32).into() };
+            body.extend_from_slice(head.as_bytes());
+            for Range { start, end } in chunks.iter().cloned() {
+                body.extend_from_slice(ChunkMessage { start: start.into(), end: end.into() }.as_bytes());
             }
         }
-        u32s(&mut body, self.allocations.len() as u32);
-        for allocation in &self.allocations {
-            u32s(&mut body, allocation.segment);
-            u32s(&mut body, u32::from(allocation.stream.0));
-            u64s(&mut body, allocation.offset_bytes);
-            u64s(&mut body, allocation.size_bytes);
-            // The length plus 1; 0 means no name.
-            u32s(&mut body, allocation.name.as_ref().map_or(0, |name| name.len() as u32 + 1));
-            body.extend(allocation.name.iter().flat_map(|name| name.bytes()));
+        body.extend_from_slice(&(allocations.len() as u32).to_le_bytes());
+        for SharedAllocation { segment, stream, offset_bytes, size_bytes, name } in allocations {
+            let head = AllocationHead {
+                segment: (*segment).into(),
+                stream: u32::from(stream.0).into(),
+                offset_bytes: (*offset_bytes).into(),
+                size_bytes: (*size_bytes).into(),
+                name: name.as_ref().map_or(0, |name| name.len() as u32 + 1).into(),
+            };
+            body.extend_from_slice(head.as_bytes());
+            body.extend(name.iter().flat_map(|name| name.bytes()));
         }
         body
     }
@@ -314,22 +421,25 @@ impl Layout {
     /// Returns an error if the bytes are not a layout, or not one that memory with this granularity can have.
     pub(super) fn read(body: &[u8], granularity_bytes: u64) -> Result<Self, MessageError> {
         let mut reader = Reader(body);
-        let (pid, pool) = (reader.u32()?, PoolId(reader.u32()?));
-        let digest = Digest { ops: reader.u64()?, value: reader.u64()? };
-        let kind = match reader.u32()? {
+        let head: LayoutHead = reader.next()?;
+        let kind = match head.kind.get() {
             1 => HandleKind::FileDescriptor,
             8 => HandleKind::Fabric,
             _ => return Err(MessageError::Layout("kind of handles")),
         };
-        let segments = reader.list(12, |reader| reader.segment(granularity_bytes))?;
+        let segments =
+            reader.list(head.segments.get(), size_of::<SegmentHead>(), |reader| reader.segment(granularity_bytes))?;
         let chunks: usize = segments.iter().map(|segment| segment.chunks.len()).sum();
         let size_bytes = segments.iter().try_fold(0_u64, |sum, segment| sum.checked_add(segment.size_bytes));
         if chunks > CHUNKS_MAX || size_bytes.is_none_or(|sum| sum > ADDRESS_BYTES) {
             return Err(MessageError::Layout("size"));
         }
-        let allocations = reader.list(28, |reader| reader.allocation(&segments))?;
+        let count: U32 = reader.next()?;
+        let allocations =
+            reader.list(count.get(), size_of::<AllocationHead>(), |reader| reader.allocation(&segments))?;
         reader.end()?;
-        Ok(Layout { pid, pool, digest, kind, segments, allocations })
+        let digest = Digest { ops: head.ops.get(), value: head.digest.get() };
+        Ok(Layout { pid: head.pid.get(), pool: PoolId(head.pool.get()), digest, kind, segments, allocations })
     }
 
     /// Returns every chunk with the index of its segment, in the order in which handles are sent.
@@ -363,60 +473,54 @@ impl SharedSegment {
 
 /// Parses the fabric handles in the body of a batch.
 pub(super) fn fabric_handles(body: &[u8], count: usize) -> Result<Vec<[u8; FABRIC_BYTES]>, MessageError> {
-    if body.len() != count * FABRIC_BYTES {
-        return Err(MessageError::Length);
+    match body.as_chunks() {
+        (handles, []) if handles.len() == count => Ok(handles.to_vec()),
+        _ => Err(MessageError::Length),
     }
-    let mut reader = Reader(body);
-    (0..count).map(|_| reader.array()).collect()
 }
 
-/// The remaining bytes.
+/// The remaining bytes of a layout.
 struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
+    /// Returns the next struct.
+    fn next<T: FromBytes>(&mut self) -> Result<T, MessageError> {
+        let (read, rest) = T::read_from_prefix(self.0).map_err(|_| MessageError::Length)?;
+        self.0 = rest;
+        Ok(read)
+    }
+
     fn bytes(&mut self, count: usize) -> Result<&'a [u8], MessageError> {
         let (read, rest) = self.0.split_at_checked(count).ok_or(MessageError::Length)?;
         self.0 = rest;
         Ok(read)
     }
 
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], MessageError> {
-        Ok(self.bytes(N)?.try_into().expect("`bytes` returns N bytes"))
-    }
-
-    fn u32(&mut self) -> Result<u32, MessageError> {
-        Ok(u32::from_le_bytes(self.array()?))
-    }
-
-    fn u64(&mut self) -> Result<u64, MessageError> {
-        Ok(u64::from_le_bytes(self.array()?))
-    }
-
-    fn magic(&mut self) -> Result<(), MessageError> {
-        if self.array()? == MAGIC { Ok(()) } else { Err(MessageError::Foreign) }
-    }
-
     fn end(&self) -> Result<(), MessageError> {
         if self.0.is_empty() { Ok(()) } else { Err(MessageError::Length) }
     }
 
-    /// Reads a count and that many entries of at least `least_bytes` each. Rejects a count that the remaining
-    /// bytes cannot hold before it allocates memory.
+    /// Reads `count` entries of at least `least_bytes` each. Rejects a count that the remaining bytes cannot hold before it allocates
+    /// memory.
     fn list<T>(
         &mut self,
+        count: u32,
         least_bytes: usize,
         read: impl Fn(&mut Self) -> Result<T, MessageError>,
     ) -> Result<Vec<T>, MessageError> {
-        let count = self.u32()? as usize;
-        if count > self.0.len() / least_bytes {
+        if count as usize > self.0.len() / least_bytes {
             return Err(MessageError::Length);
         }
         (0..count).map(|_| read(self)).collect()
     }
 
     fn segment(&mut self, granularity_bytes: u64) -> Result<SharedSegment, MessageError> {
-        let size_bytes = self.u64()?;
-        let chunks = self.list(16, |reader| Ok(reader.u64()?..reader.u64()?))?;
+        let SegmentHead { size_bytes, chunks } = self.next()?;
+        let size_bytes = size_bytes.get();
+        let chunks = self.list(chunks.get(), size_of::<ChunkMessage>(), |reader| {
+            let ChunkMessage { start, end } = reader.next()?;
+            Ok(start.get()..end.get())
+        })?;
         let mut end = 0;
         for chunk in &chunks {
             let is_whole = chunk.start.is_multiple_of(granularity_bytes) && chunk.end.is_multiple_of(granularity_bytes);
@@ -433,9 +537,9 @@ impl<'a> Reader<'a> {
 
     fn allocation(&mut self, segments: &[SharedSegment]) -> Result<SharedAllocation, MessageError> {
         let wrong = MessageError::Layout("allocations");
-        let (segment, stream) = (self.u32()?, self.u32()?);
-        let (offset_bytes, size_bytes) = (self.u64()?, self.u64()?);
-        let name = match self.u32()? as usize {
+        let head: AllocationHead = self.next()?;
+        let (segment, offset_bytes, size_bytes) = (head.segment.get(), head.offset_bytes.get(), head.size_bytes.get());
+        let name = match head.name.get() as usize {
             0 => None,
             length if length > NAME_BYTES_MAX + 1 => return Err(MessageError::Layout("names")),
             length => {
@@ -443,7 +547,7 @@ impl<'a> Reader<'a> {
                 Some(Box::from(text.map_err(|_| MessageError::Layout("names"))?))
             }
         };
-        let stream = StreamId(u16::try_from(stream).map_err(|_| wrong.clone())?);
+        let stream = StreamId(u16::try_from(head.stream.get()).map_err(|_| wrong.clone())?);
         let end = offset_bytes.checked_add(size_bytes).ok_or(wrong.clone())?;
         let is_inside = segments.get(segment as usize).is_some_and(|of| of.covers(&(offset_bytes..end)));
         if size_bytes == 0 || !is_inside {

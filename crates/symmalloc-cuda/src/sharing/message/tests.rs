@@ -87,9 +87,9 @@ fn torn_and_changed_layouts_are_errors_or_other_layouts_and_never_panics() {
 #[test]
 fn small_messages_are_read_as_they_were_written() {
     let hello = Hello { version: 7, access: Access::ReadWrite, pid: 9, uuid: *b"0123456789abcdef" };
-    assert_eq!(Hello::read(&hello.write()), Ok(hello));
+    assert_eq!(Hello::read(hello.write()), Ok(hello));
     for step in [Step::Next { first: 64, count: 3 }, Step::Attached, Step::GaveUp { code: -2 }] {
-        assert_eq!(Step::read(&step.write()), Ok(step));
+        assert_eq!(Step::read(step.write()), Ok(step));
     }
     for refusal in [
         Refusal::Version,
@@ -101,13 +101,13 @@ fn small_messages_are_read_as_they_were_written() {
         assert_eq!(Refusal::read(&refusal.write()), Ok(refusal));
     }
     let header = Header::new(BATCH_OF_HANDLES, 64, b"body");
-    assert_eq!(Header::read(&header.write()), Ok(header));
+    assert_eq!(Header::read(header.write()), Ok(header));
     let mut long = header.write();
     long[20..24].copy_from_slice(&u32::MAX.to_le_bytes());
-    assert!(matches!(Header::read(&long), Err(MessageError::TooLong { .. })));
-    assert_eq!(Header::read(&[0; Header::BYTES]), Err(MessageError::Foreign));
-    assert_eq!(Hello::read(&[0; Hello::BYTES]), Err(MessageError::Foreign));
-    assert_eq!(Step::read(&[9; Step::BYTES]), Err(MessageError::Unexpected { kind: 0x0909_0909 }));
+    assert!(matches!(Header::read(long), Err(MessageError::TooLong { .. })));
+    assert_eq!(Header::read([0; Header::BYTES]), Err(MessageError::Foreign));
+    assert_eq!(Hello::read([0; Hello::BYTES]), Err(MessageError::Foreign));
+    assert_eq!(Step::read([9; Step::BYTES]), Err(MessageError::Unexpected { kind: 0x0909_0909 }));
 }
 
 #[test]
@@ -115,4 +115,35 @@ fn a_long_name_is_cut_between_characters() {
     assert_eq!(short("weight"), "weight");
     assert_eq!(short(&"ä".repeat(3000)).len(), NAME_BYTES_MAX);
     assert_eq!(short(&format!("x{}", "ä".repeat(3000))).len(), NAME_BYTES_MAX - 1);
+}
+
+#[test]
+fn messages_have_the_documented_layout() {
+    assert_eq!([Hello::BYTES, Header::BYTES, Step::BYTES], [36, 32, 12]);
+    let hello = Hello { version: 7, access: Access::ReadWrite, pid: 0x0102, uuid: *b"0123456789abcdef" };
+    assert_eq!(hello.write(), *b"symshare\x07\0\0\0\x02\0\0\0\x02\x01\0\00123456789abcdef");
+    let header = Header { version: 1, kind: 2, handles: 3, length: 4, checksum: 5 };
+    assert_eq!(header.write(), *b"symshare\x01\0\0\0\x02\0\0\0\x03\0\0\0\x04\0\0\0\x05\0\0\0\0\0\0\0");
+    assert_eq!(Step::Next { first: 2, count: 3 }.write(), [1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0]);
+    let refusal = Refusal::Access { given: Access::Read }.write();
+    assert_eq!((refusal.len(), &refusal[..12]), (28, &[3, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0][..]));
+    let small =
+        Layout { segments: layout().segments.split_off(1), allocations: layout().allocations.split_off(3), ..layout() };
+    let expected = [
+        &[17, 0, 0, 0, 3, 0, 0, 0][..],
+        &[9, 0, 0, 0, 0, 0, 0, 0, 0x34, 0x12, 0, 0, 0, 0, 0, 0],
+        &[1, 0, 0, 0, 1, 0, 0, 0],
+        &[0, 0, 0x20, 0, 0, 0, 0, 0, 1, 0, 0, 0],
+        &[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0x20, 0, 0, 0, 0, 0],
+        &[0, 0, 0, 0],
+    ];
+    assert_eq!(small.write(), expected.concat());
+}
+
+#[test]
+fn fabric_handles_must_fill_the_body() {
+    let body = [[1; FABRIC_BYTES], [2; FABRIC_BYTES]].concat();
+    assert_eq!(fabric_handles(&body, 2), Ok(vec![[1; FABRIC_BYTES], [2; FABRIC_BYTES]]));
+    assert_eq!(fabric_handles(&body, 1), Err(MessageError::Length));
+    assert_eq!(fabric_handles(&body[1..], 2), Err(MessageError::Length));
 }
