@@ -113,6 +113,19 @@ pub enum AllToAllError {
         /// The first rank whose call differs.
         rank: usize,
     },
+    /// A rank runs another version of this library. No rank submitted anything.
+    #[error(
+        "rank {rank} uses version {version} of the exchange of splits and this rank {expected}: run the same symmalloc version on every \
+         rank"
+    )]
+    OtherVersion {
+        /// The rank.
+        rank: usize,
+        /// The version that the rank uses.
+        version: u32,
+        /// The version that this rank uses.
+        expected: u32,
+    },
     /// The rows that a rank is about to send differ from those that the receiver expects. All ranks get this error, and none submitted
     /// anything.
     #[error(

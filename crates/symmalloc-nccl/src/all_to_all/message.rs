@@ -1,16 +1,23 @@
-//! The messages with which ranks exchange or compare splits. All ranks gather one message of equal length from every rank, so they reach
-//! the same result.
+//! The messages with which ranks exchange or compare splits. All integers are little-endian. All ranks gather one message of equal length
+//! from every rank, so they reach the same result.
 //!
 //! ```text
-//!  kind │ row bytes │ rows sent to rank 0 ... n-1 │ rows expected from rank 0 ... n-1
-//!  exchange: 0                                      only if calls are checked, so that lengths are equal: 0
+//!  head, 16 bytes │ rows sent to rank 0 ... n-1, 8 bytes each │ rows expected from rank 0 ... n-1, 8 bytes each
+//!                                                               only if calls are checked; zeros in an exchange
 //! ```
 //! A rank that cannot take part sends a refusal, so that the others do not wait.
+//!
+//! A message from another rank is untrusted. Every bit pattern of this length is a valid [`SplitsMessage`]; an unknown kind is another call.
 
 use crate::all_to_all::error::AllToAllError;
 use crate::all_to_all::splits::{Side, Splits};
 use crate::all_to_all::transfers::Transfers;
 use symmalloc_agreement::Gathered;
+use zerocopy::little_endian::{U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// Version of the messages. Increment it when they change.
+const VERSION: u32 = 1;
 
 /// The purpose of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,7 +30,26 @@ enum MessageKind {
     Check,
 }
 
-const WORD_BYTES: usize = size_of::<u64>();
+/// The start of a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct Head {
+    /// [`VERSION`].
+    version: U32,
+    /// [`MessageKind`] as a number.
+    kind: U32,
+    /// Size of a row; 0 unless the message is a check.
+    row_bytes: U64,
+}
+
+/// A message.
+#[derive(Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct SplitsMessage {
+    head: Head,
+    /// Rows for each rank: those that are sent, then those that are expected, if calls are checked.
+    rows: [U64],
+}
 
 /// Encodes and decodes the messages of one rank.
 #[derive(Clone, Copy, Debug)]
@@ -35,34 +61,40 @@ pub(super) struct Messages {
 }
 
 impl Messages {
-    fn words(&self, kind: MessageKind, row_bytes: u64, rows: impl Iterator<Item = u64>) -> Vec<u8> {
-        let sides = if self.is_checked { 2 } else { 1 };
-        let mut message = Vec::with_capacity((2 + sides * self.ranks) * WORD_BYTES);
-        let words = [kind as u64, row_bytes].into_iter().chain(rows).chain(std::iter::repeat(0));
-        words.take(2 + sides * self.ranks).for_each(|word| message.extend(word.to_le_bytes()));
+    /// Returns the number of rows in a message.
+    fn row_count(&self) -> usize {
+        if self.is_checked { 2 * self.ranks } else { self.ranks }
+    }
+
+    fn encode(&self, kind: MessageKind, row_bytes: u64, rows: impl Iterator<Item = u64>) -> Vec<u8> {
+        let head = Head { version: VERSION.into(), kind: (kind as u32).into(), row_bytes: row_bytes.into() };
+        let mut message = head.as_bytes().to_vec();
+        rows.take(self.row_count()).for_each(|rows| message.extend_from_slice(&rows.to_le_bytes()));
+        message.resize(size_of::<Head>() + self.row_count() * size_of::<U64>(), 0);
         message
     }
 
     /// Encodes the message of a rank that cannot take part.
     pub(super) fn refusal(&self) -> Vec<u8> {
-        self.words(MessageKind::Refusal, 0, std::iter::empty())
+        self.encode(MessageKind::Refusal, 0, std::iter::empty())
     }
 
     /// Encodes the rows that this rank will send.
     pub(super) fn exchange(&self, rows: &[u64]) -> Vec<u8> {
-        self.words(MessageKind::Exchange, 0, rows.iter().copied())
+        self.encode(MessageKind::Exchange, 0, rows.iter().copied())
     }
 
     /// Encodes the call that this rank is about to make.
     pub(super) fn check(&self, transfers: &Transfers<'_>) -> Vec<u8> {
         let rows = |side| (0..self.ranks).map(move |peer| transfers.rows(side, peer));
-        self.words(MessageKind::Check, transfers.row_bytes, rows(Side::Input).chain(rows(Side::Output)))
+        self.encode(MessageKind::Check, transfers.row_bytes, rows(Side::Input).chain(rows(Side::Output)))
     }
 
     /// Decodes the messages of all ranks and returns the resulting splits.
     pub(super) fn read_exchange(&self, gathered: &Gathered) -> Result<Splits, AllToAllError> {
         let messages = self.read(gathered, MessageKind::Exchange)?;
-        let counts: Vec<u64> = messages.iter().flat_map(|words| &words[2..2 + self.ranks]).copied().collect();
+        let counts: Vec<u64> =
+            messages.iter().flat_map(|message| &message.rows[..self.ranks]).map(|rows| rows.get()).collect();
         Ok(Splits::of_matrix(counts, self.ranks, self.rank)?)
     }
 
@@ -71,9 +103,10 @@ impl Messages {
         let messages = self.read(gathered, MessageKind::Check)?;
         for (from, sender) in messages.iter().enumerate() {
             for (to, receiver) in messages.iter().enumerate() {
-                let (sent_rows, expected_rows) = (sender[2 + to], receiver[2 + self.ranks + from]);
-                let (sent_row_bytes, expected_row_bytes) = (sender[1], receiver[1]);
-                if sent_rows * sent_row_bytes != expected_rows * expected_row_bytes {
+                let (sent_rows, expected_rows) = (sender.rows[to].get(), receiver.rows[self.ranks + from].get());
+                let (sent_row_bytes, expected_row_bytes) = (sender.head.row_bytes.get(), receiver.head.row_bytes.get());
+                let bytes = |rows: u64, row_bytes: u64| u128::from(rows) * u128::from(row_bytes);
+                if bytes(sent_rows, sent_row_bytes) != bytes(expected_rows, expected_row_bytes) {
                     return Err(AllToAllError::Disagreement {
                         from,
                         to,
@@ -88,16 +121,24 @@ impl Messages {
         Ok(())
     }
 
-    /// Returns the messages as words, or an error if one is not of this kind.
-    fn read(&self, gathered: &Gathered, kind: MessageKind) -> Result<Vec<Vec<u64>>, AllToAllError> {
-        let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("whole words"));
-        let messages: Vec<Vec<u64>> =
-            gathered.iter().map(|message| message.chunks_exact(WORD_BYTES).map(word).collect()).collect();
-        let is = |kind: MessageKind| move |words: &Vec<u64>| words.first() == Some(&(kind as u64));
+    /// Returns the messages, or an error if one is not of this kind.
+    fn read<'a>(&self, gathered: &'a Gathered, kind: MessageKind) -> Result<Vec<&'a SplitsMessage>, AllToAllError> {
+        let decode = |(rank, bytes): (usize, &'a [u8])| {
+            let message = SplitsMessage::ref_from_bytes_with_elems(bytes, self.row_count());
+            let message = message.map_err(|_| AllToAllError::DifferentCalls { rank })?;
+            let version = message.head.version.get();
+            if version != VERSION {
+                return Err(AllToAllError::OtherVersion { rank, version, expected: VERSION });
+            }
+            Ok(message)
+        };
+        let messages: Vec<&SplitsMessage> =
+            gathered.iter().enumerate().map(|(rank, bytes)| decode((rank, bytes))).collect::<Result<_, _>>()?;
+        let is = |kind: MessageKind| move |message: &&SplitsMessage| message.head.kind == kind as u32;
         if let Some(rank) = messages.iter().position(is(MessageKind::Refusal)) {
             return Err(AllToAllError::Refused { rank });
         }
-        match messages.iter().position(|words| !is(kind)(words)) {
+        match messages.iter().position(|message| !is(kind)(message)) {
             Some(rank) => Err(AllToAllError::DifferentCalls { rank }),
             None => Ok(messages),
         }
@@ -168,5 +209,45 @@ mod tests {
             messages(0).read_check(&all),
             Err(AllToAllError::Disagreement { from: 0, to: 1, sent_row_bytes: 8, expected_row_bytes: 12, .. })
         ));
+    }
+
+    #[test]
+    fn messages_have_the_documented_layout() {
+        let plain = Messages { rank: 0, ranks: 2, is_checked: false };
+        let expected = b"\x01\0\0\0\x02\0\0\0\0\0\0\0\0\0\0\0\x05\0\0\0\0\0\0\0\x03\0\0\0\0\0\0\0";
+        assert_eq!(plain.exchange(&[5, 3]), expected);
+        assert_eq!(messages(0).exchange(&[5, 3]), [&expected[..], &[0; 16]].concat());
+        let splits = Splits::sending(&[1, 4]).receiving(&[1, 2]).expect("the splits are valid");
+        let words: Vec<u64> = check(0, &splits, 2).as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
+        assert_eq!(words, [3 << 32 | 1, 8, 1, 4, 1, 2]);
+    }
+
+    #[test]
+    fn another_version_is_an_error_that_states_it() {
+        let mut other = messages(1).exchange(&[0, 7]);
+        other[0] = 9;
+        let all = gathered(&[messages(0).exchange(&[5, 3]), other]);
+        assert_eq!(
+            messages(0).read_exchange(&all),
+            Err(AllToAllError::OtherVersion { rank: 1, version: 9, expected: VERSION })
+        );
+    }
+
+    #[test]
+    fn garbage_is_an_error_and_never_a_panic() {
+        let own = messages(0).exchange(&[5, 3]);
+        let mut garbage = vec![0xff; own.len()];
+        assert!(matches!(
+            messages(0).read_exchange(&gathered(&[own.clone(), garbage.clone()])),
+            Err(AllToAllError::OtherVersion { rank: 1, .. })
+        ));
+        garbage[..8].copy_from_slice(&[1, 0, 0, 0, 3, 0, 0, 0]);
+        let all = gathered(&[garbage.clone(), garbage.clone()]);
+        assert_eq!(messages(0).read_check(&all), Ok(()), "equal numbers agree, however large");
+        garbage[4] = 2;
+        let all = gathered(&[garbage.clone(), garbage]);
+        assert!(matches!(messages(0).read_exchange(&all), Err(AllToAllError::Splits(_))));
+        let short = gathered(&[own[8..].to_vec(), own[8..].to_vec()]);
+        assert_eq!(messages(0).read_exchange(&short), Err(AllToAllError::DifferentCalls { rank: 0 }));
     }
 }

@@ -18,12 +18,12 @@ use crate::communicator::Communicator;
 use crate::communicator::error::CommError;
 use crate::communicator::submission::{Buffers, Elements};
 use crate::registrar::Registrar;
-use crate::registrar::offset_difference::{BufferPlace, CollectiveCall, OffsetDifference};
-use crate::sync::agreement::groups;
+use crate::registrar::offset_difference::{BufferPlace, CallMessage, CollectiveCall, Comparison, compare};
 use crate::sync::error::SyncError;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::sync::Arc;
 use symmalloc_agreement::Transport;
+use zerocopy::IntoBytes;
 
 /// Collectives of one communicator that first compare their buffers across all ranks, if the registrar is configured to. Either all ranks
 /// must use this type for a call, or none.
@@ -77,25 +77,20 @@ impl CheckedCollectives<'_> {
             send: place(buffers.send),
             receive: place(buffers.receive),
         };
-        let gathered = attachment.with_transport(self.registrar.allocator(), |transport| {
-            let lost = |error| SyncError::Transport { communicator: self.comm.name().to_owned(), error };
-            transport.all_gather(&call.to_message()).map_err(lost)
+        let communicator = || self.comm.name().to_owned();
+        let compared = attachment.with_transport(self.registrar.allocator(), |transport| {
+            let lost = |error| SyncError::Transport { communicator: communicator(), error };
+            let gathered = transport.all_gather(CallMessage::from(call).as_bytes()).map_err(lost)?;
+            compare(&gathered).map_err(|error| SyncError::Protocol { communicator: communicator(), error })
         })?;
-        // A message that cannot be decoded counts as this rank's own collective with zero bytes.
-        let nothing = CollectiveCall {
-            send_bytes: 0,
-            receive_bytes: 0,
-            send: BufferPlace::NoWindow,
-            receive: BufferPlace::NoWindow,
-            ..call
+        let difference = match compared {
+            Comparison::Equal => return Ok(()),
+            Comparison::Protocol(difference) => {
+                return Err(SyncError::Differ { communicator: communicator(), difference: Box::new(difference) });
+            }
+            Comparison::Calls(difference) => difference,
         };
-        let calls = gathered.iter().map(|message| CollectiveCall::from_message(message).unwrap_or(nothing));
-        let groups = groups(calls);
-        if groups.len() < 2 {
-            return Ok(());
-        }
-        let difference = OffsetDifference { groups };
         tracing::error!(name: "offsets.diverged", target: "symmalloc", communicator = self.comm.name(), %difference);
-        Err(SyncError::OffsetsDiffer { communicator: self.comm.name().to_owned(), difference: Box::new(difference) })
+        Err(SyncError::OffsetsDiffer { communicator: communicator(), difference: Box::new(difference) })
     }
 }

@@ -1,11 +1,16 @@
 //! One rank's call of a collective, its message to other ranks, and the differences between calls.
+//!
+//! A message from another rank is untrusted. Every bit pattern is a valid struct. A call with an unknown collective is an error.
 
 use crate::collectives::operation::Collective;
 use crate::sync::actions::SegmentName;
+use crate::sync::groups;
+use crate::sync::message::{SegmentNameMessage, SyncDifference, VERSION};
 use crate::windows::window::{Entry, RegisteredAs};
 use std::fmt;
-use symmalloc_agreement::RankSet;
-use symmalloc_core::{SegmentId, StreamId};
+use symmalloc_agreement::{Gathered, ProtocolError, RankSet};
+use zerocopy::little_endian::{U32, U64};
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// The location of a collective's buffer, in names that all ranks share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -84,62 +89,117 @@ impl BufferPlace {
             _ => BufferPlace::NoWindow,
         }
     }
+}
 
-    fn words(self) -> [u64; 3] {
-        match self {
-            BufferPlace::Window { segment: SegmentName { pool, stream, segment }, offset_bytes } => {
-                let stream = stream.map_or(u32::MAX, |stream| stream.0.into());
-                [(u64::from(pool) << 32) | u64::from(stream), (u64::from(segment.0) << 1) | 1, offset_bytes]
+/// Version of a [`CallMessage`], and a number that no sync or sleep sends in this position.
+const PROTOCOL: u64 = 2 << 32 | VERSION as u64;
+
+/// One rank's call. 80 bytes. All integers are little-endian.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub(super) struct CallMessage {
+    /// [`PROTOCOL`].
+    protocol: U64,
+    /// [`Collective`] as a number.
+    collective: U64,
+    send_bytes: U64,
+    receive_bytes: U64,
+    send: PlaceMessage,
+    receive: PlaceMessage,
+}
+
+/// The location of a buffer. 24 bytes; all zeros stand for a buffer outside all windows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub(super) struct PlaceMessage {
+    segment: SegmentNameMessage,
+    /// 1: in a window.
+    kind: U32,
+    offset_bytes: U64,
+}
+
+impl From<BufferPlace> for PlaceMessage {
+    fn from(place: BufferPlace) -> Self {
+        match place {
+            BufferPlace::Window { segment, offset_bytes } => {
+                PlaceMessage { segment: segment.into(), kind: 1.into(), offset_bytes: offset_bytes.into() }
             }
-            BufferPlace::NoWindow => [0; 3],
-        }
-    }
-
-    fn from_words([heap, segment, offset_bytes]: [u64; 3]) -> Self {
-        if segment & 1 == 0 {
-            return BufferPlace::NoWindow;
-        }
-        BufferPlace::Window {
-            segment: SegmentName {
-                pool: (heap >> 32) as u32,
-                stream: u16::try_from(heap as u32).ok().map(StreamId),
-                segment: SegmentId((segment >> 1) as u32),
-            },
-            offset_bytes,
+            BufferPlace::NoWindow => PlaceMessage::new_zeroed(),
         }
     }
 }
 
-const WORDS: usize = 9;
-
-impl CollectiveCall {
-    pub(super) fn to_message(self) -> Vec<u8> {
-        let [send, receive] = [self.send.words(), self.receive.words()];
-        let head = [self.collective as u64, self.send_bytes, self.receive_bytes];
-        head.into_iter().chain(send).chain(receive).flat_map(u64::to_le_bytes).collect()
-    }
-
-    /// Decodes a message. Returns `None` if it does not contain a call because its rank is elsewhere in the program.
-    pub(super) fn from_message(message: &[u8]) -> Option<Self> {
-        let mut words = [0; WORDS];
-        for (word, bytes) in words.iter_mut().zip(message.chunks_exact(8)) {
-            *word = u64::from_le_bytes(bytes.try_into().ok()?);
+impl From<PlaceMessage> for BufferPlace {
+    /// An unknown kind is no window.
+    fn from(message: PlaceMessage) -> Self {
+        match message.kind.get() {
+            1 => BufferPlace::Window { segment: message.segment.into(), offset_bytes: message.offset_bytes.get() },
+            _ => BufferPlace::NoWindow,
         }
-        let [collective, send_bytes, receive_bytes, s0, s1, s2, r0, r1, r2] = words;
+    }
+}
+
+impl From<CollectiveCall> for CallMessage {
+    fn from(call: CollectiveCall) -> Self {
+        CallMessage {
+            protocol: PROTOCOL.into(),
+            collective: (call.collective as u64).into(),
+            send_bytes: call.send_bytes.into(),
+            receive_bytes: call.receive_bytes.into(),
+            send: call.send.into(),
+            receive: call.receive.into(),
+        }
+    }
+}
+
+impl CallMessage {
+    /// Returns the call, or `None` for an unknown collective.
+    fn decode(&self) -> Option<CollectiveCall> {
         Some(CollectiveCall {
-            collective: Collective::ALL.into_iter().find(|one| *one as u64 == collective)?,
-            send_bytes,
-            receive_bytes,
-            send: BufferPlace::from_words([s0, s1, s2]),
-            receive: BufferPlace::from_words([r0, r1, r2]),
+            collective: Collective::ALL.into_iter().find(|one| *one as u64 == self.collective.get())?,
+            send_bytes: self.send_bytes.get(),
+            receive_bytes: self.receive_bytes.get(),
+            send: self.send.into(),
+            receive: self.receive.into(),
         })
     }
+}
+
+/// The result of comparing the calls of all ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Comparison {
+    Equal,
+    /// The calls differ.
+    Calls(OffsetDifference),
+    /// The ranks run different builds, or a rank makes another call on this communicator.
+    Protocol(SyncDifference),
+}
+
+/// Compares the calls of all ranks.
+///
+/// # Errors
+/// Returns an error if a message has another length, or its collective is unknown.
+pub(super) fn compare(gathered: &Gathered) -> Result<Comparison, ProtocolError> {
+    let decode = |(rank, message): (u32, &[u8])| {
+        CallMessage::read_from_bytes(message).map_err(|_| ProtocolError::Garbled { rank })
+    };
+    let messages: Vec<CallMessage> = (0..).zip(gathered.iter()).map(decode).collect::<Result<_, _>>()?;
+    let protocols = groups(messages.iter().map(|message| message.protocol.get()));
+    if protocols.len() > 1 || protocols.iter().any(|(_, protocol)| *protocol != PROTOCOL) {
+        return Ok(Comparison::Protocol(SyncDifference::of_protocols(protocols)));
+    }
+    let decode = |(rank, message): (u32, &CallMessage)| message.decode().ok_or(ProtocolError::Garbled { rank });
+    let calls: Vec<CollectiveCall> = (0..).zip(&messages).map(decode).collect::<Result<_, _>>()?;
+    let groups = groups(calls.into_iter());
+    Ok(if groups.len() < 2 { Comparison::Equal } else { Comparison::Calls(OffsetDifference { groups }) })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sync::agreement::groups;
+    use crate::sync::message::SyncField;
+    use symmalloc_core::{SegmentId, StreamId};
+    use zerocopy::transmute;
 
     fn call(offset_bytes: u64) -> CollectiveCall {
         let segment = SegmentName { pool: 1, stream: Some(StreamId(2)), segment: SegmentId(3) };
@@ -148,13 +208,59 @@ mod tests {
         CollectiveCall { collective, send_bytes: 1024, receive_bytes: 1024, send: place, receive: place }
     }
 
+    fn gathered(messages: &[CallMessage]) -> Gathered {
+        Gathered::new(messages.as_bytes(), size_of::<CallMessage>())
+    }
+
     #[test]
-    fn a_call_survives_its_message() {
+    fn messages_have_the_documented_layout() {
+        assert_eq!(size_of::<CallMessage>(), 80);
+        let message = CallMessage::from(CollectiveCall { receive: BufferPlace::NoWindow, ..call(512) });
+        let words: [[u8; 8]; 10] = transmute!(message);
+        let (segment, kind) = (1_u64 << 32 | 2, 1_u64 << 32 | 3);
+        assert_eq!(words.map(u64::from_le_bytes), [2 << 32 | 1, 1, 1024, 1024, segment, kind, 512, 0, 0, 0]);
+    }
+
+    #[test]
+    fn decoding_a_call_inverts_encoding_it() {
         let elsewhere = CollectiveCall { receive: BufferPlace::NoWindow, ..call(512) };
         for call in [call(0), call(512), elsewhere] {
-            assert_eq!(CollectiveCall::from_message(&call.to_message()), Some(call));
+            assert_eq!(CallMessage::from(call).decode(), Some(call));
         }
-        assert_eq!(CollectiveCall::from_message(&[0; 8 * WORDS]), None);
+    }
+
+    #[test]
+    fn garbage_is_an_error() {
+        let mut message = CallMessage::from(call(0));
+        message.collective = 99.into();
+        assert_eq!(compare(&gathered(&[call(0).into(), message])), Err(ProtocolError::Garbled { rank: 1 }));
+        assert_eq!(compare(&Gathered::new(vec![0; 64], 64)), Err(ProtocolError::Garbled { rank: 0 }));
+        let mut message = CallMessage::from(call(0));
+        message.send.kind = 7.into();
+        assert_eq!(message.decode().map(|call| call.send), Some(BufferPlace::NoWindow));
+    }
+
+    #[test]
+    fn another_version_is_a_difference_of_protocols() {
+        let mut other = CallMessage::from(call(512));
+        other.protocol += 1;
+        let Ok(Comparison::Protocol(difference)) = compare(&gathered(&[call(0).into(), other])) else {
+            panic!("the versions differ");
+        };
+        assert_eq!(difference.field, SyncField::Protocol);
+        assert_eq!(
+            difference.groups.iter().map(|(_, protocol)| *protocol).collect::<Vec<_>>(),
+            [PROTOCOL, PROTOCOL + 1]
+        );
+    }
+
+    #[test]
+    fn calls_that_differ_are_grouped() {
+        assert_eq!(compare(&gathered(&[call(0).into(), call(0).into()])), Ok(Comparison::Equal));
+        let Ok(Comparison::Calls(difference)) = compare(&gathered(&[call(0).into(), call(8).into()])) else {
+            panic!("the offsets differ");
+        };
+        assert_eq!(difference.groups.len(), 2);
     }
 
     #[test]

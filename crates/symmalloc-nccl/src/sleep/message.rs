@@ -12,7 +12,7 @@
 
 use crate::sleep::error::{Obstacle, SleepDifference, SleepField};
 use crate::sync::actions::SegmentName;
-use crate::sync::agreement::groups;
+use crate::sync::groups;
 use crate::sync::message::{SegmentNameMessage, SyncMessage, VERSION};
 use std::time::Duration;
 use symmalloc_agreement::{Gathered, ProtocolError};

@@ -10,9 +10,9 @@
 
 use crate::sync::actions::SyncActions;
 use crate::sync::error::SyncError;
+use crate::sync::groups;
 use crate::sync::message::{CHANGES_PER_PAGE, ChangeDifference, ChangePage, SyncDifference, SyncField, SyncMessage};
-use std::collections::BTreeMap;
-use symmalloc_agreement::{Gathered, Inquiry, Progress, ProtocolError, RankHistory, RankSet, Transport};
+use symmalloc_agreement::{Gathered, Inquiry, Progress, ProtocolError, RankHistory, Transport};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// The outcome of an exchange in which the ranks agree.
@@ -121,15 +121,6 @@ fn compare(messages: &[SyncMessage]) -> Result<(), Box<SyncDifference>> {
         }
     }
     Ok(())
-}
-
-/// Groups ranks by their value, in ascending order of values.
-pub(crate) fn groups<T: Ord>(values: impl Iterator<Item = T>) -> Vec<(RankSet, T)> {
-    let mut groups: BTreeMap<T, Vec<u32>> = BTreeMap::new();
-    for (value, rank) in values.zip(0..) {
-        groups.entry(value).or_default().push(rank);
-    }
-    groups.into_iter().map(|(value, ranks)| (ranks.into_iter().collect(), value)).collect()
 }
 
 /// A search for the first change that differs, one page of every rank's changes at a time.

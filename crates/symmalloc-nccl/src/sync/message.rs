@@ -17,7 +17,7 @@ use symmalloc_core::{SegmentId, StreamId};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Version of the messages of a sync and of a sleep. Increment it when one of them changes.
+/// Version of the messages of a sync, of a sleep, and of offset checks. Increment it when one of them changes.
 pub(crate) const VERSION: u32 = 1;
 
 /// One rank's sync, without the individual changes. 96 bytes.
@@ -186,7 +186,7 @@ impl ChangePage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum SyncField {
-    /// The version of this protocol.
+    /// The version of the protocol. It differs if the ranks run different builds or a rank makes another call on this communicator.
     Protocol,
     /// The configured agreement mode.
     Mode,
@@ -243,7 +243,7 @@ impl SyncField {
 impl fmt::Display for SyncField {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            SyncField::Protocol => "the version of symmalloc",
+            SyncField::Protocol => "the protocol (another build, or another call)",
             SyncField::Mode => "the agreement mode",
             SyncField::OffsetChecks => "the offset checks",
             SyncField::Library => "the version of libnccl",
@@ -268,6 +268,13 @@ pub struct SyncDifference {
     pub groups: Vec<(RankSet, u64)>,
     /// The first change that differs, if the changes were compared.
     pub first_change: Option<ChangeDifference>,
+}
+
+impl SyncDifference {
+    /// Returns the report of ranks that use different protocols.
+    pub(crate) fn of_protocols(groups: Vec<(RankSet, u64)>) -> Self {
+        SyncDifference { field: SyncField::Protocol, groups, first_change: None }
+    }
 }
 
 /// The first change at which the ranks differ.
