@@ -69,6 +69,16 @@ pub enum RendezvousError {
         /// Time that this rank waited.
         waited: Duration,
     },
+    /// Rank 0 runs another version of this library.
+    #[error(
+        "rank 0 uses version {version} of the rendezvous and this rank {expected}: run the same symmalloc version on every rank"
+    )]
+    OtherVersion {
+        /// The version that rank 0 uses.
+        version: u8,
+        /// The version that this rank uses.
+        expected: u8,
+    },
     /// Rank 0 has a job secret, and this rank has none.
     #[error(
         "rank 0 has a job secret, and this rank has none: set SYMMALLOC_JOB_SECRET to the same value on every rank"

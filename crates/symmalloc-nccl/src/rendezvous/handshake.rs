@@ -1,12 +1,15 @@
-//! The messages by which rank 0 and another rank identify each other.
+//! The messages by which rank 0 and another rank identify each other. All integers are little-endian.
 //!
 //! ```text
 //!  rank r                                                       rank 0
-//!    │ ── hello: magic, job, ranks, r, visit, secret?, nonce ──►  │
-//!    │ ◄── magic, challenge, nonce ─────────────────────────────  │   only with a job secret
-//!    │ ── proof of r: hello, nonce, door ──────────────────────►  │   only with a job secret
-//!    │ ◄── magic, verdict, id, proof of 0 ──────────────────────  │   the proof covers all before it
+//!    │ ── HelloMessage, 65 bytes ──────────────────────────────►  │
+//!    │ ◄── HeadMessage, 9 bytes: challenge; nonce, 32 bytes ────  │   only with a job secret
+//!    │ ── proof of r, 32 bytes: hello, nonce, door ────────────►  │   only with a job secret
+//!    │ ◄── HeadMessage; TailMessage, 160 bytes ─────────────────  │   the proof of 0 covers all before it
 //! ```
+//!
+//! A message is untrusted. Both sides check the magic number and the version first. Rank 0 answers a rank of another version with its own
+//! version, and does not answer a process that sends anything else.
 //!
 //! Proofs are HMAC-SHA256 with the job secret. Each covers the nonces of both sides, so it is valid for one connection, and begins with its
 //! direction, so that it cannot be reflected. It also covers the number of the door, so a process that listens on another port of rank 0's
@@ -14,15 +17,49 @@
 
 use crate::rendezvous::secret::{NONCE_BYTES, PROOF_BYTES, Purpose, Secret};
 use crate::rendezvous::unique_id::UniqueId;
+use zerocopy::little_endian::{U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned, transmute};
 
-/// The first bytes of every message.
-pub(super) const MAGIC: [u8; 8] = *b"symmncc2";
-/// Size of a hello: magic, job, ranks, rank, visit, presence of a secret, nonce.
-pub(super) const HELLO_BYTES: usize = 8 + 8 + 4 + 4 + 8 + 1 + NONCE_BYTES;
-/// Size of the start of an answer: magic, verdict.
-pub(super) const HEAD_BYTES: usize = 8 + 1;
-/// Size of the rest of an answer: id, proof.
-pub(super) const TAIL_BYTES: usize = UniqueId::BYTES + PROOF_BYTES;
+const MAGIC: [u8; 7] = *b"symmncc";
+/// Version of the messages. Increment it when they change, but keep the length of the hello and of the head.
+pub(super) const VERSION: u8 = 2;
+
+/// The first bytes of a hello and of an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct Protocol {
+    magic: [u8; 7],
+    /// The version as an ASCII digit.
+    version: u8,
+}
+
+const PROTOCOL: Protocol = Protocol { magic: MAGIC, version: b'0' + VERSION };
+
+/// The reason a message is not understood.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Unknown {
+    /// It is not a message of this protocol, or contradicts it.
+    Foreign,
+    /// Its sender uses another version.
+    OtherVersion { version: u8 },
+}
+
+impl Protocol {
+    fn check(self) -> Result<(), Unknown> {
+        match self {
+            PROTOCOL => Ok(()),
+            Protocol { magic: MAGIC, version } => Err(Unknown::OtherVersion { version: version.wrapping_sub(b'0') }),
+            Protocol { .. } => Err(Unknown::Foreign),
+        }
+    }
+}
+
+/// Size of a hello in bytes.
+pub(super) const HELLO_BYTES: usize = size_of::<HelloMessage>();
+/// Size of the start of an answer in bytes.
+pub(super) const HEAD_BYTES: usize = size_of::<HeadMessage>();
+/// Size of the rest of an answer in bytes.
+pub(super) const TAIL_BYTES: usize = size_of::<TailMessage>();
 
 /// Rank 0's answer to a visitor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,10 +75,21 @@ pub(super) enum Verdict {
     NoSecret,
     /// The visitor has another secret.
     WrongSecret,
+    /// The visitor uses another version of the messages.
+    OtherVersion,
+}
+
+/// The start of an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct HeadMessage {
+    protocol: Protocol,
+    /// [`Verdict`] as a number.
+    verdict: u8,
 }
 
 impl Verdict {
-    const ALL: [Verdict; 7] = [
+    const ALL: [Verdict; 8] = [
         Verdict::Welcome,
         Verdict::OtherJob,
         Verdict::RankTwice,
@@ -49,20 +97,29 @@ impl Verdict {
         Verdict::SecretNeeded,
         Verdict::NoSecret,
         Verdict::WrongSecret,
+        Verdict::OtherVersion,
     ];
 
     /// Returns the start of an answer.
     pub(super) fn head(self) -> [u8; HEAD_BYTES] {
-        let mut head = [0; HEAD_BYTES];
-        head[..8].copy_from_slice(&MAGIC);
-        head[8] = self as u8;
-        head
+        transmute!(HeadMessage { protocol: PROTOCOL, verdict: self as u8 })
     }
 
-    pub(super) fn from_head(head: &[u8; HEAD_BYTES]) -> Option<Self> {
-        let verdict = Verdict::ALL.into_iter().find(|it| *it as u8 == head[8]);
-        verdict.filter(|_| head[..8] == MAGIC)
+    pub(super) fn from_head(head: [u8; HEAD_BYTES]) -> Result<Self, Unknown> {
+        let HeadMessage { protocol, verdict } = transmute!(head);
+        protocol.check()?;
+        Verdict::ALL.into_iter().find(|it| *it as u8 == verdict).ok_or(Unknown::Foreign)
     }
+}
+
+/// The rest of an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub(super) struct TailMessage {
+    /// Zeros if the rank is rejected.
+    pub(super) id: [u8; UniqueId::BYTES],
+    /// Zeros without a secret.
+    pub(super) proof: [u8; PROOF_BYTES],
 }
 
 /// The introduction of a visitor.
@@ -77,31 +134,43 @@ pub(super) struct Hello {
     pub(super) nonce: [u8; NONCE_BYTES],
 }
 
+/// The bytes of a [`Hello`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct HelloMessage {
+    protocol: Protocol,
+    job: U64,
+    ranks: U32,
+    rank: U32,
+    visit: U64,
+    /// 0 or 1.
+    has_secret: u8,
+    nonce: [u8; NONCE_BYTES],
+}
+
 impl Hello {
     pub(super) fn bytes(&self) -> [u8; HELLO_BYTES] {
-        let mut bytes = [0; HELLO_BYTES];
-        bytes[..8].copy_from_slice(&MAGIC);
-        bytes[8..16].copy_from_slice(&self.job.to_le_bytes());
-        bytes[16..20].copy_from_slice(&self.ranks.to_le_bytes());
-        bytes[20..24].copy_from_slice(&self.rank.to_le_bytes());
-        bytes[24..32].copy_from_slice(&self.visit.to_le_bytes());
-        bytes[32] = self.has_secret.into();
-        bytes[33..].copy_from_slice(&self.nonce);
-        bytes
+        let Hello { job, ranks, rank, visit, has_secret, nonce } = *self;
+        transmute!(HelloMessage {
+            protocol: PROTOCOL,
+            job: job.into(),
+            ranks: ranks.into(),
+            rank: rank.into(),
+            visit: visit.into(),
+            has_secret: has_secret.into(),
+            nonce,
+        })
     }
 
-    pub(super) fn from_bytes(bytes: &[u8; HELLO_BYTES]) -> Option<Self> {
-        let u64_at = |at: usize| u64::from_le_bytes(std::array::from_fn(|index| bytes[at + index]));
-        let u32_at = |at: usize| u32::from_le_bytes(std::array::from_fn(|index| bytes[at + index]));
-        let hello = Hello {
-            job: u64_at(8),
-            ranks: u32_at(16),
-            rank: u32_at(20),
-            visit: u64_at(24),
-            has_secret: bytes[32] == 1,
-            nonce: std::array::from_fn(|index| bytes[33 + index]),
-        };
-        (bytes[..8] == MAGIC && bytes[32] <= 1).then_some(hello)
+    pub(super) fn from_bytes(bytes: &[u8]) -> Result<Self, Unknown> {
+        let message = HelloMessage::read_from_bytes(bytes).map_err(|_| Unknown::Foreign)?;
+        let HelloMessage { protocol, job, ranks, rank, visit, has_secret, nonce } = message;
+        protocol.check()?;
+        if has_secret > 1 {
+            return Err(Unknown::Foreign);
+        }
+        let (job, ranks, rank, visit) = (job.get(), ranks.get(), rank.get(), visit.get());
+        Ok(Hello { job, ranks, rank, visit, has_secret: has_secret == 1, nonce })
     }
 }
 
@@ -136,5 +205,53 @@ impl Exchange {
         let (hello, door) = (self.hello.bytes(), self.door.to_le_bytes());
         let parts: [&[u8]; 5] = [&hello, &self.nonce, &door, &verdict.head(), id.as_bytes()];
         secret.is_proof(proof, Purpose::Rank0ToRank, &parts)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HELLO: Hello = Hello { job: 0x0102, ranks: 3, rank: 2, visit: 4, has_secret: true, nonce: [9; NONCE_BYTES] };
+
+    #[test]
+    fn messages_have_the_documented_layout() {
+        assert_eq!([HELLO_BYTES, HEAD_BYTES, TAIL_BYTES], [65, 9, 160]);
+        let expected = b"symmncc2\x02\x01\0\0\0\0\0\0\x03\0\0\0\x02\0\0\0\x04\0\0\0\0\0\0\0\x01";
+        assert_eq!(HELLO.bytes()[..], [&expected[..], &[9; NONCE_BYTES]].concat());
+        assert_eq!(Verdict::Challenge.head(), *b"symmncc2\x03");
+    }
+
+    #[test]
+    fn decoding_inverts_encoding() {
+        for hello in [HELLO, Hello { has_secret: false, ..HELLO }] {
+            assert_eq!(Hello::from_bytes(&hello.bytes()), Ok(hello));
+        }
+        for verdict in Verdict::ALL {
+            assert_eq!(Verdict::from_head(verdict.head()), Ok(verdict));
+        }
+    }
+
+    #[test]
+    fn another_version_is_distinguished_from_another_protocol() {
+        let mut hello = HELLO.bytes();
+        hello[7] = b'3';
+        assert_eq!(Hello::from_bytes(&hello), Err(Unknown::OtherVersion { version: 3 }));
+        hello[0] = b'S';
+        assert_eq!(Hello::from_bytes(&hello), Err(Unknown::Foreign));
+        let mut head = Verdict::Welcome.head();
+        head[7] = b'1';
+        assert_eq!(Verdict::from_head(head), Err(Unknown::OtherVersion { version: 1 }));
+    }
+
+    #[test]
+    fn garbage_is_rejected() {
+        let mut hello = HELLO.bytes();
+        hello[32] = 2;
+        assert_eq!(Hello::from_bytes(&hello), Err(Unknown::Foreign));
+        assert_eq!(Hello::from_bytes(&HELLO.bytes()[..64]), Err(Unknown::Foreign));
+        let mut head = Verdict::Welcome.head();
+        head[8] = Verdict::ALL.len() as u8;
+        assert_eq!(Verdict::from_head(head), Err(Unknown::Foreign));
     }
 }

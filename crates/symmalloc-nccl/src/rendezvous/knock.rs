@@ -3,13 +3,14 @@
 use crate::backoff::Backoff;
 use crate::rendezvous::endpoint::{Closed, Door, read_until, write_until};
 use crate::rendezvous::error::RendezvousError;
-use crate::rendezvous::handshake::{Exchange, HEAD_BYTES, Hello, TAIL_BYTES, Verdict};
+use crate::rendezvous::handshake::{Exchange, HEAD_BYTES, Hello, TailMessage, Unknown, VERSION, Verdict};
 use crate::rendezvous::meeting::{Meeting, VISITOR_LIMIT};
 use crate::rendezvous::secret::random;
 use crate::rendezvous::unique_id::UniqueId;
 use std::io;
 use std::time::{Duration, Instant};
 use symmalloc_watchdog::Connection;
+use zerocopy::{FromZeros, IntoBytes};
 
 /// Time for which a rank that was rejected over the network looks for another rank 0, because the rejection may come from a stranger.
 const REFUSED_LIMIT: Duration = Duration::from_secs(5);
@@ -80,12 +81,12 @@ impl Meeting {
         } else if self.secret.is_some() && matches!(verdict, Verdict::Welcome | Verdict::RankTwice) {
             verdict = Verdict::NoSecret;
         }
-        let mut tail = [0; TAIL_BYTES];
-        read_until(&mut connection, &mut tail, end)?;
-        let id = UniqueId::from_bytes(std::array::from_fn(|at| tail[at]));
-        let proof = &tail[UniqueId::BYTES..];
+        let mut tail = TailMessage::new_zeroed();
+        read_until(&mut connection, tail.as_mut_bytes(), end)?;
+        let TailMessage { id, proof } = tail;
+        let id = UniqueId::from_bytes(id);
         if let (Verdict::Welcome | Verdict::RankTwice, Some(secret)) = (verdict, &self.secret)
-            && !exchange.is_answer_proof(secret, proof, verdict, &id)
+            && !exchange.is_answer_proof(secret, &proof, verdict, &id)
         {
             verdict = Verdict::WrongSecret;
         }
@@ -95,7 +96,7 @@ impl Meeting {
             Verdict::SecretNeeded => Err(Unmet::Refused(RendezvousError::SecretMissing)),
             Verdict::NoSecret => Err(Unmet::Refused(RendezvousError::SecretMissingAtRank0)),
             Verdict::WrongSecret => Err(Unmet::Refused(RendezvousError::WrongSecret)),
-            Verdict::OtherJob | Verdict::Challenge => Err(Unmet::Closed(Closed::Io)),
+            Verdict::OtherJob | Verdict::Challenge | Verdict::OtherVersion => Err(Unmet::Closed(Closed::Io)),
         }
     }
 }
@@ -121,5 +122,10 @@ impl From<io::Error> for Unmet {
 fn read_verdict(connection: &mut Connection, end: Instant) -> Result<Verdict, Unmet> {
     let mut head = [0; HEAD_BYTES];
     read_until(connection, &mut head, end)?;
-    Verdict::from_head(&head).ok_or(Unmet::Closed(Closed::Io))
+    Verdict::from_head(head).map_err(|unknown| match unknown {
+        Unknown::Foreign => Unmet::Closed(Closed::Io),
+        Unknown::OtherVersion { version } => {
+            Unmet::Refused(RendezvousError::OtherVersion { version, expected: VERSION })
+        }
+    })
 }

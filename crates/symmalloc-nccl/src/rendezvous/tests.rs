@@ -3,7 +3,7 @@
 use crate::backoff::Backoff;
 use crate::rendezvous::endpoint::{Door, Listener, foreign_user, read_until};
 use crate::rendezvous::error::RendezvousError;
-use crate::rendezvous::handshake::{Exchange, HEAD_BYTES, HELLO_BYTES, Hello, MAGIC, TAIL_BYTES, Verdict};
+use crate::rendezvous::handshake::{Exchange, HEAD_BYTES, HELLO_BYTES, Hello, TAIL_BYTES, VERSION, Verdict};
 use crate::rendezvous::launch::Launch;
 use crate::rendezvous::meeting::{Meeting, MeetingPoint, VISITOR_LIMIT};
 use crate::rendezvous::secret::{PROOF_BYTES, Secret};
@@ -215,7 +215,39 @@ fn end() -> Instant {
 fn verdict(connection: &mut Connection) -> Option<Verdict> {
     let mut head = [0; HEAD_BYTES];
     read_until(connection, &mut head, end()).ok()?;
-    Verdict::from_head(&head)
+    Verdict::from_head(head).ok()
+}
+
+#[test]
+fn a_rank_of_another_version_receives_the_version_of_rank_0() {
+    let (listener, doors) = anywhere();
+    thread::scope(|scope| {
+        let given = scope.spawn(|| meeting(2).give(&listener, &id(), &backoff(PATIENT)).map(drop));
+        let mut stream = TcpStream::connect(address(&doors[0])).expect("listening");
+        let mut later = hello(1, 3, false).bytes();
+        later[7] += 1;
+        stream.write_all(&later).expect("sent");
+        let mut head = [0; HEAD_BYTES];
+        stream.read_exact(&mut head).expect("answered");
+        assert_eq!(Verdict::from_head(head), Ok(Verdict::OtherVersion));
+        assert_eq!(ask(&meeting(2), &doors, 1, PATIENT), Ok(id()), "the meeting continues");
+        assert_eq!(given.join().expect("the thread does not panic"), Ok(()));
+    });
+}
+
+#[test]
+fn a_rank_0_of_another_version_is_an_error_that_states_both_versions() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = listener.local_addr().expect("bound");
+    thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let mut head = Verdict::OtherVersion.head();
+            head[7] += 1;
+            let _sent = stream.read_exact(&mut [0; HELLO_BYTES]).and_then(|()| stream.write_all(&head));
+        }
+    });
+    let expected = RendezvousError::OtherVersion { version: VERSION + 1, expected: VERSION };
+    assert_eq!(ask(&meeting(2), &[Door::Network(address)], 1, BRIEF), Err(expected));
 }
 
 #[test]
@@ -233,7 +265,10 @@ fn a_hello_that_comes_in_pieces_is_heard() {
         });
         meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
         let reply = other.join().expect("the thread does not panic").expect("answered");
-        assert_eq!((&reply[..8], reply[8], &reply[9..][..UniqueId::BYTES]), (&MAGIC[..], 0, &ID[..]));
+        assert_eq!(
+            (&reply[..HEAD_BYTES], &reply[HEAD_BYTES..][..UniqueId::BYTES]),
+            (&Verdict::Welcome.head()[..], &ID[..])
+        );
     });
 }
 

@@ -4,7 +4,7 @@
 use crate::backoff::Backoff;
 use crate::rendezvous::endpoint::{Guest, Listener};
 use crate::rendezvous::error::RendezvousError;
-use crate::rendezvous::handshake::{Exchange, HELLO_BYTES, Hello, TAIL_BYTES, Verdict};
+use crate::rendezvous::handshake::{Exchange, HELLO_BYTES, Hello, TAIL_BYTES, TailMessage, Unknown, VERSION, Verdict};
 use crate::rendezvous::meeting::{Meeting, VISITOR_LIMIT};
 use crate::rendezvous::secret::{PROOF_BYTES, random};
 use crate::rendezvous::unique_id::UniqueId;
@@ -13,6 +13,7 @@ use std::io::{self, Read, Write};
 use std::net::IpAddr;
 use std::time::Instant;
 use symmalloc_watchdog::Connection;
+use zerocopy::IntoBytes;
 
 /// Maximum number of visitors at a time. One more evicts the oldest: a rank introduces itself immediately, so the oldest visitor is not a
 /// rank.
@@ -136,9 +137,15 @@ impl<'a> Visitors<'a> {
             return self.answer(visitor, &exchange, came);
         }
         let Some(bytes) = visitor.read(HELLO_BYTES)? else { return Ok(Visit::Open) };
-        let hello = <&[u8; HELLO_BYTES]>::try_from(bytes.as_slice()).ok().and_then(Hello::from_bytes);
-        // Do not answer a stranger.
-        let Some(hello) = hello else { return Ok(Visit::Over) };
+        let hello = match Hello::from_bytes(&bytes) {
+            Ok(hello) => hello,
+            // Do not answer a stranger.
+            Err(Unknown::Foreign) => return Ok(Visit::Over),
+            Err(Unknown::OtherVersion { version }) => {
+                self.log(None, &format!("it uses version {version} of the rendezvous, and rank 0 {VERSION}"));
+                return visitor.refuse(Verdict::OtherVersion);
+            }
+        };
         if !self.meeting.is_of(&hello) {
             return visitor.refuse(Verdict::OtherJob);
         }
@@ -171,9 +178,9 @@ impl<'a> Visitors<'a> {
         };
         let id = if verdict == Verdict::Welcome { *self.id } else { UniqueId::from_bytes([0; UniqueId::BYTES]) };
         let proof = self.meeting.secret.as_ref().map(|secret| exchange.answer_proof(secret, verdict, &id));
-        let answer = [&verdict.head()[..], id.as_bytes(), &proof.unwrap_or_default()].concat();
+        let tail = TailMessage { id: *id.as_bytes(), proof: proof.unwrap_or_default() };
         // The answer fits into the socket's buffer, which is empty.
-        visitor.connection.write_all(&answer)?;
+        visitor.connection.write_all(&[&verdict.head()[..], tail.as_bytes()].concat())?;
         Ok(if verdict == Verdict::Welcome { Visit::Rank(hello) } else { Visit::Over })
     }
 
