@@ -30,7 +30,7 @@ pub use error::{CommState, Stage};
 pub use order::CommOrder;
 
 use crate::backoff::Backoff;
-use crate::communicator::call::settle;
+use crate::communicator::call::poll_until_done;
 use crate::communicator::ending::{ABORT_LIMIT, Ending, end_all};
 use crate::communicator::error::CommError;
 use crate::communicator::shared::{Inner, Mode, Ownership, Shared, lock};
@@ -146,7 +146,7 @@ impl Communicator {
     pub fn check(&self) -> Result<(), CommError> {
         let mut access = self.shared.access()?;
         let backoff = Backoff::new(self.shared.deadline);
-        settle(from_mut(&mut access), Stage::Submit, &None, &backoff)
+        poll_until_done(from_mut(&mut access), Stage::Submit, &None, &backoff)
     }
 
     /// Returns NCCL's communicator, for calls that this type does not offer, or null if the communicator has ended. Never waits.
@@ -185,8 +185,8 @@ impl Communicator {
     }
 
     fn abort_within(&self, limit: Duration) -> Result<(), CommError> {
-        self.shared.abort_asked.store(true, Ordering::Release);
-        let inner = self.shared.lock_against_waiting(limit)?;
+        self.shared.abort_requested.store(true, Ordering::Release);
+        let inner = self.shared.lock_or_revoke(limit)?;
         if let Ok(mut access) = self.shared.access_with(inner) {
             // The watchdog may be about to end the communicator: record its cause for later errors.
             let failed = self.shared.failure().map(Arc::new);
@@ -199,18 +199,18 @@ impl Communicator {
     }
 
     /// Ends the communicator because a wait for the device exceeded the deadline.
-    pub(crate) fn give_up(&self, stage: Stage, waited: Duration) -> CommError {
+    pub(crate) fn end_overdue(&self, stage: Stage, waited: Duration) -> CommError {
         match self.shared.access() {
-            Ok(mut access) => call::overdue(from_mut(&mut access), stage, waited, Ending::Idle),
+            Ok(mut access) => call::end_overdue(from_mut(&mut access), stage, waited, Ending::Idle),
             Err(gone) => gone,
         }
     }
 
     /// Ends the communicator because a rank's message did not arrive, although NCCL reports the collective as complete.
-    pub(crate) fn miss(&self, rank: u32) -> CommError {
+    pub(crate) fn end_for_lost_message(&self, rank: u32) -> CommError {
         let name = Arc::clone(&self.shared.name);
         match self.shared.access() {
-            Ok(mut access) => call::give_up(from_mut(&mut access), Ending::Idle, |state| {
+            Ok(mut access) => call::end_unresponsive(from_mut(&mut access), Ending::Idle, |state| {
                 let name = Arc::clone(&name);
                 CommError::PeerLost { name, rank, state }
             }),
@@ -243,8 +243,8 @@ impl Communicator {
     }
 
     /// Returns the time limit of waits in this crate, which is unlimited if the watchdog ends them.
-    pub(crate) fn patience(&self) -> Duration {
-        self.shared.patience()
+    pub(crate) fn wait_limit(&self) -> Duration {
+        self.shared.wait_limit()
     }
 
     pub(crate) fn serial(&self) -> u64 {
@@ -268,7 +268,7 @@ impl Shared {
 
     /// Acquires the call lock even if its holder hangs in a call that normally does not wait. After `patience`, revokes the holder's
     /// operation; after twice `patience`, returns an error.
-    fn lock_against_waiting(&self, patience: Duration) -> Result<MutexGuard<'_, Inner>, CommError> {
+    fn lock_or_revoke(&self, patience: Duration) -> Result<MutexGuard<'_, Inner>, CommError> {
         let backoff = Backoff::new(patience * 2);
         let mut has_revoked = false;
         loop {
@@ -279,7 +279,7 @@ impl Shared {
             }
             if backoff.waited() > patience && !has_revoked {
                 has_revoked = true;
-                self.revoke_from_outside();
+                self.revoke_holder();
             }
             if !backoff.pause() {
                 return Err(self.overdue(Stage::Abort, &backoff));
@@ -288,7 +288,7 @@ impl Shared {
     }
 
     /// Revokes the operation that another thread waits for in a call.
-    fn revoke_from_outside(&self) {
+    fn revoke_holder(&self) {
         let comm = lock(&self.life).comm;
         if comm.is_null() || self.ownership == Ownership::Borrowed || !self.nccl.supports(Capability::Revoke) {
             return;

@@ -37,7 +37,7 @@ use crate::registrar::settings::{Registration, Settings, Synced};
 use crate::registrar::stats::{CommunicatorStats, Counters, RegistrarStats};
 use crate::sleep::communicators::{EndedComm, EndedComms, id_of};
 use crate::sync::error::{AttachError, SyncError};
-use crate::windows::symmetric_space::wanted_bytes;
+use crate::windows::symmetric_space::configured_bytes;
 use smallvec::SmallVec;
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -457,7 +457,7 @@ impl RegistrarBuilder {
             Some(bytes) => bytes,
             None => {
                 let stride = std::env::var("NCCL_WIN_STRIDE").ok();
-                wanted_bytes(self.allocator.device().memory_info()?.total_bytes, stride.as_deref())
+                configured_bytes(self.allocator.device().memory_info()?.total_bytes, stride.as_deref())
             }
         };
         Ok(Registrar {

@@ -3,7 +3,7 @@
 //! ```text
 //!  NCCL_COMM_ID=host:port set       every rank asks NCCL and gets the same id, without an exchange
 //!  one rank                         it asks NCCL
-//!  otherwise                        rank 0 asks NCCL and sends the id to the others, which knock at one of these doors:
+//!  otherwise                        rank 0 asks NCCL and sends the id to the others, which connect to one of these endpoints:
 //!
 //!  SYMMALLOC_RENDEZVOUS=host:port   there; otherwise
 //!  MASTER_ADDR, MASTER_PORT         there, at one of the eight ports after it (torchrun's own store sits on MASTER_PORT); otherwise
@@ -19,14 +19,14 @@
 //! other jobs and ranks without the secret are rejected and do not delay the meeting. The connections stay open: they are the
 //! [lifeline](crate::watchdog) by which each rank learns the state of the others.
 
+mod client;
 pub(crate) mod error;
 mod handshake;
-mod knock;
 pub(crate) mod launch;
 mod meeting;
 mod secret;
+mod server;
 pub(crate) mod unique_id;
-mod visitors;
 
 use crate::backoff::Backoff;
 use crate::communicator::error::CommError;
@@ -34,7 +34,7 @@ use crate::communicator::order::SequenceCounter;
 use crate::ffi::library::Nccl;
 use crate::rendezvous::endpoint::hash;
 use crate::rendezvous::launch::Launch;
-use crate::rendezvous::meeting::{Meeting, MeetingPoint, job_of};
+use crate::rendezvous::meeting::{EndpointList, Meeting, job_of};
 use crate::rendezvous::secret::{Secret, random};
 use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
 use crate::watchdog::{self, MeetingId};
@@ -62,17 +62,17 @@ impl Launch {
         // The n-th meeting of one rank is the n-th of every other rank.
         let turn = COUNTER.next(hash(job_of(self).as_bytes()), self.rank);
         let meeting = Meeting::new(self, turn, secret);
-        let point = MeetingPoint::of(self, &meeting, |name| std::env::var(name).ok())?;
+        let list = EndpointList::of(self, &meeting, |name| std::env::var(name).ok())?;
         if self.rank == 0 {
-            // Listen first, so that visitors can already connect.
-            let listener = point.listen()?;
+            // Listen first, so that peers can already connect.
+            let listener = list.listen()?;
             let id = UniqueId::from_nccl(nccl)?;
-            let connections = meeting.give(&listener, &id, backoff)?;
-            watchdog::met(&id, self.rank, self.ranks, connections);
+            let connections = meeting.serve_id(&listener, &id, backoff)?;
+            watchdog::register_meeting(&id, self.rank, self.ranks, connections);
             return Ok(id);
         }
-        let (id, connection) = meeting.ask(&point.doors, self.rank, backoff)?;
-        watchdog::met(&id, self.rank, self.ranks, vec![(0, connection)]);
+        let (id, connection) = meeting.request_id(&list.endpoints, self.rank, backoff)?;
+        watchdog::register_meeting(&id, self.rank, self.ranks, vec![(0, connection)]);
         Ok(id)
     }
 }
@@ -93,17 +93,17 @@ pub(crate) fn meet(
     let turn = COUNTER.next(hash(format!("{address} {name}").as_bytes()), rank);
     let job = hash(format!("{address} {name} {turn}").as_bytes());
     let meeting = Meeting { job, ranks, secret: Secret::from_env()? };
-    let point = MeetingPoint::at(address, &meeting)?;
+    let list = EndpointList::at(address, &meeting)?;
     if rank == 0 {
-        let listener = point.listen()?;
+        let listener = list.listen()?;
         let mut bytes = [0; UniqueId::BYTES];
         bytes[..32].copy_from_slice(&random::<32>()?);
         let id = UniqueId::from_bytes(bytes);
-        let connections = meeting.give(&listener, &id, backoff)?;
-        return Ok(Some(watchdog::met(&id, rank, ranks, connections)));
+        let connections = meeting.serve_id(&listener, &id, backoff)?;
+        return Ok(Some(watchdog::register_meeting(&id, rank, ranks, connections)));
     }
-    let (id, connection) = meeting.ask(&point.doors, rank, backoff)?;
-    Ok(Some(watchdog::met(&id, rank, ranks, vec![(0, connection)])))
+    let (id, connection) = meeting.request_id(&list.endpoints, rank, backoff)?;
+    Ok(Some(watchdog::register_meeting(&id, rank, ranks, vec![(0, connection)])))
 }
 
 mod endpoint;

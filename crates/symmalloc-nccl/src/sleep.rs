@@ -43,7 +43,7 @@ impl Registrar {
     /// # Errors
     /// See [`SleepError`]. `docs/sleep-protocol.md` describes the resulting state of the pool and the communicators.
     pub fn sleep(&self, over: &Communicator, pool: PoolId, contents: Contents) -> Result<Slept, SleepError> {
-        let attachments = self.begin_together(over, pool, Some(contents))?;
+        let attachments = self.begin_collective_op(over, pool, Some(contents))?;
         let outcome = Run::new(self, pool, Some(contents), &attachments).sleep(contents);
         self.sweep();
         outcome
@@ -62,7 +62,7 @@ impl<'a> Run<'a> {
     fn sleep(mut self, contents: Contents) -> Result<Slept, SleepError> {
         let communicator = self.over().name().to_owned();
         if self.agree()?.all_are(Phase::Asleep) {
-            self.note();
+            self.record_op();
             return Ok(Slept::default());
         }
         let quiesced = self.quiesce(contents);
@@ -106,27 +106,27 @@ impl<'a> Run<'a> {
         let (registrar, pool) = (self.registrar, self.pool);
         let allocator = registrar.allocator();
         if self.is_held() {
-            return Err(self.unseen(Obstacle::Lost));
+            return Err(self.record_obstacle(Obstacle::Lost));
         }
         match allocator.is_capturing() {
             Ok(false) => {}
-            Ok(true) => return Err(self.unseen(Obstacle::Capturing)),
-            Err(error) => return Err(self.unseen(Obstacle::Stream { code: code_of(&error) })),
+            Ok(true) => return Err(self.record_obstacle(Obstacle::Capturing)),
+            Err(error) => return Err(self.record_obstacle(Obstacle::Stream { code: code_of(&error) })),
         }
         // Meanwhile, the other ranks wait in `Decide` for at most the deadline.
         let waited = self.over().deadline() / 2;
         match allocator.synchronize_all(Instant::now() + waited) {
             Ok(true) => {}
-            Ok(false) => return Err(self.unseen(Obstacle::Work { waited })),
-            Err(error) => return Err(self.unseen(Obstacle::Stream { code: code_of(&error) })),
+            Ok(false) => return Err(self.record_obstacle(Obstacle::Work { waited })),
+            Err(error) => return Err(self.record_obstacle(Obstacle::Stream { code: code_of(&error) })),
         }
         allocator.core().quiesce(pool, contents).map_err(|error| match error.cause {
-            SleepCause::StepOpen => self.unseen(Obstacle::StepOpen),
-            SleepCause::Busy => self.unseen(Obstacle::Busy),
+            SleepCause::StepOpen => self.record_obstacle(Obstacle::StepOpen),
+            SleepCause::Busy => self.record_obstacle(Obstacle::Busy),
             SleepCause::Retired => Obstacle::Retired,
             SleepCause::Synchronize { error, .. } => Obstacle::Stream { code: error.code },
             SleepCause::Save { live_bytes, error } => Obstacle::Save { live_bytes, code: error.code },
-            _ => self.unseen(Obstacle::Other { number: 0 }),
+            _ => self.record_obstacle(Obstacle::Other { number: 0 }),
         })
     }
 
@@ -141,7 +141,7 @@ impl<'a> Run<'a> {
                 continue;
             }
             let Member { attachment, state, .. } = &mut self.members[at];
-            match attachment.take_away(state, self.registrar.allocator(), self.pool) {
+            match attachment.save_and_deregister(state, self.registrar.allocator(), self.pool) {
                 Ok(count) => deregistrations += count,
                 Err(error) => {
                     tracing::error!(name: "sleep.deregister_failed", target: "symmalloc", communicator = attachment.comm.name(), %error);

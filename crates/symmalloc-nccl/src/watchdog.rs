@@ -1,7 +1,7 @@
 //! The watchdog, which ensures that no rank waits indefinitely.
 //!
 //! ```text
-//!  communicator ── Flight: submitted work, and the device's progress
+//!  communicator ── FlightRecorder: submitted work, and the device's progress
 //!                    ▲                         ▲
 //!    marker thread ──┘ polls the driver, NCCL  │ never calls either: both may hang
 //!  watchdog thread ────────────────────────────┴──── lifelines: live ranks, and their progress
@@ -35,5 +35,7 @@ pub(crate) use response::ERROR_LIMIT;
 pub use response::FAILURE_EXIT_CODE;
 pub(crate) use settings::WatchSettings;
 pub use settings::WatchdogMode;
-pub(crate) use thread::{NEWS_LIMIT, expect, fail, is_on, leave, meeting_of, met, watch, withdraw};
+pub(crate) use thread::{
+    ATTRIBUTION_LIMIT, announce_pending, fail, is_on, leave, meeting_of, register_meeting, watch, withdraw_pending,
+};
 pub(crate) use watched::{Identity, MeetingId, Watchable, Watched};

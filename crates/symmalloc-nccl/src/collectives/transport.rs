@@ -98,20 +98,20 @@ impl NcclTransport {
         staging.event.record(&staging.stream).map_err(refused("cuEventRecord"))?;
         let flight = self.comm.watched().flight();
         let end = flight.end_of(stream);
-        let backoff = Backoff::new(self.comm.patience());
+        let backoff = Backoff::new(self.comm.wait_limit());
         let _relaxed = self.comm.device().relax_capture();
         while !staging.event.try_is_complete().map_err(refused("cuEventQuery"))? {
             if backoff.waited() > ASK_NCCL_AFTER {
                 self.comm.check()?;
             }
             if !backoff.pause() {
-                return Err(self.comm.give_up(Stage::Run, backoff.waited()));
+                return Err(self.comm.end_overdue(Stage::Run, backoff.waited()));
             }
         }
         flight.done(end, Tick::now());
         let slots = messages[..all_bytes].chunks_exact(slot_bytes).map(|slot| slot.split_at(message.len()));
         if let Some(rank) = slots.clone().position(|(bytes, sealed)| sealed != seal(number, bytes)) {
-            return Err(self.comm.miss(rank as u32));
+            return Err(self.comm.end_for_lost_message(rank as u32));
         }
         let mut bytes = Vec::with_capacity(ranks * message.len());
         slots.for_each(|(message, _)| bytes.extend_from_slice(message));

@@ -1,12 +1,12 @@
 //! Creation of communicators: connecting, splitting and borrowing.
 
 use crate::backoff::Backoff;
-use crate::communicator::call::{HostEntry, Route, perform, settle};
+use crate::communicator::call::{CallThread, HostEntry, perform, poll_until_done};
 use crate::communicator::ending::{Ending, GRACE, end_all};
 use crate::communicator::error::{CommError, CommState, Stage};
 use crate::communicator::order::{CommOrder, SequenceCounter};
 use crate::communicator::shared::{Inner, Life, Mode, Ownership, Shared};
-use crate::communicator::threads::{self, Answer, Kept, Waited, start, wait_for};
+use crate::communicator::threads::{self, CallResult, KeepAlive, Waited, start, wait_for};
 use crate::communicator::{Communicator, Owner};
 use crate::ffi::calls::NO_COLOR;
 use crate::ffi::driver;
@@ -172,24 +172,24 @@ impl CommunicatorBuilder {
             _ => return Err(CommError::NoSuchRank { rank, ranks }),
         };
         check_context(&self.device)?;
-        let met = match watchdog::meeting_of(&id, rank) {
+        let meeting = match watchdog::meeting_of(&id, rank) {
             Some(meeting) => Some(meeting),
             None => self.meet(rank, ranks, backoff)?,
         };
         let (name, c_name) = self.names()?;
         let order = CommOrder::connected(&name, &id, ordinal_of(&id, rank));
         // Reports this rank as connecting until the communicator is watched.
-        let _pending = PendingCommGuard::new(met, rank, &order);
+        let _pending = PendingCommGuard::new(meeting, rank, &order);
 
         let new = NewHandle::named(&c_name);
-        let (kept, out, blocking): (Kept, _, _) =
+        let (kept, out, blocking): (KeepAlive, _, _) =
             (Some(Arc::clone(&new) as _), Arc::clone(&new), self.mode == Mode::Blocking);
         let caller =
             start(&self.device, kept, move || nccl.calls().init(&out, raw_ranks, *id.as_bytes(), raw_rank, blocking));
         let answer = match wait_for(&caller, backoff, || false) {
-            Waited::Came(answer) => answer,
-            Waited::Stopped | Waited::TooLong => {
-                abort_when_back(caller, &self.device, nccl, new);
+            Waited::Returned(answer) => answer,
+            Waited::Stopped | Waited::TimedOut => {
+                abort_when_returned(caller, &self.device, nccl, new);
                 let (stage, waited, state) = (Stage::Connect, backoff.waited(), CommState::Lost);
                 return Err(CommError::Deadline { name, stage, waited, state });
             }
@@ -198,13 +198,13 @@ impl CommunicatorBuilder {
             answer?;
             return Err(CommError::NoCommunicator { call: "ncclCommInitRankConfig" });
         };
-        let shared = self.shared(nccl, (name, c_name), order, Ownership::Owned, comm, met);
+        let shared = self.shared(nccl, (name, c_name), order, Ownership::Owned, comm, meeting);
         if let Err(error) = answer {
             let error = Arc::new(CommError::from(error));
             end_all(from_mut(&mut shared.access()?), Ending::Pending, Some(&error), GRACE);
             return Err(Arc::unwrap_or_clone(error));
         }
-        Communicator::settled(shared, backoff)
+        Communicator::finish_connecting(shared, backoff)
     }
 
     /// Wraps a communicator that other code created and will destroy, under this builder's name, which must be the same on all ranks. This
@@ -232,8 +232,8 @@ impl CommunicatorBuilder {
             return Err(CommError::OtherDevice { ordinal, actual });
         }
         let (order, backoff) = (CommOrder::borrowed(&names.0), Backoff::new(self.deadline));
-        let met = self.meet(rank, ranks, &backoff)?;
-        Communicator::settled(self.shared(nccl, names, order, Ownership::Borrowed, comm, met), &backoff)
+        let meeting = self.meet(rank, ranks, &backoff)?;
+        Communicator::finish_connecting(self.shared(nccl, names, order, Ownership::Borrowed, comm, meeting), &backoff)
     }
 
     fn meet(&self, rank: u32, ranks: u32, backoff: &Backoff) -> Result<Option<MeetingId>, CommError> {
@@ -258,7 +258,7 @@ impl CommunicatorBuilder {
         order: CommOrder,
         ownership: Ownership,
         comm: CommHandle,
-        met: Option<MeetingId>,
+        meeting: Option<MeetingId>,
     ) -> Shared {
         Shared {
             nccl,
@@ -272,8 +272,8 @@ impl CommunicatorBuilder {
             ownership,
             order,
             serial: Shared::next_serial(),
-            abort_asked: AtomicBool::new(false),
-            met,
+            abort_requested: AtomicBool::new(false),
+            meeting,
             watch_settings: self.watch_settings,
             watched: OnceLock::new(),
             failed_at: OnceLock::new(),
@@ -305,15 +305,19 @@ impl Communicator {
         let name = format!("{}/{ordinal}.{}", shared.name, color.map_or(-1, i64::from));
         let c_name: Arc<CStr> = CString::new(name.as_str()).map_err(|_| CommError::Name)?.into();
         let new = NewHandle::named(&c_name);
-        let (kept, out): (Kept, _) = (Some(Arc::clone(&new) as _), Arc::clone(&new));
+        let (kept, out): (KeepAlive, _) = (Some(Arc::clone(&new) as _), Arc::clone(&new));
         let (comm, mode) = (access.comm, shared.mode);
         let order = shared.order.split(ordinal, color.unwrap_or(0));
         // Reports this rank as connecting until the new communicator is watched.
-        let _pending = color.map(|_| PendingCommGuard::new(shared.met, shared.rank, &order));
+        let _pending = color.map(|_| PendingCommGuard::new(shared.meeting, shared.rank, &order));
         let entry = HostEntry::begin(shared.watched(), Stage::Split, None);
-        perform(from_mut(&mut access), Stage::Split, Route::when_blocking(mode, Route::Apart), &kept, move |calls| {
-            calls.split(comm, raw_color, raw_key, &out, mode == Mode::Blocking)
-        })?;
+        perform(
+            from_mut(&mut access),
+            Stage::Split,
+            CallThread::when_blocking(mode, CallThread::Separate),
+            &kept,
+            move |calls| calls.split(comm, raw_color, raw_key, &out, mode == Mode::Blocking),
+        )?;
         drop((entry, access));
         if color.is_none() {
             return Ok(None);
@@ -331,21 +335,21 @@ impl Communicator {
             ownership: Ownership::Owned,
             order,
             serial: Shared::next_serial(),
-            abort_asked: AtomicBool::new(false),
-            met: shared.met,
+            abort_requested: AtomicBool::new(false),
+            meeting: shared.meeting,
             watch_settings: shared.watch_settings.clone(),
             watched: OnceLock::new(),
             failed_at: OnceLock::new(),
             inner: Mutex::new(Inner::default()),
             life: Life::ready(raw),
         };
-        Communicator::settled(child, &Backoff::new(shared.deadline)).map(Some)
+        Communicator::finish_connecting(child, &Backoff::new(shared.deadline)).map(Some)
     }
 
     /// Waits until the communicator is connected, and queries NCCL for the rank and the number of ranks.
-    fn settled(mut shared: Shared, backoff: &Backoff) -> Result<Communicator, CommError> {
+    fn finish_connecting(mut shared: Shared, backoff: &Backoff) -> Result<Communicator, CommError> {
         let mut access = shared.access()?;
-        settle(from_mut(&mut access), Stage::Connect, &None, backoff)?;
+        poll_until_done(from_mut(&mut access), Stage::Connect, &None, backoff)?;
         let (rank, ranks) = {
             let _current = shared.device.enter()?;
             shared.nccl.calls().rank_of_ranks(access.comm)?
@@ -355,7 +359,7 @@ impl Communicator {
         let (communicator, device) = (&*shared.name, shared.device.ordinal());
         tracing::debug!(name: "communicator.ready", target: "symmalloc", communicator, rank, ranks, device);
         let shared = Arc::new(shared);
-        shared.begin_to_be_watched();
+        shared.start_watching();
         Ok(Communicator { shared: Arc::new(Owner(shared)) })
     }
 }
@@ -363,28 +367,33 @@ impl Communicator {
 /// Announces to other ranks that this rank is about to join a communicator, until dropped. Other ranks therefore also detect a rank that
 /// dies after NCCL has created the communicator and before the watchdog watches it.
 struct PendingCommGuard {
-    met: Option<MeetingId>,
+    meeting: Option<MeetingId>,
     rank: RankId,
 }
 
 impl PendingCommGuard {
     /// Announces the communicator. `rank` is this rank's number, or its number in the communicator that is split.
-    fn new(met: Option<MeetingId>, rank: u32, order: &CommOrder) -> Self {
+    fn new(meeting: Option<MeetingId>, rank: u32, order: &CommOrder) -> Self {
         let communicator = CommunicatorId::of(order.as_bytes());
-        let guard = PendingCommGuard { met, rank: RankId { communicator, rank: rank | PENDING_COMM } };
-        watchdog::expect(guard.met, guard.rank);
+        let guard = PendingCommGuard { meeting, rank: RankId { communicator, rank: rank | PENDING_COMM } };
+        watchdog::announce_pending(guard.meeting, guard.rank);
         guard
     }
 }
 
 impl Drop for PendingCommGuard {
     fn drop(&mut self) {
-        watchdog::withdraw(self.met, self.rank);
+        watchdog::withdraw_pending(self.meeting, self.rank);
     }
 }
 
 /// Aborts the communicator of an abandoned connecting thread if that thread returns.
-fn abort_when_back(caller: Receiver<Answer>, device: &Arc<CudaDevice>, nccl: &'static Nccl, new: Arc<NewHandle>) {
+fn abort_when_returned(
+    caller: Receiver<CallResult>,
+    device: &Arc<CudaDevice>,
+    nccl: &'static Nccl,
+    new: Arc<NewHandle>,
+) {
     let device = Arc::clone(device);
     let _started = threads::run(move || {
         let (_answer, comm) = (caller.recv(), new.comm());

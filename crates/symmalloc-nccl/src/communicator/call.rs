@@ -14,28 +14,28 @@ use crate::backoff::Backoff;
 use crate::communicator::ending::{ABORT_LIMIT, Ending, GRACE, end_all};
 use crate::communicator::error::{CommError, CommState, Stage};
 use crate::communicator::shared::{Access, Mode, lock};
-use crate::communicator::threads::{CallError, Kept, Waited, start, wait_for};
+use crate::communicator::threads::{CallError, KeepAlive, Waited, start, wait_for};
 use crate::ffi::calls::{CallProgress, Calls, Outcome};
-use crate::watchdog::{ERROR_LIMIT, EntryNumber, NEWS_LIMIT, Tick, Watched, Work};
+use crate::watchdog::{ATTRIBUTION_LIMIT, ERROR_LIMIT, EntryNumber, Tick, Watched, Work};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// The thread that makes a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Route {
+pub(super) enum CallThread {
     /// The current thread: the call does not wait for other ranks.
-    Here,
+    Current,
     /// A separate thread, which may stay in the call indefinitely.
-    Apart,
+    Separate,
 }
 
-impl Route {
-    /// Returns `route` if NCCL's calls block; otherwise [`Here`](Route::Here).
-    pub(super) fn when_blocking(mode: Mode, route: Route) -> Self {
+impl CallThread {
+    /// Returns `route` if NCCL's calls block; otherwise [`Current`](CallThread::Current).
+    pub(super) fn when_blocking(mode: Mode, route: CallThread) -> Self {
         match mode {
             Mode::Blocking => route,
-            Mode::Nonblocking => Route::Here,
+            Mode::Nonblocking => CallThread::Current,
         }
     }
 }
@@ -46,50 +46,50 @@ impl Route {
 pub(super) fn perform(
     accesses: &mut [Access<'_>],
     stage: Stage,
-    route: Route,
-    kept: &Kept,
+    route: CallThread,
+    kept: &KeepAlive,
     call: impl FnOnce(&'static Calls) -> Outcome + Send + 'static,
 ) -> Result<(), CommError> {
     let shared = accesses[0].shared;
-    let backoff = Backoff::new(if stage.is_watched() { shared.patience() } else { shared.deadline });
-    make(accesses, stage, route, kept, &backoff, call)?;
-    settle(accesses, stage, kept, &backoff)
+    let backoff = Backoff::new(if stage.is_watched() { shared.wait_limit() } else { shared.deadline });
+    make_call(accesses, stage, route, kept, &backoff, call)?;
+    poll_until_done(accesses, stage, kept, &backoff)
 }
 
 /// Makes a call on this thread or a separate one, and waits until it returns.
-pub(super) fn make(
+pub(super) fn make_call(
     accesses: &mut [Access<'_>],
     stage: Stage,
-    route: Route,
-    kept: &Kept,
+    route: CallThread,
+    kept: &KeepAlive,
     backoff: &Backoff,
     call: impl FnOnce(&'static Calls) -> Outcome + Send + 'static,
 ) -> Result<(), CommError> {
     let (calls, device) = (accesses[0].shared.nccl.calls(), &accesses[0].shared.device);
     let answer = match route {
-        Route::Here => {
+        CallThread::Current => {
             let _current = device.enter()?;
             call(calls).map_err(CallError::Nccl)
         }
-        Route::Apart => {
+        CallThread::Separate => {
             let caller = start(device, kept.clone(), move || call(calls));
-            match wait_for(&caller, backoff, || is_abort_asked(accesses)) {
-                Waited::Came(answer) => answer,
-                Waited::Stopped => return Err(stopped(accesses, Ending::Inside { stage, caller })),
-                Waited::TooLong => {
-                    return Err(overdue(accesses, stage, backoff.waited(), Ending::Inside { stage, caller }));
+            match wait_for(&caller, backoff, || is_abort_requested(accesses)) {
+                Waited::Returned(answer) => answer,
+                Waited::Stopped => return Err(end_stopped(accesses, Ending::Inside { stage, caller })),
+                Waited::TimedOut => {
+                    return Err(end_overdue(accesses, stage, backoff.waited(), Ending::Inside { stage, caller }));
                 }
             }
         }
     };
-    answer.map(|_| ()).map_err(|error| failed(accesses, stage, error))
+    answer.map(|_| ()).map_err(|error| handle_error(accesses, stage, error))
 }
 
 /// Polls NCCL until nothing is in progress.
-pub(super) fn settle(
+pub(super) fn poll_until_done(
     accesses: &mut [Access<'_>],
     stage: Stage,
-    kept: &Kept,
+    kept: &KeepAlive,
     backoff: &Backoff,
 ) -> Result<(), CommError> {
     let mut next = 0;
@@ -97,16 +97,16 @@ pub(super) fn settle(
         let call = stage.call();
         match access.shared.nccl.calls().poll(call, access.comm) {
             Ok(CallProgress::Done) => next += 1,
-            Ok(CallProgress::Underway) if is_abort_asked(accesses) => {
-                return Err(stopped(accesses, Ending::Underway { kept: kept.clone() }));
+            Ok(CallProgress::Underway) if is_abort_requested(accesses) => {
+                return Err(end_stopped(accesses, Ending::Underway { kept: kept.clone() }));
             }
             Ok(CallProgress::Underway) if backoff.pause() => {}
             Ok(CallProgress::Underway) => {
-                return Err(overdue(accesses, stage, backoff.waited(), Ending::Underway { kept: kept.clone() }));
+                return Err(end_overdue(accesses, stage, backoff.waited(), Ending::Underway { kept: kept.clone() }));
             }
             Err(error) => {
-                let error = Arc::new(told(accesses, error.into()));
-                let ending = if stage.is_birth() { Ending::Pending } else { Ending::Idle };
+                let error = Arc::new(attribute_error(accesses, error.into()));
+                let ending = if stage.is_creation() { Ending::Pending } else { Ending::Idle };
                 end_all(accesses, ending, Some(&error), limit(&error));
                 return Err(Arc::unwrap_or_clone(error));
             }
@@ -115,21 +115,21 @@ pub(super) fn settle(
     Ok(())
 }
 
-fn is_abort_asked(accesses: &[Access<'_>]) -> bool {
-    accesses.iter().any(|access| access.shared.abort_asked.load(Ordering::Acquire))
+fn is_abort_requested(accesses: &[Access<'_>]) -> bool {
+    accesses.iter().any(|access| access.shared.abort_requested.load(Ordering::Acquire))
 }
 
 /// Handles an error that a call returned. Ends the communicators if the error makes them unusable.
-fn failed(accesses: &mut [Access<'_>], stage: Stage, error: CallError) -> CommError {
+fn handle_error(accesses: &mut [Access<'_>], stage: Stage, error: CallError) -> CommError {
     let is_fatal = match &error {
         CallError::Driver(_) | CallError::Thread(_) => false,
         // A failed registration leaves tasks in NCCL's group that would run with the next call.
         CallError::Nccl(error) => stage == Stage::Register || error.is_fatal() || accesses.iter().any(is_broken),
     };
-    let error = if is_fatal { told(accesses, error.into()) } else { error.into() };
+    let error = if is_fatal { attribute_error(accesses, error.into()) } else { error.into() };
     let error = Arc::new(error);
     if is_fatal {
-        let ending = if stage.is_birth() { Ending::Pending } else { Ending::Idle };
+        let ending = if stage.is_creation() { Ending::Pending } else { Ending::Idle };
         end_all(accesses, ending, Some(&error), limit(&error));
     }
     Arc::unwrap_or_clone(error)
@@ -141,10 +141,10 @@ fn limit(error: &CommError) -> Duration {
 }
 
 /// Replaces an error that NCCL reports with the watchdog's error, which names the missing rank. NCCL may detect the failure first.
-fn told(accesses: &[Access<'_>], error: CommError) -> CommError {
+fn attribute_error(accesses: &[Access<'_>], error: CommError) -> CommError {
     let is_watched = accesses.iter().any(|access| access.shared.watched.get().is_some());
-    let is_news = is_watched && matches!(&error, CommError::Nccl(error) if error.is_of_another_rank());
-    let backoff = Backoff::new(if is_news { NEWS_LIMIT } else { Duration::ZERO });
+    let is_attributable = is_watched && matches!(&error, CommError::Nccl(error) if error.is_of_another_rank());
+    let backoff = Backoff::new(if is_attributable { ATTRIBUTION_LIMIT } else { Duration::ZERO });
     loop {
         if let Some(failed) = accesses.iter().find_map(|access| access.shared.failure()) {
             return failed;
@@ -161,13 +161,13 @@ fn is_broken(access: &Access<'_>) -> bool {
 }
 
 /// Ends the communicators after the deadline.
-pub(super) fn overdue(accesses: &mut [Access<'_>], stage: Stage, waited: Duration, ending: Ending) -> CommError {
+pub(super) fn end_overdue(accesses: &mut [Access<'_>], stage: Stage, waited: Duration, ending: Ending) -> CommError {
     let name = Arc::clone(&accesses[0].shared.name);
-    give_up(accesses, ending, |state| CommError::Deadline { name: Arc::clone(&name), stage, waited, state })
+    end_unresponsive(accesses, ending, |state| CommError::Deadline { name: Arc::clone(&name), stage, waited, state })
 }
 
 /// Ends the communicators because other ranks are unresponsive. The error contains the resulting state and is recorded as the cause.
-pub(super) fn give_up(
+pub(super) fn end_unresponsive(
     accesses: &mut [Access<'_>],
     ending: Ending,
     error: impl Fn(CommState) -> CommError,
@@ -182,7 +182,7 @@ pub(super) fn give_up(
 }
 
 /// Ends the communicators at the request of the program or the watchdog.
-fn stopped(accesses: &mut [Access<'_>], ending: Ending) -> CommError {
+fn end_stopped(accesses: &mut [Access<'_>], ending: Ending) -> CommError {
     let failed = accesses.iter().find_map(|access| access.shared.failure());
     let limit = failed.as_ref().map_or(ABORT_LIMIT, limit);
     end_all(accesses, ending, failed.clone().map(Arc::new).as_ref(), limit);
@@ -204,6 +204,6 @@ impl<'a> HostEntry<'a> {
 
 impl Drop for HostEntry<'_> {
     fn drop(&mut self) {
-        self.watched.flight().over(self.number, Tick::now());
+        self.watched.flight().complete_on_host(self.number, Tick::now());
     }
 }

@@ -20,7 +20,7 @@ use crate::backoff::Backoff;
 use crate::communicator::error::CommError;
 use crate::communicator::error::{CommState, Stage};
 use crate::communicator::shared::{Access, Handles, Life, Mode, Ownership, Shared, lock};
-use crate::communicator::threads::{self, Answer, Kept};
+use crate::communicator::threads::{self, CallResult, KeepAlive};
 use crate::ffi::calls::{CallProgress, Calls};
 use crate::ffi::driver;
 use crate::ffi::handles::{CommHandle, RegistrationHandle, WindowHandle};
@@ -39,7 +39,7 @@ pub(super) const ABORT_LIMIT: Duration = Duration::from_secs(5);
 /// Time limit of an abort that an error causes.
 pub(super) const GRACE: Duration = Duration::from_millis(250);
 /// Interval between checks for the end of a capture.
-const LOOK: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Activity on a communicator when it is ended.
 pub(super) enum Ending {
@@ -48,9 +48,9 @@ pub(super) enum Ending {
     /// No host call is in progress, and the communicator was never ready.
     Pending,
     /// An NCCL thread is working on a call and may write to the kept memory.
-    Underway { kept: Kept },
+    Underway { kept: KeepAlive },
     /// A thread of this crate is inside a call.
-    Inside { stage: Stage, caller: Receiver<Answer> },
+    Inside { stage: Stage, caller: Receiver<CallResult> },
 }
 
 impl Ending {
@@ -66,7 +66,7 @@ impl Ending {
 }
 
 /// The resources of a communicator that is being ended.
-struct Remains {
+struct Resources {
     calls: &'static Calls,
     comm: CommHandle,
     mode: Mode,
@@ -99,14 +99,14 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
     // Only a revoke unblocks a thread inside a call. Without one, the communicator is aborted if that thread returns.
     let limit = if matches!(ending, Ending::Inside { .. }) && !revokes { Duration::ZERO } else { limit };
     let device = Arc::clone(&accesses[0].shared.device);
-    let remains: Vec<Remains> = accesses.iter().map(remains).collect();
+    let resources: Vec<Resources> = accesses.iter().map(resources).collect();
     let (sender, through) = channel();
     let started = threads::run(move || {
         // Without a context, the device is unusable, so there is nothing to end.
         if let Ok(_current) = device.enter() {
             let _relaxed = device.relax_capture();
-            end(ending, &remains, revokes, &device);
-            for one in &remains {
+            end(ending, &resources, revokes, &device);
+            for one in &resources {
                 lock(&one.life).state = CommState::Aborted;
             }
         }
@@ -136,8 +136,8 @@ fn notify_ranks(shared: &Shared, cause: Option<&Arc<CommError>>) {
     watchdog::fail(watched, FailureReport { text, first_rank });
 }
 
-fn remains(access: &Access<'_>) -> Remains {
-    Remains {
+fn resources(access: &Access<'_>) -> Resources {
+    Resources {
         calls: access.shared.nccl.calls(),
         comm: access.comm,
         mode: access.shared.mode,
@@ -153,8 +153,8 @@ fn report(access: &Access<'_>) {
     tracing::warn!(name: "communicator.ended", target: "symmalloc", communicator = name, %state);
 }
 
-fn end(ending: Ending, remains: &[Remains], revokes: bool, device: &CudaDevice) {
-    let revoked = revokes && remains.iter().all(Remains::revoke);
+fn end(ending: Ending, resources: &[Resources], revokes: bool, device: &CudaDevice) {
+    let revoked = revokes && resources.iter().all(Resources::revoke);
     let kept = match ending {
         Ending::Inside { caller, .. } => {
             // The result is irrelevant: only the return from NCCL matters.
@@ -164,14 +164,14 @@ fn end(ending: Ending, remains: &[Remains], revokes: bool, device: &CudaDevice) 
         Ending::Underway { kept } => kept,
         Ending::Idle | Ending::Pending => None,
     };
-    if revoked && remains.iter().any(|one| !lock(&one.windows).is_empty()) {
+    if revoked && resources.iter().any(|one| !lock(&one.windows).is_empty()) {
         // The revoke has stopped all kernels except symmetric ones. While one of these waits for a dead peer, wait as well, because its
         // memory must stay registered. Also wait while a stream is being captured, because synchronization fails during a capture.
         while device.synchronize().is_err_and(|error| driver::is_capture_in_the_way(&error)) {
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
     }
-    for one in remains {
+    for one in resources {
         if revoked {
             one.deregister();
         }
@@ -180,7 +180,7 @@ fn end(ending: Ending, remains: &[Remains], revokes: bool, device: &CudaDevice) 
     drop(kept);
 }
 
-impl Remains {
+impl Resources {
     /// Stops all operations in flight, on the host and on the device. Returns `true` on success.
     fn revoke(&self) -> bool {
         // A revoke is allowed while another thread is inside a call.

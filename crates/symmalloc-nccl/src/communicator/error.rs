@@ -243,7 +243,7 @@ pub enum Stage {
 
 impl Stage {
     /// Returns `true` if a communicator in this stage was never ready.
-    pub(super) fn is_birth(self) -> bool {
+    pub(super) fn is_creation(self) -> bool {
         self == Stage::Connect
     }
 

@@ -1,11 +1,11 @@
 //! Registration of windows and buffers. The types of the handles distinguish the kinds, so that each is deregistered by the matching call.
 
 use crate::communicator::Communicator;
-use crate::communicator::call::{HostEntry, Route, perform};
+use crate::communicator::call::{CallThread, HostEntry, perform};
 use crate::communicator::error::{CommError, Stage};
 use crate::communicator::release::{deregister_buffer, deregister_window};
 use crate::communicator::shared::{Access, lock};
-use crate::communicator::threads::Kept;
+use crate::communicator::threads::KeepAlive;
 use crate::ffi::calls::WINDOW_ALIGNMENT;
 use crate::ffi::handles::{NewHandle, RegistrationHandle, WindowHandle};
 use crate::ffi::version::Capability;
@@ -135,8 +135,8 @@ impl Communicator {
         }
         let mut access = self.shared.access()?;
         let (comm, new) = (access.comm, NewHandle::unnamed());
-        let (kept, out): (Kept, _) = (Some(Arc::clone(&new) as _), Arc::clone(&new));
-        let route = Route::when_blocking(self.shared.mode, Route::Apart);
+        let (kept, out): (KeepAlive, _) = (Some(Arc::clone(&new) as _), Arc::clone(&new));
+        let route = CallThread::when_blocking(self.shared.mode, CallThread::Separate);
         let _entry = HostEntry::begin(self.watched(), Stage::Register, Some(size_bytes));
         perform(from_mut(&mut access), Stage::Register, route, &kept, move |calls| {
             calls.register_window(comm, base, size_bytes, &out)
@@ -181,8 +181,8 @@ impl Communicator {
     ) -> Result<BufferRegistration, CommError> {
         self.require(Capability::BufferRegistration)?;
         let (comm, new) = (access.comm, NewHandle::unnamed());
-        let (kept, out): (Kept, _) = (Some(Arc::clone(&new) as _), Arc::clone(&new));
-        perform(from_mut(access), Stage::RegisterBuffer, Route::Here, &kept, move |calls| {
+        let (kept, out): (KeepAlive, _) = (Some(Arc::clone(&new) as _), Arc::clone(&new));
+        perform(from_mut(access), Stage::RegisterBuffer, CallThread::Current, &kept, move |calls| {
             calls.register_buffer(comm, base, size_bytes, &out)
         })?;
         let raw = new.registration();

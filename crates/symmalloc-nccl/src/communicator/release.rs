@@ -1,10 +1,10 @@
 //! Normal release of what a communicator holds: its windows and buffers, and the communicator itself.
 
 use crate::backoff::Backoff;
-use crate::communicator::call::{HostEntry, Route, perform};
+use crate::communicator::call::{CallThread, HostEntry, perform};
 use crate::communicator::error::{CommError, CommState, Stage};
 use crate::communicator::shared::{Access, Handles, Ownership, Shared, lock};
-use crate::communicator::threads::{Kept, Waited, start, wait_for};
+use crate::communicator::threads::{KeepAlive, Waited, start, wait_for};
 use crate::ffi::calls::{Calls, Outcome};
 use crate::ffi::handles::{CommHandle, RegistrationHandle, WindowHandle};
 use crate::watchdog;
@@ -42,7 +42,7 @@ fn deregister<Handle: Copy + PartialEq + Send + 'static>(
         return Err(access.shared.gone());
     }
     let comm = access.comm;
-    perform(from_mut(access), Stage::Deregister, Route::Apart, &None, move |calls| {
+    perform(from_mut(access), Stage::Deregister, CallThread::Separate, &None, move |calls| {
         // The communicator may end in the meantime, so remove the handle only after NCCL has accepted the call.
         call(calls, comm, handle).inspect(|_| lock(&known).retain(|known| *known != handle))
     })
@@ -60,27 +60,27 @@ impl Shared {
         if self.state() != CommState::Ready {
             return deregistered;
         }
-        let (comm, kept): (_, Kept) = (access.comm, Some(Arc::new(Arc::clone(&self.c_name))));
+        let (comm, kept): (_, KeepAlive) = (access.comm, Some(Arc::new(Arc::clone(&self.c_name))));
         let entry = HostEntry::begin(self.watched(), Stage::Destroy, None);
-        perform(from_mut(&mut access), Stage::Destroy, Route::Apart, &kept, move |calls| calls.finalize(comm))?;
+        perform(from_mut(&mut access), Stage::Destroy, CallThread::Separate, &kept, move |calls| calls.finalize(comm))?;
         drop(entry);
         self.destroy_finalized(comm, kept)?;
         deregistered
     }
 
-    fn destroy_finalized(&self, comm: CommHandle, kept: Kept) -> Result<(), CommError> {
+    fn destroy_finalized(&self, comm: CommHandle, kept: KeepAlive) -> Result<(), CommError> {
         let (calls, backoff) = (self.nccl.calls(), Backoff::new(self.deadline));
         // Even after a failure, the communicator must not be used again.
         lock(&self.life).end(CommState::Destroyed, None);
         watchdog::leave(self.watched());
         let caller = start(&self.device, kept, move || calls.destroy(comm));
         match wait_for(&caller, &backoff, || false) {
-            Waited::Came(answer) => {
+            Waited::Returned(answer) => {
                 answer?;
                 tracing::debug!(name: "communicator.destroyed", target: "symmalloc", communicator = &*self.name);
                 Ok(())
             }
-            Waited::Stopped | Waited::TooLong => {
+            Waited::Stopped | Waited::TimedOut => {
                 lock(&self.life).state = CommState::Lost;
                 Err(self.overdue(Stage::Destroy, &backoff))
             }

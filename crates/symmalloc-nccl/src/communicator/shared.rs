@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use symmalloc_cuda::CudaDevice;
 
 /// A practically unlimited time.
-pub(super) const FOR_EVER: Duration = Duration::from_secs(u32::MAX as u64);
+pub(super) const UNLIMITED: Duration = Duration::from_secs(u32::MAX as u64);
 
 /// The blocking mode of NCCL's calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,9 +54,9 @@ pub(super) struct Shared {
     /// A number that is unique in the process.
     pub(super) serial: u64,
     /// Set by [`abort`](crate::communicator::Communicator::abort), to stop a thread that waits while it holds the call lock.
-    pub(super) abort_asked: AtomicBool,
+    pub(super) abort_requested: AtomicBool,
     /// The meeting of its processes, if any.
-    pub(super) met: Option<MeetingId>,
+    pub(super) meeting: Option<MeetingId>,
     pub(super) watch_settings: WatchSettings,
     /// The watchdog's view of the communicator; set once it is ready.
     pub(super) watched: OnceLock<Arc<Watched>>,
@@ -182,9 +182,9 @@ impl Shared {
 
     /// Returns the time limit of this crate's waits for other ranks. It is unlimited if the watchdog ends the waits, because the watchdog
     /// distinguishes slow ranks from stuck ones.
-    pub(super) fn patience(&self) -> Duration {
+    pub(super) fn wait_limit(&self) -> Duration {
         let is_watched = self.watched.get().is_some() && self.watch_settings.mode() != WatchdogMode::Off;
-        if is_watched && watchdog::is_on() { FOR_EVER } else { self.deadline }
+        if is_watched && watchdog::is_on() { UNLIMITED } else { self.deadline }
     }
 
     pub(super) fn state(&self) -> CommState {

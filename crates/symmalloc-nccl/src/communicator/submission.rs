@@ -6,7 +6,7 @@
 use crate::collectives::operation::{DataType, NcclType, ReduceOp};
 use crate::collectives::operation::{NcclCall, Operation};
 use crate::communicator::Communicator;
-use crate::communicator::call::{Route, perform};
+use crate::communicator::call::{CallThread, perform};
 use crate::communicator::error::{CommError, Stage};
 use crate::communicator::shared::{Access, Mode};
 use crate::ffi::handles::{CommHandle, StreamHandle};
@@ -32,7 +32,8 @@ pub(crate) fn submit(operations: &[Submission<'_>], is_noted: bool) -> Result<()
         issues.push((access.comm, *operation));
     }
     let Some(first) = accesses.first() else { return Ok(()) };
-    let route = if has_run { Route::Here } else { Route::when_blocking(first.shared.mode, Route::Apart) };
+    let route =
+        if has_run { CallThread::Current } else { CallThread::when_blocking(first.shared.mode, CallThread::Separate) };
     let entries = if is_noted { begin(operations) } else { Entries::new() };
     let issued = perform(&mut accesses, Stage::Submit, route, &None, move |calls| calls.issue(&issues));
     note(operations, &entries, issued.is_ok());
@@ -61,7 +62,7 @@ fn note(operations: &[Submission<'_>], entries: &Entries, is_issued: bool) {
         if is_issued {
             comm.note_submitted(*entry, stream);
         } else {
-            comm.watched().flight().over(*entry, Tick::now());
+            comm.watched().flight().complete_on_host(*entry, Tick::now());
         }
     }
 }

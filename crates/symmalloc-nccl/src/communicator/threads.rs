@@ -67,13 +67,13 @@ fn push(thread: Sender<Job>) -> bool {
 }
 
 /// Interval at which a thread that waits for another one checks whether to stop.
-const LOOK: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Memory that a call writes to or that NCCL refers to, kept until NCCL no longer uses it.
-pub(super) type Kept = Option<Arc<dyn Any + Send + Sync>>;
+pub(super) type KeepAlive = Option<Arc<dyn Any + Send + Sync>>;
 
 /// The result of a call.
-pub(super) type Answer = Result<CallProgress, CallError>;
+pub(super) type CallResult = Result<CallProgress, CallError>;
 
 /// An error that a call returned, or that prevented it.
 #[derive(Debug)]
@@ -103,9 +103,9 @@ impl From<CallError> for CommError {
 /// Makes a call on another thread, with the device's context current.
 pub(super) fn start(
     device: &Arc<CudaDevice>,
-    kept: Kept,
+    kept: KeepAlive,
     call: impl FnOnce() -> Outcome + Send + 'static,
-) -> Receiver<Answer> {
+) -> Receiver<CallResult> {
     let (sender, receiver) = channel();
     let (device, refused) = (Arc::clone(device), sender.clone());
     let started = run(move || {
@@ -129,19 +129,19 @@ pub(super) fn start(
 
 /// The outcome of a wait for another thread.
 pub(super) enum Waited {
-    Came(Answer),
+    Returned(CallResult),
     Stopped,
-    TooLong,
+    TimedOut,
 }
 
 /// Waits for the thread's answer.
-pub(super) fn wait_for(caller: &Receiver<Answer>, backoff: &Backoff, stop: impl Fn() -> bool) -> Waited {
+pub(super) fn wait_for(caller: &Receiver<CallResult>, backoff: &Backoff, stop: impl Fn() -> bool) -> Waited {
     loop {
-        match caller.recv_timeout(backoff.left().min(LOOK)) {
-            Ok(answer) => return Waited::Came(answer),
-            Err(RecvTimeoutError::Disconnected) => return Waited::Came(Err(CallError::Thread(ErrorKind::Other))),
+        match caller.recv_timeout(backoff.left().min(POLL_INTERVAL)) {
+            Ok(answer) => return Waited::Returned(answer),
+            Err(RecvTimeoutError::Disconnected) => return Waited::Returned(Err(CallError::Thread(ErrorKind::Other))),
             Err(RecvTimeoutError::Timeout) if stop() => return Waited::Stopped,
-            Err(RecvTimeoutError::Timeout) if backoff.left().is_zero() => return Waited::TooLong,
+            Err(RecvTimeoutError::Timeout) if backoff.left().is_zero() => return Waited::TimedOut,
             Err(RecvTimeoutError::Timeout) => {}
         }
     }

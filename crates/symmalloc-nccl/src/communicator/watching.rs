@@ -6,7 +6,7 @@ use crate::communicator::ending::{Ending, GRACE, end_all};
 use crate::communicator::error::CommError;
 use crate::communicator::order::CommOrder;
 use crate::communicator::order::SequenceCounter;
-use crate::communicator::shared::{FOR_EVER, Ownership, Shared};
+use crate::communicator::shared::{Ownership, Shared, UNLIMITED};
 use crate::ffi::calls::CallProgress;
 use crate::ffi::driver::{self, refused};
 use crate::watchdog::{self, EntryNumber, Failure, FailureCause, Identity, Tick, Watchable, Watched, Work};
@@ -46,7 +46,7 @@ impl Communicator {
         let flight = self.watched().flight();
         let end = flight.end_of(stream);
         event.record(stream).map_err(refused("cuEventRecord"))?;
-        let backoff = Backoff::new(FOR_EVER);
+        let backoff = Backoff::new(UNLIMITED);
         let _relaxed = self.device().relax_capture();
         while !event.try_is_complete().map_err(refused("cuEventQuery"))? {
             self.shared.check_failure()?;
@@ -136,7 +136,7 @@ impl Communicator {
 
 impl Shared {
     /// Starts to watch a ready communicator, whose rank and number of ranks are known.
-    pub(super) fn begin_to_be_watched(self: &Arc<Self>) {
+    pub(super) fn start_watching(self: &Arc<Self>) {
         // Borrowed communicators are identified only by their name, which several can share.
         static BORROWED: SequenceCounter<CommOrder> = SequenceCounter::new();
         let mut key = self.order.as_bytes().to_vec();
@@ -149,7 +149,7 @@ impl Shared {
             rank: self.rank,
             ranks: self.ranks,
             deadline: self.deadline,
-            met: self.met,
+            meeting: self.meeting,
         };
         let communicator: Weak<dyn Watchable> = Arc::downgrade(&(Arc::clone(self) as Arc<dyn Watchable>));
         let fresh = || Arc::new(Watched::new(identity, self.watch_settings.clone(), communicator));
@@ -163,15 +163,15 @@ impl Shared {
 
 impl Watchable for Shared {
     fn end(&self, failure: &Arc<Failure>) {
-        self.abort_asked.store(true, Ordering::Release);
-        let Ok(inner) = self.lock_against_waiting(GRACE) else { return };
+        self.abort_requested.store(true, Ordering::Release);
+        let Ok(inner) = self.lock_or_revoke(GRACE) else { return };
         let Ok(mut access) = self.access_with(inner) else { return };
         let cause = Arc::new(CommError::Failed(Arc::clone(failure)));
         // The errors of other threads wait for the rest of the interval without the lock.
         end_all(from_mut(&mut access), Ending::Idle, Some(&cause), GRACE);
     }
 
-    fn examine(&self) -> Option<FailureCause> {
+    fn poll_error(&self) -> Option<FailureCause> {
         // The owner of a borrowed communicator polls NCCL itself.
         if self.ownership == Ownership::Borrowed {
             return None;
@@ -189,7 +189,7 @@ impl Watchable for Shared {
         Shared::is_ended(self)
     }
 
-    fn condition(&self) -> String {
+    fn state_text(&self) -> String {
         self.state().to_string()
     }
 

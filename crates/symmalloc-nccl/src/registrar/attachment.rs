@@ -134,7 +134,7 @@ impl Attachment {
     #[inline]
     pub(crate) fn is_current(&self, allocator: &CudaAllocator) -> bool {
         let state = self.lock();
-        !state.is_dropped && self.comm.state() == CommState::Ready && state.pools.is_read(allocator)
+        !state.is_dropped && self.comm.state() == CommState::Ready && state.pools.has_no_changes(allocator)
     }
 
     /// Starts to observe these pools. After an error, none of them is observed.
@@ -228,7 +228,7 @@ impl Attachment {
             *state = SyncState { is_dropped: true, held, kept, ..SyncState::default() };
             let mut view = self.view_mut();
             view.windows.clear();
-            view.invalidations.everything();
+            view.invalidations.invalidate_all();
             drop(view);
             self.publish_view(state);
         }
@@ -255,7 +255,7 @@ impl Attachment {
                 let buffers = std::mem::take(&mut state.buffers).into_values().flatten();
                 windows
                     .chain(buffers.map(Registered::Plain))
-                    .try_for_each(|registered| self.give_back(registered))
+                    .try_for_each(|registered| self.deregister_any(registered))
                     .map_err(|error| self.failed(error))
             });
             if let Err(error) = outcome {

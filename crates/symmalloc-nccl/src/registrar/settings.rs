@@ -61,3 +61,29 @@ impl Synced {
         self.not_released = self.not_released.take().or(other.not_released);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::num::NonZeroU64;
+
+    fn settings(mode: Mode) -> Settings {
+        Settings { mode, check_offsets: false, space_bytes: 1 }
+    }
+
+    #[test]
+    fn every_mode_has_its_own_word() {
+        let every = |ops| Mode::EveryOps(NonZeroU64::new(ops).expect("not zero"));
+        let modes = [Mode::Off, Mode::AtSync, Mode::EachOp, every(1), every(2)];
+        assert_eq!(modes.map(|mode| settings(mode).mode_word()), [0, 1, 2, 3, 4]);
+    }
+
+    #[test]
+    fn results_add_up() {
+        let mut total = Synced { registrations: 1, released_bytes: 2, ..Synced::default() };
+        total.add(Synced { registrations: 3, deregistrations: 4, released_bytes: 5, rounds: 6, not_released: None });
+        let expected =
+            Synced { registrations: 4, deregistrations: 4, released_bytes: 7, rounds: 6, not_released: None };
+        assert_eq!(total, expected);
+    }
+}

@@ -18,51 +18,51 @@ use symmalloc_watchdog::Connection;
 
 /// An address at which rank 0 may be found.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Door {
+pub(super) enum Endpoint {
     /// A network address.
     Network(SocketAddr),
     /// A socket on this machine.
     Local(LocalName),
 }
 
-/// An error returned by an attempt to open a door.
+/// An error returned by an attempt to open an endpoint.
 #[derive(Debug)]
-pub(super) enum Closed {
+pub(super) enum ConnectError {
     /// Nothing listens there, or the connection failed.
     Io,
     /// The socket belongs to another user.
     Foreign(u32),
 }
 
-impl From<io::Error> for Closed {
+impl From<io::Error> for ConnectError {
     fn from(_: io::Error) -> Self {
-        Closed::Io
+        ConnectError::Io
     }
 }
 
-impl Door {
+impl Endpoint {
     /// Starts to listen. Accepting a connection does not block.
     pub(super) fn listen(&self) -> Result<Listener, RendezvousError> {
         match self {
-            Door::Network(address) => {
+            Endpoint::Network(address) => {
                 let refused = |error: io::Error| RendezvousError::Listen { address: *address, kind: error.kind() };
                 listen_at(*address).map(Listener::Network).map_err(refused)
             }
-            Door::Local(name) => {
+            Endpoint::Local(name) => {
                 let refused = |error: io::Error| RendezvousError::ListenLocal { kind: error.kind() };
                 name.listen().map(|listener| Listener::Local(listener, name.index)).map_err(refused)
             }
         }
     }
 
-    /// Connects to the door. On this machine, connects only to a process of the same user.
-    pub(super) fn open(&self, limit: Duration) -> Result<Connection, Closed> {
+    /// Connects to the endpoint. On this machine, connects only to a process of the same user.
+    pub(super) fn open(&self, limit: Duration) -> Result<Connection, ConnectError> {
         match self {
-            Door::Network(address) => Ok(TcpStream::connect_timeout(address, limit)?.into()),
-            Door::Local(name) => {
+            Endpoint::Network(address) => Ok(TcpStream::connect_timeout(address, limit)?.into()),
+            Endpoint::Local(name) => {
                 let stream = name.connect()?;
                 if let Some(user) = foreign_user(&stream)? {
-                    return Err(Closed::Foreign(user));
+                    return Err(ConnectError::Foreign(user));
                 }
                 stream.set_nonblocking(false)?;
                 Ok(stream.into())
@@ -70,16 +70,16 @@ impl Door {
         }
     }
 
-    /// Returns the number by which both sides identify the door, even if they use different addresses for it.
+    /// Returns the number by which both sides identify the endpoint, even if they use different addresses for it.
     pub(super) fn number(&self) -> u32 {
         match self {
-            Door::Network(address) => address.port().into(),
-            Door::Local(name) => name.index,
+            Endpoint::Network(address) => address.port().into(),
+            Endpoint::Local(name) => name.index,
         }
     }
 }
 
-/// Rank 0's side of a door.
+/// Rank 0's side of an endpoint.
 #[derive(Debug)]
 pub(super) enum Listener {
     Network(TcpListener),
@@ -88,35 +88,35 @@ pub(super) enum Listener {
 
 /// A process that knocked.
 #[derive(Debug)]
-pub(super) enum Guest {
+pub(super) enum Incoming {
     /// A possible rank, with its network address.
-    Stranger(Connection, Option<IpAddr>),
+    Unverified(Connection, Option<IpAddr>),
     /// A process of another user of this machine.
     Foreign(u32),
 }
 
 impl Listener {
     /// Accepts a pending connection, if any. Never blocks.
-    pub(super) fn accept(&self) -> io::Result<Guest> {
+    pub(super) fn accept(&self) -> io::Result<Incoming> {
         let guest = match self {
             Listener::Network(listener) => {
                 let (stream, from) = listener.accept()?;
                 stream.set_nonblocking(true)?;
-                Guest::Stranger(stream.into(), Some(from.ip()))
+                Incoming::Unverified(stream.into(), Some(from.ip()))
             }
             Listener::Local(listener, _) => {
                 let (stream, _) = listener.accept()?;
                 if let Some(user) = foreign_user(&stream)? {
-                    return Ok(Guest::Foreign(user));
+                    return Ok(Incoming::Foreign(user));
                 }
                 stream.set_nonblocking(true)?;
-                Guest::Stranger(stream.into(), None)
+                Incoming::Unverified(stream.into(), None)
             }
         };
         Ok(guest)
     }
 
-    /// Returns the number of the door; see [`Door::number`].
+    /// Returns the number of the endpoint; see [`Endpoint::number`].
     pub(super) fn number(&self) -> u32 {
         match self {
             Listener::Network(listener) => listener.local_addr().map_or(0, |address| address.port().into()),

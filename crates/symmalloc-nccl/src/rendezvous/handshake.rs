@@ -4,7 +4,7 @@
 //!  rank r                                                       rank 0
 //!    │ ── HelloMessage, 65 bytes ──────────────────────────────►  │
 //!    │ ◄── HeadMessage, 9 bytes: challenge; nonce, 32 bytes ────  │   only with a job secret
-//!    │ ── proof of r, 32 bytes: hello, nonce, door ────────────►  │   only with a job secret
+//!    │ ── proof of r, 32 bytes: hello, nonce, endpoint ────────►  │   only with a job secret
 //!    │ ◄── HeadMessage; TailMessage, 160 bytes ─────────────────  │   the proof of 0 covers all before it
 //! ```
 //!
@@ -12,7 +12,7 @@
 //! version, and does not answer a process that sends anything else.
 //!
 //! Proofs are HMAC-SHA256 with the job secret. Each covers the nonces of both sides, so it is valid for one connection, and begins with its
-//! direction, so that it cannot be reflected. It also covers the number of the door, so a process that listens on another port of rank 0's
+//! direction, so that it cannot be reflected. It also covers the number of the endpoint, so a process that listens on another port of rank 0's
 //! host and relays messages is detected. A relay at another address with the same host and port is not detected.
 
 use crate::rendezvous::secret::{NONCE_BYTES, PROOF_BYTES, Purpose, Secret};
@@ -37,7 +37,7 @@ const PROTOCOL: Protocol = Protocol { magic: MAGIC, version: b'0' + VERSION };
 
 /// The reason a message is not understood.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Unknown {
+pub(super) enum DecodeError {
     /// It is not a message of this protocol, or contradicts it.
     Foreign,
     /// Its sender uses another version.
@@ -45,11 +45,13 @@ pub(super) enum Unknown {
 }
 
 impl Protocol {
-    fn check(self) -> Result<(), Unknown> {
+    fn check(self) -> Result<(), DecodeError> {
         match self {
             PROTOCOL => Ok(()),
-            Protocol { magic: MAGIC, version } => Err(Unknown::OtherVersion { version: version.wrapping_sub(b'0') }),
-            Protocol { .. } => Err(Unknown::Foreign),
+            Protocol { magic: MAGIC, version } => {
+                Err(DecodeError::OtherVersion { version: version.wrapping_sub(b'0') })
+            }
+            Protocol { .. } => Err(DecodeError::Foreign),
         }
     }
 }
@@ -61,21 +63,21 @@ pub(super) const HEAD_BYTES: usize = size_of::<HeadMessage>();
 /// Size of the rest of an answer in bytes.
 pub(super) const TAIL_BYTES: usize = size_of::<TailMessage>();
 
-/// Rank 0's answer to a visitor.
+/// Rank 0's answer to a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     Welcome,
     OtherJob,
     RankTwice,
-    /// The visitor must first prove that it knows the secret.
+    /// The peer must first prove that it knows the secret.
     Challenge,
-    /// Rank 0 has a secret, and the visitor has none.
+    /// Rank 0 has a secret, and the peer has none.
     SecretNeeded,
-    /// The visitor has a secret, and rank 0 has none.
+    /// The peer has a secret, and rank 0 has none.
     NoSecret,
-    /// The visitor has another secret.
+    /// The peer has another secret.
     WrongSecret,
-    /// The visitor uses another version of the messages.
+    /// The peer uses another version of the messages.
     OtherVersion,
 }
 
@@ -105,10 +107,10 @@ impl Verdict {
         transmute!(HeadMessage { protocol: PROTOCOL, verdict: self as u8 })
     }
 
-    pub(super) fn from_head(head: [u8; HEAD_BYTES]) -> Result<Self, Unknown> {
+    pub(super) fn from_head(head: [u8; HEAD_BYTES]) -> Result<Self, DecodeError> {
         let HeadMessage { protocol, verdict } = transmute!(head);
         protocol.check()?;
-        Verdict::ALL.into_iter().find(|it| *it as u8 == verdict).ok_or(Unknown::Foreign)
+        Verdict::ALL.into_iter().find(|it| *it as u8 == verdict).ok_or(DecodeError::Foreign)
     }
 }
 
@@ -122,14 +124,14 @@ pub(super) struct TailMessage {
     pub(super) proof: [u8; PROOF_BYTES],
 }
 
-/// The introduction of a visitor.
+/// The introduction of a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) job: u64,
     pub(super) ranks: u32,
     pub(super) rank: u32,
-    /// Equal for all visits of one process.
-    pub(super) visit: u64,
+    /// Equal for all sessions of one process.
+    pub(super) session: u64,
     pub(super) has_secret: bool,
     pub(super) nonce: [u8; NONCE_BYTES],
 }
@@ -142,7 +144,7 @@ struct HelloMessage {
     job: U64,
     ranks: U32,
     rank: U32,
-    visit: U64,
+    session: U64,
     /// 0 or 1.
     has_secret: u8,
     nonce: [u8; NONCE_BYTES],
@@ -150,27 +152,27 @@ struct HelloMessage {
 
 impl Hello {
     pub(super) fn bytes(&self) -> [u8; HELLO_BYTES] {
-        let Hello { job, ranks, rank, visit, has_secret, nonce } = *self;
+        let Hello { job, ranks, rank, session, has_secret, nonce } = *self;
         transmute!(HelloMessage {
             protocol: PROTOCOL,
             job: job.into(),
             ranks: ranks.into(),
             rank: rank.into(),
-            visit: visit.into(),
+            session: session.into(),
             has_secret: has_secret.into(),
             nonce,
         })
     }
 
-    pub(super) fn from_bytes(bytes: &[u8]) -> Result<Self, Unknown> {
-        let message = HelloMessage::read_from_bytes(bytes).map_err(|_| Unknown::Foreign)?;
-        let HelloMessage { protocol, job, ranks, rank, visit, has_secret, nonce } = message;
+    pub(super) fn from_bytes(bytes: &[u8]) -> Result<Self, DecodeError> {
+        let message = HelloMessage::read_from_bytes(bytes).map_err(|_| DecodeError::Foreign)?;
+        let HelloMessage { protocol, job, ranks, rank, session, has_secret, nonce } = message;
         protocol.check()?;
         if has_secret > 1 {
-            return Err(Unknown::Foreign);
+            return Err(DecodeError::Foreign);
         }
-        let (job, ranks, rank, visit) = (job.get(), ranks.get(), rank.get(), visit.get());
-        Ok(Hello { job, ranks, rank, visit, has_secret: has_secret == 1, nonce })
+        let (job, ranks, rank, session) = (job.get(), ranks.get(), rank.get(), session.get());
+        Ok(Hello { job, ranks, rank, session, has_secret: has_secret == 1, nonce })
     }
 }
 
@@ -180,30 +182,30 @@ pub(super) struct Exchange {
     pub(super) hello: Hello,
     /// Nonce of rank 0.
     pub(super) nonce: [u8; NONCE_BYTES],
-    pub(super) door: u32,
+    pub(super) endpoint: u32,
 }
 
 impl Exchange {
-    /// Returns the proof of the visitor.
+    /// Returns the proof of the peer.
     pub(super) fn proof(&self, secret: &Secret) -> [u8; PROOF_BYTES] {
-        secret.prove(Purpose::RankToRank0, &[&self.hello.bytes(), &self.nonce, &self.door.to_le_bytes()])
+        secret.prove(Purpose::RankToRank0, &[&self.hello.bytes(), &self.nonce, &self.endpoint.to_le_bytes()])
     }
 
-    /// Returns `true` if the visitor knows the secret.
+    /// Returns `true` if the peer knows the secret.
     pub(super) fn is_proof(&self, secret: &Secret, proof: &[u8]) -> bool {
-        secret.is_proof(proof, Purpose::RankToRank0, &[&self.hello.bytes(), &self.nonce, &self.door.to_le_bytes()])
+        secret.is_proof(proof, Purpose::RankToRank0, &[&self.hello.bytes(), &self.nonce, &self.endpoint.to_le_bytes()])
     }
 
     /// Returns the proof of rank 0 for its answer.
     pub(super) fn answer_proof(&self, secret: &Secret, verdict: Verdict, id: &UniqueId) -> [u8; PROOF_BYTES] {
-        let (hello, door) = (self.hello.bytes(), self.door.to_le_bytes());
-        secret.prove(Purpose::Rank0ToRank, &[&hello, &self.nonce, &door, &verdict.head(), id.as_bytes()])
+        let (hello, endpoint) = (self.hello.bytes(), self.endpoint.to_le_bytes());
+        secret.prove(Purpose::Rank0ToRank, &[&hello, &self.nonce, &endpoint, &verdict.head(), id.as_bytes()])
     }
 
     /// Returns `true` if the answer comes from a rank 0 that knows the secret.
     pub(super) fn is_answer_proof(&self, secret: &Secret, proof: &[u8], verdict: Verdict, id: &UniqueId) -> bool {
-        let (hello, door) = (self.hello.bytes(), self.door.to_le_bytes());
-        let parts: [&[u8]; 5] = [&hello, &self.nonce, &door, &verdict.head(), id.as_bytes()];
+        let (hello, endpoint) = (self.hello.bytes(), self.endpoint.to_le_bytes());
+        let parts: [&[u8]; 5] = [&hello, &self.nonce, &endpoint, &verdict.head(), id.as_bytes()];
         secret.is_proof(proof, Purpose::Rank0ToRank, &parts)
     }
 }
@@ -212,7 +214,8 @@ impl Exchange {
 mod tests {
     use super::*;
 
-    const HELLO: Hello = Hello { job: 0x0102, ranks: 3, rank: 2, visit: 4, has_secret: true, nonce: [9; NONCE_BYTES] };
+    const HELLO: Hello =
+        Hello { job: 0x0102, ranks: 3, rank: 2, session: 4, has_secret: true, nonce: [9; NONCE_BYTES] };
 
     #[test]
     fn messages_have_the_documented_layout() {
@@ -236,22 +239,22 @@ mod tests {
     fn another_version_is_distinguished_from_another_protocol() {
         let mut hello = HELLO.bytes();
         hello[7] = b'3';
-        assert_eq!(Hello::from_bytes(&hello), Err(Unknown::OtherVersion { version: 3 }));
+        assert_eq!(Hello::from_bytes(&hello), Err(DecodeError::OtherVersion { version: 3 }));
         hello[0] = b'S';
-        assert_eq!(Hello::from_bytes(&hello), Err(Unknown::Foreign));
+        assert_eq!(Hello::from_bytes(&hello), Err(DecodeError::Foreign));
         let mut head = Verdict::Welcome.head();
         head[7] = b'1';
-        assert_eq!(Verdict::from_head(head), Err(Unknown::OtherVersion { version: 1 }));
+        assert_eq!(Verdict::from_head(head), Err(DecodeError::OtherVersion { version: 1 }));
     }
 
     #[test]
     fn garbage_is_rejected() {
         let mut hello = HELLO.bytes();
         hello[32] = 2;
-        assert_eq!(Hello::from_bytes(&hello), Err(Unknown::Foreign));
-        assert_eq!(Hello::from_bytes(&HELLO.bytes()[..64]), Err(Unknown::Foreign));
+        assert_eq!(Hello::from_bytes(&hello), Err(DecodeError::Foreign));
+        assert_eq!(Hello::from_bytes(&HELLO.bytes()[..64]), Err(DecodeError::Foreign));
         let mut head = Verdict::Welcome.head();
         head[8] = Verdict::ALL.len() as u8;
-        assert_eq!(Verdict::from_head(head), Err(Unknown::Foreign));
+        assert_eq!(Verdict::from_head(head), Err(DecodeError::Foreign));
     }
 }

@@ -1,6 +1,6 @@
 //! Meetings of a job's ranks, and the endpoints at which rank 0 waits for the others.
 
-use crate::rendezvous::endpoint::{Door, Listener, hash, names};
+use crate::rendezvous::endpoint::{Endpoint, Listener, hash, names};
 use crate::rendezvous::error::RendezvousError;
 use crate::rendezvous::handshake::Hello;
 use crate::rendezvous::launch::Launch;
@@ -8,8 +8,8 @@ use crate::rendezvous::secret::Secret;
 use std::net::{SocketAddr, ToSocketAddrs, UdpSocket};
 use std::time::Duration;
 
-/// Time limit for a visitor to identify itself, and for rank 0 to answer.
-pub(super) const VISITOR_LIMIT: Duration = Duration::from_secs(5);
+/// Time limit for a peer to identify itself, and for rank 0 to answer.
+pub(super) const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
 
 /// One meeting of the ranks of one job.
 #[derive(Clone, Debug)]
@@ -24,7 +24,7 @@ impl Meeting {
         Meeting { job: hash(format!("{}.{turn}", job_of(launch)).as_bytes()), ranks: launch.ranks, secret }
     }
 
-    /// Returns `true` if the visitor is a rank of this job that rank 0 waits for.
+    /// Returns `true` if the peer is a rank of this job that rank 0 waits for.
     pub(super) fn is_of(&self, hello: &Hello) -> bool {
         (hello.job, hello.ranks) == (self.job, self.ranks) && (1..self.ranks).contains(&hello.rank)
     }
@@ -48,13 +48,13 @@ const MASTER_PORT_VARIABLE: &str = "MASTER_PORT";
 /// Number of ports to try if the program does not specify one.
 const PORTS: u16 = 8;
 
-/// The doors at which rank 0 may listen. It uses the first free one.
+/// The endpoints at which rank 0 may listen. It uses the first free one.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct MeetingPoint {
-    pub(super) doors: Vec<Door>,
+pub(super) struct EndpointList {
+    pub(super) endpoints: Vec<Endpoint>,
 }
 
-impl MeetingPoint {
+impl EndpointList {
     pub(super) fn of(
         launch: &Launch,
         meeting: &Meeting,
@@ -74,16 +74,20 @@ impl MeetingPoint {
                 return Ok(Self::on_this_machine(port, meeting));
             }
             let ports = (1..=PORTS).filter_map(|step| port.checked_add(step));
-            let doors: Vec<_> = ports
+            let endpoints: Vec<_> = ports
                 .flat_map(|port| first.iter().map(move |it| SocketAddr::new(it.ip(), port)))
-                .map(Door::Network)
+                .map(Endpoint::Network)
                 .collect();
-            return if doors.is_empty() { Err(bad(MASTER_PORT_VARIABLE, "65535")) } else { Ok(MeetingPoint { doors }) };
+            return if endpoints.is_empty() {
+                Err(bad(MASTER_PORT_VARIABLE, "65535"))
+            } else {
+                Ok(EndpointList { endpoints })
+            };
         }
         if is_one_machine { Ok(Self::on_this_machine(0, meeting)) } else { Err(RendezvousError::NoAddress) }
     }
 
-    /// Returns the meeting point at the address that the program specifies.
+    /// Returns the list of endpoints at the address that the program specifies.
     pub(super) fn at(address: &str, meeting: &Meeting) -> Result<Self, RendezvousError> {
         // The ranks may be on several machines, but a loopback address refers only to this one.
         Ok(Self::named(resolve(address, "rendezvous", address)?, false, meeting))
@@ -93,19 +97,19 @@ impl MeetingPoint {
         if is_of_this_machine(&addresses, is_one_machine) {
             return Self::on_this_machine(addresses[0].port(), meeting);
         }
-        MeetingPoint { doors: addresses.into_iter().map(Door::Network).collect() }
+        EndpointList { endpoints: addresses.into_iter().map(Endpoint::Network).collect() }
     }
 
-    /// Returns a meeting point of sockets on this machine. The port distinguishes jobs with the same name.
+    /// Returns a list of endpoints of sockets on this machine. The port distinguishes jobs with the same name.
     fn on_this_machine(port: u16, meeting: &Meeting) -> Self {
         let names = names(meeting.job, port, meeting.secret.as_ref());
-        MeetingPoint { doors: names.into_iter().map(Door::Local).collect() }
+        EndpointList { endpoints: names.into_iter().map(Endpoint::Local).collect() }
     }
 
     pub(super) fn listen(&self) -> Result<Listener, RendezvousError> {
         let mut refusal = RendezvousError::NoAddress;
-        for door in &self.doors {
-            match door.listen() {
+        for endpoint in &self.endpoints {
+            match endpoint.listen() {
                 Ok(listener) => return Ok(listener),
                 Err(error) => refusal = error,
             }
@@ -149,7 +153,7 @@ mod tests {
 
     const SECRET: &str = "0123456789abcdef";
 
-    fn place(launch: &Launch, variables: &[(&str, &str)]) -> Result<MeetingPoint, RendezvousError> {
+    fn place(launch: &Launch, variables: &[(&str, &str)]) -> Result<EndpointList, RendezvousError> {
         place_with(None, launch, variables)
     }
 
@@ -157,23 +161,23 @@ mod tests {
         secret: Option<&str>,
         launch: &Launch,
         variables: &[(&str, &str)],
-    ) -> Result<MeetingPoint, RendezvousError> {
+    ) -> Result<EndpointList, RendezvousError> {
         let secret = secret.map(|text| Secret::new(text.into()).expect("the secret is long enough"));
-        MeetingPoint::of(launch, &Meeting::new(launch, 0, secret), |name| {
+        EndpointList::of(launch, &Meeting::new(launch, 0, secret), |name| {
             variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
         })
     }
 
-    fn ports(point: &MeetingPoint) -> Vec<u16> {
-        let port = |door: &Door| match door {
-            Door::Network(address) => address.port(),
-            Door::Local(name) => panic!("{name:?} is no port"),
+    fn ports(list: &EndpointList) -> Vec<u16> {
+        let port = |endpoint: &Endpoint| match endpoint {
+            Endpoint::Network(address) => address.port(),
+            Endpoint::Local(name) => panic!("{name:?} is no port"),
         };
-        point.doors.iter().map(port).collect()
+        list.endpoints.iter().map(port).collect()
     }
 
-    fn is_local(point: &MeetingPoint) -> bool {
-        point.doors.iter().all(|door| matches!(door, Door::Local(_)))
+    fn is_local(list: &EndpointList) -> bool {
+        list.endpoints.iter().all(|endpoint| matches!(endpoint, Endpoint::Local(_)))
     }
 
     #[test]
@@ -186,17 +190,21 @@ mod tests {
         let next = [("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29501")];
         let named = [("SYMMALLOC_RENDEZVOUS", "127.0.0.1:4000")];
         for variables in [&[][..], &master, &next, &named, &[("SYMMALLOC_RENDEZVOUS", "0.0.0.0:4000")]] {
-            assert!(is_local(&place(&job, variables).expect("the meeting point is local")), "{variables:?}");
+            assert!(is_local(&place(&job, variables).expect("the list of endpoints is local")), "{variables:?}");
         }
         assert_ne!(place(&job, &master), place(&job, &next), "two jobs with one name");
         let by_name = [("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")];
         assert_eq!(place(&job, &master), place(&job, &by_name), "two names of one machine");
         // Ranks without the secret find those that have it and are rejected. The other names cannot be guessed.
         let (plain, secret) = (
-            place(&job, &master).expect("the meeting point is local"),
-            place_with(Some(SECRET), &job, &master).expect("the meeting point is local"),
+            place(&job, &master).expect("the list of endpoints is local"),
+            place_with(Some(SECRET), &job, &master).expect("the list of endpoints is local"),
         );
-        assert!(is_local(&secret) && secret.doors.starts_with(&plain.doors) && secret.doors.len() > plain.doors.len());
+        assert!(
+            is_local(&secret)
+                && secret.endpoints.starts_with(&plain.endpoints)
+                && secret.endpoints.len() > plain.endpoints.len()
+        );
     }
 
     #[test]

@@ -1,11 +1,11 @@
-//! Tests of meetings on a network and on one machine, and of rejected visitors.
+//! Tests of meetings on a network and on one machine, and of rejected peers.
 
 use crate::backoff::Backoff;
-use crate::rendezvous::endpoint::{Door, Listener, foreign_user, read_until};
+use crate::rendezvous::endpoint::{Endpoint, Listener, foreign_user, read_until};
 use crate::rendezvous::error::RendezvousError;
 use crate::rendezvous::handshake::{Exchange, HEAD_BYTES, HELLO_BYTES, Hello, TAIL_BYTES, VERSION, Verdict};
 use crate::rendezvous::launch::Launch;
-use crate::rendezvous::meeting::{Meeting, MeetingPoint, VISITOR_LIMIT};
+use crate::rendezvous::meeting::{EndpointList, HANDSHAKE_LIMIT, Meeting};
 use crate::rendezvous::secret::{PROOF_BYTES, Secret};
 use crate::rendezvous::unique_id::UniqueId;
 use std::io::{Read, Write};
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use symmalloc_watchdog::Connection;
 
 const ID: [u8; UniqueId::BYTES] = [7; UniqueId::BYTES];
-/// A time limit in milliseconds that suffices for all expected visitors.
+/// A time limit in milliseconds that suffices for all expected peers.
 const PATIENT: u64 = 30_000;
 /// A time limit in milliseconds that suffices for a rejection on a busy machine.
 const BRIEF: u64 = 1000;
@@ -36,28 +36,28 @@ fn launch(ranks: u32, local_ranks: u32, job: &str) -> Launch {
     Launch::from_variables(variable).expect("complete")
 }
 
-fn door(listener: &Listener) -> Door {
+fn endpoint(listener: &Listener) -> Endpoint {
     let Listener::Network(listener) = listener else { panic!("{listener:?} has no address") };
-    Door::Network(listener.local_addr().expect("bound"))
+    Endpoint::Network(listener.local_addr().expect("bound"))
 }
 
-fn address(door: &Door) -> SocketAddr {
-    let Door::Network(address) = door else { panic!("{door:?} has no address") };
+fn address(endpoint: &Endpoint) -> SocketAddr {
+    let Endpoint::Network(address) = endpoint else { panic!("{endpoint:?} has no address") };
     *address
 }
 
-/// Returns a listener at an unused network address, and its door.
-fn anywhere() -> (Listener, [Door; 1]) {
-    let listener = Door::Network("127.0.0.1:0".parse().expect("an address")).listen().expect("a free port");
-    let door = door(&listener);
-    (listener, [door])
+/// Returns a listener at an unused network address, and its endpoint.
+fn anywhere() -> (Listener, [Endpoint; 1]) {
+    let listener = Endpoint::Network("127.0.0.1:0".parse().expect("an address")).listen().expect("a free port");
+    let endpoint = endpoint(&listener);
+    (listener, [endpoint])
 }
 
-/// Returns an unused meeting point on this machine.
-fn local_place(name: &str) -> MeetingPoint {
+/// Returns an unused list of endpoints on this machine.
+fn local_place(name: &str) -> EndpointList {
     let job = format!("{name}-{}", std::process::id());
     let launch = launch(2, 2, &job);
-    MeetingPoint::of(&launch, &Meeting::new(&launch, 0, None), |_| None).expect("the launch has an address")
+    EndpointList::of(&launch, &Meeting::new(&launch, 0, None), |_| None).expect("the launch has an address")
 }
 
 fn backoff(millis: u64) -> Backoff {
@@ -76,30 +76,30 @@ fn secret_meeting(ranks: u32, secret: &str) -> Meeting {
 const SECRET: &str = "the secret of the job";
 const OTHER_SECRET: &str = "the secret of another";
 
-fn hello(rank: u32, visit: u64, has_secret: bool) -> Hello {
-    Hello { job: 0xABCD, ranks: 2, rank, visit, has_secret, nonce: [9; 32] }
+fn hello(rank: u32, session: u64, has_secret: bool) -> Hello {
+    Hello { job: 0xABCD, ranks: 2, rank, session, has_secret, nonce: [9; 32] }
 }
 
 /// Asks for the id as this rank, and returns the id.
-fn ask(meeting: &Meeting, doors: &[Door], rank: u32, millis: u64) -> Result<UniqueId, RendezvousError> {
-    meeting.ask(doors, rank, &backoff(millis)).map(|(id, _)| id)
+fn ask(meeting: &Meeting, endpoints: &[Endpoint], rank: u32, millis: u64) -> Result<UniqueId, RendezvousError> {
+    meeting.request_id(endpoints, rank, &backoff(millis)).map(|(id, _)| id)
 }
 
 #[test]
 fn all_ranks_get_the_id_in_whatever_order_they_come() {
-    let (listener, doors) = anywhere();
+    let (listener, endpoints) = anywhere();
     for meeting in [meeting(6), secret_meeting(6, SECRET)] {
         thread::scope(|scope| {
-            let (meeting, doors) = (&meeting, &doors);
+            let (meeting, endpoints) = (&meeting, &endpoints);
             let others: Vec<_> = (1..6_u32)
                 .map(|rank| {
                     scope.spawn(move || {
                         thread::sleep(Duration::from_millis(u64::from(7 - rank) * 10));
-                        ask(meeting, doors, rank, PATIENT)
+                        ask(meeting, endpoints, rank, PATIENT)
                     })
                 })
                 .collect();
-            let connections = meeting.give(&listener, &id(), &backoff(PATIENT)).expect("all ranks arrive");
+            let connections = meeting.serve_id(&listener, &id(), &backoff(PATIENT)).expect("all ranks arrive");
             assert_eq!(connections.iter().map(|(rank, _)| *rank).collect::<Vec<_>>(), [1, 2, 3, 4, 5]);
             for other in others {
                 assert_eq!(other.join().expect("the thread does not panic"), Ok(id()));
@@ -110,35 +110,35 @@ fn all_ranks_get_the_id_in_whatever_order_they_come() {
 
 #[test]
 fn rank_0_may_come_last() {
-    let (listener, doors) = anywhere();
+    let (listener, endpoints) = anywhere();
     drop(listener);
     thread::scope(|scope| {
-        let other = scope.spawn(|| ask(&meeting(2), &doors, 1, PATIENT));
+        let other = scope.spawn(|| ask(&meeting(2), &endpoints, 1, PATIENT));
         thread::sleep(Duration::from_millis(60));
-        let listener = doors[0].listen().expect("the address is free");
-        meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
+        let listener = endpoints[0].listen().expect("the address is free");
+        meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
         assert_eq!(other.join().expect("the thread does not panic"), Ok(id()));
     });
 }
 
 #[test]
 fn strangers_and_other_jobs_neither_get_the_id_nor_hold_it_up() {
-    let (listener, doors) = anywhere();
+    let (listener, endpoints) = anywhere();
     thread::scope(|scope| {
-        let silent = TcpStream::connect(address(&doors[0])).expect("listening");
-        let mut babbling = TcpStream::connect(address(&doors[0])).expect("listening");
+        let silent = TcpStream::connect(address(&endpoints[0])).expect("listening");
+        let mut babbling = TcpStream::connect(address(&endpoints[0])).expect("listening");
         babbling
             .write_all(b"GET / HTTP/1.1\r\nHost: nobody at all\r\n\r\n and more, so that it has said enough")
             .expect("sent");
-        let other_job = scope.spawn(|| ask(&Meeting { job: 1, ..meeting(2) }, &doors, 1, 150));
-        let other_size = scope.spawn(|| ask(&meeting(3), &doors, 1, 150));
+        let other_job = scope.spawn(|| ask(&Meeting { job: 1, ..meeting(2) }, &endpoints, 1, 150));
+        let other_size = scope.spawn(|| ask(&meeting(3), &endpoints, 1, 150));
         let late = scope.spawn(|| {
             thread::sleep(Duration::from_millis(250));
-            ask(&meeting(2), &doors, 1, PATIENT)
+            ask(&meeting(2), &endpoints, 1, PATIENT)
         });
         let since = Instant::now();
-        meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
-        assert!(since.elapsed() < VISITOR_LIMIT, "the silent visitor delayed the meeting");
+        meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
+        assert!(since.elapsed() < HANDSHAKE_LIMIT, "the silent peer delayed the meeting");
         assert!(matches!(other_job.join().expect("the thread does not panic"), Err(RendezvousError::NoAnswer { .. })));
         assert!(matches!(other_size.join().expect("the thread does not panic"), Err(RendezvousError::NoAnswer { .. })));
         assert_eq!(late.join().expect("the thread does not panic"), Ok(id()));
@@ -152,23 +152,24 @@ fn strangers_and_other_jobs_neither_get_the_id_nor_hold_it_up() {
 
 #[test]
 fn silent_visitors_make_room_for_ranks() {
-    let (listener, doors) = anywhere();
+    let (listener, endpoints) = anywhere();
     thread::scope(|scope| {
-        let given = scope.spawn(|| meeting(2).give(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
+        let given = scope.spawn(|| meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
         let since = Instant::now();
-        let _silent: Vec<_> = (0..300).map(|_| TcpStream::connect(address(&doors[0])).expect("listening")).collect();
-        assert_eq!(ask(&meeting(2), &doors, 1, PATIENT), Ok(id()));
-        assert!(since.elapsed() < VISITOR_LIMIT, "{:?}", since.elapsed());
+        let _silent: Vec<_> =
+            (0..300).map(|_| TcpStream::connect(address(&endpoints[0])).expect("listening")).collect();
+        assert_eq!(ask(&meeting(2), &endpoints, 1, PATIENT), Ok(id()));
+        assert!(since.elapsed() < HANDSHAKE_LIMIT, "{:?}", since.elapsed());
         assert_eq!(given.join().expect("the thread does not panic"), Ok(()));
     });
 }
 
 #[test]
 fn rank_0_names_the_ranks_that_did_not_come() {
-    let (listener, doors) = anywhere();
+    let (listener, endpoints) = anywhere();
     thread::scope(|scope| {
-        let other = scope.spawn(|| ask(&meeting(4), &doors, 2, PATIENT));
-        let given = meeting(4).give(&listener, &id(), &backoff(500));
+        let other = scope.spawn(|| ask(&meeting(4), &endpoints, 2, PATIENT));
+        let given = meeting(4).serve_id(&listener, &id(), &backoff(500));
         let Err(RendezvousError::Missing { missing, waited }) = given else { panic!("{given:?}") };
         assert_eq!(missing, [1, 3]);
         assert!(waited >= Duration::from_millis(500));
@@ -178,31 +179,31 @@ fn rank_0_names_the_ranks_that_did_not_come() {
 
 #[test]
 fn without_rank_0_the_others_say_so_in_time() {
-    let (listener, doors) = anywhere();
+    let (listener, endpoints) = anywhere();
     drop(listener);
-    let asked = ask(&meeting(2), &doors, 1, 120);
-    assert!(matches!(asked, Err(RendezvousError::NoAnswer { address: at, .. }) if at == address(&doors[0])));
-    let asked = ask(&meeting(2), &local_place("nobody").doors, 1, 120);
+    let asked = ask(&meeting(2), &endpoints, 1, 120);
+    assert!(matches!(asked, Err(RendezvousError::NoAnswer { address: at, .. }) if at == address(&endpoints[0])));
+    let asked = ask(&meeting(2), &local_place("nobody").endpoints, 1, 120);
     assert!(matches!(asked, Err(RendezvousError::NoLocalAnswer { foreign_user: None, .. })), "{asked:?}");
 }
 
 #[test]
 fn a_second_process_with_a_rank_is_turned_away_and_the_same_one_again_is_not() {
-    let (listener, doors) = anywhere();
+    let (listener, endpoints) = anywhere();
     for meeting in [meeting(3), secret_meeting(3, SECRET)] {
         thread::scope(|scope| {
-            let given = scope.spawn(|| meeting.give(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
-            assert_eq!(ask(&meeting, &doors, 1, PATIENT), Ok(id()));
-            assert_eq!(ask(&meeting, &doors, 1, PATIENT), Err(RendezvousError::RankTwice { rank: 1 }));
+            let given = scope.spawn(|| meeting.serve_id(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
+            assert_eq!(ask(&meeting, &endpoints, 1, PATIENT), Ok(id()));
+            assert_eq!(ask(&meeting, &endpoints, 1, PATIENT), Err(RendezvousError::RankTwice { rank: 1 }));
             if meeting.secret.is_none() {
                 for _ in 0..2 {
                     let again = Hello { ranks: 3, ..hello(1, 5, false) };
-                    let mut stream = TcpStream::connect(address(&doors[0])).expect("listening");
+                    let mut stream = TcpStream::connect(address(&endpoints[0])).expect("listening");
                     stream.write_all(&again.bytes()).expect("sent");
-                    assert_eq!(verdict(&mut stream.into()), Some(Verdict::RankTwice), "its visit differs");
+                    assert_eq!(verdict(&mut stream.into()), Some(Verdict::RankTwice), "its session differs");
                 }
             }
-            assert_eq!(ask(&meeting, &doors, 2, PATIENT), Ok(id()));
+            assert_eq!(ask(&meeting, &endpoints, 2, PATIENT), Ok(id()));
             assert_eq!(given.join().expect("the thread does not panic"), Ok(()));
         });
     }
@@ -220,17 +221,17 @@ fn verdict(connection: &mut Connection) -> Option<Verdict> {
 
 #[test]
 fn a_rank_of_another_version_receives_the_version_of_rank_0() {
-    let (listener, doors) = anywhere();
+    let (listener, endpoints) = anywhere();
     thread::scope(|scope| {
-        let given = scope.spawn(|| meeting(2).give(&listener, &id(), &backoff(PATIENT)).map(drop));
-        let mut stream = TcpStream::connect(address(&doors[0])).expect("listening");
+        let given = scope.spawn(|| meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).map(drop));
+        let mut stream = TcpStream::connect(address(&endpoints[0])).expect("listening");
         let mut later = hello(1, 3, false).bytes();
         later[7] += 1;
         stream.write_all(&later).expect("sent");
         let mut head = [0; HEAD_BYTES];
         stream.read_exact(&mut head).expect("answered");
         assert_eq!(Verdict::from_head(head), Ok(Verdict::OtherVersion));
-        assert_eq!(ask(&meeting(2), &doors, 1, PATIENT), Ok(id()), "the meeting continues");
+        assert_eq!(ask(&meeting(2), &endpoints, 1, PATIENT), Ok(id()), "the meeting continues");
         assert_eq!(given.join().expect("the thread does not panic"), Ok(()));
     });
 }
@@ -247,15 +248,15 @@ fn a_rank_0_of_another_version_is_an_error_that_states_both_versions() {
         }
     });
     let expected = RendezvousError::OtherVersion { version: VERSION + 1, expected: VERSION };
-    assert_eq!(ask(&meeting(2), &[Door::Network(address)], 1, BRIEF), Err(expected));
+    assert_eq!(ask(&meeting(2), &[Endpoint::Network(address)], 1, BRIEF), Err(expected));
 }
 
 #[test]
 fn a_hello_that_comes_in_pieces_is_heard() {
-    let (listener, doors) = anywhere();
+    let (listener, endpoints) = anywhere();
     thread::scope(|scope| {
         let other = scope.spawn(|| {
-            let mut stream = TcpStream::connect(address(&doors[0])).expect("listening");
+            let mut stream = TcpStream::connect(address(&endpoints[0])).expect("listening");
             for byte in hello(1, 3, false).bytes() {
                 stream.write_all(&[byte]).expect("sent");
                 thread::sleep(Duration::from_millis(2));
@@ -263,7 +264,7 @@ fn a_hello_that_comes_in_pieces_is_heard() {
             let mut reply = [0; HEAD_BYTES + TAIL_BYTES];
             stream.read_exact(&mut reply).map(|()| reply)
         });
-        meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
+        meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
         let reply = other.join().expect("the thread does not panic").expect("answered");
         assert_eq!(
             (&reply[..HEAD_BYTES], &reply[HEAD_BYTES..][..UniqueId::BYTES]),
@@ -277,11 +278,11 @@ fn a_port_that_is_taken_is_passed_over_and_still_found() {
     let (Listener::Network(taken), first) = anywhere() else { panic!("it has an address") };
     let (free, second) = anywhere();
     drop(free);
-    let point = MeetingPoint { doors: [first, second.clone()].concat() };
-    let listener = point.listen().expect("the second address is free");
-    assert_eq!(door(&listener), second[0]);
+    let list = EndpointList { endpoints: [first, second.clone()].concat() };
+    let listener = list.listen().expect("the second address is free");
+    assert_eq!(endpoint(&listener), second[0]);
     thread::scope(|scope| {
-        let other = scope.spawn(|| ask(&meeting(2), &point.doors, 1, PATIENT));
+        let other = scope.spawn(|| ask(&meeting(2), &list.endpoints, 1, PATIENT));
         // The stranger on the first port closes every connection.
         scope.spawn(move || {
             let until = Instant::now() + Duration::from_millis(200);
@@ -290,7 +291,7 @@ fn a_port_that_is_taken_is_passed_over_and_still_found() {
                 thread::sleep(Duration::from_millis(5));
             }
         });
-        meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
+        meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
         assert_eq!(other.join().expect("the thread does not panic"), Ok(id()));
     });
 }
@@ -304,14 +305,14 @@ fn meetings_differ_by_job_restart_and_turn() {
 }
 
 /// Asks as a rank with the secret of `theirs`, and then lets the job meet. Returns the error of that rank.
-fn asked_by(ours: &Meeting, theirs: &Meeting, listener: &Listener, doors: &[Door]) -> RendezvousError {
+fn asked_by(ours: &Meeting, theirs: &Meeting, listener: &Listener, endpoints: &[Endpoint]) -> RendezvousError {
     thread::scope(|scope| {
         let since = Instant::now();
-        let given = scope.spawn(|| ours.give(listener, &id(), &backoff(PATIENT)).map(|_| ()));
-        let refused = ask(theirs, doors, 1, BRIEF).expect_err("its secret is not rank 0's");
-        assert_eq!(ask(ours, doors, 1, PATIENT), Ok(id()));
+        let given = scope.spawn(|| ours.serve_id(listener, &id(), &backoff(PATIENT)).map(|_| ()));
+        let refused = ask(theirs, endpoints, 1, BRIEF).expect_err("its secret is not rank 0's");
+        assert_eq!(ask(ours, endpoints, 1, PATIENT), Ok(id()));
         assert_eq!(given.join().expect("the thread does not panic"), Ok(()));
-        assert!(since.elapsed() < VISITOR_LIMIT, "{:?}", since.elapsed());
+        assert!(since.elapsed() < HANDSHAKE_LIMIT, "{:?}", since.elapsed());
         refused
     })
 }
@@ -319,18 +320,18 @@ fn asked_by(ours: &Meeting, theirs: &Meeting, listener: &Listener, doors: &[Door
 #[test]
 fn secrets_that_differ_are_reported_to_the_rank_and_do_not_hold_the_meeting_up() {
     let (none, ours, other) = (meeting(2), secret_meeting(2, SECRET), secret_meeting(2, OTHER_SECRET));
-    let (listener, doors) = anywhere();
-    let point = local_place("secrets");
-    let local = point.listen().expect("the address is free");
-    for (listener, doors) in [(&listener, &doors[..]), (&local, &point.doors[..])] {
-        assert_eq!(asked_by(&ours, &other, listener, doors), RendezvousError::WrongSecret);
-        assert_eq!(asked_by(&ours, &none, listener, doors), RendezvousError::SecretMissing);
-        assert_eq!(asked_by(&none, &ours, listener, doors), RendezvousError::SecretMissingAtRank0);
+    let (listener, endpoints) = anywhere();
+    let list = local_place("secrets");
+    let local = list.listen().expect("the address is free");
+    for (listener, endpoints) in [(&listener, &endpoints[..]), (&local, &list.endpoints[..])] {
+        assert_eq!(asked_by(&ours, &other, listener, endpoints), RendezvousError::WrongSecret);
+        assert_eq!(asked_by(&ours, &none, listener, endpoints), RendezvousError::SecretMissing);
+        assert_eq!(asked_by(&none, &ours, listener, endpoints), RendezvousError::SecretMissingAtRank0);
     }
 }
 
-/// Runs a process that sends this answer to every visitor until the test ends.
-fn stranger(answer: Verdict) -> [Door; 1] {
+/// Runs a process that sends this answer to every peer until the test ends.
+fn stranger(answer: Verdict) -> [Endpoint; 1] {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = listener.local_addr().expect("bound");
     let answer = move |mut stream: TcpStream| {
@@ -348,7 +349,7 @@ fn stranger(answer: Verdict) -> [Door; 1] {
             let _hung_up = stream.and_then(answer);
         }
     });
-    [Door::Network(address)]
+    [Endpoint::Network(address)]
 }
 
 #[test]
@@ -369,7 +370,7 @@ fn speak(to: SocketAddr, earlier: Option<[u8; PROOF_BYTES]>) -> (Option<Verdict>
     let mut connection = Connection::from(TcpStream::connect(to).expect("listening"));
     connection.write_all(&hello.bytes()).expect("sent");
     assert_eq!(verdict(&mut connection), Some(Verdict::Challenge));
-    let mut exchange = Exchange { hello, nonce: [0; 32], door: to.port().into() };
+    let mut exchange = Exchange { hello, nonce: [0; 32], endpoint: to.port().into() };
     read_until(&mut connection, &mut exchange.nonce, end()).expect("a nonce");
     let secret = Secret::new(SECRET.into()).expect("the secret is long enough");
     let proof = earlier.unwrap_or_else(|| exchange.proof(&secret));
@@ -379,17 +380,17 @@ fn speak(to: SocketAddr, earlier: Option<[u8; PROOF_BYTES]>) -> (Option<Verdict>
 
 #[test]
 fn a_proof_holds_once() {
-    let (listener, doors) = anywhere();
+    let (listener, endpoints) = anywhere();
     let meeting = Meeting { ranks: 2, ..secret_meeting(2, SECRET) };
     thread::scope(|scope| {
-        let first = scope.spawn(|| meeting.give(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
-        let (answer, proof) = speak(address(&doors[0]), None);
+        let first = scope.spawn(|| meeting.serve_id(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
+        let (answer, proof) = speak(address(&endpoints[0]), None);
         assert_eq!(answer, Some(Verdict::Welcome));
         assert_eq!(first.join().expect("the thread does not panic"), Ok(()));
         // The next meeting has the same name, as after a restart of the job.
-        let second = scope.spawn(|| meeting.give(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
-        assert_eq!(speak(address(&doors[0]), Some(proof)).0, Some(Verdict::WrongSecret));
-        assert_eq!(ask(&meeting, &doors, 1, PATIENT), Ok(id()));
+        let second = scope.spawn(|| meeting.serve_id(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
+        assert_eq!(speak(address(&endpoints[0]), Some(proof)).0, Some(Verdict::WrongSecret));
+        assert_eq!(ask(&meeting, &endpoints, 1, PATIENT), Ok(id()));
         assert_eq!(second.join().expect("the thread does not panic"), Ok(()));
     });
 }
@@ -409,28 +410,28 @@ fn relay(from: TcpStream, to: SocketAddr) {
 
 #[test]
 fn a_port_that_passes_on_what_it_hears_is_found_out() {
-    let (listener, doors) = anywhere();
+    let (listener, endpoints) = anywhere();
     let relaying = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let in_between = [Door::Network(relaying.local_addr().expect("bound"))];
+    let in_between = [Endpoint::Network(relaying.local_addr().expect("bound"))];
     let meeting = secret_meeting(2, SECRET);
     thread::scope(|scope| {
-        let to = address(&doors[0]);
+        let to = address(&endpoints[0]);
         thread::spawn(move || relaying.incoming().flatten().for_each(|stream| relay(stream, to)));
-        let given = scope.spawn(|| meeting.give(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
+        let given = scope.spawn(|| meeting.serve_id(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
         assert_eq!(ask(&meeting, &in_between, 1, BRIEF), Err(RendezvousError::WrongSecret));
-        assert_eq!(ask(&meeting, &doors, 1, PATIENT), Ok(id()));
+        assert_eq!(ask(&meeting, &endpoints, 1, PATIENT), Ok(id()));
         assert_eq!(given.join().expect("the thread does not panic"), Ok(()));
     });
 }
 
 #[test]
 fn a_socket_name_that_is_taken_is_passed_over_and_still_found() {
-    let point = local_place("squatted");
-    let squatter = point.doors[0].listen().expect("the address is free");
-    let listener = point.listen().expect("the second address is free");
-    assert_eq!((listener.number(), point.doors[1].number()), (1, 1));
+    let list = local_place("squatted");
+    let squatter = list.endpoints[0].listen().expect("the address is free");
+    let listener = list.listen().expect("the second address is free");
+    assert_eq!((listener.number(), list.endpoints[1].number()), (1, 1));
     thread::scope(|scope| {
-        let other = scope.spawn(|| ask(&meeting(2), &point.doors, 1, PATIENT));
+        let other = scope.spawn(|| ask(&meeting(2), &list.endpoints, 1, PATIENT));
         scope.spawn(move || {
             let until = Instant::now() + Duration::from_millis(200);
             while Instant::now() < until {
@@ -438,7 +439,7 @@ fn a_socket_name_that_is_taken_is_passed_over_and_still_found() {
                 thread::sleep(Duration::from_millis(5));
             }
         });
-        let connections = meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
+        let connections = meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
         assert!(matches!(connections[..], [(1, Connection::Unix(_))]));
         assert_eq!(other.join().expect("the thread does not panic"), Ok(id()));
     });
@@ -463,37 +464,37 @@ fn as_another_user<R: Send>(body: impl FnOnce() -> R + Send) -> Option<R> {
 
 #[test]
 fn another_user_is_turned_away_and_the_job_meets() {
-    let point = local_place("intruder");
-    let listener = point.listen().expect("the address is free");
+    let list = local_place("intruder");
+    let listener = list.listen().expect("the address is free");
     thread::scope(|scope| {
-        let given = scope.spawn(|| meeting(2).give(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
+        let given = scope.spawn(|| meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
         // The other user knows the names because they can be guessed.
         let intruded = as_another_user(|| {
-            let Door::Local(name) = &point.doors[0] else { panic!("a socket") };
+            let Endpoint::Local(name) = &list.endpoints[0] else { panic!("a socket") };
             let mut connection = Connection::from(name.connect().expect("any user can connect"));
             let _sent = connection.write_all(&hello(1, 3, false).bytes());
             verdict(&mut connection)
         });
         assert_eq!(intruded.flatten(), None, "it gets no answer");
-        assert_eq!(ask(&meeting(2), &point.doors, 1, PATIENT), Ok(id()));
+        assert_eq!(ask(&meeting(2), &list.endpoints, 1, PATIENT), Ok(id()));
         assert_eq!(given.join().expect("the thread does not panic"), Ok(()));
     });
 }
 
 #[test]
 fn a_socket_name_that_another_user_has_taken_is_passed_over() {
-    let point = local_place("foreign");
-    let Some(_squatter) = as_another_user(|| point.doors[0].listen().expect("the address is free")) else { return };
-    let listener = point.listen().expect("the second address is free");
+    let list = local_place("foreign");
+    let Some(_squatter) = as_another_user(|| list.endpoints[0].listen().expect("the address is free")) else { return };
+    let listener = list.listen().expect("the second address is free");
     assert_eq!(listener.number(), 1);
-    let Door::Local(name) = &point.doors[0] else { panic!("a socket") };
+    let Endpoint::Local(name) = &list.endpoints[0] else { panic!("a socket") };
     let connection = name.connect().expect("any user can connect");
     assert_eq!(foreign_user(&connection).expect("connected"), Some(65534));
-    let asked = ask(&meeting(2), &point.doors[..1], 1, 100);
+    let asked = ask(&meeting(2), &list.endpoints[..1], 1, 100);
     assert!(matches!(asked, Err(RendezvousError::NoLocalAnswer { foreign_user: Some(65534), .. })), "{asked:?}");
     thread::scope(|scope| {
-        let other = scope.spawn(|| ask(&meeting(2), &point.doors, 1, PATIENT));
-        meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
+        let other = scope.spawn(|| ask(&meeting(2), &list.endpoints, 1, PATIENT));
+        meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
         assert_eq!(other.join().expect("the thread does not panic"), Ok(id()));
     });
 }

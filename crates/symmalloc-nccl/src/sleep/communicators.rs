@@ -2,7 +2,7 @@
 
 use crate::communicator::Communicator;
 use crate::sleep::error::{SleepDifference, SleepField};
-use crate::sleep::message::CommunicatorRow;
+use crate::sleep::message::{CommunicatorRow, WAKE};
 use crate::sync::fold;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -48,12 +48,18 @@ pub(super) fn combine(rows: &[Vec<CommunicatorRow>]) -> BTreeMap<u64, Reports> {
     all
 }
 
-/// Returns the first communicator that some of its ranks do not report, or whose windows differ between ranks.
-pub(super) fn compare(rows: &[Vec<CommunicatorRow>]) -> Option<SleepDifference> {
+/// Compares the reports of all ranks before a sleep or wake. Returns the first communicator that some of its ranks do not report, or whose
+/// windows differ between the ranks on which it is usable.
+///
+/// A wake continues without a communicator that is not usable on all of its ranks, so it compares only the others.
+pub(super) fn compare(call: u64, rows: &[Vec<CommunicatorRow>]) -> Option<SleepDifference> {
     for (communicator, reports) in combine(rows) {
         let find = |rows: &Vec<CommunicatorRow>| rows.iter().copied().find(|row| row.communicator() == communicator);
         let reported: Vec<(u32, CommunicatorRow)> =
             (0..).zip(rows).filter_map(|(rank, rows)| Some((rank, find(rows)?))).collect();
+        if call == WAKE && !reports.is_ready() {
+            continue;
+        }
         if !reports.is_complete() {
             let ranks = reported.iter().map(|(rank, _)| *rank).collect();
             let groups = vec![(ranks, u64::from(reports.ranks))];
@@ -118,6 +124,8 @@ pub(crate) fn id_of(comm: &Communicator) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sleep::message::call_of;
+    use symmalloc_core::op::Contents;
 
     fn row(windows: Option<u64>) -> Vec<CommunicatorRow> {
         vec![CommunicatorRow::new(5, 2, windows)]
@@ -125,26 +133,42 @@ mod tests {
 
     #[test]
     fn ranks_outside_a_communicator_do_not_report_it() {
-        assert_eq!(compare(&[row(Some(1)), row(Some(1)), vec![]]), None);
+        assert_eq!(compare(call_of(Contents::Drop), &[row(Some(1)), row(Some(1)), vec![]]), None);
     }
 
     #[test]
     fn windows_of_a_communicator_that_ended_on_one_rank_are_not_compared() {
-        assert_eq!(compare(&[row(Some(1)), row(None), vec![]]), None);
+        assert_eq!(compare(call_of(Contents::Drop), &[row(Some(1)), row(None), vec![]]), None);
     }
 
     #[test]
     fn a_communicator_that_a_rank_does_not_report_is_a_difference() {
-        let difference = compare(&[row(Some(1)), vec![], vec![]]).expect("one of two ranks reports it");
+        let difference =
+            compare(call_of(Contents::Drop), &[row(Some(1)), vec![], vec![]]).expect("one of two ranks reports it");
         assert_eq!(difference.field, SleepField::Communicators);
         assert_eq!(difference.groups, vec![([0].into_iter().collect(), 2)]);
     }
 
     #[test]
     fn windows_that_differ_are_a_difference() {
-        let difference = compare(&[row(Some(1)), vec![], row(Some(2))]).expect("the windows differ");
+        let difference =
+            compare(call_of(Contents::Drop), &[row(Some(1)), vec![], row(Some(2))]).expect("the windows differ");
         assert_eq!(difference.field, SleepField::Windows);
         assert_eq!(difference.groups, vec![([0].into_iter().collect(), 1), ([2].into_iter().collect(), 2)]);
+    }
+
+    #[test]
+    fn windows_of_a_second_communicator_are_compared_on_wake() {
+        let difference = compare(WAKE, &[row(Some(1)), row(Some(2)), vec![]]).expect("the windows differ");
+        assert_eq!(difference.field, SleepField::Windows);
+        assert_eq!(difference.groups, vec![([0].into_iter().collect(), 1), ([1].into_iter().collect(), 2)]);
+        assert_eq!(compare(WAKE, &[row(Some(1)), row(Some(1)), vec![]]), None);
+    }
+
+    #[test]
+    fn a_wake_continues_without_a_communicator_that_is_not_usable_on_all_of_its_ranks() {
+        assert_eq!(compare(WAKE, &[row(Some(1)), vec![], vec![]]), None);
+        assert_eq!(compare(WAKE, &[row(Some(1)), row(None), vec![]]), None);
     }
 
     #[test]

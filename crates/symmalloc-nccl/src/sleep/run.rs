@@ -56,7 +56,7 @@ pub(super) struct Run<'a> {
     pub(super) registrar: &'a Registrar,
     pub(super) pool: PoolId,
     /// The requested treatment of the contents in a sleep; `None` for a wake.
-    asked: Option<Contents>,
+    contents: Option<Contents>,
     /// The communicator of the exchange, then the others in their order.
     pub(super) members: Vec<Member<'a>>,
 }
@@ -64,17 +64,17 @@ pub(super) struct Run<'a> {
 impl Registrar {
     /// Checks that the call can begin. Returns the pool's communicators, starting with the given one, followed by the others in their
     /// order.
-    pub(super) fn begin_together(
+    pub(super) fn begin_collective_op(
         &self,
         over: &Communicator,
         pool: PoolId,
-        asked: Option<Contents>,
+        contents: Option<Contents>,
     ) -> Result<Vec<Arc<Attachment>>, SleepError> {
         self.allocator().core().phase(pool)?;
         let members = self.members_of(over, pool).map_err(|error| match error {
             SyncError::Gone { communicator, state, cause } => {
                 // The call is part of the history even though it fails.
-                self.note(pool, asked);
+                self.record_op(pool, contents);
                 SleepError::Gone { communicator, state, cause }
             }
             _ => SleepError::NotAttached { communicator: over.name().to_owned(), pool },
@@ -84,7 +84,7 @@ impl Registrar {
             Ok(true) => SleepError::Capturing,
             Err(error) => SleepError::Cuda { communicator: over.name().to_owned(), error },
         };
-        self.note(pool, asked);
+        self.record_op(pool, contents);
         Err(refusal)
     }
 
@@ -103,9 +103,9 @@ impl Registrar {
     }
 
     /// Folds an op that the core has not recorded into the digest.
-    pub(super) fn note(&self, pool: PoolId, asked: Option<Contents>) {
+    pub(super) fn record_op(&self, pool: PoolId, contents: Option<Contents>) {
         // The pool existed when the call began. If it has been removed since, so has its digest.
-        let _known = self.allocator().core().replay_stay(pool, asked);
+        let _known = self.allocator().core().replay_stay(pool, contents);
     }
 }
 
@@ -114,7 +114,7 @@ impl<'a> Run<'a> {
     pub(super) fn new(
         registrar: &'a Registrar,
         pool: PoolId,
-        asked: Option<Contents>,
+        contents: Option<Contents>,
         attachments: &'a [Arc<Attachment>],
     ) -> Self {
         let mut order: Vec<usize> = (0..attachments.len()).collect();
@@ -127,7 +127,7 @@ impl<'a> Run<'a> {
             })
             .collect();
         locked.sort_by_key(|(at, _)| *at);
-        Run { registrar, pool, asked, members: locked.into_iter().map(|(_, member)| member).collect() }
+        Run { registrar, pool, contents, members: locked.into_iter().map(|(_, member)| member).collect() }
     }
 
     pub(super) fn over(&self) -> &'a Communicator {
@@ -166,13 +166,13 @@ impl<'a> Run<'a> {
     }
 
     /// Folds the op, which the core has not recorded, into the digest.
-    pub(super) fn note(&self) {
-        self.registrar.note(self.pool, self.asked);
+    pub(super) fn record_op(&self) {
+        self.registrar.record_op(self.pool, self.contents);
     }
 
-    /// Calls [`note`](Self::note) for an op that an obstacle prevents, and returns the obstacle.
-    pub(super) fn unseen(&self, obstacle: Obstacle) -> Obstacle {
-        self.note();
+    /// Calls [`record_op`](Self::record_op) for an op that an obstacle prevents, and returns the obstacle.
+    pub(super) fn record_obstacle(&self, obstacle: Obstacle) -> Obstacle {
+        self.record_op();
         obstacle
     }
 
@@ -188,8 +188,8 @@ impl<'a> Run<'a> {
 
     /// Executes `Agree`. On an error, folds the op into the digest.
     pub(super) fn agree(&mut self) -> Result<Agreed, SleepError> {
-        self.ask().map_err(|stop| {
-            self.note();
+        self.exchange_states().map_err(|stop| {
+            self.record_op();
             let communicator = self.over().name().to_owned();
             match stop {
                 Stop::Differ(difference) => SleepError::Differ { communicator, difference: Box::new(difference) },
@@ -200,8 +200,8 @@ impl<'a> Run<'a> {
     }
 
     /// Exchanges the op, the phase of the pool, and its communicators.
-    fn ask(&mut self) -> Result<Agreed, Stop> {
-        let call = self.asked.map_or(WAKE, call_of);
+    fn exchange_states(&mut self) -> Result<Agreed, Stop> {
+        let call = self.contents.map_or(WAKE, call_of);
         let (registrar, pool) = (self.registrar, self.pool);
         let core = registrar.allocator().core();
         let ended = registrar.ended().of(pool);
@@ -221,9 +221,7 @@ impl<'a> Run<'a> {
         let mut broken = BTreeSet::new();
         if heads.iter().any(Head::has_communicators) {
             let rows = self.exchange(&self.communicator_rows(&ended)).map_err(Stop::Broken)?;
-            if call != WAKE
-                && let Some(difference) = communicators::compare(&rows)
-            {
+            if let Some(difference) = communicators::compare(call, &rows) {
                 return Err(Stop::Differ(difference));
             }
             // After all ranks have removed a communicator, no rank names it again.

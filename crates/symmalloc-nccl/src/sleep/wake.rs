@@ -36,7 +36,7 @@ impl Registrar {
     /// # Errors
     /// See [`SleepError`]. `docs/sleep-protocol.md` describes the resulting state of the pool and the communicators.
     pub fn wake(&self, over: &Communicator, pool: PoolId) -> Result<Woken, SleepError> {
-        let attachments = self.begin_together(over, pool, None)?;
+        let attachments = self.begin_collective_op(over, pool, None)?;
         let outcome = Run::new(self, pool, None, &attachments).wake();
         self.sweep();
         outcome
@@ -48,12 +48,12 @@ impl<'a> Run<'a> {
         let communicator = self.over().name().to_owned();
         let agreed = self.agree()?;
         if !agreed.all_are(Phase::Asleep) {
-            self.note();
+            self.record_op();
             return match Head::compare_phases(&agreed.heads) {
                 Some(difference) => Err(SleepError::Differ { communicator, difference: Box::new(difference) }),
                 // The pool is already awake everywhere.
                 None if agreed.all_are(Phase::Awake) => Ok(Woken::default()),
-                None => Err(SleepError::Refused { communicator, ranks: self.all_held() }),
+                None => Err(SleepError::Refused { communicator, ranks: self.all_lost() }),
             };
         }
         let remapped = self.remap(&agreed.broken);
@@ -85,7 +85,7 @@ impl<'a> Run<'a> {
     }
 
     /// Returns the obstacles of a pool that failed on every rank because a lost communicator holds its memory.
-    fn all_held(&self) -> Vec<RankObstacle> {
+    fn all_lost(&self) -> Vec<RankObstacle> {
         (0..self.over().ranks()).map(|rank| RankObstacle { rank, obstacle: Obstacle::Lost }).collect()
     }
 
@@ -94,7 +94,7 @@ impl<'a> Run<'a> {
         let (registrar, pool) = (self.registrar, self.pool);
         for member in self.members.iter().filter(|member| !broken.contains(&member.id)) {
             let room = member.attachment.room_for(&member.state, pool);
-            room.map_err(|needed_bytes| self.unseen(Obstacle::SymmetricSpace { needed_bytes }))?;
+            room.map_err(|needed_bytes| self.record_obstacle(Obstacle::SymmetricSpace { needed_bytes }))?;
         }
         registrar.allocator().core().remap(pool).map_err(|error| match error.cause {
             SleepCause::Memory { needed_bytes, cause: OutOfMemoryCause::Limit { limit_bytes, .. } } => {
@@ -104,8 +104,8 @@ impl<'a> Run<'a> {
                 Obstacle::Memory { needed_bytes, code: error.code }
             }
             SleepCause::Load(error) => Obstacle::Load { code: error.code },
-            SleepCause::Busy => self.unseen(Obstacle::Busy),
-            _ => self.unseen(Obstacle::Other { number: 0 }),
+            SleepCause::Busy => self.record_obstacle(Obstacle::Busy),
+            _ => self.record_obstacle(Obstacle::Other { number: 0 }),
         })
     }
 
@@ -117,7 +117,7 @@ impl<'a> Run<'a> {
             let (communicator, is_usable) =
                 (self.members[at].id, self.is_ready(at) && !broken.contains(&self.members[at].id));
             let Member { attachment, state, .. } = &mut self.members[at];
-            let back = if is_usable { attachment.bring_back(state, self.pool) } else { Err(attachment.gone()) };
+            let back = if is_usable { attachment.restore(state, self.pool) } else { Err(attachment.gone()) };
             match back {
                 Ok(back) => {
                     registrations += back.registrations;

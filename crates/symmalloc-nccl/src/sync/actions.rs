@@ -208,7 +208,7 @@ impl SyncActions {
     }
 
     /// Returns `true` if an action removes a window that work on the device may use.
-    pub(crate) fn takes_away(&self) -> bool {
+    pub(crate) fn removes_registrations(&self) -> bool {
         self.list.iter().any(|action| action.change.kind != ChangeKind::Register)
     }
 
@@ -221,7 +221,11 @@ impl SyncActions {
 
 /// Returns the keys that these events invalidate, in order: those of released segments, and the old keys of segments that grew. All keys
 /// of leaving pools come last.
-pub(crate) fn dead_keys(segments: &SegmentTable, events: &[SegmentEvent], leaving: &[PoolId]) -> Vec<SegmentKey> {
+pub(crate) fn invalidated_keys(
+    segments: &SegmentTable,
+    events: &[SegmentEvent],
+    leaving: &[PoolId],
+) -> Vec<SegmentKey> {
     let key = |generation, base, size_bytes| SegmentKey { base, size_bytes, generation };
     let mut ends: BTreeMap<Generation, u64> = segments.iter().map(|(segment, now)| (*segment, now.end_bytes)).collect();
     let mut dead = Vec::new();
@@ -298,7 +302,7 @@ mod tests {
         fn sync(&mut self) -> Vec<(ChangeKind, u32, u64)> {
             let actions = self.actions();
             assert_eq!(actions, self.actions(), "computing them changes nothing");
-            let mut dead: Vec<_> = dead_keys(&self.segments, &self.allocator.unread(self.observer).events, &[]);
+            let mut dead: Vec<_> = invalidated_keys(&self.segments, &self.allocator.unread(self.observer).events, &[]);
             self.dead.append(&mut dead);
             actions.write_to(&mut self.segments);
             self.allocator.acknowledge(self.observer, &self.allocator.unread(self.observer)).expect("no faults");

@@ -82,7 +82,7 @@ pub(crate) fn agree_on_sync(
         while difference.field.is_about_changes() {
             let gathered = transport.all_gather(search.page(actions).as_bytes()).map_err(lost)?;
             match search.advance(&gathered).map_err(invalid)? {
-                Found::Nothing => {}
+                Found::Equal => {}
                 Found::Difference(found) => {
                     difference.first_change = Some(found);
                     break;
@@ -133,7 +133,7 @@ struct ChangeSearch {
 #[derive(Debug, PartialEq, Eq)]
 enum Found {
     /// The page is equal on all ranks. More follow.
-    Nothing,
+    Equal,
     Difference(ChangeDifference),
     /// The changes of all ranks end here, without a difference.
     End,
@@ -161,7 +161,7 @@ impl ChangeSearch {
             }
         }
         self.page += 1;
-        Ok(Found::Nothing)
+        Ok(Found::Equal)
     }
 }
 
@@ -304,7 +304,7 @@ mod tests {
         loop {
             let pages: Vec<u8> = ranks.iter().flat_map(|actions| search.page(actions).as_bytes().to_vec()).collect();
             match search.advance(&Gathered::new(pages, size_of::<ChangePage>())).expect("whole pages") {
-                Found::Nothing => {}
+                Found::Equal => {}
                 Found::Difference(found) => return Some(found),
                 Found::End => return None,
             }

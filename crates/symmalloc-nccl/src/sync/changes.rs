@@ -105,12 +105,12 @@ impl ObservedPools {
 
     /// Returns `true` if there is nothing to read: no log has grown, and no pool is being detached.
     #[inline]
-    pub(crate) fn is_read(&self, allocator: &CudaAllocator) -> bool {
-        let is_read = |observed: &ObservedPool| {
-            let is_read = || allocator.core().segment_log_entries(observed.pool) == observed.seen;
-            !observed.is_leaving && (is_read() || !is_awake(allocator, observed.pool))
+    pub(crate) fn has_no_changes(&self, allocator: &CudaAllocator) -> bool {
+        let has_no_changes = |observed: &ObservedPool| {
+            let has_no_changes = || allocator.core().segment_log_entries(observed.pool) == observed.seen;
+            !observed.is_leaving && (has_no_changes() || !is_awake(allocator, observed.pool))
         };
-        self.pools.iter().all(is_read)
+        self.pools.iter().all(has_no_changes)
     }
 
     /// Returns the observers, which retain dead memory.
@@ -208,7 +208,7 @@ impl SegmentChanges {
     }
 
     /// Returns `true` if the changes include a deregistration of memory that work on the device may use.
-    pub(crate) fn takes_away(&self) -> bool {
+    pub(crate) fn removes_registrations(&self) -> bool {
         !self.leaving.is_empty() || self.events.iter().any(|event| event.kind == SegmentEventKind::Death)
     }
 

@@ -180,7 +180,7 @@ impl FailureCause {
 
 impl FailureCause {
     /// Replaces the flagged number of a rank that is still in a split by its number in the parent.
-    pub(super) fn with_numbers_of_parents(mut self) -> Self {
+    pub(super) fn with_parent_ranks(mut self) -> Self {
         match &mut self {
             FailureCause::RankGone { rank, .. }
             | FailureCause::RankFailed { rank, .. }

@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_watchdog::{CollectiveRecord, CollectiveState, Progress, Signature};
 
 /// Number of collectives kept.
-const REMEMBERED: usize = 256;
+const ENTRIES_MAX: usize = 256;
 
 /// After this many entries of a stream since the last mark, the submitting thread records a mark itself, so that
 /// progress is visible even in a program that runs far ahead of the device.
@@ -43,7 +43,7 @@ struct StreamNumber(u32);
 pub(crate) struct EntryNumber(u64);
 
 #[derive(Default)]
-pub(crate) struct Flight {
+pub(crate) struct FlightRecorder {
     ring: Mutex<Ring>,
 }
 
@@ -55,7 +55,7 @@ struct Ring {
     given: u64,
     /// Number of entries that every rank submits.
     collectives: u64,
-    streams: Vec<Followed>,
+    streams: Vec<StreamProgress>,
     /// Time at which work last completed, or at which no work was pending.
     moved: Tick,
     /// `true` if a graph contains entries, possibly including dropped ones.
@@ -84,7 +84,7 @@ enum EntryStage {
 }
 
 /// A stream with collectives of the communicator.
-struct Followed {
+struct StreamProgress {
     stream: Arc<CudaStream>,
     /// Its last entry.
     last: EntryNumber,
@@ -113,7 +113,7 @@ pub(crate) struct Marked {
 
 /// Unfinished work.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Undone {
+pub(crate) struct UnfinishedWork {
     /// The first unfinished collective.
     pub(crate) first: CollectiveRecord,
     /// The number of the last submitted collective.
@@ -124,7 +124,7 @@ pub(crate) struct Undone {
     pub(crate) since: Tick,
 }
 
-impl Flight {
+impl FlightRecorder {
     /// Records work that is about to be submitted to NCCL.
     pub(crate) fn begin(&self, work: Work, stream: Option<&Arc<CudaStream>>, now: Tick) -> EntryNumber {
         let mut ring = self.lock();
@@ -135,7 +135,7 @@ impl Flight {
         ring.given += 1;
         ring.collectives += u64::from(work.is_collective());
         let entry = Entry { number: ring.collectives, work, stream, given: now, stage: EntryStage::Submitting };
-        if ring.entries.len() == REMEMBERED {
+        if ring.entries.len() == ENTRIES_MAX {
             ring.entries.pop_front();
         }
         ring.entries.push_back(entry);
@@ -156,7 +156,7 @@ impl Flight {
     }
 
     /// Records that work completed on the host or was not submitted: none of it is on the device.
-    pub(crate) fn over(&self, entry: EntryNumber, now: Tick) {
+    pub(crate) fn complete_on_host(&self, entry: EntryNumber, now: Tick) {
         let mut ring = self.lock();
         if let Some(at) = ring.place(entry) {
             ring.entries[at].stage = EntryStage::Over;
@@ -164,7 +164,7 @@ impl Flight {
         }
     }
 
-    /// Returns the streams with entries that no mark follows. They count as marked until [`lost`](Self::lost).
+    /// Returns the streams with entries that no mark follows. They count as marked until [`mark_failed`](Self::mark_failed).
     pub(crate) fn unmarked(&self) -> Vec<Unmarked> {
         let mut ring = self.lock();
         (0..ring.streams.len()).filter_map(|stream| ring.unmarked(stream)).collect()
@@ -178,7 +178,7 @@ impl Flight {
     }
 
     /// Handles a mark that could not be recorded.
-    pub(crate) fn lost(&self, Marked { stream: StreamNumber(stream), .. }: Marked) {
+    pub(crate) fn mark_failed(&self, Marked { stream: StreamNumber(stream), .. }: Marked) {
         let mut ring = self.lock();
         let followed = &mut ring.streams[stream as usize];
         followed.marked = followed.done;
@@ -197,7 +197,7 @@ impl Flight {
     /// Returns `true` if no work is known to run on the device. A graph may be running.
     pub(crate) fn is_off_device(&self) -> bool {
         let ring = self.lock();
-        let is_done = |followed: &Followed| followed.done == followed.last;
+        let is_done = |followed: &StreamProgress| followed.done == followed.last;
         !ring.has_captured && ring.streams.iter().all(is_done)
     }
 
@@ -214,15 +214,15 @@ impl Flight {
     }
 
     /// Returns the unfinished work, or `None` if everything has completed.
-    pub(crate) fn standing(&self, now: Tick) -> Option<Undone> {
+    pub(crate) fn unfinished(&self, now: Tick) -> Option<UnfinishedWork> {
         let ring = self.lock();
         let (entry, state) = ring.records().find(|(_, state)| is_open(*state))?;
         let (first, peer) = (entry.record(state, now), entry.work.peer());
-        Some(Undone { first, last: ring.collectives, peer, since: ring.moved })
+        Some(UnfinishedWork { first, last: ring.collectives, peer, since: ring.moved })
     }
 
     /// Returns the collective with this number, if it is still kept.
-    pub(crate) fn numbered(&self, number: u64, now: Tick) -> Option<CollectiveRecord> {
+    pub(crate) fn find_collective(&self, number: u64, now: Tick) -> Option<CollectiveRecord> {
         let ring = self.lock();
         let (entry, state) = ring.records().find(|(entry, _)| entry.number == number && entry.work.is_collective())?;
         Some(entry.record(state, now))
@@ -253,7 +253,7 @@ impl Ring {
         let number = known.unwrap_or_else(|| {
             let none = EntryNumber(0);
             let stream = Arc::clone(stream);
-            self.streams.push(Followed { stream, last: none, marked: none, done: none, done_number: 0 });
+            self.streams.push(StreamProgress { stream, last: none, marked: none, done: none, done_number: 0 });
             self.streams.len() - 1
         });
         StreamNumber(number as u32)
@@ -369,26 +369,26 @@ mod tests {
         Work::Call { call: NcclCall::Send { peer: 1 }, count: 1, data_type: DataType::Uint8 }
     }
 
-    fn states(flight: &Flight) -> Vec<(u64, CollectiveState)> {
+    fn states(flight: &FlightRecorder) -> Vec<(u64, CollectiveState)> {
         flight.collectives(Tick::default()).iter().map(|record| (record.number, record.state)).collect()
     }
 
     #[test]
     fn what_has_no_stream_is_done_when_the_call_is() {
-        let (flight, now) = (Flight::default(), Tick::default());
+        let (flight, now) = (FlightRecorder::default(), Tick::default());
         let window = flight.begin(Work::Named { kind: "window_register".into(), elements: None }, None, now);
         assert_eq!(states(&flight), [(1, CollectiveState::Submitting)]);
         assert_eq!(flight.progress(), Progress { submitted: 1, finished: 0 });
-        assert!(flight.standing(now).is_some());
-        flight.over(window, now);
+        assert!(flight.unfinished(now).is_some());
+        flight.complete_on_host(window, now);
         assert_eq!(states(&flight), [(1, CollectiveState::Finished)]);
         assert_eq!(flight.progress(), Progress { submitted: 1, finished: 1 });
-        assert_eq!(flight.standing(now), None);
+        assert_eq!(flight.unfinished(now), None);
     }
 
     #[test]
     fn a_send_has_no_number_of_its_own() {
-        let (flight, now) = (Flight::default(), Tick::default());
+        let (flight, now) = (FlightRecorder::default(), Tick::default());
         let first = flight.begin(all_reduce(4), None, now);
         flight.submitted(first, false);
         flight.begin(send(), None, now);
@@ -403,11 +403,11 @@ mod tests {
 
     #[test]
     fn what_is_captured_holds_nobody_up() {
-        let (flight, now) = (Flight::default(), Tick::default());
+        let (flight, now) = (FlightRecorder::default(), Tick::default());
         let entry = flight.begin(all_reduce(4), None, now);
         flight.submitted(entry, true);
-        assert_eq!((states(&flight), flight.standing(now)), (vec![(1, CollectiveState::Captured)], None));
-        for _ in 0..REMEMBERED {
+        assert_eq!((states(&flight), flight.unfinished(now)), (vec![(1, CollectiveState::Captured)], None));
+        for _ in 0..ENTRIES_MAX {
             let entry = flight.begin(all_reduce(4), None, now);
             flight.submitted(entry, false);
         }
@@ -416,15 +416,15 @@ mod tests {
 
     #[test]
     fn only_the_last_are_remembered_and_all_are_counted() {
-        let (flight, now) = (Flight::default(), Tick::default());
-        for _ in 0..REMEMBERED + 10 {
+        let (flight, now) = (FlightRecorder::default(), Tick::default());
+        for _ in 0..ENTRIES_MAX + 10 {
             let entry = flight.begin(all_reduce(4), None, now);
             assert!(flight.submitted(entry, false).is_none(), "without a stream there is nothing to mark");
         }
         let records = flight.collectives(now);
-        assert_eq!((records.len(), records[0].number), (REMEMBERED, 11));
+        assert_eq!((records.len(), records[0].number), (ENTRIES_MAX, 11));
         // A dropped entry may still be reported as completed.
-        flight.over(EntryNumber(3), now);
+        flight.complete_on_host(EntryNumber(3), now);
         assert_eq!(flight.progress(), Progress { submitted: 266, finished: 266 });
     }
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use symmalloc_watchdog::{FailureReport, Lifeline, Member, RankId};
 
 /// Longest time for which other threads wait for the watchdog's answer.
-const OBEY_LIMIT: Duration = Duration::from_secs(1);
+const COMMAND_LIMIT: Duration = Duration::from_secs(1);
 
 /// A request to the watchdog's thread.
 pub(super) enum Command {
@@ -28,7 +28,7 @@ pub(super) enum Command {
     /// A communicator was ended because of an error.
     Fail(Identity, FailureReport),
     /// Asks for the members of the communicator.
-    Tell(Identity, Sender<Vec<Member>>),
+    Members(Identity, Sender<Vec<Member>>),
     /// Waits until earlier commands have been processed.
     Flush(Sender<()>),
 }
@@ -36,20 +36,20 @@ pub(super) enum Command {
 pub(super) struct Handle {
     commands: Mutex<Sender<Command>>,
     /// Wakes the thread.
-    bell: OwnedFd,
+    wakeup: OwnedFd,
     /// The meetings whose connections are kept.
-    met: Mutex<BTreeSet<MeetingId>>,
+    meetings: Mutex<BTreeSet<MeetingId>>,
 }
 
-static OF_PROCESS: OnceLock<Option<Handle>> = OnceLock::new();
+static HANDLE: OnceLock<Option<Handle>> = OnceLock::new();
 
 impl Handle {
-    pub(super) fn new(commands: Sender<Command>, bell: OwnedFd) -> Self {
-        Handle { commands: Mutex::new(commands), bell, met: Mutex::default() }
+    pub(super) fn new(commands: Sender<Command>, wakeup: OwnedFd) -> Self {
+        Handle { commands: Mutex::new(commands), wakeup, meetings: Mutex::default() }
     }
 
     /// Returns the handle of the process. The first call starts the thread.
-    pub(super) fn of_process_or(start: impl FnOnce() -> io::Result<Self>) -> Option<&'static Self> {
+    pub(super) fn get_or_start(start: impl FnOnce() -> io::Result<Self>) -> Option<&'static Self> {
         let started = || match start() {
             Ok(handle) => Some(handle),
             Err(error) => {
@@ -57,12 +57,12 @@ impl Handle {
                 None
             }
         };
-        OF_PROCESS.get_or_init(started).as_ref()
+        HANDLE.get_or_init(started).as_ref()
     }
 
     pub(super) fn command(&self, command: Command) {
         if lock(&self.commands).send(command).is_ok() {
-            let _rung = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+            let _rung = rustix::io::write(&self.wakeup, &1_u64.to_ne_bytes());
         }
     }
 
@@ -70,31 +70,31 @@ impl Handle {
     pub(super) fn flush(&self) {
         let (sender, done) = channel();
         self.command(Command::Flush(sender));
-        let _in_time = done.recv_timeout(OBEY_LIMIT);
+        let _in_time = done.recv_timeout(COMMAND_LIMIT);
     }
 
     pub(super) fn note_meeting(&self, meeting: MeetingId) {
-        lock(&self.met).insert(meeting);
+        lock(&self.meetings).insert(meeting);
     }
 
     pub(super) fn forget_meeting(&self, meeting: &MeetingId) {
-        lock(&self.met).remove(meeting);
+        lock(&self.meetings).remove(meeting);
     }
 
     /// Returns the meeting with this id. If ranks are threads that met separately, returns the meeting of this rank.
     pub(super) fn meeting_of(&self, id: &UniqueId, rank: u32) -> Option<MeetingId> {
-        let met = lock(&self.met);
-        let of_id = || met.iter().filter(|meeting| meeting.id == *id);
+        let meetings = lock(&self.meetings);
+        let of_id = || meetings.iter().filter(|meeting| meeting.id == *id);
         of_id().find(|meeting| meeting.own == rank).or_else(|| of_id().next()).copied()
     }
 }
 
 /// Returns the known state of a communicator's ranks, or an empty list if nothing was ever watched.
 pub(super) fn members(identity: &Identity) -> Vec<Member> {
-    let Some(Some(watchdog)) = OF_PROCESS.get() else { return Vec::new() };
+    let Some(Some(watchdog)) = HANDLE.get() else { return Vec::new() };
     let (sender, answer) = channel();
-    watchdog.command(Command::Tell(identity.clone(), sender));
-    answer.recv_timeout(OBEY_LIMIT).unwrap_or_default()
+    watchdog.command(Command::Members(identity.clone(), sender));
+    answer.recv_timeout(COMMAND_LIMIT).unwrap_or_default()
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

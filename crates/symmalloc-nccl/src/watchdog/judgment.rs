@@ -1,7 +1,7 @@
 //! Determines why a collective missed its deadline, from the known state of all ranks.
 
 use crate::watchdog::failure::FailureCause;
-use crate::watchdog::flight::Undone;
+use crate::watchdog::flight::UnfinishedWork;
 use crate::watchdog::watched::Identity;
 use std::time::Duration;
 use symmalloc_watchdog::{Member, SILENT_AFTER};
@@ -17,7 +17,7 @@ pub(super) enum Judgment {
 
 impl Judgment {
     /// Determines why work has stalled past its deadline.
-    pub(super) fn new(identity: &Identity, standing: &Undone, members: &[Member]) -> Self {
+    pub(super) fn new(identity: &Identity, unfinished: &UnfinishedWork, members: &[Member]) -> Self {
         let others = || members.iter().filter(|member| member.rank != identity.rank);
         // A rank that destroyed the communicator normally may exit.
         let gone = others().filter(|it| !it.has_left).find_map(|it| Some((it.rank, it.departure.clone()?)));
@@ -27,29 +27,29 @@ impl Judgment {
         if let Some((rank, report)) = others().find_map(|it| Some((it.rank, it.failure.clone()?))) {
             return Judgment::End(FailureCause::RankFailed { rank, report });
         }
-        let behind: Vec<&Member> = match standing.peer {
+        let behind: Vec<&Member> = match unfinished.peer {
             // The calls of the peer of a send or receive are unknown.
             Some(peer) => others().filter(|it| it.rank == peer).collect(),
-            None => others().filter(|it| is_behind(it, standing)).collect(),
+            None => others().filter(|it| is_behind(it, unfinished)).collect(),
         };
-        let has_come = behind.is_empty();
-        let is_open = |it: &&Member| it.progress.finished < standing.last;
-        let waited_for = if has_come { others().filter(is_open).collect() } else { behind };
-        let mut still: Vec<&Member> =
-            waited_for.iter().copied().filter(|it| stillness(it) >= identity.deadline).collect();
+        let all_submitted = behind.is_empty();
+        let is_open = |it: &&Member| it.progress.finished < unfinished.last;
+        let waited_for = if all_submitted { others().filter(is_open).collect() } else { behind };
+        let mut stalled: Vec<&Member> =
+            waited_for.iter().copied().filter(|it| stalled_for(it) >= identity.deadline).collect();
         // If all ranks submitted the collective, each rank that makes progress may be in its own kernels before it. If
         // some did not, one stalled rank is enough.
-        let moving = waited_for.iter().filter(|it| stillness(it) < identity.deadline);
-        if let Some(longest) = moving.map(stillness).max()
-            && (has_come || still.is_empty())
+        let moving = waited_for.iter().filter(|it| stalled_for(it) < identity.deadline);
+        if let Some(longest) = moving.map(stalled_for).max()
+            && (all_submitted || stalled.is_empty())
         {
             return Judgment::Wait(identity.deadline.saturating_sub(longest));
         }
-        if has_come {
+        if all_submitted {
             // A rank that was stopped after it completed the collective may not have sent everything that others wait for.
-            still.extend(others().filter(|it| !is_open(it) && is_silent(it)));
+            stalled.extend(others().filter(|it| !is_open(it) && is_silent(it)));
         }
-        Judgment::End(cause(identity, standing, members, &still, has_come))
+        Judgment::End(cause(identity, unfinished, members, &stalled, all_submitted))
     }
 }
 
@@ -58,36 +58,36 @@ fn is_silent(member: &Member) -> bool {
 }
 
 /// Returns the minimum time for which the rank has been stalled. A live rank may have made progress since its last message.
-fn stillness(member: &&Member) -> Duration {
+fn stalled_for(member: &&Member) -> Duration {
     let unknown_ms = if is_silent(member) { 0 } else { member.silent_ms };
     Duration::from_millis(member.still_ms.saturating_sub(unknown_ms))
 }
 
 /// Returns `true` if the rank missed a pending collective. The first pending collective is known only with the resolution of marks: it may
 /// have completed while a later one is pending. A rank that has unfinished work is waiting as well.
-fn is_behind(Member { progress, .. }: &Member, Undone { first, last, .. }: &Undone) -> bool {
+fn is_behind(Member { progress, .. }: &Member, UnfinishedWork { first, last, .. }: &UnfinishedWork) -> bool {
     progress.submitted < first.number || progress.submitted < *last && progress.finished == progress.submitted
 }
 
 fn cause(
     identity: &Identity,
-    standing: &Undone,
+    unfinished: &UnfinishedWork,
     members: &[Member],
-    still: &[&Member],
-    has_come: bool,
+    stalled: &[&Member],
+    all_submitted: bool,
 ) -> FailureCause {
-    if let Some(left) = still.iter().find(|it| it.has_left).filter(|_| !has_come) {
+    if let Some(left) = stalled.iter().find(|it| it.has_left).filter(|_| !all_submitted) {
         return FailureCause::RankLeft { rank: left.rank };
     }
     // A rank that was stopped after it submitted the collective blocks the others as well, because NCCL's threads are stopped with it.
-    if let Some(stopped) = still.iter().find(|it| !it.has_left && is_silent(it)) {
+    if let Some(stopped) = stalled.iter().find(|it| !it.has_left && is_silent(it)) {
         let (silent, submitted) = (Duration::from_millis(stopped.silent_ms), stopped.progress.submitted);
         return FailureCause::RankStopped { rank: stopped.rank, silent, submitted };
     }
-    match standing.peer {
-        Some(rank) if !still.is_empty() => FailureCause::PeerWaits { rank },
-        _ if !still.is_empty() && !has_come => {
-            FailureCause::RanksBehind { ranks: still.iter().map(|it| (it.rank, it.progress.submitted)).collect() }
+    match unfinished.peer {
+        Some(rank) if !stalled.is_empty() => FailureCause::PeerWaits { rank },
+        _ if !stalled.is_empty() && !all_submitted => {
+            FailureCause::RanksBehind { ranks: stalled.iter().map(|it| (it.rank, it.progress.submitted)).collect() }
         }
         _ if members.len() < identity.ranks as usize => FailureCause::Unknown,
         _ => FailureCause::Hanging,
@@ -121,7 +121,7 @@ mod tests {
 
     fn judgment(ranks: u32, peer: Option<u32>, members: &[Member]) -> Judgment {
         let name = Arc::from("world");
-        let identity = Identity { id: CommunicatorId(1), name, rank: 0, ranks, deadline: DEADLINE, met: None };
+        let identity = Identity { id: CommunicatorId(1), name, rank: 0, ranks, deadline: DEADLINE, meeting: None };
         let signature = Signature { kind: "ncclAllReduce".to_owned(), elements: None, data_type: None, detail: None };
         let first = CollectiveRecord {
             number: 5,
@@ -131,7 +131,7 @@ mod tests {
             state: CollectiveState::Running,
             age_ms: 0,
         };
-        Judgment::new(&identity, &Undone { first, last: 6, peer, since: Tick::default() }, members)
+        Judgment::new(&identity, &UnfinishedWork { first, last: 6, peer, since: Tick::default() }, members)
     }
 
     #[test]
@@ -190,6 +190,16 @@ mod tests {
         let slow = |submitted| Member { still_ms: 1_500, ..member(1, submitted, 0) };
         assert_eq!(judgment(2, None, &[member(0, 5, 0), slow(3)]), Judgment::Wait(Duration::from_millis(3_500)));
         assert_eq!(judgment(2, None, &[member(0, 5, 0), slow(5)]), Judgment::Wait(Duration::from_millis(3_500)));
+        // The rank that has been stalled for the longest time determines the next check.
+        let quick = Member { still_ms: 500, ..member(2, 3, 0) };
+        for submitted in [3, 5] {
+            let members = [
+                member(0, 5, 0),
+                slow(submitted),
+                Member { progress: Progress { submitted, finished: 0 }, ..quick.clone() },
+            ];
+            assert_eq!(judgment(3, None, &members), Judgment::Wait(Duration::from_millis(3_500)));
+        }
         // The progress of one rank does not excuse another that is stalled.
         let members = [member(0, 5, 0), slow(3), member(2, 4, 0)];
         assert_eq!(judgment(3, None, &members), Judgment::End(FailureCause::RanksBehind { ranks: vec![(2, 4)] }));

@@ -6,7 +6,7 @@
 //! capture is never queried, because the query would invalidate the capture as well.
 
 use crate::ffi::driver::{self, refused};
-use crate::watchdog::clock::{LOOK, Tick};
+use crate::watchdog::clock::{POLL_INTERVAL, Tick};
 use crate::watchdog::failure::FailureCause;
 use crate::watchdog::flight::Unmarked;
 use crate::watchdog::watched::{self, Mark, Watched};
@@ -27,26 +27,26 @@ pub(super) fn start() {
 fn run() {
     let mut relaxed: Option<RelaxedCapture> = None;
     loop {
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
         for watched in watched::all() {
             relaxed = relaxed.or_else(|| Some(watched.communicator()?.relax_capture()));
-            if relaxed.is_none() || watched.is_over() {
+            if relaxed.is_none() || watched.is_closed() {
                 drop(std::mem::take(&mut *watched.marks()));
                 continue;
             }
-            ask(&watched);
+            poll_marks(&watched);
             for unmarked in watched.flight().unmarked() {
                 mark(&watched, &unmarked);
             }
-            if let Some(trouble) = watched.communicator().and_then(|communicator| communicator.examine()) {
-                watched.note_trouble(trouble);
+            if let Some(error) = watched.communicator().and_then(|communicator| communicator.poll_error()) {
+                watched.record_error(error);
             }
         }
     }
 }
 
 /// Queries which marks the device has passed. No other thread waits for the driver's answers.
-fn ask(watched: &Watched) {
+fn poll_marks(watched: &Watched) {
     let waiting = watched.marks().take_waiting();
     for mark in waiting {
         match is_past(&mark.event) {
@@ -55,14 +55,14 @@ fn ask(watched: &Watched) {
                 watched.marks().keep(mark.event);
             }
             Ok(false) => watched.marks().add(mark),
-            Err(error) if is_passing(&error) => watched.marks().add(mark),
-            Err(error) => watched.note_trouble(FailureCause::Driver(error)),
+            Err(error) if is_temporary(&error) => watched.marks().add(mark),
+            Err(error) => watched.record_error(FailureCause::Driver(error)),
         }
     }
 }
 
 /// Returns `true` if a driver call failed temporarily, because of a lack of memory (2) or a capture. The device is not lost.
-fn is_passing(error: &DriverError) -> bool {
+fn is_temporary(error: &DriverError) -> bool {
     error.code == 2 || driver::is_capture_in_the_way(error)
 }
 
@@ -75,20 +75,20 @@ fn is_past(event: &CudaEvent) -> Result<bool, DriverError> {
 pub(crate) fn mark(watched: &Watched, unmarked: &Unmarked) {
     let Unmarked { upto, .. } = *unmarked;
     let free = watched.marks().free_event();
-    match event_behind(unmarked, free) {
+    match record_event(unmarked, free) {
         Ok(Some(event)) => watched.marks().add(Mark { upto, event }),
-        Ok(None) => watched.flight().lost(upto),
+        Ok(None) => watched.flight().mark_failed(upto),
         Err(error) => {
-            watched.flight().lost(upto);
-            if !is_passing(&error) {
-                watched.note_trouble(FailureCause::Driver(error));
+            watched.flight().mark_failed(upto);
+            if !is_temporary(&error) {
+                watched.record_error(FailureCause::Driver(error));
             }
         }
     }
 }
 
 /// Records an event behind the entries. Returns `None` while the stream is being captured.
-fn event_behind(Unmarked { stream, .. }: &Unmarked, free: Option<CudaEvent>) -> Result<Option<CudaEvent>, DriverError> {
+fn record_event(Unmarked { stream, .. }: &Unmarked, free: Option<CudaEvent>) -> Result<Option<CudaEvent>, DriverError> {
     let context = stream.context();
     context.bind_to_thread().map_err(refused("cuCtxSetCurrent"))?;
     if driver::is_captured(stream)? {

@@ -39,7 +39,7 @@ pub fn write_flight_record(reason: &str) -> Result<PathBuf, FlightRecordError> {
     // Records are written one after the other, because they share a file.
     let mut path = PATH.lock().unwrap_or_else(PoisonError::into_inner);
     let first = || watched::all().first().map(|watched| name(watched.identity()));
-    let process = || format!("symmalloc-flight-{}-process{}.json", plain(&host()), std::process::id());
+    let process = || format!("symmalloc-flight-{}-process{}.json", sanitized(&host()), std::process::id());
     let file = match &*path {
         Some(file) => file.clone(),
         None => folder()?.join(first().unwrap_or_else(process)),
@@ -57,11 +57,11 @@ fn folder() -> Result<PathBuf, FlightRecordError> {
 
 /// Returns a file name that starts with the process's first communicator, so that the records of all ranks sort together.
 fn name(Identity { name, id, rank, .. }: &Identity) -> String {
-    format!("symmalloc-flight-{}-{id}-rank{rank}.json", plain(name))
+    format!("symmalloc-flight-{}-{id}-rank{rank}.json", sanitized(name))
 }
 
 /// Converts a text to a part of a file name.
-fn plain(text: &str) -> String {
+fn sanitized(text: &str) -> String {
     text.chars().map(|letter| if letter.is_ascii_alphanumeric() { letter } else { '-' }).collect()
 }
 
@@ -70,7 +70,7 @@ fn host() -> String {
 }
 
 /// Set by the signal that the environment specifies.
-static IS_ASKED: LazyLock<Arc<AtomicBool>> = LazyLock::new(|| {
+static SIGNAL_ARRIVED: LazyLock<Arc<AtomicBool>> = LazyLock::new(|| {
     let flag = Arc::new(AtomicBool::new(false));
     let signal = match env::var(SIGNAL_VARIABLE).as_deref() {
         Ok("USR1" | "SIGUSR1") => SIGUSR1,
@@ -89,6 +89,6 @@ static IS_ASKED: LazyLock<Arc<AtomicBool>> = LazyLock::new(|| {
 });
 
 /// Returns `true` if the signal arrived since the last call.
-pub(super) fn is_asked_by_signal() -> bool {
-    IS_ASKED.swap(false, Ordering::AcqRel)
+pub(super) fn has_signal_arrived() -> bool {
+    SIGNAL_ARRIVED.swap(false, Ordering::AcqRel)
 }

@@ -2,7 +2,7 @@
 //! stopped, the end of the process.
 
 use crate::communicator::threads;
-use crate::watchdog::clock::LOOK;
+use crate::watchdog::clock::POLL_INTERVAL;
 use crate::watchdog::failure::Failure;
 use crate::watchdog::record::write_flight_record;
 use crate::watchdog::settings::{MODE_VARIABLE, WatchdogMode};
@@ -24,27 +24,27 @@ pub(crate) const ERROR_LIMIT: Duration = Duration::from_millis(1500);
 /// Responds on separate threads, because each part may block indefinitely.
 pub(super) fn begin(watched: &Arc<Watched>, failure: &Arc<Failure>) {
     let (of_end, cause) = (Arc::clone(watched), Arc::clone(failure));
-    apart(move || {
+    spawn(move || {
         if let Some(communicator) = of_end.communicator() {
             communicator.end(&cause);
         }
     });
     let (cause, reporting) = (Arc::clone(failure), Reporting::begin());
-    apart(move || {
+    spawn(move || {
         report(&cause);
         drop(reporting);
     });
     if let Some(callback) = watched.settings().callback() {
         let cause = Arc::clone(failure);
-        apart(move || {
+        spawn(move || {
             let _panicked = catch_unwind(AssertUnwindSafe(|| callback(&cause)));
         });
     }
     let (watched, failure) = (Arc::clone(watched), Arc::clone(failure));
-    apart(move || see_to_the_end(&watched, &failure));
+    spawn(move || ensure_end(&watched, &failure));
 }
 
-fn apart(job: impl FnOnce() + Send + 'static) {
+fn spawn(job: impl FnOnce() + Send + 'static) {
     if let Err(error) = threads::run(job) {
         tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
     }
@@ -95,7 +95,7 @@ fn report(failure: &Failure) {
 }
 
 /// Ends the process if the communicator does not end in time.
-fn see_to_the_end(watched: &Watched, failure: &Failure) {
+fn ensure_end(watched: &Watched, failure: &Failure) {
     let begun = Instant::now();
     loop {
         let Some(communicator) = watched.communicator() else { return };
@@ -105,7 +105,7 @@ fn see_to_the_end(watched: &Watched, failure: &Failure) {
         if begun.elapsed() > END_LIMIT {
             break;
         }
-        std::thread::sleep(LOOK / 4);
+        std::thread::sleep(POLL_INTERVAL / 4);
     }
     // A thread of this crate that hangs in NCCL is harmless, but a spinning kernel occupies the device and blocks `exit`.
     if watched.settings().mode() != WatchdogMode::Exit || watched.flight().is_off_device() {

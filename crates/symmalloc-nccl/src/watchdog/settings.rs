@@ -60,7 +60,7 @@ impl WatchSettings {
     /// Returns the mode. It is needed for every collective, so the environment is read once.
     #[inline]
     pub(crate) fn mode(&self) -> WatchdogMode {
-        static SAID: LazyLock<Option<WatchdogMode>> = LazyLock::new(|| {
+        static FROM_ENV: LazyLock<Option<WatchdogMode>> = LazyLock::new(|| {
             let word = env::var(MODE_VARIABLE).ok()?;
             let mode = WatchdogMode::from_word(&word);
             if mode.is_none() {
@@ -70,7 +70,7 @@ impl WatchSettings {
             }
             mode
         });
-        SAID.unwrap_or(self.mode)
+        FROM_ENV.unwrap_or(self.mode)
     }
 }
 

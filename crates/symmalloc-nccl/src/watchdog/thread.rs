@@ -3,7 +3,7 @@
 
 use crate::communicator::threads;
 use crate::rendezvous::unique_id::UniqueId;
-use crate::watchdog::clock::{LOOK, Tick};
+use crate::watchdog::clock::{POLL_INTERVAL, Tick};
 use crate::watchdog::failure::FailureCause;
 use crate::watchdog::handle::{Command, Handle};
 use crate::watchdog::judgment::Judgment;
@@ -21,10 +21,15 @@ use std::time::Duration;
 use symmalloc_watchdog::{Connection, FailureReport, Lifeline, Member, PeerEvent, ProcessId, RankId};
 
 /// Longest time to wait for news of other ranks after an error of NCCL or the driver, which often means that another rank is gone.
-pub(crate) const NEWS_LIMIT: Duration = Duration::from_millis(500);
+pub(crate) const ATTRIBUTION_LIMIT: Duration = Duration::from_millis(500);
 
 /// Registers the connections of this process from a meeting of the job's processes.
-pub(crate) fn met(id: &UniqueId, own: u32, processes: u32, connections: Vec<(u32, Connection)>) -> MeetingId {
+pub(crate) fn register_meeting(
+    id: &UniqueId,
+    own: u32,
+    processes: u32,
+    connections: Vec<(u32, Connection)>,
+) -> MeetingId {
     let meeting = MeetingId { id: *id, own };
     let connections = connections.into_iter().map(|(process, stream)| (ProcessId(process), stream)).collect();
     match Lifeline::new(ProcessId(own), processes, connections, Tick::now().time()) {
@@ -60,17 +65,17 @@ pub(crate) fn watch(watched: &Arc<Watched>) {
 
 /// Announces that this process is about to create this communicator. On return, the other ranks know about it, and are notified if it
 /// fails.
-pub(crate) fn expect(met: Option<MeetingId>, rank: RankId) {
+pub(crate) fn announce_pending(meeting: Option<MeetingId>, rank: RankId) {
     if let Some(watchdog) = watchdog() {
-        watchdog.command(Command::Expect(met, rank));
+        watchdog.command(Command::Expect(meeting, rank));
         watchdog.flush();
     }
 }
 
 /// Withdraws the announcement, because the communicator is watched or will not be created.
-pub(crate) fn withdraw(met: Option<MeetingId>, rank: RankId) {
+pub(crate) fn withdraw_pending(meeting: Option<MeetingId>, rank: RankId) {
     if let Some(watchdog) = watchdog() {
-        watchdog.command(Command::Withdraw(met, rank));
+        watchdog.command(Command::Withdraw(meeting, rank));
     }
 }
 
@@ -103,18 +108,18 @@ fn forget(meeting: Option<&MeetingId>) {
 /// Returns the watchdog, or `None` if the system cannot create a thread or a descriptor. In that case, nothing is watched, and the log
 /// reports the error.
 fn watchdog() -> Option<&'static Handle> {
-    Handle::of_process_or(|| {
+    Handle::get_or_start(|| {
         let (sender, commands) = channel();
-        let bell = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
-        let heard = bell.try_clone()?;
+        let wakeup = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
+        let heard = wakeup.try_clone()?;
         let thread = std::thread::Builder::new().name("symmalloc-watchdog".to_owned());
-        thread.spawn(move || Watch::new().run(&commands, &heard))?;
-        Ok(Handle::new(sender, bell))
+        thread.spawn(move || WatchdogThread::new().run(&commands, &heard))?;
+        Ok(Handle::new(sender, wakeup))
     })
 }
 
 /// The state of the thread.
-struct Watch {
+struct WatchdogThread {
     /// Lifelines by meeting. Ranks of this process that met no other process share a lifeline without connections.
     lifelines: BTreeMap<Option<MeetingId>, Lifeline>,
     /// Joined communicators, which the process leaves when they are dropped.
@@ -128,30 +133,30 @@ enum Delay {
     /// The hub was asked at this time.
     Asked(Tick),
     /// No check is due until this pause has passed: its start and its length.
-    Left(Tick, Duration),
+    Paused(Tick, Duration),
 }
 
-impl Watch {
+impl WatchdogThread {
     fn new() -> Self {
-        Watch { lifelines: BTreeMap::new(), joined: BTreeMap::new(), delays: BTreeMap::new() }
+        WatchdogThread { lifelines: BTreeMap::new(), joined: BTreeMap::new(), delays: BTreeMap::new() }
     }
 
-    fn run(mut self, commands: &Receiver<Command>, bell: &OwnedFd) {
+    fn run(mut self, commands: &Receiver<Command>, wakeup: &OwnedFd) {
         loop {
-            self.wait(bell);
+            self.wait(wakeup);
             let now = Tick::advance();
             // Progress is published before the reports of the communicators' ends.
-            self.note_progress(&watched::all(), now);
+            self.publish_progress(&watched::all(), now);
             while let Ok(command) = commands.try_recv() {
-                self.obey(command);
+                self.execute(command);
             }
             let watched = watched::all();
-            self.let_go(&watched);
-            self.listen(&watched);
-            for one in watched.iter().filter(|one| !one.is_over()) {
+            self.forget_dropped(&watched);
+            self.receive_events(&watched);
+            for one in watched.iter().filter(|one| !one.is_closed()) {
                 self.judge(one, now);
             }
-            if record::is_asked_by_signal() {
+            if record::has_signal_arrived() {
                 let _started = threads::run(|| {
                     if let Err(error) = record::write_flight_record("a signal arrived") {
                         tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
@@ -162,39 +167,39 @@ impl Watch {
     }
 
     /// Waits until a message or a request arrives, or the next check is due.
-    fn wait(&self, bell: &OwnedFd) {
-        let mut descriptors = vec![PollFd::new(bell, PollFlags::IN)];
+    fn wait(&self, wakeup: &OwnedFd) {
+        let mut descriptors = vec![PollFd::new(wakeup, PollFlags::IN)];
         descriptors.extend(self.lifelines.values().flat_map(Lifeline::descriptors));
-        let time = if self.lifelines.values().any(Lifeline::is_due) { Duration::ZERO } else { LOOK };
+        let time = if self.lifelines.values().any(Lifeline::is_due) { Duration::ZERO } else { POLL_INTERVAL };
         let limit = Timespec { tv_sec: 0, tv_nsec: time.as_nanos() as i64 };
         if poll(&mut descriptors, Some(&limit)).is_err() {
             // The poll was interrupted or ran out of memory. Sleep to avoid a busy loop.
             std::thread::sleep(Duration::from_millis(10));
         }
-        let _drained = rustix::io::read(bell, &mut [0_u8; 8]);
+        let _drained = rustix::io::read(wakeup, &mut [0_u8; 8]);
     }
 
-    fn obey(&mut self, command: Command) {
+    fn execute(&mut self, command: Command) {
         let now = Tick::now().time();
         match command {
             Command::Met(id, lifeline) => drop(self.lifelines.insert(Some(id), *lifeline)),
             Command::Watch(identity) => {
-                self.joined.insert(identity.rank_id(), identity.met);
-                if identity.met.is_none() && !self.lifelines.contains_key(&None) {
+                self.joined.insert(identity.rank_id(), identity.meeting);
+                if identity.meeting.is_none() && !self.lifelines.contains_key(&None) {
                     // Creating a lifeline without connections cannot fail.
                     let alone = Lifeline::new(ProcessId(0), 1, Vec::new(), now);
                     self.lifelines.extend(alone.ok().map(|alone| (None, alone)));
                 }
                 self.with_lifeline(&identity, |lifeline| lifeline.endpoint().join(identity.rank_id(), now));
             }
-            Command::Expect(met, rank) => {
-                if let Some(lifeline) = self.lifelines.get_mut(&met) {
+            Command::Expect(meeting, rank) => {
+                if let Some(lifeline) = self.lifelines.get_mut(&meeting) {
                     lifeline.endpoint().join(rank, now);
                     lifeline.turn(now);
                 }
             }
-            Command::Withdraw(met, rank) => {
-                if let Some(lifeline) = self.lifelines.get_mut(&met) {
+            Command::Withdraw(meeting, rank) => {
+                if let Some(lifeline) = self.lifelines.get_mut(&meeting) {
                     lifeline.endpoint().withdraw(rank, now);
                     lifeline.turn(now);
                 }
@@ -206,7 +211,7 @@ impl Watch {
             Command::Fail(identity, report) => {
                 self.with_lifeline(&identity, |lifeline| lifeline.endpoint().fail(identity.rank_id(), &report, now));
             }
-            Command::Tell(identity, answer) => {
+            Command::Members(identity, answer) => {
                 let members = self.members(&identity);
                 let _heard = answer.send(members);
             }
@@ -218,19 +223,19 @@ impl Watch {
 
     /// Calls `act` with a communicator's lifeline and sends its messages immediately.
     fn with_lifeline<T>(&mut self, identity: &Identity, act: impl FnOnce(&mut Lifeline) -> T) -> Option<T> {
-        let lifeline = self.lifelines.get_mut(&identity.met)?;
+        let lifeline = self.lifelines.get_mut(&identity.meeting)?;
         let answer = act(lifeline);
         lifeline.turn(Tick::now().time());
         Some(answer)
     }
 
     /// Leaves communicators that were dropped without being destroyed, and closes unused connections.
-    fn let_go(&mut self, watched: &[Arc<Watched>]) {
+    fn forget_dropped(&mut self, watched: &[Arc<Watched>]) {
         let is_watched = |rank: &RankId| watched.iter().any(|one| one.identity().rank_id() == *rank);
         let lifelines = &mut self.lifelines;
-        self.joined.retain(|rank, met| {
+        self.joined.retain(|rank, meeting| {
             let is_kept = is_watched(rank);
-            if !is_kept && let Some(lifeline) = lifelines.get_mut(met) {
+            if !is_kept && let Some(lifeline) = lifelines.get_mut(meeting) {
                 lifeline.endpoint().leave(*rank, Tick::now().time());
             }
             is_kept
@@ -247,17 +252,17 @@ impl Watch {
     }
 
     /// Publishes the progress of this process.
-    fn note_progress(&mut self, watched: &[Arc<Watched>], now: Tick) {
+    fn publish_progress(&mut self, watched: &[Arc<Watched>], now: Tick) {
         for one in watched {
             let identity = one.identity();
-            if let Some(lifeline) = self.lifelines.get_mut(&identity.met) {
+            if let Some(lifeline) = self.lifelines.get_mut(&identity.meeting) {
                 lifeline.endpoint().set_progress(identity.rank_id(), one.flight().progress(), now.time());
             }
         }
     }
 
     /// Receives the state of other processes.
-    fn listen(&mut self, watched: &[Arc<Watched>]) {
+    fn receive_events(&mut self, watched: &[Arc<Watched>]) {
         let mut events = Vec::new();
         for lifeline in self.lifelines.values_mut() {
             lifeline.turn(Tick::now().time());
@@ -273,7 +278,7 @@ impl Watch {
             };
             let others = watched.iter().filter(|one| {
                 let own = one.identity().rank_id();
-                own.communicator == of.communicator && own != of && !one.is_over()
+                own.communicator == of.communicator && own != of && !one.is_closed()
             });
             for one in others {
                 self.end(one, cause.clone(), Duration::ZERO);
@@ -284,20 +289,20 @@ impl Watch {
     /// Determines whether a communicator has stalled, and why.
     fn judge(&mut self, watched: &Arc<Watched>, now: Tick) {
         let (identity, rank) = (watched.identity(), watched.identity().rank_id());
-        if let Some((trouble, since)) = watched.trouble()
-            && now.since(since) >= NEWS_LIMIT
+        if let Some((error, since)) = watched.error()
+            && now.since(since) >= ATTRIBUTION_LIMIT
         {
-            self.end(watched, trouble, Duration::ZERO);
+            self.end(watched, error, Duration::ZERO);
             return;
         }
         // Allow one check interval beyond the deadline, because times have that resolution.
-        let is_late = |since: Tick| now.since(since) >= identity.deadline.saturating_add(LOOK);
-        let Some(standing) = watched.flight().standing(now).filter(|it| is_late(it.since)) else {
+        let is_late = |since: Tick| now.since(since) >= identity.deadline.saturating_add(POLL_INTERVAL);
+        let Some(unfinished) = watched.flight().unfinished(now).filter(|it| is_late(it.since)) else {
             self.delays.remove(&rank);
             return;
         };
         let asked = match self.delays.get(&rank) {
-            Some(Delay::Left(from, time)) if now.since(*from) < *time => return,
+            Some(Delay::Paused(from, time)) if now.since(*from) < *time => return,
             Some(Delay::Asked(asked)) => *asked,
             _ => {
                 self.with_lifeline(identity, |lifeline| lifeline.endpoint().ask(identity.id, now.time()));
@@ -311,14 +316,14 @@ impl Watch {
         if self.with_lifeline(identity, has_answer) == Some(false) {
             return;
         }
-        match Judgment::new(identity, &standing, &self.members(identity)) {
-            Judgment::End(cause) => self.end(watched, cause, now.since(standing.since)),
-            Judgment::Wait(time) => drop(self.delays.insert(rank, Delay::Left(now, time))),
+        match Judgment::new(identity, &unfinished, &self.members(identity)) {
+            Judgment::End(cause) => self.end(watched, cause, now.since(unfinished.since)),
+            Judgment::Wait(time) => drop(self.delays.insert(rank, Delay::Paused(now, time))),
         }
     }
 
     fn members(&mut self, identity: &Identity) -> Vec<Member> {
-        let Some(lifeline) = self.lifelines.get_mut(&identity.met) else { return Vec::new() };
+        let Some(lifeline) = self.lifelines.get_mut(&identity.meeting) else { return Vec::new() };
         lifeline.endpoint().members(identity.id, Tick::now().time())
     }
 
@@ -329,9 +334,9 @@ impl Watch {
         watched.close();
         let (flight, now) = (watched.flight(), Tick::now());
         // The first collective that the other rank missed, or otherwise the first unfinished one.
-        let missed = cause.last_submitted().and_then(|last| flight.numbered(last + 1, now));
-        let collective = missed.or_else(|| Some(flight.standing(now)?.first));
-        if let Some(failure) = watched.fail(cause.with_numbers_of_parents(), collective, waited) {
+        let missed = cause.last_submitted().and_then(|last| flight.find_collective(last + 1, now));
+        let collective = missed.or_else(|| Some(flight.unfinished(now)?.first));
+        if let Some(failure) = watched.fail(cause.with_parent_ranks(), collective, waited) {
             let (identity, report) = (watched.identity(), failure.report());
             self.with_lifeline(identity, |lifeline| lifeline.endpoint().fail(identity.rank_id(), &report, now.time()));
             response::begin(watched, &failure);

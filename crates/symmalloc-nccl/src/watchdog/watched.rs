@@ -3,7 +3,7 @@
 use crate::rendezvous::unique_id::UniqueId;
 use crate::watchdog::clock::Tick;
 use crate::watchdog::failure::{Failure, FailureCause, PENDING_COMM};
-use crate::watchdog::flight::{Flight, Marked};
+use crate::watchdog::flight::{FlightRecorder, Marked};
 use crate::watchdog::settings::WatchSettings;
 use cudarc::driver::CudaEvent;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,13 +18,13 @@ pub(crate) trait Watchable: Send + Sync {
     fn end(&self, failure: &Arc<Failure>);
 
     /// Returns an error that NCCL reports, without waiting for a thread that is in NCCL.
-    fn examine(&self) -> Option<FailureCause>;
+    fn poll_error(&self) -> Option<FailureCause>;
 
     /// Returns `true` if none of its work runs any more, or if another owner has to end it.
     fn is_ended(&self) -> bool;
 
     /// Returns the communicator's state, such as "ready" or "aborted".
-    fn condition(&self) -> String;
+    fn state_text(&self) -> String;
 
     /// Lets this thread query streams and events while another thread captures.
     fn relax_capture(&self) -> RelaxedCapture;
@@ -46,7 +46,7 @@ pub(crate) struct Identity {
     pub(crate) ranks: u32,
     pub(crate) deadline: Duration,
     /// The meeting of its processes; `None` if there was none and only ranks of this process know of each other.
-    pub(crate) met: Option<MeetingId>,
+    pub(crate) meeting: Option<MeetingId>,
 }
 
 impl Identity {
@@ -58,14 +58,14 @@ impl Identity {
 pub(crate) struct Watched {
     identity: Identity,
     settings: WatchSettings,
-    flight: Flight,
+    flight: FlightRecorder,
     failure: OnceLock<Arc<Failure>>,
     /// `true` once the communicator was destroyed or ended because of an error. It is then no longer checked.
-    is_over: AtomicBool,
+    is_closed: AtomicBool,
     /// Pending events in its streams.
     marks: Mutex<Marks>,
     /// An error that the marker thread detected, with its time.
-    trouble: Mutex<Option<(FailureCause, Tick)>>,
+    error: Mutex<Option<(FailureCause, Tick)>>,
     communicator: Weak<dyn Watchable>,
 }
 
@@ -74,11 +74,11 @@ impl Watched {
         Watched {
             identity,
             settings,
-            flight: Flight::default(),
+            flight: FlightRecorder::default(),
             failure: OnceLock::new(),
-            is_over: AtomicBool::new(false),
+            is_closed: AtomicBool::new(false),
             marks: Mutex::default(),
-            trouble: Mutex::default(),
+            error: Mutex::default(),
             communicator,
         }
     }
@@ -93,7 +93,7 @@ impl Watched {
 
     /// Returns the communicator's last collectives.
     #[inline]
-    pub(crate) fn flight(&self) -> &Flight {
+    pub(crate) fn flight(&self) -> &FlightRecorder {
         &self.flight
     }
 
@@ -102,13 +102,13 @@ impl Watched {
         self.failure.get()
     }
 
-    pub(super) fn is_over(&self) -> bool {
-        self.is_over.load(Ordering::Acquire)
+    pub(super) fn is_closed(&self) -> bool {
+        self.is_closed.load(Ordering::Acquire)
     }
 
     /// Stops checking the communicator for stalls.
     pub(super) fn close(&self) {
-        self.is_over.store(true, Ordering::Release);
+        self.is_closed.store(true, Ordering::Release);
     }
 
     pub(super) fn marks(&self) -> MutexGuard<'_, Marks> {
@@ -121,13 +121,13 @@ impl Watched {
     }
 
     /// Records an error of the driver or NCCL for the watchdog.
-    pub(super) fn note_trouble(&self, cause: FailureCause) {
-        self.trouble.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert((cause, Tick::now()));
+    pub(super) fn record_error(&self, cause: FailureCause) {
+        self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert((cause, Tick::now()));
     }
 
     /// Returns the recorded error of the driver or NCCL, and its time.
-    pub(super) fn trouble(&self) -> Option<(FailureCause, Tick)> {
-        self.trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    pub(super) fn error(&self) -> Option<(FailureCause, Tick)> {
+        self.error.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Records the failure and returns it if it is the communicator's first.
@@ -151,7 +151,7 @@ impl Watched {
             name: name.to_string(),
             rank: *rank,
             ranks: *ranks,
-            state: self.communicator().map_or_else(|| "dropped".to_owned(), |it| it.condition()),
+            state: self.communicator().map_or_else(|| "dropped".to_owned(), |it| it.state_text()),
             cause: self.failure().map(ToString::to_string),
             progress: self.flight.progress(),
             peers: members.iter().filter(|member| member.rank != *rank).map(peer).collect(),

@@ -60,7 +60,7 @@ impl fmt::Display for SegmentKey {
 }
 
 /// Maximum number of retained keys. A cache that lags further behind must drop everything.
-const KEPT_MAX: usize = 4096;
+const KEYS_MAX: usize = 4096;
 
 /// A cache's position in the invalidation log. The default is before its first entry.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -92,14 +92,14 @@ pub(crate) struct Invalidations {
 impl Invalidations {
     pub(crate) fn extend(&mut self, keys: impl IntoIterator<Item = SegmentKey>) {
         self.kept.extend(keys);
-        while self.kept.len() > KEPT_MAX {
+        while self.kept.len() > KEYS_MAX {
             self.kept.pop_front();
             self.forgotten += 1;
         }
     }
 
     /// Invalidates everything.
-    pub(crate) fn everything(&mut self) {
+    pub(crate) fn invalidate_all(&mut self) {
         self.forgotten += self.kept.len() as u64;
         self.kept.clear();
         self.epoch += 1;
@@ -142,7 +142,7 @@ mod tests {
     fn who_comes_too_late_drops_everything() {
         let mut log = Invalidations::default();
         let mut cursor = InvalidationCursor::default();
-        log.extend((0..=KEPT_MAX as u32).map(key));
+        log.extend((0..=KEYS_MAX as u32).map(key));
         assert_eq!(log.since(&mut cursor), Invalidated::Everything);
         log.extend([key(9)]);
         assert_eq!(log.since(&mut cursor), Invalidated::Keys(vec![key(9)]));
@@ -153,7 +153,7 @@ mod tests {
         let mut log = Invalidations::default();
         let mut cursor = InvalidationCursor::default();
         log.extend([key(0)]);
-        log.everything();
+        log.invalidate_all();
         assert_eq!(log.since(&mut cursor), Invalidated::Everything);
         assert_eq!(log.since(&mut cursor), Invalidated::Keys(vec![]));
     }

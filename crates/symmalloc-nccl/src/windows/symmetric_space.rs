@@ -21,7 +21,7 @@ const LIMIT_STEP_BYTES: u64 = 4 << 30;
 
 /// Returns an upper bound of the bytes that NCCL reserves for itself with the first window: buffers for its low-latency kernels, 1 MiB per
 /// rank of the domain, and barriers (`ncclSymkInitOnce`).
-const fn own_bytes(ranks: u32) -> u64 {
+const fn reserved_bytes(ranks: u32) -> u64 {
     (ranks as u64 + 8) << 20
 }
 
@@ -30,38 +30,38 @@ pub(crate) struct SymmetricSpace {
     limit_bytes: u64,
     granularity_bytes: u64,
     /// Bytes that NCCL reserves at the start of the range.
-    own_bytes: u64,
+    reserved_bytes: u64,
     /// Sizes of the windows, by offset. Windows are disjoint.
     taken: BTreeMap<u64, u64>,
     /// Offset of each segment's window.
-    places: BTreeMap<Generation, u64>,
+    offsets: BTreeMap<Generation, u64>,
 }
 
 impl SymmetricSpace {
-    /// Creates the space of a communicator with `ranks` ranks. `largest_device_bytes` is the maximum of [`wanted_bytes`] over all ranks.
+    /// Creates the space of a communicator with `ranks` ranks. `largest_device_bytes` is the maximum of [`configured_bytes`] over all ranks.
     pub(crate) fn new(largest_device_bytes: u64, granularity_bytes: u64, ranks: u32) -> Self {
         let granularity_bytes = granularity_bytes.max(1);
         SymmetricSpace {
             limit_bytes: largest_device_bytes.max(1).checked_next_multiple_of(LIMIT_STEP_BYTES).unwrap_or(u64::MAX),
             granularity_bytes,
-            own_bytes: own_bytes(ranks).next_multiple_of(granularity_bytes),
+            reserved_bytes: reserved_bytes(ranks).next_multiple_of(granularity_bytes),
             taken: BTreeMap::new(),
-            places: BTreeMap::new(),
+            offsets: BTreeMap::new(),
         }
     }
 
     /// Reserves space for a segment's window. If the window does not fit, returns `false` and changes nothing.
     #[must_use]
-    pub(crate) fn take(&mut self, segment: Generation, size_bytes: u64) -> bool {
+    pub(crate) fn allocate(&mut self, segment: Generation, size_bytes: u64) -> bool {
         let Some(offset) = self.find(size_bytes) else { return false };
         self.taken.insert(offset, size_bytes.next_multiple_of(self.granularity_bytes));
-        self.places.insert(segment, offset);
+        self.offsets.insert(segment, offset);
         true
     }
 
     fn find(&self, size_bytes: u64) -> Option<u64> {
         let size_bytes = size_bytes.checked_next_multiple_of(self.granularity_bytes)?;
-        let mut offset = self.own_bytes;
+        let mut offset = self.reserved_bytes;
         for (taken, taken_bytes) in &self.taken {
             if taken - offset >= size_bytes {
                 break;
@@ -72,15 +72,15 @@ impl SymmetricSpace {
     }
 
     /// Releases the space of a segment's window.
-    pub(crate) fn give_back(&mut self, segment: Generation) {
-        if let Some(offset) = self.places.remove(&segment) {
+    pub(crate) fn free(&mut self, segment: Generation) {
+        if let Some(offset) = self.offsets.remove(&segment) {
             self.taken.remove(&offset);
         }
     }
 
     /// Returns the bytes in use by windows and NCCL itself.
     pub(crate) fn used_bytes(&self) -> u64 {
-        self.own_bytes + self.taken.values().sum::<u64>()
+        self.reserved_bytes + self.taken.values().sum::<u64>()
     }
 
     /// Returns the size of the space in bytes.
@@ -90,7 +90,7 @@ impl SymmetricSpace {
 }
 
 /// Returns the size of the space that this rank requests: `NCCL_WIN_STRIDE` if set, otherwise the device's memory. Ranks use the largest.
-pub(crate) fn wanted_bytes(device_bytes: u64, win_stride: Option<&str>) -> u64 {
+pub(crate) fn configured_bytes(device_bytes: u64, win_stride: Option<&str>) -> u64 {
     let stride = win_stride.and_then(|text| text.trim().parse::<i64>().ok()).filter(|stride| *stride > 0);
     stride.map_or(device_bytes, i64::unsigned_abs)
 }
@@ -107,10 +107,10 @@ mod tests {
     fn the_limit_is_the_largest_device_rounded_up_or_the_stride() {
         assert_eq!(SymmetricSpace::new(141 * GIB, GRANULARITY, 8).limit_bytes(), 144 * GIB);
         assert_eq!(SymmetricSpace::new(144 * GIB, GRANULARITY, 8).limit_bytes(), 144 * GIB);
-        assert_eq!(wanted_bytes(141 * GIB, None), 141 * GIB);
-        assert_eq!(wanted_bytes(141 * GIB, Some("-1")), 141 * GIB);
-        assert_eq!(wanted_bytes(141 * GIB, Some("none")), 141 * GIB);
-        assert_eq!(wanted_bytes(141 * GIB, Some(" 4294967296")), 4 * GIB);
+        assert_eq!(configured_bytes(141 * GIB, None), 141 * GIB);
+        assert_eq!(configured_bytes(141 * GIB, Some("-1")), 141 * GIB);
+        assert_eq!(configured_bytes(141 * GIB, Some("none")), 141 * GIB);
+        assert_eq!(configured_bytes(141 * GIB, Some(" 4294967296")), 4 * GIB);
     }
 
     fn segment(ordinal: u32) -> Generation {
@@ -122,13 +122,13 @@ mod tests {
         let mut space = SymmetricSpace::new(1, GRANULARITY, 2);
         let own = space.used_bytes();
         assert_eq!(own, 10 << 20);
-        assert!(space.take(segment(0), GRANULARITY) && space.take(segment(1), GIB));
-        assert_eq!(space.places[&segment(0)], own);
-        space.give_back(segment(0));
-        assert!(space.take(segment(2), 2 * GRANULARITY));
-        assert_eq!(space.places[&segment(2)], own + GRANULARITY + GIB, "the gap is too small");
-        assert!(space.take(segment(3), 1));
-        assert_eq!(space.places[&segment(3)], own, "rounded up to the granularity, it fits the gap");
+        assert!(space.allocate(segment(0), GRANULARITY) && space.allocate(segment(1), GIB));
+        assert_eq!(space.offsets[&segment(0)], own);
+        space.free(segment(0));
+        assert!(space.allocate(segment(2), 2 * GRANULARITY));
+        assert_eq!(space.offsets[&segment(2)], own + GRANULARITY + GIB, "the gap is too small");
+        assert!(space.allocate(segment(3), 1));
+        assert_eq!(space.offsets[&segment(3)], own, "rounded up to the granularity, it fits the gap");
         assert_eq!(space.used_bytes(), own + GIB + 3 * GRANULARITY);
     }
 
@@ -136,12 +136,12 @@ mod tests {
     fn a_window_that_finds_no_place_takes_nothing() {
         let mut space = SymmetricSpace::new(1, GRANULARITY, 2);
         let before = space.used_bytes();
-        assert!(!space.take(segment(0), 4 * GIB));
-        assert!(!space.take(segment(0), u64::MAX));
+        assert!(!space.allocate(segment(0), 4 * GIB));
+        assert!(!space.allocate(segment(0), u64::MAX));
         assert_eq!(space.used_bytes(), before);
-        assert!(space.take(segment(0), 4 * GIB - before));
-        assert!(!space.take(segment(1), 1));
-        space.give_back(segment(0));
+        assert!(space.allocate(segment(0), 4 * GIB - before));
+        assert!(!space.allocate(segment(1), 1));
+        space.free(segment(0));
         assert_eq!(space.used_bytes(), before);
     }
 }

@@ -15,7 +15,7 @@ use symmalloc_cuda::CudaAllocator;
 
 /// Windows that were restored for a pool.
 #[derive(Debug, Default)]
-pub(crate) struct BroughtBack {
+pub(crate) struct Restored {
     pub(crate) registrations: u64,
     /// Windows whose handle differs from the one before the sleep.
     pub(crate) changed: Vec<SegmentName>,
@@ -41,12 +41,12 @@ impl Attachment {
     pub(crate) fn windows_digest(&self, state: &SyncState, allocator: &CudaAllocator, pool: PoolId) -> u64 {
         match state.saved.get(&pool) {
             Some(saved) => digest(&saved.windows),
-            None => digest(&state.resting(allocator, pool)),
+            None => digest(&state.restorable_windows(allocator, pool)),
         }
     }
 
     /// Deregisters and records all registrations of the pool. Returns the number of deregistrations.
-    pub(crate) fn take_away(
+    pub(crate) fn save_and_deregister(
         &self,
         state: &mut SyncState,
         allocator: &CudaAllocator,
@@ -55,14 +55,14 @@ impl Attachment {
         if state.saved.contains_key(&pool) {
             return Ok(0);
         }
-        let mut saved = SavedRegistrations { windows: state.resting(allocator, pool), buffers: Vec::new() };
+        let mut saved = SavedRegistrations { windows: state.restorable_windows(allocator, pool), buffers: Vec::new() };
         let mut synced = Synced::default();
         // This includes dead segments with windows, which are not restored.
         for segment in state.order.iter().filter(|segment| segment.pool == pool).copied().collect::<Vec<_>>() {
             let Some(registered) = state.windows.get(&segment) else { continue };
             let action = action_of(state.pools.ordinal(pool), segment, registered);
             if let Some(space) = &mut state.space {
-                space.give_back(segment);
+                space.free(segment);
             }
             self.deregister(state, &action, &mut synced).map_err(|error| self.failed(error))?;
         }
@@ -90,17 +90,17 @@ impl Attachment {
         let mut space: SymmetricSpace = space.clone();
         let actions = saved.windows.iter().map(|window| window.action);
         actions.into_iter().try_for_each(|SyncAction { change, segment, .. }| {
-            if space.take(segment, change.size_bytes) { Ok(()) } else { Err(change.size_bytes) }
+            if space.allocate(segment, change.size_bytes) { Ok(()) } else { Err(change.size_bytes) }
         })
     }
 
     /// Restores the recorded registrations together with the other ranks, in their original order.
-    pub(crate) fn bring_back(&self, state: &mut SyncState, pool: PoolId) -> Result<BroughtBack, SyncError> {
+    pub(crate) fn restore(&self, state: &mut SyncState, pool: PoolId) -> Result<Restored, SyncError> {
         let SavedRegistrations { windows, buffers } = state.saved.remove(&pool).unwrap_or_default();
-        let (mut back, mut synced) = (BroughtBack::default(), Synced::default());
+        let (mut back, mut synced) = (Restored::default(), Synced::default());
         for SavedWindow { action, handle } in windows {
             let has_room =
-                state.space.as_mut().is_none_or(|space| space.take(action.segment, action.change.size_bytes));
+                state.space.as_mut().is_none_or(|space| space.allocate(action.segment, action.change.size_bytes));
             debug_assert!(has_room, "checked before the decision");
             self.register(state, &action, &mut synced).map_err(|error| self.failed(error))?;
             if state.windows.get(&action.segment).and_then(handle_of) != handle {
@@ -150,7 +150,7 @@ impl SyncState {
     }
 
     /// Returns the windows of the pool's live segments, in registration order.
-    fn resting(&self, allocator: &CudaAllocator, pool: PoolId) -> Vec<SavedWindow> {
+    fn restorable_windows(&self, allocator: &CudaAllocator, pool: PoolId) -> Vec<SavedWindow> {
         let snapshots = self.pools.read(allocator);
         let dead: BTreeSet<Generation> = self
             .pools

@@ -7,7 +7,7 @@ use crate::communicator::registration::Registered;
 use crate::communicator::{CommState, Stage};
 use crate::registrar::settings::{Registration, Settings, Synced};
 use crate::registrar::stats::Counters;
-use crate::sync::actions::{ChangeKind, SegmentName, SyncAction, SyncActions, dead_keys, generation};
+use crate::sync::actions::{ChangeKind, SegmentName, SyncAction, SyncActions, generation, invalidated_keys};
 use crate::sync::agreement::agree_on_sync;
 use crate::sync::changes::SegmentChanges;
 use crate::sync::error::SyncError;
@@ -69,16 +69,16 @@ impl Attachment {
         }
         let dead: Vec<SegmentKey> = [&windows, &buffers]
             .into_iter()
-            .flat_map(|changes| dead_keys(&state.segments, &changes.events, &changes.leaving))
+            .flat_map(|changes| invalidated_keys(&state.segments, &changes.events, &changes.leaving))
             .collect();
         if !actions.list.is_empty() || !buffers.is_empty() {
-            if actions.takes_away() || buffers.takes_away() {
+            if actions.removes_registrations() || buffers.removes_registrations() {
                 self.quiesce(job.allocator)?;
             }
             for action in &actions.list {
-                self.carry_out(state, action, &mut synced)?;
+                self.execute(state, action, &mut synced)?;
             }
-            self.follow(state, &buffers, &mut synced)?;
+            self.update_buffers(state, &buffers, &mut synced)?;
         }
         actions.write_to(&mut state.segments);
         SyncActions::new(&state.segments, &buffers.events, &buffers.leaving, |_| 0).write_to(&mut state.segments);
@@ -130,18 +130,19 @@ impl Attachment {
             let space = state.space.clone();
             let space =
                 space.unwrap_or_else(|| SymmetricSpace::new(agreed.space_bytes, granularity_bytes, self.comm.ranks()));
-            state.space = Some(self.place(space, actions)?);
+            state.space = Some(self.plan_space(space, actions)?);
         }
         Ok(agreed.rounds)
     }
 
     /// Returns the address space as it will be after the actions, or an error if a window does not fit.
-    fn place(&self, mut space: SymmetricSpace, actions: &SyncActions) -> Result<SymmetricSpace, SyncError> {
+    fn plan_space(&self, mut space: SymmetricSpace, actions: &SyncActions) -> Result<SymmetricSpace, SyncError> {
         for action in &actions.list {
             if action.change.kind != ChangeKind::Register {
-                space.give_back(action.segment);
+                space.free(action.segment);
             }
-            if action.change.kind != ChangeKind::Deregister && !space.take(action.segment, action.change.size_bytes) {
+            if action.change.kind != ChangeKind::Deregister && !space.allocate(action.segment, action.change.size_bytes)
+            {
                 return Err(SyncError::SymmetricSpace {
                     communicator: self.name(),
                     needed_bytes: action.change.size_bytes,
@@ -160,10 +161,10 @@ impl Attachment {
         if done.map_err(|error| SyncError::Cuda { communicator: self.name(), error })? {
             return Ok(());
         }
-        Err(self.failed(self.comm.give_up(Stage::Run, waited)))
+        Err(self.failed(self.comm.end_overdue(Stage::Run, waited)))
     }
 
-    fn carry_out(&self, state: &mut SyncState, action: &SyncAction, synced: &mut Synced) -> Result<(), SyncError> {
+    fn execute(&self, state: &mut SyncState, action: &SyncAction, synced: &mut Synced) -> Result<(), SyncError> {
         if action.change.kind != ChangeKind::Register {
             self.deregister(state, action, synced).map_err(|error| self.failed(error))?;
         }
@@ -204,13 +205,13 @@ impl Attachment {
         state.order.retain(|segment| *segment != action.segment);
         self.view_mut().windows.remove(action.base);
         state.window_bytes -= registered.size_bytes();
-        self.give_back(registered)?;
+        self.deregister_any(registered)?;
         synced.deregistrations += 1;
         trace_step(self.comm.name(), action, false);
         Ok(())
     }
 
-    pub(super) fn give_back(&self, registered: Registered) -> Result<(), CommError> {
+    pub(super) fn deregister_any(&self, registered: Registered) -> Result<(), CommError> {
         match registered {
             Registered::Window(window) => self.comm.deregister_window(window),
             Registered::Plain(registration) => self.comm.deregister_buffer(registration),
@@ -218,7 +219,12 @@ impl Attachment {
     }
 
     /// Registers and deregisters the pieces of pools that are attached for buffers. Local to this rank.
-    fn follow(&self, state: &mut SyncState, changes: &SegmentChanges, synced: &mut Synced) -> Result<(), SyncError> {
+    fn update_buffers(
+        &self,
+        state: &mut SyncState,
+        changes: &SegmentChanges,
+        synced: &mut Synced,
+    ) -> Result<(), SyncError> {
         let mut gone: Vec<Generation> = Vec::new();
         for event in &changes.events {
             let segment = generation(event);

@@ -43,6 +43,8 @@ nccl_test!(a_pool_wakes_in_place_with_the_windows_that_it_had, ["STUB_NCCL_REUSE
         let before = handles(&tensors);
         let mut cursor = InvalidationCursor::default();
         let _none = it.registrar.invalidations(&it.world, &mut cursor);
+        let stats = || [&it.world, &pair].map(|comm| it.registrar.communicator_stats(comm).expect("it is ready"));
+        let stats_before = stats();
         for _ in 0..20 {
             let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
             assert_eq!((slept.released_bytes, slept.kept_bytes, slept.deregistrations), (90 * MIB, 0, 6));
@@ -64,6 +66,7 @@ nccl_test!(a_pool_wakes_in_place_with_the_windows_that_it_had, ["STUB_NCCL_REUSE
             assert_eq!((woken.changed, woken.lost), (vec![], Vec::<String>::new()));
             assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Awake));
             assert_eq!(handles(&tensors), before, "the same windows");
+            assert_eq!(stats(), stats_before, "the same windows in the same symmetric space");
             assert_eq!(it.registrar.wake(&it.world, pool.id()).expect("nothing to do").registrations, 0);
             for tensor in &mut tensors {
                 it.reduce_right(&it.world, tensor);
@@ -79,6 +82,43 @@ nccl_test!(a_pool_wakes_in_place_with_the_windows_that_it_had, ["STUB_NCCL_REUSE
         tensors.push(it.take(&pool, 50 * MIB));
         assert_eq!(it.registrar.sync(&[&it.world, &pair]).expect("the ranks agree").registrations, 2);
         it.reduce_right(&it.world, tensors.last_mut().expect("a tensor was just allocated"));
+    });
+    nothing_is_left();
+});
+
+nccl_test!(sleeps_over_different_communicators_take_locks_in_one_order, {
+    let shared = Mutex::new(None);
+    Job::new(1).run(|it| {
+        let next = it.connect("next", &shared);
+        let pools: Vec<_> = [&it.world, &next].map(|over| (over, it.attached_pool())).into();
+        let _tensors: Vec<_> = pools
+            .iter()
+            .map(|(_, pool)| {
+                it.registrar.attach(&next, &[pool.id()], Registration::Windows).expect("the pool is not attached yet");
+                it.take(pool, 20 * MIB)
+            })
+            .collect();
+        it.registrar.sync(&[&it.world, &next]).expect("one rank agrees");
+        let (done, finished) = std::sync::mpsc::channel::<()>();
+        let limit = super::support::PATIENT;
+        std::thread::spawn(move || {
+            if finished.recv_timeout(limit) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+                eprintln!("two sleeps wait for each other's locks");
+                std::process::abort();
+            }
+        });
+        std::thread::scope(|scope| {
+            for (over, pool) in &pools {
+                scope.spawn(|| {
+                    for _ in 0..50 {
+                        it.registrar.sleep(over, pool.id(), Contents::Drop).expect("one rank sleeps");
+                        it.registrar.wake(over, pool.id()).expect("one rank wakes");
+                    }
+                });
+            }
+        });
+        drop(done);
+        next.destroy().expect("destroyed");
     });
     nothing_is_left();
 });

@@ -1,10 +1,10 @@
 //! The other ranks' side of the rendezvous: they try to connect until rank 0 answers.
 
 use crate::backoff::Backoff;
-use crate::rendezvous::endpoint::{Closed, Door, read_until, write_until};
+use crate::rendezvous::endpoint::{ConnectError, Endpoint, read_until, write_until};
 use crate::rendezvous::error::RendezvousError;
-use crate::rendezvous::handshake::{Exchange, HEAD_BYTES, Hello, TailMessage, Unknown, VERSION, Verdict};
-use crate::rendezvous::meeting::{Meeting, VISITOR_LIMIT};
+use crate::rendezvous::handshake::{DecodeError, Exchange, HEAD_BYTES, Hello, TailMessage, VERSION, Verdict};
+use crate::rendezvous::meeting::{HANDSHAKE_LIMIT, Meeting};
 use crate::rendezvous::secret::random;
 use crate::rendezvous::unique_id::UniqueId;
 use std::io;
@@ -16,42 +16,42 @@ use zerocopy::{FromZeros, IntoBytes};
 const REFUSED_LIMIT: Duration = Duration::from_secs(5);
 
 impl Meeting {
-    /// Knocks until the right rank 0 answers. Returns the id and the connection to rank 0.
-    pub(super) fn ask(
+    /// Tries the endpoints until the right rank 0 answers. Returns the id and the connection to rank 0.
+    pub(super) fn request_id(
         &self,
-        doors: &[Door],
+        endpoints: &[Endpoint],
         rank: u32,
         backoff: &Backoff,
     ) -> Result<(UniqueId, Connection), RendezvousError> {
-        let visit = u64::from_le_bytes(random()?);
+        let session = u64::from_le_bytes(random()?);
         let (mut refused, mut foreign) = (None, None);
         loop {
-            for door in doors {
-                let limit = backoff.left().min(VISITOR_LIMIT);
+            for endpoint in endpoints {
+                let limit = backoff.left().min(HANDSHAKE_LIMIT);
                 if limit.is_zero() {
                     break;
                 }
                 let (job, ranks, has_secret) = (self.job, self.ranks, self.secret.is_some());
-                let hello = Hello { job, ranks, rank, visit, has_secret, nonce: random()? };
-                match self.knock(door, hello, limit) {
+                let hello = Hello { job, ranks, rank, session, has_secret, nonce: random()? };
+                match self.attempt(endpoint, hello, limit) {
                     Ok(found) => return Ok(found),
-                    Err(Unmet::Refused(error)) => {
+                    Err(AttemptError::Refused(error)) => {
                         // The system guarantees that a socket on this machine belongs to the same user, so the answer is final.
-                        if matches!(door, Door::Local(_)) || error == (RendezvousError::RankTwice { rank }) {
+                        if matches!(endpoint, Endpoint::Local(_)) || error == (RendezvousError::RankTwice { rank }) {
                             return Err(error);
                         }
                         refused.get_or_insert((error, Instant::now()));
                     }
-                    Err(Unmet::Closed(Closed::Foreign(user))) => {
+                    Err(AttemptError::ConnectError(ConnectError::Foreign(user))) => {
                         if foreign.replace(user) != Some(user) {
                             tracing::warn!(name: "rendezvous.foreign_socket", target: "symmalloc", user);
                         }
                     }
                     // Rank 0 does not listen yet, or the port belongs to another program or another job's rank 0.
-                    Err(Unmet::Closed(Closed::Io)) => {}
+                    Err(AttemptError::ConnectError(ConnectError::Io)) => {}
                 }
             }
-            // Knock at most a hundred times per second, regardless of the backoff, because each knock sends a packet.
+            // Connect at most a hundred times per second, regardless of the backoff, because each attempt sends a packet.
             std::thread::sleep(backoff.left().min(Duration::from_millis(10)));
             let is_over = !backoff.pause();
             if let Some((error, _)) = refused.take_if(|(_, since)| is_over || since.elapsed() > REFUSED_LIMIT) {
@@ -59,20 +59,25 @@ impl Meeting {
             }
             if is_over {
                 let waited = backoff.waited();
-                return Err(match &doors[0] {
-                    Door::Network(address) => RendezvousError::NoAnswer { address: *address, waited },
-                    Door::Local(_) => RendezvousError::NoLocalAnswer { foreign_user: foreign, waited },
+                return Err(match &endpoints[0] {
+                    Endpoint::Network(address) => RendezvousError::NoAnswer { address: *address, waited },
+                    Endpoint::Local(_) => RendezvousError::NoLocalAnswer { foreign_user: foreign, waited },
                 });
             }
         }
     }
 
-    /// Knocks once at a door.
-    fn knock(&self, door: &Door, hello: Hello, limit: Duration) -> Result<(UniqueId, Connection), Unmet> {
+    /// Tries one endpoint.
+    fn attempt(
+        &self,
+        endpoint: &Endpoint,
+        hello: Hello,
+        limit: Duration,
+    ) -> Result<(UniqueId, Connection), AttemptError> {
         let end = Instant::now() + limit;
-        let mut connection = door.open(limit)?;
+        let mut connection = endpoint.open(limit)?;
         write_until(&mut connection, &hello.bytes(), end)?;
-        let mut exchange = Exchange { hello, nonce: [0; 32], door: door.number() };
+        let mut exchange = Exchange { hello, nonce: [0; 32], endpoint: endpoint.number() };
         let mut verdict = read_verdict(&mut connection, end)?;
         if let (Verdict::Challenge, Some(secret)) = (verdict, &self.secret) {
             read_until(&mut connection, &mut exchange.nonce, end)?;
@@ -92,40 +97,42 @@ impl Meeting {
         }
         match verdict {
             Verdict::Welcome => Ok((id, connection)),
-            Verdict::RankTwice => Err(Unmet::Refused(RendezvousError::RankTwice { rank: hello.rank })),
-            Verdict::SecretNeeded => Err(Unmet::Refused(RendezvousError::SecretMissing)),
-            Verdict::NoSecret => Err(Unmet::Refused(RendezvousError::SecretMissingAtRank0)),
-            Verdict::WrongSecret => Err(Unmet::Refused(RendezvousError::WrongSecret)),
-            Verdict::OtherJob | Verdict::Challenge | Verdict::OtherVersion => Err(Unmet::Closed(Closed::Io)),
+            Verdict::RankTwice => Err(AttemptError::Refused(RendezvousError::RankTwice { rank: hello.rank })),
+            Verdict::SecretNeeded => Err(AttemptError::Refused(RendezvousError::SecretMissing)),
+            Verdict::NoSecret => Err(AttemptError::Refused(RendezvousError::SecretMissingAtRank0)),
+            Verdict::WrongSecret => Err(AttemptError::Refused(RendezvousError::WrongSecret)),
+            Verdict::OtherJob | Verdict::Challenge | Verdict::OtherVersion => {
+                Err(AttemptError::ConnectError(ConnectError::Io))
+            }
         }
     }
 }
 
-/// An error returned by a knock that did not reach rank 0.
-enum Unmet {
-    Closed(Closed),
+/// An error returned by an attempt that did not reach rank 0.
+enum AttemptError {
+    ConnectError(ConnectError),
     Refused(RendezvousError),
 }
 
-impl From<Closed> for Unmet {
-    fn from(closed: Closed) -> Self {
-        Unmet::Closed(closed)
+impl From<ConnectError> for AttemptError {
+    fn from(closed: ConnectError) -> Self {
+        AttemptError::ConnectError(closed)
     }
 }
 
-impl From<io::Error> for Unmet {
+impl From<io::Error> for AttemptError {
     fn from(error: io::Error) -> Self {
-        Unmet::Closed(error.into())
+        AttemptError::ConnectError(error.into())
     }
 }
 
-fn read_verdict(connection: &mut Connection, end: Instant) -> Result<Verdict, Unmet> {
+fn read_verdict(connection: &mut Connection, end: Instant) -> Result<Verdict, AttemptError> {
     let mut head = [0; HEAD_BYTES];
     read_until(connection, &mut head, end)?;
-    Verdict::from_head(head).map_err(|unknown| match unknown {
-        Unknown::Foreign => Unmet::Closed(Closed::Io),
-        Unknown::OtherVersion { version } => {
-            Unmet::Refused(RendezvousError::OtherVersion { version, expected: VERSION })
+    Verdict::from_head(head).map_err(|error| match error {
+        DecodeError::Foreign => AttemptError::ConnectError(ConnectError::Io),
+        DecodeError::OtherVersion { version } => {
+            AttemptError::Refused(RendezvousError::OtherVersion { version, expected: VERSION })
         }
     })
 }
