@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wait_ends_when_its_time_is_up_and_asks_seldom_by_then() {
+    fn a_wait_ends_at_its_limit_and_polls_rarely_by_then() {
         let backoff = Backoff::new(Duration::from_millis(40));
         let since = Instant::now();
         let mut sleeps = 0;

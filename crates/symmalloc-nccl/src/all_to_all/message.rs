@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_exchanged_are_the_splits_of_every_rank() {
+    fn an_exchange_returns_the_splits_of_every_rank() {
         let all = gathered(&[messages(0).exchange(&[5, 3]), messages(1).exchange(&[0, 7])]);
         let splits = messages(1).read_exchange(&all).expect("the splits are valid");
         assert_eq!((splits.input().rows(), splits.output().rows()), (&[0, 7][..], &[3, 7][..]));
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_cannot_take_part_is_named_to_all() {
+    fn a_refusal_is_reported_on_every_rank() {
         let all = gathered(&[messages(0).exchange(&[5, 3]), messages(1).refusal()]);
         for rank in 0..2 {
             assert!(matches!(messages(rank).read_exchange(&all), Err(AllToAllError::Refused { rank: 1 })));
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_in_different_calls_are_told() {
+    fn different_calls_are_reported() {
         let splits = Splits::sending(&[1, 1]).receiving(&[1, 1]).expect("the splits are valid");
         let all = gathered(&[messages(0).exchange(&[5, 3]), check(1, &splits, 2)]);
         assert!(matches!(messages(0).read_exchange(&all), Err(AllToAllError::DifferentCalls { rank: 1 })));
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_disagree_are_told_who_sends_what() {
+    fn a_disagreement_names_sender_receiver_and_rows() {
         let one = Splits::sending(&[1, 4]).receiving(&[1, 2]).expect("the splits are valid");
         let other = Splits::sending(&[2, 1]).receiving(&[4, 1]).expect("the splits are valid");
         let all = gathered(&[check(0, &one, 2), check(1, &other, 2)]);

@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn what_died_is_forgotten_and_nothing_else() {
+    fn invalidated_segments_are_removed() {
         let mut segments = SegmentList::default();
         (0..4_u32).for_each(|at| segments.insert(key(at, 0x1000 * u64::from(at))));
         segments.forget(Invalidated::Keys(vec![]));

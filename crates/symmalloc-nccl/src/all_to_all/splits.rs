@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn no_rank_knows_of_others_what_it_was_not_told() {
+    fn splits_between_other_ranks_are_unknown_without_an_exchange() {
         let splits = Splits::sending(&[1, 2]).receiving(&[1, 3]).expect("the splits are valid");
         assert_eq!((splits.rows_between(0, 1), splits.input_rows_max(), splits.output_rows_max()), (None, None, None));
     }

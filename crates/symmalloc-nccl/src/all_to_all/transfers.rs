@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused_by_name() {
+    fn buffers_that_are_too_short_are_errors() {
         let splits = Splits::sending(&[2, 0, 5]).receiving(&[2, 1, 0]).expect("the splits are valid");
         let refused = transfers(&splits, 0, 20).expect_err("too short");
         assert!(matches!(

@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn every_peer_is_a_connection_of_its_own_and_a_root_is_not() {
+    fn every_peer_has_its_own_connection_and_a_root_has_none() {
         let mut shapes = KnownShapes::default();
         shapes.insert(operation(NcclCall::Send { peer: 100 }, 8).shape());
         assert!(shapes.contains(operation(NcclCall::Send { peer: 100 }, 1 << 20).shape()), "whatever its size");

@@ -192,7 +192,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_seal_fits_its_message_and_gather_alone() {
+    fn a_seal_is_valid_for_its_message_and_gather_only() {
         let message = [7_u8; 67];
         let sealed = seal(3, &message);
         assert_eq!(sealed, seal(3, &message));

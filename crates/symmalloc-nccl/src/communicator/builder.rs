@@ -436,7 +436,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nccls_own_variable_decides_the_mode() {
+    fn nccls_variable_takes_precedence() {
         assert_eq!(effective_mode(Mode::Blocking, None), Mode::Blocking);
         assert_eq!(effective_mode(Mode::Blocking, Some("0")), Mode::Nonblocking);
         assert_eq!(effective_mode(Mode::Nonblocking, Some(" 1")), Mode::Blocking);

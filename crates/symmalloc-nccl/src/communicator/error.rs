@@ -288,7 +288,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_say_what_happened_and_what_to_do() {
+    fn errors_state_the_cause_and_the_remedy() {
         let nccl = NcclError { call: "ncclCommSplit", code: 6, detail: Some("Connection closed".into()) };
         assert_eq!(
             nccl.to_string(),

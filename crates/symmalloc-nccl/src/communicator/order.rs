@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn a_split_stands_behind_its_parent_and_before_the_next_one() {
+    fn a_split_sorts_after_its_parent_and_before_the_next_split() {
         let parent = world("world", 7);
         let (first, second) = (parent.split(1, 300), parent.split(2, 0));
         assert!(parent < first && first < second);

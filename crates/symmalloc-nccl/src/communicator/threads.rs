@@ -152,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_that_hangs_holds_nobody_up() {
+    fn a_thread_that_hangs_does_not_delay_other_calls() {
         let (release, hung): (Sender<()>, Receiver<()>) = channel();
         let (done, finished) = channel();
         let also_done = done.clone();

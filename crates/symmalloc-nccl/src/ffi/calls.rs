@@ -414,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn a_configuration_sets_nothing_but_what_it_is_told() {
+    fn a_configuration_sets_only_the_mode_and_the_name() {
         let config = RawConfig::new(false, None);
         assert_eq!((config.size, config.magic, config.version), (72, 0xcafe_beef, 22_700));
         assert_eq!(config.blocking, 0);

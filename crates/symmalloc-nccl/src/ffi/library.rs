@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_library_that_is_not_there_is_named_with_the_systems_reason() {
+    fn a_missing_library_is_an_error_with_the_systems_reason() {
         let Err(LoadError::LibraryMissing { tried }) = Nccl::open("/nowhere/libnccl.so.2") else {
             panic!("opened a missing library");
         };

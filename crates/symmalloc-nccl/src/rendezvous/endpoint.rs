@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_of_the_same_user_is_known_as_such() {
+    fn a_process_of_the_same_user_is_not_foreign() {
         let names = names(u64::from(std::process::id()), 0, None);
         let _listener = names[1].listen().expect("the address is free");
         assert!(names[0].connect().is_err(), "nobody listens");

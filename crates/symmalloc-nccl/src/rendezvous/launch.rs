@@ -261,14 +261,14 @@ mod tests {
     ];
 
     #[test]
-    fn torchrun_says_it_all() {
+    fn torchrun_sets_all_fields() {
         let launch = launch(&TORCH).expect("complete");
         assert_eq!((launch.rank, launch.ranks, launch.local_rank, launch.local_ranks), (5, 8, 1, 4));
         assert_eq!((launch.launcher, launch.job.as_str()), (Launcher::Torchrun, "none.2"));
     }
 
     #[test]
-    fn open_mpi_says_it_all() {
+    fn open_mpi_sets_all_fields() {
         let launch = launch(&[
             ("OMPI_COMM_WORLD_RANK", "1"),
             ("OMPI_COMM_WORLD_SIZE", "2"),
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn mpich_says_it_all_also_when_its_helpers_came_from_srun() {
+    fn mpich_takes_precedence_over_srun() {
         let mut variables =
             vec![("PMI_RANK", "3"), ("PMI_SIZE", "4"), ("MPI_LOCALRANKID", "3"), ("MPI_LOCALNRANKS", "4")];
         variables.extend(SRUN);
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn srun_says_it_all_also_when_it_speaks_pmi() {
+    fn srun_sets_all_fields_with_and_without_pmi() {
         for extra in [vec![], vec![("PMI_RANK", "9"), ("PMI_SIZE", "11")]] {
             let launch = launch(&[&SRUN[..], &extra].concat()).expect("complete");
             assert_eq!((launch.rank, launch.ranks, launch.local_rank, launch.local_ranks), (9, 11, 1, 3));
@@ -301,14 +301,14 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_script_is_no_rank() {
+    fn a_batch_script_is_not_a_rank() {
         assert_eq!(launch(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8")]), Err(LaunchError::NotLaunched));
         assert_eq!(launch(&[]), Err(LaunchError::NotLaunched));
         assert_eq!(launch(&[("RANK", "")]), Err(LaunchError::NotLaunched));
     }
 
     #[test]
-    fn what_the_program_sets_itself_goes_before_mpi() {
+    fn variables_of_torchrun_take_precedence_over_mpi() {
         let mut variables = TORCH.to_vec();
         variables.extend([("OMPI_COMM_WORLD_RANK", "0"), ("PMI_RANK", "0"), ("MPI_LOCALRANKID", "0")]);
         assert_eq!(launch(&variables).expect("complete").launcher, Launcher::Torchrun);
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_or_no_rank_is_refused() {
+    fn invalid_numbers_and_ranks_are_errors() {
         let with = |name: &str, value: &'static str| {
             let variables: Vec<_> =
                 TORCH.iter().map(|(key, old)| (*key, if *key == name { value } else { old })).collect();

@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_of_one_machine_meet_on_its_sockets() {
+    fn ranks_of_one_machine_use_its_sockets() {
         let job = launch(4, 4, "job");
         let (one, again, other) = (place(&job, &[]), place(&job, &[]), place(&launch(4, 4, "other"), &[]));
         assert_eq!(one, again);
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_elsewhere_is_of_a_network() {
+    fn a_remote_address_is_a_network_endpoint() {
         let (one_machine, two_machines) = (launch(4, 4, "job"), launch(4, 2, "job"));
         // An address reserved for documentation, which no machine has.
         let elsewhere = [("MASTER_ADDR", "192.0.2.1"), ("MASTER_PORT", "29500")];
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_that_cannot_be_is_refused_by_name() {
+    fn an_invalid_address_is_an_error() {
         let job = launch(4, 4, "job");
         let bad = |variable, value: &str| Err(RendezvousError::BadAddress { variable, value: value.to_owned() });
         assert_eq!(place(&job, &[("SYMMALLOC_RENDEZVOUS", "nowhere")]), bad("SYMMALLOC_RENDEZVOUS", "nowhere"));

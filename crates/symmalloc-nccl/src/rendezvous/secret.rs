@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn a_proof_holds_for_its_secret_purpose_and_parts_alone() {
+    fn a_proof_is_valid_for_its_secret_purpose_and_parts_only() {
         let (ours, other) = (secret("0123456789abcdef"), secret("0123456789abcdeg"));
         let proof = ours.prove(Purpose::RankToRank0, &[b"a", b"b"]);
         assert!(ours.is_proof(&proof, Purpose::RankToRank0, &[b"a", b"b"]));

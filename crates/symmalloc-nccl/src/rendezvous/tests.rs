@@ -86,7 +86,7 @@ fn ask(meeting: &Meeting, endpoints: &[Endpoint], rank: u32, millis: u64) -> Res
 }
 
 #[test]
-fn all_ranks_get_the_id_in_whatever_order_they_come() {
+fn all_ranks_receive_the_id_in_any_order_of_arrival() {
     let (listener, endpoints) = anywhere();
     for meeting in [meeting(6), secret_meeting(6, SECRET)] {
         thread::scope(|scope| {
@@ -109,7 +109,7 @@ fn all_ranks_get_the_id_in_whatever_order_they_come() {
 }
 
 #[test]
-fn rank_0_may_come_last() {
+fn rank_0_may_arrive_last() {
     let (listener, endpoints) = anywhere();
     drop(listener);
     thread::scope(|scope| {
@@ -122,7 +122,7 @@ fn rank_0_may_come_last() {
 }
 
 #[test]
-fn strangers_and_other_jobs_neither_get_the_id_nor_hold_it_up() {
+fn other_processes_and_other_jobs_are_rejected_without_delay() {
     let (listener, endpoints) = anywhere();
     thread::scope(|scope| {
         let silent = TcpStream::connect(address(&endpoints[0])).expect("listening");
@@ -151,7 +151,7 @@ fn strangers_and_other_jobs_neither_get_the_id_nor_hold_it_up() {
 }
 
 #[test]
-fn silent_visitors_make_room_for_ranks() {
+fn silent_connections_are_evicted() {
     let (listener, endpoints) = anywhere();
     thread::scope(|scope| {
         let given = scope.spawn(|| meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
@@ -165,7 +165,7 @@ fn silent_visitors_make_room_for_ranks() {
 }
 
 #[test]
-fn rank_0_names_the_ranks_that_did_not_come() {
+fn rank_0_names_the_missing_ranks() {
     let (listener, endpoints) = anywhere();
     thread::scope(|scope| {
         let other = scope.spawn(|| ask(&meeting(4), &endpoints, 2, PATIENT));
@@ -178,7 +178,7 @@ fn rank_0_names_the_ranks_that_did_not_come() {
 }
 
 #[test]
-fn without_rank_0_the_others_say_so_in_time() {
+fn without_rank_0_the_others_time_out() {
     let (listener, endpoints) = anywhere();
     drop(listener);
     let asked = ask(&meeting(2), &endpoints, 1, 120);
@@ -188,7 +188,7 @@ fn without_rank_0_the_others_say_so_in_time() {
 }
 
 #[test]
-fn a_second_process_with_a_rank_is_turned_away_and_the_same_one_again_is_not() {
+fn a_duplicate_rank_is_rejected_and_a_retry_is_not() {
     let (listener, endpoints) = anywhere();
     for meeting in [meeting(3), secret_meeting(3, SECRET)] {
         thread::scope(|scope| {
@@ -252,7 +252,7 @@ fn a_rank_0_of_another_version_is_an_error_that_states_both_versions() {
 }
 
 #[test]
-fn a_hello_that_comes_in_pieces_is_heard() {
+fn a_hello_may_arrive_in_pieces() {
     let (listener, endpoints) = anywhere();
     thread::scope(|scope| {
         let other = scope.spawn(|| {
@@ -274,7 +274,7 @@ fn a_hello_that_comes_in_pieces_is_heard() {
 }
 
 #[test]
-fn a_port_that_is_taken_is_passed_over_and_still_found() {
+fn a_port_in_use_is_skipped() {
     let (Listener::Network(taken), first) = anywhere() else { panic!("it has an address") };
     let (free, second) = anywhere();
     drop(free);
@@ -318,7 +318,7 @@ fn asked_by(ours: &Meeting, theirs: &Meeting, listener: &Listener, endpoints: &[
 }
 
 #[test]
-fn secrets_that_differ_are_reported_to_the_rank_and_do_not_hold_the_meeting_up() {
+fn different_secrets_are_reported_without_delay() {
     let (none, ours, other) = (meeting(2), secret_meeting(2, SECRET), secret_meeting(2, OTHER_SECRET));
     let (listener, endpoints) = anywhere();
     let list = local_place("secrets");
@@ -353,7 +353,7 @@ fn stranger(answer: Verdict) -> [Endpoint; 1] {
 }
 
 #[test]
-fn a_stranger_that_answers_without_the_secret_is_no_rank_0() {
+fn an_answer_without_a_proof_is_rejected() {
     let meeting = secret_meeting(2, SECRET);
     for (answer, expected) in [
         (Verdict::Welcome, RendezvousError::SecretMissingAtRank0),
@@ -379,7 +379,7 @@ fn speak(to: SocketAddr, earlier: Option<[u8; PROOF_BYTES]>) -> (Option<Verdict>
 }
 
 #[test]
-fn a_proof_holds_once() {
+fn a_proof_cannot_be_replayed() {
     let (listener, endpoints) = anywhere();
     let meeting = Meeting { ranks: 2, ..secret_meeting(2, SECRET) };
     thread::scope(|scope| {
@@ -409,7 +409,7 @@ fn relay(from: TcpStream, to: SocketAddr) {
 }
 
 #[test]
-fn a_port_that_passes_on_what_it_hears_is_found_out() {
+fn a_relay_is_detected() {
     let (listener, endpoints) = anywhere();
     let relaying = TcpListener::bind("127.0.0.1:0").expect("a port");
     let in_between = [Endpoint::Network(relaying.local_addr().expect("bound"))];
@@ -425,7 +425,7 @@ fn a_port_that_passes_on_what_it_hears_is_found_out() {
 }
 
 #[test]
-fn a_socket_name_that_is_taken_is_passed_over_and_still_found() {
+fn a_socket_name_in_use_is_skipped() {
     let list = local_place("squatted");
     let squatter = list.endpoints[0].listen().expect("the address is free");
     let listener = list.listen().expect("the second address is free");
@@ -463,7 +463,7 @@ fn as_another_user<R: Send>(body: impl FnOnce() -> R + Send) -> Option<R> {
 }
 
 #[test]
-fn another_user_is_turned_away_and_the_job_meets() {
+fn another_user_is_rejected() {
     let list = local_place("intruder");
     let listener = list.listen().expect("the address is free");
     thread::scope(|scope| {
@@ -482,7 +482,7 @@ fn another_user_is_turned_away_and_the_job_meets() {
 }
 
 #[test]
-fn a_socket_name_that_another_user_has_taken_is_passed_over() {
+fn a_socket_name_of_another_user_is_skipped() {
     let list = local_place("foreign");
     let Some(_squatter) = as_another_user(|| list.endpoints[0].listen().expect("the address is free")) else { return };
     let listener = list.listen().expect("the second address is free");

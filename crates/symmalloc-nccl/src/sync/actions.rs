@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_that_came_and_went_between_two_syncs_is_never_registered() {
+    fn a_segment_that_is_born_and_dies_between_two_syncs_is_never_registered() {
         let mut watched = Watched::new(fixed());
         let a = watched.take(30 * MIB);
         watched.free(a);
@@ -389,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_that_leaves_loses_all_windows_and_gets_no_new_ones() {
+    fn a_detached_pool_loses_all_windows() {
         let mut watched = Watched::new(fixed());
         watched.take(30 * MIB);
         watched.sync();

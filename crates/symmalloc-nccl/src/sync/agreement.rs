@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cores_report_comes_first() {
+    fn a_difference_of_histories_is_reported_first() {
         for outcome in run([program(&[1 << 20, 30 << 20], true), program(&[1 << 20, 40 << 20], true)]) {
             let Err(SyncError::Disagreed { disagreement, .. }) = outcome else { panic!("{outcome:?}") };
             assert_eq!(disagreement.first_heap().expect("a heap differs").first_op, 2);
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_with_other_modes_are_told_so() {
+    fn different_modes_are_reported() {
         for outcome in run([program(&[1 << 20], true), program(&[1 << 20], false)]) {
             let Err(SyncError::Differ { difference, .. }) = outcome else { panic!("{outcome:?}") };
             assert_eq!(difference.field, SyncField::Mode);

@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_stream_is_done_when_the_call_is() {
+    fn work_without_a_stream_completes_with_its_call() {
         let (flight, now) = (FlightRecorder::default(), Tick::default());
         let window = flight.begin(Work::Named { kind: "window_register".into(), elements: None }, None, now);
         assert_eq!(states(&flight), [(1, CollectiveState::Submitting)]);
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn a_send_has_no_number_of_its_own() {
+    fn sends_are_not_numbered() {
         let (flight, now) = (FlightRecorder::default(), Tick::default());
         let first = flight.begin(all_reduce(4), None, now);
         flight.submitted(first, false);
@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_captured_holds_nobody_up() {
+    fn captured_work_is_not_awaited() {
         let (flight, now) = (FlightRecorder::default(), Tick::default());
         let entry = flight.begin(all_reduce(4), None, now);
         flight.submitted(entry, true);
@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_last_are_remembered_and_all_are_counted() {
+    fn only_recent_entries_are_kept_and_all_are_counted() {
         let (flight, now) = (FlightRecorder::default(), Tick::default());
         for _ in 0..ENTRIES_MAX + 10 {
             let entry = flight.begin(all_reduce(4), None, now);

@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn the_worst_that_is_known_is_the_cause() {
+    fn the_most_severe_known_state_is_the_cause() {
         let cause = |members: &[Member]| match judgment(members.len() as u32, None, members) {
             Judgment::End(cause) => cause,
             Judgment::Wait(time) => panic!("waits {time:?}"),
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_is_through_with_what_it_was_given_is_behind() {
+    fn a_rank_without_unfinished_work_is_behind() {
         let done = Member { progress: Progress { submitted: 5, finished: 5 }, ..member(1, 5, 0) };
         let behind = FailureCause::RanksBehind { ranks: vec![(1, 5)] };
         assert_eq!(judgment(2, None, &[member(0, 6, 0), done.clone()]), Judgment::End(behind));
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_gets_on_is_waited_for() {
+    fn a_rank_that_makes_progress_is_awaited() {
         let slow = |submitted| Member { still_ms: 1_500, ..member(1, submitted, 0) };
         assert_eq!(judgment(2, None, &[member(0, 5, 0), slow(3)]), Judgment::Wait(Duration::from_millis(3_500)));
         assert_eq!(judgment(2, None, &[member(0, 5, 0), slow(5)]), Judgment::Wait(Duration::from_millis(3_500)));
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_may_have_got_on_since_it_was_heard_is_waited_for() {
+    fn time_since_the_last_message_counts_as_progress() {
         let heard = |silent_ms| Member { still_ms: 5_100, ..member(1, 4, silent_ms) };
         assert_eq!(judgment(2, None, &[member(0, 5, 0), heard(240)]), Judgment::Wait(Duration::from_millis(140)));
         assert_eq!(judgment(2, None, &[member(0, 5, 0), heard(999)]), Judgment::Wait(Duration::from_millis(899)));
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_send_waits_for_its_peer_alone() {
+    fn a_send_depends_only_on_its_peer() {
         let members = [member(0, 5, 0), member(1, 9, 0), member(2, 2, 9000)];
         assert_eq!(judgment(3, Some(1), &members), Judgment::End(FailureCause::PeerWaits { rank: 1 }));
         let silent = Duration::from_secs(9);

@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_known_words_choose_a_mode() {
+    fn unknown_words_select_no_mode() {
         assert_eq!(WatchdogMode::from_word(" off"), Some(WatchdogMode::Off));
         assert_eq!(WatchdogMode::from_word("exit"), Some(WatchdogMode::Exit));
         assert_eq!(WatchdogMode::from_word("abort"), Some(WatchdogMode::Abort));

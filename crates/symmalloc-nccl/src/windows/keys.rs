@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn everybody_hears_every_key_once_and_in_order() {
+    fn every_cursor_reads_every_key_once_and_in_order() {
         let mut log = Invalidations::default();
         let (mut early, mut late) = (InvalidationCursor::default(), InvalidationCursor::default());
         log.extend([key(3), key(1)]);
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn who_comes_too_late_drops_everything() {
+    fn a_cursor_that_is_too_old_drops_everything() {
         let mut log = Invalidations::default();
         let mut cursor = InvalidationCursor::default();
         log.extend((0..=KEYS_MAX as u32).map(key));
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_communicator_that_goes_takes_everything_with_it() {
+    fn the_end_of_a_communicator_invalidates_everything() {
         let mut log = Invalidations::default();
         let mut cursor = InvalidationCursor::default();
         log.extend([key(0)]);

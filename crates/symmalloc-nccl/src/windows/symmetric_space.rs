@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn windows_take_the_first_place_that_fits_and_give_it_back() {
+    fn windows_are_allocated_first_fit_and_freed() {
         let mut space = SymmetricSpace::new(1, GRANULARITY, 2);
         let own = space.used_bytes();
         assert_eq!(own, 10 << 20);
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_that_finds_no_place_takes_nothing() {
+    fn a_window_that_does_not_fit_changes_nothing() {
         let mut space = SymmetricSpace::new(1, GRANULARITY, 2);
         let before = space.used_bytes();
         assert!(!space.allocate(segment(0), 4 * GIB));

@@ -206,7 +206,7 @@ fn a_new_communicator_takes_over_from_an_aborted_one() {
 
 /// A private pool may differ between ranks.
 #[test]
-fn what_is_private_may_differ() {
+fn private_pools_may_differ() {
     let Some(count) = devices() else { return };
     let id = UniqueId::new().expect("NCCL creates an id");
     ranks(count, |rank| {

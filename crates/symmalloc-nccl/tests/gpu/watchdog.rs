@@ -312,8 +312,8 @@ fn a_rank_that_is_stopped_ends_the_others_at_the_deadline() {
 }
 
 #[test]
-fn a_rank_that_is_slow_is_waited_for() {
-    const NAME: &str = "watchdog::a_rank_that_is_slow_is_waited_for";
+fn a_slow_rank_is_awaited() {
+    const NAME: &str = "watchdog::a_slow_rank_is_awaited";
     if be_a_rank() || devices().is_none() {
         return;
     }

@@ -44,7 +44,7 @@ nccl_test!(ranks_may_have_nothing_to_send_or_nothing_at_all, {
     nccl::assert_clean();
 });
 
-nccl_test!(a_rank_that_does_not_exchange_is_noticed_by_the_deadline, {
+nccl_test!(a_rank_that_does_not_exchange_is_detected_at_the_deadline, {
     let deadline = |builder: CommunicatorBuilder| builder.deadline(Duration::from_millis(500));
     let barrier = Barrier::new(2);
     on_ranks_with(2, deadline, |it| {
@@ -113,7 +113,7 @@ nccl_test!(splits_that_are_known_or_repeated_cost_no_exchange, {
     nccl::assert_clean();
 });
 
-nccl_test!(what_is_refused_is_refused_before_anything_is_submitted, {
+nccl_test!(invalid_calls_are_refused_before_anything_is_submitted, {
     on_ranks(2, |it| {
         let all_to_all = it.all_to_all();
         let splits = Splits::sending(&[2, 3]).receiving(&[2, 3]).expect("the splits are valid");
@@ -150,7 +150,7 @@ nccl_test!(what_is_refused_is_refused_before_anything_is_submitted, {
     nccl::assert_clean();
 });
 
-nccl_test!(a_rank_that_cannot_tell_its_splits_is_named_to_the_others, {
+nccl_test!(a_rank_with_invalid_splits_is_reported_on_the_others, {
     on_ranks(3, |it| {
         let all_to_all = it.all_to_all();
         let rows: &[u64] = if it.rank == 1 { &[u64::MAX, 1, 0] } else { &[1, 2, 3] };
@@ -164,7 +164,7 @@ nccl_test!(a_rank_that_cannot_tell_its_splits_is_named_to_the_others, {
     nccl::assert_clean();
 });
 
-nccl_test!(memory_that_is_not_registered_is_refused_where_it_must_be, {
+nccl_test!(unregistered_memory_is_refused_if_registration_is_required, {
     on_ranks(2, |it| {
         let (strict, any) = (it.all_to_all(), AllToAll::new(&it.comm).expect("built"));
         let plain = CudaAllocator::new(it.comm.device(), Default::default()).expect("an allocator");
@@ -184,7 +184,7 @@ nccl_test!(memory_that_is_not_registered_is_refused_where_it_must_be, {
     nccl::assert_clean();
 });
 
-nccl_test!(a_segment_is_remembered_until_the_registrar_says_that_it_is_dead, {
+nccl_test!(a_segment_is_cached_until_the_registrar_invalidates_it, {
     on_ranks(2, |it| {
         let all_to_all = it.all_to_all();
         let pool = it

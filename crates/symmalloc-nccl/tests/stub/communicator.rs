@@ -278,7 +278,7 @@ nccl_test!(orders_are_equal_on_all_ranks, {
     assert!(orders.iter().all(|order| *order == orders[0]));
 });
 
-nccl_test!(windows_and_buffers_come_and_go, {
+nccl_test!(windows_and_buffers_are_registered_and_deregistered, {
     in_both_modes(2, |rank| {
         let (_allocation, base) = rank.segment();
         let window = rank.register(base).expect("a window");
@@ -298,7 +298,7 @@ nccl_test!(windows_and_buffers_come_and_go, {
     nccl::assert_clean();
 });
 
-nccl_test!(destroying_gives_windows_back_first, {
+nccl_test!(destroying_deregisters_windows_first, {
     in_both_modes(2, |rank| {
         let (allocation, base) = rank.segment();
         let window = rank.register(base).expect("a window");
@@ -324,7 +324,7 @@ nccl_test!(destroying_gives_windows_back_first, {
     nccl::assert_clean();
 });
 
-nccl_test!(a_gone_communicator_says_so, {
+nccl_test!(an_ended_communicator_is_an_error, {
     ranks(2, |rank| {
         rank.comm.destroy().expect("the communicator is idle");
         assert!(rank.comm.raw().is_null());
@@ -339,7 +339,7 @@ nccl_test!(a_gone_communicator_says_so, {
     nccl::assert_clean();
 });
 
-nccl_test!(what_does_not_fit_is_refused_before_nccl_sees_it, {
+nccl_test!(invalid_lengths_are_refused_before_nccl_is_called, {
     ranks(2, |rank| {
         let (comm, stream) = (&rank.comm, &rank.stream);
         let before = nccl::calls("ncclAllReduce") + nccl::calls("ncclAllGather") + nccl::calls("ncclBroadcast");
@@ -365,7 +365,7 @@ nccl_test!(what_does_not_fit_is_refused_before_nccl_sees_it, {
     assert_eq!(nccl::calls("ncclCommWindowRegister"), 0);
 });
 
-nccl_test!(a_registration_goes_back_where_it_came_from, {
+nccl_test!(a_registration_is_deregistered_on_its_own_communicator, {
     ranks(2, |rank| {
         let other = rank.comm.split(Some(0), 0).expect("all split").expect("a color");
         let (_allocation, base) = rank.segment();
@@ -376,7 +376,7 @@ nccl_test!(a_registration_goes_back_where_it_came_from, {
     });
 });
 
-nccl_test!(ranks_that_cannot_be_are_refused, {
+nccl_test!(ranks_out_of_range_are_refused, {
     let id = UniqueId::new().expect("an id");
     let device = CudaDevice::new(0).expect("a stub device");
     for (rank, ranks) in [(0, 0), (2, 2), (u32::MAX, u32::MAX), (0, u32::MAX)] {
@@ -404,7 +404,7 @@ nccl_test!(blocking_and_nonblocking_do_not_mix_in_a_group, {
     nccl::assert_clean();
 });
 
-nccl_test!(nccls_own_variable_decides_how_calls_are_made, ["NCCL_COMM_BLOCKING" = "0"], {
+nccl_test!(nccls_variable_selects_the_blocking_mode, ["NCCL_COMM_BLOCKING" = "0"], {
     ranks(2, |rank| assert!(!rank.comm.is_blocking()));
 });
 
@@ -439,7 +439,7 @@ nccl_test!(a_borrowed_communicator_is_left_to_its_owner, {
     nccl::assert_clean();
 });
 
-nccl_test!(agreement_speaks_over_the_communicator, {
+nccl_test!(an_agreement_runs_over_the_communicator, {
     in_both_modes(3, |rank| {
         let transport = NcclTransport::new(&rank.comm).expect("memory is available");
         assert_eq!((transport.rank(), transport.ranks()), (rank.number(), 3));
@@ -456,7 +456,7 @@ nccl_test!(agreement_speaks_over_the_communicator, {
     nccl::assert_clean();
 });
 
-nccl_test!(registering_in_a_capture_says_what_to_do, {
+nccl_test!(registering_in_a_capture_is_an_error_with_a_remedy, {
     ranks(1, |rank| {
         let (_allocation, base) = rank.segment();
         let pool = GraphPool::new(&rank.allocator, PoolConfig::default()).expect("a pool");

@@ -43,7 +43,7 @@ nccl_test!(processes_of_one_machine_get_the_same_ids_in_turn, {
     assert!(ids.iter().all(|of_rank| *of_rank == ids[0]));
 });
 
-nccl_test!(a_named_place_brings_them_together, {
+nccl_test!(borrowed_communicators_meet_at_a_named_address, {
     let port = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("bound").port();
     let place = format!("127.0.0.1:{port}");
     let outputs = ranks(2, &[("SYMMALLOC_RENDEZVOUS", &place)], |rank| {
@@ -74,7 +74,7 @@ nccl_test!(ranks_with_one_secret_meet, {
     assert_eq!((ids[0].len(), &ids[0]), (1, &ids[1]));
 });
 
-nccl_test!(a_rank_with_another_secret_or_none_says_so_and_prints_none, {
+nccl_test!(a_rank_with_another_secret_or_none_reports_it_and_prints_none, {
     let (ours, other) = ("one secret for all of them", "another secret, by mistake");
     for (secrets, expected) in [
         ([ours, other], "this rank and rank 0 have different job secrets"),
@@ -131,7 +131,7 @@ nccl_test!(
     }
 );
 
-nccl_test!(without_a_launcher_the_error_says_how_to_start, {
+nccl_test!(without_a_launcher_the_error_states_how_to_start, {
     let device = CudaDevice::new(0).expect("a stub device");
     let refused = Communicator::builder(&device).connect_env().map(|_| ());
     assert!(matches!(refused, Err(CommError::Launch(_))), "{refused:?}");

@@ -22,7 +22,7 @@ use symmalloc_core::config::PoolConfig;
 use symmalloc_cuda::CudaMemory;
 use symmalloc_nccl::{AttachError, Invalidated, InvalidationCursor, LookupError, Registrar, Registration, SyncError};
 
-nccl_test!(what_is_allocated_is_in_windows_after_a_sync_and_reduces_right, {
+nccl_test!(allocations_have_windows_after_a_sync_and_reduce_correctly, {
     Job::new(4).run(|it| {
         let pool = it.attached_pool();
         let mut tensors: Vec<_> = (0..8).map(|_| it.take(&pool, MIB)).collect();
@@ -62,7 +62,7 @@ nccl_test!(without_agreement_a_sync_with_nothing_new_makes_no_call_at_all, {
     nothing_is_left();
 });
 
-nccl_test!(memory_goes_back_after_its_window_and_not_before, {
+nccl_test!(memory_is_released_after_its_window, {
     Job::new(2).run(|it| {
         let pool = it.attached_pool();
         let large = it.take(&pool, 30 * MIB);
@@ -79,7 +79,7 @@ nccl_test!(memory_goes_back_after_its_window_and_not_before, {
     nothing_is_left();
 });
 
-nccl_test!(one_pool_has_windows_of_its_own_on_each_communicator_and_goes_back_with_the_last, {
+nccl_test!(one_pool_has_separate_windows_on_each_communicator, {
     Job::new(4).run(|it| {
         let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks split").expect("with a color");
         let pool = it.attached_pool();
@@ -171,7 +171,7 @@ nccl_test!(threads_with_a_communicator_and_a_pool_each_do_not_disturb_each_other
     nothing_is_left();
 });
 
-nccl_test!(a_new_communicator_gets_windows_on_what_lives, {
+nccl_test!(a_new_communicator_gets_windows_on_live_segments, {
     let id = Mutex::new(None);
     Job::new(2).run(|it| {
         let pool = it.attached_pool();
@@ -187,7 +187,7 @@ nccl_test!(a_new_communicator_gets_windows_on_what_lives, {
     nothing_is_left();
 });
 
-nccl_test!(windows_of_a_communicator_that_is_gone_are_not_touched_and_its_memory_goes_back, {
+nccl_test!(windows_of_an_ended_communicator_are_not_touched_and_its_memory_is_released, {
     let id = Mutex::new(None);
     for aborts in [false, true] {
         Job::new(2).run(|it| {
@@ -253,7 +253,7 @@ nccl_test!(ranks_whose_growing_memory_lies_in_other_chunks_share_windows, ["STUB
     nothing_is_left();
 });
 
-nccl_test!(what_cannot_have_windows_is_refused_with_what_to_do, {
+nccl_test!(pools_that_cannot_have_windows_are_refused_with_a_remedy, {
     Job::new(2).run(|it| {
         let attach = |pool, registration| it.registrar.attach(&it.world, &[pool], registration);
         let private = attach(PoolId::DEFAULT, Registration::Windows).expect_err("the pool is private");
@@ -273,7 +273,7 @@ nccl_test!(what_cannot_have_windows_is_refused_with_what_to_do, {
     nothing_is_left();
 });
 
-nccl_test!(a_pool_that_is_detached_loses_its_windows_at_the_next_sync_and_can_go, {
+nccl_test!(a_detached_pool_loses_its_windows_at_the_next_sync, {
     Job::new(2).run(|it| {
         let pool = it.attached_pool();
         let tensor = it.take(&pool, 30 * MIB);
@@ -295,7 +295,7 @@ nccl_test!(a_pool_that_is_detached_loses_its_windows_at_the_next_sync_and_can_go
     nothing_is_left();
 });
 
-nccl_test!(buffers_of_private_pools_follow_their_segments_without_a_word_to_other_ranks, {
+nccl_test!(buffers_of_private_pools_are_registered_without_other_ranks, {
     Job::new(2).quiet().run(|it| {
         // Only rank 1 has a private pool, which grows.
         if it.rank == 1 {
@@ -336,7 +336,7 @@ nccl_test!(
     }
 );
 
-nccl_test!(a_scope_registers_what_was_taken_inside_also_when_its_work_fails, {
+nccl_test!(a_scope_registers_its_allocations_even_if_its_work_fails, {
     Job::new(2).run(|it| {
         let pool = it.attached_pool();
         let take = |allocator: &symmalloc_cuda::CudaAllocator, bytes: u64| {
@@ -361,7 +361,7 @@ nccl_test!(a_scope_registers_what_was_taken_inside_also_when_its_work_fails, {
     nccl::assert_clean();
 });
 
-nccl_test!(keys_are_stable_over_sizes_and_never_come_back, {
+nccl_test!(keys_are_stable_across_sizes_and_never_reused, {
     Job::new(2).run(|it| {
         let pool = it.attached_pool();
         let mut cursor = InvalidationCursor::default();
@@ -386,7 +386,7 @@ nccl_test!(keys_are_stable_over_sizes_and_never_come_back, {
 });
 
 nccl_test!(
-    running_out_of_symmetric_space_is_said_on_every_rank_before_nccl_fails,
+    exhausted_symmetric_space_is_an_error_on_every_rank_before_nccl_fails,
     ["STUB_NCCL_WIN_STRIDE" = "4294967296", "NCCL_WIN_STRIDE" = "4294967296", "STUB_MEMORY_BYTES" = "17179869184"],
     {
         Job::new(2).run(|it| {
@@ -413,7 +413,7 @@ nccl_test!(
     }
 );
 
-nccl_test!(a_registrar_that_is_dropped_takes_its_windows_along, {
+nccl_test!(dropping_a_registrar_deregisters_its_windows, {
     Job::new(2).run(|it| {
         let pool = it.pool();
         let registrar = Registrar::builder(&it.allocator).build().expect("the device reports its size");

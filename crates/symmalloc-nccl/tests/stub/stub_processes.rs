@@ -76,7 +76,7 @@ nccl_test!(a_process_that_ends_is_a_remote_error_for_the_others, {
     assert_eq!(outputs.iter().map(|output| output.is_success).collect::<Vec<_>>(), [true, false, true], "{outputs:?}");
 });
 
-nccl_test!(ranks_find_each_other_by_a_place, {
+nccl_test!(ranks_meet_at_a_named_address, {
     // The address is unique, because several runs of this test can overlap.
     let address = format!("stub-test-{}:1", std::process::id());
     let outputs = ranks(3, &[("NCCL_COMM_ID", &address)], |rank| {

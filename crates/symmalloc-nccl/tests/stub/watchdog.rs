@@ -127,7 +127,7 @@ nccl_test!(a_process_that_is_killed_is_named_by_all_others_at_once, {
 });
 
 // The slow abort imitates a symmetric kernel, which has no abort flag.
-nccl_test!(an_abort_that_does_not_end_holds_nobody_up, ["SYMMALLOC_WATCHDOG" = "abort"], {
+nccl_test!(an_abort_that_hangs_does_not_delay_errors, ["SYMMALLOC_WATCHDOG" = "abort"], {
     let folder = tempfile::tempdir().expect("a folder");
     let outputs = run(2, folder.path(), |mut rank| {
         nccl::slow("ncclCommAbort", Some(0), 1, 30_000);
@@ -174,7 +174,7 @@ nccl_test!(a_process_that_is_stopped_is_named_at_the_deadline, {
     assert_success(&outputs, |rank| rank == 0);
 });
 
-nccl_test!(a_rank_that_lives_and_does_not_come_is_named_at_the_deadline, {
+nccl_test!(a_live_rank_that_is_missing_is_named_at_the_deadline, {
     let folder = tempfile::tempdir().expect("a folder");
     let outputs = run(3, folder.path(), |mut rank| {
         if rank.comm.rank() == 2 {
@@ -197,7 +197,7 @@ nccl_test!(a_rank_that_lives_and_does_not_come_is_named_at_the_deadline, {
 });
 
 // `SYMMALLOC_SLOW_SECONDS` prolongs the test.
-nccl_test!(a_rank_that_is_slow_is_waited_for, {
+nccl_test!(a_slow_rank_is_awaited, {
     let folder = tempfile::tempdir().expect("a folder");
     let seconds: u64 =
         std::env::var("SYMMALLOC_SLOW_SECONDS").map_or(6, |text| text.parse().expect("a number of seconds"));
@@ -302,7 +302,7 @@ fn failure_of_the_other(mode: WatchdogMode) -> (Result<(), CommError>, Vec<Strin
     (outcomes.remove(0), told)
 }
 
-nccl_test!(an_abort_is_told_to_the_others_and_to_the_callback, {
+nccl_test!(an_abort_is_reported_to_the_others_and_to_the_callback, {
     let (outcome, told) = failure_of_the_other(WatchdogMode::Exit);
     let error = outcome.expect_err("rank 1 aborted");
     assert!(error.to_string().contains("rank 1 gave up: its program aborted the communicator"), "{error}");
@@ -326,7 +326,7 @@ fn rank_whose_watchdog_meets(call: &str, code: i32) -> Rank {
     rank
 }
 
-nccl_test!(a_capture_in_the_way_and_missing_memory_are_no_lost_device, {
+nccl_test!(a_capture_and_missing_memory_are_not_a_lost_device, {
     for (call, code) in [("cuStreamIsCapturing", 906), ("cuEventQuery", 900), ("cuEventCreate", 2)] {
         let mut rank = rank_whose_watchdog_meets(call, code);
         std::thread::sleep(Duration::from_millis(300));

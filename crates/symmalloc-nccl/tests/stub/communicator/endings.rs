@@ -10,7 +10,7 @@ use symmalloc_nccl::{
     NcclTransport, ReduceOp, Stage, UniqueId, WatchdogMode, Window,
 };
 
-nccl_test!(a_rank_that_never_comes_is_an_error_within_the_deadline, {
+nccl_test!(a_rank_that_never_arrives_is_an_error_within_the_deadline, {
     let device = CudaDevice::new(0).expect("a stub device");
     for (is_blocking, expected) in [(true, CommState::Lost), (false, CommState::Aborted)] {
         let id = UniqueId::new().expect("an id");
@@ -85,7 +85,7 @@ nccl_test!(a_lone_registration_without_revoke_is_lost, Library::StubWithout("ncc
     nccl::assert_clean();
 });
 
-nccl_test!(a_lost_communicator_is_aborted_when_its_call_comes_back, Library::StubWithout("ncclCommRevoke"), [], {
+nccl_test!(a_lost_communicator_is_aborted_when_its_call_returns, Library::StubWithout("ncclCommRevoke"), [], {
     ranks_with(
         2,
         |builder| builder.deadline(SHORT).watchdog(WatchdogMode::Off),
@@ -135,7 +135,7 @@ nccl_test!(a_lone_nonblocking_registration_is_aborted, Library::StubWithout("ncc
     nccl::assert_clean();
 });
 
-nccl_test!(abort_gets_another_thread_out_of_a_call, {
+nccl_test!(abort_unblocks_another_thread_inside_a_call, {
     in_both_modes(2, |rank| {
         let (_allocation, base) = rank.segment();
         if rank.number() == 0 {
@@ -156,7 +156,7 @@ nccl_test!(abort_gets_another_thread_out_of_a_call, {
     nccl::assert_clean();
 });
 
-nccl_test!(abort_gives_windows_back_where_there_is_a_revoke, {
+nccl_test!(abort_deregisters_windows_if_revoke_is_supported, {
     in_both_modes(2, |rank| {
         let (_allocation, base) = rank.segment();
         let _window = rank.register(base).expect("a window");
@@ -231,7 +231,7 @@ fn window_that_is_refused(mode: impl Fn(CommunicatorBuilder) -> CommunicatorBuil
     nccl::assert_clean();
 }
 
-nccl_test!(a_window_that_nccl_refuses_to_take_back_goes_with_its_communicator, {
+nccl_test!(a_window_that_cannot_be_deregistered_ends_with_its_communicator, {
     window_that_is_refused(|builder| builder);
     window_that_is_refused(CommunicatorBuilder::nonblocking);
 });
@@ -253,11 +253,11 @@ nccl_test!(the_end_of_a_refused_window_ends_the_other_rank_too, {
     nccl::assert_clean();
 });
 
-nccl_test!(a_window_that_is_given_back_while_its_communicator_ends_goes_once, {
+nccl_test!(a_window_that_is_deregistered_during_an_abort_is_released_once, {
     given_back_once("ncclCommWindowDeregister", |comm, window, _| comm.deregister_window(window));
 });
 
-nccl_test!(a_buffer_that_is_given_back_while_its_communicator_ends_goes_once, {
+nccl_test!(a_buffer_that_is_deregistered_during_an_abort_is_released_once, {
     given_back_once("ncclCommDeregister", |comm, _, buffer| comm.deregister_buffer(buffer));
 });
 
@@ -355,7 +355,7 @@ nccl_test!(a_first_collective_that_waits_for_ranks_ends_at_the_deadline, ["STUB_
     nccl::assert_clean();
 });
 
-nccl_test!(a_rank_that_does_not_speak_is_overdue, {
+nccl_test!(a_silent_rank_exceeds_the_deadline, {
     ranks_with(
         2,
         |builder| builder.deadline(SHORT),

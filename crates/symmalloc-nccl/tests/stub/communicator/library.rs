@@ -10,7 +10,7 @@ nccl_test!(a_library_under_its_other_name_is_found, Library::Named("libnccl.so")
     assert!(nccl.path().ends_with("libnccl.so"), "{}", nccl.path().display());
 });
 
-nccl_test!(a_missing_library_is_an_error_that_says_what_was_tried, Library::Missing, [], {
+nccl_test!(a_missing_library_is_an_error_that_lists_the_attempts, Library::Missing, [], {
     let Err(LoadError::LibraryMissing { tried }) = Nccl::load().map(|_| ()) else { panic!("a library was found") };
     assert!(tried[0].contains("libnccl.so.2") && tried[1].contains("libnccl.so"), "{tried:?}");
     let refused = UniqueId::new().map(|_| ());

@@ -128,7 +128,7 @@ nccl_test!(pools_that_are_attached_on_some_ranks_only_are_reported_on_all, {
     nothing_is_left();
 });
 
-nccl_test!(a_rank_that_does_not_come_is_an_error_on_the_others_within_the_deadline, {
+nccl_test!(a_missing_rank_is_an_error_on_the_others_within_the_deadline, {
     Job::new(3).impatient().run(|it| {
         let pool = it.attached_pool();
         let tensor = it.take(&pool, 30 * MIB);

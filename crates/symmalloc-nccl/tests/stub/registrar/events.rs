@@ -45,7 +45,7 @@ impl Subscriber for Listener {
     fn exit(&self, _: &Id) {}
 }
 
-nccl_test!(windows_and_communicators_are_told_with_stable_names_and_fields, {
+nccl_test!(windows_and_communicators_are_traced_with_stable_names_and_fields, {
     Job::new(2).quiet().run(|it| {
         let listener = Listener::default();
         let _guard = tracing::subscriber::set_default(listener.clone());

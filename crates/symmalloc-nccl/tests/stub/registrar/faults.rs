@@ -103,7 +103,7 @@ nccl_test!(a_call_that_hangs_at_any_point_of_a_sync_ends_the_communicator_within
     }
 });
 
-nccl_test!(memory_that_the_driver_does_not_take_back_is_kept_and_said, {
+nccl_test!(memory_that_the_driver_does_not_release_is_kept_and_reported, {
     Job::new(2).run(|it| {
         let pool = it.attached_pool();
         let tensor = it.take(&pool, 30 * MIB);

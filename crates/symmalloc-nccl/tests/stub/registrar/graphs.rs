@@ -7,7 +7,7 @@ use symmalloc_core::config::PoolConfig;
 use symmalloc_cuda::GraphPool;
 use symmalloc_nccl::{LookupError, Registration, SyncError};
 
-nccl_test!(what_was_reserved_and_synced_before_a_capture_is_in_windows_during_it, {
+nccl_test!(memory_that_was_synced_before_a_capture_has_windows_during_it, {
     Job::new(2).quiet().run(|it| {
         let config = PoolConfig::builder().symmetric(true).reserved(64 * MIB).build().expect("valid");
         let graphs = GraphPool::new(&it.allocator, config).expect("fits the device");
@@ -26,7 +26,7 @@ nccl_test!(what_was_reserved_and_synced_before_a_capture_is_in_windows_during_it
     nothing_is_left();
 });
 
-nccl_test!(what_was_not_is_refused_in_the_capture_with_what_to_do, {
+nccl_test!(memory_without_a_window_is_an_error_during_a_capture, {
     Job::new(2).run(|it| {
         let config = PoolConfig::builder().symmetric(true).fixed().build().expect("valid");
         let graphs = GraphPool::new(&it.allocator, config).expect("fits the device");

@@ -123,7 +123,7 @@ nccl_test!(sleeps_over_different_communicators_take_locks_in_one_order, {
     nothing_is_left();
 });
 
-nccl_test!(memory_is_back_on_every_device_while_a_pool_sleeps, {
+nccl_test!(a_sleeping_pool_releases_its_memory_on_every_device, {
     Job::new(2).run(|it| {
         let (pool, tensors) = registered(it);
         it.meet();
@@ -140,7 +140,7 @@ nccl_test!(memory_is_back_on_every_device_while_a_pool_sleeps, {
     nothing_is_left();
 });
 
-nccl_test!(what_is_kept_is_there_again_and_zero_is_zero, {
+nccl_test!(a_wake_restores_kept_contents_and_zeroes_the_others, {
     Job::new(2).run(|it| {
         let (pool, mut tensors) = registered(it);
         let content: Vec<f32> = (0..tensors[0].len()).map(|at| (at % 1013 + it.rank) as f32).collect();
@@ -157,7 +157,7 @@ nccl_test!(what_is_kept_is_there_again_and_zero_is_zero, {
     nothing_is_left();
 });
 
-nccl_test!(buffers_of_a_private_pool_come_back_too, {
+nccl_test!(a_wake_restores_buffers_of_a_private_pool, {
     Job::new(2).run(|it| {
         let config = symmalloc_core::PoolConfig::builder().build().expect("valid");
         let pool = it.allocator.create_pool(config).expect("fits the device");
@@ -193,7 +193,7 @@ nccl_test!(segments_that_died_or_came_before_a_sleep_are_right_after_it, {
     nothing_is_left();
 });
 
-nccl_test!(a_rank_whose_device_refuses_is_told_to_all_and_all_sleep_on, {
+nccl_test!(a_refused_allocation_is_reported_on_all_ranks_and_all_stay_asleep, {
     Job::new(2).run(|it| {
         let (pool, mut tensors) = registered(it);
         it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
@@ -218,7 +218,7 @@ nccl_test!(a_rank_whose_device_refuses_is_told_to_all_and_all_sleep_on, {
     nothing_is_left();
 });
 
-nccl_test!(a_driver_that_does_not_say_whether_a_stream_is_captured_is_no_capture, {
+nccl_test!(a_failed_capture_query_is_an_error, {
     let call = "cuStreamGetCaptureInfo_v2";
     Job::new(1).run(|it| {
         let (pool, _tensors) = registered(it);
@@ -242,7 +242,7 @@ nccl_test!(a_driver_that_does_not_say_whether_a_stream_is_captured_is_no_capture
     nothing_is_left();
 });
 
-nccl_test!(a_rank_that_works_too_long_is_told_to_all_and_all_stay_awake, {
+nccl_test!(unfinished_work_is_reported_on_all_ranks_and_all_stay_awake, {
     Job::new(2).impatient().run(|it| {
         let (pool, mut tensors) = registered(it);
         let graphs = GraphPool::new(&it.allocator, symmalloc_core::PoolConfig::default()).expect("fits the device");
@@ -269,7 +269,7 @@ nccl_test!(a_rank_that_works_too_long_is_told_to_all_and_all_stay_awake, {
     nothing_is_left();
 });
 
-nccl_test!(ranks_that_make_other_calls_are_told_alike_and_nothing_is_done, {
+nccl_test!(different_calls_are_reported_on_all_ranks_and_change_nothing, {
     Job::new(2).run(|it| {
         let (pool, mut tensors) = registered(it);
         let second = it.attached_pool();
@@ -321,7 +321,7 @@ nccl_test!(ranks_whose_histories_differ_do_not_sleep, {
     nothing_is_left();
 });
 
-nccl_test!(a_communicator_with_ranks_that_are_not_here_keeps_the_pool_awake, {
+nccl_test!(a_communicator_with_absent_ranks_keeps_the_pool_awake, {
     Job::new(4).run(|it| {
         let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks split").expect("with a color");
         let (pool, mut tensors) = registered(it);
@@ -339,49 +339,45 @@ nccl_test!(a_communicator_with_ranks_that_are_not_here_keeps_the_pool_awake, {
     nothing_is_left();
 });
 
-nccl_test!(
-    communicators_that_die_while_a_pool_sleeps_are_left_out_and_all_are_told,
-    ["STUB_NCCL_REUSE_WINDOWS" = "1"],
-    {
-        let shared = Mutex::new(None);
-        Job::new(4).run(|it| {
-            let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks split").expect("with a color");
-            let pool = it.attached_pool();
-            it.registrar
-                .attach(&pair, &[pool.id()], Registration::Windows)
-                .expect("the pool is not attached to this communicator yet");
-            let mut tensor = it.take(&pool, 30 * MIB);
-            it.registrar.sync(&[&it.world, &pair]).expect("the ranks agree");
-            it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
-            // Only one of four ranks knows that its pair has ended.
-            if it.rank == 1 {
-                pair.abort().expect("ended");
-                it.registrar.sweep();
-            }
-            let begun = Instant::now();
-            let woken = it.registrar.wake(&it.world, pool.id()).expect("the world still works");
-            assert!(begun.elapsed() < super::support::PATIENT / 2, "no rank waits for the dead pair");
-            let is_hit = it.rank < 2;
-            assert_eq!(woken.registrations, if is_hit { 1 } else { 2 });
-            assert_eq!(woken.lost, if is_hit { vec![pair.name().to_owned()] } else { vec![] });
-            assert_eq!(pair.state() == CommState::Ready, !is_hit);
-            it.reduce_right(&it.world, &mut tensor);
-            // A later sleep ignores the dead pair, and a new communicator replaces it.
-            let next = it.connect("next", &shared);
-            it.registrar
-                .attach(&next, &[pool.id()], Registration::Windows)
-                .expect("the pool is not attached to this communicator yet");
-            it.registrar.sync(&[&it.world, &next]).expect("the ranks agree");
-            it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
-            let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
-            assert_eq!((woken.lost, woken.changed), (Vec::<String>::new(), vec![]));
-            it.reduce_right(&next, &mut tensor);
-            next.destroy().expect("destroyed");
-            pair.destroy().expect("destroyed");
-        });
-        nothing_is_left();
-    }
-);
+nccl_test!(communicators_that_end_during_a_sleep_are_skipped_and_reported, ["STUB_NCCL_REUSE_WINDOWS" = "1"], {
+    let shared = Mutex::new(None);
+    Job::new(4).run(|it| {
+        let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks split").expect("with a color");
+        let pool = it.attached_pool();
+        it.registrar
+            .attach(&pair, &[pool.id()], Registration::Windows)
+            .expect("the pool is not attached to this communicator yet");
+        let mut tensor = it.take(&pool, 30 * MIB);
+        it.registrar.sync(&[&it.world, &pair]).expect("the ranks agree");
+        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        // Only one of four ranks knows that its pair has ended.
+        if it.rank == 1 {
+            pair.abort().expect("ended");
+            it.registrar.sweep();
+        }
+        let begun = Instant::now();
+        let woken = it.registrar.wake(&it.world, pool.id()).expect("the world still works");
+        assert!(begun.elapsed() < super::support::PATIENT / 2, "no rank waits for the dead pair");
+        let is_hit = it.rank < 2;
+        assert_eq!(woken.registrations, if is_hit { 1 } else { 2 });
+        assert_eq!(woken.lost, if is_hit { vec![pair.name().to_owned()] } else { vec![] });
+        assert_eq!(pair.state() == CommState::Ready, !is_hit);
+        it.reduce_right(&it.world, &mut tensor);
+        // A later sleep ignores the dead pair, and a new communicator replaces it.
+        let next = it.connect("next", &shared);
+        it.registrar
+            .attach(&next, &[pool.id()], Registration::Windows)
+            .expect("the pool is not attached to this communicator yet");
+        it.registrar.sync(&[&it.world, &next]).expect("the ranks agree");
+        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+        assert_eq!((woken.lost, woken.changed), (Vec::<String>::new(), vec![]));
+        it.reduce_right(&next, &mut tensor);
+        next.destroy().expect("destroyed");
+        pair.destroy().expect("destroyed");
+    });
+    nothing_is_left();
+});
 
 nccl_test!(communicators_that_ended_are_forgotten_with_their_pools, {
     let shared = Mutex::new(None);
@@ -411,7 +407,7 @@ nccl_test!(communicators_that_ended_are_forgotten_with_their_pools, {
     nothing_is_left();
 });
 
-nccl_test!(windows_that_come_back_as_others_are_told_to_all, ["STUB_NCCL_REUSE_WINDOWS" = "1"], {
+nccl_test!(windows_with_new_handles_are_reported_on_all_ranks, ["STUB_NCCL_REUSE_WINDOWS" = "1"], {
     Job::new(2).run(|it| {
         let (pool, mut tensors) = registered(it);
         it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
@@ -434,7 +430,7 @@ nccl_test!(windows_that_come_back_as_others_are_told_to_all, ["STUB_NCCL_REUSE_W
     nothing_is_left();
 });
 
-nccl_test!(a_pool_that_leaves_while_it_sleeps_has_nothing_left_to_register, {
+nccl_test!(a_pool_that_is_detached_during_a_sleep_has_nothing_to_register, {
     Job::new(2).run(|it| {
         let (pool, tensors) = registered(it);
         it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");

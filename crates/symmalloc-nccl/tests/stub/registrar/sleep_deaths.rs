@@ -160,7 +160,7 @@ nccl_test!(a_rank_that_dies_in_any_step_leaves_the_others_as_the_tables_say, {
     }
 });
 
-nccl_test!(a_rank_that_does_not_go_on_in_a_step_is_given_up_within_the_deadline, {
+nccl_test!(a_rank_that_is_stuck_in_a_step_ends_the_op_within_the_deadline, {
     let steps = [
         (2, "sleep broken in Decide, asleep false"),
         (3, "sleep broken in Check, asleep true"),

@@ -234,7 +234,7 @@ nccl_test!(a_deregistration_that_fails_in_a_sleep_ends_its_communicator, {
     }
 });
 
-nccl_test!(a_window_that_nobody_can_take_away_holds_the_memory_until_its_communicator_has_ended, {
+nccl_test!(a_window_of_a_lost_communicator_keeps_its_memory_until_the_communicator_ends, {
     Job::new(2).impatient().run(|it| {
         let (other, pool, mut tensors) = with_windows(it);
         it.meet();
