@@ -1,6 +1,6 @@
 //! State and message exchange of a sleep or wake in progress on one rank.
 
-use crate::communicator::Communicator;
+use crate::communicator::{CommOrder, Communicator};
 use crate::registrar::attachment::{Attachment, SyncState};
 use crate::registrar::{Registrar, not_attached};
 use crate::sleep::communicators::{self, EndedComm, combine, id_of};
@@ -117,9 +117,8 @@ impl<'a> Run<'a> {
         contents: Option<Contents>,
         attachments: &'a [Arc<Attachment>],
     ) -> Self {
-        let mut order: Vec<usize> = (0..attachments.len()).collect();
-        order.sort_by(|one, other| attachments[*one].comm.order().cmp(attachments[*other].comm.order()));
-        let mut locked: Vec<(usize, Member<'a>)> = order
+        let orders: Vec<&CommOrder> = attachments.iter().map(|attachment| attachment.comm.order()).collect();
+        let mut locked: Vec<(usize, Member<'a>)> = lock_order(&orders)
             .into_iter()
             .map(|at| {
                 let attachment = &*attachments[at];
@@ -319,5 +318,29 @@ impl<'a> Run<'a> {
     /// Returns `true` if an NCCL call still runs on a communicator that has registrations of the pool.
     pub(super) fn is_held(&self) -> bool {
         self.members.iter().any(|member| member.attachment.holds(&member.state, self.pool))
+    }
+}
+
+/// Returns the indexes of communicators in their global order. Every sleep and wake locks them in this order, whichever comes first in
+/// the call.
+fn lock_order(orders: &[&CommOrder]) -> Vec<usize> {
+    let mut indexes: Vec<usize> = (0..orders.len()).collect();
+    indexes.sort_by_key(|index| orders[*index]);
+    indexes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn communicators_are_locked_in_their_global_order() {
+        let [dp, tp, world] = ["dp", "tp", "world"].map(CommOrder::borrowed);
+        assert_eq!(lock_order(&[&dp, &tp, &world]), [0, 1, 2]);
+        assert_eq!(
+            lock_order(&[&world, &dp, &tp]),
+            [1, 2, 0],
+            "the first communicator of the call is not locked first"
+        );
     }
 }

@@ -86,7 +86,7 @@ nccl_test!(a_pool_wakes_in_place_with_the_windows_that_it_had, ["STUB_NCCL_REUSE
     nothing_is_left();
 });
 
-nccl_test!(sleeps_over_different_communicators_take_locks_in_one_order, {
+nccl_test!(sleeps_over_different_communicators_run_concurrently, {
     let shared = Mutex::new(None);
     Job::new(1).run(|it| {
         let next = it.connect("next", &shared);
