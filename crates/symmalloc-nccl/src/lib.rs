@@ -50,8 +50,8 @@
 //! | folder | contents |
 //! |---|---|
 //! | `ffi` | the calls of libnccl and the driver, each with its safety contract |
-//! | `communicator` | communicators; `call.rs` selects the thread and the deadline of an NCCL call, `ending.rs` handles calls that do not return |
-//! | `collectives` | the collectives, defined once for plain and checked use, and groups of them |
+//! | `communicator` | communicators; `submission.rs` submits collectives and groups, `call.rs` selects the thread and the deadline of an NCCL call, `ending.rs` handles calls that do not return |
+//! | `collectives` | the collectives, defined once for plain and checked use, and the transport of messages between ranks |
 //! | `registrar` | the [`Registrar`]: one attachment per communicator |
 //! | `sync` | changes to segments, the actions that follow from them, and their comparison across ranks |
 //! | `windows` | lookup of windows, cache keys, and NCCL's symmetric address space |

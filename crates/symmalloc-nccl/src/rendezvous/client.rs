@@ -24,7 +24,7 @@ impl Meeting {
         backoff: &Backoff,
     ) -> Result<(UniqueId, Connection), RendezvousError> {
         let session = u64::from_le_bytes(random()?);
-        let (mut refused, mut foreign) = (None, None);
+        let (mut refused, mut foreign, mut other_version) = (None, None, None);
         loop {
             for endpoint in endpoints {
                 let limit = backoff.left().min(HANDSHAKE_LIMIT);
@@ -35,6 +35,12 @@ impl Meeting {
                 let hello = Hello { job, ranks, rank, session, has_secret, nonce: random()? };
                 match self.attempt(endpoint, hello, limit) {
                     Ok(found) => return Ok(found),
+                    // On a network, it may be rank 0 of another job, so keep looking for the right one.
+                    Err(AttemptError::Refused(error @ RendezvousError::OtherVersion { .. }))
+                        if matches!(endpoint, Endpoint::Network(_)) =>
+                    {
+                        other_version.get_or_insert(error);
+                    }
                     Err(AttemptError::Refused(error)) => {
                         // The system guarantees that a socket on this machine belongs to the same user, so the answer is final.
                         if matches!(endpoint, Endpoint::Local(_)) || error == (RendezvousError::RankTwice { rank }) {
@@ -42,13 +48,13 @@ impl Meeting {
                         }
                         refused.get_or_insert((error, Instant::now()));
                     }
-                    Err(AttemptError::ConnectError(ConnectError::Foreign(user))) => {
+                    Err(AttemptError::Connect(ConnectError::Foreign(user))) => {
                         if foreign.replace(user) != Some(user) {
                             tracing::warn!(name: "rendezvous.foreign_socket", target: "symmalloc", user);
                         }
                     }
                     // Rank 0 does not listen yet, or the port belongs to another program or another job's rank 0.
-                    Err(AttemptError::ConnectError(ConnectError::Io)) => {}
+                    Err(AttemptError::Connect(ConnectError::Io)) => {}
                 }
             }
             // Connect at most a hundred times per second, regardless of the backoff, because each attempt sends a packet.
@@ -58,6 +64,9 @@ impl Meeting {
                 return Err(error);
             }
             if is_over {
+                if let Some(error) = other_version {
+                    return Err(error);
+                }
                 let waited = backoff.waited();
                 return Err(match &endpoints[0] {
                     Endpoint::Network(address) => RendezvousError::NoAnswer { address: *address, waited },
@@ -75,7 +84,7 @@ impl Meeting {
         limit: Duration,
     ) -> Result<(UniqueId, Connection), AttemptError> {
         let end = Instant::now() + limit;
-        let mut connection = endpoint.open(limit)?;
+        let mut connection = endpoint.connect(limit)?;
         write_until(&mut connection, &hello.bytes(), end)?;
         let mut exchange = Exchange { hello, nonce: [0; 32], endpoint: endpoint.number() };
         let mut verdict = read_verdict(&mut connection, end)?;
@@ -102,7 +111,7 @@ impl Meeting {
             Verdict::NoSecret => Err(AttemptError::Refused(RendezvousError::SecretMissingAtRank0)),
             Verdict::WrongSecret => Err(AttemptError::Refused(RendezvousError::WrongSecret)),
             Verdict::OtherJob | Verdict::Challenge | Verdict::OtherVersion => {
-                Err(AttemptError::ConnectError(ConnectError::Io))
+                Err(AttemptError::Connect(ConnectError::Io))
             }
         }
     }
@@ -110,19 +119,19 @@ impl Meeting {
 
 /// An error returned by an attempt that did not reach rank 0.
 enum AttemptError {
-    ConnectError(ConnectError),
+    Connect(ConnectError),
     Refused(RendezvousError),
 }
 
 impl From<ConnectError> for AttemptError {
-    fn from(closed: ConnectError) -> Self {
-        AttemptError::ConnectError(closed)
+    fn from(error: ConnectError) -> Self {
+        AttemptError::Connect(error)
     }
 }
 
 impl From<io::Error> for AttemptError {
     fn from(error: io::Error) -> Self {
-        AttemptError::ConnectError(error.into())
+        AttemptError::Connect(error.into())
     }
 }
 
@@ -130,7 +139,7 @@ fn read_verdict(connection: &mut Connection, end: Instant) -> Result<Verdict, At
     let mut head = [0; HEAD_BYTES];
     read_until(connection, &mut head, end)?;
     Verdict::from_head(head).map_err(|error| match error {
-        DecodeError::Foreign => AttemptError::ConnectError(ConnectError::Io),
+        DecodeError::Foreign => AttemptError::Connect(ConnectError::Io),
         DecodeError::OtherVersion { version } => {
             AttemptError::Refused(RendezvousError::OtherVersion { version, expected: VERSION })
         }

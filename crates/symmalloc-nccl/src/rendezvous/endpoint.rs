@@ -25,7 +25,7 @@ pub(super) enum Endpoint {
     Local(LocalName),
 }
 
-/// An error returned by an attempt to open an endpoint.
+/// An error returned by an attempt to connect to an endpoint.
 #[derive(Debug)]
 pub(super) enum ConnectError {
     /// Nothing listens there, or the connection failed.
@@ -56,7 +56,7 @@ impl Endpoint {
     }
 
     /// Connects to the endpoint. On this machine, connects only to a process of the same user.
-    pub(super) fn open(&self, limit: Duration) -> Result<Connection, ConnectError> {
+    pub(super) fn connect(&self, limit: Duration) -> Result<Connection, ConnectError> {
         match self {
             Endpoint::Network(address) => Ok(TcpStream::connect_timeout(address, limit)?.into()),
             Endpoint::Local(name) => {

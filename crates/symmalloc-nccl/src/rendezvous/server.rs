@@ -71,7 +71,7 @@ impl Meeting {
     }
 }
 
-/// State of a session.
+/// State of a handshake.
 enum HandshakeState {
     /// More bytes must arrive.
     Pending,

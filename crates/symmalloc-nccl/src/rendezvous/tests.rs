@@ -248,7 +248,15 @@ fn a_rank_0_of_another_version_is_an_error_that_states_both_versions() {
         }
     });
     let expected = RendezvousError::OtherVersion { version: VERSION + 1, expected: VERSION };
-    assert_eq!(ask(&meeting(2), &[Endpoint::Network(address)], 1, BRIEF), Err(expected));
+    let other = Endpoint::Network(address);
+    assert_eq!(ask(&meeting(2), &[other.clone()], 1, BRIEF), Err(expected));
+    // It may belong to another job.
+    let (listener, endpoints) = anywhere();
+    thread::scope(|scope| {
+        let rank = scope.spawn(|| ask(&meeting(2), &[&[other][..], &endpoints].concat(), 1, PATIENT));
+        meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
+        assert_eq!(rank.join().expect("the thread does not panic"), Ok(id()));
+    });
 }
 
 #[test]
