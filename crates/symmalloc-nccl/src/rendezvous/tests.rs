@@ -249,7 +249,7 @@ fn a_rank_0_of_another_version_is_an_error_that_states_both_versions() {
     });
     let expected = RendezvousError::OtherVersion { version: VERSION + 1, expected: VERSION };
     let other = Endpoint::Network(address);
-    assert_eq!(ask(&meeting(2), &[other.clone()], 1, BRIEF), Err(expected));
+    assert_eq!(ask(&meeting(2), std::slice::from_ref(&other), 1, BRIEF), Err(expected));
     // It may belong to another job.
     let (listener, endpoints) = anywhere();
     thread::scope(|scope| {
