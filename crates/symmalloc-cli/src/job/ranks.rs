@@ -324,7 +324,7 @@ mod tests {
         let job = Job::new(&read_bytes(trace.as_bytes(), &ReadOptions::default()).unwrap()).unwrap();
         let rule = Scripted { exceptions: exceptions.to_vec(), odd_digests: odd_digests.to_vec() };
         let options = Options { ranks: ranks.try_into().unwrap(), order: Order::Address, ..Options::default() };
-        replay(&rule, &job, &options, &|| ()).unwrap()
+        replay(&rule, job.program(), &options, &|| ()).unwrap()
     }
 
     #[test]

@@ -203,7 +203,7 @@ pub(crate) fn private_allocations(it: &Rank<'_>) {
 /// Case 4: grows the pool at different moments. All ranks get the same error, and continue when their allocations are equal again.
 pub(crate) fn grows_at_different_moments(it: &Rank<'_>) {
     let pool = it.pool(1);
-    let first = if it.rank % 2 == 0 { 8 } else { 4 };
+    let first = if it.rank.is_multiple_of(2) { 8 } else { 4 };
     let mut tensors: Vec<_> = (0..first).map(|_| it.take(&pool, ELEMENTS)).collect();
     let error = it.registrar.sync(&[it.world()]).expect_err("the ranks differ");
     assert!(matches!(error, SyncError::Disagreed { .. }), "{error}");
