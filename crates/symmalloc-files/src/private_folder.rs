@@ -59,6 +59,12 @@ pub enum PrivateFolderError {
         /// The system's error.
         source: io::Error,
     },
+    /// None of the user's folders is usable, and no new folder can be created.
+    #[error("no private folder: {}", .reasons.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
+    NoneUsable {
+        /// The reason for each folder, in the order of the attempts.
+        reasons: Vec<PrivateFolderError>,
+    },
 }
 
 /// Returns the user's private folder, which is the first safe one of these:
@@ -71,18 +77,27 @@ pub enum PrivateFolderError {
 /// path.
 ///
 /// # Errors
-/// Returns an error if none of the folders can be created. It is the error for the last one.
+/// Returns [`PrivateFolderError::NoneUsable`] if none of the folders can be created.
 pub fn private_folder() -> Result<PathBuf, PrivateFolderError> {
     static FRESH: Mutex<Option<PathBuf>> = Mutex::new(None);
-    if let Some(folder) = places().iter().find_map(|place| private_folder_at(&place.join(NAME)).ok()) {
-        return Ok(folder);
+    let mut reasons = Vec::new();
+    for place in places() {
+        match private_folder_at(&place.join(NAME)) {
+            Ok(folder) => return Ok(folder),
+            Err(reason) => reasons.push(reason),
+        }
     }
     let mut fresh = FRESH.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(folder) = &*fresh {
         return Ok(folder.clone());
     }
-    let folder = TemporaryFolder::new().map_err(|source| PrivateFolderError::Io { path: env::temp_dir(), source })?;
-    Ok(fresh.insert(folder.0.keep()).clone())
+    match TemporaryFolder::new() {
+        Ok(folder) => Ok(fresh.insert(folder.0.keep()).clone()),
+        Err(source) => {
+            reasons.push(PrivateFolderError::Io { path: env::temp_dir(), source });
+            Err(PrivateFolderError::NoneUsable { reasons })
+        }
+    }
 }
 
 /// A new folder for this user only (mode 0700), under a random name in the system's temporary folder. Dropping it removes the folder and

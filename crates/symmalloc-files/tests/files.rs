@@ -220,21 +220,30 @@ fn paths_that_are_no_folder_are_refused() {
 
 /// Runs `private_folder` in a process with only this environment. Returns the folder that the process prints.
 fn folder_with(environment: &[(&str, &Path)]) -> PathBuf {
+    PathBuf::from(printed_with(environment, "folder="))
+}
+
+/// Runs `private_folder` in a process with only this environment. Returns the rest of the line that starts with `key`.
+fn printed_with(environment: &[(&str, &Path)], key: &str) -> String {
     let this = std::env::current_exe().expect("known");
     let mut command = Command::new(this);
     command.args(["--exact", "tells_its_private_folder", "--ignored", "--nocapture"]).env_clear();
     let printed = command.envs(environment.iter().copied()).output().expect("started");
     let printed = String::from_utf8(printed.stdout).expect("text");
-    let line = printed.lines().find_map(|line| line.split_once("folder=")).unwrap_or_else(|| panic!("{printed}"));
-    PathBuf::from(line.1)
+    let line = printed.lines().find_map(|line| line.split_once(key)).unwrap_or_else(|| panic!("{printed}"));
+    line.1.to_owned()
 }
 
 #[test]
 #[ignore = "run by another test, in a separate environment"]
 fn tells_its_private_folder() {
-    let folder = private_folder().expect("a folder");
-    assert_eq!(private_folder().expect("the same folder"), folder);
-    println!("folder={}", folder.display());
+    match private_folder() {
+        Ok(folder) => {
+            assert_eq!(private_folder().expect("the same folder"), folder);
+            println!("folder={}", folder.display());
+        }
+        Err(error) => println!("error={error}"),
+    }
 }
 
 #[test]
@@ -254,4 +263,23 @@ fn the_folder_lies_with_the_users_state_then_at_run_time_then_anywhere() {
     let fresh = folder_with(&all);
     assert_eq!((fresh.parent(), mode(&fresh)), (Some(&*base), 0o700));
     assert_ne!(folder_with(&[all[3]]), fresh, "a name that nobody can predict");
+}
+
+#[test]
+fn the_error_states_the_reason_for_every_folder() {
+    let base = folder();
+    let base = base.path().canonicalize().expect("exists");
+    let (state, runtime, missing) = (base.join("state"), base.join("runtime"), base.join("missing"));
+    fs::create_dir(&state).expect("created");
+    set_mode(&state, 0o777);
+    fs::write(&runtime, "a file").expect("written");
+    let none = [("XDG_STATE_HOME", &*state), ("XDG_RUNTIME_DIR", &*runtime), ("TMPDIR", &*missing)];
+    let error = printed_with(&none, "error=");
+    let reasons = [
+        format!("others can write {}: run `chmod go-w` on it", state.display()),
+        format!("{} is not a folder", runtime.display()),
+        format!("{}: No such file or directory", missing.display()),
+    ];
+    let places: Vec<_> = reasons.iter().map(|reason| error.find(reason).unwrap_or_else(|| panic!("{error}"))).collect();
+    assert!(places.is_sorted(), "{error}");
 }
