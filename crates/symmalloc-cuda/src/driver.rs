@@ -11,6 +11,7 @@
 //! this one call from interposition.
 
 use crate::error::{DriverError, LoadError};
+use crate::error_names::{self, GetErrorName};
 use crate::library::Libcuda;
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdeviceptr, CUevent, CUgraph, CUgraphExec, CUstream};
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
@@ -221,6 +222,11 @@ impl Driver {
             unsafe { library.symbol::<unsafe extern "C" fn()>(name) }?;
         }
         let driver = Driver::resolve(&library)?;
+        // SAFETY: the type is the symbol's signature in cuda.h, with an integer for the enum.
+        if let Ok(call) = unsafe { library.symbol::<GetErrorName>("cuGetErrorName") } {
+            // SAFETY: libcuda stays loaded.
+            unsafe { error_names::set_call(call) };
+        }
         tracing::debug!(name: "cuda.loaded", target: "symmalloc", path = %driver.path.display());
         Ok(driver)
     }

@@ -1,5 +1,6 @@
 //! The error types of this crate. Errors of the driver state the library, the call, the code, and a suggested action.
 
+use crate::error_names::error_name;
 use crate::resize::ResizeError;
 use std::fmt;
 use symmalloc_core::backend::{BackendError, Reason};
@@ -78,9 +79,9 @@ impl DriverError {
         }
     }
 
-    /// Returns the name of the code, for codes that an allocator can encounter.
-    pub fn name(&self) -> &'static str {
-        match self.code {
+    /// Returns the name of the code. Asks the driver for names that this crate does not know.
+    pub fn name(&self) -> Option<&'static str> {
+        let name = match self.code {
             INVALID_VALUE => "CUDA_ERROR_INVALID_VALUE",
             OUT_OF_MEMORY => "CUDA_ERROR_OUT_OF_MEMORY",
             NOT_INITIALIZED => "CUDA_ERROR_NOT_INITIALIZED",
@@ -113,9 +114,11 @@ impl DriverError {
             CAPTURE_UNSUPPORTED => "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
             901 => "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
             CAPTURE_ISOLATION => "CUDA_ERROR_STREAM_CAPTURE_ISOLATION",
+            CAPTURE_IMPLICIT => "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
             999 => "CUDA_ERROR_UNKNOWN",
-            _ => "a CUresult",
-        }
+            code => return error_name(code),
+        };
+        Some(name)
     }
 
     fn advice(&self) -> &'static str {
@@ -128,7 +131,7 @@ impl DriverError {
             (802, _) => "start nvidia-fabricmanager, or wait for it",
             (803 | 804, _) => "the driver's library and kernel module differ: update both, and restart",
             (999, _) => "check dmesg and nvidia-smi; the kernel module may need to be reloaded",
-            (CAPTURE_UNSUPPORTED | 901 | CAPTURE_ISOLATION, _) => {
+            (CAPTURE_UNSUPPORTED | 901 | CAPTURE_ISOLATION | CAPTURE_IMPLICIT, _) => {
                 "the call is not allowed during a stream capture: make it before the capture begins"
             }
             (_, Reason::DeviceLost) => "a kernel failed or the device is gone: end the process; its context is lost",
@@ -141,7 +144,11 @@ impl std::error::Error for DriverError {}
 
 impl fmt::Display for DriverError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} failed with {} ({}): {}", self.call, self.code, self.name(), self.advice())
+        write!(f, "{} failed with {}", self.call, self.code)?;
+        if let Some(name) = self.name() {
+            write!(f, " ({name})")?;
+        }
+        write!(f, ": {}", self.advice())
     }
 }
 

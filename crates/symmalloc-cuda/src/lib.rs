@@ -92,6 +92,7 @@ mod call_counters;
 mod device;
 mod driver;
 mod error;
+mod error_names;
 mod graphs;
 mod library;
 #[doc(hidden)]

@@ -373,10 +373,15 @@ stub! {
     };
 }
 
-/// Returns an error: there is no text, and callers fall back to the code.
+/// Returns the name of one code that the crates do not know, and an error for all others.
 #[unsafe(no_mangle)]
-pub extern "C" fn cuGetErrorName(_code: c_int, _text: *mut *const c_char) -> c_int {
-    INVALID_VALUE.0
+pub extern "C" fn cuGetErrorName(code: c_int, text: *mut *const c_char) -> c_int {
+    if code != 912 {
+        return INVALID_VALUE.0;
+    }
+    // SAFETY: the caller passes a pointer that is valid for writing.
+    unsafe { *text = c"CUDA_ERROR_EXTERNAL_DEVICE".as_ptr() };
+    0
 }
 
 /// Returns an error: there is no text, and callers fall back to the code.

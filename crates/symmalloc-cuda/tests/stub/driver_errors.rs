@@ -123,3 +123,24 @@ stub_test!(memory_that_could_be_neither_opened_nor_given_back_is_opened_before_i
     allocator.trim().expect("trimmed");
     assert_eq!(live().device_bytes, 0);
 });
+
+stub_test!(a_message_names_the_code_as_the_driver_does_and_otherwise_states_the_number, {
+    let device = device();
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let stream = device.context().new_stream().expect("a stream");
+    // The crate knows 906, the driver knows 912, and neither knows 9999.
+    let messages = [
+        (
+            906,
+            "cuStreamSynchronize failed with 906 (CUDA_ERROR_STREAM_CAPTURE_IMPLICIT): the call is not allowed during a stream capture: make it before the capture begins",
+        ),
+        (912, "cuStreamSynchronize failed with 912 (CUDA_ERROR_EXTERNAL_DEVICE): see the documentation of the call"),
+        (9999, "cuStreamSynchronize failed with 9999: see the documentation of the call"),
+    ];
+    drop(allocator.alloc_zeroed::<u8>(&stream, 512).expect("memory"));
+    for (code, message) in messages {
+        fail("cuStreamSynchronize", 1, code);
+        let error = allocator.synchronize(&stream).expect_err("the call fails");
+        assert_eq!(error.to_string(), message);
+    }
+});
