@@ -18,7 +18,8 @@ pub enum Library {
 }
 
 impl Library {
-    /// Writes the library to a directory. Cargo places the shared library of a dependency next to the test's executable.
+    /// Places the library in a directory: as a link, or as a changed copy. Cargo places the shared library of a dependency next to the
+    /// test's executable.
     pub(crate) fn place(self, stub: &str, name: &str, folder: &Path) {
         let without: &[&str] = match &self {
             Library::StubWithout(symbol) => std::slice::from_ref(symbol),
@@ -28,12 +29,17 @@ impl Library {
         };
         let exe = std::env::current_exe().expect("the test's executable");
         let stub = exe.parent().expect("a folder").join(stub);
+        let name = if let Library::Named(name) = self { name } else { name };
+        let placed = folder.join(name);
+        if without.is_empty() {
+            assert!(stub.exists(), "{} does not exist", stub.display());
+            return std::os::unix::fs::symlink(stub, placed).expect("a link in the temporary folder");
+        }
         let mut bytes = std::fs::read(&stub).unwrap_or_else(|error| panic!("{}: {error}", stub.display()));
         for symbol in without {
             hide(&mut bytes, symbol);
         }
-        let name = if let Library::Named(name) = self { name } else { name };
-        std::fs::write(folder.join(name), bytes).expect("a file in the temporary folder");
+        std::fs::write(placed, bytes).expect("a file in the temporary folder");
     }
 }
 
