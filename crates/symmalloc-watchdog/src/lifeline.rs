@@ -62,6 +62,8 @@ struct Link {
     /// The beginning of an incomplete message; contains no newline.
     inbox: Vec<u8>,
     outbox: Vec<u8>,
+    /// The error of a write. The connection then accepts nothing more, but may still contain messages.
+    write_error: Option<Departure>,
 }
 
 impl Lifeline {
@@ -79,7 +81,7 @@ impl Lifeline {
         let mut links = Vec::with_capacity(connections.len());
         for (process, connection) in connections {
             connection.set_prompt()?;
-            links.push(Link { process, connection, inbox: Vec::new(), outbox: Vec::new() });
+            links.push(Link { process, connection, inbox: Vec::new(), outbox: Vec::new(), write_error: None });
         }
         links.sort_by_key(|link: &Link| link.process);
         let line_bytes_max = if own == HUB { LINE_BYTES_TO_HUB_MAX } else { LINE_BYTES_FROM_HUB_MAX };
@@ -136,7 +138,8 @@ impl Lifeline {
         lost
     }
 
-    /// Sends pending messages. If that ends a connection, sends the news of it to the others as well. Returns the number of bytes queued.
+    /// Sends pending messages. Drops processes for which too much is pending, and sends the news of it to the others as well. Returns the
+    /// number of bytes queued.
     fn send(&mut self, now: Duration) -> usize {
         let mut queued = 0;
         loop {
@@ -179,7 +182,7 @@ impl Link {
     fn read(&mut self, chunk: &mut [u8]) -> (usize, Option<Departure>) {
         loop {
             match self.connection.read(chunk) {
-                Ok(0) => return (0, Some(Departure::Closed)),
+                Ok(0) => return (0, Some(self.write_error.take().unwrap_or(Departure::Closed))),
                 Ok(count) => {
                     self.inbox.extend_from_slice(&chunk[..count]);
                     return (count, None);
@@ -229,24 +232,27 @@ impl Link {
         self.outbox.len() - before
     }
 
-    /// Writes as much as the connection accepts. Returns the departure if the connection ended.
+    /// Writes as much as the connection accepts. Returns the departure if too much is pending.
+    ///
+    /// If the connection has ended, discards the outbox. The process may have left in its last messages, so only [`read`](Self::read)
+    /// reports the end, after these.
     fn flush(&mut self) -> Option<Departure> {
         let mut sent = 0;
-        let end = loop {
-            if sent == self.outbox.len() {
-                break None;
-            }
+        while sent < self.outbox.len() {
             match self.connection.write(&self.outbox[sent..]) {
-                Ok(0) => break Some(Departure::Closed),
+                Ok(0) => sent = self.outbox.len(),
                 Ok(count) => sent += count,
-                Err(error) if error.kind() == ErrorKind::WouldBlock => break None,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => break Some(departure(&error)),
+                Err(error) => {
+                    self.write_error.get_or_insert_with(|| departure(&error));
+                    sent = self.outbox.len();
+                }
             }
-        };
+        }
         self.outbox.drain(..sent);
         let unsent = self.outbox.len();
-        end.or_else(|| (unsent > OUTBOX_BYTES_MAX).then_some(Departure::Stalled { unsent_bytes: unsent as u64 }))
+        (unsent > OUTBOX_BYTES_MAX).then_some(Departure::Stalled { unsent_bytes: unsent as u64 })
     }
 }
 

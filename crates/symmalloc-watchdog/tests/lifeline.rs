@@ -110,6 +110,45 @@ fn who_left_in_order_is_missed_by_nobody() {
     }
 }
 
+/// Regression test: the hub wrote to the closed connection before it read the last message, and reported the process as gone.
+#[test]
+fn a_process_that_left_and_ended_is_not_gone_if_the_hub_writes_before_it_reads() {
+    // A turn reads no more than 8 KiB from each of 16 connections. The process that leaves has the next one.
+    const BUSY: u32 = 16;
+    let leaver = ProcessId(BUSY + 1);
+    let (mut at_hub, mut ends) = (Vec::new(), Vec::new());
+    for process in (1..=leaver.0).map(ProcessId) {
+        let (hub, end) = UnixStream::pair().expect("two ends");
+        at_hub.push((process, hub.into()));
+        ends.push(end);
+    }
+    let own = ends.pop().expect("the end of the last process");
+    let mut hub = Lifeline::new(ProcessId(0), leaver.0 + 1, at_hub, Duration::ZERO).expect("set up");
+    let mut other =
+        Lifeline::new(leaver, leaver.0 + 1, vec![(ProcessId(0), own.into())], Duration::ZERO).expect("set up");
+    hub.endpoint().join(of_world(0), Duration::ZERO);
+    other.endpoint().join(of_world(leaver.0), Duration::ZERO);
+    other.turn(Duration::ZERO);
+    hub.turn(Duration::ZERO);
+    let member =
+        |hub: &mut Lifeline, now| hub.endpoint().members(WORLD, now).into_iter().find(|it| it.rank == leaver.0);
+    assert!(member(&mut hub, Duration::ZERO).is_some_and(|it| !it.has_left));
+
+    let mut now = Duration::from_secs(1);
+    let beats = "{\"beat\":{\"standings\":[]}}\n".repeat(400);
+    ends.iter_mut().for_each(|end| end.write_all(beats.as_bytes()).expect("the system buffers it"));
+    other.endpoint().leave(of_world(leaver.0), now);
+    other.turn(now);
+    drop(other);
+    // The first turn writes a beat to the closed connection and does not reach its last message.
+    for _ in 0..3 {
+        hub.turn(now);
+        assert_eq!(hub.endpoint().take_events(), []);
+        now += Duration::from_millis(10);
+    }
+    assert!(member(&mut hub, now).is_some_and(|it| it.has_left), "the hub received the last message");
+}
+
 fn late() -> FailureReport {
     FailureReport { text: "rank 1 did not arrive within 60 s".to_owned(), first_rank: Some(1) }
 }

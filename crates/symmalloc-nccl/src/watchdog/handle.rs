@@ -11,7 +11,7 @@ use std::time::Duration;
 use symmalloc_watchdog::{FailureReport, Lifeline, Member, RankId};
 
 /// Longest time for which other threads wait for the watchdog's answer.
-const COMMAND_LIMIT: Duration = Duration::from_secs(1);
+pub(super) const COMMAND_LIMIT: Duration = Duration::from_secs(1);
 
 /// A request to the watchdog's thread.
 pub(super) enum Command {
@@ -66,11 +66,11 @@ impl Handle {
         }
     }
 
-    /// Waits until earlier commands have been processed.
-    pub(super) fn flush(&self) {
+    /// Waits until earlier commands have been processed, for at most `limit`. Returns immediately if the thread has ended.
+    pub(super) fn flush(&self, limit: Duration) {
         let (sender, done) = channel();
         self.command(Command::Flush(sender));
-        let _in_time = done.recv_timeout(COMMAND_LIMIT);
+        let _in_time = done.recv_timeout(limit);
     }
 
     pub(super) fn note_meeting(&self, meeting: MeetingId) {

@@ -5,7 +5,7 @@ use crate::communicator::threads;
 use crate::rendezvous::unique_id::UniqueId;
 use crate::watchdog::clock::{POLL_INTERVAL, Tick};
 use crate::watchdog::failure::FailureCause;
-use crate::watchdog::handle::{Command, Handle};
+use crate::watchdog::handle::{COMMAND_LIMIT, Command, Handle};
 use crate::watchdog::judgment::Judgment;
 use crate::watchdog::marker;
 use crate::watchdog::record;
@@ -68,7 +68,7 @@ pub(crate) fn watch(watched: &Arc<Watched>) {
 pub(crate) fn announce_pending(meeting: Option<MeetingId>, rank: RankId) {
     if let Some(watchdog) = watchdog() {
         watchdog.command(Command::Expect(meeting, rank));
-        watchdog.flush();
+        watchdog.flush(COMMAND_LIMIT);
     }
 }
 
@@ -85,7 +85,8 @@ pub(crate) fn leave(watched: &Watched) {
     watched.close();
     if let Some(watchdog) = watchdog() {
         watchdog.command(Command::Leave(watched.identity().clone()));
-        watchdog.flush();
+        // Without the notification, the end of the process looks like a failure to the other ranks.
+        watchdog.flush(watched.identity().deadline.max(COMMAND_LIMIT));
     }
 }
 
@@ -94,7 +95,7 @@ pub(crate) fn fail(watched: &Watched, report: FailureReport) {
     watched.close();
     if let Some(watchdog) = watchdog() {
         watchdog.command(Command::Fail(watched.identity().clone(), report));
-        watchdog.flush();
+        watchdog.flush(COMMAND_LIMIT);
     }
 }
 

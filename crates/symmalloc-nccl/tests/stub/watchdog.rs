@@ -19,6 +19,10 @@ use symmalloc_watchdog::FlightRecord;
 /// Deadline of collectives.
 const DEADLINE: Duration = Duration::from_secs(2);
 
+/// Maximum time from the deadline to the end of a process, as documented: an overdue operation returns its error at most three seconds
+/// after its deadline ([`symmalloc_nccl::CommunicatorBuilder::deadline`]), and the end of the process waits a second for the report.
+const LATE: Duration = Duration::from_secs(3 + 1);
+
 /// Returns the directory of flight records.
 fn folder() -> PathBuf {
     PathBuf::from(std::env::var("SYMMALLOC_FLIGHT_RECORDS").expect("set"))
@@ -34,7 +38,7 @@ struct Rank {
 }
 
 impl Rank {
-    fn new(rank: usize, ranks: usize) -> Self {
+    fn new(rank: usize, ranks: usize, deadline: Duration) -> Self {
         let folder = folder();
         let variables = [
             ("RANK", rank.to_string()),
@@ -46,13 +50,13 @@ impl Rank {
         let variable = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone());
         let launch = Launch::from_variables(variable).expect("complete");
         let id = launch.unique_id(Duration::from_secs(60)).expect("all ranks meet");
-        Rank { folder, ..Rank::of_thread(rank, ranks, id) }
+        Rank { folder, ..Rank::of_thread(rank, ranks, id, deadline) }
     }
 
     /// Creates a rank that is a thread of this process.
-    fn of_thread(rank: usize, ranks: usize, id: UniqueId) -> Self {
+    fn of_thread(rank: usize, ranks: usize, id: UniqueId, deadline: Duration) -> Self {
         let device = CudaDevice::new(rank).expect("a stub device");
-        let comm = Communicator::builder(&device).deadline(DEADLINE).connect(id, rank as u32, ranks as u32);
+        let comm = Communicator::builder(&device).deadline(deadline).connect(id, rank as u32, ranks as u32);
         let comm = comm.expect("all ranks connect");
         let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator is created");
         let stream = device.context().new_stream().expect("a stream");
@@ -86,7 +90,9 @@ impl Rank {
 
 /// Runs ranks that write their flight records to `folder`.
 fn run(count: usize, folder: &Path, body: impl FnOnce(Rank)) -> Vec<RankOutput> {
-    ranks(count, &[("SYMMALLOC_FLIGHT_RECORDS", &folder.to_string_lossy())], |rank| body(Rank::new(rank, count)))
+    ranks(count, &[("SYMMALLOC_FLIGHT_RECORDS", &folder.to_string_lossy())], |rank| {
+        body(Rank::new(rank, count, DEADLINE))
+    })
 }
 
 fn assert_success(outputs: &[RankOutput], of: impl Fn(usize) -> bool) {
@@ -253,7 +259,7 @@ nccl_test!(a_rank_that_destroyed_its_communicator_may_end, {
 nccl_test!(a_record_is_written_on_request_and_at_a_signal, ["SYMMALLOC_FLIGHT_SIGNAL" = "USR2"], {
     let folder = folder();
     let id = UniqueId::new().expect("an id");
-    let mut rank = Rank::of_thread(0, 1, id);
+    let mut rank = Rank::of_thread(0, 1, id, DEADLINE);
     for _ in 0..3 {
         rank.reduce().expect("a single rank reduces");
     }
@@ -317,7 +323,7 @@ nccl_test!(a_watchdog_that_is_off_does_nothing, ["SYMMALLOC_WATCHDOG" = "off"], 
 
 /// Returns a single rank with a collective on its device, and makes the watchdog's calls of this name fail with `code`.
 fn rank_whose_watchdog_meets(call: &str, code: i32) -> Rank {
-    let mut rank = Rank::of_thread(0, 1, UniqueId::new().expect("an id"));
+    let mut rank = Rank::of_thread(0, 1, UniqueId::new().expect("an id"), DEADLINE);
     let calls_of_others = || cuda::calls(call) - cuda::own_calls(call);
     let before = calls_of_others();
     cuda::fail_elsewhere(call, 0, code);

@@ -1,11 +1,13 @@
-//! Tests with a rank that is stopped at an arbitrary moment: all others end within a second of the deadline and name the stopped rank.
+//! Tests with a rank that is stopped at an arbitrary moment: all others name the stopped rank and end in time, mostly within a second of
+//! the deadline.
 
 use super::programs::{each_at_a_time, seeds};
-use super::{DEADLINE, Rank, folder};
+use super::{DEADLINE, LATE, Rank, folder};
 use std::fs;
 use std::path::Path;
-use std::sync::Mutex;
-use std::time::{Duration, SystemTime};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant, SystemTime};
 use stub_process::{ExitOnPanic, nccl_test, ranks, until_some};
 use symmalloc_core::PoolConfig;
 use symmalloc_nccl::{ReduceOp, Registrar, Registration};
@@ -15,10 +17,11 @@ type Failure = Box<dyn std::error::Error>;
 
 const STOPS: u64 = 24;
 const SEED: &str = "SYMMALLOC_STOPPED_SEED";
-/// Maximum time from the deadline to the end of a process.
-const LATE: Duration = Duration::from_secs(1);
-/// The same maximum while several tests share two cores.
-const LATE_ON_A_BUSY_MACHINE: Duration = Duration::from_secs(4);
+/// Median of the time from the deadline to the end of a process, on an idle machine.
+const LATE_MOSTLY: Duration = Duration::from_secs(1);
+/// Number of threads and processes that act one after the other between the deadline and the end of a process. Each waits for a processor:
+/// watchdog, hub, watchdog, end of the communicator, waiting thread, and this process.
+const HANDOVERS: u32 = 6;
 
 /// The scenario of a seed.
 #[derive(Clone, Copy, Debug)]
@@ -88,18 +91,38 @@ impl Stop {
         let read = || fs::read_to_string(&file).ok().and_then(|text| text.parse::<i32>().ok());
         let pid = until_some(read);
         let stopped = fs::metadata(&file).and_then(|metadata| metadata.modified()).expect("the file exists");
-        std::thread::sleep(DEADLINE + 2 * LATE_ON_A_BUSY_MACHINE);
+        std::thread::sleep(DEADLINE + 2 * LATE);
         // SAFETY: the call only ends a rank of this test, which is stopped.
         unsafe { libc::kill(pid, libc::SIGKILL) };
         stopped
     }
 }
 
-nccl_test!(a_rank_that_is_stopped_at_any_moment_ends_the_others_within_a_second_of_the_deadline, {
+/// Measures the time for which threads wait for a processor.
+struct Busyness {
+    is_over: AtomicBool,
+    longest: Mutex<Duration>,
+}
+
+impl Busyness {
+    const SLEEP: Duration = Duration::from_millis(10);
+
+    fn measure(&self) {
+        while !self.is_over.load(Ordering::Relaxed) {
+            let begun = Instant::now();
+            std::thread::sleep(Self::SLEEP);
+            let late = begun.elapsed().saturating_sub(Self::SLEEP);
+            let mut longest = self.longest.lock().expect("the lock is not poisoned");
+            *longest = late.max(*longest);
+        }
+    }
+}
+
+nccl_test!(a_rank_that_is_stopped_at_any_moment_ends_the_others_in_time_after_the_deadline, {
     if let Ok(seed) = std::env::var(SEED) {
         let stop = Stop::new(seed.parse().expect("a number"));
         ranks(stop.ranks, &[], |rank| {
-            let mut it = Rank::new(rank, stop.ranks);
+            let mut it = Rank::new(rank, stop.ranks, DEADLINE);
             let error = stop.work(&mut it).expect_err("it ends with an error");
             println!("ERROR {error}");
             drop(it);
@@ -107,6 +130,11 @@ nccl_test!(a_rank_that_is_stopped_at_any_moment_ends_the_others_within_a_second_
         });
     }
     let times = Mutex::new(Vec::new());
+    let busyness = Arc::new(Busyness { is_over: AtomicBool::new(false), longest: Mutex::default() });
+    let meter = std::thread::spawn({
+        let busyness = Arc::clone(&busyness);
+        move || busyness.measure()
+    });
     each_at_a_time(seeds(STOPS), |seed| {
         let (stop, folder) = (Stop::new(seed), tempfile::tempdir().expect("a folder"));
         let options = [(SEED, &*seed.to_string()), ("SYMMALLOC_FLIGHT_RECORDS", &*folder.path().to_string_lossy())];
@@ -123,7 +151,7 @@ nccl_test!(a_rank_that_is_stopped_at_any_moment_ends_the_others_within_a_second_
             let names =
                 ["is stopped", "is lost: it died, is stopped"].map(|what| format!("rank {} {what}", stop.victim));
             assert!(names.iter().any(|name| text.contains(name)), "{stop:?}, rank {rank}:\n{text}");
-            assert!(took + LATE / 2 > DEADLINE, "{stop:?}, rank {rank} after {took:?}:\n{text}");
+            assert!(took + LATE_MOSTLY / 2 > DEADLINE, "{stop:?}, rank {rank} after {took:?}:\n{text}");
             times.lock().expect("the lock is not poisoned").push((took, stop, rank, text));
         }
     });
@@ -131,7 +159,14 @@ nccl_test!(a_rank_that_is_stopped_at_any_moment_ends_the_others_within_a_second_
     times.sort_by_key(|(took, ..)| *took);
     let (median, (most, stop, rank, text)) =
         (times[times.len() / 2].0, times.last().expect("there is at least one time"));
-    println!("{} ranks ended {median:.2?} (median), {most:.2?} (most) after another one was stopped", times.len());
-    assert!(median < DEADLINE + LATE_ON_A_BUSY_MACHINE / 2, "{median:?}");
-    assert!(*most < DEADLINE + LATE_ON_A_BUSY_MACHINE, "{stop:?}: rank {rank} took {most:?}\n{text}");
+    busyness.is_over.store(true, Ordering::Relaxed);
+    meter.join().expect("the thread does not panic");
+    let wait = *busyness.longest.lock().expect("the lock is not poisoned");
+    println!(
+        "{} ranks ended {median:.2?} (median), {most:.2?} (most) after another one was stopped; a thread waited up to {wait:.2?} \
+         for a processor",
+        times.len()
+    );
+    assert!(median < DEADLINE + LATE_MOSTLY + HANDOVERS * wait, "{median:?}, {wait:?}");
+    assert!(*most < DEADLINE + LATE + HANDOVERS * wait, "{stop:?}: rank {rank} took {most:?}, {wait:?}\n{text}");
 });
