@@ -67,7 +67,7 @@ use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
 use destroyed::Destroyed;
 use gate::{Gate, Recorder};
 use observer_list::Observers;
-use pool::{HeapCell, HeapGuard, Pool};
+use pool::{HeapCell, HeapGuard, Pool, PoolEntry};
 use recorder::RecordingEnd;
 use request::Request;
 use std::fmt;
@@ -106,7 +106,7 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     granularity_bytes: u64,
     /// Number of registered streams. Written under the lock of the clocks.
     streams: AtomicU32,
-    pools: Registry<Arc<Pool<L>>>,
+    pools: Registry<PoolEntry<L>>,
     /// Destroyed pools. Its lock is the last in the lock order.
     destroyed: L::Cell<Destroyed<L>>,
     heaps: Registry<Arc<HeapCell<L>>>,
@@ -182,7 +182,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let can_alias = backend.can_alias();
         let number = observer_list::next_allocator();
         let pools = Registry::new();
-        pools.push(|_| Arc::new(Pool::new(PoolId::DEFAULT, config.default_pool().clone().that_works(can_alias))));
+        pools.push(|_| PoolEntry::new(PoolId::DEFAULT, config.default_pool().clone().that_works(can_alias)));
         Ok(Allocator {
             context: Context {
                 backend,
@@ -425,7 +425,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let released = match pool {
             Some(pool) => self.trim_pool(self.pool(pool)?, None),
             None => {
-                let pools = self.kept_pools().filter(|(_, entry)| !entry.config.has_quota() || entry.is_destroyed());
+                let pools = self.kept_pools().filter(|(_, entry)| !entry.config().has_quota() || entry.is_destroyed());
                 let trims = pools.map(|(pool, entry)| {
                     let released = self.trim_pool(entry, None);
                     if entry.is_destroyed() {
@@ -525,10 +525,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let step = entry.step.lock();
         let sleep = entry.sleep.lock();
         let make = |id| {
-            let stream = (entry.config.streams() == StreamPolicy::Separate).then_some(stream);
+            let stream = (entry.config().streams() == StreamPolicy::Separate).then_some(stream);
             let mut heap = self.empty_heap(entry, HeapIdentity { id, pool, stream });
             observers.of_pool(pool).for_each(|observer| heap.log_mut().observe(observer));
-            if entry.config.symmetric() && self.config.history_ops() > 0 {
+            if entry.config().symmetric() && self.config.history_ops() > 0 {
                 heap.ledger_mut().keep_journal(self.config.history_ops(), Arc::clone(&self.program_order));
             }
             if self.hints.is_some() {

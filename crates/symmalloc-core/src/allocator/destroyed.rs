@@ -2,15 +2,15 @@
 //!
 //! ```text
 //!  live ── destroy_pool ──► destroyed, the driver holds memory ── trim ──┐
-//!    ▲            └──────── all memory released ─────────────────────────┴──► spare ── create_pool, same config ──► live
+//!    ▲            └──────── all memory released ─────────────────────────┴──► spare ── create_pool ──► live
 //!    └ kept ─────────────────────────────────────────────────┘
 //! ```
-//! Reports and trims visit *kept* pools only. For a destroyed pool, the allocator keeps an entry in its table of pools,
-//! sums of statistics over all destroyed pools, and, if the pool was symmetric, a digest per heap until all ranks have
-//! agreed on it. The most recent of these keep their journals, so that agreement can still name the op that differs.
+//! Reports and trims visit *kept* pools only. For a destroyed pool, the allocator keeps an entry with its configuration
+//! in its table of pools, sums of statistics over all destroyed pools, and, if the pool was symmetric, a digest per heap
+//! until all ranks have agreed on it. The most recent of these keep their journals, so that agreement can still name the op that differs.
 
-use super::pool::Pool;
-use crate::config::PoolConfig;
+use super::pool::PoolEntry;
+use crate::config::{PoolConfig, StreamPolicy};
 use crate::heap::view::MemoryStats;
 use crate::heap::{Heap, HeapIdentity};
 use crate::history::digest::Digest;
@@ -19,7 +19,6 @@ use crate::stats::usage::Usage;
 use crate::sync::lock::Lock;
 use crate::types::ids::{PoolId, StreamId};
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
 
 /// Maximum number of histories of destroyed pools that keep their journals.
 const JOURNALS_MAX: usize = 64;
@@ -28,8 +27,8 @@ const JOURNALS_MAX: usize = 64;
 pub(super) struct Destroyed<L: Lock> {
     /// Pools that are live or whose memory the driver still holds, in the order of their ids.
     kept: Vec<PoolId>,
-    /// Removed pools, for reuse by pools of the same configuration. Keyed by the digest of the configuration.
-    spare: BTreeMap<u64, Vec<Arc<Pool<L>>>>,
+    /// Removed pools for reuse, by the policy of their streams and the digest of their configuration. No list is empty.
+    spare: BTreeMap<(StreamPolicy, u64), Vec<PoolEntry<L>>>,
     /// Last digests of destroyed heaps, by pool and stream.
     histories: BTreeMap<HistoryKey, Digest>,
     /// The journals of the most recent histories, in the order of destruction.
@@ -56,10 +55,17 @@ impl<L: Lock> Destroyed<L> {
         }
     }
 
-    /// Removes and returns a pool of this configuration for reuse, if there is one.
-    pub(super) fn take_spare(&mut self, config: &PoolConfig) -> Option<Arc<Pool<L>>> {
-        let alike = self.spare.get_mut(&config.digest())?;
-        alike.pop_if(|pool| pool.config == *config)
+    /// Removes and returns a pool for reuse by one of this configuration, preferably a pool of the same configuration.
+    pub(super) fn take_spare(&mut self, config: &PoolConfig) -> Option<PoolEntry<L>> {
+        let same = (config.streams(), config.digest());
+        let usable = (config.streams(), 0)..=(config.streams(), u64::MAX);
+        let key = if self.spare.contains_key(&same) { same } else { *self.spare.range(usable).next()?.0 };
+        let alike = self.spare.get_mut(&key)?;
+        let entry = alike.pop();
+        if alike.is_empty() {
+            self.spare.remove(&key);
+        }
+        entry
     }
 
     /// Adds a new pool.
@@ -132,8 +138,8 @@ impl<L: Lock> Destroyed<L> {
         }
     }
 
-    /// Keeps a pool for reuse by a later one of the same configuration.
-    pub(super) fn add_spare(&mut self, pool: Arc<Pool<L>>) {
-        self.spare.entry(pool.config_digest).or_default().push(pool);
+    /// Keeps a pool for reuse by a later one.
+    pub(super) fn add_spare(&mut self, entry: PoolEntry<L>) {
+        self.spare.entry((entry.config().streams(), entry.config_digest())).or_default().push(entry);
     }
 }

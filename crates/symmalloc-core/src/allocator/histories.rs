@@ -8,7 +8,7 @@ pub use crate::history::digest::{Mark, folded_multiply, op_word, unpack_op, unpa
 pub use crate::history::journal::{CHECKPOINTS_MAX, Journal, JournalEntry, NAME_BYTES_MAX, ProgramOrder};
 
 use super::Allocator;
-use super::pool::{HeapCell, Pool};
+use super::pool::{HeapCell, PoolEntry};
 use crate::config::op::Op;
 use crate::config::text::hash_of_text;
 use crate::heap::Heap;
@@ -80,14 +80,14 @@ impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
 
     fn policy_digests(&self) -> Vec<u64> {
         std::iter::once(hash_of_text(&self.shared_policy()))
-            .chain(self.symmetric_pools().map(|(_, pool)| pool.config_digest))
+            .chain(self.symmetric_pools().map(|(_, pool)| pool.config_digest()))
             .collect()
     }
 
     fn policy(&self, number: u32) -> Option<String> {
         match number.checked_sub(1) {
             None => Some(self.shared_policy()),
-            Some(ordinal) => Some(self.symmetric_pools().nth(ordinal as usize)?.1.config.to_string()),
+            Some(ordinal) => Some(self.symmetric_pools().nth(ordinal as usize)?.1.config().to_string()),
         }
     }
 
@@ -136,9 +136,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Returns the symmetric pools in the order of their creation, including destroyed ones.
-    fn symmetric_pools(&self) -> impl Iterator<Item = (PoolId, &Pool<L>)> {
-        let pools = self.pools.iter().filter(|(_, pool)| pool.config.symmetric());
-        pools.map(|(index, pool)| (PoolId(index as u32), pool.as_ref()))
+    fn symmetric_pools(&self) -> impl Iterator<Item = (PoolId, &PoolEntry<L>)> {
+        let pools = self.pools.iter().filter(|(_, pool)| pool.config().symmetric());
+        pools.map(|(index, pool)| (PoolId(index as u32), pool))
     }
 
     fn symmetric_heap(&self, pool: u32, stream: Option<StreamId>) -> Option<&HeapCell<L>> {

@@ -2,7 +2,7 @@
 //! can read them.
 
 use super::Allocator;
-use super::pool::{HeapCell, HeapGuard, Pool};
+use super::pool::{HeapCell, HeapGuard};
 use super::recorder::RecordingEnd;
 use crate::config::errors::{TrimError, UnknownError};
 use crate::heap::trim::Released;
@@ -118,7 +118,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Returns the heaps of an observer's pool, if it still exists.
     fn observed_heaps(&self, pool: Option<PoolId>) -> impl Iterator<Item = &HeapCell<L>> {
-        pool.and_then(|pool| self.pool(pool).ok()).into_iter().flat_map(Pool::heaps)
+        pool.and_then(|pool| self.pool(pool).ok()).into_iter().flat_map(|pool| pool.heaps())
     }
 
     /// Drops entries of logs, and releases the memory that they held.

@@ -2,7 +2,7 @@
 
 use super::Allocator;
 use super::gate::Gate;
-use super::pool::{HeapCell, Pool};
+use super::pool::{HeapCell, PoolEntry};
 use super::recorder::RecordingEnd;
 use super::request::{Request, Retry};
 use crate::config::errors::{
@@ -69,7 +69,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             let can_help = match cause {
                 // Private pools, which differ between ranks, also use up this limit. It must not move a symmetric
                 // pool's blocks.
-                OutOfMemoryCause::Limit { scope: LimitScope::Allocator, .. } if entry.config.symmetric() => false,
+                OutOfMemoryCause::Limit { scope: LimitScope::Allocator, .. } if entry.config().symmetric() => false,
                 // A request larger than the limit does not fit into an empty pool either, so nothing is released for
                 // it.
                 OutOfMemoryCause::Limit { limit_bytes, .. } => bytes(missing) <= limit_bytes,
@@ -118,9 +118,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Step 3: releases the memory that `reclaim` allows, up to the missing amount. Returns the released bytes. Memory
     /// that the driver fails to release counts as reserved. The call is not repeated, and the result is 0.
-    fn reclaim(&self, entry: &Pool<L>, heap: &HeapCell<L>, missing_bytes: u64, gate: &mut Gate<'_, L>) -> u64 {
+    fn reclaim(&self, entry: &PoolEntry<L>, heap: &HeapCell<L>, missing_bytes: u64, gate: &mut Gate<'_, L>) -> u64 {
         let goal_bytes = Some(missing_bytes);
-        let released = match entry.config.reclaim() {
+        let released = match entry.config().reclaim() {
             Reclaim::Never => Released::default(),
             Reclaim::Heap => heap.lock().trim(&self.context, goal_bytes),
             Reclaim::Pool => self.trim_pool(entry, goal_bytes),
@@ -160,7 +160,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     fn out_of_memory(
         &self,
-        entry: &Pool<L>,
+        entry: &PoolEntry<L>,
         heap: &HeapCell<L>,
         request: Request,
         missing_bytes: u64,
@@ -178,7 +178,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             reserved_bytes: entry.budget.reserved_bytes(),
             allocated_bytes,
             largest_free_bytes: heap.largest_free_bytes(),
-            remedy: remedy(&entry.config, request, free_bytes, free_in_heap_bytes),
+            remedy: remedy(entry.config(), request, free_bytes, free_in_heap_bytes),
             cause,
         }
     }

@@ -1,9 +1,15 @@
 //! One pool with the heaps that serve it.
 //!
-//! Pools and heaps are found without a lock, so a destroyed pool cannot be deallocated. Instead, the next pool of the
-//! same configuration replaces it, see [`super::destroyed`]: the object gets a new id, and each of its heaps is
-//! recreated at the first request for its stream. Until then the heap has the id of the earlier pool and counts as
-//! absent.
+//! Pools and heaps are found without a lock, so a destroyed pool cannot be deallocated. Instead, a later pool reuses
+//! it, see [`super::destroyed`]: the object gets a new id, and each of its heaps is recreated at the first request for
+//! its stream. Until then the heap has the id of the earlier pool and counts as absent. The entry of an id keeps the
+//! id's own configuration:
+//!
+//! ```text
+//!  table of pools   PoolEntry 1 (destroyed)   PoolEntry 2 (live)
+//!                     policy 1  └──► Pool ◄──────┘  policy 2
+//!                                  id 2, heaps
+//! ```
 
 use crate::config::errors::PoolSleeps;
 use crate::config::restore_error::LayoutError;
@@ -14,6 +20,7 @@ use crate::stats::budget::Budget;
 use crate::sync::lock::{Guard, Lock, LockCell};
 use crate::sync::registry::Registry;
 use crate::types::ids::{PoolId, StreamId};
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
@@ -23,11 +30,69 @@ pub(super) type HeapCell<L> = <L as Lock>::Cell<Heap<L>>;
 /// A locked heap.
 pub(super) type HeapGuard<'a, L> = Guard<'a, L, Heap<L>>;
 
+/// The configuration of a pool.
+struct Policy {
+    config: PoolConfig,
+    /// Digest of the configuration, which ranks compare at every agreement.
+    digest: u64,
+}
+
+/// The entry of an id in the table of pools. All that remains of a destroyed pool once another one reuses its object.
+pub(super) struct PoolEntry<L: Lock> {
+    pool: Arc<Pool<L>>,
+    policy: Arc<Policy>,
+}
+
+impl<L: Lock> PoolEntry<L> {
+    /// Creates a pool.
+    pub(super) fn new(id: PoolId, config: PoolConfig) -> Self {
+        let pool = Arc::new(Pool::new(id, &config));
+        PoolEntry { pool, policy: Policy::new(config) }
+    }
+
+    /// Creates a pool that reuses the object of this destroyed one, without any heap or state of it. Both have the same
+    /// [`StreamPolicy`].
+    pub(super) fn reuse(self, id: PoolId, config: PoolConfig) -> Self {
+        let PoolEntry { pool, policy } = self;
+        pool.begin_as(id, &config);
+        let policy = if policy.config == config { policy } else { Policy::new(config) };
+        PoolEntry { pool, policy }
+    }
+
+    pub(super) fn config(&self) -> &PoolConfig {
+        &self.policy.config
+    }
+
+    pub(super) fn config_digest(&self) -> u64 {
+        self.policy.digest
+    }
+}
+
+impl<L: Lock> Clone for PoolEntry<L> {
+    fn clone(&self) -> Self {
+        PoolEntry { pool: Arc::clone(&self.pool), policy: Arc::clone(&self.policy) }
+    }
+}
+
+impl<L: Lock> Deref for PoolEntry<L> {
+    type Target = Pool<L>;
+
+    #[inline(always)]
+    fn deref(&self) -> &Pool<L> {
+        &self.pool
+    }
+}
+
+impl Policy {
+    fn new(config: PoolConfig) -> Arc<Self> {
+        Arc::new(Policy { digest: config.digest(), config })
+    }
+}
+
 /// A pool with the heaps that serve it.
 pub(super) struct Pool<L: Lock> {
-    pub(super) config: PoolConfig,
-    /// Digest of the configuration, which ranks compare at every agreement.
-    pub(super) config_digest: u64,
+    /// Policy of this pool and of all that reuse the object, because it determines the indices of heaps.
+    streams: StreamPolicy,
     pub(super) budget: Arc<Budget<L>>,
     /// Number of entries so far in the segment logs of its heaps.
     pub(super) log_entries: Arc<AtomicU64>,
@@ -44,12 +109,11 @@ pub(super) struct Pool<L: Lock> {
 }
 
 impl<L: Lock> Pool<L> {
-    pub(super) fn new(id: PoolId, config: PoolConfig) -> Self {
+    fn new(id: PoolId, config: &PoolConfig) -> Self {
         Pool {
             id: AtomicU32::new(id.0),
+            streams: config.streams(),
             budget: Arc::new(Budget::new(config.limit_bytes())),
-            config_digest: config.digest(),
-            config,
             heaps: Registry::new(),
             is_destroyed: AtomicBool::new(false),
             step: L::Cell::new(None),
@@ -78,7 +142,7 @@ impl<L: Lock> Pool<L> {
 
     #[inline(always)]
     fn index(&self, stream: StreamId) -> usize {
-        match self.config.streams() {
+        match self.streams {
             StreamPolicy::Separate => stream.index(),
             StreamPolicy::Shared => 0,
         }
@@ -100,9 +164,10 @@ impl<L: Lock> Pool<L> {
         PoolId(self.id.load(Ordering::Acquire))
     }
 
-    /// Turns this into another pool of the same configuration, without any heap or state of the earlier pool.
-    pub(super) fn begin_as(&self, id: PoolId) {
-        self.budget.restart(self.config.limit_bytes());
+    /// Turns this into another pool, without any heap or state of the earlier one.
+    fn begin_as(&self, id: PoolId, config: &PoolConfig) {
+        debug_assert_eq!(self.streams, config.streams(), "the policy determines the indices of heaps");
+        self.budget.restart(config.limit_bytes());
         self.log_entries.store(0, Ordering::Release);
         *self.step.lock() = None;
         *self.sleep.lock() = State::default();

@@ -1,7 +1,7 @@
 //! Pools and streams: creation, look-up and destruction. Pool 0 always exists.
 
 use super::Allocator;
-use super::pool::{HeapGuard, Pool};
+use super::pool::{HeapGuard, PoolEntry};
 use crate::config::PoolConfig;
 use crate::config::errors::{PoolError, StreamError, UnknownError};
 use crate::config::op::Op;
@@ -30,11 +30,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let make = |index| {
             let pool = PoolId(index as u32);
             match spare {
-                Some(entry) => {
-                    entry.begin_as(pool);
-                    entry
-                }
-                None => Arc::new(Pool::new(pool, config)),
+                Some(spare) => spare.reuse(pool, config),
+                None => PoolEntry::new(pool, config),
             }
         };
         let pool = PoolId(self.pools.push(make) as u32);
@@ -63,7 +60,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// Returns an error if the pool is unknown.
     pub fn pool_config(&self, pool: PoolId) -> Result<&PoolConfig, UnknownError> {
-        Ok(&self.pool(pool)?.config)
+        Ok(self.pool(pool)?.config())
     }
 
     /// Destroys a pool. All of its memory is released, including reserved segments. Its id is not reused.
@@ -75,7 +72,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn destroy_pool(&self, pool: PoolId) -> Result<(), PoolError> {
         let mut gate = self.gate();
         let observers = self.observers.lock();
-        let entry = self.pool_entry(pool)?;
+        let entry = self.pool(pool)?;
         if pool == PoolId::DEFAULT {
             return Err(PoolError::Default);
         }
@@ -108,12 +105,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     #[inline(always)]
-    pub(super) fn pool(&self, pool: PoolId) -> Result<&Pool<L>, UnknownError> {
-        self.pool_entry(pool).map(|entry| &**entry)
-    }
-
-    #[inline(always)]
-    fn pool_entry(&self, pool: PoolId) -> Result<&Arc<Pool<L>>, UnknownError> {
+    pub(super) fn pool(&self, pool: PoolId) -> Result<&PoolEntry<L>, UnknownError> {
         match self.pools.get(pool.index()) {
             // The order matters: an entry gets the next pool's id before it counts as live.
             Some(entry) if entry.is_destroyed() || entry.id() != pool => Err(UnknownError::DestroyedPool { pool }),
@@ -190,7 +182,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns the pools that reports and trims visit, in the order of their ids: live pools, and destroyed pools whose
     /// memory the driver holds.
-    pub(super) fn kept_pools(&self) -> impl Iterator<Item = (PoolId, &Arc<Pool<L>>)> {
+    pub(super) fn kept_pools(&self) -> impl Iterator<Item = (PoolId, &PoolEntry<L>)> {
         let kept = self.destroyed.lock().kept().to_vec();
         kept.into_iter().filter_map(|id| Some((id, self.pools.get(id.index())?))).filter(|(id, pool)| pool.id() == *id)
     }
@@ -202,7 +194,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Removes a destroyed pool whose memory was released.
-    pub(super) fn bury(&self, pool: PoolId, entry: &Arc<Pool<L>>, heaps: &mut [HeapGuard<'_, L>]) {
+    pub(super) fn bury(&self, pool: PoolId, entry: &PoolEntry<L>, heaps: &mut [HeapGuard<'_, L>]) {
         if heaps.iter().any(|heap| heap.log().has_retired()) {
             return;
         }
@@ -211,7 +203,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return;
         }
         for heap in heaps {
-            destroyed.bury(heap, entry.config.symmetric());
+            destroyed.bury(heap, entry.config().symmetric());
             let HeapIdentity { id, stream, .. } = heap.identity();
             let past = heap.ledger_mut().take_past();
             **heap = self.empty_heap(entry, HeapIdentity { id, pool, stream });
@@ -219,12 +211,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             // It has no memory yet.
             let _nothing_is_released = heap.destroy(&self.context);
         }
-        destroyed.add_spare(Arc::clone(entry));
+        destroyed.add_spare(entry.clone());
     }
 
     /// Creates a heap without ops and observers.
-    pub(super) fn empty_heap(&self, entry: &Pool<L>, identity: HeapIdentity) -> Heap<L> {
+    pub(super) fn empty_heap(&self, entry: &PoolEntry<L>, identity: HeapIdentity) -> Heap<L> {
         let log = SegmentLog::new(Arc::clone(&entry.log_entries));
-        Heap::new(identity, entry.config.clone(), Arc::clone(&entry.budget), self.granularity_bytes, log)
+        Heap::new(identity, entry.config().clone(), Arc::clone(&entry.budget), self.granularity_bytes, log)
     }
 }

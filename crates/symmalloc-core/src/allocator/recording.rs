@@ -107,7 +107,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut ops: Vec<Op> = streams.collect();
         for (index, entry) in self.pools.iter().skip(1) {
             let pool = PoolId(index as u32);
-            ops.push(Op::CreatePool { pool, config: Box::new(entry.config.clone()) });
+            ops.push(Op::CreatePool { pool, config: Box::new(entry.config().clone()) });
             if entry.id() != pool || entry.is_destroyed() {
                 ops.push(Op::DestroyPool { pool });
             }

@@ -75,7 +75,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// Returns an error if the pool is unknown.
     pub fn digest(&self, pool: PoolId) -> Result<Digest, UnknownError> {
-        let mut digest = Digest::new(self.pool(pool)?.config_digest);
+        let mut digest = Digest::new(self.pool(pool)?.config_digest());
         self.heap_digests(pool)?.into_iter().for_each(|(_, heap)| digest.fold_digest(heap));
         Ok(digest)
     }

@@ -14,7 +14,7 @@
 
 use super::Allocator;
 use super::gate::Gate;
-use super::pool::Pool;
+use super::pool::PoolEntry;
 use super::recorder::RecordingEnd;
 use crate::config::restore_error::{LayoutError, RestoreError};
 use crate::heap::Heap;
@@ -209,10 +209,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Performs the checks that do not depend on blocks.
-    fn check_it_fits(&self, pool: PoolId, entry: &Pool<L>, layout: &Layout) -> Result<(), RestoreError> {
+    fn check_it_fits(&self, pool: PoolId, entry: &PoolEntry<L>, layout: &Layout) -> Result<(), RestoreError> {
         entry.check_layout_holds(pool)?;
-        if *layout.config() != entry.config {
-            let (saved, here) = (Box::new(layout.config().clone()), Box::new(entry.config.clone()));
+        if *layout.config() != *entry.config() {
+            let (saved, here) = (Box::new(layout.config().clone()), Box::new(entry.config().clone()));
             return Err(RestoreError::Config { saved, here });
         }
         let granularity = (Some(layout.granularity_bytes()), Some(self.granularity_bytes));

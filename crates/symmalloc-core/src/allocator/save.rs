@@ -34,7 +34,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return Err(LayoutError::Retired { pool, retired_bytes });
         }
         let heaps = heaps.iter().filter(|heap| !heap.is_fresh()).map(|heap| heap_layout(heap)).collect();
-        Ok(Layout::of_parts(entry.config.clone(), self.granularity_bytes, self.limit_bytes(), heaps))
+        Ok(Layout::of_parts(entry.config().clone(), self.granularity_bytes, self.limit_bytes(), heaps))
     }
 }
 

@@ -169,7 +169,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Returns the pools with a tag in the order of their ids. They sleep and wake together.
     pub fn pools_tagged(&self, tag: &str) -> Vec<PoolId> {
-        let tagged = self.kept_pools().filter(|(_, entry)| entry.config.tag() == Some(tag) && !entry.is_destroyed());
+        let tagged = self.kept_pools().filter(|(_, entry)| entry.config().tag() == Some(tag) && !entry.is_destroyed());
         tagged.map(|(pool, _)| pool).collect()
     }
 

@@ -9,6 +9,7 @@
 
 use crate::config::stitching::Stitching;
 use crate::types::units::{GIB, MIB, SEGMENT_BYTES_MAX, UNIT_BYTES};
+use std::fmt;
 
 /// PyTorch's `kLargeBuffer`: the fixed segment for requests between 1 and 10 MiB, in bytes.
 pub(crate) const LARGE_SEGMENT_BYTES: u64 = 20 * MIB;
@@ -105,7 +106,7 @@ impl Default for ExpandableSegments {
 }
 
 /// The policy for sharing free blocks between the streams of a pool.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum StreamPolicy {
     /// One heap per stream: a block is reused only on the stream for which it was allocated. Threads that drive
@@ -152,8 +153,12 @@ pub enum PlanPolicy {
 ///
 /// Element i applies to sizes from 2^i MiB up (element 0 also to all smaller ones, the last one also to all larger
 /// ones), as in PyTorch. 0 or 1: no rounding beyond 512 bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct RoundupPower2Divisions([u32; 16]);
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub struct RoundupPower2Divisions {
+    /// For each size, 0 for no division, and otherwise the exponent plus one. A quarter of the numbers' size, because
+    /// the configuration of a destroyed pool is kept.
+    codes: [u8; 16],
+}
 
 impl RoundupPower2Divisions {
     /// Uses the same number of divisions for all sizes.
@@ -173,13 +178,24 @@ impl RoundupPower2Divisions {
             Some(&divisions) => {
                 Err(ConfigError::NotAPowerOfTwo { key: "roundup_power2_divisions", value: divisions.into() })
             }
-            None => Ok(RoundupPower2Divisions(divisions)),
+            None => Ok(RoundupPower2Divisions { codes: divisions.map(|d| (u32::BITS - d.leading_zeros()) as u8) }),
         }
     }
 
     /// Returns the divisions by size.
     pub fn divisions(&self) -> [u32; 16] {
-        self.0
+        std::array::from_fn(|index| self.at(index))
+    }
+
+    /// Returns the divisions of the sizes at this index.
+    pub(crate) fn at(&self, index: usize) -> u32 {
+        ((1_u64 << self.codes[index]) >> 1) as u32
+    }
+}
+
+impl fmt::Debug for RoundupPower2Divisions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("RoundupPower2Divisions").field(&self.divisions()).finish()
     }
 }
 

@@ -159,7 +159,7 @@ impl SizeRules {
 /// PyTorch's `round_size` with `roundup_power2_divisions`.
 fn round_to_division(requested: u64, divisions: RoundupPower2Divisions) -> u64 {
     let log_mib = requested.ilog2().saturating_sub(MIB.ilog2()).min(15);
-    let divisions = u64::from(divisions.divisions()[log_mib as usize]);
+    let divisions = u64::from(divisions.at(log_mib as usize));
     if divisions > 1 && requested > UNIT_BYTES * divisions {
         let step = (1 << requested.ilog2()) / divisions;
         requested.next_multiple_of(step)
