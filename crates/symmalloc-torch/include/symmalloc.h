@@ -349,7 +349,8 @@ typedef struct symmalloc_found {
 } symmalloc_found;
 
 /**
- * Returns `true` if the scope covers allocations on a stream. May throw a C++ exception.
+ * Returns `true` if the scope covers allocations on a stream. May throw a C++ exception. Allocations call it, so calls of this
+ * library inside it return an error.
  */
 typedef bool (*symmalloc_filter_fn)(void *context, void *stream);
 
@@ -359,7 +360,7 @@ typedef bool (*symmalloc_filter_fn)(void *context, void *stream);
 typedef void (*symmalloc_destroy_fn)(void *context);
 
 /**
- * Callbacks that provide a pool's memory.
+ * Callbacks that provide a pool's memory. They run under locks, so calls of this library inside them return an error.
  */
 typedef struct symmalloc_source {
   /**
@@ -510,14 +511,15 @@ typedef struct symmalloc_block {
 } symmalloc_block;
 
 /**
- * Receives a segment (`block` is NULL), and then its blocks (`segment` is NULL).
+ * Receives a segment (`block` is NULL), and then its blocks (`segment` is NULL). Calls of this library inside it return an error.
  */
 typedef void (*symmalloc_visit_fn)(void *context,
                                    const struct symmalloc_segment *segment,
                                    const struct symmalloc_block *block);
 
 /**
- * Receives the allocations that were live before a restore (`is_live` 0), and then those that are live after it (1).
+ * Receives the allocations that were live before a restore (`is_live` 0), and then those that are live after it (1). Calls of this
+ * library inside it return an error.
  */
 typedef void (*symmalloc_restored_fn)(void *context, void *pointer, uint64_t requested_bytes, uint32_t is_live);
 
@@ -1501,7 +1503,7 @@ symmalloc_status symmalloc_torch_reset_peaks(int32_t device);
  * Visits every segment and block of a device, pool by pool. With an id other than (0, 0), visits only those of one private pool.
  *
  * # Safety
- * `visit` may be called with `context` until the call returns. It must not use the allocator.
+ * `visit` may be called with `context` until the call returns.
  */
 symmalloc_status symmalloc_torch_visit(int32_t device,
                                        uint64_t id_first,
@@ -1533,8 +1535,7 @@ void symmalloc_torch_checkpoint_destroy(struct symmalloc_checkpoint *checkpoint)
  * every allocation that was live before, and then every allocation that is live after the call.
  *
  * # Safety
- * The checkpoint is live, and no other thread uses the pool; `told` may be called with `context` until the call returns, and must
- * not use the allocator.
+ * The checkpoint is live, and no other thread uses the pool; `told` may be called with `context` until the call returns.
  */
 symmalloc_status symmalloc_torch_restore(int32_t device,
                                          const struct symmalloc_checkpoint *checkpoint,

@@ -52,7 +52,7 @@ pub(crate) enum Error {
         device: usize,
     },
     /// A callback called the library.
-    #[error("a memory listener called the library while it holds a lock: call it after the listener has returned")]
+    #[error("a callback called the library, which may hold a lock: call it after the callback has returned")]
     InCallback,
     /// The process that shares memory belongs to another user.
     #[error(

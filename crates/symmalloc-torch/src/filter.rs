@@ -3,9 +3,11 @@
 //! PyTorch's class for pluggable allocators passes a `std::function`. The compiled class passes a C function and its context.
 
 use crate::cxx_abi::FunctionFilter;
+use crate::guard::call_back;
 use std::ffi::c_void;
 
-/// Returns `true` if the scope covers allocations on a stream. May throw a C++ exception.
+/// Returns `true` if the scope covers allocations on a stream. May throw a C++ exception. Allocations call it, so calls of this
+/// library inside it return an error.
 #[allow(non_camel_case_types, reason = "C's names")]
 pub type symmalloc_filter_fn = Option<unsafe extern "C-unwind" fn(context: *mut c_void, stream: *mut c_void) -> bool>;
 
@@ -46,14 +48,14 @@ impl CallFilter {
 impl StreamFilter {
     /// Returns `true` if the filter accepts the stream. An empty filter accepts all. Propagates exceptions of the filter.
     pub(crate) fn accepts(&self, stream: *mut c_void) -> bool {
-        match self {
+        call_back(|| match self {
             StreamFilter::Function(function) => function.accepts(stream),
             StreamFilter::Calls(CallFilter { accepts: Some(accepts), context, .. }) => {
                 // SAFETY: the contract of `CallFilter::new`.
                 unsafe { accepts(*context, stream) }
             }
             StreamFilter::Calls(_) => true,
-        }
+        })
     }
 }
 
@@ -61,7 +63,7 @@ impl Drop for CallFilter {
     fn drop(&mut self) {
         if let Some(destroy) = self.destroy {
             // SAFETY: the contract of `new`; the filter is not called after this.
-            unsafe { destroy(self.context) };
+            call_back(|| unsafe { destroy(self.context) });
         }
     }
 }

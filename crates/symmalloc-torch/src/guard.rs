@@ -12,16 +12,16 @@ thread_local! {
     static MESSAGE: RefCell<CString> = RefCell::default();
 }
 
-/// The number of callbacks that run under a heap's lock now, on any thread. For most calls, one load shows that there is none.
+/// The number of callbacks that run now, on any thread. For most calls, one load shows that there is none.
 static CALLBACKS: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
-    /// `true` while the thread runs such a callback.
+    /// `true` while the thread runs a callback.
     static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls a function of the program under a heap's lock. Calls of this library inside it return errors, because they could wait
-/// for that lock indefinitely.
+/// Calls a function of the program. Calls of this library inside it return errors: they could wait indefinitely for a lock that
+/// the thread holds, call the function again without end, or change the state that it is called about. The function may unwind.
 pub(crate) fn call_back<T>(call: impl FnOnce() -> T) -> T {
     struct Running(bool);
     impl Drop for Running {

@@ -15,6 +15,7 @@
 
 use crate::error::Error;
 use crate::filter::StreamFilter;
+use crate::guard::not_in_callback;
 use crate::private_pools::{MempoolId, PoolPlace};
 use crate::streams::RawStream;
 use std::cell::RefCell;
@@ -119,8 +120,13 @@ impl<F> Scopes<F> {
 
     /// Returns the pool for an allocation of the calling thread on a stream. Calls PyTorch's filters without a lock, because they may
     /// throw. `inherited` is the number of a scope of another thread on whose behalf this one works, as in a backward pass.
+    ///
+    /// Inside a callback, calls no filter and returns any pool, because the allocation returns an error.
     #[cold]
     pub(crate) fn place_for(&self, stream: RawStream, inherited: Option<u64>) -> PoolPlace<F> {
+        if not_in_callback().is_err() {
+            return PoolPlace::Own(PoolId::DEFAULT);
+        }
         let pushed = self.last(|pushed| match pushed.what {
             What::Pool(pool) => Some((pushed.order, pool)),
             What::Name(_) => None,

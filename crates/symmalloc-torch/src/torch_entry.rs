@@ -18,7 +18,7 @@ use crate::cxx_abi::{ExceptionKind, FunctionFilter, throw};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
 use crate::filter::StreamFilter;
-use crate::guard::{guarded, guarded_or, report};
+use crate::guard::{guarded, guarded_or, not_in_callback, report};
 use crate::process;
 use crate::status::symmalloc_status;
 use crate::streams::RawStream;
@@ -198,7 +198,8 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_begin_allocate_to_pool(
     let filter = StreamFilter::Function(unsafe { FunctionFilter::copy(filter.cast()) });
     // Not guarded, because the filter may throw. A panic unwinds as an exception that ends the process.
     let id = (id_first, id_second);
-    let begun = process::allocator(device).and_then(|allocator| allocator.begin_private(id, filter).map(drop));
+    let allocator = not_in_callback().and_then(|()| process::allocator(device));
+    let begun = allocator.and_then(|allocator| allocator.begin_private(id, filter).map(drop));
     if let Err(error) = begun {
         // SAFETY: outside of any `catch_unwind`.
         unsafe { raise(error) };

@@ -4,7 +4,7 @@
 
 use crate::device::DeviceAllocator;
 use crate::error::Error;
-use crate::guard::report;
+use crate::guard::{call_back, report};
 use crate::private_pools::MempoolId;
 use crate::process;
 use crate::status::symmalloc_status;
@@ -56,7 +56,7 @@ pub struct symmalloc_block {
     pub is_allocated: bool,
 }
 
-/// Receives a segment (`block` is NULL), and then its blocks (`segment` is NULL).
+/// Receives a segment (`block` is NULL), and then its blocks (`segment` is NULL). Calls of this library inside it return an error.
 #[allow(non_camel_case_types, reason = "C's names")]
 pub type symmalloc_visit_fn = Option<
     unsafe extern "C" fn(context: *mut c_void, segment: *const symmalloc_segment, block: *const symmalloc_block),
@@ -65,7 +65,7 @@ pub type symmalloc_visit_fn = Option<
 /// Visits every segment and block of a device, pool by pool. With an id other than (0, 0), visits only those of one private pool.
 ///
 /// # Safety
-/// `visit` may be called with `context` until the call returns. It must not use the allocator.
+/// `visit` may be called with `context` until the call returns.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_torch_visit(
     device: i32,
@@ -80,7 +80,7 @@ pub unsafe extern "C" fn symmalloc_torch_visit(
         let only = ((id_first, id_second) != (0, 0)).then_some((id_first, id_second));
         let mut tell = |segment: *const symmalloc_segment, block: *const symmalloc_block| {
             // SAFETY: the caller's contract.
-            unsafe { visit(context, segment, block) };
+            call_back(|| unsafe { visit(context, segment, block) });
         };
         let private = allocator.private_pools().list();
         let id_of = |pool: PoolId| match private.iter().find(|known| known.own() == Some(pool)) {

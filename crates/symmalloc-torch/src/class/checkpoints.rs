@@ -7,7 +7,7 @@
 use crate::c_interface::arguments::{not_null, write};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
-use crate::guard::report;
+use crate::guard::{call_back, report};
 use crate::private_pools::{MempoolId, PoolPlace};
 use crate::process;
 use crate::status::symmalloc_status;
@@ -22,7 +22,8 @@ pub struct PoolCheckpoint {
     layout: Layout,
 }
 
-/// Receives the allocations that were live before a restore (`is_live` 0), and then those that are live after it (1).
+/// Receives the allocations that were live before a restore (`is_live` 0), and then those that are live after it (1). Calls of this
+/// library inside it return an error.
 #[allow(non_camel_case_types, reason = "C's names")]
 pub type symmalloc_restored_fn =
     Option<unsafe extern "C" fn(context: *mut c_void, pointer: *mut c_void, requested_bytes: u64, is_live: u32)>;
@@ -88,8 +89,7 @@ pub unsafe extern "C" fn symmalloc_torch_checkpoint_destroy(checkpoint: *mut Poo
 /// every allocation that was live before, and then every allocation that is live after the call.
 ///
 /// # Safety
-/// The checkpoint is live, and no other thread uses the pool; `told` may be called with `context` until the call returns, and must
-/// not use the allocator.
+/// The checkpoint is live, and no other thread uses the pool; `told` may be called with `context` until the call returns.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_torch_restore(
     device: i32,
@@ -103,7 +103,7 @@ pub unsafe extern "C" fn symmalloc_torch_restore(
         let tell = |address: u64, requested_bytes: u64, is_live: bool| {
             if let Some(told) = told {
                 // SAFETY: the caller's contract.
-                unsafe { told(context, address as *mut c_void, requested_bytes, is_live.into()) };
+                call_back(|| unsafe { told(context, address as *mut c_void, requested_bytes, is_live.into()) });
             }
         };
         let (owner, pool) = found(process::allocator(device)?, checkpoint.id)?;

@@ -3,7 +3,7 @@
 use crate::c_interface::arguments::{not_null, write};
 use crate::error::Error;
 use crate::filter::{CallFilter, StreamFilter, symmalloc_destroy_fn, symmalloc_filter_fn};
-use crate::guard::report;
+use crate::guard::{call_back, not_in_callback, report};
 use crate::process;
 use crate::status::symmalloc_status;
 use std::ffi::c_void;
@@ -11,7 +11,7 @@ use std::fmt;
 use std::sync::Arc;
 use symmalloc_cuda::MemorySource;
 
-/// Callbacks that provide a pool's memory.
+/// Callbacks that provide a pool's memory. They run under locks, so calls of this library inside them return an error.
 #[allow(non_camel_case_types, reason = "C's names")]
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -38,14 +38,14 @@ impl MemorySource for Source {
     fn allocate(&self, size_bytes: u64) -> Option<u64> {
         let allocate = self.0.allocate?;
         // SAFETY: the contract of `symmalloc_torch_retain_pool`.
-        let pointer = unsafe { allocate(self.0.context, size_bytes as usize) };
+        let pointer = call_back(|| unsafe { allocate(self.0.context, size_bytes as usize) });
         (!pointer.is_null()).then_some(pointer as u64)
     }
 
     fn free(&self, address: u64) {
         if let Some(free) = self.0.free {
             // SAFETY: the contract of `symmalloc_torch_retain_pool`, and the pointer came from `allocate`.
-            unsafe { free(self.0.context, address as *mut c_void) };
+            call_back(|| unsafe { free(self.0.context, address as *mut c_void) });
         }
     }
 }
@@ -60,7 +60,7 @@ impl Drop for Source {
     fn drop(&mut self) {
         if let Some(destroy) = self.0.destroy {
             // SAFETY: the contract of `symmalloc_torch_retain_pool`; the functions are not called after this.
-            unsafe { destroy(self.0.context) };
+            call_back(|| unsafe { destroy(self.0.context) });
         }
     }
 }
@@ -86,7 +86,8 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_begin_scope(
         return report(|| not_null(number, "number"));
     }
     // Not guarded, because the filter may throw. A panic unwinds as an exception that ends the process.
-    let begun = process::allocator(device).and_then(|allocator| allocator.begin_private((id_first, id_second), filter));
+    let allocator = not_in_callback().and_then(|()| process::allocator(device));
+    let begun = allocator.and_then(|allocator| allocator.begin_private((id_first, id_second), filter));
     // SAFETY: the caller's contract.
     report(|| unsafe { write(number, "number", begun?) })
 }

@@ -3,6 +3,7 @@
 mod alignment;
 mod all_to_all;
 mod c_calls;
+mod callbacks;
 mod captures;
 mod class_calls;
 mod library;

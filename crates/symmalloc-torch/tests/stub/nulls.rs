@@ -6,7 +6,6 @@ use crate::library::*;
 use std::ffi::{CStr, c_char, c_void};
 use std::path::Path;
 use std::ptr::null_mut;
-use std::sync::Mutex;
 use std::thread;
 use std::time::Duration;
 use symmalloc_torch::*;
@@ -248,7 +247,7 @@ fn is_pointer(kind: Kind) -> bool {
 }
 
 /// Aborts the process if a call blocks.
-fn within_a_deadline(body: impl FnOnce()) {
+pub(crate) fn within_a_deadline(body: impl FnOnce()) {
     thread::spawn(|| {
         thread::sleep(Duration::from_secs(120));
         eprintln!("a call blocks");
@@ -338,50 +337,4 @@ stub_test!(zero_bytes_are_null_and_own_nothing, {
     // SAFETY: output pointers.
     let status = unsafe { symmalloc_torch_share(null_mut(), &raw mut shared.0, &raw mut shared.1) };
     assert_eq!(status, SYMMALLOC_UNKNOWN_POINTER);
-});
-
-/// The results of a listener's calls.
-static RETURNED: Mutex<Vec<(symmalloc_status, String)>> = Mutex::new(Vec::new());
-
-/// Calls the library while it holds a lock.
-unsafe extern "C" fn use_the_library(_device: i32, _is_mapped: u32, _address: u64, _bytes: u64) {
-    let (mut out, mut block_bytes) = (null_mut(), 0);
-    // SAFETY: output pointers, and a pointer that may be anything.
-    let returned = unsafe {
-        [
-            symmalloc_torch_allocate(0, 512, null_mut(), 0, &raw mut out),
-            symmalloc_torch_deallocate(0, std::ptr::dangling_mut::<c_void>(), &raw mut block_bytes),
-            symmalloc_torch_trim(0, 0),
-            symmalloc_torch_record_use(std::ptr::dangling_mut::<c_void>(), null_mut()),
-        ]
-    };
-    // SAFETY: as above.
-    let device = unsafe {
-        symmalloc_torch_record_stream(std::ptr::dangling_mut::<c_void>(), null_mut());
-        symmalloc_torch_device_of(std::ptr::dangling::<c_void>())
-    };
-    assert_eq!(device, -1);
-    RETURNED.lock().expect("no panic").extend(returned.map(|status| (status, message())));
-}
-
-stub_test!(a_listener_that_calls_the_library_gets_errors_and_never_hangs, {
-    within_a_deadline(|| {
-        // SAFETY: the function may be called on any thread.
-        unsafe { symmalloc_torch_on_memory(Some(use_the_library)) };
-        let allocator = Allocator::of_torch();
-        let pointer = allocator.allocate(0, 50 * MIB, null_mut());
-        done(allocator.try_free(pointer));
-        done(symmalloc_torch_trim(0, 0));
-        // SAFETY: removes the listener.
-        unsafe { symmalloc_torch_on_memory(None) };
-        let returned = RETURNED.lock().expect("no panic").clone();
-        assert!(returned.len() >= 8, "mappings and unmappings were reported: {returned:?}");
-        for (status, told) in returned {
-            assert!(
-                status == SYMMALLOC_INVALID_STATE && told.contains("after the listener has returned"),
-                "{status:?}: {told}"
-            );
-        }
-        done(allocator.try_free(allocator.allocate(0, 512, null_mut())));
-    });
 });
