@@ -6,8 +6,11 @@
 use crate::checker::{compare_at, decisions};
 use crate::generate::Scenario;
 use crate::steps::{StepScenario, run};
+use std::io::Write;
 use std::num::{NonZeroU32, NonZeroUsize};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::time::Duration;
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::lock::{Exclusive, Shared};
 use symmalloc_core::plans::{Plan, PlanError};
@@ -18,7 +21,10 @@ use symmalloc_sim::job::{JobPlan, simulate, story};
 use symmalloc_sim::{Delays, SimBackend};
 use symmalloc_trace::replay::Program;
 use symmalloc_trace::{TraceReader, TraceWriter, layout, plan};
-use symmalloc_watchdog::{CommunicatorRecord, Finding, Findings, FlightRecord};
+use symmalloc_watchdog::{
+    CommunicatorId, CommunicatorRecord, Connection, Finding, Findings, FlightRecord, Lifeline, Member, PeerEvent,
+    ProcessId, Progress, RankId,
+};
 
 /// A function that accepts any bytes, and panics if something is wrong. Returns the number of ops executed, or read.
 pub type Target = fn(&[u8]) -> u64;
@@ -27,7 +33,7 @@ pub type Target = fn(&[u8]) -> u64;
 const LOOK_EVERY: usize = 16;
 
 /// Name and function of every target.
-pub const TARGETS: [(&str, Target); 11] = [
+pub const TARGETS: [(&str, Target); 12] = [
     ("ops_vs_oracle", ops_vs_oracle),
     ("two_ranks", two_ranks),
     ("steps", steps),
@@ -39,6 +45,7 @@ pub const TARGETS: [(&str, Target); 11] = [
     ("snapshot_reader", snapshot_reader),
     ("rmm_reader", rmm_reader),
     ("flight_record_reader", flight_record_reader),
+    ("watchdog_peer", watchdog_peer),
 ];
 
 /// Runs a program on the allocator and the oracle.
@@ -364,4 +371,117 @@ fn numbers_differ(record: &CommunicatorRecord) -> bool {
         record.collectives.iter().filter(|it| !it.is_point_to_point).map(|it| it.number).collect();
     numbers.sort_unstable();
     numbers.windows(2).all(|pair| pair[0] < pair[1])
+}
+
+/// Sends bytes to a process through the watchdog's connection, as a process that violates the protocol might. The first byte selects the
+/// receiver: the hub, or a process that the hub sends them to. The second byte is the size of a piece in units of eight bytes.
+///
+/// # Panics
+/// If the receiver panics, the bytes change its knowledge of a process that did not send them, or they delay news of that process.
+pub fn watchdog_peer(bytes: &[u8]) -> u64 {
+    let [receiver, size, sent @ ..] = bytes else { return 0 };
+    let pieces = sent.chunks(8 * (1 + usize::from(*size)));
+    if receiver.is_multiple_of(2) {
+        send_to_hub(pieces)
+    } else {
+        send_from_hub(pieces)
+    }
+    sent.iter().filter(|byte| **byte == b'\n').count() as u64
+}
+
+/// Processes of the job. The sender is process 1, or the hub.
+const WATCHED_PROCESSES: u32 = 3;
+/// The communicator that all processes are part of. The rank of each is the number of the process.
+const WATCHED: CommunicatorId = CommunicatorId(7);
+/// Time after which a beat is due.
+const BEAT: Duration = Duration::from_millis(250);
+/// Time between two turns.
+const TURN: Duration = Duration::from_millis(10);
+
+/// Returns a lifeline of a process that is part of the communicator, and has progressed as far as its number.
+fn lifeline(own: u32, connections: Vec<(ProcessId, Connection)>) -> Lifeline {
+    let lifeline = Lifeline::new(ProcessId(own), WATCHED_PROCESSES, connections, Duration::ZERO);
+    let mut lifeline = lifeline.expect("the connections can be set up");
+    lifeline.endpoint().join(rank_of(own), Duration::ZERO);
+    lifeline.endpoint().set_progress(rank_of(own), progress_of(own), Duration::ZERO);
+    lifeline
+}
+
+fn rank_of(process: u32) -> RankId {
+    RankId { communicator: WATCHED, rank: process }
+}
+
+fn progress_of(process: u32) -> Progress {
+    Progress { submitted: u64::from(process) + 5, finished: u64::from(process) }
+}
+
+fn connected(process: u32) -> ((ProcessId, Connection), UnixStream) {
+    let (own, other) = UnixStream::pair().expect("two ends");
+    ((ProcessId(process), own.into()), other)
+}
+
+/// Asserts that a process is known to be alive, with its rank and its progress.
+fn assert_lives(lifeline: &mut Lifeline, process: u32, now: Duration) {
+    let members = lifeline.endpoint().members(WATCHED, now);
+    let is_meant = |it: &&Member| it.process == ProcessId(process) && it.rank == process;
+    let of_it: Vec<&Member> = members.iter().filter(is_meant).collect();
+    let [Member { progress, departure: None, has_left: false, failure: None, .. }] = of_it[..] else {
+        panic!("process {process}: {members:?}");
+    };
+    assert_eq!(*progress, progress_of(process));
+}
+
+fn send_to_hub<'a>(pieces: impl Iterator<Item = &'a [u8]>) {
+    let (to_sender, mut sender) = connected(1);
+    let (to_honest, honest) = connected(2);
+    let (mut hub, mut now) = (lifeline(0, vec![to_sender, to_honest]), Duration::ZERO);
+    let mut honest = lifeline(2, vec![(ProcessId(0), honest.into())]);
+    // The first beat of the process is omitted, because its join is pending.
+    for _ in 0..2 {
+        honest.turn(now);
+        hub.turn(now);
+        now += BEAT;
+    }
+    for piece in pieces {
+        // After a violation, the hub closes the connection.
+        let _refused = sender.write_all(piece);
+        now += TURN;
+        hub.turn(now);
+        honest.turn(now);
+        assert_lives(&mut hub, 0, now);
+        assert_lives(&mut hub, 2, now);
+    }
+    let _earlier = hub.endpoint().take_events();
+    drop(honest);
+    // The first turn may read the last beat of the process.
+    for _ in 0..2 {
+        now += TURN;
+        hub.turn(now);
+    }
+    let is_news = |event: &PeerEvent| matches!(event, PeerEvent::Gone { rank, .. } if *rank == rank_of(2));
+    let events = hub.endpoint().take_events();
+    assert_eq!(events.iter().filter(|event| is_news(event)).count(), 1, "{events:?}");
+    assert_lives(&mut hub, 0, now);
+}
+
+fn send_from_hub<'a>(pieces: impl Iterator<Item = &'a [u8]>) {
+    let (to_hub, mut hub) = connected(0);
+    let (mut own, mut now) = (lifeline(1, vec![to_hub]), Duration::ZERO);
+    own.endpoint().ask(WATCHED, now);
+    for piece in pieces {
+        let _refused = hub.write_all(piece);
+        now += TURN;
+        own.turn(now);
+        assert_lives(&mut own, 1, now);
+        for event in own.endpoint().take_events() {
+            let (PeerEvent::Gone { rank, .. } | PeerEvent::Failed { rank, .. }) = event else { continue };
+            assert_eq!(rank.communicator, WATCHED, "the process is part of no other communicator");
+            assert_ne!(rank, rank_of(1), "the process knows its own rank");
+        }
+    }
+    drop(hub);
+    now += TURN;
+    own.turn(now);
+    assert!(own.endpoint().has_answer(WATCHED, now, now), "a hub that is gone answers nothing");
+    assert_lives(&mut own, 1, now);
 }
