@@ -1,9 +1,9 @@
-"""The tests of CuPy's memory and of Numba, natively and on symmalloc, compared by test.
+"""Runs CuPy's memory tests and Numba's tests with and without symmalloc, and compares the outcome of each test.
 
     python3 benches/preload/suites.py cupy cupy-14.2.0/tests/cupy_tests/cuda_tests/test_memory.py
     python3 benches/preload/suites.py numba numba.cuda.tests.cudadrv numba.cuda.tests.nrt
 
-Each set of tests runs on the library's own allocator (`native`) and under `symmalloc run` (`run`), and Numba's also on the plugin
+Each set of tests runs on the library's own allocator (`native`) and under `symmalloc run` (`run`), and Numba's also with the plugin
 `symmalloc.numba` (`plugin`). A test that passes natively and fails on symmalloc is repeated on both, one test at a time, before it
 counts. `symmalloc` must be on the PATH. Needs pytest and pytest-xdist, and for Numba's tests filecheck and NumPy before 2.5.
 

@@ -44,7 +44,7 @@
 //! let activations = allocator.allocate(PoolId::DEFAULT, compute, 3 << 20)?;
 //! assert_eq!(activations.placement, gradients.placement);
 //! println!("{} at {:#x}", activations.placement, activations.address.0);
-//! println!("history {}", allocator.digest(PoolId::DEFAULT)?); // equal on all ranks if and only if placements are
+//! println!("history {}", allocator.digest(PoolId::DEFAULT)?); // equal digests: equal placements
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 #![forbid(unsafe_code)]

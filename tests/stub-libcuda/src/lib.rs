@@ -374,8 +374,11 @@ stub! {
 }
 
 /// Returns the name of one code that the crates do not know, and an error for all others.
+///
+/// # Safety
+/// `text` must be valid for writing.
 #[unsafe(no_mangle)]
-pub extern "C" fn cuGetErrorName(code: c_int, text: *mut *const c_char) -> c_int {
+pub unsafe extern "C" fn cuGetErrorName(code: c_int, text: *mut *const c_char) -> c_int {
     if code != 912 {
         return INVALID_VALUE.0;
     }

@@ -100,7 +100,8 @@ def flight_record(path: str | os.PathLike[str] | None = None, *, reason: str = "
 def digest(device: Device = None, pool: MemPool | None = None) -> int:
     """Returns the 64-bit digest of a pool's history. `None` is the default pool.
 
-    Digests are equal on all ranks exactly when the ranks made the same placements. Raises `NotInstalled`.
+    If digests are equal, all placements are equal. The reverse does not hold: a digest also covers the configuration and
+    refused requests. Raises `NotInstalled`.
     """
     return pool.digest() if pool is not None else allocator(device).digest()
 

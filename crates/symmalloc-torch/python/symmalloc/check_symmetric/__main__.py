@@ -22,7 +22,7 @@ from .verdicts import Outcome, Table, Verdict, exit_code, summary
 DESCRIPTION = """Checks that NCCL's symmetric memory is correct on this machine.
 
 Each case runs in separate processes, with a deadline.
-The exit code is 0 if nothing is wrong, hangs or crashes; 1 if something does; 2 if nothing could be checked."""
+The exit code is 0 if at least one case is correct and none is wrong, hangs or crashes; 1 if one does; 2 otherwise."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="list the cases and exit")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (default: one for each GPU)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="deadline of a case (default: 20)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="deadline of a case (default: 20, and at least 40 for churn)")
     parser.add_argument(
         "--folder", type=Path, metavar="PATH", help="keep the logs and stacks of all ranks in this empty folder"
     )

@@ -63,7 +63,7 @@ class Case:
     title: str
     function: Callable[[Rank], None]
     seconds: float | None = None
-    """The deadline, if it is not the default one."""
+    """The shortest deadline."""
 
 
 class Stack(Protocol):
@@ -102,7 +102,7 @@ def run(
 ) -> Iterator[Outcome]:
     """Runs the cases in order, and yields their outcomes.
 
-    seconds  the deadline of a case
+    seconds  the deadline of a case that needs no longer one
     folder   keeps the files of all cases; None: a temporary folder
     """
     _prctl(SET_CHILD_SUBREAPER, 1)
@@ -114,7 +114,7 @@ def run(
             place = folder.resolve() / f"{number:02}-{case.name}"
             place.mkdir()
             try:
-                outcome = Group(case, world, place, stack).finish(case.seconds or seconds)
+                outcome = Group(case, world, place, stack).finish(max(case.seconds or 0, seconds))
             finally:
                 for orphan in set(_children().get(os.getpid(), ())) - others:
                     _kill([orphan], [])

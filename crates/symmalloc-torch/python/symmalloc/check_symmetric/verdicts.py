@@ -46,7 +46,7 @@ class Outcome:
 
 
 def exit_code(outcomes: list[Outcome]) -> int:
-    """Returns 0 if nothing is wrong, hangs or crashes; 1 if something does; 2 if nothing could be checked."""
+    """Returns 0 if a case is correct and none is wrong, hangs or crashes; 1 if one does; 2 otherwise."""
     if any(outcome.verdict in BAD for outcome in outcomes):
         return 1
     return 0 if any(outcome.verdict is Verdict.CORRECT for outcome in outcomes) else 2
