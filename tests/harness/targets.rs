@@ -382,9 +382,9 @@ pub fn watchdog_peer(bytes: &[u8]) -> u64 {
     let [receiver, size, sent @ ..] = bytes else { return 0 };
     let pieces = sent.chunks(8 * (1 + usize::from(*size)));
     if receiver.is_multiple_of(2) {
-        send_to_hub(pieces)
+        send_to_hub(pieces);
     } else {
-        send_from_hub(pieces)
+        send_from_hub(pieces);
     }
     sent.iter().filter(|byte| **byte == b'\n').count() as u64
 }
