@@ -156,7 +156,8 @@ fn large_flight_records_take_linear_time() {
             "collectives": [{ "number": 1, "kind": kind, "state": "running", "age_ms": 1 }],
         })
     }
-    let records: [(&str, fn(u64) -> serde_json::Value); 3] = [
+    type Communicators = fn(u64) -> serde_json::Value;
+    let records: [(&str, Communicators); 3] = [
         ("ids.json", |id| small(id, 0, 1, "k")),
         ("kinds.json", |rank| small(1, rank, RECORDS, &format!("k{rank}"))),
         ("ranks.json", |rank| small(1, 0, rank + 1, "k")),

@@ -91,7 +91,7 @@ impl Rank {
 /// Runs ranks that write their flight records to `folder`.
 fn run(count: usize, folder: &Path, body: impl FnOnce(Rank)) -> Vec<RankOutput> {
     ranks(count, &[("SYMMALLOC_FLIGHT_RECORDS", &folder.to_string_lossy())], |rank| {
-        body(Rank::new(rank, count, DEADLINE))
+        body(Rank::new(rank, count, DEADLINE));
     })
 }
 

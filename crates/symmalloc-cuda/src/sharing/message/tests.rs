@@ -121,7 +121,7 @@ fn a_long_name_is_cut_between_characters() {
 fn messages_have_the_documented_layout() {
     assert_eq!([Hello::BYTES, Header::BYTES, Step::BYTES], [36, 32, 12]);
     let hello = Hello { version: 7, access: Access::ReadWrite, pid: 0x0102, uuid: *b"0123456789abcdef" };
-    assert_eq!(hello.write(), *b"symshare\x07\0\0\0\x02\0\0\0\x02\x01\0\00123456789abcdef");
+    assert_eq!(hello.write(), *b"symshare\x07\0\0\0\x02\0\0\0\x02\x01\0\x000123456789abcdef");
     let header = Header { version: 1, kind: 2, handles: 3, length: 4, checksum: 5 };
     assert_eq!(header.write(), *b"symshare\x01\0\0\0\x02\0\0\0\x03\0\0\0\x04\0\0\0\x05\0\0\0\0\0\0\0");
     assert_eq!(Step::Next { first: 2, count: 3 }.write(), [1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0]);
