@@ -79,7 +79,7 @@ class Fakes(unittest.TestCase):
         self.assertEqual((right["verdict"], right["reason"]), ("correct", "a remark"))
         # The error without general advice, and once for all ranks.
         self.assertEqual((refused["verdict"], refused["reason"]), ("refused", "RuntimeError: not supported"))
-        self.assertEqual((report["ranks"], report["facts"]["allocator"]), (2, "fake"))
+        self.assertEqual((report["schema_version"], report["ranks"], report["facts"]["allocator"]), (1, 2, "fake"))
 
     def test_wrong_elements_of_one_rank_are_counted_and_the_next_case_runs(self) -> None:
         code, report = self.report("wrong", "right")

@@ -108,7 +108,8 @@ def check(
     if is_interrupted:
         code = code or 2
     if as_json:
-        report = {"facts": facts, "ranks": ranks, "seconds": round(took, 1), "exit_code": code}
+        report: dict[str, Any] = {"schema_version": 1, "facts": facts, "ranks": ranks}
+        report |= {"seconds": round(took, 1), "exit_code": code}
         print(json.dumps(report | {"cases": [outcome.as_dict() for outcome in outcomes]}, indent=2, default=str))
     else:
         table.end()
