@@ -23,7 +23,7 @@ fn fixed() -> Config {
 
 /// Each allocator has an allocation with the same placement, so that only the owner distinguishes the handles.
 #[test]
-fn a_handle_is_of_its_allocator_however_many_come_after_it() {
+fn a_handle_is_rejected_by_every_later_allocator() {
     let made = || {
         let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
         allocator.register_stream().expect("few");
@@ -49,7 +49,7 @@ fn dead_segment(allocator: &Allocator<&SimBackend>) {
 }
 
 #[test]
-fn what_one_observer_read_acknowledges_for_no_other_one() {
+fn an_observer_cannot_acknowledge_events_read_by_another() {
     let device = SimBackend::builder().build();
     let allocator: Allocator<_> = Allocator::new(&device, fixed()).expect("valid");
     dead_segment(&allocator);
@@ -64,7 +64,7 @@ fn what_one_observer_read_acknowledges_for_no_other_one() {
 }
 
 #[test]
-fn what_was_read_of_one_allocator_acknowledges_nothing_of_another() {
+fn events_of_one_allocator_cannot_be_acknowledged_at_another() {
     let devices = [(); 2].map(|()| SimBackend::builder().build());
     let [one, other] = devices.each_ref().map(|device| Allocator::new(device, fixed()).expect("valid"));
     let observers = [&one, &other].map(|allocator| {
@@ -152,7 +152,7 @@ fn a_backend_that_panics_in_reserve_leaves_no_charge() {
 
 /// An allocation whose free panicked stays live. The program frees it by its address, which it still has.
 #[test]
-fn a_backend_that_panics_in_record_leaves_the_allocation_to_be_found() {
+fn a_panic_in_record_leaves_the_allocation_live() {
     let device = SimBackend::builder().build();
     let is_armed = AtomicBool::new(true);
     let hook = |call| {
@@ -230,7 +230,7 @@ impl Lying<'_> {
 }
 
 /// Makes the second segment's range a forged one: the request is refused, nothing changes, and the next request succeeds.
-fn a_range_that_cannot_be_is_refused(lie: fn(&Range, u64) -> Range) {
+fn invalid_range_is_refused(lie: fn(&Range, u64) -> Range) {
     let device = SimBackend::builder().build();
     {
         let lying = Lying { device: &device, at: 1, calls: AtomicU64::new(0), lie, first: AtomicU64::new(0) };
@@ -254,12 +254,9 @@ fn a_range_that_cannot_be_is_refused(lie: fn(&Range, u64) -> Range) {
 
 #[test]
 fn a_range_that_overlaps_a_live_one_is_refused() {
-    a_range_that_cannot_be_is_refused(|first, size_bytes| Range { base: first.base, size_bytes });
-    a_range_that_cannot_be_is_refused(|first, size_bytes| Range {
-        base: DeviceAddress(first.base.0 + 18 * MIB),
-        size_bytes,
-    });
-    a_range_that_cannot_be_is_refused(|first, size_bytes| Range {
+    invalid_range_is_refused(|first, size_bytes| Range { base: first.base, size_bytes });
+    invalid_range_is_refused(|first, size_bytes| Range { base: DeviceAddress(first.base.0 + 18 * MIB), size_bytes });
+    invalid_range_is_refused(|first, size_bytes| Range {
         base: DeviceAddress(first.base.0 - size_bytes + 2 * MIB),
         size_bytes,
     });
@@ -267,30 +264,27 @@ fn a_range_that_overlaps_a_live_one_is_refused() {
 
 #[test]
 fn a_range_that_is_not_aligned_is_refused() {
-    a_range_that_cannot_be_is_refused(|_, size_bytes| Range { base: DeviceAddress((1 << 46) + 512), size_bytes });
-    a_range_that_cannot_be_is_refused(|_, bytes| Range { base: DeviceAddress(1 << 46), size_bytes: bytes + 512 });
+    invalid_range_is_refused(|_, size_bytes| Range { base: DeviceAddress((1 << 46) + 512), size_bytes });
+    invalid_range_is_refused(|_, bytes| Range { base: DeviceAddress(1 << 46), size_bytes: bytes + 512 });
 }
 
 /// The end of a range determines where growth continues.
 #[test]
 fn a_range_that_is_longer_than_asked_is_refused() {
-    a_range_that_cannot_be_is_refused(|_, bytes| Range { base: DeviceAddress(1 << 46), size_bytes: bytes + 20 * MIB });
+    invalid_range_is_refused(|_, bytes| Range { base: DeviceAddress(1 << 46), size_bytes: bytes + 20 * MIB });
 }
 
 #[test]
 fn a_range_that_is_too_short_is_refused() {
-    a_range_that_cannot_be_is_refused(|_, _| Range { base: DeviceAddress(1 << 46), size_bytes: 28 * MIB });
-    a_range_that_cannot_be_is_refused(|_, _| Range { base: DeviceAddress(1 << 46), size_bytes: 0 });
+    invalid_range_is_refused(|_, _| Range { base: DeviceAddress(1 << 46), size_bytes: 28 * MIB });
+    invalid_range_is_refused(|_, _| Range { base: DeviceAddress(1 << 46), size_bytes: 0 });
 }
 
 #[test]
 fn a_range_that_wraps_around_is_refused() {
     let base = DeviceAddress(0_u64.wrapping_sub(16 * MIB));
     assert_eq!(base.0 % (2 * MIB), 0);
-    a_range_that_cannot_be_is_refused(|_, size_bytes| Range {
-        base: DeviceAddress(0_u64.wrapping_sub(16 * MIB)),
-        size_bytes,
-    });
+    invalid_range_is_refused(|_, size_bytes| Range { base: DeviceAddress(0_u64.wrapping_sub(16 * MIB)), size_bytes });
 }
 
 /// Returns the resident memory of this process, in bytes.
@@ -337,7 +331,7 @@ fn four_thousand_streams_that_wait_once_are_quick_and_small() {
 }
 
 #[test]
-fn all_streams_that_there_can_be_wait_once_and_are_quick_and_small() {
+fn waits_of_the_maximum_number_of_streams_are_cheap() {
     waits_cost_little(u16::MAX, |stream, _| stream.saturating_sub(1));
     waits_cost_little(u16::MAX, |_, streams| streams - 1);
 }

@@ -6,8 +6,8 @@
 //! allocates nothing, and the limit applies to the difference. Without valgrind these columns stay empty.
 //!
 //! A second table shows the instructions on other kinds of heap: with fixed segments, with shared streams, in a
-//! symmetric pool, recorded into a trace file (without the thread that writes it), and with passes that are steps that
-//! follow a plan, on plain heaps and with shared streams.
+//! symmetric pool, recorded into a trace file (without the thread that writes it), and with every pass as a step that
+//! follows a plan, with separate and with shared streams.
 //!
 //! Exits with 1 if a limit is exceeded. With `--test`, for busy machines, only the limits on instructions are checked,
 //! and only on [`TEST_JOBS`], because each count takes seconds under valgrind. A build with debug assertions, such as

@@ -87,7 +87,9 @@ fn carry_out(text: &str, passes: &[Workload]) -> Run {
         for step in pass.steps() {
             match *step {
                 Step::Allocate { number, stream, size_bytes } => {
-                    let made = allocator.allocate(PoolId::DEFAULT, stream, size_bytes).expect("endless memory");
+                    let made = allocator
+                        .allocate(PoolId::DEFAULT, stream, size_bytes)
+                        .expect("the simulated device has unlimited memory");
                     handles[number as usize] = Some(made.handle);
                 }
                 Step::Free { number, .. } => {

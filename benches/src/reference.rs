@@ -164,7 +164,7 @@ impl<B: Backend> Reference<B> {
     }
 
     fn bear(&mut self, stream: StreamId, range_bytes: u64, mapped: u64) -> u64 {
-        let range = self.backend.reserve(range_bytes).expect("addresses are endless");
+        let range = self.backend.reserve(range_bytes).expect("the simulated address space is unlimited");
         self.backend.map(range, 0, mapped).expect("the simulated device has unlimited memory");
         self.reserved_bytes += mapped;
         let (pointer, index, heap) = (range.base.0, self.segments.len(), stream.index());

@@ -1,4 +1,4 @@
-//! Jobs from a seed whose steps never repeat, which is the worst case for best fit in one growing range.
+//! Random jobs from a seed. Their steps never repeat, which is the worst case for best fit in one growing range.
 //!
 //! They have the sizes and the order of events of real jobs, but none of their code:
 //!
@@ -143,7 +143,7 @@ impl Writer {
             let hidden = self.allocate(stream, tokens * 12_288);
             self.free(mixed);
             let out = self.allocate(stream, tokens * 3072);
-            // Outputs of the last layers of other requests lie in between.
+            // Outputs of other requests lie between those of a request.
             live.push(out);
             self.free(live.remove(0));
             requests[at] = if layer == 12 {

@@ -1,4 +1,4 @@
-//! Checks that the model of fit rules places like the core under the core's rule, which is required for valid results.
+//! Checks that the model of fit rules places like the core under the core's rule. Results for other rules are valid only then.
 
 use symmalloc_benches::fit_rules::FitRule;
 use symmalloc_benches::workload::{Bench, Subject, Workload};

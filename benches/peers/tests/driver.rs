@@ -53,7 +53,7 @@ fn a_run_without_a_device_creates_the_table_the_chart_and_the_results() {
     let figures = results["figures"].as_array().expect("figures");
     for peer in [simulated, "malloc"] {
         let readings = figures.iter().find(|it| it["peer"] == peer && it["case"] == "readings" && it["at"] == "all");
-        // Two kinds of pairs, replacement, and the first and a later pass.
+        // Two kinds of pairs, a replacement, the first pass and a later pass.
         assert!(readings.is_some_and(|it| it["median"].as_f64() >= Some(5.0)), "{peer}: {readings:?}");
     }
     assert!(String::from_utf8_lossy(&read(&out, "chart.svg")).starts_with("<svg"));

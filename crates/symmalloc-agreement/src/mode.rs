@@ -55,7 +55,7 @@ pub enum Mode {
 pub struct Agreement<T> {
     mode: Mode,
     transport: T,
-    /// Ops since the last agreement that followed an op.
+    /// Ops counted since `after_op` last ran an agreement.
     ops: u64,
 }
 

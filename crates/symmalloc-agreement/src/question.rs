@@ -42,7 +42,7 @@ impl HeapKey {
     }
 }
 
-/// The number of an op in a heap, or a number of ops. The digest after n ops precedes op n.
+/// A position in a heap's history: the number of preceding ops, which is also the number of the next op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct OpNumber {
     pub(crate) heap: HeapKey,

@@ -92,7 +92,7 @@ impl SearchInterval {
     }
 }
 
-/// The digests of all ranks after one number of ops.
+/// A comparison of all ranks' digests after a given number of ops.
 #[derive(Clone, Copy, Debug, Default)]
 struct DigestTally {
     ranks: u32,

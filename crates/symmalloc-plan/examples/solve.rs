@@ -1,4 +1,4 @@
-//! Solves tables of rectangles and prints the heights that the search reaches:
+//! Solves tables of rectangles and prints the heights that the search reaches.
 //!
 //! `--steps N` sets the search budget, `--period N` solves a step that repeats after N, and `--offsets` prints the rectangles with
 //! their offsets instead.

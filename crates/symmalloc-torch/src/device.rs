@@ -184,7 +184,7 @@ impl DeviceAllocator {
         }
     }
 
-    /// Returns the destination of an allocation without an explicit pool, by the open scopes.
+    /// Returns the open scopes, which select the pool of an allocation without an explicit one.
     #[inline]
     pub(crate) fn scopes(&self) -> &Scopes<DeviceAllocator> {
         &self.scopes

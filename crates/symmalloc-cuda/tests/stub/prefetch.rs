@@ -84,7 +84,7 @@ stub_test!(a_backend_that_makes_memory_ahead_keeps_the_contract, {
     }
 });
 
-stub_test!(growth_finds_its_memory_made_and_the_caller_makes_none, {
+stub_test!(growth_uses_prefetched_memory_without_driver_calls, {
     let device = device();
     let plain = CudaBackend::builder(&device).build().expect("the stub supports it");
     let range = plain.reserve(1 << 30).expect("reserve");
@@ -101,14 +101,14 @@ stub_test!(growth_finds_its_memory_made_and_the_caller_makes_none, {
         wait_for_spare(&backend, 40);
         assert_eq!((live().device_bytes, backend.idle_bytes()), ((20 * step + 60) * MIB, 0));
     }
-    // The growth is twice the prefetched size, so the rest takes one more chunk.
+    // The growth exceeds the prefetched memory, so the caller creates one more chunk.
     assert_eq!(map(&backend, range, 120, 60), 3);
     wait_for_spare(&backend, 40);
     give_back(&backend, range, 180);
     assert_eq!((live().device_bytes, live().ranges, backend.spare_bytes()), (0, 0, 0));
 });
 
-stub_test!(chunks_ahead_are_as_large_as_all_growth_allows, {
+stub_test!(prefetched_chunks_shrink_to_divide_every_growth, {
     let backend = prefetching(&device(), 40);
     let range = backend.reserve(1 << 30).expect("reserve");
     map(&backend, range, 0, 60);
@@ -146,7 +146,7 @@ stub_test!(chunks_end_where_they_would_without_what_is_ahead, {
     }
 });
 
-stub_test!(whole_ranges_and_holes_have_nothing_ahead, {
+stub_test!(full_ranges_and_holes_are_not_prefetched, {
     let backend = prefetching(&device(), 40);
     let whole = backend.reserve(64 * MIB).expect("reserve");
     map(&backend, whole, 0, 64);
@@ -218,7 +218,7 @@ stub_test!(spare_memory_is_given_up_before_the_device_is_full, ["STUB_MEMORY_BYT
     }
 });
 
-stub_test!(on_a_full_device_nothing_is_made_ahead_until_memory_goes_back, ["STUB_MEMORY_BYTES" = "104857600"], {
+stub_test!(prefetching_pauses_on_a_full_device_until_memory_is_released, ["STUB_MEMORY_BYTES" = "104857600"], {
     let device = device();
     let backend = prefetching(&device, 40);
     let (range, other) = (backend.reserve(1 << 30).expect("reserve"), backend.reserve(1 << 30).expect("reserve"));
@@ -259,7 +259,7 @@ fn fill(device: &Arc<CudaDevice>, backend: CudaBackend, seed: u64) -> Vec<Result
     taken.collect()
 }
 
-stub_test!(what_fits_without_fits_with_memory_made_ahead, ["STUB_MEMORY_BYTES" = "272629760"], {
+stub_test!(prefetching_never_causes_out_of_memory, ["STUB_MEMORY_BYTES" = "272629760"], {
     let device = device();
     let mut refused = 0;
     for seed in 0..seeds().div_ceil(4) {
@@ -289,7 +289,7 @@ stub_test!(trim_gives_spare_memory_back, {
     assert_eq!(live().device_bytes, 0, "a trim of the core also releases the prefetched memory of its ranges");
 });
 
-stub_test!(what_the_thread_is_refused_growth_does_itself, {
+stub_test!(growth_creates_memory_itself_if_the_prefetch_thread_fails, {
     let device = device();
     for (call, code) in MAKING.into_iter().flat_map(|call| [(call, 2), (call, 999)]).chain([
         ("cuCtxGetCurrent", 999),
@@ -380,7 +380,7 @@ stub_test!(a_capture_that_forbids_all_threads_is_not_spoiled_either, {
     stream.end_capture(flags).expect("the capture is valid");
 });
 
-stub_test!(peers_reach_what_was_made_ahead, ["STUB_DEVICES" = "2"], {
+stub_test!(peers_can_access_prefetched_memory, ["STUB_DEVICES" = "2"], {
     let backend = prefetching(&device(), 40);
     let range = backend.reserve(1 << 30).expect("reserve");
     map(&backend, range, 0, 20);
@@ -391,7 +391,7 @@ stub_test!(peers_reach_what_was_made_ahead, ["STUB_DEVICES" = "2"], {
     assert_eq!(map(&backend, range, 20, 20), 0);
 });
 
-stub_test!(less_than_a_chunk_or_no_granules_cannot_be_made_ahead, {
+stub_test!(invalid_prefetch_sizes_are_rejected, {
     let device = device();
     for (prefetch_bytes, chunk_bytes) in [(2 * MIB, 20 * MIB), (21 * MIB, 20 * MIB), (2 * MIB, 4 * MIB), (1, 2 * MIB)] {
         let builder = CudaBackend::builder(&device).chunk_bytes(chunk_bytes).prefetch_bytes(prefetch_bytes);

@@ -1,4 +1,4 @@
-//! Tests of the export, read back by this crate's reader. `tests/files/export.rs` reads it with Python's.
+//! Tests of the export, read back by this crate's reader. `tests/files/export.rs` reads the export with Python.
 
 use symmalloc_core::Allocator;
 use symmalloc_core::op::Op;
@@ -34,7 +34,7 @@ fn the_program_comes_back_with_our_placements() {
 }
 
 #[test]
-fn what_has_no_entry_is_counted() {
+fn ops_without_an_entry_are_counted() {
     let lines = ["stream s0", "pool p1", "a 0 0 s0", "a 1 512 s0 p1", "synchronize s0", "sync", "f 1", "trim p1"];
     let (bytes, summary) = exported(&lines, "segments:fixed");
     // Streams, pools, synchronize and sync leave no entry; trim releases the segment.
@@ -60,7 +60,7 @@ fn equal_jobs_are_equal_bytes() {
 }
 
 #[test]
-fn a_python_frame_is_a_frame_again() {
+fn python_frames_round_trip() {
     let count = |name: &str, text: &[u8]| {
         let (bytes, _) = exported(&["stream s0", &format!("a 0 1000 s0 \"{name}\"")], "segments:expandable");
         assert_eq!(read(&bytes).records[1].name.as_deref(), Some(name));
@@ -136,7 +136,7 @@ fn a_running_allocator_is_exported_as_it_is() {
 }
 
 #[test]
-fn what_is_pending_comes_back_and_stays_taken() {
+fn pending_frees_round_trip_and_keep_their_block() {
     let lines = [
         "stream s0",
         "a 0 1000 s0",

@@ -13,7 +13,7 @@ const SIZES: [usize; 8] = [8 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20, 16 
 
 /// Tests several communicators with windows on the same memory, with frees and new segments between collectives.
 #[test]
-fn windows_reduce_right_over_frees_and_new_segments() {
+fn reductions_are_correct_across_frees_and_new_segments() {
     let Some(count) = devices() else { return };
     for calls in [Calls::Blocking, Calls::Nonblocking] {
         let ids = [(); 2].map(|()| UniqueId::new().expect("NCCL creates an id"));
@@ -148,7 +148,7 @@ fn times_on_windows_and_on_plain_buffers() {
 
 /// Registrations, descriptors and memory do not grow over 100,000 calls with changing splits.
 #[test]
-fn all_to_all_with_changing_splits_grows_nothing() {
+fn all_to_all_with_changing_splits_does_not_leak() {
     let Some(count) = devices() else { return };
     let calls = std::env::var("SYMMALLOC_CALLS").ok().and_then(|calls| calls.parse().ok()).unwrap_or(100_000_u64);
     let id = UniqueId::new().expect("NCCL creates an id");

@@ -50,7 +50,7 @@ fn nccl_itself_finds_no_mismatch_in_ours() {
         println!("skipped: NCCL {version} has no NCCL_CHECK_MODE, which {since} introduced");
         return;
     }
-    let name = "collectives::windows_reduce_right_over_frees_and_new_segments";
+    let name = "collectives::reductions_are_correct_across_frees_and_new_segments";
     let status = again(name).env("NCCL_CHECK_MODE", "DEBUG_GLOBAL").status().expect("started again");
     assert!(status.success());
 }
