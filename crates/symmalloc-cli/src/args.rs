@@ -8,11 +8,13 @@ pub(crate) use policy::{FlagContradiction, PolicyArgs};
 pub(crate) use reading::ReadingArgs;
 pub(crate) use run::RunArgs;
 
-use crate::input::STREAM;
 use crate::job::Order;
 use clap::{Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use std::path::{Path, PathBuf};
+
+/// Name of standard input and standard output.
+pub(crate) const STREAM: &str = "-";
 
 const HELP: &str = "\
 A recording is a file, standard input (`-`), or a job that comes with the program: gpt2, moe, resnet50, llama, gnn, fsdp,

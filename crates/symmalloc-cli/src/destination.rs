@@ -4,10 +4,11 @@
 //! its content. A file is written under a temporary name in the same folder and renamed when it is complete. An
 //! existing file stays unchanged until then.
 
+use crate::args::STREAM;
 use crate::content::Content;
 use crate::error::CliError;
 use crate::escape::visible_line;
-use crate::input::{STREAM, is_pipe, open_pipe};
+use crate::input::{is_pipe, open_pipe};
 use std::borrow::Borrow;
 use std::fs::{self, File};
 use std::io::{self, Write};

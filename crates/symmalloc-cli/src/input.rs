@@ -2,7 +2,7 @@
 //!
 //! Opening a named pipe blocks until a writer opens it. The program reports that it waits, and gives up after a timeout.
 
-use crate::args::ReadingArgs;
+use crate::args::{ReadingArgs, STREAM};
 use crate::collection;
 use crate::error::CliError;
 use crate::escape::visible_line;
@@ -14,8 +14,6 @@ use std::thread;
 use std::time::Duration;
 use symmalloc_import::{ImportError, ImportErrorKind, ReadOptions, Recording, read_from};
 
-/// Name of standard input and standard output.
-pub(crate) const STREAM: &str = "-";
 /// Time after which the program reports on stderr that it waits for the other end of a pipe.
 const PIPE_PATIENCE: Duration = Duration::from_secs(1);
 /// Timeout for the other end of a pipe to open.

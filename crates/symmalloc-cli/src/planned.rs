@@ -9,8 +9,8 @@
 //! PlanFile, and a recording ──► follow    fails unless job and configuration match and the plan fits
 //! ```
 
-mod contradiction;
-mod difference;
+pub(crate) mod contradiction;
+pub(crate) mod difference;
 mod draft;
 mod follow;
 mod learned;
@@ -18,8 +18,6 @@ mod refusal;
 mod segments;
 mod steps;
 
-pub(crate) use contradiction::Contradiction;
-pub(crate) use difference::JobDifference;
 pub(crate) use follow::follow;
 
 use crate::args::PolicyArgs;

@@ -276,7 +276,7 @@ impl<'a> Group<'a> {
     ///
     /// # Safety
     /// The `count` elements at `address` must be memory of the communicator's device until the stream has completed the group. The work
-    /// that wrote them must precede the group on the stream, and nothing else may write them until the group completes.
+    /// that wrote them must precede the group on the stream, and no other work may write them until the group completes.
     ///
     /// # Errors
     /// Returns an error if the peer does not exist or the stream belongs to another device. The group is then unchanged.
@@ -295,7 +295,7 @@ impl<'a> Group<'a> {
     /// Adds a receive into memory that is given by its address.
     ///
     /// # Safety
-    /// Same as [`send_raw`](Self::send_raw). In addition, nothing else may read or write the memory until the group completes.
+    /// Same as [`send_raw`](Self::send_raw). In addition, no other work may read or write the memory until the group completes.
     ///
     /// # Errors
     /// Returns an error if the peer does not exist or the stream belongs to another device. The group is then unchanged.

@@ -2,10 +2,14 @@
 
 use super::address_space::AddressSpace;
 use super::contents::{Contents, Pieces};
+use super::contract::{
+    ALIASES_FIRST, ALIGNED, IMAGE, INSIDE, LIVE_EVENT, MAPPED, MAPPED_ONCE, PIECE, QUIET, RESERVED, SYNCHRONIZED_FIRST,
+    UNMAPPED_FIRST, violation,
+};
 use super::fault::{Call, CallCounts, Fault, FaultRule, Faults};
+use super::leaks::Leaks;
 use super::random::mix;
 use super::timeline::{Race, Timeline};
-use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Place, Range};
 use symmalloc_core::ids::StreamId;
@@ -88,57 +92,6 @@ struct SimState {
     mapped_bytes: u64,
     mapped_bytes_peak: u64,
 }
-
-/// Resources that a program has not released.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Leaks {
-    /// Device memory still mapped, in bytes.
-    pub mapped_bytes: u64,
-    /// Number of ranges that are not released.
-    pub ranges: usize,
-    /// Number of events that are not recycled.
-    pub events: usize,
-    /// Number of images that are not discarded.
-    pub images: usize,
-}
-
-impl Leaks {
-    /// Returns `true` if every resource is released.
-    pub fn is_empty(&self) -> bool {
-        *self == Leaks::default()
-    }
-}
-
-impl fmt::Display for Leaks {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Leaks { mapped_bytes, ranges, events, images } = self;
-        write!(f, "{mapped_bytes} bytes mapped, {ranges} ranges reserved, {events} events live, {images} images kept")
-    }
-}
-
-/// Reports a violation of the contract by panicking with the rule, or returns an error if the thread is unwinding.
-#[track_caller]
-fn violation(call: Call, rule: &str, what: fmt::Arguments<'_>) -> BackendError {
-    if !std::thread::panicking() {
-        panic!("violation of the backend contract in `{call}`: {rule} ({what})");
-    }
-    Fault::Refused.of(call)
-}
-
-const ALIGNED: &str = "offsets and sizes must be nonzero multiples of the granularity";
-const RESERVED: &str = "a range must be one that `reserve` returned and that is not released";
-const INSIDE: &str = "mapped and unmapped bytes must lie inside their range";
-const MAPPED_ONCE: &str = "a granule must be mapped at most once";
-const MAPPED: &str = "only mapped bytes may be unmapped or used";
-const UNMAPPED_FIRST: &str = "a range must be unmapped completely before it is released";
-const PIECE: &str = "the source of an alias must be mapped and must not be an alias";
-const ALIASES_FIRST: &str = "all aliases must be unmapped before their memory";
-const SYNCHRONIZED_FIRST: &str =
-    "every stream that may still use the bytes must be synchronized before they are unmapped";
-const QUIET: &str = "bytes must not be in use by a stream while they are copied";
-const IMAGE: &str = "parts must be sorted by offset, must not overlap, and must lie in an image that is not discarded";
-const LIVE_EVENT: &str = "an event must be recycled once and not used afterward";
 
 impl SimBackend {
     /// The maximum size of a new instance in bytes. A new instance owns no heap memory.

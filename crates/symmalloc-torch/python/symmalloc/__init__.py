@@ -39,7 +39,8 @@ from .installation import allocator, has_class, install, installed
 from .library import VERSION as __version__
 from .library import library_path, text
 from .naming import named
-from .pool import MemPool, Mode, Registration, Window, use_mem_pool
+from .pool import MemPool, Mode, Registration, Window
+from .scopes import use_mem_pool
 from .showing import MemoryTable, show
 from .sleeping import pause, region, resume, sleep, wake
 from .steps import Step, last_step, step

@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import weakref
 from contextlib import suppress
-from ctypes import byref, c_char_p, c_uint32, c_uint64, c_void_p
+from ctypes import PyDLL, byref, c_char_p, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,7 @@ from .communicators import Communicator, Member, check_raw, rendezvous
 from .devices import Device, device_index
 from .errors import Error, InvalidArgument, InvalidState
 from .installation import allocator
-from .library import RegistrarOptionsStruct, call, encoded
-from .scopes import Scope, ScopeCalls
+from .library import RegistrarOptionsStruct, call, encoded, library, library_path
 
 if TYPE_CHECKING:
     import torch
@@ -94,6 +93,22 @@ _registered: dict[MemPool, None] = {}
 # The program's pools by device and number, and the devices that have a tagged pool.
 _pools: weakref.WeakValueDictionary[tuple[int, int], MemPool] = weakref.WeakValueDictionary()
 _tagged_devices: set[int] = set()
+
+
+class ScopeCalls:
+    """The library functions of a scope, without argument types: ctypes would take longer to convert them than the calls take.
+
+    A begin, and an end without registration, never block. They keep the interpreter's lock, because releasing and reacquiring
+    it costs more than the calls, and far more under contention. An end with registration waits for other ranks and releases it.
+    """
+
+    __slots__ = ("begin", "end", "leave")
+
+    def __init__(self) -> None:
+        self.end = library()["symmalloc_scope_end"]
+        locked = PyDLL(str(library_path()))
+        self.begin = locked["symmalloc_scope_begin"]
+        self.leave = locked["symmalloc_torch_pop_pool"]
 
 
 class MemPool:
@@ -343,25 +358,6 @@ class MemPool:
         if not self._on:
             _registered.pop(self, None)
         registered.end()
-
-
-def use_mem_pool(pool: MemPool, *, register: bool = False) -> Scope:
-    """Directs this thread's allocations on the pool's device to the pool, inside a `with` block.
-
-    register  register new segments on every group of the pool at the end of the scope, as `pool.sync()` does. The end is then
-              collective: every rank ends the scope at the same point. With `Mode.OFF` an end without new segments takes about
-              a microsecond
-
-    Scopes nest. Threads started inside do not inherit the scope. A capture cannot register memory, so an end with new segments
-    raises `InvalidState` there: reserve memory for the capturing stream, and sync, before the capture. If the block raises, the
-    end still syncs, because the other ranks do, and the error propagates. Raises `InvalidState` for `register` with a pool that
-    has no registration, and for a graph pool outside of a capture.
-    """
-    if register and not pool._on:
-        raise InvalidState(
-            "the pool is not registered: call MemPool.register() before use_mem_pool(register=True)"
-        )
-    return Scope(pool, register)
 
 
 def known(device: int, pool: int) -> MemPool | None:

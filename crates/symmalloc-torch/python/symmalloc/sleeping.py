@@ -24,8 +24,9 @@ from .allocator import Allocator, Contents, Slept, Woken
 from .devices import Device, device_index
 from .errors import InvalidArgument, UnknownPool
 from .installation import allocator
-from .pool import MemPool, tagged_devices, use_mem_pool
+from .pool import MemPool, tagged_devices
 from .pool import known as known_pool
+from .scopes import use_mem_pool
 
 # The pools of regions, by tag, by whether they keep their contents, and by device.
 _regions: dict[tuple[str, bool, int], MemPool] = {}
