@@ -380,8 +380,15 @@ fn a_pool_is_destroyed_by_one_thread_and_used_by_another() {
     explore(2000, || {
         let allocator = shared(&Config::default(), 5);
         let pool = allocator.create_pool(PoolConfig::default()).expect("few");
+        // The pool has its heaps when it is destroyed.
+        for stream in (0..STREAMS).map(StreamId) {
+            let made = allocator.allocate(pool, stream, MIB).expect("no limit");
+            allocator.free(made.handle).expect("live");
+        }
         let using = Arc::clone(&allocator);
         let user = thread::spawn(move || {
+            // A step that begins in a pool that is being destroyed does not reopen it.
+            let _begun = using.begin_step(pool, 0);
             for stream in (0..STREAMS).map(StreamId) {
                 match using.allocate(pool, stream, MIB) {
                     Ok(made) => {

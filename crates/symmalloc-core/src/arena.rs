@@ -33,7 +33,7 @@ use std::num::NonZeroU64;
 /// The memory of a heap. Between two calls, these invariants hold (`docs/architecture.md` lists their names):
 ///
 /// - The blocks of each segment tile it, and no two free neighbors exist (I1, I2).
-/// - The free index contains exactly the free blocks, except for places of plans (I3).
+/// - The free index contains exactly the free blocks, except for places of plans (I3) and a block between `release` and `coalesce`.
 /// - `mapped_bytes` is the sum of the mapped bytes of all segments (I4).
 /// - Every set of fences belongs to one block (I6).
 /// - Every segment's ordinal is less than `next_segment`.

@@ -7,8 +7,8 @@
 //!           ─► names        of live allocations, given by the program
 //!           ─► pointers     live allocations by address, if configured
 //! ```
-//! A heap reports every decision after it was made. No placement depends on the ledger: it knows neither blocks nor free
-//! memory. Serials and allocations of zero bytes are here too, because handles outlive the pool that issued them.
+//! A heap reports every decision after it was made. No search for memory reads the ledger: it knows neither blocks nor free
+//! memory. Two of its answers matter: the allocated bytes, for a release threshold, and the block at an address, for a free by address. Serials and allocations of zero bytes are here too, because handles outlive the pool that issued them.
 
 use crate::blocks::table::{Location, Slot};
 use crate::config::errors::HandleError;

@@ -37,8 +37,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let pool = PoolId(self.pools.push(make) as u32);
         self.destroyed.lock().keep(pool);
         drop(observers);
-        let config = recorded;
-        if let Some(config) = config {
+        if let Some(config) = recorded {
             gate.note(Op::CreatePool { pool, config });
         }
         tracing::debug!(name: "pool.created", target: "symmalloc", pool = pool.0, symmetric, limit_bytes);
@@ -208,8 +207,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             let past = heap.ledger_mut().take_past();
             **heap = self.empty_heap(entry, HeapIdentity { id, pool, stream });
             heap.ledger_mut().set_past(past);
-            // It has no memory yet.
-            let _nothing_is_released = heap.destroy(&self.context);
+            heap.close();
         }
         destroyed.add_spare(entry.clone());
     }

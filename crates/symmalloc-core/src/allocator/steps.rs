@@ -26,6 +26,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
         let mut step = entry.step.lock();
+        self.pool(pool)?; // It may have been destroyed, and its entry reused, before the lock was taken.
         if let Some(key) = *step {
             return Err(StepError::Open { pool, key });
         }
@@ -46,6 +47,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
         let mut step = entry.step.lock();
+        self.pool(pool)?; // As in `begin_step`.
         let key = step.take().ok_or(StepError::NotOpen { pool })?;
         let mut report = StepReport::default();
         entry.heaps().for_each(|heap| report.add(heap.lock().end_step(key)));
@@ -81,6 +83,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let stream = plan.allocations().first().map_or_else(Default::default, |planned| planned.wanted.stream);
         let heap = self.heap_for(pool, stream)?;
         let step = entry.step.lock();
+        self.pool(pool)?; // As in `begin_step`.
         if step.is_some() {
             return Err(PlanError::StepOpen { pool });
         }
@@ -106,6 +109,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
         let step = entry.step.lock();
+        self.pool(pool)?; // As in `begin_step`.
         if step.is_some() {
             return Err(PlanError::StepOpen { pool });
         }

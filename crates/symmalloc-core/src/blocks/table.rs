@@ -15,7 +15,7 @@
 //! neighbor on both sides, and no code checks if it is the first or the last.
 //!
 //! The slot of a block is part of a [`Handle`](crate::types::handle::Handle). Another part is the serial of the
-//! allocation, which detects a handle to a reused slot. The table only links and unlinks blocks: the heap keeps the
+//! allocation, which detects a handle to a reused slot. The table only links and unlinks blocks: the arena keeps the
 //! free index consistent, and nothing here calls the backend.
 //!
 //! Segments are stored in a [`Slab`]. Blocks are stored in a vector whose vacant slots are linked, as in a slab. A slab

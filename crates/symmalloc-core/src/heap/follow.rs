@@ -99,8 +99,11 @@ impl<L: Lock> Heap<L> {
         tracing::warn!(name: "plan.differs", target: "symmalloc", pool, stream, %difference);
     }
 
-    /// Begins a step with this key.
+    /// Begins a step with this key. A heap whose pool another thread has destroyed stays closed.
     pub(crate) fn begin_step<B: Backend>(&mut self, context: &Context<B, L>, key: u64) {
+        if matches!(self.mode, RequestMode::Closed) {
+            return;
+        }
         if self.ledger.has_history() {
             self.ledger.fold(op_word(Mark::BeginStep, StreamId(0), 0), key);
         }
@@ -161,8 +164,11 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Ends the step. A heap that learns may have a new plan afterwards.
+    /// Ends the step. A heap that learns may have a new plan afterwards. A heap whose pool another thread has destroyed stays closed.
     pub(crate) fn end_step(&mut self, key: u64) -> StepReport {
+        if matches!(self.mode, RequestMode::Closed) {
+            return StepReport::default();
+        }
         let allocations = self.ledger.usage().allocations_made();
         let (pool, stream) = (self.identity.pool, self.identity.stream);
         let inputs = PlanInputs { pool, stream, config: &self.config, rules: self.arena.rules() };

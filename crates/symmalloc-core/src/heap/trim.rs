@@ -128,7 +128,8 @@ impl<L: Lock> Heap<L> {
     /// Destroys the heap, which has no live allocations: it refuses requests from then on, and releases all memory,
     /// including reserved segments.
     pub(crate) fn destroy(&mut self, context: &DynContext<'_, L>) -> Released {
-        let mode = self.close();
+        let mode = std::mem::replace(&mut self.mode, RequestMode::Closed);
+        self.ledger.close();
         self.retire_all(context, &mode);
         self.release_retired(context)
     }

@@ -151,9 +151,9 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Records that the pool is destroyed. Returns the mode before.
-    pub(super) fn close(&mut self) -> RequestMode {
+    pub(crate) fn close(&mut self) {
         self.ledger.close();
-        std::mem::replace(&mut self.mode, RequestMode::Closed)
+        self.mode = RequestMode::Closed;
     }
 
     /// Returns `true` if the heap was never used.

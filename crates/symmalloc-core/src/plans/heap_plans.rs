@@ -110,7 +110,7 @@ struct Known {
 /// A plan in the plan memory.
 #[derive(Debug)]
 struct Placed {
-    /// The cursor, except while a step follows the plan.
+    /// The cursor, except from [`HeapPlans::follow`] to the end of the step.
     cursor: PlanCursor,
     /// Slots of the places of allocations that live into the next step, ascending.
     carried_over: Vec<Slot>,
@@ -132,13 +132,13 @@ struct PlanMemory {
 ///
 /// - Places lie in the plan memory, and live ones do not overlap (I12).
 /// - `placed` has one entry per plan while there is plan memory, and none otherwise.
-/// - `cursor` belongs to the plan `current` while a step follows it, and is empty otherwise.
+/// - `cursor` belongs to the plan `current` from `follow` to the end of the step, also after a difference, and is empty otherwise.
 /// - `mode` is `Ordinary` unless a step is open, and also once the step has a `difference`.
 /// - `last_whole` is `None` unless every request since that step began got its planned place.
 #[derive(Debug, Default)]
 pub(crate) struct HeapPlans {
     mode: StepMode,
-    /// Cursor of the plan that the step follows; empty otherwise.
+    /// Cursor of the plan that the step follows or followed; empty otherwise.
     cursor: PlanCursor,
     plans: Vec<Known>,
     memory: Option<PlanMemory>,

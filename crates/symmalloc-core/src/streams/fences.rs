@@ -62,7 +62,7 @@ impl FenceSetId {
 pub(crate) struct FenceTable {
     /// The sets of fences. None is empty, and each belongs to one block.
     sets: Slab<Fences>,
-    /// Events that no fence refers to any more. The heap recycles them.
+    /// Events that no fence refers to any more. The arena recycles them.
     spent: Vec<Event>,
 }
 
