@@ -2,7 +2,7 @@
 
 use rustix::fd::{AsFd, BorrowedFd};
 use std::io::{self, Read, Write};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::os::unix::net::UnixStream;
 
 /// A byte stream to another process, on this machine or a remote one.
@@ -22,6 +22,15 @@ impl Connection {
             Connection::Tcp(stream) => stream.set_nodelay(true).and_then(|()| stream.set_nonblocking(true)),
             Connection::Unix(stream) => stream.set_nonblocking(true),
         }
+    }
+
+    /// Ends the connection. Bytes that have arrived can still be read; then reads report the end.
+    pub(crate) fn shut_down(&self) {
+        // An error means that the connection has ended already.
+        let _ended = match self {
+            Connection::Tcp(stream) => stream.shutdown(Shutdown::Both),
+            Connection::Unix(stream) => stream.shutdown(Shutdown::Both),
+        };
     }
 }
 

@@ -234,18 +234,22 @@ impl Link {
 
     /// Writes as much as the connection accepts. Returns the departure if too much is pending.
     ///
-    /// If the connection has ended, discards the outbox. The process may have left in its last messages, so only [`read`](Self::read)
-    /// reports the end, after these.
+    /// After an error, discards the outbox and ends the connection. The process may have left in its last messages, so only
+    /// [`read`](Self::read) reports the end, after these.
     fn flush(&mut self) -> Option<Departure> {
         let mut sent = 0;
         while sent < self.outbox.len() {
             match self.connection.write(&self.outbox[sent..]) {
-                Ok(0) => sent = self.outbox.len(),
+                Ok(0) => {
+                    self.connection.shut_down();
+                    sent = self.outbox.len();
+                }
                 Ok(count) => sent += count,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => {
                     self.write_error.get_or_insert_with(|| departure(&error));
+                    self.connection.shut_down();
                     sent = self.outbox.len();
                 }
             }

@@ -149,6 +149,26 @@ fn a_process_that_left_and_ended_is_not_gone_if_the_hub_writes_before_it_reads()
     assert!(member(&mut hub, now).is_some_and(|it| it.has_left), "the hub received the last message");
 }
 
+#[test]
+fn a_process_to_which_nothing_can_be_written_is_gone() {
+    let (at_hub, end) = UnixStream::pair().expect("two ends");
+    let mut hub = Lifeline::new(ProcessId(0), 2, vec![(ProcessId(1), at_hub.into())], Duration::ZERO).expect("set up");
+    let peer = end.try_clone().expect("a second handle");
+    let mut other = Lifeline::new(ProcessId(1), 2, vec![(ProcessId(0), end.into())], Duration::ZERO).expect("set up");
+    hub.endpoint().join(of_world(0), Duration::ZERO);
+    other.endpoint().join(of_world(1), Duration::ZERO);
+    other.turn(Duration::ZERO);
+    hub.turn(Duration::ZERO);
+    assert_eq!(hub.endpoint().take_events(), []);
+    // Writes of the hub fail from now on, while reads would find nothing for ever.
+    peer.shutdown(std::net::Shutdown::Read).expect("an open connection");
+    for second in 1..=3 {
+        hub.turn(Duration::from_secs(second));
+    }
+    let events = hub.endpoint().take_events();
+    assert!(!events.is_empty(), "the process is reported as gone");
+}
+
 fn late() -> FailureReport {
     FailureReport { text: "rank 1 did not arrive within 60 s".to_owned(), first_rank: Some(1) }
 }
