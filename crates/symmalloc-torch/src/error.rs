@@ -365,9 +365,10 @@ fn of_obstacles(ranks: &[RankObstacle]) -> symmalloc_status {
 
 fn of_all_to_all(error: &AllToAllError) -> symmalloc_status {
     match error {
-        AllToAllError::Refused { .. } | AllToAllError::DifferentCalls { .. } | AllToAllError::Disagreement { .. } => {
-            symmalloc_status::SYMMALLOC_MISALIGNED
-        }
+        AllToAllError::Refused { .. }
+        | AllToAllError::DifferentCalls { .. }
+        | AllToAllError::Disagreement { .. }
+        | AllToAllError::OtherVersion { .. } => symmalloc_status::SYMMALLOC_MISALIGNED,
         AllToAllError::NotRegistered { .. } | AllToAllError::Capturing => symmalloc_status::SYMMALLOC_INVALID_STATE,
         AllToAllError::Comm(_) | AllToAllError::Transport(_) => symmalloc_status::SYMMALLOC_NCCL,
         AllToAllError::Driver(_) => symmalloc_status::SYMMALLOC_CUDA,

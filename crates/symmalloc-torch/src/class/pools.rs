@@ -124,9 +124,12 @@ pub extern "C" fn symmalloc_torch_release_use(device: i32, id_first: u64, id_sec
     report(|| process::allocator(device)?.release_private((id_first, id_second)))
 }
 
-/// Returns the number of uses of the private pool of this id.
+/// Returns the number of uses of the private pool of this id, or 0 inside a callback.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_pool_uses(device: i32, id_first: u64, id_second: u64) -> u32 {
+    if not_in_callback().is_err() {
+        return 0;
+    }
     process::existing(device).map_or(0, |allocator| allocator.private_pools().uses((id_first, id_second)))
 }
 

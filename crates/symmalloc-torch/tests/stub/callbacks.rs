@@ -32,7 +32,7 @@ fn use_the_library() {
         symmalloc_torch_record_stream(std::ptr::dangling_mut::<c_void>(), null_mut());
         symmalloc_torch_device_of(std::ptr::dangling::<c_void>())
     };
-    assert_eq!(device, -1);
+    assert_eq!((device, symmalloc_torch_pool_uses(0, A.0, A.1)), (-1, 0));
     RETURNED.lock().expect("no panic").extend(returned.map(|status| (status, message())));
 }
 
