@@ -157,7 +157,8 @@ impl Communicator {
     }
 
     /// Destroys the communicator and its remaining windows after all its work has completed. Does nothing if it has already ended. Dropping
-    /// the last clone also destroys it.
+    /// the last clone also destroys it. Then waits, normally for less than a millisecond and at most for the deadline, until the watchdog has
+    /// notified the other ranks.
     ///
     /// Destroy graphs that contain its collectives first, because NCCL waits for them.
     ///

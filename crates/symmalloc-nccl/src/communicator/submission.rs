@@ -275,8 +275,9 @@ impl<'a> Group<'a> {
     /// Adds a send of memory that is given by its address.
     ///
     /// # Safety
-    /// The `count` elements at `address` must be memory of the communicator's device until the stream has completed the group. The work
-    /// that wrote them must precede the group on the stream, and no other work may write them until the group completes.
+    /// The `count` elements at `address` must lie in memory of the communicator's device, which stays allocated until the stream has
+    /// completed the group. The work that writes them must precede the group on the stream, and no other work may write them before the
+    /// group completes.
     ///
     /// # Errors
     /// Returns an error if the peer does not exist or the stream belongs to another device. The group is then unchanged.

@@ -338,9 +338,9 @@ pub(super) struct RawUniqueId {
 
 /// `ncclConfig_t` as of NCCL 2.27.
 ///
-/// The struct has only ever grown at its end. A library copies at most `size` bytes and at most the size of its own struct, and fills in
-/// defaults for fields that `version` did not have. This layout therefore works with 2.18, which reads it up to `split_share`, and with
-/// all newer versions, which treat missing fields as unset.
+/// NCCL only ever appends fields. A library copies the first `size` bytes, or its own struct if that is smaller, and uses defaults for
+/// fields that `version` does not have. This layout therefore works with 2.18, which reads it up to `split_share`, and with all later
+/// versions, which treat the missing fields as unset.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(super) struct RawConfig {

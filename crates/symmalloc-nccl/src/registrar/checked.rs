@@ -86,6 +86,8 @@ impl CheckedCollectives<'_> {
         let difference = match compared {
             Comparison::Equal => return Ok(()),
             Comparison::Protocol(difference) => {
+                let name = self.comm.name();
+                tracing::error!(name: "offsets.diverged", target: "symmalloc", communicator = name, %difference);
                 return Err(SyncError::Differ { communicator: communicator(), difference: Box::new(difference) });
             }
             Comparison::Calls(difference) => difference,

@@ -91,7 +91,7 @@ impl BufferPlace {
     }
 }
 
-/// Version of a [`CallMessage`], and a number that no sync or sleep sends in this position.
+/// Version of a [`CallMessage`].
 const PROTOCOL: u64 = 2 << 32 | VERSION as u64;
 
 /// One rank's call. 80 bytes. All integers are little-endian.
@@ -129,12 +129,13 @@ impl From<BufferPlace> for PlaceMessage {
     }
 }
 
-impl From<PlaceMessage> for BufferPlace {
-    /// An unknown kind is no window.
-    fn from(message: PlaceMessage) -> Self {
-        match message.kind.get() {
-            1 => BufferPlace::Window { segment: message.segment.into(), offset_bytes: message.offset_bytes.get() },
-            _ => BufferPlace::NoWindow,
+impl PlaceMessage {
+    /// Returns `None` for an unknown kind.
+    fn decode(self) -> Option<BufferPlace> {
+        match self.kind.get() {
+            0 => Some(BufferPlace::NoWindow),
+            1 => Some(BufferPlace::Window { segment: self.segment.into(), offset_bytes: self.offset_bytes.get() }),
+            _ => None,
         }
     }
 }
@@ -159,8 +160,8 @@ impl CallMessage {
             collective: Collective::ALL.into_iter().find(|one| *one as u64 == self.collective.get())?,
             send_bytes: self.send_bytes.get(),
             receive_bytes: self.receive_bytes.get(),
-            send: self.send.into(),
-            receive: self.receive.into(),
+            send: self.send.decode()?,
+            receive: self.receive.decode()?,
         })
     }
 }
@@ -171,7 +172,7 @@ pub(super) enum Comparison {
     Equal,
     /// The calls differ.
     Calls(OffsetDifference),
-    /// The ranks run different builds, or a rank makes another call on this communicator.
+    /// The ranks run different builds.
     Protocol(SyncDifference),
 }
 
@@ -237,7 +238,7 @@ mod tests {
         assert_eq!(compare(&Gathered::new(vec![0; 64], 64)), Err(ProtocolError::Garbled { rank: 0 }));
         let mut message = CallMessage::from(call(0));
         message.send.kind = 7.into();
-        assert_eq!(message.decode().map(|call| call.send), Some(BufferPlace::NoWindow));
+        assert_eq!(message.decode().map(|call| call.send), None);
     }
 
     #[test]

@@ -86,7 +86,7 @@ pub(super) enum Listener {
     Local(UnixListener, u32),
 }
 
-/// A process that knocked.
+/// An incoming connection.
 #[derive(Debug)]
 pub(super) enum Incoming {
     /// A possible rank, with its network address.

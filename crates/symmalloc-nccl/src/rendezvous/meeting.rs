@@ -138,18 +138,7 @@ fn resolve(
 mod tests {
     use super::*;
     use crate::rendezvous::secret::Secret;
-
-    fn launch(ranks: u32, local_ranks: u32, job: &str) -> Launch {
-        let variables = [
-            ("RANK", "0".to_owned()),
-            ("WORLD_SIZE", ranks.to_string()),
-            ("LOCAL_RANK", "0".to_owned()),
-            ("LOCAL_WORLD_SIZE", local_ranks.to_string()),
-            ("TORCHELASTIC_RUN_ID", job.to_owned()),
-        ];
-        let variable = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone());
-        Launch::from_variables(variable).expect("complete")
-    }
+    use crate::rendezvous::tests::launch;
 
     const SECRET: &str = "0123456789abcdef";
 

@@ -24,7 +24,7 @@ fn id() -> UniqueId {
     UniqueId::from_bytes(ID)
 }
 
-fn launch(ranks: u32, local_ranks: u32, job: &str) -> Launch {
+pub(super) fn launch(ranks: u32, local_ranks: u32, job: &str) -> Launch {
     let variables = [
         ("RANK", "0".to_owned()),
         ("WORLD_SIZE", ranks.to_string()),

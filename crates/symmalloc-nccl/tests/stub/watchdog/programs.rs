@@ -366,7 +366,7 @@ nccl_test!(threads_with_every_fate_end_in_time_and_leave_nothing, {
         for (rank, outcome) in outcomes.into_iter().enumerate().filter(|(rank, _)| *rank != plan.victim) {
             let (outcome, took) = outcome.unwrap_or_else(|| panic!("{plan:?}: rank {rank} panicked"));
             let slow = if plan.fate == Fate::Slow { Duration::from_secs(60) } else { Duration::ZERO };
-            assert!(took < 3 * DEADLINE + LATE + slow, "{plan:?} took {took:?}: {outcome:?}");
+            assert!(took < 3 * plan.deadline() + LATE + slow, "{plan:?} took {took:?}: {outcome:?}");
             if let Err(error) = outcome {
                 plan.assert_true(&error, "");
             }
