@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -11,10 +12,13 @@ import time
 import unittest
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import needs
+from symmalloc.check_symmetric import cases, pools, runner
 from symmalloc.check_symmetric.cases import CASES
 from symmalloc.check_symmetric.pools import Gpus
+from symmalloc.check_symmetric.rank import CannotRun, Rank
 from symmalloc.check_symmetric.runner import _frame
 from symmalloc.check_symmetric.verdicts import Outcome, Verdict, exit_code, line
 
@@ -132,6 +136,21 @@ class Fakes(unittest.TestCase):
         self.assertRegex(defect["reason"], r"^AssertionError: unexpected \(fake_check\.py:\d+\)$")
         self.assertEqual(without["reason"], "2 of 5 all-reduces used a symmetric kernel, so the result proves nothing")
 
+    def test_a_case_that_compares_nothing_is_not_correct(self) -> None:
+        code, report = self.report("without_reduce", "without_comparison", "without_comparison_on_rank_1")
+        self.assertEqual(code, 2)
+        self.assertEqual(
+            [(case["verdict"], case["reason"]) for case in report["cases"]],
+            [("cannot run here", "no all-reduce was compared")] * 2
+            + [("cannot run here", "rank 1: no all-reduce was compared")],
+        )
+
+    def test_wrong_elements_count_even_if_a_rank_cannot_run_and_the_others_hang(self) -> None:
+        code, case = self.one("wrong_and_cannot")
+        self.assertEqual((code, case["verdict"]), (1, "wrong"))
+        self.assertIn("rank 0 failed (no such feature)", case["reason"])
+        self.assertRegex(case["reason"], r"; 3 of 100 elements were wrong$")
+
     def test_a_start_that_fails_on_one_rank_is_a_refusal(self) -> None:
         code, case = self.one("start-fails")
         self.assertEqual((code, case["verdict"], case["reason"]), (2, "refused", "rank 1: no device"))
@@ -202,6 +221,23 @@ class CommandLine(unittest.TestCase):
         done = command_line("--case", "13")
         self.assertEqual(done.returncode, 2)
         self.assertIn("no case is named 13: use 1-address-order, 2-event", done.stderr)
+        # Also next to known ones, and with --list.
+        for more in ([], ["--list"]):
+            done = command_line("--case", "2", "--case", "evnt", "--case", "6-inside", *more)
+            self.assertEqual((done.returncode, done.stdout), (2, ""))
+            self.assertIn("no case is named evnt: use 1-address-order", done.stderr)
+
+    def test_fewer_than_two_ranks_are_refused(self) -> None:
+        for number in ("0", "1", "-2"):
+            done = command_line("--ranks", number)
+            self.assertEqual((done.returncode, done.stdout), (2, ""), number)
+            self.assertEqual(done.stderr, "a check needs at least 2 ranks\n", number)
+        for torchrun in (
+            {"LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
+            {"LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+        ):
+            self.assertEqual(command_line("--ranks", "0", **torchrun).returncode, 2, torchrun)
+        self.assertEqual(command_line(LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1").returncode, 2)
 
     def test_a_folder_with_files_is_refused(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -235,21 +271,120 @@ class CommandLine(unittest.TestCase):
         self.assertEqual(done.returncode, 2)
         self.assertIn("several machines", done.stderr)
 
-    def test_the_check_of_another_allocator_does_not_load_symmallocs_library(self) -> None:
-        done = needs.process(
-            """
-            from pathlib import Path
-            from symmalloc.check_symmetric import __main__
-            __main__.main(["--case", "1", "--allocator", "native"])
-            assert "libsymmalloc" not in Path("/proc/self/maps").read_text()
-            print("not loaded")
-            """,
-            SYMMALLOC_LIBRARY="/nonexistent/library",
-        )
-        self.assertIn("not loaded", done.stdout, done.stderr)
+
+class SlowProbe:
+    """A stack whose probe takes a while."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def configure(self) -> None:
+        pass
+
+    def probe(self) -> dict[str, Any]:
+        time.sleep(self._seconds)
+        return {"allocator": "slow"}
+
+    def begin(self, rank: Rank) -> None:
+        raise NotImplementedError
+
+    def kernels(self, folder: Path) -> dict[str, int] | None:
+        return {}
+
+
+class FakePool(pools.Pool):
+    """A pool whose segments are given, before and after memory is released."""
+
+    def __init__(self, rank: Rank, before: list[tuple[int, int]], after: list[tuple[int, int]]) -> None:
+        super().__init__(rank)
+        self._before, self._segments, self._after = before, before, after
+
+    def scope(self) -> Any:
+        return contextlib.nullcontext()
+
+    def link(self) -> Any:
+        self.sync()
+        return mock.MagicMock()
+
+    def sync(self) -> None:
+        pass
+
+    def segments(self) -> list[tuple[int, int]]:
+        return self._segments
+
+    def trim(self) -> None:
+        self._segments = self._after
+
+    def renew(self) -> None:
+        self._segments = []
+
+
+class Mechanisms(unittest.TestCase):
+    """Cases that check that their mechanism occurred, on one rank without a GPU."""
+
+    def run_case(self, function: Any, before: list[tuple[int, int]], after: list[tuple[int, int]]) -> Rank:
+        addresses = iter(range(0x1000, 1 << 30))
+
+        def empty(rank: Rank, pool: FakePool, elements: int) -> Any:
+            pool._segments = before
+            return mock.MagicMock(data_ptr=mock.Mock(return_value=next(addresses)))
+
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.dict(sys.modules, {"torch": mock.MagicMock()}),
+            mock.patch.multiple(cases, Holes=mock.MagicMock(), empty=empty),
+            mock.patch.multiple(Rank, fill=mock.DEFAULT, expect=mock.DEFAULT),
+        ):
+            rank = Rank(0, 1, Path(folder))
+            rank.allocator = mock.MagicMock(pool=lambda: FakePool(rank, before, after))
+            function(rank)
+            return rank
+
+    def test_tensors_in_one_segment_have_no_order_of_addresses(self) -> None:
+        with self.assertRaisesRegex(CannotRun, "^all tensors are in one segment$"):
+            self.run_case(cases.address_order, [(0x1000, 1 << 20)], [])
+        # A single rank has one order.
+        with self.assertRaisesRegex(CannotRun, "in the same order on all ranks$"):
+            self.run_case(cases.address_order, [(0x1000, 4), (0x1004, 1 << 20)], [])
+
+    def test_addresses_must_be_reused(self) -> None:
+        rank = self.run_case(cases.address_reused, [(0x1000, 1 << 20)], [])
+        self.assertEqual(rank.facts["reused"], 2)
+        with self.assertRaisesRegex(CannotRun, "^no address was reused$"):
+            self.run_case(cases.address_reused, [], [])
+
+    def test_memory_must_be_released(self) -> None:
+        rank = self.run_case(cases.remapped_under_graph, [(0, 24), (24, 24), (48, 24)], [(0, 24)])
+        self.assertEqual(rank.facts["released_bytes"], 3 * 48)
+        with self.assertRaisesRegex(CannotRun, "^the allocator released no memory of its pool$"):
+            self.run_case(cases.remapped_under_graph, [(0, 24)], [(0, 24)])
 
 
 class Parts(unittest.TestCase):
+    def test_a_probe_has_its_own_deadline(self) -> None:
+        with mock.patch.object(runner, "START_SECONDS", 0.1):
+            self.assertEqual(runner.probe(SlowProbe(1.0)), {"allocator": "slow"})
+        with mock.patch.object(runner, "PROBE_SECONDS", 1.0), self.assertRaisesRegex(CannotRun, "^no end after 1 s"):
+            runner.probe(SlowProbe(60.0))
+
+    def test_only_the_check_of_symmalloc_installs_it(self) -> None:
+        torch = mock.MagicMock(__version__="2.11.0")
+        for allocator in ("native", "expandable", "cudaMallocAsync", "symmalloc"):
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                mock.patch.dict(sys.modules, {"torch": torch}),
+                mock.patch.dict(os.environ),
+                mock.patch.object(pools, "version", return_value=22809),
+                mock.patch.object(pools, "_install_symmalloc") as install,
+                mock.patch.object(pools.Allocator, "connect"),
+            ):
+                stack = Gpus(allocator, devices=[0, 1])
+                stack.configure()
+                stack.probe()
+                self.assertEqual(install.call_count, allocator == "symmalloc", allocator)
+                stack.begin(Rank(0, 2, Path(folder)))
+                self.assertEqual(install.call_count, 2 * (allocator == "symmalloc"), allocator)
+
     def test_the_exit_code_depends_on_bad_verdicts_and_on_correct_ones(self) -> None:
         def code(*verdicts: Verdict) -> int:
             return exit_code([Outcome("case", "", verdict) for verdict in verdicts])

@@ -22,26 +22,27 @@ from .verdicts import Outcome, Table, Verdict, exit_code, summary
 DESCRIPTION = """Checks that NCCL's symmetric memory is correct on this machine.
 
 Each case runs in separate processes, with a deadline.
-The exit code is 0 if at least one case is correct and none is wrong, hangs or crashes; 1 if one does; 2 otherwise."""
+The exit code is 0 if at least one case is correct and none is wrong, hangs or crashes; 1 if one does, also if the check was
+interrupted; 2 otherwise, or if it was interrupted without a bad case."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    cases = [case for case in CASES if _is_chosen(case.name, options.case)]
-    if not cases:
+    if unknown := [name for name in options.case if not any(_is_chosen(case.name, [name]) for case in CASES)]:
         names = ", ".join(case.name for case in CASES)
-        print(f"no case is named {', '.join(options.case)}: use {names}, or a number", file=sys.stderr)
+        print(f"no case is named {', '.join(unknown)}: use {names}, or a number", file=sys.stderr)
         return 2
+    cases = [case for case in CASES if _is_chosen(case.name, options.case)]
     if options.list:
         print("\n".join(f"{case.name:<18}  {case.title}" for case in cases))
         return 0
     try:
-        ranks = _ranks_of_torchrun(options.ranks)
+        ranks = _number_of_ranks(options.ranks)
         stack = Gpus(options.allocator)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    if ranks == 0:
+    if _is_helper_of_torchrun():
         return 0  # the process of local rank 0 starts the ranks of all cases
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # prints what is known, as Ctrl+C does
     if options.folder is not None:
@@ -138,14 +139,23 @@ def _distrust(outcome: Outcome) -> None:
         outcome.verdict, outcome.reason = Verdict.CANNOT_RUN, "the control failed, so a correct result proves nothing"
 
 
-def _ranks_of_torchrun(ranks: int | None) -> int | None:
-    """Returns the number of ranks to start, or 0 in processes of torchrun that must not start any."""
-    local_rank, local_world, world = (os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-    if local_rank is None or world is None:
-        return ranks
-    if local_world is not None and local_world != world:
+def _number_of_ranks(chosen: int | None) -> int | None:
+    """Returns torchrun's number of ranks, or else the chosen one; None: one for each GPU. Raises `ValueError`."""
+    world = int(os.environ["WORLD_SIZE"]) if _is_started_by_torchrun() else None
+    if world is not None and int(os.environ.get("LOCAL_WORLD_SIZE", world)) != world:
         raise ValueError("the ranks are on several machines: check each machine separately")
-    return int(world) if int(local_rank) == 0 else 0
+    if any(number is not None and number < 2 for number in (chosen, world)):
+        raise ValueError("a check needs at least 2 ranks")
+    return chosen if world is None else world
+
+
+def _is_started_by_torchrun() -> bool:
+    return "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _is_helper_of_torchrun() -> bool:
+    """Returns `True` in processes of torchrun that must not start ranks: all except local rank 0."""
+    return _is_started_by_torchrun() and int(os.environ["LOCAL_RANK"]) != 0
 
 
 def _is_chosen(name: str, chosen: list[str]) -> bool:

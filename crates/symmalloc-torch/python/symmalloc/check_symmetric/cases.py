@@ -1,7 +1,20 @@
 """The cases. docs/check-symmetric.md describes the mechanism of each.
 
-A case that ends normally is correct if no compared element was wrong. Each case checks that its mechanism occurred, and
-otherwise raises `CannotRun` or adds a remark.
+A case that ends normally is correct if no compared element was wrong. The runner requires compared elements and symmetric
+kernels.
+
+These cases also check that their mechanism occurred, and otherwise raise `CannotRun`:
+
+1-address-order   several segments, in an order of addresses that differs between ranks
+2-event           second streams that are idle on some ranks only
+7-address-reused  an address that is reused
+8-remapped        memory that is released
+8-sleep           a pool that can sleep
+9-out-of-memory   an allocation that fails on rank 0 alone
+10-opposite       all-reduces that do not wait for each other
+
+The others do not check it. 6-spanning remarks how many allocations of the driver the tensor spans, and 11-backward, 11-threads
+and 11-nested remark tensors outside of their pools.
 """
 
 from __future__ import annotations
@@ -9,7 +22,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from .nccl import Filler, Holes, address_range
 from .pools import Pool, RawLink
@@ -70,6 +83,11 @@ def compare_places(rank: Rank, pool: Pool, tensors: list[Any]) -> None:
         rank.remark(f"{differ} of {len(tensors)} tensors have different places on the ranks")
 
 
+def replay(rank: Rank, graph: Any) -> None:
+    rank.note("replays a graph")
+    graph.replay()
+
+
 def linked(rank: Rank) -> tuple[Pool, Any]:
     """Returns a pool and a communicator on which it is registered."""
     pool = rank.allocator.pool()
@@ -116,8 +134,8 @@ def address_order(rank: Rank) -> None:
         settle(rank)
         del tensors
     if max(segments) == 1:
-        rank.remark("all tensors are in one segment")
-    elif orders.count(orders[0]) == rank.world:
+        raise CannotRun("all tensors are in one segment")
+    if orders.count(orders[0]) == rank.world:
         raise CannotRun("the driver placed the segments in the same order on all ranks")
 
 
@@ -282,32 +300,50 @@ def registered_during_capture(rank: Rank) -> None:
     for _ in range(3):
         output.zero_()
         torch.cuda.synchronize()
-        rank.note("replays a graph")
-        capture.graph.replay()
+        replay(rank, capture.graph)
         rank.expect(output, 1)
         settle(rank)
 
 
-def _captured(rank: Rank, pool: Pool, link: Any, stream: Any) -> tuple[Any, Any, Any]:
-    """Captures two all-reduces whose tensors are allocated and freed in the capture. Returns graph, input and output."""
+class Captured(NamedTuple):
+    """A captured graph of two all-reduces."""
+
+    pool: Pool
+    """The pool of tensors outside of the graph."""
+    graphs: Pool
+    """The pool of the graph's tensors, which must live as long as the graph."""
+    link: Any
+    stream: Any
+    """The stream of the capture."""
+    graph: Any
+    source: Any
+    output: Any
+
+
+def _captured(rank: Rank) -> Captured:
+    """Captures two all-reduces whose tensors are allocated and freed in the capture. Collective."""
     import torch
 
+    pool, link = linked(rank)
+    stream = torch.cuda.Stream()
+    graphs = _graph_pool(rank, pool, stream)
     source, output = torch.empty(SMALL, device="cuda"), torch.empty(SMALL, device="cuda")
     capture = Capture(rank, stream)
     with capture:
-        with pool.scope():
+        with graphs.scope():
             first = torch.empty(SMALL, device="cuda")
         first.copy_(source)
         link.all_reduce(first)
         half = first * 0.5
         del first
-        with pool.scope():
+        with graphs.scope():
             again = torch.empty(SMALL, device="cuda")
         again.copy_(half)
         link.all_reduce(again)
         output.copy_(again)
         del again, half
-    return capture.graph, source, output
+    rank.exchange("captured")
+    return Captured(pool, graphs, link, stream, capture.graph, source, output)
 
 
 def _graph_pool(rank: Rank, pool: Pool, stream: Any) -> Pool:
@@ -327,21 +363,16 @@ def graph_memory_reused(rank: Rank) -> None:
     """Replays a graph that reuses memory, and allocates and reduces other tensors of the pool between replays."""
     import torch
 
-    pool, link = linked(rank)
-    stream = torch.cuda.Stream()
-    graphs = _graph_pool(rank, pool, stream)
-    graph, source, output = _captured(rank, graphs, link, stream)
-    rank.exchange("captured")
+    captured = _captured(rank)
     ranks = rank.world * (rank.world + 1) // 2
     # The second all-reduce sums equal values of all ranks.
     base = 2 * (torch.arange(SMALL, device="cuda", dtype=torch.float32) % 1024)
-    for replay in range(20):
-        source.copy_(base).mul_(rank.rank + 1)
-        rank.note(f"replays a graph ({replay})")
-        graph.replay()
-        rank.compared(SMALL, (output != base * (0.5 * ranks * rank.world)).sum())
-        tensors = [empty(rank, pool, SMALL * (1 + (replay + number) % 2)) for number in range(2)]
-        reduce_all(rank, link, tensors, replay * 10)
+    for number in range(20):
+        captured.source.copy_(base).mul_(rank.rank + 1)
+        replay(rank, captured.graph)
+        rank.compared(SMALL, (captured.output != base * (0.5 * ranks * rank.world)).sum())
+        tensors = [empty(rank, captured.pool, SMALL * (1 + (number + other) % 2)) for other in range(2)]
+        reduce_all(rank, captured.link, tensors, number * 10)
         del tensors
     settle(rank)
 
@@ -350,18 +381,13 @@ def graph_tensor_freed(rank: Rank) -> None:
     """Allocates tensors after a capture whose symmetric tensors were freed. A replay must not overwrite them."""
     import torch
 
-    pool, link = linked(rank)
-    stream = torch.cuda.Stream()
-    graphs = _graph_pool(rank, pool, stream)
-    graph, source, _ = _captured(rank, graphs, link, stream)
-    rank.exchange("captured")
-    source.fill_(-1.0)
-    with torch.cuda.stream(stream):
-        stream.wait_stream(torch.cuda.default_stream())
-        tensors = [empty(rank, pool, SMALL) for _ in range(4)]
-        reduce_all(rank, link, tensors, 0)
-        rank.note("replays a graph")
-        graph.replay()
+    captured = _captured(rank)
+    captured.source.fill_(-1.0)
+    with torch.cuda.stream(captured.stream):
+        captured.stream.wait_stream(torch.cuda.default_stream())
+        tensors = [empty(rank, captured.pool, SMALL) for _ in range(4)]
+        reduce_all(rank, captured.link, tensors, 0)
+        replay(rank, captured.graph)
         for number, tensor in enumerate(tensors):
             rank.expect(tensor, number)
         settle(rank)
@@ -464,7 +490,9 @@ def address_reused(rank: Rank) -> None:
             pool.renew()
             released += 1
     rank.facts |= {"released": released, "reused": reused}
-    rank.remark(f"{reused} addresses were reused" if reused else "no address was reused")
+    if not any(rank.exchange(reused)):
+        raise CannotRun("no address was reused")
+    rank.remark(f"{reused} addresses were reused")
 
 
 # 8
@@ -482,28 +510,30 @@ def remapped_under_graph(rank: Rank) -> None:
     with capture:
         link.all_reduce(tensors[3])
     rank.exchange("captured")
+    released_bytes = 0
     for round_number in range(3):
         tensors[1] = tensors[2] = None
         settle(rank)
         rank.exchange("freed")
-        segments = len(pool.segments())
+        before_bytes = pool.size_bytes()
         pool.trim()
-        pool.sync()
-        rank.facts["released"] = segments - len(pool.segments())
+        pool.sync()  # an allocator may release a segment when its window has been removed
+        released_bytes += before_bytes - pool.size_bytes()
         rank.fill(tensors[3], 40 + round_number)
-        rank.note("replays a graph")
-        torch.cuda.synchronize()
-        capture.graph.replay()
+        settle(rank)
+        replay(rank, capture.graph)
         rank.expect(tensors[3], 40 + round_number)
         settle(rank)
         tensors[1], tensors[2] = empty(rank, pool, 12 * LARGE), empty(rank, pool, 12 * LARGE)
         reduce_all(rank, link, tensors, 50 + 10 * round_number)
         rank.fill(tensors[3], 45 + round_number)
-        rank.note("replays a graph")
-        torch.cuda.synchronize()
-        capture.graph.replay()
+        settle(rank)
+        replay(rank, capture.graph)
         rank.expect(tensors[3], 45 + round_number)
         settle(rank)
+    rank.facts["released_bytes"] = released_bytes
+    if max(rank.exchange(released_bytes)) <= 0:
+        raise CannotRun("the allocator released no memory of its pool")
 
 
 def sleep_and_wake(rank: Rank) -> None:
@@ -529,8 +559,7 @@ def sleep_and_wake(rank: Rank) -> None:
         for number, tensor in enumerate(tensors):
             rank.fill(tensor, 10 * round_number + number)
         torch.cuda.synchronize()
-        rank.note("replays a graph")
-        capture.graph.replay()
+        replay(rank, capture.graph)
         torch.cuda.synchronize()
         for tensor in tensors[2:]:
             link.all_reduce(tensor)

@@ -5,7 +5,7 @@ expandable        a `torch.cuda.MemPool` with `expandable_segments:True`; window
 cudaMallocAsync   the same with `backend:cudaMallocAsync`
 vllm              vLLM's `nccl_symm_mem_context`, on its own communicator
 symmalloc         a `symmalloc.MemPool`, registered on this program's communicator
-module:function   the result of `function()`: a `torch.cuda.MemPool`, with windows over the segments of its snapshot; or a `Pool`
+module:function   the result of `function()`: a `torch.cuda.MemPool`, with windows over the segments of its snapshot
 """
 
 from __future__ import annotations
@@ -100,6 +100,10 @@ class Pool:
     def segments(self) -> list[tuple[int, int]]:
         """Returns address and size of each segment."""
         raise NotImplementedError
+
+    def size_bytes(self) -> int:
+        """Returns the total size of all segments."""
+        return sum(size_bytes for _, size_bytes in self.segments())
 
     def trim(self) -> None:
         """Releases free memory to the device."""
@@ -483,18 +487,14 @@ class Symmalloc(Allocator):
 
 
 class Other(Allocator):
-    """The pool of a function of the user."""
+    """Pools that a function of the user creates."""
 
     def __init__(self, rank: Rank, function: Callable[[], Any]) -> None:
         super().__init__(rank)
         self._function = function
 
     def pool(self) -> Pool:
-        first = self._function()
-        if hasattr(first, "scope"):
-            return first  # type: ignore[no-any-return]
-        made = [first]
-        return SnapshotPool(self._rank, lambda: made.pop() if made else self._function())
+        return SnapshotPool(self._rank, self._function)
 
 
 class Gpus:

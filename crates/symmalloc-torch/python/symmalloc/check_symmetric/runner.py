@@ -6,6 +6,8 @@ overlap: CUDA and NCCL of several groups of processes would wait for each other 
     fork -> stack.begin -> ready | go -> case -> result -> exit
             \\__ START_SECONDS __/  \\__ deadline __/
 
+A probe has no start: it only writes its result before its deadline.
+
 At the deadline each rank writes its Python stacks (SIGUSR2), and then all its processes are killed: its descendants, its session,
 and processes that left both but have its environment or became children of this process.
 """
@@ -106,7 +108,7 @@ def run(
     folder   keeps the files of all cases; None: a temporary folder
     """
     _prctl(SET_CHILD_SUBREAPER, 1)
-    others = set(_children().get(os.getpid(), ()))
+    others = set(_children(_processes()).get(os.getpid(), ()))
     with contextlib.ExitStack() as exits:
         if folder is None:
             folder = Path(exits.enter_context(tempfile.TemporaryDirectory()))
@@ -116,8 +118,7 @@ def run(
             try:
                 outcome = Group(case, world, place, stack).finish(max(case.seconds or 0, seconds))
             finally:
-                for orphan in set(_children().get(os.getpid(), ())) - others:
-                    _kill([orphan], [])
+                _kill(sorted(set(_children(_processes()).get(os.getpid(), ())) - others), [])
             yield outcome
 
 
@@ -126,6 +127,7 @@ class Group:
 
     def __init__(self, case: Case, world: int, folder: Path, stack: Stack, *, is_probe: bool = False) -> None:
         self._case, self._world, self._folder, self._stack = case, world, folder, stack
+        self._is_probe = is_probe
         self._began = time.monotonic()
         # Each rank reads one byte from its pipe for each go.
         self._pipes = [os.pipe() for _ in range(world)]
@@ -133,7 +135,7 @@ class Group:
         self._kept: Exception | None = None
         sys.stdout.flush()
         sys.stderr.flush()
-        self._pids = [self._fork(rank, is_probe) for rank in range(world)]
+        self._pids = [self._fork(rank) for rank in range(world)]
         for read, _ in self._pipes:
             os.close(read)
 
@@ -165,7 +167,7 @@ class Group:
 
     # The processes of the ranks
 
-    def _fork(self, rank: int, is_probe: bool) -> int:
+    def _fork(self, rank: int) -> int:
         parent = os.getpid()
         pid = os.fork()
         if pid != 0:
@@ -175,11 +177,11 @@ class Group:
             _prctl(SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
-            self._run(rank, is_probe)
+            self._run(rank)
         finally:
             os._exit(1)
 
-    def _run(self, rank: int, is_probe: bool) -> None:
+    def _run(self, rank: int) -> None:
         """Runs the case in the process of one rank. Does not return."""
         go = self._pipes[rank][0]
         log = os.open(self._path("log", rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -194,7 +196,7 @@ class Group:
         state = Rank(rank, self._world, self._folder)
         kind, reason = "done", ""
         try:
-            if is_probe:
+            if self._is_probe:
                 state.facts = self._stack.probe()
             else:
                 state.note("starts")
@@ -224,7 +226,7 @@ class Group:
 
     def _outcome(self, seconds: float) -> Outcome:
         outcome = Outcome(self._case.name, self._case.title, Verdict.CANNOT_RUN)
-        if self._wait("ready", self._began + START_SECONDS) is None:
+        if not self._is_probe and self._wait("ready", self._began + START_SECONDS) is None:
             failures = [f"rank {rank} failed ({text})" for rank, text in self._failures()]
             late = "did not follow" if failures else f"did not end within {START_SECONDS:.0f} s"
             outcome.reason = "; ".join([*failures, f"the start {late}", self._where(outcome)])
@@ -236,9 +238,10 @@ class Group:
         outcome.seconds = time.monotonic() - began
         if ended is None:
             kinds = {result["kind"] for result in self.results().values()}
-            verdicts = {"crashed": Verdict.CRASHES, "cannot": Verdict.CANNOT_RUN}
-            outcome.verdict = next((verdict for kind, verdict in verdicts.items() if kind in kinds), Verdict.HANGS)
             wrong, elements = self._counts()
+            # A case that cannot run explains why other ranks wait, but not wrong elements.
+            verdicts = {"crashed": Verdict.CRASHES, "cannot": Verdict.WRONG if wrong else Verdict.CANNOT_RUN}
+            outcome.verdict = next((verdict for kind, verdict in verdicts.items() if kind in kinds), Verdict.HANGS)
             failures = [f"rank {rank} failed ({text})" for rank, text in self._failures()]
             late = f"no end {GRACE_SECONDS:.0f} s later" if failures else f"no end after {seconds:.0f} s"
             parts = [*failures, late, self._where(outcome), *self._remarks()]
@@ -287,6 +290,8 @@ class Group:
         wrong, elements = self._counts()
         kernels = self._stack.kernels(self._folder)
         reduces = max((result["reduces"] for result in results.values()), default=0)
+        # A rank without a counted all-reduce or a compared element proves nothing. A probe has neither.
+        idle = [(rank, "no all-reduce was compared") for rank, it in results.items() if not (it["reduces"] and it["elements"])]
         if kernels is not None:
             outcome.details["kernels"] = kernels
         remarks = self._remarks()
@@ -303,6 +308,8 @@ class Group:
             outcome.verdict, outcome.reason = Verdict.REFUSED, "; ".join(_each(by_kind["refused"], self._world))
         elif by_kind["cannot"] or len(by_kind["done"]) < self._world:
             outcome.reason = "; ".join(_each(by_kind["cannot"], self._world))
+        elif idle and not self._is_probe:
+            outcome.reason = "; ".join([*_each(idle, self._world), *remarks])
         elif kernels is not None and sum(kernels.values()) < reduces:
             used = f"{sum(kernels.values()):,} of {reduces:,} all-reduces used a symmetric kernel"
             outcome.reason = "; ".join([f"{used}, so the result proves nothing", *remarks])
@@ -409,10 +416,10 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _children() -> dict[int, list[int]]:
+def _children(processes: dict[int, tuple[int, int]]) -> dict[int, list[int]]:
     """Returns the children of each process."""
     children: dict[int, list[int]] = {}
-    for process, (parent, _) in _processes().items():
+    for process, (parent, _) in processes.items():
         children.setdefault(parent, []).append(process)
     return children
 
@@ -434,7 +441,7 @@ def _kill(pids: list[int], sessions: list[int], mark: str | None = None) -> None
     doomed = set(pids)
     for _ in range(100):
         processes = _processes()
-        children = _children()
+        children = _children(processes)
         pending = list(doomed)
         while pending:
             for child in children.get(pending.pop(), ()):

@@ -46,7 +46,10 @@ class Outcome:
 
 
 def exit_code(outcomes: list[Outcome]) -> int:
-    """Returns 0 if a case is correct and none is wrong, hangs or crashes; 1 if one does; 2 otherwise."""
+    """Returns 0 if a case is correct and none is wrong, hangs or crashes; 1 if one does; 2 otherwise.
+
+    If the check was interrupted, the caller returns 2 instead of 0.
+    """
     if any(outcome.verdict in BAD for outcome in outcomes):
         return 1
     return 0 if any(outcome.verdict is Verdict.CORRECT for outcome in outcomes) else 2

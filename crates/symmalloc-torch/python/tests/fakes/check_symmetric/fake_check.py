@@ -47,13 +47,39 @@ class Fake:
 
 def right(rank: Rank) -> None:
     assert rank.exchange(rank.rank * 10) == [10 * other for other in range(rank.world)]
+    reduced(rank)
+    rank.remark("a remark")
+
+
+def reduced(rank: Rank) -> None:
+    """Counts two all-reduces, and compares their elements."""
     rank.reduces = 2
     rank.compared(100, 0)
-    rank.remark("a remark")
 
 
 def wrong(rank: Rank) -> None:
     rank.compared(100, 7 if rank.rank == 1 else 0)
+
+
+def wrong_and_cannot(rank: Rank) -> None:
+    """Rank 0 has wrong elements and cannot run, and the others are stuck."""
+    if rank.rank == 0:
+        rank.compared(100, 3)
+        raise CannotRun("no such feature")
+    stuck()
+
+
+def without_reduce(rank: Rank) -> None:
+    rank.compared(100, 0)
+
+
+def without_comparison(rank: Rank) -> None:
+    rank.reduces = 2
+
+
+def without_comparison_on_rank_1(rank: Rank) -> None:
+    rank.reduces = 2
+    rank.compared(100 if rank.rank == 0 else 0, 0)
 
 
 def hangs(rank: Rank) -> None:
@@ -134,22 +160,30 @@ def defect(rank: Rank) -> None:
 
 def without_kernel(rank: Rank) -> None:
     rank.reduces = 5
+    rank.compared(100, 0)
 
 
 def alone(rank: Rank) -> None:
     begun = {path.name.split("-")[2] for path in NOTES.glob("began-*")}
     assert begun <= {"right", "alone"}, begun
+    reduced(rank)
+
+
+def slow(rank: Rank) -> None:
+    time.sleep(2.5)
+    reduced(rank)
 
 
 FUNCTIONS = (
     right, wrong, hangs, fails_and_others_hang, fails_and_others_wait, crashes, exits, refused, device_fails, cannot, defect,
-    without_kernel, alone, misaligned, fails_twice,
+    without_kernel, without_reduce, without_comparison, without_comparison_on_rank_1, alone, misaligned, fails_twice,
+    wrong_and_cannot,
 )  # fmt: skip
 CASES = {
     **{function.__name__: Case(function.__name__, "a fake", function) for function in FUNCTIONS},
     "start-fails": Case("start-fails", "a fake", right),
-    "long": Case("long", "a fake", lambda _: time.sleep(2.5), seconds=10.0),
-    "late": Case("late", "a fake", lambda _: time.sleep(2.5)),
+    "long": Case("long", "a fake", slow, seconds=10.0),
+    "late": Case("late", "a fake", slow),
     "interrupts": Case("interrupts", "a fake", lambda rank: os.kill(os.getppid(), signal.SIGINT) or time.sleep(600)),
 }
 CONTROLS = {"right": Case("control", "the control", right), "wrong": Case("control", "the control", wrong)}
