@@ -114,7 +114,7 @@ def main() -> None:
     try:
         print(name, job())
     except ImportError as error:
-        print(name, "is not available:", error)
+        sys.exit(f"{name} is not available: {error}")
 
 
 if __name__ == "__main__":

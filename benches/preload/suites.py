@@ -4,10 +4,11 @@
     python3 benches/preload/suites.py numba numba.cuda.tests.cudadrv numba.cuda.tests.nrt
 
 Each set of tests runs on the library's own allocator (`native`) and under `symmalloc run` (`run`), and Numba's also with the plugin
-`symmalloc.numba` (`plugin`). A test that passes natively and fails on symmalloc is repeated on both, one test at a time, before it
-counts. `symmalloc` must be on the PATH. Needs pytest and pytest-xdist, and for Numba's tests filecheck and NumPy before 2.5.
+`symmalloc.numba` (`plugin`). A test that passes natively and fails on symmalloc is repeated on both before it counts, in a separate
+process each, together with all tests whose name contains its own (pytest's `-k`). `symmalloc` must be on the PATH. Needs pytest and pytest-xdist, and for Numba's tests filecheck and NumPy before 2.5.
 
-Exits with 0 without a regression, 1 with a regression, and 2 if no native test passes.
+Exits with 0 without a regression, 1 with a regression, and 2 if no comparison is possible: a set of tests leaves no report, the native set
+does not end within --seconds, or no native test passes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as xml
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 COMMANDS = {"native": [], "run": ["symmalloc", "run", "--"], "plugin": []}
@@ -59,10 +61,28 @@ def numba_files(packages: list[str], folder: Path) -> str:
     return str(folder)
 
 
+@dataclass
+class Report:
+    """pytest's report."""
+
+    outcomes: dict[str, str]
+    """The outcome of each test by its name. Tests after a crash or the time limit are missing."""
+    is_cut: bool
+    """`True` if the time limit ended the tests."""
+
+
 def compared(options: argparse.Namespace, variants: tuple[str, ...]) -> int:
-    outcomes = {variant: run(variant, options.tests, options.at_once, options.seconds) for variant in variants}
-    for variant, found in outcomes.items():
-        print(f"{options.library} {variant}: {dict(Counter(found.values()))}", flush=True)
+    outcomes = {}
+    for variant in variants:
+        report = run(variant, options.tests, options.at_once, options.seconds)
+        if report is None:
+            print(f"no report under {variant}", file=sys.stderr)
+            return 2
+        if report.is_cut and variant == "native":
+            print(f"the native tests did not end within {options.seconds:.0f} s: increase --seconds", file=sys.stderr)
+            return 2
+        outcomes[variant] = report.outcomes
+        print(f"{options.library} {variant}: {dict(Counter(report.outcomes.values()))}", flush=True)
     native = outcomes["native"]
     if "passed" not in native.values():
         print("no test passes natively", file=sys.stderr)
@@ -83,14 +103,14 @@ def compared(options: argparse.Namespace, variants: tuple[str, ...]) -> int:
 
 
 def run_one(variant: str, name: str, options: argparse.Namespace) -> str:
-    """Returns the outcome of one test in a process of its own."""
+    """Returns the outcome of one test in a separate process, in which all tests run whose name contains this one's."""
     test = name.rsplit("::", 1)[1]
-    found = run(variant, options.tests, 0, options.seconds, ["-k", test.split("[")[0]])
-    return found.get(name, "not run")
+    report = run(variant, options.tests, 0, options.seconds, ["-k", test.split("[")[0]])
+    return report.outcomes.get(name, "not run") if report is not None else "not run"
 
 
-def run(variant: str, tests: list[str], at_once: int, seconds: float, more: list[str] | None = None) -> dict[str, str]:
-    """Returns the outcome of each test by its name. Tests after a crash or the time limit are missing."""
+def run(variant: str, tests: list[str], at_once: int, seconds: float, more: list[str] | None = None) -> Report | None:
+    """Runs tests. Returns None if pytest wrote no report, as after a crash."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [*COMMANDS[variant], sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
@@ -99,9 +119,11 @@ def run(variant: str, tests: list[str], at_once: int, seconds: float, more: list
         process = subprocess.Popen(
             [*command, *(more or []), *tests], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
+        is_cut = False
         try:
             output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
+            is_cut = True
             print(f"{variant}: ended after {seconds:.0f} s", flush=True)
             process.send_signal(signal.SIGINT)  # pytest writes its report
             try:
@@ -111,8 +133,8 @@ def run(variant: str, tests: list[str], at_once: int, seconds: float, more: list
                 output, _ = process.communicate()
         if not report.exists():
             print(f"{variant}: no report; the last lines of pytest:\n" + "\n".join(output.splitlines()[-15:]), flush=True)
-            return {}
-        return dict(outcome(case) for case in xml.parse(report).iter("testcase"))
+            return None
+        return Report(dict(outcome(case) for case in xml.parse(report).iter("testcase")), is_cut)
 
 
 def outcome(case: xml.Element) -> tuple[str, str]:
