@@ -340,6 +340,24 @@ fn memory_that_went_back_cannot_be_revived() {
     }
 }
 
+#[test]
+fn a_pool_without_a_heap_of_the_layout_has_no_memory_to_revive() {
+    for policy in ["segments:expandable", "segments:fixed"] {
+        let devices = [(); 2].map(|()| SimBackend::builder().build());
+        let [saved_on, other] = devices.each_ref().map(|device| rank(device, policy));
+        for stream in [S0, S1] {
+            saved_on.allocate(POOL, stream, MIB).expect("fits");
+        }
+        let layout = saved_on.save_layout(POOL).expect("nothing is retired");
+        // The other pool has the same memory on S0 and was never used on S1.
+        other.allocate(POOL, S0, MIB).expect("fits");
+        let before = other.stats();
+        let error = other.revive_layout(POOL, &layout).expect_err("S1 has no memory");
+        assert!(matches!(error, RestoreError::Gone { stream: Some(S1), .. }), "{error}");
+        assert_eq!(other.stats(), before, "nothing changed");
+    }
+}
+
 /// A named allocation is at the placement of a saved unnamed one. It takes the role of the saved one, and loses its name.
 #[test]
 fn a_revival_takes_back_names_that_were_given_later() {

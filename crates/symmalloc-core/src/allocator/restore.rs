@@ -148,6 +148,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
         self.check_it_fits(pool, entry, layout)?;
+        for saved in layout.heaps().iter().filter(|saved| !saved.segments.is_empty()) {
+            // Creates heaps that the pool lacks, so that they report their missing memory.
+            self.heap_for(pool, saved.stream.unwrap_or_default())?;
+        }
         let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let mut heaps: Vec<_> = guards.iter_mut().map(|heap| Saved::find(heap, layout)).collect();
         let waits = heaps.iter().map(|saved| saved.heap.plan_revival(&saved.layout)).collect::<Result<Vec<_>, _>>()?;
