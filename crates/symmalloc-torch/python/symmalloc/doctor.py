@@ -127,8 +127,9 @@ def _pytorch() -> str:
         raise _Missing(f"{torch.__version__} was built without CUDA: install a CUDA build")
     if torch.cuda.is_initialized() and not installed():
         raise _Missing(f"{torch.__version__} has used CUDA already: call symmalloc.install() right after `import torch`")
-    tested = "" if ".".join(map(str, version(torch))) in pytorch_class.TESTED else "; not tested"
-    return f"{torch.__version__}, CUDA {torch.version.cuda}{tested} (tested: {', '.join(pytorch_class.TESTED)})"
+    here, tested = ".".join(map(str, version(torch))), pytorch_class.TESTED
+    untested = "" if here in tested else "; compiled, not tested" if here in pytorch_class.COMPILED else "; not tested"
+    return f"{torch.__version__}, CUDA {torch.version.cuda}{untested} (tested: {', '.join(tested)})"
 
 
 def _class() -> str:
