@@ -23,7 +23,6 @@
 //! ```
 
 mod contradiction;
-mod error;
 mod line;
 mod reader;
 mod rules;
@@ -32,7 +31,6 @@ mod tests;
 mod writer;
 
 pub use contradiction::Contradiction;
-pub use error::LayoutTextError;
 pub use line::{MAGIC, VERSION};
-pub use reader::{parse, read};
+pub use reader::{LayoutTextError, parse, read};
 pub use writer::to_text;

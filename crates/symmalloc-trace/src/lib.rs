@@ -42,7 +42,7 @@ mod text;
 mod trace;
 
 pub use symmalloc_core::op::NAME_BYTES_MAX;
-pub use text::{LINE_BYTES_MAX, LineError};
+pub use text::{Document, DocumentError, Format, LINE_BYTES_MAX, LineError};
 pub use trace::{
     Inconsistency, MAGIC, RecordLine, Trace, TraceError, TraceReader, TraceWriteError, TraceWriter, VERSION,
 };

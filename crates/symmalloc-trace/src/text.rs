@@ -8,11 +8,14 @@
 //! A reader holds one line of bounded length. Every error names the line (from 1) and, where useful, the column (the byte within the line,
 //! from 1).
 
+mod document;
 mod error;
 mod fields;
 mod lines;
 mod name;
 
+pub use document::{Document, DocumentError, Format};
+pub(crate) use document::{DocumentBuilder, Line, read};
 pub use error::{LINE_BYTES_MAX, LineError};
 pub(crate) use fields::{Fields, SHARED};
 pub(crate) use lines::{Ending, FirstLine, Lines};

@@ -474,7 +474,7 @@ fn plans_that_are_none_torn_or_of_another_version() {
     assert_not_followed(&folder, &job, &folder.path("nowhere"), &["cannot be opened", "symmalloc plan JOB -o FILE"]);
     assert_not_followed(&folder, &job, &job, &["not a plan: the first line must be `symmalloc-plan 1`"]);
     assert_bad(&text.replace("plan 1", "plan 7"), &["has version 7", "use a newer one, or plan the job again"]);
-    assert_bad(text.split_once("a 1000 s1").unwrap().0, &["line 5: the plan is torn; write it again"]);
+    assert_bad(text.split_once("a 1000 s1").unwrap().0, &["line 5: the plan is torn; plan the job again"]);
     assert_bad(&text.replace("end 4", "end 5"), &["line 6: the plan states 5 lines, but has 4", "`end 4`"]);
     assert_bad(&text.replace("a 1000 s1", "b 1000 s1"), &["line 5, column 1: unknown keyword"]);
     assert_bad(&text.replace("s1 2 @", "s1 5 @"), &["line 5: allocation 1 of the plan is not valid"]);

@@ -1,7 +1,8 @@
 //! The cases of `docs/check-symmetric.md` that need no PyTorch, as programs that every rank runs. They run both on stubs and on GPUs.
 //!
 //! A symmetric kernel finds the peers' buffers by this rank's window and offset, on the stub as well. Odd ranks get their addresses in
-//! descending order. Every program checks the sums of all its tensors after every collective, so that a write to a wrong one is noticed.
+//! descending order. After the collectives of a round, every program checks all tensors of that round, so that it detects a sum that was
+//! written to another tensor.
 
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::sync::{Arc, Barrier};
@@ -295,7 +296,8 @@ pub(crate) fn part_of_segment(it: &Rank<'_>) {
     let pool = it.pool(0);
     let mut tensor = it.take(&pool, 8 * ELEMENTS);
     let address = tensor.device_ptr(&it.stream).0;
-    let window = it.world().register_window(address + MIB, 4 * MIB).expect("registered");
+    let registered = it.world().register_window(address + MIB, 4 * MIB).expect("registered");
+    let Registered::Window(window) = registered else { panic!("rank {}: no window: {registered:?}", it.rank) };
     for (tag, elements) in [1..2, 2..5, 0..1, 6..7, 4..6].into_iter().enumerate() {
         it.write(&mut tensor, tag);
         let elements = elements.start * ELEMENTS..elements.end * ELEMENTS;
@@ -307,9 +309,7 @@ pub(crate) fn part_of_segment(it: &Rank<'_>) {
         }
     }
     it.meet();
-    if let Registered::Window(window) = window {
-        it.world().deregister_window(window).expect("deregistered");
-    }
+    it.world().deregister_window(window).expect("deregistered");
 }
 
 /// Case 7: releases segments, and allocates again, possibly at the same addresses.

@@ -1,7 +1,7 @@
 //! Parser for one line of a layout.
 
 use super::rules::LayoutItem;
-use crate::text::{Fields, LineError};
+use crate::text::{Fields, Line, LineError};
 use smallvec::SmallVec;
 use symmalloc_core::Digest;
 use symmalloc_core::SizeClass;
@@ -21,21 +21,10 @@ pub(super) const KEYWORDS: &[&str] =
 /// Words for the size classes of segments.
 pub(super) const CLASSES: [(SizeClass, &str); 2] = [(SizeClass::Small, "small"), (SizeClass::Large, "large")];
 
-/// A parsed line.
-#[derive(Debug)]
-pub(super) enum LayoutStatement {
-    /// A blank line or a comment.
-    Nothing,
-    /// A part of the layout.
-    Item(LayoutItem),
-    /// The number of preceding statements.
-    End(u64),
-}
-
 /// Parses one line, given without its line break.
-pub(super) fn parse(line: u64, text: &str) -> Result<LayoutStatement, LineError> {
+pub(super) fn parse(line: u64, text: &str) -> Result<Line<LayoutItem>, LineError> {
     let mut fields = Fields::new(line, text);
-    let Some(keyword) = fields.next() else { return Ok(LayoutStatement::Nothing) };
+    let Some(keyword) = fields.next() else { return Ok(Line::Nothing) };
     let item = match keyword.text {
         "pool" => LayoutItem::Pool(fields.config()?),
         "granularity" => LayoutItem::Granularity(fields.bytes()?),
@@ -56,15 +45,11 @@ pub(super) fn parse(line: u64, text: &str) -> Result<LayoutStatement, LineError>
             name: if fields.ahead() == Some(b'"') { Some(fields.name()?) } else { None },
         }),
         "u" => LayoutItem::Use(fields.stream()?),
-        "end" => {
-            let stated = fields.number("the number of lines", u64::MAX)?;
-            fields.finish()?;
-            return Ok(LayoutStatement::End(stated));
-        }
+        "end" => return fields.end(),
         _ => return Err(fields.unknown(keyword, KEYWORDS)),
     };
     fields.finish()?;
-    Ok(LayoutStatement::Item(item))
+    Ok(Line::Statement(item))
 }
 
 impl Fields<'_> {

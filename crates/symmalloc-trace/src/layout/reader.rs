@@ -1,11 +1,14 @@
-//! Reader for layouts. It processes the text line by line.
+//! Reader for layouts.
 
-use super::error::LayoutTextError;
-use super::line::{self, LayoutStatement, MAGIC, VERSION};
-use super::rules::{LayoutBuilder, Misfit};
-use crate::text::{Ending, FirstLine, Lines};
+use super::contradiction::Contradiction;
+use super::line::{self, MAGIC, VERSION};
+use super::rules::{LayoutBuilder, LayoutItem, Misfit};
+use crate::text::{self, Document, DocumentBuilder, DocumentError, Format, Line, LineError};
 use std::io::BufRead;
 use symmalloc_core::layout::Layout;
+
+/// Error reading a layout.
+pub type LayoutTextError = DocumentError<Layout>;
 
 /// Reads the text of a layout.
 ///
@@ -13,44 +16,7 @@ use symmalloc_core::layout::Layout;
 /// Returns an error if the text is not a layout, is truncated, or contradicts itself: [`LayoutTextError`] names the
 /// line.
 pub fn read(reader: impl BufRead) -> Result<Layout, LayoutTextError> {
-    let mut lines = Lines::new(reader);
-    match lines.read_first(MAGIC)? {
-        FirstLine::Version(VERSION) => {}
-        FirstLine::Version(found) => return Err(LayoutTextError::UnsupportedVersion { found }),
-        FirstLine::Foreign => return Err(LayoutTextError::NotALayout),
-        FirstLine::Torn => return Err(LayoutTextError::Torn { line: lines.number() }),
-    }
-    let mut layout = LayoutBuilder::default();
-    let mut statements = 0;
-    loop {
-        let ending = lines.read()?;
-        let line = lines.number();
-        if ending == Ending::Missing {
-            return Err(LayoutTextError::Torn { line });
-        }
-        let statement = match line::parse(line, lines.text()?) {
-            // The line may be truncated (`end 1` of `end 12`), so it counts only with the correct number.
-            Ok(LayoutStatement::End(stated)) if ending == Ending::Whole || stated == statements => {
-                LayoutStatement::End(stated)
-            }
-            _ if ending == Ending::Cut => return Err(LayoutTextError::Torn { line }),
-            statement => statement?,
-        };
-        match statement {
-            LayoutStatement::Nothing => {}
-            LayoutStatement::End(stated) if stated == statements => {
-                read_nothing_more(&mut lines)?;
-                return layout.finish().map_err(|misfit| refused(line, misfit));
-            }
-            LayoutStatement::End(stated) => {
-                return Err(LayoutTextError::WrongCount { line, stated, lines: statements });
-            }
-            LayoutStatement::Item(item) => {
-                layout.add(item).map_err(|misfit| refused(line, misfit))?;
-                statements += 1;
-            }
-        }
-    }
+    text::read::<LayoutBuilder>(reader)
 }
 
 /// Reads a layout from its text.
@@ -61,19 +27,39 @@ pub fn parse(text: &str) -> Result<Layout, LayoutTextError> {
     read(text.as_bytes())
 }
 
-fn read_nothing_more(lines: &mut Lines<impl BufRead>) -> Result<(), LayoutTextError> {
-    while lines.read()? != Ending::Missing {
-        let line = lines.number();
-        if !matches!(line::parse(line, lines.text()?), Ok(LayoutStatement::Nothing)) {
-            return Err(LayoutTextError::AfterEnd { line });
-        }
-    }
-    Ok(())
+impl Document for Layout {
+    const FORMAT: Format = Format {
+        name: "layout",
+        magic: MAGIC,
+        version: VERSION,
+        obtain: "decompress a compressed layout first",
+        again: "save the layout again",
+    };
+    type Contradiction = Contradiction;
 }
 
-fn refused(line: u64, misfit: Misfit) -> LayoutTextError {
-    match misfit {
-        Misfit::Misplaced { expected } => LayoutTextError::Misplaced { line, expected },
-        Misfit::Contradiction(source) => LayoutTextError::Contradiction { line, source },
+impl DocumentBuilder for LayoutBuilder {
+    type Document = Layout;
+    type Statement = LayoutItem;
+
+    fn parse(line: u64, text: &str) -> Result<Line<LayoutItem>, LineError> {
+        line::parse(line, text)
+    }
+
+    fn add(&mut self, line: u64, item: LayoutItem) -> Result<(), LayoutTextError> {
+        self.add_item(item).map_err(|misfit| misfit.at(line))
+    }
+
+    fn finish(self, line: u64) -> Result<Layout, LayoutTextError> {
+        self.layout().map_err(|misfit| misfit.at(line))
+    }
+}
+
+impl Misfit {
+    fn at(self, line: u64) -> LayoutTextError {
+        match self {
+            Misfit::Misplaced { expected } => DocumentError::Misplaced { line, expected },
+            Misfit::Contradiction(source) => DocumentError::Contradiction { line, source },
+        }
     }
 }

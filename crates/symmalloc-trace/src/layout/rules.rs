@@ -80,7 +80,7 @@ impl LayoutBuilder {
     ///
     /// # Errors
     /// Returns an error if the item is out of order, or contradicts earlier ones. The layout is unchanged then.
-    pub(super) fn add(&mut self, item: LayoutItem) -> Result<(), Misfit> {
+    pub(super) fn add_item(&mut self, item: LayoutItem) -> Result<(), Misfit> {
         let (Some(config), Some(granularity_bytes)) = (&self.config, self.granularity_bytes) else {
             return self.add_head(item);
         };
@@ -149,7 +149,7 @@ impl LayoutBuilder {
     ///
     /// # Errors
     /// Returns an error if something is missing.
-    pub(super) fn finish(self) -> Result<Layout, Misfit> {
+    pub(super) fn layout(self) -> Result<Layout, Misfit> {
         close_segment(self.heaps.last())?;
         let config = self.config.ok_or(misplaced("`pool`"))?;
         let granularity_bytes = self.granularity_bytes.ok_or(misplaced("`granularity`"))?;

@@ -52,12 +52,12 @@ fn a_layout_is_read_as_it_is_written() {
 #[test]
 fn what_is_no_layout_is_told() {
     for text in ["", "\n", "symmalloc-trace 1\n", "symmalloc-layout\n", "symmalloc-layout x\n", "\x1f\u{8b}\n"] {
-        assert!(matches!(parse(text), Err(LayoutTextError::NotALayout)), "{text:?}");
+        assert!(matches!(parse(text), Err(LayoutTextError::OtherFormat)), "{text:?}");
     }
     let newer = parse("symmalloc-layout 2\n");
     assert!(matches!(newer, Err(LayoutTextError::UnsupportedVersion { found: 2 })));
     let longer = read(&vec![b'x'; 1 << 20][..]);
-    assert!(matches!(longer, Err(LayoutTextError::NotALayout)));
+    assert!(matches!(longer, Err(LayoutTextError::OtherFormat)));
 }
 
 #[test]

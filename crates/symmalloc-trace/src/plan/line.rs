@@ -1,6 +1,6 @@
 //! Parser for one line of a plan.
 
-use crate::text::{Fields, LineError};
+use crate::text::{Fields, Line, LineError};
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::plans::{PlannedAllocation, StepAllocation};
@@ -27,11 +27,9 @@ pub(super) struct PlanHead {
     pub(super) allocations: u64,
 }
 
-/// A parsed line.
+/// A statement of a plan.
 #[derive(Debug)]
 pub(super) enum PlanStatement {
-    /// A blank line or a comment.
-    Nothing,
     /// The allocator's configuration.
     Config(Config),
     /// The configuration of another pool.
@@ -40,24 +38,22 @@ pub(super) enum PlanStatement {
     Plan(PlanHead),
     /// The next allocation of the plan.
     Allocation(PlannedAllocation),
-    /// The number of preceding statements.
-    End(u64),
 }
 
 /// Parses one line, given without its line break.
-pub(super) fn parse(line: u64, text: &str) -> Result<PlanStatement, LineError> {
+pub(super) fn parse(line: u64, text: &str) -> Result<Line<PlanStatement>, LineError> {
     let mut fields = Fields::new(line, text);
-    let Some(keyword) = fields.next() else { return Ok(PlanStatement::Nothing) };
+    let Some(keyword) = fields.next() else { return Ok(Line::Nothing) };
     let statement = match keyword.text {
         "config" => PlanStatement::Config(fields.config()?),
         "pool" => PlanStatement::Pool(fields.pool()?, fields.config()?),
         "plan" => PlanStatement::Plan(fields.head()?),
         "a" => PlanStatement::Allocation(fields.planned_allocation()?),
-        "end" => PlanStatement::End(fields.number("the number of lines", u64::MAX)?),
+        "end" => return fields.end(),
         _ => return Err(fields.unknown(keyword, KEYWORDS)),
     };
     fields.finish()?;
-    Ok(statement)
+    Ok(Line::Statement(statement))
 }
 
 impl Fields<'_> {

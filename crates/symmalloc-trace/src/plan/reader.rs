@@ -1,9 +1,9 @@
-//! Reader for plans. It processes the text line by line.
+//! Reader for plans.
 
 use super::error::{PlanContradiction, PlanTextError};
 use super::file::PlanFile;
 use super::line::{self, MAGIC, PlanHead, PlanStatement, VERSION};
-use crate::text::{Ending, FirstLine, Lines};
+use crate::text::{self, Document, DocumentBuilder, Format, Line, LineError};
 use std::io::BufRead;
 use symmalloc_core::plans::{Plan, PlanError, PlannedAllocation};
 
@@ -13,44 +13,7 @@ use symmalloc_core::plans::{Plan, PlanError, PlannedAllocation};
 /// Returns an error if the text is not a plan, is truncated, or cannot be followed by any allocator: [`PlanTextError`] names the line.
 /// Overlapping allocations are detected when the plan is adopted.
 pub fn read(reader: impl BufRead) -> Result<PlanFile, PlanTextError> {
-    let mut lines = Lines::new(reader);
-    match lines.read_first(MAGIC)? {
-        FirstLine::Version(VERSION) => {}
-        FirstLine::Version(found) => return Err(PlanTextError::UnsupportedVersion { found }),
-        FirstLine::Foreign => return Err(PlanTextError::NotAPlan),
-        FirstLine::Torn => return Err(PlanTextError::Torn { line: lines.number() }),
-    }
-    let mut draft = Draft::default();
-    let mut statements = 0;
-    loop {
-        let ending = lines.read()?;
-        let line = lines.number();
-        if ending == Ending::Missing {
-            return Err(PlanTextError::Torn { line });
-        }
-        let statement = match line::parse(line, lines.text()?) {
-            // The line may be truncated (`end 1` of `end 12`), so it counts only with the correct number.
-            Ok(PlanStatement::End(stated)) if ending == Ending::Whole || stated == statements => {
-                PlanStatement::End(stated)
-            }
-            _ if ending == Ending::Cut => return Err(PlanTextError::Torn { line }),
-            statement => statement?,
-        };
-        match statement {
-            PlanStatement::Nothing => {}
-            PlanStatement::End(stated) if stated == statements => {
-                read_nothing_more(&mut lines)?;
-                return draft.finish(line);
-            }
-            PlanStatement::End(stated) => {
-                return Err(PlanTextError::WrongCount { line, stated, lines: statements });
-            }
-            statement => {
-                draft.add(line, statement)?;
-                statements += 1;
-            }
-        }
-    }
+    text::read::<Draft>(reader)
 }
 
 /// Reads a plan from its text.
@@ -61,14 +24,15 @@ pub fn parse(text: &str) -> Result<PlanFile, PlanTextError> {
     read(text.as_bytes())
 }
 
-fn read_nothing_more(lines: &mut Lines<impl BufRead>) -> Result<(), PlanTextError> {
-    while lines.read()? != Ending::Missing {
-        let line = lines.number();
-        if !matches!(line::parse(line, lines.text()?), Ok(PlanStatement::Nothing)) {
-            return Err(PlanTextError::AfterEnd { line });
-        }
-    }
-    Ok(())
+impl Document for PlanFile {
+    const FORMAT: Format = Format {
+        name: "plan",
+        magic: MAGIC,
+        version: VERSION,
+        obtain: "write one with `symmalloc plan JOB -o FILE`",
+        again: "plan the job again",
+    };
+    type Contradiction = PlanContradiction;
 }
 
 /// The statements read so far.
@@ -88,7 +52,14 @@ struct OpenPlan {
     lines: Vec<u64>,
 }
 
-impl Draft {
+impl DocumentBuilder for Draft {
+    type Document = PlanFile;
+    type Statement = PlanStatement;
+
+    fn parse(line: u64, text: &str) -> Result<Line<PlanStatement>, LineError> {
+        line::parse(line, text)
+    }
+
     fn add(&mut self, line: u64, statement: PlanStatement) -> Result<(), PlanTextError> {
         let misplaced = |expected| PlanTextError::Misplaced { line, expected };
         if !matches!(statement, PlanStatement::Allocation(_)) {
@@ -98,7 +69,7 @@ impl Draft {
             (PlanStatement::Config(config), None, _) => self.file = Some(PlanFile::new(config)),
             (_, None, _) => return Err(misplaced("`config` and the allocator's settings")),
             (PlanStatement::Pool(pool, config), Some(file), _) => {
-                file.add_pool(pool, config).map_err(|source| PlanTextError::Inconsistent { line, source })?;
+                file.add_pool(pool, config).map_err(|source| PlanTextError::Contradiction { line, source })?;
             }
             (PlanStatement::Plan(head), Some(_), _) => {
                 self.open = Some(OpenPlan { line, head, allocations: Vec::new(), lines: Vec::new() });
@@ -113,6 +84,13 @@ impl Draft {
         Ok(())
     }
 
+    fn finish(mut self, line: u64) -> Result<PlanFile, PlanTextError> {
+        self.close()?;
+        self.file.ok_or(PlanTextError::Misplaced { line, expected: "`config` and the allocator's settings" })
+    }
+}
+
+impl Draft {
     /// Completes the open plan.
     fn close(&mut self) -> Result<(), PlanTextError> {
         let (Some(file), Some(open)) = (&mut self.file, self.open.take()) else { return Ok(()) };
@@ -120,20 +98,15 @@ impl Draft {
         let found = allocations.len() as u64;
         if found != head.allocations {
             let source = PlanContradiction::Allocations { stated: head.allocations, found };
-            return Err(PlanTextError::Inconsistent { line, source });
+            return Err(PlanTextError::Contradiction { line, source });
         }
         let plan = Plan::new(head.key, head.stream, allocations).map_err(|error| {
             let line = match error {
                 PlanError::Allocation { number } => lines[number as usize],
                 _ => line,
             };
-            PlanTextError::Inconsistent { line, source: error.into() }
+            PlanTextError::Contradiction { line, source: error.into() }
         })?;
-        file.add_plan(head.pool, plan).map_err(|source| PlanTextError::Inconsistent { line, source })
-    }
-
-    fn finish(mut self, line: u64) -> Result<PlanFile, PlanTextError> {
-        self.close()?;
-        self.file.ok_or(PlanTextError::Misplaced { line, expected: "`config` and the allocator's settings" })
+        file.add_plan(head.pool, plan).map_err(|source| PlanTextError::Contradiction { line, source })
     }
 }

@@ -21,7 +21,7 @@ fn error_of(parts: &[&str]) -> String {
 
 fn contradiction(parts: &[&str], wanted_line: u64) -> PlanContradiction {
     match parse(&parts.concat()) {
-        Err(PlanTextError::Inconsistent { line, source }) => {
+        Err(PlanTextError::Contradiction { line, source }) => {
             assert_eq!(line, wanted_line, "{source}");
             source
         }
@@ -48,9 +48,9 @@ fn a_plan_is_read_as_it_is_written() {
 
 #[test]
 fn a_text_that_is_no_plan_says_what_it_is() {
-    assert!(matches!(parse(""), Err(PlanTextError::NotAPlan)));
-    assert!(matches!(parse("symmalloc-trace 1\nend 0\n"), Err(PlanTextError::NotAPlan)));
-    assert!(matches!(read(&[0x1f, 0x8b, 0x08, 0xff][..]), Err(PlanTextError::NotAPlan)));
+    assert!(matches!(parse(""), Err(PlanTextError::OtherFormat)));
+    assert!(matches!(parse("symmalloc-trace 1\nend 0\n"), Err(PlanTextError::OtherFormat)));
+    assert!(matches!(read(&[0x1f, 0x8b, 0x08, 0xff][..]), Err(PlanTextError::OtherFormat)));
     assert!(matches!(parse("symmalloc-plan 2\nend 0\n"), Err(PlanTextError::UnsupportedVersion { found: 2 })));
     assert!(matches!(parse("symmalloc-plan 1"), Err(PlanTextError::Torn { line: 1 })));
 }
@@ -122,7 +122,7 @@ fn lines_that_are_missing_are_noticed() {
     for cut in 0..text.len() - 1 {
         let error = parse(&text[..cut]).expect_err("its end is missing");
         let is_torn =
-            matches!(error, PlanTextError::Torn { .. }) || cut < 18 && matches!(error, PlanTextError::NotAPlan);
+            matches!(error, PlanTextError::Torn { .. }) || cut < 18 && matches!(error, PlanTextError::OtherFormat);
         assert!(is_torn, "cut at {cut}: {error}");
     }
     let lost = text.replace("a 512 s1 2 @1024\n", "");

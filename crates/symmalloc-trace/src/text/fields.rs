@@ -2,6 +2,7 @@
 //!
 //! Only names and configurations allocate memory, and both are rare.
 
+use super::document::Line;
 use super::error::LineError;
 use symmalloc_core::config_text::{ConfigTextError, nearest};
 use symmalloc_core::ids::{PoolId, StreamId};
@@ -40,6 +41,13 @@ impl<'a> Fields<'a> {
             None => Ok(()),
             Some(rest) => Err(LineError::TrailingField { line: self.line, column: rest.column }),
         }
+    }
+
+    /// Parses the rest of a document's `end` line.
+    pub(crate) fn end<S>(mut self) -> Result<Line<S>, LineError> {
+        let stated = self.number("the number of lines", u64::MAX)?;
+        self.finish()?;
+        Ok(Line::End(stated))
     }
 
     /// Returns the first byte of the next field, or `None` at the end of the line or at a comment.
