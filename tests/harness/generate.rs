@@ -18,6 +18,7 @@ use symmalloc_core::config::{
 use symmalloc_core::op::{Contents, Op, Record};
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{AllocationId, PoolId, StreamId};
+use symmalloc_sim::job::BOUNDARY_SIZES_BYTES as SIZES;
 use symmalloc_sim::{SimBackend, SimBuilder, SplitMix64};
 use symmalloc_trace::TraceWriter;
 use symmalloc_trace::replay::Program;
@@ -83,34 +84,6 @@ pub const OPS_MAX: usize = 400;
 
 const CONFIG_BYTES: usize = 8;
 const OP_BYTES: usize = 4;
-
-/// Sizes around every boundary of the size rules, in bytes.
-const SIZES: [u64; 24] = [
-    512,
-    1,
-    513,
-    4 * KIB,
-    100 * KIB,
-    512 * KIB,
-    MIB,
-    MIB + 1,
-    2 * MIB,
-    2 * MIB - 512,
-    3 * MIB + 512,
-    5 * MIB,
-    6 * MIB - 1,
-    10 * MIB - 512,
-    10 * MIB,
-    11 * MIB + 1,
-    16 * MIB,
-    20 * MIB,
-    24 * MIB,
-    30 * MIB,
-    33 * MIB + 512,
-    64 * MIB,
-    0,
-    (1 << 40) + 1,
-];
 
 impl Scenario {
     /// Creates a scenario of these ops under this configuration.

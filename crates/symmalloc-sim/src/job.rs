@@ -60,3 +60,4 @@ pub use plan::{JobPlan, Size};
 pub use run::{JobProgress, simulate};
 pub use schedule::Schedule;
 pub use steps::JobStep;
+pub use swarm::BOUNDARY_SIZES_BYTES;

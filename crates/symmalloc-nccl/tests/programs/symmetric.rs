@@ -371,6 +371,9 @@ pub(crate) fn aborted_and_recreated(it: &Rank<'_>) {
     }
     it.meet();
     it.comms[1].abort().expect("aborted");
+    // The last abort frees the memory of all ranks of this process, and waits for their devices. A kernel that waits for this rank would
+    // never complete.
+    it.meet();
     it.reduce(&it.comms[0], &mut tensors, 20);
     it.registrar.attach(&it.comms[2], &[pool.id()], Registration::Windows).expect("attached");
     tensors.push(it.take(&pool, 12 * ELEMENTS));

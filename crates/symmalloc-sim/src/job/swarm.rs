@@ -50,8 +50,8 @@ const KINDS: [(StepKind, [u32; 4]); 11] = [
     (StepKind::Sync, [1, 2, 4, 8]),
 ];
 
-/// Sizes around every boundary of the size rules.
-const SIZES: [u64; 24] = [
+/// Sizes around every boundary of the size rules, in bytes.
+pub const BOUNDARY_SIZES_BYTES: [u64; 24] = [
     1,
     512,
     513,
@@ -279,11 +279,11 @@ impl Writer {
     fn new(seed: u64, random: &mut SplitMix64, repeats: Repeats, may_sleep: bool) -> Self {
         let weights = KINDS.map(|(kind, weights)| (kind, pick(random, &weights))).to_vec();
         let sizes = match random.below(4) {
-            0 => SIZES.to_vec(),
-            1 => SIZES[..6].to_vec(),
-            2 => SIZES[5..22].to_vec(),
+            0 => BOUNDARY_SIZES_BYTES.to_vec(),
+            1 => BOUNDARY_SIZES_BYTES[..6].to_vec(),
+            2 => BOUNDARY_SIZES_BYTES[5..22].to_vec(),
             // A few recurring sizes, as in a training loop.
-            _ => (0..4).map(|_| pick(random, &SIZES[..20])).collect(),
+            _ => (0..4).map(|_| pick(random, &BOUNDARY_SIZES_BYTES[..20])).collect(),
         };
         let streams_max = 1 + random.below(6) as u16;
         let mut writer = Writer {
