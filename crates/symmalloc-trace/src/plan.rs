@@ -29,7 +29,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod error;
+mod contradiction;
 mod file;
 mod line;
 mod reader;
@@ -37,8 +37,8 @@ mod reader;
 mod tests;
 mod writer;
 
-pub use error::{PlanContradiction, PlanTextError};
+pub use contradiction::PlanContradiction;
 pub use file::PlanFile;
 pub use line::{MAGIC, VERSION};
-pub use reader::{parse, read};
+pub use reader::{PlanTextError, parse, read};
 pub use writer::to_text;

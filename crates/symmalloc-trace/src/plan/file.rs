@@ -1,6 +1,6 @@
 //! The contents of a plan file: a job's allocator configuration, and the plans of its heaps.
 
-use super::error::PlanContradiction;
+use super::contradiction::PlanContradiction;
 use std::collections::BTreeMap;
 use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
 use symmalloc_core::ids::{PoolId, StreamId};

@@ -1,11 +1,14 @@
 //! Reader for plans.
 
-use super::error::{PlanContradiction, PlanTextError};
+use super::contradiction::PlanContradiction;
 use super::file::PlanFile;
 use super::line::{self, MAGIC, PlanHead, PlanStatement, VERSION};
-use crate::text::{self, Document, DocumentBuilder, Format, Line, LineError};
+use crate::text::{self, Document, DocumentBuilder, DocumentError, Format, Line, LineError};
 use std::io::BufRead;
 use symmalloc_core::plans::{Plan, PlanError, PlannedAllocation};
+
+/// Error reading a plan.
+pub type PlanTextError = DocumentError<PlanFile>;
 
 /// Reads the text of a plan.
 ///

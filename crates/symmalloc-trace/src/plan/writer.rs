@@ -1,6 +1,6 @@
 //! Writer for plans. The spelling is canonical: equal plans produce equal bytes.
 
-use super::error::heap_word;
+use super::contradiction::heap_word;
 use super::file::PlanFile;
 use super::line::{MAGIC, NEVER, VERSION};
 use std::fmt::{self, Write};

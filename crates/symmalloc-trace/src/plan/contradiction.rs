@@ -1,12 +1,8 @@
-//! Errors in the text of a plan.
+//! Contradictions between the statements of a plan.
 
-use super::file::PlanFile;
-use crate::text::{DocumentError, SHARED};
+use crate::text::SHARED;
 use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::plans::PlanError;
-
-/// Error reading a plan.
-pub type PlanTextError = DocumentError<PlanFile>;
 
 /// A pool or a plan that contradicts earlier statements.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
