@@ -52,7 +52,7 @@ fn compare(allocators: &[Allocator<SimBackend>]) -> Option<Disagreement> {
 }
 
 #[test]
-fn four_thousand_ranks_agree_in_lockstep_and_name_the_odd_one() {
+fn four_thousand_ranks_agree_or_name_the_rank_that_differs() {
     const RANKS: u32 = 4096;
     let allocators: Vec<_> = (0..RANKS).map(|rank| rank_that_remembers(rank, 64)).collect();
     for (rank, allocator) in (0..).zip(&allocators) {
@@ -109,7 +109,7 @@ impl Transport for Echo {
 /// Ranks that agree exchange 64 bytes each in one round. Ranks that differ need the same number of rounds for any number of ranks.
 /// Prints the time on the host of one rank, without the exchange itself.
 #[test]
-fn the_cost_of_an_agreement_per_number_of_ranks() {
+fn the_cost_of_an_agreement_by_number_of_ranks() {
     const TIMES: usize = 200;
     let mut rounds = None;
     for ranks in [2, 4, 8, 64, 512, 4096] {
@@ -142,7 +142,7 @@ fn the_cost_of_an_agreement_per_number_of_ranks() {
 }
 
 #[test]
-fn what_all_ranks_agreed_on_is_forgotten() {
+fn agreed_history_is_discarded() {
     let allocators = [0, 1].map(|rank| rank_that_remembers(rank, 100));
     for _ in 0..50 {
         allocators.iter().for_each(|allocator| allocate(allocator, 90, None));
@@ -158,7 +158,7 @@ fn what_all_ranks_agreed_on_is_forgotten() {
 }
 
 #[test]
-fn whatever_one_rank_alone_does_with_an_allocation_is_told_with_its_name() {
+fn a_difference_in_an_allocation_is_reported_with_its_name() {
     type Act = fn(&Allocator<SimBackend>, &Allocation);
     const OWN: StreamId = StreamId(0);
     const OTHER: StreamId = StreamId(1);
@@ -203,7 +203,7 @@ fn whatever_one_rank_alone_does_with_an_allocation_is_told_with_its_name() {
 /// Regression test, found by the job simulator: a restarted rank recreates and destroys the pools that were destroyed earlier, so that its
 /// pool ids match. Their heaps have no history on that rank, which was reported as a difference.
 #[test]
-fn a_pool_whose_end_was_agreed_on_is_compared_no_more() {
+fn a_pool_is_not_compared_after_its_end_was_agreed_on() {
     let rank = |rank| {
         let allocator = rank_that_remembers(rank, 64);
         allocator.create_pool(symmetric()).expect("a pool");
@@ -263,7 +263,7 @@ fn without_a_history_a_difference_is_still_caught() {
 }
 
 #[test]
-fn a_rank_may_do_in_private_pools_what_it_likes() {
+fn private_pools_are_not_compared() {
     let rank = |rank: u32| {
         let allocator: Allocator<SimBackend> =
             Allocator::new(SimBackend::builder().rank(rank).build(), Config::default()).expect("valid");
@@ -425,7 +425,7 @@ fn with_mode(mode: Mode, other: u64) -> Vec<(Option<u64>, u32)> {
 }
 
 #[test]
-fn each_mode_compares_when_it_says() {
+fn each_mode_compares_at_its_interval() {
     let never = 1000;
     let every = |ops| Mode::EveryOps(NonZeroU64::new(ops).expect("not 0"));
     // An agreement without a difference takes one round.
@@ -443,7 +443,7 @@ fn each_mode_compares_when_it_says() {
 }
 
 #[test]
-fn ranks_that_agree_a_different_number_of_times_are_told() {
+fn a_different_number_of_agreements_is_an_error() {
     thread::scope(|scope| {
         for transport in ThreadTransport::group(2, LONG) {
             scope.spawn(move || {

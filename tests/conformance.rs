@@ -22,7 +22,7 @@ fn the_simulator_keeps_the_contract_with_every_delay_and_granularity() {
 }
 
 #[test]
-fn the_suite_leaves_nothing_behind() {
+fn the_suite_leaks_nothing() {
     let device = SimBackend::builder().build();
     conformance(|| &device);
     assert!(device.leaks().is_empty(), "{}", device.leaks());
@@ -122,7 +122,7 @@ impl Backend for Fraudulent {
 }
 
 #[test]
-fn the_suite_finds_every_fraud() {
+fn the_suite_rejects_every_faulty_backend() {
     for fraud in [
         Fraud::RangesOverlap,
         Fraud::RangesAreShort,

@@ -118,7 +118,7 @@ fn symmetric(recurs: bool) {
 
 /// A single test, because concurrent tests in the same process would also allocate.
 #[test]
-fn a_destroyed_pool_keeps_few_bytes_and_is_visited_no_more() {
+fn a_destroyed_pool_keeps_few_bytes_and_is_not_visited() {
     let policies = [
         "",
         "segments:fixed",

@@ -261,7 +261,7 @@ fn of(name: &str) -> Digest {
 }
 
 #[test]
-fn digests_are_what_is_written_down() {
+fn digests_equal_the_golden_file() {
     let mut table = String::new();
     for story in STORIES {
         let found = digest(story, 0);
@@ -280,7 +280,7 @@ fn digests_are_what_is_written_down() {
 }
 
 #[test]
-fn every_story_has_a_digest_of_its_own() {
+fn every_story_has_a_distinct_digest() {
     let distinct: BTreeSet<_> = STORIES.iter().map(|story| digest(story, 0).value).collect();
     assert_eq!(distinct.len(), STORIES.len());
 }
@@ -352,7 +352,7 @@ fn the_end_of_a_pool_is_in_its_digest() {
 
 /// A free block may begin and end inside a granule. The history contains the released part: only the whole granules in it.
 #[test]
-fn what_a_shrink_says_in_the_history_is_what_the_device_took_back() {
+fn the_history_of_a_shrink_equals_the_unmapped_ranges() {
     let device = SimBackend::builder().build();
     let taken_back = RefCell::new(Vec::new());
     let log = |call| {

@@ -53,7 +53,7 @@ impl Subscriber for Listener {
 }
 
 #[test]
-fn what_is_rare_is_told_with_stable_names_and_fields_and_a_cache_hit_is_silent() {
+fn rare_events_have_stable_names_and_fields_and_a_cache_hit_has_none() {
     let listener = Listener::default();
     let _guard = tracing::subscriber::set_default(listener.clone());
     let pool = PoolConfig::builder().limit_bytes(Some(8 * MIB)).build().expect("valid");
@@ -118,7 +118,7 @@ fn what_is_rare_is_told_with_stable_names_and_fields_and_a_cache_hit_is_silent()
 }
 
 #[test]
-fn pools_and_failed_trims_are_told() {
+fn pools_and_failed_trims_emit_events() {
     let listener = Listener::default();
     let _guard = tracing::subscriber::set_default(listener.clone());
     let device = SimBackend::builder().fail(Some(Call::Unmap), FaultRule::At { ordinal: 0 }, Fault::Refused).build();
@@ -138,7 +138,7 @@ fn pools_and_failed_trims_are_told() {
 }
 
 #[test]
-fn ranks_that_diverge_are_told_on_every_rank() {
+fn a_divergence_emits_an_event_on_every_rank() {
     let heard = std::thread::scope(|scope| {
         let ranks = ThreadTransport::group(2, Duration::from_secs(60)).into_iter().map(|transport| {
             scope.spawn(move || {
@@ -184,7 +184,7 @@ impl Sink for Full {
 }
 
 #[test]
-fn a_recording_that_ends_early_is_told_once() {
+fn the_early_end_of_a_recording_emits_one_event() {
     let listener = Listener::default();
     let _guard = tracing::subscriber::set_default(listener.clone());
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
@@ -201,7 +201,7 @@ fn a_recording_that_ends_early_is_told_once() {
 
 /// A block that begins in the middle of a granule releases only the granules after it.
 #[test]
-fn a_shrink_says_where_the_memory_was() {
+fn the_event_of_a_shrink_states_the_range() {
     let listener = Listener::default();
     let _guard = tracing::subscriber::set_default(listener.clone());
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("a device");

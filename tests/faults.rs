@@ -76,7 +76,7 @@ fn that_trims_only_when_told(scenario: &Scenario) -> Scenario {
 }
 
 #[test]
-fn after_any_refused_call_the_program_goes_on_as_if_nothing_had_happened() {
+fn a_refused_call_does_not_affect_later_placements() {
     let (mut compared, mut kinds) = (0, BTreeSet::new());
     for seed in 0..120 {
         let mut scenario = Scenario::from_seed(seed, OPS);
@@ -139,7 +139,7 @@ fn kind(error: &StepError, fault: Fault) -> &'static str {
 }
 
 #[test]
-fn with_many_refused_calls_the_allocator_stays_sound_and_leaves_nothing_behind() {
+fn with_many_refused_calls_the_allocator_stays_consistent_and_leaks_nothing() {
     for seed in 0..300 {
         let scenario = Scenario::from_seed(seed, 80);
         let rule = FaultRule::Chance { per_million: 200_000 };
@@ -167,7 +167,7 @@ fn with_many_refused_calls_the_allocator_stays_sound_and_leaves_nothing_behind()
 }
 
 #[test]
-fn a_lost_device_fails_every_call_and_breaks_nothing() {
+fn a_lost_device_fails_every_call_without_a_panic() {
     for seed in 0..60 {
         let scenario = Scenario::from_seed(seed, OPS);
         let calls = run(&scenario, &scenario.device(seed)).fallible_calls;
@@ -188,7 +188,7 @@ fn a_lost_device_fails_every_call_and_breaks_nothing() {
 
 /// Rule D4: when the driver is out of memory on one rank, nothing is released behind the program's back.
 #[test]
-fn a_refusal_of_the_driver_gives_nothing_back() {
+fn a_refusal_of_the_driver_releases_nothing() {
     let pool = PoolConfig::builder().fixed().reclaim(Reclaim::Pool).build().expect("valid");
     let config = Config::builder().default_pool(pool).build().expect("valid");
     let device = SimBackend::builder().memory_bytes(64 << 20).build();
@@ -207,7 +207,7 @@ fn a_refusal_of_the_driver_gives_nothing_back() {
 
 /// A trim reports exactly the bytes that were released to the device, no matter how many of its calls failed.
 #[test]
-fn a_trim_that_fails_says_all_that_it_gave_back() {
+fn a_failed_trim_reports_all_released_bytes() {
     let mut failed = 0;
     for (segments, every) in [("fixed", 2), ("fixed", 3), ("expandable", 2), ("expandable", 3)] {
         let device = SimBackend::builder().build();
@@ -239,7 +239,7 @@ fn a_trim_that_fails_says_all_that_it_gave_back() {
 
 /// Rule D4: a rank whose driver ran out of memory differs from the others from then on, regardless of later ops.
 #[test]
-fn a_refused_rank_has_another_digest() {
+fn a_refusal_by_the_driver_changes_the_digest() {
     let digest = |is_refused: bool| {
         let device = SimBackend::builder().build();
         let allocator: Allocator<_> = Allocator::new(&device, Config::default()).expect("valid");
@@ -343,7 +343,7 @@ fn every_kind_of_call_fails_at_every_occurrence_once_and_twice_in_a_row() {
 }
 
 #[test]
-fn a_kind_of_call_that_always_fails_or_a_lost_device_is_survived_until_it_works_again() {
+fn the_allocator_recovers_from_calls_that_always_failed() {
     let mut refused = BTreeMap::new();
     for seed in 0..60 {
         let scenario = Scenario::from_seed(seed, 2 * OPS);
@@ -421,7 +421,7 @@ fn job_with_fault(
 }
 
 #[test]
-fn recorded_jobs_go_on_after_a_refused_call_wherever_it_is() {
+fn recorded_jobs_continue_after_a_refused_call_at_any_op() {
     for (job, runs) in [("fsdp1_train_rank0", 24), ("fsdp_train_rank0", 12), ("moe_train", 12)] {
         let program = jobs::program(job);
         for pool in [PoolConfig::default(), PoolConfig::builder().fixed().build().expect("valid")] {

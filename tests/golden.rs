@@ -61,7 +61,7 @@ fn replay(program: &Program, segments: &str, streams: StreamPolicy) -> Summary {
 }
 
 #[test]
-fn recorded_jobs_come_to_what_is_written_down() {
+fn recorded_jobs_equal_the_golden_results() {
     let mut table = format!(
         "{:<20} {:<10} {:<8} {:>11} {:>15} {:>19} {:>8} {:>16} {:>16}\n",
         "job",
@@ -115,7 +115,7 @@ fn compare_with_file(name: &str, table: &str) {
 /// Each job makes the number of calls of each kind that `golden/calls.txt` lists. Placements would not show a missing
 /// or an extra wait.
 #[test]
-fn recorded_jobs_make_the_calls_that_are_written_down() {
+fn recorded_jobs_make_the_golden_number_of_calls() {
     let mut table = String::new();
     for job in jobs::JOBS {
         for (name, streams) in STREAMS {
@@ -148,7 +148,7 @@ fn one_growing_range_with_exact_best_fit_wastes_little() {
 
 /// The expected values were measured with PyTorch 2.11. Each job is replayed without side-stream delays.
 #[test]
-fn fixed_segments_hold_as_much_as_pytorch_holds() {
+fn fixed_segments_reserve_as_much_as_pytorch() {
     let pytorch = [
         ("gpt2_train_varlen", 22_064_136_192),
         ("moe_train", 9_453_961_216),

@@ -117,12 +117,12 @@ fn heaps_decide_as_if_alone(pool: &PoolConfig, schedules: usize) {
 }
 
 #[test]
-fn expandable_heaps_decide_as_if_alone() {
+fn expandable_heaps_do_not_depend_on_interleaving() {
     heaps_decide_as_if_alone(&PoolConfig::default(), 250);
 }
 
 #[test]
-fn fixed_heaps_decide_as_if_alone() {
+fn fixed_heaps_do_not_depend_on_interleaving() {
     heaps_decide_as_if_alone(&PoolConfig::builder().fixed().build().expect("valid"), 250);
 }
 
@@ -161,7 +161,7 @@ fn share(allocator: &Shared, stream: StreamId, seed: u64, bag: &Mutex<Vec<Alloca
 
 /// The order of ops in the heap, and therefore the placements, depend on the threads. All other properties hold.
 #[test]
-fn a_shared_heap_with_a_limit_stays_sound_and_loses_no_free() {
+fn a_shared_heap_with_a_limit_stays_consistent_and_loses_no_free() {
     for seed in 0..4 {
         explore(300, move || {
             let pool = PoolConfig::builder()
@@ -204,7 +204,7 @@ fn a_shared_heap_with_a_limit_stays_sound_and_loses_no_free() {
 /// Threads free allocations of other threads, which map memory at the same time. The threads do not synchronize, so the
 /// order of ops depends on the schedule. No free may be lost, and no memory may be reused before its uses complete.
 #[test]
-fn threads_free_what_others_made_by_handle_and_by_address() {
+fn threads_free_allocations_of_others_by_handle_and_by_address() {
     let (one, other) = (StreamId(0), StreamId(1));
     explore(1000, move || {
         let allocator = shared(&Config::default(), 9);
@@ -238,7 +238,7 @@ fn threads_free_what_others_made_by_handle_and_by_address() {
 }
 
 #[test]
-fn of_two_threads_that_free_one_address_one_does() {
+fn only_one_of_two_threads_that_free_an_address_succeeds() {
     explore(1000, || {
         let allocator = shared(&Config::default(), 10);
         let made = allocator.allocate(PoolId::DEFAULT, StreamId(0), MIB).expect("no limit");
@@ -255,7 +255,7 @@ fn of_two_threads_that_free_one_address_one_does() {
 /// Two threads lend blocks to one stream and free them. Of the two events, the one with the later tick comes later, so
 /// a stream that waits for it has waited for both.
 #[test]
-fn threads_that_fence_one_stream_get_their_events_in_the_order_of_their_ticks() {
+fn fences_of_one_stream_have_events_in_the_order_of_their_ticks() {
     let (one, other, user) = (StreamId(0), StreamId(1), StreamId(2));
     for order in [[0, 1], [1, 0]] {
         explore(1000, move || {
@@ -319,7 +319,7 @@ fn heaps_that_charge_one_limit_never_hold_more() {
 
 /// One thread releases memory, and therefore waits for a stream to which another thread submits more work.
 #[test]
-fn a_host_that_waits_for_a_stream_has_not_waited_for_what_comes_meanwhile() {
+fn a_host_wait_does_not_cover_concurrently_submitted_work() {
     let (one, other) = (StreamId(0), StreamId(1));
     explore(2000, move || {
         let allocator = shared(&Config::default(), 3);
@@ -348,7 +348,7 @@ fn a_host_that_waits_for_a_stream_has_not_waited_for_what_comes_meanwhile() {
 /// One thread takes a block of a shared heap, which makes its stream wait for another one, to which a third thread
 /// submits more work.
 #[test]
-fn a_stream_that_waits_for_another_has_not_waited_for_what_comes_meanwhile() {
+fn a_stream_wait_does_not_cover_concurrently_submitted_work() {
     let (one, other) = (StreamId(0), StreamId(1));
     explore(2000, move || {
         let allocator = shared(&Config::default(), 4);
@@ -411,7 +411,7 @@ fn a_pool_is_destroyed_by_one_thread_and_used_by_another() {
 }
 
 #[test]
-fn a_pool_sleeps_and_wakes_while_others_free_and_the_recording_has_their_order() {
+fn a_recording_orders_sleep_and_wake_with_concurrent_frees() {
     explore(300, || {
         let allocator = shared(&Config::default(), 3);
         let records = Memory::new();

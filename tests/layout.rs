@@ -126,7 +126,7 @@ fn refusal(allocator: &Allocator<&SimBackend>, pool: PoolId, layout: &Layout) ->
 }
 
 #[test]
-fn a_layout_fits_only_where_everything_that_decides_is_the_same() {
+fn a_layout_fits_only_if_all_inputs_of_decisions_are_equal() {
     let device = SimBackend::builder().build();
     let policy = pool("streams:shared");
     let old = rank(&device, &policy, None);
@@ -154,7 +154,7 @@ fn a_layout_fits_only_where_everything_that_decides_is_the_same() {
 }
 
 #[test]
-fn the_text_names_what_is_live_and_allocations_of_nothing_can_still_be_freed() {
+fn the_text_names_live_allocations_and_zero_byte_ones_can_still_be_freed() {
     let device = SimBackend::builder().build();
     let policy = pool("streams:shared,limit_mb:64");
     let old = rank(&device, &policy, Some(100 * MIB));
@@ -187,7 +187,7 @@ fn the_text_names_what_is_live_and_allocations_of_nothing_can_still_be_freed() {
 }
 
 #[test]
-fn a_name_that_no_line_can_hold_is_cut_between_characters() {
+fn a_name_that_exceeds_a_line_is_truncated_at_a_character_boundary() {
     let device = SimBackend::builder().build();
     let allocator = rank(&device, &PoolConfig::default(), None);
     allocator.allocate_named(POOL, S0, 1, &"\u{1f600}x".repeat(1000)).expect("fits");
@@ -199,7 +199,7 @@ fn a_name_that_no_line_can_hold_is_cut_between_characters() {
 
 /// The peak over all heaps ends with the same value as if nothing had been restored.
 #[test]
-fn what_a_restore_makes_live_counts_in_the_peak_over_all_heaps() {
+fn restored_allocations_count_in_the_peak_over_all_heaps() {
     let device = SimBackend::builder().build();
     let policy = PoolConfig::default();
     let old = rank(&device, &policy, None);
@@ -219,7 +219,7 @@ fn what_a_restore_makes_live_counts_in_the_peak_over_all_heaps() {
 }
 
 #[test]
-fn a_used_pool_takes_over_no_layout() {
+fn a_used_pool_cannot_restore_a_layout() {
     let device = SimBackend::builder().build();
     let allocator = rank(&device, &PoolConfig::default(), None);
     let layout = allocator.save_layout(POOL).expect("nothing is retired");
@@ -232,7 +232,7 @@ fn a_used_pool_takes_over_no_layout() {
 
 /// Dead segments that an observer holds count toward the limits.
 #[test]
-fn a_pool_whose_dead_segments_an_observer_holds_has_no_layout() {
+fn a_pool_with_retired_segments_has_no_layout() {
     let device = SimBackend::builder().build();
     let allocator = rank(&device, &PoolConfig::default(), None);
     let (observer, _) = allocator.observe(POOL).expect("exists");

@@ -68,7 +68,7 @@ fn a_heaps_numbers_are_published_under_its_pool_and_stream() {
 }
 
 #[test]
-fn free_bytes_that_do_not_hang_together_are_fragmentation() {
+fn free_bytes_outside_the_largest_block_are_fragmentation() {
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
     let stream = allocator.register_stream().expect("the first");
     let taken = [6, 2, 2, 2].map(|mib| allocator.allocate(PoolId::DEFAULT, stream, mib * MIB).expect("fits"));
@@ -80,7 +80,7 @@ fn free_bytes_that_do_not_hang_together_are_fragmentation() {
 }
 
 #[test]
-fn dead_segments_that_an_observer_holds_are_no_fragments() {
+fn retired_segments_do_not_count_as_fragmentation() {
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
     let stream = allocator.register_stream().expect("the first");
     let take = |mib| allocator.allocate(PoolId::DEFAULT, stream, mib * MIB).expect("fits").handle;
@@ -106,7 +106,7 @@ fn dead_segments_that_an_observer_holds_are_no_fragments() {
 }
 
 #[test]
-fn streams_that_share_are_one_series_and_counters_follow() {
+fn streams_that_share_a_heap_are_one_series() {
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
     let streams = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
     let config = PoolConfig::builder().streams(StreamPolicy::Shared).build().expect("valid");
@@ -124,7 +124,7 @@ fn streams_that_share_are_one_series_and_counters_follow() {
 }
 
 #[test]
-fn a_programs_own_source_stands_beside_ours() {
+fn sources_of_the_program_are_published_too() {
     struct Batches(u64);
     impl Source for Batches {
         fn publish(&self, to: &Publisher) {

@@ -66,7 +66,7 @@ fn another_allocators_handle_is_foreign() {
 }
 
 #[test]
-fn no_two_words_make_a_handle_that_was_not_given() {
+fn forged_handles_are_refused() {
     let allocator = allocator();
     let given = allocator.allocate(POOL, S0, 4096).expect("fits").handle;
     let (place, serial) = given.into_raw();
@@ -123,7 +123,7 @@ fn unknown_streams_and_pools_are_named() {
 }
 
 #[test]
-fn a_pool_in_use_stays_and_a_destroyed_one_is_gone_for_good() {
+fn a_pool_in_use_cannot_be_destroyed_and_a_destroyed_one_cannot_be_used() {
     let allocator = allocator();
     let pool = allocator.create_pool(PoolConfig::default()).expect("valid");
     let made = allocator.allocate(pool, S0, 1000).expect("fits");
@@ -173,7 +173,7 @@ fn huge_sizes_are_refused_without_overflow() {
 }
 
 #[test]
-fn the_largest_block_is_used_again_when_oversize_blocks_may_be_rounded_as_far_as_can_be() {
+fn the_largest_block_is_reused_with_maximum_rounding_of_oversize_blocks() {
     let mut knobs = FixedSegments::default();
     knobs.max_split_size_bytes = Some(SEGMENT_BYTES_MAX);
     knobs.max_non_split_rounding_bytes = SEGMENT_BYTES_MAX;
@@ -186,7 +186,7 @@ fn the_largest_block_is_used_again_when_oversize_blocks_may_be_rounded_as_far_as
 }
 
 #[test]
-fn an_error_at_a_limit_says_what_there_was() {
+fn an_error_at_a_limit_states_the_memory_in_use() {
     let pool = PoolConfig::builder().limit_bytes(Some(8 * MIB)).build().expect("valid");
     let allocator = with(Config::builder().default_pool(pool).build().expect("valid"));
     allocator.allocate(POOL, S0, 5 * MIB).expect("fits");
@@ -225,7 +225,7 @@ fn a_failure_callback_frees_and_the_allocation_succeeds() {
 
 /// Memory that a callback frees without a trim only serves the request: other memory was released before the callback ran.
 #[test]
-fn what_a_failure_callback_frees_is_not_given_back() {
+fn memory_freed_by_a_failure_callback_stays_in_the_cache() {
     let pool = PoolConfig::builder().fixed().limit_bytes(Some(60 * MIB)).build().expect("valid");
     let allocator = with(Config::builder().default_pool(pool).retries_max(2).build().expect("valid"));
     let [held, ..] = [0; 3].map(|_| allocator.allocate(POOL, S0, 20 * MIB).expect("fits").handle);
@@ -337,7 +337,7 @@ fn only_zero_bytes_that_were_allocated_are_freed() {
 }
 
 #[test]
-fn zero_bytes_are_freed_once_and_not_used_afterwards() {
+fn an_allocation_of_zero_bytes_is_freed_once_and_not_used_afterward() {
     let allocator = allocator();
     let [first, second] = [0, 1].map(|_| allocator.allocate(POOL, S0, 0).expect("always").handle);
     allocator.free(first).expect("live");

@@ -11,14 +11,14 @@ use symmalloc_harness::oracle::Outcome;
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn every_decision_is_the_oracles(bytes in scenario_bytes(120), seed in any::<u64>()) {
+    fn every_decision_equals_that_of_the_oracle(bytes in scenario_bytes(120), seed in any::<u64>()) {
         let scenario = Scenario::from_bytes(&bytes);
         compare_with_oracle(&scenario, &scenario.device(seed));
     }
 }
 
 #[test]
-fn long_programs_are_decided_as_the_oracle_does() {
+fn decisions_of_long_programs_equal_those_of_the_oracle() {
     for seed in 0..60 {
         let scenario = Scenario::from_seed(seed, 400);
         compare_with_oracle(&scenario, &scenario.device(seed));
@@ -27,7 +27,7 @@ fn long_programs_are_decided_as_the_oracle_does() {
 
 /// The generator is useful only if its programs reach every outcome.
 #[test]
-fn generated_programs_meet_every_outcome() {
+fn generated_programs_cover_every_outcome() {
     let mut outcomes = Vec::new();
     for seed in 0..300 {
         let scenario = Scenario::from_seed(seed, 200);

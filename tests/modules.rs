@@ -66,7 +66,7 @@ fn modules_of_the_core_use_only_those_before_them() {
 }
 
 #[test]
-fn files_of_the_workspace_use_each_other_in_no_circle() {
+fn imports_between_files_are_acyclic() {
     let circles: Vec<String> = crates()
         .iter()
         .flat_map(|(name, files)| circles(&arrows(files)).into_iter().map(move |circle| format!("{name}: {circle}")))
@@ -90,7 +90,7 @@ fn the_core_has_few_top_level_modules() {
 }
 
 #[test]
-fn fields_in_the_core_belong_to_their_file() {
+fn fields_in_the_core_are_private_to_their_file() {
     let fields: Vec<Field> = core().iter().flat_map(|(file, text)| fields_of_all(file, text)).collect();
     for (plain, reason) in PLAIN_DATA {
         assert!(
@@ -502,7 +502,7 @@ mod reader {
     }
 
     #[test]
-    fn an_arrow_up_is_found_in_imports_and_in_code() {
+    fn references_to_later_modules_are_found_in_imports_and_in_code() {
         let files = tree(&[
             ("lib.rs", "mod heap; mod types; pub use heap::Heap;"),
             ("types/mod.rs", "pub mod ids;\npub mod units;"),
@@ -518,7 +518,7 @@ mod reader {
     }
 
     #[test]
-    fn comments_strings_and_tests_are_not_read() {
+    fn comments_strings_and_tests_are_ignored() {
         let text = "//! [`crate::heap`]\n/* use crate::heap; */ const A: &str = \"crate::heap\"; const B: &str = r#\"\"crate::heap\"#;
             fn f<'a>(c: &'a char) -> bool { *c == '\"' || *c == '\\'' }
             #[cfg(test)] use crate::heap::Heap;
@@ -543,7 +543,7 @@ mod reader {
     }
 
     #[test]
-    fn a_circle_is_found_and_a_re_export_makes_none() {
+    fn a_cycle_is_found_and_a_re_export_is_not_one() {
         let child = ("a/child.rs", "use super::Parent;\npub struct Child;");
         let around = |parent| circles(&arrows(&tree(&[("lib.rs", ""), ("a/mod.rs", parent), child])));
         assert!(around("mod child; pub use child::Child; pub struct Parent;").is_empty());
@@ -562,7 +562,7 @@ mod reader {
     }
 
     #[test]
-    fn a_field_of_the_whole_crate_is_found() {
+    fn a_crate_visible_field_is_found() {
         let text = "pub(crate) struct S {\n    own: u8,\n    pub(crate) open: u8,\n}\npub(crate) struct T(pub(crate) u8);\npub(crate) fn f() {}";
         let found: Vec<String> = fields_of_all("a.rs", text).iter().map(Field::to_string).collect();
         assert_eq!(found, ["a.rs S, line 3: open", "a.rs T, line 5: u8"]);

@@ -26,7 +26,7 @@ fn kinds(events: &[SegmentEvent]) -> Vec<(SegmentEventKind, u32)> {
 }
 
 #[test]
-fn a_new_observer_is_told_of_the_segments_that_live_and_then_of_changes_only() {
+fn a_new_observer_gets_all_live_segments_and_then_only_changes() {
     let device = SimBackend::builder().build();
     let allocator = fixed(&device);
     let stream = StreamId(0);
@@ -44,7 +44,7 @@ fn a_new_observer_is_told_of_the_segments_that_live_and_then_of_changes_only() {
 }
 
 #[test]
-fn whether_there_is_anything_new_can_be_asked_without_reading() {
+fn the_number_of_log_entries_shows_whether_there_are_new_events() {
     let device = SimBackend::builder().build();
     let allocator = fixed(&device);
     assert_eq!(allocator.segment_log_entries(POOL), 0);
@@ -89,7 +89,7 @@ fn memory_of_a_dead_segment_is_held_until_every_observer_has_acknowledged() {
 }
 
 #[test]
-fn an_observer_that_is_forgotten_lets_go() {
+fn forgetting_an_observer_releases_its_memory() {
     let device = SimBackend::builder().build();
     let allocator = fixed(&device);
     let made = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
@@ -103,7 +103,7 @@ fn an_observer_that_is_forgotten_lets_go() {
 }
 
 #[test]
-fn what_an_observer_acknowledged_at_an_earlier_point_leaves_later_deaths_alone() {
+fn acknowledging_earlier_events_does_not_acknowledge_later_deaths() {
     let device = SimBackend::builder().build();
     let allocator = fixed(&device);
     let (observer, _) = allocator.observe(POOL).expect("exists");
@@ -135,7 +135,7 @@ fn an_observed_pool_is_not_shrunk_and_not_destroyed() {
 }
 
 #[test]
-fn dropping_the_allocator_gives_held_memory_back() {
+fn dropping_the_allocator_releases_retired_memory() {
     let device = SimBackend::builder().build();
     {
         let allocator = fixed(&device);
@@ -179,7 +179,7 @@ impl Registrar {
 
 /// On random programs, a registrar's view equals the allocator's whenever it is up to date.
 #[test]
-fn the_log_tells_every_birth_growth_and_death_in_order() {
+fn the_log_contains_every_birth_growth_and_death_in_order() {
     let mut deaths = 0;
     for seed in 0..150 {
         let scenario = Scenario::from_seed(seed, 120);
@@ -313,7 +313,7 @@ fn read(mut known: Runs, events: &[SegmentEvent]) -> Runs {
 /// Rule D5: a heap has released the memory that an observer keeps, but requests cannot use it. The heaps release memory
 /// in order, once, until enough is released.
 #[test]
-fn what_an_observer_keeps_helps_no_request_and_is_given_up_once() {
+fn memory_kept_by_an_observer_serves_no_request_and_is_reclaimed_once() {
     let device = SimBackend::builder().build();
     let pool = PoolConfig::builder().fixed().reclaim(Reclaim::Pool).limit_bytes(Some(60 * MIB));
     let config = Config::builder().default_pool(pool.build().expect("valid")).build().expect("valid");
@@ -335,7 +335,7 @@ fn what_an_observer_keeps_helps_no_request_and_is_given_up_once() {
 
 /// The cursor of one observer is independent of the others, and never moves backward.
 #[test]
-fn an_observer_that_comes_later_or_acknowledges_twice_reads_nothing_again() {
+fn a_later_observer_and_a_repeated_acknowledgment_read_nothing_twice() {
     let device = SimBackend::builder().build();
     let allocator = fixed(&device);
     let (slow, _) = allocator.observe(POOL).expect("exists");

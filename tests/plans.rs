@@ -17,14 +17,14 @@ proptest! {
 
     /// Two ranks that share only the program place every step where the model expects it.
     #[test]
-    fn steps_go_where_the_model_says_on_every_rank(bytes in prop::collection::vec(any::<u8>(), 4..180)) {
+    fn planned_placements_equal_those_of_the_model_on_every_rank(bytes in prop::collection::vec(any::<u8>(), 4..180)) {
         targets::steps(&bytes);
     }
 }
 
 /// The generated steps are useful: plans are followed, left and learned, across streams and into the next step.
 #[test]
-fn generated_steps_follow_and_leave_plans() {
+fn generated_steps_follow_plans_and_deviate_from_them() {
     let (mut steps, mut followed, mut left, mut planned, mut learned) = (0, 0, 0, 0, 0);
     let mut random = SplitMix64::new(7);
     for _ in 0..300 {
@@ -73,7 +73,7 @@ fn a_pool_that_is_in_a_step_or_learns_has_no_layout_and_takes_none() {
 /// The memory of plans counts as in use from step to step, even if little is live in it. The free memory outside of it is below the
 /// threshold.
 #[test]
-fn a_threshold_does_not_count_the_memory_of_plans() {
+fn a_release_threshold_does_not_count_memory_of_plans() {
     let device = SimBackend::builder().build();
     let pool = PoolConfig::builder().plan(PlanPolicy::Learn).release_threshold_bytes(Some(8 * MIB));
     let config = Config::builder().default_pool(pool.build().expect("valid")).build().expect("valid");
@@ -168,7 +168,7 @@ fn plan_of_one(key: u64, stream: StreamId, requested_bytes: u64) -> Plan {
 /// Each step leaves an allocation to the next one, whose key may differ. While several keys have plans, their places exclude such
 /// allocations, so no step finds its places occupied.
 #[test]
-fn plans_of_several_keys_do_not_reuse_the_places_of_allocations_that_live_on() {
+fn plans_of_several_keys_do_not_overlap_allocations_that_stay_live() {
     let device = SimBackend::builder().build();
     let (allocator, stream) = planned_pool(&device, PlanPolicy::Learn, 512 * MIB);
     let mut left = None;
@@ -195,7 +195,7 @@ fn plans_of_several_keys_do_not_reuse_the_places_of_allocations_that_live_on() {
 
 /// An allocation that lives for more than one step has no place in the plan. The others have one.
 #[test]
-fn a_step_is_learned_although_one_allocation_lives_to_the_end_of_the_next() {
+fn a_step_is_learned_if_an_allocation_lives_to_the_end_of_the_next_step() {
     let device = SimBackend::builder().build();
     let (allocator, stream) = planned_pool(&device, PlanPolicy::Learn, 512 * MIB);
     let (mut left, mut planned) = (None, Vec::new());
@@ -228,7 +228,7 @@ fn the_order_of_adoption_is_in_the_digest() {
 
 /// A heap gives up its plans when their memory is refused. A plan that is adopted later is followed.
 #[test]
-fn a_heap_that_gave_up_follows_the_next_plan() {
+fn a_heap_that_gave_up_its_plans_follows_a_new_one() {
     let device = SimBackend::builder().build();
     let (allocator, stream) = planned_pool(&device, PlanPolicy::Off, 64 * MIB);
     let step = |key: u64| {

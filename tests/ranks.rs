@@ -141,7 +141,7 @@ fn ranks_get_different_addresses() {
 }
 
 #[test]
-fn what_a_rank_holds_in_private_pools_moves_no_block_of_a_symmetric_one() {
+fn private_memory_of_a_rank_does_not_affect_symmetric_placements() {
     let mut knobs = ExpandableSegments::default();
     knobs.growth_bytes = 8 * MIB;
     let symmetric =
@@ -188,13 +188,13 @@ fn digest_after(size_bytes: u64, uses: &[StreamId]) -> Digest {
 
 /// Both requests take the same block of 1 KiB at the same offset.
 #[test]
-fn a_request_that_differs_by_one_byte_shows_in_the_digest() {
+fn a_request_that_differs_by_one_byte_changes_the_digest() {
     assert_eq!(digest_after(1000, &[]), digest_after(1000, &[]));
     assert_ne!(digest_after(1000, &[]), digest_after(1001, &[]));
 }
 
 #[test]
-fn a_use_that_only_one_rank_records_shows_in_the_digest() {
+fn a_use_that_only_one_rank_records_changes_the_digest() {
     let [owner, other] = [StreamId(0), StreamId(1)];
     let digests = [&[][..], &[owner], &[other], &[owner, other], &[other, owner]].map(|uses| digest_after(1000, uses));
     let distinct: std::collections::BTreeSet<_> = digests.iter().map(|digest| digest.value).collect();
@@ -203,7 +203,7 @@ fn a_use_that_only_one_rank_records_shows_in_the_digest() {
 
 /// Private memory of a rank can cause the growth of a symmetric pool to be refused, but never reduces the growth step.
 #[test]
-fn the_limit_over_all_pools_does_not_shape_how_far_a_symmetric_pool_grows() {
+fn the_limit_over_all_pools_does_not_change_the_growth_of_a_symmetric_pool() {
     let mut knobs = ExpandableSegments::default();
     knobs.growth_bytes = 8 * MIB;
     let symmetric =

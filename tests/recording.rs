@@ -111,7 +111,7 @@ fn adverse_run<L: Lock>(scenario: &Scenario, seed: u64, refusals_per_million: u3
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn what_is_recorded_replays_to_the_same_placements_and_digests(bytes in scenario_bytes(120), seed in any::<u64>()) {
+    fn recordings_replay_to_the_same_placements_and_digests(bytes in scenario_bytes(120), seed in any::<u64>()) {
         let scenario = Scenario::from_bytes(&bytes);
         adverse_run::<Exclusive>(&scenario, seed, 0);
         adverse_run::<Shared>(&scenario, seed, 150_000);
@@ -120,7 +120,7 @@ proptest! {
 
 /// The test above is meaningful only if the generated programs produce every kind of record.
 #[test]
-fn generated_programs_come_to_every_kind_of_record() {
+fn generated_programs_produce_every_kind_of_record() {
     let mut words = std::collections::BTreeMap::new();
     for seed in 0..400 {
         for record in adverse_run::<Exclusive>(&Scenario::from_seed(seed, 120), seed, 100_000) {
@@ -158,7 +158,7 @@ fn generated_programs_come_to_every_kind_of_record() {
 
 /// A request that runs short twice records the released memory both times. The second time, this includes the end of its own heap.
 #[test]
-fn what_was_given_back_for_a_refused_request_is_recorded_each_time() {
+fn each_reclaim_for_a_refused_request_is_recorded() {
     let config: Config = "segments:expandable,limit_mb:6,reclaim:pool".parse().expect("valid");
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config.clone()).expect("valid");
     let sink = Memory::new();
@@ -239,7 +239,7 @@ fn threads_run(config: &Config, seed: u64) {
 }
 
 #[test]
-fn what_threads_did_together_replays_in_one() {
+fn a_recording_of_several_threads_replays_on_one() {
     for seed in 0..8 {
         for pool in [PoolConfig::builder().expandable(), PoolConfig::builder().fixed()] {
             let pool = pool.reclaim(Reclaim::Pool).build().expect("valid");
@@ -252,7 +252,7 @@ fn what_threads_did_together_replays_in_one() {
 /// A program is recorded with and without a sink that fails after a number of records: the outcomes are equal, and the error states the
 /// number.
 #[test]
-fn a_sink_that_fails_disturbs_nothing() {
+fn a_failing_sink_does_not_affect_the_allocator() {
     for seed in 0..6 {
         let scenario = Scenario::from_seed(seed, 60);
         let run = |sink: Option<Memory>| {
@@ -522,7 +522,7 @@ fn an_allocation_of_zero_bytes_that_is_freed_twice_is_refused_and_recorded_once(
 
 /// The recording does not contain the allocations, because it began after their pool was destroyed.
 #[test]
-fn zero_bytes_of_a_pool_that_is_gone_are_freed_without_a_record() {
+fn zero_bytes_of_a_destroyed_pool_are_freed_without_a_record() {
     let device = SimBackend::builder().build();
     let allocator: Allocator<_> = Allocator::new(&device, Config::default()).expect("valid");
     let stream = allocator.register_stream().expect("few");

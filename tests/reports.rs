@@ -18,7 +18,7 @@ fn allocator_with_two_streams() -> (Allocator<SimBackend>, StreamId, StreamId) {
 }
 
 #[test]
-fn usage_is_counted_by_class_by_stream_and_in_all() {
+fn usage_is_counted_by_class_by_stream_and_in_total() {
     let (allocator, one, other) = allocator_with_two_streams();
     let small = allocator.allocate(POOL, one, 1000).expect("memory");
     allocator.allocate(POOL, one, 3 * MIB).expect("memory");
@@ -55,7 +55,7 @@ fn one_thread_gets_exact_peaks_over_streams_and_several_an_upper_bound() {
 }
 
 #[test]
-fn scopes_nest_also_over_streams_that_come_later() {
+fn scopes_nest_even_over_streams_registered_later() {
     let (allocator, one, other) = allocator_with_two_streams();
     let before = allocator.allocate(POOL, one, 8 * MIB).expect("memory");
     let outer = allocator.open_stat_scope();
@@ -74,7 +74,7 @@ fn scopes_nest_also_over_streams_that_come_later() {
 }
 
 #[test]
-fn a_snapshot_shows_names_uses_and_what_a_free_block_waits_for() {
+fn a_snapshot_shows_names_uses_and_fences() {
     let (allocator, one, other) = allocator_with_two_streams();
     let cache = allocator.allocate_named(POOL, one, MIB, "kv cache").expect("memory");
     let bucket = allocator.allocate(POOL, one, MIB).expect("memory");
@@ -91,7 +91,7 @@ fn a_snapshot_shows_names_uses_and_what_a_free_block_waits_for() {
 }
 
 #[test]
-fn leaks_are_told_largest_first_with_their_names() {
+fn leaks_are_reported_by_name_largest_first() {
     let (allocator, one, other) = allocator_with_two_streams();
     assert_eq!(allocator.leak_report().to_string(), "0 live allocations, 0 bytes requested");
     allocator.allocate(POOL, one, 100).expect("memory");
@@ -206,7 +206,7 @@ fn statistics_are_the_oracles<L: Lock>(seed: u64) {
 }
 
 #[test]
-fn scopes_and_peaks_are_what_a_slow_count_says() {
+fn scopes_and_peaks_equal_a_naive_count() {
     for seed in 0..60 {
         statistics_are_the_oracles::<Exclusive>(seed);
         statistics_are_the_oracles::<Shared>(seed);
@@ -250,7 +250,7 @@ fn a_reset_reaches_every_peak<L: Lock>() {
 }
 
 #[test]
-fn peaks_of_all_pools_of_each_pool_and_of_each_heap_begin_anew() {
+fn peaks_of_all_pools_each_pool_and_each_heap_can_be_reset() {
     a_reset_reaches_every_peak::<Exclusive>();
     a_reset_reaches_every_peak::<Shared>();
 }

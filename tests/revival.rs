@@ -115,7 +115,7 @@ fn wandered(allocator: &Rank<'_>, seed: u64) -> Vec<Digest> {
 }
 
 #[test]
-fn a_pool_goes_back_any_number_of_times_and_alike_on_every_rank() {
+fn a_pool_returns_to_checkpoints_repeatedly_and_alike_on_every_rank() {
     for policy in ["segments:expandable", "segments:fixed", "streams:shared"] {
         for seed in 0..60 {
             let digests = [1, 2].map(|rank| {
@@ -142,7 +142,7 @@ fn recorded(allocator: &Rank<'_>, run: impl FnOnce(&Rank<'_>)) -> Vec<Record> {
 }
 
 #[test]
-fn a_recording_goes_on_after_a_revival_and_replays_to_the_same_digests() {
+fn a_recording_continues_after_a_revival_and_replays_to_the_same_digests() {
     let mut revived = 0;
     for policy in ["segments:expandable", "segments:fixed", "segments:fixed,max_split_size_mb:30", "streams:shared"] {
         for seed in 0..40 {
@@ -203,7 +203,7 @@ fn a_recorded_revival_has_its_name_its_uses_and_its_block() {
 }
 
 #[test]
-fn where_the_place_of_a_revival_is_not_free_a_replay_allocates_it_like_any_other() {
+fn a_replay_allocates_normally_if_the_placement_of_a_revival_is_not_free() {
     let device = SimBackend::builder().build();
     let mut records = recorded(&rank(&device, "segments:expandable"), branch);
     let revival = records.iter().position(|record| record.revived_bytes.is_some()).expect("one");
@@ -254,7 +254,7 @@ fn memory_that_another_branch_obtained_stays() {
 
 /// The driver fails each call of a revival once.
 #[test]
-fn a_revival_that_the_driver_refuses_can_be_made_again() {
+fn a_revival_that_the_driver_refuses_can_be_repeated() {
     let mut refused = 0;
     for calls in 0.. {
         let device = SimBackend::builder().delays(Delays::UntilSynchronized).build();
@@ -323,7 +323,7 @@ fn a_live_allocation_that_the_layout_does_not_know_is_named() {
 }
 
 #[test]
-fn memory_that_went_back_cannot_be_revived() {
+fn released_memory_cannot_be_revived() {
     let device = SimBackend::builder().build();
     let allocator = rank(&device, "segments:expandable");
     let made: Vec<Allocation> = (0..4).map(|_| allocator.allocate(POOL, S0, 2 * MIB).expect("fits")).collect();
@@ -360,7 +360,7 @@ fn a_pool_without_a_heap_of_the_layout_has_no_memory_to_revive() {
 
 /// A named allocation is at the placement of a saved unnamed one. It takes the role of the saved one, and loses its name.
 #[test]
-fn a_revival_takes_back_names_that_were_given_later() {
+fn a_revival_removes_names_that_were_given_later() {
     let device = SimBackend::builder().build();
     let allocator = rank(&device, "segments:expandable");
     let saved = allocator.allocate(POOL, S0, MIB).expect("fits");
@@ -416,7 +416,7 @@ fn revived_allocations_count_in_the_peak_over_all_heaps() {
 }
 
 #[test]
-fn a_revived_allocation_waits_for_those_who_used_its_memory_since() {
+fn a_revived_allocation_waits_for_later_users_of_its_memory() {
     let device = SimBackend::builder().build();
     let waits = Cell::new(0);
     let count = |call| {
@@ -439,7 +439,7 @@ fn a_revived_allocation_waits_for_those_who_used_its_memory_since() {
 }
 
 #[test]
-fn what_is_live_and_unknown_or_gone_is_refused_and_nothing_changes() {
+fn unknown_live_and_released_allocations_are_refused_without_changes() {
     let device = SimBackend::builder().build();
     let allocator = rank(&device, "segments:fixed");
     let saved = allocator.allocate(POOL, S0, 30 * MIB).expect("fits");

@@ -24,7 +24,7 @@ fn part_of_job(job: &str, part: usize) -> Vec<u8> {
 /// Writes the seeds that are parts of recorded jobs: `cargo test -p symmalloc-harness --test seeds -- --ignored`.
 #[test]
 #[ignore = "writes into fuzz/seeds"]
-fn write_the_seeds_of_recorded_jobs() {
+fn seeds_of_recorded_jobs_are_written() {
     let seeds = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds");
     for (index, job) in jobs::JOBS.into_iter().enumerate() {
         for target in ["ops_vs_oracle", "two_ranks"] {

@@ -86,7 +86,7 @@ fn threads_on_fixed_segments_decide_like_one_thread() {
 
 /// Ops of a rank in one pool change no placement in another (rule D8).
 #[test]
-fn a_pool_does_not_notice_what_happens_in_another() {
+fn pools_are_independent() {
     let run = |is_rank_zero: bool| {
         let allocator = allocator(PoolConfig::default(), 3);
         let log = allocator.create_pool(PoolConfig::default()).expect("valid");
@@ -103,7 +103,7 @@ fn a_pool_does_not_notice_what_happens_in_another() {
 
 /// Many threads share one pool whose streams share a heap. Their order varies, but the heap stays consistent and nothing races.
 #[test]
-fn threads_that_share_a_heap_leave_it_sound() {
+fn threads_that_share_a_heap_leave_it_consistent() {
     let pool = PoolConfig::builder().streams(symmalloc_core::config::StreamPolicy::Shared).build().expect("valid");
     let allocator = allocator(pool, 9);
     std::thread::scope(|scope| {

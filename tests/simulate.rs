@@ -50,7 +50,7 @@ fn seeds(count: u64, size: Size) -> JobOutcome {
 
 /// Runs a thousand jobs with `SYMMALLOC_NIGHT=1`, and a hundred otherwise.
 #[test]
-fn jobs_of_64_ranks_place_alike_whatever_happens() {
+fn jobs_of_64_ranks_place_alike_under_faults() {
     let hundreds = if is_night() { 10 } else { 1 };
     let outcome = seeds(100 * hundreds, size(64, 300));
     println!("{outcome:?}");
@@ -91,7 +91,7 @@ fn recorded_jobs_place_alike_on_many_ranks() {
 
 /// Stories of defects that only several ranks reveal; `stories.rs` covers the others.
 #[test]
-fn every_story_of_several_ranks_ends_well() {
+fn every_story_of_several_ranks_passes() {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/stories");
     let mut told = 0;
     for entry in fs::read_dir(folder).expect("the stories are part of the project") {
@@ -108,7 +108,7 @@ fn every_story_of_several_ranks_ends_well() {
 
 /// Runs the fuzz target on random bytes.
 #[test]
-fn any_bytes_are_a_job_that_ends_well() {
+fn any_bytes_are_a_job_that_passes() {
     for seed in 0..if is_night() { 1000 } else { 300 } {
         let mut random = SplitMix64::new(seed);
         let bytes: Vec<u8> = (0..8 + 4 * random.below(150)).map(|_| random.next_u64() as u8).collect();
@@ -117,7 +117,7 @@ fn any_bytes_are_a_job_that_ends_well() {
 }
 
 #[test]
-fn the_outcome_is_a_function_of_the_plan_and_not_of_the_threads_that_work_it_out() {
+fn the_outcome_does_not_depend_on_the_number_of_threads() {
     for seed in 0..30 {
         let plan = JobPlan::from_seed(seed, &size(9, 150));
         let alone = run(&plan).expect("a good run");
@@ -187,7 +187,7 @@ fn a_rank_that_forgets_a_free_is_named_with_that_free() {
 }
 
 #[test]
-fn a_rank_that_asks_for_one_byte_more_is_named_with_that_request() {
+fn a_rank_that_requests_one_byte_more_is_named_with_that_request() {
     let (plan, failure) = failing(|_, op| match *op {
         Op::Allocate { id, size_bytes, .. } => Some(Deviation::OtherSize { id, size_bytes: size_bytes + 1 }),
         _ => None,

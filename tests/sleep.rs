@@ -140,7 +140,7 @@ fn device() -> SimBackend {
 }
 
 #[test]
-fn what_is_kept_is_there_again_at_the_same_addresses() {
+fn kept_contents_are_restored_at_the_same_addresses() {
     for text in POLICIES {
         let device = device();
         let mut job: Job = Job::busy(&device, text);
@@ -170,7 +170,7 @@ fn what_is_kept_is_there_again_at_the_same_addresses() {
 }
 
 #[test]
-fn what_is_dropped_is_gone_and_what_is_to_be_zero_is() {
+fn dropped_contents_are_lost_and_zeroed_contents_are_zero() {
     for text in POLICIES {
         let device = device();
         let job: Job = Job::busy(&device, text);
@@ -186,7 +186,7 @@ fn what_is_dropped_is_gone_and_what_is_to_be_zero_is() {
 }
 
 #[test]
-fn neighbors_are_copied_in_one_part_and_no_part_goes_over_a_range() {
+fn adjacent_blocks_are_copied_as_one_part_within_a_range() {
     let calls = RefCell::new(Vec::new());
     // Includes ranges that are directly adjacent.
     let inner = SimBackend::builder().seed(1).addresses(Addresses::Ascending).build();
@@ -206,7 +206,7 @@ fn neighbors_are_copied_in_one_part_and_no_part_goes_over_a_range() {
 }
 
 #[test]
-fn a_pool_that_sleeps_serves_nothing_and_says_so() {
+fn a_sleeping_pool_refuses_requests() {
     for text in POLICIES {
         let device = device();
         let mut job: Job = Job::busy(&device, text);
@@ -259,7 +259,7 @@ fn a_pool_that_sleeps_serves_nothing_and_says_so() {
 }
 
 #[test]
-fn a_pool_of_which_all_is_freed_asleep_can_be_destroyed_asleep() {
+fn an_empty_sleeping_pool_can_be_destroyed() {
     for text in POLICIES {
         for is_destroyed in [false, true] {
             let device = device();
@@ -286,7 +286,7 @@ fn a_pool_of_which_all_is_freed_asleep_can_be_destroyed_asleep() {
 }
 
 #[test]
-fn a_pool_that_sleeps_uses_no_limit_up_and_needs_it_to_wake() {
+fn a_sleeping_pool_does_not_count_toward_limits_until_it_wakes() {
     let device = device();
     let config = "total_limit_mb:64".parse().expect("valid");
     let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
@@ -348,7 +348,7 @@ fn a_guard_that_is_dropped_undoes_its_step() {
 }
 
 #[test]
-fn sleeping_twice_and_waking_twice_do_nothing_but_count() {
+fn repeated_sleeps_and_wakes_are_only_recorded() {
     let device = device();
     let job: Job = Job::busy(&device, "segments:expandable");
     let whole = job.reserved_bytes();
@@ -385,7 +385,7 @@ fn waking_a_pool_that_is_awake_leaves_its_open_step_alone() {
 }
 
 #[test]
-fn an_observed_pool_sleeps_in_steps_only_and_its_dead_segments_are_the_observers() {
+fn an_observed_pool_sleeps_only_stepwise_and_keeps_its_retired_segments() {
     for text in ["segments:expandable", "segments:fixed"] {
         let device = device();
         let mut job: Job = Job::busy(&device, text);
@@ -413,7 +413,7 @@ fn an_observed_pool_sleeps_in_steps_only_and_its_dead_segments_are_the_observers
 }
 
 #[test]
-fn a_step_that_is_open_stands_in_the_way_and_learned_plans_go_on() {
+fn an_open_step_prevents_sleep_and_learned_plans_survive_it() {
     let device = device();
     let mut job: Job = Job::new(&device, "segments:expandable,plan:learn");
     let step = |job: &mut Job<'_>| {
@@ -502,7 +502,7 @@ fn pools_of_a_tag_are_found_in_order() {
 }
 
 #[test]
-fn a_pool_without_memory_sleeps_and_a_backend_that_cannot_copy_says_so() {
+fn a_pool_without_memory_sleeps_and_keeping_contents_needs_a_backend_that_copies() {
     let device = device();
     let allocator: Allocator<_> = Allocator::new(&device, Config::default()).expect("valid");
     let stream = allocator.register_stream().expect("few");

@@ -70,7 +70,7 @@ fn device() -> SimBackend {
 }
 
 #[test]
-fn a_block_of_free_pieces_takes_no_memory_and_what_recurs_takes_no_map() {
+fn a_stitched_block_takes_no_memory_and_a_repeated_one_no_map_call() {
     let device = device();
     let job = Job::new(&device, "");
     let _kept = job.pieces(0, 4);
@@ -100,7 +100,7 @@ fn a_block_of_free_pieces_takes_no_memory_and_what_recurs_takes_no_map() {
 }
 
 #[test]
-fn of_ranges_whose_pieces_are_free_the_oldest_is_taken() {
+fn the_oldest_range_with_free_pieces_is_reused() {
     let device = device();
     let job = Job::new(&device, "");
     let blocks: Vec<Allocation> = [4; 8].into_iter().chain([2; 12]).map(|mib| job.allocate(0, mib)).collect();
@@ -139,7 +139,7 @@ fn memory_grows_by_what_is_missing_and_no_more() {
 }
 
 #[test]
-fn what_growing_needs_anyway_is_not_stitched() {
+fn requests_that_growth_serves_as_well_are_not_stitched() {
     let device = device();
     let job = Job::new(&device, "");
     let first = job.allocate(0, 8);
@@ -188,7 +188,7 @@ fn a_stitched_block_waits_for_the_users_of_all_its_pieces() {
 }
 
 #[test]
-fn a_trim_unmaps_what_is_unused_and_gives_all_memory_back() {
+fn a_trim_unmaps_unused_ranges_and_releases_all_memory() {
     let device = device();
     let job = Job::new(&device, "");
     let kept = job.pieces(0, 3);
@@ -209,7 +209,7 @@ fn a_trim_unmaps_what_is_unused_and_gives_all_memory_back() {
 }
 
 #[test]
-fn only_a_trim_and_too_many_ranges_wait_on_the_host() {
+fn the_host_waits_only_in_a_trim_and_with_too_many_ranges() {
     let device = device();
     let job = Job::new(&device, ",stitching_maps:8,stitching_aliases:24");
     let _kept = job.pieces(0, 6);
@@ -233,7 +233,7 @@ fn only_a_trim_and_too_many_ranges_wait_on_the_host() {
 }
 
 #[test]
-fn a_refused_map_takes_nothing_and_the_digest_says_so() {
+fn a_refused_map_changes_only_the_digest() {
     let run = |fail: Option<u64>| {
         let device = device();
         let job = Job::new(&device, "");
@@ -262,7 +262,7 @@ fn a_refused_map_takes_nothing_and_the_digest_says_so() {
 }
 
 #[test]
-fn a_backend_that_cannot_alias_serves_the_same_requests_without() {
+fn a_backend_that_cannot_alias_serves_requests_without_stitching() {
     let plain = |backend| {
         let job = Job::new(backend, "");
         let _kept = job.pieces(0, 3);
@@ -278,7 +278,7 @@ fn a_backend_that_cannot_alias_serves_the_same_requests_without() {
 }
 
 #[test]
-fn what_is_registered_or_fixed_is_not_stitched() {
+fn symmetric_and_fixed_pools_cannot_stitch() {
     let stitching = Some(Stitching::default());
     let symmetric = PoolConfig::builder().symmetric(true).stitching(stitching.clone()).build();
     assert_eq!(symmetric, Err(ConfigError::NotStitched { symmetric: true }));
@@ -315,7 +315,7 @@ fn a_pool_with_stitched_ranges_has_no_layout_until_it_is_trimmed() {
 }
 
 #[test]
-fn nothing_is_stitched_while_somebody_observes() {
+fn nothing_is_stitched_while_the_pool_is_observed() {
     let device = device();
     let job = Job::new(&device, "");
     let _kept = job.pieces(0, 3);

@@ -270,7 +270,7 @@ fn a_range_that_is_not_aligned_is_refused() {
 
 /// The end of a range determines where growth continues.
 #[test]
-fn a_range_that_is_longer_than_asked_is_refused() {
+fn a_range_that_is_longer_than_requested_is_refused() {
     invalid_range_is_refused(|_, bytes| Range { base: DeviceAddress(1 << 46), size_bytes: bytes + 20 * MIB });
 }
 
@@ -325,7 +325,7 @@ fn waits_cost_little(streams: u16, on: fn(u16, u16) -> u16) {
 }
 
 #[test]
-fn four_thousand_streams_that_wait_once_are_quick_and_small() {
+fn waits_of_four_thousand_streams_take_little_time_and_memory() {
     waits_cost_little(4096, |stream, _| stream.saturating_sub(1));
     waits_cost_little(4096, |_, streams| streams - 1);
 }

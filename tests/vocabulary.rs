@@ -179,6 +179,6 @@ fn every_metric_is_documented_with_its_kind_and_unit() {
 }
 
 #[test]
-fn arguments_are_told_apart() {
+fn arguments_are_split_at_top_level_commas() {
     assert_eq!(arguments("a, b = f(1, 2), \"c, (d\", %e) rest)"), ["a", "b = f(1, 2)", "\"c, (d\"", "%e"]);
 }

@@ -62,7 +62,7 @@ impl Rank {
 }
 
 #[test]
-fn a_block_that_another_stream_used_takes_one_wait_and_no_second_one() {
+fn a_block_used_by_another_stream_needs_exactly_one_wait() {
     let rank = Rank::new(StreamPolicy::Separate);
     let blocks = [(); 2].map(|()| rank.allocate(S0));
     blocks.iter().for_each(|made| rank.free_used_by(made, S0, S1));
@@ -73,7 +73,7 @@ fn a_block_that_another_stream_used_takes_one_wait_and_no_second_one() {
 
 /// The remainder of a block keeps the fence that the taker of the block has already waited for.
 #[test]
-fn what_is_left_of_a_block_takes_no_second_wait() {
+fn the_remainder_of_a_block_needs_no_second_wait() {
     let rank = Rank::new(StreamPolicy::Shared);
     let large = rank.allocator.allocate(POOL, S0, 2 * MIB).expect("memory");
     rank.free_used_by(&large, S0, S1);
@@ -91,7 +91,7 @@ fn a_wait_before_the_use_covers_nothing() {
 }
 
 #[test]
-fn who_waited_for_the_user_waits_no_more() {
+fn a_stream_that_has_waited_for_the_user_does_not_wait_again() {
     let rank = Rank::new(StreamPolicy::Separate);
     let made = rank.allocate(S0);
     rank.free_used_by(&made, S0, S1);
@@ -100,7 +100,7 @@ fn who_waited_for_the_user_waits_no_more() {
 }
 
 #[test]
-fn who_waited_for_one_that_waited_for_the_user_waits_no_more() {
+fn a_transitive_wait_for_the_user_is_sufficient() {
     let rank = Rank::new(StreamPolicy::Separate);
     let made = rank.allocate(S0);
     rank.free_used_by(&made, S0, S1);
@@ -110,7 +110,7 @@ fn who_waited_for_one_that_waited_for_the_user_waits_no_more() {
 }
 
 #[test]
-fn a_wait_for_one_that_waited_only_later_covers_nothing() {
+fn a_transitive_wait_in_the_wrong_order_is_not_sufficient() {
     let rank = Rank::new(StreamPolicy::Separate);
     let made = rank.allocate(S0);
     rank.free_used_by(&made, S0, S1);
@@ -120,7 +120,7 @@ fn a_wait_for_one_that_waited_only_later_covers_nothing() {
 }
 
 #[test]
-fn the_host_waits_for_what_the_stream_that_it_waits_for_had_waited_for() {
+fn a_host_wait_covers_the_earlier_waits_of_its_stream() {
     let rank = Rank::new(StreamPolicy::Separate);
     let made = rank.allocate(S0);
     rank.free_used_by(&made, S0, S1);
@@ -132,7 +132,7 @@ fn the_host_waits_for_what_the_stream_that_it_waits_for_had_waited_for() {
 
 /// The allocator makes a stream wait for the last owner of a block, which had waited for the user of another one.
 #[test]
-fn a_wait_that_the_allocator_makes_covers_what_the_other_stream_had_waited_for() {
+fn a_wait_by_the_allocator_covers_the_earlier_waits_of_the_other_stream() {
     let rank = Rank::new(StreamPolicy::Shared);
     let used = rank.allocate(S0);
     // Fills the granule, so that the two do not become one block.

@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn large_blocks_apart_have_a_separate_range() {
+    fn separated_large_blocks_get_a_range_of_their_own() {
         let mut job = Workload::default();
         job.allocate(STREAM, 3 * MIB);
         job.allocate(STREAM, 5 * MIB);

@@ -46,7 +46,7 @@ fn a_restarted_rank_has_the_same_future() {
 }
 
 #[test]
-fn a_rejoin_that_the_driver_refuses_leaves_the_pool_fresh() {
+fn a_refused_rejoin_leaves_the_pool_unused() {
     let (mut refused, mut kept) = (0, 0);
     for seed in 0..80 {
         let scenario = in_one_pool(&Scenario::from_seed(seed, 60).with_layouts());
@@ -122,7 +122,7 @@ fn pools_are_restored_within_the_limit_over_all_of_them() {
 }
 
 #[test]
-fn observers_of_a_pool_that_rejoins_are_told_of_its_segments() {
+fn observers_of_a_rejoining_pool_are_notified_of_its_segments() {
     let device = SimBackend::builder().build();
     let policy = PoolConfig::default();
     let old = rank(&device, &policy, None);
@@ -141,7 +141,7 @@ fn observers_of_a_pool_that_rejoins_are_told_of_its_segments() {
 }
 
 #[test]
-fn a_recorded_job_that_restarts_in_its_middle_comes_to_the_same_digest() {
+fn a_recorded_job_that_restarts_midway_has_the_same_digest() {
     let golden = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/golden/jobs.txt"))
         .expect("the golden file exists");
     let golden = |job: &str, segments: &str| {
@@ -180,7 +180,7 @@ fn a_recorded_job_that_restarts_in_its_middle_comes_to_the_same_digest() {
 
 /// If the second heap of a pool does not fit, the reservation for the first one's memory is undone.
 #[test]
-fn a_rejoin_that_meets_the_limit_at_a_later_heap_charges_nothing() {
+fn a_rejoin_refused_by_the_limit_at_a_later_heap_charges_nothing() {
     let device = SimBackend::builder().build();
     let policy = PoolConfig::default();
     let old = rank(&device, &policy, Some(32 * MIB));

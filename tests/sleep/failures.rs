@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_wake_that_the_device_refuses_leaves_the_pool_asleep_and_another_one_succeeds() {
+fn a_wake_that_the_device_refuses_can_be_repeated() {
     for text in POLICIES {
         let sized = SimBackend::builder().seed(3).memory_bytes(256 * MIB).build();
         let job: Job = Job::busy(&sized, text);
@@ -92,7 +92,7 @@ fn there_and_back(job: &Job<'_>, contents: Contents) -> usize {
 }
 
 #[test]
-fn whatever_call_fails_the_pool_is_awake_or_asleep_and_nothing_is_lost() {
+fn after_any_failed_call_the_pool_is_awake_or_asleep_and_loses_nothing() {
     let mut failed = std::collections::BTreeSet::new();
     for text in POLICIES {
         for contents in [Contents::Keep, Contents::Zero] {
@@ -120,7 +120,7 @@ fn whatever_call_fails_the_pool_is_awake_or_asleep_and_nothing_is_lost() {
 }
 
 #[test]
-fn a_wake_that_cannot_be_undone_is_made_use_of_by_the_next() {
+fn a_later_wake_uses_the_memory_of_one_that_could_not_be_undone() {
     let device = device();
     let job: Job = Job::busy(&device, "segments:fixed");
     let whole = job.reserved_bytes();
@@ -165,7 +165,7 @@ fn a_lost_device_leaves_the_pool_asleep_or_awake_and_the_allocator_ends() {
 }
 
 #[test]
-fn a_pool_whose_memory_the_driver_holds_is_destroyed_and_a_trim_gives_that_back() {
+fn a_trim_releases_the_unreleased_memory_of_a_destroyed_pool() {
     for text in POLICIES {
         let device = device();
         let mut job: Job = Job::busy(&device, text);
@@ -195,7 +195,7 @@ fn a_pool_whose_memory_the_driver_holds_is_destroyed_and_a_trim_gives_that_back(
 }
 
 #[test]
-fn memory_that_a_window_holds_stays_and_the_next_sleep_gives_it_back() {
+fn memory_held_by_a_window_is_released_by_the_next_sleep() {
     let device = device();
     let job: Job = Job::busy(&device, "segments:reserved,segment_mb:128");
     let whole = job.reserved_bytes();

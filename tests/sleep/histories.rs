@@ -4,7 +4,7 @@ use super::*;
 use symmalloc_harness::memory::Memory;
 
 #[test]
-fn ranks_that_make_the_same_calls_have_the_same_digests_whatever_became_of_them() {
+fn equal_sleep_calls_have_equal_digests_even_if_some_fail() {
     let run = |seed: u64, fault: Option<(Call, u64)>| {
         let device = SimBackend::builder().seed(seed).rank(seed as u32).build();
         let mut job: Job = Job::busy(&device, "segments:fixed");
@@ -41,7 +41,7 @@ fn ranks_that_make_the_same_calls_have_the_same_digests_whatever_became_of_them(
 }
 
 #[test]
-fn a_recording_replays_sleeps_that_came_about_and_those_that_did_not() {
+fn a_recording_replays_successful_and_failed_sleeps() {
     let device = SimBackend::builder().seed(5).memory_bytes(256 * MIB).build();
     let allocator: Allocator<_> = Allocator::new(&device, Config::default()).expect("valid");
     let memory = Memory::new();

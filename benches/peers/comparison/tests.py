@@ -33,12 +33,12 @@ JOB = (
 
 
 class Figures(unittest.TestCase):
-    def test_repeats_of_all_rounds_make_one_median(self):
+    def test_the_median_is_taken_over_all_rounds(self):
         found = found_from(("a", "pair_ns", "1", 5, 1), ("a", "pair_ns", "1", 3))
         self.assertEqual(found.median("a", "pair_ns", 1), 3)
         self.assertIsNone(found.median("b", "pair_ns", 1))
 
-    def test_properties_of_a_job_are_not_a_peer(self):
+    def test_properties_of_a_job_belong_to_no_peer(self):
         self.assertEqual(found_from(JOB[0]).peers(), [])
         self.assertFalse(found_from(JOB[0]).has_any())
 
@@ -58,7 +58,7 @@ class Bars(unittest.TestCase):
     def verdicts(self, *rows):
         return {verdict.name: verdict for verdict in bars.judge(found_from(*rows))}
 
-    def test_a_bar_compares_us_with_the_best_of_the_peers(self):
+    def test_a_bar_compares_symmalloc_with_the_best_peer(self):
         verdicts = self.verdicts(*JOB)
         self.assertEqual(verdicts["steady state, times PyTorch's speed"].figure, 15)
         self.assertEqual(verdicts["steady state, times PyTorch's speed"].best, 150 / 8)
@@ -73,12 +73,12 @@ class Bars(unittest.TestCase):
         self.assertEqual(limits["steady state, times PyTorch's speed"], bars.TIMES_PYTORCH_WITH_USES)
         self.assertEqual(limits["steady state, times the speed of RMM's best"], bars.TIMES_RMM_WITH_USES)
 
-    def test_memory_of_one_stream_is_compared_for_the_plain_pool(self):
+    def test_jobs_of_one_stream_compare_memory_in_the_default_configuration(self):
         verdict = self.verdicts(*JOB)["peak reserved over peak live, one stream"]
         self.assertAlmostEqual(verdict.figure, 1.1)
         self.assertFalse(verdict.is_met)
 
-    def test_memory_of_several_streams_is_compared_for_shared_streams(self):
+    def test_jobs_of_several_streams_compare_memory_with_shared_streams(self):
         reserved = (bars.OURS_SHARED, "reserved_peak_bytes", "job", 1 << 30)
         verdict = self.verdicts(*JOB, ("", "streams", "job", 9, 9, 9), reserved)["peak reserved over peak live, shared streams"]
         self.assertEqual((verdict.figure, verdict.is_met), (1, True))
@@ -140,12 +140,12 @@ class Chart(unittest.TestCase):
             x, y = map(float, mark.getAttribute("transform")[len("translate(") : -1].split())
             self.assertTrue(0 < x < float(size.getAttribute("width")) and 0 < y < float(size.getAttribute("height")))
 
-    def test_a_run_without_figures_is_an_empty_chart(self):
+    def test_a_run_without_figures_draws_an_empty_chart(self):
         xml.dom.minidom.parseString(chart.svg(figures.Figures()))
 
 
 class Programs(unittest.TestCase):
-    def test_peers_are_chosen_by_words(self):
+    def test_peers_are_selected_by_parts_of_their_names(self):
         names = [peer.name for peer in programs.peers(False) if peer.is_wanted("pytorch, rmm p")]
         self.assertEqual(names, ["PyTorch", "PyTorch expandable", "RMM pool"])
 
@@ -155,11 +155,11 @@ class Programs(unittest.TestCase):
             {bars.OURS, bars.OURS_SHARED, bars.OURS_C, *bars.SCALE, bars.PYTORCH, bars.EXPANDABLE, *bars.RMM}, names
         )
 
-    def test_a_package_that_is_not_installed_is_a_reason(self):
+    def test_a_package_that_is_not_installed_is_reported_as_missing(self):
         with self.assertRaisesRegex(programs.Missing, "no_such_package_of_anybody"):
             programs.package_folder("no_such_package_of_anybody")
 
-    def test_a_program_that_fails_or_hangs_is_a_reason_and_keeps_its_figures(self):
+    def test_a_program_that_fails_or_hangs_reports_the_reason_and_its_figures(self):
         line = '{"peer":"p","case":"pair_ns","at":"1","values":[1]}'
         for script, reason in (
             (f"echo '{line}'; echo broken >&2; exit 3", "exit status 3: broken"),

@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_calls_with_other_ids_and_places_have_the_same_ops() {
+    fn calls_that_differ_only_in_ids_and_placements_have_equal_ops() {
         let a = recording(&["stream s0", "a 0 512 s0 -> 0@0", "a 1 512 s0 -> 0@512", "f 0"]);
         let b = recording(&["stream s0", "a 7 512 s0 -> 0@0", "a 3 512 s0 -> 1@0", "f 7"]);
         let diff = Diff::new(&a, &b);
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_free_of_another_allocation_is_another_call() {
+    fn frees_of_different_allocations_differ() {
         let a = recording(&["stream s0", "a 0 512 s0", "a 1 512 s0", "f 0", "f 1"]);
         let b = recording(&["stream s0", "a 0 512 s0", "a 1 512 s0", "f 1", "f 0"]);
         let difference = Diff::new(&a, &b).first_op.unwrap();
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn without_placements_nothing_is_said_about_them() {
+    fn placements_are_not_compared_if_one_recording_has_none() {
         let a = recording(&["stream s0", "a 0 512 s0"]);
         let b = recording(&["stream s0", "a 0 512 s0 -> 3@0"]);
         let diff = Diff::new(&a, &b);
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn uses_count_only_between_decisions_of_our_allocator() {
+    fn uses_are_compared_only_between_recordings_of_symmalloc() {
         let with = ["stream s0", "stream s1", "a 0 512 s0", "u 0 s1", "f 0"];
         let without = ["stream s0", "a 0 512 s0", "f 0"];
         assert!(Diff::new(&recording(&with), &recording(&without)).same_ops());

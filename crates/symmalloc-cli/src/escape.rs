@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn no_text_hides_anything() {
+    fn hidden_characters_are_escaped_in_every_output() {
         for text in texts() {
             assert_eq!(hidden(&visible(&text)), None, "{text:?}");
             assert!(hidden(&visible_line(&text)).is_none() && !visible_line(&text).contains('\n'), "{text:?}");
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn styles_are_ours_alone() {
+    fn only_styles_of_the_program_itself_reach_the_terminal() {
         assert_eq!(for_terminal(&format!("x {}\n", styled("bad\n", "1;31"))), "x \u{1b}[1;31mbad\\n\u{1b}[0m\n");
         assert_eq!(for_terminal("\u{1b}[1;32mthe same\u{1b}[0m"), r"\u{1b}[1;32mthe same\u{1b}[0m");
     }

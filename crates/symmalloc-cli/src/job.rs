@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_choice_that_the_recording_made_too_keeps_its_knobs() {
+    fn choosing_the_recorded_policy_keeps_its_settings() {
         let trace = "symmalloc-trace 1\nconfig segments:fixed,max_split_size_mb:512\nend 0\n";
         let stated = policy(trace, None);
         assert!(matches!(&stated, SegmentPolicy::Fixed(fixed) if fixed.max_split_size_bytes == Some(512 << 20)));

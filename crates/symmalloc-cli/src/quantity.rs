@@ -49,7 +49,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_has_the_unit_that_fits() {
+    fn memory_is_printed_in_the_largest_unit_that_fits() {
         assert_eq!(
             [0, 1023, 1 << 10, 3 << 19, 5 << 30].map(memory),
             ["0 B", "1023 B", "1.00 KiB", "1.50 MiB", "5.00 GiB"]

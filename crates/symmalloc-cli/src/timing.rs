@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_median_is_the_middle_one() {
+    fn the_median_is_the_middle_value() {
         let milliseconds = |times: &[u64]| times.iter().copied().map(Duration::from_millis).collect::<Vec<_>>();
         assert_eq!(median(&mut milliseconds(&[9, 1, 5])), Duration::from_millis(5));
         assert_eq!(median(&mut milliseconds(&[9, 1, 5, 7])), Duration::from_millis(5));

@@ -59,7 +59,7 @@ fn a_planted_link_is_replaced_and_its_target_kept() {
 }
 
 #[test]
-fn a_link_to_nowhere_creates_nothing_there() {
+fn a_dangling_link_is_replaced_and_its_target_not_created() {
     let folder = folder();
     symlink(folder.path().join("nowhere"), folder.path().join("record")).expect("planted");
     write_whole(&folder.path().join("record"), b"new").expect("written");
@@ -81,7 +81,7 @@ fn a_file_of_another_user_is_replaced_by_ours() {
 }
 
 #[test]
-fn writers_at_once_leave_one_whole_file() {
+fn concurrent_writers_leave_one_whole_file() {
     let folder = folder();
     let path = folder.path().join("record");
     let texts: Vec<Vec<u8>> = (b'a'..=b'h').map(|letter| vec![letter; 1 << 18]).collect();
@@ -99,7 +99,7 @@ fn writers_at_once_leave_one_whole_file() {
 }
 
 #[test]
-fn an_error_leaves_nothing() {
+fn a_failed_write_leaves_no_file() {
     let folder = folder();
     fs::create_dir_all(folder.path().join("taken/inside")).expect("created");
     write_whole(&folder.path().join("taken"), b"text").expect_err("a folder has the name");
@@ -112,13 +112,13 @@ fn an_error_leaves_nothing() {
 }
 
 #[test]
-fn a_full_disk_leaves_what_was_there() {
+fn a_full_disk_leaves_the_previous_file() {
     // The process's file size limit simulates a full disk: ignoring the signal turns it into an error.
     let folder = folder();
     let path = folder.path().join("record");
     write_whole(&path, b"old").expect("written");
     let this = std::env::current_exe().expect("known");
-    let script = "trap '' XFSZ; ulimit -f 8; exec \"$0\" --exact writes_a_megabyte --ignored";
+    let script = "trap '' XFSZ; ulimit -f 8; exec \"$0\" --exact a_megabyte_is_written --ignored";
     let done = Command::new("sh").args(["-c", script]).arg(this).env("RECORD", &path).output().expect("started");
     assert!(!done.status.success(), "the limit was not reached");
     assert_eq!((fs::read(&path).expect("kept"), names(folder.path())), (b"old".to_vec(), vec!["record".to_owned()]));
@@ -126,7 +126,7 @@ fn a_full_disk_leaves_what_was_there() {
 
 #[test]
 #[ignore = "run by another test, under a limit"]
-fn writes_a_megabyte() {
+fn a_megabyte_is_written() {
     let path = PathBuf::from(std::env::var_os("RECORD").expect("set"));
     write_whole(&path, &vec![0; 1 << 20]).expect("no limit");
 }
@@ -155,7 +155,7 @@ fn a_private_folder_is_created_for_this_user_alone() {
 }
 
 #[test]
-fn a_temporary_folder_is_this_users_alone_and_goes_away() {
+fn a_temporary_folder_is_private_and_removed_on_drop() {
     let folder = TemporaryFolder::new().expect("created");
     let path = folder.path().to_owned();
     fs::write(path.join("file"), "text").expect("written");
@@ -208,7 +208,7 @@ fn parts_of_another_user_are_refused() {
 }
 
 #[test]
-fn paths_that_are_no_folder_are_refused() {
+fn paths_that_are_not_folders_are_refused() {
     let base = folder();
     fs::write(base.path().join("file"), "").expect("written");
     symlink("circle", base.path().join("circle")).expect("made");
@@ -227,7 +227,7 @@ fn folder_with(environment: &[(&str, &Path)]) -> PathBuf {
 fn printed_with(environment: &[(&str, &Path)], key: &str) -> String {
     let this = std::env::current_exe().expect("known");
     let mut command = Command::new(this);
-    command.args(["--exact", "tells_its_private_folder", "--ignored", "--nocapture"]).env_clear();
+    command.args(["--exact", "the_private_folder_is_reported", "--ignored", "--nocapture"]).env_clear();
     let printed = command.envs(environment.iter().copied()).output().expect("started");
     let printed = String::from_utf8(printed.stdout).expect("text");
     let line = printed.lines().find_map(|line| line.split_once(key)).unwrap_or_else(|| panic!("{printed}"));
@@ -236,7 +236,7 @@ fn printed_with(environment: &[(&str, &Path)], key: &str) -> String {
 
 #[test]
 #[ignore = "run by another test, in a separate environment"]
-fn tells_its_private_folder() {
+fn the_private_folder_is_reported() {
     match private_folder() {
         Ok(folder) => {
             assert_eq!(private_folder().expect("the same folder"), folder);
@@ -247,7 +247,7 @@ fn tells_its_private_folder() {
 }
 
 #[test]
-fn the_folder_lies_with_the_users_state_then_at_run_time_then_anywhere() {
+fn the_folder_is_in_the_state_then_runtime_then_temporary_directory() {
     let base = folder();
     let base = base.path().canonicalize().expect("exists");
     let (home, state, runtime) = (base.join("home"), base.join("state"), base.join("runtime"));

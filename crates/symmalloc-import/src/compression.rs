@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_back() {
+    fn written_data_reads_back() {
         for compression in ALL {
             for bytes in [text(), b"x".to_vec(), Vec::new()] {
                 let stored = compressed(&bytes, compression);
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn members_one_after_the_other_are_read_as_one() {
+    fn concatenated_members_are_read_as_one() {
         for compression in [Compression::Gzip, Compression::Zstd] {
             let stored = [compressed(b"one ", compression), compressed(b"two", compression)].concat();
             assert_eq!(decompressed(&stored).unwrap(), b"one two");
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn torn_data_is_said_to_be_torn_wherever_it_is_cut() {
+    fn data_torn_at_any_byte_is_reported_as_torn() {
         for compression in [Compression::Gzip, Compression::Zstd] {
             let stored = compressed(&text(), compression);
             for kept in [5, 11, 20, stored.len() / 2, stored.len() - 5, stored.len() - 1] {
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn damaged_data_is_said_to_be_damaged() {
+    fn damaged_data_is_reported_as_damaged() {
         for compression in [Compression::Gzip, Compression::Zstd] {
             let mut stored = compressed(&text(), compression);
             let last = stored.len() - 2;
@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn data_that_grows_like_no_recording_is_refused_before_it_has_grown() {
+    fn a_decompression_bomb_is_refused_before_it_is_decompressed() {
         for compression in [Compression::Gzip, Compression::Zstd] {
             let mut compressor = Compressor::new(Vec::new(), compression).unwrap();
             let blank = vec![b'\n'; 1 << 20];
@@ -444,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn the_extension_decides_how_a_file_is_written() {
+    fn the_extension_selects_the_compression() {
         let folder = tempfile::tempdir().unwrap();
         for (name, compression) in [
             ("a.trace", Compression::Plain),

@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn no_two_ranks_and_no_two_devices_write_one_file() {
+    fn each_rank_and_device_writes_its_own_file() {
         assert_eq!(path_of("/tmp/job.trace.zst", 1, true), "/tmp/job.trace.zst");
         assert_eq!(path_of("/tmp/job.trace.zst", 8, true), "/tmp/job.rank3.trace.zst");
         assert_eq!(path_of("/tmp/job.trace.zst", 8, false), "/tmp/job.rank3.device1.trace.zst");
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn no_two_processes_of_a_rank_write_one_file() {
+    fn each_process_of_a_rank_writes_its_own_file() {
         let second = TraceNaming { ranks: 1, is_first_process: false, ..NAMING };
         assert_eq!(second.path_of("job.trace.zst"), "job.process77.trace.zst");
         assert_eq!(TraceNaming { ranks: 8, ..second }.path_of("job.trace"), "job.rank3.process77.trace");

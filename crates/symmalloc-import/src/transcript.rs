@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_given_out_twice_was_freed_in_between() {
+    fn an_address_allocated_twice_was_freed_in_between() {
         let mut transcript = Transcript::new(u64::MAX);
         allocate(&mut transcript, 1, 7);
         allocate(&mut transcript, 1, 7);
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn names_count_towards_the_limit() {
+    fn names_count_toward_the_limit() {
         let mut transcript = Transcript::new(950);
         let name = "x".repeat(900);
         let told = transcript.allocate(Allocated { name: Some(&name), ..allocated(1, 0) });

@@ -436,7 +436,7 @@ mod tests {
     proptest! {
         /// Each preference explores all placements, in a different order.
         #[test]
-        fn preferences_agree_on_the_least_height(
+        fn preferences_agree_on_the_minimum_height(
             rectangles in prop::collection::vec((0..16_u64, 1..=16_u64, 1..9_u64), 1..12),
         ) {
             let rectangle = |(lower, life, size)| Rectangle { lower, upper: lower + life, size };

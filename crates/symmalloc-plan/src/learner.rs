@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_that_comes_twice_is_learned_with_what_it_leaves_for_the_next() {
+    fn a_step_that_occurs_twice_is_learned_with_its_carried_over_allocations() {
         let mut learner = StepLearner::default();
         assert_eq!(step(&mut learner, 0, 1), None);
         // The second request is never freed.
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_step_of_another_key_frees_lives_too_long() {
+    fn an_allocation_freed_by_a_step_of_another_key_has_no_learned_end() {
         let mut learner = StepLearner::default();
         step(&mut learner, 0, 1);
         assert_eq!(step(&mut learner, 1, 2), None);
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_that_asks_for_something_else_is_not_learned() {
+    fn a_step_with_different_requests_is_not_learned() {
         let mut learner = StepLearner::default();
         step(&mut learner, 0, 1);
         learner.begin(0);
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longer_of_two_lives_counts() {
+    fn the_longer_of_two_lifetimes_counts() {
         let mut learner = StepLearner::default();
         for frees_early in [true, false] {
             learner.begin(0);
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_taken_for_freed_while_the_log_pauses() {
+    fn frees_during_a_pause_of_the_log_are_not_learned() {
         let mut learner = StepLearner::default();
         step(&mut learner, 0, 1);
         learner.pause();

@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn exact_search_solves_what_orders_and_improvement_do_not() {
+    fn exact_search_solves_problems_that_heuristics_do_not() {
         let problem = filled();
         let decoder = Decoder::new(&problem);
         let mut heuristics = Search::new(&problem, &decoder, Steps(3_000_000));

@@ -70,7 +70,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn a_solution_is_one_and_the_same_again(problem in problem(0..60)) {
+    fn a_solution_is_deterministic(problem in problem(0..60)) {
         let solution = solve(&problem, Steps(20_000));
         prop_assert_eq!(solution.check(&problem), Ok(()));
         prop_assert!(solution.height() >= problem.lower_bound());
@@ -80,7 +80,7 @@ proptest! {
 
     /// `check` has its own definition of overlap, so this test compares every pair.
     #[test]
-    fn no_two_that_live_together_overlap(problem in problem(0..40), steps in 0..10_000_u64) {
+    fn rectangles_that_live_together_do_not_overlap(problem in problem(0..40), steps in 0..10_000_u64) {
         let solution = solve(&problem, Steps(steps));
         let all: Vec<(Rectangle, u64)> =
             problem.rectangles().iter().copied().zip(solution.offsets().iter().copied()).collect();
@@ -93,14 +93,14 @@ proptest! {
     }
 
     #[test]
-    fn more_steps_are_never_worse(problem in problem(1..40)) {
+    fn more_search_steps_never_give_a_worse_solution(problem in problem(1..40)) {
         let heights = [0, 1_000, 10_000, 100_000, 500_000].map(|steps| solve(&problem, Steps(steps)).height());
         prop_assert!(heights.is_sorted_by(|less, more| less >= more), "{:?}", heights);
     }
 
     /// The solver proves the optimum even if no placement reaches the lower bound.
     #[test]
-    fn small_problems_are_solved_and_known_to_be(problem in problem(1..9)) {
+    fn small_problems_are_solved_with_a_proof_of_optimality(problem in problem(1..9)) {
         let solution = solve(&problem, Steps(100_000));
         prop_assert_eq!((solution.height(), solution.is_optimal()), (least_height(&problem), true));
     }
@@ -139,7 +139,7 @@ fn filled(seed: u64) -> Problem {
 }
 
 #[test]
-fn what_fills_all_of_its_room_is_solved() {
+fn problems_without_gaps_are_solved() {
     for seed in 0..20 {
         let problem = filled(seed);
         let solution = solve(&problem, Steps(300_000));
@@ -149,7 +149,7 @@ fn what_fills_all_of_its_room_is_solved() {
 }
 
 #[test]
-fn steps_are_a_bound_for_what_all_lives_together() {
+fn the_step_limit_bounds_problems_with_many_overlaps() {
     let rectangles = (0..100_000).map(|it| Rectangle { lower: it, upper: it + 90_000, size: 1 + it % 7 }).collect();
     let problem = Problem::new(rectangles).expect("sane");
     for steps in [0, 3_000_000] {
@@ -161,7 +161,7 @@ fn steps_are_a_bound_for_what_all_lives_together() {
 }
 
 #[test]
-fn what_lives_into_the_next_step_keeps_its_place_there() {
+fn rectangles_that_live_into_the_next_step_keep_their_offset() {
     let at = |lower, upper, size| Rectangle { lower, upper, size };
     // Each rectangle overlaps its predecessor and its successor, also across the end of the step. A ring of four needs
     // the height of two rectangles, and a ring of five the height of three.
@@ -202,7 +202,7 @@ fn cut(lower: u64, upper: u64, height: u64, seed: &mut u64, pieces: &mut Vec<Rec
 }
 
 #[test]
-fn what_was_cut_from_one_piece_fits_into_it_again() {
+fn pieces_cut_from_a_rectangle_nearly_fit_into_it_again() {
     let (mut lost, mut count) = (0, 0);
     for seed in 0..20_u64 {
         let mut pieces = Vec::new();
@@ -216,7 +216,7 @@ fn what_was_cut_from_one_piece_fits_into_it_again() {
 }
 
 #[test]
-fn offsets_that_are_no_solution_are_refused() {
+fn offsets_that_are_not_a_solution_are_refused() {
     let at = |lower, upper, size| Rectangle { lower, upper, size };
     let apart = Problem::new(vec![at(0, 2, 4), at(2, 4, 4)]).expect("sane");
     let together = Problem::new(vec![at(0, 3, 4), at(2, 4, 4)]).expect("sane");
@@ -230,7 +230,7 @@ fn offsets_that_are_no_solution_are_refused() {
 }
 
 #[test]
-fn what_is_no_problem_is_refused() {
+fn invalid_problems_are_refused() {
     let at = |lower, upper, size| Rectangle { lower, upper, size };
     assert_eq!(Problem::new(vec![at(3, 3, 1)]), Err(ProblemError::Lifetime { index: 0, lower: 3, upper: 3 }));
     assert_eq!(Problem::new(vec![at(0, 1, 1), at(0, 1, 0)]), Err(ProblemError::Size { index: 1 }));
@@ -243,7 +243,7 @@ fn what_is_no_problem_is_refused() {
 }
 
 #[test]
-fn tables_are_read_in_any_order_of_columns_and_written() {
+fn tables_survive_a_round_trip_in_any_column_order() {
     let (problem, names) = Problem::read_csv("id, size ,start,end\nb1,4,0,2\nb2,2,1,4\n".as_bytes()).expect("read");
     assert_eq!(names, ["b1", "b2"]);
     let solution = solve(&problem, Steps::default());

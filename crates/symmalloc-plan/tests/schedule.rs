@@ -41,7 +41,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
-    fn whoever_used_a_place_is_looked_at_by_everybody_or_by_somebody_before(step in step(3)) {
+    fn each_user_of_a_place_is_checked_directly_or_transitively(step in step(3)) {
         let schedule = Schedule::new(&step).expect("nothing overlaps");
         let ends = schedule.check_ends();
         // By stream: the allocations that are complete before its next allocation.
@@ -78,7 +78,7 @@ proptest! {
     }
 
     #[test]
-    fn a_step_of_one_stream_looks_at_each_allocation_once_besides_its_own_place(step in step(1)) {
+    fn a_step_of_one_stream_checks_each_allocation_at_most_twice(step in step(1)) {
         let schedule = Schedule::new(&step).expect("nothing overlaps");
         prop_assert!(schedule.checks().len() <= 2 * step.iter().flatten().count());
     }

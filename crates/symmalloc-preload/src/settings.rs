@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_stands_beside_the_configuration() {
+    fn a_limit_and_a_configuration_combine() {
         let variables = [("SYMMALLOC_RUN_CONFIG", "segments:fixed"), ("SYMMALLOC_RUN_LIMIT", "1048576")];
         let settings = read(&variables).expect("valid");
         assert_eq!(settings.config.limit_bytes(), Some(1 << 20));

@@ -190,7 +190,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn own_keys_stand_anywhere_among_the_cores() {
+    fn keys_of_this_crate_may_appear_anywhere_in_the_text() {
         let text = "peers:[1, 2],segments:fixed , out_of_memory:fail,roundup_power2_divisions:[256:1,>:8],chunk_mb:20,\
                     prefetch_bytes:67108864";
         let settings: TorchSettings = text.parse().expect("valid");
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_name_the_byte_of_the_whole_text() {
+    fn errors_state_the_offset_in_the_whole_text() {
         let parse = |text: &str| text.parse::<TorchSettings>().expect_err("wrong").to_string();
         assert_eq!(parse("peers:[1],out_of_memory: never"), "byte 25: out_of_memory must be trim or fail");
         assert_eq!(parse("peers:1"), "byte 6: peers must be a list of device numbers: [1,2]");

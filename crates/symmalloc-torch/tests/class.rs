@@ -100,7 +100,7 @@ fn run(built: &Built, case: &str) {
 }
 
 #[test]
-fn the_class_does_under_libc10_what_extensions_expect() {
+fn the_class_behaves_under_libc10_as_extensions_expect() {
     let (torch, cuda) = match surroundings() {
         Ok(folders) => folders,
         Err(reason) => return println!("skipped: {reason}"),

@@ -75,7 +75,7 @@ fn run_with_c10(case: &str) {
     run_program(&program, &[case, library.expect("compiled before").to_str().expect("text")]);
 }
 
-stub_test!(with_libc10_it_is_pytorchs_out_of_memory_error, {
+stub_test!(with_libc10_an_error_is_pytorchs_out_of_memory_error, {
     run_with_c10("torch_error");
 });
 
@@ -83,7 +83,7 @@ stub_test!(functions_that_pytorchs_class_refuses_are_those_of_the_library, ["STU
     run_with_c10("virtuals");
 });
 
-stub_test!(with_a_real_libc10_too, {
+stub_test!(with_a_real_libc10_an_error_is_pytorchs_out_of_memory_error, {
     let Some(torch) = std::env::var_os("SYMMALLOC_TORCH_LIB") else {
         println!("skipped: SYMMALLOC_TORCH_LIB is not a folder with PyTorch's libraries");
         return;
@@ -101,7 +101,7 @@ stub_test!(a_forked_child_frees_nothing_and_allocates_nothing, {
     run(&["fork"]);
 });
 
-stub_test!(a_complaint_that_nobody_reads_ends_no_process, {
+stub_test!(an_unread_error_message_does_not_end_the_process, {
     run(&["unread"]);
 });
 

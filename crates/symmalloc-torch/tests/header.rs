@@ -4,7 +4,7 @@
 use std::path::Path;
 
 #[test]
-fn the_header_is_what_the_sources_say() {
+fn the_header_matches_the_sources() {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut config = cbindgen::Config::from_file(package.join("cbindgen.toml")).expect("a configuration");
     config.after_includes = Some(format!("\n#define SYMMALLOC_VERSION \"{}\"", env!("CARGO_PKG_VERSION")));

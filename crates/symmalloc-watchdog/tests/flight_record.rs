@@ -57,7 +57,7 @@ fn findings(records: &[FlightRecord]) -> Vec<Finding> {
 }
 
 #[test]
-fn what_was_written_is_read() {
+fn a_written_record_reads_back() {
     let folder = tempdir().expect("a folder");
     let path = folder.path().join("rank0.json");
     let record = rank(0, 2, &[8, 8, 4], 2);
@@ -68,7 +68,7 @@ fn what_was_written_is_read() {
 }
 
 #[test]
-fn what_is_no_record_is_refused() {
+fn other_files_are_not_records() {
     let folder = tempdir().expect("a folder");
     let file = |name: &str, text: &str| -> PathBuf {
         let path = folder.path().join(name);
@@ -91,7 +91,7 @@ fn what_is_no_record_is_refused() {
 
 /// A file with corrupt numbers, or an endless one, costs no more memory than a valid one.
 #[test]
-fn what_no_job_can_have_costs_little() {
+fn corrupt_records_cost_little_memory() {
     let endless = FlightRecord::from_reader(std::io::repeat(b' '), Path::new("endless"));
     assert!(matches!(endless, Err(FlightRecordError::TooLarge { .. })));
     let mut record = rank(0, u32::MAX, &[], 0);
@@ -104,7 +104,7 @@ fn what_no_job_can_have_costs_little() {
 }
 
 #[test]
-fn ranks_that_are_even_are_no_trouble() {
+fn even_ranks_are_not_a_problem() {
     let records = [rank(0, 2, &[8, 8], 2), rank(1, 2, &[8, 8], 2)];
     let found = findings(&records);
     assert_eq!(found, [Finding::Even { submitted: 2 }]);
@@ -113,7 +113,7 @@ fn ranks_that_are_even_are_no_trouble() {
 }
 
 #[test]
-fn who_did_not_come_is_named_with_the_collective() {
+fn a_rank_that_missed_a_collective_is_named() {
     let records = [rank(0, 3, &[8, 8, 4], 2), rank(1, 3, &[8, 8], 2), rank(2, 3, &[8, 8, 4], 2)];
     let found = findings(&records);
     let behind = Finding::Behind { number: 3, signature: Some(all_reduce(4)), ranks: vec![1] };
@@ -126,7 +126,7 @@ fn who_did_not_come_is_named_with_the_collective() {
 }
 
 #[test]
-fn ranks_that_are_behind_by_less_may_only_wait_for_the_others() {
+fn only_the_rank_that_is_furthest_behind_is_named() {
     let records = [rank(0, 3, &[8, 8, 4], 0), rank(1, 3, &[8, 8], 0), rank(2, 3, &[8], 0)];
     let behind = Finding::Behind { number: 2, signature: Some(all_reduce(8)), ranks: vec![2] };
     assert_eq!(findings(&records), [behind]);
@@ -152,7 +152,7 @@ fn the_first_collective_that_differs_is_named_with_what_each_called() {
 }
 
 #[test]
-fn a_rank_that_stayed_away_before_the_first_difference_is_named_as_well() {
+fn a_rank_that_is_missing_before_the_first_difference_is_named_as_well() {
     let records = [rank(0, 3, &[8, 8, 4], 1), rank(1, 3, &[8, 8, 5], 1), rank(2, 3, &[8], 1)];
     let behind = Finding::Behind { number: 2, signature: Some(all_reduce(8)), ranks: vec![2] };
     let calls = vec![(all_reduce(4), vec![0]), (all_reduce(5), vec![1])];
@@ -160,7 +160,7 @@ fn a_rank_that_stayed_away_before_the_first_difference_is_named_as_well() {
 }
 
 #[test]
-fn a_collective_that_all_came_to_and_that_hangs_is_named() {
+fn a_collective_that_all_ranks_reached_and_that_hangs_is_named() {
     let records = [rank(0, 3, &[8, 8], 1), rank(1, 3, &[8, 8], 2), rank(2, 3, &[8, 8], 0)];
     let states = vec![(CollectiveState::Running, vec![2])];
     assert_eq!(findings(&records), [Finding::Unfinished { number: 1, signature: all_reduce(8), states }]);

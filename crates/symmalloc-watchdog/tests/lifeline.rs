@@ -68,7 +68,7 @@ fn gone(rank: u32) -> [PeerEvent; 1] {
 }
 
 #[test]
-fn all_learn_within_a_second_that_a_process_is_gone() {
+fn all_processes_are_notified_of_a_death_within_a_second() {
     let mut lifelines = job(4);
     settle(&mut lifelines);
     drop(lifelines.remove(2));
@@ -84,7 +84,7 @@ fn all_learn_within_a_second_that_a_process_is_gone() {
 }
 
 #[test]
-fn all_learn_that_the_hub_is_gone() {
+fn all_processes_are_notified_of_the_death_of_the_hub() {
     let mut lifelines = job(3);
     settle(&mut lifelines);
     drop(lifelines.remove(0));
@@ -99,7 +99,7 @@ fn all_learn_that_the_hub_is_gone() {
 }
 
 #[test]
-fn who_left_in_order_is_missed_by_nobody() {
+fn an_orderly_departure_is_not_reported() {
     let mut lifelines = job(3);
     lifelines[1].endpoint().leave(of_world(1), now());
     settle(&mut lifelines);
@@ -150,7 +150,7 @@ fn a_process_that_left_and_ended_is_not_gone_if_the_hub_writes_before_it_reads()
 }
 
 #[test]
-fn a_process_to_which_nothing_can_be_written_is_gone() {
+fn a_process_whose_connection_is_closed_is_gone() {
     let (at_hub, end) = UnixStream::pair().expect("two ends");
     let mut hub = Lifeline::new(ProcessId(0), 2, vec![(ProcessId(1), at_hub.into())], Duration::ZERO).expect("set up");
     let peer = end.try_clone().expect("a second handle");
@@ -174,7 +174,7 @@ fn late() -> FailureReport {
 }
 
 #[test]
-fn an_error_is_told_with_its_report() {
+fn an_error_is_forwarded_with_its_report() {
     let mut lifelines = job(3);
     settle(&mut lifelines);
     lifelines[2].endpoint().fail(of_world(2), &late(), now());
@@ -188,7 +188,7 @@ fn an_error_is_told_with_its_report() {
 
 /// Process 2 runs no turns, like a stopped process.
 #[test]
-fn the_hub_says_who_is_silent_and_how_far_the_others_are() {
+fn the_hub_reports_silence_and_progress() {
     let mut lifelines = job(3);
     settle(&mut lifelines);
     let mut stopped = lifelines.remove(2);
@@ -210,7 +210,7 @@ fn the_hub_says_who_is_silent_and_how_far_the_others_are() {
 }
 
 #[test]
-fn a_stranger_on_a_connection_is_a_broken_one() {
+fn foreign_data_breaks_the_connection() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let mut stranger = TcpStream::connect(listener.local_addr().expect("bound")).expect("listening");
     let (stream, _) = listener.accept().expect("accepted");
@@ -228,7 +228,7 @@ fn a_stranger_on_a_connection_is_a_broken_one() {
 
 /// The bytes pending for a stopped process do not grow with the number of beats.
 #[test]
-fn a_process_that_takes_nothing_in_holds_nobody_up() {
+fn a_process_that_reads_nothing_delays_no_other() {
     let mut lifelines = job(2);
     settle(&mut lifelines);
     let _stopped = lifelines.remove(1);
@@ -327,13 +327,13 @@ impl Flooded {
 }
 
 #[test]
-fn a_flood_of_newlines_is_the_end_of_its_process_alone() {
+fn a_flood_of_newlines_disconnects_only_its_sender() {
     let mut flooded = Flooded::new().notices_a_death(&[b'\n'; 1 << 16]);
     assert!(flooded.has_hung_up());
 }
 
 #[test]
-fn nothing_behind_a_bad_message_counts() {
+fn messages_after_an_invalid_one_are_ignored() {
     let mut flooded = Flooded::new();
     flooded.flood.write_all(b"nonsense\n{\"joined\":{\"rank\":{\"communicator\":1,\"rank\":1}}}\n").expect("sent");
     flooded.turn();
@@ -341,14 +341,14 @@ fn nothing_behind_a_bad_message_counts() {
 }
 
 #[test]
-fn a_flood_of_beats_holds_nobody_up() {
+fn a_flood_of_beats_delays_no_other() {
     let beats = b"{\"beat\":{\"standings\":[]}}\n".repeat(4096);
     let mut flooded = Flooded::new().notices_a_death(&beats);
     assert!(!flooded.has_hung_up(), "its messages are valid");
 }
 
 #[test]
-fn a_flood_of_questions_holds_nobody_up() {
+fn a_flood_of_questions_delays_no_other() {
     let joined = b"{\"joined\":{\"rank\":{\"communicator\":1,\"rank\":1}}}\n";
     let questions = [&joined[..], &b"{\"ask\":{\"communicator\":1}}\n".repeat(4096)].concat();
     let mut flooded = Flooded::new();
@@ -358,7 +358,7 @@ fn a_flood_of_questions_holds_nobody_up() {
 }
 
 #[test]
-fn a_flood_of_joins_is_the_end_of_its_process_alone() {
+fn a_flood_of_joins_disconnects_only_its_sender() {
     let join = |number: u32| format!("{{\"joined\":{{\"rank\":{{\"communicator\":{number},\"rank\":1}}}}}}\n");
     let joins: String = (2..10_000).map(join).collect();
     let mut flooded = Flooded::new().notices_a_death(joins.as_bytes());
@@ -366,7 +366,7 @@ fn a_flood_of_joins_is_the_end_of_its_process_alone() {
 }
 
 #[test]
-fn a_message_without_an_end_is_the_end_of_its_process_alone() {
+fn an_endless_message_disconnects_only_its_sender() {
     let mut flooded = Flooded::new().notices_a_death(&[b'['; 1 << 16]);
     for _ in 0..1000 {
         if flooded.pour(&[b'['; 1 << 16], 0).is_none() {
@@ -378,7 +378,7 @@ fn a_message_without_an_end_is_the_end_of_its_process_alone() {
 }
 
 #[test]
-fn a_process_that_never_reads_is_gone_when_too_much_waits_for_it() {
+fn a_process_with_too_much_unread_data_is_gone() {
     let mut flooded = Flooded::new();
     flooded.flood.write_all(b"{\"joined\":{\"rank\":{\"communicator\":1,\"rank\":1}}}\n").expect("sent");
     let report = FailureReport { text: "x".repeat(10_000), first_rank: None };
@@ -411,7 +411,7 @@ fn a_process_that_never_reads_is_gone_when_too_much_waits_for_it() {
 }
 
 #[test]
-fn a_report_without_an_end_is_cut_off() {
+fn an_endless_report_is_truncated() {
     let mut lifelines = job(2);
     settle(&mut lifelines);
     let report = FailureReport { text: "é".repeat(1 << 20), first_rank: None };
@@ -444,7 +444,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
     #[test]
-    fn whatever_a_process_sends_the_death_of_another_one_is_noticed(
+    fn no_message_delays_the_detection_of_a_death(
         pieces in prop::collection::vec(piece(), 0..400),
         cut in 1..5000_usize,
     ) {

@@ -148,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_half_survives_the_way_there_and_back() {
+    fn every_half_survives_a_round_trip() {
         for bits in 0..=u16::MAX {
             let value = f16_to_f32(bits);
             assert!(value.is_nan() || f32_to_f16(value) == bits, "{bits:#x} {value}");

@@ -83,7 +83,7 @@ fn a_large_block_is_split_only_if_more_than_a_mebibyte_is_left() {
 }
 
 #[test]
-fn the_smallest_that_fits_is_taken_and_the_lowest_address_among_equals() {
+fn best_fit_takes_the_lowest_address_among_equal_sizes() {
     let mut old = fixed();
     for id in 0..4 {
         old.take(id, 256 * KIB);
@@ -98,7 +98,7 @@ fn the_smallest_that_fits_is_taken_and_the_lowest_address_among_equals() {
 }
 
 #[test]
-fn neighbors_merge_and_a_whole_segment_goes_back() {
+fn neighbors_merge_and_an_unused_segment_is_released() {
     let mut old = fixed();
     for id in 0..3 {
         old.take(id, 512 * KIB);
@@ -142,7 +142,7 @@ fn streams_and_pools_share_nothing() {
 }
 
 #[test]
-fn a_block_that_another_stream_used_is_free_only_when_a_poll_says_so() {
+fn a_block_used_by_another_stream_is_free_once_a_poll_finds_its_event_complete() {
     let mut old = AddressOrder::on(calm(Delays::UntilSynchronized), ModelSegments::Fixed);
     assert_eq!(old.take(0, MIB), (0, 0));
     old.record_use(0, S0);
@@ -182,7 +182,7 @@ fn an_expandable_segment_grows_by_pages_at_its_end() {
 }
 
 #[test]
-fn an_expandable_segment_gives_whole_pages_back_and_fills_its_holes() {
+fn an_expandable_segment_releases_whole_pages_and_fills_its_holes() {
     let mut old = expandable();
     for id in 0..4 {
         old.take(id, 20 * MIB);
@@ -204,7 +204,7 @@ fn an_expandable_segment_gives_whole_pages_back_and_fills_its_holes() {
 }
 
 #[test]
-fn a_page_with_a_live_block_stays_and_what_lies_beside_it_stays_free() {
+fn a_page_with_a_live_block_stays_mapped_and_the_rest_of_it_stays_free() {
     let mut old = expandable();
     old.take(0, 30 * MIB);
     old.take(1, 2 * MIB);
@@ -219,7 +219,7 @@ fn a_page_with_a_live_block_stays_and_what_lies_beside_it_stays_free() {
 }
 
 #[test]
-fn a_block_that_can_grow_is_left_for_last() {
+fn a_block_that_can_grow_is_used_last() {
     let mut old = expandable();
     old.take(0, 6 * MIB);
     old.take(1, 4 * MIB);
@@ -230,7 +230,7 @@ fn a_block_that_can_grow_is_left_for_last() {
 }
 
 #[test]
-fn requests_that_nothing_can_hold_are_refused_and_empty_ones_have_no_place() {
+fn oversized_requests_are_refused_and_empty_ones_have_no_placement() {
     for mut old in [fixed(), expandable()] {
         for size_bytes in [1 << 50, u64::MAX] {
             let op = Op::Allocate { id: AllocationId(0), pool: PoolId::DEFAULT, stream: S0, size_bytes };
@@ -244,7 +244,7 @@ fn requests_that_nothing_can_hold_are_refused_and_empty_ones_have_no_place() {
 }
 
 #[test]
-fn what_the_program_asked_for_is_counted_unrounded() {
+fn requested_bytes_are_counted_unrounded() {
     let mut old = fixed();
     old.take(0, 100);
     old.take(1, 1000);
@@ -254,7 +254,7 @@ fn what_the_program_asked_for_is_counted_unrounded() {
 
 /// The case that breaks symmetric windows: eight tensors in eight segments, freed and reallocated.
 #[test]
-fn ranks_agree_on_the_first_round_and_not_after() {
+fn ranks_place_alike_only_in_the_first_round() {
     let run = |rank| {
         let mut old = AddressOrder::new(7, ModelSegments::Fixed, rank);
         let first: Vec<_> = (0..8).map(|id| old.take(id, 12 * MIB)).collect();
@@ -270,7 +270,7 @@ fn ranks_agree_on_the_first_round_and_not_after() {
 }
 
 #[test]
-fn ranks_poll_their_events_at_other_times() {
+fn ranks_poll_their_events_at_different_times() {
     let run = |rank| {
         let mut old = AddressOrder::new(7, ModelSegments::Expandable, rank);
         (0..200)

@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_margin_is_added_and_rounded_to_what_can_be_mapped() {
+    fn a_margin_is_added_and_rounded_up_to_whole_granules() {
         assert_eq!(with_margin(100 * MIB, 0), 100 * MIB);
         assert_eq!(with_margin(100 * MIB, 1), 102 * MIB);
         assert_eq!(with_margin(100 * MIB, 50), 150 * MIB);

@@ -92,7 +92,7 @@ mod tests {
     use symmalloc_import::{ReadOptions, read_bytes};
 
     #[test]
-    fn segments_count_while_they_have_allocations_and_as_far_as_these_reach() {
+    fn a_segment_counts_up_to_the_end_of_its_last_live_allocation() {
         let trace = "symmalloc-trace 1\nstream s0\na 0 1000 s0 -> 0@0\na 1 500 s0 -> 0@1024\nf 0\nf 1\na 2 100 s0 -> 1@512\n\
                      a 3 2000 s0 -> 2@0\nf 2\nend 8\n";
         let recording = read_bytes(trace.as_bytes(), &ReadOptions::default()).unwrap();

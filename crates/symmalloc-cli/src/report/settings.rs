@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn settings_are_said_in_as_few_words_as_they_need() {
+    fn settings_are_printed_without_defaults() {
         for (long, short) in [
             ("", "segments:expandable"),
             ("streams:shared", "segments:expandable,streams:shared"),

@@ -59,31 +59,31 @@ fn good_job(folder: &Folder) -> PathBuf {
 const NOTHING_RECORDED: &[u8] = b"\x80\x02}X\x0d\x00\x00\x00device_traces]]as.";
 
 #[test]
-fn a_missing_file() {
+fn a_missing_file_is_reported() {
     let folder = Folder::new();
     assert_unreadable(&folder.path("nowhere.pickle"), &["cannot be opened", "check the path"]);
 }
 
 #[test]
-fn a_folder() {
+fn a_folder_is_refused() {
     let folder = Folder::new();
     assert_unreadable(folder.0.path(), &["help: give a readable file"]);
 }
 
 #[test]
-fn an_empty_file() {
+fn an_empty_file_is_refused() {
     let folder = Folder::new();
     assert_unreadable(&folder.file("empty", ""), &["is empty", "record again"]);
 }
 
 #[test]
-fn something_else() {
+fn a_file_of_another_format_is_refused() {
     let folder = Folder::new();
     assert_unreadable(&folder.file("letter.txt", "Dear reader,\n"), &["_dump_snapshot", "symmalloc-trace 1"]);
 }
 
 #[test]
-fn a_torn_or_damaged_archive() {
+fn a_torn_or_damaged_archive_is_refused() {
     let folder = Folder::new();
     let gzip = fs::read(recorded("fsdp1_train_rank0.pickle.gz")).unwrap();
     assert_unreadable(&folder.file("torn.pickle.gz", &gzip[..gzip.len() / 2]), &["ends early", "copy the file again"]);
@@ -96,14 +96,14 @@ fn a_torn_or_damaged_archive() {
 }
 
 #[test]
-fn a_torn_trace() {
+fn a_torn_trace_is_refused() {
     let folder = Folder::new();
     let trace = folder.file("torn.trace", "symmalloc-trace 1\nstream s0\na 0 512 s0\nf");
     assert_unreadable(&trace, &["line 4"]);
 }
 
 #[test]
-fn a_trace_that_contradicts_itself() {
+fn an_inconsistent_trace_is_refused() {
     let folder = Folder::new();
     assert_unreadable(
         &folder.trace("twice.trace", &["stream s0", "a 0 512 s0", "f 0", "f 0"]),
@@ -113,7 +113,7 @@ fn a_trace_that_contradicts_itself() {
 }
 
 #[test]
-fn a_pickle_of_something_else() {
+fn a_pickle_that_is_not_a_snapshot_is_refused() {
     let folder = Folder::new();
     assert_unreadable(&folder.file("other.pickle", b"\x80\x04}."), &["device_traces", "_dump_snapshot"]);
     assert_unreadable(&folder.file("torn.pickle", &NOTHING_RECORDED[..12]), &[]);
@@ -122,7 +122,7 @@ fn a_pickle_of_something_else() {
 }
 
 #[test]
-fn a_device_that_was_not_recorded() {
+fn a_device_that_was_not_recorded_is_refused() {
     let snapshot = recorded("fsdp1_train_rank1.pickle.gz");
     let wanted = ["no trace of device 7", "device 1", "--device"];
     assert_refused(&symmalloc("replay {} --device 7", &[&snapshot]), &wanted);
@@ -132,7 +132,7 @@ fn a_device_that_was_not_recorded() {
 }
 
 #[test]
-fn arguments_that_cannot_be() {
+fn invalid_arguments_are_refused() {
     let folder = Folder::new();
     let trace = folder.trace("good.trace", &["stream s0"]);
     for (args, wanted) in [
@@ -158,7 +158,7 @@ fn arguments_that_cannot_be() {
 }
 
 #[test]
-fn flags_that_contradict_each_other_or_that_the_model_cannot_follow() {
+fn contradictory_and_unsupported_flags_are_refused() {
     let folder = Folder::new();
     let trace = good_job(&folder);
     for command in ["replay {}", "plan {}", "export {} out.pickle", "chart {} -o out.svg", "report {} -o out.html"] {
@@ -192,7 +192,7 @@ fn flags_that_contradict_each_other_or_that_the_model_cannot_follow() {
 }
 
 #[test]
-fn an_input_is_not_overwritten_and_a_name_says_what_is_in_a_file() {
+fn an_input_is_not_overwritten_and_file_names_must_match_their_contents() {
     let folder = Folder::new();
     let job = good_job(&folder);
     let text = fs::read(&job).unwrap();
@@ -239,7 +239,7 @@ fn an_input_is_not_overwritten_and_a_name_says_what_is_in_a_file() {
 }
 
 #[test]
-fn two_jobs_are_no_ranks_of_one_job() {
+fn recordings_of_two_jobs_are_not_ranks_of_one_job() {
     let folder = Folder::new();
     let one = folder.trace("one.trace", &["stream s0", "a 0 512 s0", "f 0"]);
     let other = folder.trace("other.trace", &["stream s0", "a 0 512 s0", "a 1 512 s0"]);
@@ -250,7 +250,7 @@ fn two_jobs_are_no_ranks_of_one_job() {
 }
 
 #[test]
-fn a_name_that_is_no_file_and_no_recorded_job() {
+fn an_unknown_name_is_reported_with_the_nearest_job() {
     let wanted = ["gtp2: cannot be opened", "did you mean gpt2?", "resnet50"];
     assert_refused(&symmalloc("replay gtp2", &[]), &wanted);
     let printed = symmalloc("replay zzzzzz", &[]);
@@ -259,7 +259,7 @@ fn a_name_that_is_no_file_and_no_recorded_job() {
 }
 
 #[test]
-fn kilobytes_that_grow_to_gigabytes() {
+fn an_archive_that_decompresses_to_gigabytes_is_refused() {
     let folder = Folder::new();
     let bomb = folder.path("bomb.trace.zst");
     let mut compressor = Compressor::create(&bomb).unwrap();
@@ -275,7 +275,7 @@ fn kilobytes_that_grow_to_gigabytes() {
 
 #[test]
 #[cfg(target_os = "linux")]
-fn a_pipe_without_a_writer() {
+fn a_pipe_without_a_writer_is_reported() {
     let folder = Folder::new();
     let pipe = folder.path("pipe");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
@@ -284,7 +284,7 @@ fn a_pipe_without_a_writer() {
 }
 
 #[test]
-fn a_snapshot_whose_fields_are_of_other_types() {
+fn a_snapshot_with_fields_of_other_types_is_refused() {
     let folder = Folder::new();
     let entry = |action: &[u8], size: &[u8]| {
         let text = |text: &str| [&[0x8c, text.len() as u8], text.as_bytes()].concat();
@@ -313,7 +313,7 @@ fn a_snapshot_whose_fields_are_of_other_types() {
 }
 
 #[test]
-fn flight_records_that_cannot_be_compared() {
+fn flight_records_that_cannot_be_compared_are_refused() {
     let folder = Folder::new();
     let whole = FlightRecord::new("gpu7".to_owned(), "asked for".to_owned(), Vec::new()).to_json();
     let record = folder.file("rank0.json", &whole);
@@ -342,7 +342,7 @@ fn flight_records_that_cannot_be_compared() {
 }
 
 #[test]
-fn a_trace_that_cannot_be_written() {
+fn an_output_that_cannot_be_written_is_reported() {
     let folder = Folder::new();
     let trace = folder.trace("good.trace", &["stream s0"]);
     let out = folder.path("no/such/folder/out.trace");
@@ -361,7 +361,7 @@ fn a_trace_that_cannot_be_written() {
 }
 
 #[test]
-fn a_picture_of_what_is_not_there() {
+fn a_picture_without_memory_to_show_is_refused() {
     let folder = Folder::new();
     let (job, out) = (good_job(&folder), folder.path("out.svg"));
     for (args, wanted) in [
@@ -394,7 +394,7 @@ fn a_picture_of_what_is_not_there() {
 }
 
 #[test]
-fn decisions_of_several_traces_for_one_file() {
+fn recording_several_traces_to_one_file_is_refused() {
     let folder = Folder::new();
     let trace = folder.trace("good.trace", &["stream s0"]);
     let out = folder.path("out.trace");
@@ -403,7 +403,7 @@ fn decisions_of_several_traces_for_one_file() {
 }
 
 #[test]
-fn a_pool_that_cannot_be_destroyed_yet() {
+fn destroying_a_pool_in_use_is_refused() {
     let folder = Folder::new();
     let trace = folder.trace("pool.trace", &["stream s0", "pool p1", "a 0 512 s0 p1", "destroy p1"]);
     let wanted = ["op 3", "free them first", "repair the trace"];
@@ -415,7 +415,7 @@ fn a_pool_that_cannot_be_destroyed_yet() {
 
 #[test]
 #[cfg(target_os = "linux")]
-fn a_full_disk_behind_stdout() {
+fn a_full_disk_behind_stdout_is_reported() {
     let folder = Folder::new();
     let trace = folder.trace("good.trace", &["stream s0"]);
     let full = OpenOptions::new().write(true).open("/dev/full").unwrap();
@@ -424,7 +424,7 @@ fn a_full_disk_behind_stdout() {
 }
 
 #[test]
-fn a_torn_trace_is_taken_up_to_there_when_asked() {
+fn a_torn_trace_is_read_with_accept_torn() {
     let folder = Folder::new();
     let torn = folder.file("torn.trace", "symmalloc-trace 1\nstream s0\na 0 512 s0\na 1 5");
     assert_unreadable(&torn, &["torn after 2 whole records", "--accept-torn"]);
@@ -434,7 +434,7 @@ fn a_torn_trace_is_taken_up_to_there_when_asked() {
 }
 
 #[test]
-fn a_trace_beyond_the_memory_limit() {
+fn a_trace_beyond_the_memory_limit_is_refused() {
     let folder = Folder::new();
     let lines = (0..20_000).map(|id| format!("a {id} 512 s0\nf {id}\n")).collect::<String>();
     let large = folder.file("large.trace", format!("symmalloc-trace 1\nstream s0\n{lines}end 40001\n"));
@@ -443,7 +443,7 @@ fn a_trace_beyond_the_memory_limit() {
 }
 
 #[test]
-fn a_device_of_a_recording_without_devices() {
+fn a_device_is_refused_for_a_recording_without_devices() {
     let folder = Folder::new();
     let trace = folder.trace("one.trace", &["stream s0"]);
     assert_refused(&symmalloc("replay {} --device 1", &[&trace]), &["only a PyTorch snapshot has"]);
@@ -464,7 +464,7 @@ fn assert_not_followed(folder: &Folder, job: &Path, plan: &Path, wanted: &[&str]
 }
 
 #[test]
-fn plans_that_are_none_torn_or_of_another_version() {
+fn invalid_and_torn_plans_and_other_versions_are_refused() {
     let folder = Folder::new();
     let (job, plan) = (folder.trace("job.trace", &PLANNED_JOB), folder.path("job.plan"));
     symmalloc("plan {} -o {}", &[&job, &plan]).exited(0);
@@ -493,7 +493,7 @@ fn plans_that_are_none_torn_or_of_another_version() {
 }
 
 #[test]
-fn plans_of_another_job_or_configuration() {
+fn plans_of_another_job_or_configuration_are_refused() {
     let folder = Folder::new();
     let (job, plan) = (folder.trace("job.trace", &PLANNED_JOB), folder.path("job.plan"));
     symmalloc("plan {} -o {}", &[&job, &plan]).exited(0);

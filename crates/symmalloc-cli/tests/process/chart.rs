@@ -50,7 +50,7 @@ fn peaks_are_those_of_a_replay() {
 }
 
 #[test]
-fn a_page_has_every_picture_twice_and_is_the_same_bytes_again() {
+fn a_page_has_a_wide_and_a_narrow_picture_and_is_reproducible() {
     let folder = Folder::new();
     let (job, a, b) = (busy_trace(&folder), folder.path("a.html"), folder.path("b.html"));
     let (output, text) = charted("chart {} -o {} --json --op 91", &[&job, &a]);
@@ -64,7 +64,7 @@ fn a_page_has_every_picture_twice_and_is_the_same_bytes_again() {
 }
 
 #[test]
-fn the_map_names_the_largest_allocations_of_the_op_that_was_asked_for() {
+fn the_map_names_the_largest_allocations_at_the_given_op() {
     let folder = Folder::new();
     let lines = ["stream s0", "pool p1", "a 0 9000000 s0 \"kv <cache>\"", "a 7 4000000 s0 p1", "f 7", "f 0"];
     let (job, out) = (folder.trace("job.trace", &lines), folder.path("map.svg"));
@@ -80,7 +80,7 @@ fn the_map_names_the_largest_allocations_of_the_op_that_was_asked_for() {
 }
 
 #[test]
-fn two_ranks_stand_side_by_side_with_what_differs_marked() {
+fn two_ranks_are_drawn_side_by_side_with_differences_marked() {
     let folder = Folder::new();
     let out = folder.path("ranks.svg");
     let ranks = [recorded("fsdp1_train_rank0.pickle.gz"), recorded("fsdp1_train_rank1.pickle.gz")];
@@ -92,7 +92,7 @@ fn two_ranks_stand_side_by_side_with_what_differs_marked() {
 }
 
 #[test]
-fn ranks_on_our_allocator_do_not_differ() {
+fn ranks_on_symmalloc_do_not_differ() {
     let folder = Folder::new();
     let out = folder.path("ranks.html");
     let job = busy_trace(&folder);
@@ -127,7 +127,7 @@ fn a_plan_is_drawn_beside_the_job() {
 }
 
 #[test]
-fn people_are_told_the_peaks() {
+fn the_peaks_are_printed() {
     let folder = Folder::new();
     let (job, out) = (folder.trace("job.trace", &["stream s0", "a 0 3000000 s0"]), folder.path("out.svg"));
     let words = symmalloc("chart {} -o {}", &[&job, &out]).exited(0).stdout.clone();
@@ -135,7 +135,7 @@ fn people_are_told_the_peaks() {
 }
 
 #[test]
-fn what_a_limit_refuses_is_counted_and_not_drawn() {
+fn refused_requests_are_counted_and_not_drawn() {
     let folder = Folder::new();
     let lines = ["config limit_mb:4", "stream s0", "a 0 3000000 s0", "a 1 3000000 s0", "f 1"];
     let (job, out) = (folder.trace("job.trace", &lines), folder.path("out.svg"));
@@ -144,7 +144,7 @@ fn what_a_limit_refuses_is_counted_and_not_drawn() {
 }
 
 #[test]
-fn the_pictures_in_the_docs_are_what_the_commands_beside_them_draw() {
+fn the_pictures_in_the_docs_equal_the_output_of_their_commands() {
     let folder = Folder::new();
     let out = folder.path("ranks.svg");
     let ranks = [recorded("fsdp1_train_rank0.pickle.gz"), recorded("fsdp1_train_rank1.pickle.gz")];
@@ -158,7 +158,7 @@ fn the_pictures_in_the_docs_are_what_the_commands_beside_them_draw() {
 }
 
 #[test]
-fn a_picture_in_pixels_is_the_same_picture_and_the_same_bytes_again() {
+fn a_png_has_the_size_of_the_svg_and_is_reproducible() {
     let folder = Folder::new();
     let job = busy_trace(&folder);
     let [a, b, svg] = ["a.png", "b.png", "c.svg"].map(|name| folder.path(name));
@@ -177,7 +177,7 @@ fn a_picture_in_pixels_is_the_same_picture_and_the_same_bytes_again() {
 }
 
 #[test]
-fn who_points_at_a_picture_is_told_what_is_there() {
+fn pictures_have_tooltips() {
     let folder = Folder::new();
     let lines = ["stream s0", "a 0 9000000 s0 \"kv <cache>\"", "a 1 4000000 s0", "a 2 4000000 s0", "f 1"];
     let (job, out) = (folder.trace("job.trace", &lines), folder.path("map.svg"));
@@ -189,7 +189,7 @@ fn who_points_at_a_picture_is_told_what_is_there() {
 }
 
 #[test]
-fn before_and_after_in_one_picture_to_share() {
+fn the_picture_to_share_compares_pytorch_symmalloc_and_the_plan() {
     let folder = Folder::new();
     let [png, svg] = ["fsdp1.png", "fsdp1.svg"].map(|name| folder.path(name));
     let output = symmalloc("chart fsdp1 --share -o {} --json", &[&png]).json(0);

@@ -58,7 +58,7 @@ fn a_recording_and_its_import_are_the_same() {
 }
 
 #[test]
-fn other_ops_are_told_with_what_each_did() {
+fn the_first_op_that_differs_is_reported_for_both_recordings() {
     let folder = Folder::new();
     let a = folder.trace("a.trace", &["stream s0", "a 0 512 s0 -> 0@0", "a 1 1024 s0 -> 0@512", "f 0"]);
     let b = folder.trace("b.trace", &["stream s0", "a 5 512 s0 -> 0@0", "a 6 2048 s0 -> 0@512", "f 5"]);

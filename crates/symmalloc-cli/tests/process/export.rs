@@ -4,7 +4,7 @@ use crate::{Folder, recorded, symmalloc};
 use std::fs;
 
 #[test]
-fn what_is_exported_is_read_back_as_the_same_program() {
+fn an_export_reads_back_as_the_same_program() {
     let folder = Folder::new();
     let job = recorded("fsdp1_train_rank0.trace.zst");
     let snapshot = folder.path("ours.pickle.gz");
@@ -16,7 +16,7 @@ fn what_is_exported_is_read_back_as_the_same_program() {
 }
 
 #[test]
-fn the_same_job_is_exported_as_the_same_bytes_and_places_as_a_replay_does() {
+fn an_export_is_reproducible_and_has_the_placements_of_a_replay() {
     let folder = Folder::new();
     let job = folder.trace("job.trace", &["stream s0", "a 0 3000000 s0", "a 1 512 s0 \"weights\"", "f 0"]);
     let [a, b, replayed] = ["a.pickle", "b.pickle", "replayed.trace"].map(|name| folder.path(name));
@@ -30,7 +30,7 @@ fn the_same_job_is_exported_as_the_same_bytes_and_places_as_a_replay_does() {
 }
 
 #[test]
-fn settings_take_the_place_of_the_traces_own() {
+fn settings_replace_those_of_the_trace() {
     let folder = Folder::new();
     let lines = ["config limit_mb:2", "pool p0 segments:fixed,limit_mb:2", "stream s0", "a 0 9000000 s0"];
     let job = folder.trace("job.trace", &lines);
@@ -44,7 +44,7 @@ fn settings_take_the_place_of_the_traces_own() {
 }
 
 #[test]
-fn a_pytorch_job_keeps_what_was_pending_unless_it_shall_free_at_once() {
+fn a_pytorch_job_keeps_pending_frees_without_free_at_once() {
     let folder = Folder::new();
     let lines = ["stream s0", "stream s1", "a 0 2097152 s0", "u 0 s1", "f 0 pending 1", "a 1 2097152 s0", "a 2 100 s0"];
     let job = folder.trace("job.trace", &lines);
@@ -60,7 +60,7 @@ fn a_pytorch_job_keeps_what_was_pending_unless_it_shall_free_at_once() {
 }
 
 #[test]
-fn our_own_decisions_have_no_pending_frees() {
+fn decisions_of_symmalloc_have_no_pending_frees() {
     let folder = Folder::new();
     let job = folder.trace("job.trace", &["stream s0", "a 0 512 s0", "f 0 pending"]);
     let replayed = folder.path("replayed.trace");
@@ -69,7 +69,7 @@ fn our_own_decisions_have_no_pending_frees() {
 }
 
 #[test]
-fn a_time_line_is_json_that_says_when_what_was_live() {
+fn a_timeline_shows_each_allocation_while_it_is_live() {
     let folder = Folder::new();
     let job = recorded("fsdp1_train_rank0.trace.zst");
     let [a, b] = ["a.json", "b.json"].map(|name| folder.path(name));
@@ -97,7 +97,7 @@ fn a_time_line_is_json_that_says_when_what_was_live() {
 }
 
 #[test]
-fn a_time_line_of_less_detail_is_smaller() {
+fn a_timeline_with_less_detail_is_smaller() {
     let folder = Folder::new();
     let job = recorded("fsdp1_train_rank0.trace.zst");
     let [all, few] = ["all.trace", "few.trace"].map(|name| folder.path(name));

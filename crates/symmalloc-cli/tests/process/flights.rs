@@ -84,7 +84,7 @@ fn assert_says(output: &CommandOutput, code: i32, wanted: &[&str]) {
 }
 
 #[test]
-fn ranks_that_did_the_same_are_even() {
+fn ranks_with_equal_collectives_are_even() {
     let ranks = [0, 1, 2, 3].map(|rank| record(rank, &EVEN, 3));
     let wanted = ["communicator \"world\"  4 ranks, 4 records", "the same 3 collectives, all done", "asked for"];
     assert_says(&compared(&ranks, ""), 0, &wanted);
@@ -97,7 +97,7 @@ fn ranks_that_did_the_same_are_even() {
 }
 
 #[test]
-fn a_rank_behind_and_a_rank_without_a_record_are_named_with_what_others_wait_for() {
+fn late_ranks_and_missing_records_are_named_with_the_collective_that_others_wait_for() {
     let gone = "rank 3 is gone: its process ended";
     let ranks = [
         saw(saw(failed(record(0, &EVEN, 2), gone), 1, 2, "silent for 4250 ms"), 3, 2, GONE),
@@ -128,7 +128,7 @@ fn a_rank_behind_and_a_rank_without_a_record_are_named_with_what_others_wait_for
 }
 
 #[test]
-fn sizes_that_differ_are_told_by_rank() {
+fn sizes_that_differ_are_reported_by_rank() {
     let other = [EVEN[0], ("all_gather", 6)];
     let ranks = [0, 1, 2, 3].map(|rank| record(rank, if rank == 2 { &other } else { &EVEN[..2] }, 1));
     let wanted = "collective 2 is the first that differs: ranks 0, 1, 3 called all_gather of 8 float32; \
@@ -140,7 +140,7 @@ fn sizes_that_differ_are_told_by_rank() {
 }
 
 #[test]
-fn an_order_that_differs_is_told_by_rank() {
+fn an_order_that_differs_is_reported_by_rank() {
     let swapped = [EVEN[1], EVEN[0]];
     let ranks = [0, 1, 2, 3].map(|rank| record(rank, if rank == 1 { &swapped } else { &EVEN[..2] }, 0));
     let wanted = "collective 1 is the first that differs: ranks 0, 2, 3 called all_reduce of 8 float32; \
@@ -149,7 +149,7 @@ fn an_order_that_differs_is_told_by_rank() {
 }
 
 #[test]
-fn one_record_alone_says_what_its_rank_knew() {
+fn a_single_record_reports_what_its_rank_knew() {
     let cause = "rank 2 gave up: communicator \"world\", rank 2: out of\nmemory";
     let alone = saw(saw(failed(record(0, &EVEN, 2), cause), 1, 3, "alive"), 3, 2, GONE);
     let wanted = [
@@ -172,7 +172,7 @@ fn a_receive_that_a_rank_waits_for_is_shown() {
 }
 
 #[test]
-fn of_many_ranks_those_that_are_furthest_behind_are_shown() {
+fn the_ranks_that_are_furthest_behind_are_shown() {
     let ranks: Vec<FlightRecord> = (0..80).map(|rank| record(rank, &EVEN[..usize::from(rank != 70)], 0)).collect();
     let output = compared(&ranks, "");
     assert_says(&output, 3, &["  70            0  ", "and 16 ranks at least as far"]);

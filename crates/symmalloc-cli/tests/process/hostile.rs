@@ -61,7 +61,7 @@ fn trace(folder: &Folder, name: &str, places: [u64; 2]) -> PathBuf {
 }
 
 #[test]
-fn names_and_file_names_stay_text_in_every_command() {
+fn hostile_names_are_escaped_in_every_command() {
     let folder = Folder::new();
     let (one, other) = (trace(&folder, "one", [0, 4 << 20]), trace(&folder, "other", [8 << 20, 0]));
     let pickle = folder.file(&format!("{HOSTILE}.pickle"), snapshot(0x1000, &[], &[("alloc", 0x1000, 512)]));
@@ -97,7 +97,7 @@ fn names_and_file_names_stay_text_in_every_command() {
 }
 
 #[test]
-fn errors_show_what_they_repeat() {
+fn errors_escape_the_text_that_they_quote() {
     let folder = Folder::new();
     let missing = folder.path(HOSTILE);
     for command in ["replay", "simulate", "plan", "diff"] {
@@ -135,7 +135,7 @@ fn communicator(id: u64, rank: u32, ranks: u32, kind: &str) -> serde_json::Value
 }
 
 #[test]
-fn flight_records_stay_text() {
+fn flight_records_are_escaped() {
     let folder = Folder::new();
     let kinds = [HOSTILE, "another"];
     let records = kinds.iter().zip(0..).map(|(kind, rank)| communicator(1, rank, 3, kind));
@@ -174,7 +174,7 @@ fn large_flight_records_take_linear_time() {
 }
 
 #[test]
-fn more_heaps_than_a_device_has_addresses_for_are_an_error_with_a_way_out() {
+fn exhausted_address_space_is_an_error_with_a_remedy() {
     let folder = Folder::new();
     let streams = 0..400;
     let mut lines: Vec<String> = streams.clone().map(|stream| format!("stream s{stream}")).collect();

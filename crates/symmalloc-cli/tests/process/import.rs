@@ -13,7 +13,7 @@ const RMM_LOG: &str = "Thread,Time,Action,Pointer,Size,Stream\n\
     7,12:00:00.000002,free,0x30a000000,1048576,0x2\n";
 
 #[test]
-fn a_log_becomes_a_trace_and_what_was_left_out_is_said() {
+fn an_rmm_log_becomes_a_trace_and_omissions_are_reported() {
     let folder = Folder::new();
     let log = folder.file("rmm.csv", RMM_LOG);
     let trace = folder.path("rmm.trace");
@@ -27,7 +27,7 @@ fn a_log_becomes_a_trace_and_what_was_left_out_is_said() {
 }
 
 #[test]
-fn the_extension_compresses_and_everything_reads_back() {
+fn the_extension_selects_the_compression_and_every_format_reads_back() {
     let folder = Folder::new();
     let snapshot = recorded("fsdp1_train_rank1.pickle.gz");
     let [plain, gzip, zstd] = ["t.trace", "t.trace.gz", "t.trace.zst"].map(|name| folder.path(name));
@@ -84,7 +84,7 @@ fn standard_input_and_output_are_read_and_written() {
 }
 
 #[test]
-fn a_snapshot_that_lost_entries_is_imported_and_says_so() {
+fn lost_entries_of_a_snapshot_are_reported() {
     let text = |text: &str| [b"X", &(text.len() as u32).to_le_bytes()[..], text.as_bytes()].concat();
     let settings = [&text("allocator_settings")[..], b"}", &text("trace_alloc_overflowed"), b"\x88s"].concat();
     let folder = Folder::new();
@@ -124,7 +124,7 @@ fn a_snapshot_that_lost_entries_is_imported_and_says_so() {
 }
 
 #[test]
-fn what_an_import_found_is_said_as_json() {
+fn an_import_prints_its_findings_as_json() {
     let folder = Folder::new();
     let (log, trace) = (folder.file("rmm.csv", RMM_LOG), folder.path("rmm.trace"));
     let printed = symmalloc("import {} {} --json", &[&log, &trace]).json(0);

@@ -18,7 +18,7 @@ fn every_shell_completes_every_command() {
 }
 
 #[test]
-fn completions_contain_the_jobs_that_come_with_the_program() {
+fn completions_contain_the_built_in_jobs() {
     for (shell, expected) in [
         ("bash", " gpt2 moe "),
         ("zsh", ":{compadd gpt2 moe "),

@@ -105,7 +105,7 @@ fn refusals_are_counted_over_all_passes_and_never_recommended() {
 }
 
 #[test]
-fn a_reserved_pool_is_planned_to_the_segment_that_it_needs() {
+fn a_reserved_pool_is_planned_with_the_segment_size_that_it_needs() {
     assert_eq!(numbers(&job("reserved_pool.trace")), planned(6 * MIB, 64 * MIB));
     let folder = Folder::new();
     let lines = ["stream s0", "pool p1 segments:reserved,segment_mb:4", "a 0 5242880 s0 p1", "f 0"];
@@ -129,7 +129,7 @@ fn a_reserved_pool_is_planned_to_the_segment_that_it_needs() {
 }
 
 #[test]
-fn a_reserved_pool_with_steps_is_planned_to_the_segment_that_it_needs() {
+fn a_reserved_pool_with_steps_is_planned_with_the_segment_size_that_it_needs() {
     let folder = Folder::new();
     let steps = |from: u64, pool: &'static str| {
         (from..from + 2).flat_map(move |step| {
@@ -163,7 +163,7 @@ fn a_reserved_pool_with_steps_is_planned_to_the_segment_that_it_needs() {
 }
 
 #[test]
-fn a_job_that_cannot_be_planned_has_all_pages_without_a_plan() {
+fn every_command_works_without_a_plan_for_a_job_that_cannot_be_planned() {
     let job = job("pools_take_turns.trace");
     assert_eq!(numbers(&job), Numbers { planned_bytes: None, online_bytes: 60 * MIB, refused: 4 });
     let folder = Folder::new();
@@ -175,7 +175,7 @@ fn a_job_that_cannot_be_planned_has_all_pages_without_a_plan() {
 }
 
 #[test]
-fn a_job_that_gives_back_under_its_limit_is_planned_within_it() {
+fn a_job_that_releases_memory_under_its_limit_is_planned_within_it() {
     assert_eq!(numbers(&job("gives_back_under_limit.trace")), planned(250 * MIB, 250 * MIB));
     let job = job("gives_back_under_limit.trace");
     let output = symmalloc("plan {}", &[&job]).exited(0).stdout.clone();
@@ -255,7 +255,7 @@ fn pools_sleep_in_jobs_without_steps() {
 }
 
 #[test]
-fn a_job_ends_with_a_step_that_is_open() {
+fn a_job_may_end_inside_a_step() {
     let folder = Folder::new();
     let step = ["begin_step 0", "a 0 4194304 s0", "a 1 2097152 s0", "f 0", "f 1"];
     let lines = [&["stream s0"][..], &step].concat();
@@ -349,7 +349,7 @@ fn the_last_stream_of_a_trace_is_planned() {
 }
 
 #[test]
-fn a_pool_with_a_quota_is_carried_out_without_a_plan() {
+fn a_pool_with_a_quota_runs_without_a_plan() {
     let folder = Folder::new();
     for step in [["begin_step 0", "end_step"], ["trim", "trim"]] {
         let lines = [
@@ -368,7 +368,7 @@ fn a_pool_with_a_quota_is_carried_out_without_a_plan() {
 }
 
 #[test]
-fn a_job_that_stops_as_planned_has_no_plan_and_a_reason() {
+fn a_job_that_fails_with_its_plan_gets_no_plan_but_a_reason() {
     let folder = Folder::new();
     // The plan holds 16 MiB of the default pool that the job releases before p1 wakes.
     let lines = [
@@ -402,7 +402,7 @@ fn a_reservation_that_is_refused_does_not_stop_a_plan() {
 }
 
 #[test]
-fn what_is_reserved_for_a_stitching_pool_holds() {
+fn a_reservation_for_a_stitching_pool_is_sufficient() {
     let folder = Folder::new();
     let lines = [
         "config segments:expandable,stitching:true,stitching_least_mb:4",

@@ -48,7 +48,7 @@ fn rounded(value: &Value) -> String {
 /// The pages state the efficiency of every recorded job, and the front page states the lowest ones: ours with shared
 /// streams, and that of PyTorch's expandable segments.
 #[test]
-fn pages_have_the_efficiencies_of_the_recorded_jobs() {
+fn pages_state_the_efficiencies_of_the_recorded_jobs() {
     let separate = counted("replay --ranks 1 --passes 6", "--config segments:expandable");
     let shared = counted("replay --ranks 1 --passes 6 --streams shared", "--config segments:expandable,streams:shared");
     let (mut least, mut least_of_pytorch) = (1.0_f64, 1.0_f64);
@@ -74,7 +74,7 @@ fn pages_have_the_efficiencies_of_the_recorded_jobs() {
 /// The pages state the plans of all recorded jobs. The front page states the lowest efficiency, and the page about
 /// plans that of `gnn`.
 #[test]
-fn pages_have_the_plans_of_the_recorded_jobs() {
+fn pages_state_the_plans_of_the_recorded_jobs() {
     let thousands = |bytes: &Value, digits: usize| {
         let text = format!("{:.digits$}", bytes.as_f64().unwrap() / f64::from(1 << 20));
         let whole = text.find('.').unwrap_or(text.len());
@@ -122,7 +122,7 @@ fn pages_have_the_plans_of_the_recorded_jobs() {
 
 /// The page about recording states the sizes of recordings.
 #[test]
-fn a_page_has_the_bytes_of_recordings() {
+fn the_page_states_the_sizes_of_recordings() {
     let folder = Folder::new();
     let text = page("docs/recording.md");
     let grouped = |number: u64| {
@@ -142,7 +142,7 @@ fn a_page_has_the_bytes_of_recordings() {
 
 /// A page states the differences between the two ranks of the recorded FSDP job.
 #[test]
-fn a_page_has_the_differences_of_two_ranks() {
+fn the_page_states_the_differences_between_two_ranks() {
     let [one, other] = [0, 1].map(|rank| recorded(&format!("fsdp1_train_rank{rank}.pickle.gz")));
     let folder = Folder::new();
     let output = symmalloc("chart {} --beside {} -o {} --json", &[&one, &other, &folder.path("ranks.svg")]).json(0);

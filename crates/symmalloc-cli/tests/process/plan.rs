@@ -53,7 +53,7 @@ fn sizes(plan: &Value) -> Vec<u64> {
 const NOTHING: fn() -> Value = || json!({ "memory_calls": 0, "registrations": 0 });
 
 #[test]
-fn a_recorded_job_of_two_ranks_obtains_nothing_after_what_is_reserved() {
+fn a_recorded_job_of_two_ranks_obtains_no_memory_beyond_its_reservations() {
     let ranks = ["fsdp1_train_rank0.trace.zst", "fsdp1_train_rank1.trace.zst"].map(recorded);
     let plan = one(&symmalloc("plan {} {} --one-job --json", &[&ranks[0], &ranks[1]]));
     assert_eq!(sizes(&plan), [5_125_439_488, 67_108_864, 264_241_152, 492_830_720]);
@@ -65,7 +65,7 @@ fn a_recorded_job_of_two_ranks_obtains_nothing_after_what_is_reserved() {
 }
 
 #[test]
-fn a_job_whose_first_pass_is_not_its_steady_state_gets_one() {
+fn a_job_that_grows_after_its_first_pass_is_reserved_for_its_steady_state() {
     let job = recorded("resnet50_multiscale.trace.zst");
     let plan = one(&symmalloc("plan {} --json", &[&job]));
     assert!(plan["without"]["second_pass"]["memory_calls"].as_u64().unwrap() > 0, "{plan}");
@@ -73,7 +73,7 @@ fn a_job_whose_first_pass_is_not_its_steady_state_gets_one() {
 }
 
 #[test]
-fn symmetric_pools_get_one_segment_per_heap_and_all_of_a_pool_are_equal() {
+fn symmetric_pools_get_one_segment_per_heap_and_equal_sizes_within_a_pool() {
     let folder = Folder::new();
     let job = folder.trace("job.trace", &LINES);
     let plan = one(&symmalloc("plan {} --json", &[&job]));
@@ -88,7 +88,7 @@ fn symmetric_pools_get_one_segment_per_heap_and_all_of_a_pool_are_equal() {
 }
 
 #[test]
-fn a_margin_is_reserved_too_and_ranks_that_need_less_reserve_as_much() {
+fn all_ranks_reserve_the_maximum_plus_the_margin() {
     let folder = Folder::new();
     let small = folder.trace("small.trace", &["stream s0", "stream s1", "a 0 9000000 s0", "a 1 1 s1"]);
     let large = folder.trace("large.trace", &["stream s0", "stream s1", "a 0 90000000 s0", "a 1 100 s1"]);
@@ -98,7 +98,7 @@ fn a_margin_is_reserved_too_and_ranks_that_need_less_reserve_as_much() {
 }
 
 #[test]
-fn written_reservations_replay_and_their_lines_are_those_that_are_printed() {
+fn written_reservations_replay_and_equal_the_printed_ones() {
     let folder = Folder::new();
     let job = folder.trace("job.trace", &LINES);
     let planned = folder.path("planned.trace");
@@ -116,7 +116,7 @@ fn written_reservations_replay_and_their_lines_are_those_that_are_printed() {
 }
 
 #[test]
-fn one_segment_and_one_window_for_the_whole_job() {
+fn a_reserved_job_with_shared_streams_gets_one_segment() {
     let folder = Folder::new();
     let job = folder.trace("job.trace", &["stream s0", "stream s1", "a 0 3000000 s0", "a 1 3000000 s1", "f 0", "f 1"]);
     let words = symmalloc("plan {} --reserved --streams shared", &[&job]).exited(0).stdout.clone();
@@ -168,7 +168,7 @@ fn planned(folder: &Folder, job: &Path, flags: &str) -> (std::path::PathBuf, Val
 }
 
 #[test]
-fn each_recorded_job_needs_what_is_live_at_its_peak_planned_and_followed() {
+fn each_recorded_job_follows_a_plan_that_reserves_its_live_peak() {
     for job in JOBS {
         let folder = Folder::new();
         let job = recorded(&format!("{job}.trace.zst"));
@@ -188,7 +188,7 @@ fn each_recorded_job_needs_what_is_live_at_its_peak_planned_and_followed() {
 }
 
 #[test]
-fn pools_are_planned_each_by_itself_and_again_in_each_pass() {
+fn each_pool_is_planned_separately_and_its_plan_is_followed_in_every_pass() {
     let folder = Folder::new();
     let lines = LINES.map(|line| line.replace("limit_mb:12", "limit_mb:64"));
     let job = folder.trace("job.trace", &lines.each_ref().map(String::as_str));
@@ -209,7 +209,7 @@ fn pools_are_planned_each_by_itself_and_again_in_each_pass() {
 }
 
 #[test]
-fn a_job_with_steps_of_its_own_has_a_plan_for_each_key() {
+fn a_job_with_steps_has_a_plan_for_each_key() {
     let folder = Folder::new();
     let mut lines = vec!["stream s0", "a 900 2000000 s0"];
     let step = |key: u32, base: u32, large: u32| {
@@ -252,7 +252,7 @@ fn a_job_with_steps_of_its_own_has_a_plan_for_each_key() {
 }
 
 #[test]
-fn each_recording_is_a_job_and_the_page_says_what_is_gained() {
+fn each_recording_is_planned_separately_and_the_gain_is_printed() {
     let folder = Folder::new();
     let small = folder.trace("small.trace", &["stream s0", "a 0 9000000 s0"]);
     let large = folder.trace("large.trace", &["stream s0", "a 0 90000000 s0"]);
@@ -326,7 +326,7 @@ fn a_symmetric_pool_has_one_window_of_the_planned_size() {
 }
 
 #[test]
-fn a_plan_that_holds_more_says_so() {
+fn a_plan_that_reserves_more_prints_the_loss() {
     let folder = Folder::new();
     let lines = ["stream s0", "stream s1", "a 0 31457280 s0", "f 0", "trim", "a 1 31457280 s1", "f 1", "trim"];
     let job = folder.trace("job.trace", &lines);

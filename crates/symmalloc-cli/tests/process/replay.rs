@@ -64,7 +64,7 @@ end 8
 ";
 
 #[test]
-fn the_peak_is_that_of_all_passes_and_the_first_is_told_apart() {
+fn peaks_are_reported_over_all_passes_and_for_the_first_pass() {
     let folder = Folder::new();
     let trace = folder.path("worse.trace");
     std::fs::write(&trace, WORSE_LATER).unwrap();
@@ -114,7 +114,7 @@ fn stitched_memory_counts_once() {
 }
 
 #[test]
-fn json_has_the_promised_keys_and_types() {
+fn json_has_the_documented_keys_and_types() {
     let folder = Folder::new();
     let trace = busy_trace(&folder);
     let printed = symmalloc("replay {} --json", &[&trace]).json(0);
@@ -157,7 +157,7 @@ fn every_mode_places_alike_whatever_the_seed() {
 }
 
 #[test]
-fn a_recorded_job_places_alike_in_every_mode_and_not_by_address() {
+fn a_recorded_job_places_alike_in_every_mode_but_not_in_address_order() {
     let trace = recorded("fsdp1_train_rank0.pickle.gz");
     let bars = [0.838, 0.938, 0.63, 0.63];
     for (mode, bar) in MODES.into_iter().zip(bars) {
@@ -194,7 +194,7 @@ fn address_order_differs_and_shows_the_first_difference_on_every_rank() {
 }
 
 #[test]
-fn people_see_both_rules_side_by_side_and_the_verdict_is_ours() {
+fn the_table_shows_both_rules_and_the_exit_code_is_that_of_symmalloc() {
     let folder = Folder::new();
     let trace = busy_trace(&folder);
     let printed = symmalloc("replay {}", &[&trace]);
@@ -219,7 +219,7 @@ fn people_see_both_rules_side_by_side_and_the_verdict_is_ours() {
 /// Regression test: with the former limit on stitched granules, this job reserved more than PyTorch's expandable
 /// segments.
 #[test]
-fn the_stitched_job_shows_its_settings_and_holds_less_than_under_pytorchs_rule() {
+fn the_stitched_job_prints_its_settings_and_reserves_less_than_the_model_of_pytorch() {
     let printed = &symmalloc("replay gnn --ranks 1 --json", &[]).json(0)[0];
     assert!(printed["efficiency"].as_f64() > Some(0.99), "{printed}");
     assert!(printed["pytorch"][0]["efficiency"].as_f64() < Some(0.8), "{printed}");
@@ -231,7 +231,7 @@ fn the_stitched_job_shows_its_settings_and_holds_less_than_under_pytorchs_rule()
 }
 
 #[test]
-fn each_trace_has_its_object_and_one_that_differs_decides() {
+fn each_trace_has_its_json_object_and_any_difference_sets_the_exit_code() {
     let folder = Folder::new();
     let quiet = folder.trace("quiet.trace", &["stream s0", "a 0 512 s0", "f 0"]);
     let busy = busy_trace(&folder);
@@ -241,7 +241,7 @@ fn each_trace_has_its_object_and_one_that_differs_decides() {
 }
 
 #[test]
-fn a_trace_says_how_its_default_pool_is_configured_unless_a_flag_does() {
+fn flags_override_the_default_pools_configuration_in_the_trace() {
     let folder = Folder::new();
     let by_config = folder.trace("config.trace", &["config segments:fixed,streams:shared", "stream s0", "a 0 512 s0"]);
     let by_pool = folder.trace("pool.trace", &["pool p0 segments:reserved,segment_mb:64", "stream s0", "a 0 512 s0"]);
@@ -265,7 +265,7 @@ fn pools_of_the_program_keep_their_own_configuration() {
 }
 
 #[test]
-fn memory_refused_at_a_limit_is_a_decision_like_others() {
+fn a_refused_request_is_a_decision_and_fails_the_replay() {
     let folder = Folder::new();
     let lines =
         ["config total_limit_mb:16", "stream s0", "a 0 8388608 s0", "a 1 67108864 s0", "u 1 s0", "f 1", "a 2 512 s0"];
@@ -281,14 +281,14 @@ fn memory_refused_at_a_limit_is_a_decision_like_others() {
 }
 
 #[test]
-fn a_recorded_job_whose_limit_refuses_most_of_it_is_no_success() {
+fn a_limit_that_refuses_requests_fails_the_replay() {
     let printed = symmalloc("replay fsdp1 --json --ranks 2 --config total_limit_mb:1000", &[]).json(3);
     assert_eq!((&printed[0]["first_pass"]["refused"], &printed[0]["trace"]), (&17_142.into(), &"fsdp1".into()));
     assert!(printed[0]["refused"].as_u64().unwrap() >= 17_142);
 }
 
 #[test]
-fn the_model_follows_the_settings_that_it_has() {
+fn the_model_applies_the_settings_that_it_supports() {
     let reserved = |flags: &str, code| {
         let printed = symmalloc(&format!("replay fsdp1 --json --ranks 2 --passes 2 {flags}"), &[]).json(code);
         printed[0]["peak_reserved_bytes"].as_u64().unwrap()
@@ -335,7 +335,7 @@ fn recorded_decisions_are_the_same_under_every_seed_and_replay_to_the_same_diges
 }
 
 #[test]
-fn many_ranks_are_no_trouble() {
+fn thousands_of_ranks_are_replayed() {
     let folder = Folder::new();
     let trace = folder.trace("quiet.trace", &["stream s0", "a 0 512 s0", "f 0"]);
     let printed = symmalloc("replay {} --json --ranks 4096", &[&trace]).json(0);
@@ -343,7 +343,7 @@ fn many_ranks_are_no_trouble() {
 }
 
 #[test]
-fn a_reader_that_goes_away_is_no_failure() {
+fn a_closed_stdout_is_not_an_error() {
     let folder = Folder::new();
     let trace = busy_trace(&folder);
     for args in [vec!["replay", "--json"], vec!["replay"], vec!["replay", "--help"]] {
@@ -356,7 +356,7 @@ fn a_reader_that_goes_away_is_no_failure() {
 }
 
 #[test]
-fn json_has_the_columns_that_people_see() {
+fn json_has_the_columns_of_the_table() {
     let printed = symmalloc("replay fsdp1 --ranks 12 --json", &[]).json(0);
     let pytorch = printed[0]["pytorch"].as_array().unwrap();
     assert_eq!((pytorch.len(), &printed[0]["ranks"]), (2, &12.into()));
@@ -386,7 +386,7 @@ fn jobs_without_symmetric_pools_are_not_warned_of_nccl() {
 }
 
 #[test]
-fn the_table_in_the_readme_is_what_the_command_above_it_prints() {
+fn the_table_in_the_readme_equals_the_output_of_its_command() {
     let readme = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../README.md")).unwrap();
     let printed = symmalloc("replay fsdp1", &[]);
     // The time depends on the machine.
@@ -397,7 +397,7 @@ fn the_table_in_the_readme_is_what_the_command_above_it_prints() {
 }
 
 #[test]
-fn a_table_that_is_too_wide_comes_in_parts() {
+fn a_table_that_is_too_wide_is_printed_in_parts() {
     let lines_of = |columns: &str| {
         let args = ["replay", "moe", "--ranks", "1", "--passes", "1"];
         let printed: CommandOutput = command().args(args).env("COLUMNS", columns).output().unwrap().into();

@@ -6,7 +6,7 @@ use serde_json::Value;
 use std::fs;
 
 #[test]
-fn the_page_says_what_holds_memory_and_how_it_is_fragmented() {
+fn the_page_shows_the_holders_of_memory_and_the_fragmentation() {
     let folder = Folder::new();
     let lines =
         ["stream s0", "a 0 4194304 s0 \"<kv>\"", "a 1 2097152 s0", "a 2 4194304 s0 \"<kv>\"", "a 3 2097152 s0", "f 1"];
@@ -26,7 +26,7 @@ fn the_page_says_what_holds_memory_and_how_it_is_fragmented() {
 }
 
 #[test]
-fn every_command_does_again_what_the_page_says() {
+fn every_command_on_the_page_reproduces_its_numbers() {
     let folder = Folder::new();
     let (job, out) = (busy_trace(&folder), folder.path("report.html"));
     let printed = symmalloc("report {} -o {} --json", &[&job, &out]).json(0);
@@ -56,7 +56,7 @@ fn every_command_does_again_what_the_page_says() {
 }
 
 #[test]
-fn the_best_settings_are_named_and_the_page_is_the_same_again() {
+fn the_best_settings_are_named_and_the_page_is_reproducible() {
     let folder = Folder::new();
     let job = recorded("fsdp1_train_rank0.trace.zst");
     let pages = ["a.html", "b.html"].map(|name| folder.path(name));
@@ -79,7 +79,7 @@ fn the_best_settings_are_named_and_the_page_is_the_same_again() {
 }
 
 #[test]
-fn a_limit_that_refuses_is_said() {
+fn requests_refused_by_a_limit_are_reported() {
     let folder = Folder::new();
     let lines = ["config limit_mb:4", "stream s0", "a 0 3000000 s0", "a 1 3000000 s0", "f 1"];
     let (job, out) = (folder.trace("a job.trace", &lines), folder.path("report.html"));
@@ -94,7 +94,7 @@ fn a_limit_that_refuses_is_said() {
 }
 
 #[test]
-fn stitching_is_tried_and_its_cost_is_said() {
+fn stitching_is_tried_and_its_cost_is_reported() {
     let folder = Folder::new();
     let out = folder.path("report.html");
     let printed = symmalloc("report gnn -o {} --config segments:expandable,streams:shared --json", &[&out]).json(0);
@@ -108,7 +108,7 @@ fn stitching_is_tried_and_its_cost_is_said() {
 }
 
 #[test]
-fn what_the_recorded_allocator_held_is_known_from_a_snapshot() {
+fn the_recorded_allocators_memory_is_exact_for_a_snapshot() {
     let folder = Folder::new();
     let (snapshot, out) = (recorded("fsdp1_train_rank0.pickle.gz"), folder.path("report.html"));
     let printed = symmalloc("report {} -o {} --json", &[&snapshot, &out]).json(0);
@@ -133,7 +133,7 @@ fn what_the_recorded_allocator_held_is_known_from_a_snapshot() {
 }
 
 #[test]
-fn a_snapshot_that_begins_in_the_middle_counts_what_lived_by_then() {
+fn a_snapshot_that_begins_in_the_middle_counts_earlier_allocations() {
     let folder = Folder::new();
     let blocks =
         [(0x1000, 3 << 20, "active_allocated"), (0x90_0000, 2 << 20, "active_allocated"), (0xf0_0000, 512, "inactive")];
@@ -158,7 +158,7 @@ fn a_snapshot_that_begins_in_the_middle_counts_what_lived_by_then() {
 }
 
 #[test]
-fn python_frames_name_who_holds_memory() {
+fn python_frames_name_the_holders_of_memory() {
     let folder = Folder::new();
     let snapshot = recorded("../../crates/symmalloc-import/tests/fixtures/job.protocol4.pickle.gz");
     let out = folder.path("report.html");

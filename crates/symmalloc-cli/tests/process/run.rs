@@ -69,7 +69,7 @@ impl Job {
 }
 
 #[test]
-fn a_program_is_served_and_its_exit_code_passed_on() {
+fn a_program_is_served_and_its_exit_code_is_forwarded() {
     let Some(job) = Job::new() else { return };
     let printed = job.run("", "");
     assert_eq!((printed.exited(0).stdout.as_str(), printed.stderr.as_str()), ("driver 0\n", ""));
@@ -79,7 +79,7 @@ fn a_program_is_served_and_its_exit_code_passed_on() {
 }
 
 #[test]
-fn figures_are_told_at_the_end() {
+fn statistics_are_printed_at_the_end() {
     let Some(job) = Job::new() else { return };
     let printed = job.run("--stats", "exit");
     assert_eq!(printed.code, Some(7));
@@ -97,7 +97,7 @@ fn figures_are_told_at_the_end() {
 }
 
 #[test]
-fn a_recording_alone_watches() {
+fn recording_alone_leaves_allocations_to_the_driver() {
     let Some(job) = Job::new() else { return };
     let printed = job.run("--record job.trace.zst", "");
     assert_eq!((printed.code, printed.stdout.as_str()), (Some(0), "driver 82\n"));
@@ -116,7 +116,7 @@ fn a_recording_alone_watches() {
 }
 
 #[test]
-fn a_recording_of_a_program_that_is_served_has_its_places() {
+fn a_recording_of_a_served_program_has_its_placements() {
     let Some(job) = Job::new() else { return };
     let printed = job.run("--record job.trace --serve", "");
     assert_eq!((printed.code, printed.stdout.as_str()), (Some(0), "driver 0\n"));
@@ -152,7 +152,7 @@ fn ranks_are_recorded_and_compared() {
 }
 
 #[test]
-fn processes_write_files_of_their_own() {
+fn each_process_writes_its_own_file() {
     let Some(job) = Job::new() else { return };
     let printed = job.launched("\"$@\"; \"$@\"", "--record job.trace", "");
     assert_eq!(printed.code, Some(0), "{}", printed.stderr);
@@ -175,7 +175,7 @@ fn a_check_needs_ranks() {
 }
 
 #[test]
-fn signals_go_to_the_program() {
+fn signals_are_forwarded_to_the_program() {
     let Some(job) = Job::new() else { return };
     for (flags, signal, code) in [("--stats", "-USR1", 11), ("--stats", "-TERM", 12), ("", "-USR1", 11)] {
         let mut command = job.command(flags, "wait");
@@ -207,7 +207,7 @@ fn a_program_that_dies_leaves_a_recording() {
 }
 
 #[test]
-fn what_cannot_be_started_is_told() {
+fn a_program_that_cannot_be_started_is_reported() {
     let Some(job) = Job::new() else { return };
     let started = |program: &str, flags: &str| -> CommandOutput {
         let mut command = job.command(flags, "");

@@ -61,7 +61,7 @@ fn json_has_the_keys_that_help_lists() {
 }
 
 #[test]
-fn one_seed_is_shown_with_its_plan() {
+fn a_single_seed_is_printed_with_its_plan() {
     let printed = symmalloc("simulate --seed 7 --ranks 4 --ops 60", &[]);
     let printed = printed.exited(0);
     for wanted in ["seed 7: 60 ops", "on 4 ranks", "config segments:", "ops executed", "All ranks freed"] {
@@ -97,7 +97,7 @@ fn story_of_a_failure() -> String {
 }
 
 #[test]
-fn a_failure_is_shrunk_saved_and_found_again() {
+fn a_failure_is_shrunk_saved_and_reproduced() {
     let folder = Folder::new();
     let story = folder.file("failed.trace", story_of_a_failure());
     let json = symmalloc("simulate {} --out {} --json", &[&story, folder.0.path()]).json(3);
@@ -122,7 +122,7 @@ fn a_failure_is_shrunk_saved_and_found_again() {
 }
 
 #[test]
-fn a_story_that_makes_no_sense_is_refused() {
+fn an_invalid_story_is_refused() {
     let folder = Folder::new();
     let trace = "symmalloc-trace 1\n#! seed:1 granularity:3\nstream s0\nend 1\n";
     let printed = symmalloc("simulate {}", &[&folder.file("bad.trace", trace)]);
@@ -135,7 +135,7 @@ fn a_story_that_makes_no_sense_is_refused() {
 }
 
 #[test]
-fn bad_arguments_are_refused() {
+fn invalid_arguments_of_simulate_are_refused() {
     for args in ["--ranks 0", "--seeds 0", "--ops 0", "--seed x"] {
         let output = command().arg("simulate").args(args.split(' ')).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{args}");

@@ -46,7 +46,7 @@ fn equal_decisions_have_equal_digests_and_names_affect_none() {
 }
 
 #[test]
-fn allocations_of_zero_bytes_outlive_their_pool_and_are_then_no_ops() {
+fn frees_of_zero_bytes_after_the_end_of_their_pool_are_not_recorded() {
     let mut ledger = Ledger::new(Digest::new(1));
     let handle = |serial| Handle::new(HeapId(0), Slot::MAX, serial);
     let [first, second] = [(); 2].map(|()| handle(ledger.allocate_nothing(S0)));

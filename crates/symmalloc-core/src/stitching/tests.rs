@@ -48,7 +48,7 @@ fn stitch(stitched: &mut StitchedRanges, arena: &mut Arena, count: usize) -> Slo
 }
 
 #[test]
-fn free_pieces_form_one_block_and_are_elsewhere_at_home() {
+fn free_pieces_form_one_block_and_are_marked_in_their_own_segments() {
     let (mut arena, _) = arena();
     let mut stitched = StitchedRanges::default();
     let home = stitched.look_home(&arena);
@@ -61,7 +61,7 @@ fn free_pieces_form_one_block_and_are_elsewhere_at_home() {
 }
 
 #[test]
-fn gathered_granules_are_free_at_home_and_their_range_can_be_used_again() {
+fn gathered_granules_return_to_their_segments_and_their_range_is_reusable() {
     let (mut arena, slots) = arena();
     let mut stitched = StitchedRanges::default();
     let block = stitch(&mut stitched, &mut arena, 3);

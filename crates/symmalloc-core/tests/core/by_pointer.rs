@@ -34,7 +34,7 @@ fn allocate(allocator: &SharedAllocator<SimBackend>, stream: u16, size_bytes: u6
 }
 
 #[test]
-fn frees_and_uses_by_address_place_as_those_by_handle() {
+fn frees_and_uses_by_address_equal_those_by_handle() {
     for config in [by_pointer(), symmetric()] {
         let (by_handle, by_address) = (allocator(&config, 2), allocator(&config, 2));
         let (mut handles, mut addresses) = (BTreeMap::new(), BTreeMap::new());
@@ -94,7 +94,7 @@ fn without_pointer_lookup_an_address_is_refused() {
 }
 
 #[test]
-fn threads_that_hand_each_other_addresses_free_each_once() {
+fn threads_that_exchange_addresses_free_each_once() {
     const TURNS: usize = 2000;
     let allocator = allocator(&by_pointer(), 3);
     let (sender, receiver) = std::sync::mpsc::channel::<DeviceAddress>();
@@ -130,7 +130,7 @@ fn threads_that_hand_each_other_addresses_free_each_once() {
 }
 
 #[test]
-fn of_threads_that_free_one_address_one_succeeds() {
+fn only_one_of_the_threads_that_free_an_address_succeeds() {
     let allocator = allocator(&by_pointer(), 1);
     for _ in 0..200 {
         let address = allocate(&allocator, 0, 4096);

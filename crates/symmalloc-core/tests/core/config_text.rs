@@ -55,7 +55,7 @@ fn the_canonical_text_states_every_value() {
 }
 
 #[test]
-fn the_allocators_keys_hold_beside_the_default_pools() {
+fn the_allocators_keys_and_the_default_pools_keys_are_separate() {
     let config: Config = "total_limit_mb:4096,limit_mb:1024,retries_max:0,pointer_lookup:exact".parse().expect("valid");
     assert_eq!(config.limit_bytes(), Some(4096 * MIB));
     assert_eq!(config.default_pool().limit_bytes(), Some(1024 * MIB));
@@ -100,7 +100,7 @@ fn a_text_for_pytorch_may_repeat_keys_and_the_last_counts() {
 }
 
 #[test]
-fn what_has_no_effect_is_listed_for_pytorch_and_refused_otherwise() {
+fn settings_without_effect_are_listed_for_pytorch_and_refused_otherwise() {
     let text = "expandable_segments:True,large_segment_size_mb:12,graph_capture_record_stream_reuse:True,\
                 expandable_segments_reserve_by_class:[a:0.25,b:40G],per_process_memory_fraction:0.8,throw_on_cudamalloc_oom:True";
     let listed = pytorch(text);
@@ -130,7 +130,7 @@ fn what_has_no_effect_is_listed_for_pytorch_and_refused_otherwise() {
 }
 
 #[test]
-fn what_would_make_ranks_differ_is_refused_everywhere() {
+fn settings_that_would_make_ranks_differ_are_refused() {
     for text in ["garbage_collection_threshold:0.8", "backend:cudaMallocAsync"] {
         let strict = pool_error(text);
         assert!(matches!(strict, ConfigTextError::Refused { offset: 0, .. }), "{strict}");
@@ -352,7 +352,7 @@ fn any_config() -> impl Strategy<Value = Config> {
 
 proptest! {
     #[test]
-    fn every_configuration_comes_back_from_its_text(config in any_config()) {
+    fn every_configuration_survives_a_round_trip_through_its_text(config in any_config()) {
         let text = config.to_string();
         let back: Config = text.parse().expect("the canonical text is valid");
         prop_assert_eq!(&back, &config);
@@ -372,7 +372,7 @@ proptest! {
 
     /// Neither parser panics, accepted texts survive a round trip, and errors are located inside the text.
     #[test]
-    fn arbitrary_text_is_read_or_located(text in "([a-z_]{0,6}|segments|fixed|limit_mb|roundup_power2_divisions|[0-9]{1,21}|[:,>]|\\[|\\]| |é){0,12}") {
+    fn arbitrary_text_is_parsed_or_the_error_is_located(text in "([a-z_]{0,6}|segments|fixed|limit_mb|roundup_power2_divisions|[0-9]{1,21}|[:,>]|\\[|\\]| |é){0,12}") {
         match text.parse::<Config>() {
             Ok(config) => prop_assert_eq!(config.to_string().parse(), Ok(config)),
             Err(error) => prop_assert!(offset(&error) <= text.len(), "{}", error),
@@ -402,14 +402,14 @@ fn offset(error: &ConfigTextError) -> usize {
 const KNOWN: [&str; 3] = ["max_split_size_mb", "segments", "a"];
 
 #[test]
-fn a_slip_of_the_fingers_finds_the_word() {
+fn a_typo_finds_the_nearest_word() {
     assert_eq!(nearest("max_split_size", KNOWN), Some("max_split_size_mb"));
     assert_eq!(nearest("segmets", KNOWN), Some("segments"));
     assert_eq!(nearest("segment", KNOWN), Some("segments"));
 }
 
 #[test]
-fn another_word_finds_nothing() {
+fn an_unrelated_word_finds_nothing() {
     assert_eq!(nearest("garbage", KNOWN), None);
     assert_eq!(nearest("b", KNOWN), None);
     assert_eq!(nearest("", KNOWN), None);

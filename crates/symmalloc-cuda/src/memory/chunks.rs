@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chunk_goes_when_its_last_byte_was_given_up() {
+    fn a_chunk_is_released_with_its_last_byte() {
         let mut state = mapped_in(&[0..6]);
         for (part, idle) in [(2..4, 2), (0..1, 3), (5..6, 4), (4..5, 5)] {
             state.unmap(&part);
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn neighboring_chunks_go_in_one_run() {
+    fn neighboring_chunks_are_released_in_one_run() {
         let mut state = mapped_in(&[0..2, 2..4, 4..6, 6..8]);
         state.unmap(&(2..6));
         assert_eq!(state.unused_runs(&(2..6)), [2..6]);

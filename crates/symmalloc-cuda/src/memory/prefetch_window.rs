@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn as_much_as_the_range_reaches_is_wanted_and_at_most_what_the_program_gave() {
+    fn the_window_is_as_large_as_the_range_and_at_most_the_configured_size() {
         let mut ahead = PrefetchWindow::default();
         assert_eq!(ahead.next(), None, "the range has not grown yet");
         ahead.grow(&(0..10), 10, 1000, &RULE);
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_wanted_behind_the_end_of_the_addresses() {
+    fn nothing_is_prefetched_beyond_the_end_of_the_range() {
         let mut ahead = PrefetchWindow::default();
         ahead.grow(&(0..20), 20, 50, &RULE);
         assert_eq!(make(&mut ahead), vec![20..40], "another unit would exceed the range");
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn growth_into_memory_that_was_kept_leaves_what_is_ahead() {
+    fn growth_into_retained_memory_leaves_prefetched_memory() {
         let mut ahead = PrefetchWindow::default();
         ahead.grow(&(0..10), 18, 1000, &RULE);
         assert_eq!(ahead.next(), None, "8 of 10 bytes are already backed");
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_taken_is_not_made_again_until_the_range_grows() {
+    fn taken_memory_is_not_prefetched_again_until_the_range_grows() {
         let mut ahead = PrefetchWindow::default();
         ahead.grow(&(0..20), 20, 1000, &RULE);
         make(&mut ahead);

@@ -152,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_an_exporter_says_first_is_what_importers_see() {
+    fn the_first_final_state_of_an_export_is_kept() {
         let page = SharePage::create().expect("a page");
         let seen = SharePage::open(page.file().try_clone_to_owned().expect("a descriptor")).expect("the same page");
         assert_eq!(seen.state(), ExportState::Live);
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_can_be_shrunk_is_no_page() {
+    fn a_file_that_can_be_shrunk_is_refused_as_a_page() {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = || rustix::fs::memfd_create("test", flags).expect("a file");
         let long = file();

@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_listener_that_is_stopped_is_given_up() {
+    fn a_stopped_listener_times_out() {
         let name = format!("symmalloc-test-{}", std::process::id());
         assert!(
             matches!(Channel::connect(&name, Duration::from_secs(5)), Err(ShareError::Socket { .. })),

@@ -65,7 +65,7 @@ fn rank(device: &Arc<CudaDevice>, rank: usize, id: Id, is_registered: bool) -> D
 }
 
 #[test]
-fn buffers_go_through_the_collectives_of_two_threads() {
+fn collectives_of_two_threads_accept_buffers() {
     let Some(devices) = two_devices() else { return };
     if !has_nccl() {
         return;
@@ -85,7 +85,7 @@ fn buffers_go_through_the_collectives_of_two_threads() {
 }
 
 #[test]
-fn buffers_go_through_a_group_of_one_thread() {
+fn a_group_of_one_thread_accepts_buffers() {
     let Some(devices) = two_devices() else { return };
     if !has_nccl() {
         return;

@@ -27,7 +27,7 @@ fn the_device_keeps_the_contract_with_chunks_of_32_mib() {
 }
 
 #[test]
-fn the_device_keeps_the_contract_with_memory_made_ahead() {
+fn the_device_keeps_the_contract_with_prefetching() {
     let Some(device) = device() else { return };
     conformance(|| with_streams(&device, CudaBackend::builder(&device).chunk_bytes(8 << 20).prefetch_bytes(64 << 20)));
 }

@@ -58,7 +58,7 @@ fn birth(device: &Arc<CudaDevice>, size: u64) -> (f64, f64) {
 }
 
 #[test]
-fn growth_and_births_beside_the_drivers_own() {
+fn the_cost_of_growth_compared_with_the_driver() {
     let Some(device) = device() else { return };
     let stream = device.context().new_stream().expect("a stream");
     device.context().bind_to_thread().expect("current");
@@ -131,7 +131,7 @@ fn paused_growth(device: &Arc<CudaDevice>, prefetch: u64, step: u64) -> (f64, f6
 }
 
 #[test]
-fn growth_with_and_without_memory_made_ahead() {
+fn the_cost_of_growth_with_and_without_prefetching() {
     let Some(device) = device() else { return };
     println!("a step of growth after a pause of 1 ms, us of the calling thread (and a memset submitted in the pause):");
     for step in [2, 20, 64] {
@@ -143,7 +143,7 @@ fn growth_with_and_without_memory_made_ahead() {
 }
 
 #[test]
-fn a_cached_pair_beside_cu_mem_alloc_async() {
+fn the_cost_of_a_cached_pair_compared_with_cu_mem_alloc_async() {
     let Some(device) = device() else { return };
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
     let (a, b) = (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("a stream"));

@@ -49,7 +49,7 @@ fn two_devices_in_two_threads_place_alike() {
 }
 
 #[test]
-fn two_devices_in_one_thread_keep_apart() {
+fn two_devices_in_one_thread_are_independent() {
     let Some(devices) = two_devices() else { return };
     let allocators = devices.each_ref().map(|device| CudaAllocator::new(device, Config::default()).expect("made"));
     let streams = devices.each_ref().map(|device| device.context().new_stream().expect("a stream"));

@@ -45,7 +45,7 @@ fn two_devices() -> Option<[Arc<CudaDevice>; 2]> {
 }
 
 #[test]
-fn memory_descriptors_and_threads_stay_at_their_level() {
+fn memory_descriptors_and_threads_do_not_leak() {
     let Some(device) = device() else { return };
     // The driver does not count its objects.
     soak::run(&device, || 0);

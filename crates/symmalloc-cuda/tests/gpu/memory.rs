@@ -32,7 +32,7 @@ fn a_cache_hit_without_fences_makes_no_driver_call() {
 }
 
 #[test]
-fn memory_really_comes_back_after_a_trim() {
+fn a_trim_releases_memory_to_the_device() {
     let Some(device) = device() else { return };
     let free = || device.memory_info().expect("queried").free_bytes;
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
@@ -94,7 +94,7 @@ fn a_stitched_buffer_is_the_memory_of_its_pieces_and_no_other() {
 }
 
 #[test]
-fn what_was_made_ahead_is_memory_as_any_other_and_comes_back() {
+fn prefetched_memory_is_usable_and_is_released() {
     let Some(device) = device() else { return };
     let free = || device.memory_info().expect("queried").free_bytes;
     let backend = CudaBackend::builder(&device).prefetch_bytes(256 << 20).build().expect("supported");
@@ -127,7 +127,7 @@ fn what_was_made_ahead_is_memory_as_any_other_and_comes_back() {
 }
 
 #[test]
-fn without_virtual_memory_segments_are_fixed_and_come_back_as_well() {
+fn without_virtual_memory_segments_are_fixed_and_are_released() {
     let Some(device) = device() else { return };
     let free = || device.memory_info().expect("queried").free_bytes;
     let backend = CudaBackend::builder(&device).plain().build().expect("every device supports cuMemAlloc");
@@ -146,7 +146,7 @@ fn without_virtual_memory_segments_are_fixed_and_come_back_as_well() {
 }
 
 #[test]
-fn a_device_that_others_filled_is_an_error_that_changes_nothing() {
+fn a_full_device_is_an_error_that_changes_nothing() {
     let Some(device) = device() else { return };
     let free = || device.memory_info().expect("queried").free_bytes;
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
@@ -170,7 +170,7 @@ fn a_device_that_others_filled_is_an_error_that_changes_nothing() {
 
 #[cfg(unix)]
 #[test]
-fn memory_can_be_exported_as_its_traits_say() {
+fn memory_can_be_exported_as_its_traits_state() {
     use std::os::fd::{FromRawFd, OwnedFd, RawFd};
     let Some(device) = device() else { return };
     let backend = CudaBackend::builder(&device).build().expect("supported");
@@ -205,7 +205,7 @@ fn memory_can_be_exported_as_its_traits_say() {
 }
 
 #[test]
-fn a_thread_without_a_context_stays_without_one() {
+fn calls_leave_a_thread_without_a_context() {
     let Some(device) = device() else { return };
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
     let (a, b) = (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("a stream"));
@@ -318,7 +318,7 @@ fn a_kernel_that_takes_the_buffer_itself_is_ordered_behind_other_streams() {
 }
 
 #[test]
-fn a_graph_keeps_its_memory_and_a_second_capture_its_places() {
+fn a_graph_keeps_its_memory_and_a_second_capture_gets_the_same_placements() {
     let Some(device) = device() else { return };
     let kernels = Kernels::compile(device.context());
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");

@@ -18,7 +18,7 @@ fn out_of_memory(error: CudaError) -> Box<OutOfMemory> {
 }
 
 #[test]
-fn a_pool_is_a_scope_with_a_limit_and_gives_its_memory_back() {
+fn a_pool_enforces_its_limit_and_releases_its_memory() {
     let Some(device) = device() else { return };
     let free = || device.memory_info().expect("queried").free_bytes;
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
@@ -99,7 +99,7 @@ fn the_failure_callback_makes_room_on_a_full_device() {
 }
 
 #[test]
-fn two_pools_with_quotas_hand_memory_to_each_other() {
+fn two_pools_with_quotas_pass_memory_to_each_other() {
     let Some(device) = device() else { return };
     let free = || device.memory_info().expect("queried").free_bytes;
     let backend = CudaBackend::builder(&device).chunk_bytes(2 << 20).build().expect("made");

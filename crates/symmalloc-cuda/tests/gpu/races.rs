@@ -122,7 +122,7 @@ fn with_fences_data_is_never_corrupted() {
 }
 
 #[test]
-fn places_of_a_plan_are_waited_for() {
+fn streams_wait_for_earlier_users_of_planned_placements() {
     let Some(device) = device() else { return };
     for config in ["plan:learn", "plan:learn,streams:shared"] {
         let (unfenced, _) = wrong_elements(&device, false, Duration::from_secs(1), config);

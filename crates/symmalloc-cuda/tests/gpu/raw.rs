@@ -47,7 +47,7 @@ fn a_stream_that_other_code_owns_is_registered_ordered_and_left_alive() {
 }
 
 #[test]
-fn a_buffer_taken_apart_keeps_its_place_content_and_uses() {
+fn raw_parts_keep_the_buffers_placement_content_and_uses() {
     let Some(device) = device() else { return };
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
     let (main, stranger) = (Worker::on_new_stream(device.context()), Worker::on_new_stream(device.context()));
@@ -79,7 +79,7 @@ fn a_buffer_taken_apart_keeps_its_place_content_and_uses() {
 }
 
 #[test]
-fn leaked_memory_stays_until_the_allocator_is_gone() {
+fn leaked_memory_is_kept_until_the_allocator_is_dropped() {
     let Some(device) = device() else { return };
     let free = || device.memory_info().expect("queried").free_bytes;
     let worker = Worker::on_new_stream(device.context());

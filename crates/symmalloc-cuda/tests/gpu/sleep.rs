@@ -52,7 +52,7 @@ fn sleeps_on(backend: CudaBackend) {
 }
 
 #[test]
-fn a_pool_wakes_with_its_bytes_at_its_addresses_after_others_had_the_memory() {
+fn a_pool_wakes_with_its_contents_after_others_used_its_memory() {
     let Some(device) = device() else { return };
     sleeps_on(CudaBackend::builder(&device).build().expect("supported"));
     let folder = tempfile::tempdir().expect("a folder");

@@ -11,7 +11,7 @@ use symmalloc_cuda::{BufferPart, CudaAllocator};
 const MIB: usize = 1 << 20;
 
 #[test]
-fn buffers_are_made_copied_and_cut_as_cuda_slices_are() {
+fn buffers_are_created_copied_and_sliced_like_cuda_slices() {
     let Some(device) = device() else { return };
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
     let stream = device.context().new_stream().expect("a stream");
@@ -29,7 +29,7 @@ fn buffers_are_made_copied_and_cut_as_cuda_slices_are() {
 }
 
 #[test]
-fn parts_on_three_streams_are_whole_and_their_memory_is_fenced() {
+fn parts_on_three_streams_are_correct_and_their_memory_is_fenced() {
     let Some(device) = device() else { return };
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
     let [a, b, stranger] = [(); 3].map(|()| Worker::on_new_stream(device.context()));
@@ -149,7 +149,7 @@ fn a_forgotten_guard_keeps_the_memory_until_its_work_is_done() {
 
 /// Measures the time on the calling thread to create a buffer with contents and drop it.
 #[test]
-fn costs_of_buffers_made_with_content() {
+fn the_cost_of_buffers_with_content() {
     let Some(device) = device() else { return };
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
     let stream = device.context().new_stream().expect("a stream");

@@ -35,7 +35,7 @@ stub_test!(the_backend_keeps_the_contract_with_large_chunks, {
     assert_eq!((left.device_bytes, left.ranges, left.events, left.mappings), (0, 0, 0, 0), "{left:?}");
 });
 
-stub_test!(a_map_of_a_whole_range_is_one_chunk_and_growth_is_cut, {
+stub_test!(mapping_a_whole_range_creates_one_chunk_and_growth_is_divided, {
     let device = device();
     let backend = with_streams(&device, CudaBackend::builder(&device).chunk_bytes(2 * MIB));
     let whole = backend.reserve(16 * MIB).expect("reserve");
@@ -61,7 +61,7 @@ stub_test!(a_map_of_a_whole_range_is_one_chunk_and_growth_is_cut, {
     assert_eq!((live().device_bytes, live().ranges), (0, 0));
 });
 
-stub_test!(growth_is_cut_into_chunks_of_32_mib_by_default, {
+stub_test!(growth_is_divided_into_chunks_of_32_mib_by_default, {
     let device = device();
     let backend = with_streams(&device, CudaBackend::builder(&device));
     let range = backend.reserve(128 * MIB).expect("reserve");
@@ -71,7 +71,7 @@ stub_test!(growth_is_cut_into_chunks_of_32_mib_by_default, {
     assert_eq!((live().mappings, live().device_bytes, backend.idle_bytes()), (1, 32 * MIB, 22 * MIB));
 });
 
-stub_test!(a_given_chunk_size_holds_for_much_growth_at_once, ["STUB_MEMORY_BYTES" = "4294967296"], {
+stub_test!(a_configured_chunk_size_applies_to_large_growth, ["STUB_MEMORY_BYTES" = "4294967296"], {
     let device = device();
     let by_default = with_streams(&device, CudaBackend::builder(&device));
     let range = by_default.reserve(4096 * MIB).expect("reserve");
@@ -87,7 +87,7 @@ stub_test!(a_given_chunk_size_holds_for_much_growth_at_once, ["STUB_MEMORY_BYTES
     assert_eq!((live().device_bytes, by_granules.idle_bytes()), (2 * MIB, 0));
 });
 
-stub_test!(chunks_grow_with_what_the_range_reaches, ["STUB_MEMORY_BYTES" = "4294967296"], {
+stub_test!(chunks_grow_with_the_size_of_the_range, ["STUB_MEMORY_BYTES" = "4294967296"], {
     let device = device();
     let backend = with_streams(&device, CudaBackend::builder(&device));
     let range = backend.reserve(4096 * MIB).expect("reserve");
@@ -127,7 +127,7 @@ stub_test!(a_map_that_fails_at_any_call_leaves_nothing, {
     assert_eq!((live().device_bytes, live().ranges), (0, 0));
 });
 
-stub_test!(descending_addresses_come_from_the_end_and_are_used_again, {
+stub_test!(descending_addresses_start_at_the_end_and_are_reused, {
     let device = device();
     conformance(|| with_streams(&device, CudaBackend::builder(&device).descending_addresses(1 << 40)));
     assert_eq!((live().device_bytes, live().ranges), (0, 0));
@@ -161,7 +161,7 @@ stub_test!(descending_addresses_come_from_the_end_and_are_used_again, {
     }
 });
 
-stub_test!(what_the_driver_keeps_after_a_failed_map_is_used_by_the_next, {
+stub_test!(memory_that_the_driver_keeps_after_a_failed_map_is_reused, {
     let device = device();
     let backend = with_streams(&device, CudaBackend::builder(&device).chunk_bytes(2 * MIB));
     let range = backend.reserve(64 * MIB).expect("reserve");
@@ -181,7 +181,7 @@ fn imex_channels() -> tempfile::TempDir {
     folder
 }
 
-stub_test!(fabric_handles_are_left_out_where_the_system_refuses_them, ["STUB_FABRIC_REFUSED" = "1"], {
+stub_test!(fabric_handles_are_omitted_if_the_system_refuses_them, ["STUB_FABRIC_REFUSED" = "1"], {
     let (device, channels) = (device(), imex_channels());
     assert!(device.features().fabric);
     let traits =
@@ -198,13 +198,13 @@ stub_test!(fabric_handles_are_not_tried_without_an_imex_channel, {
     }
 });
 
-stub_test!(everything_the_device_offers_is_asked_for, {
+stub_test!(memory_has_all_properties_that_the_device_supports, {
     let channels = imex_channels();
     let traits = CudaBackend::builder(&device()).imex_channels(channels.path()).build().expect("supported").traits();
     assert!(traits.virtual_memory && traits.posix_fd && traits.fabric && traits.gpu_direct_rdma, "{traits:?}");
 });
 
-stub_test!(peers_are_checked, ["STUB_DEVICES" = "2"], {
+stub_test!(peers_get_access_and_invalid_peers_are_refused, ["STUB_DEVICES" = "2"], {
     let device = device();
     let backend = with_streams(&device, CudaBackend::builder(&device).peers([0, 1]));
     let range = backend.reserve(2 * MIB).expect("reserve");
@@ -213,7 +213,7 @@ stub_test!(peers_are_checked, ["STUB_DEVICES" = "2"], {
     assert_eq!(error, CudaError::NoPeerAccess { ordinal: 0, peer: 7 });
 });
 
-stub_test!(a_peer_that_comes_later_gets_access_to_what_there_is, ["STUB_DEVICES" = "2"], {
+stub_test!(a_peer_that_is_added_later_gets_access_to_existing_memory, ["STUB_DEVICES" = "2"], {
     let device = device();
     let backend = with_streams(&device, CudaBackend::builder(&device));
     let (one, other) = (backend.reserve(8 * MIB).expect("reserve"), backend.reserve(2 * MIB).expect("reserve"));
@@ -229,7 +229,7 @@ stub_test!(a_peer_that_comes_later_gets_access_to_what_there_is, ["STUB_DEVICES"
     assert_eq!(backend.grant_access(7), Err(CudaError::NoPeerAccess { ordinal: 0, peer: 7 }));
 });
 
-stub_test!(access_that_the_driver_refuses_is_granted_to_nobody, ["STUB_DEVICES" = "2"], {
+stub_test!(access_that_the_driver_refuses_is_granted_to_no_peer, ["STUB_DEVICES" = "2"], {
     let device = device();
     let backend = with_streams(&device, CudaBackend::builder(&device));
     let range = backend.reserve(8 * MIB).expect("reserve");
@@ -251,7 +251,7 @@ stub_test!(chunks_must_be_granules, {
     }
 });
 
-stub_test!(the_current_context_is_left_as_it_was, ["STUB_DEVICES" = "2"], {
+stub_test!(the_current_context_is_preserved, ["STUB_DEVICES" = "2"], {
     let (device, other) = (device(), CudaDevice::new(1).expect("the second device"));
     let current = || ctx::get_current().expect("queried").map_or(0, |context| context as usize);
     assert_eq!(current(), 0, "creating devices leaves the thread without a context");

@@ -22,7 +22,7 @@ fn allocator() -> CudaAllocator {
 
 fn is_send_and_sync<T: Send + Sync>(_: &T) {}
 
-stub_test!(buffers_hold_what_is_copied_into_them, {
+stub_test!(buffers_hold_the_data_copied_into_them, {
     let allocator = allocator();
     is_send_and_sync(&allocator);
     let stream = allocator.device().context().new_stream().expect("a stream");
@@ -72,7 +72,7 @@ stub_test!(a_cache_hit_without_fences_makes_no_driver_call, {
     assert_eq!((all_calls(), CudaDevice::driver_calls()), (before, ours));
 });
 
-stub_test!(more_streams_than_slots_from_several_threads_and_in_other_wrappers_are_all_served, {
+stub_test!(more_streams_than_slots_are_served_from_several_threads, {
     // Growable ranges would need more addresses than the stub's device has.
     let pool = PoolConfig::builder().fixed().build().expect("valid");
     let config = Config::builder().default_pool(pool).build().expect("valid");
@@ -100,7 +100,7 @@ stub_test!(more_streams_than_slots_from_several_threads_and_in_other_wrappers_ar
     assert_eq!((usage.allocations.current, usage.allocations.allocated), (0, 400));
 });
 
-stub_test!(a_buffer_outlives_all_names_of_its_allocator, {
+stub_test!(a_buffer_outlives_all_clones_of_its_allocator, {
     let allocator = allocator();
     let stream = allocator.device().context().new_stream().expect("a stream");
     // SAFETY: never read.
@@ -205,7 +205,7 @@ fn history<'a, A: StreamAllocatorRef<Memory = CudaBackend> + 'a>(
     (places, allocator.digest(PoolId::DEFAULT).expect("known"), [after[0] - before[0], after[1] - before[1]])
 }
 
-stub_test!(a_buffer_that_borrows_is_placed_ordered_and_freed_as_one_that_counts, {
+stub_test!(borrowing_buffers_behave_like_counted_ones, {
     let device = device();
     let streams = [(); 2].map(|()| device.context().new_stream().expect("a stream"));
     let allocators = [(); 2].map(|()| allocator());
@@ -270,7 +270,7 @@ stub_test!(a_buffer_given_to_a_kernel_is_ordered_behind_other_streams, {
     assert_eq!(waits(), 4, "a kernel that writes waits for the reader");
 });
 
-stub_test!(a_stream_that_was_never_registered_is_waited_for_as_well, {
+stub_test!(memory_used_on_an_unregistered_stream_is_reused_after_its_work, {
     let allocator = allocator();
     let context = allocator.device().context();
     let (a, foreign) = (context.new_stream().expect("a stream"), context.new_stream().expect("a stream"));
@@ -305,7 +305,7 @@ stub_test!(without_event_tracking_the_program_orders_and_memory_is_still_fenced,
     assert_eq!(calls("cuEventRecord"), 1);
 });
 
-stub_test!(streams_are_told_apart_kept_and_checked, ["STUB_DEVICES" = "2"], {
+stub_test!(streams_are_numbered_kept_alive_and_validated, ["STUB_DEVICES" = "2"], {
     let allocator = allocator();
     let context = allocator.device().context();
     let (a, b) = (context.new_stream().expect("a stream"), context.new_stream().expect("a stream"));
@@ -324,7 +324,7 @@ stub_test!(streams_are_told_apart_kept_and_checked, ["STUB_DEVICES" = "2"], {
     assert_eq!(calls("cuStreamDestroy_v2"), 0, "registered streams are kept");
 });
 
-stub_test!(a_buffer_can_be_taken_apart_and_put_together, {
+stub_test!(a_buffer_survives_a_round_trip_through_raw_parts, {
     let allocator = allocator();
     let stream = allocator.device().context().new_stream().expect("a stream");
     let buffer = allocator.alloc_zeroed_named::<u16>(&stream, 10, "taken apart").expect("allocated");
@@ -346,7 +346,7 @@ stub_test!(a_buffer_can_be_taken_apart_and_put_together, {
     assert_eq!(allocator.stats().usage.all.allocations.current, 1);
 });
 
-stub_test!(pools_are_scopes, {
+stub_test!(allocations_of_a_pool_use_its_own_memory, {
     let allocator = allocator();
     let stream = allocator.device().context().new_stream().expect("a stream");
     let pool = allocator.create_pool(PoolConfig::default()).expect("made");
@@ -401,7 +401,7 @@ stub_test!(waiting_for_all_streams_ends_with_the_deadline, {
     assert!(begun.elapsed() < Duration::from_secs(30));
 });
 
-stub_test!(memory_comes_back_after_a_trim, {
+stub_test!(a_trim_releases_free_memory, {
     let allocator = allocator();
     let stream = allocator.device().context().new_stream().expect("a stream");
     let free = || allocator.device().memory_info().expect("queried").free_bytes;
@@ -417,7 +417,7 @@ stub_test!(memory_comes_back_after_a_trim, {
     assert_eq!(free(), before);
 });
 
-stub_test!(memory_that_another_process_took_is_a_typed_error, ["STUB_MEMORY_BYTES" = "67108864"], {
+stub_test!(memory_taken_by_another_process_is_a_typed_error, ["STUB_MEMORY_BYTES" = "67108864"], {
     let allocator = allocator();
     let stream = allocator.device().context().new_stream().expect("a stream");
     let kept = allocator.alloc_zeroed::<u8>(&stream, 40 * MIB).expect("allocated");
@@ -460,7 +460,7 @@ stub_test!(a_use_that_cannot_be_ordered_is_waited_for_by_the_host, {
     assert!(matches!(allocator.drop_errors().last, Some(DropError::Order(_))));
 });
 
-stub_test!(nothing_is_left_when_the_last_owner_is_gone, {
+stub_test!(dropping_the_last_owner_releases_everything, {
     let allocator = allocator();
     let device = allocator.device().clone();
     let context = device.context();
@@ -493,7 +493,7 @@ stub_test!(threads_share_an_allocator, {
     assert_eq!(allocator.stats().usage.all.allocations.current, 0);
 });
 
-stub_test!(devices_have_allocators_of_their_own, ["STUB_DEVICES" = "2"], {
+stub_test!(each_device_has_its_own_allocator, ["STUB_DEVICES" = "2"], {
     let devices: Vec<_> = (0..2).map(|ordinal| CudaDevice::new(ordinal).expect("a device")).collect();
     let digests: Vec<_> = devices
         .iter()

@@ -52,7 +52,7 @@ fn lives(device: &Arc<CudaDevice>) {
     drop(pinned.alloc_host_zeroed::<u8>(MIB).expect("memory"));
 }
 
-stub_test!(memory_comes_and_goes_whichever_device_has_the_capture, ["STUB_DEVICES" = "2"], {
+stub_test!(memory_is_mapped_and_released_during_a_capture_on_any_device, ["STUB_DEVICES" = "2"], {
     let device = device();
     for captured in [0, 1] {
         let before = live().device_bytes;
@@ -61,7 +61,7 @@ stub_test!(memory_comes_and_goes_whichever_device_has_the_capture, ["STUB_DEVICE
     }
 });
 
-stub_test!(memory_of_others_is_mapped_and_unmapped_while_another_device_has_the_capture, ["STUB_DEVICES" = "2"], {
+stub_test!(imported_memory_is_mapped_and_unmapped_during_a_capture_on_another_device, ["STUB_DEVICES" = "2"], {
     let device = device();
     let allocator = CudaAllocator::new(&device, Config::default()).expect("an allocator");
     let stream = device.context().default_stream();
@@ -90,7 +90,7 @@ fn exchange(mut mode: CUstreamCaptureMode) -> CUstreamCaptureMode {
     mode
 }
 
-stub_test!(a_thread_has_its_mode_again_also_after_calls_that_fail, {
+stub_test!(the_capture_mode_of_a_thread_is_restored_even_after_failed_calls, {
     let device = device();
     let allocator = CudaAllocator::new(&device, Config::default()).expect("an allocator");
     let stream = device.context().default_stream();

@@ -48,7 +48,7 @@ fn program(allocator: &CudaAllocator, a: &Arc<CudaStream>, b: &Arc<CudaStream>) 
     Ok(())
 }
 
-stub_test!(every_call_fails_once_at_every_occurrence_and_the_program_goes_on, {
+stub_test!(the_program_continues_after_any_single_failed_call, {
     let device = device();
     let (a, b) = (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("a stream"));
     for call in CALLS {
@@ -80,7 +80,7 @@ stub_test!(every_call_fails_once_at_every_occurrence_and_the_program_goes_on, {
     }
 });
 
-stub_test!(a_lost_device_is_said_and_nothing_panics, {
+stub_test!(a_lost_device_is_reported_without_a_panic, {
     let device = device();
     let (a, b) = (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("a stream"));
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
@@ -100,7 +100,7 @@ stub_test!(a_lost_device_is_said_and_nothing_panics, {
     drop(allocator);
 });
 
-stub_test!(memory_that_could_be_neither_opened_nor_given_back_is_opened_before_it_is_used, {
+stub_test!(idle_memory_without_access_gets_access_before_its_reuse, {
     let device = device();
     let stream = device.context().new_stream().expect("a stream");
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");

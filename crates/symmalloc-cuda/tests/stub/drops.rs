@@ -76,7 +76,7 @@ stub_test!(a_drop_records_an_event_for_each_other_stream, {
     allocator.core().check().expect("consistent");
 });
 
-stub_test!(work_after_the_drop_is_not_waited_for, {
+stub_test!(nothing_waits_for_work_after_the_drop, {
     let (allocator, [a, b]) = allocator(Config::default());
     drop(used(&allocator, 1, &a, &b));
     assert_eq!(counts(), (1, 0));
@@ -85,7 +85,7 @@ stub_test!(work_after_the_drop_is_not_waited_for, {
     assert_eq!(counts(), (1, 1));
 });
 
-stub_test!(work_before_the_drop_is_waited_for_on_the_device_and_not_by_the_drop, {
+stub_test!(the_device_and_not_the_drop_waits_for_earlier_work, {
     let (allocator, [a, b]) = allocator(Config::default());
     let buffers = used(&allocator, 2, &a, &b);
     let long = hold(b.cu_stream() as u64);
@@ -106,7 +106,7 @@ stub_test!(frees_by_handle_record_an_event_each, {
     assert_eq!(counts(), (5, 0));
 });
 
-stub_test!(uses_before_a_capture_are_over_when_it_begins, {
+stub_test!(uses_before_a_capture_have_finished_when_it_begins, {
     let (allocator, [a, b]) = allocator(Config::default());
     drop(used(&allocator, 3, &a, &b));
     let graphs = GraphPool::new(&allocator, PoolConfig::default()).expect("made");
@@ -167,7 +167,7 @@ stub_test!(a_pinned_buffer_is_fenced_when_a_stream_used_it, {
     assert_eq!(counts().0, 1);
 });
 
-stub_test!(whatever_is_dropped_last_takes_the_allocator_along, {
+stub_test!(the_last_drop_releases_the_allocator, {
     let device = device();
     for order in 0..60_u64 {
         let streams = if order % 3 == 0 { StreamPolicy::Shared } else { StreamPolicy::Separate };
@@ -201,7 +201,7 @@ stub_test!(whatever_is_dropped_last_takes_the_allocator_along, {
     }
 });
 
-stub_test!(buffers_that_are_dropped_while_the_last_name_goes_leave_nothing_behind, {
+stub_test!(dropping_buffers_concurrently_with_the_last_clone_leaks_nothing, {
     let device = device();
     for round in 0..200 {
         let allocator = CudaAllocator::new(&device, Config::default()).expect("the stub supports it");
@@ -315,7 +315,7 @@ fn policy(seed: u64) -> StreamPolicy {
     if seed.is_multiple_of(2) { StreamPolicy::Separate } else { StreamPolicy::Shared }
 }
 
-stub_test!(nobody_writes_into_memory_that_was_taken_again, {
+stub_test!(reused_memory_is_never_overwritten_by_earlier_users, {
     for seed in 0..seeds() {
         let (allocator, streams) = allocator_with::<4>(policy(seed));
         let buffers = random_program(seed, &allocator, &streams);
@@ -323,7 +323,7 @@ stub_test!(nobody_writes_into_memory_that_was_taken_again, {
     }
 });
 
-stub_test!(threads_keep_out_of_memory_that_others_use, {
+stub_test!(threads_never_overwrite_memory_in_use_by_other_threads, {
     for seed in 0..seeds() / 8 {
         let before = calls("cuEventRecord");
         let (allocator, streams) = allocator_with::<12>(policy(seed));

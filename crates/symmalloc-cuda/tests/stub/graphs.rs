@@ -98,7 +98,7 @@ stub_test!(a_dropped_pool_waits_for_every_stream_that_launched_its_graphs, {
     assert_eq!([waits_after(2), waits_after(3)], [one + 1; 2]);
 });
 
-stub_test!(a_second_capture_lands_on_the_same_places, {
+stub_test!(a_second_capture_gets_the_same_placements, {
     let allocator = allocator();
     let streams = streams(&allocator);
     let pool = GraphPool::new(&allocator, reserved()).expect("made");
@@ -114,7 +114,7 @@ stub_test!(a_second_capture_lands_on_the_same_places, {
     second.launch(&streams.0).expect("launched");
 });
 
-stub_test!(two_captures_at_once_keep_to_their_pools, {
+stub_test!(two_concurrent_captures_use_their_own_pools, {
     let allocator = allocator();
     let streams = streams(&allocator);
     let pools = [(); 2].map(|()| GraphPool::new(&allocator, reserved()).expect("made"));
@@ -132,7 +132,7 @@ stub_test!(two_captures_at_once_keep_to_their_pools, {
     assert_eq!(allocator.drop_errors().count, 0);
 });
 
-stub_test!(what_came_before_a_capture_is_waited_for_before_it_begins, {
+stub_test!(a_capture_begins_after_earlier_work_has_finished, {
     let allocator = allocator();
     let (a, b) = streams(&allocator);
     let pool = GraphPool::new(&allocator, reserved()).expect("made");
@@ -152,7 +152,7 @@ stub_test!(what_came_before_a_capture_is_waited_for_before_it_begins, {
     graph.launch(&a).expect("launched");
 });
 
-stub_test!(fences_of_a_capture_do_not_reach_out_of_it, {
+stub_test!(fences_of_a_capture_stay_inside_it, {
     let allocator = allocator();
     let streams = streams(&allocator);
     let pool = GraphPool::new(&allocator, reserved()).expect("made");
@@ -177,7 +177,7 @@ stub_test!(a_capture_that_is_dropped_captures_nothing, {
     allocator.synchronize(&a).expect("no capture is in progress");
 });
 
-stub_test!(a_stream_that_is_not_joined_back_spoils_the_capture, {
+stub_test!(a_stream_that_is_not_joined_invalidates_the_capture, {
     let allocator = allocator();
     let (a, b) = streams(&allocator);
     let pool = GraphPool::new(&allocator, reserved()).expect("made");
@@ -189,7 +189,7 @@ stub_test!(a_stream_that_is_not_joined_back_spoils_the_capture, {
     allocator.synchronize(&a).expect("no capture is in progress");
 });
 
-stub_test!(a_fence_from_before_a_capture_of_others_is_waited_for_by_the_host, {
+stub_test!(the_host_waits_for_an_earlier_fence_during_a_foreign_capture, {
     let allocator = allocator();
     let (a, b) = streams(&allocator);
     let ids = [&a, &b].map(|stream| allocator.register_stream(stream).expect("registered"));
@@ -207,7 +207,7 @@ stub_test!(a_fence_from_before_a_capture_of_others_is_waited_for_by_the_host, {
     allocator.free(again.handle).expect("live");
 });
 
-stub_test!(captures_are_seen_whoever_began_them, {
+stub_test!(captures_begun_by_other_code_are_detected, {
     let allocator = allocator();
     let (stream, other) = streams(&allocator);
     allocator.register_stream(&stream).expect("registered");

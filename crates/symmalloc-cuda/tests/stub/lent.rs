@@ -18,7 +18,7 @@ fn lend(allocator: &CudaAllocator, stream: CUstream) -> StreamId {
     unsafe { allocator.lend_stream(LentStream::of(stream)) }.expect("lent")
 }
 
-stub_test!(the_next_stream_of_an_id_waits_for_the_one_before, {
+stub_test!(the_next_stream_with_an_id_waits_for_the_previous_one, {
     let device = device();
     let (first, second) =
         (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("a stream"));
@@ -43,7 +43,7 @@ stub_test!(the_next_stream_of_an_id_waits_for_the_one_before, {
     waiting.join().expect("no panic").expect("synchronized");
 });
 
-stub_test!(what_a_stream_left_in_a_shared_heap_is_waited_for_after_it_is_gone, {
+stub_test!(memory_of_a_returned_stream_in_a_shared_heap_is_reused_after_its_work, {
     let device = device();
     let (gone, other) =
         (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("a stream"));

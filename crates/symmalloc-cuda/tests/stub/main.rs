@@ -24,7 +24,7 @@ mod slices;
 mod soak;
 mod stitching;
 
-process::stub_test!(memory_descriptors_events_and_threads_stay_at_their_level, {
+process::stub_test!(memory_descriptors_events_and_threads_do_not_leak, {
     soak::run(&process::device(), || {
         let live = process::live();
         live.ranges + live.events + live.streams + live.graphs + live.mappings

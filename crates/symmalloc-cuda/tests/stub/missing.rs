@@ -3,7 +3,7 @@
 use crate::process::{Library, all_calls, stub_test};
 use symmalloc_cuda::{CudaDevice, CudaError, LoadError};
 
-stub_test!(without_libcuda_the_error_lists_what_was_tried, Library::Named("libsomething.so"), [], {
+stub_test!(without_libcuda_the_error_lists_the_attempts, Library::Named("libsomething.so"), [], {
     match CudaDevice::new(0) {
         Err(CudaError::Load(error @ LoadError::LibraryMissing { .. })) => {
             let text = error.to_string();
@@ -16,12 +16,12 @@ stub_test!(without_libcuda_the_error_lists_what_was_tried, Library::Named("libso
     }
 });
 
-stub_test!(a_file_that_is_named_is_the_only_one_tried, ["SYMMALLOC_CUDA_LIBRARY" = "/nowhere/libcuda.so.1"], {
+stub_test!(a_configured_library_is_the_only_one_tried, ["SYMMALLOC_CUDA_LIBRARY" = "/nowhere/libcuda.so.1"], {
     let Err(LoadError::LibraryMissing { tried }) = CudaDevice::library() else { panic!("opened a missing library") };
     assert!(tried.len() == 1 && tried[0].contains("/nowhere/libcuda.so.1"), "{tried:?}");
 });
 
-stub_test!(a_file_that_is_named_must_not_leave_cudarc_without_one, Library::Named("libsomething.so"), [], {
+stub_test!(a_configured_library_that_cudarc_cannot_find_is_an_error, Library::Named("libsomething.so"), [], {
     let folder = std::env::var_os("LD_LIBRARY_PATH").expect("set by the test");
     let file = std::path::Path::new(&folder).join("libsomething.so");
     // SAFETY: only one thread of this process reads the environment.
@@ -33,14 +33,14 @@ stub_test!(a_file_that_is_named_must_not_leave_cudarc_without_one, Library::Name
     }
 });
 
-stub_test!(the_library_is_known_by_its_file, {
+stub_test!(the_path_of_the_library_is_reported, {
     let folder = std::env::var_os("LD_LIBRARY_PATH").expect("set by the test");
     let before = all_calls();
     assert_eq!(CudaDevice::library().expect("found"), std::path::Path::new(&folder).join("libcuda.so"));
     assert_eq!(all_calls(), before, "no call is made");
 });
 
-stub_test!(a_libcuda_that_is_open_is_taken_before_others, Library::Named("libcuda.so.1"), [], {
+stub_test!(an_open_libcuda_takes_precedence, Library::Named("libcuda.so.1"), [], {
     let folder = std::env::var_os("LD_LIBRARY_PATH").expect("set by the test");
     let before = all_calls(); // opens libcuda.so.1
     let folder = std::path::Path::new(&folder);
@@ -49,7 +49,7 @@ stub_test!(a_libcuda_that_is_open_is_taken_before_others, Library::Named("libcud
     assert_eq!(all_calls(), before);
 });
 
-stub_test!(a_library_of_another_name_is_found_under_the_names_that_are_tried, Library::Named("libcuda.so.1"), [], {
+stub_test!(libraries_are_found_under_every_known_name, Library::Named("libcuda.so.1"), [], {
     CudaDevice::new(0).expect("libcuda.so.1 is one of the names");
 });
 
@@ -60,7 +60,7 @@ fn lacks(symbol: &'static str) -> LoadError {
     LoadError::SymbolMissing { path, symbol }
 }
 
-stub_test!(an_old_driver_is_named_by_the_call_it_lacks, Library::StubWithout("cuMemAddressReserve"), [], {
+stub_test!(an_old_driver_is_reported_with_the_missing_call, Library::StubWithout("cuMemAddressReserve"), [], {
     let error = CudaDevice::new(0).expect_err("a call is missing");
     assert_eq!(error, CudaError::Load(lacks("cuMemAddressReserve")));
     assert!(error.to_string().contains("too old"), "{error}");
@@ -68,12 +68,12 @@ stub_test!(an_old_driver_is_named_by_the_call_it_lacks, Library::StubWithout("cu
     assert_eq!(CudaDevice::count().expect_err("a call is missing"), error);
 });
 
-stub_test!(what_cudarc_needs_is_looked_up_too, Library::StubWithout("cuDevicePrimaryCtxRetain"), [], {
+stub_test!(calls_that_cudarc_needs_are_looked_up_too, Library::StubWithout("cuDevicePrimaryCtxRetain"), [], {
     let error = CudaDevice::new(0).expect_err("a call is missing");
     assert_eq!(error, CudaError::Load(lacks("cuDevicePrimaryCtxRetain")));
 });
 
-stub_test!(without_a_device_the_error_says_where_to_look, ["STUB_NO_DEVICE" = "1"], {
+stub_test!(without_a_device_the_error_states_the_remedy, ["STUB_NO_DEVICE" = "1"], {
     let error = CudaDevice::new(0).expect_err("there is no device").to_string();
     assert_eq!(error, "cuInit failed with 100 (CUDA_ERROR_NO_DEVICE): check nvidia-smi and CUDA_VISIBLE_DEVICES");
 });

@@ -29,7 +29,7 @@ stub_test!(pinned_buffers_carry_data_both_ways, {
     assert_eq!(live().host_bytes, 0);
 });
 
-stub_test!(pinned_memory_under_a_copy_is_waited_for_when_it_is_handed_out_again, {
+stub_test!(pinned_memory_is_reused_after_the_copies_from_it, {
     let device = device();
     let stream = device.context().new_stream().expect("a stream");
     let pinned = PinnedAllocator::pinned(&device, Config::default()).expect("made");
@@ -50,7 +50,7 @@ stub_test!(pinned_memory_under_a_copy_is_waited_for_when_it_is_handed_out_again,
     assert_eq!(waits(), (before.0 + 1, before.1), "memory without pending copies is reused without waiting");
 });
 
-stub_test!(a_copy_on_a_stream_that_is_not_registered_is_waited_for_at_once, {
+stub_test!(the_host_waits_immediately_for_a_copy_on_an_unregistered_stream, {
     let device = device();
     let stream = device.context().new_stream().expect("a stream");
     let pinned = PinnedAllocator::pinned(&device, Config::default()).expect("made");
@@ -62,7 +62,7 @@ stub_test!(a_copy_on_a_stream_that_is_not_registered_is_waited_for_at_once, {
     assert_eq!(calls("cuStreamSynchronize"), before + 1);
 });
 
-stub_test!(pinned_memory_has_the_same_places_everywhere, {
+stub_test!(pinned_memory_has_equal_placements_on_all_ranks, {
     let device = device();
     let history = || {
         let pinned = PinnedAllocator::pinned(&device, Config::default()).expect("made");

@@ -67,7 +67,7 @@ fn seeds() -> u64 {
     std::env::var("SYMMALLOC_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(SEEDS)
 }
 
-stub_test!(a_backend_that_makes_memory_ahead_keeps_the_contract, {
+stub_test!(a_prefetching_backend_keeps_the_contract, {
     let device = device();
     for chunk_mib in [2, 8, 20] {
         conformance(|| {
@@ -130,7 +130,7 @@ stub_test!(prefetched_chunks_shrink_to_divide_every_growth, {
     assert_eq!(live().device_bytes, 0);
 });
 
-stub_test!(chunks_end_where_they_would_without_what_is_ahead, {
+stub_test!(prefetching_does_not_change_the_ends_of_chunks, {
     let device = device();
     let builder = || CudaBackend::builder(&device).chunk_bytes(20 * MIB);
     for (builder, chunks) in [(builder(), [2, 20, 2].as_slice()), (builder().prefetch_bytes(40 * MIB), &[2, 2, 18, 2])]
@@ -163,7 +163,7 @@ stub_test!(full_ranges_and_holes_are_not_prefetched, {
     wait_for_spare(&backend, 40);
 });
 
-stub_test!(a_caller_waits_for_the_chunk_that_is_being_made, ["STUB_MAPPING_MICROSECONDS" = "30000"], {
+stub_test!(a_caller_waits_for_the_chunk_that_is_being_created, ["STUB_MAPPING_MICROSECONDS" = "30000"], {
     let backend = prefetching(&device(), 20);
     let range = backend.reserve(1 << 30).expect("reserve");
     let created = calls("cuMemCreate");
@@ -191,7 +191,7 @@ stub_test!(with_slow_calls_the_caller_makes_fewer_of_them, ["STUB_MAPPING_MICROS
     assert!(without == 60 && with < without, "{without} calls without, {with} with");
 });
 
-stub_test!(spare_memory_is_given_up_before_the_device_is_full, ["STUB_MEMORY_BYTES" = "104857600"], {
+stub_test!(spare_memory_is_released_before_an_allocation_fails, ["STUB_MEMORY_BYTES" = "104857600"], {
     let device = device();
     let (backend, plain) = (prefetching(&device, 40), CudaBackend::builder(&device).build().expect("supported"));
     let whole = CudaBackend::builder(&device).plain().build().expect("supported");
@@ -272,7 +272,7 @@ stub_test!(prefetching_never_causes_out_of_memory, ["STUB_MEMORY_BYTES" = "27262
     assert!(refused > 0, "the device was never full");
 });
 
-stub_test!(trim_gives_spare_memory_back, {
+stub_test!(trim_releases_spare_memory, {
     let device = device();
     let allocator = CudaAllocator::with_backend(prefetching(&device, 40), Config::default()).expect("made");
     let stream = device.context().new_stream().expect("a stream");
@@ -351,7 +351,7 @@ stub_test!(the_thread_ends_with_the_backend_also_when_the_device_is_lost, {
     }
 });
 
-stub_test!(memory_is_made_ahead_during_a_capture_and_does_not_spoil_it, {
+stub_test!(prefetching_does_not_invalidate_a_capture, {
     let device = device();
     let allocator = CudaAllocator::with_backend(prefetching(&device, 40), Config::default()).expect("made");
     let stream = device.context().new_stream().expect("a stream");
@@ -368,7 +368,7 @@ stub_test!(memory_is_made_ahead_during_a_capture_and_does_not_spoil_it, {
     stream.synchronize().expect("done");
 });
 
-stub_test!(a_capture_that_forbids_all_threads_is_not_spoiled_either, {
+stub_test!(prefetching_does_not_invalidate_a_global_capture, {
     let device = device();
     let backend = prefetching(&device, 40);
     let stream = device.context().new_stream().expect("a stream");
@@ -440,50 +440,58 @@ fn seen(backend: CudaBackend, config: &Config, program: &Program, mut before: im
     seen
 }
 
-stub_test!(random_programs_are_the_same_with_and_without_memory_made_ahead, ["STUB_MEMORY_BYTES" = "1099511627776"], {
-    let device = device();
-    for seed in 0..seeds() {
-        // Stitching is not available with prefetching.
-        let scenario = Scenario::from_seed(seed, 150).with_layouts();
-        let run = |backend, before: &mut dyn FnMut()| seen(backend, &scenario.config, &scenario.program, before);
-        let chunk_mib = [2, 20, 8][seed as usize % 3];
-        let builder = || CudaBackend::builder(&device).chunk_bytes(chunk_mib * MIB);
-        let without = run(builder().build().expect("supported"), &mut || ());
-        let mut draw = SplitMix64::new(seed);
-        let mut faults = || {
-            // The faults affect only the prefetch thread: a call fails once, is out of memory once, or fails until the fault is cleared.
-            let call = MAKING.into_iter().chain(["cuMemUnmap", "cuMemRelease", "cuCtxGetCurrent"]);
-            let call = call.collect::<Vec<_>>()[draw.next_u64() as usize % 6];
-            match draw.next_u64() % 12 {
-                0 => fail_elsewhere(call, 1 + draw.next_u64() % 5, 999),
-                1 => fail_elsewhere(call, 1, 2),
-                2 => fail_elsewhere(call, 0, 999),
-                3..6 => heal(),
-                _ => {}
-            }
-        };
-        let with = run(builder().prefetch_bytes(60 * MIB).build().expect("supported"), &mut faults);
-        heal();
-        assert_eq!(with, without, "seed {seed}\n{}", scenario.trace());
-        assert_eq!((live().device_bytes, live().ranges, live().mappings), (0, 0, 0), "seed {seed}");
+stub_test!(
+    random_programs_have_equal_placements_with_and_without_prefetching,
+    ["STUB_MEMORY_BYTES" = "1099511627776"],
+    {
+        let device = device();
+        for seed in 0..seeds() {
+            // Stitching is not available with prefetching.
+            let scenario = Scenario::from_seed(seed, 150).with_layouts();
+            let run = |backend, before: &mut dyn FnMut()| seen(backend, &scenario.config, &scenario.program, before);
+            let chunk_mib = [2, 20, 8][seed as usize % 3];
+            let builder = || CudaBackend::builder(&device).chunk_bytes(chunk_mib * MIB);
+            let without = run(builder().build().expect("supported"), &mut || ());
+            let mut draw = SplitMix64::new(seed);
+            let mut faults = || {
+                // The faults affect only the prefetch thread: a call fails once, is out of memory once, or fails until the fault is cleared.
+                let call = MAKING.into_iter().chain(["cuMemUnmap", "cuMemRelease", "cuCtxGetCurrent"]);
+                let call = call.collect::<Vec<_>>()[draw.next_u64() as usize % 6];
+                match draw.next_u64() % 12 {
+                    0 => fail_elsewhere(call, 1 + draw.next_u64() % 5, 999),
+                    1 => fail_elsewhere(call, 1, 2),
+                    2 => fail_elsewhere(call, 0, 999),
+                    3..6 => heal(),
+                    _ => {}
+                }
+            };
+            let with = run(builder().prefetch_bytes(60 * MIB).build().expect("supported"), &mut faults);
+            heal();
+            assert_eq!(with, without, "seed {seed}\n{}", scenario.trace());
+            assert_eq!((live().device_bytes, live().ranges, live().mappings), (0, 0, 0), "seed {seed}");
+        }
     }
-});
+);
 
-stub_test!(a_recorded_job_is_the_same_with_and_without_memory_made_ahead, ["STUB_MEMORY_BYTES" = "1099511627776"], {
-    let device = device();
-    let program = jobs::program("fsdp1_train_rank0");
-    for conf in ["", "growth_mb:16"] {
-        let config: Config = conf.parse().expect("valid");
-        let builder = || CudaBackend::builder(&device).chunk_bytes(16 * MIB);
-        let before = own_making_calls();
-        let without = seen(builder().build().expect("supported"), &config, &program, || ());
-        let between = own_making_calls();
-        let with = seen(builder().prefetch_bytes(64 * MIB).build().expect("supported"), &config, &program, || ());
-        assert!(with == without, "{conf}");
-        assert!(
-            own_making_calls() - between <= between - before,
-            "{conf}: prefetching must not add calls on this thread"
-        );
-        assert_eq!((live().device_bytes, live().ranges), (0, 0));
+stub_test!(
+    a_recorded_job_has_equal_placements_with_and_without_prefetching,
+    ["STUB_MEMORY_BYTES" = "1099511627776"],
+    {
+        let device = device();
+        let program = jobs::program("fsdp1_train_rank0");
+        for conf in ["", "growth_mb:16"] {
+            let config: Config = conf.parse().expect("valid");
+            let builder = || CudaBackend::builder(&device).chunk_bytes(16 * MIB);
+            let before = own_making_calls();
+            let without = seen(builder().build().expect("supported"), &config, &program, || ());
+            let between = own_making_calls();
+            let with = seen(builder().prefetch_bytes(64 * MIB).build().expect("supported"), &config, &program, || ());
+            assert!(with == without, "{conf}");
+            assert!(
+                own_making_calls() - between <= between - before,
+                "{conf}: prefetching must not add calls on this thread"
+            );
+            assert_eq!((live().device_bytes, live().ranges), (0, 0));
+        }
     }
-});
+);

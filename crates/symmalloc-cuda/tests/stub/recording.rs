@@ -8,7 +8,7 @@ use symmalloc_import::{ReadOptions, TraceFile, TraceFileOptions, read_path};
 use symmalloc_sim::SimBackend;
 use symmalloc_trace::replay::{Program, Replay};
 
-stub_test!(what_buffers_pools_and_graphs_did_replays_on_the_simulator, {
+stub_test!(recordings_of_buffers_pools_and_graphs_replay_on_the_simulator, {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("job.trace.zst");
     let allocator = CudaAllocator::new(&device(), Config::default()).expect("the stub supports it");

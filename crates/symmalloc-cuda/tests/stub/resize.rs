@@ -144,7 +144,7 @@ fn a_pool_holds_its_quota_and_ranks_place_alike() {
 
 /// When another process takes the memory, a request fails, and live allocations are unaffected.
 #[test]
-fn memory_that_is_refused_leaves_what_is_live_and_a_second_resize_goes_on() {
+fn a_refused_resize_keeps_live_memory_and_can_be_repeated() {
     for seed in 0..60 {
         let device = SimBackend::builder().seed(seed).build();
         let mut rank = Rank::new(&device, false);
@@ -184,7 +184,7 @@ fn memory_that_is_refused_leaves_what_is_live_and_a_second_resize_goes_on() {
 }
 
 #[test]
-fn a_quota_does_not_go_with_what_grows_or_shrinks_by_itself() {
+fn a_quota_excludes_settings_that_resize_the_pool() {
     for text in
         ["", ",streams:shared,stitching:true", ",streams:shared,plan:learn", ",streams:shared,release_threshold_mb:2"]
     {
@@ -196,7 +196,7 @@ fn a_quota_does_not_go_with_what_grows_or_shrinks_by_itself() {
 }
 
 #[test]
-fn who_observes_a_pool_keeps_its_memory() {
+fn an_observer_keeps_the_memory_of_its_pool() {
     let device = SimBackend::builder().build();
     let mut rank = Rank::new(&device, true);
     rank.held = resize(&rank.allocator, rank.pool, rank.streams[0], 8 * MIB).expect("memory");
@@ -290,7 +290,7 @@ impl Cache {
     }
 }
 
-stub_test!(what_is_given_up_is_back_on_the_device, {
+stub_test!(a_smaller_quota_releases_memory_to_the_device, {
     let cache = Cache::new();
     for (asked, held) in [(16, 16), (40, 40), (14, 14), (96, 96), (13, 14)] {
         assert_eq!(cache.resize(asked << 20).expect("memory"), held << 20);
@@ -306,7 +306,7 @@ stub_test!(what_is_given_up_is_back_on_the_device, {
     cache.end();
 });
 
-stub_test!(any_call_that_fails_leaves_what_is_live_and_a_second_resize_goes_on, {
+stub_test!(a_failed_call_in_a_resize_keeps_live_memory_and_can_be_repeated, {
     for (target, names) in [
         (16 << 20, ["cuMemUnmap", "cuStreamSynchronize", "cuMemCreate", "cuMemMap", "cuMemSetAccess"]),
         (96 << 20, ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemAddressReserve", "cuMemRelease"]),

@@ -151,7 +151,7 @@ stub_test!(an_importer_sees_the_exporters_bytes_without_a_copy, {
     assert_eq!((live().device_bytes, descriptors()), before);
 });
 
-stub_test!(what_cannot_be_used_as_asked_is_said, {
+stub_test!(invalid_uses_of_an_import_are_errors, {
     let device = device();
     let trainer = Trainer::new(&device);
     let stream = &trainer.stream;
@@ -200,7 +200,7 @@ stub_test!(a_stale_import_is_an_error_and_its_memory_stays_mapped, {
     assert_eq!((weights.exports(), live().device_bytes), (vec![], 0));
 });
 
-stub_test!(a_trim_beside_what_is_exported_leaves_imports_good, {
+stub_test!(a_trim_next_to_exported_memory_keeps_imports_valid, {
     let device = device();
     let allocator = CudaAllocator::new(&device, Default::default()).expect("an allocator");
     let stream = device.context().new_stream().expect("a stream");
@@ -217,7 +217,7 @@ stub_test!(a_trim_beside_what_is_exported_leaves_imports_good, {
     assert!(import.check().is_err());
 });
 
-stub_test!(a_pool_that_sleeps_makes_imports_stale_and_is_exported_again_when_it_is_awake, {
+stub_test!(sleep_invalidates_imports_and_a_pool_can_be_exported_again_after_wake, {
     let device = device();
     let allocator = allocator(&device);
     let trainer = Trainer::of(&allocator, PoolConfig::builder().build().expect("valid"));
@@ -239,7 +239,7 @@ stub_test!(a_pool_that_sleeps_makes_imports_stale_and_is_exported_again_when_it_
     assert_eq!(content(&import, "layer", &trainer.stream), vec![2; 1000], "the kept contents are restored");
 });
 
-stub_test!(importers_are_told_by_exports_that_are_dropped_withdrawn_and_left, {
+stub_test!(importers_detect_the_end_of_an_export, {
     let device = device();
     let trainer = Trainer::new(&device);
     let stream = device.context().new_stream().expect("a stream");
@@ -264,7 +264,7 @@ stub_test!(importers_are_told_by_exports_that_are_dropped_withdrawn_and_left, {
     assert_eq!(content(&import, "embedding", &stream), vec![1; 3 * MIB]);
 });
 
-stub_test!(pools_that_have_nothing_or_cannot_be_exported_say_so, {
+stub_test!(pools_that_are_empty_or_cannot_be_exported_are_refused, {
     let device = device();
     let allocator = allocator(&device);
     assert_eq!(allocator.export().expect_err("the pool is empty"), ShareError::Empty);
@@ -279,7 +279,7 @@ stub_test!(pools_that_have_nothing_or_cannot_be_exported_say_so, {
     assert_eq!((plain.exports(), live().mappings), (vec![], 0));
 });
 
-stub_test!(other_devices_and_more_access_than_is_given_are_refused_on_both_sides, ["STUB_DEVICES" = "2"], {
+stub_test!(other_devices_and_excess_access_are_refused_on_both_sides, ["STUB_DEVICES" = "2"], {
     let device = device();
     let trainer = Trainer::new(&device);
     let export = trainer.weights.export().expect("exported");
@@ -333,7 +333,7 @@ stub_test!(pools_of_every_kind_and_many_chunks_are_shared, {
     drop((first, last));
 });
 
-stub_test!(two_thousand_attachments_leave_nothing, {
+stub_test!(two_thousand_attachments_leak_nothing, {
     let device = device();
     let trainer = Trainer::new(&device);
     let export = trainer.weights.export().expect("exported");
@@ -365,7 +365,7 @@ const CALLS: [&str; 14] = [
     "cuMemUnmap",
 ];
 
-stub_test!(every_driver_call_fails_at_every_occurrence_and_nothing_is_left, {
+stub_test!(nothing_leaks_after_any_failed_driver_call, {
     let device = device();
     let trainer = Trainer::new(&device);
     let program = || -> Result<(), ShareError> {
@@ -415,7 +415,7 @@ stub_test!(every_driver_call_fails_at_every_occurrence_and_nothing_is_left, {
     }
 });
 
-stub_test!(peers_that_are_silent_or_gone_hold_nobody_up, {
+stub_test!(silent_and_dead_peers_time_out, {
     let device = device();
     let trainer = Trainer::new(&device);
     let export = trainer.weights.export().expect("exported");
@@ -437,7 +437,7 @@ stub_test!(peers_that_are_silent_or_gone_hold_nobody_up, {
     assert_eq!((descriptors(), export.report().peers.len()), (before, 0));
 });
 
-stub_test!(an_import_that_the_driver_does_not_take_back_is_kept_and_said, {
+stub_test!(an_import_that_the_driver_does_not_release_is_kept_and_reported, {
     let device = device();
     let trainer = Trainer::new(&device);
     let export = trainer.weights.export().expect("exported");

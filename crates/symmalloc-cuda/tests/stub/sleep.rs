@@ -89,7 +89,7 @@ const POLICIES: [&str; 4] = [
     "segments:expandable,stitching:true,stitching_granule_mb:2,stitching_least_mb:4",
 ];
 
-stub_test!(what_is_kept_comes_back_from_the_host_and_its_memory_is_free_meanwhile, {
+stub_test!(kept_contents_are_restored_from_the_host_and_their_memory_is_free_during_sleep, {
     for text in POLICIES {
         let job = Job::new(backend(), text);
         let (before, locked) = (live().device_bytes, calls("cuMemHostAlloc"));
@@ -112,7 +112,7 @@ stub_test!(what_is_kept_comes_back_from_the_host_and_its_memory_is_free_meanwhil
     }
 });
 
-stub_test!(a_file_keeps_it_too_and_is_gone_afterwards, {
+stub_test!(kept_contents_can_be_stored_in_a_temporary_file, {
     let folder = std::env::temp_dir().join(format!("symmalloc-sleep-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a folder");
     let files = || std::fs::read_dir(&folder).expect("the folder").count();
@@ -141,7 +141,7 @@ stub_test!(a_file_keeps_it_too_and_is_gone_afterwards, {
     job.end();
 });
 
-stub_test!(what_is_dropped_or_zero_takes_no_host_memory, {
+stub_test!(dropped_and_zeroed_contents_take_no_host_memory, {
     let job = Job::new(backend(), "segments:expandable");
     job.allocator.sleep(job.id(), Contents::Zero).expect("slept");
     assert_eq!((live().device_bytes, live().host_bytes), (0, 0));
@@ -208,7 +208,7 @@ fn there_and_back(job: &Job) -> u32 {
     failures
 }
 
-stub_test!(whatever_driver_call_fails_at_whatever_occurrence_nothing_is_lost, {
+stub_test!(no_failed_driver_call_loses_memory_or_contents, {
     let mut noticed: BTreeMap<&str, u32> = BTreeMap::new();
     for call in CALLS {
         let mut nth = 1;
@@ -239,7 +239,7 @@ stub_test!(whatever_driver_call_fails_at_whatever_occurrence_nothing_is_lost, {
     }
 });
 
-stub_test!(a_device_without_room_is_a_typed_error_and_the_next_wake_succeeds, {
+stub_test!(a_wake_on_a_full_device_is_a_typed_error_and_can_be_repeated, {
     let job = Job::new(backend(), "segments:expandable");
     job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
     fail("cuMemCreate", 0, 2);
@@ -260,7 +260,7 @@ stub_test!(a_device_without_room_is_a_typed_error_and_the_next_wake_succeeds, {
     job.end();
 });
 
-stub_test!(what_was_kept_is_copied_while_more_is_mapped_and_is_over_before_memory_goes, {
+stub_test!(contents_are_copied_while_memory_is_mapped_and_before_it_is_released, {
     // There are four chunks, and creating the last one fails.
     let backend = || CudaBackend::builder(&device()).chunk_bytes(20 << 20).build().expect("the stub supports it");
     let mut job = Job::new(backend(), "segments:expandable");
@@ -308,7 +308,7 @@ stub_test!(what_was_kept_is_copied_while_more_is_mapped_and_is_over_before_memor
     drop(stream);
 });
 
-stub_test!(pools_of_one_allocator_wake_side_by_side, {
+stub_test!(pools_of_one_allocator_wake_concurrently, {
     let allocator = CudaAllocator::with_backend(backend(), Config::default()).expect("made");
     let others = [1_u8, 2, 3].map(|number| {
         let allocator = allocator.clone();
@@ -341,7 +341,7 @@ stub_test!(pools_of_one_allocator_wake_side_by_side, {
     assert_eq!(live().device_bytes, 0);
 });
 
-stub_test!(what_is_unmapped_again_before_the_load_is_copied_again, {
+stub_test!(contents_unmapped_before_the_load_are_copied_again, {
     let (backend, device) = (backend(), device());
     let stream = device.context().new_stream().expect("a stream");
     let range = backend.reserve(64 * MIB).expect("reserved");
@@ -370,7 +370,7 @@ stub_test!(what_is_unmapped_again_before_the_load_is_copied_again, {
     backend.release(range).expect("released");
 });
 
-stub_test!(a_graph_is_refused_while_its_memory_sleeps_and_replays_as_it_is_afterwards, {
+stub_test!(a_graph_is_refused_during_sleep_and_replays_unchanged_after_wake, {
     let allocator = CudaAllocator::with_backend(backend(), Config::default()).expect("made");
     let weights = allocator.create_pool(policy("segments:fixed,tag:weights")).expect("made");
     let stream = allocator.device().context().new_stream().expect("a stream");
@@ -423,7 +423,7 @@ stub_test!(a_graph_is_refused_while_its_memory_sleeps_and_replays_as_it_is_after
     allocator.wake(weights.id()).expect("woken");
 });
 
-stub_test!(memory_that_was_made_ahead_goes_back_and_memory_of_the_driver_cannot_sleep, {
+stub_test!(sleep_releases_prefetched_memory_and_is_refused_without_virtual_memory, {
     let ahead = CudaBackend::builder(&device()).prefetch_bytes(64 * MIB).build().expect("made");
     let job = Job::new(ahead, "segments:expandable,growth_mb:16");
     job.allocator.sleep(job.id(), Contents::Keep).expect("slept");

@@ -27,7 +27,7 @@ fn waits() -> u64 {
     calls("cuStreamWaitEvent")
 }
 
-stub_test!(buffers_are_made_from_content_as_cuda_slices_are, {
+stub_test!(buffers_are_created_from_content_like_cuda_slices, {
     let allocator = allocator();
     let stream = stream(&allocator);
     let numbers: Vec<u32> = (0..1000).collect();
@@ -55,7 +55,7 @@ stub_test!(buffers_are_made_from_content_as_cuda_slices_are, {
     assert_eq!(live_allocations(&allocator), 0);
 });
 
-stub_test!(a_copy_that_fails_leaves_no_buffer_and_the_context_as_it_was, {
+stub_test!(a_failed_copy_leaves_no_buffer_and_preserves_the_context, {
     let allocator = allocator();
     let stream = stream(&allocator);
     let buffer = allocator.clone_htod(&stream, &[1_u8; 100]).expect("made");
@@ -75,7 +75,7 @@ stub_test!(a_copy_that_fails_leaves_no_buffer_and_the_context_as_it_was, {
     assert_eq!(copy.stream().cu_stream(), other.cu_stream());
 });
 
-stub_test!(parts_are_cut_as_those_of_cuda_slices_are, {
+stub_test!(buffers_are_sliced_like_cuda_slices, {
     let allocator = allocator();
     let stream = stream(&allocator);
     let numbers: Vec<u32> = (0..100).collect();
@@ -107,7 +107,7 @@ stub_test!(parts_are_cut_as_those_of_cuda_slices_are, {
     assert_eq!(pointer, buffer.device_ptr(&stream).0 + 40);
 });
 
-stub_test!(bytes_are_seen_as_another_type_where_they_fit_and_are_aligned, {
+stub_test!(bytes_transmute_to_another_type_if_size_and_alignment_fit, {
     let allocator = allocator();
     let stream = stream(&allocator);
     let mut bytes = allocator.alloc_zeros::<u8>(&stream, 10).expect("made");
@@ -127,7 +127,7 @@ stub_test!(bytes_are_seen_as_another_type_where_they_fit_and_are_aligned, {
     }
 });
 
-stub_test!(parts_that_are_owned_free_the_memory_together, {
+stub_test!(the_last_owned_part_frees_the_memory, {
     let allocator = allocator();
     let stream = stream(&allocator);
     let buffer = allocator.clone_htod(&stream, &(0..100_u32).collect::<Vec<_>>()).expect("made");
@@ -215,7 +215,7 @@ stub_test!(a_part_that_an_unknown_stream_used_is_waited_for_or_kept, {
     assert!(errors.count == 1 && matches!(errors.last, Some(DropError::Order(_))), "{errors:?}");
 });
 
-stub_test!(parts_are_arguments_of_kernels, {
+stub_test!(kernels_accept_parts, {
     let allocator = allocator();
     let (a, b) = (stream(&allocator), stream(&allocator));
     let module = a.context().load_module(Ptx::from_src("")).expect("loaded");
@@ -256,7 +256,7 @@ stub_test!(a_lent_buffer_is_a_cuda_slice_that_frees_nothing, {
     assert_eq!((frees(), live_allocations(&allocator)), (0, 0));
 });
 
-stub_test!(what_a_lent_buffer_is_used_for_orders_streams_and_fences_the_memory, {
+stub_test!(uses_of_a_lent_buffer_order_streams_and_fence_the_memory, {
     let allocator = allocator();
     let [a, b, c] = [(); 3].map(|()| stream(&allocator));
     let mut buffer = allocator.alloc_zeros::<u8>(&a, MIB).expect("made");
@@ -278,7 +278,7 @@ stub_test!(what_a_lent_buffer_is_used_for_orders_streams_and_fences_the_memory, 
     assert_eq!(calls("cuEventRecord"), records + 1, "the free is ordered after the stream that it was lent on");
 });
 
-stub_test!(a_driver_that_makes_no_events_refuses_to_lend, {
+stub_test!(lending_fails_if_the_driver_creates_no_event, {
     let allocator = allocator();
     let a = stream(&allocator);
     let buffer = allocator.alloc_zeros::<u8>(&a, MIB).expect("made");

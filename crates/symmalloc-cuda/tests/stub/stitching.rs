@@ -68,7 +68,7 @@ fn read(address: u64) -> u8 {
     unsafe { (address as *const u8).read() }
 }
 
-stub_test!(bytes_written_by_one_name_are_read_by_the_other, {
+stub_test!(bytes_written_at_one_address_are_read_at_the_alias, {
     let device = device();
     let backend = CudaBackend::builder(&device).build().expect("made");
     assert!(backend.can_alias());
@@ -91,7 +91,7 @@ stub_test!(bytes_written_by_one_name_are_read_by_the_other, {
     assert_eq!((live().mappings, live().device_bytes, live().ranges), (0, 0, 0));
 });
 
-stub_test!(memory_made_ahead_is_not_stitched, {
+stub_test!(prefetched_memory_is_not_stitched, {
     let device = device();
     let backend = CudaBackend::builder(&device).prefetch_bytes(40 * MIB).build().expect("made");
     assert!(!backend.can_alias());
@@ -113,7 +113,7 @@ fn program(allocator: &CudaAllocator, stream: &Arc<CudaStream>) -> Result<(), Cu
     Ok(())
 }
 
-stub_test!(every_call_of_stitching_fails_once_at_every_occurrence, {
+stub_test!(stitching_survives_any_single_failed_call, {
     let device = device();
     let stream = device.context().new_stream().expect("a stream");
     let made = [

@@ -21,7 +21,7 @@ fn exported(lines: &[&str], config: &str) -> (Vec<u8>, ExportSummary) {
 }
 
 #[test]
-fn the_program_comes_back_with_our_placements() {
+fn the_program_survives_a_round_trip_with_placements_of_symmalloc() {
     let lines = ["stream s0", "a 0 1000 s0", "stream s1", "a 1 512 s1", "u 0 s1", "f 0", "a 2 1024 s0"];
     let (bytes, summary) = exported(&lines, "segments:fixed");
     let lines: Vec<String> =
@@ -50,7 +50,7 @@ fn a_refused_allocation_is_out_of_memory() {
 }
 
 #[test]
-fn equal_jobs_are_equal_bytes() {
+fn equal_jobs_are_exported_as_equal_bytes() {
     let lines = ["stream s0", "a 0 1000 s0 \"weights\"", "a 1 1000 s0 \"weights\"", "a 2 1 s0 \"a;b\\n\""];
     let (bytes, _) = exported(&lines, "segments:expandable");
     assert_eq!(exported(&lines, "segments:expandable").0, bytes);
@@ -77,7 +77,7 @@ fn python_frames_round_trip() {
 }
 
 #[test]
-fn names_and_pools_come_back() {
+fn names_and_pools_survive_a_round_trip() {
     let long = format!("a 5 512 s0 p2 \"{}\"", "\u{e9}".repeat(2048));
     let lines = [
         "stream s0",
@@ -123,7 +123,7 @@ fn a_pool_that_sleeps_has_no_segments() {
 }
 
 #[test]
-fn a_running_allocator_is_exported_as_it_is() {
+fn a_running_allocator_can_be_exported() {
     let allocator = Allocator::<_>::new(SimBackend::builder().build(), Config::default()).unwrap();
     let stream = allocator.register_stream().unwrap();
     let kept = allocator.allocate_named(PoolId::DEFAULT, stream, 1000, "kept").unwrap();

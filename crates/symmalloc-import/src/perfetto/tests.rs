@@ -97,7 +97,7 @@ fn a_heap_is_a_process_with_counters_and_slices() {
 }
 
 #[test]
-fn what_a_limit_refuses_is_an_instant() {
+fn a_refused_request_is_an_instant() {
     let lines = ["stream s0", "a 0 3000000 s0", "a 1 9000000 s0", "f 1"];
     let (trace, summary) = written(&lines, "segments:expandable,limit_mb:8", &TimelineOptions::default());
     let refused = of_phase(&trace, "i", "requested_bytes");
@@ -106,7 +106,7 @@ fn what_a_limit_refuses_is_an_instant() {
 }
 
 #[test]
-fn only_the_largest_are_slices_where_there_are_too_many() {
+fn only_the_largest_allocations_are_slices_beyond_the_maximum() {
     let lines = ["stream s0", "a 0 1000 s0", "a 1 5000 s0", "a 2 3000 s0", "f 1", "a 3 3000 s0", "a 4 0 s0"];
     let options = |slices_max| TimelineOptions { slices_max, ..TimelineOptions::default() };
     let drawn = |slices_max| {

@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_that_cross_a_refill_come_out_whole() {
+    fn values_that_cross_a_refill_are_read_whole() {
         let bytes: Vec<u8> = (0..=255).collect();
         let mut input = Input::new(Trickle(&bytes));
         assert_eq!(input.byte().unwrap(), 0);

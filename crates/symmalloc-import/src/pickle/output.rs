@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn integers_come_back_at_every_width() {
+    fn integers_of_every_width_survive_a_round_trip() {
         let mut numbers: Vec<u64> = (0..64).flat_map(|bits| [(1 << bits) - 1, 1 << bits, (1 << bits) + 1]).collect();
         numbers.push(u64::MAX);
         for number in numbers {
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn text_that_comes_again_is_fetched() {
+    fn repeated_text_is_fetched_from_the_memo() {
         let mut pickle = PickleWriter::new(Vec::new()).unwrap();
         pickle.open_dict().unwrap();
         for key in ["key", "other"] {
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn long_lists_are_cut_into_batches() {
+    fn long_lists_are_split_into_batches() {
         let mut pickle = PickleWriter::new(Vec::new()).unwrap();
         pickle.open_list().unwrap();
         for n in 0..2001 {
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn more_than_255_memos_are_told_apart() {
+    fn more_than_255_memos_are_distinguished() {
         let document = read_back(|pickle| {
             pickle.open_dict()?;
             pickle.text("other")?;

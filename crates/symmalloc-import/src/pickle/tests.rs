@@ -97,7 +97,7 @@ fn lists_and_tuples_keep_dicts_that_hold_something_and_count_the_rest() {
 }
 
 #[test]
-fn integers_of_every_encoding_and_width() {
+fn integers_of_every_encoding_and_width_are_read() {
     let long = |bytes: &[u8]| pickle().op(opcode::LONG1).raw(&[bytes.len() as u8]).raw(bytes);
     for (written, read) in [
         (pickle().op(opcode::BININT1).raw(&[255]), Value::Integer(255)),
@@ -121,7 +121,7 @@ fn integers_of_every_encoding_and_width() {
 }
 
 #[test]
-fn text_of_every_encoding_is_a_word_and_all_else_nothing() {
+fn text_of_every_encoding_is_read_and_other_values_are_ignored() {
     let long = |opcode: u8, length: &[u8]| pickle().op(opcode).raw(length).raw(b"alloc");
     for opcode in [opcode::SHORT_BINUNICODE, opcode::SHORT_BINSTRING] {
         assert_eq!(root(long(opcode, &[5])), Value::Word(ALLOC));
@@ -150,7 +150,7 @@ fn text_of_every_encoding_is_a_word_and_all_else_nothing() {
 }
 
 #[test]
-fn marks_pops_and_duplicates() {
+fn marks_pops_and_duplicates_are_executed() {
     assert_eq!(root(pickle().integer(1).mark().op(opcode::POP)), Value::Integer(1));
     assert_eq!(root(pickle().integer(1).mark().integer(2).integer(3).op(opcode::POP_MARK)), Value::Integer(1));
     assert_eq!(root(pickle().integer(1).integer(2).op(opcode::POP)), Value::Integer(1));
@@ -185,7 +185,7 @@ fn other_bytes_and_other_protocols_are_refused() {
 }
 
 #[test]
-fn a_length_without_the_data_is_torn_and_costs_nothing() {
+fn a_length_without_data_is_torn_and_allocates_nothing() {
     for (opcode, length) in [
         (opcode::SHORT_BINUNICODE, &[255][..]),
         (opcode::BINUNICODE, &[255; 4]),
@@ -202,7 +202,7 @@ fn a_length_without_the_data_is_torn_and_costs_nothing() {
 }
 
 #[test]
-fn every_cut_of_a_pickle_is_torn() {
+fn a_pickle_cut_at_any_byte_is_torn() {
     let bytes =
         pickle().frame(33).dict().mark().text("size").integer(512).text("addr").list().op(opcode::SETITEMS).stop();
     assert!(read_pickle(&bytes).is_ok(), "{}", error(&bytes));
@@ -212,7 +212,7 @@ fn every_cut_of_a_pickle_is_torn() {
 }
 
 #[test]
-fn what_follows_stop_is_refused() {
+fn data_after_stop_is_refused() {
     let mut bytes = pickle().integer(1).stop();
     bytes.push(b'N');
     assert!(matches!(error(&bytes), PickleError::TrailingBytes { offset: 13 }));
@@ -251,7 +251,7 @@ fn nothing_is_taken_from_an_empty_stack_or_below_a_mark() {
 }
 
 #[test]
-fn items_go_only_into_what_takes_them() {
+fn items_are_added_only_to_containers() {
     for pickle in [
         pickle().list().integer(1).integer(2).op(opcode::SETITEM),
         pickle().dict().integer(1).op(opcode::APPEND),

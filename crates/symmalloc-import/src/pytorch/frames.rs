@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_are_the_programs_unless_pytorch_or_python_brought_them() {
+    fn files_outside_of_pytorch_and_python_belong_to_the_program() {
         for (path, code) in [
             ("/home/me/job/model.py", Code::Program),
             ("train.py", Code::Program),

@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn fixed_segments_are_numbered_by_birth_and_never_again() {
+    fn fixed_segments_are_numbered_by_birth_and_numbers_are_never_reused() {
         let mut segments = LiveSegments::default();
         segments.allocated(range(5000, 100));
         segments.allocated(range(1000, 100));
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mapping_right_behind_another_streams_segment_is_a_birth() {
+    fn a_mapping_adjacent_to_another_streams_segment_is_a_birth() {
         let mut segments = LiveSegments::default();
         segments.mapped(range(1000, 20), RawStream(0));
         segments.mapped(range(1020, 20), RawStream(1));
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_whose_death_was_not_recorded_gives_way() {
+    fn a_new_segment_replaces_those_that_it_overlaps() {
         let mut segments = LiveSegments::default();
         segments.allocated(range(1000, 100));
         segments.allocated(range(1100, 100));

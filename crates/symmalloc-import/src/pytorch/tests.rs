@@ -41,7 +41,7 @@ fn told(rows: &[Row]) -> Vec<String> {
 }
 
 #[test]
-fn allocations_carry_the_place_that_pytorch_chose() {
+fn allocations_have_the_placements_of_pytorch() {
     assert_eq!(
         told(&[
             ("segment_alloc", 0x10000, 2 << 20, 0),
@@ -115,7 +115,7 @@ fn completions_keep_their_order_among_themselves_and_among_the_ops() {
 }
 
 #[test]
-fn a_use_that_the_snapshot_names_is_not_told_twice() {
+fn a_recorded_use_is_not_added_twice() {
     assert_eq!(
         told(&[
             ("alloc", 0x1000, 512, 5),
@@ -131,7 +131,7 @@ fn a_use_that_the_snapshot_names_is_not_told_twice() {
 }
 
 #[test]
-fn memory_that_is_given_out_again_was_completed() {
+fn reallocated_memory_was_completed_before() {
     assert_eq!(
         told(&[
             ("alloc", 0x1000, 512, 5),
@@ -145,7 +145,7 @@ fn memory_that_is_given_out_again_was_completed() {
 }
 
 #[test]
-fn what_lived_when_the_recording_began_is_allocated_first() {
+fn allocations_from_before_the_recording_are_allocated_first() {
     let transcript = read_snapshot(&[&[
         ("free_completed", 0x900, 512, 0),
         ("free_requested", 0x800, 512, 0),
@@ -168,7 +168,7 @@ fn what_lived_when_the_recording_began_is_allocated_first() {
 }
 
 #[test]
-fn what_is_no_op_is_counted() {
+fn entries_that_are_not_ops_are_counted() {
     let transcript = read_snapshot(&[&[
         ("oom", 0x1000, 512, 0),
         ("snapshot", 0, 0, 0),
@@ -318,7 +318,7 @@ fn user_metadata_names_an_allocation() {
 }
 
 #[test]
-fn a_pool_that_is_no_number_is_refused() {
+fn a_pool_that_is_not_a_number_is_refused() {
     let pickle = Pickle::of_protocol(2).dict().text("device_traces").list().list().dict().mark();
     let pickle = pickle.text("action").text("alloc").text("addr").integer(1).text("size").integer(1);
     let pickle = pickle.text("stream").integer(0).text("symmalloc_pool").integer(-1).op(SETITEMS);
@@ -359,7 +359,7 @@ fn with_segment(blocks: &[Block<'_>], times: usize) -> Vec<u8> {
 }
 
 #[test]
-fn what_is_live_at_the_end_and_not_allocated_in_the_trace_lived_before() {
+fn memory_that_is_live_at_the_end_and_never_allocated_is_allocated_first() {
     let weights: &[_] = &[
         ("/pytorch/c10/cuda/CUDACachingAllocator.cpp", 1, "malloc"),
         ("/venv/lib/python3.12/site-packages/torch/nn/modules/linear.py", 96, "__init__"),
@@ -423,7 +423,7 @@ fn a_trace_that_lost_entries_is_marked() {
 }
 
 #[test]
-fn what_is_of_the_wrong_type_is_named_with_what_it_is() {
+fn fields_of_the_wrong_type_are_named_with_their_types() {
     let start = || Pickle::of_protocol(2).dict().mark().text("device_traces").list().list().dict().mark();
     let alloc = |action: Pickle| {
         action.text("addr").integer(1).text("size").integer(1).text("stream").integer(0).op(SETITEMS).op(b'a').op(b'a')
@@ -563,7 +563,7 @@ fn segments_alone_show_what_is_live() {
 }
 
 #[test]
-fn a_pool_that_is_no_pair_is_refused() {
+fn a_pool_that_is_not_a_pair_is_refused() {
     let pickle = Pickle::of_protocol(2).dict().mark().text("device_traces").list().mark().list().mark();
     let pickle = pickle.dict().mark().text("action").text("alloc").text("addr").integer(1).text("size").integer(1);
     let pickle = pickle.text("stream").integer(0).text("pool_id").text("x").op(SETITEMS);

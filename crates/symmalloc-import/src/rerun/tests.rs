@@ -77,7 +77,7 @@ fn memory_of_a_shared_heap_belongs_to_no_stream() {
 }
 
 #[test]
-fn what_a_limit_refuses_is_shown_and_its_free_is_nothing() {
+fn a_refused_request_is_shown_and_its_free_is_ignored() {
     let lines = ["stream s0", "a 0 512 s0", "a 1 5000000 s0", "u 1 s0", "f 1"];
     assert_eq!(
         told(&lines, "limit_mb:4")[1..],
@@ -91,7 +91,7 @@ fn what_a_limit_refuses_is_shown_and_its_free_is_nothing() {
 }
 
 #[test]
-fn a_program_that_cannot_be_carried_out_names_the_op() {
+fn a_program_that_cannot_run_names_the_op() {
     let program = program(&["stream s0", "a 0 512 s0", "f 0"]);
     let mut twice = program.ops().to_vec();
     twice.push(twice[2].clone());
@@ -103,7 +103,7 @@ fn a_program_that_cannot_be_carried_out_names_the_op() {
 }
 
 #[test]
-fn a_rerun_stops_where_it_is_told_to() {
+fn a_rerun_stops_at_the_given_op() {
     let program = program(&["stream s0", "a 0 512 s0", "f 0"]);
     let mut rerun = Rerun::new(&program, &Config::default()).unwrap();
     rerun.run::<RerunError>(2, |_| Ok(())).unwrap();
@@ -112,7 +112,7 @@ fn a_rerun_stops_where_it_is_told_to() {
 }
 
 #[test]
-fn completions_come_when_and_in_the_order_in_which_they_were_recorded() {
+fn completions_keep_their_recorded_times_and_order() {
     let lines = [
         "stream s0",
         "a 0 512 s0",
@@ -140,7 +140,7 @@ fn completions_come_when_and_in_the_order_in_which_they_were_recorded() {
 }
 
 #[test]
-fn pending_memory_is_not_given_out_again() {
+fn pending_memory_is_not_reallocated() {
     let lines = ["stream s0", "a 0 2097152 s0", "f 0 pending 1", "a 1 2097152 s0", "a 2 2097152 s0"];
     let told = told_with_pending_frees(&lines, "segments:expandable");
     assert!(told[3].ends_with("+2 MiB of p0"), "{told:?}");
@@ -155,7 +155,7 @@ fn a_pool_is_destroyed_without_pending_memory() {
 }
 
 #[test]
-fn two_completions_that_are_due_at_once_come_in_the_order_of_their_frees() {
+fn simultaneous_completions_follow_the_order_of_their_frees() {
     let lines = ["stream s0", "a 0 512 s0", "a 1 512 s0", "f 0 pending 2", "f 1 pending 1", "a 2 512 s0"];
     let told = told_with_pending_frees(&lines, "segments:fixed");
     assert_eq!(told[6..], ["a0 is completed after op 5", "a1 is completed after op 5"]);

@@ -105,7 +105,7 @@ fn every_bad_line_is_named() {
 }
 
 #[test]
-fn a_torn_last_line_can_be_left_out() {
+fn a_torn_last_line_can_be_omitted() {
     let log = format!("{HEADER}1,0,allocate,0x100,256,0x2\n1,0,free,0x100,25");
     let (records, summary) = read(log.as_bytes(), &ReadOptions::default().accept_torn()).unwrap().finish();
     assert_eq!(records.len(), 2);

@@ -32,7 +32,7 @@ fn ops(recording: &Recording) -> Vec<(&Op, Option<Pending>)> {
 }
 
 #[test]
-fn every_recorded_job_comes_back_with_the_same_ops_and_completions() {
+fn every_recorded_job_survives_a_round_trip_with_ops_and_completions() {
     for (name, pending) in [
         ("fsdp1_train_rank0.pickle.gz", 2_542),
         ("fsdp1_train_rank1.pickle.gz", 2_010),
@@ -51,7 +51,7 @@ fn every_recorded_job_comes_back_with_the_same_ops_and_completions() {
 }
 
 #[test]
-fn what_comes_back_does_not_depend_on_the_configuration() {
+fn a_round_trip_does_not_depend_on_the_configuration() {
     let original = recorded("fsdp1_train_rank0.pickle.gz");
     for config in ["segments:fixed", "segments:fixed,streams:shared", "segments:expandable,streams:shared"] {
         let again = read_bytes(&exported(&original, config), &ReadOptions::default()).unwrap();
@@ -60,7 +60,7 @@ fn what_comes_back_does_not_depend_on_the_configuration() {
 }
 
 #[test]
-fn without_pending_frees_every_free_completes_at_once() {
+fn without_pending_frees_every_free_completes_immediately() {
     let original = recorded("fsdp1_train_rank1.pickle.gz");
     let program = Program::new(&original.records).unwrap().without_pending();
     let mut bytes = Vec::new();
@@ -99,7 +99,7 @@ fn live_bytes_are_those_of_the_original_as_python_reads_both() {
 }
 
 #[test]
-fn segments_that_come_and_go_add_up_as_python_reads_them() {
+fn created_and_removed_segments_add_up_when_read_by_python() {
     let folder = tempfile::tempdir().unwrap();
     let lines = "symmalloc-trace 1\nstream s0\nstream s1\npool p1 segments:expandable,streams:shared\n\
         pool p2 segments:reserved,segment_mb:4\n\

@@ -68,7 +68,7 @@ fn pytorch_placed_446_of_30386_allocations_differently_on_the_ranks_of_fsdp() {
 }
 
 #[test]
-fn the_stored_traces_are_what_the_stored_snapshots_give() {
+fn the_stored_traces_equal_imports_of_the_stored_snapshots() {
     for name in ["fsdp1_train_rank0", "fsdp1_train_rank1"] {
         let (snapshot, trace) = (recorded(&format!("{name}.pickle.gz")), recorded(&format!("{name}.trace.zst")));
         assert!(snapshot.records == trace.records, "{name}");

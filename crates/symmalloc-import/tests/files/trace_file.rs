@@ -76,7 +76,7 @@ fn a_dropped_allocator_leaves_a_whole_trace() {
 
 /// Flushed records are readable wherever the file is cut: exactly the records before the cut, and the error states their number.
 #[test]
-fn a_trace_that_is_cut_at_any_byte_gives_its_beginning() {
+fn a_trace_cut_at_any_byte_yields_its_beginning() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("job.trace");
     recorded(&path, TraceFileOptions::default(), 20);
@@ -161,7 +161,7 @@ impl Write for Ends<'_> {
 }
 
 #[test]
-fn what_is_recorded_reaches_the_file_while_the_program_is_idle() {
+fn records_reach_the_file_while_the_program_is_idle() {
     let folder = tempfile::tempdir().unwrap();
     for name in ["job.trace", "job.trace.gz", "job.trace.zst"] {
         let path = folder.path().join(name);
@@ -186,7 +186,7 @@ fn what_is_recorded_reaches_the_file_while_the_program_is_idle() {
 const VICTIM: &str = "SYMMALLOC_TRACE_FILE_VICTIM";
 
 #[test]
-fn what_a_killed_process_leaves_can_be_read_up_to_the_last_flush() {
+fn the_trace_of_a_killed_process_is_readable_up_to_the_last_flush() {
     const ROUNDS: u64 = 3000;
     if let Some(path) = std::env::var_os(VICTIM) {
         let mut options = TraceFileOptions::default();
@@ -201,7 +201,7 @@ fn what_a_killed_process_leaves_can_be_read_up_to_the_last_flush() {
     for name in ["job.trace", "job.trace.gz", "job.trace.zst"] {
         let path = folder.path().join(name);
         let mut victim = Command::new(std::env::current_exe().unwrap());
-        victim.args(["--exact", "trace_file::what_a_killed_process_leaves_can_be_read_up_to_the_last_flush"]);
+        victim.args(["--exact", "trace_file::the_trace_of_a_killed_process_is_readable_up_to_the_last_flush"]);
         let ended = victim.env(VICTIM, &path).output().unwrap();
         assert!(!ended.status.success());
         let error = read_path(&path, &ReadOptions::default()).unwrap_err();
@@ -237,7 +237,7 @@ fn a_full_disk_ends_the_recording_and_not_the_job() {
 }
 
 #[test]
-fn a_file_that_cannot_be_created_is_said_at_once() {
+fn a_file_that_cannot_be_created_is_reported_immediately() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("no").join("such").join("folder.trace");
     let error = TraceFile::create(&path, TraceFileOptions::default()).unwrap_err();
@@ -246,7 +246,7 @@ fn a_file_that_cannot_be_created_is_said_at_once() {
 
 /// Regression test: a rejected recording must not truncate the file, which may be the one being written.
 #[test]
-fn a_recording_that_is_refused_leaves_what_the_file_holds() {
+fn a_refused_recording_leaves_the_existing_file() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("job.trace.zst");
     let create = || TraceFile::create(&path, TraceFileOptions::default()).unwrap();
@@ -294,7 +294,7 @@ fn a_slow_disk_loses_nothing() {
 
 /// Names that exceed a line are truncated at a character boundary.
 #[test]
-fn a_name_that_is_too_long_is_cut() {
+fn a_name_that_is_too_long_is_truncated() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("job.trace");
     let allocator = allocator();
@@ -309,7 +309,7 @@ fn a_name_that_is_too_long_is_cut() {
 }
 
 #[test]
-fn a_torn_trace_says_how_much_of_it_is_whole() {
+fn a_torn_trace_reports_the_number_of_complete_records() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("job.trace.zst");
     recorded(&path, TraceFileOptions::default(), 100);
@@ -323,7 +323,7 @@ fn a_torn_trace_says_how_much_of_it_is_whole() {
 /// complete.
 #[test]
 #[cfg(unix)]
-fn a_forked_child_leaves_the_file_alone() {
+fn a_forked_child_does_not_write_to_the_file() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("job.trace.zst");
     let allocator = allocator();

@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_ranks_add_up_to_what_one_rank_computes_in_any_order() {
+    fn partial_results_add_up_to_the_result_of_one_rank_in_any_order() {
         let model = Model::new(3);
         let x: Vec<f32> = (0..HIDDEN).map(|at| (at as f32 * 0.37).sin()).collect();
         let whole = product_in_parts(&model.layers[0].out, &x, PARTS);
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_follows_from_its_request_alone() {
+    fn an_answer_depends_only_on_its_request() {
         let model = Model::new(3);
         let requests = Request::generate(7, 3);
         let together = answers(&model, &requests);

@@ -34,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_request_fits_and_they_are_the_same_each_time() {
+    fn requests_fit_and_are_equal_in_every_run() {
         let requests = Request::generate(1, 500);
         assert_eq!(requests, Request::generate(1, 500));
         assert!(requests.is_sorted_by_key(|request| request.arrival));

@@ -330,7 +330,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_rank_makes_the_same_of_one_matrix(ranks in 1_usize..9, seed in proptest::collection::vec(0_u64..50, 64)) {
+        fn ranks_derive_consistent_splits_from_one_matrix(ranks in 1_usize..9, seed in proptest::collection::vec(0_u64..50, 64)) {
             let counts = &seed[..ranks * ranks];
             let all: Vec<Splits> =
                 (0..ranks).map(|rank| Splits::of_matrix(counts, ranks, rank).expect("the matrix is valid")).collect();

@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shape_is_seen_for_its_kind_type_and_magnitude_only() {
+    fn a_known_shape_covers_its_kind_type_and_magnitude_only() {
         let mut shapes = KnownShapes::default();
         assert!(!shapes.contains(all_reduce(1000)));
         shapes.insert(all_reduce(1000));

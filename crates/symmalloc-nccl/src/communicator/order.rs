@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn names_come_first_so_that_runs_with_other_ids_have_one_order() {
+    fn communicators_are_ordered_by_name_before_id() {
         assert!(world("dp", 9) < world("tp", 1));
         assert!(world("dp", 9).split(1, 0) < world("tp", 1));
     }

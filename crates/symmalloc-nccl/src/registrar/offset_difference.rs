@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn garbage_is_an_error() {
+    fn invalid_messages_are_errors() {
         let mut message = CallMessage::from(call(0));
         message.collective = 99.into();
         assert_eq!(compare(&gathered(&[call(0).into(), message])), Err(ProtocolError::Garbled { rank: 1 }));

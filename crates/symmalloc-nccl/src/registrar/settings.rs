@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn results_add_up() {
+    fn results_are_added_field_by_field() {
         let mut total = Synced { registrations: 1, released_bytes: 2, ..Synced::default() };
         total.add(Synced { registrations: 3, deregistrations: 4, released_bytes: 5, rounds: 6, not_released: None });
         let expected =

@@ -10,7 +10,7 @@ use programs::{captured, disagreements, equal_parts, on_ranks, on_ranks_with, on
 use symmalloc_nccl::CommunicatorBuilder;
 
 #[test]
-fn rows_of_all_kinds_arrive() {
+fn rows_of_every_type_arrive() {
     let Some(ranks) = devices() else { return };
     on_ranks(ranks, |it| {
         uneven_rows(it);
@@ -32,7 +32,7 @@ fn ranks_that_disagree_about_splits_get_the_same_error() {
 }
 
 #[test]
-fn a_captured_call_moves_what_is_there_at_each_launch() {
+fn a_captured_call_sends_the_data_of_each_launch() {
     let Some(ranks) = devices() else { return };
     on_ranks(ranks, captured);
 }

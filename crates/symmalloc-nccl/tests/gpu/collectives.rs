@@ -114,7 +114,7 @@ fn row(rank: &Rank<'_>, comm: &Communicator, memory: &mut Memory, all_to_all: &A
 }
 
 #[test]
-fn times_on_windows_and_on_plain_buffers() {
+fn the_cost_of_all_reduces_on_windows_and_on_plain_buffers() {
     let Some(count) = devices() else { return };
     for calls in [Calls::Blocking, Calls::Nonblocking] {
         let id = UniqueId::new().expect("NCCL creates an id");

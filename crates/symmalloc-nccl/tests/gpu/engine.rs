@@ -16,7 +16,7 @@ fn run(ranks: u32) {
 }
 
 #[test]
-fn the_inference_engine_is_right_on_one_device() {
+fn the_inference_engine_is_correct_on_one_device() {
     if let Err(error) = CudaDevice::new(0) {
         println!("skipped: {error}");
         return;
@@ -25,7 +25,7 @@ fn the_inference_engine_is_right_on_one_device() {
 }
 
 #[test]
-fn the_inference_engine_is_right_on_several_devices() {
+fn the_inference_engine_is_correct_on_several_devices() {
     let count = devices().unwrap_or(0);
     [2, 4, 8].into_iter().filter(|ranks| *ranks <= count).for_each(run);
 }

@@ -60,7 +60,7 @@ fn live(rank: &Rank<'_>, id: UniqueId, calls: Calls, end: End) {
 }
 
 #[test]
-fn everything_comes_back_whatever_way_a_communicator_ends() {
+fn nothing_leaks_for_any_way_in_which_a_communicator_ends() {
     let Some(count) = devices() else { return };
     for calls in [Calls::Blocking, Calls::Nonblocking] {
         for end in [End::DetachAndDestroy, End::Destroy, End::Abort, End::Drop] {

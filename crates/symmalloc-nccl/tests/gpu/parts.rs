@@ -11,7 +11,7 @@ const ROUNDS: u64 = 40;
 
 /// Two communicators share half of the ranks. Both have windows on one pool, and each on a separate pool.
 #[test]
-fn communicators_that_overlap_in_half_of_the_ranks_reduce_right() {
+fn communicators_that_overlap_in_half_of_the_ranks_reduce_correctly() {
     let Some(count) = devices() else { return };
     if !count.is_multiple_of(4) {
         println!("skipped, {count} devices: a multiple of four is needed");

@@ -1,4 +1,6 @@
-"""Times PyTorch's collectives with the sizes and the method of `collectives::times_on_windows_and_on_plain_buffers`, for comparison.
+"""Times PyTorch's collectives, for comparison.
+
+Sizes and method are those of the test `collectives::the_cost_of_all_reduces_on_windows_and_on_plain_buffers`.
 
 python3 pytorch_collectives.py        one process per GPU, plain buffers from PyTorch's own allocator
 

@@ -14,74 +14,74 @@ fn run(program: impl Fn(&Rank<'_>) + Sync) {
 }
 
 #[test]
-fn segments_in_another_order_of_addresses() {
+fn all_reduces_are_correct_if_segments_have_different_address_orders() {
     run(programs::address_order);
 }
 
 #[test]
-fn a_block_whose_event_has_completed_on_one_rank_only() {
+fn all_reduces_are_correct_if_an_event_has_completed_on_one_rank_only() {
     run(programs::event_on_one_rank);
 }
 
 #[test]
-fn private_allocations_on_one_rank() {
+fn all_reduces_are_correct_next_to_private_allocations_on_one_rank() {
     run(programs::private_allocations);
 }
 
 #[test]
-fn a_pool_that_grows_at_different_moments() {
+fn growth_at_different_moments_is_an_error_on_every_rank() {
     run(programs::grows_at_different_moments);
 }
 
 #[test]
-fn a_pool_that_grows_during_a_collective() {
+fn all_reduces_are_correct_while_the_pool_grows() {
     run(programs::grows_during_collective);
 }
 
 #[test]
-fn memory_of_a_graph() {
+fn all_reduces_in_a_graph_are_correct_after_frees() {
     run(programs::graph_memory);
 }
 
 #[test]
-fn tensors_inside_a_segment() {
+fn all_reduces_of_tensors_inside_a_segment_change_nothing_else() {
     run(programs::inside_segment);
 }
 
 #[test]
-fn a_window_over_a_part_of_a_segment() {
+fn all_reduces_are_correct_with_a_window_over_a_part_of_a_segment() {
     run(programs::part_of_segment);
 }
 
 #[test]
-fn segments_that_are_released_and_allocated_again() {
+fn all_reduces_are_correct_in_reused_segments() {
     run(programs::released_and_allocated_again);
 }
 
 #[test]
-fn memory_that_is_mapped_again_under_windows() {
+fn all_reduces_are_correct_after_sleep_and_wake() {
     run(programs::sleep_and_wake);
 }
 
 #[test]
-fn one_rank_that_is_out_of_memory() {
+fn out_of_memory_on_one_rank_is_an_error_on_every_rank() {
     if let Some(ranks) = devices() {
         on_ranks(ranks, Some(programs::RANK_0_BYTES), programs::out_of_memory_on_one_rank);
     }
 }
 
 #[test]
-fn a_communicator_that_is_aborted_and_recreated() {
+fn all_reduces_are_correct_on_a_recreated_communicator() {
     run(programs::aborted_and_recreated);
 }
 
 #[test]
-fn several_communicators_in_different_orders() {
+fn syncs_of_communicators_in_different_orders_do_not_deadlock() {
     run(programs::several_communicators);
 }
 
 #[test]
-fn random_allocations_and_frees() {
+fn all_reduces_are_correct_under_random_allocations_and_frees() {
     for seed in [1, 2] {
         run(|it| programs::churn(it, seed, 400));
     }

@@ -23,14 +23,14 @@ fn run(options: &all_reduce::Options) {
 }
 
 #[test]
-fn the_old_order_is_wrong_and_ours_right_with_a_thread_for_each_device() {
+fn only_the_old_order_computes_wrong_sums_with_a_thread_for_each_device() {
     let Some(ranks) = devices() else { return };
     run(&all_reduce::Options { ranks: Some(ranks), rounds: rounds(), threads: true });
 }
 
 #[test]
-fn the_old_order_is_wrong_and_ours_right_with_a_process_for_each_device() {
-    const NAME: &str = "table::the_old_order_is_wrong_and_ours_right_with_a_process_for_each_device";
+fn only_the_old_order_computes_wrong_sums_with_a_process_for_each_device() {
+    const NAME: &str = "table::only_the_old_order_computes_wrong_sums_with_a_process_for_each_device";
     if std::env::var_os(CHILD).is_some() {
         return run(&all_reduce::Options { ranks: None, rounds: rounds() / 10, threads: false });
     }
@@ -42,7 +42,7 @@ fn the_old_order_is_wrong_and_ours_right_with_a_process_for_each_device() {
 }
 
 #[test]
-fn nccl_itself_finds_no_mismatch_in_ours() {
+fn nccls_own_check_finds_no_mismatch_with_symmalloc() {
     let Some(_) = devices() else { return };
     // NCCL 2.29.7 introduced `NCCL_CHECK_MODE`.
     let (version, since) = (Nccl::load().expect("libnccl is available").version(), NcclVersion::new(2, 29, 7));

@@ -19,10 +19,10 @@ fn run(ranks: u32, rounds: u32) {
     assert_eq!(nccl::live().windows, 0);
 }
 
-nccl_test!(order_by_address_is_wrong_and_ours_is_right_on_two_ranks, {
+nccl_test!(only_address_order_computes_wrong_sums_on_two_ranks, {
     run(2, 21);
 });
 
-nccl_test!(order_by_address_is_wrong_and_ours_is_right_on_four_ranks, {
+nccl_test!(only_address_order_computes_wrong_sums_on_four_ranks, {
     run(4, 3);
 });

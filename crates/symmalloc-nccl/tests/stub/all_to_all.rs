@@ -16,12 +16,12 @@ use symmalloc_core::PoolConfig;
 use symmalloc_cuda::{CudaAllocator, DeviceBuffer, GraphPool};
 use symmalloc_nccl::{AllToAll, AllToAllError, CommunicatorBuilder, LookupError, Registration, Side, Splits};
 
-nccl_test!(uneven_rows_of_any_type_arrive_where_the_splits_say, {
+nccl_test!(uneven_rows_of_any_type_arrive_as_the_splits_specify, {
     (1..=4).for_each(|ranks| drop(on_ranks(ranks, uneven_rows)));
     nccl::assert_clean();
 });
 
-nccl_test!(a_communicator_that_does_not_block_does_the_same, {
+nccl_test!(a_nonblocking_communicator_gives_the_same_rows, {
     on_ranks_with(2, CommunicatorBuilder::nonblocking, uneven_rows);
     nccl::assert_clean();
 });
@@ -58,12 +58,12 @@ nccl_test!(a_rank_that_does_not_exchange_is_detected_at_the_deadline, {
     });
 });
 
-nccl_test!(where_calls_are_checked_ranks_that_disagree_get_the_same_error, {
+nccl_test!(with_checks_ranks_that_disagree_get_the_same_error, {
     on_ranks(3, disagreements);
     nccl::assert_clean();
 });
 
-nccl_test!(refused_calls_submit_nothing_where_they_are_checked, {
+nccl_test!(with_checks_a_refused_call_submits_nothing_on_any_rank, {
     on_ranks(2, |it| {
         let all_to_all = AllToAll::builder(&it.comm).check_calls().build().expect("built");
         let rows: &[u64] = if it.rank == 0 { &[1, 2] } else { &[1, 1] };
@@ -77,7 +77,7 @@ nccl_test!(refused_calls_submit_nothing_where_they_are_checked, {
     nccl::assert_clean();
 });
 
-nccl_test!(a_captured_call_moves_what_is_there_at_each_launch, {
+nccl_test!(a_captured_call_sends_the_data_of_each_launch, {
     on_ranks(2, captured);
     nccl::assert_clean();
 });
@@ -293,7 +293,7 @@ fn resident_bytes() -> u64 {
     4096 * pages.parse::<u64>().expect("a number")
 }
 
-nccl_test!(a_hundred_thousand_calls_with_changing_splits_leave_nothing_behind, {
+nccl_test!(a_hundred_thousand_calls_with_changing_splits_leak_nothing, {
     let barrier = Barrier::new(2);
     on_ranks(2, |it| {
         let all_to_all = it.all_to_all();
@@ -332,7 +332,7 @@ fn small_model() -> moe_dispatch::Options {
     moe_dispatch::Options { steps: 24, tokens: 40, hidden: 7, experts: 3, ..Default::default() }
 }
 
-nccl_test!(moe_dispatch_is_right_with_a_thread_for_each_device, {
+nccl_test!(moe_dispatch_is_correct_with_a_thread_for_each_device, {
     let reports =
         moe_dispatch::run(&moe_dispatch::Options { ranks: Some(4), ..small_model() }).expect("the example succeeds");
     assert_eq!(reports.len(), 4);
@@ -341,7 +341,7 @@ nccl_test!(moe_dispatch_is_right_with_a_thread_for_each_device, {
     nccl::assert_clean();
 });
 
-nccl_test!(moe_dispatch_is_right_with_the_processes_of_torchrun, {
+nccl_test!(moe_dispatch_is_correct_with_the_processes_of_torchrun, {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let folder = folder.path().to_string_lossy();
     let variables = [
@@ -372,12 +372,12 @@ nccl_test!(moe_dispatch_is_right_with_the_processes_of_torchrun, {
     assert!(ended.iter().all(|rank| rank.is_success), "{ended:#?}");
 });
 
-nccl_test!(moe_dispatch_says_that_there_is_no_device, ["STUB_NO_DEVICE" = "1"], {
+nccl_test!(moe_dispatch_reports_a_missing_device, ["STUB_NO_DEVICE" = "1"], {
     let error = moe_dispatch::run(&small_model()).expect_err("there is no device");
     assert!(error.to_string().contains("nvidia-smi"), "{error}");
 });
 
-nccl_test!(moe_dispatch_says_that_there_is_no_libnccl, Library::Missing, [], {
+nccl_test!(moe_dispatch_reports_a_missing_libnccl, Library::Missing, [], {
     let error = moe_dispatch::run(&small_model()).expect_err("there is no library");
     assert!(error.to_string().contains("SYMMALLOC_NCCL_LIBRARY"), "{error}");
 });

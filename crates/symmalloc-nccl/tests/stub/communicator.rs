@@ -118,7 +118,7 @@ nccl_test!(ranks_connect_and_know_themselves, {
     nccl::assert_clean();
 });
 
-nccl_test!(every_collective_computes_what_it_says, {
+nccl_test!(every_collective_computes_its_result, {
     in_both_modes(4, |rank| {
         let (comm, stream, r) = (&rank.comm, &rank.stream, rank.number() as f32);
         let mine = rank.buffer(&[r, 10.0 * r]);
@@ -162,7 +162,7 @@ nccl_test!(every_collective_computes_what_it_says, {
     nccl::assert_clean();
 });
 
-nccl_test!(a_group_sends_and_receives_at_once, {
+nccl_test!(a_group_sends_and_receives_concurrently, {
     in_both_modes(3, |rank| {
         let (comm, stream, r) = (&rank.comm, &rank.stream, rank.number());
         let mine = rank.buffer(&[r as f32; 5]);
@@ -180,7 +180,7 @@ nccl_test!(a_group_sends_and_receives_at_once, {
     nccl::assert_clean();
 });
 
-nccl_test!(a_group_takes_memory_that_is_known_by_its_address, {
+nccl_test!(a_group_accepts_raw_addresses, {
     ranks(2, |rank| {
         let (comm, stream, r) = (&rank.comm, &rank.stream, rank.number());
         let (mine, theirs) = (rank.buffer(&[r as f32; 3]), rank.buffer(&[-1.0; 3]));
@@ -199,7 +199,7 @@ nccl_test!(a_group_takes_memory_that_is_known_by_its_address, {
     nccl::assert_clean();
 });
 
-nccl_test!(an_abandoned_group_called_nothing, {
+nccl_test!(an_abandoned_group_makes_no_call, {
     ranks(2, |rank| {
         let buffer = rank.buffer(&[1.0]);
         let before = nccl::calls("ncclSend") + nccl::calls("ncclGroupStart");

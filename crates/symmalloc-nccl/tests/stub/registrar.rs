@@ -132,7 +132,7 @@ nccl_test!(communicators_named_in_opposite_orders_do_not_wait_for_each_other, {
     nothing_is_left();
 });
 
-nccl_test!(threads_with_a_communicator_and_a_pool_each_do_not_disturb_each_other, {
+nccl_test!(threads_with_separate_communicators_and_pools_are_independent, {
     Job::new(2).run(|it| {
         let lane = |name| {
             let comm = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
@@ -214,7 +214,7 @@ nccl_test!(windows_of_an_ended_communicator_are_not_touched_and_its_memory_is_re
     nothing_is_left();
 });
 
-nccl_test!(a_growing_pool_gets_one_larger_window_where_nccl_can, ["STUB_NCCL_VERSION" = "23007"], {
+nccl_test!(a_growing_pool_gets_one_larger_window_if_nccl_supports_it, ["STUB_NCCL_VERSION" = "23007"], {
     Job::new(2).run(|it| {
         let pool = it.pool_with(|config| config);
         it.registrar.attach(&it.world, &[pool.id()], Registration::Windows).expect("2.30.7 supports growing windows");
@@ -235,7 +235,7 @@ nccl_test!(a_growing_pool_gets_one_larger_window_where_nccl_can, ["STUB_NCCL_VER
     nothing_is_left();
 });
 
-nccl_test!(ranks_whose_growing_memory_lies_in_other_chunks_share_windows, ["STUB_NCCL_VERSION" = "23007"], {
+nccl_test!(ranks_with_different_chunks_share_windows, ["STUB_NCCL_VERSION" = "23007"], {
     let job = Job { prefetch_bytes: 40 << 20, ..Job::new(2) };
     job.run(|it| {
         let pool = it.pool_with(|config| config);

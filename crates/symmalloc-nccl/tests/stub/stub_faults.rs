@@ -14,7 +14,7 @@ fn query(event: &cudarc::driver::CudaEvent) -> CUresult {
     unsafe { sys::cuEventQuery(event.cu_event()) }
 }
 
-nccl_test!(a_collective_whose_peer_never_comes_is_never_done_and_blocks_nobody, {
+nccl_test!(a_collective_whose_peer_never_arrives_never_completes_and_blocks_no_thread, {
     ranks(2, |rank| {
         let segment = rank.segment(2 * MIB);
         if rank.rank == 0 {
@@ -34,7 +34,7 @@ nccl_test!(a_collective_whose_peer_never_comes_is_never_done_and_blocks_nobody, 
     nccl::assert_clean();
 });
 
-nccl_test!(work_behind_a_collective_waits_with_it_also_on_other_streams, {
+nccl_test!(work_after_a_collective_waits_for_it_even_on_other_streams, {
     ranks(2, |rank| {
         let segment = rank.segment(2 * MIB);
         rank.write(segment, &input(rank.rank));
@@ -60,7 +60,7 @@ nccl_test!(work_behind_a_collective_waits_with_it_also_on_other_streams, {
     nccl::assert_clean();
 });
 
-nccl_test!(a_call_fails_when_it_is_told_to, {
+nccl_test!(a_call_fails_when_a_fault_is_injected, {
     ranks(2, |rank| {
         let segment = rank.segment(2 * MIB);
         if rank.rank == 1 {
@@ -136,7 +136,7 @@ fn settle(comm: u64) -> i32 {
     until_some(|| Some(async_error(comm)).filter(|code| *code != IN_PROGRESS))
 }
 
-nccl_test!(a_nonblocking_communicator_is_under_way_until_it_was_asked, {
+nccl_test!(a_nonblocking_communicator_is_in_progress_until_it_is_queried, {
     let id = unique_id();
     std::thread::scope(|scope| {
         let _exit = ExitOnPanic;
@@ -168,7 +168,7 @@ nccl_test!(a_nonblocking_communicator_is_under_way_until_it_was_asked, {
     nccl::assert_clean();
 });
 
-nccl_test!(an_init_that_hangs_ends_when_it_is_healed, {
+nccl_test!(a_hanging_init_ends_when_the_fault_is_removed, {
     nccl::hang("ncclCommInitRankConfig", Some(0), 1);
     let id = unique_id();
     let _context = cudarc::driver::CudaContext::new(0).expect("a stub device");

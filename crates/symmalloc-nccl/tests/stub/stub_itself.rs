@@ -20,7 +20,7 @@ pub(crate) fn sum(ranks: usize) -> Vec<f32> {
     (0..COUNT).map(|index| (0..ranks).map(|rank| (rank * 10_000 + index) as f32).sum()).collect()
 }
 
-nccl_test!(collectives_compute_what_they_should, {
+nccl_test!(collectives_compute_correct_results, {
     for count in [1, 2, 3, 8] {
         ranks(count, |rank| {
             let segment = rank.segment(2 * MIB);
@@ -92,7 +92,7 @@ nccl_test!(every_type_and_operation_reduces, {
     nccl::assert_clean();
 });
 
-nccl_test!(sends_and_receives_of_a_group_go_together, {
+nccl_test!(sends_and_receives_of_a_group_run_together, {
     ranks(4, |rank| {
         let segment = rank.segment(2 * MIB);
         let out = segment + MIB as u64;
@@ -139,7 +139,7 @@ nccl_test!(a_split_orders_ranks_by_key, {
     assert_eq!(nccl::live(), nccl::Live::default());
 });
 
-nccl_test!(a_graph_makes_its_collectives_at_every_launch, {
+nccl_test!(a_graph_runs_its_collectives_at_every_launch, {
     ranks(3, |rank| {
         let segment = rank.segment(2 * MIB);
         rank.write(segment, &[1.0f32]);
@@ -178,7 +178,7 @@ fn reduce_in_windows(rank: &Rank, skew: u64) -> Vec<f32> {
 }
 
 nccl_test!(
-    windows_reduce_right_at_equal_places_and_wrong_without_a_word_at_others,
+    windows_reduce_correctly_at_equal_offsets_and_silently_wrong_at_others,
     ["STUB_DESCENDING_DEVICES" = "1,3"],
     {
         ranks(4, |rank| assert_eq!(reduce_in_windows(rank, 0), sum(4)));
@@ -190,7 +190,7 @@ nccl_test!(
     }
 );
 
-nccl_test!(windows_in_another_order_on_one_rank_reduce_wrong, ["STUB_DESCENDING_DEVICES" = "1"], {
+nccl_test!(windows_registered_in_another_order_on_one_rank_reduce_wrong, ["STUB_DESCENDING_DEVICES" = "1"], {
     ranks(2, |rank| {
         let segments = [rank.segment(2 * MIB), rank.segment(2 * MIB)];
         assert_eq!(segments[0] < segments[1], rank.rank == 0, "device 1 allocates its highest addresses first");
@@ -209,7 +209,7 @@ nccl_test!(windows_in_another_order_on_one_rank_reduce_wrong, ["STUB_DESCENDING_
     assert!(nccl::violations()[0].contains("different window offsets"), "{:?}", nccl::violations());
 });
 
-nccl_test!(a_kernel_goes_on_seeing_the_memory_that_was_registered, {
+nccl_test!(a_kernel_accesses_the_memory_that_was_registered, {
     ranks(2, |rank| {
         let old = rank.segment(2 * MIB);
         assert_eq!(rank.window(old, 2 * MIB).0, SUCCESS);

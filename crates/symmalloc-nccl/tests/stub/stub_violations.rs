@@ -52,7 +52,7 @@ fn mapped(rank: &Rank, chunks: usize, is_exportable: bool) -> u64 {
     base
 }
 
-nccl_test!(registrations_that_nobody_should_make, {
+nccl_test!(invalid_registrations_are_violations, {
     ranks(1, |rank| {
         let segment = rank.segment(2 * SEGMENT);
         let mut plain = 0;
@@ -97,7 +97,7 @@ nccl_test!(registrations_that_nobody_should_make, {
     });
 });
 
-nccl_test!(collectives_that_differ_between_ranks_are_never_done, {
+nccl_test!(collectives_that_differ_between_ranks_never_complete, {
     type Call = fn(&Rank, u64) -> i32;
     let differing: [(Call, Call); 3] = [
         (|rank, at| rank.sum(at, at, 8), |rank, at| rank.sum(at, at, 9)),
@@ -117,7 +117,7 @@ nccl_test!(collectives_that_differ_between_ranks_are_never_done, {
     }
 });
 
-nccl_test!(windows_that_not_all_ranks_have_end_in_no_result, {
+nccl_test!(a_collective_on_windows_of_only_some_ranks_never_completes, {
     ranks(2, |rank| {
         let (windowed, other) = (rank.segment(SEGMENT), rank.segment(SEGMENT));
         assert_eq!(rank.window(windowed, SEGMENT).0, SUCCESS);
@@ -131,7 +131,7 @@ nccl_test!(windows_that_not_all_ranks_have_end_in_no_result, {
     saw(&["1 of 2 ranks have both buffers in windows"]);
 });
 
-nccl_test!(different_steps_on_the_host_wait_for_ever, {
+nccl_test!(different_host_calls_wait_indefinitely, {
     ranks(2, |rank| {
         let segment = rank.segment(SEGMENT);
         std::thread::scope(|scope| {
@@ -153,7 +153,7 @@ nccl_test!(different_steps_on_the_host_wait_for_ever, {
     saw(&["different host steps"]);
 });
 
-nccl_test!(what_a_dead_or_busy_communicator_is_asked, {
+nccl_test!(calls_on_a_dead_or_busy_communicator_are_violations, {
     ranks(2, |rank| {
         let segment = rank.segment(SEGMENT);
         assert_eq!(rank.window(segment, SEGMENT).0, SUCCESS);
@@ -208,7 +208,7 @@ nccl_test!(a_graph_must_not_outlive_its_communicator_or_windows, {
     saw(&["a graph launched a collective of a communicator that has ended"]);
 });
 
-nccl_test!(a_registration_in_a_capture_fails_and_spoils_it, {
+nccl_test!(a_registration_in_a_capture_fails_and_invalidates_it, {
     ranks(1, |rank| {
         let segment = rank.segment(SEGMENT);
         rank.stream
@@ -222,7 +222,7 @@ nccl_test!(a_registration_in_a_capture_fails_and_spoils_it, {
 });
 
 nccl_test!(
-    from_2_30_7_a_capture_does_not_mind_a_registration_and_nothing_is_taken_twice,
+    from_2_30_7_a_registration_keeps_a_capture_valid_and_repeated_ones_are_refused,
     ["STUB_NCCL_VERSION" = "23007"],
     {
         ranks(2, |rank| {
@@ -327,7 +327,7 @@ nccl_test!(
     }
 );
 
-nccl_test!(a_check_of_all_arguments_finds_places_that_differ, ["STUB_NCCL_CHECK_MODE" = "1"], {
+nccl_test!(a_check_of_all_arguments_finds_different_offsets, ["STUB_NCCL_CHECK_MODE" = "1"], {
     ranks(2, |rank| {
         let segment = rank.segment(SEGMENT);
         assert_eq!(rank.window(segment, SEGMENT).0, SUCCESS);
@@ -368,7 +368,7 @@ nccl_test!(the_first_collective_can_be_made_to_wait_for_the_peers_on_the_host, [
     nccl::assert_clean();
 });
 
-nccl_test!(before_2_29_a_communicator_takes_the_memory_of_its_windows_along, {
+nccl_test!(before_2_29_a_communicator_leaks_the_memory_of_its_windows, {
     ranks(2, |rank| {
         let segment = rank.segment(SEGMENT);
         assert_eq!(rank.window(segment, SEGMENT).0, SUCCESS);
@@ -378,7 +378,7 @@ nccl_test!(before_2_29_a_communicator_takes_the_memory_of_its_windows_along, {
     assert_eq!((nccl::live().leaked, stub_process::cuda::live().device_bytes), (2, 2 * SEGMENT as u64));
 });
 
-nccl_test!(one_thread_makes_steps_of_several_ranks_in_a_group, {
+nccl_test!(one_thread_makes_host_calls_of_several_ranks_in_a_group, {
     let id = crate::raw::unique_id();
     let streams: Vec<_> = (0..2)
         .map(|rank| cudarc::driver::CudaContext::new(rank).expect("a stub device").new_stream().expect("a stream"))

@@ -11,35 +11,35 @@ fn run(program: impl Fn(&Rank<'_>) + Sync) {
     nccl::assert_clean();
 }
 
-nccl_test!(segments_in_another_order_of_addresses, {
+nccl_test!(all_reduces_are_correct_if_segments_have_different_address_orders, {
     run(programs::address_order);
 });
 
-nccl_test!(a_block_whose_event_has_completed_on_one_rank_only, {
+nccl_test!(all_reduces_are_correct_if_an_event_has_completed_on_one_rank_only, {
     run(programs::event_on_one_rank);
 });
 
-nccl_test!(private_allocations_on_one_rank, {
+nccl_test!(all_reduces_are_correct_next_to_private_allocations_on_one_rank, {
     run(programs::private_allocations);
 });
 
-nccl_test!(a_pool_that_grows_at_different_moments, {
+nccl_test!(growth_at_different_moments_is_an_error_on_every_rank, {
     run(programs::grows_at_different_moments);
 });
 
-nccl_test!(a_pool_that_grows_during_a_collective, {
+nccl_test!(all_reduces_are_correct_while_the_pool_grows, {
     run(programs::grows_during_collective);
 });
 
-nccl_test!(memory_of_a_graph, {
+nccl_test!(all_reduces_in_a_graph_are_correct_after_frees, {
     run(programs::graph_memory);
 });
 
-nccl_test!(tensors_inside_a_segment, {
+nccl_test!(all_reduces_of_tensors_inside_a_segment_change_nothing_else, {
     run(programs::inside_segment);
 });
 
-nccl_test!(a_window_over_a_part_of_a_segment, {
+nccl_test!(all_reduces_are_correct_with_a_window_over_a_part_of_a_segment, {
     on_ranks(2, None, programs::part_of_segment);
     // The stub reports windows that the registrar must not create. The results are right nevertheless.
     let violations = nccl::violations();
@@ -47,28 +47,28 @@ nccl_test!(a_window_over_a_part_of_a_segment, {
     assert_eq!(violations.len(), 2);
 });
 
-nccl_test!(segments_that_are_released_and_allocated_again, {
+nccl_test!(all_reduces_are_correct_in_reused_segments, {
     run(programs::released_and_allocated_again);
 });
 
-nccl_test!(memory_that_is_mapped_again_under_windows, {
+nccl_test!(all_reduces_are_correct_after_sleep_and_wake, {
     run(programs::sleep_and_wake);
 });
 
-nccl_test!(one_rank_that_is_out_of_memory, {
+nccl_test!(out_of_memory_on_one_rank_is_an_error_on_every_rank, {
     on_ranks(2, Some(programs::RANK_0_BYTES), programs::out_of_memory_on_one_rank);
     nccl::assert_clean();
 });
 
-nccl_test!(a_communicator_that_is_aborted_and_recreated, {
+nccl_test!(all_reduces_are_correct_on_a_recreated_communicator, {
     run(programs::aborted_and_recreated);
 });
 
-nccl_test!(several_communicators_in_different_orders, {
+nccl_test!(syncs_of_communicators_in_different_orders_do_not_deadlock, {
     run(programs::several_communicators);
 });
 
-nccl_test!(random_allocations_and_frees, {
+nccl_test!(all_reduces_are_correct_under_random_allocations_and_frees, {
     for seed in [1, 2] {
         run(|it| programs::churn(it, seed, 60));
     }

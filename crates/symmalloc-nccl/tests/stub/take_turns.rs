@@ -9,7 +9,7 @@ use stub_process::cuda::live;
 use stub_process::{nccl, nccl_test};
 use symmalloc_nccl::Registrar;
 
-nccl_test!(two_models_take_turns_and_every_answer_is_right, ["STUB_NCCL_REUSE_WINDOWS" = "1"], {
+nccl_test!(two_models_take_turns_and_every_answer_is_correct, ["STUB_NCCL_REUSE_WINDOWS" = "1"], {
     for ranks in [1, 2, 4] {
         Job::new(ranks).run(|it| {
             let (device, world) = (&it.device, &it.world);

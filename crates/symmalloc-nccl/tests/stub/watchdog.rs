@@ -109,7 +109,7 @@ fn failure(error: &CommError) -> &FailureCause {
     }
 }
 
-nccl_test!(a_process_that_is_killed_is_named_by_all_others_at_once, {
+nccl_test!(a_process_that_is_killed_is_named_by_all_others_immediately, {
     let folder = tempfile::tempdir().expect("a folder");
     let outputs = run(3, folder.path(), |mut rank| {
         if rank.comm.rank() == 1 {

@@ -37,13 +37,13 @@ ways! {
 }
 
 #[test]
-fn an_address_that_is_not_exported_is_served_by_its_name() {
+fn functions_without_exported_symbols_are_served_by_name() {
     asked_by("proc", &[("STUB_TRAMPOLINES", "1")]);
     asked_by("proc_v2", &[("STUB_TRAMPOLINES", "1")]);
 }
 
 #[test]
-fn a_program_without_cuda_does_not_notice() {
+fn a_program_without_cuda_is_unaffected() {
     let stage = Stage::new();
     let Some(program) = compile(&stage, "no_cuda", &[], false) else { return };
     assert_eq!(stage.run(&program, &[], &[]).stdout, "without CUDA\n");

@@ -43,7 +43,7 @@ stub_test!(attributes_are_those_of_the_allocation, ["LD_PRELOAD" = &preload()], 
     assert_ne!(address_range(&raw mut pool, std::ptr::null_mut(), a), 0, "freed");
 });
 
-stub_test!(memory_for_other_processes_is_the_drivers, ["LD_PRELOAD" = &preload(), "SYMMALLOC_RUN_IPC" = "1"], {
+stub_test!(memory_for_other_processes_comes_from_the_driver, ["LD_PRELOAD" = &preload(), "SYMMALLOC_RUN_IPC" = "1"], {
     begin(0);
     let (stream, pointer) = (stream(), alloc(MIB).expect("memory"));
     assert_eq!((ipc_handle([0_u8; 64].as_mut_ptr().cast(), pointer), calls("cuMemAlloc_v2")), (0, 1));
@@ -51,7 +51,7 @@ stub_test!(memory_for_other_processes_is_the_drivers, ["LD_PRELOAD" = &preload()
     assert_eq!((mem_free_async(pooled, stream), mem_free(pointer), calls("cuMemAllocAsync")), (0, 0, 0));
 });
 
-stub_test!(free_memory_is_free_wherever_it_lies, ["LD_PRELOAD" = &preload()], {
+stub_test!(free_memory_includes_cached_memory, ["LD_PRELOAD" = &preload()], {
     begin(0);
     let (mut free, mut total, mut before) = (0, 0, 0);
     assert_eq!(mem_info(&raw mut before, &raw mut total), 0);
@@ -87,7 +87,7 @@ fn pool_bytes(pool: u64, number: c_int) -> u64 {
     value
 }
 
-stub_test!(memory_pools_are_pools, ["LD_PRELOAD" = &preload()], {
+stub_test!(each_memory_pool_is_served_by_its_own_pool, ["LD_PRELOAD" = &preload()], {
     begin(0);
     let (stream, pool, exported) = (stream(), make_pool(0), make_pool(1));
     let pointer = from_pool(30 * MIB, pool, stream);
@@ -123,7 +123,7 @@ stub_test!(memory_pools_are_pools, ["LD_PRELOAD" = &preload()], {
     assert_eq!((mem_free_async(pointer, stream), calls("cuMemAllocAsync")), (0, 1));
 });
 
-stub_test!(what_a_capture_allocates_is_the_graphs, ["LD_PRELOAD" = &preload()], {
+stub_test!(memory_allocated_during_a_capture_belongs_to_the_graph, ["LD_PRELOAD" = &preload()], {
     begin(0);
     let (captured, other) = (stream(), stream());
     let before = alloc_async(MIB, captured).expect("memory");
@@ -144,7 +144,7 @@ stub_test!(what_a_capture_allocates_is_the_graphs, ["LD_PRELOAD" = &preload()], 
     assert!(alloc_async(MIB, captured).is_ok() && calls("cuMemAllocAsync") == 1);
 });
 
-stub_test!(a_reset_gives_everything_back, ["LD_PRELOAD" = &preload()], {
+stub_test!(a_reset_releases_everything, ["LD_PRELOAD" = &preload()], {
     begin(0);
     let (stream, kept) = (stream(), alloc(10 * MIB).expect("memory"));
     let pooled = alloc_async(MIB, stream).expect("memory");
@@ -159,7 +159,7 @@ stub_test!(a_reset_gives_everything_back, ["LD_PRELOAD" = &preload()], {
     assert_eq!((release(0), live().device_bytes), (0, 0));
 });
 
-stub_test!(peers_have_access, ["LD_PRELOAD" = &preload(), "STUB_DEVICES" = "2"], {
+stub_test!(enabled_peers_have_access, ["LD_PRELOAD" = &preload(), "STUB_DEVICES" = "2"], {
     let (first, second) = (begin(0), begin(1));
     // Before and after the first allocation in the context.
     assert_eq!(enable_peer(first, 0), 0);
@@ -176,7 +176,7 @@ stub_test!(peers_have_access, ["LD_PRELOAD" = &preload(), "STUB_DEVICES" = "2"],
     assert_eq!(set_current(second), 0);
 });
 
-stub_test!(a_child_is_left_alone, ["LD_PRELOAD" = &preload()], {
+stub_test!(a_forked_child_is_not_served, ["LD_PRELOAD" = &preload()], {
     begin(0);
     let pointer = alloc(MIB).expect("memory");
     // SAFETY: the child only makes driver calls, for which no locks are held here, and exits.

@@ -33,7 +33,7 @@ fn release_soon(work: LongWork, is_over: &Arc<AtomicBool>) -> JoinHandle<()> {
     })
 }
 
-stub_test!(a_steady_state_asks_the_driver_for_nothing, ["LD_PRELOAD" = &preload()], {
+stub_test!(a_steady_state_makes_no_driver_call, ["LD_PRELOAD" = &preload()], {
     begin(0);
     let stream = stream();
     let step = || {
@@ -73,7 +73,7 @@ stub_test!(a_free_waits_for_the_context_and_an_async_one_does_not, ["LD_PRELOAD"
     drop(work);
 });
 
-stub_test!(memory_freed_on_another_stream_is_used_behind_that_streams_work, ["LD_PRELOAD" = &preload()], {
+stub_test!(memory_freed_on_another_stream_is_reused_after_that_streams_work, ["LD_PRELOAD" = &preload()], {
     begin(0);
     let (a, b) = (stream(), stream());
     let pointer = alloc_async(MIB, a).expect("memory");
@@ -101,7 +101,7 @@ stub_test!(memory_freed_on_another_stream_is_used_behind_that_streams_work, ["LD
 });
 
 stub_test!(
-    a_stream_that_is_gone_is_waited_for_by_the_next_one_with_its_number,
+    the_next_stream_with_a_number_waits_for_the_destroyed_one,
     ["LD_PRELOAD" = &preload(), "STUB_REUSE_STREAMS" = "1"],
     {
         begin(0);
@@ -135,7 +135,7 @@ stub_test!(
     }
 );
 
-stub_test!(a_stream_whose_end_cannot_be_kept_track_of_is_not_destroyed, ["LD_PRELOAD" = &preload()], {
+stub_test!(a_stream_whose_last_event_cannot_be_recorded_is_not_destroyed, ["LD_PRELOAD" = &preload()], {
     begin(0);
     let stream = stream();
     let pointer = alloc_async(MIB, stream).expect("memory");
@@ -151,7 +151,7 @@ stub_test!(a_stream_whose_end_cannot_be_kept_track_of_is_not_destroyed, ["LD_PRE
     assert_eq!([mem_free_async(pointer, stream), stream_destroy(stream)], [0; 2]);
 });
 
-stub_test!(every_thread_has_a_default_stream_of_its_own, ["LD_PRELOAD" = &preload()], {
+stub_test!(every_thread_has_its_own_default_stream, ["LD_PRELOAD" = &preload()], {
     let context = begin(0);
     let mut own = 0;
     assert_eq!(mem_alloc_async_ptsz(&raw mut own, MIB, 0), 0);
@@ -179,7 +179,7 @@ stub_test!(every_thread_has_a_default_stream_of_its_own, ["LD_PRELOAD" = &preloa
     assert_eq!(next.join().expect("no panic"), others);
 });
 
-stub_test!(mistakes_get_the_drivers_answers, ["LD_PRELOAD" = &preload()], {
+stub_test!(invalid_calls_return_the_drivers_errors, ["LD_PRELOAD" = &preload()], {
     let mut address = 0;
     assert_eq!(init(0), 0);
     assert_eq!(mem_alloc(&raw mut address, MIB), 201, "no context");
@@ -205,7 +205,7 @@ stub_test!(mistakes_get_the_drivers_answers, ["LD_PRELOAD" = &preload()], {
     assert_eq!([mem_free(pitched), mem_free(managed)], [0; 2]);
 });
 
-stub_test!(the_drivers_errors_come_back_as_they_are, ["LD_PRELOAD" = &preload()], {
+stub_test!(errors_of_the_driver_are_returned_unchanged, ["LD_PRELOAD" = &preload()], {
     begin(0);
     let stream = stream();
     for (call, code) in [("cuMemCreate", 2), ("cuMemMap", 719), ("cuMemSetAccess", 801)] {
@@ -223,7 +223,7 @@ stub_test!(the_drivers_errors_come_back_as_they_are, ["LD_PRELOAD" = &preload()]
     assert_eq!(mem_free_async(pointer, other), 0);
 });
 
-stub_test!(memory_that_is_cached_goes_back_before_anything_is_refused, ["LD_PRELOAD" = &preload()], {
+stub_test!(cached_memory_is_released_before_any_call_fails, ["LD_PRELOAD" = &preload()], {
     begin(0);
     let (a, b) = (stream(), stream());
     let pointer = alloc_async(700 * MIB, a).expect("memory");
@@ -238,7 +238,7 @@ stub_test!(memory_that_is_cached_goes_back_before_anything_is_refused, ["LD_PREL
     );
 });
 
-stub_test!(a_limit_holds, ["LD_PRELOAD" = &preload(), "SYMMALLOC_RUN_LIMIT" = "104857600"], {
+stub_test!(a_limit_is_enforced, ["LD_PRELOAD" = &preload(), "SYMMALLOC_RUN_LIMIT" = "104857600"], {
     begin(0);
     let pointer = alloc(80 * MIB).expect("memory");
     assert_eq!(alloc(40 * MIB), Err(2));
@@ -251,7 +251,7 @@ stub_test!(a_limit_holds, ["LD_PRELOAD" = &preload(), "SYMMALLOC_RUN_LIMIT" = "1
 });
 
 stub_test!(
-    settings_that_are_wrong_leave_everything_to_the_driver,
+    invalid_settings_leave_everything_to_the_driver,
     ["LD_PRELOAD" = &preload(), "SYMMALLOC_RUN_CONFIG" = "segment:fixed"],
     {
         begin(0);
@@ -260,7 +260,7 @@ stub_test!(
     }
 );
 
-stub_test!(two_devices_have_an_allocator_each, ["LD_PRELOAD" = &preload(), "STUB_DEVICES" = "2"], {
+stub_test!(each_of_two_devices_has_its_own_allocator, ["LD_PRELOAD" = &preload(), "STUB_DEVICES" = "2"], {
     let first = begin(0);
     let (a, on_first) = (alloc(MIB).expect("memory"), stream());
     let second = begin(1);
@@ -284,7 +284,7 @@ stub_test!(two_devices_have_an_allocator_each, ["LD_PRELOAD" = &preload(), "STUB
     assert_eq!(calls("cuMemAlloc_v2") + calls("cuMemAllocAsync"), 0);
 });
 
-stub_test!(contexts_that_the_program_makes_itself_are_the_drivers, ["LD_PRELOAD" = &preload()], {
+stub_test!(contexts_created_by_the_program_are_served_by_the_driver, ["LD_PRELOAD" = &preload()], {
     let mut context = 0;
     assert_eq!([init(0), create_context(&raw mut context, 0, 0)], [0; 2]);
     let pointer = alloc(MIB).expect("memory");

@@ -205,7 +205,7 @@ fn watch(storm: &Arc<Storm>, is_over: &Arc<AtomicBool>) {
 }
 
 stub_test!(
-    threads_and_failures_lose_nothing,
+    concurrent_calls_and_failures_lose_no_memory,
     ["LD_PRELOAD" = &preload(), "STUB_REUSE_STREAMS" = "1", "STUB_MEMORY_BYTES" = "4294967296"],
     {
         let all: u64 = std::env::var("SYMMALLOC_STORM").ok().and_then(|text| text.parse().ok()).unwrap_or(50_000);

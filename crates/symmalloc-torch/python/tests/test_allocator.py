@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 class WithoutADevice(unittest.TestCase):
-    def test_a_machine_without_libcuda_gets_an_error_that_says_so(self) -> None:
+    def test_without_libcuda_the_error_states_the_cause(self) -> None:
         done = needs.process("import symmalloc; symmalloc.Allocator(0)", LD_LIBRARY_PATH="")
         if not done.returncode:
             self.skipTest("this machine has a libcuda")
@@ -28,7 +28,7 @@ class OnADevice(unittest.TestCase):
         self.allocator = symmalloc.Allocator(0)
         self.addCleanup(self.allocator.close)
 
-    def test_a_freed_block_is_taken_again_at_the_same_place(self) -> None:
+    def test_a_freed_block_is_reused_at_the_same_placement(self) -> None:
         first = self.allocator.allocate(5 * MIB)
         place = self.allocator.placement_of(first)
         self.assertEqual((place.pool, place.stream, place.segment, place.offset_bytes), (0, 0, 0, 0))
@@ -45,7 +45,7 @@ class OnADevice(unittest.TestCase):
             other.allocate(100)
             self.assertNotEqual(self.allocator.digest(), other.digest())
 
-    def test_statistics_count_what_is_held_and_peaks_start_anew(self) -> None:
+    def test_statistics_count_held_memory_and_peaks_can_be_reset(self) -> None:
         pointer = self.allocator.allocate(3 * MIB)
         total = self.allocator.stats()["total"]
         self.assertEqual(total["allocated_bytes"]["all"]["current"], 3 * MIB)
@@ -54,7 +54,7 @@ class OnADevice(unittest.TestCase):
         self.allocator.reset_peaks()
         self.assertEqual(self.allocator.stats()["total"]["allocated_bytes"]["all"]["peak"], 0)
 
-    def test_a_step_that_comes_twice_is_planned(self) -> None:
+    def test_a_step_that_occurs_twice_is_planned(self) -> None:
         with symmalloc.Allocator(0, "plan:learn") as learning:
             for number in range(4):
                 learning.begin_step(key=7)
@@ -79,7 +79,7 @@ class OnADevice(unittest.TestCase):
             learning.drop_plans()
             self.assertEqual(learning.stats()["total"]["steps"]["plans"], 0)
 
-    def test_a_trim_gives_everything_free_back(self) -> None:
+    def test_a_trim_releases_all_free_memory(self) -> None:
         self.allocator.free(self.allocator.allocate(3 * MIB))
         self.assertGreater(self.allocator.trim(), 0)
         self.assertEqual(self.allocator.stats()["total"]["reserved_bytes"]["all"]["current"], 0)
@@ -92,7 +92,7 @@ class OnADevice(unittest.TestCase):
         self.assertIn("activations", str(live[0]["frames"]))
         self.assertIn("activations", self.allocator.leak_report())
 
-    def test_a_pool_has_places_and_a_digest_of_its_own(self) -> None:
+    def test_a_pool_has_its_own_placements_and_digest(self) -> None:
         before = self.allocator.digest()
         pool = self.allocator.create_pool("segments:fixed,symmetric:true")
         pointer = self.allocator.allocate(MIB, pool=pool)
@@ -121,7 +121,7 @@ class OnADevice(unittest.TestCase):
             with self.assertRaises(symmalloc.UnknownPointer):
                 call(pointer)
 
-    def test_a_trace_is_on_disk_when_it_was_stopped(self) -> None:
+    def test_a_stopped_trace_is_on_disk(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "ops.trace"
             self.allocator.start_trace(path)
@@ -129,7 +129,7 @@ class OnADevice(unittest.TestCase):
             self.allocator.stop_trace()
             self.assertGreater(path.stat().st_size, 0)
 
-    def test_a_closed_allocator_says_so(self) -> None:
+    def test_calls_on_a_closed_allocator_are_errors(self) -> None:
         self.allocator.close()
         with self.assertRaises(symmalloc.InvalidArgument):
             self.allocator.allocate(MIB)
@@ -177,12 +177,12 @@ class Agreement(unittest.TestCase):
         self.assertEqual(str(reports[0]), str(reports[1]))
         self.assertRegex(str(reports[0]), "pool 0, stream 0\n.*ranks 0\n.*ranks 1")
 
-    def test_in_a_symmetric_pool_the_report_names_the_op(self) -> None:
+    def test_the_report_names_the_op_in_a_symmetric_pool(self) -> None:
         reports = self.ranks(3 * MIB, "symmetric:true")
         self.assertEqual(str(reports[0]), str(reports[1]))
         self.assertIn("allocate", str(reports[0]))
 
-    def test_what_the_exchange_raises_comes_out(self) -> None:
+    def test_an_exception_of_the_exchange_is_propagated(self) -> None:
         def gather(_mine: bytes) -> bytes:
             raise ConnectionResetError("rank 1 is gone")
 

@@ -41,7 +41,7 @@ class Announced(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         return done.stdout.splitlines()
 
-    def test_what_is_announced_is_in_the_flight_record_and_is_done_when_its_stream_is(self) -> None:
+    def test_announced_work_is_in_the_flight_record_until_its_stream_completes(self) -> None:
         inside, after = self.run_program(
             """
 with symmalloc.announce("all_reduce", elements=1024, stream=stream, comm=communicator, device=0):

@@ -38,7 +38,7 @@ class WithoutTorch(unittest.TestCase):
         self.assertEqual(list(found), list(calls))
         return found
 
-    def test_a_call_that_needs_torch_raises_a_torch_error_that_says_so(self) -> None:
+    def test_a_call_that_needs_torch_raises_a_torch_error(self) -> None:
         calls = (
             "symmalloc.install()",
             "symmalloc.MemPool()",
@@ -60,7 +60,7 @@ class WithoutTorch(unittest.TestCase):
             self.assertEqual(kind, "NotInstalled", call)
             self.assertIn("symmalloc.install()", text, call)
 
-    def test_the_placement_of_no_tensor_is_an_invalid_argument(self) -> None:
+    def test_the_placement_of_another_object_is_an_invalid_argument(self) -> None:
         for call, (kind, text) in self.errors("symmalloc.placement(None)", "symmalloc.placement(7)").items():
             self.assertEqual(kind, "InvalidArgument", call)
             self.assertIn("give a CUDA tensor", text, call)

@@ -19,7 +19,7 @@ def frame(path: str, line: int, function: str, back: object = None) -> types.Sim
 
 
 class Callers(unittest.TestCase):
-    def test_files_are_the_programs_unless_pytorch_or_python_brought_them(self) -> None:
+    def test_files_outside_of_pytorch_and_python_belong_to_the_program(self) -> None:
         # This is the table of crates/symmalloc-import/src/pytorch/frames.rs, because both must use equal names.
         for path, expected in [
             ("/home/me/job/model.py", True),
@@ -45,13 +45,13 @@ class Callers(unittest.TestCase):
         self.assertEqual(caller(frame("train.py", 3, "<module>")), "train.py:3 <module>")
         self.assertEqual(caller(frame("<string>", 1, "<module>")), "")
 
-    def test_this_file_is_a_program(self) -> None:
+    def test_the_frame_of_this_test_is_found(self) -> None:
         line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
-        self.assertEqual(caller(), f"tests/test_callers.py:{line} test_this_file_is_a_program")
+        self.assertEqual(caller(), f"tests/test_callers.py:{line} test_the_frame_of_this_test_is_found")
 
 
 class Import(unittest.TestCase):
-    def test_it_imports_nothing_but_the_standard_library_and_little_of_that(self) -> None:
+    def test_the_package_imports_only_a_few_standard_modules(self) -> None:
         done = needs.process(
             """
             import json, sys
@@ -68,7 +68,7 @@ class Import(unittest.TestCase):
         slow = {"asyncio", "concurrent", "email", "http", "logging", "multiprocessing", "ssl", "unittest", "xml"}
         self.assertEqual(imported & slow, set())
 
-    def test_it_has_types(self) -> None:
+    def test_the_package_is_typed(self) -> None:
         import symmalloc
 
         self.assertTrue(Path(symmalloc.__file__).with_name("py.typed").is_file())

@@ -340,7 +340,7 @@ class Mechanisms(unittest.TestCase):
             function(rank)
             return rank
 
-    def test_tensors_in_one_segment_have_no_order_of_addresses(self) -> None:
+    def test_a_case_about_address_order_needs_several_segments(self) -> None:
         with self.assertRaisesRegex(CannotRun, "^all tensors are in one segment$"):
             self.run_case(cases.address_order, [(0x1000, 1 << 20)], [])
         # A single rank has one order.

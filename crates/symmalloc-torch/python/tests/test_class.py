@@ -57,7 +57,7 @@ class Cache(Compiled):
             self.assertIn("the next install() recompiles it", self.run_in(cache).stderr)
             self.assertEqual(self.files(cache), [])
 
-    def test_without_a_compiler_pytorchs_class_stands_in_and_says_what_it_lacks(self) -> None:
+    def test_without_a_compiler_the_fallback_is_used_and_lists_missing_functions(self) -> None:
         with tempfile.TemporaryDirectory() as cache:
             done = self.run_in(cache, CXX="/no/compiler")
             self.assertEqual((done.returncode, done.stdout), (0, "class False\n"), done.stderr)
@@ -70,7 +70,7 @@ class Cache(Compiled):
             wrong = self.run_in(cache, SYMMALLOC_TORCH_CLASS="maybe")
             self.assertIn("SYMMALLOC_TORCH_CLASS='maybe': use auto, require or off", wrong.stderr)
 
-    def test_what_the_compiler_says_is_told(self) -> None:
+    def test_compiler_errors_are_printed(self) -> None:
         with tempfile.TemporaryDirectory() as cache:
             compiler = Path(cache) / "c++"
             compiler.write_text("#!/bin/sh\necho 'allocator.cpp:1: fatal error: it is too old' >&2; exit 1\n")
@@ -79,7 +79,7 @@ class Cache(Compiled):
             self.assertIn("fatal error: it is too old", done.stderr)
             self.assertEqual((done.stdout, self.files(cache)), ("class False\n", []))
 
-    def test_a_folder_that_others_write_is_not_used(self) -> None:
+    def test_a_folder_that_others_can_write_is_not_used(self) -> None:
         with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as temporary:
             (Path(cache) / "symmalloc").mkdir()
             (Path(cache) / "symmalloc").chmod(0o777)
@@ -113,13 +113,13 @@ class Calls(Compiled):
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         return done.stdout
 
-    def test_statistics(self) -> None:
+    def test_statistics_work_through_pytorchs_interface(self) -> None:
         self.check("statistics")
 
-    def test_histories_with_frames_of_python_and_cxx(self) -> None:
+    def test_histories_have_frames_of_python_and_cxx(self) -> None:
         self.check("_record_memory_history")
 
-    def test_a_trace_names_the_frames_that_ask_while_a_history_is_on(self) -> None:
+    def test_a_trace_names_the_requesting_frames_while_a_history_is_on(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             script, trace = Path(folder) / "job.py", Path(folder) / "job.trace"
             script.write_text(
@@ -154,19 +154,19 @@ class Calls(Compiled):
             frames = [block["frames"] for segment in snapshot["segments"] for block in segment["blocks"]]
             self.assertIn([{"name": "weights", "filename": f"{Path(folder).name}/job.py", "line": 4}], frames)
 
-    def test_annotations(self) -> None:
+    def test_annotations_work_through_pytorchs_interface(self) -> None:
         self.check("annotations")
 
-    def test_mem_pools(self) -> None:
+    def test_mem_pools_work_through_pytorchs_interface(self) -> None:
         self.check("MemPool")
 
-    def test_mem_pools_in_the_backward_pass(self) -> None:
+    def test_mem_pools_apply_in_the_backward_pass(self) -> None:
         self.check("backward")
 
-    def test_fractions_and_observers(self) -> None:
+    def test_memory_fractions_and_observers_work_through_pytorchs_interface(self) -> None:
         self.check("fraction")
 
-    def test_a_graph_has_memory_of_its_own_and_gives_it_back(self) -> None:
+    def test_a_graph_has_its_own_memory_and_releases_it(self) -> None:
         self.succeeds("""
             import torch, symmalloc
             symmalloc.install()
@@ -184,7 +184,7 @@ class Calls(Compiled):
             assert pool not in pools(), pools()
         """)
 
-    def test_a_tree_of_graphs_goes_back_to_a_checkpoint(self) -> None:
+    def test_a_tree_of_graphs_returns_to_a_checkpoint(self) -> None:
         self.succeeds("""
             import torch, symmalloc
             symmalloc.install()

@@ -154,7 +154,7 @@ ctypes.CDLL = checked
 """
         self.assertEqual(self.install(patch)["error"], None)
 
-    def test_a_folder_that_others_write_is_refused(self) -> None:
+    def test_a_folder_that_others_can_write_is_refused(self) -> None:
         library = self.keep()
         self.build("attacker", library)
         for folder in (self.cache, self.cache.parent, self.home):
@@ -165,7 +165,7 @@ ctypes.CDLL = checked
                     folder.chmod(0o755)
         self.assertEqual(self.install()["loaded"], ["attacker"], "only the permissions prevent the load")
 
-    def test_a_sticky_folder_is_safe_to_pass_and_not_to_keep_libraries_in(self) -> None:
+    def test_a_sticky_folder_is_accepted_as_a_parent_only(self) -> None:
         self.keep()
         self.home.chmod(0o1777)
         self.assertEqual(self.install()["warnings"], [])
@@ -194,7 +194,7 @@ ctypes.CDLL = checked
         self.is_refused(f"{self.cache} belongs to user {OTHER_USER}")
 
     @needs_root
-    def test_a_link_of_ones_own_is_checked_where_it_leads(self) -> None:
+    def test_the_target_of_a_link_is_checked(self) -> None:
         scratch = self.work / "scratch"
         scratch.mkdir()
         (self.home / ".cache").symlink_to("../scratch")
@@ -203,11 +203,11 @@ ctypes.CDLL = checked
         os.chown(scratch, OTHER_USER, OTHER_USER)
         self.is_refused(f"{scratch} belongs to user {OTHER_USER}")
 
-    def test_links_in_a_circle_end(self) -> None:
+    def test_circular_links_are_refused(self) -> None:
         (self.home / ".cache").symlink_to(self.home / ".cache")
         self.is_refused("has too many symbolic links")
 
-    def test_a_library_that_others_could_have_written_is_compiled_anew(self) -> None:
+    def test_a_library_that_others_could_have_written_is_recompiled(self) -> None:
         library = self.keep()
         cases = {
             "writable by its group": lambda: library.chmod(0o770),
@@ -225,7 +225,7 @@ ctypes.CDLL = checked
                 said = self.install()
                 self.assertEqual((said["error"], said["loaded"], said["compiled"]), (None, ["victim"], 1))
 
-    def test_a_library_that_is_exchanged_before_it_is_loaded_does_not_run(self) -> None:
+    def test_a_library_that_is_replaced_before_it_is_loaded_does_not_run(self) -> None:
         library = self.keep()
         self.build("attacker", self.work / "attacker.so")
         # Immediately before the load, another library replaces the file.
@@ -240,7 +240,7 @@ pytorch_class.built = built
         self.assertEqual(self.install(patch)["loaded"], ["victim"])
         self.assertEqual(self.install()["loaded"], ["attacker"], "the library was replaced")
 
-    def test_a_folder_that_is_exchanged_while_the_compiler_runs_gets_no_file(self) -> None:
+    def test_a_folder_that_is_replaced_while_the_compiler_runs_gets_no_file(self) -> None:
         theirs = self.work / "theirs"
         theirs.mkdir()
         self.compiler.write_text(
@@ -261,10 +261,10 @@ pytorch_class.built = built
         self.assertNotIn("/proc/self", error)
         self.assertFalse(library.exists())
 
-    def test_a_cache_that_is_no_folder_is_named(self) -> None:
+    def test_a_cache_that_is_not_a_folder_is_named(self) -> None:
         self.is_refused("class.c is not a folder", XDG_CACHE_HOME=str(self.work / "class.c"))
 
-    def test_place_says_what_install_does(self) -> None:
+    def test_place_returns_the_path_that_install_uses(self) -> None:
         report = self.work / "place"
         patch = f"Path({str(report)!r}).write_text(str(pytorch_class.place(torch)[0]))"
         self.assertEqual(self.install(patch)["error"], None)

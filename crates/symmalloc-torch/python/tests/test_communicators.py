@@ -65,7 +65,7 @@ class Groups(unittest.TestCase):
             with self.assertRaisesRegex(InvalidState, "before destroy_process_group"):
                 member.check_alive()
 
-    def test_another_communicator_of_the_same_group_has_none_of_the_windows(self) -> None:
+    def test_a_new_communicator_of_a_group_has_no_windows(self) -> None:
         backend = Backend(raises=False)
         member = self.member(backend)
         member.pointer()

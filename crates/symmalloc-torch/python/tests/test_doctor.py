@@ -22,14 +22,14 @@ def examined(**environment: str) -> tuple[int, dict[str, dict[str, object]]]:
 
 
 class Doctor(unittest.TestCase):
-    def test_a_machine_without_a_driver_is_told_what_to_do(self) -> None:
+    def test_a_missing_driver_is_reported_with_the_remedy(self) -> None:
         code, findings = examined(LD_LIBRARY_PATH="")
         if findings["NVIDIA driver"]["works"]:
             self.skipTest("this machine has a libcuda")
         self.assertEqual(code, 1)
         self.assertIn("install the NVIDIA driver", str(findings["NVIDIA driver"]["what"]))
 
-    def test_a_configuration_that_is_not_understood_is_found(self) -> None:
+    def test_an_invalid_configuration_is_found(self) -> None:
         code, findings = examined(SYMMALLOC_CONF="max_split_size_mbb:200")
         self.assertEqual(code, 1)
         self.assertFalse(findings["SYMMALLOC_CONF"]["works"])
@@ -60,7 +60,7 @@ class Doctor(unittest.TestCase):
 
 @needs.device
 class Show(unittest.TestCase):
-    def test_pools_are_rows_and_all_is_the_last(self) -> None:
+    def test_the_table_has_a_row_for_each_pool_and_a_total(self) -> None:
         with symmalloc.Allocator(0) as allocator:
             pool = allocator.create_pool()
             allocator.allocate(3 * MIB)
@@ -72,7 +72,7 @@ class Show(unittest.TestCase):
             self.assertIn("peak reserved", str(table))
             self.assertIn("<td>5.0 MiB</td>", table._repr_html_())
 
-    def test_without_install_it_says_so(self) -> None:
+    def test_show_without_install_is_an_error(self) -> None:
         with self.assertRaises(symmalloc.NotInstalled):
             symmalloc.show()
 

@@ -37,7 +37,7 @@ class Engines(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         return done.stdout
 
-    def test_a_scope_registers_what_is_new_on_every_communicator_of_its_pool(self) -> None:
+    def test_a_scope_registers_new_segments_on_every_communicator_of_its_pool(self) -> None:
         self.succeeds("""
 def program(rank):
     world, tp = rank.connect(ids[0]), rank.connect(ids[1])
@@ -77,7 +77,7 @@ rank_count = RANKS
 on_ranks(program)
 """)
 
-    def test_ranks_that_differ_are_told_when_they_are_asked(self) -> None:
+    def test_ranks_that_differ_get_an_error_when_they_compare(self) -> None:
         self.succeeds("""
 def program(rank):
     pool = MemPool(device=rank.number)
@@ -90,7 +90,7 @@ def program(rank):
 on_ranks(program)
 """)
 
-    def test_the_end_of_a_scope_is_a_sync_also_when_the_work_fails_and_its_error_goes_on(self) -> None:
+    def test_a_scope_syncs_at_its_end_even_if_the_work_fails(self) -> None:
         self.succeeds("""
 def program(rank):
     pool = MemPool(device=rank.number)
@@ -121,7 +121,7 @@ def program(rank):
 on_ranks(program)
 """)
 
-    def test_a_rank_that_does_not_come_to_the_end_of_a_scope_is_named_within_the_deadline(self) -> None:
+    def test_a_rank_that_misses_the_end_of_a_scope_is_named_within_the_deadline(self) -> None:
         self.succeeds("""
 import socket, time
 with socket.socket() as free_port:
@@ -146,7 +146,7 @@ def program(rank):
 on_ranks(program)
 """)
 
-    def test_a_pool_of_graphs_is_used_in_captures_alone(self) -> None:
+    def test_a_pool_for_graphs_is_used_only_in_captures(self) -> None:
         self.succeeds("""
 import types
 capturing = []
@@ -174,7 +174,7 @@ def program(rank):
 on_ranks(program)
 """)
 
-    def test_buffers_are_for_any_pool(self) -> None:
+    def test_buffers_can_be_registered_for_any_pool(self) -> None:
         self.succeeds("""
 def program(rank):
     pool = MemPool(symmetric=False, conf="segments:expandable", device=rank.number)
@@ -189,7 +189,7 @@ def program(rank):
 on_ranks(program)
 """)
 
-    def test_arguments_that_do_not_fit_say_so(self) -> None:
+    def test_invalid_arguments_are_errors(self) -> None:
         self.succeeds("""
 def program(rank):
     pool, comm = MemPool(device=rank.number), rank.connect(ids[0])
@@ -209,7 +209,7 @@ def program(rank):
 on_ranks(program)
 """)
 
-    def test_a_quiet_scope_takes_microseconds(self) -> None:
+    def test_a_scope_without_changes_takes_microseconds(self) -> None:
         (figures,) = self.succeeds("""
 import time
 done = []
@@ -356,7 +356,7 @@ class AllToAll(unittest.TestCase):
         done = needs.process(BEGIN + TENSORS + program)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
 
-    def test_rows_arrive_with_changing_splits_and_are_exchanged_when_the_program_says(self) -> None:
+    def test_rows_arrive_with_changing_splits_and_exchanges_are_explicit(self) -> None:
         self.succeeds("""
 def sent_rows(step, of, to):
     return (step * 3 + of * 2 + to) % 5
@@ -403,7 +403,7 @@ def program(rank):
 on_ranks(program)
 """)
 
-    def test_what_does_not_fit_is_refused(self) -> None:
+    def test_mismatched_buffers_and_splits_are_refused(self) -> None:
         self.succeeds("""
 def program(rank):
     comm, me = rank.connect(ids[0]), rank.number

@@ -23,14 +23,14 @@ class Library(unittest.TestCase):
     def test_the_header_has_the_packages_version(self) -> None:
         self.assertIn(f'#define SYMMALLOC_VERSION "{symmalloc.__version__}"', HEADER.read_text())
 
-    def test_every_status_of_the_header_is_an_error_of_its_own(self) -> None:
+    def test_every_status_of_the_header_has_its_own_error(self) -> None:
         numbers = {
             int(number) for number in re.findall(r"^\s*SYMMALLOC_\w+ = (\d+),$", enum("symmalloc_status"), re.MULTILINE)
         }
         self.assertEqual(numbers, {0, *errors.BY_STATUS})
         self.assertEqual(len(set(errors.BY_STATUS.values())), len(errors.BY_STATUS))
 
-    def test_the_header_declares_every_call_with_as_many_arguments(self) -> None:
+    def test_the_header_declares_every_call_with_its_number_of_arguments(self) -> None:
         header = re.sub(r"/\*.*?\*/|//[^\n]*", "", HEADER.read_text(), flags=re.DOTALL)
         for name, types in library.CALLS.items():
             declared = re.search(rf"\bsymmalloc_{name}\(([^;]*?)\);", header)
@@ -53,11 +53,11 @@ class Library(unittest.TestCase):
         self.assertEqual((record["symmalloc_flight_record"], record["reason"]), (1, "a test"))
         self.assertEqual(record["communicators"], [])
 
-    def test_a_wrong_path_is_named_with_what_to_do(self) -> None:
+    def test_a_wrong_path_is_reported_with_the_remedy(self) -> None:
         done = needs.process("import symmalloc; symmalloc.Allocator()", SYMMALLOC_LIBRARY="/nowhere/lib.so")
         self.assertIn("LibraryNotFound: /nowhere/lib.so is not a file (SYMMALLOC_LIBRARY names it)", done.stderr)
 
-    def test_a_library_that_is_another_ones_is_refused(self) -> None:
+    def test_another_library_is_refused(self) -> None:
         # libc is a library that every process has.
         maps = Path("/proc/self/maps").read_text()
         theirs = re.search(r"/\S*/(?:libc[.-]|ld-musl)\S*$", maps, re.MULTILINE).group()

@@ -122,7 +122,7 @@ class OnTheStub(unittest.TestCase):
             SYMMALLOC_CONF="total_limit_mb:20",
         )
 
-    def test_numbas_memory_of_one_stream_is_free_at_once(self) -> None:
+    def test_numbas_memory_of_one_stream_is_free_immediately(self) -> None:
         self.passes("""
             import numba.cuda, symmalloc.numba
             from types import SimpleNamespace
@@ -197,14 +197,14 @@ class OnTheStub(unittest.TestCase):
             assert shared.stats()["total"]["reserved_bytes"]["all"]["current"] == 0
         """)
 
-    def test_memory_without_a_stream_from_python(self) -> None:
+    def test_unordered_memory_can_be_allocated_and_freed_from_python(self) -> None:
         with symmalloc.Allocator(0) as allocator:
             pointer = allocator.allocate_unordered(100)
             self.assertNotEqual(allocator.placement_of(pointer).pool, 0)
             allocator.free_unordered(pointer)
             self.assertRaises(symmalloc.UnknownPointer, allocator.free_unordered, pointer)
 
-    def test_a_device_that_is_not_there_is_refused(self) -> None:
+    def test_a_missing_device_is_refused(self) -> None:
         self.assertRaises(symmalloc.CudaError, onnxruntime.provider_options, 100, 7)
 
 
@@ -223,7 +223,7 @@ class Header(unittest.TestCase):
 
 @needs.gpu("cupy")
 class CupyOnADevice(unittest.TestCase):
-    def test_arrays_on_two_streams_are_right_and_come_from_here(self) -> None:
+    def test_arrays_on_two_streams_are_correct_and_use_symmalloc(self) -> None:
         done = needs.process("""
             import time
             import cupy, symmalloc, symmalloc.cupy
@@ -302,7 +302,7 @@ class NumbaOnADevice(unittest.TestCase):
             return (time.perf_counter() - start) / 5000 * 1e9
     """
 
-    def test_numbas_own_manager_for_comparison(self) -> None:
+    def test_the_cost_of_numbas_own_manager(self) -> None:
         done = needs.process(
             self.PROGRAM
             + """
@@ -313,7 +313,7 @@ class NumbaOnADevice(unittest.TestCase):
         print(done.stdout, done.stderr)
         self.assertEqual(done.returncode, 0, done.stderr)
 
-    def test_kernels_and_copies_are_right_and_memory_comes_from_here(self) -> None:
+    def test_kernels_and_copies_are_correct_and_use_symmalloc(self) -> None:
         done = needs.process(
             self.PROGRAM
             + """
@@ -342,7 +342,7 @@ class NumbaOnADevice(unittest.TestCase):
 
 @needs.gpu("onnxruntime")
 class OnnxRuntimeOnADevice(unittest.TestCase):
-    def test_a_session_takes_its_memory_from_here(self) -> None:
+    def test_a_session_uses_symmalloc(self) -> None:
         done = needs.process("""
             import sys
             import numpy, onnx, onnxruntime, symmalloc.onnxruntime

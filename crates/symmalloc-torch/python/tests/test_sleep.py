@@ -39,7 +39,7 @@ class Pools(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         return done.stdout
 
-    def test_pools_of_a_tag_sleep_and_wake_with_what_is_kept(self) -> None:
+    def test_pools_sleep_and_wake_by_tag_and_restore_kept_contents(self) -> None:
         self.succeeds(ALONE + """
 weights = MemPool(symmetric=False, tag="weights", device=0)
 cache = MemPool(symmetric=False, tag="kv_cache", device=0)
@@ -67,7 +67,7 @@ weights.sleep(Contents.ZERO); weights.wake()
 assert holds(held[weights], 0)
 """)
 
-    def test_what_is_wrong_is_said(self) -> None:
+    def test_invalid_calls_are_errors_and_change_nothing(self) -> None:
         self.succeeds(ALONE + """
 raises(symmalloc.UnknownPool, "there is none yet", lambda: symmalloc.sleep("weights", device=0))
 raises(symmalloc.InvalidSettings, "tag", lambda: MemPool(tag="Weights!", device=0))
@@ -85,7 +85,7 @@ installation_of._installed_with = None
 raises(symmalloc.NotInstalled, "install()", lambda: symmalloc.sleep(device=0))
 """)
 
-    def test_a_device_without_room_says_so_and_nothing_is_lost(self) -> None:
+    def test_a_wake_on_a_full_device_is_an_error_and_loses_nothing(self) -> None:
         self.succeeds(ALONE + """
 first, second = (MemPool(symmetric=False, tag="weights", device=0) for _ in range(2))
 held = [inside(pool, 100 * MIB) for pool in (first, second)]
@@ -99,7 +99,7 @@ symmalloc.wake("weights")
 assert holds(held[0], 1) and holds(held[1], 2)
 """, STUB_MEMORY_BYTES=str(256 << 20))  # fmt: skip
 
-    def test_a_pool_that_the_program_let_go_of_sleeps_by_its_tag(self) -> None:
+    def test_an_unreferenced_pool_sleeps_by_its_tag(self) -> None:
         self.succeeds(ALONE + """
 pool = MemPool(symmetric=False, tag="weights", device=0)
 pointer, number = inside(pool), pool.id
@@ -111,7 +111,7 @@ symmalloc.wake("weights")
 assert holds(pointer, 3)
 """)
 
-    def test_a_pool_with_a_quota_holds_it(self) -> None:
+    def test_a_pool_holds_exactly_its_quota(self) -> None:
         self.succeeds(ALONE + """
 import types
 stream = types.SimpleNamespace(cuda_stream=0)
@@ -138,7 +138,7 @@ raises(symmalloc.InvalidArgument, "-1", lambda: pool.resize(-1, stream))
 raises(symmalloc.InvalidState, "growth_mb:0", lambda: MemPool(device=0).resize(MIB, stream))
 """, SYMMALLOC_CONF="chunk_mb:2")  # fmt: skip
 
-    def test_windows_go_first_and_are_there_again_on_all_ranks(self) -> None:
+    def test_windows_are_deregistered_by_sleep_and_restored_by_wake_on_all_ranks(self) -> None:
         self.succeeds(BEGIN + """
 from symmalloc import Contents, Phase
 
@@ -235,7 +235,7 @@ del weights, more, cache
 torch.cuda.empty_cache()
 """)
 
-    def test_the_default_pool_and_graphs_sleep_by_its_tag(self) -> None:
+    def test_the_default_pool_and_graph_pools_sleep_by_the_same_tag(self) -> None:
         self.succeeds("""
 tensor, graph = empty(4 * MIB), torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):

@@ -28,7 +28,7 @@ NO_CONTENTS, OTHER_BITS, REGRESSION, UNFINISHED, VARIES = (
 
 
 class Verdicts(unittest.TestCase):
-    def test_what_passes_natively_and_not_here_is_a_regression_whatever_it_is(self) -> None:
+    def test_a_test_that_passes_only_natively_is_a_regression(self) -> None:
         for bad in (FAILED, CRASHED, TIMEOUT, SKIPPED):
             self.assertEqual(judge([Outcome(PASSED)], [Outcome(bad)]).verdict, REGRESSION)
             self.assertEqual(judge([Outcome(PASSED)] * 2, [Outcome(bad), Outcome(FAILED)]).verdict, REGRESSION)
@@ -40,7 +40,7 @@ class Verdicts(unittest.TestCase):
         self.assertEqual(judge([Outcome(PASSED), Outcome(FAILED)], [Outcome(FAILED)]).verdict, BOTH_FAIL)
         self.assertEqual(judge([Outcome(SKIPPED)], [Outcome(SKIPPED)]).verdict, BOTH_SKIP)
 
-    def test_bits_count_where_native_runs_repeat_them(self) -> None:
+    def test_bits_are_compared_only_if_native_runs_agree(self) -> None:
         one, other = Outcome(PASSED, bits="1"), Outcome(PASSED, bits="2")
         self.assertEqual(judge([one, one], [one]).verdict, EQUAL)
         self.assertEqual(judge([one, one], [other]).verdict, OTHER_BITS)
@@ -48,13 +48,13 @@ class Verdicts(unittest.TestCase):
         self.assertEqual(judge([one, other], [Outcome(PASSED, bits="3")]).verdict, VARIES)
         self.assertEqual(judge([one, one], [other], has_no_contents=True).verdict, NO_CONTENTS)
 
-    def test_what_was_not_run_is_no_success(self) -> None:
+    def test_a_test_that_was_not_run_is_unfinished(self) -> None:
         self.assertEqual(judge([Outcome(PASSED)], [None]).verdict, UNFINISHED)
         self.assertEqual(judge([None], [Outcome(PASSED)]).verdict, UNFINISHED)
         comparison = compare("suite", ["a", "b"], [{"a": Outcome(PASSED)}], [{"a": Outcome(PASSED)}])
         self.assertEqual((comparison.unfinished(), comparison.bad()), (1, []))
 
-    def test_a_table_names_what_is_bad_first_and_keeps_its_cells(self) -> None:
+    def test_a_table_lists_regressions_first_and_escapes_its_cells(self) -> None:
         ours = {"a": Outcome(PASSED), "b": Outcome(FAILED, detail="1 | 2\n3"), "c": Outcome(PASSED)}
         native = {"a": Outcome(PASSED), "b": Outcome(PASSED), "c": Outcome(FAILED)}
         lines = compare("suite", "abc", [native], [ours]).table().splitlines()
@@ -71,7 +71,7 @@ class Files(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.path = Path(folder.name) / "run.jsonl"
 
-    def test_a_line_that_was_cut_off_costs_no_other(self) -> None:
+    def test_a_torn_line_loses_no_other_outcome(self) -> None:
         file = RunFile(self.path)
         file.began("a")
         file.ended("a", Outcome(PASSED, 1.5))
@@ -102,7 +102,7 @@ class Runs(unittest.TestCase):
         noted = self.notes / f"{name}-{where}"
         return len(noted.read_text()) if noted.exists() else 0
 
-    def test_a_run_goes_on_after_tests_that_crash_hang_and_break_their_process(self) -> None:
+    def test_a_run_continues_after_tests_that_crash_hang_or_break_their_process(self) -> None:
         done = self.suites()
         self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
         tests = json.loads((self.out / "suites.json").read_text())[0]["tests"]
@@ -124,7 +124,7 @@ class Runs(unittest.TestCase):
         again = self.suites()
         self.assertEqual((again.returncode, self.times("fine", "ours"), self.times("crashes here", "ours")), (1, 1, 2))
 
-    def test_what_is_left_when_the_time_is_over_is_run_by_the_same_command(self) -> None:
+    def test_the_same_command_resumes_after_the_budget_is_exhausted(self) -> None:
         arguments = ("--only", "^fine$|^last$")
         done = self.suites(*arguments, "--budget", "0")
         self.assertEqual(done.returncode, 3, done.stdout + done.stderr)
@@ -145,7 +145,7 @@ class Runs(unittest.TestCase):
         self.assertEqual(self.suites("--only", "^fine$|^last$|^skips$").returncode, 0)
         self.assertEqual(self.times("skips", "ours"), 1)
 
-    def test_tests_run_side_by_side_on_one_gpu(self) -> None:
+    def test_tests_run_concurrently_on_one_gpu(self) -> None:
         done = self.suites("--only", "^fine$|^last$|^skips$", "--at-once", "3")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         parts = [RunFile(self.out / f"fake_suite-native-1.{part}.jsonl").outcomes() for part in range(3)]
@@ -159,7 +159,7 @@ class Runs(unittest.TestCase):
         self.assertEqual(done.returncode, 2)
         self.assertIn("belongs to another run (torch '1.", done.stderr)
 
-    def test_a_suite_that_cannot_be_loaded_says_why(self) -> None:
+    def test_a_suite_that_cannot_be_loaded_is_reported_with_the_reason(self) -> None:
         command = [sys.executable, str(SUITES), "--suite", "missing", "--out", str(self.out)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100)
         self.assertEqual(done.returncode, 2)
@@ -185,12 +185,12 @@ class OfPyTorch(unittest.TestCase):
             command = [sys.executable, str(SUITES), "--gpus", "2", "--out", folder, *arguments]
             return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
 
-    def test_operators(self) -> None:
+    def test_operators_give_equal_bits_on_both_allocators(self) -> None:
         done = self.suites("--suite", "op_db", "--only", "^(add|cumsum|empty|nn.functional.linear) (float32|int64)$")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertRegex(done.stdout, r"\| equal \| [67] \|")
 
-    def test_collectives(self) -> None:
+    def test_collectives_pass_on_both_allocators(self) -> None:
         done = self.suites("--suite", "distributed", "--only", "^test_(barrier|all_reduce_sum|backend_group)$")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertIn("| equal |", done.stdout)

@@ -14,18 +14,18 @@ def succeeds(test: unittest.TestCase, program: str, **environment: str) -> str:
 
 
 class WithoutTorch(unittest.TestCase):
-    def test_install_says_that_torch_is_missing(self) -> None:
+    def test_install_without_torch_is_an_error(self) -> None:
         program = "import sys; sys.modules['torch'] = None; import symmalloc; symmalloc.install()"
         self.assertIn("TorchError: PyTorch cannot be imported", needs.process(program).stderr)
 
-    def test_what_needs_an_installation_says_so(self) -> None:
+    def test_calls_without_an_installation_are_errors(self) -> None:
         program = "import symmalloc; symmalloc.stats(0)"
         self.assertIn("NotInstalled: PyTorch does not use symmalloc", needs.process(program).stderr)
 
 
 @needs.torch
 class Install(unittest.TestCase):
-    def test_a_second_call_does_nothing_and_with_other_arguments_is_refused(self) -> None:
+    def test_a_second_install_does_nothing_or_is_refused_with_other_arguments(self) -> None:
         succeeds(self, """
             import torch, symmalloc
             assert not symmalloc.installed()
@@ -55,7 +55,7 @@ class Install(unittest.TestCase):
             symmalloc.install("segments:fixed")
         """)  # fmt: skip
 
-    def test_after_cuda_was_used_it_is_too_late(self) -> None:
+    def test_install_after_the_first_use_of_cuda_is_refused(self) -> None:
         done = needs.process("import torch, symmalloc; torch.cuda.is_initialized = lambda: True; symmalloc.install()")
         self.assertIn(
             "TorchError: CUDA is in use already: call symmalloc.install() right after `import torch`", done.stderr
@@ -65,7 +65,7 @@ class Install(unittest.TestCase):
         done = needs.process("import torch, symmalloc; torch.__version__ = '2.1.0'; symmalloc.install()")
         self.assertIn("TorchError: PyTorch 2.1.0 is too old", done.stderr)
 
-    def test_without_statistics_pytorchs_own_functions_stay(self) -> None:
+    def test_without_statistics_pytorchs_functions_are_not_replaced(self) -> None:
         succeeds(self, """
             import torch, symmalloc
             before = torch._C._cuda_memoryStats
@@ -90,7 +90,7 @@ class Statistics(unittest.TestCase):
         pointer = ours.allocate(3 << 20)
     """
 
-    def test_pytorchs_functions_give_our_numbers(self) -> None:
+    def test_pytorchs_functions_return_statistics_of_symmalloc(self) -> None:
         succeeds(self, self.START + """
         assert torch.cuda.memory_allocated() == 3 << 20
         assert torch.cuda.max_memory_reserved() >= 3 << 20
@@ -125,7 +125,7 @@ class Statistics(unittest.TestCase):
             assert pickle.load(open(file.name, "rb"))["segments"] == snapshot["segments"]
         """)  # fmt: skip
 
-    def test_recording_pytorchs_way_says_what_to_do_instead(self) -> None:
+    def test_pytorchs_recording_is_refused_with_the_remedy(self) -> None:
         succeeds(self, self.START + """
         torch.cuda.memory._record_memory_history(enabled=None)
         try:
@@ -163,7 +163,7 @@ class Pools(unittest.TestCase):
             pass
         """)  # fmt: skip
 
-    def test_what_is_allocated_in_a_named_scope_has_the_name(self) -> None:
+    def test_allocations_in_a_named_scope_have_the_name(self) -> None:
         succeeds(self, Statistics.START + """
         import ctypes
         from symmalloc.library import library
@@ -177,7 +177,7 @@ class Pools(unittest.TestCase):
         assert named.get(5) and not named.get(7) and not named.get(3), blocks
         """)  # fmt: skip
 
-    def test_a_pool_with_windows_is_kept_until_they_are_gone(self) -> None:
+    def test_a_pool_is_kept_until_its_windows_are_deregistered(self) -> None:
         succeeds(self, Statistics.START + """
         import contextlib, gc, weakref
         from symmalloc import communicators, pool as pools
@@ -300,10 +300,10 @@ class Ranks(unittest.TestCase):
         dist.destroy_process_group()
     """
 
-    def test_assert_aligned_over_gloo_tells_every_rank(self) -> None:
+    def test_assert_aligned_over_gloo_raises_on_every_rank(self) -> None:
         self.every_rank_is_told(self.PROGRAM)
 
-    def test_a_part_of_the_ranks_that_compares_itself_changes_nothing_that_is_compared(self) -> None:
+    def test_comparing_some_ranks_does_not_affect_later_comparisons(self) -> None:
         self.every_rank_is_told(self.PART)
 
     def every_rank_is_told(self, program: str) -> None:

@@ -63,7 +63,7 @@ class Compiled(unittest.TestCase):
         self.assertIn(change, text)
         header.write_text(text.replace(change, to))
 
-    def test_unknown_functions_throw_by_name_and_the_rest_works(self) -> None:
+    def test_unknown_functions_throw_and_all_others_work(self) -> None:
         for compiler in COMPILERS:
             with self.subTest(compiler), mock.patch.dict(os.environ, {"CXX": compiler}):
                 compiled: Any = ctypes.CDLL(f"/proc/self/fd/{self.built()}")
@@ -77,7 +77,7 @@ class Compiled(unittest.TestCase):
                     version = pytorch_class.VERSION
                     self.assertIn(f"{name} is not supported by symmalloc {version} on PyTorch 2.99.0", text.value.decode())
 
-    def test_install_says_once_what_is_missing_and_how_to_get_it(self) -> None:
+    def test_install_warns_once_about_missing_functions(self) -> None:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             pytorch_class.install(self.torch)
@@ -85,7 +85,7 @@ class Compiled(unittest.TestCase):
         for said in (*NAMES, "PyTorch 2.99.0+cu130", "pip install --upgrade symmalloc", "2.11, 2.12, 2.15", "2.13, 2.14"):
             self.assertIn(said, str(warning.message))
 
-    def test_a_known_interface_says_nothing(self) -> None:
+    def test_a_known_interface_causes_no_warning(self) -> None:
         for name in ("attachInventedObserver", "inventedSizes", "inventedPointer", "twoOnALine", "operator()", "moveTo"):
             self.assertIn(name, (self.include / "c10" / "cuda" / "CUDACachingAllocator.h").read_text())
         header = self.include / "c10" / "cuda" / "CUDACachingAllocator.h"
@@ -95,19 +95,19 @@ class Compiled(unittest.TestCase):
             warnings.simplefilter("error")
             pytorch_class.install(self.torch)
 
-    def test_a_form_that_is_not_understood_is_named(self) -> None:
+    def test_an_unknown_signature_is_named(self) -> None:
         self.interface("virtual int twoOnALine() = 0;", "PURE(int, twoOnALine)")
         self.interface("enum class Invented", "#define PURE(type, name) virtual type name() = 0;\nenum class Invented")
         with self.assertRaisesRegex(pytorch_class.Unavailable, "CUDACachingAllocator.h:.*is not supported"):
             self.built()
 
-    def test_other_errors_are_told_as_the_compiler_says_them(self) -> None:
+    def test_other_compiler_errors_are_printed_unchanged(self) -> None:
         self.interface("virtual std::string name() = 0;", "virtual std::string name(int) = 0;")
         with self.assertRaisesRegex(pytorch_class.Unavailable, "name.*marked.*override"):
             self.built()
         self.assertEqual(list((self.folder / "cache").rglob("*.so")), [])
 
-    def test_what_is_no_note_of_a_pure_function_is_none(self) -> None:
+    def test_other_compiler_notes_name_no_function(self) -> None:
         self.assertEqual(unknown_functions.find("a.cpp:1:2: error: virtual\nb.h:1:1: note: in file included from c.h"), [])
 
 

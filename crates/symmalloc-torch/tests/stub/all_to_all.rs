@@ -84,7 +84,7 @@ fn with_buffers(body: impl Fn(usize, &Communicator, &Windows, (Pointer, Pointer)
     nccl::assert_clean();
 }
 
-nccl_test!(rows_arrive_as_changing_splits_say_and_nothing_is_exchanged_unasked, {
+nccl_test!(rows_arrive_with_changing_splits_and_exchanges_are_explicit, {
     with_buffers(|rank, comm, windows, (input, output), stream| {
         let all_to_all = AllToAll::new(windows, SYMMALLOC_ALL_TO_ALL_REGISTERED);
         for step in 0..8 {
@@ -109,7 +109,7 @@ nccl_test!(rows_arrive_as_changing_splits_say_and_nothing_is_exchanged_unasked, 
     assert_eq!(nccl::calls("ncclAllGather"), 6 * RANKS as u64);
 });
 
-nccl_test!(a_rank_without_splits_to_tell_does_not_keep_the_others_waiting, {
+nccl_test!(a_rank_with_invalid_splits_fails_the_exchange_on_all_ranks, {
     with_buffers(|rank, _, windows, _, _| {
         let all_to_all = AllToAll::new(windows, 0);
         let sent = if rank == 1 { null() } else { [1; RANKS].as_ptr() };
@@ -139,7 +139,7 @@ nccl_test!(without_splits_both_buffers_are_split_equally, {
     });
 });
 
-nccl_test!(what_cannot_be_carried_out_is_refused_and_submits_nothing, {
+nccl_test!(invalid_calls_are_refused_and_submit_nothing, {
     with_buffers(|rank, _, windows, (input, output), stream| {
         let all_to_all = AllToAll::new(windows, SYMMALLOC_ALL_TO_ALL_REGISTERED);
         let one = [1; RANKS];

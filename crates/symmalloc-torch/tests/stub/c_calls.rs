@@ -4,7 +4,7 @@ use crate::library::*;
 use std::ptr::{null, null_mut};
 use symmalloc_torch::*;
 
-stub_test!(a_loop_gets_the_same_places_and_no_driver_call, {
+stub_test!(a_loop_repeats_its_placements_without_driver_calls, {
     let (allocator, streams) = (Allocator::new(""), Streams::new(2));
     let (a, b) = (streams.get(0), streams.get(1));
     let step = || {
@@ -46,7 +46,7 @@ stub_test!(a_stream_gets_its_number_at_its_first_use, {
     assert_eq!(numbers.len(), 40);
 });
 
-stub_test!(a_pointer_is_freed_once_and_only_where_it_is_from, {
+stub_test!(a_pointer_is_freed_once_and_only_by_its_allocator, {
     let (allocator, other) = (Allocator::new(""), Allocator::new(""));
     let pointer = allocator.allocate(0, 4096, null_mut());
     assert_eq!(other.try_free(pointer), SYMMALLOC_UNKNOWN_POINTER);
@@ -86,7 +86,7 @@ stub_test!(a_fence_that_fails_leaves_the_allocation_live, {
     allocator.free(pointer);
 });
 
-stub_test!(memory_that_the_driver_refuses_is_made_room_for, ["STUB_MEMORY_BYTES" = "268435456"], {
+stub_test!(the_cache_is_released_if_the_driver_refuses_memory, ["STUB_MEMORY_BYTES" = "268435456"], {
     let (allocator, streams) = (Allocator::new(""), Streams::new(2));
     let symmetric = allocator.create_pool(Some("symmetric:true"));
     let kept = allocator.allocate(symmetric, 20 * MIB, streams.get(0));
@@ -103,7 +103,7 @@ stub_test!(memory_that_the_driver_refuses_is_made_room_for, ["STUB_MEMORY_BYTES"
     allocator.free(pointer);
 });
 
-stub_test!(out_of_memory_fail_gives_nothing_back_unasked, ["STUB_MEMORY_BYTES" = "268435456"], {
+stub_test!(out_of_memory_fail_releases_nothing_implicitly, ["STUB_MEMORY_BYTES" = "268435456"], {
     let (allocator, streams) = (Allocator::new("out_of_memory:fail"), Streams::new(2));
     let cached = allocator.allocate(0, 200 * MIB, streams.get(0));
     allocator.free(cached);
@@ -143,7 +143,7 @@ stub_test!(statistics_have_pytorchs_names, {
     assert_eq!(pool["digest"].as_str().map(|text| u64::from_str_radix(text, 16)), Some(Ok(allocator.digest(0))));
 });
 
-stub_test!(the_peak_over_all_heaps_is_a_true_one, {
+stub_test!(the_peak_over_all_heaps_is_exact, {
     let (allocator, streams) = (Allocator::new(""), Streams::new(2));
     for stream in [streams.get(0), streams.get(1)] {
         let pointer = allocator.allocate(0, 8 * MIB, stream);
@@ -155,7 +155,7 @@ stub_test!(the_peak_over_all_heaps_is_a_true_one, {
     assert_eq!(allocator.total("reserved_bytes/all/peak"), 16 << 20);
 });
 
-stub_test!(memory_that_the_driver_cannot_take_back_yet_is_counted, {
+stub_test!(memory_that_the_driver_cannot_release_yet_is_counted, {
     let allocator = Allocator::new("");
     let whole = allocator.allocate(0, 10 * MIB, null_mut());
     allocator.free(whole);
@@ -168,7 +168,7 @@ stub_test!(memory_that_the_driver_cannot_take_back_yet_is_counted, {
     assert_eq!((&allocator.stats()["idle_bytes"], live().device_bytes), (&0.into(), 0));
 });
 
-stub_test!(memory_made_ahead_is_counted_and_goes_back_with_a_trim, {
+stub_test!(prefetched_memory_is_counted_and_released_by_a_trim, {
     let allocator = Allocator::new("prefetch_mb:40");
     let pointer = allocator.allocate(0, 20 * MIB, null_mut());
     let spare_bytes = || allocator.stats()["spare_bytes"].as_u64();
@@ -181,7 +181,7 @@ stub_test!(memory_made_ahead_is_counted_and_goes_back_with_a_trim, {
     allocator.free(pointer);
 });
 
-stub_test!(reports_are_handed_out_and_taken_back, {
+stub_test!(reports_are_returned_as_owned_strings, {
     let (allocator, streams) = (Allocator::new("out_of_memory:fail,total_limit_mb:64"), Streams::new(1));
     let (name, mut pointer) = (c_text("weights"), null_mut());
     // SAFETY: a live allocator and stream, a C string, and an output pointer.
@@ -205,7 +205,7 @@ stub_test!(reports_are_handed_out_and_taken_back, {
     unsafe { symmalloc_release_bytes(bytes.cast()) };
 });
 
-stub_test!(what_is_wrong_with_settings_is_said_with_the_byte, {
+stub_test!(invalid_settings_are_reported_with_the_byte, {
     for (conf, expected) in [
         ("segments:fixed,pears:[1]", "byte 15: unknown key, did you mean `peers`?"),
         ("out_of_memory:flush", "byte 14: out_of_memory must be trim or fail"),
@@ -221,7 +221,7 @@ stub_test!(what_is_wrong_with_settings_is_said_with_the_byte, {
     }
 });
 
-stub_test!(arguments_that_mean_nothing_are_refused, {
+stub_test!(invalid_arguments_are_refused, {
     let allocator = Allocator::new("");
     let mut out = null_mut();
     // SAFETY: null where a pointer is checked, and output pointers.

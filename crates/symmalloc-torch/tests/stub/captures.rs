@@ -107,7 +107,7 @@ stub_test!(a_capture_on_two_streams_takes_its_memory_from_its_pool, {
     assert_eq!(allocator.stats()["pools"].as_array().map(Vec::len), Some(1));
 });
 
-stub_test!(a_second_capture_of_a_pool_lands_on_the_same_places, {
+stub_test!(a_second_capture_of_a_pool_gets_the_same_placements, {
     let streams = Streams::new(2);
     let capture = |first: u64| {
         let mut places = Vec::new();
@@ -131,7 +131,7 @@ stub_test!(a_second_capture_of_a_pool_lands_on_the_same_places, {
     assert_eq!(Allocator::of_torch().stats()["errors"]["failed_calls"], 0);
 });
 
-stub_test!(what_a_failed_capture_left_open_ends_with_the_next_begin, {
+stub_test!(the_next_begin_ends_the_scope_of_a_failed_capture, {
     let (allocator, streams) = (Allocator::of_torch(), Streams::new(2));
     let pool = |pointer| allocator.placement(pointer).pool;
     let (first, stream) = (streams.stream(0), streams.get(0));

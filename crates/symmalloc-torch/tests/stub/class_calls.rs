@@ -92,7 +92,7 @@ fn visited(id: (u64, u64)) -> Vec<(u64, Vec<(u64, bool)>)> {
     list
 }
 
-stub_test!(a_scope_takes_its_streams_and_gives_its_filter_up, {
+stub_test!(a_scope_applies_to_its_streams_and_drops_its_filter, {
     let streams = Streams::new(2);
     let number = begin(A, Some(is_stream), streams.get(0));
     let [inside, outside] = [0, 1].map(|stream| allocate(MIB, streams.get(stream), 0));
@@ -106,7 +106,7 @@ stub_test!(a_scope_takes_its_streams_and_gives_its_filter_up, {
     assert_eq!((free(inside), free(outside), free(later)), (1 << 20, 1 << 20, 1 << 20));
 });
 
-stub_test!(a_thread_that_works_for_another_is_in_its_scope, {
+stub_test!(a_thread_can_inherit_the_scope_of_another, {
     let stream = null_mut();
     let outer = begin(A, Some(is_nobody), null_mut());
     let inner = begin((0, 8), Some(is_nobody), null_mut());
@@ -117,7 +117,7 @@ stub_test!(a_thread_that_works_for_another_is_in_its_scope, {
     assert_eq!(id_of(allocate(MIB, stream, outer)), A);
 });
 
-stub_test!(a_mem_pool_has_uses_and_fixed_segments_and_goes_when_it_is_released, {
+stub_test!(a_mem_pool_counts_uses_has_fixed_segments_and_is_destroyed_on_release, {
     let stream = null_mut();
     // SAFETY: no source.
     done(unsafe { symmalloc_torch_retain_pool(0, A.0, A.1, null()) });
@@ -153,7 +153,7 @@ stub_test!(an_unsplit_pool_gives_every_allocation_a_segment, {
     assert_eq!(counts().requested_bytes[0].current, 512 + (35 << 20));
 });
 
-stub_test!(an_unsplit_pool_with_a_source_asks_it_for_every_allocation, {
+stub_test!(an_unsplit_pool_with_a_source_calls_it_for_every_allocation, {
     let source = symmalloc_source {
         allocate: Some(source_allocate),
         free: Some(source_free),
@@ -168,7 +168,7 @@ stub_test!(an_unsplit_pool_with_a_source_asks_it_for_every_allocation, {
     assert_eq!(SOURCE.lock().expect("no panic").1, tensors, "each tensor is at the start of memory from the source");
 });
 
-stub_test!(a_pool_that_helps_out_serves_what_would_fail, ["SYMMALLOC_CONF" = "total_limit_mb:40"], {
+stub_test!(a_pool_for_use_on_oom_serves_requests_that_would_fail, ["SYMMALLOC_CONF" = "total_limit_mb:40"], {
     // SAFETY: no source.
     done(unsafe { symmalloc_torch_retain_pool(0, A.0, A.1, null()) });
     begin(A, None, null_mut());
@@ -206,7 +206,7 @@ unsafe extern "C" fn source_free(_context: *mut c_void, pointer: *mut c_void) {
     SOURCE.lock().expect("no panic").1.retain(|address| *address != pointer as usize);
 }
 
-stub_test!(a_pool_with_a_source_takes_its_memory_there_and_caches_it, {
+stub_test!(a_pool_with_a_source_caches_memory_of_the_source, {
     let streams = Streams::new(2);
     let source = symmalloc_source {
         allocate: Some(source_allocate),
@@ -251,7 +251,7 @@ stub_test!(a_pool_with_a_source_takes_its_memory_there_and_caches_it, {
     assert!(GIVEN_UP.lock().expect("no panic").contains(&5), "the source was destroyed with the pool");
 });
 
-stub_test!(a_private_pool_goes_back_to_its_checkpoint_and_keeps_its_memory, {
+stub_test!(a_private_pool_returns_to_its_checkpoint_and_keeps_its_memory, {
     unsafe extern "C" fn told(context: *mut c_void, pointer: *mut c_void, bytes: u64, is_live: u32) {
         // SAFETY: the list below.
         unsafe { &mut *context.cast::<Vec<(usize, u64, bool)>>() }.push((pointer as usize, bytes, is_live == 1));
@@ -284,7 +284,7 @@ stub_test!(a_private_pool_goes_back_to_its_checkpoint_and_keeps_its_memory, {
     assert_eq!(unsafe { symmalloc_torch_checkpoint(0, 9, 9, &raw mut checkpoint) }, SYMMALLOC_INVALID_STATE);
 });
 
-stub_test!(a_trace_goes_on_after_a_pool_went_back_and_names_what_is_named, {
+stub_test!(a_trace_continues_with_names_after_a_pool_returned_to_a_checkpoint, {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("job.trace");
     let outputs = stub_process::ranks(1, &[("SYMMALLOC_TRACE", path.to_str().expect("text"))], |_| {
@@ -330,7 +330,7 @@ unsafe extern "C" fn changed(device: i32, is_mapped: u32, _address: u64, bytes: 
     CHANGES.lock().expect("no panic").push((is_mapped == 1, bytes));
 }
 
-stub_test!(a_listener_hears_of_memory_after_it_came_and_before_it_goes, {
+stub_test!(a_listener_is_notified_after_mapping_and_before_unmapping, {
     // SAFETY: a function for the rest of the process.
     unsafe { symmalloc_torch_on_memory(Some(changed)) };
     let tensor = allocate(5 * MIB, null_mut(), 0);

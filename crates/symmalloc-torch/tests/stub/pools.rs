@@ -5,7 +5,7 @@ use std::ptr::null_mut;
 use std::thread;
 use symmalloc_torch::*;
 
-stub_test!(a_pool_has_a_policy_and_a_history_of_its_own, {
+stub_test!(a_pool_has_its_own_policy_and_history, {
     let (allocator, streams) = (Allocator::new("total_limit_mb:64"), Streams::new(1));
     let stream = streams.get(0);
     let reserved = allocator.create_pool(Some("segments:reserved,segment_mb:32,symmetric:true"));
@@ -28,7 +28,7 @@ stub_test!(a_pool_has_a_policy_and_a_history_of_its_own, {
     assert_eq!(status, SYMMALLOC_INVALID_SETTINGS, "{}", message());
 });
 
-stub_test!(a_pool_that_is_given_up_goes_when_its_last_block_does, {
+stub_test!(a_dropped_pool_is_destroyed_with_its_last_block, {
     let (allocator, streams) = (Allocator::new(""), Streams::new(1));
     let pool = allocator.create_pool(None);
     let pointer = allocator.allocate(pool, 8 * MIB, streams.get(0));
@@ -44,7 +44,7 @@ stub_test!(a_pool_that_is_given_up_goes_when_its_last_block_does, {
     assert_eq!(allocator.destroy_pool(0), SYMMALLOC_UNKNOWN_POOL, "the default pool cannot be destroyed");
 });
 
-stub_test!(a_pushed_pool_takes_what_this_thread_allocates, {
+stub_test!(a_pushed_pool_serves_the_allocations_of_its_thread, {
     let (allocator, streams) = (Allocator::of_torch(), Streams::new(1));
     let (stream, id) = (streams.get(0) as usize, |pointer| allocator.placement(pointer).pool);
     let (outer, inner) = (allocator.create_pool(None), allocator.create_pool(None));
@@ -88,7 +88,7 @@ stub_test!(a_pool_of_another_allocator_is_not_pushed_here, {
     own.destroy();
 });
 
-stub_test!(a_pushed_name_is_that_of_what_this_thread_allocates, {
+stub_test!(a_pushed_name_applies_to_allocations_of_its_thread, {
     let (allocator, streams) = (Allocator::of_torch(), Streams::new(1));
     let stream = streams.get(0) as usize;
     let take = |size: usize| torch::allocate(size * MIB, stream as *mut _);

@@ -156,7 +156,7 @@ pub(crate) fn free_address() -> CString {
     CString::new(free.expect("a free port").to_string()).expect("no zero byte")
 }
 
-nccl_test!(who_does_not_come_to_what_was_announced_is_named, {
+nccl_test!(a_rank_that_misses_announced_work_is_named, {
     let address = free_address();
     ranks(|rank, allocator, comm, barrier| {
         let (pool, mut registrar) = (allocator.create_pool(Some(POOL)), null_mut());
@@ -198,7 +198,7 @@ nccl_test!(who_does_not_come_to_what_was_announced_is_named, {
     });
 });
 
-nccl_test!(ranks_that_met_name_the_one_that_does_not_come_to_a_sync, {
+nccl_test!(ranks_that_met_name_the_one_that_misses_a_sync, {
     let address = free_address();
     ranks(|rank, allocator, comm, barrier| {
         let (pool, mut registrar) = (allocator.create_pool(Some(POOL)), null_mut());

@@ -56,7 +56,7 @@ stub_test!(memory_without_a_stream_is_free_when_the_device_is_idle, {
     assert_eq!(allocator.try_free_unordered(0), SYMMALLOC_OK);
 });
 
-stub_test!(a_free_that_names_its_stream_is_behind_that_stream, {
+stub_test!(a_free_with_a_stream_is_ordered_after_that_stream, {
     let (allocator, streams) = (Allocator::new(""), Streams::new(2));
     let (a, b) = (streams.get(0), streams.get(1));
     // SAFETY: a live allocator and stream.
@@ -78,7 +78,7 @@ stub_test!(a_free_that_names_its_stream_is_behind_that_stream, {
     assert_eq!(device_waits(), before + 1);
 });
 
-stub_test!(memory_without_a_stream_stays_where_the_device_cannot_be_waited_for, {
+stub_test!(memory_without_a_stream_is_kept_if_the_device_cannot_be_synchronized, {
     let allocator = Allocator::new("total_limit_mb:20");
     let pointer = allocator.try_allocate_unordered(4 * MIB).expect("allocated");
     let before = device_waits();
@@ -123,7 +123,7 @@ stub_test!(onnx_runtimes_memory_waits_unless_its_stream_is_known, ["STUB_DEVICES
     assert_eq!(unsafe { symmalloc_ort_use_stream(-1, null_mut()) }, SYMMALLOC_INVALID_ARGUMENT);
 });
 
-stub_test!(onnx_runtimes_memory_is_of_the_device_whose_context_is_current, ["STUB_DEVICES" = "2"], {
+stub_test!(onnx_runtimes_memory_comes_from_the_device_of_the_current_context, ["STUB_DEVICES" = "2"], {
     let second = symmalloc_cuda::CudaDevice::new(1).expect("the stub has two devices");
     let _current = second.enter().expect("entered");
     let pointer = ort_alloc(MIB);
@@ -135,7 +135,7 @@ stub_test!(onnx_runtimes_memory_is_of_the_device_whose_context_is_current, ["STU
     assert_eq!(Allocator(allocator).try_placement(pointer), Err(SYMMALLOC_UNKNOWN_POINTER));
 });
 
-stub_test!(onnx_runtime_gets_null_where_there_is_no_memory, ["SYMMALLOC_CONF" = "total_limit_mb:20"], {
+stub_test!(onnx_runtime_gets_null_if_memory_is_exhausted, ["SYMMALLOC_CONF" = "total_limit_mb:20"], {
     let allocator = Allocator::of_torch();
     assert_eq!(ort_alloc(64 * MIB), 0);
     ort_free(0x1000);

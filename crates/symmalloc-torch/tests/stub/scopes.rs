@@ -83,7 +83,7 @@ fn free(device: u32, pointer: Pointer) {
     unsafe { symmalloc_torch_free(pointer as *mut c_void, 0, device as i32, null_mut()) };
 }
 
-nccl_test!(what_is_allocated_in_a_scope_has_its_window_at_the_end, {
+nccl_test!(allocations_in_a_scope_have_windows_at_its_end, {
     ranks_of(2, allocator_of_torch, |rank, allocator, comm, barrier| {
         let pool = allocator.create_pool(Some(POOL));
         let windows = registered(allocator, pool, comm, by_hand()).expect("registered");
@@ -110,7 +110,7 @@ nccl_test!(what_is_allocated_in_a_scope_has_its_window_at_the_end, {
     nccl::assert_clean();
 });
 
-nccl_test!(a_scope_brings_every_communicator_of_its_pool_up_to_date, {
+nccl_test!(a_scope_syncs_every_communicator_of_its_pool, {
     ranks_of(2, allocator_of_torch, |rank, allocator, comm, barrier| {
         let pool = allocator.create_pool(Some(POOL));
         let other = comm.split(Some(0), rank).expect("split").expect("with a color");
@@ -141,7 +141,7 @@ nccl_test!(a_scope_brings_every_communicator_of_its_pool_up_to_date, {
     nccl::assert_clean();
 });
 
-nccl_test!(ranks_compare_when_they_are_asked_to_or_at_every_nth_sync, {
+nccl_test!(ranks_compare_on_request_or_at_every_nth_sync, {
     ranks(|rank, allocator, comm, barrier| {
         let pool = allocator.create_pool(Some(POOL));
         let windows = registered(allocator, pool, comm, by_hand()).expect("registered");
@@ -166,7 +166,7 @@ nccl_test!(ranks_compare_when_they_are_asked_to_or_at_every_nth_sync, {
     nccl::assert_clean();
 });
 
-nccl_test!(in_a_capture_a_scope_with_nothing_new_is_quiet_and_another_is_an_error, {
+nccl_test!(in_a_capture_a_scope_succeeds_only_without_new_segments, {
     ranks_of(2, allocator_of_torch, |rank, allocator, comm, barrier| {
         let stream = comm.device().context().new_stream().expect("a stream");
         let on_stream = |bytes: isize| {
@@ -235,11 +235,11 @@ fn one_rank_stays_away(agree_every: u32) {
     });
 }
 
-nccl_test!(a_rank_that_does_not_come_to_the_end_of_a_scope_is_named, {
+nccl_test!(a_rank_that_misses_the_end_of_a_scope_is_named, {
     one_rank_stays_away(0);
 });
 
-nccl_test!(a_rank_that_does_not_come_is_named_where_only_new_segments_are_talked_of, {
+nccl_test!(a_missing_rank_is_named_if_only_new_segments_are_compared, {
     one_rank_stays_away(SYMMALLOC_AGREE_BY_HAND);
 });
 
@@ -274,7 +274,7 @@ nccl_test!(ten_thousand_shapes_have_few_windows, {
     nccl::assert_clean();
 });
 
-nccl_test!(buffers_are_a_ranks_own_matter_in_any_pool, {
+nccl_test!(buffers_of_any_pool_are_registered_without_other_ranks, {
     ranks(|rank, allocator, comm, barrier| {
         let pool = allocator.create_pool(None);
         let buffers = symmalloc_registrar_options { registration: SYMMALLOC_REGISTER_BUFFERS, ..by_hand() };
@@ -294,7 +294,7 @@ nccl_test!(buffers_are_a_ranks_own_matter_in_any_pool, {
     nccl::assert_clean();
 });
 
-nccl_test!(what_does_not_fit_the_communicator_is_refused, {
+nccl_test!(invalid_registration_options_are_refused, {
     ranks(|rank, allocator, comm, barrier| {
         let pool = allocator.create_pool(Some(POOL));
         let wrong = [

@@ -36,7 +36,7 @@ fn opened(text: &str) -> Result<(Pointer, *const OpenedMemory), symmalloc_status
     }
 }
 
-stub_test!(memory_is_opened_by_its_text_and_ends_with_its_owner, {
+stub_test!(shared_memory_is_opened_by_its_text_and_ends_with_its_owner, {
     let small = allocate(512, null_mut(), 0);
     let large = allocate(50 * MIB, null_mut(), 0);
     let (text, offset) = shared(large).expect("shared");
@@ -73,7 +73,7 @@ fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("a list").count() - 1
 }
 
-stub_test!(memory_of_many_chunks_needs_few_descriptors_and_none_is_left_however_often_it_is_opened, {
+stub_test!(sharing_many_chunks_needs_few_descriptors_and_leaks_none, {
     let large = allocate(900 * MIB, null_mut(), 0);
     let (text, _) = shared(large).expect("shared");
     assert!(text.split(' ').count() > 3 + 25, "{text}");
@@ -122,7 +122,7 @@ fn close(handle: usize) {
     unsafe { symmalloc_torch_close(handle as *const OpenedMemory) };
 }
 
-stub_test!(an_owner_that_does_not_answer_keeps_nobody_from_opening_what_others_own, {
+stub_test!(a_silent_owner_does_not_delay_opening_memory_of_others, {
     let (text, _) = shared(allocate(MIB, null_mut(), 0)).expect("shared");
     let silent = format!("symmalloc-silent-{}", std::process::id());
     let listener = UnixListener::bind_addr(&socket(&silent)).expect("a name of our own");
@@ -153,7 +153,7 @@ fn answering() -> usize {
     threads.map(name).filter(|name| name.trim_end() == "symmalloc-share").count()
 }
 
-stub_test!(however_many_ask_a_few_threads_answer_and_the_others_wait_in_the_queue, {
+stub_test!(a_few_threads_answer_and_other_requests_wait_in_the_queue, {
     let (text, _) = shared(allocate(MIB, null_mut(), 0)).expect("shared");
     let owner = socket(text.split(' ').nth(2).expect("a name"));
     let idle: Vec<UnixStream> = (0..50).map(|_| UnixStream::connect_addr(&owner).expect("in the queue")).collect();
@@ -179,7 +179,7 @@ stub_test!(however_many_ask_a_few_threads_answer_and_the_others_wait_in_the_queu
     });
 });
 
-stub_test!(threads_that_open_the_same_at_once_have_the_same, ["STUB_MAPPING_MICROSECONDS" = "2000"], {
+stub_test!(threads_that_open_the_same_memory_concurrently_share_it, ["STUB_MAPPING_MICROSECONDS" = "2000"], {
     let (text, _) = shared(allocate(MIB, null_mut(), 0)).expect("shared");
     let before = live();
     let reserved = calls("cuMemAddressReserve");

@@ -77,7 +77,7 @@ fn bytes(pointer: Pointer, size: usize) -> &'static mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(with_exposed_provenance_mut(pointer), size) }
 }
 
-stub_test!(a_pool_sleeps_and_wakes_with_what_was_kept, {
+stub_test!(a_pool_sleeps_and_wakes_with_kept_contents, {
     let (allocator, streams) = (Allocator::new(""), Streams::new(1));
     let pool = allocator.create_pool(Some("segments:expandable"));
     let pointer = allocator.allocate(pool, 6 * MIB, streams.get(0));
@@ -150,7 +150,7 @@ stub_test!(a_graphs_pool_has_the_tag_of_the_default_pool, ["SYMMALLOC_CONF" = "t
     assert!(bytes(pointer, MIB).iter().all(|byte| *byte == 3));
 });
 
-stub_test!(a_device_without_room_leaves_the_pool_asleep_until_there_is_some, ["STUB_MEMORY_BYTES" = "268435456"], {
+stub_test!(a_wake_on_a_full_device_leaves_the_pool_asleep, ["STUB_MEMORY_BYTES" = "268435456"], {
     let (allocator, streams) = (Allocator::new(""), Streams::new(1));
     let pool = allocator.create_pool(None);
     let pointer = allocator.allocate(pool, 160 * MIB, streams.get(0));
@@ -166,7 +166,7 @@ stub_test!(a_device_without_room_leaves_the_pool_asleep_until_there_is_some, ["S
     assert!(bytes(pointer, 160 * MIB).iter().all(|byte| *byte == 9));
 });
 
-stub_test!(host_memory_is_had_beforehand_and_given_back, {
+stub_test!(host_memory_can_be_reserved_and_released, {
     let (allocator, streams) = (Allocator::new(""), Streams::new(1));
     let pool = allocator.create_pool(None);
     allocator.allocate(pool, 8 * MIB, streams.get(0));
@@ -184,7 +184,7 @@ stub_test!(host_memory_is_had_beforehand_and_given_back, {
     assert_eq!(live().host_bytes, 0);
 });
 
-stub_test!(a_pool_with_a_quota_holds_it, {
+stub_test!(a_pool_holds_exactly_its_quota, {
     let (allocator, streams) = (Allocator::new("chunk_mb:2"), Streams::new(1));
     let stream = streams.get(0);
     let pool = allocator.create_pool(Some("segments:expandable,growth_mb:0,streams:shared,range_mb:64"));
@@ -218,7 +218,7 @@ stub_test!(a_pool_with_a_quota_holds_it, {
     assert_eq!(allocator.stats()["pools"][pool as usize]["stats"]["reserved_bytes"]["all"]["current"], 64 << 20);
 });
 
-nccl_test!(a_pool_with_windows_sleeps_on_all_ranks_and_has_them_again, ["STUB_NCCL_REUSE_WINDOWS" = "1"], {
+nccl_test!(a_pool_sleeps_on_all_ranks_and_gets_its_windows_back, ["STUB_NCCL_REUSE_WINDOWS" = "1"], {
     ranks(|rank, allocator, comm, barrier| {
         let pool = allocator.create_pool(Some(POOL));
         let windows = Windows::new(allocator, pool, comm.raw());
@@ -243,7 +243,7 @@ nccl_test!(a_pool_with_windows_sleeps_on_all_ranks_and_has_them_again, ["STUB_NC
     nccl::assert_clean();
 });
 
-nccl_test!(a_pool_that_is_on_a_part_of_the_ranks_as_well_sleeps_over_all_of_them, {
+nccl_test!(a_pool_with_a_communicator_of_some_ranks_sleeps_on_all_ranks, {
     ranks(|rank, allocator, comm, barrier| {
         let pool = allocator.create_pool(Some(POOL));
         let alone = alone_of(comm);
@@ -290,7 +290,7 @@ fn named(allocator: Allocator, pool: u32, comm: &Communicator, name: &str, agree
     Windows(out)
 }
 
-nccl_test!(ranks_that_differ_stay_awake_and_are_told, {
+nccl_test!(ranks_that_differ_stay_awake_and_get_an_error, {
     ranks(|rank, allocator, comm, barrier| {
         let pool = allocator.create_pool(Some(POOL));
         let windows = Windows::new(allocator, pool, comm.raw());

@@ -4,7 +4,7 @@ use crate::library::*;
 use std::ptr::{null, null_mut};
 use symmalloc_torch::*;
 
-stub_test!(a_step_that_comes_twice_is_planned_and_followed, {
+stub_test!(a_step_that_occurs_twice_is_planned_and_followed, {
     let (allocator, streams) = (Allocator::new("plan:learn"), Streams::new(1));
     let stream = streams.get(0);
     let mut report = symmalloc_step_report::default();

@@ -7,7 +7,7 @@ use std::thread;
 const THREADS: usize = 4;
 const ROUNDS: usize = 2000;
 
-stub_test!(threads_allocate_on_streams_of_their_own_and_free_each_others, {
+stub_test!(threads_allocate_on_their_own_streams_and_free_each_others_memory, {
     let (allocator, streams) = (Allocator::new(""), Streams::new(THREADS));
     let streams: Vec<usize> = (0..THREADS).map(|index| streams.get(index) as usize).collect();
     // Streams get their ids in the order of first use.
@@ -47,7 +47,7 @@ stub_test!(threads_allocate_on_streams_of_their_own_and_free_each_others, {
     assert_eq!(live().device_bytes, 0);
 });
 
-stub_test!(heaps_do_not_notice_how_threads_take_turns, {
+stub_test!(heaps_do_not_depend_on_thread_interleaving, {
     let history = |allocator: Allocator, are_threads: bool, streams: &[usize]| {
         for stream in streams {
             let pointer = allocator.allocate(0, 512, *stream as *mut _);

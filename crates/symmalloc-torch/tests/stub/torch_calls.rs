@@ -4,7 +4,7 @@ use crate::library::*;
 use std::ptr::null_mut;
 use symmalloc_torch::*;
 
-stub_test!(tensors_come_and_go, {
+stub_test!(tensors_are_allocated_and_freed, {
     let streams = Streams::new(2);
     let (a, b) = (streams.get(0), streams.get(1));
     let tensor = torch::allocate(5 * MIB, a);
@@ -25,7 +25,7 @@ stub_test!(tensors_come_and_go, {
     assert_eq!(live().device_bytes, 0);
 });
 
-stub_test!(free_never_fails_and_says_what_was_wrong, {
+stub_test!(free_never_fails_and_reports_misuse, {
     torch::free(4096, 512, null_mut());
     let (allocator, tensor) = (Allocator::of_torch(), torch::allocate(512, null_mut()));
     torch::free(tensor, 512, null_mut());
@@ -35,7 +35,7 @@ stub_test!(free_never_fails_and_says_what_was_wrong, {
     assert!(errors["last"].as_str().expect("text").contains("not a live allocation of device 0"));
 });
 
-stub_test!(settings_of_the_environment_hold_and_the_programs_come_first, ["SYMMALLOC_CONF" = "total_limit_mb:64"], {
+stub_test!(settings_of_the_program_precede_those_of_the_environment, ["SYMMALLOC_CONF" = "total_limit_mb:64"], {
     // SAFETY: a C string.
     done(unsafe { symmalloc_torch_configure(c"total_limit_mb:32".as_ptr()) });
     let allocator = Allocator::of_torch();
@@ -45,7 +45,7 @@ stub_test!(settings_of_the_environment_hold_and_the_programs_come_first, ["SYMMA
     assert!(message().contains("before the first use"), "{}", message());
 });
 
-stub_test!(wrong_settings_of_the_environment_are_an_error, ["SYMMALLOC_CONF" = "total_limit:64"], {
+stub_test!(invalid_settings_in_the_environment_are_an_error, ["SYMMALLOC_CONF" = "total_limit:64"], {
     let mut out = null_mut();
     // SAFETY: an output pointer.
     assert_eq!(unsafe { symmalloc_torch_allocator(0, &raw mut out) }, SYMMALLOC_INVALID_SETTINGS);
@@ -122,7 +122,7 @@ stub_test!(a_tensor_outlives_its_graph_pool, {
     assert_eq!(live().device_bytes, 0);
 });
 
-stub_test!(a_graph_pool_gives_nothing_back_when_memory_is_short, ["STUB_MEMORY_BYTES" = "268435456"], {
+stub_test!(a_graph_pool_releases_nothing_when_memory_is_exhausted, ["STUB_MEMORY_BYTES" = "268435456"], {
     let (allocator, streams) = (Allocator::of_torch(), Streams::new(1));
     torch::begin((1, 0));
     let tensor = torch::allocate(200 * MIB, streams.get(0));
@@ -136,7 +136,7 @@ stub_test!(a_graph_pool_gives_nothing_back_when_memory_is_short, ["STUB_MEMORY_B
 });
 
 stub_test!(
-    what_went_back_counts_when_a_released_pool_keeps_its_own,
+    memory_released_by_one_pool_counts_even_if_another_fails,
     ["STUB_MEMORY_BYTES" = "268435456", "SYMMALLOC_CONF" = "segments:fixed"],
     {
         let (allocator, streams) = (Allocator::of_torch(), Streams::new(1));

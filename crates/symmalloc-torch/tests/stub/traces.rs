@@ -53,7 +53,7 @@ stub_test!(an_allocator_that_ends_ends_its_trace, {
     assert_eq!(recorded(&path), (1, 0, None));
 });
 
-stub_test!(the_environment_asks_for_a_trace, ["RANK" = "1", "WORLD_SIZE" = "2"], {
+stub_test!(the_environment_can_request_a_trace, ["RANK" = "1", "WORLD_SIZE" = "2"], {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let outputs = stub_process::ranks(
         1,

@@ -35,7 +35,7 @@ fn contradiction(parts: &[&str]) -> Contradiction {
 }
 
 #[test]
-fn a_layout_is_read_as_it_is_written() {
+fn a_written_layout_reads_back() {
     let text = [HEAD, HEAP, BLOCK, "u s0\nu s3 # used by both\n\na 2096640 512 1 s1 \"last\"\r\nend 9\n"].concat();
     let layout = parse(&text).expect("a layout");
     let heap = &layout.heaps()[0];
@@ -50,7 +50,7 @@ fn a_layout_is_read_as_it_is_written() {
 }
 
 #[test]
-fn what_is_no_layout_is_told() {
+fn other_files_are_not_layouts() {
     for text in ["", "\n", "symmalloc-trace 1\n", "symmalloc-layout\n", "symmalloc-layout x\n", "\x1f\u{8b}\n"] {
         assert!(matches!(parse(text), Err(LayoutTextError::OtherFormat)), "{text:?}");
     }
@@ -75,7 +75,7 @@ fn a_text_that_ends_early_is_torn() {
 }
 
 #[test]
-fn a_wrong_line_is_told_with_what_must_stand_there() {
+fn an_invalid_line_is_reported_with_the_expected_syntax() {
     assert_eq!(
         error_of(&[HEAD, "heaps s0\n"]),
         format!("column 1: unknown keyword, did you mean `heap`?; the keywords are {}", KEYWORDS.join(", "))
@@ -107,7 +107,7 @@ fn a_wrong_line_is_told_with_what_must_stand_there() {
 }
 
 #[test]
-fn what_no_heap_could_look_like_is_refused() {
+fn impossible_layouts_are_refused() {
     use Contradiction::*;
     assert_eq!(contradiction(&["symmalloc-layout 1\npool\n", "granularity 513\n"]), Granularity);
     assert_eq!(contradiction(&[HEAD, "heap shared 1 00000000000000af 0\n"]), HeapPolicy);
@@ -201,7 +201,7 @@ proptest! {
 
     /// Any accepted text has one canonical form, which reads back as the same layout.
     #[test]
-    fn nearly_right_text_never_panics(text in nearly_a_layout()) {
+    fn almost_valid_text_never_panics(text in nearly_a_layout()) {
         if let Ok(layout) = parse(&text) {
             let text = to_text(&layout);
             let again = parse(&text).expect("a written layout can be read");

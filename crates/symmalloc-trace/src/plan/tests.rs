@@ -30,7 +30,7 @@ fn contradiction(parts: &[&str], wanted_line: u64) -> PlanContradiction {
 }
 
 #[test]
-fn a_plan_is_read_as_it_is_written() {
+fn a_written_plan_reads_back() {
     let text =
         [HEAD, "pool p3 limit_mb:4 # separate\n\n", PLAN, "plan\tp3 s7 key 9 allocations 1\r\na 5 s7 never\nend 7"];
     let file = parse(&text.concat()).expect("a plan");
@@ -47,7 +47,7 @@ fn a_plan_is_read_as_it_is_written() {
 }
 
 #[test]
-fn a_text_that_is_no_plan_says_what_it_is() {
+fn other_files_are_not_plans() {
     assert!(matches!(parse(""), Err(PlanTextError::OtherFormat)));
     assert!(matches!(parse("symmalloc-trace 1\nend 0\n"), Err(PlanTextError::OtherFormat)));
     assert!(matches!(read(&[0x1f, 0x8b, 0x08, 0xff][..]), Err(PlanTextError::OtherFormat)));
@@ -56,7 +56,7 @@ fn a_text_that_is_no_plan_says_what_it_is() {
 }
 
 #[test]
-fn a_wrong_line_is_named_with_its_column() {
+fn an_invalid_line_is_reported_with_its_column() {
     for (line, wanted) in [
         ("plane p0 shared key 0 allocations 2", "column 1: unknown keyword, did you mean `plan`?"),
         ("plan s0 shared key 0 allocations 2", "column 6: expected a pool: p0, p1, ..."),
@@ -76,7 +76,7 @@ fn a_wrong_line_is_named_with_its_column() {
 }
 
 #[test]
-fn lines_stand_where_they_belong() {
+fn misplaced_lines_are_refused() {
     let settings = "misplaced; expected `config` and the allocator's settings";
     assert_eq!(error_of(&["symmalloc-plan 1\n", "pool p1\n"]), settings);
     assert_eq!(error_of(&["symmalloc-plan 1\n", "end 0\n"]), settings);
@@ -86,7 +86,7 @@ fn lines_stand_where_they_belong() {
 }
 
 #[test]
-fn what_no_allocator_can_follow_is_named() {
+fn impossible_plans_are_refused() {
     let pool = PoolId(0);
     let twice = PlanContradiction::PoolTwice { pool };
     assert_eq!(contradiction(&[HEAD, "pool p0\n"], 3), twice);
@@ -117,7 +117,7 @@ fn what_no_allocator_can_follow_is_named() {
 }
 
 #[test]
-fn lines_that_are_missing_are_noticed() {
+fn missing_lines_are_detected() {
     let text = [HEAD, PLAN, "end 4\n"].concat();
     for cut in 0..text.len() - 1 {
         let error = parse(&text[..cut]).expect_err("its end is missing");
@@ -169,7 +169,7 @@ prop_compose! {
 
 proptest! {
     #[test]
-    fn what_is_written_is_read_back(file in arbitrary_file()) {
+    fn written_data_reads_back(file in arbitrary_file()) {
         let text = to_text(&file);
         let read = parse(&text).expect("a written plan can be read");
         prop_assert_eq!(to_text(&read), text);
@@ -178,7 +178,7 @@ proptest! {
 
     /// Words in any order and truncated lines produce an error or a plan, never a panic.
     #[test]
-    fn text_that_is_nearly_a_plan_does_no_harm(
+    fn almost_valid_plans_never_panic(
         words in prop::collection::vec((0..9_usize, any::<u64>(), prop::option::of(Just("\n"))), 0..60),
         cut in any::<prop::sample::Index>(),
     ) {

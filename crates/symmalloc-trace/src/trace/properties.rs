@@ -145,7 +145,7 @@ proptest! {
 
     /// Any accepted text is consistent, and survives a round trip.
     #[test]
-    fn nearly_right_text_never_panics(text in nearly_a_trace()) {
+    fn almost_valid_text_never_panics(text in nearly_a_trace()) {
         let reader = TraceReader::new(text.as_bytes());
         if let Ok(mut reader) = reader {
             let mut records = Vec::new();

@@ -30,7 +30,7 @@ fn allocate(id: u64) -> Op {
 }
 
 #[test]
-fn every_record_reads_as_it_is_written_in_the_documentation() {
+fn every_record_reads_as_documented() {
     let text = "\
 symmalloc-trace 1
 # a comment, then a blank line
@@ -182,7 +182,7 @@ fn malformed_fields_are_located() {
 }
 
 #[test]
-fn numbers_too_large_are_told_with_the_largest() {
+fn numbers_that_are_too_large_are_reported_with_the_maximum() {
     let cases = [
         ("a 18446744073709551616 5 s0", u64::MAX),
         ("a 2 99999999999999999999999999 s0", u64::MAX),
@@ -199,7 +199,7 @@ fn numbers_too_large_are_told_with_the_largest() {
 }
 
 #[test]
-fn what_follows_a_complete_record_is_refused() {
+fn trailing_fields_are_refused() {
     for text in ["f 0 1", "f 0 pending 1 2", "sync s0", "a 2 5 s0 -> 0@0 p1", "a 2 5 s0 p1 p1", "trim p1 p1"] {
         assert!(
             matches!(
@@ -212,7 +212,7 @@ fn what_follows_a_complete_record_is_refused() {
 }
 
 #[test]
-fn contradictions_are_found_by_the_trace_alone() {
+fn inconsistent_records_are_refused() {
     let (id, unknown) = (AllocationId(0), AllocationId(7));
     assert_eq!(contradiction("a 0 5 s0"), Inconsistency::DuplicateAllocation { id });
     assert_eq!(contradiction("f 7"), Inconsistency::UnknownAllocation { id: unknown });
@@ -232,7 +232,7 @@ fn contradictions_are_found_by_the_trace_alone() {
 }
 
 #[test]
-fn what_is_gone_cannot_be_used() {
+fn freed_allocations_and_destroyed_pools_cannot_be_used() {
     let twice = error_after_beginning("f 0\nf 0\n");
     let freed = Inconsistency::FreedAllocation { id: AllocationId(0) };
     assert!(matches!(twice, TraceError::Inconsistent { line: 8, source } if source == freed));
@@ -292,7 +292,7 @@ fn nothing_but_comments_follows_the_end() {
 }
 
 #[test]
-fn the_configuration_stands_once_and_first() {
+fn the_configuration_occurs_once_and_first() {
     assert!(matches!(error_after_beginning("config segments:fixed\n"), TraceError::MisplacedConfig { line: 7 }));
     let twice = "symmalloc-trace 1\nconfig segments:fixed\nconfig segments:fixed\nend 0\n";
     assert!(matches!(Trace::parse(twice), Err(TraceError::MisplacedConfig { line: 3 })));
@@ -334,7 +334,7 @@ fn the_longest_name_fits_on_a_line_however_it_is_escaped() {
 }
 
 #[test]
-fn a_failing_reader_is_told_apart_from_a_torn_trace() {
+fn a_failing_reader_is_distinguished_from_a_torn_trace() {
     struct Failing;
     impl io::Read for Failing {
         fn read(&mut self, _: &mut [u8]) -> io::Result<usize> {
@@ -349,7 +349,7 @@ fn a_failing_reader_is_told_apart_from_a_torn_trace() {
 }
 
 #[test]
-fn a_writer_refuses_what_a_reader_would_refuse_and_goes_on() {
+fn a_writer_refuses_invalid_records_and_continues() {
     let mut writer = TraceWriter::new(Vec::new(), None).expect("writing to a vector cannot fail");
     writer.write(&Op::RegisterStream { stream: StreamId(0) }.into()).expect("consistent");
     let refused = [
@@ -378,7 +378,7 @@ fn a_writer_refuses_what_a_reader_would_refuse_and_goes_on() {
 
 /// Records that occur only in recordings of running allocators.
 #[test]
-fn observers_refusals_and_what_was_given_back_are_read_and_written() {
+fn observers_refusals_and_reclaims_survive_a_round_trip() {
     let lines = [
         "stream s0",
         "pool p1 segments:expandable",

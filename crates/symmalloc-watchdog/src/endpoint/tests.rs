@@ -179,7 +179,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
-    fn every_death_and_failure_is_told_to_all_whom_it_concerns_and_nothing_else(
+    fn every_death_and_failure_is_reported_exactly_to_the_processes_concerned(
         count in 2..6_u32,
         steps in prop::collection::vec(step(), 0..80),
     ) {
@@ -254,7 +254,7 @@ fn a_process_that_is_stopped_is_silent_and_one_that_computes_is_not() {
 }
 
 #[test]
-fn a_hub_that_is_stopped_need_not_answer() {
+fn a_stopped_hub_is_reported_without_its_answer() {
     let (id, of) = (CommunicatorId(7), |rank| RankId { communicator: CommunicatorId(7), rank });
     let mut job = Job::new(3);
     job.processes.iter_mut().zip(0..).for_each(|(process, rank)| process.endpoint.join(of(rank), Duration::ZERO));
@@ -290,7 +290,7 @@ fn a_hub_that_is_stopped_need_not_answer() {
 }
 
 #[test]
-fn who_left_is_known_to_have_come_to_what_it_came_to() {
+fn the_progress_of_a_rank_that_left_is_known() {
     let of = |rank| RankId { communicator: CommunicatorId(7), rank };
     let mut job = Job::new(3);
     job.processes.iter_mut().zip(0..).for_each(|(process, rank)| process.endpoint.join(of(rank), Duration::ZERO));
@@ -312,7 +312,7 @@ fn who_left_is_known_to_have_come_to_what_it_came_to() {
 }
 
 #[test]
-fn who_joins_after_the_hub_is_gone_misses_it() {
+fn a_rank_that_joins_after_the_hub_died_is_notified() {
     let of = |rank| RankId { communicator: CommunicatorId(7), rank };
     let mut endpoint = Endpoint::new(ProcessId(1), 2, Duration::ZERO);
     endpoint.receive(HUB, Message::Joined { rank: of(0) }, Duration::ZERO).expect("within bounds");
@@ -324,7 +324,7 @@ fn who_joins_after_the_hub_is_gone_misses_it() {
 }
 
 #[test]
-fn who_joins_after_the_hub_failed_learns_of_it_without_asking() {
+fn a_rank_that_joins_after_the_hub_failed_is_notified() {
     let of = |rank| RankId { communicator: CommunicatorId(7), rank };
     let mut endpoint = Endpoint::new(ProcessId(1), 2, Duration::ZERO);
     endpoint.receive(HUB, Message::Joined { rank: of(0) }, Duration::ZERO).expect("within bounds");

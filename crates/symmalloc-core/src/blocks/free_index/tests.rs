@@ -37,7 +37,7 @@ fn table_of(blocks: &[(Units, u32, Units)]) -> (BlockTable, Vec<Slot>) {
 }
 
 #[test]
-fn an_equal_size_goes_to_the_oldest_memory_then_to_the_lowest_offset() {
+fn equal_sizes_are_ordered_by_age_of_memory_and_then_by_offset() {
     let (mut table, slots) = table_of(&[(40, 7, 0), (40, 3, 9), (40, 3, 2), (40, 5, 1)]);
     let mut index = FreeIndex::default();
     slots.iter().for_each(|slot| index.insert(table.tiling().blocks(), *slot));
@@ -45,7 +45,7 @@ fn an_equal_size_goes_to_the_oldest_memory_then_to_the_lowest_offset() {
 }
 
 #[test]
-fn a_request_of_the_largest_sizes_gets_no_block_of_the_other_class() {
+fn the_largest_requests_get_no_block_of_the_other_class() {
     let (mut table, slots) = table_of(&[(1, 0, 0), (2, 0, 7), (700, 0, 9), (1 << 30, 1, 0)]);
     let mut index = FreeIndex::default();
     for slot in &slots[..3] {
@@ -75,7 +75,7 @@ fn blocks() -> impl Strategy<Value = Vec<(Units, u32, Units)>> {
 
 proptest! {
     #[test]
-    fn agrees_with_an_ordered_set(blocks in blocks(), requests in prop::collection::vec(1..2000u32, 20),
+    fn the_index_agrees_with_an_ordered_set(blocks in blocks(), requests in prop::collection::vec(1..2000u32, 20),
                                   removals in prop::collection::vec(any::<prop::sample::Index>(), 0..700)) {
         let (mut table, slots) = table_of(&blocks);
         let (mut index, mut oracle) = (FreeIndex::default(), BTreeSet::new());

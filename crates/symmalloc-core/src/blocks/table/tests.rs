@@ -9,7 +9,7 @@ fn a_block_takes_one_cache_line() {
 }
 
 #[test]
-fn a_location_is_the_word_that_digests_fold() {
+fn a_location_is_the_word_that_enters_digests() {
     let location = Location::new(SegmentId(7), 5).plus(3);
     assert_eq!((location.sequence(), location.offset()), (SegmentId(7), 8));
     assert_eq!(unpack_placement(location.word()), location.placement());

@@ -27,7 +27,7 @@ fn near_histories_have_different_digests() {
 }
 
 #[test]
-fn words_can_be_read_back() {
+fn words_decode_to_their_ops() {
     for (number, mark) in (1..).zip(MARKS.iter().copied()) {
         assert_eq!(op_word(mark, StreamId(0), 0) >> 58, number);
         assert_eq!(unpack_op(op_word(mark, StreamId(7), 99)), Some((mark, StreamId(7), 99)));

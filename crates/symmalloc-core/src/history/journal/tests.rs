@@ -31,7 +31,7 @@ fn assert_knows_from(journal: &Journal, oldest: u64, all: &[Digest]) {
 }
 
 #[test]
-fn a_journal_answers_for_its_last_ops_as_one_that_forgets_nothing() {
+fn a_bounded_journal_answers_for_its_last_ops_like_an_unbounded_one() {
     let (mut short, mut digest) = journal(10);
     let mut all = vec![digest];
     for op in 0..1000_u64 {
@@ -49,7 +49,7 @@ fn a_journal_answers_for_its_last_ops_as_one_that_forgets_nothing() {
 }
 
 #[test]
-fn checkpoints_are_few_spread_and_at_the_same_ops_whatever_a_rank_remembers() {
+fn checkpoints_are_few_and_at_the_same_ops_for_any_history_length() {
     let (mut one, mut digest) = journal(16);
     let (mut other, mut other_digest) = journal(100);
     for op in 0..100_000 {
@@ -66,7 +66,7 @@ fn checkpoints_are_few_spread_and_at_the_same_ops_whatever_a_rank_remembers() {
 }
 
 #[test]
-fn an_agreement_leaves_a_rank_that_did_much_with_the_checkpoints_of_one_that_joins() {
+fn after_an_agreement_an_old_rank_and_a_new_rank_have_equal_checkpoints() {
     let (mut old, mut digest) = journal(16);
     for ops in [10_000, 100_000, 50, 5000] {
         for op in 0..ops {

@@ -87,7 +87,7 @@ impl Job {
 }
 
 #[test]
-fn a_step_that_makes_the_requests_of_its_plan_gets_the_places() {
+fn a_step_that_matches_its_plan_gets_the_planned_placements() {
     let mut job = Job::with_plan();
     for _ in 0..2 {
         assert_eq!(job.begin(PlanPolicy::Off), StepMode::Follow);
@@ -103,7 +103,7 @@ fn a_step_that_makes_the_requests_of_its_plan_gets_the_places() {
 }
 
 #[test]
-fn from_the_first_difference_the_step_is_ordinary() {
+fn after_its_first_difference_a_step_is_placed_without_the_plan() {
     let mut job = Job::with_plan();
     job.begin(PlanPolicy::Off);
     let first = job.next(3 * MIB).expect("the plan's first request");
@@ -160,7 +160,7 @@ fn each_request_also_checks_what_is_unexpectedly_live() {
 }
 
 #[test]
-fn a_step_that_comes_twice_is_planned_and_the_third_follows() {
+fn a_step_that_occurs_twice_is_planned_and_the_third_follows() {
     let mut job = Job::new();
     for _ in 0..2 {
         assert_eq!(job.begin(PlanPolicy::Learn), StepMode::Learn);
@@ -184,7 +184,7 @@ fn a_step_that_comes_twice_is_planned_and_the_third_follows() {
 }
 
 #[test]
-fn dissolved_memory_is_free_but_for_live_allocations() {
+fn dissolving_a_plan_frees_all_memory_but_live_allocations() {
     let mut job = Job::with_plan();
     job.begin(PlanPolicy::Off);
     let live = job.next(3 * MIB).expect("the plan's first request");

@@ -15,7 +15,7 @@ fn waits(clocks: &mut StreamClocks, stream: u16, on: u16) -> Tick {
 }
 
 #[test]
-fn a_wait_covers_what_the_other_stream_had_waited_for_and_nothing_later() {
+fn a_wait_covers_earlier_waits_of_the_other_stream_and_nothing_later() {
     let mut clocks = clocks(3);
     let first = waits(&mut clocks, 1, 0);
     waits(&mut clocks, 2, 1);
@@ -26,7 +26,7 @@ fn a_wait_covers_what_the_other_stream_had_waited_for_and_nothing_later() {
 }
 
 #[test]
-fn the_host_waits_for_all_that_the_stream_had_waited_for() {
+fn a_host_wait_covers_earlier_waits_of_the_stream() {
     let mut clocks = clocks(3);
     let tick = waits(&mut clocks, 1, 0);
     let moment = clocks.moment(StreamId(1));
@@ -36,7 +36,7 @@ fn the_host_waits_for_all_that_the_stream_had_waited_for() {
 }
 
 #[test]
-fn the_first_wait_is_forgotten_when_there_are_too_many() {
+fn the_oldest_wait_is_forgotten_when_there_are_too_many() {
     let others = WAITS_MAX as u16 + 1;
     let mut clocks = clocks(others + 1);
     let ticks: Vec<Tick> = (1..=others).map(|on| waits(&mut clocks, 0, on)).collect();
@@ -47,7 +47,7 @@ fn the_first_wait_is_forgotten_when_there_are_too_many() {
 }
 
 #[test]
-fn a_host_wait_that_covers_an_older_moment_of_another_stream_takes_nothing_back() {
+fn a_host_wait_never_replaces_a_later_wait_by_an_older_one() {
     let mut clocks = clocks(3);
     waits(&mut clocks, 1, 0);
     let later = clocks.moment(StreamId(0));
@@ -58,7 +58,7 @@ fn a_host_wait_that_covers_an_older_moment_of_another_stream_takes_nothing_back(
 }
 
 #[test]
-fn a_device_wait_that_covers_an_older_moment_of_another_stream_takes_nothing_back() {
+fn a_device_wait_never_replaces_a_later_wait_by_an_older_one() {
     let mut clocks = clocks(3);
     waits(&mut clocks, 1, 0);
     let later = waits(&mut clocks, 2, 0);
@@ -67,7 +67,7 @@ fn a_device_wait_that_covers_an_older_moment_of_another_stream_takes_nothing_bac
 }
 
 #[test]
-fn a_stream_that_waits_for_one_that_waited_for_it_takes_no_place_for_itself() {
+fn a_stream_stores_no_wait_for_itself_after_a_mutual_wait() {
     let others = WAITS_MAX as u16;
     let mut clocks = clocks(others + 1);
     let first = waits(&mut clocks, 0, 2);

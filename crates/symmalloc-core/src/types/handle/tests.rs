@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn no_serial_is_given_twice_and_a_heap_knows_its_own() {
+fn serials_are_unique_and_a_heap_recognizes_its_own() {
     let [mut one, mut other] = [Serials::default(), Serials::default()];
     let mut given = vec![one.next(), other.next(), one.next()];
     // At the end of its range, a heap takes another one.

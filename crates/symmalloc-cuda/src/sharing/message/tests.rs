@@ -28,7 +28,7 @@ fn layout() -> Layout {
 }
 
 #[test]
-fn a_layout_is_read_as_it_was_written() {
+fn a_layout_survives_a_round_trip() {
     assert_eq!(Layout::read(&layout().write(), GRANULARITY), Ok(layout()));
     assert_eq!(layout().chunks().count(), 4);
 }
@@ -85,7 +85,7 @@ fn torn_and_changed_layouts_are_errors_or_other_layouts_and_never_panics() {
 }
 
 #[test]
-fn small_messages_are_read_as_they_were_written() {
+fn small_messages_survive_a_round_trip() {
     let hello = Hello { version: 7, access: Access::ReadWrite, pid: 9, uuid: *b"0123456789abcdef" };
     assert_eq!(Hello::read(hello.write()), Ok(hello));
     for step in [Step::Next { first: 64, count: 3 }, Step::Attached, Step::GaveUp { code: -2 }] {
@@ -111,7 +111,7 @@ fn small_messages_are_read_as_they_were_written() {
 }
 
 #[test]
-fn a_long_name_is_cut_between_characters() {
+fn a_long_name_is_truncated_at_a_character_boundary() {
     assert_eq!(short("weight"), "weight");
     assert_eq!(short(&"ä".repeat(3000)).len(), NAME_BYTES_MAX);
     assert_eq!(short(&format!("x{}", "ä".repeat(3000))).len(), NAME_BYTES_MAX - 1);

@@ -32,7 +32,7 @@ fn hello(device: &Arc<CudaDevice>) -> Vec<u8> {
     hello
 }
 
-stub_test!(who_was_offered_the_memory_is_a_peer_and_is_told_also_when_the_exporter_gave_up, {
+stub_test!(an_importer_that_received_the_offer_is_a_peer_even_if_the_exporter_timed_out, {
     let device = device();
     let trainer = Trainer::new(&device);
     let export = trainer.weights.export().expect("exported");
@@ -56,7 +56,7 @@ stub_test!(who_was_offered_the_memory_is_a_peer_and_is_told_also_when_the_export
     assert_eq!(trainer.weights.exports(), [], "the peer has left");
 });
 
-stub_test!(an_exporter_whose_offer_cannot_be_taken_is_told, {
+stub_test!(an_exporter_learns_that_its_offer_was_refused, {
     let device = device();
     let trainer = Trainer::new(&device);
     let offer = real_offer(&trainer.weights.export().expect("exported"), &device);

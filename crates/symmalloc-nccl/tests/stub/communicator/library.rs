@@ -41,7 +41,7 @@ nccl_test!(an_old_library_is_refused_by_version, ["STUB_NCCL_VERSION" = "21701"]
 });
 
 nccl_test!(
-    an_older_library_does_what_it_can,
+    an_older_library_supports_all_functions_that_it_has,
     Library::StubWithoutAll(&["ncclCommWindowRegister", "ncclCommWindowDeregister", "ncclCommRevoke"]),
     ["STUB_NCCL_VERSION" = "22106"],
     {

@@ -54,7 +54,7 @@ nccl_test!(a_pool_sleeps_and_wakes, {
     nothing_is_left();
 });
 
-nccl_test!(communicators_are_made_waited_for_and_destroyed, {
+nccl_test!(communicators_are_created_awaited_and_destroyed, {
     Job::new(2).run(|it| {
         let pool = it.attached_pool();
         let tensor = it.take(&pool, MIB);
@@ -71,7 +71,7 @@ nccl_test!(communicators_are_made_waited_for_and_destroyed, {
     nothing_is_left();
 });
 
-nccl_test!(an_abort_takes_no_window_away_before_the_device_can_be_waited_for, {
+nccl_test!(an_abort_deregisters_windows_only_after_the_devices_work, {
     Job::new(1).run(|it| {
         let pool = it.attached_pool();
         let _tensor = it.take(&pool, MIB);

@@ -98,7 +98,7 @@ nccl_test!(without_agreement_plans_that_differ_are_reported_on_all, {
 });
 
 // A failed sync does not consume the segment events that it read.
-nccl_test!(ranks_whose_plans_differed_and_that_made_up_for_it_sync, {
+nccl_test!(ranks_sync_once_their_segments_are_equal_again, {
     Job::new(2).quiet().run(|it| {
         let pool = it.attached_pool();
         let _first = it.take(&pool, 30 * MIB);
@@ -153,7 +153,7 @@ nccl_test!(a_missing_rank_is_an_error_on_the_others_within_the_deadline, {
     nccl::assert_clean();
 });
 
-nccl_test!(a_rank_that_dies_is_an_error_on_the_others_and_other_communicators_go_on, {
+nccl_test!(a_rank_that_dies_is_an_error_on_the_others_and_other_communicators_continue, {
     Job::new(3).impatient().run(|it| {
         let rest = it.world.split((it.rank != 2).then_some(0), 0).expect("all ranks split");
         let pool = it.attached_pool();
@@ -179,7 +179,7 @@ nccl_test!(a_rank_that_dies_is_an_error_on_the_others_and_other_communicators_go
     nccl::assert_clean();
 });
 
-nccl_test!(buffers_that_are_not_the_same_are_reported_before_the_collective_runs, {
+nccl_test!(buffers_that_differ_are_reported_before_the_collective_runs, {
     let outcomes = Job::new(3).checking_offsets().run(|it| {
         let pool = it.attached_pool();
         let mut tensors = [it.take(&pool, MIB), it.take(&pool, MIB)];

@@ -89,7 +89,7 @@ fn strike(fault: Fault) -> bool {
     struck.into_iter().any(|struck| struck)
 }
 
-nccl_test!(a_call_that_fails_at_any_point_of_a_sync_ends_the_communicator_and_nothing_else, {
+nccl_test!(a_failed_call_at_any_point_of_a_sync_ends_only_its_communicator, {
     for call in ["ncclCommWindowRegister", "ncclCommWindowDeregister", "ncclAllGather"] {
         let nth = (1..).take_while(|nth| strike(Fault::Fails(call, *nth))).count();
         assert!(nth >= 2, "{call} was made {nth} times");

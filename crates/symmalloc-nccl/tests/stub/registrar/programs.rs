@@ -341,14 +341,14 @@ fn run(first_seed: u64, mode: Mode, faults: bool) {
     }
 }
 
-nccl_test!(random_programs_are_right_with_agreement, {
+nccl_test!(random_programs_are_correct_with_agreement, {
     run(0, Mode::AtSync, false);
 });
 
-nccl_test!(random_programs_are_right_without_agreement, {
+nccl_test!(random_programs_are_correct_without_agreement, {
     run(1_000_000, Mode::Off, false);
 });
 
-nccl_test!(random_programs_are_right_when_calls_fail_and_hang, {
+nccl_test!(random_programs_are_correct_when_calls_fail_and_hang, {
     run(2_000_000, Mode::AtSync, true);
 });

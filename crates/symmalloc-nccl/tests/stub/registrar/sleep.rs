@@ -173,7 +173,7 @@ nccl_test!(a_wake_restores_buffers_of_a_private_pool, {
     nothing_is_left();
 });
 
-nccl_test!(segments_that_died_or_came_before_a_sleep_are_right_after_it, {
+nccl_test!(segments_removed_and_created_before_a_sleep_are_synced_after_it, {
     Job::new(2).run(|it| {
         let (pool, mut tensors) = registered(it);
         drop(tensors.remove(1));

@@ -124,7 +124,7 @@ fn meet(at: u64, is_stuck: bool) -> Vec<String> {
         .collect()
 }
 
-nccl_test!(a_rank_that_dies_in_any_step_leaves_the_others_as_the_tables_say, {
+nccl_test!(a_rank_that_dies_in_any_step_leaves_the_others_in_the_documented_state, {
     let mut seen = Vec::new();
     // Agree, Decide and Check of the sleep, and Agree, Decide and Check of the wake, are one gather each.
     for at in 1..=6 {

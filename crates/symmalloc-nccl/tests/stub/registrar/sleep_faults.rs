@@ -192,7 +192,7 @@ fn strike_all(fault: impl Fn(u64) -> Fault) -> Vec<Vec<End>> {
     ends
 }
 
-nccl_test!(a_gather_that_fails_or_hangs_in_any_step_ends_as_the_tables_say, {
+nccl_test!(a_gather_that_fails_or_hangs_in_any_step_ends_in_the_documented_state, {
     // The sleep and the wake each run one gather for Agree, its page, Decide and Check.
     let failed = strike_all(|nth| Fault::Fails("ncclAllGather", nth));
     assert_eq!(failed.len(), 8);
@@ -209,7 +209,7 @@ nccl_test!(a_gather_that_fails_or_hangs_in_any_step_ends_as_the_tables_say, {
     }
 });
 
-nccl_test!(a_registration_that_fails_or_hangs_in_a_wake_ends_as_the_tables_say, {
+nccl_test!(a_registration_that_fails_or_hangs_in_a_wake_ends_in_the_documented_state, {
     for ends in [
         strike_all(|nth| Fault::Fails("ncclCommWindowRegister", nth)),
         strike_all(|nth| Fault::Hangs("ncclCommWindowRegister", nth)),
@@ -269,7 +269,7 @@ nccl_test!(a_window_of_a_lost_communicator_keeps_its_memory_until_the_communicat
     nccl::assert_clean();
 });
 
-nccl_test!(driver_calls_that_fail_at_any_point_end_as_the_tables_say, {
+nccl_test!(driver_calls_that_fail_at_any_point_end_in_the_documented_state, {
     for call in ["cuMemCreate", "cuMemMap", "cuMemSetAccess"] {
         let ends = strike_all(|nth| Fault::Driver(call, nth));
         assert_eq!(ends.len(), 2, "{call}: one call per segment");

@@ -295,7 +295,7 @@ fn judge(plan: &Plan, outputs: &[RankOutput], took: Duration) {
     }
 }
 
-nccl_test!(processes_with_every_fate_end_in_time_with_true_reports, {
+nccl_test!(processes_end_within_the_deadline_with_correct_reports, {
     const FATES: [Fate; 8] =
         [Fate::None, Fate::Dies, Fate::Dies, Fate::Stops, Fate::Slow, Fate::Fails, Fate::Hangs, Fate::Leaves];
     if let Ok(seed) = std::env::var(SEED) {
@@ -341,7 +341,7 @@ fn is_socket_of_the_stub(file: i32) -> bool {
     names.iter().flatten().any(is_unix) && !names.iter().flatten().any(is_ours)
 }
 
-nccl_test!(threads_with_every_fate_end_in_time_and_leave_nothing, {
+nccl_test!(threads_end_within_the_deadline_and_leak_nothing, {
     const FATES: [Fate; 7] =
         [Fate::None, Fate::Slow, Fate::Fails, Fate::Hangs, Fate::Leaves, Fate::Panics, Fate::Sticks];
 
