@@ -24,7 +24,7 @@ const OPS: usize = 100;
 
 type HeapName = (PoolId, Option<StreamId>);
 
-/// Maps the ops of each heap to the ops of the program that caused them.
+/// The ops of the program that caused the ops of each heap.
 #[derive(Default)]
 struct Origins {
     /// Entries by heap: (number of heap ops after it, op of the program, digest), ascending.

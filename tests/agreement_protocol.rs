@@ -177,8 +177,8 @@ fn a_difference_in_an_allocation_is_reported_with_its_name() {
             let ranks = [0, 1].map(|rank| {
                 let device = SimBackend::builder().rank(rank).build();
                 let allocator: Allocator<_> = Allocator::new(device, config.clone().expect("valid")).expect("valid");
-                allocator.register_stream().expect("few");
-                allocator.register_stream().expect("few");
+                allocator.register_stream().expect("a stream id is available");
+                allocator.register_stream().expect("a stream id is available");
                 allocator
             });
             let made = ranks.each_ref().map(|rank| {
@@ -267,7 +267,7 @@ fn private_pools_are_not_compared() {
     let rank = |rank: u32| {
         let allocator: Allocator<SimBackend> =
             Allocator::new(SimBackend::builder().rank(rank).build(), Config::default()).expect("valid");
-        let stream = allocator.register_stream().expect("few");
+        let stream = allocator.register_stream().expect("a stream id is available");
         let mut private = vec![PoolId::DEFAULT];
         let mut create = |count: u32| {
             private.extend((0..count).map(|_| allocator.create_pool(PoolConfig::default()).expect("a pool")));
@@ -276,7 +276,8 @@ fn private_pools_are_not_compared() {
         let one = allocator.create_pool(symmetric()).expect("a pool");
         create(3 * rank);
         let other = allocator.create_pool(symmetric()).expect("a pool");
-        let logging = (0..=rank).map(|_| allocator.register_stream().expect("few")).collect::<Vec<_>>();
+        let logging =
+            (0..=rank).map(|_| allocator.register_stream().expect("a stream id is available")).collect::<Vec<_>>();
         let mut placed = Vec::new();
         for op in 0..200_u64 {
             for (index, pool) in private.iter().enumerate() {

@@ -43,7 +43,7 @@ fn allocator<L: Lock>() -> Allocator<SimBackend, L> {
     let backend = SimBackend::builder().memory_bytes(1 << 50).build();
     let allocator = Allocator::with_lock(backend, Config::default()).expect("valid");
     for _ in 0..STREAMS {
-        allocator.register_stream().expect("few");
+        allocator.register_stream().expect("a stream id is available");
     }
     allocator
 }
@@ -64,7 +64,7 @@ fn live_and_die<L: Lock>(allocator: &Allocator<SimBackend, L>, config: &str, sle
         allocator.end_step(pool).expect("open");
     }
     if sleeps {
-        allocator.quiesce(pool, Contents::Keep).expect("quiet").unmap().expect("asleep");
+        allocator.quiesce(pool, Contents::Keep).expect("no work is pending").unmap().expect("asleep");
     }
     allocator.destroy_pool(pool).expect("empty");
     pool
@@ -89,7 +89,7 @@ fn bytes_per_pool<L: Lock>(
     run(200..200 + POOLS);
     let grown = LIVE_BYTES.load(Ordering::Relaxed).saturating_sub(before);
     assert_eq!(allocator.pool_count() as usize, 201 + POOLS);
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
     grown / POOLS
 }
 
@@ -154,7 +154,7 @@ fn visits() {
         let backend = SimBackend::builder().memory_bytes(1 << 50).build();
         let allocator: Allocator<_, Shared> = Allocator::with_lock(backend, Config::default()).expect("valid");
         for _ in 0..STREAMS {
-            allocator.register_stream().expect("few");
+            allocator.register_stream().expect("a stream id is available");
         }
         let pools: Vec<_> = (0..500).map(|_| live_and_die(&allocator, "", false)).collect();
         assert_eq!(allocator.kept_pool_count(), 1, "the default pool");
@@ -178,6 +178,6 @@ fn visits() {
         assert_eq!(allocator.backend().mapped_bytes(), 0);
         assert!(pools.iter().all(|pool| allocator.pool_stats(*pool).is_err()));
         assert_eq!(allocator.summary().lines().count(), 3, "a header, all pools, the default pool");
-        allocator.check().expect("sound");
+        allocator.check().expect("consistent");
     }
 }

@@ -70,7 +70,7 @@ const STORIES: &[Story] = &[
         name: "allocate-nothing",
         pool: "",
         ops: |rank, _| {
-            let made = rank.allocate(POOL, S0, 0).expect("always");
+            let made = rank.allocate(POOL, S0, 0).expect("zero bytes never fail");
             rank.free(made.handle).expect("live");
         },
     },
@@ -249,10 +249,10 @@ fn digest(story: &Story, rank: u32) -> Digest {
     let device = SimBackend::builder().seed(1).rank(rank).build();
     let config = Config::builder().default_pool(pool_config(story.pool)).build().expect("valid");
     let allocator = Allocator::new(&device, config).expect("valid");
-    allocator.register_stream().expect("few");
-    allocator.register_stream().expect("few");
+    allocator.register_stream().expect("a stream id is available");
+    allocator.register_stream().expect("a stream id is available");
     (story.ops)(&allocator, &device);
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
     allocator.digest(POOL).expect("it exists")
 }
 
@@ -313,8 +313,8 @@ fn histories_that_differ_in_one_decision_have_different_digests() {
     assert_ne!(by_limit, by_driver);
     // Allocations of zero bytes, for one stream of a shared heap and for the other.
     let nothing_for = |ops| digest(&Story { name: "", pool: "shared", ops }, 0);
-    let for_one = nothing_for(|rank, _| _ = rank.allocate(POOL, S0, 0).expect("always"));
-    assert_ne!(for_one, nothing_for(|rank, _| _ = rank.allocate(POOL, S1, 0).expect("always")));
+    let for_one = nothing_for(|rank, _| _ = rank.allocate(POOL, S0, 0).expect("zero bytes never fail"));
+    assert_ne!(for_one, nothing_for(|rank, _| _ = rank.allocate(POOL, S1, 0).expect("zero bytes never fail")));
 }
 
 /// Heaps with different granularities eventually make different decisions.
@@ -323,8 +323,8 @@ fn the_granularity_is_in_every_digest() {
     let digest = |granularity_bytes| {
         let device = SimBackend::builder().granularity_bytes(granularity_bytes).build();
         let allocator: Rank<'_> = Allocator::new(&device, Config::default()).expect("valid");
-        allocator.register_stream().expect("few");
-        allocator.allocate(POOL, S0, 0).expect("always");
+        allocator.register_stream().expect("a stream id is available");
+        allocator.allocate(POOL, S0, 0).expect("zero bytes never fail");
         allocator.digest(POOL).expect("it exists")
     };
     assert_ne!(digest(MIB), digest(2 * MIB));
@@ -336,7 +336,7 @@ fn the_end_of_a_pool_is_in_its_digest() {
     let histories = |is_destroyed| {
         let device = SimBackend::builder().build();
         let allocator: Rank<'_> = Allocator::new(&device, Config::default()).expect("valid");
-        allocator.register_stream().expect("few");
+        allocator.register_stream().expect("a stream id is available");
         let symmetric = PoolConfig::builder().symmetric(true).build().expect("valid");
         let pool = allocator.create_pool(symmetric).expect("valid");
         let made = allocator.allocate(pool, S0, MIB).expect("memory");
@@ -363,7 +363,7 @@ fn the_history_of_a_shrink_equals_the_unmapped_ranges() {
     let pool = PoolConfig::builder().symmetric(true).build().expect("valid");
     let config = Config::builder().default_pool(pool).build().expect("valid");
     let allocator: Allocator<_> = Allocator::new(Hooked { inner: &device, hook: log }, config).expect("valid");
-    allocator.register_stream().expect("few");
+    allocator.register_stream().expect("a stream id is available");
     let take = |size_bytes| allocator.allocate(POOL, S0, size_bytes).expect("memory");
     let _holds_the_segment = take(KIB);
     let (mut random, mut live) = (SplitMix64::new(1), Vec::new());

@@ -13,7 +13,7 @@ use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};
 
-/// Records every event as `name field=value ...`, and every span as `> name field=value ...`.
+/// A subscriber that records every event as `name field=value ...`, and every span as `> name field=value ...`.
 #[derive(Clone, Default)]
 struct Listener(Arc<Mutex<Vec<String>>>);
 
@@ -190,7 +190,7 @@ fn the_early_end_of_a_recording_emits_one_event() {
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
     allocator.start_recording(Full).expect("nothing was allocated");
     for _ in 0..3 {
-        allocator.register_stream().expect("few");
+        allocator.register_stream().expect("a stream id is available");
     }
     let ended = "recording.ended records=0 error=the recording ended after 0 records, because its sink failed: the sink is full";
     let streams = ["stream.registered stream=0", "stream.registered stream=1", "stream.registered stream=2"];

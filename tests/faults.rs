@@ -213,7 +213,7 @@ fn a_failed_trim_reports_all_released_bytes() {
         let device = SimBackend::builder().build();
         let config: Config = format!("segments:{segments}").parse().expect("valid");
         let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
-        for stream in [(); 3].map(|()| allocator.register_stream().expect("few")) {
+        for stream in [(); 3].map(|()| allocator.register_stream().expect("a stream id is available")) {
             let allocate = |mib: u64| allocator.allocate(PoolId::DEFAULT, stream, mib << 20).expect("fits").handle;
             // Every second allocation is freed, which leaves whole segments, or holes in one.
             let made = [24, 26, 28, 30, 32, 34].map(allocate);

@@ -46,7 +46,7 @@ fn replay(program: &Program, segments: &str, streams: StreamPolicy) -> Summary {
             fold(allocation.placement.offset_bytes);
         })
         .expect("the job fits 80 GiB");
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
     let stats = allocator.stats();
     assert_eq!(allocator.backend().mapped_bytes_peak(), stats.reserved_bytes.peak);
     Summary {

@@ -58,7 +58,7 @@ fn drive<L: Lock>(allocator: &Allocator<Device, L>, stream: StreamId, seed: u64,
 
 /// Makes calls that other threads may make concurrently without moving anything in the default pool (rule D8).
 fn disturb(allocator: &Allocator<Device, Shuttled>) {
-    let pool = allocator.create_pool(PoolConfig::default()).expect("few");
+    let pool = allocator.create_pool(PoolConfig::default()).expect("the pool is created");
     let (observer, _) = allocator.observe(pool).expect("it exists");
     let made = allocator.allocate(pool, StreamId(0), MIB).expect("no limit");
     use_it(allocator, StreamId(0), &made);
@@ -261,7 +261,7 @@ fn fences_of_one_stream_have_events_in_the_order_of_their_ticks() {
         explore(1000, move || {
             let allocator = shared(&Config::default(), 11);
             let pool = PoolConfig::builder().streams(StreamPolicy::Shared).build().expect("valid");
-            let pools = [(); 2].map(|()| allocator.create_pool(pool.clone()).expect("few"));
+            let pools = [(); 2].map(|()| allocator.create_pool(pool.clone()).expect("the pool is created"));
             let threads = [(pools[0], one), (pools[1], other)].map(|(pool, stream)| {
                 let lending = Arc::clone(&allocator);
                 thread::spawn(move || {
@@ -353,7 +353,7 @@ fn a_stream_wait_does_not_cover_concurrently_submitted_work() {
     explore(2000, move || {
         let allocator = shared(&Config::default(), 4);
         let pool = PoolConfig::builder().streams(StreamPolicy::Shared).build().expect("valid");
-        let pool = allocator.create_pool(pool).expect("few");
+        let pool = allocator.create_pool(pool).expect("the pool is created");
         let left = allocator.allocate(pool, other, MIB).expect("no limit");
         use_it(&allocator, other, &left);
         allocator.free(left.handle).expect("live");
@@ -379,7 +379,7 @@ fn a_stream_wait_does_not_cover_concurrently_submitted_work() {
 fn a_pool_is_destroyed_by_one_thread_and_used_by_another() {
     explore(2000, || {
         let allocator = shared(&Config::default(), 5);
-        let pool = allocator.create_pool(PoolConfig::default()).expect("few");
+        let pool = allocator.create_pool(PoolConfig::default()).expect("the pool is created");
         // The pool has its heaps when it is destroyed.
         for stream in (0..STREAMS).map(StreamId) {
             let made = allocator.allocate(pool, stream, MIB).expect("no limit");
@@ -440,7 +440,7 @@ fn a_recording_orders_sleep_and_wake_with_concurrent_frees() {
             })
         };
         sleepers.into_iter().chain([freer]).for_each(|thread| thread.join().expect("no panic"));
-        allocator.check().expect("sound");
+        allocator.check().expect("consistent");
         allocator.wake(PoolId::DEFAULT).expect("memory");
         assert_eq!(allocator.backend().inner.read(kept.address, kept.size_bytes), Some(7));
         made[2..].iter().for_each(|made| allocator.free(made.handle).expect("live"));

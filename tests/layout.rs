@@ -41,7 +41,7 @@ fn go_on<L: Lock>(
         work.submit(op, &result);
         future.push((outcome(result), allocator.stats().reserved_bytes.current));
     }
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
     future
 }
 
@@ -53,7 +53,7 @@ fn restarted<L: Lock>(scenario: &Scenario, checkpoint: &Checkpoint, seed: u64) -
         let mut work = DeviceWork::new(&device);
         let adopt = |id, stream, allocation| work.adopt(id, stream, allocation);
         let mut replay = checkpoint.resume(&allocator, &scenario.program, adopt);
-        allocator.check().expect("sound");
+        allocator.check().expect("consistent");
         let again = Checkpoint::take(checkpoint.op, &allocator, &scenario.program, &replay);
         assert_eq!(&again, checkpoint, "the restored state equals the saved one");
         let future = go_on(&allocator, &scenario.program, &mut replay, &mut work, checkpoint.op);
@@ -79,7 +79,7 @@ fn in_one_pool(scenario: &Scenario) -> Scenario {
 
 /// Returns the state that a rejected restore must leave unchanged.
 fn state<L: Lock>(allocator: &Allocator<&SimBackend, L>) -> impl PartialEq + std::fmt::Debug + use<L> {
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
     (allocator.snapshot(), allocator.stats(), digests(allocator))
 }
 
@@ -215,7 +215,7 @@ fn restored_allocations_count_in_the_peak_over_all_heaps() {
         assert_eq!((usage.allocated_bytes.current, usage.allocated_bytes.peak), (peak * MIB, peak * MIB));
         assert_eq!(usage.allocations.current, usage.allocations.peak);
     }
-    new.check().expect("sound");
+    new.check().expect("consistent");
 }
 
 #[test]

@@ -24,7 +24,7 @@ fn allocator() -> Allocator<SimBackend> {
 
 /// Returns the state that an error must leave unchanged.
 fn state(allocator: &Allocator<SimBackend>) -> impl PartialEq + std::fmt::Debug + use<> {
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
     (allocator.snapshot(), allocator.stats(), allocator.digest(POOL), allocator.backend().calls())
 }
 
@@ -89,7 +89,7 @@ fn forged_handles_are_refused() {
             assert_eq!(state(&allocator), before, "{wrong:x?}");
         }
     }
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
     allocator.free(given).expect("still live");
 }
 
@@ -143,7 +143,7 @@ fn a_pool_in_use_cannot_be_destroyed_and_a_destroyed_one_cannot_be_used() {
 #[test]
 fn zero_bytes_take_no_memory_and_never_reach_the_driver() {
     let allocator = allocator();
-    let nothing = allocator.allocate(POOL, S0, 0).expect("always");
+    let nothing = allocator.allocate(POOL, S0, 0).expect("zero bytes never fail");
     assert_eq!((nothing.address, nothing.size_bytes), (DeviceAddress(0), 0));
     assert_eq!(nothing.placement, Placement::NOWHERE);
     allocator.record_use(nothing.handle, S0).expect("nothing to do");
@@ -169,7 +169,7 @@ fn huge_sizes_are_refused_without_overflow() {
         let AllocateError::OutOfMemory(error) = error else { panic!("{error}") };
         assert_eq!(error.cause, OutOfMemoryCause::SegmentFull { segment_bytes: 512 << 30 });
     }
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
 }
 
 #[test]
@@ -330,7 +330,7 @@ fn a_destroyed_pool_serves_no_kind_of_request() {
 #[test]
 fn only_zero_bytes_that_were_allocated_are_freed() {
     let allocator = allocator();
-    let (place, serial) = allocator.allocate(POOL, S0, 0).expect("always").handle.into_raw();
+    let (place, serial) = allocator.allocate(POOL, S0, 0).expect("zero bytes never fail").handle.into_raw();
     let handle = Handle::from_raw((place, serial + 1));
     assert_eq!(allocator.free(handle), Err(HandleError::Foreign { handle }.into()));
     assert_eq!(allocator.record_use(handle, S0), Err(HandleError::Foreign { handle }.into()));
@@ -339,7 +339,7 @@ fn only_zero_bytes_that_were_allocated_are_freed() {
 #[test]
 fn an_allocation_of_zero_bytes_is_freed_once_and_not_used_afterward() {
     let allocator = allocator();
-    let [first, second] = [0, 1].map(|_| allocator.allocate(POOL, S0, 0).expect("always").handle);
+    let [first, second] = [0, 1].map(|_| allocator.allocate(POOL, S0, 0).expect("zero bytes never fail").handle);
     allocator.free(first).expect("live");
     let before = state(&allocator);
     let stale = HandleError::Stale { handle: first };
@@ -355,10 +355,10 @@ fn an_allocation_of_zero_bytes_is_freed_once_and_not_used_afterward() {
 fn zero_bytes_of_a_destroyed_pool_are_freed_once() {
     let allocator = allocator();
     let pool = allocator.create_pool(PoolConfig::default()).expect("valid");
-    let handle = allocator.allocate(pool, S0, 0).expect("always").handle;
+    let handle = allocator.allocate(pool, S0, 0).expect("zero bytes never fail").handle;
     allocator.destroy_pool(pool).expect("nothing has bytes");
     let next = allocator.create_pool(PoolConfig::default()).expect("valid");
-    let other = allocator.allocate(next, S0, 0).expect("always").handle;
+    let other = allocator.allocate(next, S0, 0).expect("zero bytes never fail").handle;
     let digest = allocator.digest(next).expect("live");
     allocator.free(handle).expect("live");
     assert_eq!(allocator.digest(next), Ok(digest), "the free is not an op of the next pool");
@@ -392,5 +392,5 @@ fn a_handle_of_a_destroyed_pool_stays_stale_in_later_pools() {
         allocator.destroy_pool(pool).expect("empty");
         stale.push((pool, made.handle));
     }
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
 }

@@ -74,7 +74,7 @@ fn memory_of_a_dead_segment_is_held_until_every_observer_has_acknowledged() {
         (device.mapped_bytes(), stats.retired_bytes, stats.reserved_bytes.current),
         (30 * MIB, 30 * MIB, 30 * MIB)
     );
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
     // The addresses also stay reserved: a new segment must not be placed under an old window.
     let new = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
     assert_eq!(new.placement.segment, SegmentId(1), "ids are never reused");
@@ -85,7 +85,7 @@ fn memory_of_a_dead_segment_is_held_until_every_observer_has_acknowledged() {
     assert_eq!(allocator.acknowledge(one, &unread), Ok(0), "acknowledging twice changes nothing");
     assert_eq!(allocator.acknowledge(other, &allocator.unread(other)), Ok(30 * MIB));
     assert_eq!(device.mapped_bytes(), 30 * MIB);
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
 }
 
 #[test]
@@ -205,7 +205,7 @@ fn the_log_contains_every_birth_growth_and_death_in_order() {
                     .map(|segment| ((segment.stream, segment.segment), segment.size_bytes))
                     .collect();
                 assert_eq!(registrar.windows, live, "seed {seed}, op {index}");
-                allocator.check().expect("sound");
+                allocator.check().expect("consistent");
             }
         }
     }
@@ -318,7 +318,7 @@ fn memory_kept_by_an_observer_serves_no_request_and_is_reclaimed_once() {
     let pool = PoolConfig::builder().fixed().reclaim(Reclaim::Pool).limit_bytes(Some(60 * MIB));
     let config = Config::builder().default_pool(pool.build().expect("valid")).build().expect("valid");
     let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
-    let streams = [(); 3].map(|()| allocator.register_stream().expect("few"));
+    let streams = [(); 3].map(|()| allocator.register_stream().expect("a stream id is available"));
     for made in streams.map(|stream| allocator.allocate(POOL, stream, 20 * MIB).expect("within the limit")) {
         allocator.free(made.handle).expect("live");
     }

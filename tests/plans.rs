@@ -49,7 +49,7 @@ fn a_pool_that_is_in_a_step_or_learns_has_no_layout_and_takes_none() {
     let pool = PoolConfig::builder().plan(PlanPolicy::Learn).build().expect("valid");
     let config = Config::builder().default_pool(pool).build().expect("valid");
     let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
-    let stream = allocator.register_stream().expect("few");
+    let stream = allocator.register_stream().expect("a stream id is available");
     let pool = PoolId::DEFAULT;
     let before = allocator.save_layout(pool).expect("the pool has learned nothing");
     let is_refused = || {
@@ -78,7 +78,7 @@ fn a_release_threshold_does_not_count_memory_of_plans() {
     let pool = PoolConfig::builder().plan(PlanPolicy::Learn).release_threshold_bytes(Some(8 * MIB));
     let config = Config::builder().default_pool(pool.build().expect("valid")).build().expect("valid");
     let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
-    let stream = allocator.register_stream().expect("few");
+    let stream = allocator.register_stream().expect("a stream id is available");
     let passes = |sizes: &[u64]| {
         for size_bytes in sizes {
             let made = allocator.allocate(PoolId::DEFAULT, stream, *size_bytes).expect("memory is available");
@@ -103,7 +103,7 @@ fn a_failure_callback_may_use_the_pool_whose_plan_has_no_memory() {
     let pool = PoolConfig::builder().limit_bytes(Some(64 * MIB)).build().expect("valid");
     let config = Config::builder().default_pool(pool).build().expect("valid");
     let allocator = Allocator::<_, Exclusive>::new(SimBackend::builder().build(), config).expect("valid");
-    let [planned, other] = [(); 2].map(|()| allocator.register_stream().expect("few"));
+    let [planned, other] = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
     allocator.set_failure_callback(move |allocator, _| {
         let made = allocator.allocate(PoolId::DEFAULT, other, 512).expect("512 bytes fit");
         allocator.begin_step(PoolId::DEFAULT, 0).expect("none is open");
@@ -130,7 +130,7 @@ fn plans_of_an_unsplit_pool_round_to_granules() {
         let pool = pool.to_builder().plan(learns).build().expect("valid");
         let config = Config::builder().default_pool(pool.clone()).build().expect("valid");
         let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
-        let stream = allocator.register_stream().expect("few");
+        let stream = allocator.register_stream().expect("a stream id is available");
         if learns == PlanPolicy::Off {
             let wanted = StepAllocation { stream, requested_bytes: 4096, until: Some(2) };
             let plan = Plan::solve(&pool, device.granularity_bytes(), Some(stream), 0, &[wanted; 2], Steps::default());
@@ -155,7 +155,7 @@ fn planned_pool(device: &SimBackend, policy: PlanPolicy, limit_bytes: u64) -> (A
     let pool = PoolConfig::builder().plan(policy).limit_bytes(Some(limit_bytes)).build().expect("valid");
     let config = Config::builder().default_pool(pool).build().expect("valid");
     let allocator = Allocator::new(device, config).expect("valid");
-    let stream = allocator.register_stream().expect("few");
+    let stream = allocator.register_stream().expect("a stream id is available");
     (allocator, stream)
 }
 
@@ -181,7 +181,7 @@ fn plans_of_several_keys_do_not_overlap_allocations_that_stay_live() {
         left = Some(allocate(sizes[1]));
         allocator.free(first).expect("live");
         let report = allocator.end_step(PoolId::DEFAULT).expect("it is open");
-        allocator.check().expect("sound");
+        allocator.check().expect("consistent");
         report
     };
     for key in [0, 0, 0, 1, 1, 1] {

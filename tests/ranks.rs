@@ -88,7 +88,7 @@ fn job_on_rank(program: &symmalloc_trace::replay::Program, pool: &PoolConfig, ra
     let mut placements = Vec::with_capacity(program.allocation_count());
     let mut replay = Replay::new(&allocator, program);
     replay.run(|_, allocation| placements.push(allocation.placement)).expect("the job fits 80 GiB");
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
     (placements, allocator.digest(PoolId::DEFAULT).expect("the default pool"))
 }
 
@@ -150,7 +150,7 @@ fn private_memory_of_a_rank_does_not_affect_symmetric_placements() {
     let placements = [0, 41 * MIB].map(|private_bytes| {
         let config = Config::builder().limit_bytes(Some(64 * MIB)).build().expect("valid");
         let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("a device");
-        let stream = allocator.register_stream().expect("few");
+        let stream = allocator.register_stream().expect("a stream id is available");
         let pool = allocator.create_pool(symmetric.clone()).expect("a pool");
         if private_bytes > 0 {
             allocator.allocate(PoolId::DEFAULT, stream, private_bytes).expect("within the limit");
@@ -180,7 +180,7 @@ fn private_memory_of_a_rank_does_not_affect_symmetric_placements() {
 fn digest_after(size_bytes: u64, uses: &[StreamId]) -> Digest {
     let allocator: Allocator<_> =
         Allocator::new(SimBackend::builder().build(), Config::default()).expect("a valid granularity");
-    let streams: Vec<_> = (0..2).map(|_| allocator.register_stream().expect("few")).collect();
+    let streams: Vec<_> = (0..2).map(|_| allocator.register_stream().expect("a stream id is available")).collect();
     let made = allocator.allocate(PoolId::DEFAULT, streams[0], size_bytes).expect("memory");
     uses.iter().for_each(|stream| allocator.record_use(made.handle, *stream).expect("live"));
     allocator.digest(PoolId::DEFAULT).expect("the default pool")
@@ -212,7 +212,7 @@ fn the_limit_over_all_pools_does_not_change_the_growth_of_a_symmetric_pool() {
     let reserved = [0, 58 * MIB].map(|private_bytes| {
         let config = Config::builder().limit_bytes(Some(64 * MIB)).build().expect("valid");
         let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("a device");
-        let stream = allocator.register_stream().expect("few");
+        let stream = allocator.register_stream().expect("a stream id is available");
         let pool = allocator.create_pool(symmetric.clone()).expect("a pool");
         if private_bytes > 0 {
             allocator.allocate(PoolId::DEFAULT, stream, private_bytes).expect("within the limit");

@@ -40,7 +40,7 @@ fn replays(records: &[Record], config: &Config, granularity_bytes: u64, expected
         let placement = made.filter(|made| made.size_bytes > 0).map(|made| made.placement);
         assert_eq!(placement, record.placement, "record {index}: {}", RecordLine(record));
     }
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
     assert_eq!(digests(&allocator), expected);
     assert_eq!(allocator.stop_recording().expect("the sink has space").records, records.len() as u64);
     let again = again.records();
@@ -94,7 +94,7 @@ fn adverse_run<L: Lock>(scenario: &Scenario, seed: u64, refusals_per_million: u3
             _ => {}
         }
     }
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
     if !allocator.is_recording() {
         // The driver failed in the middle of a stitched allocation.
         assert!(refusals_per_million > 0);
@@ -163,7 +163,7 @@ fn each_reclaim_for_a_refused_request_is_recorded() {
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config.clone()).expect("valid");
     let sink = Memory::new();
     allocator.start_recording(sink.clone()).expect("nothing was allocated");
-    let [first, second] = [0, 1].map(|_| allocator.register_stream().expect("few"));
+    let [first, second] = [0, 1].map(|_| allocator.register_stream().expect("a stream id is available"));
     let allocate = |stream, mib: u64| allocator.allocate(PoolId::DEFAULT, stream, mib * MIB);
     let [_, end] = [0, 1].map(|_| allocate(first, 2).expect("below the limit"));
     // Its heap has a free end of 1.5 MiB, too little to release.
@@ -202,7 +202,8 @@ fn threads_run(config: &Config, seed: u64) {
             None => Retry::GiveUp,
         }
     });
-    let streams: Vec<StreamId> = (0..THREADS).map(|_| allocator.register_stream().expect("few")).collect();
+    let streams: Vec<StreamId> =
+        (0..THREADS).map(|_| allocator.register_stream().expect("a stream id is available")).collect();
     std::thread::scope(|scope| {
         for stream in streams {
             let (allocator, live) = (&allocator, &live);
@@ -233,7 +234,7 @@ fn threads_run(config: &Config, seed: u64) {
             });
         }
     });
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
     allocator.stop_recording().expect("the sink has space");
     replays(&sink.records(), config, 2 << 20, &digests(&allocator));
 }
@@ -261,7 +262,7 @@ fn a_failing_sink_does_not_affect_the_allocator() {
             let started = sink.map(|sink| allocator.start_recording(sink));
             let mut run = Run::new(&allocator, &scenario);
             let outcomes: Vec<_> = (0..scenario.program.ops().len()).map(|op| outcome(run.step(op))).collect();
-            allocator.check().expect("sound");
+            allocator.check().expect("consistent");
             let was_recording = allocator.is_recording();
             let stopped = allocator.stop_recording();
             assert!(matches!(allocator.stop_recording(), Err(RecordingError::NotRecording)));
@@ -344,7 +345,7 @@ fn a_driver_that_fails_in_the_middle_of_an_op_ends_the_recording() {
 #[test]
 fn a_recording_begins_before_the_first_allocation_and_once() {
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
-    let stream = allocator.register_stream().expect("few");
+    let stream = allocator.register_stream().expect("a stream id is available");
     let pool = allocator.create_pool(PoolConfig::default()).expect("valid");
     let gone = allocator.create_pool(PoolConfig::default()).expect("valid");
     allocator.destroy_pool(gone).expect("empty");
@@ -377,7 +378,7 @@ fn a_recording_begins_before_the_first_allocation_and_once() {
 #[test]
 fn a_restored_pool_ends_the_recording() {
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
-    let stream = allocator.register_stream().expect("few");
+    let stream = allocator.register_stream().expect("a stream id is available");
     let sink = Memory::new();
     let layout = allocator.save_layout(PoolId::DEFAULT).expect("exists");
     allocator.start_recording(sink.clone()).expect("nothing was allocated");
@@ -413,7 +414,7 @@ fn a_change_of_the_limit_ends_the_recording() {
     }
 
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
-    let (stream, sink) = (allocator.register_stream().expect("few"), Begun::default());
+    let (stream, sink) = (allocator.register_stream().expect("a stream id is available"), Begun::default());
     allocator.set_limit_bytes(Some(64 * MIB));
     allocator.start_recording(sink.clone()).expect("nothing was allocated");
     assert_eq!(sink.0.lock().unwrap().as_ref().and_then(Config::limit_bytes), Some(64 * MIB));
@@ -432,7 +433,7 @@ fn a_change_of_the_limit_ends_the_recording() {
 #[test]
 fn a_segment_that_dies_under_its_observer_ends_the_recording() {
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
-    let stream = allocator.register_stream().expect("few");
+    let stream = allocator.register_stream().expect("a stream id is available");
     let sink = Memory::new();
     allocator.start_recording(sink.clone()).expect("nothing was allocated");
     let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("exists");
@@ -451,7 +452,7 @@ fn a_segment_that_dies_under_its_observer_ends_the_recording() {
 #[test]
 fn a_segment_that_dies_in_a_heap_the_observer_has_not_seen_ends_the_recording() {
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
-    let stream = allocator.register_stream().expect("few");
+    let stream = allocator.register_stream().expect("a stream id is available");
     allocator.start_recording(Memory::new()).expect("nothing was allocated");
     let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("exists");
     let unread = allocator.unread(observer);
@@ -473,7 +474,7 @@ fn ranks_that_agree_record_a_sync() {
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("valid");
     let sink = Memory::new();
     allocator.start_recording(sink.clone()).expect("nothing was allocated");
-    let stream = allocator.register_stream().expect("few");
+    let stream = allocator.register_stream().expect("a stream id is available");
     allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
     agree_in_lockstep(&[RankHistory::new(&allocator, Point::Sync)]).expect("one rank");
     agree_in_lockstep(&[RankHistory::new(&allocator, Point::Op)]).expect("one rank");
@@ -512,7 +513,7 @@ fn recorded_jobs_are_recorded_again_byte_for_byte() {
 #[test]
 fn an_allocation_of_zero_bytes_that_is_freed_twice_is_refused_and_recorded_once() {
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
-    let stream = allocator.register_stream().expect("few");
+    let stream = allocator.register_stream().expect("a stream id is available");
     allocator.start_recording(Memory::new()).expect("nothing was allocated");
     let handle = allocator.allocate(PoolId::DEFAULT, stream, 0).expect("no memory").handle;
     allocator.free(handle).expect("live");
@@ -525,7 +526,7 @@ fn an_allocation_of_zero_bytes_that_is_freed_twice_is_refused_and_recorded_once(
 fn zero_bytes_of_a_destroyed_pool_are_freed_without_a_record() {
     let device = SimBackend::builder().build();
     let allocator: Allocator<_> = Allocator::new(&device, Config::default()).expect("valid");
-    let stream = allocator.register_stream().expect("few");
+    let stream = allocator.register_stream().expect("a stream id is available");
     let pool = allocator.create_pool(PoolConfig::default()).expect("made");
     let nothing = allocator.allocate(pool, stream, 0).expect("it needs no memory").handle;
     allocator.destroy_pool(pool).expect("no memory is allocated");

@@ -59,7 +59,7 @@ fn a_sink_that_uses_the_allocator_ends_the_recording_and_never_hangs() {
         std::thread::spawn(move || {
             let allocator = SimBackend::builder().build();
             let allocator = Arc::new(SharedAllocator::with_lock(allocator, Config::default()).expect("valid"));
-            let stream = allocator.register_stream().expect("few");
+            let stream = allocator.register_stream().expect("a stream id is available");
             let reached = Arc::new(Mutex::new(Arc::downgrade(&allocator)));
             let begun = allocator.start_recording(Reentrant { allocator: reached, when, held: Vec::new() });
             if when == "begin" {
@@ -75,7 +75,7 @@ fn a_sink_that_uses_the_allocator_ends_the_recording_and_never_hangs() {
                 // Existing streams are also records.
                 assert!(matches!(begun, Err(StartRecordingError::Reentered)), "{begun:?}");
             }
-            allocator.check().expect("sound");
+            allocator.check().expect("consistent");
             done.send(()).expect("the test waits");
         });
         is_done.recv_timeout(std::time::Duration::from_secs(60)).unwrap_or_else(|_| panic!("{when} hangs or failed"));
@@ -86,7 +86,7 @@ fn a_sink_that_uses_the_allocator_ends_the_recording_and_never_hangs() {
 fn a_record_in_which_the_sink_uses_the_allocator_is_the_last() {
     let allocator = SimBackend::builder().build();
     let allocator = Arc::new(SharedAllocator::with_lock(allocator, Config::default()).expect("valid"));
-    let stream = allocator.register_stream().expect("few");
+    let stream = allocator.register_stream().expect("a stream id is available");
     let reached = Arc::new(Mutex::new(Weak::new()));
     let sink = Reentrant { allocator: Arc::clone(&reached), when: "record", held: Vec::new() };
     allocator.start_recording(sink).expect("begun");
@@ -99,5 +99,5 @@ fn a_record_in_which_the_sink_uses_the_allocator_is_the_last() {
         panic!("{ended:?}");
     };
     [first, second].iter().for_each(|made| allocator.free(made.handle).expect("live"));
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
 }

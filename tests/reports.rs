@@ -13,7 +13,10 @@ const POOL: PoolId = PoolId::DEFAULT;
 
 fn allocator_with_two_streams() -> (Allocator<SimBackend>, StreamId, StreamId) {
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
-    let (one, other) = (allocator.register_stream().expect("few"), allocator.register_stream().expect("few"));
+    let (one, other) = (
+        allocator.register_stream().expect("a stream id is available"),
+        allocator.register_stream().expect("a stream id is available"),
+    );
     (allocator, one, other)
 }
 
@@ -41,8 +44,8 @@ fn one_thread_gets_exact_peaks_over_streams_and_several_an_upper_bound() {
     let (allocator, one, other) = allocator_with_two_streams();
     let several =
         Allocator::<_, Shared>::with_lock(SimBackend::builder().build(), Config::default()).expect("a device");
-    several.register_stream().expect("few");
-    several.register_stream().expect("few");
+    several.register_stream().expect("a stream id is available");
+    several.register_stream().expect("a stream id is available");
     for stream in [one, other] {
         let taken = allocator.allocate(POOL, stream, 4 * MIB).expect("memory");
         allocator.free(taken.handle).expect("live");
@@ -169,7 +172,7 @@ fn told(stats: &ClassStats) -> [[Stat; 3]; 3] {
 /// Opens and closes scopes at any depth and resets peaks within them. Compares every number, by class and in all.
 fn statistics_are_the_oracles<L: Lock>(seed: u64) {
     let allocator = Allocator::<_, L>::with_lock(SimBackend::builder().build(), Config::default()).expect("a device");
-    let stream = allocator.register_stream().expect("few");
+    let stream = allocator.register_stream().expect("a stream id is available");
     let (mut random, mut usage) = (SplitMix64::new(seed), Usage::default());
     let (mut live, mut scopes) = (Vec::new(), Vec::new());
     for _ in 0..400 {
@@ -233,7 +236,7 @@ fn stats_of_all_levels<L: Lock>(allocator: &Allocator<SimBackend, L>) -> Vec<(St
 
 fn a_reset_reaches_every_peak<L: Lock>() {
     let allocator = Allocator::<_, L>::with_lock(SimBackend::builder().build(), Config::default()).expect("a device");
-    let streams = [(); 2].map(|()| allocator.register_stream().expect("few"));
+    let streams = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
     let pools = [POOL, allocator.create_pool(PoolConfig::default()).expect("a pool")];
     for (pool, stream) in pools.iter().flat_map(|pool| streams.map(|stream| (*pool, stream))) {
         let made = [1000, 2 * MIB, 2000, 8 * MIB].map(|size| allocator.allocate(pool, stream, size).expect("memory"));
@@ -262,7 +265,7 @@ fn the_largest_free_block_that_an_error_names_is_of_any_size_class() {
         let pool = PoolConfig::builder().fixed().reclaim(Reclaim::Never).limit_bytes(Some(22 * MIB));
         let config = Config::builder().default_pool(pool.build().expect("valid")).build().expect("valid");
         let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("a device");
-        let stream = allocator.register_stream().expect("few");
+        let stream = allocator.register_stream().expect("a stream id is available");
         let made = allocator.allocate(POOL, stream, size_bytes).expect("memory");
         allocator.free(made.handle).expect("live");
         let error = allocator.allocate(POOL, stream, 40 * MIB).expect_err("more than the limit");

@@ -25,8 +25,8 @@ fn rank<'a>(device: &'a SimBackend, policy: &str) -> Rank<'a> {
     let pool: PoolConfig = policy.parse().expect("valid");
     let config = Config::builder().default_pool(pool).build().expect("valid");
     let allocator = Allocator::new(device, config).expect("valid");
-    allocator.register_stream().expect("few");
-    allocator.register_stream().expect("few");
+    allocator.register_stream().expect("a stream id is available");
+    allocator.register_stream().expect("a stream id is available");
     allocator
 }
 
@@ -88,7 +88,7 @@ fn go_back(allocator: &Rank<'_>, layout: &Layout, saved: &Live, now: &Live) {
         }
     }
     assert_eq!(allocator.stats().reserved_bytes.current, reserved, "no memory was obtained or released");
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
 }
 
 /// Returns a rank's digests over time.
@@ -164,7 +164,7 @@ fn a_recording_continues_after_a_revival_and_replays_to_the_same_digests() {
             assert_eq!(placements, expected, "{policy}, seed {seed}");
             assert_eq!(again.digest(POOL), allocator.digest(POOL), "{policy}, seed {seed}");
             assert_eq!(again.stats().usage, allocator.stats().usage, "{policy}, seed {seed}");
-            again.check().expect("sound");
+            again.check().expect("consistent");
         }
     }
     assert!(revived > 1000, "{revived} were revived");
@@ -213,7 +213,7 @@ fn a_replay_allocates_normally_if_the_placement_of_a_revival_is_not_free() {
         let again = rank(&other, policy);
         let mut placements = Vec::new();
         Replay::new(&again, &program).run(|_, made| placements.push(made.placement)).expect("it replays");
-        again.check().expect("sound");
+        again.check().expect("consistent");
         placements.remove(2)
     };
     let (segment, offset_bytes) = (SegmentId(0), 0);
@@ -275,7 +275,7 @@ fn a_revival_that_the_driver_refuses_can_be_repeated() {
             Ok(_) => break,
         }
         assert_eq!((allocator.digest(POOL), allocator.stats()), before, "call {calls}");
-        allocator.check().expect("sound");
+        allocator.check().expect("consistent");
         device.heal();
         let revived = allocator.revive_layout(POOL, &layout).expect("the driver works again");
         for one in revived.allocations() {
@@ -383,8 +383,8 @@ fn revived_allocations_are_found_by_their_addresses() {
     let device = SimBackend::builder().build();
     let config = Config::builder().pointer_lookup(PointerLookup::Exact).build().expect("valid");
     let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
-    allocator.register_stream().expect("few");
-    allocator.register_stream().expect("few");
+    allocator.register_stream().expect("a stream id is available");
+    allocator.register_stream().expect("a stream id is available");
     let saved = [(); 2].map(|()| allocator.allocate(POOL, S0, MIB).expect("fits"));
     let layout = allocator.save_layout(POOL).expect("nothing is retired");
     allocator.record_use_at(saved[0].address, S1).expect("live");
@@ -412,7 +412,7 @@ fn revived_allocations_count_in_the_peak_over_all_heaps() {
     allocator.allocate(POOL, S0, 5 * MIB).expect("fits");
     let usage = allocator.stats().usage.all;
     assert_eq!((usage.allocated_bytes.current, usage.allocated_bytes.peak), (25 * MIB, 25 * MIB));
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
 }
 
 #[test]
@@ -428,7 +428,7 @@ fn a_revived_allocation_waits_for_later_users_of_its_memory() {
     let config = Config::builder().default_pool("streams:shared".parse().expect("valid")).build().expect("valid");
     let allocator: Allocator<_> = Allocator::new(Hooked { inner: &device, hook: count }, config).expect("valid");
     for _ in 0..2 {
-        allocator.register_stream().expect("few");
+        allocator.register_stream().expect("a stream id is available");
     }
     let saved = allocator.allocate(POOL, S0, MIB).expect("fits");
     let layout = allocator.save_layout(POOL).expect("nothing is retired");
@@ -464,7 +464,7 @@ fn a_revival_adds_the_saved_uses_of_allocations_that_are_live() {
     let allocator: Allocator<_> =
         Allocator::new(Hooked { inner: &device, hook: count }, Config::default()).expect("valid");
     for _ in 0..2 {
-        allocator.register_stream().expect("few");
+        allocator.register_stream().expect("a stream id is available");
     }
     let sink = Memory::new();
     allocator.start_recording(sink.clone()).expect("nothing was allocated");

@@ -47,7 +47,7 @@ fn allocator(pool: PoolConfig, seed: u64) -> SharedAllocator<SimBackend> {
 }
 
 fn digests(allocator: &SharedAllocator<SimBackend>) -> (Digest, Vec<(Option<StreamId>, Digest)>) {
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
     let pool = PoolId::DEFAULT;
     (allocator.digest(pool).expect("exists"), allocator.heap_digests(pool).expect("exists"))
 }
@@ -124,7 +124,7 @@ fn threads_that_share_a_heap_leave_it_consistent() {
             });
         }
     });
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
 }
 
 /// Threads continually obtain and release memory, each in a separate pool under one limit. The charged bytes equal the held bytes, and
@@ -136,8 +136,8 @@ fn threads_that_charge_one_limit_lose_no_charge() {
     let allocator = Allocator::<_, Shared>::with_lock(IdleBackend::default(), config).expect("valid");
     let pools: Vec<PoolId> = (0..THREADS)
         .map(|_| {
-            allocator.register_stream().expect("few");
-            allocator.create_pool(PoolConfig::builder().fixed().build().expect("valid")).expect("few")
+            allocator.register_stream().expect("a stream id is available");
+            allocator.create_pool(PoolConfig::builder().fixed().build().expect("valid")).expect("the pool is created")
         })
         .collect();
     std::thread::scope(|scope| {

@@ -49,7 +49,7 @@ struct Job<'d, L: Lock = Exclusive> {
 impl<'d, L: Lock> Job<'d, L> {
     fn new(device: &'d SimBackend, text: &str) -> Self {
         let allocator: Allocator<&SimBackend, L> = Allocator::with_lock(device, Config::default()).expect("valid");
-        let streams = [(); 2].map(|()| allocator.register_stream().expect("few"));
+        let streams = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
         let pool = allocator.create_pool(policy(text)).expect("valid");
         Job { device, allocator, pool, streams, live: Vec::new(), next: 0 }
     }
@@ -75,7 +75,7 @@ impl<'d, L: Lock> Job<'d, L> {
         job.allocator.trim(Some(job.pool)).expect("the device releases the memory");
         // The next block consists of free pieces if the pool stitches.
         job.allocate(0, 10 * MIB);
-        job.allocator.check().expect("sound");
+        job.allocator.check().expect("consistent");
         job
     }
 
@@ -98,7 +98,7 @@ impl<'d, L: Lock> Job<'d, L> {
     }
 
     fn reserved_bytes(&self) -> u64 {
-        self.allocator.check().expect("sound");
+        self.allocator.check().expect("consistent");
         self.allocator.pool_stats(self.pool).expect("known").reserved_bytes.current
     }
 
@@ -115,7 +115,7 @@ impl<'d, L: Lock> Job<'d, L> {
             let found = self.allocator.allocation(block.handle).expect("live");
             assert_eq!((found.address, found.placement), (block.address, block.placement));
         }
-        self.allocator.check().expect("sound");
+        self.allocator.check().expect("consistent");
     }
 
     fn end(mut self) {
@@ -192,11 +192,11 @@ fn adjacent_blocks_are_copied_as_one_part_within_a_range() {
     let inner = SimBackend::builder().seed(1).addresses(Addresses::Ascending).build();
     let device = Hooked { inner, hook: |call: DeviceCall| calls.borrow_mut().push(call) };
     let allocator: Allocator<_> = Allocator::new(&device, "segments:fixed".parse().expect("valid")).expect("valid");
-    let streams = [(); 2].map(|()| allocator.register_stream().expect("few"));
+    let streams = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
     let allocate = |at: usize| allocator.allocate(PoolId::DEFAULT, streams[at], 5 * MIB).expect("memory");
     let blocks: Vec<Allocation> = [0, 0, 0, 0, 0, 0, 1].map(allocate).into();
     allocator.free(blocks[1].handle).expect("live");
-    allocator.sleep(PoolId::DEFAULT, Contents::Keep).expect("quiet");
+    allocator.sleep(PoolId::DEFAULT, Contents::Keep).expect("no work is pending");
     // Four blocks fill a segment. The parts are block 0, blocks 2 and 3, blocks 4 and 5 of the directly following
     // segment, and block 6.
     assert!(calls.borrow().contains(&DeviceCall::Save { parts: 4 }), "{:?}", calls.borrow());
@@ -215,7 +215,7 @@ fn a_sleeping_pool_refuses_requests() {
         job.allocator.sleep(job.pool, Contents::Keep).expect(text);
         let before = job.allocator.digest(job.pool).expect("known");
         let (pool, sleeps) = (job.pool, PoolSleeps { pool: job.pool });
-        let third = job.allocator.register_stream().expect("few");
+        let third = job.allocator.register_stream().expect("a stream id is available");
         for (stream, size_bytes) in
             [(job.streams[0], 512), (job.streams[1], 20 * MIB), (third, MIB), (job.streams[0], 0)]
         {
@@ -240,7 +240,7 @@ fn a_sleeping_pool_refuses_requests() {
         while job.live.len() > 4 {
             job.free(3);
         }
-        job.allocator.check().expect("sound");
+        job.allocator.check().expect("consistent");
         assert_eq!(device.mapped_bytes(), 0);
         let other = job.allocator.allocate(PoolId::DEFAULT, job.streams[0], MIB).expect("other pools serve");
         job.allocator.free(other.handle).expect("live");
@@ -271,7 +271,7 @@ fn an_empty_sleeping_pool_can_be_destroyed() {
                     job.free(0);
                 }
                 job.allocator.destroy_pool(job.pool).expect("nothing is live");
-                job.allocator.check().expect("sound");
+                job.allocator.check().expect("consistent");
                 let unknown = UnknownError::DestroyedPool { pool: job.pool };
                 let refused = SleepError { pool: job.pool, cause: unknown.into() };
                 assert_eq!(job.allocator.wake(job.pool), Err(refused.clone()));
@@ -290,7 +290,7 @@ fn a_sleeping_pool_does_not_count_toward_limits_until_it_wakes() {
     let device = device();
     let config = "total_limit_mb:64".parse().expect("valid");
     let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
-    let stream = allocator.register_stream().expect("few");
+    let stream = allocator.register_stream().expect("a stream id is available");
     let pools = [(); 2].map(|()| allocator.create_pool(policy("segments:expandable")).expect("valid"));
     let first = allocator.allocate(pools[0], stream, 60 * MIB).expect("memory");
     device.write(first.address, first.size_bytes, 9);
@@ -300,11 +300,11 @@ fn a_sleeping_pool_does_not_count_toward_limits_until_it_wakes() {
     let error = allocator.wake(pools[0]).unwrap_err();
     let text = "p1: it stays asleep, because waking needs 60.00 MiB: free memory, or put other pools to sleep, and wake it again: the allocator's limit is 64.00 MiB: raise it, or trim other pools";
     assert_eq!(error.to_string(), text);
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
     allocator.sleep(pools[1], Contents::Drop).expect("nothing prevents it");
     allocator.wake(pools[0]).expect("memory");
     assert_eq!(device.read(first.address, first.size_bytes), Some(9));
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
     allocator.free(second.handle).expect("live");
 }
 
@@ -315,7 +315,7 @@ fn a_guard_that_is_dropped_undoes_its_step() {
         let mut job: Job = Job::busy(&device, text);
         let digest = |job: &Job<'_>| job.allocator.digest(job.pool).expect("known");
         let (before, heaps) = (digest(&job).ops, heaps(&job));
-        let quiesced = job.allocator.quiesce(job.pool, Contents::Keep).expect("quiet");
+        let quiesced = job.allocator.quiesce(job.pool, Contents::Keep).expect("no work is pending");
         assert!(matches!(job.allocator.allocate(job.pool, job.streams[0], 1), Err(AllocateError::Sleeps(_))));
         assert!(matches!(
             job.allocator.sleep(job.pool, Contents::Keep),
@@ -354,7 +354,7 @@ fn repeated_sleeps_and_wakes_are_only_recorded() {
     let whole = job.reserved_bytes();
     assert_eq!(job.allocator.wake(job.pool).expect("awake").remapped_bytes, 0);
     job.holds_what_it_held();
-    job.allocator.sleep(job.pool, Contents::Keep).expect("quiet");
+    job.allocator.sleep(job.pool, Contents::Keep).expect("no work is pending");
     let again = job.allocator.sleep(job.pool, Contents::Drop).expect("asleep");
     assert_eq!((again.released_bytes, again.kept_bytes, device.leaks().images), (0, 0, 1), "the saved contents stay");
     drop(job.allocator.quiesce(job.pool, Contents::Zero).expect("asleep"));
@@ -392,7 +392,11 @@ fn an_observed_pool_sleeps_only_stepwise_and_keeps_its_retired_segments() {
         let (observer, births) = job.allocator.observe(job.pool).expect("known");
         assert!(!births.is_empty());
         while job.live.iter().any(|(block, _)| block.placement.segment.0 == 0) {
-            let at = job.live.iter().position(|(block, _)| block.placement.segment.0 == 0).expect("some");
+            let at = job
+                .live
+                .iter()
+                .position(|(block, _)| block.placement.segment.0 == 0)
+                .expect("a block of segment 0 is live");
             job.free(at);
         }
         job.allocator.trim(Some(job.pool)).expect("taken");
@@ -400,7 +404,7 @@ fn an_observed_pool_sleeps_only_stepwise_and_keeps_its_retired_segments() {
         assert!(dead_bytes > 0, "{text}");
         let refused = job.allocator.sleep(job.pool, Contents::Keep);
         assert_eq!(refused, Err(SleepError { pool: job.pool, cause: SleepCause::Observed { observers: 1 } }));
-        job.allocator.quiesce(job.pool, Contents::Keep).expect("quiet").unmap().expect("taken");
+        job.allocator.quiesce(job.pool, Contents::Keep).expect("no work is pending").unmap().expect("taken");
         assert_eq!((job.phase(), job.reserved_bytes()), (Phase::Asleep, dead_bytes), "{text}");
         let unread = job.allocator.unread(observer);
         job.allocator.acknowledge(observer, &unread).expect("taken");
@@ -505,7 +509,7 @@ fn pools_of_a_tag_are_found_in_order() {
 fn a_pool_without_memory_sleeps_and_keeping_contents_needs_a_backend_that_copies() {
     let device = device();
     let allocator: Allocator<_> = Allocator::new(&device, Config::default()).expect("valid");
-    let stream = allocator.register_stream().expect("few");
+    let stream = allocator.register_stream().expect("a stream id is available");
     assert_eq!(allocator.sleep(PoolId::DEFAULT, Contents::Keep).expect("nothing is there").kept_bytes, 0);
     assert!(matches!(allocator.allocate(PoolId::DEFAULT, stream, 1), Err(AllocateError::Sleeps(_))));
     allocator.wake(PoolId::DEFAULT).expect("nothing is needed");
@@ -561,7 +565,7 @@ fn a_pool_without_memory_sleeps_and_keeping_contents_needs_a_backend_that_copies
     }
     let plain: Allocator<_> =
         Allocator::new(CannotCopy(SimBackend::builder().build()), Config::default()).expect("valid");
-    let stream = plain.register_stream().expect("few");
+    let stream = plain.register_stream().expect("a stream id is available");
     let block = plain.allocate(PoolId::DEFAULT, stream, MIB).expect("memory");
     let error = plain.sleep(PoolId::DEFAULT, Contents::Keep).unwrap_err();
     assert!(matches!(error.cause, SleepCause::Save { live_bytes: MIB, .. }), "{error}");

@@ -34,7 +34,7 @@ struct Job<B: Backend> {
 impl<B: Backend> Job<B> {
     fn new(backend: B, more: &str) -> Self {
         let allocator: Allocator<B> = Allocator::new(backend, config(more)).expect("valid");
-        let streams = (0..3).map(|_| allocator.register_stream().expect("few")).collect();
+        let streams = (0..3).map(|_| allocator.register_stream().expect("a stream id is available")).collect();
         Job { allocator, streams }
     }
 
@@ -44,7 +44,7 @@ impl<B: Backend> Job<B> {
 
     fn free(&self, allocation: Allocation) {
         self.allocator.free(allocation.handle).expect("live");
-        self.allocator.check().expect("sound");
+        self.allocator.check().expect("consistent");
     }
 
     /// Allocates adjacent blocks of 4 MiB and frees every second one.
@@ -243,8 +243,8 @@ fn a_refused_map_changes_only_the_digest() {
             device.inject(Some(Call::Map), FaultRule::At { ordinal: maps + nth }, Fault::Refused);
         }
         let made = job.allocator.allocate(POOL, job.streams[0], 10 * MIB);
-        job.allocator.check().expect("sound");
-        let digest = job.allocator.digest(POOL).expect("there");
+        job.allocator.check().expect("consistent");
+        let digest = job.allocator.digest(POOL).expect("the pool exists");
         assert_eq!((job.reserved_mib(), device.mapped_bytes() / MIB), (24, 24));
         let made = made.or_else(|error| {
             assert!(matches!(error, AllocateError::Fence { .. }), "{error}");
@@ -267,8 +267,8 @@ fn a_backend_that_cannot_alias_serves_requests_without_stitching() {
         let job = Job::new(backend, "");
         let _kept = job.pieces(0, 3);
         let whole = job.allocate(0, 10);
-        let config = job.allocator.pool_config(POOL).expect("there").clone();
-        (whole.placement.segment.0, config.stitching().cloned(), job.allocator.digest(POOL).expect("there"))
+        let config = job.allocator.pool_config(POOL).expect("the pool exists").clone();
+        (whole.placement.segment.0, config.stitching().cloned(), job.allocator.digest(POOL).expect("the pool exists"))
     };
     let (segment, stitching, digest) = plain(SimBackend::builder().can_alias(false).build());
     assert_eq!((segment, stitching), (0, None));
@@ -319,7 +319,7 @@ fn nothing_is_stitched_while_the_pool_is_observed() {
     let device = device();
     let job = Job::new(&device, "");
     let _kept = job.pieces(0, 3);
-    let (observer, _) = job.allocator.observe(POOL).expect("there");
+    let (observer, _) = job.allocator.observe(POOL).expect("the pool exists");
     let whole = job.allocate(0, 10);
     assert_eq!(whole.placement.segment.0, 0);
     job.free(whole);
@@ -327,11 +327,11 @@ fn nothing_is_stitched_while_the_pool_is_observed() {
     let whole = job.allocate(0, 20);
     assert_eq!(whole.placement.segment.0, 1);
     // The stitched range exists before the next observer, which is notified only of memory at home.
-    let (observer, births) = job.allocator.observe(POOL).expect("there");
+    let (observer, births) = job.allocator.observe(POOL).expect("the pool exists");
     assert_eq!(births.iter().map(|event| event.size_bytes / MIB).collect::<Vec<_>>(), [job.reserved_mib(), 0]);
     job.free(whole);
     job.allocator.trim(None).expect("no faults");
-    job.allocator.check().expect("sound");
+    job.allocator.check().expect("consistent");
     job.allocator.forget(observer).expect("no faults");
     job.allocator.trim(None).expect("no faults");
     assert_eq!((job.reserved_mib(), job.stitched().len()), (12, 0));

@@ -26,7 +26,7 @@ fn fixed() -> Config {
 fn a_handle_is_rejected_by_every_later_allocator() {
     let made = || {
         let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
-        allocator.register_stream().expect("few");
+        allocator.register_stream().expect("a stream id is available");
         let made = allocator.allocate(POOL, S0, 512).expect("memory");
         (allocator, made)
     };
@@ -43,7 +43,7 @@ fn a_handle_is_rejected_by_every_later_allocator() {
 
 /// Creates a dead segment and an observer that has not read its death.
 fn dead_segment(allocator: &Allocator<&SimBackend>) {
-    allocator.register_stream().expect("few");
+    allocator.register_stream().expect("a stream id is available");
     let made = allocator.allocate(POOL, S0, 30 * MIB).expect("memory");
     allocator.free(made.handle).expect("live");
 }
@@ -100,7 +100,7 @@ impl Sink for Panicking {
 fn a_recording_whose_sink_panicked_is_not_whole() {
     let allocator = Allocator::<_, Shared>::with_lock(SimBackend::builder().build(), Config::default()).expect("valid");
     allocator.start_recording(Panicking { room: 4 }).expect("nothing was allocated");
-    allocator.register_stream().expect("few");
+    allocator.register_stream().expect("a stream id is available");
     let mut panics = 0;
     for _ in 0..6 {
         panics += u32::from(catch_unwind(AssertUnwindSafe(|| allocator.allocate(POOL, S0, MIB))).is_err());
@@ -108,7 +108,7 @@ fn a_recording_whose_sink_panicked_is_not_whole() {
     assert!(panics >= 1, "the program sees the panic");
     let stopped = allocator.stop_recording();
     assert!(stopped.is_err(), "{stopped:?}, though ops are missing");
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
     allocator.allocate(POOL, S0, MIB).expect("the allocator continues");
 }
 
@@ -119,7 +119,7 @@ fn a_panic_in_a_call_leaves_no_charge(panics_in: fn(DeviceCall) -> bool) {
     let pool = PoolConfig::builder().fixed().limit_bytes(Some(20 * MIB)).build().expect("valid");
     let config = Config::builder().default_pool(pool).limit_bytes(Some(20 * MIB)).build().expect("valid");
     let allocator = Allocator::<_, Shared>::with_lock(Hooked { inner: &device, hook }, config).expect("valid");
-    allocator.register_stream().expect("few");
+    allocator.register_stream().expect("a stream id is available");
     catch_unwind(AssertUnwindSafe(|| allocator.allocate(POOL, S0, 5 * MIB))).expect_err("the backend panicked");
     let stats = allocator.stats();
     assert_eq!(
@@ -127,17 +127,17 @@ fn a_panic_in_a_call_leaves_no_charge(panics_in: fn(DeviceCall) -> bool) {
         (0, 0),
         "the failed call stays charged"
     );
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
     allocator.allocate(POOL, S0, 5 * MIB).expect("the whole limit is available");
     let layout = allocator.save_layout(POOL).expect("nothing is retired");
     is_armed.store(true, Ordering::Relaxed);
     let again =
         Allocator::<_, Shared>::with_lock(Hooked { inner: &device, hook }, allocator.config().clone()).expect("valid");
-    again.register_stream().expect("few");
+    again.register_stream().expect("a stream id is available");
     catch_unwind(AssertUnwindSafe(|| again.restore_layout(POOL, &layout))).expect_err("the backend panicked");
     assert_eq!(again.stats().reserved_bytes.current, 0, "the failed call stays charged");
     again.restore_layout(POOL, &layout).expect("the whole limit is available");
-    again.check().expect("sound");
+    again.check().expect("consistent");
 }
 
 #[test]
@@ -161,14 +161,14 @@ fn a_panic_in_record_leaves_the_allocation_live() {
     };
     let config = Config::builder().pointer_lookup(PointerLookup::Exact).build().expect("valid");
     let allocator = Allocator::<_, Shared>::with_lock(Hooked { inner: &device, hook }, config).expect("valid");
-    let streams = [(); 2].map(|()| allocator.register_stream().expect("few"));
+    let streams = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
     let made = allocator.allocate(POOL, streams[0], MIB).expect("fits");
     allocator.record_use(made.handle, streams[1]).expect("live");
     catch_unwind(AssertUnwindSafe(|| allocator.free_at(made.address))).expect_err("the backend panicked");
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
     assert_eq!(allocator.handle_at(made.address), Ok(made.handle));
     assert_eq!(allocator.free_at(made.address), Ok(MIB));
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
 }
 
 /// A backend that returns a forged range from one call of `reserve`.
@@ -235,12 +235,12 @@ fn invalid_range_is_refused(lie: fn(&Range, u64) -> Range) {
     {
         let lying = Lying { device: &device, at: 1, calls: AtomicU64::new(0), lie, first: AtomicU64::new(0) };
         let allocator: Allocator<_> = Allocator::new(lying, fixed()).expect("valid");
-        allocator.register_stream().expect("few");
+        allocator.register_stream().expect("a stream id is available");
         let kept = allocator.allocate(POOL, S0, 20 * MIB).expect("memory");
         let before = (allocator.snapshot(), allocator.stats().reserved_bytes.current, device.mapped_bytes());
         let refused = allocator.allocate(POOL, S0, 30 * MIB);
         assert!(refused.is_err(), "{refused:?}");
-        allocator.check().expect("sound");
+        allocator.check().expect("consistent");
         assert_eq!((allocator.snapshot(), allocator.stats().reserved_bytes.current, device.mapped_bytes()), before);
         let Allocation { handle, .. } =
             allocator.allocate(POOL, S0, 30 * MIB).expect("the backend returns valid ranges again");

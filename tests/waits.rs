@@ -21,7 +21,7 @@ impl Rank {
         let pool = PoolConfig::builder().streams(streams).build().expect("valid");
         let config = Config::builder().default_pool(pool).build().expect("valid");
         let allocator = Allocator::new(SimBackend::builder().build(), config).expect("valid");
-        (0..4).for_each(|_| _ = allocator.register_stream().expect("few"));
+        (0..4).for_each(|_| _ = allocator.register_stream().expect("a stream id is available"));
         Rank { allocator }
     }
 

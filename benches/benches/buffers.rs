@@ -238,7 +238,8 @@ fn threads_table() {
     }
 }
 
-/// The allocator is created by one thread and used by many, as in a program, which preserves the memory layout.
+/// Returns the time of a pair in nanoseconds. As in a program, one thread creates the allocator and many use it, which
+/// preserves the memory layout.
 fn nanoseconds_per_pair(threads: usize) -> f64 {
     let allocator = allocator(threads);
     let streams: Vec<_> = (0..threads).map(|_| new_stream(&allocator)).collect();
@@ -308,7 +309,7 @@ fn buffer(allocator: &CudaAllocator, stream: &Arc<CudaStream>, random: u32) -> O
     Some(unsafe { allocator.alloc(stream, len) }.expect("memory"))
 }
 
-/// Callgrind counts the instructions between entry and exit of this function.
+/// Runs the measured work. Callgrind counts the instructions between entry and exit of this function.
 #[inline(never)]
 fn measured_part(work: &mut dyn FnMut()) {
     work();

@@ -1,4 +1,4 @@
-//! Instructions and nanoseconds per op of each recorded job, compared with the reference and checked against limits.
+//! Instructions and nanoseconds per op of each recorded job, compared with a reference allocator and checked against limits.
 //!
 //! Times are medians over repeats that alternate between the allocators, so that noise affects both. Callgrind counts
 //! instructions between entry and exit of `measured_part`, in a copy of this program that runs under valgrind. The
@@ -175,7 +175,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Callgrind counts the instructions between entry and exit of this function.
+/// Runs the measured work. Callgrind counts the instructions between entry and exit of this function.
 #[inline(never)]
 fn measured_part(work: &mut dyn FnMut()) {
     work();

@@ -78,7 +78,7 @@ fn carry_out(text: &str, passes: &[Workload]) -> Run {
     let allocator: Allocator<Metered> = Allocator::new(Metered::new(20 * MIB), config).expect("a valid granularity");
     let streams = passes.iter().map(Workload::streams).max().unwrap_or(0);
     for _ in 0..streams {
-        allocator.register_stream().expect("few");
+        allocator.register_stream().expect("a stream id is available");
     }
     let mut run = Run { peaks: Vec::new(), aliases: Vec::new() };
     for pass in passes {
@@ -100,7 +100,7 @@ fn carry_out(text: &str, passes: &[Workload]) -> Run {
                 }
             }
         }
-        allocator.check().expect("sound");
+        allocator.check().expect("consistent");
         run.peaks.push(allocator.stats().reserved_bytes.peak);
         run.aliases.push(allocator.backend().asked().since(before).aliases);
     }

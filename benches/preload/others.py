@@ -1,4 +1,4 @@
-"""Runs CuPy, JAX, Numba or cuda.core and prints a digest of the results on one line, the same with and without `symmalloc run`.
+"""Runs CuPy, JAX, Numba or cuda.core and prints a digest of the results, which is equal with and without `symmalloc run`.
 
 `cuda_core` uses the library's own memory resource, and `cuda_core_symmalloc` that of `symmalloc.cuda_core`.
 """
@@ -59,7 +59,7 @@ extern "C" __global__ void add(unsigned long long *total, const unsigned long lo
 
 
 def cuda_core_job(is_ours: bool) -> str:
-    """One stream fills buffers, and another one adds them. Each buffer is closed right away."""
+    """Fills buffers on one stream and adds them up on another. Closes each buffer immediately."""
     from cuda.core import Device, LaunchConfig, Program, ProgramOptions, launch
 
     device = Device(0)

@@ -1,4 +1,4 @@
-//! A simulated device that counts the calls and bytes that moving memory takes.
+//! A simulated device that counts the calls and bytes for mapping and unmapping memory.
 //!
 //! The simulator counts backend calls. The requests to a CUDA device, and their cost, depend on the physical chunks
 //! into which `symmalloc-cuda` divides growth: it creates and releases whole chunks, and releases one only when all of

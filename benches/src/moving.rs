@@ -160,7 +160,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// 8 MiB are free between two live blocks, and 10 MiB are requested.
+    /// Returns a job that requests 10 MiB when 8 MiB are free between two live blocks.
     fn job() -> Workload {
         let mut job = Workload::default();
         for size in [2, 8, 2] {

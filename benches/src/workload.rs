@@ -221,10 +221,10 @@ impl<S: Subject> Bench<S> {
                     self.handles[number as usize] = Some(handle);
                 }
                 Step::Free { number, stream } => {
-                    self.subject.free(stream, self.handles[number as usize].expect("made before"));
+                    self.subject.free(stream, self.handles[number as usize].expect("allocated before"));
                 }
                 Step::RecordUse { number, stream } => {
-                    self.subject.record_use(self.handles[number as usize].expect("made before"), stream);
+                    self.subject.record_use(self.handles[number as usize].expect("allocated before"), stream);
                 }
             }
         }

@@ -120,7 +120,7 @@ fn check_refusal<B: Backend, L: Lock>(allocator: &Allocator<B, L>, error: &OutOf
     assert_eq!(error.largest_free_bytes, largest, "op {index}: the largest free block");
 }
 
-/// Prints the trace of a failed scenario: the bug report.
+/// A guard that prints the trace of a failed scenario as a bug report.
 #[derive(Debug)]
 pub struct PrintOnPanic<'a>(pub &'a Scenario);
 

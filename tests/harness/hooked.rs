@@ -24,7 +24,7 @@ pub enum DeviceCall {
     Discard,
 }
 
-/// Forwards every call to `inner`, after notifying `hook`.
+/// A backend that notifies `hook` and then forwards the call to `inner`.
 #[derive(Debug)]
 pub struct Hooked<B, F> {
     /// The backend that executes the calls.

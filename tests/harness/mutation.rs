@@ -124,7 +124,7 @@ impl SymmetricProgram {
         program
     }
 
-    /// Index of the first op after the registrations.
+    /// Returns the index of the first op after the registrations.
     fn begin(&self) -> usize {
         usize::from(self.streams) + 1
     }

@@ -21,7 +21,7 @@ use symmalloc_trace::replay::{Replay, StepError};
 pub struct Run<'a, B: Backend, L: Lock> {
     allocator: &'a Allocator<B, L>,
     scenario: &'a Scenario,
-    /// Executes ops that name no allocation, and makes allocations.
+    /// Executor of allocations, and of ops that name no allocation.
     replay: Replay<'a, B, L>,
     live: BTreeMap<AllocationId, Allocation>,
     /// `true` if allocations can be found by address.

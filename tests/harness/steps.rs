@@ -225,7 +225,7 @@ pub fn run<L: Lock>(scenario: &StepScenario, device: &SimBackend) -> StepOutcome
     let outcome = {
         let allocator = Allocator::<_, L>::with_lock(device, scenario.config.clone()).expect("a valid granularity");
         (0..scenario.streams).for_each(|_| {
-            allocator.register_stream().expect("few");
+            allocator.register_stream().expect("a stream id is available");
         });
         let mut walk = Walk::new(scenario, &allocator, device);
         for number in 0..scenario.steps.len() {

@@ -102,7 +102,7 @@ pub fn job(bytes: &[u8]) -> u64 {
     let seed =
         bytes.iter().fold(0, |seed: u64, byte| seed.rotate_left(7).wrapping_mul(0x100_0000_01b3) ^ u64::from(*byte));
     let ops = scenario.program.ops().chunks(OPS_A_SYNC).flat_map(|ops| ops.iter().cloned().chain([Op::Sync]));
-    let plan = JobPlan::of_records(scenario.config, ops.map(Record::from), seed, NonZeroU32::new(5).expect("some"));
+    let plan = JobPlan::of_records(scenario.config, ops.map(Record::from), seed, NonZeroU32::new(5).expect("not zero"));
     let plan = plan.with_granularity_bytes(scenario.granularity_bytes);
     match simulate(&plan, NonZeroUsize::MIN, &mut |_| ()) {
         Ok(outcome) => outcome.ops + outcome.private_ops,
@@ -151,9 +151,9 @@ fn restore(bytes: &[u8]) -> u64 {
     {
         let config = Config::builder().default_pool(layout.config().clone()).limit_bytes(layout.total_limit_bytes());
         let allocator: Allocator<_> = Allocator::new(&device, config.build().expect("valid")).expect("valid");
-        let streams: Vec<_> = (0..4).map(|_| allocator.register_stream().expect("few")).collect();
+        let streams: Vec<_> = (0..4).map(|_| allocator.register_stream().expect("a stream id is available")).collect();
         if let Ok(restored) = allocator.restore_layout(PoolId::DEFAULT, &layout) {
-            allocator.check().expect("sound");
+            allocator.check().expect("consistent");
             assert_eq!(allocator.save_layout(PoolId::DEFAULT), Ok(layout.clone()));
             let freed = restored.allocations().step_by(2);
             freed.for_each(|live| allocator.free(live.allocation.handle).expect("live"));
@@ -163,13 +163,13 @@ fn restore(bytes: &[u8]) -> u64 {
                 }
             }
             let trimmed = bytes.len().is_multiple_of(2).then(|| allocator.trim(None).expect("no faults"));
-            allocator.check().expect("sound");
+            allocator.check().expect("consistent");
             let revived = allocator.revive_layout(PoolId::DEFAULT, &layout);
             // A limit or a threshold may have released memory as well.
             let may_be_gone = trimmed.is_some() || layout.config() != &PoolConfig::default();
             assert!(revived.is_ok() || may_be_gone, "{revived:?}");
         }
-        allocator.check().expect("sound");
+        allocator.check().expect("consistent");
     }
     assert!(device.leaks().is_empty(), "leaked: {}", device.leaks());
     layout.allocation_count() as u64
@@ -196,7 +196,7 @@ fn adopt(bytes: &[u8]) -> u64 {
     let mut made = 0;
     {
         let Ok(allocator) = Allocator::<_>::new(&device, file.config().clone()) else { return 0 };
-        (0..4).for_each(|_| _ = allocator.register_stream().expect("few"));
+        (0..4).for_each(|_| _ = allocator.register_stream().expect("a stream id is available"));
         for pool in [PoolId::DEFAULT].into_iter().chain(file.pools().map(|(pool, _)| pool)) {
             let config = file.pool_config(pool).expect("it has plans").clone();
             let made_pool = if pool == PoolId::DEFAULT { Ok(pool) } else { allocator.create_pool(config) };
@@ -210,7 +210,7 @@ fn adopt(bytes: &[u8]) -> u64 {
                         assert_eq!(allocator.digest(made_pool), Ok(before), "a rejected plan changes nothing");
                     }
                 }
-                allocator.check().expect("sound");
+                allocator.check().expect("consistent");
             }
         }
     }

@@ -111,7 +111,7 @@ pub(crate) fn by_address(made: &Allocation) -> bool {
 
 /// Checks, after everything was freed, that neither the device nor the statistics show any remaining memory.
 pub(crate) fn assert_nothing_is_left(allocator: &Shared) {
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
     assert_eq!(allocator.stats().usage.all.allocations.current, 0, "an allocation is still live");
     allocator.trim(None).expect("no faults");
     assert_eq!(allocator.stats().reserved_bytes.current, 0);

@@ -61,7 +61,7 @@ fn a_refused_rejoin_leaves_the_pool_unused() {
             {
                 let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
                 for _ in 0..4 {
-                    allocator.register_stream().expect("few");
+                    allocator.register_stream().expect("a stream id is available");
                 }
                 let fresh = digests(&allocator);
                 refuse_after(&device, calls);
@@ -74,7 +74,7 @@ fn a_refused_rejoin_leaves_the_pool_unused() {
                     Err(RestoreError::Backend(_)) => refused += 1,
                     Err(error) => panic!("seed {seed}: {error}"),
                 }
-                allocator.check().expect("sound");
+                allocator.check().expect("consistent");
                 assert_eq!(digests(&allocator), fresh);
                 let stats = allocator.stats();
                 assert_eq!((stats.segment_count, stats.usage.all.allocations.current), (0, 0));
@@ -172,7 +172,7 @@ fn a_recorded_job_that_restarts_midway_has_the_same_digest() {
             for op in &program.ops()[at..] {
                 replay.step(op).expect("the job fits 80 GiB");
             }
-            new.check().expect("sound");
+            new.check().expect("consistent");
             assert_eq!(new.digest(POOL).expect("exists").to_string(), golden(job, segments), "{job}, {segments}");
         }
     }
@@ -193,7 +193,7 @@ fn a_rejoin_refused_by_the_limit_at_a_later_heap_charges_nothing() {
     new.allocate(private, S0, 20 * MIB).expect("fits");
     let error = refusal(&new, POOL, &layout);
     assert!(matches!(error, RestoreError::Limit { .. }), "{error}");
-    new.check().expect("sound");
+    new.check().expect("consistent");
     assert_eq!(new.stats().reserved_bytes.current, 20 * MIB);
 }
 

@@ -39,7 +39,7 @@ fn a_wake_that_a_limit_refuses_maps_nothing() {
     let device = device();
     let config: Config = "total_limit_mb:40".parse().expect("valid");
     let allocator: Allocator<_, Exclusive> = Allocator::new(&device, config).expect("valid");
-    let streams = [(); 2].map(|()| allocator.register_stream().expect("few"));
+    let streams = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
     let pool = allocator.create_pool(policy("segments:expandable")).expect("valid");
     let allocate = |pool, stream| allocator.allocate(pool, stream, 10 * MIB).expect("within the limit");
     let live = streams.map(|stream| allocate(pool, stream));
@@ -57,7 +57,7 @@ fn a_wake_that_a_limit_refuses_maps_nothing() {
     allocator.trim(None).expect("taken");
     allocator.wake(pool).expect("there is room");
     live.into_iter().for_each(|live| allocator.free(live.handle).expect("live"));
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
 }
 
 /// Sleeps and wakes until both succeed, despite failures. Each failure leaves the pool awake or asleep.
@@ -87,7 +87,7 @@ fn there_and_back(job: &Job<'_>, contents: Contents) -> usize {
         assert!(failures < 5, "one call fails, once");
     }
     assert_eq!(job.phase(), Phase::Awake);
-    job.allocator.check().expect("sound");
+    job.allocator.check().expect("consistent");
     failures
 }
 
@@ -156,7 +156,7 @@ fn a_lost_device_leaves_the_pool_asleep_or_awake_and_the_allocator_ends() {
         device.inject(None, FaultRule::At { ordinal: from + ordinal }, Fault::DeviceLost);
         let slept = job.allocator.sleep(job.pool, Contents::Keep);
         let woken = job.allocator.wake(job.pool);
-        job.allocator.check().expect("sound");
+        job.allocator.check().expect("consistent");
         if slept.is_ok() && woken.is_ok() {
             assert!(ordinal > 8);
             break;
@@ -186,7 +186,7 @@ fn a_trim_releases_the_unreleased_memory_of_a_destroyed_pool() {
         // driver.
         let gone = job.allocator.phase(job.pool);
         assert!(matches!(gone, Err(UnknownError::DestroyedPool { .. })), "{text}: {gone:?}");
-        job.allocator.check().expect("sound");
+        job.allocator.check().expect("consistent");
         job.allocator.trim(None).expect("no call is refused anymore");
         assert_eq!(job.allocator.stats().reserved_bytes.current, 0, "{text}");
         drop(job.allocator);
@@ -199,7 +199,7 @@ fn memory_held_by_a_window_is_released_by_the_next_sleep() {
     let device = device();
     let job: Job = Job::busy(&device, "segments:reserved,segment_mb:128");
     let whole = job.reserved_bytes();
-    job.allocator.quiesce(job.pool, Contents::Keep).expect("quiet").hold();
+    job.allocator.quiesce(job.pool, Contents::Keep).expect("no work is pending").hold();
     assert_eq!((job.phase(), job.reserved_bytes(), device.mapped_bytes()), (Phase::Failed, whole, whole));
     assert!(matches!(job.allocator.allocate(job.pool, job.streams[0], 1), Err(AllocateError::Sleeps(_))));
     drop(job.allocator.quiesce(job.pool, Contents::Keep).expect("asleep"));

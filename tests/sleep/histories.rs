@@ -34,7 +34,7 @@ fn equal_sleep_calls_have_equal_digests_even_if_some_fail() {
     let other = {
         let device = SimBackend::builder().seed(1).rank(1).build();
         let job: Job = Job::busy(&device, "segments:fixed");
-        job.allocator.sleep(job.pool, Contents::Drop).expect("quiet");
+        job.allocator.sleep(job.pool, Contents::Drop).expect("no work is pending");
         job.allocator.digest(job.pool).expect("known")
     };
     assert_ne!(other.value, digest.value);
@@ -46,12 +46,12 @@ fn a_recording_replays_successful_and_failed_sleeps() {
     let allocator: Allocator<_> = Allocator::new(&device, Config::default()).expect("valid");
     let memory = Memory::new();
     allocator.start_recording(memory.clone()).expect("nothing happened yet");
-    let stream = allocator.register_stream().expect("few");
+    let stream = allocator.register_stream().expect("a stream id is available");
     let pool = allocator.create_pool(policy("segments:fixed")).expect("valid");
     let blocks: Vec<Allocation> = (0..4).map(|_| allocator.allocate(pool, stream, 15 * MIB).expect("memory")).collect();
     device.inject(Some(Call::Save), FaultRule::At { ordinal: 0 }, Fault::OutOfMemory);
     assert!(matches!(allocator.sleep(pool, Contents::Keep), Err(SleepError { cause: SleepCause::Save { .. }, .. })));
-    allocator.sleep(pool, Contents::Keep).expect("quiet");
+    allocator.sleep(pool, Contents::Keep).expect("no work is pending");
     let other = allocator.allocate(PoolId::DEFAULT, stream, 210 * MIB).expect("memory");
     assert!(matches!(allocator.wake(pool), Err(SleepError { cause: SleepCause::Memory { .. }, .. })));
     allocator.free(blocks[1].handle).expect("live");

@@ -5,7 +5,7 @@ import statistics
 
 
 class Figures:
-    """Values by peer, case and place, over all repeats of all rounds."""
+    """Values by peer, case and parameter (`at`), over all repeats of all rounds."""
 
     def __init__(self):
         self.values = {}
@@ -43,7 +43,7 @@ class Figures:
         return list(dict.fromkeys(peer for peer, found, _ in self.values if peer and case in (None, found)))
 
     def places(self, case):
-        """Returns the places at which a case was measured, in order."""
+        """Returns the parameters with which a case was measured, in order."""
         return list(dict.fromkeys(at for _, found, at in self.values if found == case))
 
     def live_peak_bytes(self, job):

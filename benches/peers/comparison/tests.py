@@ -125,7 +125,7 @@ class Table(unittest.TestCase):
         self.assertIn("| threads, share of linear | 1 | 2 |", lines)
         self.assertIn("| chained arithmetic | 1.00 | 1.00 |", lines)
         self.assertIn("| symmalloc | 1.00 | 0.75 |", lines)
-        self.assertIn("|  | symmalloc | PyTorch |", lines, "arithmetic is no peer")
+        self.assertIn("|  | symmalloc | PyTorch |", lines, "arithmetic is not a peer")
 
 
 class Chart(unittest.TestCase):

@@ -23,7 +23,7 @@ pub(crate) trait Subject: Sync + Sized {
     /// Frees a block that was allocated for work on the stream.
     fn free<'a>(&'a self, stream: &Self::Stream<'a>, block: Self::Block<'a>);
 
-    /// Frees the block at a place, if there is one.
+    /// Frees the block in `place`, if any.
     #[inline(always)]
     fn free_at<'a>(&'a self, stream: &Self::Stream<'a>, place: &mut Option<Self::Block<'a>>) {
         if let Some(block) = place.take() {

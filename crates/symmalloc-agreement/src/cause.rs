@@ -1,7 +1,7 @@
 //! Heuristics that guess why ranks differ from the ops around the first difference.
 //!
 //! Two histories that diverge usually look alike again a little later, possibly shifted. The alignment with the longest
-//! equal stretch indicates what happened:
+//! run of equal ops indicates what happened:
 //!
 //! ```text
 //!   a: x y z w     a: x y z w     a: x y z w
@@ -102,7 +102,7 @@ fn between_windows(window: &[Step], other_window: &[Step]) -> Cause {
         return first.map_or(Cause::OpOnSomeRanks, |first| missing(first.op));
     };
     if window == other_window {
-        // The requests are equal, so the difference is released memory.
+        // The requests are equal, so the ranks differ only in released memory.
         return Cause::OpOnSomeRanks;
     }
     let (rest, other_rest) = (&window[1..], &other_window[1..]);
@@ -190,7 +190,7 @@ fn moved(early: &[Step], late: &[Step]) -> usize {
     let Some(at) = late.first().and_then(|first| early.iter().position(|step| step == first)) else { return 0 };
     let mut without = early.to_vec();
     without.remove(at);
-    // The equal stretch must extend past the position from which the op was moved.
+    // The run of equal ops must extend past the position from which the op was moved.
     let same = without.iter().zip(&late[1..]).take_while(|(one, other)| one.op == other.op).count();
     if same >= at { 2 + likeness(&without, &late[1..]) } else { 0 }
 }

@@ -490,7 +490,7 @@ impl fmt::Display for PolicyDifference {
     }
 }
 
-/// Displays `rank 3` or `ranks 0-2`.
+/// A set of ranks, displayed as `rank 3` or `ranks 0-2`.
 struct Ranks<'a>(&'a RankSet);
 
 impl fmt::Display for Ranks<'_> {
@@ -499,7 +499,7 @@ impl fmt::Display for Ranks<'_> {
     }
 }
 
-/// Displays ` "name"`, or nothing if there is no name.
+/// An optional name, displayed as ` "name"` or as nothing.
 struct Name<'a>(Option<&'a str>);
 
 impl fmt::Display for Name<'_> {
@@ -508,7 +508,7 @@ impl fmt::Display for Name<'_> {
     }
 }
 
-/// Displays a number with thousands separators.
+/// A number, displayed with thousands separators.
 struct Grouped(u64);
 
 impl fmt::Display for Grouped {

@@ -79,12 +79,12 @@ fn symmetric_allocator(rank: u32) -> Allocator<SimBackend> {
     Allocator::new(SimBackend::builder().rank(rank).build(), config).expect("valid")
 }
 
-/// Three ranks with 40 heaps of 20 allocations each, where rank 1 differs in every heap.
+/// Returns three ranks with 40 heaps of 20 allocations each, where rank 1 differs in every heap.
 fn differing_ranks() -> Vec<Allocator<SimBackend>> {
     let rank = |rank| {
         let allocator = symmetric_allocator(rank);
         for _ in 0..40 {
-            let stream = allocator.register_stream().expect("few");
+            let stream = allocator.register_stream().expect("a stream id is available");
             for op in 0..20 {
                 let size_bytes = 512 + u64::from(rank == 1 && op == 10);
                 allocator.allocate_named(PoolId::DEFAULT, stream, size_bytes, "block").expect("fits");

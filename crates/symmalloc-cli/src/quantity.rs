@@ -16,7 +16,7 @@ pub(crate) fn count(number: impl TryInto<u64>) -> String {
     out
 }
 
-/// Formats an amount of memory in the largest unit of which there is at least one.
+/// Formats an amount of memory in the largest unit that does not exceed it.
 pub(crate) fn memory(size_bytes: u64) -> String {
     Amount(size_bytes).to_string()
 }

@@ -39,7 +39,7 @@ use symmalloc_core::{Allocation, Digest, Handle, PoolId, Retry, SharedAllocator,
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct CachingAllocator<B: CudaMemory> {
-    /// Keeps the pool alive.
+    /// Lease that keeps the pool alive.
     lease: Arc<PoolLease<B>>,
 }
 

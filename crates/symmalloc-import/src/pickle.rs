@@ -60,7 +60,7 @@ pub(crate) struct Vocabulary {
     pub(crate) words: &'static [&'static str],
     /// Words whose values are also kept as text, of up to [`TEXT_BYTES_MAX`].
     pub(crate) texts_of: &'static [Word],
-    /// Decides which dicts are kept in lists.
+    /// Rule that selects the dicts that are kept in lists.
     pub(crate) keeps: Keeps,
 }
 

@@ -341,7 +341,7 @@ fn emptied(file: File) -> io::Result<File> {
     Ok(file)
 }
 
-/// Notifies the program when the thread exits for any reason.
+/// A guard that notifies the program when the thread exits for any reason.
 struct Leave<'a>(&'a SharedRecords);
 
 impl Drop for Leave<'_> {

@@ -440,8 +440,8 @@ mod tests {
             rectangles in prop::collection::vec((0..16_u64, 1..=16_u64, 1..9_u64), 1..12),
         ) {
             let rectangle = |(lower, life, size)| Rectangle { lower, upper: lower + life, size };
-            let problem = Problem::periodic(16, rectangles.into_iter().map(rectangle).collect()).expect("sane");
-            let mut exact = ExactSearch::new(&problem).expect("few");
+            let problem = Problem::periodic(16, rectangles.into_iter().map(rectangle).collect()).expect("the problem is valid");
+            let mut exact = ExactSearch::new(&problem).expect("the problem is small");
             let least = Preference::ALL.map(|preference| {
                 let placed_below = |capacity| {
                     let verdict = exact.place_below(capacity, preference, &mut { u64::MAX });

@@ -114,14 +114,15 @@ mod tests {
 
     #[test]
     fn a_section_contains_exactly_the_overlapping_rectangles() {
-        let problem = Problem::new(vec![at(0, 4), at(2, 10), at(5, 9)]).expect("sane");
+        let problem = Problem::new(vec![at(0, 4), at(2, 10), at(5, 9)]).expect("the problem is valid");
         let sections = Sections::new(&problem);
         assert_eq!((sections.count(), sections.runs), (2, vec![[0..1, 0..0], [0..2, 0..0], [1..2, 0..0]]));
     }
 
     #[test]
     fn a_rectangle_that_lives_into_the_next_step_has_two_runs() {
-        let problem = Problem::periodic(10, vec![at(8, 12), at(1, 9), at(3, 5), at(6, 7), at(9, 10)]).expect("sane");
+        let problem = Problem::periodic(10, vec![at(8, 12), at(1, 9), at(3, 5), at(6, 7), at(9, 10)])
+            .expect("the problem is valid");
         let sections = Sections::new(&problem);
         assert_eq!(sections.runs[0], [0..1, 3..5]);
         assert_eq!(sections.reach(0), 0..5);

@@ -7,7 +7,7 @@ fn rectangle() -> impl Strategy<Value = Rectangle> {
     (0..12_u64, 1..8_u64, 1..6_u64).prop_map(|(lower, life, size)| Rectangle { lower, upper: lower + life, size })
 }
 
-/// Half of the problems repeat a step of 12, in which rectangles live for up to one step.
+/// Generates problems. Half of them repeat a step of 12, in which rectangles live for up to one step.
 fn problem(count: std::ops::Range<usize>) -> impl Strategy<Value = Problem> {
     let repeated = (0..12_u64, 1..=12_u64, 1..6_u64).prop_map(|(lower, life, size)| Rectangle {
         lower,
@@ -15,8 +15,10 @@ fn problem(count: std::ops::Range<usize>) -> impl Strategy<Value = Problem> {
         size,
     });
     prop_oneof![
-        prop::collection::vec(rectangle(), count.clone()).prop_map(|all| Problem::new(all).expect("sane")),
-        prop::collection::vec(repeated, count).prop_map(|all| Problem::periodic(12, all).expect("sane")),
+        prop::collection::vec(rectangle(), count.clone())
+            .prop_map(|all| Problem::new(all).expect("the problem is valid")),
+        prop::collection::vec(repeated, count)
+            .prop_map(|all| Problem::periodic(12, all).expect("the problem is valid")),
     ]
 }
 
@@ -120,7 +122,7 @@ fn filled(seed: u64) -> Problem {
     let mut floor = [0; TIMES];
     let mut rectangles = Vec::new();
     loop {
-        let low = *floor.iter().min().expect("some");
+        let low = *floor.iter().min().expect("not empty");
         if low == HEIGHT {
             break;
         }
@@ -135,7 +137,7 @@ fn filled(seed: u64) -> Problem {
     for last in (1..rectangles.len()).rev() {
         rectangles.swap(last, below(last as u64 + 1) as usize);
     }
-    Problem::new(rectangles).expect("sane")
+    Problem::new(rectangles).expect("the problem is valid")
 }
 
 #[test]
@@ -151,7 +153,7 @@ fn problems_without_gaps_are_solved() {
 #[test]
 fn the_step_limit_bounds_problems_with_many_overlaps() {
     let rectangles = (0..100_000).map(|it| Rectangle { lower: it, upper: it + 90_000, size: 1 + it % 7 }).collect();
-    let problem = Problem::new(rectangles).expect("sane");
+    let problem = Problem::new(rectangles).expect("the problem is valid");
     for steps in [0, 3_000_000] {
         let solution = solve(&problem, Steps(steps));
         assert_eq!(solution.check(&problem), Ok(()));
@@ -167,7 +169,7 @@ fn rectangles_that_live_into_the_next_step_keep_their_offset() {
     // the height of two rectangles, and a ring of five the height of three.
     let ring = |count: u64| {
         let rectangles = (0..count).map(|it| at(2 * it, 2 * it + 3, 4)).collect();
-        Problem::periodic(2 * count, rectangles).expect("sane")
+        Problem::periodic(2 * count, rectangles).expect("the problem is valid")
     };
     let heights = [4, 5].map(|count| {
         let solution = solve(&ring(count), Steps::default());
@@ -175,11 +177,11 @@ fn rectangles_that_live_into_the_next_step_keep_their_offset() {
         (ring(count).lower_bound(), solution.height(), solution.is_optimal())
     });
     assert_eq!(heights, [(8, 8, true), (8, 12, true)]);
-    let whole = Problem::periodic(6, vec![at(4, 10, 3), at(0, 1, 2), at(5, 7, 1)]).expect("sane");
+    let whole = Problem::periodic(6, vec![at(4, 10, 3), at(0, 1, 2), at(5, 7, 1)]).expect("the problem is valid");
     let solution = solve(&whole, Steps::default());
     assert_eq!((solution.height(), solution.check(&whole)), (6, Ok(())));
-    let two = Problem::periodic(6, vec![at(4, 8, 3), at(1, 2, 3)]).expect("sane");
-    let apart = Problem::new(vec![at(4, 8, 3), at(1, 2, 3)]).expect("sane");
+    let two = Problem::periodic(6, vec![at(4, 8, 3), at(1, 2, 3)]).expect("the problem is valid");
+    let apart = Problem::new(vec![at(4, 8, 3), at(1, 2, 3)]).expect("the problem is valid");
     let low = solve(&apart, Steps::default());
     assert_eq!((low.height(), low.check(&two)), (3, Err(PlacementError::Overlap { first: 0, second: 1 })));
 }
@@ -207,7 +209,7 @@ fn pieces_cut_from_a_rectangle_nearly_fit_into_it_again() {
     for seed in 0..20_u64 {
         let mut pieces = Vec::new();
         cut(0, 1000, 10_000, &mut seed.wrapping_mul(77), &mut pieces);
-        let problem = Problem::new(pieces).expect("sane");
+        let problem = Problem::new(pieces).expect("the problem is valid");
         let solution = solve(&problem, Steps(20_000_000));
         assert_eq!((problem.lower_bound(), solution.check(&problem)), (10_000, Ok(())));
         (lost, count) = (lost + solution.height() - 10_000, count + 1);
@@ -218,14 +220,14 @@ fn pieces_cut_from_a_rectangle_nearly_fit_into_it_again() {
 #[test]
 fn offsets_that_are_not_a_solution_are_refused() {
     let at = |lower, upper, size| Rectangle { lower, upper, size };
-    let apart = Problem::new(vec![at(0, 2, 4), at(2, 4, 4)]).expect("sane");
-    let together = Problem::new(vec![at(0, 3, 4), at(2, 4, 4)]).expect("sane");
+    let apart = Problem::new(vec![at(0, 2, 4), at(2, 4, 4)]).expect("the problem is valid");
+    let together = Problem::new(vec![at(0, 3, 4), at(2, 4, 4)]).expect("the problem is valid");
     let low = solve(&apart, Steps::default());
     assert_eq!(low.offsets(), [0, 0]);
     assert_eq!(low.check(&together), Err(PlacementError::Overlap { first: 0, second: 1 }));
-    let larger = Problem::new(vec![at(0, 2, 4), at(2, 4, 5)]).expect("sane");
+    let larger = Problem::new(vec![at(0, 2, 4), at(2, 4, 5)]).expect("the problem is valid");
     assert_eq!(low.check(&larger), Err(PlacementError::TooHigh { index: 1, end: 5, height: 4 }));
-    let more = Problem::new(vec![at(0, 2, 4)]).expect("sane");
+    let more = Problem::new(vec![at(0, 2, 4)]).expect("the problem is valid");
     assert_eq!(low.check(&more), Err(PlacementError::Count { offsets: 2, rectangles: 1 }));
 }
 

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use std::collections::BTreeSet;
 use symmalloc_plan::{Place, PlacedAllocation, Problem, Rectangle, Schedule, Steps, solve};
 
-/// A step of allocations, each with a lifetime in allocations, a size and a stream; some have no place.
+/// Generates a step of allocations, each with a lifetime in allocations, a size and a stream; some have no place.
 fn step(streams: u16) -> impl Strategy<Value = Vec<Option<PlacedAllocation>>> {
     let wanted = (1..20_u32, 1..6_u64, 0..streams, 0..10);
     prop::collection::vec(wanted, 1..40).prop_map(|step| {
@@ -17,7 +17,8 @@ fn step(streams: u16) -> impl Strategy<Value = Vec<Option<PlacedAllocation>>> {
             upper: u64::from(until(*number)),
             size: step[*number as usize].1,
         };
-        let problem = Problem::periodic(count.into(), placed.iter().map(rectangle).collect()).expect("sane");
+        let problem =
+            Problem::periodic(count.into(), placed.iter().map(rectangle).collect()).expect("the problem is valid");
         let solution = solve(&problem, Steps(2_000));
         let mut allocations = vec![None; step.len()];
         for (number, offset) in placed.into_iter().zip(solution.offsets()) {

@@ -63,7 +63,7 @@ class NativePool:
         return torch.cuda.use_mem_pool(self._pool)
 
     def sync(self) -> None:
-        """PyTorch registers each segment at its creation."""
+        """Does nothing: PyTorch registers each segment at its creation."""
 
     def close(self) -> None:
         self._backend.deregister_mem_pool(self._pool)

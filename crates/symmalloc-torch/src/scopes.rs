@@ -42,7 +42,7 @@ struct Begun<F> {
     purpose: ScopePurpose,
     /// The last stream that the filter accepted.
     taken: Mutex<Option<RawStream>>,
-    /// Watches for captures, because the scope may belong to one.
+    /// Watch for captures, because the scope may belong to one.
     _watch: CaptureWatch,
 }
 
@@ -65,7 +65,7 @@ impl<F> Begun<F> {
 
 /// The open scopes of one allocator.
 pub(crate) struct Scopes<F> {
-    /// Distinguishes the pushed pools of this allocator from those of others.
+    /// Number that distinguishes the pushed pools of this allocator from those of others.
     serial: u64,
     /// The number of open scopes of both kinds. A thread sees its own scopes, and those of the threads that it has synchronized with.
     open: Arc<AtomicUsize>,

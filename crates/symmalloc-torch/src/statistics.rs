@@ -28,7 +28,7 @@ use symmalloc_core::sleep::Phase;
 use symmalloc_core::stats::{Stat, UsageStats};
 use symmalloc_cuda::{CudaDevice, CudaMemory};
 
-/// All statistics of an allocator.
+/// Returns all statistics of an allocator.
 pub(crate) fn as_json(allocator: &DeviceAllocator) -> Value {
     let core = allocator.core();
     let mut total = nested(&core.stats());
@@ -58,7 +58,7 @@ pub(crate) fn as_json(allocator: &DeviceAllocator) -> Value {
     })
 }
 
-/// The existing pools, by id.
+/// Returns the statistics of the existing pools, by id.
 fn pools(allocator: &DeviceAllocator) -> Vec<Value> {
     let core = allocator.core();
     let (private, user) = (allocator.private_pools().list(), allocator.user_pool_ids());

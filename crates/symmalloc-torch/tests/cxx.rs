@@ -11,7 +11,7 @@ fn package() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Cargo puts the library next to the test's executable.
+/// Returns the folder of the test's executable, which also contains the library.
 fn library_folder() -> PathBuf {
     std::env::current_exe().expect("the test's executable").parent().expect("a folder").to_owned()
 }

@@ -52,7 +52,7 @@ pub const FAILED: &str = "a pool fails";
 /// All properties that must never be broken.
 pub const KEPT: [&str; 12] = [MAPPED, USED, MET, EQUAL, ORDER, ALONE, TOGETHER, BACK, WHOLE, LOST, HEALS, ENDS];
 
-/// All properties.
+/// Returns all properties.
 pub fn all() -> Vec<Property<Job>> {
     vec![
         Property::always(MAPPED, |_, state| living(state).all(windows_are_mapped)),

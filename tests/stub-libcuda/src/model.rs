@@ -68,7 +68,7 @@ impl Default for Thread {
 }
 
 impl Thread {
-    /// The device of the current context.
+    /// Returns the device of the current context.
     pub fn device(&self) -> Option<c_int> {
         self.contexts.last().filter(|context| **context != 0).map(|context| device_of(*context))
     }

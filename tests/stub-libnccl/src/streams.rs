@@ -137,7 +137,7 @@ fn extents(member: &Member, (address, bytes): Buffer) -> Option<Vec<(u64, u64)>>
     }
     let extents = cuda::extents(address, bytes);
     if extents.is_none() {
-        violate(format!("rank {}: a kernel uses {bytes} bytes at {address:#x}, which are not memory", member.world));
+        violate(format!("rank {}: a kernel uses {bytes} bytes at {address:#x}, which are not allocated", member.world));
     }
     extents
 }

@@ -321,7 +321,7 @@ pub fn register_buffer(member: &Member, base: u64, size: u64) -> Result<u64, c_i
         return Err(INVALID_ARGUMENT);
     }
     if cuda::region(base).is_none() {
-        violate(format!("rank {}: ncclCommRegister of {base:#x}, which is not memory", member.world));
+        violate(format!("rank {}: ncclCommRegister of {base:#x}, which is not allocated", member.world));
         return Err(INVALID_ARGUMENT);
     }
     let handle = fresh();

@@ -13,7 +13,7 @@ pub const WAIT_MAX: Duration = Duration::from_secs(120);
 /// Exit status of a process in which a rank's thread panicked, the same as that of a failed test.
 const PANICKED: i32 = 101;
 
-/// Ends the process if it is dropped during a panic.
+/// A guard that ends the process if it is dropped during a panic.
 ///
 /// Unwinding would leave the other ranks at a barrier, or in a stub call that no deadline ends. The panic's message has been printed by
 /// then.

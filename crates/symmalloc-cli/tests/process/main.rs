@@ -104,8 +104,8 @@ fn recorded(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/traces").join(name)
 }
 
-/// A program with two streams and everything that makes ranks differ under PyTorch's rule: many segments that are freed
-/// and reused, and uses by the other stream.
+/// Writes a program with two streams and everything that makes ranks differ under PyTorch's rule: many segments that are
+/// freed and reused, and uses by the other stream.
 fn busy_trace(folder: &Folder) -> PathBuf {
     let mut lines = vec!["stream s0".to_owned(), "stream s1".to_owned()];
     for round in 0..3 {

@@ -39,7 +39,7 @@ thread_local! {
     static IN_SINKS: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Marks the thread as running a sink until this is dropped.
+/// A guard that marks the thread as running a sink until it is dropped.
 struct InSink;
 
 impl InSink {

@@ -156,7 +156,7 @@ impl SizeRules {
     }
 }
 
-/// PyTorch's `round_size` with `roundup_power2_divisions`.
+/// Rounds a size as PyTorch's `round_size` does with `roundup_power2_divisions`.
 fn round_to_division(requested: u64, divisions: RoundupPower2Divisions) -> u64 {
     let log_mib = requested.ilog2().saturating_sub(MIB.ilog2()).min(15);
     let divisions = u64::from(divisions.at(log_mib as usize));

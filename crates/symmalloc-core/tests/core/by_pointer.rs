@@ -68,7 +68,7 @@ fn frees_and_uses_by_address_equal_those_by_handle() {
             by_address.free(handle).expect("a free by handle also succeeds");
             assert!(by_address.free_at(address).is_err(), "once");
         }
-        by_address.check().expect("sane");
+        by_address.check().expect("consistent");
         assert_eq!(by_address.stats().usage.all.allocations.current, 0);
     }
 }
@@ -124,7 +124,7 @@ fn threads_that_exchange_addresses_free_each_once() {
             });
         }
     });
-    allocator.check().expect("sane");
+    allocator.check().expect("consistent");
     let usage = allocator.stats().usage.all.allocations;
     assert_eq!((usage.current, usage.allocated), (0, 3 * TURNS as u64));
 }
@@ -140,7 +140,7 @@ fn only_one_of_the_threads_that_free_an_address_succeeds() {
         });
         assert_eq!(freed, 1);
     }
-    allocator.check().expect("sane");
+    allocator.check().expect("consistent");
 }
 
 #[test]
@@ -154,7 +154,7 @@ fn a_hint_of_another_heap_hides_no_allocation() {
     for address in addresses {
         assert_eq!(allocator.free_at(address), Ok(2 << 20));
     }
-    allocator.check().expect("sane");
+    allocator.check().expect("consistent");
 }
 
 /// An expandable segment's range is longer than its memory; a fixed one's is not.

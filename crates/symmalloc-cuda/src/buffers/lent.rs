@@ -33,7 +33,7 @@ pub struct LentSlice<'a, T> {
     /// Decomposed by `drop`.
     slice: ManuallyDrop<CudaSlice<T>>,
     device: &'a CudaDevice,
-    /// Counts this slice; `None` when there are no bytes.
+    /// Counter of uses that includes this slice; `None` if there are no bytes.
     uses: Option<&'a Uses>,
     /// Dropped after the slice is decomposed, so that the recorded use covers all uses of the slice.
     _use_on_stream: SyncOnDrop<'a>,

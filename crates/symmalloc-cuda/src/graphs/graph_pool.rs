@@ -68,7 +68,7 @@ pub struct GraphPool {
 struct GraphPoolState {
     state: Arc<AllocatorState<CudaBackend>>,
     pool: PoolId,
-    /// Prevents the core from releasing dead segments if the pool is trimmed through it.
+    /// Observer that prevents the core from releasing dead segments if the pool is trimmed through it.
     observer: ObserverId,
     /// Streams on which graphs of this pool were launched.
     launched_on: Mutex<Vec<StreamId>>,

@@ -51,7 +51,7 @@ use symmalloc_core::report::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot}
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Export {
-    /// Keeps the memory alive.
+    /// Allocator that keeps the memory alive.
     allocator: CudaAllocator,
     memory: Arc<ExportedMemory>,
     layout: Layout,

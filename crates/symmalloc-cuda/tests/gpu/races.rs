@@ -51,7 +51,7 @@ impl Backend for Fenced {
     }
 }
 
-/// For the given time, fills a block on one stream, reads it on a slow second stream, frees it, and allocates it again on the first stream.
+/// Fills a block on one stream, reads it on a slow second stream, frees it, and allocates it again on the first stream, for the given time.
 /// Returns the number of changed elements that the reader found, and the number of rounds. In a pool that learns plans, two rounds form a
 /// step, and both use the same placement.
 fn wrong_elements(device: &Arc<CudaDevice>, waits: bool, lasting: Duration, config: &str) -> (u32, u32) {

@@ -340,7 +340,7 @@ stub_test!(a_failed_call_in_a_resize_keeps_live_memory_and_can_be_repeated, {
 fn a_growing_quota_fills_the_lowest_hole_first() {
     let device = SimBackend::builder().build();
     let allocator: Allocator<_> = Allocator::new(&device, Config::default()).expect("valid");
-    let stream = allocator.register_stream().expect("few");
+    let stream = allocator.register_stream().expect("a stream id is available");
     let pool = allocator.create_pool(quota()).expect("valid");
     resize(&allocator, pool, stream, 14 * MIB).expect("there is memory");
     let blocks = [2, 2, 2, 6, 2].map(|mib| allocator.allocate(pool, stream, mib * MIB).expect("its quota"));

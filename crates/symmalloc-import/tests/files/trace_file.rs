@@ -22,7 +22,7 @@ fn allocator() -> SharedAllocator<SimBackend> {
 
 /// Allocates and frees this many times; some allocations have names that need escaping.
 fn work(allocator: &SharedAllocator<SimBackend>, rounds: u64) {
-    let stream = allocator.register_stream().expect("few");
+    let stream = allocator.register_stream().expect("a stream id is available");
     for round in 0..rounds {
         let size_bytes = 512 << (round % 12);
         let made = match round % 3 {
@@ -228,7 +228,7 @@ fn a_full_disk_ends_the_recording_and_not_the_job() {
     let error = source.downcast_ref::<TraceFileError>().expect("a trace file's");
     assert!(matches!(error, TraceFileError::Write { path, .. } if path == Path::new("/dev/full")), "{error}");
     assert_eq!(allocator.stats().usage.all.allocations.allocated, 10_000);
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
     // The few records of a short job are lost at the end, which reports an error as well.
     let short = self::allocator();
     short.start_recording(TraceFile::create("/dev/full", TraceFileOptions::default()).unwrap()).unwrap();

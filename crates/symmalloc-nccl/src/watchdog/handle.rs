@@ -15,7 +15,7 @@ pub(super) const COMMAND_LIMIT: Duration = Duration::from_secs(1);
 
 /// A request to the watchdog's thread.
 pub(super) enum Command {
-    /// Processes have met with this id.
+    /// The processes of this meeting are connected.
     Met(MeetingId, Box<Lifeline>),
     /// A communicator was created.
     Watch(Identity),
@@ -35,7 +35,7 @@ pub(super) enum Command {
 
 pub(super) struct Handle {
     commands: Mutex<Sender<Command>>,
-    /// Wakes the thread.
+    /// Event descriptor. A write wakes the thread.
     wakeup: OwnedFd,
     /// The meetings whose connections are kept.
     meetings: Mutex<BTreeSet<MeetingId>>,

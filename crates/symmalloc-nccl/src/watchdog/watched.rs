@@ -30,7 +30,8 @@ pub(crate) trait Watchable: Send + Sync {
     fn relax_capture(&self) -> RelaxedCapture;
 }
 
-/// A meeting of processes, and this rank's number in it, because ranks can be threads of one process.
+/// The id of a meeting, in which the processes of a communicator connect to each other. It includes this rank's number, because ranks can
+/// be threads of one process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct MeetingId {
     pub(super) id: UniqueId,

@@ -16,10 +16,10 @@
 use crate::windows::keys::Generation;
 use std::collections::BTreeMap;
 
-/// Size in bytes to a multiple of which NCCL rounds the range up (`ncclDevrInitOnce`).
+/// Granularity in bytes to which NCCL rounds the range up (`ncclDevrInitOnce`).
 const LIMIT_STEP_BYTES: u64 = 4 << 30;
 
-/// Returns an upper bound of the bytes that NCCL reserves for itself with the first window: buffers for its low-latency kernels, 1 MiB per
+/// Returns an upper bound on the bytes that NCCL reserves for itself with the first window: buffers for its low-latency kernels, 1 MiB per
 /// rank of the domain, and barriers (`ncclSymkInitOnce`).
 const fn reserved_bytes(ranks: u32) -> u64 {
     (ranks as u64 + 8) << 20

@@ -1,6 +1,6 @@
 //! Tests with ranks that are killed, stopped or slow, each in a separate process. With several devices, each rank uses one. With one
-//! device, two ranks share it, and `NCCL_HOSTID` makes NCCL treat them as two machines: kernels are then plain and use sockets, and there
-//! are no windows.
+//! device, two ranks share it, and `NCCL_HOSTID` makes NCCL treat them as two machines: it then communicates over sockets, with its
+//! ordinary kernels and without windows.
 //!
 //! `SYMMALLOC_KILLS` and `SYMMALLOC_STOPS` set how often a rank is killed or stopped (12 and 4), `SYMMALLOC_SLOW_SECONDS` sets how long a
 //! rank is slow (30), and `SYMMALLOC_PAIRS` sets the number of concurrent jobs (4). The number of a job determines which rank is killed or
@@ -250,7 +250,7 @@ fn free_bytes() -> u64 {
     device.context().mem_get_info().expect("the driver reports free memory").0 as u64
 }
 
-/// Returns a number that looks random, the same in each run.
+/// Returns a pseudorandom number that is the same in every run.
 fn drawn(number: u64) -> u64 {
     let mixed = (number + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (mixed ^ (mixed >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 32

@@ -20,7 +20,7 @@ pub(crate) struct Rank {
     pub(crate) comm: Communicator,
     pub(crate) stream: Arc<CudaStream>,
     _pool: Pool<CudaBackend>,
-    /// Allocates from the registered pool.
+    /// Allocator of the registered pool.
     pub(crate) allocator: CudaAllocator,
     pub(crate) registrar: Arc<Registrar>,
 }

@@ -103,7 +103,7 @@ impl Rank<'_> {
         assert_eq!(wrong, 0, "rank {}, tag {tag}: wrong elements of {}", self.rank, values.len());
     }
 
-    /// The sum of all ranks, as a multiple of the base.
+    /// Returns the sum of all ranks, as a multiple of the base.
     fn sum(&self) -> usize {
         self.ranks * (self.ranks + 1) / 2
     }

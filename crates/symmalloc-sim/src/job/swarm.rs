@@ -255,7 +255,7 @@ impl Sleeps {
     }
 }
 
-/// Draws steps that are valid after the preceding ones.
+/// A generator of steps that are valid after the preceding ones.
 struct Writer {
     sleeps: Sleeps,
     repeats: Repeats,

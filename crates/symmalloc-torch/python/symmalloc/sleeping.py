@@ -171,8 +171,8 @@ def _checked(pools: list[_Tagged], names: list[str] | None, kept: frozenset[str]
     """Returns the pools that have one of the names as tag. Raises `UnknownPool` for a name that no pool has."""
     there = {tagged.tag for tagged in pools}
     if unknown := (set(names or ()) | (kept or frozenset())) - there:
-        has = f"there are {sorted(there)}" if there else "there is none yet"
-        raise UnknownPool(f"no pool has the tag {sorted(unknown)[0]!r}, {has}: MemPool(tag=...) and region(tag=...) make one")
+        has = f"the existing tags are {sorted(there)}" if there else "no pool has a tag yet"
+        raise UnknownPool(f"no pool has the tag {sorted(unknown)[0]!r}; {has}: create one with MemPool(tag=...) or region(tag=...)")
     return [tagged for tagged in pools if names is None or tagged.tag in names]
 
 

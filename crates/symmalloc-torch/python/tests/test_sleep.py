@@ -69,10 +69,10 @@ assert holds(held[weights], 0)
 
     def test_invalid_calls_are_errors_and_change_nothing(self) -> None:
         self.succeeds(ALONE + """
-raises(symmalloc.UnknownPool, "there is none yet", lambda: symmalloc.sleep("weights", device=0))
+raises(symmalloc.UnknownPool, "no pool has a tag yet", lambda: symmalloc.sleep("weights", device=0))
 raises(symmalloc.InvalidSettings, "tag", lambda: MemPool(tag="Weights!", device=0))
 pool = MemPool(symmetric=False, tag="weights", device=0)
-raises(symmalloc.UnknownPool, "no pool has the tag 'unknown', there are ['weights']", lambda: symmalloc.sleep("unknown"))
+raises(symmalloc.UnknownPool, "no pool has the tag 'unknown'; the existing tags are ['weights']", lambda: symmalloc.sleep("unknown"))
 raises(symmalloc.UnknownPool, "'kv'", lambda: symmalloc.wake(["weights", "kv"]))
 raises(symmalloc.InvalidArgument, "name them in tags as well", lambda: symmalloc.sleep("weights", keep="kv_cache"))
 raises(symmalloc.UnknownPool, "'kv_cache'", lambda: symmalloc.sleep(keep="kv_cache"))

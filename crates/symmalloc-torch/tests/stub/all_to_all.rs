@@ -48,7 +48,7 @@ impl AllToAll {
     }
 }
 
-/// The stub's device memory is the host's.
+/// Returns device memory as host memory, which it is on the stub.
 fn memory<'a>(pointer: Pointer, bytes: usize) -> &'a mut [u8] {
     // SAFETY: the tests allocate that many bytes, and wait for their users.
     unsafe { slice::from_raw_parts_mut(pointer as *mut u8, bytes) }

@@ -201,7 +201,7 @@ pub(crate) mod torch {
         unsafe { symmalloc_torch_record_stream(pointer as *mut c_void, stream) };
     }
 
-    /// An empty filter accepts all streams.
+    /// Begins a scope without a filter, which accepts all streams.
     pub(crate) fn begin(id: (u64, u64)) {
         // SAFETY: no filter.
         unsafe { symmalloc_torch_begin_allocate_to_pool(0, id.0, id.1, null_mut()) };

@@ -201,7 +201,7 @@ nccl_test!(in_a_capture_a_scope_succeeds_only_without_new_segments, {
     nccl::assert_clean();
 });
 
-/// Rank 1 exits before the end of the scope.
+/// Runs two ranks, of which rank 1 exits before the end of the scope.
 fn one_rank_stays_away(agree_every: u32) {
     let address = free_address();
     let barrier = Barrier::new(2);

@@ -107,12 +107,12 @@ stub_test!(memory_without_descriptors_is_not_shared, ["STUB_NO_VMM" = "1", "SYMM
     assert!(message().contains("file descriptors"), "{}", message());
 });
 
-/// The address of an abstract socket.
+/// Returns the address of an abstract socket.
 fn socket(name: &str) -> SocketAddr {
     SocketAddr::from_abstract_name(name).expect("a name that fits")
 }
 
-/// An address that can be sent between threads.
+/// Opens shared memory. Returns the address and a handle that can be sent between threads.
 fn base_of(text: &str) -> Result<(Pointer, usize), symmalloc_status> {
     opened(text).map(|(base, handle)| (base, handle as usize))
 }

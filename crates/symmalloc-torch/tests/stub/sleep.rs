@@ -71,7 +71,7 @@ impl Allocator {
     }
 }
 
-/// The stub's device memory is the host's.
+/// Returns device memory as host memory, which it is on the stub.
 fn bytes(pointer: Pointer, size: usize) -> &'static mut [u8] {
     // SAFETY: a live allocation of that many bytes whose pool is awake, used by one thread.
     unsafe { std::slice::from_raw_parts_mut(with_exposed_provenance_mut(pointer), size) }
@@ -267,7 +267,7 @@ nccl_test!(a_pool_with_a_communicator_of_some_ranks_sleeps_on_all_ranks, {
     nccl::assert_clean();
 });
 
-/// A communicator of one rank.
+/// Returns a communicator of one rank.
 fn alone_of(comm: &Communicator) -> Communicator {
     let id = UniqueId::new().expect("the stub gives ids");
     Communicator::builder(comm.device()).connect(id, 0, 1).expect("connected")

@@ -39,7 +39,7 @@ stub_test!(a_step_that_occurs_twice_is_planned_and_followed, {
         assert_eq!(status, SYMMALLOC_IO, "{}", message());
         done(symmalloc_step_begin(allocator.0, 0, 3));
     }
-    std::fs::remove_file(&path).expect("it is there");
+    std::fs::remove_file(&path).expect("the file exists");
     let one = allocator.allocate(0, 5 * MIB, stream);
     let two = allocator.allocate(0, 3 * MIB, stream);
     assert_eq!(allocator.placement(one).offset_bytes - allocator.placement(two).offset_bytes, 3 << 20);

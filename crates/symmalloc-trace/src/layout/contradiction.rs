@@ -93,13 +93,13 @@ pub enum Contradiction {
         size_bytes: u64,
     },
     /// An allocation belongs to a different stream than its heap.
-    #[error("the allocation belongs to {stream}, but its heap to another stream")]
+    #[error("the allocation belongs to {stream}, but its heap belongs to another stream")]
     OtherStream {
         /// The allocation's stream.
         stream: StreamId,
     },
     /// The other users of an allocation are not in ascending order, or include its owner.
-    #[error("{stream} owns the allocation, or follows the same or a later stream")]
+    #[error("{stream} owns the allocation, or is repeated or out of order; list the other users in ascending order")]
     UserOutOfOrder {
         /// The user.
         stream: StreamId,

@@ -168,7 +168,7 @@ fn impossible_layouts_are_refused() {
     assert_eq!(contradiction(&[&memory, &long]), NameTooLong { bytes: NAME_BYTES_MAX + 1 });
 }
 
-/// Almost valid lines, which reach deeper code than random characters.
+/// Generates almost valid lines, which reach deeper code than random characters.
 fn nearly_a_layout() -> impl Strategy<Value = String> {
     let field = prop_oneof![
         "[a-z]{1,11}",

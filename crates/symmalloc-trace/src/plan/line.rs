@@ -57,7 +57,7 @@ pub(super) fn parse(line: u64, text: &str) -> Result<Line<PlanStatement>, LineEr
 }
 
 impl Fields<'_> {
-    /// `pN sN|shared key K allocations N`
+    /// Parses `pN sN|shared key K allocations N`.
     fn head(&mut self) -> Result<PlanHead, LineError> {
         let (pool, stream) = (self.pool()?, self.heap_stream()?);
         self.word("key", "`key` and the key of the steps")?;
@@ -72,7 +72,7 @@ impl Fields<'_> {
         if field.text == word { Ok(()) } else { Err(self.expected(field.column, expected)) }
     }
 
-    /// `SIZE sN UNTIL|never [@OFFSET]`
+    /// Parses `SIZE sN UNTIL|never [@OFFSET]`.
     fn planned_allocation(&mut self) -> Result<PlannedAllocation, LineError> {
         const UNTIL: &str = "the number of the allocation before which it is free, or `never`";
         const OFFSET: &str = "an offset in bytes: @OFFSET";

@@ -175,7 +175,7 @@ impl Fields<'_> {
         if field.text == "wake" { Ok(()) } else { Err(self.expected(field.column, "wake")) }
     }
 
-    /// `ID SIZE sN [pN] ["NAME"] [-> SEGMENT@OFFSET [revived SIZE]]`
+    /// Parses `ID SIZE sN [pN] ["NAME"] [-> SEGMENT@OFFSET [revived SIZE]]`.
     #[inline]
     fn allocation(&mut self) -> Result<Record, LineError> {
         let id = self.id()?;
@@ -203,7 +203,7 @@ impl Fields<'_> {
         NonZeroU64::new(block_bytes).ok_or_else(|| self.expected(field.column, EXPECTED))
     }
 
-    /// `ID [pending [ENTRIES]]`
+    /// Parses `ID [pending [ENTRIES]]`.
     #[inline]
     fn free(&mut self) -> Result<Record, LineError> {
         let id = self.id()?;

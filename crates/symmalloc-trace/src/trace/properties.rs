@@ -87,7 +87,7 @@ fn consistent_records(steps: Vec<Step>) -> Vec<Record> {
     records
 }
 
-/// Almost valid lines, which reach deeper code than random characters.
+/// Generates almost valid lines, which reach deeper code than random characters.
 fn nearly_a_trace() -> impl Strategy<Value = String> {
     let field = prop_oneof![
         "[a-z]{1,11}",

@@ -172,7 +172,7 @@ nccl_test!(abort_deregisters_windows_if_revoke_is_supported, {
 
 type GiveBack = fn(&Communicator, Window, BufferRegistration) -> Result<(), CommError>;
 
-/// If an abort arrives while the call is on its way to NCCL, the abort releases the resource, and the call does not release it again.
+/// Aborts while a release is on its way to NCCL. The abort releases the resource, and the call does not release it again.
 fn given_back_once(call: &str, give_back: GiveBack) {
     in_both_modes(2, |rank| {
         let (_allocation, base) = rank.segment();
@@ -200,7 +200,7 @@ fn given_back_once(call: &str, give_back: GiveBack) {
     nccl::assert_clean();
 }
 
-/// NCCL fails to deregister a window on rank 0, which ends the communicator. The end releases all remaining registrations.
+/// Makes NCCL fail to deregister a window on rank 0, which ends the communicator. The end releases all remaining registrations.
 ///
 /// The watchdog is off. It would report the end to rank 1 and end rank 1's communicator as well, before or after rank 1 deregisters its
 /// window.

@@ -98,7 +98,7 @@ impl Stop {
     }
 }
 
-/// Measures the time for which threads wait for a processor.
+/// A measurement of the time for which threads wait for a processor.
 struct Busyness {
     is_over: AtomicBool,
     longest: Mutex<Duration>,

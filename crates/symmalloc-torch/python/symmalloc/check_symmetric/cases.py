@@ -209,7 +209,7 @@ def private_allocations(rank: Rank) -> None:
 
 
 def grows_at_different_moments(rank: Rank) -> None:
-    """Even ranks allocate all tensors at once. Odd ranks allocate the second half after the first half was reduced."""
+    """Allocates all tensors at once on even ranks. Odd ranks allocate the second half after the first half was reduced."""
     import torch
 
     pool, link = linked(rank)

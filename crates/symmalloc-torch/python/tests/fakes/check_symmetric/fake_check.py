@@ -62,7 +62,7 @@ def wrong(rank: Rank) -> None:
 
 
 def wrong_and_cannot(rank: Rank) -> None:
-    """Rank 0 has wrong elements and cannot run, and the others are stuck."""
+    """Reports wrong elements on rank 0, which then cannot run, and blocks the others."""
     if rank.rank == 0:
         rank.compared(100, 3)
         raise CannotRun("no such feature")
