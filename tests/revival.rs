@@ -56,7 +56,7 @@ fn wander(allocator: &Rank<'_>, random: &mut SplitMix64, live: &mut Live, ops: u
     }
 }
 
-/// Runs work of `stream` on an allocation, ordered behind the work of `owner` so far.
+/// Runs work of `stream` on an allocation, ordered after the work of `owner` so far.
 fn work_after(device: &SimBackend, stream: StreamId, owner: StreamId, allocation: &Allocation) {
     let event = device.record(owner).expect("no faults");
     device.wait(stream, event).expect("no faults");

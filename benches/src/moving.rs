@@ -26,7 +26,7 @@ pub enum Victims {
     Highest,
 }
 
-/// The requests of a pass to the device.
+/// The device calls of one pass.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Moves {
     /// Runs of granules mapped.

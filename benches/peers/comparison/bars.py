@@ -26,7 +26,7 @@ MANY_FREE_BLOCKS = 1.5
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A bar and the figure that is compared with it."""
+    """A bar (a threshold) and the figure that is compared with it."""
 
     name: str
     at: str
@@ -53,7 +53,7 @@ def judge(found):
 
 
 def ratios(found, value):
-    """Returns name, place, figure, limit and direction of every bar, for medians or best repeats as `value` selects."""
+    """Returns name, parameter, figure, limit and direction of every bar, for medians or best repeats as `value` selects."""
     bars = []
 
     def bar(name, at, figure, limit, at_least=True):

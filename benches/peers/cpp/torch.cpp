@@ -8,7 +8,7 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 
-// Hooks that libtorch_cuda registers with c10 when it is loaded, and no public header declares. The allocator uses them
+// Hooks that libtorch_cuda registers with c10 when it is loaded. No public header declares them. The allocator uses them
 // to query events.
 namespace c10::cuda::_internal {
 void setHasPrimaryContext(bool (*has_primary_context)(DeviceIndex));

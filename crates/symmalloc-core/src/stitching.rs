@@ -282,7 +282,7 @@ fn block_around(arena: &Arena, lower: Option<Slot>, granule: Granule) -> Slot {
     slot
 }
 
-/// Marks a granule of a free block as elsewhere. The rest behind it keeps the slot.
+/// Marks a granule of a free block as elsewhere. The rest after it keeps the slot.
 fn send_away(arena: &mut Arena, slot: Slot, offset: Units) -> Slot {
     arena.carve(slot, offset, offset + arena.rules().granule, BlockState::Elsewhere)
 }

@@ -172,7 +172,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(self.state().streams().return_lent(id)?)
     }
 
-    /// Assigns the id of a returned stream to another stream, which is ordered behind the earlier work of that id on the device.
+    /// Assigns the id of a returned stream to another stream, which is ordered after the earlier work of that id on the device.
     ///
     /// # Safety
     /// See [`lend_stream`](Self::lend_stream).

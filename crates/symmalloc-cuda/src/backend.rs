@@ -89,7 +89,7 @@ impl CudaBackendBuilder {
     /// Sets the maximum number of bytes that a background thread prefetches ahead of the growth of each expandable range. Must be a
     /// multiple of the granularity, and at least [`chunk_bytes`](Self::chunk_bytes). The default, 0, disables prefetching.
     ///
-    /// After each growth the thread maps as much memory behind the range as its current extent, up to this limit, so that the next
+    /// After each growth the thread maps as much memory after the range's end as its current extent, up to this limit, so that the next
     /// growth finds its memory created and mapped. Prefetching changes no placement, digest, segment or reserved size.
     /// [`CudaMemory::spare_bytes`] reports the prefetched memory: it is device memory that no allocation uses yet. It is released when
     /// memory of its range is released, in [`CachingAllocator::trim`](crate::CachingAllocator::trim), and before an allocation fails

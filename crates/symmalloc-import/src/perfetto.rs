@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!  job                            trim ◆            out of memory ◆                          instants
-//!  pool 0, stream 0   live        ▁▂▃▅▆▆▅▃▂▂▅▇▇▅                                             counters, as do
-//!                     allocated, reserved
+//!  pool 0, stream 0   live        ▁▂▃▅▆▆▅▃▂▂▅▇▇▅                                             counters
+//!                     allocated, reserved                                                    counters
 //!                     map ◆   map ◆        ◆ unmap                                           instants
 //!                     weights     ├───────────────────────────────────────────┤              a slice per allocation:
 //!                     activations    ├────┤  ├─────┤   ├──┤                                 a track per name

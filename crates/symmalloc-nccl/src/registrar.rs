@@ -46,7 +46,7 @@ use symmalloc_core::PoolId;
 use symmalloc_core::config::SegmentPolicy;
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaError, Pool};
 
-/// Registers the memory of an allocator's pools on communicators. A registrar can be shared between threads. Use one per allocator.
+/// A registrar of the memory of an allocator's pools on communicators. It can be shared between threads. Use one per allocator.
 ///
 /// # Examples
 /// ```no_run
@@ -407,7 +407,7 @@ impl Registrar {
     }
 }
 
-/// Builds a [`Registrar`]. All ranks must use the same configuration.
+/// A builder for a [`Registrar`]. All ranks must use the same configuration.
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct RegistrarBuilder {

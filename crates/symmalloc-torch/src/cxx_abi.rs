@@ -14,7 +14,7 @@
 //! - An exception is allocated by `__cxa_allocate_exception`, built in place, and thrown by `__cxa_throw` with its type's `type_info` and
 //!   its complete destructor.
 //! - A vtable symbol is followed by the offset to the top, the `type_info`, and the virtual functions. An object's first word points
-//!   behind the first two words. If the virtual destructor is declared first, as in `std::exception`, its complete variant comes first.
+//!   after the first two words. If the virtual destructor is declared first, as in `std::exception`, its complete variant comes first.
 //! - A class that is not trivially copyable is passed by value as a pointer to a copy that the caller owns.
 //!
 //! PyTorch since 1.13: `OutOfMemoryError` adds nothing to `c10::Error`, which is at most [`ERROR_BYTES_MAX`] bytes long. The constructor

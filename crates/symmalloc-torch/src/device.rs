@@ -176,7 +176,7 @@ impl DeviceAllocator {
         Ok(unsafe { self.stream(stream) }?.id)
     }
 
-    /// Runs before the first stream is used.
+    /// Starts the recording that the environment requests, if any. Called before the first stream is used.
     fn begin(&self) -> Result<(), Error> {
         match self.tracing {
             Tracing::FromFirstUse => trace::start_from_environment(&self.allocator),

@@ -126,7 +126,7 @@ pub struct CollectiveRecord {
 pub enum CollectiveState {
     /// The host is submitting it to NCCL: the call has not returned.
     Submitting,
-    /// In its stream, queued behind other collectives of this communicator.
+    /// In its stream, queued after other collectives of this communicator.
     Submitted,
     /// Next in its stream: it runs, or waits for other work in the stream.
     Running,

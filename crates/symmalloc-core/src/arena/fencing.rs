@@ -1,4 +1,4 @@
-//! Fencing orders a block's next user behind its earlier users (rule D3). A part of [`Arena`].
+//! Fencing orders a block's next user after its earlier users (rule D3). A part of [`Arena`].
 //!
 //! While a block is allocated, its uses by other streams are recorded. When it is freed, they become events, which stay
 //! with the free block until the stream that takes it waits for them. Only this file makes these driver calls.
@@ -41,7 +41,7 @@ impl Arena {
         Ok(())
     }
 
-    /// Orders `stream` behind all earlier users of the free block, on the device. After an error, the next attempt
+    /// Orders `stream` after all earlier users of the free block, on the device. After an error, the next attempt
     /// performs the remaining waits.
     pub(crate) fn wait_for_earlier_users<L: Lock>(
         &mut self,
@@ -114,7 +114,7 @@ impl Arena {
     }
 }
 
-/// Orders `stream` behind a fence, unless it has already waited for it.
+/// Orders `stream` after a fence, unless it has already waited for it.
 fn order_behind<L: Lock>(context: &DynContext<'_, L>, stream: StreamId, fence: Fence) -> Result<(), BackendError> {
     if context.clocks.lock().covers(stream, fence.stream, fence.tick) {
         return Ok(());

@@ -55,10 +55,10 @@ type Bin = Slot;
 /// Returns the bin of a size within its class. The smallest sizes leave some bins unused.
 #[inline]
 fn bin_in_class(size: Units) -> Bin {
-    // With three more low bits, even the smallest size has a leading one and three bits behind it.
+    // With three more low bits, even the smallest size has a leading one and three bits after it.
     let wide = u64::from(size) << MANTISSA_BITS | ((1 << MANTISSA_BITS) - 1);
     let shift = wide.ilog2() - MANTISSA_BITS;
-    // The exponent selects the power of two, and the bits behind the leading one select the bin in it.
+    // The exponent selects the power of two, and the bits after the leading one select the bin in it.
     ((shift << MANTISSA_BITS) + (wide >> shift) as Bin - (1 << MANTISSA_BITS)) % BIN_COUNT as Bin
 }
 
@@ -156,7 +156,7 @@ impl FreeIndex {
         let first = first_of(class);
         let (words, _) = self.occupied[first as usize / 64..].split_first_chunk::<{ WORD_COUNT + 1 }>()?;
         let word = bin as usize / 64 % WORD_COUNT;
-        // The bin's bit and the 63 behind it. Nearly every request is served from there, without a branch on the word.
+        // The bin's bit and the 63 after it. Nearly every request is served from there, without a branch on the word.
         let window = ((u128::from(words[word + 1]) << 64) | u128::from(words[word])) >> (bin % 64);
         let window = window as u64;
         if window != 0 {

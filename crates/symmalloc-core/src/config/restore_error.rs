@@ -132,7 +132,7 @@ pub enum RestoreError {
         cause: OutOfMemoryCause,
     },
     /// The stream cannot be made to wait for the earlier users of its revived memory.
-    #[error("cannot order {stream} behind the earlier users of its memory, revive it again later: {error}")]
+    #[error("cannot order {stream} after the earlier users of its memory: {error}; revive it again later")]
     Fence {
         /// The stream that had to wait.
         stream: StreamId,

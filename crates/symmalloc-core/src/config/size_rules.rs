@@ -125,7 +125,7 @@ impl SizeRules {
         }
     }
 
-    /// Returns `true` if the rest of a block behind the request becomes a separate block.
+    /// Returns `true` if the rest of a block after the request becomes a separate block.
     #[inline]
     pub(crate) fn splits(&self, class: SizeClass, request: Units, block: Units) -> bool {
         match self.shape {

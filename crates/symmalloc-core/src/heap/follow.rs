@@ -1,7 +1,7 @@
 //! Steps: serves requests where plans place them. A part of [`Heap`].
 //!
 //! [`HeapPlans`] owns the plans and decides where a request goes; its module describes how a plan is followed. The heap
-//! adds what needs the driver or the ledger: it acquires the plan memory, orders streams behind earlier users, and
+//! adds what needs the driver or the ledger: it acquires the plan memory, orders streams after earlier users, and
 //! records differences.
 
 use super::{Context, DynContext, Heap, RequestMode, Shortage};
@@ -152,7 +152,7 @@ impl<L: Lock> Heap<L> {
         })
     }
 
-    /// Orders each stream of the plans behind all users of their places.
+    /// Orders each stream of the plans after all users of their places.
     fn wait_for_all_places(&mut self, context: &DynContext<'_, L>) -> Result<(), BackendError> {
         let plans = self.plans.as_deref().expect("a step is open");
         let free = plans.places().iter().filter(|slot| self.arena.block(**slot).is_free());

@@ -111,7 +111,7 @@ impl<L: Lock> Heap<L> {
         Ok(slot)
     }
 
-    /// Orders `stream` behind the earlier users of free granules at home, maps them, and marks them as elsewhere.
+    /// Orders `stream` after the earlier users of free granules at home, maps them, and marks them as elsewhere.
     fn take_from_home<T>(
         &mut self,
         context: &DynContext<'_, L>,

@@ -313,7 +313,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Returns the events that an observer would have received for a live segment from the start: a birth with the
-    /// memory at its start, and a growth for each extent behind a hole.
+    /// memory at its start, and a growth for each extent after a hole.
     pub(crate) fn events_of_live_segment(&self, segment: u32) -> Vec<SegmentEvent> {
         let is_stitched = self.arena.table().segment(segment).is_stitched;
         let mut extents = if is_stitched { Extents::new() } else { self.arena.extents_of(segment) };

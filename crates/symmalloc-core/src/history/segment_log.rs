@@ -1,7 +1,7 @@
 //! The segment log: births, growths, shrinks and deaths of one heap's segments, in order.
 //!
 //! An **observer** follows segments, for example a registrar of NCCL windows or a profiler. The allocator never calls
-//! it. An observer reads the entries behind its cursor when it chooses to, and acknowledges those that it has
+//! it. An observer reads the entries after its cursor when it chooses to, and acknowledges those that it has
 //! processed. No observer therefore runs under a lock that `allocate` needs, and no collective runs unexpectedly (rule
 //! D6).
 //!

@@ -265,7 +265,7 @@ impl HeapPlans {
     }
 
     /// Starts to follow the step's plan in the plan memory, which exists. Returns `true` if each stream must first be
-    /// ordered behind the earlier users of all places, because the previous step did not follow the same plan.
+    /// ordered after the earlier users of all places, because the previous step did not follow the same plan.
     pub(crate) fn follow(&mut self, table: &BlockTable) -> bool {
         let (Some(current), Some(memory)) = (self.current, &self.memory) else { unreachable!("the step has a plan") };
         let placed = &mut self.placed[current];

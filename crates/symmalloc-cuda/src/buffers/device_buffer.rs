@@ -288,7 +288,7 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
         let block = self.block.block();
         let device = block.state().device();
         let _current = device.enter()?;
-        // SAFETY: the buffer has this many bytes, and the stream that it was allocated on is ordered behind earlier uses.
+        // SAFETY: the buffer has this many bytes, and the stream that it was allocated on is ordered after earlier uses.
         Ok(unsafe {
             device.driver().memset_async(block.address(), 0, size_bytes, self.block.as_ref().stream().cu_stream())
         }?)

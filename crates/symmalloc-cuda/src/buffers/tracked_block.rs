@@ -89,7 +89,7 @@ impl<'b> TrackedBlockRef<'b> {
         Some(uses)
     }
 
-    /// Orders the block's stream behind every use that freeing does not cover: see [`Uses::settle`].
+    /// Orders the block's stream after every use that freeing does not cover: see [`Uses::settle`].
     fn settle(self) -> Result<(), BackendError> {
         match self.uses.get() {
             Some(uses) => uses.settle(self.allocator, self.stream()),
@@ -143,7 +143,7 @@ impl<A: StreamAllocatorRef<Memory = CudaBackend>> TrackedBlock<A> {
         self.block.disown();
     }
 
-    /// Orders all uses before the block is freed. If the next user cannot be ordered behind a stream that may still use the memory, the
+    /// Orders all uses before the block is freed. If the next user cannot be ordered after a stream that may still use the memory, the
     /// memory stays allocated.
     #[cold]
     fn settle_or_keep(&mut self) {
@@ -183,7 +183,7 @@ impl<A: StreamAllocatorRef<Memory = CudaBackend>> TrackedPart<A> {
         &self.address
     }
 
-    /// Returns another part of the block, which begins `offset_bytes` behind the start of this one. First makes the block's stream wait for
+    /// Returns another part of the block, which begins `offset_bytes` after the start of this one. First makes the block's stream wait for
     /// all uses of this part, so that the new part starts with no uses by other streams.
     pub(super) fn behind(&self, offset_bytes: u64) -> Self {
         self.as_ref().use_on_own_stream(AccessMode::Write);
@@ -201,7 +201,7 @@ impl<A: StreamAllocatorRef<Memory = CudaBackend>> Drop for TrackedPart<A> {
     fn drop(&mut self) {
         if let Err(error) = self.as_ref().settle() {
             self.block.state().note_drop_error(DropError::Order(error));
-            // The next user of the memory cannot be ordered behind this part's uses, so the block is never freed.
+            // The next user of the memory cannot be ordered after this part's uses, so the block is never freed.
             mem::forget(Arc::clone(&self.block));
         }
     }

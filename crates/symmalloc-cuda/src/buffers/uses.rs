@@ -57,7 +57,7 @@ const WATCHED_USES_MAX: usize = 8;
 #[derive(Debug)]
 struct RegisteredUses {
     writer: StreamId,
-    /// Streams that read the writer's data, or are ordered behind the writer.
+    /// Streams that read the writer's data, or are ordered after the writer.
     readers: SmallVec<[StreamId; 2]>,
 }
 
@@ -80,12 +80,12 @@ impl Uses {
         self.lends.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Ends a lend. The caller has ordered the slice's stream behind all uses of the slice.
+    /// Ends a lend. The caller has ordered the slice's stream after all uses of the slice.
     pub(super) fn end_lend(&self) {
         self.lends.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Orders the block's own stream behind every use that freeing the block does not cover. Waits for the device if a guard may
+    /// Orders the block's own stream after every use that freeing the block does not cover. Waits for the device if a guard may
     /// have been forgotten.
     pub(super) fn settle(&self, allocator: &StreamAllocator, own: &CudaStream) -> Result<(), BackendError> {
         let device = allocator.state().device();
@@ -267,7 +267,7 @@ pub(super) fn wait_for_context(device: &CudaDevice, context: &Arc<CudaContext>) 
     context.synchronize().map_err(|error| DriverError { call: "cuCtxSynchronize", code: error.0 as i32 })
 }
 
-/// Orders `stream` behind `on`, unless they belong to different captures.
+/// Orders `stream` after `on`, unless they belong to different captures.
 fn order_behind(allocator: &StreamAllocator, stream: StreamId, on: StreamId) -> Result<(), BackendError> {
     let streams = allocator.state().streams();
     if streams.device().is_capturing() {

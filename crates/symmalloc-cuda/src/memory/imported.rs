@@ -42,7 +42,7 @@ impl ImportedMemory {
         Ok(ImportedMemory { device: Arc::clone(device), base, size_bytes, runs: Vec::new() })
     }
 
-    /// Maps a chunk from a file descriptor at the given offsets, which must be behind the parts that are already mapped.
+    /// Maps a chunk from a file descriptor at the given offsets, which must be after the parts that are already mapped.
     ///
     /// # Errors
     /// Returns an error if a driver call fails because the descriptor refers to no memory, or to memory of another size or device.

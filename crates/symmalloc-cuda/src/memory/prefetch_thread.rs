@@ -7,7 +7,7 @@
 //! ```
 //!
 //! The amount to prefetch depends only on the past growth of the ranges (`prefetch_window.rs`). The thread's timing and the results of
-//! driver calls only determine which thread creates a chunk. The allocator sees no difference, because prefetched memory lies behind the
+//! driver calls only determine which thread creates a chunk. The allocator sees no difference, because prefetched memory lies beyond the
 //! end of the memory that it has mapped.
 //!
 //! A chunk is created under its range's lock, so a caller that needs the range waits for at most that chunk, and then uses it. Callers take

@@ -78,7 +78,7 @@ impl PrefetchWindow {
         std::mem::take(&mut self.made)
     }
 
-    /// Records that the range grew by `growth`, which ends at the range's mapped end. Memory behind it is backed up to `backed_end`.
+    /// Records that the range grew by `growth`, which ends at the range's mapped end. Memory after it is backed up to `backed_end`.
     pub(crate) fn grow(&mut self, growth: &Part, backed_end: u64, range_bytes: u64, rule: &PrefetchRule) {
         debug_assert!(!self.is_cut_at(growth.end));
         let grown_bytes = growth.end - growth.start;

@@ -14,7 +14,7 @@
 //! covers a handle from its start. Memory returns to the device when its last mapping is removed.
 //!
 //! Chunks may be prefetched ahead of growth (`prefetch_window.rs` decides which, `prefetch_thread.rs` creates them). They are mapped at
-//! their final addresses and accessible, behind the end of the memory that the allocator uses.
+//! their final addresses and accessible, beyond the end of the memory that the allocator uses.
 
 use super::addresses::{AddressSource, Descending};
 use super::backing::{Backed, Backing};
@@ -222,7 +222,7 @@ impl VirtualMemory {
         self.chunk_bytes.max(self.chunks_max.map_or(0, few))
     }
 
-    /// Backs `gap` with new accessible chunks that end every `step` bytes behind `cut_from`. On error no chunk is left, except for chunks
+    /// Backs `gap` with new accessible chunks that end every `step` bytes after `cut_from`. On error no chunk is left, except for chunks
     /// that the driver did not release, which become idle.
     fn back(&self, chunks: &mut Chunks, range: Range, gap: &Part, step: u64, cut_from: u64) -> Result<(), DriverError> {
         let mut at = gap.start;

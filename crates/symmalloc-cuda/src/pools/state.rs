@@ -117,7 +117,7 @@ impl<B: CudaMemory> AllocatorState<B> {
         Ok(id)
     }
 
-    /// Orders `stream` behind `on` on the device, and notifies the core.
+    /// Orders `stream` after `on` on the device, and notifies the core.
     pub(crate) fn wait(&self, stream: StreamId, on: StreamId) -> Result<(), BackendError> {
         if stream == on {
             return Ok(());

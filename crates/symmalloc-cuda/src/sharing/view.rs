@@ -6,7 +6,7 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-/// A read-only view of another process's allocation. It can be used wherever a `CudaSlice` is read. Work that uses it is not ordered behind
+/// A read-only view of another process's allocation. It can be used wherever a `CudaSlice` is read. Work that uses it is not ordered after
 /// the other process's work.
 pub struct ImportedView<'a, T> {
     pointer: CUdeviceptr,

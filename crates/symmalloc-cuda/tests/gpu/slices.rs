@@ -59,7 +59,7 @@ fn parts_on_three_streams_are_correct_and_their_memory_is_fenced() {
                 unsafe { reader.expect_at(argument.pointer(), value, part.len() as u32) };
             }
         }
-        // The next round immediately takes the same memory, behind delayed readers and writers.
+        // The next round immediately takes the same memory, after delayed readers and writers.
     }
     assert_eq!((a.wrong_elements(), b.wrong_elements(), stranger.wrong_elements()), (0, 0, 0));
     assert_eq!(allocator.drop_errors().count, 0);

@@ -51,7 +51,7 @@ struct SplitsMessage {
     rows: [U64],
 }
 
-/// Encodes and decodes the messages of one rank.
+/// A codec for the messages of one rank.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Messages {
     pub(super) rank: usize,

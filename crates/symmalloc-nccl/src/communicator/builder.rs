@@ -28,7 +28,7 @@ use symmalloc_watchdog::{CommunicatorId, RankId};
 /// NCCL's environment variable for the blocking mode, which takes precedence over the program's choice.
 const BLOCKING_VARIABLE: &str = "NCCL_COMM_BLOCKING";
 
-/// Builds a [`Communicator`].
+/// A builder for a [`Communicator`].
 ///
 /// # Examples
 /// ```no_run
@@ -364,7 +364,7 @@ impl Communicator {
     }
 }
 
-/// Announces to other ranks that this rank is about to join a communicator, until dropped. Other ranks therefore also detect a rank that
+/// A guard that announces to other ranks, until it is dropped, that this rank is about to join a communicator. Other ranks therefore also detect a rank that
 /// dies after NCCL has created the communicator and before the watchdog watches it.
 struct PendingCommGuard {
     meeting: Option<MeetingId>,

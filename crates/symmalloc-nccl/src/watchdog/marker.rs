@@ -1,7 +1,7 @@
 //! The thread that queries the driver and NCCL for the progress of the device. It can hang in such a query, and the watchdog does not wait
 //! for it.
 //!
-//! In a stream with unfinished collectives, an event is recorded behind them. When the event completes, so have the collectives. The thread
+//! In a stream with unfinished collectives, an event is recorded after them. When the event completes, so have the collectives. The thread
 //! uses the relaxed capture mode: in the global one, any query would invalidate another thread's capture. An event that became part of a
 //! capture is never queried, because the query would invalidate the capture as well.
 
@@ -87,7 +87,7 @@ pub(crate) fn mark(watched: &Watched, unmarked: &Unmarked) {
     }
 }
 
-/// Records an event behind the entries. Returns `None` while the stream is being captured.
+/// Records an event in the stream of the unmarked collectives, after them. Returns `None` while the stream is being captured.
 fn record_event(Unmarked { stream, .. }: &Unmarked, free: Option<CudaEvent>) -> Result<Option<CudaEvent>, DriverError> {
     let context = stream.context();
     context.bind_to_thread().map_err(refused("cuCtxSetCurrent"))?;

@@ -186,7 +186,7 @@ pub(super) struct Marks {
     free: Vec<CudaEvent>,
 }
 
-/// An event behind an entry.
+/// An event that was recorded in a stream after some collectives.
 pub(super) struct Mark {
     pub(super) upto: Marked,
     pub(super) event: CudaEvent,

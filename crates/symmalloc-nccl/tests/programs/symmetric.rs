@@ -13,7 +13,7 @@ use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, Graph
 use symmalloc_nccl::{CommState, Communicator, ReduceOp, Registered, Registrar, Registration, SyncError, UniqueId};
 
 const MIB: u64 = 1 << 20;
-/// The elements of a tensor for which NCCL selects a kernel that accesses the peers' buffers.
+/// Number of elements of a tensor for which NCCL selects a kernel that accesses the peers' buffers.
 const ELEMENTS: usize = 1 << 18;
 const COMMUNICATORS: usize = 4;
 
@@ -358,7 +358,7 @@ pub(crate) fn out_of_memory_on_one_rank(it: &Rank<'_>) {
     it.reduce(it.world(), &mut tensors, 1);
 }
 
-/// The addresses of rank 0 in [`out_of_memory_on_one_rank`], in bytes.
+/// Size of rank 0's address space in [`out_of_memory_on_one_rank`], in bytes.
 pub(crate) const RANK_0_BYTES: u64 = 32 * MIB;
 
 /// Case 10: aborts a communicator, and registers the pool on a new one.

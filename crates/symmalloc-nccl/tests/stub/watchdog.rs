@@ -144,7 +144,7 @@ nccl_test!(an_abort_that_hangs_does_not_delay_errors, ["SYMMALLOC_WATCHDOG" = "a
             // SAFETY: the call only ends this process.
             unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
         }
-        for (call, limit_ms) in [("wait", 6000), ("call behind it", 3000)] {
+        for (call, limit_ms) in [("wait", 6000), ("call after it", 3000)] {
             let (error, took) = rank.reduce_until_failure();
             assert!(took < Duration::from_millis(limit_ms), "{call}: {took:?}");
             assert!(matches!(failure(&error), FailureCause::RankGone { rank: 1, .. }), "{call}: {error:?}");

@@ -34,7 +34,7 @@ class MemoryResource(core.MemoryResource):  # type: ignore[misc]
         return core.Buffer.from_handle(pointer, size, mr=self, stream=stream)
 
     def deallocate(self, ptr: Any, size: int, *, stream: Any) -> None:
-        """Frees a buffer behind the work of a stream, without blocking. Its next user waits on the device."""
+        """Frees a buffer after the work of a stream, without blocking. Its next user waits on the device."""
         call("free_on", self._allocator.handle, int(ptr), int(stream.handle))
 
     @property

@@ -158,7 +158,7 @@ class OnTheStub(unittest.TestCase):
             address, before = int(first.handle), waits()
             records = libcuda.stub_calls(b"cuEventRecord")
             first.close(other)
-            assert libcuda.stub_calls(b"cuEventRecord") == records + 1, "the free is behind the stream of close()"
+            assert libcuda.stub_calls(b"cuEventRecord") == records + 1, "the free is ordered after the stream of close()"
             third = memory.allocate(5 * MIB, stream=one)
             assert int(third.handle) == address
             symmalloc.cuda_core.record_use(third, other)

@@ -176,7 +176,7 @@ impl<'a> Word<'a> {
     }
 }
 
-/// Returns the key and value of the first item, and the rest behind its comma.
+/// Returns the key and value of the first item, and the rest after its comma.
 fn split_item(rest: Word<'_>) -> Result<(Word<'_>, Word<'_>, Word<'_>), ConfigTextError> {
     let key_end = rest.text.find([':', ',', '[', ']']);
     let Some((key, after)) = rest.split_at_first(|c| matches!(c, ':' | ',' | '[' | ']')) else {
