@@ -2,13 +2,15 @@
 //! resizes pools with a quota, which release a part of their memory.
 
 use crate::allocator::CudaAllocator;
+use crate::backend::CudaBackend;
 use crate::error::CudaError;
 use crate::graphs::GraphPool;
 use cudarc::driver::CudaStream;
 use std::sync::Arc;
-use symmalloc_core::PoolId;
+use symmalloc_core::lock::Shared;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::{Phase, SleepCause, SleepError, Slept, Woken};
+use symmalloc_core::{PoolId, Remapped};
 
 impl CudaAllocator {
     /// Puts a pool to sleep: its memory returns to the device, while buffers, addresses and graphs stay valid for use after the pool wakes.
@@ -31,12 +33,29 @@ impl CudaAllocator {
         Ok(self.core().quiesce(pool, contents)?.unmap()?)
     }
 
-    /// Wakes a pool: maps memory at the pool's previous addresses and restores the contents that were kept.
+    /// Wakes a pool: maps memory at the pool's previous addresses and restores the contents that were kept. If the device or a limit
+    /// refuses memory, releases the free memory of private pools and tries again: see [`trim_private`](Self::trim_private).
     ///
     /// # Errors
     /// See [`SleepError`]. The pool stays asleep, nothing is lost, and another attempt may succeed.
     pub fn wake(&self, pool: PoolId) -> Result<Woken, CudaError> {
-        Ok(self.core().wake(pool)?)
+        Ok(self.remap(pool)?.keep())
+    }
+
+    /// Starts a wake: maps memory at the pool's previous addresses and restores the contents that were kept. Until
+    /// [`Remapped::keep`], allocations are refused. Obtains memory like [`wake`](Self::wake).
+    ///
+    /// # Errors
+    /// See [`SleepError`]. The pool stays asleep.
+    pub fn remap(&self, pool: PoolId) -> Result<Remapped<'_, CudaBackend, Shared>, SleepError> {
+        self.core().remap_with(pool, || self.trim_private())
+    }
+
+    /// Releases the free memory of all pools that ranks do not compare, and prefetched memory. Symmetric pools, graph pools, pools with a
+    /// quota and pools with windows or registered buffers are unchanged. One rank alone can therefore call it, unlike
+    /// [`trim`](Self::trim). Returns the number of bytes released.
+    pub fn trim_private(&self) -> u64 {
+        self.state().trim_private()
     }
 
     /// Puts all pools with a tag to sleep, in the order of their ids. Pools that are already asleep stay asleep.

@@ -7,7 +7,7 @@
 use super::Allocator;
 use super::pool::Pool;
 use crate::arena::fencing::synchronize;
-use crate::config::errors::UnknownError;
+use crate::config::errors::{OutOfMemoryCause, UnknownError};
 use crate::config::op::{Contents, Op};
 use crate::heap::trim::Released;
 use crate::sleep::mappings::Mappings;
@@ -95,28 +95,41 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// See [`wake`](Self::wake); the pool stays asleep.
     pub fn remap(&self, pool: PoolId) -> Result<Remapped<'_, B, L>, SleepError> {
-        self.try_remap(pool).map_err(|cause| SleepError { pool, cause })
+        self.remap_with(pool, || 0)
     }
 
-    fn try_remap(&self, pool: PoolId) -> Result<Remapped<'_, B, L>, SleepCause> {
+    /// Starts a wake like [`remap`](Self::remap). If memory is refused, calls `make_room`, which releases other memory
+    /// and returns the released bytes, and tries once more if there are any. `make_room` is called without any lock. It
+    /// must change only pools that ranks do not compare.
+    ///
+    /// # Determinism
+    /// The wake is one op, whether or not `make_room` was called.
+    ///
+    /// # Errors
+    /// See [`wake`](Self::wake); the pool stays asleep.
+    pub fn remap_with(
+        &self,
+        pool: PoolId,
+        make_room: impl FnOnce() -> u64,
+    ) -> Result<Remapped<'_, B, L>, SleepError> {
+        self.try_remap(pool, make_room).map_err(|cause| SleepError { pool, cause })
+    }
+
+    fn try_remap(&self, pool: PoolId, make_room: impl FnOnce() -> u64) -> Result<Remapped<'_, B, L>, SleepCause> {
         let change = self.begin_change(pool, None)?;
         let (entry, backend) = (change.entry, &self.context.backend);
         let mut remapped = Remapped { change, woken: Woken::default() };
-        let needed_bytes = entry.heaps().map(|heap| heap.lock().asleep().map_or(0, Mappings::unmapped_bytes)).sum();
-        // Checks the limits before anything is mapped.
-        let room = entry.heaps().next().map_or(Ok(()), |heap| {
-            let heap = heap.lock();
-            heap.budgets(&self.context).charge(needed_bytes).map(drop)
-        });
-        room.map_err(|cause| SleepCause::Memory { needed_bytes, cause })?;
+        let needed_bytes = unmapped_bytes(entry);
         let live = live_parts(entry);
         let fill = |kept: &Kept| (kept.image(), kept.parts_to_fill(live));
         let (image, parts) = entry.sleep.lock().kept.as_ref().map(fill).unwrap_or_default();
         image.into_iter().for_each(|image| backend.expect_load(image, &parts));
-        for heap in entry.heaps() {
-            let mapped = heap.lock().map_asleep(&self.context);
-            remapped.woken.remapped_bytes += mapped.map_err(|cause| SleepCause::Memory { needed_bytes, cause })?;
-        }
+        let mapped = self.map_all(entry).or_else(|cause| {
+            let has_room = make_room() > 0;
+            if has_room { self.map_all(entry) } else { Err(cause) }
+        });
+        mapped.map_err(|cause| SleepCause::Memory { needed_bytes, cause })?;
+        remapped.woken.remapped_bytes = needed_bytes;
         if !parts.is_empty() {
             let filled = image.map_or_else(|| backend.zero(&parts), |image| backend.load(image, &parts));
             filled.map_err(SleepCause::Load)?;
@@ -125,6 +138,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             remapped.woken.loaded_bytes = parts.iter().map(|part| part.size_bytes).sum();
         }
         Ok(remapped)
+    }
+
+    /// Maps all memory of a sleeping pool that is not mapped. Checks the limits first.
+    fn map_all(&self, entry: &Pool<L>) -> Result<(), OutOfMemoryCause> {
+        let needed_bytes = unmapped_bytes(entry);
+        if let Some(heap) = entry.heaps().next() {
+            heap.lock().budgets(&self.context).charge(needed_bytes).map(drop)?;
+        }
+        entry.heaps().try_for_each(|heap| heap.lock().map_asleep(&self.context))
     }
 
     /// Begins a sleep or a wake.
@@ -196,6 +218,11 @@ fn live_parts<L: Lock>(entry: &Pool<L>) -> Vec<Part> {
     let mut parts = Vec::new();
     entry.heaps().for_each(|heap| heap.lock().add_live_parts(&mut parts));
     parts
+}
+
+/// Returns the bytes of memory that a sleeping pool needs to wake.
+fn unmapped_bytes<L: Lock>(entry: &Pool<L>) -> u64 {
+    entry.heaps().map(|heap| heap.lock().asleep().map_or(0, Mappings::unmapped_bytes)).sum()
 }
 
 /// Returns the bytes of memory that a sleeping pool still has.

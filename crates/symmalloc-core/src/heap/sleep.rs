@@ -126,10 +126,9 @@ impl<L: Lock> Heap<L> {
         released
     }
 
-    /// Maps the memory of a sleeping heap at its old addresses. Returns the mapped bytes.
-    pub(crate) fn map_asleep(&mut self, context: &DynContext<'_, L>) -> Result<u64, OutOfMemoryCause> {
-        let mut mapped_bytes = 0;
-        let RequestMode::Asleep(mappings) = &mut self.mode else { return Ok(0) };
+    /// Maps the memory of a sleeping heap at its old addresses. After an error, another call maps the rest.
+    pub(crate) fn map_asleep(&mut self, context: &DynContext<'_, L>) -> Result<(), OutOfMemoryCause> {
+        let RequestMode::Asleep(mappings) = &mut self.mode else { return Ok(()) };
         mappings.map_all(|mapping| {
             let Mapping { at, size_bytes, source } = *mapping;
             let budgets = Budgets { heap: &self.budget, pool: &self.pool_budget, allocator: &context.budget };
@@ -140,10 +139,8 @@ impl<L: Lock> Heap<L> {
             };
             mapped.map_err(OutOfMemoryCause::Driver)?;
             charge.confirm();
-            mapped_bytes += mapping.memory_bytes();
             Ok(())
-        })?;
-        Ok(mapped_bytes)
+        })
     }
 
     /// Records that a sleep or a wake of the pool was requested. Its outcome is not part of the history: ranks that

@@ -9,7 +9,7 @@
 //! | whole granules of an expandable segment | their memory is released, which leaves a hole or shortens the range; not while the pool is observed |
 //! | a reserved segment | stays as long as its pool exists |
 //! | a stitched range | is unmapped before the memory that it aliases is released |
-//! | anything, while the pool sleeps | stays: its memory was released already |
+//! | anything, while the pool sleeps | stays: its memory was released already, and the trim is no op of the heap |
 //!
 //! Before memory is released, the host waits for the streams that used it: trim is the one call that may block.
 
@@ -66,7 +66,13 @@ impl<L: Lock> Heap<L> {
 
     /// Releases all free memory, or `goal_bytes` of it. Segments that an observer holds stay retired until it
     /// acknowledges them.
+    ///
+    /// A trim is no op of a sleeping heap: one rank alone may trim to make room for a wake. See
+    /// [`release_asleep`](Self::release_asleep).
     pub(crate) fn trim(&mut self, context: &DynContext<'_, L>, goal_bytes: Option<u64>) -> Released {
+        if self.is_asleep() {
+            return self.release_asleep(context);
+        }
         let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
         let span = tracing::debug_span!(target: "symmalloc", "heap.trim", pool, stream, goal_bytes);
         let _entered = span.enter();
@@ -74,15 +80,12 @@ impl<L: Lock> Heap<L> {
         let mapped_before = self.arena.mapped_bytes();
         let mut shrunk_bytes = 0;
         let mut failure = None;
-        if !self.is_asleep()
-            && let Err(error) = self.forget_stitched(context)
-        {
+        if let Err(error) = self.forget_stitched(context) {
             self.ledger.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
             failure = Some(error);
         }
-        // Memory cannot be released while a stitched range aliases it. A sleeping heap has no memory.
-        let segments =
-            if failure.is_none() && !self.is_asleep() { self.arena.table().backed_segments() } else { Vec::new() };
+        // Memory cannot be released while a stitched range aliases it.
+        let segments = if failure.is_none() { self.arena.table().backed_segments() } else { Vec::new() };
         for segment in segments {
             if goal_bytes.is_some_and(|goal_bytes| mapped_before - self.arena.mapped_bytes() >= goal_bytes) {
                 break;
@@ -123,6 +126,13 @@ impl<L: Lock> Heap<L> {
             tracing::warn!(name: "trim.failed", target: "symmalloc", pool, stream, released_bytes, %error);
         }
         released
+    }
+
+    /// Trims a sleeping heap, which has no free memory. Releases memory of removed segments that the driver failed to
+    /// release earlier, unless ranks compare the heap: a release on one rank would leave that rank more room below the
+    /// pool's limit.
+    fn release_asleep(&mut self, context: &DynContext<'_, L>) -> Released {
+        if self.config.symmetric() { Released::default() } else { self.release_retired(context) }
     }
 
     /// Destroys the heap, which has no live allocations: it refuses requests from then on, and releases all memory,

@@ -98,7 +98,7 @@ pub enum SleepCause {
         error: BackendError,
     },
     /// There is not enough memory to wake. Free memory or put another pool to sleep, and wake the pool again.
-    #[error("it stays asleep, because waking needs {}: free memory, or put other pools to sleep, and wake it again: {cause}", Amount(*needed_bytes))]
+    #[error("it stays asleep, because waking needs {}: free and trim memory of other pools, or put them to sleep, and wake it again: {cause}", Amount(*needed_bytes))]
     Memory {
         /// Bytes that the pool needs.
         needed_bytes: u64,

@@ -9,7 +9,7 @@ use cudarc::driver::CudaStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::BackendError;
 use symmalloc_core::config::{Config, PoolConfig, SegmentPolicy};
-use symmalloc_core::errors::{AllocateError, FreeError, PoolError};
+use symmalloc_core::errors::{AllocateError, FreeError, PoolError, TrimError};
 use symmalloc_core::{Handle, ObserverId, PoolId, SharedAllocator, StreamId};
 
 /// See the [module documentation](self).
@@ -202,6 +202,25 @@ impl<B: CudaMemory> AllocatorState<B> {
         }
         self.core.backend().memory().release_spare();
         Ok(released_bytes)
+    }
+
+    /// Releases the free memory of the pools that other ranks do not compare, and prefetched memory. Leaves alone symmetric pools, graph
+    /// pools, pools with a quota, and pools with an observer, whose memory cannot be released before the observer acknowledges it. Memory
+    /// that the driver fails to release stays. Returns the number of bytes released.
+    pub(crate) fn trim_private(&self) -> u64 {
+        let is_private = |pool: &PoolId| {
+            let is_symmetric = self.core.pool_config(*pool).is_ok_and(PoolConfig::symmetric);
+            !is_symmetric && self.core.observer_count(*pool) == 0
+        };
+        let pools: Vec<PoolId> = lock(&self.trimmable).iter().copied().filter(is_private).collect();
+        let released = pools.into_iter().map(|pool| match self.core.trim(Some(pool)) {
+            Ok(bytes) => bytes,
+            // The core logged the failure.
+            Err(TrimError::Backend { released_bytes, .. }) => released_bytes,
+            // The pool was destroyed meanwhile.
+            Err(_) => 0,
+        });
+        released.sum::<u64>() + self.core.backend().memory().release_spare()
     }
 
     /// Marks a pool without owners. The next [`trim`](Self::trim) destroys it if possible.

@@ -96,7 +96,7 @@ impl<'a> Run<'a> {
             let room = member.attachment.room_for(&member.state, pool);
             room.map_err(|needed_bytes| self.record_obstacle(Obstacle::SymmetricSpace { needed_bytes }))?;
         }
-        registrar.allocator().core().remap(pool).map_err(|error| match error.cause {
+        registrar.allocator().remap(pool).map_err(|error| match error.cause {
             SleepCause::Memory { needed_bytes, cause: OutOfMemoryCause::Limit { limit_bytes, .. } } => {
                 Obstacle::Limit { needed_bytes, limit_bytes }
             }
