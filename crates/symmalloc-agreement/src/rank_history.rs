@@ -24,6 +24,8 @@ pub struct RankHistory<'a> {
     order: u64,
     /// Ordinals of the compared pools, ascending; `None` for all symmetric pools.
     pools: Option<Vec<u32>>,
+    /// `true` if the settings that all pools share, such as the allocator's limit, are compared.
+    has_shared_settings: bool,
 }
 
 impl fmt::Debug for RankHistory<'_> {
@@ -37,7 +39,7 @@ impl<'a> RankHistory<'a> {
     pub fn new<B: Backend, L: Lock>(allocator: &'a Allocator<B, L>, point: Point) -> Self {
         let source: &dyn HistorySource = allocator;
         let heaps = source.heap_histories().iter().map(HeapSummary::of).collect();
-        RankHistory { source, point, order: source.program_order().next(), heaps, pools: None }
+        RankHistory { source, point, order: source.program_order().next(), heaps, pools: None, has_shared_settings: true }
     }
 
     /// Takes a snapshot of these pools only. Use it if the ranks share no other pools, or if other threads use the
@@ -49,6 +51,14 @@ impl<'a> RankHistory<'a> {
         history.heaps.retain(|heap| ordinals.binary_search(&heap.key.pool).is_ok());
         history.pools = Some(ordinals);
         history
+    }
+
+    /// Leaves out the settings that all pools share, such as the allocator's limit, which one rank may have raised to
+    /// make room for a wake. Every rank must leave them out.
+    #[must_use]
+    pub fn without_shared_settings(mut self) -> Self {
+        self.has_shared_settings = false;
+        self
     }
 
     /// Appends the answer to a question, [`Question::message_bytes`] bytes long.
@@ -103,6 +113,9 @@ impl<'a> RankHistory<'a> {
     /// Returns the digests of the pools' policies by number, with 0 for pools that are not compared.
     fn policy_digests(&self) -> Vec<u64> {
         let mut digests = self.source.policy_digests();
+        if !self.has_shared_settings {
+            digests[0] = 0;
+        }
         if let Some(pools) = &self.pools {
             digests.truncate(pools.last().map_or(1, |last| *last as usize + 2));
             for (digest, ordinal) in digests.iter_mut().skip(1).zip(0..) {

@@ -6,6 +6,9 @@
 //! cargo run --release -p symmalloc-nccl --example sleep_windows -- 100 64    # cycles, MiB of each segment
 //! torchrun --no-python --nproc-per-node 2 target/release/examples/sleep_windows 200 64 90
 //! ```
+//! With `--suspend`, the communicator sleeps too (NCCL 2.29.7 or later). With `--full N`, the last rank's device is full when the pool is to
+//! wake, N times for each way in which that rank can make room.
+//!
 //! The third argument is the share of the device that the other process allocates, in percent. This much memory is available only while the
 //! weights sleep.
 
@@ -18,7 +21,7 @@ use std::time::{Duration, Instant};
 use symmalloc_core::op::Contents;
 use symmalloc_core::{Config, PoolConfig};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, GraphPool, Pool};
-use symmalloc_nccl::{Communicator, Launch, LaunchError, ReduceOp, Registrar, Registration, UniqueId};
+use symmalloc_nccl::{Communicator, Launch, LaunchError, ReduceOp, Registrar, Registration, SleepError, UniqueId};
 
 const SEGMENTS: usize = 3;
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -29,7 +32,14 @@ const PARTS: usize = 64;
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
 fn main() -> Outcome<()> {
-    let number = |at: usize, otherwise: usize| std::env::args().nth(at).map_or(Ok(otherwise), |text| text.parse());
+    let mut arguments: Vec<String> = std::env::args().collect();
+    let suspends = take_flag(&mut arguments, "--suspend").is_some();
+    let refusals: u32 = match take_flag(&mut arguments, "--full") {
+        Some(at) if at < arguments.len() => arguments.remove(at).parse()?,
+        Some(_) => return Err("--full needs a number of rounds".into()),
+        None => 0,
+    };
+    let number = |at: usize, otherwise: usize| arguments.get(at).map_or(Ok(otherwise), |text| text.parse());
     if let Ok(device) = std::env::var(OTHER) {
         return be_the_other(device.parse()?);
     }
@@ -72,14 +82,22 @@ fn main() -> Outcome<()> {
         buffers.iter().map(text).collect()
     };
     let before = windows(&buffers);
+    let nccl_bytes = |world: &Communicator| world.memory().unwrap_or_default().held_bytes();
+    let at_start = nccl_bytes(&world);
+    let sleep = |contents| match suspends {
+        true => registrar.sleep_and_suspend(&world, pool.id(), contents),
+        false => registrar.sleep(&world, pool.id(), contents),
+    };
     // Run once eagerly, so that NCCL connects the ranks, then capture a graph.
     reduce_all(&world, &mut buffers, &stream)?;
     world.synchronize(&stream)?;
     let graphs = GraphPool::new(&allocator, PoolConfig::default())?;
     let capture = graphs.begin(&stream)?;
     reduce_all(&world, &mut buffers, &stream)?;
-    let graph = capture.end()?;
+    let mut graph = capture.end()?;
     check(&world, &mut buffers, &stream, 0, |_| Ok(graph.launch(&stream)?))?;
+    let connected = nccl_bytes(&world);
+    let (mut lost_captures, mut suspended_bytes, mut left_by_nccl) = (0, 0, 0);
 
     let mut other = OtherProcess::start(device.ordinal())?;
     let (mut asleep, mut awake, mut least_back) = (Duration::ZERO, Duration::ZERO, u64::MAX);
@@ -90,7 +108,8 @@ fn main() -> Outcome<()> {
         world.synchronize(&stream)?;
         let free = device.memory_info()?.free_bytes;
         let begun = Instant::now();
-        let slept = registrar.sleep(&world, pool.id(), contents)?;
+        let slept = sleep(contents)?;
+        suspended_bytes = slept.suspended_bytes;
         asleep += begun.elapsed();
         assert_eq!(slept.released_bytes, windows_bytes as u64);
         allocator.sleep(weights.pool.id(), Contents::Keep)?;
@@ -98,14 +117,23 @@ fn main() -> Outcome<()> {
         let back = device.memory_info()?.free_bytes.saturating_sub(free);
         assert!(back + LEFT_MAX >= asleep_bytes, "cycle {cycle}: {back} of {asleep_bytes} bytes were released");
         least_back = least_back.min(back);
+        left_by_nccl = nccl_bytes(&world);
         other.take(wanted)?;
         other.give_back()?;
         allocator.wake(weights.pool.id())?;
         let begun = Instant::now();
         let woken = registrar.wake(&world, pool.id())?;
         awake += begun.elapsed();
-        assert_eq!((woken.changed.len(), woken.lost.len()), (0, 0), "cycle {cycle}: {woken:?}");
-        assert_eq!(windows(&buffers), before, "cycle {cycle}");
+        assert_eq!(woken.lost.len(), 0, "cycle {cycle}: {woken:?}");
+        assert_eq!(woken.resumed.len(), usize::from(suspends), "cycle {cycle}: {woken:?}");
+        if woken.changed.is_empty() {
+            assert!(lost_captures > 0 || windows(&buffers) == before, "cycle {cycle}: other windows");
+        } else {
+            lost_captures += 1;
+            let capture = graphs.begin(&stream)?;
+            reduce_all(&world, &mut buffers, &stream)?;
+            graph = capture.end()?;
+        }
         if contents == Contents::Keep {
             assert_eq!(stream.clone_dtoh(&buffers[0].slice(0..1024))?, kept, "cycle {cycle}");
         }
@@ -114,12 +142,37 @@ fn main() -> Outcome<()> {
         check(&world, &mut buffers, &stream, cycle, |buffers| reduce_all(&world, buffers, &stream))?;
     }
     other.end()?;
+    for kind in Recovery::ALL {
+        let begun = Instant::now();
+        for round in 1..=refusals {
+            sleep(Contents::Keep)?;
+            let mut attempts = 0;
+            if world.rank() + 1 == world.ranks() {
+                let full = Full::new(&allocator, &stream, kind)?;
+                wake_until_awake(&registrar, &world, &pool, full, &allocator, &mut attempts)?;
+            } else {
+                wake_until_awake(&registrar, &world, &pool, None, &allocator, &mut attempts)?;
+            }
+            check(&world, &mut buffers, &stream, round, |_| Ok(graph.launch(&stream)?))?;
+        }
+        if world.rank() == 0 && refusals > 0 {
+            println!("{kind:?}: {refusals} of {refusals} recovered, {:.2?} each", begun.elapsed() / refusals);
+        }
+    }
     if world.rank() == 0 {
         let (ranks, nccl) = (world.ranks(), world.nccl().version());
         println!(
             "{ranks} ranks, NCCL {nccl}, {cycles} cycles: the same windows, graph and eager calls right in every one"
         );
         println!("windows: {}", before.join(", "));
+        println!("{lost_captures} cycles in which a capture was reported as lost");
+        println!(
+            "NCCL's memory: {} MiB at first, {} MiB connected, {} MiB while asleep; {} MiB suspended",
+            at_start >> 20,
+            connected >> 20,
+            left_by_nccl >> 20,
+            suspended_bytes >> 20
+        );
         let each = |sum: Duration| sum / cycles.max(1);
         println!(
             "{} MiB of {} back on the device at least, of which another process took {} MiB",
@@ -139,6 +192,95 @@ fn main() -> Outcome<()> {
     registrar.sync(&[&world])?;
     world.destroy()?;
     Ok(())
+}
+
+/// Removes a flag from the arguments. Returns its position.
+fn take_flag(arguments: &mut Vec<String>, flag: &str) -> Option<usize> {
+    let at = arguments.iter().position(|argument| argument == flag)?;
+    arguments.remove(at);
+    Some(at)
+}
+
+/// A way in which one rank makes room on its device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Recovery {
+    /// Frees memory, and leaves the rest to the wake.
+    Free,
+    /// Frees memory, and trims all pools.
+    Trim,
+    /// Drops a private pool.
+    Destroy,
+    /// Puts a private pool to sleep.
+    Sleep,
+}
+
+impl Recovery {
+    const ALL: [Recovery; 4] = [Recovery::Free, Recovery::Trim, Recovery::Destroy, Recovery::Sleep];
+}
+
+/// Private memory that fills the device.
+struct Full {
+    kind: Recovery,
+    pool: Pool<CudaBackend>,
+    buffers: Vec<DeviceBuffer<u8>>,
+}
+
+impl Full {
+    fn new(allocator: &CudaAllocator, stream: &Arc<CudaStream>, kind: Recovery) -> Outcome<Option<Self>> {
+        let pool = allocator.create_pool(PoolConfig::builder().fixed().build()?)?;
+        let mut buffers = Vec::new();
+        for mib in [1 << 14, 1 << 11, 1 << 8, 1 << 5, 2] {
+            while let Ok(buffer) = allocator.with_pool(&pool).alloc_zeroed(stream, mib << 20) {
+                buffers.push(buffer);
+            }
+        }
+        stream.synchronize()?;
+        Ok(Some(Full { kind, pool, buffers }))
+    }
+
+    /// Makes room on the device.
+    fn recover(self, allocator: &CudaAllocator) -> Outcome<Option<Pool<CudaBackend>>> {
+        let Full { kind, pool, buffers } = self;
+        if kind == Recovery::Sleep {
+            allocator.sleep(pool.id(), Contents::Drop)?;
+        }
+        drop(buffers);
+        match kind {
+            Recovery::Free | Recovery::Sleep => {}
+            Recovery::Trim => {
+                allocator.trim()?;
+            }
+            Recovery::Destroy => {
+                drop(pool);
+                return Ok(None);
+            }
+        }
+        Ok(Some(pool))
+    }
+}
+
+/// Wakes the pool. A rank whose device is full makes room after the first refusal.
+fn wake_until_awake(
+    registrar: &Registrar,
+    world: &Communicator,
+    pool: &Pool<CudaBackend>,
+    mut full: Option<Full>,
+    allocator: &CudaAllocator,
+    attempts: &mut u32,
+) -> Outcome<()> {
+    let mut _recovered = None;
+    loop {
+        *attempts += 1;
+        match registrar.wake(world, pool.id()) {
+            Ok(_) if full.is_some() => return Err("the pool woke on a full device".into()),
+            Ok(_) => return Ok(()),
+            Err(SleepError::Refused { .. } | SleepError::NoRoom { .. }) if *attempts == 1 => {}
+            Err(error) => return Err(error.into()),
+        }
+        if let Some(full) = full.take() {
+            _recovered = full.recover(allocator)?;
+        }
+    }
 }
 
 /// The environment variable with the device for the other process.

@@ -7,6 +7,7 @@
 //!    call.rs            NCCL calls: their thread (threads.rs) and deadline
 //!    submission.rs      collectives: their buffers, and groups of them
 //!    registration.rs    windows and buffers
+//!    suspension.rs        release and restoration of NCCL's memory
 //!    release.rs         normal end: deregistration and destruction
 //!    ending.rs          abnormal end
 //!    watching.rs        queries by the watchdog
@@ -22,12 +23,14 @@ pub(crate) mod registration;
 mod release;
 mod shared;
 pub(crate) mod submission;
+mod suspension;
 pub(crate) mod threads;
 pub(crate) mod watching;
 
 pub use builder::CommunicatorBuilder;
 pub use error::{CommState, Stage};
 pub use order::CommOrder;
+pub use suspension::CommMemory;
 
 use crate::backoff::Backoff;
 use crate::communicator::call::poll_until_done;

@@ -85,7 +85,7 @@ pub use communicator::error::CommError;
 pub use communicator::registration::{BufferRegistration, Registered, Window};
 pub use communicator::submission::Group;
 pub use communicator::watching::Announcement;
-pub use communicator::{CommOrder, CommState, Communicator, CommunicatorBuilder, Stage};
+pub use communicator::{CommMemory, CommOrder, CommState, Communicator, CommunicatorBuilder, Stage};
 pub use ffi::calls::WINDOW_ALIGNMENT;
 pub use ffi::error::{LoadError, NcclError};
 pub use ffi::handles::WindowHandle;

@@ -1,7 +1,7 @@
 //! Collective sleep of a pool on all ranks. Implements `docs/sleep-protocol.md` and uses its step names.
 //!
 //! ```text
-//!  Agree ─ Quiesce ─ Decide ─ Deregister ... ─ Unmap ─ Check
+//!  Agree ─ Quiesce ─ Decide ─ Deregister ... ─ Unmap ─ Check [─ Suspend ...]
 //! ```
 //! Before `Decide` completes, nothing has changed that other ranks can observe. Afterwards the pool falls asleep even if other ranks fail.
 //! If a rank stops while others may continue, it ends the communicators on which they would wait for it.
@@ -10,6 +10,7 @@ pub(crate) mod communicators;
 pub(crate) mod error;
 mod message;
 mod run;
+mod suspension;
 mod wake;
 
 use crate::communicator::Communicator;
@@ -49,6 +50,25 @@ impl Registrar {
         outcome
     }
 
+    /// Puts a pool to sleep like [`sleep`](Self::sleep), and then suspends its communicators: NCCL releases their memory on all ranks, until
+    /// the pool wakes. Until then, their collectives return an error, and no graph that contains any may be launched. All pools with
+    /// registrations on them must sleep.
+    ///
+    /// # Errors
+    /// See [`sleep`](Self::sleep). Before NCCL 2.29.7, the error is [`SleepError::Refused`] with
+    /// [`Obstacle::NoSuspension`](crate::Obstacle::NoSuspension).
+    pub fn sleep_and_suspend(
+        &self,
+        over: &Communicator,
+        pool: PoolId,
+        contents: Contents,
+    ) -> Result<Slept, SleepError> {
+        let attachments = self.begin_collective_op(over, pool, Some(contents))?;
+        let outcome = Run::new(self, pool, Some(contents), &attachments).suspending().sleep(contents);
+        self.sweep();
+        outcome
+    }
+
     /// Returns the phase of a pool on this rank: awake, asleep or failed.
     ///
     /// # Errors
@@ -61,9 +81,10 @@ impl Registrar {
 impl<'a> Run<'a> {
     fn sleep(mut self, contents: Contents) -> Result<Slept, SleepError> {
         let communicator = self.over().name().to_owned();
+        self.resume_exchange()?;
         if self.agree()?.all_are(Phase::Asleep) {
             self.record_op();
-            return Ok(Slept::default());
+            return Ok(Slept { suspended_bytes: self.suspend()?, ..Slept::default() });
         }
         let quiesced = self.quiesce(contents);
         let obstacle = quiesced.as_ref().err().copied();
@@ -96,7 +117,10 @@ impl<'a> Run<'a> {
             Ok(gathered) => {
                 let failed: RankSet =
                     gathered.iter().zip(0..).filter(|(said, _)| said[0] != 0).map(|(_, rank)| rank).collect();
-                if failed.is_empty() { Ok(slept) } else { Err(SleepError::Held { communicator, ranks: failed }) }
+                if !failed.is_empty() {
+                    return Err(SleepError::Held { communicator, ranks: failed });
+                }
+                Ok(Slept { suspended_bytes: self.suspend()?, ..slept })
             }
         }
     }
@@ -108,6 +132,7 @@ impl<'a> Run<'a> {
         if self.is_held() {
             return Err(self.record_obstacle(Obstacle::Lost));
         }
+        self.check_suspension()?;
         match allocator.is_capturing() {
             Ok(false) => {}
             Ok(true) => return Err(self.record_obstacle(Obstacle::Capturing)),

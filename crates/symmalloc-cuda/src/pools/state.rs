@@ -194,7 +194,7 @@ impl<B: CudaMemory> AllocatorState<B> {
 
     /// See [`CachingAllocator::trim`](crate::CachingAllocator::trim).
     pub(crate) fn trim(&self) -> Result<u64, CudaError> {
-        self.destroy_abandoned()?;
+        self.destroy_abandoned(|_| true)?;
         let pools = lock(&self.trimmable).clone();
         let mut released_bytes = 0;
         for pool in pools {
@@ -204,7 +204,7 @@ impl<B: CudaMemory> AllocatorState<B> {
         Ok(released_bytes)
     }
 
-    /// Releases the free memory of the pools that other ranks do not compare, and prefetched memory. Leaves alone symmetric pools, graph
+    /// Releases the free memory of the pools that ranks do not compare, and prefetched memory. Leaves alone symmetric pools, graph
     /// pools, pools with a quota, and pools with an observer, whose memory cannot be released before the observer acknowledges it. Memory
     /// that the driver fails to release stays. Returns the number of bytes released.
     pub(crate) fn trim_private(&self) -> u64 {
@@ -212,6 +212,10 @@ impl<B: CudaMemory> AllocatorState<B> {
             let is_symmetric = self.core.pool_config(*pool).is_ok_and(PoolConfig::symmetric);
             !is_symmetric && self.core.observer_count(*pool) == 0
         };
+        let reserved_before = self.core.stats().reserved_bytes.current;
+        // A failure is not lost: the next trim of all pools reports it again.
+        let _failed = self.destroy_abandoned(is_private);
+        let destroyed_bytes = reserved_before.saturating_sub(self.core.stats().reserved_bytes.current);
         let pools: Vec<PoolId> = lock(&self.trimmable).iter().copied().filter(is_private).collect();
         let released = pools.into_iter().map(|pool| match self.core.trim(Some(pool)) {
             Ok(bytes) => bytes,
@@ -220,7 +224,7 @@ impl<B: CudaMemory> AllocatorState<B> {
             // The pool was destroyed meanwhile.
             Err(_) => 0,
         });
-        released.sum::<u64>() + self.core.backend().memory().release_spare()
+        destroyed_bytes + released.sum::<u64>() + self.core.backend().memory().release_spare()
     }
 
     /// Marks a pool without owners. The next [`trim`](Self::trim) destroys it if possible.
@@ -229,9 +233,12 @@ impl<B: CudaMemory> AllocatorState<B> {
         lock(&self.abandoned).push(abandoned);
     }
 
-    /// Destroys the abandoned pools that have neither allocations nor an observer.
-    fn destroy_abandoned(&self) -> Result<(), CudaError> {
-        let abandoned = std::mem::take(&mut *lock(&self.abandoned));
+    /// Destroys the selected abandoned pools that have neither allocations nor an observer.
+    fn destroy_abandoned(&self, is_selected: impl Fn(&PoolId) -> bool) -> Result<(), CudaError> {
+        let mut all = lock(&self.abandoned);
+        let (abandoned, others): (Vec<_>, Vec<_>) = all.drain(..).partition(|entry| is_selected(&entry.pool));
+        *all = others;
+        drop(all);
         let mut first_error = Ok(());
         for mut entry in abandoned {
             match self.destroy(&mut entry) {

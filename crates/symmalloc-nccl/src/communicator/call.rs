@@ -124,7 +124,12 @@ fn handle_error(accesses: &mut [Access<'_>], stage: Stage, error: CallError) -> 
     let is_fatal = match &error {
         CallError::Driver(_) | CallError::Thread(_) => false,
         // A failed registration leaves tasks in NCCL's group that would run with the next call.
-        CallError::Nccl(error) => stage == Stage::Register || error.is_fatal() || accesses.iter().any(is_broken),
+        // The other ranks wait for a rank that failed to suspend or to resume.
+        CallError::Nccl(error) => {
+            matches!(stage, Stage::Register | Stage::Suspend | Stage::Resume)
+                || error.is_fatal()
+                || accesses.iter().any(is_broken)
+        }
     };
     let error = if is_fatal { attribute_error(accesses, error.into()) } else { error.into() };
     let error = Arc::new(error);

@@ -76,6 +76,12 @@ pub enum CommError {
         /// The error that ended it, if any.
         cause: Option<Arc<CommError>>,
     },
+    /// The communicator is suspended.
+    #[error("communicator \"{name}\" is suspended: wake the pool with which it sleeps, or resume it, on every rank")]
+    Suspended {
+        /// The communicator's name.
+        name: Arc<str>,
+    },
     /// This version of libnccl lacks the capability.
     #[error("NCCL {} is required for {capability}, but the library is {version}: install a newer one, or set SYMMALLOC_NCCL_LIBRARY to one", .capability.since())]
     Unsupported {
@@ -231,6 +237,10 @@ pub enum Stage {
     RegisterBuffer,
     /// Memory is deregistered.
     Deregister,
+    /// The communicator's memory is released.
+    Suspend,
+    /// The communicator's memory is restored.
+    Resume,
     /// A collective is submitted to the stream.
     Submit,
     /// A collective runs on the device.
@@ -260,6 +270,8 @@ impl Stage {
             Stage::Register => "ncclCommWindowRegister",
             Stage::RegisterBuffer => "ncclCommRegister",
             Stage::Deregister => "ncclCommWindowDeregister",
+            Stage::Suspend => "ncclCommSuspend",
+            Stage::Resume => "ncclCommResume",
             Stage::Submit | Stage::Run => "ncclCommGetAsyncError",
             Stage::Destroy => "ncclCommFinalize",
             Stage::Abort => "ncclCommAbort",
@@ -275,6 +287,8 @@ impl fmt::Display for Stage {
             Stage::Register => "registering a window",
             Stage::RegisterBuffer => "registering a buffer",
             Stage::Deregister => "deregistering memory",
+            Stage::Suspend => "suspending it",
+            Stage::Resume => "resuming it",
             Stage::Submit => "submitting a collective",
             Stage::Run => "a collective on the device",
             Stage::Destroy => "destroying it",

@@ -133,7 +133,7 @@ impl Communicator {
         if self.shared.device.is_capturing() && !self.shared.nccl.supports(Capability::RegistrationInCapture) {
             return Err(CommError::Capturing);
         }
-        let mut access = self.shared.access()?;
+        let mut access = self.shared.access_active()?;
         let (comm, new) = (access.comm, NewHandle::unnamed());
         let (kept, out): (KeepAlive, _) = (Some(Arc::clone(&new) as _), Arc::clone(&new));
         let route = CallThread::when_blocking(self.shared.mode, CallThread::Separate);
@@ -145,7 +145,7 @@ impl Communicator {
             return Ok(Registered::Plain(self.register_buffer_with(&mut access, base, size_bytes)?));
         };
         lock(&access.inner.windows).push(raw);
-        Ok(Registered::Window(Window { raw, memory: self.memory(base, size_bytes) }))
+        Ok(Registered::Window(Window { raw, memory: self.owned(base, size_bytes) }))
     }
 
     /// Deregisters a window. The call is local, but all ranks must make it at the same point, because no rank may use the window
@@ -190,7 +190,7 @@ impl Communicator {
             // With NCCL_LOCAL_REGISTER=0 the handle is null: nothing was registered, so there is nothing to deregister.
             lock(&access.inner.buffers).push(raw);
         }
-        Ok(BufferRegistration { raw, memory: self.memory(base, size_bytes) })
+        Ok(BufferRegistration { raw, memory: self.owned(base, size_bytes) })
     }
 
     /// Deregisters a buffer. If peers have mapped the memory, waits for kernels that run on the device.
@@ -208,7 +208,7 @@ impl Communicator {
         deregister_buffer(&mut access, raw)
     }
 
-    fn memory(&self, base: u64, size_bytes: u64) -> Memory {
+    fn owned(&self, base: u64, size_bytes: u64) -> Memory {
         Memory { base, size_bytes, owner: self.serial(), owner_name: Arc::clone(&self.shared.name) }
     }
 

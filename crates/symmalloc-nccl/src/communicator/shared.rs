@@ -91,11 +91,13 @@ pub(super) struct Life {
     pub(super) state: CommState,
     /// The error that ended the communicator, if any.
     pub(super) cause: Option<Arc<CommError>>,
+    /// Bytes that a suspension released; `None` if the communicator is not suspended.
+    pub(super) suspended_bytes: Option<u64>,
 }
 
 impl Life {
     pub(super) fn ready(comm: CommHandle) -> Arc<Mutex<Self>> {
-        Arc::new(Mutex::new(Life { comm, state: CommState::Ready, cause: None }))
+        Arc::new(Mutex::new(Life { comm, state: CommState::Ready, cause: None, suspended_bytes: None }))
     }
 
     /// Ends the communicator. Subsequent calls fail.
@@ -103,6 +105,7 @@ impl Life {
         self.comm = CommHandle::NULL;
         self.state = state;
         self.cause = cause;
+        self.suspended_bytes = None;
     }
 }
 
@@ -164,6 +167,15 @@ impl Shared {
     pub(super) fn gone(&self) -> CommError {
         let life = lock(&self.life);
         CommError::Gone { name: Arc::clone(&self.name), state: life.state, cause: life.cause.clone() }
+    }
+
+    /// Like [`access`](Self::access), for calls that a suspended communicator does not accept.
+    pub(super) fn access_active(&self) -> Result<Access<'_>, CommError> {
+        let access = self.access()?;
+        if lock(&self.life).suspended_bytes.is_some() {
+            return Err(CommError::Suspended { name: Arc::clone(&self.name) });
+        }
+        Ok(access)
     }
 
     /// Checks that the communicator is ready. Never waits.

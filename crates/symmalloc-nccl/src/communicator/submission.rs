@@ -76,7 +76,7 @@ fn access_all<'a>(operations: &[Submission<'a>]) -> Result<SmallVec<[Access<'a>;
     if let (Some(blocking), Some(nonblocking)) = (name_of(Mode::Blocking), name_of(Mode::Nonblocking)) {
         return Err(CommError::MixedGroup { blocking, nonblocking });
     }
-    comms.into_iter().map(|comm| comm.shared.access()).collect()
+    comms.into_iter().map(|comm| comm.shared.access_active()).collect()
 }
 
 fn find<'a, 'b>(accesses: &'b mut [Access<'a>], comm: &Communicator) -> &'b mut Access<'a> {

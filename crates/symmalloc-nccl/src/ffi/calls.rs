@@ -30,8 +30,19 @@ const IN_PROGRESS: c_int = 7;
 const WINDOW_SYMMETRIC: c_int = 1;
 /// Required alignment of a window's base address (`NCCL_WIN_REQUIRED_ALIGNMENT`), in bytes.
 pub const WINDOW_ALIGNMENT: u64 = 4096;
+/// `NCCL_SUSPEND_MEM`.
+const SUSPEND_MEMORY: c_int = 1;
 /// `NCCL_SPLIT_NOCOLOR`.
 pub(crate) const NO_COLOR: c_int = -1;
+
+/// `ncclCommMemStat_t`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum MemoryStat {
+    /// Bytes that a suspension releases.
+    Suspendable = 0,
+    /// Bytes that a suspension does not release.
+    Persistent = 2,
+}
 
 /// The progress of an accepted call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,6 +131,9 @@ nccl_calls! {
         window_register = ncclCommWindowRegister(Comm, *mut c_void, usize, *mut *mut c_void, c_int);
         window_deregister = ncclCommWindowDeregister(Comm, *mut c_void);
         revoke = ncclCommRevoke(Comm, c_int);
+        suspend = ncclCommSuspend(Comm, c_int);
+        resume = ncclCommResume(Comm);
+        memory_stat = ncclCommMemStats(Comm, c_int, *mut u64);
     }
 }
 
@@ -145,6 +159,7 @@ impl Calls {
             Capability::BufferRegistration => self.buffer_register.is_some() && self.buffer_deregister.is_some(),
             Capability::Windows => self.window_register.is_some() && self.window_deregister.is_some(),
             Capability::Revoke => self.revoke.is_some(),
+            Capability::Suspension => self.suspend.is_some() && self.resume.is_some() && self.memory_stat.is_some(),
             Capability::WindowRefusal | Capability::RegistrationInCapture => true,
         }
     }
@@ -245,6 +260,29 @@ impl Calls {
         // SAFETY: C1, C2, C5.
         let call = |call: unsafe extern "C" fn(_, _) -> _| unsafe { call(comm.as_ptr(), buffer.as_ptr()) };
         self.optional("ncclCommDeregister", self.buffer_deregister.map(call))
+    }
+
+    /// Releases the communicator's memory together with all other ranks (`ncclCommSuspend`).
+    pub(crate) fn suspend(&self, comm: CommHandle) -> Outcome {
+        // SAFETY: C1, C2.
+        self.optional("ncclCommSuspend", self.suspend.map(|call| unsafe { call(comm.as_ptr(), SUSPEND_MEMORY) }))
+    }
+
+    /// Restores the communicator's memory together with all other ranks (`ncclCommResume`).
+    pub(crate) fn resume(&self, comm: CommHandle) -> Outcome {
+        // SAFETY: C1, C2.
+        self.optional("ncclCommResume", self.resume.map(|call| unsafe { call(comm.as_ptr()) }))
+    }
+
+    /// Returns a statistic of the communicator's memory, or 0 if the library lacks the call (`ncclCommMemStats`).
+    pub(crate) fn memory_stat(&self, comm: CommHandle, stat: MemoryStat) -> Result<u64, NcclError> {
+        let mut value = 0;
+        // SAFETY: C1, C2; `value` is valid for writing.
+        let call = |call: unsafe extern "C" fn(_, _, _) -> _| unsafe {
+            call(comm.as_ptr(), stat as c_int, &raw mut value)
+        };
+        self.optional("ncclCommMemStats", self.memory_stat.map(call))?;
+        Ok(value)
     }
 
     /// Submits collectives to NCCL: a single one directly, several as a group.

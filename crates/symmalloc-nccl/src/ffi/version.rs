@@ -28,6 +28,8 @@ pub enum Capability {
     Revoke,
     /// Windows can be registered while a stream is being captured into a graph (2.30.7).
     RegistrationInCapture,
+    /// `ncclCommSuspend` and `ncclCommResume`: an idle communicator's memory can be released (2.29.7).
+    Suspension,
 }
 
 impl NcclVersion {
@@ -62,6 +64,7 @@ impl Capability {
             Capability::Revoke => NcclVersion::new(2, 28, 9),
             Capability::WindowRefusal => NcclVersion::new(2, 29, 1),
             Capability::RegistrationInCapture => NcclVersion::new(2, 30, 7),
+            Capability::Suspension => NcclVersion::new(2, 29, 7),
         }
     }
 }
@@ -74,6 +77,7 @@ impl fmt::Display for Capability {
             Capability::Revoke => "ncclCommRevoke",
             Capability::WindowRefusal => "refusal of windows that cannot be symmetric",
             Capability::RegistrationInCapture => "registration while a stream is captured",
+            Capability::Suspension => "ncclCommSuspend",
         })
     }
 }

@@ -122,7 +122,7 @@ impl Attachment {
         self.comm.name().to_owned()
     }
 
-    fn failed(&self, error: CommError) -> SyncError {
+    pub(crate) fn failed(&self, error: CommError) -> SyncError {
         SyncError::Communicator { communicator: self.name(), error }
     }
 

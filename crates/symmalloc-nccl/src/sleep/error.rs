@@ -23,6 +23,8 @@ pub struct Slept {
     pub kept_bytes: u64,
     /// Windows and buffers of this rank that were deregistered.
     pub deregistrations: u64,
+    /// Bytes that NCCL released on this rank because its communicators were suspended.
+    pub suspended_bytes: u64,
 }
 
 /// The result of waking a pool on all ranks.
@@ -37,6 +39,9 @@ pub struct Woken {
     /// Ordered, and the same on every rank of that communicator. [`invalidations`](crate::Registrar::invalidations) also reports their
     /// keys.
     pub changed: Vec<(String, SegmentName)>,
+    /// Names of this rank's communicators that were resumed. NCCL restores their memory at the same addresses. A capture with collectives on
+    /// one of them needs no other capture unless its window is in [`changed`](Self::changed).
+    pub resumed: Vec<String>,
     /// Names of this rank's communicators that ended while the pool slept, here or on another rank: connect new ones, attach the pool
     /// and sync.
     pub lost: Vec<String>,
@@ -50,6 +55,10 @@ pub enum SleepStep {
     Agree,
     /// The ranks exchange their verdicts.
     Decide,
+    /// The ranks suspend their communicators.
+    Suspend,
+    /// The ranks resume their communicators.
+    Resume,
     /// The ranks register windows.
     Register,
     /// The ranks exchange their results.
@@ -61,6 +70,8 @@ impl fmt::Display for SleepStep {
         f.write_str(match self {
             SleepStep::Agree => "while the ranks compared the pool's state",
             SleepStep::Decide => "while the ranks exchanged their verdicts",
+            SleepStep::Suspend => "while communicators were suspended",
+            SleepStep::Resume => "while communicators were resumed",
             SleepStep::Register => "while windows were registered",
             SleepStep::Check => "while the ranks exchanged their results",
         })
@@ -73,7 +84,7 @@ impl fmt::Display for SleepStep {
 pub enum SleepField {
     /// The version of the protocol. It differs if the ranks run different builds or a rank makes another call on this communicator.
     Protocol,
-    /// The call: 1 to 3 for a sleep that keeps, drops or zeroes the contents, 4 for a wake.
+    /// The call: 1 to 3 for a sleep that keeps, drops or zeroes the contents, 4 for a wake, 5 to 7 for a sleep that also suspends.
     Call,
     /// The number of sleeps and wakes over this communicator.
     Number,
@@ -91,7 +102,7 @@ impl fmt::Display for SleepField {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             SleepField::Protocol => "the protocol (another build, or another call)",
-            SleepField::Call => "the call (1 to 3: a sleep that keeps, drops, zeroes; 4: a wake)",
+            SleepField::Call => "the call (1 to 3: a sleep that keeps, drops, zeroes; 4: a wake; 5 to 7: a sleep that also suspends)",
             SleepField::Number => "the number of sleeps and wakes so far",
             SleepField::Pool => "the pool",
             SleepField::Phase => "the phase of the pool (0: awake, 1: asleep, 2: failed)",
@@ -163,7 +174,8 @@ pub enum Obstacle {
     Lost,
     /// The device is out of memory.
     #[error(
-        "the device is out of memory ({needed_bytes} bytes needed, code {code}): free memory there, and wake again"
+        "the device is out of memory ({needed_bytes} bytes needed, code {code}): free memory of other pools or processes there, and wake \
+         again, which releases what is cached"
     )]
     Memory {
         /// Bytes that the pool needs.
@@ -172,7 +184,7 @@ pub enum Obstacle {
         code: i32,
     },
     /// A configured limit is too low.
-    #[error("{needed_bytes} bytes are needed and the limit is {limit_bytes}: free memory or raise it, and wake again")]
+    #[error("{needed_bytes} bytes are needed and the limit is {limit_bytes}: free memory of other pools or raise it, and wake again")]
     Limit {
         /// Bytes that the pool needs.
         needed_bytes: u64,
@@ -193,6 +205,14 @@ pub enum Obstacle {
         /// Size of the window in bytes.
         needed_bytes: u64,
     },
+    /// NCCL cannot suspend a communicator of the pool.
+    #[error(
+        "NCCL cannot suspend a communicator of the pool: use NCCL 2.29.7 or newer without NCCL_MEM_MANAGER_DISABLE=1, or sleep without it"
+    )]
+    NoSuspension,
+    /// A communicator to suspend has registrations of other pools.
+    #[error("a communicator to suspend has windows of other pools: put these to sleep first, or sleep without suspending")]
+    OtherWindows,
     /// An unknown obstacle, possibly reported by another version.
     #[error("unknown obstacle ({number})")]
     Other {
@@ -254,6 +274,20 @@ pub enum SleepError {
         state: CommState,
         /// The error that ended it, if any.
         cause: Option<Arc<CommError>>,
+    },
+    /// This rank's device has no room for the memory of the suspended communicator over which the ranks communicate. No message was sent,
+    /// and the call is no op: the other ranks wait for this one until the deadline. Make room, and call it again.
+    #[error(
+        "communicator \"{communicator}\" needs {needed_bytes} bytes to resume, and the device has {free_bytes}: free memory of other pools \
+         or processes, and wake again before the deadline"
+    )]
+    NoRoom {
+        /// The communicator.
+        communicator: String,
+        /// Bytes that NCCL needs.
+        needed_bytes: u64,
+        /// Bytes that are free on the device.
+        free_bytes: u64,
     },
     /// The ranks' histories differ. Nothing was changed on any rank.
     #[error("communicator \"{communicator}\": {disagreement}")]

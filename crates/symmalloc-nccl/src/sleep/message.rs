@@ -44,6 +44,8 @@ const _: () = assert!(size_of::<Head>() == SyncMessage::BYTES);
 
 /// The call of a rank: a wake, or a sleep with a treatment of the contents.
 pub(super) const WAKE: u64 = 4;
+/// Added to the call of a sleep that suspends the communicators.
+pub(super) const SUSPENDING: u64 = 4;
 
 pub(super) fn call_of(contents: Contents) -> u64 {
     match contents {
@@ -247,6 +249,8 @@ impl VerdictMessage {
             Some(Obstacle::SymmetricSpace { needed_bytes }) => (11, needed_bytes, 0),
             Some(Obstacle::Other { number }) => (12, number, 0),
             Some(Obstacle::Retired) => (13, 0, 0),
+            Some(Obstacle::NoSuspension) => (14, 0, 0),
+            Some(Obstacle::OtherWindows) => (15, 0, 0),
         };
         VerdictMessage { number: number.into(), first: first.into(), second: second.into(), reserved: U64::ZERO }
     }
@@ -269,6 +273,8 @@ impl VerdictMessage {
             11 => Obstacle::SymmetricSpace { needed_bytes: first },
             12 => Obstacle::Other { number: first },
             13 => Obstacle::Retired,
+            14 => Obstacle::NoSuspension,
+            15 => Obstacle::OtherWindows,
             number => Obstacle::Other { number },
         })
     }

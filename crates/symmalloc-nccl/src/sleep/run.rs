@@ -6,7 +6,7 @@ use crate::registrar::{Registrar, not_attached};
 use crate::sleep::communicators::{self, EndedComm, combine, id_of};
 use crate::sleep::error::{Obstacle, RankObstacle, SleepDifference, SleepError, SleepStep};
 use crate::sleep::message::{
-    CommunicatorRow, ExchangeError, Head, HeadFields, Row, VerdictMessage, WAKE, call_of, exchange,
+    CommunicatorRow, ExchangeError, Head, HeadFields, Row, SUSPENDING, VerdictMessage, WAKE, call_of, exchange,
 };
 use crate::sync::agreement::check_shape;
 use crate::sync::error::SyncError;
@@ -57,6 +57,10 @@ pub(super) struct Run<'a> {
     pub(super) pool: PoolId,
     /// The requested treatment of the contents in a sleep; `None` for a wake.
     contents: Option<Contents>,
+    /// `true` for a sleep that suspends the communicators.
+    pub(super) suspends: bool,
+    /// Names of the communicators that this op has resumed.
+    pub(super) resumed: Vec<String>,
     /// The communicator of the exchange, then the others in their order.
     pub(super) members: Vec<Member<'a>>,
 }
@@ -126,7 +130,14 @@ impl<'a> Run<'a> {
             })
             .collect();
         locked.sort_by_key(|(at, _)| *at);
-        Run { registrar, pool, contents, members: locked.into_iter().map(|(_, member)| member).collect() }
+        let resumed = Vec::new();
+        Run { registrar, pool, contents, suspends: false, resumed, members: locked.into_iter().map(|(_, member)| member).collect() }
+    }
+
+    /// Makes a sleep suspend the communicators.
+    pub(super) fn suspending(mut self) -> Self {
+        self.suspends = true;
+        self
     }
 
     pub(super) fn over(&self) -> &'a Communicator {
@@ -200,7 +211,8 @@ impl<'a> Run<'a> {
 
     /// Exchanges the op, the phase of the pool, and its communicators.
     fn exchange_states(&mut self) -> Result<Agreed, Stop> {
-        let call = self.contents.map_or(WAKE, call_of);
+        let suspending = if self.suspends { SUSPENDING } else { 0 };
+        let call = self.contents.map_or(WAKE, |contents| call_of(contents) + suspending);
         let (registrar, pool) = (self.registrar, self.pool);
         let core = registrar.allocator().core();
         let ended = registrar.ended().of(pool);
@@ -238,6 +250,8 @@ impl<'a> Run<'a> {
         let core = registrar.allocator().core();
         let is_compared = registrar.settings().mode != Mode::Off && core.symmetric_ordinal(pool).is_some();
         let history = is_compared.then(|| RankHistory::of_pools(core, Point::Sync, &[pool]));
+        // One rank alone may have raised the allocator's limit to make room for the wake.
+        let history = if self.contents.is_none() { history.map(RankHistory::without_shared_settings) } else { history };
         let mut inquiry = Inquiry::new(self.over().ranks());
         let answer_bytes = inquiry.question().message_bytes();
         let mut message = Vec::new();

@@ -1,7 +1,7 @@
 //! Collective wake of a pool on all ranks. Implements `docs/sleep-protocol.md` and uses its step names.
 //!
 //! ```text
-//!  Agree ─ Remap ─ Decide ─ Register ... ─ Check
+//!  [Resume ─] Agree ─ Remap ─ Decide ─ [Resume ─] Register ... ─ Check
 //! ```
 //! Before `Decide` completes, nothing has changed that other ranks can observe. Afterwards the pool keeps its memory even if other ranks
 //! fail. If a rank stops while others may continue, it ends the communicators on which they would wait for it.
@@ -46,6 +46,7 @@ impl Registrar {
 impl<'a> Run<'a> {
     fn wake(mut self) -> Result<Woken, SleepError> {
         let communicator = self.over().name().to_owned();
+        self.resume_exchange()?;
         let agreed = self.agree()?;
         if !agreed.all_are(Phase::Asleep) {
             self.record_op();
@@ -96,7 +97,7 @@ impl<'a> Run<'a> {
             let room = member.attachment.room_for(&member.state, pool);
             room.map_err(|needed_bytes| self.record_obstacle(Obstacle::SymmetricSpace { needed_bytes }))?;
         }
-        registrar.allocator().remap(pool).map_err(|error| match error.cause {
+        let remapped = registrar.allocator().remap(pool).map_err(|error| match error.cause {
             SleepCause::Memory { needed_bytes, cause: OutOfMemoryCause::Limit { limit_bytes, .. } } => {
                 Obstacle::Limit { needed_bytes, limit_bytes }
             }
@@ -106,7 +107,9 @@ impl<'a> Run<'a> {
             SleepCause::Load(error) => Obstacle::Load { code: error.code },
             SleepCause::Busy => self.record_obstacle(Obstacle::Busy),
             _ => self.record_obstacle(Obstacle::Other { number: 0 }),
-        })
+        })?;
+        self.check_room()?;
+        Ok(remapped)
     }
 
     /// Executes `Register`: registers the windows again on the first communicator, then on the others. If the first one fails, all are
@@ -116,8 +119,13 @@ impl<'a> Run<'a> {
         for at in 0..self.members.len() {
             let (communicator, is_usable) =
                 (self.members[at].id, self.is_ready(at) && !broken.contains(&self.members[at].id));
+            let resumed = if is_usable { self.resume(at) } else { Ok(()) };
             let Member { attachment, state, .. } = &mut self.members[at];
-            let back = if is_usable { attachment.restore(state, self.pool) } else { Err(attachment.gone()) };
+            let back = match resumed {
+                Ok(()) if is_usable => attachment.restore(state, self.pool),
+                Ok(()) => Err(attachment.gone()),
+                Err(error) => Err(error),
+            };
             match back {
                 Ok(back) => {
                     registrations += back.registrations;
@@ -163,6 +171,7 @@ impl<'a> Run<'a> {
                 woken.changed.extend(segments.iter().map(|segment| (communicator.clone(), *segment)));
             }
         }
+        woken.resumed = std::mem::take(&mut self.resumed);
         let gone = ended.iter().filter(|ended| lost.contains(&ended.id));
         woken.lost.extend(gone.map(|ended| ended.name.clone()));
         woken

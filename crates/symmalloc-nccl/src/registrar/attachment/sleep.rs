@@ -149,6 +149,11 @@ impl SyncState {
         self.windows.keys().chain(self.buffers.keys()).any(|segment| segment.pool == pool)
     }
 
+    /// Returns `true` if any memory of other pools is registered.
+    pub(crate) fn has_registered_others(&self, pool: PoolId) -> bool {
+        self.windows.keys().chain(self.buffers.keys()).any(|segment| segment.pool != pool)
+    }
+
     /// Returns the windows of the pool's live segments, in registration order.
     fn restorable_windows(&self, allocator: &CudaAllocator, pool: PoolId) -> Vec<SavedWindow> {
         let snapshots = self.pools.read(allocator);

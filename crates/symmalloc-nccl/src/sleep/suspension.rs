@@ -1,0 +1,111 @@
+//! The steps `Suspend` and `Resume` of a sleep and a wake: NCCL releases and restores the memory of a pool's communicators.
+//!
+//! ```text
+//!  sleep   ... Check ─ Suspend the others ─ Suspend the communicator of the exchange
+//!  wake    Resume that one ─ Agree ─ Remap ─ Decide ─ Resume the others ─ Register ...
+//! ```
+//! NCCL suspends and resumes on all ranks of a communicator together, and none of them can communicate over it meanwhile.
+
+use crate::sleep::error::{Obstacle, SleepError, SleepStep};
+use crate::sleep::run::Run;
+use crate::sync::error::SyncError;
+
+impl Run<'_> {
+    /// Checks that the communicators can be suspended.
+    pub(super) fn check_suspension(&self) -> Result<(), Obstacle> {
+        if !self.suspends {
+            return Ok(());
+        }
+        for (_, member) in self.members.iter().enumerate().filter(|(at, _)| self.is_ready(*at)) {
+            if member.attachment.comm.memory().is_err() {
+                return Err(self.record_obstacle(Obstacle::NoSuspension));
+            }
+            if member.state.has_registered_others(self.pool) {
+                return Err(self.record_obstacle(Obstacle::OtherWindows));
+            }
+        }
+        Ok(())
+    }
+
+    /// Executes `Suspend`: the other communicators in their order, then the one of the exchange. Returns the released bytes. Another
+    /// communicator that fails is lost, which the wake reports.
+    pub(super) fn suspend(&mut self) -> Result<u64, SleepError> {
+        let mut released_bytes = 0;
+        if !self.suspends {
+            return Ok(released_bytes);
+        }
+        for at in (1..self.members.len()).chain([0]) {
+            if !self.is_ready(at) {
+                continue;
+            }
+            let comm = self.members[at].attachment.comm.clone();
+            match comm.suspend() {
+                Ok(bytes) => released_bytes += bytes,
+                Err(error) if at == 0 => {
+                    let error = self.members[at].attachment.failed(error);
+                    return Err(self.broken(SleepStep::Suspend, error));
+                }
+                Err(error) => {
+                    tracing::warn!(name: "sleep.communicator_lost", target: "symmalloc", communicator = comm.name(), %error);
+                    self.end(at);
+                }
+            }
+        }
+        Ok(released_bytes)
+    }
+
+    /// Executes `Resume` of the communicator of the exchange, without which the ranks cannot communicate. Checks first that its memory fits,
+    /// because a rank on which NCCL has no room leaves the others waiting.
+    pub(super) fn resume_exchange(&mut self) -> Result<(), SleepError> {
+        let comm = self.over();
+        let Some(needed_bytes) = comm.suspended_bytes() else { return Ok(()) };
+        let communicator = || comm.name().to_owned();
+        let free_bytes = self.free_bytes(needed_bytes);
+        if free_bytes < needed_bytes {
+            return Err(SleepError::NoRoom { communicator: communicator(), needed_bytes, free_bytes });
+        }
+        match comm.resume() {
+            Ok(()) => {
+                self.resumed.push(communicator());
+                Ok(())
+            }
+            Err(error) => {
+                self.record_op();
+                let error = self.members[0].attachment.failed(error);
+                Err(self.broken(SleepStep::Resume, error))
+            }
+        }
+    }
+
+    /// Checks that the memory of the other suspended communicators fits on the device.
+    pub(super) fn check_room(&self) -> Result<(), Obstacle> {
+        let others = self.members[1..].iter();
+        let needed_bytes = others.filter_map(|member| member.attachment.comm.suspended_bytes()).sum();
+        if self.free_bytes(needed_bytes) < needed_bytes {
+            return Err(Obstacle::Memory { needed_bytes, code: 2 });
+        }
+        Ok(())
+    }
+
+    /// Executes `Resume` of another communicator.
+    pub(super) fn resume(&mut self, at: usize) -> Result<(), SyncError> {
+        let attachment = self.members[at].attachment;
+        let comm = &attachment.comm;
+        if comm.is_suspended() {
+            comm.resume().map_err(|error| attachment.failed(error))?;
+            self.resumed.push(comm.name().to_owned());
+        }
+        Ok(())
+    }
+
+    /// Returns the free bytes of the device, after releasing the memory of private pools if they are fewer than needed. If the driver cannot
+    /// answer, NCCL finds out.
+    fn free_bytes(&self, needed_bytes: u64) -> u64 {
+        let allocator = self.registrar.allocator();
+        let read = || allocator.device().memory_info().map_or(u64::MAX, |info| info.free_bytes);
+        match read() {
+            free_bytes if free_bytes < needed_bytes && allocator.trim_private() > 0 => read(),
+            free_bytes => free_bytes,
+        }
+    }
+}
