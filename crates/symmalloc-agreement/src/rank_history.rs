@@ -39,7 +39,14 @@ impl<'a> RankHistory<'a> {
     pub fn new<B: Backend, L: Lock>(allocator: &'a Allocator<B, L>, point: Point) -> Self {
         let source: &dyn HistorySource = allocator;
         let heaps = source.heap_histories().iter().map(HeapSummary::of).collect();
-        RankHistory { source, point, order: source.program_order().next(), heaps, pools: None, has_shared_settings: true }
+        RankHistory {
+            source,
+            point,
+            order: source.program_order().next(),
+            heaps,
+            pools: None,
+            has_shared_settings: true,
+        }
     }
 
     /// Takes a snapshot of these pools only. Use it if the ranks share no other pools, or if other threads use the

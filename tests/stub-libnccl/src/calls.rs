@@ -8,7 +8,7 @@ use crate::member::{Life, Member, Step, check};
 use crate::messages::{Join, Kind, Round, Signature};
 use crate::options::options;
 use crate::streams::{Kernel, Launch};
-use crate::{cuda, registry, window};
+use crate::{cuda, registry, suspension, window};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -55,7 +55,7 @@ fn plain(call: &'static str, act: impl FnOnce() -> c_int) -> c_int {
 }
 
 /// Makes a call on a communicator. Only one thread at a time may do so, and only after the previous call has completed.
-fn on(call: &'static str, handle: u64, act: impl FnOnce(&Arc<Member>, bool) -> c_int) -> c_int {
+pub(crate) fn on(call: &'static str, handle: u64, act: impl FnOnce(&Arc<Member>, bool) -> c_int) -> c_int {
     let member = match check(call, handle) {
         Ok(member) => member,
         Err(code) => {
@@ -63,6 +63,7 @@ fn on(call: &'static str, handle: u64, act: impl FnOnce(&Arc<Member>, bool) -> c
             return failed(code);
         }
     };
+    suspension::check(call, &member);
     let verdict = ledger::enter(call, Some(member.world));
     if let Verdict::Fail(code) = verdict {
         return failed(code);
@@ -83,7 +84,7 @@ fn on(call: &'static str, handle: u64, act: impl FnOnce(&Arc<Member>, bool) -> c
 }
 
 /// Makes a query, which is allowed on any thread at any time.
-fn ask(call: &'static str, handle: u64, act: impl FnOnce(&Arc<Member>) -> c_int) -> c_int {
+pub(crate) fn ask(call: &'static str, handle: u64, act: impl FnOnce(&Arc<Member>) -> c_int) -> c_int {
     let member = check(call, handle);
     ledger::enter(call, member.as_ref().ok().map(|member| member.world));
     failed(member.map_or_else(|code| code, |member| act(&member)))

@@ -11,6 +11,7 @@
 //! | `member` | one rank's communicator |
 //! | `window` | its windows and registered buffers |
 //! | `group`, `streams` | its calls, and its collectives on streams |
+//! | `suspension` | release and restoration of NCCL's memory |
 //! | `job`, `registry` | a communicator over all ranks, and the joining of ranks |
 //! | `wire` | ranks in other processes |
 //! | `data`, `arithmetic` | the computations of collectives |
@@ -40,5 +41,6 @@ pub mod messages;
 pub mod options;
 pub mod registry;
 pub mod streams;
+pub mod suspension;
 pub mod window;
 pub mod wire;

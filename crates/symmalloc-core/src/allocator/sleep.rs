@@ -107,11 +107,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     ///
     /// # Errors
     /// See [`wake`](Self::wake); the pool stays asleep.
-    pub fn remap_with(
-        &self,
-        pool: PoolId,
-        make_room: impl FnOnce() -> u64,
-    ) -> Result<Remapped<'_, B, L>, SleepError> {
+    pub fn remap_with(&self, pool: PoolId, make_room: impl FnOnce() -> u64) -> Result<Remapped<'_, B, L>, SleepError> {
         self.try_remap(pool, make_room).map_err(|cause| SleepError { pool, cause })
     }
 

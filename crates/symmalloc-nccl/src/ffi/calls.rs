@@ -278,9 +278,8 @@ impl Calls {
     pub(crate) fn memory_stat(&self, comm: CommHandle, stat: MemoryStat) -> Result<u64, NcclError> {
         let mut value = 0;
         // SAFETY: C1, C2; `value` is valid for writing.
-        let call = |call: unsafe extern "C" fn(_, _, _) -> _| unsafe {
-            call(comm.as_ptr(), stat as c_int, &raw mut value)
-        };
+        let call =
+            |call: unsafe extern "C" fn(_, _, _) -> _| unsafe { call(comm.as_ptr(), stat as c_int, &raw mut value) };
         self.optional("ncclCommMemStats", self.memory_stat.map(call))?;
         Ok(value)
     }

@@ -102,7 +102,9 @@ impl fmt::Display for SleepField {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             SleepField::Protocol => "the protocol (another build, or another call)",
-            SleepField::Call => "the call (1 to 3: a sleep that keeps, drops, zeroes; 4: a wake; 5 to 7: a sleep that also suspends)",
+            SleepField::Call => {
+                "the call (1 to 3: a sleep that keeps, drops, zeroes; 4: a wake; 5 to 7: a sleep that also suspends)"
+            }
             SleepField::Number => "the number of sleeps and wakes so far",
             SleepField::Pool => "the pool",
             SleepField::Phase => "the phase of the pool (0: awake, 1: asleep, 2: failed)",
@@ -184,7 +186,9 @@ pub enum Obstacle {
         code: i32,
     },
     /// A configured limit is too low.
-    #[error("{needed_bytes} bytes are needed and the limit is {limit_bytes}: free memory of other pools or raise it, and wake again")]
+    #[error(
+        "{needed_bytes} bytes are needed and the limit is {limit_bytes}: free memory of other pools or raise it, and wake again"
+    )]
     Limit {
         /// Bytes that the pool needs.
         needed_bytes: u64,
@@ -211,7 +215,9 @@ pub enum Obstacle {
     )]
     NoSuspension,
     /// A communicator to suspend has registrations of other pools.
-    #[error("a communicator to suspend has windows of other pools: put these to sleep first, or sleep without suspending")]
+    #[error(
+        "a communicator to suspend has windows of other pools: put these to sleep first, or sleep without suspending"
+    )]
     OtherWindows,
     /// An unknown obstacle, possibly reported by another version.
     #[error("unknown obstacle ({number})")]

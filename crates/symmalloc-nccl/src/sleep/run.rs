@@ -131,7 +131,14 @@ impl<'a> Run<'a> {
             .collect();
         locked.sort_by_key(|(at, _)| *at);
         let resumed = Vec::new();
-        Run { registrar, pool, contents, suspends: false, resumed, members: locked.into_iter().map(|(_, member)| member).collect() }
+        Run {
+            registrar,
+            pool,
+            contents,
+            suspends: false,
+            resumed,
+            members: locked.into_iter().map(|(_, member)| member).collect(),
+        }
     }
 
     /// Makes a sleep suspend the communicators.

@@ -9,10 +9,12 @@ mod graphs;
 #[cfg(feature = "metrics")]
 mod metrics;
 mod programs;
+mod recovery;
 mod sleep;
 mod sleep_deaths;
 mod sleep_faults;
 pub(crate) mod support;
+mod suspension;
 
 use std::sync::Mutex;
 use stub_process::{ExitOnPanic, nccl, nccl_test, until};

@@ -1,0 +1,185 @@
+//! Tests of communicators that are suspended while a pool sleeps.
+
+use super::support::{Job, MIB, Rank, nothing_is_left};
+use std::sync::Mutex;
+use stub_process::{nccl, nccl_test};
+use symmalloc_core::op::Contents;
+use symmalloc_core::sleep::Phase;
+use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
+use symmalloc_nccl::{CommError, CommState, Obstacle, ReduceOp, Registration, SleepError, SleepField, SleepStep};
+
+fn registered(it: &Rank) -> (Pool<CudaBackend>, Vec<DeviceBuffer<f32>>) {
+    let pool = it.attached_pool();
+    let tensors = [20, 30, 40].map(|size| it.take(&pool, size * MIB)).into();
+    it.registrar.sync(&[&it.world]).expect("the ranks agree");
+    (pool, tensors)
+}
+
+fn suspends_and_resumes(ranks: usize) {
+    Job::new(ranks).run(|it| {
+        let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks split").expect("with a color");
+        let (pool, mut tensors) = registered(it);
+        it.registrar.attach(&pair, &[pool.id()], Registration::Windows).expect("not attached yet");
+        it.registrar.sync(&[&it.world, &pair]).expect("the ranks agree");
+        let content: Vec<f32> = (0..tensors[0].len()).map(|at| (at % 1013 + it.rank) as f32).collect();
+        for _ in 0..10 {
+            it.stream.memcpy_htod(&content, &mut tensors[0]).expect("copied");
+            let slept = it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Keep).expect("all ranks sleep");
+            assert_eq!((slept.suspended_bytes, slept.deregistrations), (2 * 64 * MIB, 6));
+            assert!(it.world.is_suspended() && pair.is_suspended());
+            assert_eq!(it.world.memory().expect("NCCL reports it").held_bytes(), 0);
+            let mut other = it.take(&it.pool(), MIB);
+            let error = it.world.all_reduce_in_place(&mut other, ReduceOp::Sum, &it.stream).expect_err("suspended");
+            assert!(matches!(error, CommError::Suspended { .. }), "{error}");
+            drop(other);
+            let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+            assert_eq!((woken.registrations, woken.resumed.len(), woken.lost.len()), (6, 2, 0));
+            assert!(!it.world.is_suspended() && !pair.is_suspended());
+            assert_eq!(it.stream.clone_dtoh(&tensors[0]).expect("copied"), content);
+            tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+            tensors.iter_mut().for_each(|tensor| it.reduce_right(&pair, tensor));
+        }
+        // A second sleep of a sleeping pool resumes and suspends the communicators again.
+        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+        tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+    });
+    nothing_is_left();
+}
+
+nccl_test!(two_ranks_suspend_and_resume, ["STUB_NCCL_VERSION" = "23007", "STUB_NCCL_SUSPENDABLE_MB" = "64"], {
+    suspends_and_resumes(2);
+});
+
+nccl_test!(four_ranks_suspend_and_resume, ["STUB_NCCL_VERSION" = "23007", "STUB_NCCL_SUSPENDABLE_MB" = "64"], {
+    suspends_and_resumes(4);
+});
+
+nccl_test!(an_older_nccl_refuses_to_suspend_and_the_pool_stays_awake, ["STUB_NCCL_VERSION" = "22906"], {
+    Job::new(2).run(|it| {
+        let (pool, mut tensors) = registered(it);
+        let error = it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop).expect_err("it is too old");
+        let SleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
+        assert!(ranks.len() == 2 && ranks.iter().all(|of| of.obstacle == Obstacle::NoSuspension), "{error}");
+        assert!(error.to_string().contains("2.29.7"), "{error}");
+        assert!(matches!(it.world.memory(), Err(CommError::Unsupported { .. })));
+        assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Awake));
+        tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+    });
+    nothing_is_left();
+});
+
+nccl_test!(other_windows_prevent_a_suspension, ["STUB_NCCL_VERSION" = "23007"], {
+    Job::new(2).run(|it| {
+        let (pool, _tensors) = registered(it);
+        let other = it.attached_pool();
+        let mut tensor = it.take(&other, 20 * MIB);
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
+        let error = it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop).expect_err("it has windows");
+        let SleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
+        assert!(ranks.iter().all(|of| of.obstacle == Obstacle::OtherWindows), "{error}");
+        it.reduce_right(&it.world, &mut tensor);
+        it.registrar.sleep(&it.world, other.id(), Contents::Drop).expect("all ranks sleep");
+        it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop).expect("the other pool sleeps");
+        it.registrar.wake(&it.world, other.id()).expect("all ranks wake");
+        it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+        it.reduce_right(&it.world, &mut tensor);
+    });
+    nothing_is_left();
+});
+
+nccl_test!(a_sleep_that_suspends_on_one_rank_alone_changes_nothing, ["STUB_NCCL_VERSION" = "23007"], {
+    Job::new(2).run(|it| {
+        let (pool, mut tensors) = registered(it);
+        let outcome = if it.rank == 0 {
+            it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop)
+        } else {
+            it.registrar.sleep(&it.world, pool.id(), Contents::Drop)
+        };
+        let error = outcome.expect_err("the calls differ");
+        let SleepError::Differ { difference, .. } = error else { panic!("{error}") };
+        assert_eq!(difference.field, SleepField::Call);
+        tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+    });
+    nothing_is_left();
+});
+
+nccl_test!(
+    a_rank_without_room_for_its_communicator_recovers_while_the_others_wait,
+    ["STUB_NCCL_VERSION" = "23007", "STUB_NCCL_SUSPENDABLE_MB" = "64", "STUB_MEMORY_BYTES" = "268435456"],
+    {
+        Job::new(2).run(|it| {
+            let (pool, mut tensors) = registered(it);
+            for _ in 0..50 {
+                it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+                let digest = it.allocator.digest(pool.id());
+                if it.rank == 1 {
+                    let full = it.allocator.create_pool(symmalloc_core::PoolConfig::default()).expect("it fits");
+                    let private = it.take(&full, 210 * MIB);
+                    let error = it.registrar.wake(&it.world, pool.id()).expect_err("the device is full");
+                    assert!(matches!(error, SleepError::NoRoom { .. }), "{error}");
+                    assert_eq!(it.allocator.digest(pool.id()), digest, "the call was no op");
+                    drop(private);
+                }
+                it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+                tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+            }
+        });
+        nothing_is_left();
+    }
+);
+
+/// Fails a call on rank 1 during the sleep or the wake. The pool sleeps, and wakes with its contents over a new communicator.
+fn survives_a_failed(call: &'static str, is_hung: bool) {
+    let shared = Mutex::new(None);
+    Job::new(2).impatient().run(|it| {
+        let (pool, mut tensors) = registered(it);
+        let content: Vec<f32> = (0..tensors[0].len()).map(|at| (at % 1013 + it.rank) as f32).collect();
+        it.stream.memcpy_htod(&content, &mut tensors[0]).expect("copied");
+        it.meet();
+        if it.rank == 0 {
+            if is_hung {
+                nccl::hang(call, Some(1), 1);
+            } else {
+                nccl::fail(call, Some(1), 1, 3);
+            }
+        }
+        it.meet();
+        let slept = it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Keep);
+        let error = match slept {
+            Err(error) => error,
+            Ok(_) => it.registrar.wake(&it.world, pool.id()).expect_err("a rank fails"),
+        };
+        let SleepError::Broken { step, is_asleep, .. } = &error else { panic!("{error}") };
+        let expected = if call == "ncclCommSuspend" { SleepStep::Suspend } else { SleepStep::Resume };
+        assert_eq!((*step, *is_asleep), (expected, true), "{error}");
+        assert_ne!(it.world.state(), CommState::Ready);
+        nccl::heal();
+        let next = it.connect("next", &shared);
+        it.registrar.attach(&next, &[pool.id()], Registration::Windows).expect("it is asleep");
+        it.registrar.wake(&next, pool.id()).expect("all ranks wake");
+        it.registrar.sync(&[&next]).expect("the ranks agree");
+        assert_eq!(it.stream.clone_dtoh(&tensors[0]).expect("copied"), content);
+        tensors.iter_mut().for_each(|tensor| it.reduce_right(&next, tensor));
+        drop(tensors);
+        next.destroy().expect("destroyed");
+    });
+}
+
+nccl_test!(the_contents_survive_a_failed_suspension, ["STUB_NCCL_VERSION" = "23007"], {
+    survives_a_failed("ncclCommSuspend", false);
+});
+
+nccl_test!(the_contents_survive_a_failed_resumption, ["STUB_NCCL_VERSION" = "23007"], {
+    survives_a_failed("ncclCommResume", false);
+});
+
+nccl_test!(the_contents_survive_a_rank_that_does_not_suspend, ["STUB_NCCL_VERSION" = "23007"], {
+    survives_a_failed("ncclCommSuspend", true);
+});
+
+nccl_test!(the_contents_survive_a_rank_that_does_not_resume, ["STUB_NCCL_VERSION" = "23007"], {
+    survives_a_failed("ncclCommResume", true);
+});
