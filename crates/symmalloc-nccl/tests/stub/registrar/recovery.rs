@@ -10,7 +10,7 @@ use symmalloc_nccl::{Obstacle, SleepError};
 
 const ROUNDS: usize = 50;
 const WINDOWS: u64 = 90 * MIB;
-/// More than the rest of a device of 256 MiB beside a sleeping pool of 90 MiB has room for.
+/// So much that the rest of a device of 256 MiB has no room for the windows.
 const PRIVATE: u64 = 200 * MIB;
 
 /// A way in which one rank makes room.
