@@ -211,7 +211,7 @@ pub enum Obstacle {
     },
     /// NCCL cannot suspend a communicator of the pool.
     #[error(
-        "NCCL cannot suspend a communicator of the pool: use NCCL 2.29.7 or newer without NCCL_MEM_MANAGER_DISABLE=1, or sleep without it"
+        "NCCL cannot suspend a communicator of the pool: use NCCL 2.29.7 or newer without NCCL_DISABLE_MEM_MANAGER=1, or sleep without it"
     )]
     NoSuspension,
     /// A communicator to suspend has registrations of other pools.
