@@ -52,6 +52,17 @@ pub enum ModelSegments {
     Expandable,
 }
 
+/// Memory that the model maps or unmaps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ModelChange {
+    pub(crate) is_mapped: bool,
+    pub(crate) pool: PoolId,
+    pub(crate) stream: StreamId,
+    pub(crate) segment: SegmentId,
+    pub(crate) offset_bytes: u64,
+    pub(crate) size_bytes: u64,
+}
+
 /// One rank of a job under PyTorch's rule. See the [module documentation](self).
 #[derive(Debug)]
 pub struct AddressOrder {
@@ -60,6 +71,8 @@ pub struct AddressOrder {
     blocks: Blocks,
     /// All segments ever created, in order of creation.
     born: Vec<ModelSegment>,
+    /// Memory mapped and unmapped since [`take_changes`](Self::take_changes).
+    changes: Vec<ModelChange>,
     allocations: BTreeMap<AllocationId, Allocation>,
     /// Pending events of each stream in the order of recording, each with the block that waits for it.
     pending: BTreeMap<StreamId, VecDeque<(Event, u64)>>,
@@ -101,6 +114,7 @@ impl AddressOrder {
             device,
             blocks: Blocks::default(),
             born: Vec::new(),
+            changes: Vec::new(),
             allocations: BTreeMap::new(),
             pending: BTreeMap::new(),
             requested_bytes: 0,
@@ -153,6 +167,11 @@ impl AddressOrder {
             self.step(&Op::Free { id })?;
         }
         Ok(())
+    }
+
+    /// Removes and returns the memory mapped and unmapped since the last call, in order.
+    pub(crate) fn take_changes(&mut self) -> Vec<ModelChange> {
+        std::mem::take(&mut self.changes)
     }
 
     /// Returns the reserved device memory, in bytes.
@@ -226,7 +245,15 @@ impl AddressOrder {
         let segment_bytes = self.rules.segment_bytes(list.class, size);
         let range = self.device.reserve(segment_bytes)?;
         self.device.map(range, 0, segment_bytes)?;
-        Ok(self.add_segment(list, range, ModelState::Free))
+        let address = self.add_segment(list, range, ModelState::Free);
+        self.note(true, &self.blocks.at(address), 0, segment_bytes);
+        Ok(address)
+    }
+
+    /// Records that memory of a block's segment was mapped or unmapped.
+    fn note(&mut self, is_mapped: bool, block: &ModelBlock, offset_bytes: u64, size_bytes: u64) {
+        let List { pool, stream, .. } = block.list;
+        self.changes.push(ModelChange { is_mapped, pool, stream, segment: block.segment, offset_bytes, size_bytes });
     }
 
     /// Adds a new segment as one block, and returns its address.
@@ -299,6 +326,7 @@ impl AddressOrder {
         self.device.release(segment.range)?;
         segment.alive = false;
         self.blocks.take(address);
+        self.note(false, &block, 0, block.size_bytes);
         Ok(())
     }
 }

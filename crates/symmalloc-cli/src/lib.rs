@@ -41,6 +41,7 @@ mod destination;
 pub mod diff;
 mod error;
 mod escape;
+mod explorer;
 mod export;
 mod import;
 mod input;

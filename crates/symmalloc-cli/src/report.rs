@@ -3,8 +3,9 @@
 //! ```text
 //!            ┌─► timeline ──► peaks, picture
 //! Recorded ──┼─► memory at the peak ──► holders by name, fragmentation, map
+//!            ├─► layouts: the interactive picture of the explorer
 //!            ├─► settings: the same ops under other settings, each with the command that reproduces it
-//!            └─► planned: the memory needed with a plan
+//!            └─► planned: the memory needed with a plan, and one more layout
 //! ```
 
 mod findings;
@@ -19,6 +20,7 @@ use crate::chart::{op_of, peak, timeline_of};
 use crate::content::Content;
 use crate::destination::{Destination, shown};
 use crate::error::CliError;
+use crate::explorer::layouts;
 use crate::output::{self, Palette};
 use crate::picture::Selection;
 use crate::picture::memory::Memory;
@@ -68,10 +70,20 @@ fn make(args: &ReportArgs, tell: impl FnOnce(&Findings<'_>) -> Result<(), CliErr
     let holders = holders::of(&memory);
     let (trials, impossible) = settings::trials(&recorded, &args.reading)?;
     let own_refused = trials.iter().find(|trial| trial.is_own).map_or(0, |own| own.refused);
-    let planned = PlanOutcome::of(&recorded, args, own_refused);
+    let (planned, plan) = PlanOutcome::of(&recorded, args, own_refused);
+    let layouts = layouts(&recorded, plan.as_deref())?;
     let recorded_reserved = RecordedReserved::of(&recorded);
-    let findings =
-        Findings { recorded: &recorded, timeline, memory, holders, trials, impossible, planned, recorded_reserved };
+    let findings = Findings {
+        recorded: &recorded,
+        timeline,
+        memory,
+        holders,
+        trials,
+        impossible,
+        planned,
+        layouts,
+        recorded_reserved,
+    };
     let page = page::html(&findings);
     out.write(page.as_bytes())?;
     tell(&findings)

@@ -43,13 +43,15 @@ pub use live::{Live, Owner};
 use std::borrow::Cow;
 
 use symmalloc_core::Allocator;
+use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy, StreamPolicy};
 use symmalloc_core::errors::{AllocateError, OutOfMemory, OutOfMemoryCause};
 use symmalloc_core::ids::{Placement, PoolId, StreamId};
 use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
-use symmalloc_core::report::Snapshot;
+use symmalloc_core::report::{SegmentSnapshot, Snapshot};
 use symmalloc_core::sleep::Phase;
+use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::{Program, Replay, StepError};
 
 use device::NotingDevice;
@@ -64,6 +66,8 @@ pub struct Rerun<'p> {
     pools: Vec<Cow<'p, PoolConfig>>,
     /// If `true`, memory stays in use while its free is pending.
     with_pending_frees: bool,
+    /// Plans that the run follows.
+    plans: Option<&'p PlanFile>,
 }
 
 /// Outcome of an op.
@@ -137,7 +141,16 @@ impl<'p> Rerun<'p> {
     pub fn new(program: &'p Program, config: &Config) -> Result<Self, RerunError> {
         let allocator = Allocator::new(NotingDevice::new(), config.clone())?;
         let pools = vec![Cow::Owned(config.default_pool().clone())];
-        Ok(Rerun { program, allocator, pools, with_pending_frees: false })
+        Ok(Rerun { program, allocator, pools, with_pending_frees: false, plans: None })
+    }
+
+    /// Creates a rerun that follows plans, under their configuration. The program's pools must have the configuration that the plans
+    /// state.
+    ///
+    /// # Errors
+    /// Returns an error if the configuration is invalid for the device, whose granularity is 2 MiB.
+    pub fn following(program: &'p Program, plans: &'p PlanFile) -> Result<Self, RerunError> {
+        Ok(Rerun { plans: Some(plans), ..Rerun::new(program, plans.config())? })
     }
 
     /// Keeps memory in use while its free was pending in the recording, like an allocator that waits for the device, such as PyTorch's.
@@ -161,8 +174,11 @@ impl<'p> Rerun<'p> {
         mut watch: impl FnMut(&Moment<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
         assert_eq!(self.allocator.stream_count(), 0, "a rerun runs once");
-        let Rerun { program, allocator, pools, with_pending_frees } = self;
-        let mut replay = Replay::new(allocator, program);
+        let Rerun { program, allocator, pools, with_pending_frees, plans } = self;
+        let mut replay = match plans {
+            None => Replay::new(allocator, program),
+            Some(plans) => started(allocator, program, plans).map_err(|error| RerunError::Step { op: 0, error })?,
+        };
         let mut live: Vec<Option<Live>> = vec![None; program.allocation_count()];
         let mut refused = vec![false; program.allocation_count()];
         let mut pending = PendingFrees::default();
@@ -188,6 +204,10 @@ impl<'p> Rerun<'p> {
             } else {
                 carried_out(&mut replay, number, op, &mut live, &mut refused, pools)?
             };
+            if allocator.backend().has_ownerless() {
+                let segments = allocator.snapshot().segments;
+                allocator.backend().assign(|base| owner_of_segment(base, &segments, pools));
+            }
             let memory = allocator.backend().end();
             watch(&Moment { number, op, happened, memory: &memory })?;
             pending.entry();
@@ -213,6 +233,32 @@ impl<'p> Rerun<'p> {
     pub fn pool_config(&self, pool: PoolId) -> Option<&PoolConfig> {
         self.pools.get(pool.index()).map(|config| &**config)
     }
+}
+
+/// Returns a replay at the beginning of its first pass.
+fn started<'a>(
+    allocator: &'a Allocator<NotingDevice>,
+    program: &'a Program,
+    plans: &'a PlanFile,
+) -> Result<Replay<'a, NotingDevice, Exclusive>, StepError> {
+    let mut replay = Replay::following(allocator, program, plans)?;
+    replay.begin_pass()?;
+    Ok(replay)
+}
+
+/// Returns the heap that has the segment at this address, the segment's stream, and `true` if the segment is expandable.
+fn owner_of_segment(
+    base: DeviceAddress,
+    segments: &[SegmentSnapshot],
+    pools: &[Cow<'_, PoolConfig>],
+) -> (Owner, StreamId, bool) {
+    let Some(segment) = segments.iter().find(|segment| segment.base == base) else {
+        return (Owner { pool: PoolId::DEFAULT, stream: None }, StreamId(0), false);
+    };
+    let owner = Owner { pool: segment.pool, stream: segment.stream };
+    let config = pools.get(segment.pool.index());
+    let is_expandable = config.is_some_and(|config| matches!(config.segments(), SegmentPolicy::Expandable(_)));
+    (owner, segment.stream.unwrap_or(StreamId(0)), is_expandable)
 }
 
 /// Executes an op and returns its outcome.

@@ -66,6 +66,7 @@ impl AddressOrder {
         let range = self.born[block.segment.index()].range;
         let mapped = size.min(block.size_bytes).next_multiple_of(block.list.class.page_bytes());
         self.device.map(range, address - range.base.0, mapped)?;
+        self.note(true, &block, address - range.base.0, mapped);
         self.blocks.take(address);
         if mapped < block.size_bytes {
             self.blocks.put(address + mapped, ModelBlock { size_bytes: block.size_bytes - mapped, ..block });
@@ -84,6 +85,7 @@ impl AddressOrder {
             return Ok(());
         }
         self.device.unmap(range, from - base, to - from)?;
+        self.note(false, &block, from - base, to - from);
         self.blocks.take(address);
         for (start, end) in [(address, from), (to, end)] {
             if start < end {

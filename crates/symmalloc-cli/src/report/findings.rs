@@ -5,6 +5,7 @@ use super::recorded_reserved::RecordedReserved;
 use super::settings::{ImpossibleTrial, Trial};
 use crate::args::ReportArgs;
 use crate::escape::quoted;
+use crate::explorer::Layout;
 use crate::job::Steady;
 use crate::picture::memory::{BlockState, DrawnBlock, Memory};
 use crate::picture::timeline::{JobCurves, LIVE};
@@ -12,6 +13,9 @@ use crate::planned::PlannedJob;
 use crate::quantity::{count, counted};
 use crate::recorded::Recorded;
 use serde::Serialize;
+use std::sync::Arc;
+use symmalloc_trace::plan::PlanFile;
+
 /// Results for a job.
 pub(super) struct Findings<'a> {
     pub(super) recorded: &'a Recorded,
@@ -23,6 +27,8 @@ pub(super) struct Findings<'a> {
     /// Settings under which the job stops.
     pub(super) impossible: Vec<ImpossibleTrial>,
     pub(super) planned: PlanOutcome,
+    /// Layouts of the job, for the explorer.
+    pub(super) layouts: Vec<Layout>,
     /// Memory that the recorded allocator reserved.
     pub(super) recorded_reserved: Option<RecordedReserved>,
 }
@@ -59,18 +65,19 @@ pub(super) struct Fragmentation {
 }
 
 impl PlanOutcome {
-    /// Plans the job. If planning fails, the page has no plan.
-    pub(super) fn of(recorded: &Recorded, args: &ReportArgs, own_refused: u64) -> Self {
+    /// Plans the job, and returns the plan too. If planning fails, the page has no plan.
+    pub(super) fn of(recorded: &Recorded, args: &ReportArgs, own_refused: u64) -> (Self, Option<Arc<PlanFile>>) {
         match PlannedJob::of_use(recorded, &args.policy, own_refused) {
-            Err(reason) => PlanOutcome::Failed(reason),
-            Ok(None) => PlanOutcome::Empty,
+            Err(reason) => (PlanOutcome::Failed(reason), None),
+            Ok(None) => (PlanOutcome::Empty, None),
             Ok(Some(planned)) => {
                 let path = quoted(&args.input.to_string_lossy());
                 let command =
                     format!("symmalloc plan {path}{}{} -o job.plan", args.reading.flags(), args.policy.flags());
                 let Steady { peaks, refused, .. } = planned.followed;
                 let efficiency = (peaks.efficiency() * 1e6).round() / 1e6;
-                PlanOutcome::Planned(PlanTrial { command, planned_bytes: peaks.reserved_bytes, efficiency, refused })
+                let trial = PlanTrial { command, planned_bytes: peaks.reserved_bytes, efficiency, refused };
+                (PlanOutcome::Planned(trial), Some(planned.file))
             }
         }
     }

@@ -5,6 +5,7 @@ use super::recorded_reserved::RecordedReserved;
 use super::settings::Trial;
 use crate::beginning::lived_before;
 use crate::chart::{file_name, history_figure, map_figure};
+use crate::explorer;
 use crate::job::Options;
 use crate::picture::timeline::{ALLOCATED, LIVE, RESERVED};
 use crate::picture::{heap_name, page};
@@ -22,10 +23,14 @@ pub(super) fn html(findings: &Findings<'_>) -> String {
         h1 { "Memory of " (name) }
         (figures(findings))
         (advice(findings))
-        (PreEscaped(history_figure(&name, findings.recorded, &findings.timeline)))
+        (explorer::section(findings.recorded.program(), &findings.layouts, findings.memory.op))
+        div #still {
+            (explorer::without_scripts(findings.timeline.op_count))
+            (PreEscaped(history_figure(&name, findings.recorded, &findings.timeline)))
+            (PreEscaped(map_figure(&name, findings.recorded, &findings.memory)))
+        }
         (holders(findings))
         (fragmentation(findings))
-        (PreEscaped(map_figure(&name, findings.recorded, &findings.memory)))
         (settings(findings))
     };
     page::html(&format!("Memory of {name}"), &body)

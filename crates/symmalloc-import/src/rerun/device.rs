@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Place, Range, Reason};
-use symmalloc_core::ids::StreamId;
+use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::units::{GIB, MIB};
 
 use super::live::Owner;
@@ -46,8 +46,10 @@ struct Reserved {
 #[derive(Debug)]
 struct DeviceState {
     next_address: u64,
-    /// Owner of ranges reserved now.
+    /// Owner of ranges reserved now; `None` if the op does not state it.
     current: Option<Reserved>,
+    /// Base addresses of ranges reserved without a known owner.
+    ownerless: Vec<DeviceAddress>,
     /// Reserved ranges by base.
     ranges: BTreeMap<DeviceAddress, Reserved>,
     changes: Vec<MemoryChange>,
@@ -63,6 +65,7 @@ impl NotingDevice {
         NotingDevice(RefCell::new(DeviceState {
             next_address: FIRST_ADDRESS,
             current: None,
+            ownerless: Vec::new(),
             ranges,
             changes: Vec::new(),
         }))
@@ -72,6 +75,28 @@ impl NotingDevice {
     pub(super) fn begin(&self, owner: Option<(Owner, StreamId)>, is_expandable: bool) {
         self.0.borrow_mut().current =
             owner.map(|(owner, stream)| Reserved { owner, stream, is_expandable, is_stitched: false });
+    }
+
+    /// Returns `true` if a range was reserved without a known owner. [`assign`](Self::assign) must follow.
+    pub(super) fn has_ownerless(&self) -> bool {
+        !self.0.borrow().ownerless.is_empty()
+    }
+
+    /// Assigns the ranges that were reserved without a known owner, and the changes of their memory. Plans reserve memory outside of
+    /// allocations.
+    pub(super) fn assign(&self, owner_at: impl Fn(DeviceAddress) -> (Owner, StreamId, bool)) {
+        let mut state = self.0.borrow_mut();
+        let DeviceState { ownerless, ranges, changes, .. } = &mut *state;
+        for base in ownerless.drain(..) {
+            let (owner, stream, is_expandable) = owner_at(base);
+            let end = ranges.range(base..).nth(1).map_or(DeviceAddress(u64::MAX), |(next, _)| *next);
+            if let Some(range) = ranges.get_mut(&base) {
+                *range = Reserved { owner, stream, is_expandable, ..*range };
+            }
+            for change in changes.iter_mut().filter(|change| (base..end).contains(&change.address)) {
+                *change = MemoryChange { owner, stream, is_expandable, ..*change };
+            }
+        }
     }
 
     /// Ends the op and returns its changes.
@@ -101,7 +126,11 @@ impl Backend for NotingDevice {
         let next = base.checked_add(size_bytes).and_then(|end| end.checked_add(GAP_BYTES));
         let full = || BackendError::new("reserve", 2, Reason::OutOfMemory);
         state.next_address = next.and_then(|next| next.checked_next_multiple_of(GRANULARITY_BYTES)).ok_or_else(full)?;
-        let reserved = state.current.expect("only allocate and reserve obtain memory");
+        let reserved = state.current.unwrap_or_else(|| {
+            state.ownerless.push(DeviceAddress(base));
+            let owner = Owner { pool: PoolId::DEFAULT, stream: None };
+            Reserved { owner, stream: StreamId(0), is_expandable: false, is_stitched: false }
+        });
         state.ranges.insert(DeviceAddress(base), reserved);
         Ok(Range { base: DeviceAddress(base), size_bytes })
     }
