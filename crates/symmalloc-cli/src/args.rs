@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 pub(crate) const STREAM: &str = "-";
 
 const HELP: &str = "\
-A recording is a file, standard input (`-`), or a job that comes with the program: gpt2, moe, resnet50, llama, gnn, fsdp,
+A recording is a file, standard input (`-`), or a job that comes with the program: gpt2, moe, resnet50, llama, gnn, demo, fsdp,
 fsdp_rank1, fsdp1, fsdp1_rank1.
 
 With --json, every command except run, completions and man prints one JSON document: an object, or an array of objects. Each object
@@ -141,11 +141,10 @@ Exit codes: 0 success, 2 invalid input.";
 
 const CHART_EXAMPLES: &str = "\
 Examples:
-  symmalloc chart job.trace.zst -o job.html                      memory over ops, and a map of the peak
-  symmalloc chart job.trace.zst -o job.svg                       memory over ops alone
+  symmalloc chart job.trace.zst -o job.svg                       memory over ops
   symmalloc chart job.trace.zst -o map.svg --map --op 12000      segments and blocks after op 12000
   symmalloc chart rank0.pickle.gz --beside rank1.pickle.gz -o ranks.svg
-  symmalloc chart job.trace.zst --plan job.plan -o job.html      the same, with the plan's reserved memory
+  symmalloc chart job.trace.zst --plan job.plan -o job.svg       memory over ops, with the plan's reserved memory
   symmalloc chart fsdp1 --share -o fsdp1.png                     before and after, in one picture to share
 
 Two ranks are drawn with their recorded placements. If a recording has none, our allocator places its allocations. Pictures
@@ -165,8 +164,9 @@ Examples:
   symmalloc report job.trace.zst -o report.html
   symmalloc report snapshot.pickle -o report.html --segments fixed --json
 
-One page without scripts or network access: peaks, what holds memory at the peak, fragmentation, pictures, and the results of
-the same ops under other settings, each with the command that reproduces it.
+One page that fetches nothing: peaks, an interactive picture of the job as recorded, under PyTorch's allocator, under symmalloc and
+planned, what holds memory at the peak, fragmentation, and the results of the same ops under other settings, each with the command
+that reproduces it. Without scripts, the pictures are still ones.
 
 JSON: schema_version, trace, report, ops, op (of holders and fragmentation), refused, lived_before, lived_before_bytes (at the start
 of the recording), is_overwritten (its oldest entries are lost), recorded_reserved (by the recorded allocator: null, or {peak_bytes, is_exact}; a lower bound unless exact), live,
@@ -433,13 +433,13 @@ pub(crate) struct ChartArgs {
     /// A trace, a PyTorch memory snapshot or an RMM log; plain, gzip or zstd
     #[arg(value_name = "TRACE")]
     pub(crate) input: PathBuf,
-    /// The picture to write: .svg or .png for one picture, .html for all of them
+    /// The picture to write: .svg or .png (`symmalloc report` writes pages)
     #[arg(short, long, value_name = "OUT")]
     pub(crate) output: PathBuf,
     /// Map the memory after this op, counted from 0 [default: the peak of allocated memory]
     #[arg(long, value_name = "N")]
     pub(crate) op: Option<usize>,
-    /// In an .svg or .png, draw the map instead of memory over ops
+    /// Draw the map instead of memory over ops
     #[arg(long, conflicts_with = "beside")]
     pub(crate) map: bool,
     /// Draw one picture to share: reserved memory under PyTorch's allocator, under symmalloc, and with a plan
@@ -466,7 +466,7 @@ pub(crate) struct ChartArgs {
     pub(crate) json: bool,
 }
 
-/// Write one page about a job: peaks, holders of memory, fragmentation, settings to try
+/// Write one page about a job: peaks, an interactive picture, holders of memory, fragmentation, settings to try
 #[derive(Debug, clap::Args)]
 #[command(after_help = REPORT_EXAMPLES)]
 pub(crate) struct ReportArgs {

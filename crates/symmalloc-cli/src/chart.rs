@@ -21,7 +21,6 @@ use crate::quantity::{count, memory};
 use crate::recorded::Recorded;
 use crate::verdict::Verdict;
 use file::Format;
-use maud::{PreEscaped, html};
 use serde_json::{Value, json};
 use std::path::Path;
 use symmalloc_core::Placement;
@@ -50,9 +49,6 @@ struct Beside {
 /// Draws the requested pictures.
 pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
     let format = Format::of(&args.output)?;
-    if args.share && format == Format::Html {
-        return Err(CliError::SharedPage { path: args.output.clone() });
-    }
     let inputs = std::iter::once(&args.input).chain(&args.beside).chain(&args.plan);
     let out = Destination::file_or_stream(&args.output, None, inputs)?;
     let recorded = Recorded::read(&args.input, &args.reading, &args.policy)?;
@@ -72,28 +68,13 @@ pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
     let beside = other.map(|other| beside(&recorded, &other, op, selection)).transpose()?;
     let memory_map = Memory::replayed(&recorded, op, selection)?;
     let name = file_name(&recorded.path);
-    let picture = match (format, &beside) {
-        (Format::Svg | Format::Png, None) if args.map => match &planned {
-            Some((file, memory)) => planned_map_of(&name, file, memory, WIDE, "p", ""),
+    let picture = match &beside {
+        Some(beside) => beside_of(&name, beside, WIDE, "b", ""),
+        None if args.map => match &planned {
+            Some((file, memory)) => planned_map_of(&name, file, memory),
             None => map_of(&name, &recorded, &memory_map, WIDE, "m", ""),
         },
-        (Format::Svg | Format::Png, None) => history_of(&name, &recorded, &timeline, WIDE, "h", ""),
-        (Format::Svg | Format::Png, Some(beside)) => beside_of(&name, beside, WIDE, "b", ""),
-        (Format::Html, _) => {
-            let mut body = history_figure(&name, &recorded, &timeline);
-            body += &map_figure(&name, &recorded, &memory_map);
-            if let Some((file, memory)) = &planned {
-                let [wide, narrow] = [(WIDE, "pw", "wide"), (NARROW, "pn", "narrow")]
-                    .map(|(width, prefix, class)| planned_map_of(&name, file, memory, width, prefix, class));
-                body += &page::figure(&wide, &narrow);
-            }
-            if let Some(beside) = &beside {
-                let [wide, narrow] = [(WIDE, "bw", "wide"), (NARROW, "bn", "narrow")]
-                    .map(|(width, prefix, class)| beside_of(&name, beside, width, prefix, class));
-                body += &page::figure(&wide, &narrow);
-            }
-            page::html(&format!("Memory of {name}"), &html! { h1 { (name) } (PreEscaped(body)) })
-        }
+        None => history_of(&name, &recorded, &timeline, WIDE, "h", ""),
     };
     out.write(&format.file(picture)?)?;
     if args.json {
@@ -215,17 +196,10 @@ fn map_of(name: &str, recorded: &Recorded, memory: &Memory, width: u32, prefix: 
     map::draw(memory, width, prefix, class, &Words { title: &title, aside: &configuration(recorded) })
 }
 
-fn planned_map_of(
-    name: &str,
-    file: &PlanFile,
-    memory: &Memory,
-    width: u32,
-    prefix: &'static str,
-    class: &str,
-) -> String {
+fn planned_map_of(name: &str, file: &PlanFile, memory: &Memory) -> String {
     let title = format!("Planned memory after op {} of {name}", count(memory.op));
     let aside = settings_of(file.config());
-    map::draw(memory, width, prefix, class, &Words { title: &title, aside: &aside })
+    map::draw(memory, WIDE, "p", "", &Words { title: &title, aside: &aside })
 }
 
 fn beside_of(name: &str, beside: &Beside, width: u32, prefix: &'static str, class: &str) -> String {

@@ -25,6 +25,7 @@ static JOBS: &[RecordedJob] = jobs! {
     "resnet50_multiscale", "resnet50";
     "llama_generate", "llama";
     "gnn_sampled", "gnn";
+    "transformer_named", "demo";
     "fsdp_train_rank0", "fsdp", "fsdp_rank0";
     "fsdp_train_rank1", "fsdp_rank1";
     "fsdp1_train_rank0", "fsdp1", "fsdp1_rank0";

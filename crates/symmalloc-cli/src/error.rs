@@ -68,8 +68,6 @@ pub(crate) enum CliError {
     NamedOtherwise { path: PathBuf, named: Content, content: Content },
     #[error(transparent)]
     TooLargeForPixels(#[from] TooLargeForPixels),
-    #[error("{}: --share draws one picture, and a page has several", path.display())]
-    SharedPage { path: PathBuf },
     #[error("{}: unsupported picture extension", path.display())]
     UnknownPicture { path: PathBuf },
     #[error("{}: the recorded placement of op {op} exceeds the memory of any device", path.display())]
@@ -158,8 +156,7 @@ impl CliError {
                 return Some(format!("select a heap with --pool and --stream: {}", heaps.join("; ")).into());
             }
             CliError::NothingToShow { .. } => "record a job that allocates something",
-            CliError::UnknownPicture { .. } => "use .svg or .png for one picture, or .html for all of them",
-            CliError::SharedPage { .. } => "use .png or .svg",
+            CliError::UnknownPicture { .. } => "use .svg or .png, or `symmalloc report` for a page (.html)",
             CliError::TooLargeForPixels(_) => return None,
             CliError::ImpossiblePlacement { .. } => {
                 "record the job again, or delete the placement: without placements, our allocator places the allocations"

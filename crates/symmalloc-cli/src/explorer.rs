@@ -60,6 +60,8 @@ pub(crate) fn section(program: &Program, layouts: &[Layout], op: usize) -> Marku
                 span.buttons {
                     button #nearer type="button" aria-label="Zoom in" { "+" }
                     button #farther type="button" aria-label="Zoom out" { "−" }
+                    button #taller type="button" aria-label="Zoom into addresses" { "↕ +" }
+                    button #flatter type="button" aria-label="Zoom out of addresses" { "↕ −" }
                     button #whole type="button" { "Whole job" }
                 }
                 output #range {}
@@ -69,7 +71,7 @@ pub(crate) fn section(program: &Program, layouts: &[Layout], op: usize) -> Marku
                 }
             }
             div #stage {
-                canvas #lanes tabindex="0" aria-label="Blocks over time, one lane for each pool and stream. Arrow keys move, plus and minus zoom, 0 shows the whole job, comma and period move the cursor." {}
+                canvas #lanes tabindex="0" aria-label="Blocks over time, one lane for each pool and stream. Arrow keys move, plus and minus zoom into ops, brackets into addresses, 0 shows the whole job, comma and period move the cursor." {}
                 div #hint hidden {}
             }
             p.aside {

@@ -9,7 +9,6 @@ use std::path::Path;
 pub(super) enum Format {
     Svg,
     Png,
-    Html,
 }
 
 impl Format {
@@ -21,7 +20,6 @@ impl Format {
         match path.extension().and_then(|extension| extension.to_str()) {
             Some("svg") => Ok(Format::Svg),
             Some("png") => Ok(Format::Png),
-            Some("html" | "htm") => Ok(Format::Html),
             _ => Err(CliError::UnknownPicture { path: path.to_path_buf() }),
         }
     }
@@ -30,7 +28,7 @@ impl Format {
     pub(super) fn file(self, picture: String) -> Result<Vec<u8>, CliError> {
         match self {
             Format::Png => Ok(png(&picture)?),
-            Format::Svg | Format::Html => Ok(picture.into_bytes()),
+            Format::Svg => Ok(picture.into_bytes()),
         }
     }
 }

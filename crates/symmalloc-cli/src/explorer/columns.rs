@@ -144,7 +144,7 @@ mod tests {
     #[test]
     fn numbers_have_seven_bits_a_byte() {
         let mut out = Vec::new();
-        [0, 127, 128, 300, u64::MAX].map(|number| put(&mut out, number));
+        [0, 127, 128, 300, u64::MAX].into_iter().for_each(|number| put(&mut out, number));
         assert_eq!(out[..6], [0, 127, 0x80, 1, 0xac, 2]);
         assert_eq!(out[6..], [255, 255, 255, 255, 255, 255, 255, 255, 255, 1]);
     }

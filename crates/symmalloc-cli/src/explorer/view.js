@@ -119,6 +119,8 @@ class Picture {
     on("filter", "input", (event) => this.filter(event.target.value));
     on("nearer", "click", () => this.zoom(0.5));
     on("farther", "click", () => this.zoom(2));
+    on("taller", "click", () => this.zoom(1, 0.5, 0.5));
+    on("flatter", "click", () => this.zoom(1, 0.5, 2));
     on("whole", "click", () => this.showWhole());
     on("op", "change", (event) => this.setCursor(Number(event.target.value)));
     this.legend();
@@ -413,10 +415,15 @@ class Picture {
     const bottom = panels[panels.length - 1].top + panels[panels.length - 1].height;
     this.fit(surface, bottom + AXIS_HEIGHT);
     const { context, canvas } = surface;
-    surface.image ||= context.createImageData(canvas.width, canvas.height);
-    const pixels = new Uint32Array(surface.image.data.buffer);
-    pixels.fill(pixel(this.paint.page));
-    panels.forEach((panel) => this.raster(pixels, panel));
+    const shown = [this.ops, this.bytes, this.coloring, this.layout.name, this.compared?.name, this.paint, element("filter").value];
+    const state = JSON.stringify(shown);
+    if (!surface.image || surface.state !== state) {
+      surface.image ||= context.createImageData(canvas.width, canvas.height);
+      surface.state = state;
+      const pixels = new Uint32Array(surface.image.data.buffer);
+      pixels.fill(pixel(this.paint.page));
+      panels.forEach((panel) => this.raster(pixels, panel));
+    }
     context.putImageData(surface.image, 0, 0);
     panels.forEach((panel) => this.labels(context, panel));
     this.axis(context, bottom);
@@ -429,32 +436,34 @@ class Picture {
     const { recording, mask, paint } = this;
     const { ratio, canvas } = this.lanes;
     const { layout } = panel;
-    const bounds = { left: 0, right: canvas.width, top: Math.round(panel.top * ratio), bottom: Math.round((panel.top + panel.height) * ratio) };
-    const fill = (left, right, top, bottom, color, edge) => {
-      // At least one pixel, so that nothing vanishes.
-      const x0 = Math.max(Math.round(left), bounds.left);
-      const x1 = Math.min(Math.max(Math.round(right), Math.round(left) + 1), bounds.right);
-      const y0 = Math.max(Math.round(top), bounds.top);
-      const y1 = Math.min(Math.max(Math.round(bottom), Math.round(top) + 1), bounds.bottom);
-      if (x0 >= x1 || y0 >= y1) return;
-      for (let y = y0; y < y1; y++) pixels.fill(color, y * canvas.width + x0, y * canvas.width + x1);
-      if (edge === color || bottom - top < 4) return;
-      pixels.fill(edge, y0 * canvas.width + x0, y0 * canvas.width + x1);
-      if (right - left < 4 || right > bounds.right) return;
-      for (let y = y0; y < y1; y++) pixels[y * canvas.width + x1 - 1] = edge;
-    };
+    const { width } = canvas;
+    const ceiling = Math.round(panel.top * ratio);
+    const floor = Math.round((panel.top + panel.height) * ratio);
     const { lanes } = this.lanesOf.get(layout);
     const perShare = (panel.height * ratio) / (this.bytes.to - this.bytes.from) / this.height;
-    const base = (panel.top + panel.height) * ratio + this.bytes.from * this.height * perShare;
-    const starts = lanes.map((lane) => base - lane.at * perShare);
+    const bases = lanes.map((lane) => floor + (this.bytes.from * this.height - lane.at) * perShare);
     const scales = lanes.map((lane) => lane.scale * perShare);
-    const perOp = canvas.width / (this.ops.to - this.ops.from);
     const { from: first, to: last } = this.ops;
+    const perOp = width / (last - first);
+    // Rectangles have at least one pixel, so that nothing vanishes, and an edge if there is room for it.
     const place = (lane, position, size, from, to, color, edge) => {
-      const bottom = starts[lane] - position * scales[lane];
-      const top = bottom - size * scales[lane];
-      if (bottom < bounds.top || top > bounds.bottom) return;
-      fill((from - first) * perOp, (to - first) * perOp, top, bottom, color, edge);
+      const bottom = bases[lane] - position * scales[lane];
+      const y1 = Math.min(Math.round(bottom), floor);
+      const y0 = Math.max(Math.min(Math.round(bottom - size * scales[lane]), Math.round(bottom) - 1), ceiling);
+      if (y0 >= y1) return;
+      const left = Math.round((from - first) * perOp);
+      const right = Math.max(Math.round((to - first) * perOp), left + 1);
+      const x0 = Math.max(left, 0);
+      const x1 = Math.min(right, width);
+      if (x0 >= x1) return;
+      for (let row = y0 * width, end = y1 * width; row < end; row += width) {
+        if (x1 - x0 > 16) pixels.fill(color, row + x0, row + x1);
+        else for (let x = x0; x < x1; x++) pixels[row + x] = color;
+      }
+      if (edge === color || y1 - y0 < 4) return;
+      pixels.fill(edge, y0 * width + x0, y0 * width + x1);
+      if (x1 - x0 < 4 || right > width) return;
+      for (let row = y0 * width, end = y1 * width; row < end; row += width) pixels[row + x1 - 1] = edge;
     };
     const { parts } = layout;
     const free = pixel(paint.free);
@@ -465,11 +474,15 @@ class Picture {
     const colors = COLORS.map((color) => pixel(color));
     const edges = COLORS.map((color) => pixel(color, 0.7, paint.page));
     const pale = pixel(paint.soft, 0.35, paint.free);
+    const { from, to, size } = recording;
+    const { lane, position } = layout;
+    // Allocations that match the filter come last, so that no others hide them.
     for (const wanted of mask ? [0, 1] : [1]) {
-      for (let index = 0; index < recording.count && recording.from[index] < last; index++) {
-        if (recording.to[index] <= first || layout.lane[index] < 0 || (mask && mask[index] !== wanted)) continue;
-        const [color, edge] = wanted ? [colors[this.colors[index]], edges[this.colors[index]]] : [pale, pale];
-        place(layout.lane[index], layout.position[index], recording.size[index], recording.from[index], recording.to[index], color, edge);
+      for (let index = 0; index < recording.count && from[index] < last; index++) {
+        if (to[index] <= first || lane[index] < 0 || (mask && mask[index] !== wanted)) continue;
+        const color = wanted ? colors[this.colors[index]] : pale;
+        const edge = wanted ? edges[this.colors[index]] : pale;
+        place(lane[index], position[index], size[index], from[index], to[index], color, edge);
       }
     }
   }
@@ -621,8 +634,11 @@ class Picture {
       isDrag = true;
       const other = [...held].find(([id]) => id !== event.pointerId);
       if (other) {
-        const [wide, was] = [event.clientX, before.x].map((x) => Math.max(20, Math.abs(x - other[1].x)));
-        this.zoom(was / wide, this.point({ clientX: (event.clientX + other[1].x) / 2, clientY: event.clientY }).parts.x);
+        const distances = (at) => [at.x - other[1].x, at.y - other[1].y].map((length) => Math.max(40, Math.abs(length)));
+        const [was, now] = [distances(before), distances({ x: event.clientX, y: event.clientY })];
+        const middle = { clientX: (event.clientX + other[1].x) / 2, clientY: (event.clientY + other[1].y) / 2 };
+        const { parts } = this.point(middle);
+        this.zoom(was[0] / now[0], parts.x, was[1] / now[1], parts.y);
       } else {
         this.move(-dx / canvas.clientWidth, dy / this.panels()[0].height);
       }
@@ -685,6 +701,8 @@ class Picture {
       "+": () => this.zoom(0.5),
       "=": () => this.zoom(0.5),
       "-": () => this.zoom(2),
+      "[": () => this.zoom(1, 0.5, 2),
+      "]": () => this.zoom(1, 0.5, 0.5),
       "0": () => this.showWhole(),
       ",": () => this.setCursor(this.cursor - 1),
       ".": () => this.setCursor(this.cursor + 1),

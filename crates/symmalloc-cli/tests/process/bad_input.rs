@@ -39,12 +39,12 @@ fn assert_unreadable(path: &Path, wanted: &[&str]) {
     assert_refused(&symmalloc("import {} {}", &[path, &out]), &wanted);
     let snapshot = folder.path("out.pickle");
     assert_refused(&symmalloc("export {} {} --json", &[path, &snapshot]), &wanted);
-    let picture = folder.path("out.html");
+    let (picture, page) = (folder.path("out.svg"), folder.path("out.html"));
     assert_refused(&symmalloc("chart {} -o {}", &[path, &picture]), &wanted);
     assert_refused(&symmalloc("chart {} -o {} --beside {}", &[&good_job(&folder), &picture, path]), &wanted);
-    assert_refused(&symmalloc("report {} -o {}", &[path, &picture]), &wanted);
+    assert_refused(&symmalloc("report {} -o {}", &[path, &page]), &wanted);
     assert_refused(&symmalloc("plan {}", &[path]), &wanted);
-    assert!(!picture.exists(), "a picture of an unreadable file was drawn");
+    assert!(!picture.exists() && !page.exists(), "a picture of an unreadable file was drawn");
     assert!(!out.exists() && !snapshot.exists(), "an output was written for an unreadable file");
     let left: Vec<_> = fs::read_dir(folder.0.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert!(left.iter().all(|name| name == "good.trace" || name == "job.trace"), "left behind: {left:?}");
@@ -138,7 +138,7 @@ fn invalid_arguments_are_refused() {
     for (args, wanted) in [
         ("replay {} --ranks 0", "--ranks"),
         ("replay {} --ranks 4294967295", "1..=1048576"),
-        ("chart {} -o out.html --share", "--share draws one picture"),
+        ("chart {} -o out.html", "`symmalloc report` for a page"),
         ("chart {} -o out.png --share --map", "cannot be used with"),
         ("replay {} --passes 0", "--passes"),
         ("replay {} --order random", "sequence"),
@@ -386,8 +386,8 @@ fn a_picture_without_memory_to_show_is_refused() {
     let nothing = folder.trace("nothing.trace", &["stream s0"]);
     assert_refused(&symmalloc("report {} -o {}", &[&nothing, &page]), &["no memory to show"]);
     assert_refused(&symmalloc("chart {} -o {}", &[&nothing, &out]), &["no memory to show", "allocates something"]);
-    for name in ["out.gif", "out", "svg"] {
-        let wanted = [name, "unsupported picture extension", ".html"];
+    for name in ["out.gif", "out.html", "out", "svg"] {
+        let wanted = [name, "unsupported picture extension", "symmalloc report"];
         assert_refused(&symmalloc("chart {} -o {}", &[&job, &folder.path(name)]), &wanted);
     }
     assert!(!out.exists());
@@ -455,7 +455,7 @@ const PLANNED_JOB: [&str; 6] = ["stream s0", "stream s1", "a 0 1000 s0", "a 1 10
 /// Asserts that replay and chart reject the plan before anything runs, and print all of `wanted`.
 #[track_caller]
 fn assert_not_followed(folder: &Folder, job: &Path, plan: &Path, wanted: &[&str]) {
-    let picture = folder.path("plan.html");
+    let picture = folder.path("plan.svg");
     let wanted = [&[plan.to_str().unwrap()], wanted].concat();
     assert_refused(&symmalloc("replay {} --plan {} --json", &[job, plan]), &wanted);
     assert_refused(&symmalloc("replay {} --plan {}", &[job, plan]), &wanted);

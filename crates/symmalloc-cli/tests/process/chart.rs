@@ -9,20 +9,32 @@ use std::path::Path;
 #[track_caller]
 pub(crate) fn assert_stands_alone(text: &str) {
     let mut open = Vec::new();
-    for tag in text.split('<').skip(1) {
+    let markup = without_contents_of_scripts(text);
+    for tag in markup.split('<').skip(1) {
         let (tag, _) = tag.split_once('>').unwrap_or_else(|| panic!("a tag without an end: {tag}"));
         let name = tag.split([' ', '\n', '/']).next().unwrap();
         match tag.strip_prefix('/') {
             Some(closed) => assert_eq!(open.pop(), Some(closed), "closed out of order"),
-            None if tag.ends_with('/') || ["!DOCTYPE", "meta", "br"].contains(&name) => {}
+            None if tag.ends_with('/') || ["!DOCTYPE", "meta", "br", "input"].contains(&name) => {}
             None => open.push(name),
         }
     }
     assert!(open.is_empty(), "left open: {open:?}");
     let links = text.replace("http://www.w3.org/2000/svg", "");
-    for word in ["<script", "http://", "https://", "@import", "url(//"] {
+    for word in ["http://", "https://", "@import", "url(//", "import(", "fetch(", "XMLHttpRequest", " src="] {
         assert!(!links.contains(word), "{word}");
     }
+}
+
+/// Returns a page whose scripts are empty. As in a browser, a script ends at the first end tag.
+fn without_contents_of_scripts(text: &str) -> String {
+    let mut parts = text.split("<script");
+    let mut markup = parts.next().unwrap().to_owned();
+    for part in parts {
+        let (script, rest) = part.split_once("</script>").expect("the script ends");
+        markup += &format!("<script{}></script>{rest}", script.split_once('>').expect("the tag ends").0);
+    }
+    markup
 }
 
 fn charted(args: &str, paths: &[&Path]) -> (Value, String) {
@@ -47,20 +59,6 @@ fn peaks_are_those_of_a_replay() {
             assert!(text.len() < 200_000, "{} bytes of {}", text.len(), job.display());
         }
     }
-}
-
-#[test]
-fn a_page_has_a_wide_and_a_narrow_picture_and_is_reproducible() {
-    let folder = Folder::new();
-    let (job, a, b) = (busy_trace(&folder), folder.path("a.html"), folder.path("b.html"));
-    let (output, text) = charted("chart {} -o {} --json --op 91", &[&job, &a]);
-    assert_eq!((text.matches("class=\"wide\"").count(), text.matches("class=\"narrow\"").count()), (2, 2));
-    assert!(text.contains("pool 0, stream 1") && text.contains("free, fenced"), "no heap, or no fence");
-    let ids: Vec<&str> = text.split(" id=\"").skip(1).map(|rest| rest.split('"').next().unwrap()).collect();
-    assert_eq!(ids.len(), ids.iter().collect::<std::collections::BTreeSet<_>>().len(), "{ids:?}");
-    assert_eq!(output["heaps"].as_array().unwrap().len(), 2);
-    charted("chart {} -o {} --json --op 91", &[&job, &b]);
-    assert!(fs::read(&a).unwrap() == fs::read(&b).unwrap());
 }
 
 #[test]
@@ -94,7 +92,7 @@ fn two_ranks_are_drawn_side_by_side_with_differences_marked() {
 #[test]
 fn ranks_on_symmalloc_do_not_differ() {
     let folder = Folder::new();
-    let out = folder.path("ranks.html");
+    let out = folder.path("ranks.svg");
     let job = busy_trace(&folder);
     let (output, text) = charted("chart {} --beside {} -o {} --json", &[&job, &job, &out]);
     let beside = &output["beside"];
@@ -105,23 +103,20 @@ fn ranks_on_symmalloc_do_not_differ() {
 #[test]
 fn a_plan_is_drawn_beside_the_job() {
     let folder = Folder::new();
-    let [plan, page, svg] = ["job.plan", "job.html", "job.svg"].map(|name| folder.path(name));
+    let [plan, svg] = ["job.plan", "job.svg"].map(|name| folder.path(name));
     let job = recorded("fsdp1_train_rank0.trace.zst");
     let planned = symmalloc("plan {} -o {} --json", &[&job, &plan]).json(0)[0]["planned_bytes"].clone();
-    let (output, text) = charted("chart {} --plan {} -o {} --json", &[&job, &plan, &page]);
+    let (output, text) = charted("chart {} --plan {} -o {} --json", &[&job, &plan, &svg]);
     assert_eq!((&output["plan"]["reserved"]["peak_bytes"], &output["plan"]["reserved"]["op"]), (&planned, &0.into()));
     assert!(output["reserved"]["peak_bytes"].as_u64() > planned.as_u64(), "{output}");
-    assert_eq!(text.matches("class=\"wide\"").count(), 3);
-    for words in
-        ["reserved by the plan: peak 4.66 GiB", "As planned: at most 4.66 GiB reserved.", "Planned memory after op"]
-    {
+    for words in ["reserved by the plan: peak 4.66 GiB", "As planned: at most 4.66 GiB reserved."] {
         assert!(text.contains(words), "{words}");
     }
-    let ids: Vec<&str> = text.split(" id=\"").skip(1).map(|rest| rest.split('"').next().unwrap()).collect();
-    assert_eq!(ids.len(), ids.iter().collect::<std::collections::BTreeSet<_>>().len(), "{ids:?}");
     // The map of the plan alone: one heap, in which the live memory of the peak has no significant gaps.
     let (_, text) = charted("chart {} --plan {} -o {} --map --json", &[&job, &plan, &svg]);
-    assert!(text.contains("pool 0, all streams") && text.contains("4.66 GiB live, "), "{text}");
+    for words in ["Planned memory after op", "pool 0, all streams", "4.66 GiB live, "] {
+        assert!(text.contains(words), "{words} in {text}");
+    }
     let words = symmalloc("chart {} --plan {} -o {}", &[&job, &plan, &svg]).exited(0).stdout.clone();
     assert!(words.contains("as planned: 4.66 GiB reserved, first after op 0"), "{words}");
 }

@@ -77,11 +77,10 @@ fn hostile_names_are_escaped_in_every_command() {
             run(&[&["export", "{}", "{}"], json].concat(), &[job, &out("json")]);
             run(&[&["plan", "{}", "-o", "{}"], json].concat(), &[job, &out("plan")]);
             for format in ["svg", "png", "html"] {
-                run(&[&["chart", "{}", "-o", "{}"], json].concat(), &[job, &out(format)]).exited(0);
                 if format == "html" {
-                    shows_everything(&fs::read_to_string(out(format)).unwrap());
                     run(&[&["report", "{}", "-o", "{}"], json].concat(), &[job, &out(format)]).exited(0);
                 } else {
+                    run(&[&["chart", "{}", "-o", "{}"], json].concat(), &[job, &out(format)]).exited(0);
                     run(&[&["chart", "{}", "-o", "{}", "--share"], json].concat(), &[job, &out(format)]).exited(0);
                     run(&[&["chart", "{}", "-o", "{}", "--map"], json].concat(), &[job, &out(format)]).exited(0);
                 }

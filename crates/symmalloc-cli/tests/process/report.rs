@@ -168,3 +168,43 @@ fn python_frames_name_the_holders_of_memory() {
     assert!(name.starts_with("job/module_") && name.contains(" forward_"), "{name}");
     assert!(fs::read_to_string(&out).unwrap().contains(name));
 }
+
+#[test]
+fn a_page_has_its_still_pictures_twice_and_one_explorer() {
+    let folder = Folder::new();
+    let (job, out) = (busy_trace(&folder), folder.path("report.html"));
+    symmalloc("report {} -o {} --op 91", &[&job, &out]).exited(0);
+    let text = fs::read_to_string(&out).unwrap();
+    assert_stands_alone(&text);
+    assert_eq!((text.matches("class=\"wide\"").count(), text.matches("class=\"narrow\"").count()), (2, 2));
+    assert!(text.contains("pool 0, stream 1") && text.contains("free, fenced"), "no heap, or no fence");
+    let ids: Vec<&str> = text.split(" id=\"").skip(1).map(|rest| rest.split('"').next().unwrap()).collect();
+    assert_eq!(ids.len(), ids.iter().collect::<std::collections::BTreeSet<_>>().len(), "{ids:?}");
+    // One data block and one script, which the policy names by its hash.
+    assert_eq!(text.matches("<script").count(), 2);
+    assert!(text.contains("default-src 'none'; script-src 'sha256-"), "no policy");
+}
+
+#[test]
+fn a_name_cannot_leave_the_page_text() {
+    let folder = Folder::new();
+    let name = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>";
+    let job = folder.trace("job.trace", &["stream s0", &format!("a 0 4194304 s0 {name:?}")]);
+    let out = folder.path("report.html");
+    symmalloc("report {} -o {}", &[&job, &out]).exited(0);
+    let text = fs::read_to_string(&out).unwrap();
+    assert_stands_alone(&text);
+    assert_eq!((text.matches("<script").count(), text.matches("<img").count()), (2, 0), "{text}");
+    assert!(text.contains("&lt;/script&gt;&lt;script&gt;document.title"), "the name is missing");
+}
+
+#[test]
+fn pages_of_long_recordings_are_small() {
+    let folder = Folder::new();
+    let out = folder.path("report.html");
+    for job in ["fsdp1", "llama"] {
+        symmalloc(&format!("report {job} -o {{}}"), &[&out]).exited(0);
+        let bytes = fs::metadata(&out).unwrap().len();
+        assert!(bytes < 3_000_000, "{bytes} bytes of {job}");
+    }
+}

@@ -160,3 +160,38 @@ fn simultaneous_completions_follow_the_order_of_their_frees() {
     let told = told_with_pending_frees(&lines, "segments:fixed");
     assert_eq!(told[6..], ["a0 is completed after op 5", "a1 is completed after op 5"]);
 }
+
+/// Plans reserve memory before the program allocates anything. It belongs to the heaps of the plans.
+#[test]
+fn a_rerun_follows_plans_and_their_memory_has_an_owner() {
+    use symmalloc_core::plans::{Plan, StepAllocation, Steps};
+    let config = Config::default();
+    let mut plans = PlanFile::new(config.clone());
+    for stream in [StreamId(0), StreamId(1)] {
+        let wanted = |requested_bytes, until| StepAllocation { stream, requested_bytes, until: Some(until) };
+        let step = [wanted(6 * MIB, 1), wanted(4 * MIB, 2)];
+        let plan = Plan::solve(config.default_pool(), 2 * MIB, Some(stream), 0, &step, Steps::default()).unwrap();
+        plans.add_plan(PoolId::DEFAULT, plan).unwrap();
+    }
+    let of = |stream: u16, id: u16| {
+        [format!("a {id} {} s{stream}", 6 * MIB), format!("f {id}"), format!("a {} {} s{stream}", id + 1, 4 * MIB)]
+    };
+    let allocations = [of(0, 0), of(1, 2)].concat();
+    let lines: Vec<&str> =
+        ["stream s0", "stream s1"].into_iter().chain(allocations.iter().map(String::as_str)).collect();
+    let program = program(&lines);
+    let mut rerun = Rerun::following(&program, &plans).unwrap();
+    let (mut mapped, mut placements) = (Vec::new(), Vec::new());
+    rerun
+        .run::<RerunError>(program.ops().len(), |moment| {
+            mapped.extend(moment.memory.iter().map(|change| (change.owner.stream, change.stream, change.size_bytes)));
+            if let Happened::Allocated(live) = moment.happened {
+                placements.push((live.owner.stream, live.placement.offset_bytes));
+            }
+            Ok(())
+        })
+        .unwrap();
+    let [one, other] = [StreamId(0), StreamId(1)];
+    assert_eq!(mapped, [(Some(one), one, 6 * MIB), (Some(other), other, 6 * MIB)]);
+    assert_eq!(placements, [(Some(one), 0), (Some(one), 0), (Some(other), 0), (Some(other), 0)]);
+}
