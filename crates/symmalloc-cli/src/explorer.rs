@@ -34,7 +34,7 @@ const SCRIPT: &str = concat!(include_str!("explorer/data.js"), include_str!("exp
 /// Style of the section.
 pub(crate) const STYLE: &str = include_str!("explorer/style.css");
 
-/// Returns the content security policy of a page with the explorer: its own script, styles of the page, and nothing else.
+/// Returns the content security policy of a page with the explorer. It allows the explorer's script and inline styles.
 pub(crate) fn content_security_policy() -> String {
     let hash = STANDARD.encode(Sha256::digest(SCRIPT));
     format!(

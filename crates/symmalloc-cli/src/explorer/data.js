@@ -132,6 +132,30 @@ function grouped(recording, indices) {
   return [...groups.values()].sort((one, other) => other.bytes - one.bytes);
 }
 
+/**
+ * Returns the allocations to draw if a pixel covers this many ops and bytes, ascending: those that live longer than a pixel, and of the
+ * others the largest in each pixel, separately for those that the mask selects.
+ */
+function drawn(recording, layout, mask, ops, bytes) {
+  const { from, to, size } = recording;
+  const { lane, position } = layout;
+  const largest = new Map();
+  const indices = [];
+  for (let index = 0; index < recording.count; index++) {
+    if (lane[index] < 0) continue;
+    if (to[index] - from[index] >= ops) {
+      indices.push(index);
+      continue;
+    }
+    const row = Math.floor(position[index] / bytes) * layout.lanes.length + lane[index];
+    const key = (Math.floor(from[index] / ops) * 2 ** 28 + row) * 2 + (mask ? mask[index] : 1);
+    const other = largest.get(key);
+    if (other === undefined || size[index] > size[other]) largest.set(key, index);
+  }
+  for (const index of largest.values()) indices.push(index);
+  return Uint32Array.from(indices).sort();
+}
+
 /** Returns the allocation at a position of a layout after an op, or -1. */
 function allocationAt(recording, layout, lane, position, op) {
   for (let index = 0; index < recording.count && recording.from[index] <= op; index++) {

@@ -4,9 +4,8 @@
 //   overview   live and reserved bytes over the whole job; a frame marks the ops shown below
 //   lanes      one panel for each shown layout, in it one lane for each heap: ops to the right, addresses upward
 //
-// A frame of the lanes is computed pixel by pixel. No two allocations share a pixel except at their edges, so a frame takes time in
-// proportion to the pixels plus the allocations, at any zoom: half a million ops need no other level of detail. All panels have the same
-// scales, so less memory is less height.
+// A frame of the lanes is computed pixel by pixel. No two allocations overlap, so a frame takes time in proportion to the pixels plus the
+// drawn allocations. If many share a pixel, only the largest is drawn. All panels have the same scales, so less memory is less height.
 
 const COLORS = [
   "#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#b6992d", "#b07aa1", "#9c755f",
@@ -18,6 +17,9 @@ const LANE_MIN = 0.015;
 const AXIS_HEIGHT = 22;
 const PANEL_HEIGHT = { one: 440, two: 300 };
 const HOLDERS_SHOWN = 12;
+const LABELS_SHOWN = 300;
+/** Time after the page has scrolled during which the wheel still scrolls it, in milliseconds. */
+const SCROLL_MS = 400;
 
 const element = (id) => document.getElementById(id);
 
@@ -56,10 +58,12 @@ class Picture {
     this.ops = { from: 0, to: recording.ops };
     this.bytes = { from: 0, to: 1 };
     this.lanesOf = new Map();
+    this.drawnOf = new Map();
     const total = (layout) => layout.lanes.reduce((sum, lane) => sum + lane.height, 0);
     this.tallest = Math.max(1, ...recording.layouts.map(total));
     recording.layouts.forEach((layout) => this.lanesOf.set(layout, this.placedLanes(layout)));
-    this.height = Math.max(...recording.layouts.map((layout) => this.lanesOf.get(layout).height));
+    // Some room for the title of a panel.
+    this.height = 1.06 * Math.max(...recording.layouts.map((layout) => this.lanesOf.get(layout).height)) || 1;
     this.colorBy(recording.names.length > 0 ? "name" : "size");
     this.controls();
     this.lanes = this.surface("lanes");
@@ -476,15 +480,32 @@ class Picture {
     const pale = pixel(paint.soft, 0.35, paint.free);
     const { from, to, size } = recording;
     const { lane, position } = layout;
+    const indices = this.drawn(layout);
     // Allocations that match the filter come last, so that no others hide them.
     for (const wanted of mask ? [0, 1] : [1]) {
-      for (let index = 0; index < recording.count && from[index] < last; index++) {
-        if (to[index] <= first || lane[index] < 0 || (mask && mask[index] !== wanted)) continue;
+      for (const index of indices) {
+        if (from[index] >= last) break;
+        if (to[index] <= first || (mask && mask[index] !== wanted)) continue;
         const color = wanted ? colors[this.colors[index]] : pale;
         const edge = wanted ? edges[this.colors[index]] : pale;
         place(lane[index], position[index], size[index], from[index], to[index], color, edge);
       }
     }
+  }
+
+  /** Returns the allocations to draw at the present zoom, ascending. */
+  drawn(layout) {
+    const perPixel = (this.ops.to - this.ops.from) / this.lanes.canvas.width;
+    // Powers of two, so that most frames of a zoom use the same allocations.
+    const ops = 2 ** Math.max(0, Math.floor(Math.log2(perPixel)));
+    const rows = 2 ** Math.ceil(Math.log2(PANEL_HEIGHT.one * 2 / (this.bytes.to - this.bytes.from)));
+    const bytes = Math.max(1, Math.floor(this.tallest / rows));
+    let known = this.drawnOf.get(layout);
+    if (!known || known.ops !== ops || known.bytes !== bytes || known.mask !== this.mask) {
+      known = { ops, bytes, mask: this.mask, indices: drawn(this.recording, layout, this.mask, ops, bytes) };
+      this.drawnOf.set(layout, known);
+    }
+    return known.indices;
   }
 
   /** Draws the names of lanes and large blocks, and the frame of the selected one. */
@@ -502,9 +523,11 @@ class Picture {
       (lane.scale / this.height) * panel.height / (this.bytes.to - this.bytes.from));
     const { from, to } = this.ops;
     const perOp = width / (to - from);
-    for (let index = 0, shown = 0; index < recording.count && recording.from[index] < to && shown < 300; index++) {
+    let shown = 0;
+    for (const index of this.drawn(layout)) {
+      if (recording.from[index] >= to || shown >= LABELS_SHOWN) break;
       const lane = layout.lane[index];
-      if (lane < 0 || recording.to[index] <= from || (mask && !mask[index])) continue;
+      if (recording.to[index] <= from || (mask && !mask[index])) continue;
       const tall = recording.size[index] * perBytes[lane];
       const left = Math.max(0, this.across(recording.from[index]));
       const wide = Math.min(width, this.across(recording.to[index])) - left;
@@ -531,6 +554,7 @@ class Picture {
     layout.lanes.forEach((lane, number) => {
       const low = this.up(panel, number, 0);
       const high = this.up(panel, number, lane.height);
+      if (low - high < 3) return;
       context.strokeStyle = paint.line;
       context.lineWidth = 1;
       context.strokeRect(-1, Math.round(low) + 0.5, width + 2, 0);
@@ -605,7 +629,11 @@ class Picture {
   pointers(canvas) {
     const held = new Map();
     let isDrag = false;
+    // A reader who scrolls through the page is not stopped by the picture.
+    let scrolled = -Infinity;
+    window.addEventListener("scroll", () => { scrolled = performance.now(); }, { passive: true });
     canvas.addEventListener("wheel", (event) => {
+      if (performance.now() - scrolled < SCROLL_MS) return;
       event.preventDefault();
       const { parts } = this.point(event);
       const lines = event.deltaMode === 1 ? 16 : 1;
