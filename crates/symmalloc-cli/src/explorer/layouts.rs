@@ -160,11 +160,10 @@ mod tests {
             }
         }
         let mut live: std::collections::BTreeMap<(usize, u64), (u64, usize)> = std::collections::BTreeMap::new();
-        let mut next = layout.positions.iter().enumerate();
         let mut freed: Vec<usize> = (0..ends.len()).collect();
         freed.sort_by_key(|&id| ends[id]);
         let mut freed = freed.into_iter().peekable();
-        while let Some((id, position)) = next.next() {
+        for (id, position) in layout.positions.iter().enumerate() {
             let (op, size_bytes) = sizes[id];
             while let Some(gone) = freed.next_if(|&gone| ends[gone] <= op) {
                 if let Some(position) = layout.positions[gone] {
