@@ -1,7 +1,7 @@
 //! Conformance tests: the backend contract, checked on every backend that runs without a device.
 
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Range, Reason};
-use symmalloc_core::ids::StreamId;
+use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_harness::conformance::conformance;
 use symmalloc_sim::{Call, Delays, SimBackend};
 
@@ -104,8 +104,8 @@ impl Backend for Fraudulent {
             _ => self.device.synchronize(stream),
         }
     }
-    fn save(&self, parts: &[Part]) -> Result<Image, BackendError> {
-        let image = self.device.save(parts)?;
+    fn save(&self, pool: PoolId, parts: &[Part]) -> Result<Image, BackendError> {
+        let image = self.device.save(pool, parts)?;
         Ok(if matches!(self.fraud, Fraud::ImagesAreAlike) { Image(7) } else { image })
     }
     fn load(&self, image: Image, parts: &[Part]) -> Result<(), BackendError> {

@@ -7,7 +7,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use symmalloc_core::backend::{Backend, BackendError, Event, Image, Part, Place, Range};
-use symmalloc_core::ids::StreamId;
+use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_sim::{Call, SimBackend};
 
 /// The requests to a device since its creation, or between two points in time.
@@ -231,8 +231,8 @@ impl Backend for Metered {
         self.device.synchronize(stream)
     }
 
-    fn save(&self, parts: &[Part]) -> Result<Image, BackendError> {
-        self.device.save(parts)
+    fn save(&self, pool: PoolId, parts: &[Part]) -> Result<Image, BackendError> {
+        self.device.save(pool, parts)
     }
 
     fn load(&self, image: Image, parts: &[Part]) -> Result<(), BackendError> {

@@ -1,8 +1,8 @@
 //! A backend with a hook on every call, with which a test can compare the calls of ranks, yield to other threads inside of calls, or panic
 //! there.
 
-use symmalloc_core::StreamId;
 use symmalloc_core::backend::{Backend, BackendError, Event, Image, Part, Place, Range};
+use symmalloc_core::{PoolId, StreamId};
 
 /// A call of a backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,8 +82,8 @@ impl<B: Backend, F: Fn(DeviceCall)> Backend for Hooked<B, F> {
     fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
         self.pass(DeviceCall::Synchronize { stream }, |inner| inner.synchronize(stream))
     }
-    fn save(&self, parts: &[Part]) -> Result<Image, BackendError> {
-        self.pass(DeviceCall::Save { parts: parts.len() }, |inner| inner.save(parts))
+    fn save(&self, pool: PoolId, parts: &[Part]) -> Result<Image, BackendError> {
+        self.pass(DeviceCall::Save { parts: parts.len() }, |inner| inner.save(pool, parts))
     }
     fn load(&self, image: Image, parts: &[Part]) -> Result<(), BackendError> {
         self.pass(DeviceCall::Load { parts: parts.len() }, |inner| inner.load(image, parts))

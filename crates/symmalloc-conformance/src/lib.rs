@@ -17,8 +17,8 @@
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeSet;
-use symmalloc_core::StreamId;
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Part, Range, Reason};
+use symmalloc_core::{PoolId, StreamId};
 
 const S0: StreamId = StreamId(0);
 const S1: StreamId = StreamId(1);
@@ -97,7 +97,7 @@ pub fn check<B: Backend + Send + Sync>(make: impl Fn() -> B) -> Vec<Capability> 
 /// Tries each capability, and returns those that the backend refuses.
 fn lacking(backend: &impl Backend) -> Vec<Capability> {
     let (range, parts) = two_parts(backend);
-    let saved = backend.save(&parts);
+    let saved = backend.save(PoolId::DEFAULT, &parts);
     let answers = [
         (Capability::Alias, backend.can_alias()),
         (Capability::Save, is_served(&saved)),
@@ -444,7 +444,10 @@ fn give_back(backend: &impl Backend, range: Range) {
 
 fn what_is_saved_outlives_its_memory(backend: &impl Backend) {
     let (range, parts) = two_parts(backend);
-    let (first, second) = (backend.save(&parts).expect("save"), backend.save(&parts[..1]).expect("save"));
+    let (first, second) = (
+        backend.save(PoolId::DEFAULT, &parts).expect("save"),
+        backend.save(PoolId::DEFAULT, &parts[..1]).expect("save"),
+    );
     assert_ne!(first, second);
     unmap(backend, range, 0..1);
     unmap(backend, range, 2..3);
@@ -461,7 +464,7 @@ fn what_is_saved_outlives_its_memory(backend: &impl Backend) {
 
 fn some_of_what_was_saved_can_be_copied_back(backend: &impl Backend) {
     let (range, parts) = two_parts(backend);
-    let image = backend.save(&parts).expect("save");
+    let image = backend.save(PoolId::DEFAULT, &parts).expect("save");
     backend.load(image, &parts[1..]).expect("load");
     let half = Part { size_bytes: parts[0].size_bytes / 2 / 512 * 512, ..parts[0] };
     if half.size_bytes > 0 {

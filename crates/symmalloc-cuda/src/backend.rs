@@ -14,7 +14,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use symmalloc_core::backend::{Backend, BackendError, Event, Image, Part, Place, Range};
-use symmalloc_core::ids::StreamId;
+use symmalloc_core::ids::{PoolId, StreamId};
 
 /// Granularity, in bytes, of memory without a granularity requirement.
 const WHOLE_GRANULARITY_BYTES: u64 = 2 << 20;
@@ -419,8 +419,8 @@ macro_rules! backend {
 
 backend! {
     CudaBackend
-    fn save(&self, parts: &[Part]) -> Result<Image, BackendError> {
-        self.images.save(parts)
+    fn save(&self, pool: PoolId, parts: &[Part]) -> Result<Image, BackendError> {
+        self.images.save(pool, parts)
     }
     fn expect_load(&self, image: Image, parts: &[Part]) {
         self.images.expect_load(image, parts);

@@ -118,7 +118,7 @@ pub use device::{CudaDevice, CurrentContext, DeviceFeatures, MemoryInfo};
 pub use driver::RelaxedCapture;
 pub use error::{CudaError, DriverError, DropError, DropErrors, LoadError};
 pub use graphs::{DeviceGraph, GraphCapture, GraphPool};
-pub use memory::{Access, ExportState, ImportedMemory, MemorySource, Peer};
+pub use memory::{Access, ExportState, ImagePlace, ImportedMemory, MemorySource, Peer, SavedBytes};
 pub use pools::{Pool, StreamAllocator, StreamAllocatorRef};
 pub use resize::{ResizeError, resize};
 #[doc(hidden)]

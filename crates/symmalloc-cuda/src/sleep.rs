@@ -5,8 +5,10 @@ use crate::allocator::CudaAllocator;
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
 use crate::graphs::GraphPool;
+use crate::memory::{ImagePlace, SavedBytes};
 use cudarc::driver::CudaStream;
 use std::sync::Arc;
+use symmalloc_core::backend::BackendError;
 use symmalloc_core::lock::Shared;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::{Phase, SleepCause, SleepError, Slept, Woken};
@@ -96,6 +98,37 @@ impl CudaAllocator {
     pub fn resize(&self, pool: PoolId, stream: &Arc<CudaStream>, quota_bytes: u64) -> Result<u64, CudaError> {
         let stream = self.register_stream(stream)?;
         Ok(crate::resize::resize(self.core(), pool, stream, quota_bytes)?)
+    }
+
+    /// Sets the place of a pool's saved contents, from its next sleep on. The default is the backend's.
+    pub fn save_in(&self, pool: PoolId, place: ImagePlace) {
+        self.core().backend().images().set_place(pool, place);
+    }
+
+    /// Sets if the saved contents of a pool stay in host memory after its next wake. They remain readable with
+    /// [`saved_at`](Self::saved_at), and the next sleep reuses their memory. A wake without retention releases them. Files are never
+    /// retained.
+    pub fn retain_saved(&self, pool: PoolId, is_retained: bool) {
+        self.core().backend().images().set_retained(pool, is_retained);
+    }
+
+    /// Removes what [`save_in`](Self::save_in) and [`retain_saved`](Self::retain_saved) set for a pool, and its retained contents. Call it
+    /// after the pool was destroyed.
+    pub fn forget_saved(&self, pool: PoolId) {
+        self.core().backend().images().forget_pool(pool);
+    }
+
+    /// Returns the saved bytes of device memory of a sleeping pool, or of a pool that retains them. Returns `None` if there are none.
+    pub fn saved_at(&self, address: u64, size_bytes: u64) -> Option<SavedBytes> {
+        self.core().backend().images().saved_at(address, size_bytes)
+    }
+
+    /// Copies the saved bytes of device memory to `to`. Returns `false` if there are none.
+    ///
+    /// # Errors
+    /// Returns an error if a file cannot be read, or was modified.
+    pub fn copy_saved(&self, address: u64, to: &mut [u8]) -> Result<bool, BackendError> {
+        self.core().backend().images().copy_saved(address, to)
     }
 
     /// Allocates pinned host memory in advance for the contents of sleeping pools, so that the first sleep does not have to: locking pages

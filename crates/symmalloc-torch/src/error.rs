@@ -4,6 +4,7 @@ use crate::settings::SettingsError;
 use crate::status::symmalloc_status;
 use std::io;
 use symmalloc_agreement::AgreementError;
+use symmalloc_core::backend::{BackendError, Reason};
 use symmalloc_core::errors::{AllocateError, FreeError, RecordUseError, TrimError, UnknownError};
 use symmalloc_core::plans::{PlanError, StepError};
 use symmalloc_core::recording::{RecordingEnd, RecordingError, StartRecordingError};
@@ -234,6 +235,12 @@ pub(crate) enum Error {
         /// The device.
         device: usize,
     },
+    /// Saved contents have no single host address.
+    #[error("the saved contents are in a file, or in several pieces: copy them instead of asking for their address")]
+    Scattered,
+    /// Saved contents cannot be read.
+    #[error("the saved contents cannot be read: {0}")]
+    Saved(BackendError),
     /// An assertion failed.
     #[error("an assertion of symmalloc failed, please report it: {message}")]
     Internal {
@@ -304,6 +311,8 @@ impl Error {
             | Error::InCallback => SYMMALLOC_INVALID_STATE,
             Error::NotSharedMemory { .. } => SYMMALLOC_INVALID_ARGUMENT,
             Error::Sharing(_) => SYMMALLOC_IO,
+            Error::Scattered => SYMMALLOC_INVALID_STATE,
+            Error::Saved(error) => of_saved(error),
             Error::Internal { .. } => SYMMALLOC_INTERNAL,
         }
     }
@@ -322,10 +331,16 @@ fn of_sleep(error: &SleepError) -> symmalloc_status {
     match &error.cause {
         SleepCause::Unknown(error) => of_unknown(error),
         SleepCause::Memory { .. } => symmalloc_status::SYMMALLOC_OUT_OF_MEMORY,
-        SleepCause::Synchronize { .. } | SleepCause::Save { .. } | SleepCause::Held { .. } | SleepCause::Load(_) => {
-            symmalloc_status::SYMMALLOC_CUDA
-        }
+        SleepCause::Save { error, .. } | SleepCause::Load(error) => of_saved(error),
+        SleepCause::Synchronize { .. } | SleepCause::Held { .. } => symmalloc_status::SYMMALLOC_CUDA,
         _ => symmalloc_status::SYMMALLOC_INVALID_STATE,
+    }
+}
+
+fn of_saved(error: &BackendError) -> symmalloc_status {
+    match error.reason {
+        Reason::File | Reason::Modified => symmalloc_status::SYMMALLOC_IO,
+        _ => symmalloc_status::SYMMALLOC_CUDA,
     }
 }
 

@@ -83,7 +83,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         let parts = if contents == Contents::Keep { live_parts(entry) } else { Vec::new() };
         let live_bytes = parts.iter().map(|part| part.size_bytes).sum();
-        let image = (live_bytes > 0).then(|| self.context.backend.save(&parts)).transpose();
+        let image = (live_bytes > 0).then(|| self.context.backend.save(pool, &parts)).transpose();
         let image = image.map_err(|error| SleepCause::Save { live_bytes, error })?;
         change.kept = Some(Kept::new(contents, image, parts));
         Ok(Quiesced { change, kept_bytes: live_bytes })

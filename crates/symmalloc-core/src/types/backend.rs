@@ -28,7 +28,7 @@
 //! No result of a backend call decides a placement (rule D1): addresses are only passed on to the program, and a failed
 //! call becomes a typed error.
 
-use crate::types::ids::StreamId;
+use crate::types::ids::{PoolId, StreamId};
 
 /// A device address.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -103,6 +103,12 @@ pub enum Reason {
     /// Any other failure of a driver call.
     #[error("refused by the driver")]
     Refused,
+    /// An operation on the file of an image failed. The code is the system's `errno`.
+    #[error("the backup file failed: check the folder, and the free space of its disk")]
+    File,
+    /// The file of an image differs from what was written to it.
+    #[error("the backup file was modified: its contents are lost, so drop them or restart")]
+    Modified,
 }
 
 impl BackendError {
@@ -197,13 +203,14 @@ pub trait Backend {
     /// Returns an error if a driver call fails or reports a failure of that work.
     fn synchronize(&self, stream: StreamId) -> Result<(), BackendError>;
 
-    /// Copies parts to an image that outlives their memory, and blocks until the copy is complete. The offsets of the
-    /// parts ascend from 0 without gaps, and no stream uses the bytes during the call.
+    /// Copies parts of a pool to an image that outlives their memory, and blocks until the copy is complete. The offsets
+    /// of the parts ascend from 0 without gaps, and no stream uses the bytes during the call. The pool only selects the
+    /// place of the image.
     ///
     /// # Errors
     /// Returns an error if there is no memory for the copy, a driver call fails, or the backend cannot save; nothing is
     /// kept then.
-    fn save(&self, _parts: &[Part]) -> Result<Image, BackendError> {
+    fn save(&self, _pool: PoolId, _parts: &[Part]) -> Result<Image, BackendError> {
         Err(BackendError::new("Backend::save", 0, Reason::Refused))
     }
 

@@ -36,10 +36,6 @@ impl Piece {
     pub(super) fn addresses(&self) -> Range<u64> {
         self.address..self.address + self.len as u64
     }
-
-    pub(super) fn image_offset(&self) -> u64 {
-        (self.chunk * CHUNK_BYTES + self.at) as u64
-    }
 }
 
 /// Returns the pieces of parts that lie in consecutive chunks.

@@ -178,7 +178,7 @@ impl Backend for NotingDevice {
         Ok(())
     }
 
-    fn save(&self, _: &[Part]) -> Result<Image, BackendError> {
+    fn save(&self, _: PoolId, _: &[Part]) -> Result<Image, BackendError> {
         Ok(Image(0))
     }
 

@@ -12,7 +12,7 @@ use super::random::mix;
 use super::timeline::{Race, Timeline};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Place, Range};
-use symmalloc_core::ids::StreamId;
+use symmalloc_core::ids::{PoolId, StreamId};
 
 /// A simulated device of one rank. Its addresses, handles, event timing and faults derive from its seed.
 ///
@@ -488,7 +488,7 @@ impl Backend for SimBackend {
     }
 
     #[track_caller]
-    fn save(&self, parts: &[Part]) -> Result<Image, BackendError> {
+    fn save(&self, _pool: PoolId, parts: &[Part]) -> Result<Image, BackendError> {
         let call = Call::Save;
         let check = |state: &SimState| {
             state.check_parts(call, parts)?;

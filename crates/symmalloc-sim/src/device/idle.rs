@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Place, Range};
-use symmalloc_core::ids::StreamId;
+use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::units::MIB;
 
 const GRANULARITY_BYTES: u64 = 2 * MIB;
@@ -69,7 +69,7 @@ impl Backend for IdleBackend {
         Ok(())
     }
 
-    fn save(&self, _: &[Part]) -> Result<Image, BackendError> {
+    fn save(&self, _: PoolId, _: &[Part]) -> Result<Image, BackendError> {
         Ok(Image(0))
     }
 

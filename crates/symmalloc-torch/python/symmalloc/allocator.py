@@ -72,6 +72,17 @@ class Contents(enum.Enum):
     """Discarded, and zero after wake."""
 
 
+class Place(enum.Enum):
+    """The place of a sleeping pool's kept contents."""
+
+    PINNED = 0
+    """Pinned host memory: the fastest copies. It is reused by later sleeps."""
+    PAGEABLE = 1
+    """Pageable host memory: it returns to the system when the pool wakes."""
+    FOLDER = 2
+    """A file without a name. It disappears with the process, and is verified when it is read."""
+
+
 class Phase(enum.Enum):
     """The sleep state of a pool."""
 
@@ -238,6 +249,37 @@ class Allocator:
         out = c_uint32()
         call("phase", self._handle, pool, byref(out))
         return Phase(out.value)
+
+    def save_in(self, place: Place, folder: str | None = None, pool: int = DEFAULT_POOL) -> None:
+        """Sets the place of a pool's kept contents, from its next sleep on. `folder` is for `Place.FOLDER` only.
+
+        Contents are then written to a file without a name. A sleep raises `FileError` if the folder is missing or its disk is full,
+        and the pool stays awake. A wake raises it if the file was modified, and the pool stays asleep.
+        """
+        call("save_in", self._handle, pool, place.value, encoded(folder))
+
+    def retain_saved(self, retain: bool, pool: int = DEFAULT_POOL) -> None:
+        """Sets if a pool's kept contents stay on the host after its next wake. The next sleep then reuses their memory.
+
+        Files are never retained.
+        """
+        call("retain_saved", self._handle, pool, int(retain))
+
+    def saved_pointer(self, pointer: int, size_bytes: int) -> int:
+        """Returns the host address of the kept contents of device memory, or 0 if there are none.
+
+        The address is valid until the pool sleeps, wakes or is destroyed. Raises `InvalidState` if the contents are in a file, or
+        in several pieces: pinned memory has pieces of 32 MiB.
+        """
+        out = c_void_p()
+        call("saved_pointer", self._handle, pointer, size_bytes, byref(out))
+        return out.value or 0
+
+    def saved_copy(self, pointer: int, size_bytes: int, to: int) -> bool:
+        """Copies the kept contents of device memory to a host address. Returns `False` if there are none. Raises `FileError`."""
+        found = c_uint32()
+        call("saved_copy", self._handle, pointer, size_bytes, to, byref(found))
+        return found.value != 0
 
     def resize(self, size_bytes: int, pool: int, stream: int = 0) -> int:
         """Sets the memory of a pool with a quota (`growth_mb:0,streams:shared`) to a size in bytes, rounded up to granules.

@@ -365,6 +365,11 @@ def known(device: int, pool: int) -> MemPool | None:
     return _pools.get((device, pool))
 
 
+def add_tagged_device(device: int) -> None:
+    """Records that a pool of the device has a tag."""
+    _tagged_devices.add(device)
+
+
 def tagged_devices() -> list[int]:
     """Returns the devices on which the program created a pool with a tag."""
     return sorted(_tagged_devices)

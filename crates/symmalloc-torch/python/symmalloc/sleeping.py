@@ -6,7 +6,7 @@
     symmalloc.sleep(["weights", "kv_cache"], keep=["weights"])      other programs can use the memory
     symmalloc.wake()                                                tensors and graphs are valid again
 
-    A program that uses torch_memory_saver only changes an import:
+    Regions have the names of torch_memory_saver, whose whole interface is in `symmalloc.torch_memory_saver`:
 
     with symmalloc.region(tag="weights", enable_cpu_backup=True):
         model = load()
@@ -16,23 +16,43 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from .allocator import Allocator, Contents, Slept, Woken
+from .allocator import Allocator, Contents, Place, Slept, Woken
 from .devices import Device, device_index
-from .errors import InvalidArgument, UnknownPool
+from .errors import FileError, InvalidArgument, UnknownPool
 from .installation import allocator
 from .pool import MemPool, tagged_devices
 from .pool import known as known_pool
+from .private_folder import PrivateFolder, Untrusted
 from .scopes import use_mem_pool
 
-# The pools of regions, by tag, by whether they keep their contents, and by device.
-_regions: dict[tuple[str, bool, int], MemPool] = {}
+BACKENDS = {"pinned": Place.PINNED, "mmap": Place.PAGEABLE}
 
-# The treatment of the contents of each region's pool, by device and pool.
-_contents: dict[tuple[int, int], Contents] = {}
+
+@dataclass(frozen=True)
+class Backup:
+    """The treatment of a pool's contents during a pause, and their place on the host."""
+
+    contents: Contents
+    place: Place = Place.PINNED
+
+
+# The pools of regions, by tag, backup and device.
+_regions: dict[tuple[str, Backup, int], MemPool] = {}
+
+# The backup of each region's and graph's pool, by device and pool.
+_backups: dict[tuple[int, int], Backup] = {}
+
+# The tags of the pools of graphs, which PyTorch creates, by device and pool.
+_graph_tags: dict[tuple[int, int], str] = {}
+
+# The folder for backups in files.
+_backup_folder: str | None = os.environ.get("TMS_DISK_BACKUP_DIR")
 
 
 def sleep(
@@ -64,7 +84,7 @@ def sleep(
     if isinstance(kept, frozenset) and names is not None and not kept <= set(names):
         raise InvalidArgument(f"keep names {sorted(kept - set(names))}, which tags does not: name them in tags as well")
     total = Slept()
-    for tagged in _checked(_tagged(device), names, kept if isinstance(kept, frozenset) else None):
+    for tagged in _checked(tagged_pools(device), names, kept if isinstance(kept, frozenset) else None):
         total += tagged.sleep(tagged.contents(kept))
     return total
 
@@ -81,7 +101,7 @@ def wake(tags: str | Iterable[str] | None = None, *, device: Device = None) -> W
     contents, and the pools before it are awake. Call again to retry.
     """
     total = Woken()
-    for tagged in _checked(_tagged(device), _names(tags), None):
+    for tagged in _checked(tagged_pools(device), _names(tags), None):
         total += tagged.wake()
     return total
 
@@ -97,44 +117,103 @@ def region(
 
     tag                 1 to 24 lower-case letters, digits, `_` and `-`
     enable_cpu_backup   restore the contents on `resume(tag)`; otherwise they are undefined
-    enable_disk_backup  must be False
-    cpu_backup_backend  "pinned" or None
+    enable_disk_backup  the same, from an unnamed file in the folder that `set_backup_folder` or `TMS_DISK_BACKUP_DIR` names
+    cpu_backup_backend  "pinned": pinned host memory, the fastest. "mmap": pageable memory, which returns to the system on
+                        `resume(tag)`. None: "pinned"
 
-    Regions nest. This is torch_memory_saver's `region`, without backups on disk or in unpinned memory. Raises `NotInstalled`
-    and `InvalidArgument`.
+    Regions nest. This is torch_memory_saver's `region`. Raises `NotInstalled`, and `InvalidArgument` for two backups, a backend
+    without `enable_cpu_backup`, or a backup on disk without a folder.
     """
-    if enable_disk_backup:
-        raise InvalidArgument("backups on disk are not supported: use enable_cpu_backup=True, or leave both out")
-    if cpu_backup_backend not in (None, "pinned"):
-        raise InvalidArgument(f"unsupported cpu_backup_backend={cpu_backup_backend!r}: use 'pinned' or None")
+    backup = backup_of(enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
     device = device_index()
-    key = (tag, enable_cpu_backup, device)
+    key = (tag, backup, device)
     if (pool := _regions.get(key)) is None:
         pool = _regions[key] = MemPool(symmetric=False, tag=tag, conf="segments:expandable", device=device)
-        _contents[device, pool.id] = Contents.KEEP if enable_cpu_backup else Contents.DROP
+        keep_in(allocator(device), device, pool.id, backup)
     with use_mem_pool(pool):
         yield
+
+
+def backup_of(cpu: bool, disk: bool, backend: str | None) -> Backup:
+    """Returns the backup that `region`'s arguments ask for. Raises `InvalidArgument`."""
+    if backend is not None and not cpu:
+        raise InvalidArgument("cpu_backup_backend needs enable_cpu_backup=True")
+    if backend is not None and backend not in BACKENDS:
+        raise InvalidArgument(f"unknown cpu_backup_backend={backend!r}: use 'pinned' or 'mmap'")
+    if disk and cpu:
+        raise InvalidArgument("enable_cpu_backup and enable_disk_backup exclude each other: use one of them")
+    if disk and _backup_folder is None:
+        raise InvalidArgument("a backup on disk needs a folder: call set_disk_backup_dir(), or set TMS_DISK_BACKUP_DIR")
+    if disk:
+        return Backup(Contents.KEEP, Place.FOLDER)
+    return Backup(Contents.KEEP, BACKENDS[backend or "pinned"]) if cpu else Backup(Contents.DROP)
+
+
+def keep_in(of: Allocator, device: int, pool: int, backup: Backup) -> None:
+    """Sets the backup of a pool."""
+    _backups[device, pool] = backup
+    if backup.contents is Contents.KEEP:
+        of.save_in(backup.place, _backup_folder if backup.place is Place.FOLDER else None, pool)
+
+
+def has_backup(device: int, pool: int) -> bool:
+    """Returns `True` if the backup of a pool was set."""
+    return (device, pool) in _backups
+
+
+def tag_graph_pool(device: int, pool: int, tag: str) -> None:
+    """Gives the pool of a graph, which PyTorch created, a tag for `pause` and `resume`."""
+    _graph_tags[device, pool] = tag
+
+
+def forget_graph_pool(device: int, pool: int) -> None:
+    """Removes the tag and the backup of a graph's pool."""
+    _graph_tags.pop((device, pool), None)
+    _backups.pop((device, pool), None)
+
+
+def set_backup_folder(path: str | os.PathLike[str]) -> None:
+    """Sets the folder for backups in files, and creates it if needed. Only this user may be able to write to it.
+
+    Backups contain weights: each is a file without a name and with permissions for this user only. It disappears with the process,
+    and its checksum is verified when it is read. Raises `FileError`.
+    """
+    global _backup_folder
+    folder = Path(os.path.abspath(path))
+    try:
+        with PrivateFolder.open(folder):
+            pass
+    except (Untrusted, OSError) as why:
+        raise FileError(f"{folder} cannot hold backups: {why}") from why
+    _backup_folder = str(folder)
+    for (device, pool), backup in _backups.items():
+        if backup.place is Place.FOLDER:
+            allocator(device).save_in(Place.FOLDER, _backup_folder, pool)
 
 
 def pause(tag: str | None = None) -> None:
     """Puts the pools with a tag to sleep on all devices; None: with any tag. This is torch_memory_saver's `pause`.
 
-    The arguments of `region` select whether contents are kept. A tag that no pool has is not an error. Raises as `sleep` does.
+    The arguments of `region` select whether contents are kept. A tag that no pool has is not an error. Raises as `sleep` does, and
+    `FileError` if a backup cannot be written.
     """
-    for tagged in _tagged(None):
+    for tagged in tagged_pools():
         if tag is None or tagged.tag == tag:
             tagged.sleep(tagged.contents(None))
 
 
 def resume(tag: str | None = None) -> None:
-    """Wakes the pools with a tag on all devices; None: with any tag. This is torch_memory_saver's `resume`. Raises as `wake`."""
-    for tagged in _tagged(None):
+    """Wakes the pools with a tag on all devices; None: with any tag. This is torch_memory_saver's `resume`.
+
+    Raises as `wake` does, and `FileError` if a backup was modified: that pool stays asleep.
+    """
+    for tagged in tagged_pools():
         if tag is None or tagged.tag == tag:
             tagged.wake()
 
 
 @dataclass(frozen=True)
-class _Tagged:
+class Tagged:
     """A pool with a tag. Includes the pool of `install("tag:...")`, and pools to which the program has no reference."""
 
     device: int
@@ -152,22 +231,23 @@ class _Tagged:
 
     def contents(self, kept: bool | frozenset[str] | None) -> Contents:
         if kept is None:
-            return _contents.get((self.device, self.pool), Contents.KEEP)
+            backup = _backups.get((self.device, self.pool))
+            return Contents.KEEP if backup is None else backup.contents
         return Contents.KEEP if kept is True or (kept is not False and self.tag in kept) else Contents.DROP
 
 
-def _tagged(device: Device) -> list[_Tagged]:
+def tagged_pools(device: Device = None) -> list[Tagged]:
     """Returns the pools that have a tag, by device and in order of creation."""
     devices = tagged_devices() if device is None else []
     found = []
     for index in devices or [device_index(device)]:
         of = allocator(index)
-        pools = [(pool["pool"], pool["tag"]) for pool in of.stats()["pools"] if pool["tag"] is not None]
-        found += [_Tagged(index, of, pool, tag) for pool, tag in pools]
+        pools = [(pool["pool"], _graph_tags.get((index, pool["pool"]), pool["tag"])) for pool in of.stats()["pools"]]
+        found += [Tagged(index, of, pool, tag) for pool, tag in pools if tag is not None]
     return found
 
 
-def _checked(pools: list[_Tagged], names: list[str] | None, kept: frozenset[str] | None) -> list[_Tagged]:
+def _checked(pools: list[Tagged], names: list[str] | None, kept: frozenset[str] | None) -> list[Tagged]:
     """Returns the pools that have one of the names as tag. Raises `UnknownPool` for a name that no pool has."""
     there = {tagged.tag for tagged in pools}
     if unknown := (set(names or ()) | (kept or frozenset())) - there:

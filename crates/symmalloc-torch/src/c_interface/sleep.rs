@@ -11,6 +11,7 @@ use std::ffi::{c_char, c_void};
 use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
+use symmalloc_cuda::{ImagePlace, SavedBytes};
 
 /// `contents` of a sleep: live allocations are copied to pinned host memory, and restored on wake.
 pub const SYMMALLOC_CONTENTS_KEEP: u32 = 0;
@@ -226,6 +227,118 @@ pub unsafe extern "C" fn symmalloc_release_host_memory(
         // SAFETY: the caller's contract.
         unsafe { tell(released_bytes, bytes) };
         Ok(())
+    })
+}
+
+/// `place` of saved contents: pinned host memory.
+pub const SYMMALLOC_PLACE_PINNED: u32 = 0;
+
+/// `place` of saved contents: pageable host memory, which returns to the system when the pool wakes.
+pub const SYMMALLOC_PLACE_PAGEABLE: u32 = 1;
+
+/// `place` of saved contents: an unnamed file, which disappears with the process and is verified when it is read.
+pub const SYMMALLOC_PLACE_FOLDER: u32 = 2;
+
+/// Sets the place of a pool's saved contents, from its next sleep on. `place` is one of `SYMMALLOC_PLACE_...`; `folder` is the folder of the
+/// file, and NULL for other places. A sleep returns `SYMMALLOC_IO` if the folder does not exist or its disk is full, and leaves the pool
+/// awake. A wake returns it if the file was modified, and leaves the pool asleep.
+///
+/// # Safety
+/// `allocator` is live; `folder` is NULL or a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_save_in(
+    allocator: *mut DeviceAllocator,
+    pool: u32,
+    place: u32,
+    folder: *const c_char,
+) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let allocator = unsafe { living(allocator) }?;
+        let place = match place {
+            SYMMALLOC_PLACE_PINNED => ImagePlace::Pinned,
+            SYMMALLOC_PLACE_PAGEABLE => ImagePlace::Pageable,
+            // SAFETY: the caller's contract.
+            SYMMALLOC_PLACE_FOLDER => ImagePlace::Folder(unsafe { required_text(folder, "folder") }?.into()),
+            value => {
+                let expected = "one of SYMMALLOC_PLACE_PINNED, _PAGEABLE and _FOLDER";
+                return Err(Error::Argument { argument: "place", value: value.into(), expected });
+            }
+        };
+        allocator.phase(PoolId(pool))?;
+        allocator.allocator().save_in(PoolId(pool), place);
+        Ok(())
+    })
+}
+
+/// Sets if a pool's saved contents stay in host memory after its next wake: 0 releases them. Retained contents remain readable, and the
+/// next sleep reuses their memory. Files are never retained.
+///
+/// # Safety
+/// `allocator` is live.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_retain_saved(
+    allocator: *mut DeviceAllocator,
+    pool: u32,
+    retain: u32,
+) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let allocator = unsafe { living(allocator) }?;
+        allocator.phase(PoolId(pool))?;
+        allocator.allocator().retain_saved(PoolId(pool), retain != 0);
+        Ok(())
+    })
+}
+
+/// Writes the host address of the saved contents of `bytes` bytes at `pointer`, which a sleeping pool or a pool with retained contents
+/// contains; NULL if there are none. The address is valid until the pool sleeps, wakes or is destroyed. Returns `SYMMALLOC_INVALID_STATE`
+/// if the contents are in a file or not contiguous: copy them with `symmalloc_saved_copy`.
+///
+/// # Safety
+/// `allocator` is live; `out` is valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_saved_pointer(
+    allocator: *mut DeviceAllocator,
+    pointer: *const c_void,
+    bytes: usize,
+    out: *mut *const c_void,
+) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let found = unsafe { living(allocator) }?.allocator().saved_at(pointer as u64, bytes as u64);
+        let address = match found {
+            None => std::ptr::null(),
+            Some(SavedBytes::Contiguous(address)) => address.cast(),
+            Some(SavedBytes::Scattered) => return Err(Error::Scattered),
+        };
+        // SAFETY: the caller's contract.
+        unsafe { write(out, "out", address) }
+    })
+}
+
+/// Copies the saved contents of `bytes` bytes at `pointer` to host memory. Writes 1 to `found`, or 0 if there are none. Returns
+/// `SYMMALLOC_IO` if they are in a file that cannot be read or was modified.
+///
+/// # Safety
+/// `allocator` is live; `to` is valid for writing `bytes` bytes; `found` is valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_saved_copy(
+    allocator: *mut DeviceAllocator,
+    pointer: *const c_void,
+    bytes: usize,
+    to: *mut c_void,
+    found: *mut u32,
+) -> symmalloc_status {
+    report(|| {
+        if to.is_null() {
+            return Err(Error::Null { argument: "to" });
+        }
+        // SAFETY: the caller's contract.
+        let (allocator, to) = unsafe { (living(allocator)?, std::slice::from_raw_parts_mut(to.cast::<u8>(), bytes)) };
+        let is_found = allocator.allocator().copy_saved(pointer as u64, to).map_err(Error::Saved)?;
+        // SAFETY: the caller's contract.
+        unsafe { write(found, "found", u32::from(is_found)) }
     })
 }
 

@@ -199,7 +199,7 @@ fn any_single_call_can_fail() {
         device.query(event)?;
         device.synchronize(S0)?;
         let parts = [Part { address: range.base, size_bytes: GRANULE, image_offset_bytes: 0 }];
-        let image = device.save(&parts)?;
+        let image = device.save(PoolId::DEFAULT, &parts)?;
         let filled = device.load(image, &parts).and_then(|()| device.zero(&parts));
         device.discard(image);
         filled?;

@@ -1,0 +1,155 @@
+//! The storage of one image: pinned chunks, pageable memory, or a file with checksums.
+
+use super::copies::{CHUNK_BYTES, Chunk};
+use rustix::mm::{MapFlags, ProtFlags};
+use std::collections::hash_map::RandomState;
+use std::fs::{File, OpenOptions};
+use std::hash::{BuildHasher, Hasher};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
+use symmalloc_core::backend::{BackendError, Reason};
+
+/// A place for the saved contents of a pool.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ImagePlace {
+    /// Pinned host memory, which is slow to allocate and fast to copy. It is reused by later images.
+    #[default]
+    Pinned,
+    /// Pageable host memory, which returns to the system when the pool wakes.
+    Pageable,
+    /// An unnamed file in this folder. It disappears with the process, and its checksums are verified when it is read.
+    Folder(PathBuf),
+}
+
+/// The storage of one image.
+pub(super) enum Store {
+    Pinned(Vec<Chunk>),
+    Pageable(Pageable),
+    File(ImageFile),
+}
+
+/// Private anonymous memory.
+pub(super) struct Pageable {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the memory is not bound to a thread. `read` and `write` are called under the rules of `Backend`: no two calls for one image
+// run at the same time.
+unsafe impl Send for Pageable {}
+// SAFETY: as above.
+unsafe impl Sync for Pageable {}
+
+impl Pageable {
+    pub(super) fn new(len: usize) -> io::Result<Self> {
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: the kernel chooses the addresses.
+        let start = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, access, MapFlags::PRIVATE) }?;
+        Ok(Pageable { start: NonNull::new(start.cast()).expect("the kernel does not choose address 0"), len })
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Returns the address of a byte.
+    pub(super) fn at(&self, offset: usize) -> *mut u8 {
+        assert!(offset <= self.len);
+        // SAFETY: the offset lies within the mapping.
+        unsafe { self.start.as_ptr().add(offset) }
+    }
+
+    pub(super) fn write(&self, offset: usize, bytes: &[u8]) {
+        assert!(bytes.len() <= self.len - offset);
+        // SAFETY: the range lies within the mapping, to which nothing else refers during the call.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.at(offset), bytes.len()) };
+    }
+
+    pub(super) fn read(&self, offset: usize, bytes: &mut [u8]) {
+        assert!(bytes.len() <= self.len - offset);
+        // SAFETY: the range lies within the mapping, to which nothing writes during the call.
+        unsafe { std::ptr::copy_nonoverlapping(self.at(offset), bytes.as_mut_ptr(), bytes.len()) };
+    }
+}
+
+impl Drop for Pageable {
+    fn drop(&mut self) {
+        // SAFETY: mapped with this size, and not used again.
+        let _unmapped = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}
+
+/// A file without a name that only this user can open, with a checksum for each chunk.
+///
+/// The checksums are keyed with a random number of this process, so whoever modifies the file cannot compute matching ones.
+pub(super) struct ImageFile {
+    file: File,
+    len: usize,
+    key: RandomState,
+    /// Checksums by chunk. The last chunk may be shorter.
+    checksums: Vec<u64>,
+}
+
+impl ImageFile {
+    /// Creates a file for `len` bytes. It is deleted when it is closed.
+    pub(super) fn create(folder: &Path, len: usize) -> Result<Self, BackendError> {
+        let file = file_without_name(folder).map_err(|error| of_file("open", &error))?;
+        Ok(ImageFile { file, len, key: RandomState::new(), checksums: Vec::new() })
+    }
+
+    /// Appends the next chunk.
+    pub(super) fn append(&mut self, bytes: &[u8]) -> Result<(), BackendError> {
+        let offset = self.checksums.len() * CHUNK_BYTES;
+        self.file.write_all_at(bytes, offset as u64).map_err(|error| of_file("write", &error))?;
+        self.checksums.push(self.checksum(bytes));
+        Ok(())
+    }
+
+    /// Returns the size in bytes of a chunk.
+    pub(super) fn chunk_len(&self, chunk: usize) -> usize {
+        (self.len - chunk * CHUNK_BYTES).min(CHUNK_BYTES)
+    }
+
+    /// Reads a whole chunk and verifies its checksum.
+    pub(super) fn read(&self, chunk: usize, bytes: &mut [u8]) -> Result<(), BackendError> {
+        match self.file.read_exact_at(bytes, (chunk * CHUNK_BYTES) as u64) {
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Err(modified()),
+            read => read.map_err(|error| of_file("read", &error))?,
+        }
+        if self.checksums.get(chunk) == Some(&self.checksum(bytes)) { Ok(()) } else { Err(modified()) }
+    }
+
+    fn checksum(&self, bytes: &[u8]) -> u64 {
+        let mut hasher = self.key.build_hasher();
+        hasher.write(bytes);
+        hasher.finish()
+    }
+}
+
+/// Creates a file that is deleted when it is closed.
+fn file_without_name(folder: &Path) -> io::Result<File> {
+    let mut number = 0_u64;
+    loop {
+        let path = folder.join(format!(".symmalloc-{}-{number}.image", std::process::id()));
+        match OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path) {
+            Ok(file) => {
+                std::fs::remove_file(&path)?;
+                return Ok(file);
+            }
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+fn modified() -> BackendError {
+    BackendError::new("read", 0, Reason::Modified)
+}
+
+/// Converts a file error into a backend error, with `errno` as the code.
+pub(super) fn of_file(call: &'static str, error: &io::Error) -> BackendError {
+    BackendError::new(call, error.raw_os_error().unwrap_or(0), Reason::File)
+}

@@ -1,0 +1,240 @@
+"""torch_memory_saver's interface on symmalloc: a program changes one import.
+
+    from symmalloc.torch_memory_saver import torch_memory_saver        instead of: from torch_memory_saver import ...
+
+    with torch_memory_saver.region(tag="weights", enable_cpu_backup=True):
+        model = load()
+    with torch_memory_saver.cuda_graph(graph, tag="graph"):
+        output = model(input)
+    torch_memory_saver.pause()
+    torch_memory_saver.resume()
+
+The import installs symmalloc, so it comes before the program uses CUDA. It reads torch_memory_saver's environment variables:
+
+    TMS_INIT_ENABLE              1: the whole process is a region with the tag "default", except for the blocks of other regions
+    TMS_INIT_ENABLE_CPU_BACKUP   1: that region has a backup
+    TMS_INIT_CPU_BACKUP_BACKEND  the default of `cpu_backup_backend`: pinned or mmap
+    TMS_RETAIN_CPU_BACKUP        1: the initial value of `retain_cpu_backup`
+    TMS_DISK_BACKUP_DIR          the initial folder of backups on disk
+
+Both hook modes are accepted, and behave alike: nothing is preloaded, graphs can be paused in both, and `TMS_INIT_ENABLE` works in
+both. A region covers the device that is current when it begins. Unlike the original's, a failed pause or resume raises, and leaves
+the pool with its memory or asleep with its backup. Backups on disk are files without a name, so the folder looks empty.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import c_uint8
+from typing import TYPE_CHECKING, Any
+
+from . import sleeping
+from .allocator import Contents
+from .devices import device_index, import_torch
+from .errors import InvalidArgument
+from .installation import allocator, install, installed
+from .pool import MemPool, add_tagged_device
+from .pool import known as known_pool
+from .scopes import use_mem_pool
+from .sleeping import Backup, Tagged, backup_of, keep_in, tagged_pools
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_TAG = "default"
+HOOK_MODES = ("preload", "torch")
+
+
+class TorchMemorySaver:
+    """The class of `torch_memory_saver`, of which a process has one."""
+
+    enabled = True
+
+    def __init__(self) -> None:
+        self._hook_mode = "preload"
+        self._backend = os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND") or "pinned"
+        self._retains = _is_set("TMS_RETAIN_CPU_BACKUP")
+        self._whole_process: Backup | None = None
+        backup = backup_of(True, False, self._backend)
+        if _is_set("TMS_INIT_ENABLE"):
+            self._whole_process = backup if _is_set("TMS_INIT_ENABLE_CPU_BACKUP") else Backup(Contents.DROP)
+        if not installed():
+            conf = os.environ.get("SYMMALLOC_CONF")
+            if self._whole_process is not None:
+                conf = f"{conf},tag:{DEFAULT_TAG}" if conf else f"tag:{DEFAULT_TAG}"
+            install(conf)
+
+    @contextmanager
+    def region(
+        self,
+        tag: str = DEFAULT_TAG,
+        enable_cpu_backup: bool = False,
+        enable_disk_backup: bool = False,
+        cpu_backup_backend: str | None = None,
+    ) -> Iterator[None]:
+        """Directs this thread's allocations on the current device to memory that `pause(tag)` releases. See `symmalloc.region`."""
+        backend = self._backend_for(enable_cpu_backup, cpu_backup_backend)
+        with sleeping.region(tag, enable_cpu_backup, enable_disk_backup, backend):
+            yield
+
+    @contextmanager
+    def cuda_graph(
+        self,
+        cuda_graph: torch.cuda.CUDAGraph,
+        pool: Any = None,
+        stream: torch.cuda.Stream | None = None,
+        capture_error_mode: str = "global",
+        tag: str = DEFAULT_TAG,
+        enable_cpu_backup: bool = False,
+        cpu_backup_backend: str | None = None,
+    ) -> Iterator[None]:
+        """Captures a graph as `torch.cuda.graph` does. `pause(tag)` releases the memory of its pool, and `resume(tag)` makes it replayable.
+
+        Graphs with the same `pool` have one memory. The last capture sets its tag and its backup. Without a backup, tensors of the
+        capture are undefined after `resume` until the next replay.
+        """
+        torch = import_torch("cuda_graph()")
+        backup = backup_of(enable_cpu_backup, False, self._backend_for(enable_cpu_backup, cpu_backup_backend))
+        with torch.cuda.graph(cuda_graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode):
+            device = device_index()
+            of = allocator(device)
+            # The capture's first allocation makes the pool, and tells its number.
+            number = of.placement_of(torch.empty(1, dtype=torch.uint8, device=device).data_ptr()).pool
+            yield
+        sleeping.tag_graph_pool(device, number, tag)
+        add_tagged_device(device)
+        keep_in(of, device, number, backup)
+        if pool is None:
+            weakref.finalize(cuda_graph, sleeping.forget_graph_pool, device, number).atexit = False
+
+    @contextmanager
+    def disable(self, dispose_mem_pool_after_use: bool = True) -> Iterator[None]:
+        """Directs this thread's allocations to memory that no pause releases, and releases it at the end of the `with` block.
+
+        Memory of tensors that are still alive then is released by the first `torch.cuda.empty_cache()` after their end. Raises
+        `InvalidArgument` for `dispose_mem_pool_after_use=False`.
+        """
+        if not dispose_mem_pool_after_use:
+            raise InvalidArgument("disable() always disposes of its memory: leave dispose_mem_pool_after_use out")
+        device = device_index()
+        pool = MemPool(symmetric=False, conf="segments:expandable", device=device)
+        try:
+            with use_mem_pool(pool):
+                yield
+        finally:
+            pool.close()
+            allocator(device).trim()
+
+    def pause(self, tag: str | None = None) -> None:
+        """Releases the memory with a tag to the device, None: with any tag. Tensors keep their addresses. See `symmalloc.pause`."""
+        self._adopt()
+        sleeping.pause(tag)
+
+    def resume(self, tag: str | None = None) -> None:
+        """Restores the memory and the backups with a tag; None: with any tag. See `symmalloc.resume`.
+
+        Releases backups on the host, unless `retain_cpu_backup` is True.
+        """
+        pools = [tagged for tagged in tagged_pools() if tag is None or tagged.tag == tag]
+        for tagged in pools:
+            tagged.of.retain_saved(self._retains, tagged.pool)
+        sleeping.resume(tag)
+        if not self._retains:
+            for device in sorted({tagged.device for tagged in pools}):
+                allocator(device).release_host_memory()
+
+    def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor | None:
+        """Returns the backup of a tensor in paused memory, or in memory whose backup is retained. Returns None if there is none.
+
+        zero_copy   refer to the backup instead of copying it. It is valid until the next pause or resume of its memory
+
+        Raises `InvalidArgument` unless the tensor is contiguous and on a CUDA device, `InvalidState` if `zero_copy` is impossible:
+        for backups on disk, and for those in pinned memory that cross a boundary of 32 MiB; and `FileError` for a modified file.
+        """
+        torch = import_torch("get_cpu_backup()")
+        if not x.is_cuda or not x.is_contiguous():
+            raise InvalidArgument("get_cpu_backup() needs a contiguous CUDA tensor")
+        of = allocator(x.device)
+        if not zero_copy:
+            copy = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+            return copy if of.saved_copy(x.data_ptr(), x.nbytes, copy.data_ptr()) else None
+        address = of.saved_pointer(x.data_ptr(), x.nbytes)
+        if address == 0:
+            return None
+        return torch.frombuffer((c_uint8 * x.nbytes).from_address(address), dtype=x.dtype).view(x.shape)
+
+    def set_disk_backup_dir(self, path: str | os.PathLike[str]) -> None:
+        """Sets the folder of backups on disk. See `symmalloc.sleeping.set_backup_folder`. Raises `FileError`."""
+        sleeping.set_backup_folder(path)
+
+    @property
+    def hook_mode(self) -> str:
+        """"preload" or "torch". Both behave alike here."""
+        return self._hook_mode
+
+    @hook_mode.setter
+    def hook_mode(self, mode: str) -> None:
+        if mode not in HOOK_MODES:
+            raise InvalidArgument(f"unknown hook_mode={mode!r}: use one of {HOOK_MODES}")
+        self._hook_mode = mode
+
+    @property
+    def retain_cpu_backup(self) -> bool:
+        """True: `resume` keeps backups on the host, where the next `pause` reuses their memory. Backups on disk are not retained."""
+        return self._retains
+
+    @retain_cpu_backup.setter
+    def retain_cpu_backup(self, value: bool) -> None:
+        self._retains = bool(value)
+
+    @property
+    def memory_margin_bytes(self) -> int:
+        """Bytes of the device memory that are free now which PyTorch's allocations leave free. Only the setter is supported.
+
+        The limit is set once, on the current device, as `torch.cuda.set_per_process_memory_fraction` does.
+        """
+        raise NotImplementedError("memory_margin_bytes can only be set")
+
+    @memory_margin_bytes.setter
+    def memory_margin_bytes(self, value: int) -> None:
+        torch = import_torch("memory_margin_bytes")
+        free, total = torch.cuda.mem_get_info()
+        usable = torch.cuda.memory_reserved() + free - value
+        if value < 0 or usable <= 0:
+            raise InvalidArgument(f"memory_margin_bytes={value} must be from 0 to below the {free} bytes that are free")
+        torch.cuda.set_per_process_memory_fraction(min(1.0, usable / total))
+
+    def _backend_for(self, enable_cpu_backup: bool, backend: str | None) -> str | None:
+        return self._backend if enable_cpu_backup and backend is None else backend
+
+    def _adopt(self) -> None:
+        """Sets the backup of the pools that belong to the region of the whole process."""
+        if self._whole_process is None:
+            return
+        torch = import_torch("pause()")
+        for device in range(torch.cuda.device_count()):
+            if torch.cuda.memory_reserved(device) > 0:
+                add_tagged_device(device)
+        for tagged in tagged_pools():
+            if known_pool(tagged.device, tagged.pool) is None and not _has_backup(tagged):
+                keep_in(tagged.of, tagged.device, tagged.pool, self._whole_process)
+
+
+@contextmanager
+def configure_subprocess() -> Iterator[None]:
+    """Does nothing: processes that are started inside need no preloaded library. They import this module themselves."""
+    yield
+
+
+def _has_backup(tagged: Tagged) -> bool:
+    return sleeping.has_backup(tagged.device, tagged.pool)
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "0") in ("1", "true", "True")
+
+
+torch_memory_saver = TorchMemorySaver()

@@ -1,0 +1,232 @@
+"""torch_memory_saver's interface, and backups in pageable memory and in files."""
+
+from __future__ import annotations
+
+import unittest
+
+import needs
+from test_class import Compiled
+from test_sleep import ALONE
+
+
+@needs.device
+@needs.nccl
+class Backups(unittest.TestCase):
+    """Backups through the library, without PyTorch."""
+
+    def succeeds(self, program: str, **environment: str) -> str:
+        done = needs.process(ALONE + program, **environment)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        return done.stdout
+
+    def test_a_backup_in_each_place_is_readable_and_is_restored(self) -> None:
+        self.succeeds("""
+import tempfile
+from symmalloc.allocator import Place
+for place in Place:
+    with tempfile.TemporaryDirectory() as folder:
+        pool = ours.create_pool("segments:expandable,tag:weights")
+        ours.save_in(place, folder if place is Place.FOLDER else None, pool)
+        pointer = ours.allocate(3 * MIB, pool=pool)
+        fill(pointer, 7, 3 * MIB)
+        copy = ctypes.create_string_buffer(MIB)
+        assert not ours.saved_copy(pointer, MIB, ctypes.addressof(copy)) and ours.saved_pointer(pointer, MIB) == 0
+        ours.sleep(pool)
+        assert ours.saved_copy(pointer + MIB, MIB, ctypes.addressof(copy)) and set(copy.raw) == {7}
+        if place is Place.FOLDER:
+            raises(symmalloc.InvalidState, "copy them instead", lambda: ours.saved_pointer(pointer, MIB))
+        else:
+            assert holds(ours.saved_pointer(pointer, MIB), 7)
+        ours.retain_saved(True, pool)
+        ours.wake(pool)
+        assert holds(pointer, 7, 3 * MIB)
+        assert ours.saved_copy(pointer, MIB, ctypes.addressof(copy)) == (place is not Place.FOLDER), "files are not retained"
+        ours.free(pointer)
+        ours.destroy_pool(pool)
+        assert not ours.saved_copy(pointer, MIB, ctypes.addressof(copy))
+raises(symmalloc.InvalidArgument, "folder", lambda: ours.save_in(Place.FOLDER))
+raises(symmalloc.UnknownPool, "99", lambda: ours.save_in(Place.PINNED, None, 99))
+""")
+
+    def test_a_modified_or_impossible_file_is_a_file_error_and_nothing_is_lost(self) -> None:
+        self.succeeds("""
+import os, resource, tempfile
+from symmalloc.allocator import Place
+folder = tempfile.mkdtemp()
+pool = ours.create_pool("segments:expandable")
+pointer = ours.allocate(3 * MIB, pool=pool)
+fill(pointer, 7, 3 * MIB)
+ours.save_in(Place.FOLDER, folder, pool)
+resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, resource.RLIM_INFINITY))
+raises(symmalloc.FileError, "check the folder, and the free space", lambda: ours.sleep(pool))
+assert ours.phase(pool) is Phase.AWAKE and holds(pointer, 7, 3 * MIB)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+ours.sleep(pool)
+assert os.listdir(folder) == [], "the file has no name"
+(file,) = [entry.path for entry in os.scandir("/proc/self/fd") if os.readlink(entry.path).startswith(folder)]
+with open(file, "r+b") as it:
+    it.seek(2 * MIB); it.write(b"8")
+raises(symmalloc.FileError, "was modified", lambda: ours.wake(pool))
+assert ours.phase(pool) is Phase.ASLEEP
+raises(symmalloc.FileError, "was modified", lambda: ours.saved_copy(pointer, MIB, ctypes.addressof(ctypes.create_string_buffer(MIB))))
+with open(file, "r+b") as it:
+    it.seek(2 * MIB); it.write(bytes([7]))
+ours.wake(pool)
+assert holds(pointer, 7, 3 * MIB)
+ours.save_in(Place.FOLDER, folder + "/missing", pool)
+raises(symmalloc.FileError, "open failed with 2", lambda: ours.sleep(pool))
+assert ours.phase(pool) is Phase.AWAKE
+os.rmdir(folder)
+""")
+
+    def test_a_folder_that_others_can_write_is_refused(self) -> None:
+        self.succeeds("""
+import os, tempfile
+from symmalloc import sleeping
+folder = tempfile.mkdtemp()
+os.chmod(folder, 0o777)
+raises(symmalloc.FileError, "others can write", lambda: sleeping.set_backup_folder(folder))
+os.chmod(folder, 0o700)
+sleeping.set_backup_folder(folder + "/new")
+assert os.stat(folder + "/new").st_mode & 0o777 == 0o700
+""")
+
+
+@needs.torch
+@needs.device
+@needs.stand_ins
+class Saver(Compiled):
+    """The interface under a real PyTorch on the stub, with the compiled class and with its fallback."""
+
+    BEGIN = """
+import ctypes, os, tempfile, torch
+from symmalloc.torch_memory_saver import configure_subprocess, torch_memory_saver as saver
+import symmalloc
+MIB = 1 << 20
+fill = lambda tensor, byte: ctypes.memset(tensor.data_ptr(), byte, tensor.nbytes)
+holds = lambda tensor, byte: set(ctypes.string_at(tensor.data_ptr(), tensor.nbytes)) == {byte}
+empty = lambda size: torch.empty(size, dtype=torch.uint8, device="cuda")
+def raises(error, said, call):
+    try:
+        call()
+    except error as caught:
+        assert said in str(caught), caught
+    else:
+        raise AssertionError(said)
+"""
+
+    def succeeds(self, program: str, **environment: str) -> None:
+        for mode in ("require", "off"):
+            done = self.run_in(self.cache.name, self.BEGIN + program, SYMMALLOC_TORCH_CLASS=mode, **environment)
+            self.assertEqual(done.returncode, 0, f"{mode}: {done.stdout}{done.stderr}")
+
+    def test_regions_with_each_backup(self) -> None:
+        self.succeeds("""
+assert saver.enabled and not saver.retain_cpu_backup and symmalloc.installed()
+folder = tempfile.mkdtemp()
+arguments = {
+    "pinned": {"enable_cpu_backup": True}, "mmap": {"enable_cpu_backup": True, "cpu_backup_backend": "mmap"},
+    "disk": {"enable_disk_backup": True}, "none": {},
+}
+raises(symmalloc.InvalidArgument, "set_disk_backup_dir", lambda: saver.region(**arguments["disk"]).__enter__())
+saver.set_disk_backup_dir(folder)
+held = {}
+for name, given in arguments.items():
+    with saver.region(tag=name, **given):
+        held[name] = empty(5 * MIB)
+    fill(held[name], 6)
+reserved = torch.cuda.memory_reserved()
+assert saver.get_cpu_backup(held["pinned"]) is None
+saver.pause()
+assert torch.cuda.memory_reserved() <= reserved - 20 * MIB
+for name in ("pinned", "mmap", "disk"):
+    copy = saver.get_cpu_backup(held[name])
+    assert copy.device.type == "cpu" and copy.shape == held[name].shape and bool((copy == 6).all()), name
+assert saver.get_cpu_backup(held["none"]) is None
+view = saver.get_cpu_backup(held["mmap"][MIB:], zero_copy=True)
+assert view.numel() == 4 * MIB and bool((view == 6).all())
+raises(symmalloc.InvalidState, "copy them", lambda: saver.get_cpu_backup(held["disk"], zero_copy=True))
+saver.resume("mmap"); saver.resume()
+assert all(holds(held[name], 6) for name in ("pinned", "mmap", "disk"))
+assert saver.get_cpu_backup(held["pinned"]) is None and os.listdir(folder) == []
+saver.retain_cpu_backup = True
+saver.pause("mmap")
+first = saver.get_cpu_backup(held["mmap"], zero_copy=True).data_ptr()
+saver.resume("mmap"); saver.pause("mmap"); saver.resume("mmap")
+assert saver.get_cpu_backup(held["mmap"], zero_copy=True).data_ptr() == first
+saver.retain_cpu_backup = False
+saver.pause("mmap"); saver.resume("mmap")
+assert saver.get_cpu_backup(held["mmap"]) is None
+""")
+
+    def test_a_graphs_memory_has_its_own_tag(self) -> None:
+        self.succeeds("""
+graph, other = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+with saver.cuda_graph(graph, tag="graph", enable_cpu_backup=True):
+    inside = empty(9 * MIB)
+    temporary = empty(64 * MIB)
+    del temporary
+with saver.cuda_graph(other, tag="other"):
+    elsewhere = empty(3 * MIB)
+fill(inside, 5)
+torch.cuda.empty_cache()
+reserved = torch.cuda.memory_reserved()
+saver.pause("graph")
+assert torch.cuda.memory_reserved() <= reserved - 64 * MIB, "also what the graph freed"
+assert bool((saver.get_cpu_backup(inside) == 5).all())
+saver.resume("graph")
+assert holds(inside, 5) and torch.cuda.memory_reserved() == reserved
+graph.replay()
+saver.pause("other")
+assert torch.cuda.memory_reserved() <= reserved - 2 * MIB
+saver.resume()
+other.replay()
+del graph, inside
+saver.pause("graph"); saver.resume("graph")
+""")
+
+    def test_the_whole_process_is_a_region_except_where_it_is_disabled(self) -> None:
+        self.succeeds("""
+weights = empty(8 * MIB)
+fill(weights, 4)
+with saver.region(tag="gradients"):
+    gradients = empty(8 * MIB)
+saver.pause()
+assert torch.cuda.memory_reserved() == 0
+raises(RuntimeError, "sleeps", lambda: empty(MIB))
+with saver.disable():
+    temporary = empty(16 * MIB)
+    fill(temporary, 1)
+    assert holds(temporary, 1)
+    del temporary
+assert torch.cuda.memory_reserved() == 0, "the end of disable() releases its memory"
+assert bool((saver.get_cpu_backup(weights) == 4).all()) and saver.get_cpu_backup(gradients) is None
+saver.resume()
+assert holds(weights, 4)
+saver.pause("gradients")
+assert holds(weights, 4)
+saver.resume()
+""", TMS_INIT_ENABLE="1", TMS_INIT_ENABLE_CPU_BACKUP="1", TMS_INIT_CPU_BACKUP_BACKEND="mmap")  # fmt: skip
+
+    def test_what_is_wrong_is_said(self) -> None:
+        self.succeeds("""
+def region(**arguments):
+    with saver.region(**arguments):
+        pass
+raises(ValueError, "needs enable_cpu_backup", lambda: region(cpu_backup_backend="mmap"))
+raises(ValueError, "'pinned' or 'mmap'", lambda: region(enable_cpu_backup=True, cpu_backup_backend="disk"))
+raises(ValueError, "exclude each other", lambda: region(enable_cpu_backup=True, enable_disk_backup=True))
+raises(ValueError, "hook_mode", lambda: setattr(saver, "hook_mode", "kernel"))
+for mode in ("preload", "torch"):
+    saver.hook_mode = mode
+raises(ValueError, "contiguous CUDA", lambda: saver.get_cpu_backup(torch.empty(3)))
+raises(ValueError, "memory_margin_bytes", lambda: setattr(saver, "memory_margin_bytes", 1 << 60))
+raises(NotImplementedError, "only be set", lambda: saver.memory_margin_bytes)
+with configure_subprocess():
+    pass
+saver.pause("a_tag_of_nobody"); saver.resume("a_tag_of_nobody")
+""")
+
+
+if __name__ == "__main__":
+    unittest.main()
