@@ -50,6 +50,21 @@
 #define SYMMALLOC_PHASE_FAILED 2
 
 /**
+ * `place` of saved contents: pinned host memory.
+ */
+#define SYMMALLOC_PLACE_PINNED 0
+
+/**
+ * `place` of saved contents: pageable host memory, which returns to the system when the pool wakes.
+ */
+#define SYMMALLOC_PLACE_PAGEABLE 1
+
+/**
+ * `place` of saved contents: an unnamed file, which disappears with the process and is verified when it is read.
+ */
+#define SYMMALLOC_PLACE_FOLDER 2
+
+/**
  * `symmalloc_registrar_options.registration`: all ranks together create a symmetric window over each segment of a symmetric pool.
  */
 #define SYMMALLOC_REGISTER_WINDOWS 0
@@ -812,6 +827,56 @@ symmalloc_status symmalloc_release_host_memory(struct symmalloc_allocator *alloc
                                                uint64_t *released_bytes);
 
 /**
+ * Sets the place of a pool's saved contents, from its next sleep on. `place` is one of `SYMMALLOC_PLACE_...`; `folder` is the folder of the
+ * file, and NULL for other places. A sleep returns `SYMMALLOC_IO` if the folder does not exist or its disk is full, and leaves the pool
+ * awake. A wake returns it if the file was modified, and leaves the pool asleep.
+ *
+ * # Safety
+ * `allocator` is live; `folder` is NULL or a C string.
+ */
+symmalloc_status symmalloc_save_in(struct symmalloc_allocator *allocator,
+                                   uint32_t pool,
+                                   uint32_t place,
+                                   const char *folder);
+
+/**
+ * Sets if a pool's saved contents stay in host memory after its next wake: 0 releases them. Retained contents remain readable, and the
+ * next sleep reuses their memory. Files are never retained.
+ *
+ * # Safety
+ * `allocator` is live.
+ */
+symmalloc_status symmalloc_retain_saved(struct symmalloc_allocator *allocator,
+                                        uint32_t pool,
+                                        uint32_t retain);
+
+/**
+ * Writes the host address of the saved contents of `bytes` bytes at `pointer`, which a sleeping pool or a pool with retained contents
+ * contains; NULL if there are none. The address is valid until the pool sleeps, wakes or is destroyed. Returns `SYMMALLOC_INVALID_STATE`
+ * if the contents are in a file or not contiguous: copy them with `symmalloc_saved_copy`.
+ *
+ * # Safety
+ * `allocator` is live; `out` is valid for writing.
+ */
+symmalloc_status symmalloc_saved_pointer(struct symmalloc_allocator *allocator,
+                                         const void *pointer,
+                                         size_t bytes,
+                                         const void **out);
+
+/**
+ * Copies the saved contents of `bytes` bytes at `pointer` to host memory. Writes 1 to `found`, or 0 if there are none. Returns
+ * `SYMMALLOC_IO` if they are in a file that cannot be read or was modified.
+ *
+ * # Safety
+ * `allocator` is live; `to` is valid for writing `bytes` bytes; `found` is valid for writing.
+ */
+symmalloc_status symmalloc_saved_copy(struct symmalloc_allocator *allocator,
+                                      const void *pointer,
+                                      size_t bytes,
+                                      void *to,
+                                      uint32_t *found);
+
+/**
  * Begins a step of a pool: a repeated part of the program, such as a training step. A pool with `plan:learn` plans a step after
  * two equal runs, when the second ends. Later runs follow the plan. `key` is equal for steps that make the same allocations, and 0 if all
  * steps do. Call it at the same point on every rank, while no other thread uses the pool and no stream is captured.
@@ -1467,7 +1532,7 @@ symmalloc_status symmalloc_torch_release_use(int32_t device,
                                              uint64_t id_second);
 
 /**
- * Returns the number of uses of the private pool of this id.
+ * Returns the number of uses of the private pool of this id, or 0 inside a callback.
  */
 uint32_t symmalloc_torch_pool_uses(int32_t device, uint64_t id_first, uint64_t id_second);
 

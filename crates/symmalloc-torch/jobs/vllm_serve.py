@@ -48,7 +48,7 @@ CONFIG = {
     "num_key_value_heads": 4, "max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
     "hidden_act": "silu", "initializer_range": 0.02, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-REQUESTS, ROUNDS, SEED = 300, 3, 42
+REQUESTS, SEED = 300, 42
 KV_CACHE_BYTES = 4 << 30
 
 
@@ -110,7 +110,10 @@ class Server:
     """A process that serves the requests."""
 
     def __init__(self, allocator: str, site: Path, model: Path, log: Path, more: list[str]) -> None:
+        # vLLM starts processes that must find its packages too.
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(site)]))
         environment = os.environ | {
+            "PYTHONPATH": path,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "VLLM_LOGGING_LEVEL": "INFO", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0",
             # The sampler's seed and the scheduler are in one process.
@@ -224,7 +227,7 @@ def equal(one: list[str], other: list[str]) -> int:
     return sum(a == b for a, b in zip(one, other, strict=True))
 
 
-def compare(site: Path, out: Path, sleep_cycles: int) -> dict[str, Any]:
+def compare(site: Path, out: Path, rounds_of_each: int, sleep_cycles: int) -> dict[str, Any]:
     """Runs the processes and returns the report."""
     report: dict[str, Any] = {"vllm": VLLM, "torch": TORCH, "requests": REQUESTS, "kv_cache_bytes": KV_CACHE_BYTES}
     with tempfile.TemporaryDirectory() as folder:
@@ -240,7 +243,7 @@ def compare(site: Path, out: Path, sleep_cycles: int) -> dict[str, Any]:
             for server in servers.values():
                 server.ask("run")  # Not measured: the first round also compiles kernels.
             rounds = {name: [] for name in names}
-            for _ in range(ROUNDS):
+            for _ in range(rounds_of_each):
                 for name, server in servers.items():
                     rounds[name].append(server.ask("run"))
         finally:
@@ -278,6 +281,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--wheels", type=Path, help="folder of wheels")
     parser.add_argument("--out", type=Path, default=Path("vllm.json"), help="the report; logs lie beside it")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds of each process")
     parser.add_argument("--sleep-cycles", type=int, default=0, help="also sleep and wake this many times")
     parser.add_argument("--serve", choices=["native", "symmalloc"], help=argparse.SUPPRESS)
     parser.add_argument("--site", type=Path, help="folder with the wheels' packages; default: a temporary one")
@@ -294,7 +298,7 @@ def main() -> None:
             site = arguments.site or Path(folder)
             if arguments.wheels is not None:
                 unpack(check_wheels(arguments.wheels), site)
-            report = compare(site, arguments.out, arguments.sleep_cycles)
+            report = compare(site, arguments.out, arguments.rounds, arguments.sleep_cycles)
     except Unusable as why:
         sys.exit(f"{type(why).__name__}: {why}")
     print(json.dumps({key: value for key, value in report.items() if key != "all"}, indent=1))

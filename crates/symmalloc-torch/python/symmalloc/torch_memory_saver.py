@@ -102,7 +102,9 @@ class TorchMemorySaver:
             device = device_index()
             of = allocator(device)
             # The capture's first allocation makes the pool, and tells its number.
-            number = of.placement_of(torch.empty(1, dtype=torch.uint8, device=device).data_ptr()).pool
+            first = torch.empty(1, dtype=torch.uint8, device=device)
+            number = of.placement_of(first.data_ptr()).pool
+            del first
             yield
         sleeping.tag_graph_pool(device, number, tag)
         add_tagged_device(device)
