@@ -3,8 +3,8 @@
     git clone https://github.com/fzyzcjy/torch_memory_saver
     python torch_memory_saver_examples.py --examples torch_memory_saver/test/examples --out report.json
 
-Written for the examples of August 2026 (4a43c97). They import `torch_memory_saver`, which is replaced by this package's module. Some
-of them also look inside the original. `PATCHES` lists what is changed for that, and `INAPPLICABLE` what is not run.
+Written for the examples of August 2026 (4a43c97). They import `torch_memory_saver`, which is replaced by this package's module.
+Some of them also look inside the original. `PATCHES` lists what is changed for that, and `INAPPLICABLE` what is not run.
 """
 
 from __future__ import annotations

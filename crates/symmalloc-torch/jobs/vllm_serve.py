@@ -2,12 +2,13 @@
 
     python vllm_serve.py --wheels FOLDER --out report.json          on a machine with a GPU, PyTorch 2.11.0 and symmalloc
 
-Three processes serve the same requests: native, native again, and symmalloc. They start one after the other, and then take turns in
-three rounds. The report compares tokens (where native repeats itself), tokens per second (medians), memory and start-up time. The KV
-cache has a fixed size, because vLLM otherwise fills the GPU. With `--sleep-cycles N`, native and symmalloc also run vLLM's sleep mode
-N times at level 1, and compare the tokens before and after.
+Three processes serve the same requests: native, native again, and symmalloc. They start one after the other, and then take turns
+in three rounds. The report compares tokens (where native repeats itself), tokens per second (medians), memory and start-up time.
+The KV cache has a fixed size, because vLLM otherwise fills the GPU. With `--sleep-cycles N`, native and symmalloc also run vLLM's
+sleep mode N times at level 1, and compare the tokens before and after.
 
-The model is a small Llama with vLLM's dummy weights, which are deterministic. Prompts are token ids, so that nothing is downloaded.
+The model is a small Llama with vLLM's dummy weights, which are deterministic. Prompts are token ids, so nothing is downloaded. The
+file is not named after the package, because Python would then import the file instead.
 
 The folder has the wheels of vLLM and of what it needs beyond the machine's packages. To fill it, where a registry can be reached:
 
@@ -15,7 +16,7 @@ The folder has the wheels of vLLM and of what it needs beyond the machine's pack
         --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \\
         --platform manylinux2014_x86_64 -d FOLDER vllm==0.22.0 xgrammar==0.2.8 apache-tvm-ffi==0.1.15 ...
 
-`NEEDED` lists the packages. Only those that the machine lacks matter: the folder's packages come last on the path and shadow none.
+`NEEDED` lists the packages that vLLM imports. Only those that the machine lacks are installed, to a folder that is last on the path.
 """
 
 from __future__ import annotations
@@ -169,7 +170,8 @@ def serve(allocator: str, site: Path, model: Path, has_sleep: bool) -> None:
 
     llm = LLM(
         model=str(model), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=SEED, max_model_len=2048,
-        gpu_memory_utilization=0.1, kv_cache_memory_bytes=KV_CACHE_BYTES, enable_prefix_caching=False, enable_sleep_mode=has_sleep,
+        gpu_memory_utilization=0.1, kv_cache_memory_bytes=KV_CACHE_BYTES, enable_prefix_caching=False,
+        enable_sleep_mode=has_sleep,
         compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}, max_num_seqs=128,
     )  # fmt: skip
     check_engine(llm)

@@ -253,8 +253,8 @@ class Allocator:
     def save_in(self, place: Place, folder: str | None = None, pool: int = DEFAULT_POOL) -> None:
         """Sets the place of a pool's kept contents, from its next sleep on. `folder` is for `Place.FOLDER` only.
 
-        Contents are then written to a file without a name. A sleep raises `FileError` if the folder is missing or its disk is full,
-        and the pool stays awake. A wake raises it if the file was modified, and the pool stays asleep.
+        A sleep raises `FileError` if the folder is missing or its disk is full, and the pool stays awake. A wake raises it if the
+        file was modified, and the pool stays asleep.
         """
         call("save_in", self._handle, pool, place.value, encoded(folder))
 

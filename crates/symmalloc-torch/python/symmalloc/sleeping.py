@@ -175,8 +175,8 @@ def forget_graph_pool(device: int, pool: int) -> None:
 def set_backup_folder(path: str | os.PathLike[str]) -> None:
     """Sets the folder for backups in files, and creates it if needed. Only this user may be able to write to it.
 
-    Backups contain weights: each is a file without a name and with permissions for this user only. It disappears with the process,
-    and its checksum is verified when it is read. Raises `FileError`.
+    Backups contain weights: each is a file without a name and with permissions for this user only. It disappears with the
+    process, and its checksums are verified when it is read. Raises `FileError`.
     """
     global _backup_folder
     folder = Path(os.path.abspath(path))
@@ -194,8 +194,8 @@ def set_backup_folder(path: str | os.PathLike[str]) -> None:
 def pause(tag: str | None = None) -> None:
     """Puts the pools with a tag to sleep on all devices; None: with any tag. This is torch_memory_saver's `pause`.
 
-    The arguments of `region` select whether contents are kept. A tag that no pool has is not an error. Raises as `sleep` does, and
-    `FileError` if a backup cannot be written.
+    The arguments of `region` select whether contents are kept. A tag that no pool has is not an error. Raises as `sleep` does,
+    and `FileError` if a backup cannot be written.
     """
     for tagged in tagged_pools():
         if tag is None or tagged.tag == tag:

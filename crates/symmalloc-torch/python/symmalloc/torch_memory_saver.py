@@ -17,8 +17,8 @@ The import installs symmalloc, so it comes before the program uses CUDA. It read
     TMS_RETAIN_CPU_BACKUP        1: the initial value of `retain_cpu_backup`
     TMS_DISK_BACKUP_DIR          the initial folder of backups on disk
 
-Both hook modes are accepted, and behave alike: nothing is preloaded, graphs can be paused in both, and `TMS_INIT_ENABLE` works in
-both. A region covers the device that is current when it begins. Unlike the original's, a failed pause or resume raises, and leaves
+Both hook modes are accepted, and behave alike: nothing is preloaded, graphs can be paused in both, and `TMS_INIT_ENABLE` works
+in both. A region covers the device that is current when it begins. Unlike the original's, a failed pause or resume raises, and leaves
 the pool with its memory or asleep with its backup. Backups on disk are files without a name, so the folder looks empty.
 """
 
@@ -75,7 +75,7 @@ class TorchMemorySaver:
         enable_disk_backup: bool = False,
         cpu_backup_backend: str | None = None,
     ) -> Iterator[None]:
-        """Directs this thread's allocations on the current device to memory that `pause(tag)` releases. See `symmalloc.region`."""
+        """Directs this thread's allocations on the current device to memory that `pause(tag)` releases, as `symmalloc.region`."""
         backend = self._backend_for(enable_cpu_backup, cpu_backup_backend)
         with sleeping.region(tag, enable_cpu_backup, enable_disk_backup, backend):
             yield
@@ -91,10 +91,10 @@ class TorchMemorySaver:
         enable_cpu_backup: bool = False,
         cpu_backup_backend: str | None = None,
     ) -> Iterator[None]:
-        """Captures a graph as `torch.cuda.graph` does. `pause(tag)` releases the memory of its pool, and `resume(tag)` makes it replayable.
+        """Captures a graph as `torch.cuda.graph` does. `pause(tag)` releases the memory of its pool, and `resume(tag)` restores it.
 
-        Graphs with the same `pool` have one memory. The last capture sets its tag and its backup. Without a backup, tensors of the
-        capture are undefined after `resume` until the next replay.
+        Graphs with the same `pool` have one memory. The last capture sets its tag and its backup. Without a backup, tensors of
+        the capture are undefined after `resume` until the next replay.
         """
         torch = import_torch("cuda_graph()")
         backup = backup_of(enable_cpu_backup, False, self._backend_for(enable_cpu_backup, cpu_backup_backend))
@@ -131,7 +131,7 @@ class TorchMemorySaver:
             allocator(device).trim()
 
     def pause(self, tag: str | None = None) -> None:
-        """Releases the memory with a tag to the device, None: with any tag. Tensors keep their addresses. See `symmalloc.pause`."""
+        """Releases the memory with a tag to the device; None: with any tag. Tensors keep their addresses."""
         self._adopt()
         sleeping.pause(tag)
 
@@ -153,8 +153,8 @@ class TorchMemorySaver:
 
         zero_copy   refer to the backup instead of copying it. It is valid until the next pause or resume of its memory
 
-        Raises `InvalidArgument` unless the tensor is contiguous and on a CUDA device, `InvalidState` if `zero_copy` is impossible:
-        for backups on disk, and for those in pinned memory that cross a boundary of 32 MiB; and `FileError` for a modified file.
+        Raises `InvalidArgument` unless the tensor is contiguous and on a CUDA device, `FileError` for a modified file, and
+        `InvalidState` if `zero_copy` is impossible: for backups on disk, and in pinned memory across a boundary of 32 MiB.
         """
         torch = import_torch("get_cpu_backup()")
         if not x.is_cuda or not x.is_contiguous():
@@ -166,7 +166,8 @@ class TorchMemorySaver:
         address = of.saved_pointer(x.data_ptr(), x.nbytes)
         if address == 0:
             return None
-        return torch.frombuffer((c_uint8 * x.nbytes).from_address(address), dtype=x.dtype).view(x.shape)
+        view: torch.Tensor = torch.frombuffer((c_uint8 * x.nbytes).from_address(address), dtype=x.dtype).view(x.shape)
+        return view
 
     def set_disk_backup_dir(self, path: str | os.PathLike[str]) -> None:
         """Sets the folder of backups on disk. See `symmalloc.sleeping.set_backup_folder`. Raises `FileError`."""
@@ -185,7 +186,7 @@ class TorchMemorySaver:
 
     @property
     def retain_cpu_backup(self) -> bool:
-        """True: `resume` keeps backups on the host, where the next `pause` reuses their memory. Backups on disk are not retained."""
+        """True: `resume` keeps backups on the host, where the next `pause` reuses their memory. Files are not retained."""
         return self._retains
 
     @retain_cpu_backup.setter

@@ -68,7 +68,8 @@ with open(file, "r+b") as it:
     it.seek(2 * MIB); it.write(b"8")
 raises(symmalloc.FileError, "was modified", lambda: ours.wake(pool))
 assert ours.phase(pool) is Phase.ASLEEP
-raises(symmalloc.FileError, "was modified", lambda: ours.saved_copy(pointer, MIB, ctypes.addressof(ctypes.create_string_buffer(MIB))))
+copy = ctypes.create_string_buffer(MIB)
+raises(symmalloc.FileError, "was modified", lambda: ours.saved_copy(pointer, MIB, ctypes.addressof(copy)))
 with open(file, "r+b") as it:
     it.seek(2 * MIB); it.write(bytes([7]))
 ours.wake(pool)
