@@ -1,4 +1,4 @@
-"""Runs torch_memory_saver's own example tests on `symmalloc.torch_memory_saver`, each in a process of its own.
+"""Runs torch_memory_saver's own example tests on `symmalloc.torch_memory_saver`, each in a separate process.
 
     git clone https://github.com/fzyzcjy/torch_memory_saver
     python torch_memory_saver_examples.py --examples torch_memory_saver/test/examples --out report.json
@@ -55,8 +55,8 @@ PATCHES: dict[str, list[tuple[str, str, str]]] = {
     ],
     "cpu_backup": [
         (
-            "    state = \"paused\" if paused else \"active\"\n",
-            "    return\n    state = \"paused\" if paused else \"active\"\n",
+            '    state = "paused" if paused else "active"\n',
+            '    return\n    state = "paused" if paused else "active"\n',
             "the check that a freed allocation releases its backup uses the original's own pools",
         )
     ],
@@ -111,7 +111,7 @@ class State:
 
 
 def run_example(folder: Path, example: str, function: str, mode: str) -> None:
-    """Runs in a process of its own."""
+    """Runs one example, in a separate process."""
     # The folder of this file is not on the path: a job must not shadow a package.
     sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
     import torch
@@ -145,7 +145,9 @@ def main() -> None:
     parser.add_argument("--examples", type=Path, required=True, help="the folder test/examples of torch_memory_saver")
     parser.add_argument("--out", type=Path, default=Path("torch_memory_saver.json"), help="the report")
     parser.add_argument("--only", default="", help="run examples whose name contains this text")
-    parser.add_argument("--gpus", type=int, default=None, help="run examples that need this many GPUs; default: all that fit")
+    parser.add_argument(
+        "--gpus", type=int, default=None, help="run examples that need this many GPUs; default: all that fit"
+    )
     parser.add_argument("--run", nargs=3, metavar=("EXAMPLE", "FUNCTION", "MODE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not (arguments.examples / "simple.py").exists():
@@ -162,9 +164,20 @@ def main() -> None:
             continue
         for mode in modes:
             name, start = f"{example}.{function}[{mode}]", time.monotonic()
-            command = [sys.executable, __file__, "--examples", str(arguments.examples), "--run", example, function, mode]
+            command = [
+                sys.executable,
+                __file__,
+                "--examples",
+                str(arguments.examples),
+                "--run",
+                example,
+                function,
+                mode,
+            ]
             try:
-                done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+                done = subprocess.run(
+                    command, env=os.environ | environment, capture_output=True, text=True, timeout=120
+                )
                 said, code = done.stdout + done.stderr, done.returncode
             except subprocess.TimeoutExpired as late:
                 said, code = f"{late}", 124

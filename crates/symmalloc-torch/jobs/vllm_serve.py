@@ -7,16 +7,18 @@ in three rounds. The report compares tokens (where native repeats itself), token
 The KV cache has a fixed size, because vLLM otherwise fills the GPU. With `--sleep-cycles N`, native and symmalloc also run vLLM's
 sleep mode N times at level 1, and compare the tokens before and after.
 
-The model is a small Llama with vLLM's dummy weights, which are deterministic. Prompts are token ids, so nothing is downloaded. The
-file is not named after the package, because Python would then import the file instead.
+The model is a small Llama with vLLM's dummy weights, which are deterministic. Prompts are token ids, so nothing is downloaded.
+This file is not named after the package, because Python would then import the file instead.
 
 The folder has the wheels of vLLM and of what it needs beyond the machine's packages. To fill it, where a registry can be reached:
 
     python -m pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \\
-        --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \\
-        --platform manylinux2014_x86_64 -d FOLDER vllm==0.22.0 xgrammar==0.2.8 apache-tvm-ffi==0.1.15 ...
+        --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \\
+        --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \\
+        --platform manylinux1_x86_64 -d FOLDER -r vllm_wheels.txt
 
-`NEEDED` lists the packages that vLLM imports. Only those that the machine lacks are installed, to a folder that is last on the path.
+The folder then has 381 MB. `NEEDED` lists the packages that vLLM imports. Only packages that the machine lacks are installed, to a
+folder that is last on the path.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ def check_wheels(folder: Path) -> list[Path]:
     wheels = sorted(folder.glob("*.whl"))
     there = {wheel.name.split("-")[0].lower().replace(".", "_"): wheel for wheel in wheels}
     if missing := [name for name in NEEDED if name not in there and not _is_installed(name)]:
-        raise MissingWheel(f"{folder} has no wheel of {', '.join(missing)}: download it as this file's documentation says")
+        raise MissingWheel(
+            f"{folder} has no wheel of {', '.join(missing)}: download it as this file's documentation says"
+        )
     if (version := there["vllm"].name.split("-")[1]) != VLLM:
         raise OtherVersion(f"{folder} has vLLM {version}: this job needs {VLLM}, which is built for PyTorch {TORCH}")
     return wheels
@@ -103,7 +107,18 @@ def _is_installed(name: str) -> bool:
 def unpack(wheels: list[Path], site: Path) -> None:
     """Installs the wheels to a folder, except for those of packages that the machine has."""
     new = [str(wheel) for wheel in wheels if not _is_installed(wheel.name.split("-")[0])]
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--target", str(site)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-index",
+        "--no-deps",
+        "--no-compile",
+        "--target",
+        str(site),
+    ]
     subprocess.run([*command, *new], check=True)
 
 
@@ -152,7 +167,7 @@ class Server:
 
 
 def serve(allocator: str, site: Path, model: Path, has_sleep: bool) -> None:
-    """Runs in a process of its own: starts an engine, and answers requests from its standard input."""
+    """Starts an engine in a separate process, and answers requests from its standard input."""
     began = time.perf_counter()
     # The packages of the machine come first. The folder of this file is not on the path: a job must not shadow a package.
     sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
@@ -219,7 +234,13 @@ def serve(allocator: str, site: Path, model: Path, has_sleep: bool) -> None:
         print("ANSWER " + json.dumps(what), flush=True)
 
     used = free_before - torch.cuda.mem_get_info()[0]
-    answer({"start_seconds": time.perf_counter() - began, "device_bytes": used, "torch_reserved": torch.cuda.memory_reserved()})
+    answer(
+        {
+            "start_seconds": time.perf_counter() - began,
+            "device_bytes": used,
+            "torch_reserved": torch.cuda.memory_reserved(),
+        }
+    )
     for line in sys.stdin:
         command, _, argument = line.strip().partition(" ")
         answer(run() if command == "run" else sleep_cycles(int(argument)))

@@ -84,7 +84,7 @@ impl Drop for Pageable {
 
 /// A file without a name that only this user can open, with a checksum for each chunk.
 ///
-/// The checksums are keyed with a random number of this process, so whoever modifies the file cannot compute matching ones.
+/// The checksums are keyed with a random number of this process, so another process that modifies the file cannot compute matching ones.
 pub(super) struct ImageFile {
     file: File,
     len: usize,

@@ -18,8 +18,8 @@ The import installs symmalloc, so it comes before the program uses CUDA. It read
     TMS_DISK_BACKUP_DIR          the initial folder of backups on disk
 
 Both hook modes are accepted, and behave alike: nothing is preloaded, graphs can be paused in both, and `TMS_INIT_ENABLE` works
-in both. A region covers the device that is current when it begins. Unlike the original's, a failed pause or resume raises, and leaves
-the pool with its memory or asleep with its backup. Backups on disk are files without a name, so the folder looks empty.
+in both. A region covers the device that is current when it begins. Unlike the original's, a failed pause or resume raises, and
+leaves the pool with its memory or asleep with its backup. Backups on disk are files without a name, so the folder looks empty.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class TorchMemorySaver:
         enable_cpu_backup: bool = False,
         cpu_backup_backend: str | None = None,
     ) -> Iterator[None]:
-        """Captures a graph as `torch.cuda.graph` does. `pause(tag)` releases the memory of its pool, and `resume(tag)` restores it.
+        """Captures a graph as `torch.cuda.graph` does. `pause(tag)` releases its memory, and `resume(tag)` restores it.
 
         Graphs with the same `pool` have one memory. The last capture sets its tag and its backup. Without a backup, tensors of
         the capture are undefined after `resume` until the next replay.
@@ -101,7 +101,7 @@ class TorchMemorySaver:
         with torch.cuda.graph(cuda_graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode):
             device = device_index()
             of = allocator(device)
-            # The capture's first allocation makes the pool, and tells its number.
+            # The capture's first allocation creates the pool. Its placement has the pool's number.
             first = torch.empty(1, dtype=torch.uint8, device=device)
             number = of.placement_of(first.data_ptr()).pool
             del first
@@ -175,7 +175,7 @@ class TorchMemorySaver:
 
     @property
     def hook_mode(self) -> str:
-        """"preload" or "torch". Both behave alike here."""
+        """ "preload" or "torch". Both behave alike here."""
         return self._hook_mode
 
     @hook_mode.setter
