@@ -1,8 +1,8 @@
 //! Sleep and wake on the stub, whose device memory is real: kept contents are restored even if one of the calls fails.
 
 use crate::process::{calls, device, fail, heal, live, stub_test};
-use cudarc::driver::{CudaStream, DevicePtr};
 use cudarc::driver::result::{memcpy_dtoh_async, memset_d8_async};
+use cudarc::driver::{CudaStream, DevicePtr};
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::os::unix::fs::{FileExt, MetadataExt};
