@@ -52,6 +52,9 @@ pub struct FailureReport {
     pub text: String,
     /// The rank that caused the failure, as far as this rank knows; `None` if the cause is not another rank.
     pub first_rank: Option<u32>,
+    /// The silence of `first_rank` in milliseconds, if it is stopped; otherwise `None`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stopped_ms: Option<u64>,
 }
 
 impl FailureReport {

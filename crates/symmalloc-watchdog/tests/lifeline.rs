@@ -170,7 +170,7 @@ fn a_process_whose_connection_is_closed_is_gone() {
 }
 
 fn late() -> FailureReport {
-    FailureReport { text: "rank 1 did not arrive within 60 s".to_owned(), first_rank: Some(1) }
+    FailureReport { text: "rank 1 did not arrive within 60 s".to_owned(), first_rank: Some(1), stopped_ms: None }
 }
 
 #[test]
@@ -381,7 +381,7 @@ fn an_endless_message_disconnects_only_its_sender() {
 fn a_process_with_too_much_unread_data_is_gone() {
     let mut flooded = Flooded::new();
     flooded.flood.write_all(b"{\"joined\":{\"rank\":{\"communicator\":1,\"rank\":1}}}\n").expect("sent");
-    let report = FailureReport { text: "x".repeat(10_000), first_rank: None };
+    let report = FailureReport { text: "x".repeat(10_000), first_rank: None, stopped_ms: None };
     let mut events = Vec::new();
     for number in 2..4_000 {
         let rank = RankId { communicator: CommunicatorId(number), rank: 0 };
@@ -414,7 +414,7 @@ fn a_process_with_too_much_unread_data_is_gone() {
 fn an_endless_report_is_truncated() {
     let mut lifelines = job(2);
     settle(&mut lifelines);
-    let report = FailureReport { text: "é".repeat(1 << 20), first_rank: None };
+    let report = FailureReport { text: "é".repeat(1 << 20), first_rank: None, stopped_ms: None };
     lifelines[1].endpoint().fail(of_world(1), &report, now());
     let mut events = Vec::new();
     until(&mut lifelines, |lifelines| {

@@ -276,7 +276,6 @@ impl CommunicatorBuilder {
             meeting,
             watch_settings: self.watch_settings,
             watched: OnceLock::new(),
-            failed_at: OnceLock::new(),
             inner: Mutex::new(Inner::default()),
             life: Life::ready(comm),
         }
@@ -339,7 +338,6 @@ impl Communicator {
             meeting: shared.meeting,
             watch_settings: shared.watch_settings.clone(),
             watched: OnceLock::new(),
-            failed_at: OnceLock::new(),
             inner: Mutex::new(Inner::default()),
             life: Life::ready(raw),
         };

@@ -133,7 +133,11 @@ fn notify_ranks(shared: &Shared, cause: Option<&Arc<CommError>>) {
         Some(CommError::Failed(failure)) => failure.cause.rank(),
         _ => None,
     };
-    watchdog::fail(watched, FailureReport { text, first_rank });
+    let stopped_ms = match cause.map(|cause| &**cause) {
+        Some(CommError::Failed(failure)) => failure.cause.stopped_ms(),
+        _ => None,
+    };
+    watchdog::fail(watched, FailureReport { text, first_rank, stopped_ms });
 }
 
 fn resources(access: &Access<'_>) -> Resources {

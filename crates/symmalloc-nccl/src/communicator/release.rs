@@ -7,7 +7,7 @@ use crate::communicator::shared::{Access, Handles, Ownership, Shared, lock};
 use crate::communicator::threads::{KeepAlive, Waited, start, wait_for};
 use crate::ffi::calls::{Calls, Outcome};
 use crate::ffi::handles::{CommHandle, RegistrationHandle, WindowHandle};
-use crate::watchdog;
+use crate::watchdog::{self, ERROR_LIMIT};
 use std::slice::from_mut;
 use std::sync::Arc;
 
@@ -72,9 +72,14 @@ impl Shared {
         let (calls, backoff) = (self.nccl.calls(), Backoff::new(self.deadline));
         // Even after a failure, the communicator must not be used again.
         lock(&self.life).end(CommState::Destroyed, None);
-        watchdog::leave(self.watched());
+        self.watched().close();
         let caller = start(&self.device, kept, move || calls.destroy(comm));
-        match wait_for(&caller, &backoff, || false) {
+        // NCCL's proxy thread, which this call joins, waits for the proxies of all peers.
+        let is_in_vain = || self.watched().since_peer_lost().is_some_and(|since| since >= ERROR_LIMIT);
+        let waited = wait_for(&caller, &backoff, is_in_vain);
+        // Until here, the watchdog reports a peer that is gone or stopped.
+        watchdog::leave(self.watched());
+        match waited {
             Waited::Returned(answer) => {
                 answer?;
                 tracing::debug!(name: "communicator.destroyed", target: "symmalloc", communicator = &*self.name);

@@ -17,7 +17,7 @@ use crate::watchdog::{self, ERROR_LIMIT, MeetingId, WatchSettings, WatchdogMode,
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
 
 /// A practically unlimited time.
@@ -60,8 +60,6 @@ pub(super) struct Shared {
     pub(super) watch_settings: WatchSettings,
     /// The watchdog's view of the communicator; set once it is ready.
     pub(super) watched: OnceLock<Arc<Watched>>,
-    /// Time at which an error of the watchdog first waited for the communicator's end.
-    pub(super) failed_at: OnceLock<Instant>,
     pub(super) inner: Mutex<Inner>,
     pub(super) life: Arc<Mutex<Life>>,
 }
@@ -140,12 +138,12 @@ impl Shared {
         Err(failed)
     }
 
-    /// Waits until the communicator has ended after a failure that the watchdog reported. Later errors wait for the rest of the same
-    /// interval. A program that exits immediately would unload libraries under the aborting thread. After the interval, the watchdog ends
-    /// the process if necessary.
+    /// Waits until the communicator has ended, for at most [`ERROR_LIMIT`] after the failure that the watchdog reported. A rank that is gone
+    /// fails all of its communicators at the same moment, so a program that drops them one by one waits once. A program that exits
+    /// immediately would unload libraries under the aborting thread. After the interval, the watchdog ends the process if necessary.
     fn wait_for_end(&self) {
-        let failed_at = self.failed_at.get_or_init(Instant::now);
-        let backoff = Backoff::new(ERROR_LIMIT.saturating_sub(failed_at.elapsed()));
+        let since_failure = self.watched().since_failure().unwrap_or_default();
+        let backoff = Backoff::new(ERROR_LIMIT.saturating_sub(since_failure));
         while !self.is_ended() && backoff.pause() {}
     }
 

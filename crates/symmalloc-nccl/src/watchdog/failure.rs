@@ -84,7 +84,8 @@ pub enum FailureCause {
 impl Failure {
     /// Returns the report for other ranks.
     pub(super) fn report(&self) -> FailureReport {
-        FailureReport { text: self.summary(), first_rank: self.cause.rank() }
+        let stopped_ms = self.cause.stopped_ms();
+        FailureReport { text: self.summary(), first_rank: self.cause.rank(), stopped_ms }
     }
 
     /// Returns the message without its advice, which applies to this rank.
@@ -198,6 +199,15 @@ impl FailureCause {
         match self {
             FailureCause::RankStopped { submitted, .. } => Some(*submitted),
             FailureCause::RanksBehind { ranks } => ranks.iter().map(|(_, submitted)| *submitted).min(),
+            _ => None,
+        }
+    }
+
+    /// Returns the silence of the rank to look at first in milliseconds, if that rank is stopped.
+    pub(crate) fn stopped_ms(&self) -> Option<u64> {
+        match self {
+            FailureCause::RankStopped { silent, .. } => Some(silent.as_millis() as u64),
+            FailureCause::RankFailed { report, .. } => report.stopped_ms,
             _ => None,
         }
     }

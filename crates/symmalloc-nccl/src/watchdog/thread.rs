@@ -18,7 +18,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
-use symmalloc_watchdog::{Connection, FailureReport, Lifeline, Member, PeerEvent, ProcessId, RankId};
+use symmalloc_watchdog::{Connection, FailureReport, Lifeline, Member, PeerEvent, ProcessId, RankId, SILENT_AFTER};
 
 /// Longest time to wait for news of other ranks after an error of NCCL or the driver, which often means that another rank is gone.
 pub(crate) const ATTRIBUTION_LIMIT: Duration = Duration::from_millis(500);
@@ -126,7 +126,20 @@ struct WatchdogThread {
     /// Joined communicators, which the process leaves when they are dropped.
     joined: BTreeMap<RankId, Option<MeetingId>>,
     delays: BTreeMap<RankId, Delay>,
+    /// Communicators that may contain a stopped process.
+    suspects: BTreeMap<RankId, Suspicion>,
 }
+
+/// A question to the hub that finds the ranks of a stopped process in a communicator.
+#[derive(Clone, Copy)]
+struct Suspicion {
+    asked: Tick,
+    /// Minimum silence of the stopped process.
+    silent_min: Duration,
+}
+
+/// Longest difference between the silences of one process that two communicators of this process know of.
+const SILENCE_TOLERANCE: Duration = Duration::from_millis(500);
 
 /// The progress of the investigation of unfinished work.
 #[derive(Clone, Copy)]
@@ -139,7 +152,12 @@ enum Delay {
 
 impl WatchdogThread {
     fn new() -> Self {
-        WatchdogThread { lifelines: BTreeMap::new(), joined: BTreeMap::new(), delays: BTreeMap::new() }
+        WatchdogThread {
+            lifelines: BTreeMap::new(),
+            joined: BTreeMap::new(),
+            delays: BTreeMap::new(),
+            suspects: BTreeMap::new(),
+        }
     }
 
     fn run(mut self, commands: &Receiver<Command>, wakeup: &OwnedFd) {
@@ -156,6 +174,9 @@ impl WatchdogThread {
             self.receive_events(&watched);
             for one in watched.iter().filter(|one| !one.is_closed()) {
                 self.judge(one, now);
+            }
+            for one in &watched {
+                self.find_stopped(one, now);
             }
             if record::has_signal_arrived() {
                 let _started = threads::run(|| {
@@ -242,6 +263,7 @@ impl WatchdogThread {
             is_kept
         });
         self.delays.retain(|rank, _| is_watched(rank));
+        self.suspects.retain(|rank, _| is_watched(rank));
         lifelines.retain(|id, lifeline| {
             let is_over = lifeline.endpoint().is_over();
             if is_over {
@@ -279,12 +301,57 @@ impl WatchdogThread {
             };
             let others = watched.iter().filter(|one| {
                 let own = one.identity().rank_id();
-                own.communicator == of.communicator && own != of && !one.is_closed()
+                own.communicator == of.communicator && own != of
             });
             for one in others {
-                self.end(one, cause.clone(), Duration::ZERO);
+                match &cause {
+                    _ if !one.is_closed() => self.end(one, cause.clone(), Duration::ZERO),
+                    FailureCause::RankGone { .. } => one.note_peer_lost(),
+                    _ => {}
+                }
+                self.suspect_others(one, &cause, watched);
             }
         }
+    }
+
+    /// Asks about all other communicators if the cause of a communicator's end is a stopped process, which may be in them as well. They
+    /// would otherwise end only after another deadline, because the program need not have submitted any work to them.
+    fn suspect_others(&mut self, of: &Watched, cause: &FailureCause, watched: &[Arc<Watched>]) {
+        let Some(silent_ms) = cause.stopped_ms() else { return };
+        let silent_min = Duration::from_millis(silent_ms).saturating_sub(SILENCE_TOLERANCE).max(SILENT_AFTER);
+        let asked = Tick::now();
+        for one in watched.iter().filter(|one| one.failure().is_none()) {
+            let identity = one.identity();
+            if identity.rank_id() != of.identity().rank_id() {
+                self.with_lifeline(identity, |lifeline| lifeline.endpoint().ask(identity.id, asked.time()));
+                self.suspects.insert(identity.rank_id(), Suspicion { asked, silent_min });
+            }
+        }
+    }
+
+    /// Ends the communicator if the awaited answer shows that it contains a stopped process.
+    fn find_stopped(&mut self, watched: &Arc<Watched>, now: Tick) {
+        let (identity, rank) = (watched.identity(), watched.identity().rank_id());
+        let Some(Suspicion { asked, silent_min }) = self.suspects.get(&rank).copied() else { return };
+        let has_answer =
+            |lifeline: &mut Lifeline| lifeline.endpoint().has_answer(identity.id, asked.time(), now.time());
+        if self.with_lifeline(identity, has_answer) == Some(false) {
+            return;
+        }
+        self.suspects.remove(&rank);
+        let is_stopped = |member: &Member| {
+            member.rank != identity.rank
+                && !member.has_left
+                && member.departure.is_none()
+                && Duration::from_millis(member.silent_ms) >= silent_min
+        };
+        let Some(stopped) = self.members(identity).into_iter().find(is_stopped) else { return };
+        if watched.is_closed() {
+            watched.note_peer_lost();
+            return;
+        }
+        let (silent, submitted) = (Duration::from_millis(stopped.silent_ms), stopped.progress.submitted);
+        self.end(watched, FailureCause::RankStopped { rank: stopped.rank, silent, submitted }, Duration::ZERO);
     }
 
     /// Determines whether a communicator has stalled, and why.
@@ -318,7 +385,10 @@ impl WatchdogThread {
             return;
         }
         match Judgment::new(identity, &unfinished, &self.members(identity)) {
-            Judgment::End(cause) => self.end(watched, cause, now.since(unfinished.since)),
+            Judgment::End(cause) => {
+                self.end(watched, cause.clone(), now.since(unfinished.since));
+                self.suspect_others(watched, &cause, &watched::all());
+            }
             Judgment::Wait(time) => drop(self.delays.insert(rank, Delay::Paused(now, time))),
         }
     }

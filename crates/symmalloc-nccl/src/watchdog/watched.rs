@@ -8,7 +8,7 @@ use crate::watchdog::settings::WatchSettings;
 use cudarc::driver::CudaEvent;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use symmalloc_cuda::RelaxedCapture;
 use symmalloc_watchdog::{CollectiveRecord, CommunicatorId, CommunicatorRecord, Member, PeerRecord, RankId};
 
@@ -60,7 +60,10 @@ pub(crate) struct Watched {
     identity: Identity,
     settings: WatchSettings,
     flight: FlightRecorder,
-    failure: OnceLock<Arc<Failure>>,
+    /// The failure for which the watchdog ended the communicator, and its time.
+    failure: OnceLock<(Arc<Failure>, Instant)>,
+    /// Time at which the watchdog learned that the process of another rank is gone or stopped while this rank destroys the communicator.
+    peer_lost: OnceLock<Instant>,
     /// `true` once the communicator was destroyed or ended because of an error. It is then no longer checked.
     is_closed: AtomicBool,
     /// Pending events in its streams.
@@ -77,6 +80,7 @@ impl Watched {
             settings,
             flight: FlightRecorder::default(),
             failure: OnceLock::new(),
+            peer_lost: OnceLock::new(),
             is_closed: AtomicBool::new(false),
             marks: Mutex::default(),
             error: Mutex::default(),
@@ -100,7 +104,22 @@ impl Watched {
 
     /// Returns the failure for which the watchdog ended the communicator, if any.
     pub(crate) fn failure(&self) -> Option<&Arc<Failure>> {
-        self.failure.get()
+        self.failure.get().map(|(failure, _)| failure)
+    }
+
+    /// Returns the time since the failure.
+    pub(crate) fn since_failure(&self) -> Option<Duration> {
+        self.failure.get().map(|(_, since)| since.elapsed())
+    }
+
+    /// Records that the process of another rank is gone or stopped, for a communicator that is being destroyed.
+    pub(super) fn note_peer_lost(&self) {
+        self.peer_lost.get_or_init(Instant::now);
+    }
+
+    /// Returns the time since the process of another rank was known to be gone or stopped, if the communicator is being destroyed.
+    pub(crate) fn since_peer_lost(&self) -> Option<Duration> {
+        self.peer_lost.get().map(Instant::elapsed)
     }
 
     pub(super) fn is_closed(&self) -> bool {
@@ -108,7 +127,7 @@ impl Watched {
     }
 
     /// Stops checking the communicator for stalls.
-    pub(super) fn close(&self) {
+    pub(crate) fn close(&self) {
         self.is_closed.store(true, Ordering::Release);
     }
 
@@ -140,7 +159,7 @@ impl Watched {
     ) -> Option<Arc<Failure>> {
         let Identity { name, rank, .. } = &self.identity;
         let failure = Arc::new(Failure { communicator: Arc::clone(name), rank: *rank, cause, collective, waited });
-        self.failure.set(Arc::clone(&failure)).is_ok().then_some(failure)
+        self.failure.set((Arc::clone(&failure), Instant::now())).is_ok().then_some(failure)
     }
 
     /// Returns the communicator's known state as an entry of a flight record.

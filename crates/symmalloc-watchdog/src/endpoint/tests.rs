@@ -36,7 +36,7 @@ enum Step {
 }
 
 fn broken() -> FailureReport {
-    FailureReport { text: "it broke".to_owned(), first_rank: None }
+    FailureReport { text: "it broke".to_owned(), first_rank: None, stopped_ms: None }
 }
 
 fn step() -> impl Strategy<Value = Step> {
