@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  communicator.rs      the public type
-//!    builder.rs         creation: connect, connect_env, split, borrow
+//!    builder.rs         creation: connect, connect_env, split, shrink, borrow
 //!    shared.rs          state shared by the clones, the call lock
 //!    call.rs            NCCL calls: their thread (threads.rs) and deadline
 //!    submission.rs      collectives: their buffers, and groups of them

@@ -8,7 +8,7 @@ use crate::member::{Life, Member, Step, check};
 use crate::messages::{Join, Kind, Round, Signature};
 use crate::options::options;
 use crate::streams::{Kernel, Launch};
-use crate::{cuda, registry, suspension, window};
+use crate::{cuda, registry, shrink, suspension, window};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -91,7 +91,7 @@ pub(crate) fn ask(call: &'static str, handle: u64, act: impl FnOnce(&Arc<Member>
 }
 
 /// Returns `blocking` of a configuration; the default is `otherwise`.
-unsafe fn is_blocking(config: *const Config, otherwise: bool) -> Result<bool, c_int> {
+pub(crate) unsafe fn is_blocking(config: *const Config, otherwise: bool) -> Result<bool, c_int> {
     if config.is_null() {
         return Ok(otherwise);
     }
@@ -292,6 +292,8 @@ nccl! {
             let step = Step::Split { child, out: out as usize };
             group::submit(Arc::clone(member), Action::Step(step, (!is_hung).then_some(round)))
         });
+    ncclCommShrink(comm: u64, list: *const c_int, count: c_int, out: *mut u64, config: *const Config, flags: c_int)
+        shrink::shrink(comm, (list, count), out, config, flags);
     ncclCommGetAsyncError(comm: u64, code: *mut c_int) ask("ncclCommGetAsyncError", comm, |member| {
         code.write(member.poll());
         SUCCESS

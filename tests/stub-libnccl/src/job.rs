@@ -110,6 +110,9 @@ impl Job {
 
     /// Completes the next round once all ranks have reached it.
     fn meet(&mut self, outbox: &mut Outbox) -> Option<Parts> {
+        if let Some(excluded) = self.next_shrink() {
+            return self.shrink(&excluded, outbox);
+        }
         if self.seats.iter().any(|seat| seat.has_left) {
             self.fail_rounds(outbox);
             return None;
@@ -131,6 +134,7 @@ impl Job {
             Round::Window { .. } => self.register(&came),
             Round::Check { .. } => check(&came),
             Round::Meet => SUCCESS,
+            Round::Shrink { .. } => unreachable!("not all ranks take part in a shrink"),
             Round::Split { .. } => {
                 let mut by_color = Parts::new();
                 for (rank, (_, round)) in came.iter().enumerate() {
@@ -147,6 +151,43 @@ impl Job {
         };
         self.finish(ticket_of, code, outbox);
         parts
+    }
+
+    /// Returns the ranks that the next host step of some rank excludes.
+    fn next_shrink(&self) -> Option<Vec<usize>> {
+        self.seats.iter().find_map(|seat| match seat.rounds.first() {
+            Some((_, Round::Shrink { excluded, .. })) => Some(excluded.clone()),
+            _ => None,
+        })
+    }
+
+    /// Creates a communicator of the ranks that are not excluded, once all of these have asked for it.
+    fn shrink(&mut self, excluded: &[usize], outbox: &mut Outbox) -> Option<Parts> {
+        let remaining: Vec<usize> = (0..self.seats.len()).filter(|rank| !excluded.contains(rank)).collect();
+        if remaining.iter().any(|rank| self.seats[*rank].has_left) {
+            self.fail_rounds(outbox);
+            return None;
+        }
+        let mut parts = Vec::new();
+        for rank in &remaining {
+            match self.seats[*rank].rounds.first() {
+                None => return None,
+                Some((_, Round::Shrink { excluded: others, member })) if *others == excluded => {
+                    parts.push((0, *rank, *member));
+                }
+                Some((_, round)) => {
+                    violate(format!("rank {rank} takes {}, others shrink without {excluded:?}", round.name()));
+                    return None;
+                }
+            }
+        }
+        for rank in remaining {
+            let (ticket, _) = self.seats[rank].rounds.remove(0);
+            let done = ToRank::Finished { ticket, round: self.next_round, code: SUCCESS };
+            outbox.push((self.seats[rank].link.clone(), done));
+        }
+        self.next_round += 1;
+        Some(Parts::from([(0, parts)]))
     }
 
     /// Registers windows over the ranks' memory. The number of the registration is `next_round`.
@@ -298,6 +339,7 @@ impl Round {
         match self {
             Round::Window { .. } => "ncclCommWindowRegister",
             Round::Split { .. } => "ncclCommSplit",
+            Round::Shrink { .. } => "ncclCommShrink",
             Round::Check { .. } => "a collective, with checks",
             Round::Meet => "connecting",
         }

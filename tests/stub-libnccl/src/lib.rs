@@ -12,6 +12,7 @@
 //! | `window` | its windows and registered buffers |
 //! | `group`, `streams` | its calls, and its collectives on streams |
 //! | `suspension` | release and restoration of NCCL's memory |
+//! | `shrink` | communicators without some ranks |
 //! | `job`, `registry` | a communicator over all ranks, and the joining of ranks |
 //! | `wire` | ranks in other processes |
 //! | `data`, `arithmetic` | the computations of collectives |
@@ -40,6 +41,7 @@ pub mod member;
 pub mod messages;
 pub mod options;
 pub mod registry;
+pub mod shrink;
 pub mod streams;
 pub mod suspension;
 pub mod window;

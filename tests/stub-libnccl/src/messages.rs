@@ -103,6 +103,13 @@ pub enum Round {
         /// The rank's new communicator.
         member: u64,
     },
+    /// Creates a communicator without some ranks, which do not take this step.
+    Shrink {
+        /// The ranks that do not take part, in order.
+        excluded: Vec<usize>,
+        /// The rank's new communicator.
+        member: u64,
+    },
     /// Compares arguments (`NCCL_CHECK_MODE=DEBUG_GLOBAL`).
     Check {
         /// The call.

@@ -12,6 +12,7 @@ use crate::ffi::calls::NO_COLOR;
 use crate::ffi::driver;
 use crate::ffi::handles::{CommHandle, NewHandle};
 use crate::ffi::library::Nccl;
+use crate::ffi::version::Capability;
 use crate::rendezvous;
 use crate::rendezvous::launch::Launch;
 use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
@@ -321,7 +322,71 @@ impl Communicator {
         if color.is_none() {
             return Ok(None);
         }
-        let raw = new.comm().ok_or(CommError::NoCommunicator { call: "ncclCommSplit" })?;
+        self.derived((name, c_name), order, &new, "ncclCommSplit").map(Some)
+    }
+
+    /// Creates a communicator of the ranks that are not in `excluded`, in the same order, while the excluded ranks do nothing. All remaining
+    /// ranks must call it with the same ranks to exclude, after the work on this communicator has completed. Use it when ranks leave the
+    /// job and the others continue.
+    ///
+    /// The new communicator inherits the deadline and the mode. Its name is the parent's name with the excluded ranks: "world/without-3". It
+    /// has no windows: attach the pools of the remaining ranks to it and sync. Their contents and placements do not change. This
+    /// communicator stays usable on all ranks, including the excluded ones, until each destroys it.
+    ///
+    /// A communicator that the watchdog has ended cannot shrink: connect a new one.
+    ///
+    /// # Errors
+    /// Returns an error without any effect if the library lacks `ncclCommShrink` (before 2.27.3), or `excluded` is empty or contains this rank
+    /// or a number that is no rank. Returns an error if a remaining rank does not arrive within the deadline, or NCCL or the driver fails;
+    /// this communicator is then ended. Also returns an error if it had already ended.
+    pub fn shrink(&self, excluded: &[u32]) -> Result<Communicator, CommError> {
+        self.require(Capability::Shrink)?;
+        let shared = &self.shared;
+        let (ranks, rank) = (shared.ranks, shared.rank);
+        let mut excluded = excluded.to_vec();
+        excluded.sort_unstable();
+        excluded.dedup();
+        if let Some(unknown) = excluded.iter().find(|excluded| **excluded >= ranks) {
+            return Err(CommError::NoSuchRank { rank: *unknown, ranks });
+        }
+        if excluded.is_empty() || excluded.contains(&rank) {
+            return Err(CommError::ShrinkArgument { name: Arc::clone(&shared.name), rank, excluded });
+        }
+        let mut access = shared.access()?;
+        let ordinal = access.inner.shrinks.entry(excluded.clone()).or_default();
+        *ordinal += 1;
+        let list = excluded.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+        let again = if *ordinal > 1 { format!("#{ordinal}") } else { String::new() };
+        let order = shared.order.shrunk(*ordinal, &excluded);
+        let name = format!("{}/without-{list}{again}", shared.name);
+        let c_name: Arc<CStr> = CString::new(name.as_str()).map_err(|_| CommError::Name)?.into();
+        let new = NewHandle::named(&c_name);
+        let (kept, out): (KeepAlive, _) = (Some(Arc::clone(&new) as _), Arc::clone(&new));
+        let (comm, mode) = (access.comm, shared.mode);
+        // Reports this rank as connecting until the new communicator is watched.
+        let _pending = PendingCommGuard::new(shared.meeting, shared.rank, &order);
+        let raw_excluded = excluded.iter().map(|rank| *rank as c_int).collect();
+        perform(
+            from_mut(&mut access),
+            Stage::Shrink,
+            CallThread::when_blocking(mode, CallThread::Separate),
+            &kept,
+            move |calls| calls.shrink(comm, raw_excluded, &out, mode == Mode::Blocking),
+        )?;
+        drop(access);
+        self.derived((name, c_name), order, &new, "ncclCommShrink")
+    }
+
+    /// Finishes the creation of a communicator that NCCL derived from this one.
+    fn derived(
+        &self,
+        (name, c_name): (String, Arc<CStr>),
+        order: CommOrder,
+        new: &NewHandle,
+        call: &'static str,
+    ) -> Result<Communicator, CommError> {
+        let shared = &self.shared;
+        let raw = new.comm().ok_or(CommError::NoCommunicator { call })?;
         let child = Shared {
             nccl: shared.nccl,
             device: Arc::clone(&shared.device),
@@ -330,7 +395,7 @@ impl Communicator {
             rank: 0,
             ranks: 0,
             deadline: shared.deadline,
-            mode,
+            mode: shared.mode,
             ownership: Ownership::Owned,
             order,
             serial: Shared::next_serial(),
@@ -341,7 +406,7 @@ impl Communicator {
             inner: Mutex::new(Inner::default()),
             life: Life::ready(raw),
         };
-        Communicator::finish_connecting(child, &Backoff::new(shared.deadline)).map(Some)
+        Communicator::finish_connecting(child, &Backoff::new(shared.deadline))
     }
 
     /// Waits until the communicator is connected, and queries NCCL for the rank and the number of ranks.

@@ -106,6 +106,19 @@ pub enum CommError {
         /// The key.
         key: u32,
     },
+    /// A shrink excludes no rank, or the rank that calls it.
+    #[error(
+        "communicator \"{name}\": rank {rank} cannot call a shrink that excludes {excluded:?}: exclude at least one rank, and let only \
+         the remaining ranks call it"
+    )]
+    ShrinkArgument {
+        /// The communicator's name.
+        name: Arc<str>,
+        /// This rank.
+        rank: u32,
+        /// The excluded ranks.
+        excluded: Vec<u32>,
+    },
     /// A communicator handle is null.
     #[error("{call}: the communicator is null: pass a live ncclComm_t")]
     NoCommunicator {
@@ -231,6 +244,8 @@ pub enum Stage {
     Connect,
     /// The communicator is split.
     Split,
+    /// The remaining ranks create a smaller communicator.
+    Shrink,
     /// A window is registered.
     Register,
     /// A buffer of this rank is registered.
@@ -267,6 +282,7 @@ impl Stage {
         match self {
             Stage::Connect => "ncclCommInitRankConfig",
             Stage::Split => "ncclCommSplit",
+            Stage::Shrink => "ncclCommShrink",
             Stage::Register => "ncclCommWindowRegister",
             Stage::RegisterBuffer => "ncclCommRegister",
             Stage::Deregister => "ncclCommWindowDeregister",
@@ -284,6 +300,7 @@ impl fmt::Display for Stage {
         f.write_str(match self {
             Stage::Connect => "connecting",
             Stage::Split => "splitting",
+            Stage::Shrink => "shrinking",
             Stage::Register => "registering a window",
             Stage::RegisterBuffer => "registering a buffer",
             Stage::Deregister => "deregistering memory",

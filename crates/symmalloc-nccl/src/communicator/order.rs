@@ -35,6 +35,17 @@ impl CommOrder {
         CommOrder(key.into())
     }
 
+    /// Returns the order of the `ordinal`th communicator without these ranks.
+    pub(crate) fn shrunk(&self, ordinal: u32, excluded: &[u32]) -> Self {
+        let mut key = self.0.to_vec();
+        key.push(b'x');
+        key.extend_from_slice(&ordinal.to_be_bytes());
+        excluded.iter().for_each(|rank| key.extend_from_slice(&rank.to_be_bytes()));
+        // The length keeps the key of one list from being a prefix of another's.
+        key.extend_from_slice(&(excluded.len() as u32).to_be_bytes());
+        CommOrder(key.into())
+    }
+
     fn named(kind: u8, name: &str) -> Vec<u8> {
         let mut key = name.as_bytes().to_vec();
         // Names contain no zero byte, so no name's key is a prefix of another name's key.

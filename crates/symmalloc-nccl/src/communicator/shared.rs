@@ -14,6 +14,7 @@ use crate::communicator::order::CommOrder;
 use crate::ffi::handles::{CommHandle, RegistrationHandle, WindowHandle};
 use crate::ffi::library::Nccl;
 use crate::watchdog::{self, ERROR_LIMIT, MeetingId, WatchSettings, WatchdogMode, Watched};
+use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -77,6 +78,8 @@ pub(super) struct Inner {
     pub(super) buffers: Handles<RegistrationHandle>,
     /// Number of splits so far; equal on all ranks.
     pub(super) splits: u32,
+    /// Number of shrinks so far by list of excluded ranks; equal on all ranks that are not in the list.
+    pub(super) shrinks: BTreeMap<Vec<u32>, u32>,
     /// Number of gathers by transports so far; equal on all ranks.
     pub(super) gathers: u64,
 }

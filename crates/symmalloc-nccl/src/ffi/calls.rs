@@ -28,6 +28,8 @@ const SUCCESS: c_int = 0;
 const IN_PROGRESS: c_int = 7;
 /// `NCCL_WIN_COLL_SYMMETRIC`.
 const WINDOW_SYMMETRIC: c_int = 1;
+/// `NCCL_SHRINK_DEFAULT`: the parent has no work in progress.
+const SHRINK_DEFAULT: c_int = 0;
 /// Required alignment of a window's base address (`NCCL_WIN_REQUIRED_ALIGNMENT`), in bytes.
 pub const WINDOW_ALIGNMENT: u64 = 4096;
 /// `NCCL_SUSPEND_MEM`.
@@ -134,6 +136,7 @@ nccl_calls! {
         suspend = ncclCommSuspend(Comm, c_int);
         resume = ncclCommResume(Comm);
         memory_stat = ncclCommMemStats(Comm, c_int, *mut u64);
+        shrink = ncclCommShrink(Comm, *mut c_int, c_int, *mut Comm, *mut RawConfig, c_int);
     }
 }
 
@@ -160,6 +163,7 @@ impl Calls {
             Capability::Windows => self.window_register.is_some() && self.window_deregister.is_some(),
             Capability::Revoke => self.revoke.is_some(),
             Capability::Suspension => self.suspend.is_some() && self.resume.is_some() && self.memory_stat.is_some(),
+            Capability::Shrink => self.shrink.is_some(),
             Capability::WindowRefusal | Capability::RegistrationInCapture => true,
         }
     }
@@ -186,6 +190,23 @@ impl Calls {
         // SAFETY: C1, C2, C3; the configuration is valid, and NCCL copies it.
         let code = unsafe { (self.split)(comm.as_ptr(), color, key, new.out(), &raw mut config) };
         self.outcome("ncclCommSplit", code)
+    }
+
+    /// Creates a communicator without the excluded ranks, which do not take part (`ncclCommShrink`). The parent must be idle.
+    pub(crate) fn shrink(
+        &self,
+        comm: CommHandle,
+        mut excluded: Vec<c_int>,
+        new: &NewHandle,
+        blocking: bool,
+    ) -> Outcome {
+        let mut config = RawConfig::new(blocking, new.name());
+        let count = excluded.len() as c_int;
+        // SAFETY: C1, C2, C3; the configuration and the list are valid, and NCCL copies both.
+        let call = |call: unsafe extern "C" fn(_, _, _, _, _, _) -> _| unsafe {
+            call(comm.as_ptr(), excluded.as_mut_ptr(), count, new.out(), &raw mut config, SHRINK_DEFAULT)
+        };
+        self.optional("ncclCommShrink", self.shrink.map(call))
     }
 
     /// Calls `ncclCommFinalize`. Afterwards the communicator may only be polled and destroyed.

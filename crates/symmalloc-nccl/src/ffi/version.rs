@@ -22,6 +22,8 @@ pub enum Capability {
     BufferRegistration,
     /// `ncclCommWindowRegister`: symmetric windows (2.27).
     Windows,
+    /// `ncclCommShrink`: a communicator of the remaining ranks, without the ranks that leave (2.27).
+    Shrink,
     /// An error for a window that cannot be symmetric (2.29). Earlier versions return a plain registration that looks like a window.
     WindowRefusal,
     /// `ncclCommRevoke`: operations in a communicator can be stopped without freeing it while another thread hangs in it (2.28.9).
@@ -60,7 +62,7 @@ impl Capability {
     pub fn since(self) -> NcclVersion {
         match self {
             Capability::BufferRegistration => NcclVersion::new(2, 19, 1),
-            Capability::Windows => NcclVersion::new(2, 27, 3),
+            Capability::Windows | Capability::Shrink => NcclVersion::new(2, 27, 3),
             Capability::Revoke => NcclVersion::new(2, 28, 9),
             Capability::WindowRefusal => NcclVersion::new(2, 29, 1),
             Capability::RegistrationInCapture => NcclVersion::new(2, 30, 7),
@@ -74,6 +76,7 @@ impl fmt::Display for Capability {
         f.write_str(match self {
             Capability::BufferRegistration => "ncclCommRegister",
             Capability::Windows => "symmetric windows",
+            Capability::Shrink => "ncclCommShrink",
             Capability::Revoke => "ncclCommRevoke",
             Capability::WindowRefusal => "refusal of windows that cannot be symmetric",
             Capability::RegistrationInCapture => "registration while a stream is captured",

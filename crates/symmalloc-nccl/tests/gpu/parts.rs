@@ -1,11 +1,10 @@
 //! Communicators over some of the ranks: two that overlap in half of the ranks, and one that loses its last rank.
 
 use crate::job::{Calls, MIB, Rank, devices, fixed, ranks};
-use std::ffi::{c_int, c_void};
 use std::ops::Range;
 use symmalloc_core::PoolId;
 use symmalloc_cuda::{CudaAllocator, DeviceBuffer};
-use symmalloc_nccl::{Communicator, Nccl, ReduceOp, Registration, UniqueId};
+use symmalloc_nccl::{Capability, Communicator, Nccl, ReduceOp, Registration, UniqueId};
 
 const ROUNDS: u64 = 40;
 
@@ -104,36 +103,19 @@ fn a_communicator_continues_without_its_last_rank() {
     });
 }
 
-type CommShrink = unsafe extern "C" fn(*mut c_void, *mut c_int, c_int, *mut *mut c_void, *mut c_void, c_int) -> c_int;
-
-/// The same with NCCL's own call, which only the remaining ranks make. The program owns the new communicator, and the crate borrows it.
+/// The same with a shrink, in which only the remaining ranks take part.
 #[test]
-fn a_communicator_that_nccl_shrinks_continues() {
+fn a_communicator_that_shrinks_continues() {
     let Some(_) = devices() else { return };
-    let Some(shrink) = comm_shrink() else {
-        println!("skipped: NCCL {} has no ncclCommShrink", Nccl::load().expect("libnccl is available").version());
+    let nccl = Nccl::load().expect("libnccl is available");
+    if !nccl.supports(Capability::Shrink) {
+        println!("skipped: NCCL {} has no ncclCommShrink", nccl.version());
         return;
-    };
+    }
     continue_without_the_last_rank(|rank, world| {
-        if rank.rank + 1 == rank.ranks {
-            return None;
-        }
-        let (mut excluded, mut new) = ([rank.ranks as c_int - 1], std::ptr::null_mut());
-        // SAFETY: the communicator is valid and idle, the list has one rank, and without a configuration the new one has the parent's.
-        let code = unsafe { shrink(world.raw(), excluded.as_mut_ptr(), 1, &raw mut new, std::ptr::null_mut(), 0) };
-        assert_eq!(code, 0, "ncclCommShrink");
-        // SAFETY: the communicator is valid, and lives until the process ends.
-        Some(unsafe { rank.builder(Calls::Blocking).name("shrunk").borrow(new) }.expect("borrowed"))
+        let last = rank.ranks - 1;
+        (rank.rank < last).then(|| world.shrink(&[last]).expect("the remaining ranks shrink"))
     });
-}
-
-/// Returns `ncclCommShrink` (NCCL 2.27.3) of the libnccl in use.
-fn comm_shrink() -> Option<CommShrink> {
-    use libloading::os::unix::{Library, RTLD_NOW};
-    // SAFETY: the library is already open, so no initializer runs.
-    let library = unsafe { Library::open(Some("libnccl.so.2"), RTLD_NOW | libc::RTLD_NOLOAD) }.ok()?;
-    // SAFETY: this is the type of the call in nccl.h. The crate never closes the library.
-    unsafe { library.get::<CommShrink>(c"ncclCommShrink".to_bytes_with_nul()) }.ok().map(|call| *call)
 }
 
 /// Reduces in windows over all ranks, replaces the communicator by one without the last rank, and continues on that. `replace` returns

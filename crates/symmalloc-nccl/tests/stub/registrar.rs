@@ -10,6 +10,7 @@ mod graphs;
 mod metrics;
 mod programs;
 mod recovery;
+mod shrink;
 mod sleep;
 mod sleep_deaths;
 mod sleep_faults;
