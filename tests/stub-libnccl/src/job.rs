@@ -240,8 +240,14 @@ impl Job {
 
     /// Fails the rounds that a rank will never reach.
     fn fail_rounds(&mut self, outbox: &mut Outbox) {
+        let left: Vec<bool> = self.seats.iter().map(|seat| seat.has_left).collect();
         for seat in &mut self.seats {
-            for (ticket, _) in seat.rounds.drain(..) {
+            // A shrink completes without the ranks that it excludes.
+            let is_possible = |round: &Round| match round {
+                Round::Shrink { excluded, .. } => (0..left.len()).all(|rank| !left[rank] || excluded.contains(&rank)),
+                _ => false,
+            };
+            for (ticket, _) in seat.rounds.extract_if(.., |(_, round)| !is_possible(round)) {
                 let failed = ToRank::Finished { ticket, round: u64::MAX, code: REMOTE_ERROR };
                 outbox.push((seat.link.clone(), failed));
             }
