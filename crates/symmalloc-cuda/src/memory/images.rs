@@ -239,12 +239,8 @@ impl Images {
     fn find_saved(&self, address: u64, size_bytes: u64) -> Option<(Arc<Saved>, usize)> {
         let kept = self.kept();
         let retained = kept.pools.values().filter_map(|of_pool| of_pool.retained.as_ref());
-        let found = kept
-            .images
-            .values()
-            .chain(retained)
-            .find_map(|saved| Some((Arc::clone(saved), saved.offset_of(address, size_bytes)?)));
-        found
+        let mut all = kept.images.values().chain(retained);
+        all.find_map(|saved| Some((Arc::clone(saved), saved.offset_of(address, size_bytes)?)))
     }
 
     /// Returns the saved bytes of device memory, or `None` if no image contains them.

@@ -16,7 +16,7 @@ fn lose_two_of_four() {
             return None;
         }
         let rest = it.world.shrink(&[1]).expect("the remaining ranks shrink");
-        assert_eq!((&*rest.name(), rest.ranks()), ("world/without-1", 3));
+        assert_eq!((rest.name(), rest.ranks()), ("world/without-1", 3));
         assert_eq!(rest.rank() as usize, it.rank.saturating_sub(1), "the order does not change");
         it.registrar.attach(&rest, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
         let mut after = it.take(&pool, 40 * MIB);
@@ -28,7 +28,7 @@ fn lose_two_of_four() {
         // Ranks that shrink from the same parent at different times have equal names.
         if it.rank > 0 {
             let pair = rest.shrink(&[0, 0]).expect("the remaining ranks shrink");
-            assert_eq!((&*pair.name(), pair.ranks()), ("world/without-1/without-0", 2));
+            assert_eq!((pair.name(), pair.ranks()), ("world/without-1/without-0", 2));
             it.registrar.attach(&pair, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
             it.registrar.sync(&[&pair]).expect("the remaining ranks sync");
             it.reduce_right(&pair, &mut after);
