@@ -566,13 +566,12 @@ stub_test!(a_full_disk_leaves_the_pool_awake_and_another_place_serves_it, {
     // A limit on the size of files fails writes as a full disk does.
     let limit = |bytes| {
         let limit = libc::rlimit { rlim_cur: bytes, rlim_max: libc::RLIM_INFINITY };
-        // SAFETY: valid arguments, in a process of this test's own.
-        assert_eq!(
-            unsafe {
-                (libc::signal(libc::SIGXFSZ, libc::SIG_IGN), libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit)).1
-            },
-            0
-        );
+        // SAFETY: valid arguments, in a process that runs only this test.
+        let result = unsafe {
+            libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
+            libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit)
+        };
+        assert_eq!(result, 0);
     };
     limit(40 << 20);
     let error = saved_error(job.allocator.sleep(job.id(), Contents::Keep).expect_err("the file is too large"));

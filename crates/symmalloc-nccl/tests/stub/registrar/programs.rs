@@ -375,10 +375,10 @@ nccl_test!(random_programs_are_correct_when_calls_fail_and_hang, {
     run(2_000_000, Mode::AtSync, true);
 });
 
-nccl_test!(random_programs_are_right_by_the_rules_of_2_30, ["STUB_NCCL_VERSION" = "23007"], {
+nccl_test!(random_programs_are_correct_by_the_rules_of_2_30, ["STUB_NCCL_VERSION" = "23007"], {
     run(3_000_000, Mode::AtSync, false);
 });
 
-nccl_test!(random_programs_are_right_by_the_rules_of_2_32, ["STUB_NCCL_VERSION" = "23203"], {
+nccl_test!(random_programs_are_correct_by_the_rules_of_2_32, ["STUB_NCCL_VERSION" = "23203"], {
     run(4_000_000, Mode::AtSync, false);
 });
