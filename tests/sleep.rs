@@ -298,7 +298,7 @@ fn a_sleeping_pool_does_not_count_toward_limits_until_it_wakes() {
     allocator.sleep(pools[0], Contents::Keep).expect("nothing prevents it");
     let second = allocator.allocate(pools[1], stream, 60 * MIB).expect("memory");
     let error = allocator.wake(pools[0]).unwrap_err();
-    let text = "p1: it stays asleep, because waking needs 60.00 MiB: free memory, or put other pools to sleep, and wake it again: the allocator's limit is 64.00 MiB: raise it, or trim other pools";
+    let text = "p1: it stays asleep, because waking needs 60.00 MiB: free and trim memory of other pools, or put them to sleep, and wake it again: the allocator's limit is 64.00 MiB: raise it, or trim other pools";
     assert_eq!(error.to_string(), text);
     allocator.check().expect("consistent");
     allocator.sleep(pools[1], Contents::Drop).expect("nothing prevents it");

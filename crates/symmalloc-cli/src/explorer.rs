@@ -55,7 +55,7 @@ pub(crate) fn section(program: &Program, layouts: &[Layout], op: usize) -> Marku
                 output #matches {}
             }
             div #legend {}
-            canvas #overview tabindex="0" aria-label="Reserved and live memory over the whole job. Drag to choose the ops that are shown below." {}
+            canvas #overview tabindex="0" aria-label="Reserved and live memory over the whole job. Click or drag to center the view." {}
             div.bar {
                 span.buttons {
                     button #nearer type="button" aria-label="Zoom in" { "+" }

@@ -16,8 +16,8 @@ use symmalloc_core::{PoolId, Remapped};
 
 impl CudaAllocator {
     /// Puts a pool to sleep: its memory returns to the device, while buffers, addresses and graphs stay valid for use after the pool wakes.
-    /// Contents that [`Contents::Keep`] keeps are saved to pinned host memory, or to a file if the backend has a
-    /// [folder](crate::CudaBackendBuilder::images_in) for them. Waits on the host for the streams that use the pool.
+    /// Contents that [`Contents::Keep`] keeps are saved in the pool's [place](Self::save_in), which is pinned host memory by default, or a
+    /// file if the backend has a [folder](crate::CudaBackendBuilder::images_in) for them. Waits on the host for the streams that use the pool.
     ///
     /// Nothing may use the pool's memory until it is awake. Until then, allocating from it returns an error, but buffers may be dropped.
     ///
@@ -53,7 +53,7 @@ impl CudaAllocator {
         self.core().remap_with(pool, || self.trim_private())
     }
 
-    /// Releases the free memory of all pools that ranks do not compare, and prefetched memory. Symmetric pools, graph pools, pools with a
+    /// Releases the free memory of private pools, and prefetched memory. Symmetric pools, graph pools, pools with a
     /// quota and pools with windows or registered buffers are unchanged. One rank alone can therefore call it, unlike
     /// [`trim`](Self::trim). Returns the number of bytes released.
     pub fn trim_private(&self) -> u64 {

@@ -50,13 +50,14 @@ impl Registrar {
         outcome
     }
 
-    /// Puts a pool to sleep like [`sleep`](Self::sleep), and then suspends its communicators: NCCL releases their memory on all ranks, until
-    /// the pool wakes. Until then, their collectives return an error, and no graph that contains any may be launched. All pools with
-    /// registrations on them must sleep.
+    /// Puts a pool to sleep like [`sleep`](Self::sleep), and then suspends its communicators: NCCL releases their memory on all ranks. The
+    /// next wake of a pool with registrations on a communicator resumes it, and so does any sleep or wake over it. Until then, its
+    /// collectives and syncs return an error, and no graph that contains its collectives may be launched. All pools with registrations on
+    /// these communicators must sleep.
     ///
     /// # Errors
-    /// See [`sleep`](Self::sleep). Before NCCL 2.29.7, the error is [`SleepError::Refused`] with
-    /// [`Obstacle::NoSuspension`](crate::Obstacle::NoSuspension).
+    /// See [`sleep`](Self::sleep). [`SleepError::Refused`] with [`Obstacle::NoSuspension`](crate::Obstacle::NoSuspension) means that NCCL is
+    /// older than 2.29.7, and with [`Obstacle::OtherWindows`](crate::Obstacle::OtherWindows) that another pool with registrations is awake.
     pub fn sleep_and_suspend(
         &self,
         over: &Communicator,
@@ -83,8 +84,7 @@ impl<'a> Run<'a> {
         let communicator = self.over().name().to_owned();
         self.resume_exchange()?;
         if self.agree()?.all_are(Phase::Asleep) {
-            self.record_op();
-            return Ok(Slept { suspended_bytes: self.suspend()?, ..Slept::default() });
+            return self.suspend_asleep();
         }
         let quiesced = self.quiesce(contents);
         let obstacle = quiesced.as_ref().err().copied();
@@ -123,6 +123,25 @@ impl<'a> Run<'a> {
                 Ok(Slept { suspended_bytes: self.suspend()?, ..slept })
             }
         }
+    }
+
+    /// Suspends the communicators of a pool that sleeps on every rank, if the call asks for it.
+    fn suspend_asleep(mut self) -> Result<Slept, SleepError> {
+        let obstacle = self.check_suspension().err();
+        if obstacle.is_none() {
+            self.record_op();
+        }
+        if self.suspends {
+            match self.decide(obstacle) {
+                Err(error) => return Err(self.broken(SleepStep::Decide, error)),
+                Ok(ranks) if !ranks.is_empty() => {
+                    let communicator = self.over().name().to_owned();
+                    return Err(SleepError::Refused { communicator, ranks });
+                }
+                Ok(_) => {}
+            }
+        }
+        Ok(Slept { suspended_bytes: self.suspend()?, ..Slept::default() })
     }
 
     /// Executes `Quiesce`: waits until no kernel uses the pool, and saves the contents to keep.

@@ -3,7 +3,7 @@
     python vllm_serve.py --wheels FOLDER --out report.json          on a machine with a GPU, PyTorch 2.11.0 and symmalloc
 
 Three processes serve the same requests: native, native again, and symmalloc. They start one after the other, and then take turns
-in three rounds. The report compares tokens (where native repeats itself), tokens per second (medians), memory and start-up time.
+in `--rounds` rounds. The report compares tokens (where native repeats itself), tokens per second (medians), memory and start-up time.
 The KV cache has a fixed size, because vLLM otherwise fills the GPU. With `--sleep-cycles N`, native and symmalloc also run vLLM's
 sleep mode N times at level 1, and compare the tokens before and after.
 

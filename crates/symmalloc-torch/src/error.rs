@@ -286,7 +286,7 @@ impl Error {
                 SyncError::Disagreed { .. } | SyncError::Differ { .. } | SyncError::OffsetsDiffer { .. } => {
                     SYMMALLOC_MISALIGNED
                 }
-                SyncError::Capturing => SYMMALLOC_INVALID_STATE,
+                SyncError::Capturing | SyncError::Suspended { .. } => SYMMALLOC_INVALID_STATE,
                 SyncError::Cuda { .. } => SYMMALLOC_CUDA,
                 _ => SYMMALLOC_NCCL,
             },

@@ -110,8 +110,9 @@ impl Job {
 
     /// Completes the next round once all ranks have reached it.
     fn meet(&mut self, outbox: &mut Outbox) -> Option<Parts> {
-        if let Some(excluded) = self.next_shrink() {
-            return self.shrink(&excluded, outbox);
+        let shrinks = self.next_shrinks();
+        if !shrinks.is_empty() {
+            return shrinks.iter().find_map(|excluded| self.shrink(excluded, outbox));
         }
         if self.seats.iter().any(|seat| seat.has_left) {
             self.fail_rounds(outbox);
@@ -153,12 +154,14 @@ impl Job {
         parts
     }
 
-    /// Returns the ranks that the next host step of some rank excludes.
-    fn next_shrink(&self) -> Option<Vec<usize>> {
-        self.seats.iter().find_map(|seat| match seat.rounds.first() {
+    /// Returns the excluded ranks of each shrink that is the next host step of a rank. A rank that one shrink excludes may already ask for
+    /// the following one.
+    fn next_shrinks(&self) -> BTreeSet<Vec<usize>> {
+        let next = self.seats.iter().filter_map(|seat| match seat.rounds.first() {
             Some((_, Round::Shrink { excluded, .. })) => Some(excluded.clone()),
             _ => None,
-        })
+        });
+        next.collect()
     }
 
     /// Creates a communicator of the ranks that are not excluded, once all of these have asked for it.
@@ -171,10 +174,10 @@ impl Job {
         let mut parts = Vec::new();
         for rank in &remaining {
             match self.seats[*rank].rounds.first() {
-                None => return None,
                 Some((_, Round::Shrink { excluded: others, member })) if *others == excluded => {
                     parts.push((0, *rank, *member));
                 }
+                None | Some((_, Round::Shrink { .. })) => return None,
                 Some((_, round)) => {
                     violate(format!("rank {rank} takes {}, others shrink without {excluded:?}", round.name()));
                     return None;

@@ -70,6 +70,7 @@ class Picture {
     this.overview = this.surface("overview");
     this.pointers(this.lanes.canvas);
     this.keys(this.lanes.canvas);
+    this.keys(this.overview.canvas);
     this.overviewPointers(this.overview.canvas);
     const redraw = () => this.draw();
     new ResizeObserver(redraw).observe(element("explorer"));
@@ -191,6 +192,8 @@ class Picture {
     this.cursor = clamp(Math.floor(op) || 0, 0, Math.max(0, this.recording.ops - 1));
     element("op").value = this.cursor;
     this.showLive();
+    const { from, to } = this.ops;
+    if (this.cursor < from || this.cursor >= to) this.center(this.cursor);
     this.draw();
   }
 
@@ -223,6 +226,12 @@ class Picture {
     moved(this.ops, ops, this.recording.ops);
     moved(this.bytes, bytes, 1);
     this.draw();
+  }
+
+  /** Moves an op to the middle of the view. */
+  center(op) {
+    const length = this.ops.to - this.ops.from;
+    this.move((op - this.ops.from - length / 2) / length, 0);
   }
 
   showWhole() {
@@ -277,8 +286,8 @@ class Picture {
     const rows = [
       ["name", name || "none"],
       ["size", `${memory(recording.size[selected])} (${count(recording.size[selected])} bytes)`],
-      ["allocated", `by op ${count(from)}, allocation ${count(selected)}`],
-      ["freed", to < recording.ops ? `by op ${count(to)}, ${count(to - from)} ops later` : "never"],
+      ["allocated", `at op ${count(from)}, allocation ${count(selected)}`],
+      ["freed", to < recording.ops ? `at op ${count(to)}, ${count(to - from)} ops later` : "never"],
       ["pool, stream", `${recording.pool[selected]}, ${recording.stream[selected]}`],
       ...recording.layouts.map((layout) => [layout.name, this.placeOf(layout, selected)]),
     ];
@@ -289,7 +298,7 @@ class Picture {
 
   placeOf(layout, index) {
     const lane = layout.lane[index];
-    return lane < 0 ? "not placed" : `${laneName(layout.lanes[lane])}, at ${memory(layout.position[index])}`;
+    return lane < 0 ? "not placed" : `${laneName(layout.lanes[lane])}, at offset ${memory(layout.position[index])}`;
   }
 
   // Drawing
@@ -396,7 +405,7 @@ class Picture {
 
   /** Returns the panels: the shown layouts, each with its place on the canvas. */
   panels() {
-    const layouts = this.compared ? [this.layout, this.compared] : [this.layout];
+    const layouts = this.compared && this.compared !== this.layout ? [this.layout, this.compared] : [this.layout];
     const height = layouts.length === 1 ? PANEL_HEIGHT.one : PANEL_HEIGHT.two;
     return layouts.map((layout, index) => ({ layout, top: index * (height + 4), height }));
   }
@@ -692,10 +701,11 @@ class Picture {
     hint.hidden = index < 0;
     if (index < 0) return;
     const { recording } = this;
+    const [from, to] = [recording.from[index], recording.to[index]];
+    const life = to < recording.ops ? `ops ${count(from)} to ${count(to)}` : `from op ${count(from)}, never freed`;
     hint.replaceChildren(
       made("b", nameOf(recording, index) || "without a name"),
-      made("span", `${memory(recording.size[index])}, ops ${count(recording.from[index])} to ${count(recording.to[index])}, ` +
-        `stream ${recording.stream[index]}; op ${count(Math.floor(op))}`),
+      made("span", `${memory(recording.size[index])}, ${life}, stream ${recording.stream[index]}; op ${count(Math.floor(op))}`),
     );
     const box = this.lanes.canvas.getBoundingClientRect();
     const left = clamp(event.clientX - box.left + 14, 0, Math.max(0, box.width - hint.offsetWidth - 4));
@@ -704,19 +714,18 @@ class Picture {
   }
 
   overviewPointers(canvas) {
-    const center = (event) => {
+    const centerAt = (event) => {
       const box = canvas.getBoundingClientRect();
-      const length = this.ops.to - this.ops.from;
       const op = ((event.clientX - box.left) / box.width) * this.recording.ops;
-      this.move((op - this.ops.from - length / 2) / length, 0);
-      if (length >= this.recording.ops) this.setCursor(op);
+      this.center(op);
+      if (this.ops.to - this.ops.from >= this.recording.ops) this.setCursor(op);
     };
     canvas.addEventListener("pointerdown", (event) => {
       canvas.setPointerCapture(event.pointerId);
-      center(event);
+      centerAt(event);
     });
     canvas.addEventListener("pointermove", (event) => {
-      if (event.buttons) center(event);
+      if (event.buttons) centerAt(event);
     });
   }
 

@@ -67,11 +67,11 @@ impl<L: Lock> Heap<L> {
     /// Releases all free memory, or `goal_bytes` of it. Segments that an observer holds stay retired until it
     /// acknowledges them.
     ///
-    /// A trim is no op of a sleeping heap: one rank alone may trim to make room for a wake. See
-    /// [`release_asleep`](Self::release_asleep).
+    /// A trim is no op of a sleeping heap, which has no free memory: one rank alone may trim to make room for a wake. It retries releases
+    /// that the driver refused earlier, which the digest contains already.
     pub(crate) fn trim(&mut self, context: &DynContext<'_, L>, goal_bytes: Option<u64>) -> Released {
         if self.is_asleep() {
-            return self.release_asleep(context);
+            return self.release_retired(context);
         }
         let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
         let span = tracing::debug_span!(target: "symmalloc", "heap.trim", pool, stream, goal_bytes);
@@ -126,13 +126,6 @@ impl<L: Lock> Heap<L> {
             tracing::warn!(name: "trim.failed", target: "symmalloc", pool, stream, released_bytes, %error);
         }
         released
-    }
-
-    /// Trims a sleeping heap, which has no free memory. Releases memory of removed segments that the driver failed to
-    /// release earlier, unless ranks compare the heap: a release on one rank would leave that rank more room below the
-    /// pool's limit.
-    fn release_asleep(&mut self, context: &DynContext<'_, L>) -> Released {
-        if self.config.symmetric() { Released::default() } else { self.release_retired(context) }
     }
 
     /// Destroys the heap, which has no live allocations: it refuses requests from then on, and releases all memory,

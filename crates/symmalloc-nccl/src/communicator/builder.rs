@@ -299,7 +299,7 @@ impl Communicator {
         let (Some(raw_color), Ok(raw_key)) = (raw_color, raw_key) else {
             return Err(CommError::SplitArgument { color: color.unwrap_or(0), key });
         };
-        let mut access = shared.access()?;
+        let mut access = shared.access_active()?;
         access.inner.splits += 1;
         let ordinal = access.inner.splits;
         let name = format!("{}/{ordinal}.{}", shared.name, color.map_or(-1, i64::from));
@@ -338,7 +338,7 @@ impl Communicator {
     /// # Errors
     /// Returns an error without any effect if the library lacks `ncclCommShrink` (before 2.27.3), or `excluded` is empty or contains this rank
     /// or a number that is no rank. Returns an error if a remaining rank does not arrive within the deadline, or NCCL or the driver fails;
-    /// this communicator is then ended. Also returns an error if it had already ended.
+    /// this communicator is then ended. Also returns an error if this communicator has already ended or is suspended.
     pub fn shrink(&self, excluded: &[u32]) -> Result<Communicator, CommError> {
         self.require(Capability::Shrink)?;
         let shared = &self.shared;
@@ -352,7 +352,7 @@ impl Communicator {
         if excluded.is_empty() || excluded.contains(&rank) {
             return Err(CommError::ShrinkArgument { name: Arc::clone(&shared.name), rank, excluded });
         }
-        let mut access = shared.access()?;
+        let mut access = shared.access_active()?;
         let ordinal = access.inner.shrinks.entry(excluded.clone()).or_default();
         *ordinal += 1;
         let list = excluded.iter().map(u32::to_string).collect::<Vec<_>>().join(",");

@@ -169,6 +169,14 @@ impl Attachment {
         Ok(state.transport.insert(transport))
     }
 
+    /// Checks that the communicator is not suspended.
+    pub(crate) fn check_active(&self) -> Result<(), SyncError> {
+        if self.comm.is_suspended() {
+            return Err(SyncError::Suspended { communicator: self.comm.name().to_owned() });
+        }
+        Ok(())
+    }
+
     /// Runs an exchange of messages over the communicator, between two syncs.
     pub(crate) fn with_transport<T>(
         &self,
@@ -179,6 +187,7 @@ impl Attachment {
         if state.is_dropped || self.comm.state() != CommState::Ready {
             return Err(self.gone());
         }
+        self.check_active()?;
         let outcome = exchange(self.transport(&mut state)?);
         if outcome.as_ref().is_err_and(SyncError::is_fatal) {
             self.end(&mut state, allocator);

@@ -161,7 +161,9 @@ pub enum Obstacle {
         code: i32,
     },
     /// The contents could not be saved.
-    #[error("{live_bytes} bytes could not be saved on the host, code {code}: free host memory, or drop the contents")]
+    #[error(
+        "{live_bytes} bytes could not be saved, code {code}: free host memory, or space on the disk of kept contents, or drop the contents"
+    )]
     Save {
         /// Bytes in live blocks.
         live_bytes: u64,
@@ -196,7 +198,9 @@ pub enum Obstacle {
         limit_bytes: u64,
     },
     /// The contents could not be restored.
-    #[error("the contents could not be copied back, code {code}: wake again")]
+    #[error(
+        "the contents could not be restored, code {code}: wake again; if they are kept in a file, check that it was not modified"
+    )]
     Load {
         /// The error code.
         code: i32,
@@ -282,7 +286,7 @@ pub enum SleepError {
         cause: Option<Arc<CommError>>,
     },
     /// This rank's device has no room for the memory of the suspended communicator over which the ranks communicate. No message was sent,
-    /// and the call is no op: the other ranks wait for this one until the deadline. Make room, and call it again.
+    /// and the call is not recorded as an op: the other ranks wait for this one until the deadline. Make room, and call it again.
     #[error(
         "communicator \"{communicator}\" needs {needed_bytes} bytes to resume, and the device has {free_bytes}: free memory of other pools \
          or processes, and wake again before the deadline"
@@ -324,7 +328,7 @@ pub enum SleepError {
     },
     /// The communicator ended during the op. If that happened in `Decide` of a sleep to which this rank had agreed, or in `Register`, all
     /// communicators of the pool have ended on this rank, and the pool is awake without windows. In `Check`, the pool is asleep, or it is
-    /// awake with its windows on other communicators. Otherwise the pool is unchanged.
+    /// awake with its windows on other communicators. In `Suspend`, the pool is asleep. Otherwise the pool is unchanged.
     #[error("communicator \"{communicator}\" ended {step}, and the pool is {}: {error}", if *.is_asleep { "asleep" } else { "awake" })]
     Broken {
         /// The communicator.

@@ -162,6 +162,14 @@ pub enum SyncError {
         "a graph is being captured: sync before the capture begins, after reserving (core().reserve) what will be allocated in it"
     )]
     Capturing,
+    /// The communicator is suspended. Nothing was changed.
+    #[error(
+        "communicator \"{communicator}\" is suspended: wake a pool with windows on it first, or leave it out of the sync on every rank"
+    )]
+    Suspended {
+        /// The communicator.
+        communicator: String,
+    },
     /// The pool is not attached to the communicator, or no pool is.
     #[error("{} not attached to communicator \"{communicator}\": call attach on every rank", .pool.map_or_else(|| "nothing is".to_owned(), |pool| format!("{pool} is")))]
     NotAttached {

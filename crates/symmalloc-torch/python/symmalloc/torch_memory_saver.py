@@ -195,7 +195,7 @@ class TorchMemorySaver:
 
     @property
     def memory_margin_bytes(self) -> int:
-        """Bytes of the device memory that are free now which PyTorch's allocations leave free. Only the setter is supported.
+        """Device memory, in bytes, that PyTorch must leave free. Only the setter is supported.
 
         The limit is set once, on the current device, as `torch.cuda.set_per_process_memory_fraction` does.
         """
@@ -207,7 +207,7 @@ class TorchMemorySaver:
         free, total = torch.cuda.mem_get_info()
         usable = torch.cuda.memory_reserved() + free - value
         if value < 0 or usable <= 0:
-            raise InvalidArgument(f"memory_margin_bytes={value} must be from 0 to below the {free} bytes that are free")
+            raise InvalidArgument(f"memory_margin_bytes={value} must be from 0 to below the {torch.cuda.memory_reserved() + free} bytes that PyTorch can use")
         torch.cuda.set_per_process_memory_fraction(min(1.0, usable / total))
 
     def _backend_for(self, enable_cpu_backup: bool, backend: str | None) -> str | None:

@@ -64,6 +64,9 @@ impl Attachment {
         let actions =
             SyncActions::new(&state.segments, &windows.events, &windows.leaving, |pool| state.pools.ordinal(pool));
         let mut synced = Synced::default();
+        if history.is_some() || !actions.list.is_empty() || !buffers.is_empty() {
+            self.check_active()?;
+        }
         if history.is_some() || !actions.list.is_empty() {
             synced.rounds = self.agree(state, job, history, &actions)?;
         }

@@ -6,7 +6,9 @@ use stub_process::{nccl, nccl_test};
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
-use symmalloc_nccl::{CommError, CommState, Obstacle, ReduceOp, Registration, SleepError, SleepField, SleepStep};
+use symmalloc_nccl::{
+    CommError, CommState, Obstacle, ReduceOp, Registration, SleepError, SleepField, SleepStep, SyncError,
+};
 
 fn registered(it: &Rank) -> (Pool<CudaBackend>, Vec<DeviceBuffer<f32>>) {
     let pool = it.attached_pool();
@@ -32,6 +34,12 @@ fn suspends_and_resumes(ranks: usize) {
             let error = it.world.all_reduce_in_place(&mut other, ReduceOp::Sum, &it.stream).expect_err("suspended");
             assert!(matches!(error, CommError::Suspended { .. }), "{error}");
             drop(other);
+            for error in [it.registrar.sync(&[&it.world]), it.registrar.agree(&[&pair, &it.world])] {
+                assert!(matches!(error, Err(SyncError::Suspended { .. })), "{error:?}");
+            }
+            let derived =
+                [it.world.split(Some(0), 0).map(drop), it.world.shrink(&[(it.rank as u32 + 1) % 2]).map(drop)];
+            assert!(derived.iter().all(|error| matches!(error, Err(CommError::Suspended { .. }))), "{derived:?}");
             let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
             assert_eq!((woken.registrations, woken.resumed.len(), woken.lost.len()), (6, 2, 0));
             assert!(!it.world.is_suspended() && !pair.is_suspended());
@@ -84,6 +92,9 @@ nccl_test!(other_windows_prevent_a_suspension, ["STUB_NCCL_VERSION" = "23007"], 
         it.registrar.sleep(&it.world, other.id(), Contents::Drop).expect("all ranks sleep");
         it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop).expect("the other pool sleeps");
         it.registrar.wake(&it.world, other.id()).expect("all ranks wake");
+        let error = it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop).expect_err("it has windows");
+        assert!(matches!(error, SleepError::Refused { .. }), "{error}");
+        it.reduce_right(&it.world, &mut tensor);
         it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
         it.reduce_right(&it.world, &mut tensor);
     });
