@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -55,6 +56,8 @@ class Fakes(unittest.TestCase):
             capture_output=True,
             text=True,
             timeout=100,
+            # A shell that starts the tests in the background makes them ignore Ctrl+C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def report(self, *cases: str, **environment: str) -> tuple[int, dict[str, Any]]:
