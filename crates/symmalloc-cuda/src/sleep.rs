@@ -56,6 +56,9 @@ impl CudaAllocator {
     /// Releases the free memory of private pools, and prefetched memory. Symmetric pools, graph pools, pools with a
     /// quota and pools with windows or registered buffers are unchanged. One rank alone can therefore call it, unlike
     /// [`trim`](Self::trim). Returns the number of bytes released.
+    ///
+    /// Blocks the host until the streams that used this memory have completed their work, which must therefore not wait for a rank that is
+    /// in a collective wake.
     pub fn trim_private(&self) -> u64 {
         self.state().trim_private()
     }
@@ -105,9 +108,9 @@ impl CudaAllocator {
         self.core().backend().images().set_place(pool, place);
     }
 
-    /// Sets if the saved contents of a pool stay in host memory after its next wake. They remain readable with
-    /// [`saved_at`](Self::saved_at), and the next sleep reuses their memory. A wake without retention releases them. Files are never
-    /// retained.
+    /// Sets whether the saved contents of a pool stay in host memory after its next wake. They remain readable with
+    /// [`saved_at`](Self::saved_at), and the next sleep reuses their memory. The next sleep that saves contents
+    /// replaces them. Files are never retained.
     pub fn retain_saved(&self, pool: PoolId, is_retained: bool) {
         self.core().backend().images().set_retained(pool, is_retained);
     }
@@ -119,6 +122,7 @@ impl CudaAllocator {
     }
 
     /// Returns the saved bytes of device memory of a sleeping pool, or of a pool that retains them. Returns `None` if there are none.
+    /// Retained contents are those of the last sleep that saved any.
     pub fn saved_at(&self, address: u64, size_bytes: u64) -> Option<SavedBytes> {
         self.core().backend().images().saved_at(address, size_bytes)
     }
@@ -140,7 +144,7 @@ impl CudaAllocator {
         Ok(self.core().backend().images().reserve(size_bytes).map_err(crate::error::DriverError::from)?)
     }
 
-    /// Releases pinned host memory that no sleeping pool needs. Returns the number of bytes released.
+    /// Releases pinned host memory that contains no saved contents. Returns the number of bytes released.
     ///
     /// # Errors
     /// Returns an error if a driver call fails. The remaining memory can be released by another call.

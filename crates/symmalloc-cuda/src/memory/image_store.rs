@@ -6,9 +6,11 @@ use std::collections::hash_map::RandomState;
 use std::fs::{File, OpenOptions};
 use std::hash::{BuildHasher, Hasher};
 use std::io;
+use std::ops::Deref;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::{BackendError, Reason};
 
 /// A place for the saved contents of a pool.
@@ -26,9 +28,68 @@ pub enum ImagePlace {
 
 /// The storage of one image.
 pub(super) enum Store {
-    Pinned(Vec<Chunk>),
+    Pinned(PinnedChunks),
     Pageable(Pageable),
     File(ImageFile),
+}
+
+/// Pinned chunks that no image uses.
+#[derive(Clone, Default)]
+pub(super) struct IdleChunks(Arc<Mutex<Vec<Chunk>>>);
+
+impl IdleChunks {
+    /// Takes at most `count` chunks.
+    pub(super) fn take(&self, count: usize) -> PinnedChunks {
+        let mut idle = self.lock();
+        let from = idle.len().saturating_sub(count);
+        PinnedChunks { chunks: idle.split_off(from), idle: self.clone() }
+    }
+
+    pub(super) fn pop(&self) -> Option<Chunk> {
+        self.lock().pop()
+    }
+
+    pub(super) fn push(&self, chunk: Chunk) {
+        self.lock().push(chunk);
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.lock().len()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Chunk>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Pinned chunks in use. They become idle when they are dropped.
+pub(super) struct PinnedChunks {
+    chunks: Vec<Chunk>,
+    idle: IdleChunks,
+}
+
+impl PinnedChunks {
+    pub(super) fn push(&mut self, chunk: Chunk) {
+        self.chunks.push(chunk);
+    }
+
+    pub(super) fn truncate(&mut self, count: usize) {
+        self.idle.lock().extend(self.chunks.drain(count.min(self.chunks.len())..));
+    }
+}
+
+impl Deref for PinnedChunks {
+    type Target = [Chunk];
+
+    fn deref(&self) -> &[Chunk] {
+        &self.chunks
+    }
+}
+
+impl Drop for PinnedChunks {
+    fn drop(&mut self) {
+        self.truncate(0);
+    }
 }
 
 /// Private anonymous memory.
@@ -37,10 +98,9 @@ pub(super) struct Pageable {
     len: usize,
 }
 
-// SAFETY: the memory is not bound to a thread. `read` and `write` are called under the rules of `Backend`: no two calls for one image
-// run at the same time.
+// SAFETY: the memory is not bound to a thread.
 unsafe impl Send for Pageable {}
-// SAFETY: as above.
+// SAFETY: a shared reference only reads.
 unsafe impl Sync for Pageable {}
 
 impl Pageable {
@@ -56,16 +116,16 @@ impl Pageable {
     }
 
     /// Returns the address of a byte.
-    pub(super) fn at(&self, offset: usize) -> *mut u8 {
+    pub(super) fn at(&self, offset: usize) -> *const u8 {
         assert!(offset <= self.len);
         // SAFETY: the offset lies within the mapping.
         unsafe { self.start.as_ptr().add(offset) }
     }
 
-    pub(super) fn write(&self, offset: usize, bytes: &[u8]) {
-        assert!(bytes.len() <= self.len - offset);
+    pub(super) fn write(&mut self, offset: usize, bytes: &[u8]) {
+        assert!(offset <= self.len && bytes.len() <= self.len - offset);
         // SAFETY: the range lies within the mapping, to which nothing else refers during the call.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.at(offset), bytes.len()) };
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.as_ptr().add(offset), bytes.len()) };
     }
 
     pub(super) fn read(&self, offset: usize, bytes: &mut [u8]) {
@@ -150,6 +210,6 @@ fn modified() -> BackendError {
 }
 
 /// Converts a file error into a backend error, with `errno` as the code.
-pub(super) fn of_file(call: &'static str, error: &io::Error) -> BackendError {
+fn of_file(call: &'static str, error: &io::Error) -> BackendError {
     BackendError::new(call, error.raw_os_error().unwrap_or(0), Reason::File)
 }

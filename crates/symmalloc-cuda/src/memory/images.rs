@@ -14,14 +14,15 @@
 
 use super::copies::{CHUNK_BYTES, Chunk, Copies, Direction, Piece, pieces};
 use super::fills::Fills;
-use super::image_store::{ImageFile, ImagePlace, Pageable, Store, of_file};
+use super::image_store::{IdleChunks, ImageFile, ImagePlace, Pageable, PinnedChunks, Store};
 use crate::device::CudaDevice;
 use crate::driver::HOST_PORTABLE;
 use crate::error::{DriverError, INVALID_VALUE};
 use std::collections::BTreeMap;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use symmalloc_core::backend::{BackendError, Image, Part};
+use symmalloc_core::backend::{BackendError, Image, Part, Reason};
 use symmalloc_core::ids::PoolId;
 
 /// The images of one backend.
@@ -30,6 +31,7 @@ pub(crate) struct Images {
     /// Place of the images of pools without their own place.
     place: ImagePlace,
     kept: Mutex<KeptImages>,
+    idle: IdleChunks,
     fills: Arc<Fills>,
 }
 
@@ -38,7 +40,6 @@ struct KeptImages {
     next: u64,
     images: BTreeMap<u64, Arc<Saved>>,
     pools: BTreeMap<PoolId, PoolImages>,
-    idle: Vec<Chunk>,
 }
 
 /// The settings of one pool's images.
@@ -58,15 +59,12 @@ struct Saved {
 }
 
 impl Saved {
-    fn len(&self) -> usize {
-        self.parts.last().map_or(0, |part| (part.image_offset_bytes + part.size_bytes) as usize)
-    }
-
-    /// Returns the offset of device bytes in the image.
+    /// Returns the offset of device bytes in the image. It contains no empty ranges.
     fn offset_of(&self, address: u64, size_bytes: u64) -> Option<usize> {
         let at = self.parts.iter().find_map(|part| {
             let offset = address.checked_sub(part.address.0)?;
-            (offset + size_bytes <= part.size_bytes).then_some(part.image_offset_bytes + offset)
+            let is_inside = size_bytes > 0 && offset.checked_add(size_bytes)? <= part.size_bytes;
+            is_inside.then_some(part.image_offset_bytes + offset)
         })?;
         Some(at as usize)
     }
@@ -75,7 +73,7 @@ impl Saved {
 /// The host's copy of device bytes, see [`CudaAllocator::saved_at`](crate::CudaAllocator::saved_at).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SavedBytes {
-    /// Contiguous at this host address, until the pool sleeps, wakes or is destroyed.
+    /// Contiguous at this host address, until the pool sleeps, wakes or is destroyed, or its place is changed or forgotten.
     Contiguous(*const u8),
     /// In a file, or in several pieces: they can only be copied.
     Scattered,
@@ -84,28 +82,27 @@ pub enum SavedBytes {
 impl Images {
     pub(crate) fn new(device: Arc<CudaDevice>, folder: Option<PathBuf>) -> Self {
         let place = folder.map_or(ImagePlace::Pinned, ImagePlace::Folder);
-        Images { device, place, kept: Mutex::default(), fills: Arc::default() }
+        Images { device, place, kept: Mutex::default(), idle: IdleChunks::default(), fills: Arc::default() }
     }
 
-    /// Sets the place of a pool's later images, and releases a retained image.
+    /// Sets the place of a pool's later images. If it changes, releases a retained image.
     pub(crate) fn set_place(&self, pool: PoolId, place: ImagePlace) {
         let mut kept = self.kept();
         let of_pool = kept.pools.entry(pool).or_default();
-        of_pool.place = Some(place);
-        let retained = of_pool.retained.take();
-        drop(kept);
-        self.end(retained);
+        if of_pool.place.as_ref() != Some(&place) {
+            of_pool.place = Some(place);
+            of_pool.retained = None;
+        }
     }
 
-    /// Sets if images of a pool on the host outlive its next wake. A retained image stays until a wake that does not retain.
+    /// Sets whether images of a pool on the host outlive its next wake. The next image replaces a retained one.
     pub(crate) fn set_retained(&self, pool: PoolId, is_retained: bool) {
         self.kept().pools.entry(pool).or_default().is_retained = is_retained;
     }
 
     /// Removes the settings of a destroyed pool, and its retained image.
     pub(crate) fn forget_pool(&self, pool: PoolId) {
-        let of_pool = self.kept().pools.remove(&pool);
-        self.end(of_pool.and_then(|of_pool| of_pool.retained));
+        self.kept().pools.remove(&pool);
     }
 
     /// Returns the fills, which must be notified when memory is mapped and before it is unmapped.
@@ -142,29 +139,20 @@ impl Images {
     }
 
     fn save_pinned(&self, pieces: &[Piece], len: usize, reused: Option<Store>) -> Result<Store, BackendError> {
-        let mut chunks = if let Some(Store::Pinned(chunks)) = reused { chunks } else { Vec::new() };
-        let count = len.div_ceil(CHUNK_BYTES);
-        if chunks.len() > count {
-            self.put_back(chunks.split_off(count));
-        }
-        match self.take_chunks(count - chunks.len()) {
-            Ok(more) => chunks.extend(more),
-            Err(error) => {
-                self.put_back(chunks);
-                return Err(error.into());
-            }
-        }
-        if let Err(error) = self.copy(pieces, |piece| chunks[piece.chunk], Direction::ToHost) {
-            self.put_back(chunks);
-            return Err(error.into());
-        }
+        let mut chunks = if let Some(Store::Pinned(chunks)) = reused { chunks } else { self.idle.take(0) };
+        self.resize_chunks(&mut chunks, len.div_ceil(CHUNK_BYTES))?;
+        self.copy(pieces, |piece| chunks[piece.chunk], Direction::ToHost)?;
         Ok(Store::Pinned(chunks))
     }
 
     fn save_pageable(&self, pieces: &[Piece], len: usize, reused: Option<Store>) -> Result<Store, BackendError> {
-        let pageable = match reused {
+        let mut pageable = match reused {
             Some(Store::Pageable(pageable)) if pageable.len() == len => pageable,
-            _ => Pageable::new(len).map_err(|error| of_file("mmap", &error))?,
+            _ => {
+                let refused =
+                    |error: io::Error| BackendError::new("mmap", error.raw_os_error().unwrap_or(0), Reason::Refused);
+                Pageable::new(len).map_err(refused)?
+            }
         };
         self.save_staged(pieces, |chunk, bytes| {
             pageable.write(chunk * CHUNK_BYTES, bytes);
@@ -187,7 +175,7 @@ impl Images {
         let Ok(_current) = self.device.enter() else { return };
         let _relaxed = self.device.driver().relax_capture();
         if let Ok(copies) = Copies::new(&self.device) {
-            self.fills.announce(image.0, chunks.clone(), pieces(parts), copies);
+            self.fills.announce(image.0, chunks.to_vec(), pieces(parts), copies);
         }
     }
 
@@ -204,7 +192,7 @@ impl Images {
         match &saved.store {
             Store::Pinned(chunks) => Ok(self.copy(&pieces, |piece| chunks[piece.chunk], Direction::ToDevice)?),
             Store::Pageable(pageable) => self.load_staged(&pieces, |chunk, bytes| {
-                let len = (saved.len() - chunk * CHUNK_BYTES).min(CHUNK_BYTES);
+                let len = (pageable.len() - chunk * CHUNK_BYTES).min(CHUNK_BYTES);
                 pageable.read(chunk * CHUNK_BYTES, &mut bytes[..len]);
                 Ok(())
             }),
@@ -221,18 +209,10 @@ impl Images {
         let mut kept = self.kept();
         let Some(saved) = kept.images.remove(&image.0) else { return };
         let of_pool = kept.pools.get_mut(&saved.pool).filter(|of_pool| of_pool.is_retained);
-        let ended = match of_pool {
-            Some(of_pool) if !matches!(saved.store, Store::File(_)) => of_pool.retained.replace(saved),
-            _ => Some(saved),
-        };
-        drop(kept);
-        self.end(ended);
-    }
-
-    /// Releases the memory of an image.
-    fn end(&self, saved: Option<Arc<Saved>>) {
-        if let Some(Store::Pinned(chunks)) = saved.and_then(Arc::into_inner).map(|saved| saved.store) {
-            self.put_back(chunks);
+        if let Some(of_pool) = of_pool
+            && !matches!(saved.store, Store::File(_))
+        {
+            of_pool.retained = Some(saved);
         }
     }
 
@@ -295,9 +275,7 @@ impl Images {
     pub(crate) fn reserve(&self, size_bytes: u64) -> Result<(), BackendError> {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
-        let chunks = self.take_chunks((size_bytes as usize).div_ceil(CHUNK_BYTES))?;
-        self.put_back(chunks);
-        Ok(())
+        Ok(self.take_chunks((size_bytes as usize).div_ceil(CHUNK_BYTES)).map(drop)?)
     }
 
     /// Releases pinned memory that no image uses. Returns the number of bytes released.
@@ -305,14 +283,14 @@ impl Images {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
         let mut released_bytes = 0;
-        loop {
-            let Some(chunk) = self.kept().idle.pop() else { return Ok(released_bytes) };
+        while let Some(chunk) = self.idle.pop() {
             if let Err(error) = self.free(chunk) {
-                self.put_back(vec![chunk]);
+                self.idle.push(chunk);
                 return Err(error.into());
             }
             released_bytes += CHUNK_BYTES as u64;
         }
+        Ok(released_bytes)
     }
 
     /// Returns the size in bytes of the pinned memory, including chunks that no image uses.
@@ -321,32 +299,30 @@ impl Images {
         let retained = kept.pools.values().filter_map(|of_pool| of_pool.retained.as_ref());
         let pinned = |saved: &Arc<Saved>| if let Store::Pinned(chunks) = &saved.store { chunks.len() } else { 0 };
         let in_use = kept.images.values().chain(retained).map(pinned);
-        ((in_use.sum::<usize>() + kept.idle.len()) * CHUNK_BYTES) as u64
+        ((in_use.sum::<usize>() + self.idle.len()) * CHUNK_BYTES) as u64
     }
 
-    /// Returns `count` chunks, idle ones first, or none on error.
-    fn take_chunks(&self, count: usize) -> Result<Vec<Chunk>, DriverError> {
-        let mut chunks = {
-            let mut kept = self.kept();
-            let from = kept.idle.len() - count.min(kept.idle.len());
-            kept.idle.split_off(from)
-        };
-        while chunks.len() < count {
-            let mut address = std::ptr::null_mut();
-            // SAFETY: `address` is valid for writing, and a context is current.
-            match unsafe { self.device.driver().host_allocate(&raw mut address, CHUNK_BYTES, HOST_PORTABLE) } {
-                Ok(()) => chunks.push(Chunk(address as u64)),
-                Err(error) => {
-                    self.put_back(chunks);
-                    return Err(error);
-                }
-            }
-        }
+    /// Returns `count` chunks, idle ones first.
+    fn take_chunks(&self, count: usize) -> Result<PinnedChunks, DriverError> {
+        let mut chunks = self.idle.take(count);
+        self.resize_chunks(&mut chunks, count)?;
         Ok(chunks)
     }
 
-    fn put_back(&self, chunks: Vec<Chunk>) {
-        self.kept().idle.extend(chunks);
+    /// Changes the number of chunks. Idle ones are used first.
+    fn resize_chunks(&self, chunks: &mut PinnedChunks, count: usize) -> Result<(), DriverError> {
+        chunks.truncate(count);
+        while chunks.len() < count {
+            if let Some(chunk) = self.idle.pop() {
+                chunks.push(chunk);
+                continue;
+            }
+            let mut address = std::ptr::null_mut();
+            // SAFETY: `address` is valid for writing, and a context is current.
+            unsafe { self.device.driver().host_allocate(&raw mut address, CHUNK_BYTES, HOST_PORTABLE) }?;
+            chunks.push(Chunk(address as u64));
+        }
+        Ok(())
     }
 
     fn free(&self, chunk: Chunk) -> Result<(), DriverError> {
@@ -373,29 +349,24 @@ impl Images {
         mut write: impl FnMut(usize, &[u8]) -> Result<(), BackendError>,
     ) -> Result<(), BackendError> {
         let staging = self.take_chunks(2)?;
-        let mut save = || {
-            let copies = Copies::new(&self.device)?;
-            let groups: Vec<&[Piece]> = pieces.chunk_by(|one, next| one.chunk == next.chunk).collect();
-            let submit = |at: usize| {
-                let group = groups.get(at).copied().unwrap_or_default();
-                group.iter().try_for_each(|piece| copies.submit(piece, staging[at % 2], Direction::ToHost))
-            };
-            let mut steps = || {
-                submit(0)?;
-                for (at, group) in groups.iter().enumerate() {
-                    copies.wait()?;
-                    submit(at + 1)?;
-                    let len = group.iter().map(|piece| piece.len).sum();
-                    // SAFETY: the pieces were copied into the staging chunk without gaps, and nothing writes to it until the next wait.
-                    write(at, unsafe { slice_of(staging[at % 2], len) })?;
-                }
-                Ok(())
-            };
-            copies.end(steps())
+        let copies = Copies::new(&self.device)?;
+        let groups: Vec<&[Piece]> = pieces.chunk_by(|one, next| one.chunk == next.chunk).collect();
+        let submit = |at: usize| {
+            let group = groups.get(at).copied().unwrap_or_default();
+            group.iter().try_for_each(|piece| copies.submit(piece, staging[at % 2], Direction::ToHost))
         };
-        let saved = save();
-        self.put_back(staging);
-        saved
+        let mut steps = || {
+            submit(0)?;
+            for (at, group) in groups.iter().enumerate() {
+                copies.wait()?;
+                submit(at + 1)?;
+                let len = group.iter().map(|piece| piece.len).sum();
+                // SAFETY: the pieces were copied into the staging chunk without gaps, and nothing writes to it until the next wait.
+                write(at, unsafe { slice_of(staging[at % 2], len) })?;
+            }
+            Ok(())
+        };
+        copies.end(steps())
     }
 
     /// Copies pieces from the chunks that `read` fills. Reads one chunk while the previous one is copied.
@@ -405,23 +376,18 @@ impl Images {
         read: impl Fn(usize, &mut [u8]) -> Result<(), BackendError>,
     ) -> Result<(), BackendError> {
         let staging = self.take_chunks(2)?;
-        let load = || {
-            let copies = Copies::new(&self.device)?;
-            let steps = || {
-                for (at, group) in pieces.chunk_by(|one, next| one.chunk == next.chunk).enumerate() {
-                    let chunk = staging[at % 2];
-                    // SAFETY: the copies from this staging chunk were waited for; copies from the other chunk may still be running.
-                    read(group[0].chunk, unsafe { slice_of(chunk, CHUNK_BYTES) })?;
-                    copies.wait()?;
-                    group.iter().try_for_each(|piece| copies.submit(piece, chunk, Direction::ToDevice))?;
-                }
-                Ok(())
-            };
-            copies.end(steps())
+        let copies = Copies::new(&self.device)?;
+        let steps = || {
+            for (at, group) in pieces.chunk_by(|one, next| one.chunk == next.chunk).enumerate() {
+                let chunk = staging[at % 2];
+                // SAFETY: the copies from this staging chunk were waited for; copies from the other chunk may still be running.
+                read(group[0].chunk, unsafe { slice_of(chunk, CHUNK_BYTES) })?;
+                copies.wait()?;
+                group.iter().try_for_each(|piece| copies.submit(piece, chunk, Direction::ToDevice))?;
+            }
+            Ok(())
         };
-        let loaded = load();
-        self.put_back(staging);
-        loaded
+        copies.end(steps())
     }
 }
 
@@ -429,13 +395,10 @@ impl Drop for Images {
     fn drop(&mut self) {
         let Ok(_current) = self.device.enter() else { return };
         let _relaxed = self.device.driver().relax_capture();
-        let mut kept = std::mem::take(&mut *self.kept());
+        let kept = std::mem::take(&mut *self.kept());
         kept.images.keys().for_each(|image| self.fills.forget(*image));
-        let retained = std::mem::take(&mut kept.pools).into_values().filter_map(|of_pool| of_pool.retained);
-        let saved = std::mem::take(&mut kept.images).into_values().chain(retained).filter_map(Arc::into_inner);
-        kept.idle
-            .extend(saved.flat_map(|saved| if let Store::Pinned(chunks) = saved.store { chunks } else { Vec::new() }));
-        for chunk in kept.idle {
+        drop(kept);
+        while let Some(chunk) = self.idle.pop() {
             // Memory that the driver fails to free is released with its context.
             let _freed = self.free(chunk);
         }

@@ -213,7 +213,7 @@ impl<B: CudaMemory> AllocatorState<B> {
             !is_symmetric && self.core.observer_count(*pool) == 0
         };
         let reserved_before = self.core.stats().reserved_bytes.current;
-        // A failure is not lost: the next trim of all pools reports it again.
+        // The core retries the release of a pool that the driver refused, in its next trim of all pools.
         let _failed = self.destroy_abandoned(is_private);
         let destroyed_bytes = reserved_before.saturating_sub(self.core.stats().reserved_bytes.current);
         let pools: Vec<PoolId> = lock(&self.trimmable).iter().copied().filter(is_private).collect();
