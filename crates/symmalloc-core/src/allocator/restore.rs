@@ -142,8 +142,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// No other thread may use the pool during the call.
     ///
     /// # Errors
-    /// See [`RestoreError`]; among others, if the pool no longer holds the layout's memory. Nothing has changed then,
-    /// unless it is [`RestoreError::Fence`]: then the pool can be revived again.
+    /// See [`RestoreError`]; among others, if the pool no longer holds the layout's memory. Nothing has changed then
+    /// (a heap without ops may have been created), unless it is [`RestoreError::Fence`]: then the pool can be revived again.
     pub fn revive_layout(&self, pool: PoolId, layout: &Layout) -> Result<Restored, RestoreError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;

@@ -14,7 +14,7 @@ use crate::sleep::mappings::Mappings;
 use crate::sleep::state::{Kept, State};
 use crate::sleep::{Phase, SleepCause, SleepError, Slept, Woken};
 use crate::sync::lock::{Lock, LockCell};
-use crate::types::backend::{Backend, Part};
+use crate::types::backend::{Backend, Part, Reason};
 use crate::types::ids::PoolId;
 use std::collections::BTreeSet;
 
@@ -98,9 +98,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.remap_with(pool, || 0)
     }
 
-    /// Starts a wake like [`remap`](Self::remap). If memory is refused, calls `make_room`, which releases other memory
-    /// and returns the released bytes, and tries once more if there are any. `make_room` is called without any lock. It
-    /// must change only pools that ranks do not compare.
+    /// Starts a wake like [`remap`](Self::remap). If the device or a limit is full, calls `make_room`, which releases
+    /// other memory and returns the released bytes, and tries once more if there are any. `make_room` is called without
+    /// any lock. It must change only pools that ranks do not compare.
     ///
     /// # Determinism
     /// The wake is one op, whether or not `make_room` was called.
@@ -121,8 +121,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let (image, parts) = entry.sleep.lock().kept.as_ref().map(fill).unwrap_or_default();
         image.into_iter().for_each(|image| backend.expect_load(image, &parts));
         let mapped = self.map_all(entry).or_else(|cause| {
-            let has_room = make_room() > 0;
-            if has_room { self.map_all(entry) } else { Err(cause) }
+            let is_full = match &cause {
+                OutOfMemoryCause::Driver(error) => error.reason == Reason::OutOfMemory,
+                _ => true,
+            };
+            if is_full && make_room() > 0 { self.map_all(entry) } else { Err(cause) }
         });
         mapped.map_err(|cause| SleepCause::Memory { needed_bytes, cause })?;
         remapped.woken.remapped_bytes = needed_bytes;

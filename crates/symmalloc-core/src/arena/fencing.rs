@@ -59,14 +59,14 @@ impl Arena {
         let set = block.fences;
         let owner = Fence { stream: owner, tick: since, event: None };
         for fence in self.fences.fences(set) {
-            order_behind(context, stream, *fence)?;
+            order_after(context, stream, *fence)?;
         }
         if self.stream.is_some() {
             // No other stream takes from this heap, so no stream waits for these fences again.
             self.fences.clear(set);
             self.table.block_mut(slot).fences = FenceSetId::EMPTY;
         } else {
-            order_behind(context, stream, owner)?;
+            order_after(context, stream, owner)?;
         }
         self.recycle_spent(context);
         Ok(())
@@ -115,7 +115,7 @@ impl Arena {
 }
 
 /// Orders `stream` after a fence, unless it has already waited for it.
-fn order_behind<L: Lock>(context: &DynContext<'_, L>, stream: StreamId, fence: Fence) -> Result<(), BackendError> {
+fn order_after<L: Lock>(context: &DynContext<'_, L>, stream: StreamId, fence: Fence) -> Result<(), BackendError> {
     if context.clocks.lock().covers(stream, fence.stream, fence.tick) {
         return Ok(());
     }

@@ -164,7 +164,8 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Ends the step. A heap that learns may have a new plan afterwards. A heap whose pool another thread has destroyed stays closed.
+    /// Ends the step. A heap that learns may have a new plan afterwards. A heap whose pool another thread has destroyed
+    /// stays closed.
     pub(crate) fn end_step(&mut self, key: u64) -> StepReport {
         if matches!(self.mode, RequestMode::Closed) {
             return StepReport::default();

@@ -1,7 +1,8 @@
 //! Trimming: the only way in which memory returns from a heap to the device (rule D5). A part of [`Heap`].
 //!
-//! Memory is released only by a trim of the program, by a configured threshold that one of its frees crosses, or by the
-//! documented step before a configured limit fails an allocation. Segments are released in sequence order.
+//! Memory is released only by a trim of the program, by a configured threshold that one of its frees crosses, by the
+//! documented step before a configured limit fails an allocation, or by a wake that makes room. Segments are released
+//! in sequence order.
 //!
 //! | free memory | effect |
 //! |---|---|
@@ -9,7 +10,7 @@
 //! | whole granules of an expandable segment | their memory is released, which leaves a hole or shortens the range; not while the pool is observed |
 //! | a reserved segment | stays as long as its pool exists |
 //! | a stitched range | is unmapped before the memory that it aliases is released |
-//! | anything, while the pool sleeps | stays: its memory was released already, and the trim is no op of the heap |
+//! | anything, while the pool sleeps | stays: its memory was released already, and the trim is not an op of the heap |
 //!
 //! Before memory is released, the host waits for the streams that used it: trim is the one call that may block.
 
@@ -67,8 +68,8 @@ impl<L: Lock> Heap<L> {
     /// Releases all free memory, or `goal_bytes` of it. Segments that an observer holds stay retired until it
     /// acknowledges them.
     ///
-    /// A trim is no op of a sleeping heap, which has no free memory: one rank alone may trim to make room for a wake. It retries releases
-    /// that the driver refused earlier, which the digest contains already.
+    /// A trim is not an op of a sleeping heap, which has no free memory: one rank alone may trim to make room for a
+    /// wake. It retries releases that the driver refused earlier, which the digest contains already.
     pub(crate) fn trim(&mut self, context: &DynContext<'_, L>, goal_bytes: Option<u64>) -> Released {
         if self.is_asleep() {
             return self.release_retired(context);

@@ -150,7 +150,7 @@ impl<L: Lock> Heap<L> {
         Digest { ops: 0, ..digest }
     }
 
-    /// Records that the pool is destroyed. Returns the mode before.
+    /// Records that the pool is destroyed: the heap refuses requests from now on.
     pub(crate) fn close(&mut self) {
         self.ledger.close();
         self.mode = RequestMode::Closed;
