@@ -20,7 +20,7 @@
 #define SYMMALLOC_VERSION "0.1.0"
 
 /**
- * `contents` of a sleep: live allocations are copied to pinned host memory, and restored on wake.
+ * `contents` of a sleep: live allocations are copied to the pool's place on the host, and restored on wake.
  */
 #define SYMMALLOC_CONTENTS_KEEP 0
 
@@ -818,7 +818,7 @@ symmalloc_status symmalloc_reserve_host_memory(struct symmalloc_allocator *alloc
                                                size_t bytes);
 
 /**
- * Releases pinned host memory that no sleeping pool needs. `released_bytes` may be NULL.
+ * Releases pinned host memory that contains no saved contents. `released_bytes` may be NULL.
  *
  * # Safety
  * `allocator` is live; `released_bytes` is NULL or valid for writing.
@@ -840,7 +840,7 @@ symmalloc_status symmalloc_save_in(struct symmalloc_allocator *allocator,
                                    const char *folder);
 
 /**
- * Sets if a pool's saved contents stay in host memory after its next wake: 0 releases them. Retained contents remain readable, and the
+ * Sets whether a pool's saved contents stay in host memory after its next wake: 0 releases them. Retained contents remain readable, and the
  * next sleep reuses their memory. Files are never retained.
  *
  * # Safety

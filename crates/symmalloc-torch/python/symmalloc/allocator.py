@@ -259,7 +259,7 @@ class Allocator:
         call("save_in", self._handle, pool, place.value, encoded(folder))
 
     def retain_saved(self, retain: bool, pool: int = DEFAULT_POOL) -> None:
-        """Sets if a pool's kept contents stay on the host after its next wake. The next sleep then reuses their memory.
+        """Sets whether a pool's kept contents stay on the host after its next wake. The next sleep then reuses their memory.
 
         Files are never retained.
         """
@@ -299,7 +299,7 @@ class Allocator:
         call("reserve_host_memory", self._handle, size_bytes)
 
     def release_host_memory(self) -> int:
-        """Releases pinned host memory that no sleeping pool needs, and returns its size in bytes."""
+        """Releases pinned host memory that contains no saved contents, and returns its size in bytes."""
         out = c_uint64()
         call("release_host_memory", self._handle, byref(out))
         return out.value

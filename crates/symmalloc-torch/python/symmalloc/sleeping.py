@@ -139,11 +139,11 @@ def backup_of(cpu: bool, disk: bool, backend: str | None) -> Backup:
     if backend is not None and not cpu:
         raise InvalidArgument("cpu_backup_backend needs enable_cpu_backup=True")
     if backend is not None and backend not in BACKENDS:
-        raise InvalidArgument(f"unknown cpu_backup_backend={backend!r}: use 'pinned' or 'mmap'")
+        raise InvalidArgument(f"unknown cpu_backup_backend={backend!r} (its default is TMS_INIT_CPU_BACKUP_BACKEND): use 'pinned' or 'mmap'")
     if disk and cpu:
         raise InvalidArgument("enable_cpu_backup and enable_disk_backup exclude each other: use one of them")
     if disk and _backup_folder is None:
-        raise InvalidArgument("a backup on disk needs a folder: call set_disk_backup_dir(), or set TMS_DISK_BACKUP_DIR")
+        raise InvalidArgument("a backup on disk needs a folder: call torch_memory_saver.set_disk_backup_dir() or symmalloc.sleeping.set_backup_folder(), or set TMS_DISK_BACKUP_DIR")
     if disk:
         return Backup(Contents.KEEP, Place.FOLDER)
     return Backup(Contents.KEEP, BACKENDS[backend or "pinned"]) if cpu else Backup(Contents.DROP)
@@ -164,12 +164,6 @@ def has_backup(device: int, pool: int) -> bool:
 def tag_graph_pool(device: int, pool: int, tag: str) -> None:
     """Gives the pool of a graph, which PyTorch created, a tag for `pause` and `resume`."""
     _graph_tags[device, pool] = tag
-
-
-def forget_graph_pool(device: int, pool: int) -> None:
-    """Removes the tag and the backup of a graph's pool."""
-    _graph_tags.pop((device, pool), None)
-    _backups.pop((device, pool), None)
 
 
 def set_backup_folder(path: str | os.PathLike[str]) -> None:
@@ -243,8 +237,16 @@ def tagged_pools(device: Device = None) -> list[Tagged]:
     for index in devices or [device_index(device)]:
         of = allocator(index)
         pools = [(pool["pool"], _graph_tags.get((index, pool["pool"]), pool["tag"])) for pool in of.stats()["pools"]]
+        _forget_others(index, {pool for pool, _ in pools})
         found += [Tagged(index, of, pool, tag) for pool, tag in pools if tag is not None]
     return found
+
+
+def _forget_others(device: int, pools: set[int]) -> None:
+    """Removes the tags and backups of pools that PyTorch has destroyed. Their numbers are not reused."""
+    for by_pool in (_graph_tags, _backups):
+        for gone in [(on, pool) for on, pool in by_pool if on == device and pool not in pools]:
+            del by_pool[gone]
 
 
 def _checked(pools: list[Tagged], names: list[str] | None, kept: frozenset[str] | None) -> list[Tagged]:

@@ -25,7 +25,6 @@ leaves the pool with its memory or asleep with its backup. Backups on disk are f
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import c_uint8
@@ -109,8 +108,6 @@ class TorchMemorySaver:
         sleeping.tag_graph_pool(device, number, tag)
         add_tagged_device(device)
         keep_in(of, device, number, backup)
-        if pool is None:
-            weakref.finalize(cuda_graph, sleeping.forget_graph_pool, device, number).atexit = False
 
     @contextmanager
     def disable(self, dispose_mem_pool_after_use: bool = True) -> Iterator[None]:
@@ -195,20 +192,20 @@ class TorchMemorySaver:
 
     @property
     def memory_margin_bytes(self) -> int:
-        """Device memory, in bytes, that PyTorch must leave free. Only the setter is supported.
+        """Bytes of the current device that PyTorch leaves to other programs. Only the setter is supported.
 
-        The limit is set once, on the current device, as `torch.cuda.set_per_process_memory_fraction` does.
+        The limit is the device's total memory without them, as with `torch.cuda.set_per_process_memory_fraction`. It does not
+        depend on the memory that is free at the moment, so that it is the same on every rank.
         """
         raise NotImplementedError("memory_margin_bytes can only be set")
 
     @memory_margin_bytes.setter
     def memory_margin_bytes(self, value: int) -> None:
         torch = import_torch("memory_margin_bytes")
-        free, total = torch.cuda.mem_get_info()
-        usable = torch.cuda.memory_reserved() + free - value
-        if value < 0 or usable <= 0:
-            raise InvalidArgument(f"memory_margin_bytes={value} must be from 0 to below the {torch.cuda.memory_reserved() + free} bytes that PyTorch can use")
-        torch.cuda.set_per_process_memory_fraction(min(1.0, usable / total))
+        total = torch.cuda.get_device_properties().total_memory
+        if not 0 <= value < total:
+            raise InvalidArgument(f"memory_margin_bytes={value} must be from 0 to below the device's {total} bytes")
+        torch.cuda.set_per_process_memory_fraction((total - value) / total)
 
     def _backend_for(self, enable_cpu_backup: bool, backend: str | None) -> str | None:
         return self._backend if enable_cpu_backup and backend is None else backend

@@ -107,13 +107,13 @@ MIB = 1 << 20
 fill = lambda tensor, byte: ctypes.memset(tensor.data_ptr(), byte, tensor.nbytes)
 holds = lambda tensor, byte: set(ctypes.string_at(tensor.data_ptr(), tensor.nbytes)) == {byte}
 empty = lambda size: torch.empty(size, dtype=torch.uint8, device="cuda")
-def raises(error, said, call):
+def raises(error, message, call):
     try:
         call()
     except error as caught:
-        assert said in str(caught), caught
+        assert message in str(caught), caught
     else:
-        raise AssertionError(said)
+        raise AssertionError(f"no {error.__name__} with the message {message!r}")
 """
 
     def succeeds(self, program: str, **environment: str) -> None:
@@ -121,7 +121,7 @@ def raises(error, said, call):
             done = self.run_in(self.cache.name, self.BEGIN + program, SYMMALLOC_TORCH_CLASS=mode, **environment)
             self.assertEqual(done.returncode, 0, f"{mode}: {done.stdout}{done.stderr}")
 
-    def test_regions_with_each_backup(self) -> None:
+    def test_regions_restore_their_contents_from_each_backup(self) -> None:
         self.succeeds("""
 assert saver.enabled and not saver.retain_cpu_backup and symmalloc.installed()
 folder = tempfile.mkdtemp()
@@ -209,7 +209,7 @@ assert holds(weights, 4)
 saver.resume()
 """, TMS_INIT_ENABLE="1", TMS_INIT_ENABLE_CPU_BACKUP="1", TMS_INIT_CPU_BACKUP_BACKEND="mmap")  # fmt: skip
 
-    def test_what_is_wrong_is_said(self) -> None:
+    def test_wrong_arguments_raise_typed_errors(self) -> None:
         self.succeeds("""
 def region(**arguments):
     with saver.region(**arguments):

@@ -13,7 +13,7 @@ use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{ImagePlace, SavedBytes};
 
-/// `contents` of a sleep: live allocations are copied to pinned host memory, and restored on wake.
+/// `contents` of a sleep: live allocations are copied to the pool's place on the host, and restored on wake.
 pub const SYMMALLOC_CONTENTS_KEEP: u32 = 0;
 
 /// `contents` of a sleep: live allocations are discarded, and undefined after wake.
@@ -212,7 +212,7 @@ pub unsafe extern "C" fn symmalloc_reserve_host_memory(
     report(|| Ok(unsafe { living(allocator) }?.allocator().reserve_host_memory(bytes as u64)?))
 }
 
-/// Releases pinned host memory that no sleeping pool needs. `released_bytes` may be NULL.
+/// Releases pinned host memory that contains no saved contents. `released_bytes` may be NULL.
 ///
 /// # Safety
 /// `allocator` is live; `released_bytes` is NULL or valid for writing.
@@ -271,7 +271,7 @@ pub unsafe extern "C" fn symmalloc_save_in(
     })
 }
 
-/// Sets if a pool's saved contents stay in host memory after its next wake: 0 releases them. Retained contents remain readable, and the
+/// Sets whether a pool's saved contents stay in host memory after its next wake: 0 releases them. Retained contents remain readable, and the
 /// next sleep reuses their memory. Files are never retained.
 ///
 /// # Safety
