@@ -159,9 +159,9 @@ impl Communicator {
         lock(&self.shared.life).comm.as_ptr()
     }
 
-    /// Destroys the communicator and its remaining windows after all its work has completed. Does nothing if it has already ended. Dropping
-    /// the last clone also destroys it. Then waits, normally for less than a millisecond and at most for the deadline, until the watchdog has
-    /// notified the other ranks.
+    /// Destroys the communicator and its remaining windows after all its work has completed. Then waits,
+    /// normally for less than a millisecond and at most for the deadline, until the watchdog has notified the other ranks. Does nothing if
+    /// the communicator has already ended. Dropping the last clone also destroys it.
     ///
     /// Destroy graphs that contain its collectives first, because NCCL waits for them.
     ///

@@ -180,22 +180,14 @@ impl Registrar {
     /// their ranks wait for this one. See [`SyncError`] for the state of the communicator that failed.
     pub fn sync(&self, comms: &[&Communicator]) -> Result<Synced, SyncError> {
         self.counters.syncs.add(1);
-        let mut attachments: SmallVec<[Arc<Attachment>; 4]> = SmallVec::new();
-        {
-            let all = self.read();
-            for comm in comms {
-                let Some(attachment) = all.iter().find(|other| other.comm.serial() == comm.serial()) else {
-                    return Err(not_attached(comm));
-                };
-                attachments.push(Arc::clone(attachment));
-            }
-        }
+        let (attachments, gone) = self.attached(comms)?;
         let is_current = |attachment: &Arc<Attachment>| attachment.is_current(&self.allocator);
         if self.settings.mode == Mode::Off && attachments.iter().all(is_current) {
             self.counters.quiet_syncs.add(1);
-            return Ok(Synced::default());
+            return gone.map_or_else(|| Ok(Synced::default()), Err);
         }
-        self.sync_all(attachments, self.settings.mode != Mode::Off)
+        let outcome = self.sync_all(attachments, self.settings.mode != Mode::Off);
+        gone.map_or(outcome, Err)
     }
 
     /// Like [`sync`](Self::sync), but compares histories in every mode. Use it to compare them on demand with [`Mode::Off`].
@@ -204,8 +196,27 @@ impl Registrar {
     /// Same as [`sync`](Self::sync).
     pub fn agree(&self, comms: &[&Communicator]) -> Result<Synced, SyncError> {
         self.counters.syncs.add(1);
-        let attachments: Result<_, _> = comms.iter().map(|comm| self.attachment(comm)).collect();
-        self.sync_all(attachments?, true)
+        let (attachments, gone) = self.attached(comms)?;
+        let outcome = self.sync_all(attachments, true);
+        gone.map_or(outcome, Err)
+    }
+
+    /// Returns the attachments of communicators. A communicator that has ended may have been swept on this rank only, and the other
+    /// communicators must be synced on all ranks alike. Its error is therefore returned next to the attachments of the others.
+    fn attached(
+        &self,
+        comms: &[&Communicator],
+    ) -> Result<(SmallVec<[Arc<Attachment>; 4]>, Option<SyncError>), SyncError> {
+        let (mut attachments, mut gone) = (SmallVec::new(), None);
+        let all = self.read();
+        for comm in comms {
+            match all.iter().find(|other| other.comm.serial() == comm.serial()) {
+                Some(attachment) => attachments.push(Arc::clone(attachment)),
+                None if comm.state() == CommState::Ready => return Err(not_attached(comm)),
+                None => gone = gone.or_else(|| Some(not_attached(comm))),
+            }
+        }
+        Ok((attachments, gone))
     }
 
     /// Returns `true` if a sync of this communicator has nothing to do on this rank: every segment of the pools is registered, and dead

@@ -17,6 +17,7 @@ use crate::communicator::Communicator;
 use crate::registrar::Registrar;
 use crate::sleep::error::{Obstacle, SleepError, SleepStep, Slept};
 use crate::sleep::run::{Member, Run};
+use std::collections::BTreeSet;
 use std::time::Instant;
 use symmalloc_agreement::RankSet;
 use symmalloc_core::errors::UnknownError;
@@ -83,8 +84,9 @@ impl<'a> Run<'a> {
     fn sleep(mut self, contents: Contents) -> Result<Slept, SleepError> {
         let communicator = self.over().name().to_owned();
         self.resume_exchange()?;
-        if self.agree()?.all_are(Phase::Asleep) {
-            return self.suspend_asleep();
+        let agreed = self.agree()?;
+        if agreed.all_are(Phase::Asleep) {
+            return self.suspend_asleep(&agreed.broken);
         }
         let quiesced = self.quiesce(contents);
         let obstacle = quiesced.as_ref().err().copied();
@@ -113,27 +115,35 @@ impl<'a> Run<'a> {
         let mut message = [0; 8];
         message[0] = u8::from(has_failed);
         match self.all_gather(&message) {
-            Err(error) => Err(self.broken(SleepStep::Check, error)),
+            Err(error) => {
+                self.end_if_others_may_suspend();
+                Err(self.broken(SleepStep::Check, error))
+            }
             Ok(gathered) => {
                 let failed: RankSet =
                     gathered.iter().zip(0..).filter(|(said, _)| said[0] != 0).map(|(_, rank)| rank).collect();
                 if !failed.is_empty() {
                     return Err(SleepError::Held { communicator, ranks: failed });
                 }
-                Ok(Slept { suspended_bytes: self.suspend()?, ..slept })
+                Ok(Slept { suspended_bytes: self.suspend(&agreed.broken)?, ..slept })
             }
         }
     }
 
     /// Suspends the communicators of a pool that sleeps on every rank, if the call asks for it.
-    fn suspend_asleep(mut self) -> Result<Slept, SleepError> {
+    fn suspend_asleep(mut self, broken: &BTreeSet<u64>) -> Result<Slept, SleepError> {
         let obstacle = self.check_suspension().err();
         if obstacle.is_none() {
             self.record_op();
         }
         if self.suspends {
             match self.decide(obstacle) {
-                Err(error) => return Err(self.broken(SleepStep::Decide, error)),
+                Err(error) => {
+                    if obstacle.is_none() {
+                        self.end_if_others_may_suspend();
+                    }
+                    return Err(self.broken(SleepStep::Decide, error));
+                }
                 Ok(ranks) if !ranks.is_empty() => {
                     let communicator = self.over().name().to_owned();
                     return Err(SleepError::Refused { communicator, ranks });
@@ -141,7 +151,15 @@ impl<'a> Run<'a> {
                 Ok(_) => {}
             }
         }
-        Ok(Slept { suspended_bytes: self.suspend()?, ..Slept::default() })
+        Ok(Slept { suspended_bytes: self.suspend(broken)?, ..Slept::default() })
+    }
+
+    /// Ends all communicators if the call suspends them. Other ranks may have received the message that this rank did not, and would wait
+    /// for it in NCCL.
+    fn end_if_others_may_suspend(&mut self) {
+        if self.suspends {
+            self.end_all();
+        }
     }
 
     /// Executes `Quiesce`: waits until no kernel uses the pool, and saves the contents to keep.

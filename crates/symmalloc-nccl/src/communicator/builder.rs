@@ -8,7 +8,7 @@ use crate::communicator::order::{CommOrder, SequenceCounter};
 use crate::communicator::shared::{Inner, Life, Mode, Ownership, Shared};
 use crate::communicator::threads::{self, CallResult, KeepAlive, Waited, start, wait_for};
 use crate::communicator::{Communicator, Owner};
-use crate::ffi::calls::NO_COLOR;
+use crate::ffi::calls::{Calls, NO_COLOR};
 use crate::ffi::driver;
 use crate::ffi::handles::{CommHandle, NewHandle};
 use crate::ffi::library::Nccl;
@@ -311,13 +311,14 @@ impl Communicator {
         // Reports this rank as connecting until the new communicator is watched.
         let _pending = color.map(|_| PendingCommGuard::new(shared.meeting, shared.rank, &order));
         let entry = HostEntry::begin(shared.watched(), Stage::Split, None);
-        perform(
-            from_mut(&mut access),
-            Stage::Split,
-            CallThread::when_blocking(mode, CallThread::Separate),
-            &kept,
-            move |calls| calls.split(comm, raw_color, raw_key, &out, mode == Mode::Blocking),
-        )?;
+        let route = CallThread::when_blocking(mode, CallThread::Separate);
+        let call = move |calls: &Calls| calls.split(comm, raw_color, raw_key, &out, mode == Mode::Blocking);
+        let performed = perform(from_mut(&mut access), Stage::Split, route, &kept, call);
+        if performed.is_err() && self.state() == CommState::Ready {
+            // The call was not made. The next one has its number.
+            access.inner.splits -= 1;
+        }
+        performed?;
         drop((entry, access));
         if color.is_none() {
             return Ok(None);
@@ -329,8 +330,8 @@ impl Communicator {
     /// ranks must call it with the same ranks to exclude, after the work on this communicator has completed. Use it when ranks leave the
     /// job and the others continue.
     ///
-    /// The new communicator inherits the deadline and the mode. Its name is the parent's name with the excluded ranks: "world/without-3". It
-    /// has no windows: attach the pools of the remaining ranks to it and sync. Their contents and placements do not change. This
+    /// The new communicator inherits the deadline and the mode. Its name is the parent's name with the excluded ranks: "world/without-3", and
+    /// "world/without-3#2" the next time. It has no windows: attach the pools of the remaining ranks to it and sync. Their contents and placements do not change. This
     /// communicator stays usable on all ranks, including the excluded ones, until each destroys it.
     ///
     /// A communicator that the watchdog has ended cannot shrink: connect a new one.
@@ -366,13 +367,14 @@ impl Communicator {
         // Reports this rank as connecting until the new communicator is watched.
         let _pending = PendingCommGuard::new(shared.meeting, shared.rank, &order);
         let raw_excluded = excluded.iter().map(|rank| *rank as c_int).collect();
-        perform(
-            from_mut(&mut access),
-            Stage::Shrink,
-            CallThread::when_blocking(mode, CallThread::Separate),
-            &kept,
-            move |calls| calls.shrink(comm, raw_excluded, &out, mode == Mode::Blocking),
-        )?;
+        let route = CallThread::when_blocking(mode, CallThread::Separate);
+        let call = move |calls: &Calls| calls.shrink(comm, raw_excluded, &out, mode == Mode::Blocking);
+        let performed = perform(from_mut(&mut access), Stage::Shrink, route, &kept, call);
+        if performed.is_err() && self.state() == CommState::Ready {
+            // As in `split`.
+            access.inner.shrinks.entry(excluded).and_modify(|ordinal| *ordinal -= 1);
+        }
+        performed?;
         drop(access);
         self.derived((name, c_name), order, &new, "ncclCommShrink")
     }

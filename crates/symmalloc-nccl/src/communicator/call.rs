@@ -123,8 +123,8 @@ fn is_abort_requested(accesses: &[Access<'_>]) -> bool {
 fn handle_error(accesses: &mut [Access<'_>], stage: Stage, error: CallError) -> CommError {
     let is_fatal = match &error {
         CallError::Driver(_) | CallError::Thread(_) => false,
-        // A failed registration leaves tasks in NCCL's group that would run with the next call.
-        // The other ranks wait for a rank that failed to suspend or to resume.
+        // A failed registration leaves tasks in NCCL's group that would run with the next call. A rank that fails to suspend or resume
+        // leaves the others waiting in NCCL.
         CallError::Nccl(error) => {
             matches!(stage, Stage::Register | Stage::Suspend | Stage::Resume)
                 || error.is_fatal()

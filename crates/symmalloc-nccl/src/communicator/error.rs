@@ -274,7 +274,7 @@ impl Stage {
 
     /// Returns `true` if all ranks perform this stage and the watchdog observes it.
     pub(super) fn is_watched(self) -> bool {
-        matches!(self, Stage::Split | Stage::Register | Stage::Submit | Stage::Destroy)
+        matches!(self, Stage::Split | Stage::Register | Stage::Submit | Stage::Destroy | Stage::Suspend | Stage::Resume)
     }
 
     /// Returns the name of the NCCL call of this stage, for errors that NCCL reports later.

@@ -40,9 +40,9 @@ impl CommOrder {
         let mut key = self.0.to_vec();
         key.push(b'x');
         key.extend_from_slice(&ordinal.to_be_bytes());
-        excluded.iter().for_each(|rank| key.extend_from_slice(&rank.to_be_bytes()));
-        // The length keeps the key of one list from being a prefix of another's.
+        // The length before the list keeps one list's key from being a prefix of another's.
         key.extend_from_slice(&(excluded.len() as u32).to_be_bytes());
+        excluded.iter().for_each(|rank| key.extend_from_slice(&rank.to_be_bytes()));
         CommOrder(key.into())
     }
 

@@ -169,7 +169,7 @@ impl Communicator {
         if size_bytes == 0 {
             return Err(CommError::Empty);
         }
-        let mut access = self.shared.access()?;
+        let mut access = self.shared.access_active()?;
         self.register_buffer_with(&mut access, base, size_bytes)
     }
 

@@ -75,10 +75,12 @@ impl Shared {
         self.watched().close();
         let caller = start(&self.device, kept, move || calls.destroy(comm));
         // NCCL's proxy thread, which this call joins, waits for the proxies of all peers.
-        let is_in_vain = || self.watched().since_peer_lost().is_some_and(|since| since >= ERROR_LIMIT);
-        let waited = wait_for(&caller, &backoff, is_in_vain);
-        // Until here, the watchdog reports a peer that is gone or stopped.
-        watchdog::leave(self.watched());
+        let watched = self.watched();
+        let is_peer_lost =
+            || watched.since_peer_lost().or(watched.since_failure()).is_some_and(|since| since >= ERROR_LIMIT);
+        let waited = wait_for(&caller, &backoff, is_peer_lost);
+        // Leave only now: until then, the watchdog reports a peer that is gone or stopped.
+        watchdog::leave(watched);
         match waited {
             Waited::Returned(answer) => {
                 answer?;

@@ -9,6 +9,7 @@
 use crate::sleep::error::{Obstacle, SleepError, SleepStep};
 use crate::sleep::run::Run;
 use crate::sync::error::SyncError;
+use std::collections::BTreeSet;
 
 impl Run<'_> {
     /// Checks that the communicators can be suspended.
@@ -27,14 +28,17 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Executes `Suspend`: the other communicators in their order, then the one of the exchange. Returns the released bytes. Another
-    /// communicator that fails is lost, which the wake reports.
-    pub(super) fn suspend(&mut self) -> Result<u64, SleepError> {
+    /// Executes `Suspend`: the other communicators in their order, then the one of the exchange. Returns the released bytes. Ends
+    /// communicators that are broken on a rank, which does not suspend them. Another communicator that fails is lost, which the wake reports.
+    pub(super) fn suspend(&mut self, broken: &BTreeSet<u64>) -> Result<u64, SleepError> {
         let mut released_bytes = 0;
         if !self.suspends {
             return Ok(released_bytes);
         }
         for at in (1..self.members.len()).chain([0]) {
+            if broken.contains(&self.members[at].id) {
+                self.end(at);
+            }
             if !self.is_ready(at) {
                 continue;
             }
@@ -78,8 +82,8 @@ impl Run<'_> {
     }
 
     /// Checks that the memory of the other suspended communicators fits on the device.
-    pub(super) fn check_room(&self) -> Result<(), Obstacle> {
-        let others = self.members[1..].iter();
+    pub(super) fn check_room(&self, broken: &BTreeSet<u64>) -> Result<(), Obstacle> {
+        let others = self.members[1..].iter().filter(|member| !broken.contains(&member.id));
         let needed_bytes = others.filter_map(|member| member.attachment.comm.suspended_bytes()).sum();
         if self.free_bytes(needed_bytes) < needed_bytes {
             return Err(Obstacle::Memory { needed_bytes, code: 2 });
@@ -98,8 +102,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Returns the free bytes of the device, after releasing the memory of private pools if they are fewer than needed. If the driver cannot
-    /// answer, NCCL finds out.
+    /// Returns the free bytes of the device, after releasing the memory of private pools if they are fewer than needed. If the driver
+    /// reports an error, returns `u64::MAX`, and the call to NCCL decides.
     fn free_bytes(&self, needed_bytes: u64) -> u64 {
         let allocator = self.registrar.allocator();
         let read = || allocator.device().memory_info().map_or(u64::MAX, |info| info.free_bytes);

@@ -53,7 +53,9 @@ impl<'a> Run<'a> {
             return match Head::compare_phases(&agreed.heads) {
                 Some(difference) => Err(SleepError::Differ { communicator, difference: Box::new(difference) }),
                 // The pool is already awake everywhere.
-                None if agreed.all_are(Phase::Awake) => Ok(Woken::default()),
+                None if agreed.all_are(Phase::Awake) => {
+                    Ok(Woken { resumed: std::mem::take(&mut self.resumed), ..Woken::default() })
+                }
                 None => Err(SleepError::Refused { communicator, ranks: self.all_lost() }),
             };
         }
@@ -108,7 +110,7 @@ impl<'a> Run<'a> {
             SleepCause::Busy => self.record_obstacle(Obstacle::Busy),
             _ => self.record_obstacle(Obstacle::Other { number: 0 }),
         })?;
-        self.check_room()?;
+        self.check_room(broken)?;
         Ok(remapped)
     }
 

@@ -134,8 +134,8 @@ struct WatchdogThread {
 #[derive(Clone, Copy)]
 struct Suspicion {
     asked: Tick,
-    /// Minimum silence of the stopped process.
-    silent_min: Duration,
+    /// Silence of the stopped process at that time.
+    silent: Duration,
 }
 
 /// Longest difference between the silences of one process that two communicators of this process know of.
@@ -318,13 +318,13 @@ impl WatchdogThread {
     /// would otherwise end only after another deadline, because the program need not have submitted any work to them.
     fn suspect_others(&mut self, of: &Watched, cause: &FailureCause, watched: &[Arc<Watched>]) {
         let Some(silent_ms) = cause.stopped_ms() else { return };
-        let silent_min = Duration::from_millis(silent_ms).saturating_sub(SILENCE_TOLERANCE).max(SILENT_AFTER);
+        let silent = Duration::from_millis(silent_ms);
         let asked = Tick::now();
         for one in watched.iter().filter(|one| one.failure().is_none()) {
             let identity = one.identity();
             if identity.rank_id() != of.identity().rank_id() {
                 self.with_lifeline(identity, |lifeline| lifeline.endpoint().ask(identity.id, asked.time()));
-                self.suspects.insert(identity.rank_id(), Suspicion { asked, silent_min });
+                self.suspects.insert(identity.rank_id(), Suspicion { asked, silent });
             }
         }
     }
@@ -332,18 +332,19 @@ impl WatchdogThread {
     /// Ends the communicator if the awaited answer shows that it contains a stopped process.
     fn find_stopped(&mut self, watched: &Arc<Watched>, now: Tick) {
         let (identity, rank) = (watched.identity(), watched.identity().rank_id());
-        let Some(Suspicion { asked, silent_min }) = self.suspects.get(&rank).copied() else { return };
+        let Some(Suspicion { asked, silent }) = self.suspects.get(&rank).copied() else { return };
         let has_answer =
             |lifeline: &mut Lifeline| lifeline.endpoint().has_answer(identity.id, asked.time(), now.time());
         if self.with_lifeline(identity, has_answer) == Some(false) {
             return;
         }
         self.suspects.remove(&rank);
+        // Members that became silent at another time are in other processes.
+        let silences =
+            silent.saturating_sub(SILENCE_TOLERANCE).max(SILENT_AFTER)..=silent + SILENCE_TOLERANCE + now.since(asked);
         let is_stopped = |member: &Member| {
-            member.rank != identity.rank
-                && !member.has_left
-                && member.departure.is_none()
-                && Duration::from_millis(member.silent_ms) >= silent_min
+            let has_departed = member.has_left || member.departure.is_some();
+            member.rank != identity.rank && !has_departed && silences.contains(&Duration::from_millis(member.silent_ms))
         };
         let Some(stopped) = self.members(identity).into_iter().find(is_stopped) else { return };
         if watched.is_closed() {
