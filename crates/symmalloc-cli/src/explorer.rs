@@ -55,7 +55,7 @@ pub(crate) fn section(program: &Program, layouts: &[Layout], op: usize) -> Marku
                 output #matches {}
             }
             div #legend {}
-            canvas #overview tabindex="0" aria-label="Reserved and live memory over the whole job. Click or drag to center the view." {}
+            canvas #overview tabindex="0" role="application" aria-label="Reserved and live memory over the whole job. Click or drag to center the view." {}
             div.bar {
                 span.buttons {
                     button #nearer type="button" aria-label="Zoom in" { "+" }
@@ -64,14 +64,14 @@ pub(crate) fn section(program: &Program, layouts: &[Layout], op: usize) -> Marku
                     button #flatter type="button" aria-label="Zoom out of addresses" { "↕ −" }
                     button #whole type="button" { "Whole job" }
                 }
-                output #range {}
+                output #range aria-live="off" {}
                 label {
                     "Cursor after op "
                     input #op type="number" min="0" max=(program.ops().len().saturating_sub(1)) step="1";
                 }
             }
             div #stage {
-                canvas #lanes tabindex="0" aria-label="Blocks over time, one lane for each pool and stream. Arrow keys move, plus and minus zoom into ops, brackets into addresses, 0 shows the whole job, comma and period move the cursor." {}
+                canvas #lanes tabindex="0" role="application" aria-label="Blocks over time, one lane for each pool and stream. Arrow keys move, plus and minus zoom into ops, brackets into addresses, 0 shows the whole job, comma and period move the cursor." {}
                 div #hint hidden {}
             }
             p.aside {

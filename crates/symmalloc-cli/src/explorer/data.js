@@ -68,8 +68,11 @@ function decode(bytes) {
     const peak = reserved.reduce((peak, bytes) => Math.max(peak, bytes), 0);
     return { ...layout, lane, position, parts, reserved, peak };
   });
-  const live = curve(header.ops, from, to, size);
-  return { ops: header.ops, op: header.op, count, from, to, size, stream, pool, name, names: header.names, layouts, live };
+  // An allocation that the report's settings refuse is never live.
+  const own = layouts.find((layout) => layout.name === "symmalloc");
+  const isRefused = Uint8Array.from(size, (bytes, index) => (own && own.lane[index] < 0 && bytes > 0 ? 1 : 0));
+  const live = curve(header.ops, from, to, size.map((bytes, index) => (isRefused[index] ? 0 : bytes)));
+  return { ops: header.ops, op: header.op, count, from, to, size, stream, pool, name, names: header.names, layouts, isRefused, live };
 }
 
 /** Returns the sum of sizes after each op. */
@@ -107,11 +110,17 @@ function filtered(recording, text) {
   return mask;
 }
 
+/** Returns the allocations of the same group as this one, as a mask: those with its name, or without one those with its size. */
+function groupOf(recording, index) {
+  const [name, size] = [recording.name[index], recording.size[index]];
+  return Uint8Array.from(recording.name, (other, at) => (other === name && (name !== 0 || recording.size[at] === size) ? 1 : 0));
+}
+
 /** Returns the allocations that are live after an op. */
 function liveAfter(recording, op) {
   const live = [];
   for (let index = 0; index < recording.count && recording.from[index] <= op; index++) {
-    if (op < recording.to[index]) live.push(index);
+    if (op < recording.to[index] && !recording.isRefused[index]) live.push(index);
   }
   return live;
 }
@@ -133,13 +142,13 @@ function grouped(recording, indices) {
 }
 
 /**
- * Returns the allocations to draw if a pixel covers this many ops and bytes, ascending: those that live longer than a pixel, and of the
- * others the largest in each pixel, separately for those that the mask selects.
+ * Returns the allocations to draw if a pixel covers this many ops, and a byte of each lane this many pixels, ascending: those that live
+ * longer than a pixel, and of the others the largest in each pixel, separately for those that the mask selects.
  */
-function drawn(recording, layout, mask, ops, bytes) {
+function drawn(recording, layout, mask, ops, perByte) {
   const { from, to, size } = recording;
   const { lane, position } = layout;
-  const largest = new Map();
+  const largest = layout.lanes.map(() => new Map());
   const indices = [];
   for (let index = 0; index < recording.count; index++) {
     if (lane[index] < 0) continue;
@@ -147,12 +156,13 @@ function drawn(recording, layout, mask, ops, bytes) {
       indices.push(index);
       continue;
     }
-    const row = Math.floor(position[index] / bytes) * layout.lanes.length + lane[index];
-    const key = (Math.floor(from[index] / ops) * 2 ** 28 + row) * 2 + (mask ? mask[index] : 1);
-    const other = largest.get(key);
-    if (other === undefined || size[index] > size[other]) largest.set(key, index);
+    // A lane has at most 2^30 pixels at the nearest zoom.
+    const row = Math.floor(position[index] * perByte[lane[index]]);
+    const key = (Math.floor(from[index] / ops) * 2 ** 30 + row) * 2 + (mask ? mask[index] : 1);
+    const other = largest[lane[index]].get(key);
+    if (other === undefined || size[index] > size[other]) largest[lane[index]].set(key, index);
   }
-  for (const index of largest.values()) indices.push(index);
+  for (const found of largest) for (const index of found.values()) indices.push(index);
   return Uint32Array.from(indices).sort();
 }
 
@@ -168,13 +178,15 @@ function allocationAt(recording, layout, lane, position, op) {
 
 /** Formats a number of bytes as the rest of the page does. */
 function memory(bytes) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
   let unit = 0;
   while (bytes >= 1024 && unit < units.length - 1) {
     bytes /= 1024;
     unit += 1;
   }
-  return `${unit === 0 ? bytes : bytes.toFixed(2)} ${units[unit]}`;
+  // Ties, which are odd eighths, go to the even digit, as in Rust.
+  const rounded = (bytes * 8) % 2 === 1 ? Math.round(bytes * 50) / 50 : bytes;
+  return `${unit === 0 ? bytes : rounded.toFixed(2)} ${units[unit]}`;
 }
 
 /** Formats a number with separators of thousands. */

@@ -1,7 +1,7 @@
 //! A layout: where each allocation of a job lies, and which memory is reserved, over the ops.
 //!
 //! Addresses are compacted for drawing. Ranges of a heap that touch form a *block of addresses*, which exists from its first byte of memory
-//! to its last. Each block gets the lowest free position of its heap's lane for that time:
+//! to its last. Each block gets the lowest position of the smallest free gap that fits, in its heap's lane at that time:
 //!
 //! ```text
 //! lane   ▲ │      ┌───────────── a second segment ───
@@ -9,7 +9,8 @@
 //!        └─┴─┴───────────────────────────────────┴─┴──► ops
 //! ```
 
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::ops::Range;
 use symmalloc_core::ids::AllocationId;
 use symmalloc_import::rerun::Owner;
@@ -204,8 +205,8 @@ impl LayoutDraft {
     }
 }
 
-/// Joins extents that touch, and gives each result the lowest position that is free during its ops. Returns the results by address, and
-/// the height of all.
+/// Joins extents that touch, and gives each result the smallest gap that is free during its ops. Returns the results by address, and the
+/// height of all.
 fn positioned(mut extents: Vec<&Extent>) -> (Vec<AddressBlock>, u64) {
     extents.sort_by_key(|extent| extent.address);
     let mut blocks: Vec<AddressBlock> = Vec::new();
@@ -222,26 +223,75 @@ fn positioned(mut extents: Vec<&Extent>) -> (Vec<AddressBlock>, u64) {
     }
     let mut order: Vec<usize> = (0..blocks.len()).collect();
     order.sort_by_key(|&index| (blocks[index].extent.ops.start, index));
-    // Blocks that exist now: position, end of the position, last op.
-    let mut standing: Vec<(u64, u64, usize)> = Vec::new();
+    let mut gaps = Gaps::new();
+    // Blocks that exist now, the one that ends first on top: its last op, position and end.
+    let mut standing: BinaryHeap<Reverse<(usize, u64, u64)>> = BinaryHeap::new();
     let mut height_bytes = 0;
     for index in order {
         let Extent { size_bytes, ops, .. } = &blocks[index].extent;
-        standing.retain(|(_, _, last)| *last > ops.start);
-        let (mut at, mut place) = (0, standing.len());
-        for (number, (start, end, _)) in standing.iter().enumerate() {
-            if start - at >= *size_bytes {
-                place = number;
-                break;
-            }
-            at = *end;
+        while let Some(&Reverse((last, start, end))) = standing.peek()
+            && last <= ops.start
+        {
+            standing.pop();
+            gaps.release(start, end);
         }
-        let end = at.saturating_add(*size_bytes);
-        standing.insert(place, (at, end, ops.end));
+        let Some(at) = gaps.take(*size_bytes) else { return (blocks, u64::MAX) };
+        let end = at + size_bytes;
+        standing.push(Reverse((ops.end, at, end)));
         height_bytes = height_bytes.max(end);
         blocks[index].position_bytes = at;
     }
     (blocks, height_bytes)
+}
+
+/// Free positions of a lane: gaps between blocks, and everything above them.
+struct Gaps {
+    /// End of each gap, by start. Gaps do not touch.
+    ends: BTreeMap<u64, u64>,
+    /// Size and start of each gap.
+    sizes: BTreeSet<(u64, u64)>,
+}
+
+impl Gaps {
+    fn new() -> Self {
+        Gaps { ends: BTreeMap::from([(0, u64::MAX)]), sizes: BTreeSet::from([(u64::MAX, 0)]) }
+    }
+
+    /// Takes the lowest position of the smallest gap that fits; `None` if no gap does.
+    fn take(&mut self, size_bytes: u64) -> Option<u64> {
+        let &(_, start) = self.sizes.range((size_bytes, 0)..).next()?;
+        let end = self.remove(start);
+        self.insert(start + size_bytes, end);
+        Some(start)
+    }
+
+    /// Frees positions, and joins the gap with its neighbors.
+    fn release(&mut self, mut start: u64, mut end: u64) {
+        if let Some((&below, &below_end)) = self.ends.range(..start).next_back()
+            && below_end == start
+        {
+            self.remove(below);
+            start = below;
+        }
+        if self.ends.contains_key(&end) {
+            end = self.remove(end);
+        }
+        self.insert(start, end);
+    }
+
+    fn insert(&mut self, start: u64, end: u64) {
+        if start < end {
+            self.ends.insert(start, end);
+            self.sizes.insert((end - start, start));
+        }
+    }
+
+    /// Removes the gap at a position, and returns its end.
+    fn remove(&mut self, start: u64) -> u64 {
+        let end = self.ends.remove(&start).expect("a gap starts here");
+        self.sizes.remove(&(end - start, start));
+        end
+    }
 }
 
 #[cfg(test)]

@@ -53,6 +53,8 @@ class Picture {
     this.layout = recording.layouts.find((layout) => layout.name === "symmalloc") || this.layout;
     this.compared = null;
     this.mask = null;
+    /** Number of filters so far. */
+    this.filters = 0;
     this.selected = -1;
     this.cursor = recording.op;
     this.ops = { from: 0, to: recording.ops };
@@ -128,10 +130,9 @@ class Picture {
     on("flatter", "click", () => this.zoom(1, 0.5, 2));
     on("whole", "click", () => this.showWhole());
     on("op", "change", (event) => this.setCursor(Number(event.target.value)));
-    this.legend();
   }
 
-  /** Describes each line of the overview, with its peak. */
+  /** Describes each line of the overview with its peak, and the colors of streams. */
   legend() {
     const entry = (color, text, title) => {
       const item = made("span");
@@ -146,11 +147,22 @@ class Picture {
       entry("var(--live)", `live: peak ${memory(live)}`, "bytes that the program requested"),
       ...this.recording.layouts.map((layout, index) =>
         entry(LINES[index], `${layout.name}: peak ${memory(layout.peak)} reserved`, layout.origin)),
+      ...this.streamColors().map(([color, streams]) => entry(color, streams, "allocations of these streams")),
     );
   }
 
-  filter(text) {
-    this.mask = filtered(this.recording, text);
+  /** Returns each color of a stream and the streams that have it; nothing unless streams have colors. */
+  streamColors() {
+    if (this.coloring !== "stream") return [];
+    const streams = [...new Set(this.recording.stream)].sort((one, other) => one - other);
+    return COLORS.map((color, number) => [color, streams.filter((stream) => stream % COLORS.length === number)])
+      .filter(([, found]) => found.length > 0)
+      .map(([color, found]) => [color, `stream ${found.slice(0, 4).join(", ")}${found.length > 4 ? ", …" : ""}`]);
+  }
+
+  filter(text, mask = filtered(this.recording, text)) {
+    this.mask = mask;
+    this.filters += 1;
     const { count: all, size } = this.recording;
     let [found, most] = [0, 0];
     for (let index = 0; this.mask && index < all; index++) {
@@ -171,6 +183,7 @@ class Picture {
       const number = coloring === "name" && key[index] === 0 ? -size[index] : key[index];
       this.colors[index] = coloring === "stream" ? number % COLORS.length : this.hash(number);
     }
+    this.legend();
   }
 
   hash(number) {
@@ -193,7 +206,7 @@ class Picture {
     element("op").value = this.cursor;
     this.showLive();
     const { from, to } = this.ops;
-    if (this.cursor < from || this.cursor >= to) this.center(this.cursor);
+    if (this.cursor + 1 <= from || this.cursor >= to) this.center(this.cursor);
     this.draw();
   }
 
@@ -256,10 +269,10 @@ class Picture {
       mark.style.background = COLORS[this.colors[group.index]];
       const name = made("button", group.label);
       name.type = "button";
-      name.title = "Filter by this";
+      name.title = "Show only these";
       name.addEventListener("click", () => {
         element("filter").value = group.label;
-        this.filter(group.label);
+        this.filter(group.label, groupOf(recording, group.index));
       });
       row.insertCell().append(mark, name);
       for (const text of [count(group.allocations), memory(group.bytes)]) {
@@ -428,7 +441,7 @@ class Picture {
     const bottom = panels[panels.length - 1].top + panels[panels.length - 1].height;
     this.fit(surface, bottom + AXIS_HEIGHT);
     const { context, canvas } = surface;
-    const shown = [this.ops, this.bytes, this.coloring, this.layout.name, this.compared?.name, this.paint, element("filter").value];
+    const shown = [this.ops, this.bytes, this.coloring, this.layout.name, this.compared?.name, this.paint, this.filters];
     const state = JSON.stringify(shown);
     if (!surface.image || surface.state !== state) {
       surface.image ||= context.createImageData(canvas.width, canvas.height);
@@ -508,10 +521,10 @@ class Picture {
     // Powers of two, so that most frames of a zoom use the same allocations.
     const ops = 2 ** Math.max(0, Math.floor(Math.log2(perPixel)));
     const rows = 2 ** Math.ceil(Math.log2(PANEL_HEIGHT.one * 2 / (this.bytes.to - this.bytes.from)));
-    const bytes = Math.max(1, Math.floor(this.tallest / rows));
     let known = this.drawnOf.get(layout);
-    if (!known || known.ops !== ops || known.bytes !== bytes || known.mask !== this.mask) {
-      known = { ops, bytes, mask: this.mask, indices: drawn(this.recording, layout, this.mask, ops, bytes) };
+    if (!known || known.ops !== ops || known.rows !== rows || known.mask !== this.mask) {
+      const perByte = this.lanesOf.get(layout).lanes.map((lane) => lane.scale * rows);
+      known = { ops, rows, mask: this.mask, indices: drawn(this.recording, layout, this.mask, ops, perByte) };
       this.drawnOf.set(layout, known);
     }
     return known.indices;
@@ -626,13 +639,13 @@ class Picture {
     const op = this.ops.from + (x / box.width) * (this.ops.to - this.ops.from);
     const panel = this.panels().find(({ top, height }) => y >= top && y < top + height);
     const parts = { x: x / box.width, y: panel ? 1 - (y - panel.top) / panel.height : 0.5 };
-    if (!panel) return { op, parts, index: -1 };
+    if (!panel) return { op, parts, index: -1, lane: null };
     const share = (this.bytes.from + parts.y * (this.bytes.to - this.bytes.from)) * this.height;
     const { lanes } = this.lanesOf.get(panel.layout);
     const lane = lanes.findIndex(({ at, height }) => share >= at && share < at + height);
     const position = lane < 0 ? 0 : (share - lanes[lane].at) / lanes[lane].scale;
     const index = lane < 0 ? -1 : allocationAt(this.recording, panel.layout, lane, position, Math.floor(op));
-    return { op, parts, index };
+    return { op, parts, index, lane: lane < 0 ? null : panel.layout.lanes[lane] };
   }
 
   pointers(canvas) {
@@ -694,19 +707,23 @@ class Picture {
     canvas.addEventListener("dblclick", (event) => this.zoom(0.25, this.point(event).parts.x));
   }
 
-  /** Describes the allocation under the pointer. */
+  /** Describes the allocation and the lane under the pointer. */
   hint(event) {
     const hint = element("hint");
-    const { index = -1, op = 0 } = event ? this.point(event) : {};
-    hint.hidden = index < 0;
-    if (index < 0) return;
+    const { index = -1, op = 0, lane = null } = event ? this.point(event) : {};
+    hint.hidden = lane === null;
+    if (lane === null) return;
     const { recording } = this;
-    const [from, to] = [recording.from[index], recording.to[index]];
-    const life = to < recording.ops ? `ops ${count(from)} to ${count(to)}` : `from op ${count(from)}, never freed`;
-    hint.replaceChildren(
-      made("b", nameOf(recording, index) || "without a name"),
-      made("span", `${memory(recording.size[index])}, ${life}, stream ${recording.stream[index]}; op ${count(Math.floor(op))}`),
-    );
+    const lines = [made("span", `${laneName(lane)}; op ${count(Math.floor(op))}`)];
+    if (index >= 0) {
+      const [from, to] = [recording.from[index], recording.to[index]];
+      const life = to < recording.ops ? `ops ${count(from)} to ${count(to)}` : `from op ${count(from)}, never freed`;
+      lines.unshift(
+        made("b", nameOf(recording, index) || "without a name"),
+        made("span", `${memory(recording.size[index])}, ${life}, stream ${recording.stream[index]}`),
+      );
+    }
+    hint.replaceChildren(...lines);
     const box = this.lanes.canvas.getBoundingClientRect();
     const left = clamp(event.clientX - box.left + 14, 0, Math.max(0, box.width - hint.offsetWidth - 4));
     hint.style.left = `${left}px`;
