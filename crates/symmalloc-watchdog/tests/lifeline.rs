@@ -160,7 +160,7 @@ fn a_process_whose_connection_is_closed_is_gone() {
     other.turn(Duration::ZERO);
     hub.turn(Duration::ZERO);
     assert_eq!(hub.endpoint().take_events(), []);
-    // Writes of the hub fail from now on, while reads would find nothing for ever.
+    // From now on, writes of the hub fail. Its reads only find no data, because the peer's end stays open.
     peer.shutdown(std::net::Shutdown::Read).expect("an open connection");
     for second in 1..=3 {
         hub.turn(Duration::from_secs(second));

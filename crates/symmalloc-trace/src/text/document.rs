@@ -20,9 +20,9 @@ pub struct Format {
     pub magic: &'static str,
     /// The version that this library writes, and the only one that it reads.
     pub version: u64,
-    /// How to obtain a document if a text is not one.
+    /// Advice for a text that is not a document of this kind.
     pub(crate) obtain: &'static str,
-    /// How to write a document again.
+    /// Advice for a torn document, or one of another version: the way to replace it.
     pub(crate) again: &'static str,
 }
 
