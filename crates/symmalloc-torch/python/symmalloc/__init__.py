@@ -35,7 +35,7 @@ from .errors import (
     UnknownPointer,
     UnknownPool,
 )
-from .installation import allocator, has_class, install, installed
+from .installation import install
 from .library import VERSION as __version__
 from .library import library_path, text
 from .naming import named
@@ -43,6 +43,7 @@ from .pool import MemPool, Mode, Registration, Window
 from .scopes import use_mem_pool
 from .showing import MemoryTable, show
 from .sleeping import pause, region, resume, sleep, wake
+from .state import allocator, has_class, installed
 from .steps import Step, last_step, step
 
 if TYPE_CHECKING:

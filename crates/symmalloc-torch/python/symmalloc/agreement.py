@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .allocator import Allocator, Gather
 from .devices import Device, device_index, import_torch
 from .errors import TorchError
-from .installation import allocator
+from .state import allocator
 
 if TYPE_CHECKING:
     import torch

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from . import errors, pytorch_class
-from .installation import CLASS_MINIMUM, LACKS, TORCH_MINIMUM, installed, version
+from .installation import CLASS_MINIMUM, LACKS, TORCH_MINIMUM, version
 from .library import VERSION, call, encoded, library, library_path
+from .state import installed
 
 # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED.
 VIRTUAL_MEMORY = 102

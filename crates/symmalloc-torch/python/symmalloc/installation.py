@@ -7,12 +7,12 @@ import warnings
 from ctypes import byref, c_uint32
 from typing import Any
 
-from . import pytorch_class
+from . import pytorch_class, state
 from . import statistics as pytorch_statistics
-from .allocator import Allocator
-from .devices import Device, device_index, import_torch
-from .errors import InvalidState, NotInstalled, TorchError
+from .devices import import_torch
+from .errors import InvalidState, TorchError
 from .library import address, call, encoded, library, library_path
+from .steps import follow_optimizers
 
 TORCH_MINIMUM = (2, 5)
 # The oldest version of PyTorch whose interface the class supports.
@@ -38,10 +38,6 @@ LACKS = (
     "torch.compile(mode='reduce-overhead'), CUDA tensors sent to other processes, and statistics for C++ extensions"
 )
 
-# The arguments of install(); None before the call. PyTorch keeps the allocator for the rest of the process.
-_installed_with: tuple[str | None, str | None, bool] | None = None
-_has_class = False
-
 
 def install(conf: str | None = None, *, trace: str | os.PathLike[str] | None = None, statistics: bool = True) -> None:
     """Makes symmalloc the allocator of all CUDA tensors of this process.
@@ -61,12 +57,11 @@ def install(conf: str | None = None, *, trace: str | os.PathLike[str] | None = N
     Raises `TorchError` if PyTorch is missing, too old or has used CUDA, `InvalidSettings` for an invalid configuration,
     `InvalidState` for a second call with other arguments, and `LibraryNotFound`.
     """
-    global _installed_with, _has_class
     arguments = (conf, None if trace is None else os.fspath(trace), statistics)
-    if _installed_with is not None:
-        if _installed_with != arguments:
+    if state.installed_with is not None:
+        if state.installed_with != arguments:
             raise InvalidState(
-                f"symmalloc is installed already, with conf, trace and statistics {_installed_with}: install it once"
+                f"symmalloc is installed already, with conf, trace and statistics {state.installed_with}: install it once"
             )
         return
     torch = _usable_torch()
@@ -75,24 +70,12 @@ def install(conf: str | None = None, *, trace: str | os.PathLike[str] | None = N
         call("torch_configure", encoded(conf))
     if trace is not None:
         os.environ["SYMMALLOC_TRACE"] = os.fspath(trace)
-    _has_class = _install_class(torch)
-    if not _has_class:
+    state.uses_class = _install_class(torch)
+    if not state.uses_class:
         _install_pluggable(torch, statistics)
-    _installed_with = arguments
+    state.installed_with = arguments
     if _learns(conf):
-        from .steps import follow_optimizers
-
         follow_optimizers(torch)
-
-
-def installed() -> bool:
-    """Returns `True` after a successful `install()` in this process."""
-    return _installed_with is not None
-
-
-def has_class() -> bool:
-    """Returns `True` if PyTorch uses the compiled allocator class, rather than its class for pluggable allocators."""
-    return _has_class
 
 
 def _install_class(torch: Any) -> bool:
@@ -126,13 +109,6 @@ def _install_pluggable(torch: Any, statistics: bool) -> None:
     _complete(torch)
     if statistics:
         pytorch_statistics.teach(torch)
-
-
-def allocator(device: Device = None) -> Allocator:
-    """Returns the allocator of PyTorch's CUDA tensors on a device; None: the current one. Raises `NotInstalled`."""
-    if not installed():
-        raise NotInstalled("PyTorch does not use symmalloc: call symmalloc.install() before CUDA is used")
-    return Allocator.shared(device_index(device))
 
 
 def _learns(conf: str | None) -> bool:

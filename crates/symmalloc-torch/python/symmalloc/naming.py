@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from .devices import Device, device_index
 from .errors import NotInstalled
-from .installation import installed
 from .library import call
+from .state import installed
 
 
 @contextmanager

@@ -26,8 +26,8 @@ from .allocator import Allocator, Contents, Phase, Slept, Woken
 from .communicators import Communicator, Member, check_raw, rendezvous
 from .devices import Device, device_index
 from .errors import Error, InvalidArgument, InvalidState
-from .installation import allocator
 from .library import RegistrarOptionsStruct, call, encoded, library, library_path
+from .state import allocator
 
 if TYPE_CHECKING:
     import torch

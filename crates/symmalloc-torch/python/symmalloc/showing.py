@@ -7,6 +7,7 @@ from typing import Any
 
 from .allocator import Allocator
 from .devices import Device, device_index
+from .state import allocator
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 COLUMNS = ("live", "peak live", "reserved", "peak reserved", "live over reserved", "allocations", "segments")
@@ -50,8 +51,6 @@ def show(device: Device = None, *, of: Allocator | None = None) -> MemoryTable:
     A notebook displays the result of a cell's last line. Elsewhere, use `print(symmalloc.show())`. Raises `NotInstalled`.
     """
     if of is None:
-        from .installation import allocator
-
         of, title = allocator(device), f"symmalloc, device {device_index(device)}"
     else:
         title = "symmalloc"

@@ -25,11 +25,11 @@ from pathlib import Path
 from .allocator import Allocator, Contents, Place, Slept, Woken
 from .devices import Device, device_index
 from .errors import FileError, InvalidArgument, UnknownPool
-from .installation import allocator
 from .pool import MemPool, tagged_devices
 from .pool import known as known_pool
 from .private_folder import PrivateFolder, Untrusted
 from .scopes import use_mem_pool
+from .state import allocator
 
 BACKENDS = {"pinned": Place.PINNED, "mmap": Place.PAGEABLE}
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from .allocator import Allocator, StepReport
 from .devices import Device, device_index
-from .installation import allocator
+from .state import allocator
 
 # The open step of each device, begun by `step()` or by an optimizer.
 _open: dict[int, Step] = {}

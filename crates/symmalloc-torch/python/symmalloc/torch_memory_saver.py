@@ -34,11 +34,12 @@ from . import sleeping
 from .allocator import Contents
 from .devices import device_index, import_torch
 from .errors import InvalidArgument
-from .installation import allocator, install, installed
+from .installation import install
 from .pool import MemPool, add_tagged_device
 from .pool import known as known_pool
 from .scopes import use_mem_pool
 from .sleeping import Backup, Tagged, backup_of, keep_in, tagged_pools
+from .state import allocator, installed
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from ctypes import CDLL, Structure, byref, c_byte, c_int, c_void_p
 from typing import Any
 
 import symmalloc
-from symmalloc import installation
+from symmalloc import state
 from symmalloc.library import library
 
 RANKS = 2
@@ -67,7 +67,7 @@ def calls(name: str) -> int:
 
 def on_ranks(program: Callable[[Rank], Any]) -> None:
     """Runs a program on every rank. Exits if one of them fails."""
-    installation._installed_with = (None, None, True)
+    state.installed_with = (None, None, True)
     barrier, failures = threading.Barrier(RANKS, timeout=60), []
 
     def run(number: int) -> None:

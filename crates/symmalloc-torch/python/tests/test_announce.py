@@ -15,13 +15,13 @@ from ctypes import CDLL, Structure, byref, c_byte, c_int, c_void_p
 from types import SimpleNamespace
 
 import symmalloc
-from symmalloc import installation
+from symmalloc import state
 
 class UniqueId(Structure):
     _fields_ = [("internal", c_byte * 128)]
 
 nccl, unique_id, communicator = CDLL("libnccl.so.2"), UniqueId(), c_void_p()
-installation._installed_with = (None, None, True)
+state.installed_with = (None, None, True)
 pool, stream = symmalloc.MemPool(device=0), SimpleNamespace(cuda_stream=0)
 nccl.ncclCommInitRank.argtypes = [c_void_p, c_int, UniqueId, c_int]
 assert nccl.ncclGetUniqueId(byref(unique_id)) == 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import unittest
+from pathlib import Path
 
 import needs
 import symmalloc
@@ -21,6 +23,28 @@ class Names(unittest.TestCase):
         self.assertEqual(dir(symmalloc), sorted(symmalloc.__all__))
         for name in dir(symmalloc):
             self.assertTrue(hasattr(symmalloc, name), name)
+
+    def test_modules_form_no_circle(self) -> None:
+        folder = Path(symmalloc.__file__).parent
+        imports: dict[str, set[str]] = {}
+        for path in folder.rglob("*.py"):
+            if path.name.startswith("__"):
+                continue
+            package = ["symmalloc", *path.relative_to(folder).parent.parts]
+            module = ".".join([*package, path.stem])
+            imports[module] = set()
+            # Imports within functions count, too.
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and node.level:
+                    source = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
+                    names = [".".join(source), *(".".join([*source, alias.name]) for alias in node.names)]
+                    imports[module].update(names)
+        while True:
+            leaves = {module for module, used in imports.items() if not used & imports.keys()}
+            if not leaves:
+                break
+            imports = {module: used for module, used in imports.items() if module not in leaves}
+        self.assertEqual(sorted(imports), [], "these modules import each other")
 
 
 class WithoutTorch(unittest.TestCase):

@@ -251,10 +251,10 @@ class Processes(unittest.TestCase):
     PROGRAM = """
 import os, time
 from pathlib import Path
-from symmalloc import installation
+from symmalloc import state
 
 number, file = int(os.environ["RANK"]), Path(os.environ["ID_FILE"])
-installation._installed_with = (None, None, True)
+state.installed_with = (None, None, True)
 if number == 0:
     file.with_suffix(".new").write_bytes(bytes(ids[0]))
     file.with_suffix(".new").rename(file)

@@ -11,8 +11,8 @@ from test_engines import BEGIN
 ALONE = (
     BEGIN
     + """
-installation_of = symmalloc.installation
-installation_of._installed_with = (None, None, True)
+installation_of = symmalloc.state
+installation_of.installed_with = (None, None, True)
 ours = symmalloc.Allocator.shared(0)
 
 def fill(pointer, byte, size=MIB):
@@ -81,7 +81,7 @@ ours.begin_step(pool=pool.id)
 raises(symmalloc.InvalidState, "between end_step and begin_step", lambda: symmalloc.sleep("weights"))
 ours.end_step(pool=pool.id)
 raises(symmalloc.UnknownPool, "99", lambda: ours.sleep(99))
-installation_of._installed_with = None
+installation_of.installed_with = None
 raises(symmalloc.NotInstalled, "install()", lambda: symmalloc.sleep(device=0))
 """)
 
