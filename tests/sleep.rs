@@ -15,7 +15,7 @@ use symmalloc_core::plans::StepError;
 use symmalloc_core::restore::{LayoutError, RestoreError};
 use symmalloc_core::sleep::{Phase, SleepCause, SleepError};
 use symmalloc_core::units::MIB;
-use symmalloc_core::{Allocation, Allocator, Op, PoolId, StreamId};
+use symmalloc_core::{Allocation, Allocator, Digest, Op, PoolId, StreamId};
 use symmalloc_harness::hooked::{DeviceCall, Hooked};
 use symmalloc_sim::{Addresses, Call, Fault, FaultRule, SimBackend};
 use symmalloc_trace::replay::{Program, Replay};

@@ -142,6 +142,58 @@ fn a_later_wake_uses_the_memory_of_one_that_could_not_be_undone() {
     job.end();
 }
 
+/// The result of one wake whose first map is refused.
+struct Retried {
+    digest: Digest,
+    phase: Phase,
+    rooms: u32,
+}
+
+/// Wakes a pool while `fault` affects every map. `make_room` releases `room_bytes`, and ends the fault if `helps`.
+fn wake_with_room(text: &str, fault: Option<Fault>, room_bytes: u64, helps: bool) -> Retried {
+    let device = device();
+    let job: Job = Job::busy(&device, text);
+    job.allocator.sleep(job.pool, Contents::Keep).expect(text);
+    if let Some(fault) = fault {
+        device.inject(Some(Call::Map), FaultRule::Every { calls: 1 }, fault);
+    }
+    let mut rooms = 0;
+    let make_room = || {
+        rooms += 1;
+        if helps {
+            device.heal();
+        }
+        room_bytes
+    };
+    match job.allocator.remap_with(job.pool, make_room) {
+        Ok(remapped) => drop(remapped.keep()),
+        Err(error) => assert!(matches!(error.cause, SleepCause::Memory { .. }), "{error}"),
+    };
+    let (digest, phase) = (job.allocator.digest(job.pool).expect("known"), job.phase());
+    device.heal();
+    job.allocator.wake(job.pool).expect("healed");
+    job.holds_what_it_held();
+    job.end();
+    Retried { digest, phase, rooms }
+}
+
+#[test]
+fn a_wake_makes_room_only_once_and_only_if_memory_is_full() {
+    for text in POLICIES {
+        let plain = wake_with_room(text, None, 1, true);
+        assert_eq!((plain.phase, plain.rooms), (Phase::Awake, 0), "{text}: nothing was refused");
+        let retried = wake_with_room(text, Some(Fault::OutOfMemory), 1, true);
+        assert_eq!((retried.phase, retried.rooms), (Phase::Awake, 1), "{text}");
+        assert_eq!(retried.digest, plain.digest, "{text}: a wake is one op, however often it tries");
+        let no_room = wake_with_room(text, Some(Fault::OutOfMemory), 0, true);
+        assert_eq!((no_room.phase, no_room.rooms), (Phase::Asleep, 1), "{text}: nothing was released");
+        let still_full = wake_with_room(text, Some(Fault::OutOfMemory), 1, false);
+        assert_eq!((still_full.phase, still_full.rooms), (Phase::Asleep, 1), "{text}: one more attempt");
+        let refused = wake_with_room(text, Some(Fault::Refused), 1, true);
+        assert_eq!((refused.phase, refused.rooms), (Phase::Asleep, 0), "{text}: memory does not help");
+    }
+}
+
 fn job_segments(job: &Job<'_>) -> u64 {
     let pool = job.pool;
     job.allocator.snapshot().segments.iter().filter(|segment| segment.pool == pool).count() as u64

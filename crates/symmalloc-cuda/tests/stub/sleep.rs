@@ -533,6 +533,42 @@ stub_test!(retained_contents_stay_readable_and_their_memory_is_reused, {
     }
 });
 
+stub_test!(pinned_memory_becomes_idle_when_the_place_changes_during_sleep, {
+    let job = job_in(ImagePlace::Pinned);
+    let there_and_back = || {
+        job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
+        job.allocator.wake(job.id()).expect("woken");
+        job.holds_what_it_held();
+    };
+    job.allocator.retain_saved(job.id(), true);
+    there_and_back();
+    job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
+    job.allocator.save_in(job.id(), ImagePlace::Pageable);
+    job.allocator.wake(job.id()).expect("woken");
+    job.holds_what_it_held();
+    there_and_back();
+    job.allocator.release_host_memory().expect("released");
+    assert_eq!((live().host_bytes, job.allocator.host_bytes()), (0, 0), "pageable memory needs none");
+    job.end();
+});
+
+stub_test!(setting_the_same_place_again_keeps_the_retained_contents, {
+    for place in [ImagePlace::Pinned, ImagePlace::Pageable] {
+        let job = job_in(place.clone());
+        let address = job.buffers[0].0.device_ptr(&job.stream).0;
+        job.allocator.retain_saved(job.id(), true);
+        job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
+        job.allocator.wake(job.id()).expect("woken");
+        let saved = job.allocator.saved_at(address, 1);
+        assert!(saved.is_some());
+        job.allocator.save_in(job.id(), place);
+        assert_eq!(job.allocator.saved_at(address, 1), saved);
+        assert_eq!(job.allocator.saved_at(address, 0), None, "an empty range");
+        assert_eq!(job.allocator.saved_at(address, u64::MAX), None, "beyond the end");
+        job.end();
+    }
+});
+
 stub_test!(a_modified_file_is_found_and_the_pool_stays_asleep_until_it_is_whole_again, {
     let folder = tempfile::tempdir().expect("a folder");
     let job = job_in(ImagePlace::Folder(folder.path().into()));

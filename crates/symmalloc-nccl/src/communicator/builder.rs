@@ -331,8 +331,8 @@ impl Communicator {
     /// job and the others continue.
     ///
     /// The new communicator inherits the deadline and the mode. Its name is the parent's name with the excluded ranks: "world/without-3", and
-    /// "world/without-3#2" the next time. It has no windows: attach the pools of the remaining ranks to it and sync. Their contents and placements do not change. This
-    /// communicator stays usable on all ranks, including the excluded ones, until each destroys it.
+    /// "world/without-3#2" the next time. It has no windows: attach the pools of the remaining ranks to it and sync. Their contents and
+    /// placements do not change. This communicator stays usable on all ranks, including the excluded ones, until each destroys it.
     ///
     /// A communicator that the watchdog has ended cannot shrink: connect a new one.
     ///

@@ -103,6 +103,24 @@ mod tests {
     }
 
     #[test]
+    fn shrunk_communicators_sort_by_ordinal_and_none_is_a_prefix_of_another() {
+        let parent = world("world", 7);
+        let lists: [&[u32]; 5] = [&[0], &[1], &[0, 1], &[0, 0x01_0000], &[1, 2, 3]];
+        let orders: Vec<_> =
+            (0..3).flat_map(|ordinal| lists.map(|list| (ordinal, parent.shrunk(ordinal, list)))).collect();
+        for (at, (ordinal, one)) in orders.iter().enumerate() {
+            assert!(parent < *one && *one < world("world", 8));
+            for (other_ordinal, other) in &orders[at + 1..] {
+                assert!(!other.as_bytes().starts_with(one.as_bytes()) && !one.as_bytes().starts_with(other.as_bytes()));
+                assert!(ordinal == other_ordinal || one < other);
+            }
+            // A part of one is ordered next to it, and before the next ordinal.
+            let part = one.split(1, u32::MAX);
+            assert!(orders.iter().all(|(later, other)| later <= ordinal || part < *other));
+        }
+    }
+
+    #[test]
     fn communicators_of_one_id_differ_by_their_ordinal() {
         let id = UniqueId::from_bytes([3; UniqueId::BYTES]);
         assert!(CommOrder::connected("w", &id, 0) < CommOrder::connected("w", &id, 1));

@@ -103,6 +103,29 @@ nccl_test!(a_call_that_hangs_at_any_point_of_a_sync_ends_the_communicator_within
     }
 });
 
+nccl_test!(a_communicator_that_one_rank_has_swept_does_not_keep_the_others_from_their_sync, {
+    Job::new(2).impatient().run(|it| {
+        let pool = it.attached_pool();
+        let other = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
+        it.registrar.attach(&other, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+        let mut tensor = it.take(&pool, 30 * MIB);
+        it.registrar.sync(&[&other, &it.world]).expect("the ranks agree");
+        it.meet();
+        other.abort().expect("no thread is inside NCCL");
+        if it.rank == 0 {
+            it.registrar.sweep();
+        }
+        for agrees in [false, true] {
+            let comms = [&other, &it.world];
+            let outcome = if agrees { it.registrar.agree(&comms) } else { it.registrar.sync(&comms) };
+            assert!(matches!(outcome, Err(SyncError::Gone { .. })), "rank {}: {outcome:?}", it.rank);
+            it.registrar.sync(&[&it.world]).expect("the ranks are in the same round");
+            it.reduce_right(&it.world, &mut tensor);
+        }
+    });
+    super::support::nothing_is_left();
+});
+
 nccl_test!(memory_that_the_driver_does_not_release_is_kept_and_reported, {
     Job::new(2).run(|it| {
         let pool = it.attached_pool();

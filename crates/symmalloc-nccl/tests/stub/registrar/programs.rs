@@ -1,5 +1,5 @@
-//! Random programs on 2 to 4 ranks: hundreds of seeds with allocations, frees, trims, pools, syncs, sleeps, communicators that are created
-//! and destroyed, and faults. After every sync, all-reduces in windows are correct and the stub detects no violations. At the end, no
+//! Random programs on 2 to 4 ranks: hundreds of seeds with allocations, frees, trims, pools, syncs, sleeps, communicators that are created,
+//! shrunk and destroyed, and faults, by the rules of several versions of NCCL. After every sync, all-reduces in windows are correct and the stub detects no violations. At the end, no
 //! resource is left.
 
 use super::support::{IMPATIENT, Job, MIB, PATIENT, Rank, nothing_is_left};
@@ -60,7 +60,8 @@ impl Program<'_> {
                 self.it.trim(&self.pools[pool]);
             }
             68..84 => self.sync(),
-            84..88 => self.sleep(),
+            84..87 => self.sleep(),
+            87..88 => self.shrink(),
             88..91 if self.pools.len() < 4 => self.make_pool(),
             91..94 if self.comms.len() < 4 => self.connect(),
             94..96 if self.comms.len() > 1 => self.destroy(),
@@ -132,6 +133,27 @@ impl Program<'_> {
         let lane = &mut self.comms[index];
         lane.comm.abort().expect("the abort ends in time");
         lane.is_aborted = true;
+    }
+
+    /// Shrinks a communicator by one rank. The others reduce in windows of the smaller one, and destroy it.
+    fn shrink(&mut self) {
+        let (index, excluded) = (self.below(self.comms.len()), self.below(self.it.ranks));
+        let lane = &self.comms[index];
+        if lane.is_aborted || lane.comm.rank() as usize == excluded {
+            return;
+        }
+        let rest = lane.comm.shrink(&[excluded as u32]).expect("the remaining ranks shrink");
+        let pools: Vec<_> = lane.pools.iter().map(|pool| self.pools[*pool].id()).collect();
+        self.it.registrar.attach(&rest, &pools, Registration::Windows).expect("symmetric and shareable");
+        self.it.registrar.sync(&[&rest]).expect("the remaining ranks agree");
+        for pool in &lane.pools {
+            let Some((_, tensor)) = self.tensors.iter_mut().rev().find(|(index, _)| index == pool) else { continue };
+            self.it.registrar.window_of(&rest, tensor).expect("it was synced");
+            self.it.reduce_right(&rest, tensor);
+        }
+        rest.destroy().expect("the communicator is idle");
+        self.it.registrar.sweep();
+        self.check();
     }
 
     fn detach(&mut self) {
@@ -351,4 +373,12 @@ nccl_test!(random_programs_are_correct_without_agreement, {
 
 nccl_test!(random_programs_are_correct_when_calls_fail_and_hang, {
     run(2_000_000, Mode::AtSync, true);
+});
+
+nccl_test!(random_programs_are_correct_by_the_rules_of_2_30, ["STUB_NCCL_VERSION" = "23007"], {
+    run(3_000_000, Mode::AtSync, false);
+});
+
+nccl_test!(random_programs_are_correct_by_the_rules_of_2_32, ["STUB_NCCL_VERSION" = "23203"], {
+    run(4_000_000, Mode::AtSync, false);
 });

@@ -2,7 +2,7 @@
 
 use super::support::{Job, MIB, nothing_is_left};
 use stub_process::nccl_test;
-use symmalloc_nccl::{Capability, CommError, NcclVersion, Registration};
+use symmalloc_nccl::{Capability, CommError, CommState, NcclVersion, Registration};
 
 /// Four ranks with windows lose rank 1, and later the first of the remaining ones.
 fn lose_two_of_four() {
@@ -88,6 +88,7 @@ nccl_test!(a_rank_that_is_missing_from_a_shrink_ends_the_parent_at_the_deadline,
         if it.rank == 1 {
             let error = it.world.shrink(&[2]).expect_err("rank 0 does not shrink");
             assert!(matches!(error, CommError::Deadline { .. }), "{error:?}");
+            assert_ne!(it.world.state(), CommState::Ready);
         }
         it.meet();
     });

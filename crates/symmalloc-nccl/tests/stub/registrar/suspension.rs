@@ -57,13 +57,21 @@ fn suspends_and_resumes(ranks: usize) {
     nothing_is_left();
 }
 
-nccl_test!(two_ranks_suspend_and_resume, ["STUB_NCCL_VERSION" = "23007", "STUB_NCCL_SUSPENDABLE_MB" = "64"], {
-    suspends_and_resumes(2);
-});
+nccl_test!(
+    suspended_communicators_of_two_ranks_resume_with_correct_windows,
+    ["STUB_NCCL_VERSION" = "23007", "STUB_NCCL_SUSPENDABLE_MB" = "64"],
+    {
+        suspends_and_resumes(2);
+    }
+);
 
-nccl_test!(four_ranks_suspend_and_resume, ["STUB_NCCL_VERSION" = "23007", "STUB_NCCL_SUSPENDABLE_MB" = "64"], {
-    suspends_and_resumes(4);
-});
+nccl_test!(
+    suspended_communicators_of_four_ranks_resume_with_correct_windows,
+    ["STUB_NCCL_VERSION" = "23007", "STUB_NCCL_SUSPENDABLE_MB" = "64"],
+    {
+        suspends_and_resumes(4);
+    }
+);
 
 nccl_test!(an_older_nccl_refuses_to_suspend_and_the_pool_stays_awake, ["STUB_NCCL_VERSION" = "22906"], {
     Job::new(2).run(|it| {
@@ -87,7 +95,7 @@ nccl_test!(other_windows_prevent_a_suspension, ["STUB_NCCL_VERSION" = "23007"], 
         it.registrar.sync(&[&it.world]).expect("the ranks agree");
         let error = it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop).expect_err("it has windows");
         let SleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
-        assert!(ranks.iter().all(|of| of.obstacle == Obstacle::OtherWindows), "{error}");
+        assert!(ranks.len() == 2 && ranks.iter().all(|of| of.obstacle == Obstacle::OtherWindows), "{error}");
         it.reduce_right(&it.world, &mut tensor);
         it.registrar.sleep(&it.world, other.id(), Contents::Drop).expect("all ranks sleep");
         it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop).expect("the other pool sleeps");
