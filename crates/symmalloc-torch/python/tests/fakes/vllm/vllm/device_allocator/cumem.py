@@ -1,0 +1,4 @@
+class CuMemAllocator:
+    @staticmethod
+    def get_instance():
+        raise AssertionError("the original allocator was used")
