@@ -187,6 +187,8 @@ def main() -> None:
     failed = sum(result != "passed" for result in results.values())
     arguments.out.write_text(json.dumps({"results": results, "inapplicable": INAPPLICABLE}, indent=1))
     print(f"{len(results) - failed} passed, {failed} failed; not run: {INAPPLICABLE}")
+    if not results:
+        sys.exit(f"no example was run: none fits --only {arguments.only!r}, --gpus {arguments.gpus} and {there} GPUs")
     sys.exit(failed > 0)
 
 

@@ -1,13 +1,24 @@
 """Serves 300 requests of varying length with vLLM 0.22.0, offline, on PyTorch's native allocator and on symmalloc.
 
     python vllm_serve.py --wheels FOLDER --out report.json          on a machine with a GPU, PyTorch 2.11.0 and symmalloc
+    python vllm_serve.py --wheels FOLDER --tensor-parallel 2        on two GPUs, with symmetric memory
+    python vllm_serve.py --wheels FOLDER --only-sleep --sleep-cycles 100 --sleep-levels 1,2
 
-Three processes serve the same requests: native, native again, and symmalloc. They start one after the other, and then take turns
-in `--rounds` rounds. The report compares tokens (where native repeats itself), tokens per second (medians), memory and start-up time.
-The KV cache has a fixed size, because vLLM otherwise fills the GPU. With `--sleep-cycles N`, native and symmalloc also run vLLM's
-sleep mode N times at level 1, and compare the tokens before and after.
+Several servers (`--kinds`) serve the same requests. They take turns in `--rounds` rounds. The report compares tokens (where native
+repeats itself), tokens per second (medians), memory, windows and start-up time. Each kind is a process, or with tensor parallelism
+a process and one more for each GPU:
 
-The model is a small Llama with vLLM's dummy weights, which are deterministic. Prompts are token ids, so nothing is downloaded.
+native, native_again                 PyTorch's allocator
+symmalloc                            symmalloc installed
+native_windows, symmalloc_windows    the same, and all-reduces in vLLM's symmetric memory (VLLM_USE_NCCL_SYMM_MEM=1)
+pools                                symmalloc installed, and all-reduces in symmalloc's pools
+symmalloc_sleep, pools_sleep         symmalloc or pools, and the sleep mode on symmalloc's pools
+
+The KV cache has a fixed size, because vLLM otherwise fills the GPU. With `--sleep-cycles N`, the servers of `--sleep-kinds` also run
+vLLM's sleep mode N times at each of the `--sleep-levels`, and compare the tokens before and after.
+
+The model is a small Llama with vLLM's dummy weights, which are deterministic. Prompts are token ids, so nothing is downloaded. vLLM
+uses symmetric memory only on four or more GPUs: `vllm_worker.py` removes that limit, and vLLM's own all-reduce is off.
 This file is not named after the package, because Python would then import the file instead.
 
 The folder has the wheels of vLLM and of what it needs beyond the machine's packages. To fill it, where a registry can be reached:
@@ -26,14 +37,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +68,29 @@ CONFIG = {
 }  # fmt: skip
 REQUESTS, SEED = 300, 42
 KV_CACHE_BYTES = 4 << 30
+WHEEL = re.compile(r"(?P<name>[A-Za-z0-9._]+)-(?P<version>[^-]+)(-\d[^-]*)?-[^-]+-[^-]+-[^-]+\.whl")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of server."""
+
+    plug_in: str = ""
+    """The value of `SYMMALLOC_VLLM`; empty for PyTorch's allocator."""
+    has_windows: bool = False
+    """`True` if all-reduces are in symmetric memory."""
+
+
+KINDS = {
+    "native": Kind(),
+    "native_again": Kind(),
+    "symmalloc": Kind("install"),
+    "native_windows": Kind(has_windows=True),
+    "symmalloc_windows": Kind("install", has_windows=True),
+    "pools": Kind("pools", has_windows=True),
+    "symmalloc_sleep": Kind("sleep"),
+    "pools_sleep": Kind("pools,sleep", has_windows=True),
+}
 
 
 class Unusable(Exception):
@@ -63,29 +101,38 @@ class MissingWheel(Unusable):
     """The folder lacks a wheel."""
 
 
+class OddFile(Unusable):
+    """A file of the folder is not a wheel."""
+
+
 class OtherVersion(Unusable):
     """A package has another version than the one that this job was written for."""
 
 
-def requests() -> list[tuple[list[int], int]]:
+def requests(count: int = REQUESTS) -> list[tuple[list[int], int]]:
     """Returns the prompts and the numbers of tokens to generate."""
     draw = random.Random(SEED)
     return [
         ([draw.randrange(3, CONFIG["vocab_size"]) for _ in range(draw.randrange(16, 1024))], draw.randrange(16, 256))
-        for _ in range(REQUESTS)
+        for _ in range(count)
     ]
 
 
 def check_wheels(folder: Path) -> list[Path]:
-    """Returns the wheels of a folder. Raises `MissingWheel` and `OtherVersion`."""
+    """Returns the wheels of a folder. Raises `MissingWheel`, `OtherVersion` and `OddFile`."""
     wheels = sorted(folder.glob("*.whl"))
-    there = {wheel.name.split("-")[0].lower().replace(".", "_"): wheel for wheel in wheels}
+    there: dict[str, str] = {}
+    for wheel in wheels:
+        if (parts := WHEEL.fullmatch(wheel.name)) is None:
+            raise OddFile(f"{wheel} is not named like a wheel (name-version-python-abi-platform.whl): remove or rename it")
+        there[_normal(parts["name"])] = parts["version"]
     if missing := [name for name in NEEDED if name not in there and not _is_installed(name)]:
         raise MissingWheel(
             f"{folder} has no wheel of {', '.join(missing)}: download it as this file's documentation says"
         )
-    if (version := there["vllm"].name.split("-")[1]) != VLLM:
-        raise OtherVersion(f"{folder} has vLLM {version}: this job needs {VLLM}, which is built for PyTorch {TORCH}")
+    version = importlib.metadata.version("vllm") if _is_installed("vllm") else there["vllm"]
+    if version != VLLM:
+        raise OtherVersion(f"vLLM is {version}: this job needs {VLLM}, which is built for PyTorch {TORCH}")
     return wheels
 
 
@@ -94,6 +141,10 @@ def check_engine(llm: Any) -> None:
     for name in ("sleep", "wake_up"):
         if not hasattr(llm, name):
             raise OtherVersion(f"vLLM {importlib.metadata.version('vllm')} has no LLM.{name}: use {VLLM}")
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "_", name).lower()
 
 
 def _is_installed(name: str) -> bool:
@@ -122,30 +173,94 @@ def unpack(wheels: list[Path], site: Path) -> None:
     subprocess.run([*command, *new], check=True)
 
 
+def link_libraries(folder: Path) -> None:
+    """Links NCCL and CUDA's runtime by the names that a linker looks for: vLLM compiles against NCCL, and wheels lack these names."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [] if spec is None else list(spec.submodule_search_locations or [])
+    for name in ("nccl", "cudart"):
+        found = [path for root in roots for path in sorted(Path(root).glob(f"*/lib/lib{name}.so.*"))]
+        if found and not (folder / f"lib{name}.so").exists():
+            (folder / f"lib{name}.so").symlink_to(found[0])
+
+
+def write_entry_point(folder: Path) -> None:
+    """Writes the metadata with which vLLM finds symmalloc's plug-in, for a symmalloc that runs from a checkout."""
+    metadata = folder / "symmalloc_from_checkout-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: symmalloc-from-checkout\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nsymmalloc = symmalloc.vllm:register\n")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The settings that all servers share."""
+
+    site: Path
+    """The packages of the wheels."""
+    scratch: Path
+    """A folder for the model, libraries and metadata."""
+    out: Path
+    """The report; logs lie beside it."""
+    ranks: int
+    """The number of GPUs."""
+    requests: int
+
+    def prepare(self) -> None:
+        (self.scratch / "model").mkdir()
+        (self.scratch / "model" / "config.json").write_text(json.dumps(CONFIG))
+        for name in ("lib", "tmp", "metadata"):
+            (self.scratch / name).mkdir()
+        link_libraries(self.scratch / "lib")
+        if not any(point.name == "symmalloc" for point in importlib.metadata.entry_points(group="vllm.general_plugins")):
+            write_entry_point(self.scratch / "metadata")
+
+    def environment(self, kind: Kind, log: Path) -> dict[str, str]:
+        """Returns the environment of a server. vLLM's processes inherit it, and find the packages through it."""
+        metadata, site, here = self.scratch / "metadata", self.site, Path(__file__).resolve().parent
+        path = [os.environ.get("PYTHONPATH"), str(metadata), str(site), str(here)]
+        libraries = [str(self.scratch / "lib"), os.environ.get("LIBRARY_PATH")]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, path)), "LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),
+            # The sampler's seed and the scheduler are in one process, and so is the worker of a single GPU.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+            # Standard output has the answers, and each worker shares it.
+            "VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0",
+            "SYMMALLOC_VLLM": kind.plug_in, "VLLM_USE_NCCL_SYMM_MEM": str(int(kind.has_windows)),
+            # vLLM compiles its allocator of symmetric memory in the temporary folder.
+            "TMPDIR": str(self.scratch / "tmp"),
+        }  # fmt: skip
+        if kind.has_windows:
+            environment |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "TUNING", "NCCL_DEBUG_FILE": f"{log}.nccl.%p"}
+        return environment
+
+
 class Server:
     """A process that serves the requests."""
 
-    def __init__(self, allocator: str, site: Path, model: Path, log: Path, more: list[str]) -> None:
-        # vLLM starts processes that must find its packages too.
-        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(site)]))
-        environment = os.environ | {
-            "PYTHONPATH": path,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "VLLM_LOGGING_LEVEL": "INFO", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0",
-            # The sampler's seed and the scheduler are in one process.
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        }  # fmt: skip
-        command = [sys.executable, __file__, "--serve", allocator, "--site", str(site), "--model", str(model), *more]
-        self.log = log
+    def __init__(self, name: str, setup: Setup, *, has_sleep: bool = False) -> None:
+        """Starts the process, without waiting for it."""
+        self.name, self.log = name, setup.out.with_suffix(f".{'sleep-' if has_sleep else ''}{name}.log")
+        command = [
+            sys.executable, __file__, "--serve", name, "--site", str(setup.site), "--model", str(setup.scratch / "model"),
+            "--tensor-parallel", str(setup.ranks), "--requests", str(setup.requests), *["--sleep-mode"] * has_sleep,
+        ]  # fmt: skip
         self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True
-        )
-        self.ready = self._answer()
+            command, env=setup.environment(KINDS[name], self.log), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self.log.open("w"), text=True,
+        )  # fmt: skip
+
+    def ready(self) -> dict[str, Any]:
+        """Waits until the engine has started."""
+        return self._answer()
 
     def ask(self, request: str) -> dict[str, Any]:
         assert self._process.stdin is not None
-        self._process.stdin.write(request + "\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(request + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # the answer states how the process has ended
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
@@ -153,178 +268,324 @@ class Server:
         for line in self._process.stdout:
             if line.startswith("ANSWER "):
                 return json.loads(line[7:])  # type: ignore[no-any-return]
-        end = "".join(self.log.read_text(errors="replace").splitlines(keepends=True)[-30:])
-        raise Unusable(f"the process ended with {self._process.wait()}, see {self.log}:\n{end}")
+        end = "".join(self.log.read_text(errors="replace").splitlines(keepends=True)[-40:])
+        raise Unusable(f"{self.name} ended with {self._process.wait()}, see {self.log}:\n{end}")
 
     def end(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
         try:
+            self._process.stdin.close()
             self._process.wait(60)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, BrokenPipeError):
             self._process.kill()
             self._process.wait()
 
+    def kernels(self) -> dict[str, int]:
+        """Counts NCCL's symmetric all-reduces outside of replays, by kernel. The first rank writes them to its log."""
+        kernels: Counter[str] = Counter()
+        for log in self.log.parent.glob(f"{self.log.name}.nccl.*"):
+            text = log.read_text(errors="replace")
+            kernels.update(re.findall(r"AllReduce \[Symmetric\]: \d+ Bytes -> Kernel (\S+)", text))
+        return dict(kernels)
 
-def serve(allocator: str, site: Path, model: Path, has_sleep: bool) -> None:
+
+def serve(arguments: argparse.Namespace) -> None:
     """Starts an engine in a separate process, and answers requests from its standard input."""
     began = time.perf_counter()
-    # The packages of the machine come first. The folder of this file is not on the path: a job must not shadow a package.
-    sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
-    sys.path.append(str(site))
+    kind, ranks = KINDS[arguments.serve], arguments.tensor_parallel
+    # The packages of the machine come first, and the folder of this file last: a job must not shadow a package.
+    here = str(Path(__file__).resolve().parent)
+    sys.path = [entry for entry in sys.path if str(Path(entry or ".").resolve()) != here]
+    sys.path += [str(arguments.site), here]
     import torch
 
     if torch.__version__.split("+")[0] != TORCH:
         raise OtherVersion(f"PyTorch is {torch.__version__}: vLLM {VLLM} needs {TORCH}")
-    if allocator == "symmalloc":
-        import symmalloc
+    answer_of: dict[str, Any] = {}
+    if ranks == 1:
+        if kind.plug_in:
+            # The worker is in this process, which measures before vLLM calls the plug-in.
+            from symmalloc import vllm as plug_in
 
-        symmalloc.install()
-    free_before = torch.cuda.mem_get_info()[0]
+            plug_in.register()
+        answer_of["free_before"] = torch.cuda.mem_get_info()[0]
     from vllm import LLM, SamplingParams, TokensPrompt
 
     llm = LLM(
-        model=str(model), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=SEED, max_model_len=2048,
-        gpu_memory_utilization=0.1, kv_cache_memory_bytes=KV_CACHE_BYTES, enable_prefix_caching=False,
-        enable_sleep_mode=has_sleep,
+        model=str(arguments.model), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=SEED,
+        max_model_len=2048, gpu_memory_utilization=0.1, kv_cache_memory_bytes=KV_CACHE_BYTES, enable_prefix_caching=False,
+        enable_sleep_mode=arguments.sleep_mode, tensor_parallel_size=ranks, disable_custom_all_reduce=True,
+        worker_extension_cls="vllm_worker.Extension",
         compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}, max_num_seqs=128,
     )  # fmt: skip
     check_engine(llm)
-    work = requests()
+    work = requests(arguments.requests)
     prompts = [TokensPrompt(prompt_token_ids=tokens) for tokens, _ in work]
     parameters = [
         SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False) for _, count in work
     ]
 
+    def facts() -> list[dict[str, Any]]:
+        return llm.collective_rpc("job_facts")  # type: ignore[no-any-return]
+
     def run() -> dict[str, Any]:
         start = time.perf_counter()
         outputs = llm.generate(prompts, parameters, use_tqdm=False)
-        torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
-        statistics_of = torch.cuda.memory_stats()
         return {
             "seconds": seconds,
             "tokens": sum(map(len, tokens)),
             "digests": [hashlib.sha256(repr(one).encode()).hexdigest()[:16] for one in tokens],
-            "reserved_bytes_peak": statistics_of.get("reserved_bytes.all.peak"),
-            "allocated_bytes_peak": statistics_of.get("allocated_bytes.all.peak"),
+            "workers": facts(),
         }
 
-    def sleep_cycles(count: int) -> dict[str, Any]:
+    def sleep_cycles(level: int, count: int) -> dict[str, Any]:
+        run()  # Not compared: the first run also compiles kernels.
         before = run()
-        total, slept, woken = torch.cuda.mem_get_info()[0], [], []
-        free_asleep = 0
-        for _ in range(count):
+        free, slept, woken, reloaded = [one["free_bytes"] for one in facts()], [], [], []
+        returned = 0
+        for cycle in range(count):
             start = time.perf_counter()
-            llm.sleep(level=1)
+            llm.sleep(level=level)
             slept.append(time.perf_counter() - start)
-            free_asleep = torch.cuda.mem_get_info()[0]
+            if cycle == count - 1:
+                returned = min(one["free_bytes"] - awake for one, awake in zip(facts(), free, strict=True))
             start = time.perf_counter()
             llm.wake_up()
-            torch.cuda.synchronize()
+            llm.collective_rpc("job_synchronize")
             woken.append(time.perf_counter() - start)
+            if level == 2:
+                if cycle == count - 1:
+                    llm.collective_rpc("job_damage")
+                start = time.perf_counter()
+                llm.collective_rpc("job_reload")
+                reloaded.append(time.perf_counter() - start)
         after = run()
         return {
-            "cycles": count, "sleep_seconds": statistics.median(slept), "wake_seconds": statistics.median(woken),
-            "returned_bytes": free_asleep - total, "equal_tokens": before["digests"] == after["digests"],
+            "level": level, "cycles": count, "sleep_seconds": statistics.median(slept),
+            "wake_seconds": statistics.median(woken), "reload_seconds": statistics.median(reloaded) if reloaded else None,
+            "returned_bytes": returned, "equal_tokens": before["digests"] == after["digests"],
+            "equal_requests": equal(before["digests"], after["digests"]), "digests": after["digests"],
+            "new_windows": new_windows(before["workers"], after["workers"]),
+            "grown_bytes": [one["free_bytes"] - other["free_bytes"]
+                            for one, other in zip(before["workers"], after["workers"], strict=True)],
         }  # fmt: skip
 
     def answer(what: dict[str, Any]) -> None:
-        print("ANSWER " + json.dumps(what), flush=True)
+        print("\nANSWER " + json.dumps(what), flush=True)
 
-    used = free_before - torch.cuda.mem_get_info()[0]
-    answer(
-        {
-            "start_seconds": time.perf_counter() - began,
-            "device_bytes": used,
-            "torch_reserved": torch.cuda.memory_reserved(),
-        }
-    )
+    answer_of |= {"start_seconds": time.perf_counter() - began, "workers": facts()}
+    if ranks == 1:
+        answer_of["device_bytes"] = answer_of.pop("free_before") - torch.cuda.mem_get_info()[0]
+    answer(answer_of)
     for line in sys.stdin:
-        command, _, argument = line.strip().partition(" ")
-        answer(run() if command == "run" else sleep_cycles(int(argument)))
+        command, *numbers = line.split()
+        answer(run() if command == "run" else sleep_cycles(*map(int, numbers)))
 
 
 def equal(one: list[str], other: list[str]) -> int:
     return sum(a == b for a, b in zip(one, other, strict=True))
 
 
-def compare(site: Path, out: Path, rounds_of_each: int, sleep_cycles: int) -> dict[str, Any]:
-    """Runs the processes and returns the report."""
-    report: dict[str, Any] = {"vllm": VLLM, "torch": TORCH, "requests": REQUESTS, "kv_cache_bytes": KV_CACHE_BYTES}
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder)
-        (model / "config.json").write_text(json.dumps(CONFIG))
-        names = {"native": "native", "native_again": "native", "symmalloc": "symmalloc"}
-        servers: dict[str, Server] = {}
+def new_windows(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> int:
+    """Returns the number of windows that all workers registered between two reports."""
+    new = 0
+    for one, other in zip(before, after, strict=True):
+        new += other["windows_of_vllm"] - one["windows_of_vllm"]
+        there = [tuple(window.values()) for window in one.get("windows_of_symmalloc", [])]
+        new += sum(tuple(window.values()) not in there for window in other.get("windows_of_symmalloc", []))
+    return new
+
+
+def peak(workers: list[dict[str, Any]], name: str) -> int:
+    return max(worker[name] or 0 for worker in workers)
+
+
+class Field:
+    """The servers that are compared. A server that fails is left out from then on, and the report states why."""
+
+    def __init__(self, setup: Setup, names: list[str]) -> None:
+        self._setup, self.names = setup, list(names)
+        self.servers: dict[str, Server] = {}
+        self.report: dict[str, dict[str, Any]] = {name: {} for name in names}
+
+    def start(self, *, together: bool) -> None:
+        for name in list(self.names):
+            self.servers[name] = Server(name, self._setup)
+            if not together:
+                self._try(name, "ready")
+        for name in list(self.names) if together else []:
+            self._try(name, "ready")
+
+    def run(self) -> dict[str, dict[str, Any]]:
+        """Lets each server serve the requests, in turns."""
+        done = {name: self._try(name, "run") for name in list(self.names)}
+        return {name: one for name, one in done.items() if one is not None}
+
+    def end(self) -> None:
+        for server in self.servers.values():
+            server.end()
+
+    def _try(self, name: str, request: str) -> dict[str, Any] | None:
+        server = self.servers[name]
         try:
-            for name, allocator in names.items():
-                servers[name] = Server(allocator, site, model, out.with_suffix(f".{name}.log"), [])
-                report[name] = {"ready": servers[name].ready}
-                print(name, servers[name].ready, flush=True)
-            for server in servers.values():
-                server.ask("run")  # Not measured: the first round also compiles kernels.
-            rounds = {name: [] for name in names}
-            for _ in range(rounds_of_each):
-                for name, server in servers.items():
-                    rounds[name].append(server.ask("run"))
-        finally:
-            for server in servers.values():
-                server.end()
-        for name, done in rounds.items():
-            speeds = [one["tokens"] / one["seconds"] for one in done]
-            report[name] |= {
-                "tokens_per_second": statistics.median(speeds), "all": speeds, "tokens": done[0]["tokens"],
-                "reserved_bytes_peak": done[-1]["reserved_bytes_peak"], "allocated_bytes_peak": done[-1]["allocated_bytes_peak"],
-                "repeats_itself": [equal(done[0]["digests"], one["digests"]) for one in done],
-            }  # fmt: skip
-        first = {name: done[0]["digests"] for name, done in rounds.items()}
-        stable = [
-            at for at in range(REQUESTS)
-            if len({one["digests"][at] for name in ("native", "native_again") for one in rounds[name]}) == 1
-        ]  # fmt: skip
-        report["requests_where_native_repeats_itself"] = len(stable)
-        report["of_those_equal_on_symmalloc"] = sum(first["native"][at] == first["symmalloc"][at] for at in stable)
-        report["speed"] = report["symmalloc"]["tokens_per_second"] / report["native"]["tokens_per_second"]
-        out.write_text(json.dumps(report, indent=1))
-        if sleep_cycles:
-            for allocator in ("native", "symmalloc"):
-                server = Server(allocator, site, model, out.with_suffix(f".sleep-{allocator}.log"), ["--sleep-mode"])
-                try:
-                    report[f"sleep_{allocator}"] = server.ask(f"sleep {sleep_cycles}")
-                finally:
-                    server.end()
-                print(allocator, report[f"sleep_{allocator}"], flush=True)
-                out.write_text(json.dumps(report, indent=1))
+            answer = server.ready() if request == "ready" else server.ask(request)
+        except Unusable as why:
+            self.report[name]["failed"] = str(why)
+            self.names.remove(name)
+            print(f"{name} failed: {why}", flush=True)
+            return None
+        if request == "ready":
+            self.report[name]["ready"] = answer
+        print(name, request, {key: value for key, value in answer.items() if key.endswith("seconds")}, flush=True)
+        return answer
+
+
+def compare(setup: Setup, names: list[str], rounds_of_each: int, *, together: bool) -> dict[str, Any]:
+    """Runs the servers in turns, and returns the report. Raises `Unusable` if no native server is left."""
+    field = Field(setup, names)
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    try:
+        field.start(together=together)
+        warm = field.run()  # Not measured: the first round also compiles kernels.
+        for _ in range(rounds_of_each):
+            for name, one in field.run().items():
+                rounds[name].append(one)
+    finally:
+        field.end()
+    report: dict[str, Any] = {
+        "vllm": VLLM, "torch": TORCH, "requests": setup.requests, "kv_cache_bytes": KV_CACHE_BYTES, "gpus": setup.ranks,
+        "started_together": together, **field.report,
+    }  # fmt: skip
+    natives = [name for name in field.names if not KINDS[name].plug_in]
+    if not natives:
+        raise Unusable(f"no native server is left: {report}")
+    for name in field.names:
+        done = rounds[name]
+        speeds = [one["tokens"] / one["seconds"] for one in done]
+        report[name] |= {
+            "tokens_per_second": statistics.median(speeds), "all": speeds, "tokens": done[0]["tokens"],
+            "reserved_bytes_peak": peak(done[-1]["workers"], "reserved_bytes_peak"),
+            "allocated_bytes_peak": peak(done[-1]["workers"], "allocated_bytes_peak"),
+            "repeats_itself": [equal(done[0]["digests"], one["digests"]) for one in done],
+            "new_windows": new_windows(warm[name]["workers"], done[-1]["workers"]),
+            "workers": done[-1]["workers"], "symmetric_kernels": field.servers[name].kernels(),
+        }  # fmt: skip
+    stable = [
+        at for at in range(setup.requests) if len({one["digests"][at] for name in natives for one in rounds[name]}) == 1
+    ]
+    report["requests_where_native_repeats_itself"] = len(stable)
+    first = rounds[natives[0]][0]["digests"]
+    for name in field.names:
+        if KINDS[name].plug_in:
+            report[name]["equal_requests"] = sum(all(one["digests"][at] == first[at] for one in rounds[name]) for at in stable)
+        alike = [native for native in natives if KINDS[native].has_windows == KINDS[name].has_windows]
+        reference = (alike or natives)[0]
+        report[name]["speed"] = report[name]["tokens_per_second"] / report[reference]["tokens_per_second"]
+        report[name]["speed_compared_with"] = reference
     return report
 
 
-def main() -> None:
+def sleep(setup: Setup, name: str, levels: list[int], cycles: int) -> list[dict[str, Any]]:
+    """Runs the cycles of each level on a server of its own, and returns their reports."""
+    server = Server(name, setup, has_sleep=True)
+    try:
+        server.ready()
+        done = [server.ask(f"sleep {level} {cycles}") for level in levels]
+    finally:
+        server.end()
+    for one in done:
+        one["digests"] = hashlib.sha256(repr(one["digests"]).encode()).hexdigest()[:16]
+        print(name, one, flush=True)
+    return done
+
+
+def kinds(text: str) -> list[str]:
+    """Reads a list of kinds, for a command line."""
+    names = [name for name in text.split(",") if name]
+    if unknown := [name for name in names if name not in KINDS]:
+        raise argparse.ArgumentTypeError(f"unknown kind {unknown[0]!r}: use {', '.join(KINDS)}")
+    return names
+
+
+def levels(text: str) -> list[int]:
+    """Reads a list of sleep levels, for a command line."""
+    if any(word not in ("1", "2") for word in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of levels: use 1, 2 or 1,2")
+    return [int(word) for word in text.split(",")]
+
+
+def at_least(least: int) -> Any:
+    """Returns a reader of numbers, for a command line."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
+        return int(text)
+
+    return read
+
+
+def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--wheels", type=Path, help="folder of wheels")
-    parser.add_argument("--out", type=Path, default=Path("vllm.json"), help="the report; logs lie beside it")
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds of each process")
-    parser.add_argument("--sleep-cycles", type=int, default=0, help="also sleep and wake this many times")
-    parser.add_argument("--serve", choices=["native", "symmalloc"], help=argparse.SUPPRESS)
     parser.add_argument("--site", type=Path, help="folder with the wheels' packages; default: a temporary one")
+    parser.add_argument("--out", type=Path, default=Path("vllm.json"), help="the report; logs lie beside it")
+    parser.add_argument("--tensor-parallel", type=at_least(1), default=1, metavar="GPUS", help="the number of GPUs")
+    parser.add_argument("--kinds", type=kinds, help="default: native, native_again, symmalloc; on several GPUs those with windows")
+    parser.add_argument("--requests", type=at_least(1), default=REQUESTS)
+    parser.add_argument("--rounds", type=at_least(1), default=3, help="measured rounds of each process")
+    parser.add_argument("--only-sleep", action="store_true", help="do not measure rounds")
+    parser.add_argument("--sleep-cycles", type=at_least(0), default=0, help="also sleep and wake this many times")
+    parser.add_argument("--sleep-levels", type=levels, default=[1], metavar="LEVELS", help="1, 2 or 1,2; default: 1")
+    parser.add_argument("--sleep-kinds", type=kinds, help="default: native, symmalloc; on several GPUs those with windows")
+    parser.add_argument("--serve", choices=list(KINDS), help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--sleep-mode", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> None:
+    parser = command_line()
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(arguments.serve, arguments.site, arguments.model, arguments.sleep_mode)
+        serve(arguments)
         return
+    several = arguments.tensor_parallel > 1
+    names = arguments.kinds or (
+        ["native", "native_windows", "symmalloc_windows", "pools"] if several else ["native", "native_again", "symmalloc"]
+    )
+    asleep = arguments.sleep_kinds or (["native_windows", "symmalloc_windows"] if several else ["native", "symmalloc"])
+    if all(KINDS[name].plug_in for name in names):
+        parser.error("--kinds needs a native kind, with which the others are compared")
+    if arguments.only_sleep and not arguments.sleep_cycles:
+        parser.error("--only-sleep needs --sleep-cycles")
+    report: dict[str, Any] = {}
     try:
         if arguments.site is None and arguments.wheels is None:
             raise MissingWheel("no wheels are given: use --wheels FOLDER")
         with tempfile.TemporaryDirectory() as folder:
-            site = arguments.site or Path(folder)
+            scratch = Path(folder)
+            site = arguments.site or scratch / "site"
             if arguments.wheels is not None:
                 unpack(check_wheels(arguments.wheels), site)
-            report = compare(site, arguments.out, arguments.rounds, arguments.sleep_cycles)
+            setup = Setup(site, scratch, arguments.out.resolve(), arguments.tensor_parallel, arguments.requests)
+            setup.prepare()
+            if not arguments.only_sleep:
+                report = compare(setup, names, arguments.rounds, together=several)
+                arguments.out.write_text(json.dumps(report, indent=1))
+            for name in asleep if arguments.sleep_cycles else []:
+                try:
+                    report[f"sleep_{name}"] = sleep(setup, name, arguments.sleep_levels, arguments.sleep_cycles)
+                except Unusable as why:
+                    report[f"sleep_{name}"] = {"failed": str(why)}
+                    print(f"{name} failed to sleep: {why}", flush=True)
+                arguments.out.write_text(json.dumps(report, indent=1))
     except Unusable as why:
         sys.exit(f"{type(why).__name__}: {why}")
-    print(json.dumps({key: value for key, value in report.items() if key != "all"}, indent=1))
+    print(json.dumps(report, indent=1))
+    sys.exit(any(isinstance(one, dict) and "failed" in one for one in report.values()))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,155 @@
+"""Runners of engines among the jobs: folders of wheels, options, and the comparison, on a fake engine. No GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+JOBS = Path(__file__).resolve().parents[2] / "jobs"
+FAKE = Path(__file__).resolve().parent / "fakes" / "vllm_engine"
+
+
+def job(name: str) -> ModuleType:
+    """Imports a job without putting its folder on the path."""
+    spec = importlib.util.spec_from_file_location(name, JOBS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class Wheels(unittest.TestCase):
+    def setUp(self) -> None:
+        self.job = job("vllm_serve")
+        self._folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self._folder.cleanup)
+        self.folder = Path(self._folder.name)
+        for name in self.job.NEEDED:
+            version = self.job.VLLM if name == "vllm" else "1.0"
+            self.touch(f"{name}-{version}-py3-none-any.whl")
+
+    def touch(self, name: str) -> None:
+        (self.folder / name).touch()
+
+    def test_a_complete_folder_is_accepted_under_every_spelling_of_names(self) -> None:
+        (self.folder / "pyzmq-1.0-py3-none-any.whl").rename(self.folder / "PyZMQ-27.3.0-1-cp312-abi3-manylinux_2_26_x86_64.whl")
+        (self.folder / "openai_harmony-1.0-py3-none-any.whl").rename(self.folder / "openai.harmony-1.0-py3-none-any.whl")
+        self.touch("README.md")
+        self.assertEqual(len(self.job.check_wheels(self.folder)), len(self.job.NEEDED))
+
+    def test_odd_files_missing_wheels_and_other_versions_are_typed_errors(self) -> None:
+        for odd in ("vllm.whl", "vllm-0.22.0.whl", "vllm 0.22.0.whl"):
+            self.touch(odd)
+            with self.assertRaisesRegex(self.job.OddFile, "remove or rename"):
+                self.job.check_wheels(self.folder)
+            (self.folder / odd).unlink()
+        vllm = self.folder / f"vllm-{self.job.VLLM}-py3-none-any.whl"
+        vllm.rename(self.folder / "vllm-0.23.0-py3-none-any.whl")
+        with self.assertRaisesRegex(self.job.OtherVersion, r"vLLM is 0\.23\.0: this job needs 0\.22\.0"):
+            self.job.check_wheels(self.folder)
+        (self.folder / "vllm-0.23.0-py3-none-any.whl").unlink()
+        with self.assertRaisesRegex(self.job.MissingWheel, "no wheel of vllm"):
+            self.job.check_wheels(self.folder)
+
+    def test_an_installed_vllm_needs_no_wheel(self) -> None:
+        (self.folder / f"vllm-{self.job.VLLM}-py3-none-any.whl").unlink()
+        for installed, fits in ((self.job.VLLM, True), ("0.23.0", False)):
+            with (
+                mock.patch.object(self.job, "_is_installed", lambda name: name == "vllm"),
+                mock.patch.object(self.job.importlib.metadata, "version", lambda _name, version=installed: version),
+            ):
+                if fits:
+                    self.job.check_wheels(self.folder)
+                else:
+                    with self.assertRaises(self.job.OtherVersion):
+                        self.job.check_wheels(self.folder)
+
+
+class Comparison(unittest.TestCase):
+    def serve(self, *options: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], dict]:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "report.json"
+            command = [sys.executable, str(JOBS / "vllm_serve.py"), "--site", str(FAKE), "--requests", "20", "--out", str(out)]
+            # The package itself is not under test: `SYMMALLOC_VLLM` is only seen by the fake engine.
+            path = os.pathsep.join([str(FAKE), os.environ.get("PYTHONPATH", "")])
+            done = subprocess.run(
+                [*command, *options], env=os.environ | {"PYTHONPATH": path} | environment, capture_output=True, text=True, timeout=120
+            )
+            return done, json.loads(out.read_text()) if out.exists() else {}
+
+    def test_kinds_on_several_gpus_are_compared_with_native_of_their_sort(self) -> None:
+        done, report = self.serve("--tensor-parallel", "2", "--rounds", "2")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(report["requests_where_native_repeats_itself"], 20)
+        for name, reference in (("symmalloc_windows", "native_windows"), ("pools", "native_windows"), ("native", "native")):
+            self.assertEqual(report[name]["speed_compared_with"], reference)
+            self.assertEqual(len(report[name]["workers"]), 2)
+            self.assertEqual(report[name]["new_windows"], 0)
+        self.assertEqual(report["pools"]["equal_requests"], 20)
+
+    def test_wrong_tokens_and_late_windows_are_counted(self) -> None:
+        done, report = self.serve("--tensor-parallel", "2", "--rounds", "2", FAKE_VLLM="install/1:wrong,pools/1:registers")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual((report["symmalloc_windows"]["equal_requests"], report["pools"]["equal_requests"]), (0, 20))
+        self.assertEqual((report["symmalloc_windows"]["new_windows"], report["pools"]["new_windows"]), (0, 4))
+        done, report = self.serve("--tensor-parallel", "2", "--rounds", "2", FAKE_VLLM="/1:wrong")
+        self.assertEqual(report["requests_where_native_repeats_itself"], 0)
+
+    def test_a_server_that_fails_is_left_out_and_named(self) -> None:
+        done, report = self.serve("--tensor-parallel", "2", "--rounds", "1", FAKE_VLLM="install/1:crash")
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertIn("the engine crashes", report["symmalloc_windows"]["failed"])
+        self.assertEqual(report["pools"]["equal_requests"], 20)
+        done, report = self.serve("--tensor-parallel", "2", "--rounds", "1", FAKE_VLLM="/0:crash,/1:crash")
+        self.assertIn("Unusable: no native server is left", done.stderr)
+
+    def test_sleep_levels_are_compared_before_and_after(self) -> None:
+        options = ("--only-sleep", "--sleep-cycles", "3", "--sleep-levels", "1,2", "--tensor-parallel", "2")
+        done, report = self.serve(*options, "--sleep-kinds", "native_windows,pools_sleep")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for name in ("sleep_native_windows", "sleep_pools_sleep"):
+            one, two = report[name]
+            self.assertEqual((one["level"], two["level"], one["cycles"]), (1, 2, 3))
+            self.assertTrue(one["equal_tokens"] and two["equal_tokens"])
+            self.assertIsNone(one["reload_seconds"])
+            self.assertIsNotNone(two["reload_seconds"])
+        _, report = self.serve(*options, "--sleep-kinds", "native", FAKE_VLLM="/0:wrong")
+        self.assertFalse(report["sleep_native"][0]["equal_tokens"])
+
+    def test_invalid_options_are_refused(self) -> None:
+        for options, says in (
+            (("--rounds", "0"), "at least 1"),
+            (("--tensor-parallel", "0"), "at least 1"),
+            (("--kinds", "nativ"), "unknown kind 'nativ'"),
+            (("--kinds", "pools"), "needs a native kind"),
+            (("--sleep-levels", "3"), "use 1, 2 or 1,2"),
+            (("--only-sleep",), "needs --sleep-cycles"),
+        ):
+            done, _ = self.serve(*options)
+            self.assertEqual(done.returncode, 2, options)
+            self.assertIn(says, done.stderr)
+
+
+class Examples(unittest.TestCase):
+    def test_a_run_without_any_example_fails(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "simple.py").touch()
+            command = [sys.executable, str(JOBS / "torch_memory_saver_examples.py"), "--examples", folder, "--only", "unknown"]
+            done = subprocess.run(
+                [*command, "--out", f"{folder}/out.json"], env=os.environ | {"PYTHONPATH": str(FAKE)}, capture_output=True, text=True
+            )
+        self.assertEqual(done.returncode, 1, done.stdout)
+        self.assertIn("no example was run", done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
