@@ -404,6 +404,42 @@ class Parts(unittest.TestCase):
         self.assertTrue(all(len(part) <= 118 for part in text.splitlines()))
         self.assertEqual(len(text.splitlines()), 4)
 
+    def test_vllm_is_imported_once_and_compiled_before_the_deadlines(self) -> None:
+        program = f"""
+import os, sys, types
+sys.path.insert(0, {str(FAKE.parents[1] / "vllm_pool")!r})
+sys.modules["torch"] = types.ModuleType("torch")
+sys.modules["torch"].version = types.SimpleNamespace(cuda="13.0")
+from symmalloc.check_symmetric import pools
+from symmalloc.check_symmetric.rank import CannotRun
+stack = pools.Gpus("vllm")
+stack.configure()
+assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1", "the ranks are forked after the import"
+allocator = sys.modules["vllm.distributed.device_communicators.pynccl_allocator"]
+assert allocator.compilations == 0, "a compilation may use CUDA, so the probe's process does it"
+try:
+    pools._compile_vllm()
+    print("compiled", allocator.compilations)
+except CannotRun as why:
+    print("cannot run:", why)
+ranks = types.SimpleNamespace(note=lambda text: None)
+vllm = pools.Vllm(ranks)
+vllm._has_pool, vllm._module, vllm._communicator = False, allocator, None
+vllm.pool()
+try:
+    vllm.pool()
+except CannotRun as why:
+    print(why)
+"""
+        for environment, says in (
+            ({}, "compiled 1\nvLLM has one pool in a process\n"),
+            ({"FAKE_VLLM_COMPILES": "0"}, "cannot run: vLLM could not compile its allocator for NCCL"),
+            ({"VLLM_USE_NCCL_SYMM_MEM": "0"}, "cannot run: vLLM's symmetric memory is off: unset VLLM_USE_NCCL_SYMM_MEM"),
+        ):
+            done = needs.process(program, PYTHONPATH=needs.packages(), **environment)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertTrue(done.stdout.startswith(says), done.stdout)
+
     def test_symmetric_kernels_are_counted_in_the_log_of_nccl(self) -> None:
         log = """
 host:1:1 [0] NCCL INFO AllReduce: 4 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..0}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import os
 import re
 from collections import Counter
@@ -27,6 +28,17 @@ CONFIGURATIONS = {"expandable": "expandable_segments:True", "cudaMallocAsync": "
 # The largest tensor of a case has 48 MiB.
 ELEMENTS_MAX = 12 << 20
 DEADLINE_SECONDS = 8.0
+VLLM_ENVIRONMENT = {
+    "VLLM_USE_NCCL_SYMM_MEM": "1",
+    # Standard output may have JSON.
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    # vLLM's imports ask PyTorch for GPUs. Without this, the answer initializes CUDA, which the ranks cannot use after their fork.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+VLLM_NOT_COMPILED = (
+    "vLLM could not compile its allocator for NCCL, see its warning. It needs nvcc, nccl.h (VLLM_NCCL_INCLUDE_PATH), "
+    "and a libnccl.so that the linker finds (LIBRARY_PATH)"
+)
 
 
 class Link:
@@ -473,11 +485,17 @@ class Vllm(Allocator):
         self._rank.note("PyNcclCommunicator")
         device = torch.device("cuda", torch.cuda.current_device())
         self._communicator = pynccl.PyNcclCommunicator(torch.distributed.group.WORLD, device)
+        if self._communicator.disabled:
+            raise CannotRun("vLLM's communicator is disabled: unset VLLM_DISABLE_PYNCCL, and see that vLLM finds NCCL")
         self._module = allocator
-        if not allocator.is_symmetric_memory_enabled() or allocator.get_nccl_mem_pool() is None:
-            raise CannotRun("vLLM could not compile its NCCL allocator, or VLLM_USE_NCCL_SYMM_MEM is 0")
+        self._has_pool = False
+        if allocator.get_nccl_mem_pool() is None:
+            raise CannotRun(VLLM_NOT_COMPILED)
 
     def pool(self) -> Pool:
+        if self._has_pool:
+            raise CannotRun("vLLM has one pool in a process")
+        self._has_pool = True
         return VllmPool(self._rank, self._module, self._communicator)
 
 
@@ -511,9 +529,11 @@ class Gpus:
         if (configuration := CONFIGURATIONS.get(self.allocator)) is not None:
             os.environ["PYTORCH_CUDA_ALLOC_CONF"] = configuration
             os.environ.pop("PYTORCH_ALLOC_CONF", None)
-        if self.allocator == "vllm":
-            os.environ.setdefault("VLLM_USE_NCCL_SYMM_MEM", "1")
         _torch()
+        if self.allocator == "vllm":
+            for name, value in VLLM_ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
+            _vllm()  # takes seconds, and the forked ranks inherit it
 
     def probe(self) -> dict[str, Any]:
         """Checks that the stack is complete. Returns its versions and devices."""
@@ -531,7 +551,7 @@ class Gpus:
         if ":" in self.allocator:
             _function(self.allocator)
         if self.allocator == "vllm":
-            _vllm()
+            _compile_vllm()
         devices = self._devices if self._devices is not None else list(range(torch.cuda.device_count()))
         names = [torch.cuda.get_device_name(device) for device in devices]
         pairs = [(one, two) for one in devices for two in devices if one != two]
@@ -554,6 +574,8 @@ class Gpus:
             import symmalloc
 
             facts["symmalloc"] = symmalloc.__version__
+        if self.allocator == "vllm":
+            facts["vllm"] = importlib.metadata.version("vllm")
         return facts
 
     def begin(self, rank: Rank) -> None:
@@ -625,6 +647,16 @@ def _vllm() -> tuple[Any, Any]:
     except Exception as error:
         raise CannotRun(f"vLLM's pool cannot be imported: {error}") from error
     return pynccl_allocator, pynccl
+
+
+def _compile_vllm() -> None:
+    """Compiles vLLM's allocator once. The ranks then load it within their deadlines."""
+    allocator, _ = _vllm()
+    if not allocator.is_symmetric_memory_enabled():
+        raise CannotRun("vLLM's symmetric memory is off: unset VLLM_USE_NCCL_SYMM_MEM, or set it to 1")
+    allocator.compile_nccl_allocator()
+    if not allocator.is_symmetric_memory_enabled():
+        raise CannotRun(VLLM_NOT_COMPILED)
 
 
 def _function(name: str) -> Callable[[], Any]:
