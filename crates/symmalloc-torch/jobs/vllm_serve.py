@@ -42,6 +42,7 @@ import json
 import os
 import random
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -183,6 +184,14 @@ def link_libraries(folder: Path) -> None:
             (folder / f"lib{name}.so").symlink_to(found[0])
 
 
+def cccl() -> str | None:
+    """Returns the folder of CUDA 13's header `nv/target`, which NCCL's header includes, and host compilers do not find."""
+    nvcc = shutil.which("nvcc")
+    homes = [os.environ.get("CUDA_HOME"), None if nvcc is None else str(Path(nvcc).resolve().parents[1]), "/usr/local/cuda"]
+    found = [Path(home) / "include" / "cccl" for home in homes if home]
+    return next((str(folder) for folder in found if folder.is_dir()), None)
+
+
 def write_entry_point(folder: Path) -> None:
     """Writes the metadata with which vLLM finds symmalloc's plug-in, for a symmalloc that runs from a checkout."""
     metadata = folder / "symmalloc_from_checkout-0.dist-info"
@@ -219,8 +228,10 @@ class Setup:
         metadata, site, here = self.scratch / "metadata", self.site, Path(__file__).resolve().parent
         path = [os.environ.get("PYTHONPATH"), str(metadata), str(site), str(here)]
         libraries = [str(self.scratch / "lib"), os.environ.get("LIBRARY_PATH")]
+        headers = [cccl(), os.environ.get("CPATH")]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, path)), "LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),
+            "CPATH": os.pathsep.join(filter(None, headers)),
             # The sampler's seed and the scheduler are in one process, and so is the worker of a single GPU.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1",
             "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
@@ -402,17 +413,35 @@ def peak(workers: list[dict[str, Any]], name: str) -> int:
     return max(worker[name] or 0 for worker in workers)
 
 
+@dataclass(frozen=True)
+class Cycles:
+    """The cycles of the sleep mode."""
+
+    levels: list[int]
+    count: int
+    names: list[str]
+    """The kinds of servers that sleep."""
+
+    def run(self, server: Server) -> list[dict[str, Any]]:
+        """Runs the cycles of each level, and returns their reports."""
+        done = [server.ask(f"sleep {level} {self.count}") for level in self.levels]
+        for one in done:
+            one["digests"] = hashlib.sha256(repr(one["digests"]).encode()).hexdigest()[:16]
+            print(server.name, one, flush=True)
+        return done
+
+
 class Field:
     """The servers that are compared. A server that fails is left out from then on, and the report states why."""
 
-    def __init__(self, setup: Setup, names: list[str]) -> None:
-        self._setup, self.names = setup, list(names)
+    def __init__(self, setup: Setup, names: list[str], *, has_sleep: bool) -> None:
+        self._setup, self.names, self._has_sleep = setup, list(names), has_sleep
         self.servers: dict[str, Server] = {}
         self.report: dict[str, dict[str, Any]] = {name: {} for name in names}
 
     def start(self, *, together: bool) -> None:
         for name in list(self.names):
-            self.servers[name] = Server(name, self._setup)
+            self.servers[name] = Server(name, self._setup, has_sleep=self._has_sleep)
             if not together:
                 self._try(name, "ready")
         for name in list(self.names) if together else []:
@@ -442,9 +471,12 @@ class Field:
         return answer
 
 
-def compare(setup: Setup, names: list[str], rounds_of_each: int, *, together: bool) -> dict[str, Any]:
-    """Runs the servers in turns, and returns the report. Raises `Unusable` if no native server is left."""
-    field = Field(setup, names)
+def compare(
+    setup: Setup, names: list[str], rounds_of_each: int, cycles: Cycles | None, *, together: bool
+) -> dict[str, Any]:
+    """Runs the servers in turns, and returns the report. With `cycles`, they then sleep. Raises `Unusable` without a native server."""
+    field = Field(setup, names, has_sleep=cycles is not None)
+    slept: dict[str, Any] = {}
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     try:
         field.start(together=together)
@@ -452,11 +484,15 @@ def compare(setup: Setup, names: list[str], rounds_of_each: int, *, together: bo
         for _ in range(rounds_of_each):
             for name, one in field.run().items():
                 rounds[name].append(one)
+        # A server without a full set of rounds has failed, and is no longer named.
+        for name in cycles.names if cycles is not None else []:
+            if name in field.names:
+                slept[f"sleep_{name}"] = slept_or_failed(cycles, field.servers[name])
     finally:
         field.end()
     report: dict[str, Any] = {
         "vllm": VLLM, "torch": TORCH, "requests": setup.requests, "kv_cache_bytes": KV_CACHE_BYTES, "gpus": setup.ranks,
-        "started_together": together, **field.report,
+        "started_together": together, **field.report, **slept,
     }  # fmt: skip
     natives = [name for name in field.names if not KINDS[name].plug_in]
     if not natives:
@@ -487,18 +523,25 @@ def compare(setup: Setup, names: list[str], rounds_of_each: int, *, together: bo
     return report
 
 
-def sleep(setup: Setup, name: str, levels: list[int], cycles: int) -> list[dict[str, Any]]:
-    """Runs the cycles of each level on a server of its own, and returns their reports."""
+def slept_or_failed(cycles: Cycles, server: Server) -> Any:
+    try:
+        return cycles.run(server)
+    except Unusable as why:
+        print(f"{server.name} failed to sleep: {why}", flush=True)
+        return {"failed": str(why)}
+
+
+def sleep(setup: Setup, name: str, cycles: Cycles) -> Any:
+    """Runs the cycles on a server of their own, and returns their reports."""
     server = Server(name, setup, has_sleep=True)
     try:
         server.ready()
-        done = [server.ask(f"sleep {level} {cycles}") for level in levels]
+        return cycles.run(server)
+    except Unusable as why:
+        print(f"{name} failed to sleep: {why}", flush=True)
+        return {"failed": str(why)}
     finally:
         server.end()
-    for one in done:
-        one["digests"] = hashlib.sha256(repr(one["digests"]).encode()).hexdigest()[:16]
-        print(name, one, flush=True)
-    return done
 
 
 def kinds(text: str) -> list[str]:
@@ -540,6 +583,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--sleep-cycles", type=at_least(0), default=0, help="also sleep and wake this many times")
     parser.add_argument("--sleep-levels", type=levels, default=[1], metavar="LEVELS", help="1, 2 or 1,2; default: 1")
     parser.add_argument("--sleep-kinds", type=kinds, help="default: native, symmalloc; on several GPUs those with windows")
+    parser.add_argument("--sleep-in-place", action="store_true", help="the measured servers have the sleep mode, and then sleep")
     parser.add_argument("--serve", choices=list(KINDS), help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--sleep-mode", action="store_true", help=argparse.SUPPRESS)
@@ -561,6 +605,8 @@ def main() -> None:
         parser.error("--kinds needs a native kind, with which the others are compared")
     if arguments.only_sleep and not arguments.sleep_cycles:
         parser.error("--only-sleep needs --sleep-cycles")
+    if arguments.sleep_in_place and (arguments.only_sleep or not arguments.sleep_cycles or not set(asleep) <= set(names)):
+        parser.error("--sleep-in-place needs --sleep-cycles, measured rounds, and --sleep-kinds that are among --kinds")
     report: dict[str, Any] = {}
     try:
         if arguments.site is None and arguments.wheels is None:
@@ -572,15 +618,13 @@ def main() -> None:
                 unpack(check_wheels(arguments.wheels), site)
             setup = Setup(site, scratch, arguments.out.resolve(), arguments.tensor_parallel, arguments.requests)
             setup.prepare()
+            cycles = Cycles(arguments.sleep_levels, arguments.sleep_cycles, asleep)
             if not arguments.only_sleep:
-                report = compare(setup, names, arguments.rounds, together=several)
+                in_place = cycles if arguments.sleep_in_place else None
+                report = compare(setup, names, arguments.rounds, in_place, together=several)
                 arguments.out.write_text(json.dumps(report, indent=1))
-            for name in asleep if arguments.sleep_cycles else []:
-                try:
-                    report[f"sleep_{name}"] = sleep(setup, name, arguments.sleep_levels, arguments.sleep_cycles)
-                except Unusable as why:
-                    report[f"sleep_{name}"] = {"failed": str(why)}
-                    print(f"{name} failed to sleep: {why}", flush=True)
+            for name in asleep if cycles.count and not arguments.sleep_in_place else []:
+                report[f"sleep_{name}"] = sleep(setup, name, cycles)
                 arguments.out.write_text(json.dumps(report, indent=1))
     except Unusable as why:
         sys.exit(f"{type(why).__name__}: {why}")

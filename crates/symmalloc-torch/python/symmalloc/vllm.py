@@ -25,9 +25,10 @@ from types import TracebackType
 from typing import Any
 
 from .errors import Error, InvalidSettings, InvalidState
-from .installation import install, installed
+from .installation import install
 from .pool import MemPool, Mode
 from .scopes import Scope, use_mem_pool
+from .state import installed
 
 VARIABLE = "SYMMALLOC_VLLM"
 GRAPH_VARIABLE = "SYMMALLOC_VLLM_GRAPH_MB"

@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 
 from .allocator import Contents, Phase
 from .errors import InvalidState
-from .installation import installed
 from .pool import MemPool
 from .scopes import use_mem_pool
+from .state import installed
 
 BACKEND = "symmalloc"
 DEFAULT_TAG = "default"

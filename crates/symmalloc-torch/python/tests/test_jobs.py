@@ -97,7 +97,7 @@ class Comparison(unittest.TestCase):
         self.assertEqual(report["pools"]["equal_requests"], 20)
 
     def test_wrong_tokens_and_late_windows_are_counted(self) -> None:
-        done, report = self.serve("--tensor-parallel", "2", "--rounds", "2", FAKE_VLLM="install/1:wrong,pools/1:registers")
+        done, report = self.serve("--tensor-parallel", "2", "--rounds", "2", FAKE_VLLM="install/1:wrong;pools/1:registers")
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertEqual((report["symmalloc_windows"]["equal_requests"], report["pools"]["equal_requests"]), (0, 20))
         self.assertEqual((report["symmalloc_windows"]["new_windows"], report["pools"]["new_windows"]), (0, 4))
@@ -109,7 +109,7 @@ class Comparison(unittest.TestCase):
         self.assertEqual(done.returncode, 1, done.stderr)
         self.assertIn("the engine crashes", report["symmalloc_windows"]["failed"])
         self.assertEqual(report["pools"]["equal_requests"], 20)
-        done, report = self.serve("--tensor-parallel", "2", "--rounds", "1", FAKE_VLLM="/0:crash,/1:crash")
+        done, report = self.serve("--tensor-parallel", "2", "--rounds", "1", FAKE_VLLM="/0:crash;/1:crash")
         self.assertIn("Unusable: no native server is left", done.stderr)
 
     def test_sleep_levels_are_compared_before_and_after(self) -> None:
@@ -125,6 +125,16 @@ class Comparison(unittest.TestCase):
         _, report = self.serve(*options, "--sleep-kinds", "native", FAKE_VLLM="/0:wrong")
         self.assertFalse(report["sleep_native"][0]["equal_tokens"])
 
+    def test_measured_servers_can_sleep_afterwards(self) -> None:
+        options = ("--tensor-parallel", "2", "--rounds", "1", "--sleep-in-place", "--sleep-cycles", "2", "--sleep-levels", "2")
+        kinds = ("--kinds", "native,native_windows,pools_sleep", "--sleep-kinds", "native_windows,pools_sleep")
+        done, report = self.serve(*options, *kinds)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertTrue(report["sleep_pools_sleep"][0]["equal_tokens"] and report["sleep_native_windows"][0]["equal_tokens"])
+        done, report = self.serve(*options, *kinds, FAKE_VLLM="pools,sleep/1:crash")
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertEqual((list(report["pools_sleep"]), "sleep_pools_sleep" in report), (["failed"], False))
+
     def test_invalid_options_are_refused(self) -> None:
         for options, says in (
             (("--rounds", "0"), "at least 1"),
@@ -133,6 +143,7 @@ class Comparison(unittest.TestCase):
             (("--kinds", "pools"), "needs a native kind"),
             (("--sleep-levels", "3"), "use 1, 2 or 1,2"),
             (("--only-sleep",), "needs --sleep-cycles"),
+            (("--sleep-in-place", "--sleep-cycles", "1", "--sleep-kinds", "pools"), "among --kinds"),
         ):
             done, _ = self.serve(*options)
             self.assertEqual(done.returncode, 2, options)

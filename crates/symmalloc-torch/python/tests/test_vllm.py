@@ -20,7 +20,6 @@ from symmalloc import vllm as plug_in, vllm_sleep
 from symmalloc.vllm import register
 from vllm.distributed.device_communicators import pynccl, pynccl_allocator
 
-installation_of = symmalloc.installation
 
 def new_stream():
     stream = ctypes.c_void_p()
@@ -38,7 +37,7 @@ def allocate_on(rank, size_bytes):
 ONE = (
     PLUG_IN
     + """
-installation_of._installed_with = (None, None, True)
+symmalloc.state.installed_with = (None, None, True)
 os.environ["SYMMALLOC_VLLM"] = "sleep"
 register()
 from vllm.device_allocator.cumem import CuMemAllocator
@@ -106,7 +105,7 @@ def program(rank):
     assert nccl.stub_nccl_live(1) == 0, "windows end before their communicator"
 
 os.environ["SYMMALLOC_VLLM"] = "install, pools"
-installation_of._installed_with = (None, None, True)
+symmalloc.state.installed_with = (None, None, True)
 register()
 register()
 on_ranks(program)
@@ -114,7 +113,7 @@ on_ranks(program)
 
     def test_a_context_is_empty_where_vllm_has_no_symmetric_memory(self) -> None:
         self.succeeds(PLUG_IN + """
-installation_of._installed_with = (None, None, True)
+symmalloc.state.installed_with = (None, None, True)
 plug_in.use_pools()
 for world, disabled in ((1, False), (2, True)):
     alone = pynccl.PyNcclCommunicator(None, 0, world, 0)
@@ -131,7 +130,7 @@ with pynccl.symmetric_context(pynccl.PyNcclCommunicator(None, 0, 2, 0)) as conte
 
     def test_a_capture_before_any_other_run_is_an_error(self) -> None:
         self.succeeds(PLUG_IN + """
-installation_of._installed_with = (None, None, True)
+symmalloc.state.installed_with = (None, None, True)
 plug_in.use_pools()
 on(2, is_capturing=True)
 def capture():
@@ -151,7 +150,7 @@ for text in ("0", "x", "-1", "1.5"):
     raises(symmalloc.InvalidSettings, "MiB", plug_in.graph_bytes)
 os.environ["SYMMALLOC_VLLM_GRAPH_MB"] = ""
 assert plug_in.graph_bytes() == 64 * MIB
-installation_of._installed_with = (None, None, True)
+symmalloc.state.installed_with = (None, None, True)
 del pynccl_allocator.nccl_symm_mem_context
 os.environ["SYMMALLOC_VLLM"] = "pools"
 raises(symmalloc.InvalidState, "SYMMALLOC_VLLM=install", register)
@@ -208,7 +207,7 @@ raises(symmalloc.InvalidState, "sleeps", lambda: (cumem.sleep(()), symmalloc.all
 
     def test_the_backend_has_the_interface_and_its_state_follows_the_pools(self) -> None:
         self.succeeds(PLUG_IN + BACKENDS + """
-installation_of._installed_with = (None, None, True)
+symmalloc.state.installed_with = (None, None, True)
 os.environ["SYMMALLOC_VLLM"] = "sleep"
 register()
 register()

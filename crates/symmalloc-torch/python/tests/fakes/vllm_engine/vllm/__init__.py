@@ -10,7 +10,7 @@ import sys
 from types import SimpleNamespace
 
 kind = f"{os.environ['SYMMALLOC_VLLM']}/{os.environ['VLLM_USE_NCCL_SYMM_MEM']}"
-behavior = dict(one.split(":") for one in os.environ.get("FAKE_VLLM", "").split(",") if one).get(kind, "")
+behavior = dict(one.split(":") for one in os.environ.get("FAKE_VLLM", "").split(";") if one).get(kind, "")
 
 
 class SamplingParams(SimpleNamespace):
