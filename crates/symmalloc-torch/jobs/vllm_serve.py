@@ -238,8 +238,8 @@ class Setup:
             # Standard output has the answers, and each worker shares it.
             "VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0",
             "SYMMALLOC_VLLM": kind.plug_in, "VLLM_USE_NCCL_SYMM_MEM": str(int(kind.has_windows)),
-            # vLLM compiles its allocator of symmetric memory in the temporary folder.
-            "TMPDIR": str(self.scratch / "tmp"),
+            # vLLM compiles its allocator of symmetric memory in the temporary folder. A killed compilation leaves a lock there.
+            "TMPDIR": os.environ.get("TMPDIR") or str(self.scratch / "tmp"),
         }  # fmt: skip
         if kind.has_windows:
             environment |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "TUNING", "NCCL_DEBUG_FILE": f"{log}.nccl.%p"}
@@ -474,9 +474,11 @@ class Field:
 def compare(
     setup: Setup, names: list[str], rounds_of_each: int, cycles: Cycles | None, *, together: bool
 ) -> dict[str, Any]:
-    """Runs the servers in turns, and returns the report. With `cycles`, they then sleep. Raises `Unusable` without a native server."""
+    """Runs the servers in turns, and returns the report. With `cycles`, they then sleep. Raises `Unusable` without a native server.
+
+    Also writes the report before the servers sleep.
+    """
     field = Field(setup, names, has_sleep=cycles is not None)
-    slept: dict[str, Any] = {}
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     try:
         field.start(together=together)
@@ -484,16 +486,24 @@ def compare(
         for _ in range(rounds_of_each):
             for name, one in field.run().items():
                 rounds[name].append(one)
-        # A server without a full set of rounds has failed, and is no longer named.
+        report: dict[str, Any] = {
+            "vllm": VLLM, "torch": TORCH, "requests": setup.requests, "kv_cache_bytes": KV_CACHE_BYTES, "gpus": setup.ranks,
+            "started_together": together, "has_sleep_mode": cycles is not None, **field.report,
+        }  # fmt: skip
+        evaluate(report, field, warm, rounds)
+        setup.out.write_text(json.dumps(report, indent=1))
         for name in cycles.names if cycles is not None else []:
             if name in field.names:
-                slept[f"sleep_{name}"] = slept_or_failed(cycles, field.servers[name])
+                report[f"sleep_{name}"] = slept_or_failed(cycles, field.servers[name])
     finally:
         field.end()
-    report: dict[str, Any] = {
-        "vllm": VLLM, "torch": TORCH, "requests": setup.requests, "kv_cache_bytes": KV_CACHE_BYTES, "gpus": setup.ranks,
-        "started_together": together, **field.report, **slept,
-    }  # fmt: skip
+    return report
+
+
+def evaluate(
+    report: dict[str, Any], field: Field, warm: dict[str, dict[str, Any]], rounds: dict[str, list[dict[str, Any]]]
+) -> None:
+    """Adds the figures of each server that did not fail, and the comparison with native. Raises `Unusable` without a native one."""
     natives = [name for name in field.names if not KINDS[name].plug_in]
     if not natives:
         raise Unusable(f"no native server is left: {report}")
@@ -508,9 +518,8 @@ def compare(
             "new_windows": new_windows(warm[name]["workers"], done[-1]["workers"]),
             "workers": done[-1]["workers"], "symmetric_kernels": field.servers[name].kernels(),
         }  # fmt: skip
-    stable = [
-        at for at in range(setup.requests) if len({one["digests"][at] for name in natives for one in rounds[name]}) == 1
-    ]
+    count = report["requests"]
+    stable = [at for at in range(count) if len({one["digests"][at] for name in natives for one in rounds[name]}) == 1]
     report["requests_where_native_repeats_itself"] = len(stable)
     first = rounds[natives[0]][0]["digests"]
     for name in field.names:
@@ -520,7 +529,6 @@ def compare(
         reference = (alike or natives)[0]
         report[name]["speed"] = report[name]["tokens_per_second"] / report[reference]["tokens_per_second"]
         report[name]["speed_compared_with"] = reference
-    return report
 
 
 def slept_or_failed(cycles: Cycles, server: Server) -> Any:
