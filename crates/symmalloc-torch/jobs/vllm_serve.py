@@ -4,9 +4,9 @@
     python vllm_serve.py --wheels FOLDER --tensor-parallel 2        on two GPUs, with symmetric memory
     python vllm_serve.py --wheels FOLDER --only-sleep --sleep-cycles 100 --sleep-levels 1,2
 
-Several servers (`--kinds`) serve the same requests. They take turns in `--rounds` rounds. The report compares tokens (where native
-repeats itself), tokens per second (medians), memory, windows and start-up time. Each kind is a process, or with tensor parallelism
-a process and one more for each GPU:
+Several servers (`--kinds`) serve the same requests. They take turns in `--rounds` rounds. The report compares tokens (where
+native repeats itself), tokens per second (medians), memory, windows and start-up time. A server is one process, or with tensor
+parallelism one and another for each GPU:
 
 native, native_again                 PyTorch's allocator
 symmalloc                            symmalloc installed
@@ -14,11 +14,11 @@ native_windows, symmalloc_windows    the same, and all-reduces in vLLM's symmetr
 pools                                symmalloc installed, and all-reduces in symmalloc's pools
 symmalloc_sleep, pools_sleep         symmalloc or pools, and the sleep mode on symmalloc's pools
 
-The KV cache has a fixed size, because vLLM otherwise fills the GPU. With `--sleep-cycles N`, the servers of `--sleep-kinds` also run
-vLLM's sleep mode N times at each of the `--sleep-levels`, and compare the tokens before and after.
+The KV cache has a fixed size, because vLLM otherwise fills the GPU. With `--sleep-cycles N`, the servers of `--sleep-kinds` also
+run vLLM's sleep mode N times at each of the `--sleep-levels`, and compare the tokens before and after.
 
-The model is a small Llama with vLLM's dummy weights, which are deterministic. Prompts are token ids, so nothing is downloaded. vLLM
-uses symmetric memory only on four or more GPUs: `vllm_worker.py` removes that limit, and vLLM's own all-reduce is off.
+The model is a small Llama with vLLM's dummy weights, which are deterministic. Prompts are token ids, so nothing is downloaded.
+vLLM uses symmetric memory only on four or more GPUs: `vllm_worker.py` removes that limit, and vLLM's own all-reduce is off.
 This file is not named after the package, because Python would then import the file instead.
 
 The folder has the wheels of vLLM and of what it needs beyond the machine's packages. To fill it, where a registry can be reached:
@@ -28,8 +28,8 @@ The folder has the wheels of vLLM and of what it needs beyond the machine's pack
         --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \\
         --platform manylinux1_x86_64 -d FOLDER -r vllm_wheels.txt
 
-The folder then has 381 MB. `NEEDED` lists the packages that vLLM imports. Only packages that the machine lacks are installed, to a
-folder that is last on the path.
+The folder then has 381 MB. `NEEDED` lists the packages that vLLM imports. Only packages that the machine lacks are installed,
+to a folder that is last on the path.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,9 @@ def check_wheels(folder: Path) -> list[Path]:
     there: dict[str, str] = {}
     for wheel in wheels:
         if (parts := WHEEL.fullmatch(wheel.name)) is None:
-            raise OddFile(f"{wheel} is not named like a wheel (name-version-python-abi-platform.whl): remove or rename it")
+            raise OddFile(
+                f"{wheel} is not named like a wheel (name-version-python-abi-platform.whl): remove or rename it"
+            )
         there[_normal(parts["name"])] = parts["version"]
     if missing := [name for name in NEEDED if name not in there and not _is_installed(name)]:
         raise MissingWheel(
@@ -175,7 +178,7 @@ def unpack(wheels: list[Path], site: Path) -> None:
 
 
 def link_libraries(folder: Path) -> None:
-    """Links NCCL and CUDA's runtime by the names that a linker looks for: vLLM compiles against NCCL, and wheels lack these names."""
+    """Links NCCL and CUDA's runtime under the names that a linker uses, which wheels lack. vLLM compiles against NCCL."""
     spec = importlib.util.find_spec("nvidia")
     roots = [] if spec is None else list(spec.submodule_search_locations or [])
     for name in ("nccl", "cudart"):
@@ -187,7 +190,11 @@ def link_libraries(folder: Path) -> None:
 def cccl() -> str | None:
     """Returns the folder of CUDA 13's header `nv/target`, which NCCL's header includes, and host compilers do not find."""
     nvcc = shutil.which("nvcc")
-    homes = [os.environ.get("CUDA_HOME"), None if nvcc is None else str(Path(nvcc).resolve().parents[1]), "/usr/local/cuda"]
+    homes = [
+        os.environ.get("CUDA_HOME"),
+        None if nvcc is None else str(Path(nvcc).resolve().parents[1]),
+        "/usr/local/cuda",
+    ]
     found = [Path(home) / "include" / "cccl" for home in homes if home]
     return next((str(folder) for folder in found if folder.is_dir()), None)
 
@@ -209,7 +216,7 @@ class Setup:
     scratch: Path
     """A folder for the model, libraries and metadata."""
     out: Path
-    """The report; logs lie beside it."""
+    """The report; logs are next to it."""
     ranks: int
     """The number of GPUs."""
     requests: int
@@ -220,7 +227,9 @@ class Setup:
         for name in ("lib", "tmp", "metadata"):
             (self.scratch / name).mkdir()
         link_libraries(self.scratch / "lib")
-        if not any(point.name == "symmalloc" for point in importlib.metadata.entry_points(group="vllm.general_plugins")):
+        if not any(
+            point.name == "symmalloc" for point in importlib.metadata.entry_points(group="vllm.general_plugins")
+        ):
             write_entry_point(self.scratch / "metadata")
 
     def environment(self, kind: Kind, log: Path) -> dict[str, str]:
@@ -236,7 +245,8 @@ class Setup:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1",
             "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
             # Standard output has the answers, and each worker shares it.
-            "VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0",
+            "VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+            "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0",
             "SYMMALLOC_VLLM": kind.plug_in, "VLLM_USE_NCCL_SYMM_MEM": str(int(kind.has_windows)),
             # vLLM compiles its allocator of symmetric memory in the temporary folder. A killed compilation leaves a lock there.
             "TMPDIR": os.environ.get("TMPDIR") or str(self.scratch / "tmp"),
@@ -267,11 +277,9 @@ class Server:
 
     def ask(self, request: str) -> dict[str, Any]:
         assert self._process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):  # the answer states how the process has ended
             self._process.stdin.write(request + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the answer states how the process has ended
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
@@ -282,14 +290,20 @@ class Server:
         end = "".join(self.log.read_text(errors="replace").splitlines(keepends=True)[-40:])
         raise Unusable(f"{self.name} ended with {self._process.wait()}, see {self.log}:\n{end}")
 
-    def end(self) -> None:
-        assert self._process.stdin is not None
+    def end(self, seconds: float = 60.0) -> None:
+        """Ends the process. It has this time after its input was closed."""
+        self.close()
         try:
-            self._process.stdin.close()
-            self._process.wait(60)
-        except (subprocess.TimeoutExpired, BrokenPipeError):
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def close(self) -> None:
+        """Closes the input, so that the process begins to end."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
 
     def kernels(self) -> dict[str, int]:
         """Counts NCCL's symmetric all-reduces outside of replays, by kernel. The first rank writes them to its log."""
@@ -454,7 +468,9 @@ class Field:
 
     def end(self) -> None:
         for server in self.servers.values():
-            server.end()
+            server.close()
+        for server in self.servers.values():
+            server.end(20.0)
 
     def _try(self, name: str, request: str) -> dict[str, Any] | None:
         server = self.servers[name]
@@ -474,9 +490,9 @@ class Field:
 def compare(
     setup: Setup, names: list[str], rounds_of_each: int, cycles: Cycles | None, *, together: bool
 ) -> dict[str, Any]:
-    """Runs the servers in turns, and returns the report. With `cycles`, they then sleep. Raises `Unusable` without a native server.
+    """Runs the servers in turns, and returns the report. Raises `Unusable` without a native server.
 
-    Also writes the report before the servers sleep.
+    With `cycles`, the servers then sleep. The report is written before that.
     """
     field = Field(setup, names, has_sleep=cycles is not None)
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
@@ -495,6 +511,7 @@ def compare(
         for name in cycles.names if cycles is not None else []:
             if name in field.names:
                 report[f"sleep_{name}"] = slept_or_failed(cycles, field.servers[name])
+                setup.out.write_text(json.dumps(report, indent=1))
     finally:
         field.end()
     return report
@@ -503,7 +520,7 @@ def compare(
 def evaluate(
     report: dict[str, Any], field: Field, warm: dict[str, dict[str, Any]], rounds: dict[str, list[dict[str, Any]]]
 ) -> None:
-    """Adds the figures of each server that did not fail, and the comparison with native. Raises `Unusable` without a native one."""
+    """Adds the figures of each server that did not fail, compared with native. Raises `Unusable` without a native server."""
     natives = [name for name in field.names if not KINDS[name].plug_in]
     if not natives:
         raise Unusable(f"no native server is left: {report}")
@@ -524,7 +541,9 @@ def evaluate(
     first = rounds[natives[0]][0]["digests"]
     for name in field.names:
         if KINDS[name].plug_in:
-            report[name]["equal_requests"] = sum(all(one["digests"][at] == first[at] for one in rounds[name]) for at in stable)
+            report[name]["equal_requests"] = sum(
+                all(one["digests"][at] == first[at] for one in rounds[name]) for at in stable
+            )
         alike = [native for native in natives if KINDS[native].has_windows == KINDS[name].has_windows]
         reference = (alike or natives)[0]
         report[name]["speed"] = report[name]["tokens_per_second"] / report[reference]["tokens_per_second"]
@@ -540,7 +559,7 @@ def slept_or_failed(cycles: Cycles, server: Server) -> Any:
 
 
 def sleep(setup: Setup, name: str, cycles: Cycles) -> Any:
-    """Runs the cycles on a server of their own, and returns their reports."""
+    """Runs the cycles on a separate server, and returns their reports."""
     server = Server(name, setup, has_sleep=True)
     try:
         server.ready()
@@ -582,16 +601,22 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--wheels", type=Path, help="folder of wheels")
     parser.add_argument("--site", type=Path, help="folder with the wheels' packages; default: a temporary one")
-    parser.add_argument("--out", type=Path, default=Path("vllm.json"), help="the report; logs lie beside it")
+    parser.add_argument("--out", type=Path, default=Path("vllm.json"), help="the report; logs are next to it")
     parser.add_argument("--tensor-parallel", type=at_least(1), default=1, metavar="GPUS", help="the number of GPUs")
-    parser.add_argument("--kinds", type=kinds, help="default: native, native_again, symmalloc; on several GPUs those with windows")
+    parser.add_argument(
+        "--kinds", type=kinds, help="default: native, native_again, symmalloc; on several GPUs those with windows"
+    )
     parser.add_argument("--requests", type=at_least(1), default=REQUESTS)
     parser.add_argument("--rounds", type=at_least(1), default=3, help="measured rounds of each process")
     parser.add_argument("--only-sleep", action="store_true", help="do not measure rounds")
     parser.add_argument("--sleep-cycles", type=at_least(0), default=0, help="also sleep and wake this many times")
     parser.add_argument("--sleep-levels", type=levels, default=[1], metavar="LEVELS", help="1, 2 or 1,2; default: 1")
-    parser.add_argument("--sleep-kinds", type=kinds, help="default: native, symmalloc; on several GPUs those with windows")
-    parser.add_argument("--sleep-in-place", action="store_true", help="the measured servers have the sleep mode, and then sleep")
+    parser.add_argument(
+        "--sleep-kinds", type=kinds, help="default: native, symmalloc; on several GPUs those with windows"
+    )
+    parser.add_argument(
+        "--sleep-in-place", action="store_true", help="the measured servers have the sleep mode, and then sleep"
+    )
     parser.add_argument("--serve", choices=list(KINDS), help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--sleep-mode", action="store_true", help=argparse.SUPPRESS)
@@ -606,14 +631,18 @@ def main() -> None:
         return
     several = arguments.tensor_parallel > 1
     names = arguments.kinds or (
-        ["native", "native_windows", "symmalloc_windows", "pools"] if several else ["native", "native_again", "symmalloc"]
+        ["native", "native_windows", "symmalloc_windows", "pools"]
+        if several
+        else ["native", "native_again", "symmalloc"]
     )
     asleep = arguments.sleep_kinds or (["native_windows", "symmalloc_windows"] if several else ["native", "symmalloc"])
     if all(KINDS[name].plug_in for name in names):
         parser.error("--kinds needs a native kind, with which the others are compared")
     if arguments.only_sleep and not arguments.sleep_cycles:
         parser.error("--only-sleep needs --sleep-cycles")
-    if arguments.sleep_in_place and (arguments.only_sleep or not arguments.sleep_cycles or not set(asleep) <= set(names)):
+    if arguments.sleep_in_place and (
+        arguments.only_sleep or not arguments.sleep_cycles or not set(asleep) <= set(names)
+    ):
         parser.error("--sleep-in-place needs --sleep-cycles, measured rounds, and --sleep-kinds that are among --kinds")
     report: dict[str, Any] = {}
     try:

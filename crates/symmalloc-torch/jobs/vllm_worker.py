@@ -83,7 +83,7 @@ class Extension:
 
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         model = runner.get_model()
-        with torch.no_grad():
+        with torch.inference_mode():
             kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
             get_model_loader(runner.load_config).load_weights(model, runner.model_config)
             for name, buffer in model.named_buffers():
@@ -94,6 +94,6 @@ class Extension:
         """Fills the weights with zeros, so that a reload that does nothing shows in the tokens."""
         import torch
 
-        with torch.no_grad():
+        with torch.inference_mode():
             for parameter in self.model_runner.get_model().parameters():  # type: ignore[attr-defined]
                 parameter.zero_()

@@ -48,7 +48,13 @@ class SleepAllocator:
 
     def sleep(self, offload_tags: Iterable[str] | str | None = None) -> None:
         """Puts all pools to sleep. Pools with one of the tags keep their contents on the host. Raises as `MemPool.sleep` does."""
-        kept = {DEFAULT_TAG} if offload_tags is None else {offload_tags} if isinstance(offload_tags, str) else set(offload_tags)
+        kept = (
+            {DEFAULT_TAG}
+            if offload_tags is None
+            else {offload_tags}
+            if isinstance(offload_tags, str)
+            else set(offload_tags)
+        )
         gc.collect()
         _empty_cache()
         for tag, pool in self._pools.items():
@@ -89,7 +95,7 @@ def sleep_allocator() -> SleepAllocator:
 
 
 def use_sleep() -> None:
-    """Replaces vLLM's allocator of the sleep mode, and registers the backend. Raises `InvalidState` if this vLLM has no such one."""
+    """Replaces vLLM's allocator of the sleep mode, and registers the backend. Raises `InvalidState` if this vLLM has none."""
     try:
         from vllm.device_allocator.cumem import CuMemAllocator
 

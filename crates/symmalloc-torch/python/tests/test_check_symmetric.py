@@ -434,7 +434,10 @@ except CannotRun as why:
         for environment, says in (
             ({}, "compiled 1\nvLLM has one pool in a process\n"),
             ({"FAKE_VLLM_COMPILES": "0"}, "cannot run: vLLM could not compile its allocator for NCCL"),
-            ({"VLLM_USE_NCCL_SYMM_MEM": "0"}, "cannot run: vLLM's symmetric memory is off: unset VLLM_USE_NCCL_SYMM_MEM"),
+            (
+                {"VLLM_USE_NCCL_SYMM_MEM": "0"},
+                "cannot run: vLLM's symmetric memory is off: unset VLLM_USE_NCCL_SYMM_MEM",
+            ),
         ):
             done = needs.process(program, PYTHONPATH=needs.packages(), **environment)
             self.assertEqual(done.returncode, 0, done.stderr)

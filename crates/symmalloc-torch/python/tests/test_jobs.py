@@ -41,8 +41,12 @@ class Wheels(unittest.TestCase):
         (self.folder / name).touch()
 
     def test_a_complete_folder_is_accepted_under_every_spelling_of_names(self) -> None:
-        (self.folder / "pyzmq-1.0-py3-none-any.whl").rename(self.folder / "PyZMQ-27.3.0-1-cp312-abi3-manylinux_2_26_x86_64.whl")
-        (self.folder / "openai_harmony-1.0-py3-none-any.whl").rename(self.folder / "openai.harmony-1.0-py3-none-any.whl")
+        (self.folder / "pyzmq-1.0-py3-none-any.whl").rename(
+            self.folder / "PyZMQ-27.3.0-1-cp312-abi3-manylinux_2_26_x86_64.whl"
+        )
+        (self.folder / "openai_harmony-1.0-py3-none-any.whl").rename(
+            self.folder / "openai.harmony-1.0-py3-none-any.whl"
+        )
         self.touch("README.md")
         self.assertEqual(len(self.job.check_wheels(self.folder)), len(self.job.NEEDED))
 
@@ -78,11 +82,24 @@ class Comparison(unittest.TestCase):
     def serve(self, *options: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], dict]:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "report.json"
-            command = [sys.executable, str(JOBS / "vllm_serve.py"), "--site", str(FAKE), "--requests", "20", "--out", str(out)]
+            command = [
+                sys.executable,
+                str(JOBS / "vllm_serve.py"),
+                "--site",
+                str(FAKE),
+                "--requests",
+                "20",
+                "--out",
+                str(out),
+            ]
             # The package itself is not under test: `SYMMALLOC_VLLM` is only seen by the fake engine.
             path = os.pathsep.join([str(FAKE), os.environ.get("PYTHONPATH", "")])
             done = subprocess.run(
-                [*command, *options], env=os.environ | {"PYTHONPATH": path} | environment, capture_output=True, text=True, timeout=120
+                [*command, *options],
+                env=os.environ | {"PYTHONPATH": path} | environment,
+                capture_output=True,
+                text=True,
+                timeout=120,
             )
             return done, json.loads(out.read_text()) if out.exists() else {}
 
@@ -90,14 +107,20 @@ class Comparison(unittest.TestCase):
         done, report = self.serve("--tensor-parallel", "2", "--rounds", "2")
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertEqual(report["requests_where_native_repeats_itself"], 20)
-        for name, reference in (("symmalloc_windows", "native_windows"), ("pools", "native_windows"), ("native", "native")):
+        for name, reference in (
+            ("symmalloc_windows", "native_windows"),
+            ("pools", "native_windows"),
+            ("native", "native"),
+        ):
             self.assertEqual(report[name]["speed_compared_with"], reference)
             self.assertEqual(len(report[name]["workers"]), 2)
             self.assertEqual(report[name]["new_windows"], 0)
         self.assertEqual(report["pools"]["equal_requests"], 20)
 
     def test_wrong_tokens_and_late_windows_are_counted(self) -> None:
-        done, report = self.serve("--tensor-parallel", "2", "--rounds", "2", FAKE_VLLM="install/1:wrong;pools/1:registers")
+        done, report = self.serve(
+            "--tensor-parallel", "2", "--rounds", "2", FAKE_VLLM="install/1:wrong;pools/1:registers"
+        )
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertEqual((report["symmalloc_windows"]["equal_requests"], report["pools"]["equal_requests"]), (0, 20))
         self.assertEqual((report["symmalloc_windows"]["new_windows"], report["pools"]["new_windows"]), (0, 4))
@@ -126,11 +149,23 @@ class Comparison(unittest.TestCase):
         self.assertFalse(report["sleep_native"][0]["equal_tokens"])
 
     def test_measured_servers_can_sleep_afterwards(self) -> None:
-        options = ("--tensor-parallel", "2", "--rounds", "1", "--sleep-in-place", "--sleep-cycles", "2", "--sleep-levels", "2")
+        options = (
+            "--tensor-parallel",
+            "2",
+            "--rounds",
+            "1",
+            "--sleep-in-place",
+            "--sleep-cycles",
+            "2",
+            "--sleep-levels",
+            "2",
+        )
         kinds = ("--kinds", "native,native_windows,pools_sleep", "--sleep-kinds", "native_windows,pools_sleep")
         done, report = self.serve(*options, *kinds)
         self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertTrue(report["sleep_pools_sleep"][0]["equal_tokens"] and report["sleep_native_windows"][0]["equal_tokens"])
+        self.assertTrue(
+            report["sleep_pools_sleep"][0]["equal_tokens"] and report["sleep_native_windows"][0]["equal_tokens"]
+        )
         done, report = self.serve(*options, *kinds, FAKE_VLLM="pools,sleep/1:crash")
         self.assertEqual(done.returncode, 1, done.stderr)
         self.assertEqual((list(report["pools_sleep"]), "sleep_pools_sleep" in report), (["failed"], False))
@@ -154,9 +189,19 @@ class Examples(unittest.TestCase):
     def test_a_run_without_any_example_fails(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "simple.py").touch()
-            command = [sys.executable, str(JOBS / "torch_memory_saver_examples.py"), "--examples", folder, "--only", "unknown"]
+            command = [
+                sys.executable,
+                str(JOBS / "torch_memory_saver_examples.py"),
+                "--examples",
+                folder,
+                "--only",
+                "unknown",
+            ]
             done = subprocess.run(
-                [*command, "--out", f"{folder}/out.json"], env=os.environ | {"PYTHONPATH": str(FAKE)}, capture_output=True, text=True
+                [*command, "--out", f"{folder}/out.json"],
+                env=os.environ | {"PYTHONPATH": str(FAKE)},
+                capture_output=True,
+                text=True,
             )
         self.assertEqual(done.returncode, 1, done.stdout)
         self.assertIn("no example was run", done.stderr)

@@ -62,7 +62,9 @@ class PlugIn(unittest.TestCase):
         return done.stdout
 
     def test_contexts_use_the_pools_of_their_communicator_and_register_nothing_after_the_warm_up(self) -> None:
-        self.succeeds(PLUG_IN + """
+        self.succeeds(
+            PLUG_IN
+            + """
 def program(rank):
     comm = pynccl.PyNcclCommunicator(rank.connect(ids[0]), rank.number, RANKS, rank.number)
     main, side = new_stream(), new_stream()
@@ -109,10 +111,15 @@ symmalloc.state.installed_with = (None, None, True)
 register()
 register()
 on_ranks(program)
-""", VLLM_USE_NCCL_SYMM_MEM="1", SYMMALLOC_VLLM_GRAPH_MB="4")
+""",
+            VLLM_USE_NCCL_SYMM_MEM="1",
+            SYMMALLOC_VLLM_GRAPH_MB="4",
+        )
 
     def test_a_context_is_empty_where_vllm_has_no_symmetric_memory(self) -> None:
-        self.succeeds(PLUG_IN + """
+        self.succeeds(
+            PLUG_IN
+            + """
 symmalloc.state.installed_with = (None, None, True)
 plug_in.use_pools()
 for world, disabled in ((1, False), (2, True)):
@@ -121,15 +128,23 @@ for world, disabled in ((1, False), (2, True)):
         assert context.disabled
         assert symmalloc.allocator(0).placement_of(allocate(MIB, 0, None)).pool == 0
 assert not plug_in._pools
-""", VLLM_USE_NCCL_SYMM_MEM="1")
-        self.succeeds(PLUG_IN + """
+""",
+            VLLM_USE_NCCL_SYMM_MEM="1",
+        )
+        self.succeeds(
+            PLUG_IN
+            + """
 plug_in.use_pools()
 with pynccl.symmetric_context(pynccl.PyNcclCommunicator(None, 0, 2, 0)) as context:
     assert context.disabled
-""", VLLM_USE_NCCL_SYMM_MEM="0")
+""",
+            VLLM_USE_NCCL_SYMM_MEM="0",
+        )
 
     def test_a_capture_before_any_other_run_is_an_error(self) -> None:
-        self.succeeds(PLUG_IN + """
+        self.succeeds(
+            PLUG_IN
+            + """
 symmalloc.state.installed_with = (None, None, True)
 plug_in.use_pools()
 on(2, is_capturing=True)
@@ -137,10 +152,14 @@ def capture():
     with pynccl.symmetric_context(pynccl.PyNcclCommunicator(1, 0, 2, 0)):
         pass
 raises(symmalloc.InvalidState, "before the capture", capture)
-""", VLLM_USE_NCCL_SYMM_MEM="1")
+""",
+            VLLM_USE_NCCL_SYMM_MEM="1",
+        )
 
     def test_settings_and_versions_that_do_not_fit_are_errors(self) -> None:
-        self.succeeds(PLUG_IN + """
+        self.succeeds(
+            PLUG_IN
+            + """
 register()
 assert not symmalloc.installed() and pynccl_allocator.nccl_symm_mem_context is not plug_in.Context
 os.environ["SYMMALLOC_VLLM"] = "pool"
@@ -158,11 +177,14 @@ from vllm.device_allocator import cumem
 del cumem.CuMemAllocator.get_instance
 os.environ["SYMMALLOC_VLLM"] = "sleep"
 raises(symmalloc.InvalidState, "leave out sleep", register)
-""")
+"""
+        )
 
     def test_the_package_has_the_entry_point(self) -> None:
         metadata = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
-        self.assertIn('[project.entry-points."vllm.general_plugins"]\nsymmalloc = "symmalloc.vllm:register"\n', metadata)
+        self.assertIn(
+            '[project.entry-points."vllm.general_plugins"]\nsymmalloc = "symmalloc.vllm:register"\n', metadata
+        )
 
 
 @needs.device
@@ -174,7 +196,9 @@ class SleepMode(unittest.TestCase):
         return done.stdout
 
     def test_level_1_keeps_weights_and_level_2_discards_everything(self) -> None:
-        self.succeeds(ONE + """
+        self.succeeds(
+            ONE
+            + """
 assert cumem is CuMemAllocator.get_instance() and cumem.get_current_usage() == 0
 weights, cache = inside("weights"), inside("kv_cache")
 assert cumem.get_current_usage() >= 2 * MIB
@@ -190,10 +214,13 @@ for byte in range(1, 4):
     assert not cumem.is_awake() and holds(weights, 0)
     cumem.wake_up(["weights"]), cumem.wake_up(["kv_cache"])
     assert cumem.is_awake() and holds(cache, 0)
-""")
+"""
+        )
 
     def test_sleeping_twice_and_waking_twice_change_nothing(self) -> None:
-        self.succeeds(ONE + """
+        self.succeeds(
+            ONE
+            + """
 weights, cache = inside("weights"), inside("kv_cache")
 ctypes.memset(weights, 9, MIB)
 cumem.discard(("kv_cache", "unknown"))
@@ -202,11 +229,17 @@ cumem.sleep("weights")
 cumem.wake_up()
 cumem.wake_up()
 assert holds(weights, 9) and holds(cache, 0)
-raises(symmalloc.InvalidState, "sleeps", lambda: (cumem.sleep(()), symmalloc.allocator(0).allocate(MIB, pool=cumem._pools["weights"].id)))
-""")
+cumem.sleep(())
+asleep = cumem._pools["weights"].id
+raises(symmalloc.InvalidState, "sleeps", lambda: symmalloc.allocator(0).allocate(MIB, pool=asleep))
+"""
+        )
 
     def test_the_backend_has_the_interface_and_its_state_follows_the_pools(self) -> None:
-        self.succeeds(PLUG_IN + BACKENDS + """
+        self.succeeds(
+            PLUG_IN
+            + BACKENDS
+            + """
 symmalloc.state.installed_with = (None, None, True)
 os.environ["SYMMALLOC_VLLM"] = "sleep"
 register()
@@ -251,7 +284,8 @@ for method, failing, state in (("sleep", lambda: backend.suspend(1), "RUNNING"),
     assert backend.state() == state, (method, backend.state())
 backend.resume()
 assert backend.state() == "RUNNING"
-""")
+"""
+        )
 
 
 # The interface of vLLM's backends, and their registry.

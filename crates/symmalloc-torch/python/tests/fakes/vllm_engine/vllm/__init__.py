@@ -1,7 +1,7 @@
 """An engine that generates tokens from the prompt alone, and calls the worker's extension as vLLM 0.22.0 does.
 
-`FAKE_VLLM` changes the behavior of servers: `KIND:crash`, `KIND:wrong` or `KIND:registers`, where KIND is the value of `SYMMALLOC_VLLM`
-and `VLLM_USE_NCCL_SYMM_MEM`, such as `/0`.
+`FAKE_VLLM` changes the behavior of servers: `KIND:crash`, `KIND:wrong` or `KIND:registers`, separated by `;`. KIND is the value of
+`SYMMALLOC_VLLM` and that of `VLLM_USE_NCCL_SYMM_MEM`, such as `/0` or `pools/1`.
 """
 
 import importlib
@@ -17,7 +17,7 @@ class SamplingParams(SimpleNamespace):
     pass
 
 
-def TokensPrompt(prompt_token_ids):  # noqa: N802
+def TokensPrompt(prompt_token_ids):
     return prompt_token_ids
 
 
