@@ -2,7 +2,8 @@
 //!
 //! Prints tables of counts on a simulated device, which are the same on every machine and in every run:
 //!
-//! 1. the savings from streams that share a heap, and the events and waits that this takes;
+//! 1. the savings from streams that share a heap, and the events and waits that this takes; rules that would take fewer
+//!    waits, from a separate model (`affinity`), which is checked to synchronize like the core;
 //! 2. rules for large blocks: those that the configuration offers, and others from a separate model (`fit_rules`), which
 //!    is first checked to place like the core;
 //! 3. the location of memory that is reserved but not live when the last memory is obtained;
@@ -18,9 +19,11 @@
 //! job.
 
 use std::env;
+use symmalloc_benches::affinity::{Candidates, Outcome};
 use symmalloc_benches::fit_rules::{FitRule, GRANULE_BYTES, Large};
 use symmalloc_benches::metered::{Asked, Metered};
 use symmalloc_benches::moving::{Moves, Victims, move_by_need};
+use symmalloc_benches::varying;
 use symmalloc_benches::workload::Workload;
 use symmalloc_core::config::StreamPolicy;
 use symmalloc_core::errors::AllocateError;
@@ -57,6 +60,7 @@ fn main() {
     let filter = filter.unwrap_or_else(|| if is_test { "fsdp1_train_rank0".into() } else { String::new() });
     let cases: Vec<Case> = jobs::JOBS.into_iter().filter(|job| job.contains(&filter)).flat_map(Case::of).collect();
     streams_table(&cases);
+    affinity_table(&cases, &filter);
     settings_table(&cases);
     rules_tables(&cases);
     rest_table(&cases);
@@ -213,6 +217,60 @@ const SETTINGS: [(&str, &str); 13] = [
     ("split 256", "segments:fixed,max_split_size_mb:256"),
     ("split 512", "segments:fixed,max_split_size_mb:512"),
 ];
+
+/// Rules of the model by which a shared heap prefers blocks without waits.
+const CANDIDATES: [(&str, Candidates); 9] = [
+    ("best fit", Candidates::BestFit),
+    ("within 0", Candidates::Within { sixteenths: 0 }),
+    ("within 1/16", Candidates::Within { sixteenths: 1 }),
+    ("within 1/8", Candidates::Within { sixteenths: 2 }),
+    ("within 1/4", Candidates::Within { sixteenths: 4 }),
+    ("first 2", Candidates::First(2)),
+    ("first 4", Candidates::First(4)),
+    ("not largest", Candidates::AllButLargest),
+    ("all", Candidates::All),
+];
+
+/// Seeds of the generated job `vit` for the rules of shared heaps. Placements are sensitive to details, so only the mean of
+/// several jobs is informative.
+const GENERATED: std::ops::RangeInclusive<u64> = 1..=12;
+const GENERATED_STEPS: usize = 24;
+
+fn affinity_table(cases: &[Case], filter: &str) {
+    println!(
+        "\nshared streams: over live in six passes, waits of the last pass, and the passes until placements are final,"
+    );
+    println!("  by the free blocks that a request may take because it need not wait for their users; from the model");
+    row("job", CANDIDATES.map(|(name, _)| name));
+    for case in cases.iter().filter(|case| case.is_shared()) {
+        let core = case.freely(EXPANDABLE, PASSES);
+        let outcomes = CANDIDATES.map(|(_, candidates)| candidates.run(&case.workload, PASSES));
+        let (further, waits) = (&outcomes[0].passes[1..], core.further.waits);
+        assert_eq!(further.iter().map(|pass| pass.waits).sum::<u64>(), waits, "{}: like the core", case.name());
+        assert_eq!(outcomes[0].reserved_bytes, core.reserved_bytes_peak, "{}: like the core", case.name());
+        row(&case.name(), outcomes.map(|outcome| affinity_cell([(case.live_bytes_peak, outcome)].into_iter())));
+    }
+    if "vit".contains(filter) {
+        let jobs: Vec<Workload> = GENERATED.map(|seed| varying::job("vit", seed, GENERATED_STEPS)).collect();
+        let cells = CANDIDATES.map(|(_, candidates)| {
+            affinity_cell(jobs.iter().map(|job| (job.live_bytes_peak(), candidates.run(job, PASSES))))
+        });
+        row(&format!("vit, mean of {} generated", jobs.len()), cells);
+    }
+}
+
+/// Returns the mean peak over live, the mean waits of the last pass, and the number of passes until all jobs have the
+/// placements of their last pass.
+fn affinity_cell(outcomes: impl ExactSizeIterator<Item = (u64, Outcome)>) -> String {
+    let count = outcomes.len() as u64;
+    let (mut over_live, mut waits, mut fixed_from) = (0.0, 0, 0);
+    for (live_bytes_peak, outcome) in outcomes {
+        over_live += outcome.reserved_bytes as f64 / live_bytes_peak as f64;
+        waits += outcome.passes.last().map_or(0, |pass| pass.waits);
+        fixed_from = fixed_from.max(outcome.fixed_from().unwrap_or(0));
+    }
+    format!("{:.3} {} {fixed_from}", over_live / count as f64, waits / count)
+}
 
 fn settings_table(cases: &[Case]) {
     println!("\nreserved relative to live by setting, first pass; sizes in MiB");

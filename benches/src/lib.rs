@@ -24,6 +24,7 @@ use symmalloc_core::{Allocator, Config, PoolConfig};
 use symmalloc_import::{TraceFile, TraceFileOptions};
 use symmalloc_sim::IdleBackend;
 
+pub mod affinity;
 pub mod clock;
 pub mod fit_rules;
 pub mod free_sets;
