@@ -85,6 +85,8 @@ pub struct Registrar {
     ended: EndedComms,
 }
 
+type Attachments = SmallVec<[Arc<Attachment>; 4]>;
+
 impl Registrar {
     /// Returns the allocator whose memory this registrar registers.
     pub fn allocator(&self) -> &CudaAllocator {
@@ -203,11 +205,8 @@ impl Registrar {
 
     /// Returns the attachments of communicators. A communicator that has ended may have been swept on this rank only, and the other
     /// communicators must be synced on all ranks alike. Its error is therefore returned next to the attachments of the others.
-    fn attached(
-        &self,
-        comms: &[&Communicator],
-    ) -> Result<(SmallVec<[Arc<Attachment>; 4]>, Option<SyncError>), SyncError> {
-        let (mut attachments, mut gone) = (SmallVec::new(), None);
+    fn attached(&self, comms: &[&Communicator]) -> Result<(Attachments, Option<SyncError>), SyncError> {
+        let (mut attachments, mut gone) = (Attachments::new(), None);
         let all = self.read();
         for comm in comms {
             match all.iter().find(|other| other.comm.serial() == comm.serial()) {
@@ -230,7 +229,7 @@ impl Registrar {
     }
 
     #[cold]
-    fn sync_all(&self, mut attachments: SmallVec<[Arc<Attachment>; 4]>, compares: bool) -> Result<Synced, SyncError> {
+    fn sync_all(&self, mut attachments: Attachments, compares: bool) -> Result<Synced, SyncError> {
         attachments.sort_by(|one, other| one.comm.order().cmp(other.comm.order()));
         attachments.dedup_by(|one, other| Arc::ptr_eq(one, other));
         let Some(first) = attachments.first() else { return Ok(Synced::default()) };
@@ -282,9 +281,8 @@ impl Registrar {
     /// Detaches communicators that were destroyed, aborted or lost, without touching their windows, and releases the memory that was kept
     /// for them. A sync does this as well. Returns the number of detached communicators.
     pub fn sweep(&self) -> usize {
-        let all: SmallVec<[Arc<Attachment>; 4]> = self.read().iter().map(Arc::clone).collect();
-        let gone: SmallVec<[Arc<Attachment>; 4]> =
-            all.into_iter().filter(|attachment| attachment.sweep(&self.allocator)).collect();
+        let all: Attachments = self.read().iter().map(Arc::clone).collect();
+        let gone: Attachments = all.into_iter().filter(|attachment| attachment.sweep(&self.allocator)).collect();
         self.write().retain(|attachment| !gone.iter().any(|other| Arc::ptr_eq(attachment, other)));
         let ended = gone.iter().map(|attachment| EndedComm {
             name: attachment.comm.name().to_owned(),
