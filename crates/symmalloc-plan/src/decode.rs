@@ -85,6 +85,11 @@ impl Decoder {
         (self.size[item as usize], life)
     }
 
+    /// Returns the index of an item in the problem.
+    pub(crate) fn place(&self, item: u32) -> u32 {
+        self.place[item as usize]
+    }
+
     /// Converts offsets by item into offsets by index in the problem.
     pub(crate) fn by_place(&self, decoded: &Decoded) -> Vec<u64> {
         let mut offsets = vec![0; self.len()];

@@ -28,33 +28,27 @@
 //!   wrong, and no other solution of the finished parts is tried.
 //!
 //! The ideas come from MiniMalloc (Moffitt, ASPLOS 2023). The preference changes the duration of a search by orders of
-//! magnitude and unpredictably, so the caller gives each preference some steps in turn. Overlapping pairs and lists of
-//! unplaced rectangles take O(n²) memory in the worst case, about 50 MiB.
+//! magnitude and unpredictably, so the caller gives each preference some steps in turn, random ones included. Overlapping pairs and lists of
+//! unplaced rectangles take O(n²) memory in the worst case, about 150 MiB.
 
 use crate::problem::Problem;
 use crate::sections::{Run, Sections};
 use std::cmp::Reverse;
 
-/// Maximum number of rectangles. Larger problems are rarely solved exactly, and heuristics do well on them.
-const RECTANGLES_MAX: usize = 2048;
+/// Maximum number of rectangles. Its time per step and its memory grow with them.
+pub(crate) const RECTANGLES_MAX: usize = 4096;
 
 /// Number of rectangles, or of runs of few sections, examined per step.
 const LOOKS_PER_STEP: u64 = 4;
 
-/// The order in which rectangles are tried at the same offset. Each variant starts with one criterion and breaks ties by the
-/// others.
+/// The order in which rectangles are tried at the same offset. The first few orders use one criterion after the other. Later
+/// ones vary the first criterion of each rectangle by a pseudorandom factor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Preference {
-    /// Long lifetimes first, then large areas.
-    Life,
-    /// Sections with the largest unplaced sum first, then large areas.
-    LoadThenArea,
-    /// Sections with the largest unplaced sum first, then long lifetimes.
-    LoadThenLife,
-}
+pub(crate) struct Preference(pub(crate) u32);
 
 impl Preference {
-    pub(crate) const ALL: [Preference; 3] = [Preference::Life, Preference::LoadThenArea, Preference::LoadThenLife];
+    /// Number of preferences without a random factor.
+    pub(crate) const PLAIN: u32 = 6;
 }
 
 /// The result of a search.
@@ -145,12 +139,9 @@ struct Node {
 }
 
 impl ExactSearch {
-    /// Creates a search. Returns `None` if the problem is too large.
-    pub(crate) fn new(problem: &Problem) -> Option<Self> {
+    /// Creates a search for a problem of at most [`RECTANGLES_MAX`] rectangles.
+    pub(crate) fn new(problem: &Problem) -> Self {
         let rectangles = problem.rectangles();
-        if rectangles.len() > RECTANGLES_MAX {
-            return None;
-        }
         let sections = Sections::new(problem);
         let size: Vec<u64> = rectangles.iter().map(|it| it.size).collect();
         let (mut unplaced, mut bridges) = (vec![0; sections.count()], vec![0; sections.count()]);
@@ -160,13 +151,13 @@ impl ExactSearch {
             }
             bridges[inner(sections.reach(rectangle))].iter_mut().for_each(|count| *count += 1);
         }
-        Some(ExactSearch {
+        ExactSearch {
             life: rectangles.iter().map(|it| it.upper - it.lower).collect(),
             low: vec![0; size.len()],
             is_placed: vec![false; size.len()],
             floor: vec![0; sections.count()],
             capacity: 0,
-            preference: Preference::Life,
+            preference: Preference(0),
             left: 0,
             changes: Vec::new(),
             nodes: Vec::new(),
@@ -177,7 +168,7 @@ impl ExactSearch {
             size,
             unplaced,
             bridges,
-        })
+        }
     }
 
     /// Searches for a placement that reaches no higher than the capacity.
@@ -406,20 +397,48 @@ impl ExactSearch {
 
     /// Returns the sort key of a rectangle; the least key comes first.
     fn key(&self, rectangle: u32) -> Reverse<[u128; 3]> {
+        let size = u128::from(self.size[rectangle as usize]);
         let life = u128::from(self.life[rectangle as usize]);
-        let area = life * u128::from(self.size[rectangle as usize]);
+        let area = life * size;
         let sums = self.sections.runs(rectangle).flat_map(|run| &self.unplaced[run]);
         let load = u128::from(*sums.max().expect("it lives"));
-        Reverse(match self.preference {
-            Preference::Life => [life, area, load],
-            Preference::LoadThenArea => [load, area, life],
-            Preference::LoadThenLife => [load, life, area],
-        })
+        let others = || {
+            let unplaced = self.sections.overlaps(rectangle).iter().filter(|other| !self.is_placed[**other as usize]);
+            unplaced.count() as u128
+        };
+        let loads = || {
+            let sums = self.sections.runs(rectangle).flat_map(|run| &self.unplaced[run]);
+            sums.map(|sum| u128::from(*sum)).sum::<u128>()
+        };
+        let Preference(number) = self.preference;
+        let [first, second, third] = match number % Preference::PLAIN {
+            0 => [life, area, load],
+            1 => [load, area, life],
+            2 => [load, life, area],
+            3 => [others(), size, life],
+            4 => [loads(), area, life],
+            _ => [area, life, load],
+        };
+        if number < Preference::PLAIN {
+            return Reverse([first, second, third]);
+        }
+        // Up to 1/16, 1/4 or the whole of the criterion is added.
+        let spread = [64, 256, 1024][(number / Preference::PLAIN % 3) as usize];
+        let factor = u128::from(scrambled(u64::from(number) << 32 | u64::from(rectangle)) % (spread + 1));
+        Reverse([first * (1024 + factor), second, third])
     }
 
     fn spend(&mut self, looks: usize) {
         self.left = self.left.saturating_sub(looks as u64);
     }
+}
+
+/// Returns a pseudorandom number for each number (SplitMix64).
+fn scrambled(number: u64) -> u64 {
+    let mut bits = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    bits ^ (bits >> 31)
 }
 
 /// Returns the run without its last section.
@@ -441,8 +460,9 @@ mod tests {
         ) {
             let rectangle = |(lower, life, size)| Rectangle { lower, upper: lower + life, size };
             let problem = Problem::periodic(16, rectangles.into_iter().map(rectangle).collect()).expect("the problem is valid");
-            let mut exact = ExactSearch::new(&problem).expect("the problem is small");
-            let least = Preference::ALL.map(|preference| {
+            let mut exact = ExactSearch::new(&problem);
+            let least = [0, 1, 2, 3, 4, 5, 6, 11, 23].map(|number| {
+                let preference = Preference(number);
                 let placed_below = |capacity| {
                     let verdict = exact.place_below(capacity, preference, &mut { u64::MAX });
                     let Verdict::Placed(offsets) = verdict else {
@@ -458,7 +478,7 @@ mod tests {
                 crate::check::check(&problem, &offsets, capacity).expect("a placement");
                 capacity
             });
-            prop_assert_eq!(heights, [heights[0]; 3]);
+            prop_assert_eq!(heights, [heights[0]; 9]);
         }
     }
 }

@@ -18,10 +18,11 @@
 //! [`solve`] tries several orders, then alternates exact search and improvement until its budget of steps is spent. Steps are
 //! counted and no clock is read: the same problem and the same steps give the same offsets on every machine.
 //!
-//! **Exact search** is used for up to 2048 rectangles. It can prove that no smaller height is feasible, so
-//! [`Solution::is_optimal`] can also be `true` for a height above the peak. With the default steps, it solves the
-//! challenging problems of `google/minimalloc` (154 to 454 rectangles) within the capacity given in the benchmark.
-//! Larger problems rely on orders and their improvement.
+//! **Time is an order.** Only the order of beginnings and ends matters. The search replaces times by the
+//! sections that determine which rectangles overlap, so the unit of time and the numbering of events do not change its result.
+//!
+//! **Exact search** places up to 4096 rectangles, the largest ones of a larger problem. The others fit into the gaps. It can
+//! prove that no smaller height is feasible, so [`Solution::is_optimal`] can also be `true` for a height above the peak.
 //!
 //! **Repeated steps.** An allocation made in one step of a training job and freed in the next lives across the end of the
 //! step. [`Problem::periodic`] accepts such lifetimes and assigns them one offset.

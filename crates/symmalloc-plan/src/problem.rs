@@ -131,6 +131,11 @@ impl Problem {
         Ok(problem)
     }
 
+    /// Returns a problem of some of the rectangles.
+    pub(crate) fn part(&self, rectangles: Vec<Rectangle>) -> Self {
+        Self::checked(rectangles, self.period).expect("a part of a valid problem is valid")
+    }
+
     /// Returns the rectangles to place.
     pub fn rectangles(&self) -> &[Rectangle] {
         &self.rectangles

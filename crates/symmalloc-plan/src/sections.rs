@@ -9,7 +9,7 @@
 //!          b ──────────────────────────           live: a│ab│b│bc│b      sections: ab, bc
 //! ```
 
-use crate::problem::Problem;
+use crate::problem::{Problem, Rectangle};
 use std::ops::Range;
 
 /// A run of sections.
@@ -29,24 +29,7 @@ pub(crate) struct Sections {
 impl Sections {
     /// Computes the sections. The memory for all overlapping pairs limits it to a few thousand rectangles.
     pub(crate) fn new(problem: &Problem) -> Self {
-        let begins = problem.intervals().map(|it| (it.lower, true, it.owner));
-        let ends = problem.intervals().map(|it| (it.upper, false, it.owner));
-        let mut changes: Vec<(u64, bool, u32)> = begins.chain(ends).collect();
-        changes.sort_unstable();
-        // A section is complete when one of its rectangles ends.
-        let (mut count, mut has_grown) = (0, false);
-        let mut runs = vec![[0..0, 0..0]; problem.rectangles().len()];
-        for (_, begins, owner) in changes {
-            let [first, second] = &mut runs[owner as usize];
-            if begins {
-                *(if first.end == 0 { &mut *first } else { second }) = count..usize::MAX;
-                has_grown = true;
-                continue;
-            }
-            count += usize::from(has_grown);
-            has_grown = false;
-            *(if first.end == usize::MAX { &mut first.end } else { &mut second.end }) = count;
-        }
+        let (runs, count) = runs(problem);
         let (overlaps, begins) = overlaps(&runs, count);
         Sections { count, runs, overlaps, begins }
     }
@@ -77,6 +60,54 @@ impl Sections {
         let rectangle = rectangle as usize;
         &self.overlaps[self.begins[rectangle]..self.begins[rectangle + 1]]
     }
+}
+
+/// Returns the same problem with sections as times, and the index in `problem` of each of its rectangles. Rectangles are in
+/// order of beginning, end and size. Problems whose rectangles overlap in the same order have equal canonical problems,
+/// regardless of the unit of time and of the order of events that no section separates.
+pub(crate) fn canonical(problem: &Problem) -> (Problem, Vec<u32>) {
+    let (runs, count) = runs(problem);
+    let timed = |index: u32| {
+        let [first, second] = &runs[index as usize];
+        let size = problem.rectangles()[index as usize].size;
+        let (lower, upper) =
+            if second.is_empty() { (first.start, first.end) } else { (second.start, count + first.end) };
+        Rectangle { lower: lower as u64, upper: upper as u64, size }
+    };
+    let mut order: Vec<u32> = (0..runs.len() as u32).collect();
+    order.sort_by_key(|index| {
+        let Rectangle { lower, upper, size } = timed(*index);
+        (lower, upper, size)
+    });
+    let rectangles = order.iter().map(|index| timed(*index)).collect();
+    let canonical = match problem.period() {
+        Some(_) => Problem::periodic((count as u64).max(1), rectangles),
+        None => Problem::new(rectangles),
+    };
+    (canonical.expect("sections preserve a valid problem"), order)
+}
+
+/// Returns the runs of each rectangle and the number of sections.
+fn runs(problem: &Problem) -> (Vec<[Run; 2]>, usize) {
+    let begins = problem.intervals().map(|it| (it.lower, true, it.owner));
+    let ends = problem.intervals().map(|it| (it.upper, false, it.owner));
+    let mut changes: Vec<(u64, bool, u32)> = begins.chain(ends).collect();
+    changes.sort_unstable();
+    // A section is complete when one of its rectangles ends.
+    let (mut count, mut has_grown) = (0, false);
+    let mut runs = vec![[0..0, 0..0]; problem.rectangles().len()];
+    for (_, begins, owner) in changes {
+        let [first, second] = &mut runs[owner as usize];
+        if begins {
+            *(if first.end == 0 { &mut *first } else { second }) = count..usize::MAX;
+            has_grown = true;
+            continue;
+        }
+        count += usize::from(has_grown);
+        has_grown = false;
+        *(if first.end == usize::MAX { &mut first.end } else { &mut second.end }) = count;
+    }
+    (runs, count)
 }
 
 /// Returns the rectangles that overlap each rectangle, grouped by rectangle, and the start of each group.

@@ -18,6 +18,11 @@ impl Solution {
         Solution { offsets, height, is_optimal: height == least, steps }
     }
 
+    /// Replaces the offsets, for a problem with other indices.
+    pub(crate) fn with_offsets(self, offsets: Vec<u64>) -> Self {
+        Solution { offsets, ..self }
+    }
+
     /// Returns the offsets by rectangle.
     pub fn offsets(&self) -> &[u64] {
         &self.offsets

@@ -11,11 +11,13 @@
 //! search but does not influence its course. More steps are therefore never worse.
 
 use crate::decode::{Decoded, Decoder, Fit};
-use crate::exact::{ExactSearch, Preference, Verdict};
+use crate::exact::{ExactSearch, Preference, RECTANGLES_MAX, Verdict};
 use crate::online::best_fit_by_time;
 use crate::orders::orders;
 use crate::problem::Problem;
+use crate::sections::canonical;
 use crate::solution::Solution;
+use std::cmp::Reverse;
 
 /// The search budget: the number of rectangles examined, about thirty million per second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -31,26 +33,41 @@ impl Default for Steps {
 /// Budget of one exact search in the first round.
 const FIRST_ROUND_STEPS: u64 = 50_000;
 
+/// Steps of the improvement in a round, in multiples of those of one exact search.
+const IMPROVEMENT_SHARE: u64 = 4;
+
+/// Number of random preferences that each height is tried with in a round.
+const RANDOM_PREFERENCES: u32 = 12;
+
 /// Places the rectangles of a problem as low as the search finds within `steps`. The first placement, in order of time,
 /// takes one step per rectangle and is always made, so there is always a solution.
 ///
 /// # Determinism
 /// The solution is a function of the problem and the steps, and more steps are never worse. The search takes O(n log n)
-/// memory for n rectangles, and up to 50 MiB more if exact search is used.
+/// memory for n rectangles, and up to 150 MiB more if exact search is used.
 pub fn solve(problem: &Problem, steps: Steps) -> Solution {
+    let (canonical, order) = canonical(problem);
+    let solution = search(&canonical, steps);
+    let mut offsets = vec![0; order.len()];
+    order.iter().zip(solution.offsets()).for_each(|(index, offset)| offsets[*index as usize] = *offset);
+    solution.with_offsets(offsets)
+}
+
+/// Places the rectangles of a canonical problem.
+fn search(problem: &Problem, steps: Steps) -> Solution {
     let decoder = Decoder::new(problem);
     let mut search = Search::new(problem, &decoder, steps);
     let orders = orders(&decoder);
     let best_order = search.try_orders(&orders);
     if !search.is_over() {
         let mut improvement = Improvement::new(&orders[best_order]);
-        let mut exact = ExactSearch::new(problem);
+        let mut core = Core::new(problem, &decoder);
         let mut limit = FIRST_ROUND_STEPS;
         while !search.is_over() {
-            if let Some(exact) = &mut exact {
-                search.search_exactly(exact, limit);
+            if let Some(order) = search.search_exactly(&mut core, limit) {
+                improvement.order = order;
             }
-            search.improve(&mut improvement, limit);
+            search.improve(&mut improvement, limit.saturating_mul(IMPROVEMENT_SHARE));
             limit = limit.saturating_mul(2);
         }
     }
@@ -110,15 +127,24 @@ impl<'a> Search<'a> {
     }
 
     /// Tries the least height that is not ruled out, then others between it and the best. The least height gets most of
-    /// the steps, because most solvable problems reach it.
-    fn search_exactly(&mut self, exact: &mut ExactSearch, limit: u64) {
+    /// the steps, because most solvable problems reach it. Returns the order of the best placement if it found one.
+    fn search_exactly(&mut self, core: &mut Core, limit: u64) -> Option<Vec<u32>> {
+        let mut found = None;
         let mut capacity = self.least;
         // Heights below `from` are ruled out or undecided within the limit.
         let mut from = self.least;
         while !self.is_over() && (from == self.least || self.best.height - from > self.best.height / 1024) {
-            let limit = if capacity == self.least { limit } else { limit / 16 };
-            match self.decide(exact, capacity, limit) {
-                Verdict::Placed(offsets) => self.best = self.decoder.by_item(&offsets),
+            let limit = if capacity == self.least { limit } else { limit / 8 };
+            match core.decide(capacity, limit, &mut self.left) {
+                Verdict::Placed(offsets) => {
+                    let order = core.order(&offsets);
+                    if self.attempt(&order, Fit::Lowest) {
+                        (self.fit, found) = (Fit::Lowest, Some(order));
+                    }
+                    if self.best.height > capacity {
+                        from = capacity + self.unit;
+                    }
+                }
                 Verdict::Impossible => {
                     self.least = capacity + self.unit;
                     from = self.least;
@@ -131,20 +157,8 @@ impl<'a> Search<'a> {
             let last = self.best.height - self.unit;
             capacity = from + (last - from) / self.unit / 2 * self.unit;
         }
-    }
-
-    /// Tries each preference, because a case that one cannot decide is often easy for another.
-    fn decide(&mut self, exact: &mut ExactSearch, capacity: u64, limit: u64) -> Verdict {
-        for preference in Preference::ALL {
-            let mut steps = limit.min(self.left);
-            self.left -= steps;
-            let verdict = exact.place_below(capacity, preference, &mut steps);
-            self.left += steps;
-            if verdict != Verdict::OutOfSteps {
-                return verdict;
-            }
-        }
-        Verdict::OutOfSteps
+        core.first_random += RANDOM_PREFERENCES;
+        found
     }
 
     /// Moves the rectangles at the top to earlier positions, and some random ones, until the bound is reached or the steps
@@ -183,6 +197,53 @@ impl<'a> Search<'a> {
             order.insert(to, item);
         }
         order
+    }
+}
+
+/// The largest rectangles, which exact search places. The others fit into the gaps above them or on top.
+struct Core {
+    exact: ExactSearch,
+    /// By rectangle of the core: its item.
+    items: Vec<u32>,
+    /// The other items in decreasing order of size.
+    others: Vec<u32>,
+    /// The first random preference of this round.
+    first_random: u32,
+}
+
+impl Core {
+    fn new(problem: &Problem, decoder: &Decoder) -> Self {
+        let mut items: Vec<u32> = (0..decoder.len() as u32).collect();
+        items.sort_by_key(|item| Reverse(decoder.extent(*item)));
+        let others = items.split_off(items.len().min(RECTANGLES_MAX));
+        items.sort_unstable();
+        let rectangles = items.iter().map(|item| problem.rectangles()[decoder.place(*item) as usize]).collect();
+        let part = problem.part(rectangles);
+        Core { exact: ExactSearch::new(&part), items, others, first_random: Preference::PLAIN }
+    }
+
+    /// Tries to place the core within the capacity by each preference, because a case that one cannot decide is often easy for
+    /// another. Random preferences get fewer steps: most of those that succeed do so early.
+    fn decide(&mut self, capacity: u64, limit: u64, left: &mut u64) -> Verdict {
+        let plain = (0..Preference::PLAIN).map(|number| (number, limit));
+        let random = (self.first_random..self.first_random + RANDOM_PREFERENCES).map(|number| (number, limit / 4));
+        for (number, limit) in plain.chain(random) {
+            let mut steps = limit.min(*left);
+            *left -= steps;
+            let verdict = self.exact.place_below(capacity, Preference(number), &mut steps);
+            *left += steps;
+            if verdict != Verdict::OutOfSteps {
+                return verdict;
+            }
+        }
+        Verdict::OutOfSteps
+    }
+
+    /// Returns an order of all items that places the core as low as these offsets, or lower, by lowest fit.
+    fn order(&self, offsets: &[u64]) -> Vec<u32> {
+        let mut core: Vec<(u64, u32)> = offsets.iter().copied().zip(self.items.iter().copied()).collect();
+        core.sort_unstable();
+        core.into_iter().map(|(_, item)| item).chain(self.others.iter().copied()).collect()
     }
 }
 

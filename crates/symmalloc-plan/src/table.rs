@@ -1,5 +1,16 @@
-//! Problems and solutions as CSV tables: the columns `id,lower,upper,size`, as `google/minimalloc` publishes problems, and
-//! `offset` after them in a solution. The header line determines the order of the columns.
+//! Problems and solutions as CSV tables, in the formats of `google/minimalloc` and TelaMalloc. The header line determines the
+//! order of the columns.
+//!
+//! | column | aliases | holds |
+//! |---|---|---|
+//! | `id` | `buffer`, `buffer_id` | a name |
+//! | `lower` | `start`, `begin` | beginning of the lifetime |
+//! | `upper` | | end of the lifetime, exclusive |
+//! | `end` | | end of the lifetime, inclusive; replaces `upper` |
+//! | `size` | | size in any unit |
+//! | `offset` | | in a solution: the offset |
+//!
+//! A constraint that the search cannot keep (`alignment`, `gaps`, a given `offset`) is an error. Other columns are ignored.
 
 use crate::problem::{Problem, ProblemError, Rectangle};
 use crate::solution::Solution;
@@ -14,6 +25,20 @@ pub enum TableError {
     /// The table is malformed, lacks a column, or contains an invalid number, or reading or writing failed.
     #[error("the table of rectangles cannot be read or written: {0}")]
     Csv(#[from] csv::Error),
+    /// A rectangle has no end, or two.
+    #[error("rectangle {index} needs one end: give a column `upper` (exclusive) or `end` (inclusive)")]
+    End {
+        /// Index of the rectangle.
+        index: usize,
+    },
+    /// A rectangle has a constraint that the search does not support.
+    #[error("rectangle {index} has a value in column `{column}`, which is not supported: remove the column")]
+    Unsupported {
+        /// Index of the rectangle.
+        index: usize,
+        /// Name of the column.
+        column: &'static str,
+    },
     /// The rectangles are not a valid problem.
     #[error(transparent)]
     Problem(#[from] ProblemError),
@@ -21,12 +46,36 @@ pub enum TableError {
 
 #[derive(Deserialize)]
 struct Row {
+    #[serde(alias = "buffer", alias = "buffer_id")]
     id: String,
-    #[serde(alias = "start")]
+    #[serde(alias = "start", alias = "begin")]
     lower: u64,
-    #[serde(alias = "end")]
-    upper: u64,
+    upper: Option<u64>,
+    end: Option<u64>,
     size: u64,
+    alignment: Option<String>,
+    gaps: Option<String>,
+    offset: Option<String>,
+}
+
+impl Row {
+    /// Returns the exclusive end of the lifetime.
+    fn upper(&self, index: usize) -> Result<u64, TableError> {
+        match (self.upper, self.end) {
+            (Some(upper), None) => Ok(upper),
+            (None, Some(end)) => end.checked_add(1).ok_or(TableError::End { index }),
+            _ => Err(TableError::End { index }),
+        }
+    }
+
+    /// Returns the column with a constraint that the search cannot keep.
+    fn unsupported(&self) -> Option<&'static str> {
+        let has = |value: &Option<String>, neutral: &str| {
+            value.as_ref().is_some_and(|value| !value.is_empty() && value != neutral)
+        };
+        let columns = [("alignment", &self.alignment, "1"), ("gaps", &self.gaps, ""), ("offset", &self.offset, "")];
+        columns.into_iter().find_map(|(column, value, neutral)| has(value, neutral).then_some(column))
+    }
 }
 
 #[derive(Serialize)]
@@ -58,12 +107,16 @@ impl Problem {
     }
 }
 
-fn read(source: impl Read) -> Result<(Vec<Rectangle>, Vec<String>), csv::Error> {
+fn read(source: impl Read) -> Result<(Vec<Rectangle>, Vec<String>), TableError> {
     let (mut rectangles, mut names) = (Vec::new(), Vec::new());
-    for row in csv::ReaderBuilder::new().trim(csv::Trim::All).from_reader(source).deserialize() {
-        let Row { id, lower, upper, size } = row?;
-        rectangles.push(Rectangle { lower, upper, size });
-        names.push(id);
+    let mut table = csv::ReaderBuilder::new().trim(csv::Trim::All).from_reader(source);
+    for (index, row) in table.deserialize().enumerate() {
+        let row: Row = row?;
+        if let Some(column) = row.unsupported() {
+            return Err(TableError::Unsupported { index, column });
+        }
+        rectangles.push(Rectangle { lower: row.lower, upper: row.upper(index)?, size: row.size });
+        names.push(row.id);
     }
     Ok((rectangles, names))
 }

