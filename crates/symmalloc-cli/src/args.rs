@@ -188,6 +188,7 @@ Examples:
   symmalloc plan rank0.pickle.gz rank1.pickle.gz --one-job --margin 5      the same reservation on all ranks, plus 5 %
   symmalloc plan job.trace.zst --reserved --streams shared       without a plan: one segment, one window
   symmalloc plan job.trace.zst --reservations reserved.trace.zst the job with its reservations, for `symmalloc replay`
+  symmalloc plan rectangles.csv -o offsets.csv                   the same search on a table: id,lower,upper,size
 
 In a plan, the streams of the default pool share memory, unless --streams, --config or the recording's configuration says
 otherwise. All other settings come from the recording and the flags. `planned` is the memory reserved when the job follows the
@@ -212,6 +213,16 @@ and the reservations for running without a plan. If a limit leaves no room for t
   heaps ([{pool, stream, for_stream, segments, peak_live_bytes, grown_bytes (without reservations), reserve_bytes}]; stream is
   null if streams share), holds (true if the job obtains no memory after its reservations), without and with (the reservations:
   {reserving, first_pass, second_pass: {memory_calls, registrations}, refused, peak_reserved_bytes})
+
+A table has the columns id, lower, upper and size, as MiniMalloc and TelaMalloc publish problems. `upper` is exclusive; a column
+`end` instead is inclusive. -o adds the column offset. JSON for a table:
+  schema_version, table 1, and the file
+  rectangles            number of rectangles
+  lower_bound           peak of the live sizes; no placement is lower
+  height, quality       the height found, and lower_bound / height
+  is_optimal            true if no lower placement exists
+  steps, seconds        cost of the search
+  plan                  the file that was written, or null
 
 Exit codes: 0 success, 3 the reservations are too small, 2 invalid input, such as a limit below what a plan needs.";
 
@@ -495,7 +506,7 @@ pub(crate) struct ReportArgs {
 #[derive(Debug, clap::Args)]
 #[command(after_help = PLAN_EXAMPLES)]
 pub(crate) struct PlanArgs {
-    /// Recorded jobs: traces, PyTorch memory snapshots or RMM logs; plain, gzip or zstd
+    /// Recorded jobs: traces, PyTorch memory snapshots or RMM logs; plain, gzip or zstd. Or tables of rectangles (CSV)
     #[arg(required = true, value_name = "TRACE")]
     pub(crate) traces: Vec<PathBuf>,
     /// Treat the recordings as the ranks of one job, which make the same calls and get the same reservations

@@ -11,7 +11,8 @@ pub(crate) enum Content {
     Plan,
     Picture,
     Page,
-    Log,
+    /// A log of RMM or a table of rectangles (CSV).
+    Table,
     /// A container or a compression that this program does not write.
     Archive,
 }
@@ -28,7 +29,7 @@ impl Content {
             "plan" => Content::Plan,
             "svg" | "png" => Content::Picture,
             "html" | "htm" => Content::Page,
-            "csv" => Content::Log,
+            "csv" => Content::Table,
             "zip" | "tar" | "tgz" | "7z" | "rar" | "bz2" | "xz" | "lz4" => Content::Archive,
             _ => return None,
         })
@@ -42,7 +43,7 @@ impl Content {
             Content::Plan => "a plan",
             Content::Picture => "a picture",
             Content::Page => "a page",
-            Content::Log => "a log",
+            Content::Table => "a table",
             Content::Archive => "an archive",
         }
     }

@@ -16,6 +16,7 @@ use symmalloc_core::ids::PoolId;
 use symmalloc_core::plans::PlanError;
 use symmalloc_import::rerun::RerunError;
 use symmalloc_import::{ImportError, ImportErrorKind, SnapshotError};
+use symmalloc_plan::TableError;
 use symmalloc_sim::job::story::StoryError;
 use symmalloc_trace::plan::{PlanContradiction, PlanTextError};
 use symmalloc_trace::replay::ReplayError;
@@ -89,6 +90,12 @@ pub(crate) enum CliError {
     RecordOfSeveral { traces: usize },
     #[error("{flag} writes a file for one recording, but {traces} are given")]
     PlanOfSeveral { flag: &'static str, traces: usize },
+    #[error("{}: cannot be read as a table of rectangles", path.display())]
+    Rectangles { path: PathBuf, source: TableError },
+    #[error("{flag} is for recordings, not for tables of rectangles")]
+    PlanOfRectangles { flag: &'static str },
+    #[error("{} is not a table of rectangles, unlike other inputs", recording.display())]
+    PlanOfBoth { recording: PathBuf },
     #[error("{} and {} configure pool {pool} differently", path.display(), other.display())]
     PlanOfOtherSettings { path: PathBuf, other: PathBuf, pool: PoolId },
     #[error(
@@ -187,6 +194,11 @@ impl CliError {
             CliError::UnknownToModel(_) => "remove the setting, or use our rule: --order sequence, the default",
             CliError::RecordOfSeveral { .. } => "replay the traces one by one",
             CliError::PlanOfSeveral { .. } => "plan the recordings one by one",
+            CliError::Rectangles { .. } => {
+                "give the columns id, lower, upper (exclusive) and size, with whole numbers; an `end` column is inclusive"
+            }
+            CliError::PlanOfRectangles { .. } => "remove the flag: a table states its rectangles' sizes itself",
+            CliError::PlanOfBoth { .. } => "plan tables and recordings in separate calls",
             CliError::PlanForSeveral { .. } => "replay the jobs one by one, each with its plan",
             CliError::NothingToPlan { .. } => {
                 "record a job that allocates memory; if it has steps, the same step must occur at least twice"

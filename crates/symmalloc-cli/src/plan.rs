@@ -11,6 +11,7 @@ mod heap;
 mod job_plan;
 mod program;
 mod proof;
+mod rectangles;
 mod reservations;
 mod screen;
 mod sizes;
@@ -33,12 +34,16 @@ use symmalloc_core::op::Op;
 use symmalloc_import::rerun::Owner;
 use symmalloc_trace::plan::{PlanFile, to_text};
 
-/// Plans each job. The verdict is `Differ` if a rank obtains memory despite its reservations.
+/// Plans each job, or each table of rectangles. The verdict is `Differ` if a rank obtains memory despite its reservations.
 pub(crate) fn plan(args: &PlanArgs) -> Result<Verdict, CliError> {
     for (flag, wanted) in [("-o", &args.output), ("--reservations", &args.reservations)] {
         if wanted.is_some() && args.traces.len() != 1 {
             return Err(CliError::PlanOfSeveral { flag, traces: args.traces.len() });
         }
+    }
+    if args.traces.iter().any(|path| rectangles::is_table(path)) {
+        rectangles::plan(args)?;
+        return Ok(Verdict::Agree);
     }
     let outputs = Outputs::of(args)?;
     let ranks = if args.one_job { args.traces.len() } else { 1 };

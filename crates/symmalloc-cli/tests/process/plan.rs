@@ -3,7 +3,7 @@
 use crate::{CommandOutput, Folder, recorded, symmalloc};
 use serde_json::{Value, json};
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The six planned jobs, with one rank of each FSDP job.
 const JOBS: [&str; 6] = [
@@ -160,7 +160,7 @@ fn recordings_of_different_jobs_and_two_outputs_are_refused() {
 }
 
 /// Plans a job into a file.
-fn planned(folder: &Folder, job: &Path, flags: &str) -> (std::path::PathBuf, Value) {
+fn planned(folder: &Folder, job: &Path, flags: &str) -> (PathBuf, Value) {
     let file = folder.path("job.plan");
     let plan = one(&symmalloc(&format!("plan {{}} -o {{}} --json{flags}"), &[job, &file]));
     assert_eq!(plan["plan"], file.to_str().unwrap());
@@ -346,4 +346,58 @@ fn a_job_in_which_nothing_repeats_has_no_plan_to_write() {
     let output = symmalloc("plan {} -o {}", &[&job, &file]);
     assert!(output.code == Some(2) && output.stderr.contains("there is nothing to plan"), "{}", output.stderr);
     assert!(!file.exists());
+}
+
+/// The example of `google/minimalloc`, whose optimum is its lower bound.
+const TABLE: [&str; 6] = ["id,lower,upper,size", "b1,0,3,4", "b2,3,9,4", "b3,0,9,4", "b4,9,21,4", "b5,0,21,4"];
+
+#[test]
+fn a_table_of_rectangles_gets_offsets_and_its_quality() {
+    let folder = Folder::new();
+    let table = folder.file("input.12.csv", TABLE.join("\n"));
+    let offsets = folder.path("offsets.csv");
+    let plan = one(&symmalloc("plan {} -o {} --json", &[&table, &offsets]));
+    assert_eq!((bytes(&plan, "rectangles"), bytes(&plan, "lower_bound"), bytes(&plan, "height")), (5, 12, 12));
+    assert_eq!((&plan["quality"], &plan["is_optimal"]), (&json!(1.0), &json!(true)), "{plan}");
+    let text = fs::read_to_string(&offsets).unwrap();
+    assert_eq!(text.lines().next(), Some("id,lower,upper,size,offset"));
+    assert_eq!(text.lines().skip(1).map(|row| row.rsplit_once(',').unwrap().0).collect::<Vec<_>>(), TABLE[1..]);
+    let shown = symmalloc("plan {}", &[&table]);
+    let shown = &shown.exited(0).stdout;
+    for part in ["5 rectangles", "lower bound", "1.0000 of it live at the peak, the optimum", "found in"] {
+        assert!(shown.contains(part), "{shown}");
+    }
+    // The same problem with inclusive ends.
+    let inclusive = ["id,start,end,size", "b1,0,2,4", "b2,3,8,4", "b3,0,8,4", "b4,9,20,4", "b5,0,20,4"];
+    let inclusive = folder.file("inclusive.csv", inclusive.join("\n"));
+    symmalloc("plan {} -o {}", &[&inclusive, &offsets]).exited(0);
+    assert_eq!(fs::read_to_string(&offsets).unwrap(), text);
+}
+
+#[test]
+fn a_table_that_cannot_be_planned_is_refused() {
+    let folder = Folder::new();
+    let table = folder.file("table.csv", TABLE.join("\n"));
+    let bad = folder.file("bad.csv", "id,lower,upper,size\na,3,1,4\n");
+    let aligned = folder.file("aligned.csv", "id,lower,upper,size,alignment\na,0,1,4,8\n");
+    let job = folder.trace("job.trace", &LINES);
+    let offsets = folder.path("offsets.csv");
+    let plan = folder.path("offsets.plan");
+    for (args, paths, part) in [
+        ("plan {}", vec![&bad], "rectangle 0 lives from 3 to 1"),
+        ("plan {}", vec![&aligned], "column `alignment`"),
+        ("plan {} --streams separate", vec![&table], "--streams is for recordings"),
+        ("plan {} --one-job", vec![&table], "--one-job is for recordings"),
+        ("plan {} {}", vec![&table, &job], "job.trace is not a table of rectangles"),
+        ("plan {} {} -o {}", vec![&table, &bad, &offsets], "-o writes a file for one recording"),
+        ("plan {} -o {}", vec![&table, &plan], "offsets.plan"),
+        ("plan {} -o {}", vec![&table, &table], "table.csv"),
+    ] {
+        let paths: Vec<&Path> = paths.into_iter().map(PathBuf::as_path).collect();
+        let output = symmalloc(args, &paths);
+        assert_eq!(output.code, Some(2), "{args}");
+        assert!(output.stderr.contains(part), "{args}: {}", output.stderr);
+    }
+    assert_eq!((offsets.exists(), plan.exists()), (false, false));
+    assert_eq!(fs::read_to_string(&table).unwrap().lines().collect::<Vec<_>>(), TABLE);
 }

@@ -1,0 +1,141 @@
+//! Plans of tables of rectangles (CSV), in the formats of MiniMalloc and TelaMalloc, to compare the search with others.
+
+use crate::args::PlanArgs;
+use crate::content::Content;
+use crate::destination::{Destination, shown};
+use crate::error::CliError;
+use crate::output;
+use crate::quantity::{count, counted};
+use serde_json::{Value, json};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+use symmalloc_plan::{Problem, Solution, Steps, TableError, solve};
+
+/// Maximum length of the header line.
+const HEADER_BYTES_MAX: u64 = 4096;
+
+/// Returns `true` if the file begins with the header of a table of rectangles. A log of RMM is CSV too, with other columns.
+pub(super) fn is_table(path: &Path) -> bool {
+    let is_file = std::fs::metadata(path).is_ok_and(|metadata| metadata.is_file());
+    let Some(file) = is_file.then(|| File::open(path).ok()).flatten() else { return false };
+    let mut header = Vec::new();
+    if BufReader::new(file.take(HEADER_BYTES_MAX)).read_until(b'\n', &mut header).is_err() {
+        return false;
+    }
+    let header = String::from_utf8_lossy(&header);
+    let has = |names: &[&str]| {
+        let mut columns = header.trim_start_matches('\u{feff}').split(',').map(str::trim);
+        columns.any(|column| names.contains(&column))
+    };
+    has(&["lower", "start", "begin"]) && has(&["upper", "end"]) && has(&["size"])
+}
+
+/// Plans each table, and writes the only one with its offsets if an output is given.
+pub(super) fn plan(args: &PlanArgs) -> Result<(), CliError> {
+    if let Some(path) = args.traces.iter().find(|path| !is_table(path)) {
+        return Err(CliError::PlanOfBoth { recording: path.clone() });
+    }
+    if let Some(flag) = flag_of_recordings(args) {
+        return Err(CliError::PlanOfRectangles { flag });
+    }
+    let out = args.output.as_ref().map(|path| Destination::file(path, Content::Table, &args.traces)).transpose()?;
+    let mut objects = Vec::new();
+    for path in &args.traces {
+        let planned = Planned::new(path)?;
+        if let Some(out) = &out {
+            planned.write(out)?;
+        }
+        if args.json {
+            objects.push(planned.object(args.output.as_ref()));
+        } else {
+            output::print(&planned.render())?;
+        }
+    }
+    if args.json {
+        output::print_json(objects.into())?;
+    }
+    Ok(())
+}
+
+/// Returns a flag that applies to recordings only.
+fn flag_of_recordings(args: &PlanArgs) -> Option<&'static str> {
+    let given = [
+        ("--one-job", args.one_job),
+        ("--margin", args.margin > 0),
+        ("--reserved", args.reserved),
+        ("--reservations", args.reservations.is_some()),
+        ("--segments", args.policy.segments.is_some()),
+        ("--streams", args.policy.streams.is_some()),
+        ("--config", args.policy.config().is_some()),
+    ];
+    given.into_iter().find_map(|(flag, is_given)| is_given.then_some(flag))
+}
+
+/// A table and its solution.
+struct Planned<'a> {
+    path: &'a PathBuf,
+    problem: Problem,
+    names: Vec<String>,
+    solution: Solution,
+    seconds: f64,
+}
+
+impl<'a> Planned<'a> {
+    fn new(path: &'a PathBuf) -> Result<Self, CliError> {
+        let failed = |source| CliError::Rectangles { path: path.clone(), source };
+        let file = File::open(path).map_err(|error| failed(TableError::Csv(error.into())))?;
+        let (problem, names) = Problem::read_csv(file).map_err(failed)?;
+        let begun = Instant::now();
+        let solution = solve(&problem, Steps::default());
+        let seconds = begun.elapsed().as_secs_f64();
+        let checked = solution.check(&problem);
+        assert_eq!(checked, Ok(()), "the search returns a valid placement");
+        Ok(Planned { path, problem, names, solution, seconds })
+    }
+
+    fn write(&self, out: &Destination) -> Result<(), CliError> {
+        let mut table = Vec::new();
+        let written = self.solution.write_csv(&self.problem, &self.names, &mut table);
+        written.map_err(|source| CliError::Rectangles { path: self.path.clone(), source })?;
+        out.write(&table)
+    }
+
+    /// Returns the lower bound divided by the height; 1 is optimal.
+    fn quality(&self) -> f64 {
+        if self.solution.height() == 0 {
+            return 1.0;
+        }
+        self.problem.lower_bound() as f64 / self.solution.height() as f64
+    }
+
+    fn render(&self) -> String {
+        let remark = if self.solution.is_optimal() { ", the optimum" } else { "" };
+        format!(
+            "{}\n{}\nlower bound {:>22}\nheight      {:>22}   {:.4} of it live at the peak{remark}\nfound in {:.1} s, {}\n",
+            shown(self.path),
+            counted(self.names.len(), "rectangle"),
+            count(self.problem.lower_bound()),
+            count(self.solution.height()),
+            self.quality(),
+            self.seconds,
+            counted(self.solution.steps(), "step"),
+        )
+    }
+
+    /// Returns the JSON output. Its keys are an interface: `symmalloc plan --help` lists them.
+    fn object(&self, out: Option<&PathBuf>) -> Value {
+        json!({
+            "table": self.path.display().to_string(),
+            "rectangles": self.names.len(),
+            "lower_bound": self.problem.lower_bound(),
+            "height": self.solution.height(),
+            "quality": super::rounded(self.quality()),
+            "is_optimal": self.solution.is_optimal(),
+            "steps": self.solution.steps(),
+            "seconds": super::rounded(self.seconds),
+            "plan": out.map(|path| path.display().to_string()),
+        })
+    }
+}
