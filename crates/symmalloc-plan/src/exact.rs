@@ -16,8 +16,8 @@
 //! ```
 //!
 //! It backtracks as early as possible:
-//! - **Room.** In each section the unplaced rectangles must fit between the floor and the capacity. The floor is the
-//!   lowest possible offset of any unplaced rectangle of the section, and is not below the last placed one.
+//! - **Room.** In each section the unplaced rectangles must fit below the capacity: from any height up, there must be
+//!   room for all rectangles that cannot begin below it. None can begin below the last placed one.
 //! - **Waste.** No rectangle is placed so high that another unplaced one would fit below it. The search tries that one
 //!   first.
 //! - **Twins.** Of rectangles with equal size and sections, only the first is tried.
@@ -28,9 +28,10 @@
 //!   wrong, and no other solution of the finished parts is tried.
 //!
 //! The ideas come from MiniMalloc (Moffitt, ASPLOS 2023). The preference changes the duration of a search by orders of
-//! magnitude and unpredictably, so the caller gives each preference some steps in turn, random ones included. Overlapping pairs and lists of
-//! unplaced rectangles take O(n²) memory in the worst case, about 150 MiB.
+//! magnitude and unpredictably, so the caller tries many, and each attempt counts its [failures](crate::failures) for the next
+//! ones. Overlapping pairs and lists of unplaced rectangles take O(n²) memory in the worst case, about 150 MiB.
 
+use crate::failures::Failures;
 use crate::problem::Problem;
 use crate::sections::{Run, Sections};
 use std::cmp::Reverse;
@@ -39,16 +40,16 @@ use std::cmp::Reverse;
 pub(crate) const RECTANGLES_MAX: usize = 4096;
 
 /// Number of rectangles, or of runs of few sections, examined per step.
-const LOOKS_PER_STEP: u64 = 4;
+const LOOKS_PER_STEP: u64 = 8;
 
-/// The order in which rectangles are tried at the same offset. The first few orders use one criterion after the other. Later
-/// ones vary the first criterion of each rectangle by a pseudorandom factor.
+/// The order in which rectangles are tried at the same offset. The first few orders are sorted by fixed criteria. Each of the
+/// others combines past failures with pseudorandom lengths of sections or lifetimes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Preference(pub(crate) u32);
 
 impl Preference {
-    /// Number of preferences without a random factor.
-    pub(crate) const PLAIN: u32 = 6;
+    /// Number of preferences by fixed criteria.
+    pub(crate) const FIXED: u32 = 6;
 }
 
 /// The result of a search.
@@ -89,8 +90,11 @@ pub(crate) struct ExactSearch {
     candidates: Vec<Candidate>,
     /// Parts of all nodes that must still be solved under their current placement.
     parts: Vec<Part>,
-    /// By section: its floor. Scratch space of the room check.
-    floor: Vec<u64>,
+    failures: Failures,
+    /// By section: sum of sizes. Scratch space of the room check.
+    sums: Vec<u64>,
+    /// The unplaced rectangles of a part by offset. Scratch space of the room check.
+    by_low: Vec<(u64, u32)>,
 }
 
 /// An unplaced rectangle and its rank in the preference.
@@ -155,7 +159,9 @@ impl ExactSearch {
             life: rectangles.iter().map(|it| it.upper - it.lower).collect(),
             low: vec![0; size.len()],
             is_placed: vec![false; size.len()],
-            floor: vec![0; sections.count()],
+            failures: Failures::new(sections.count()),
+            sums: vec![0; sections.count()],
+            by_low: Vec::new(),
             capacity: 0,
             preference: Preference(0),
             left: 0,
@@ -182,6 +188,7 @@ impl ExactSearch {
         let verdict = self.run();
         *steps = self.left / LOOKS_PER_STEP;
         self.take_back(0);
+        self.failures.fade();
         self.nodes.clear();
         self.lists.clear();
         self.candidates.clear();
@@ -327,7 +334,10 @@ impl ExactSearch {
             if *low < top {
                 self.changes.push(Change::Raised { rectangle: other, low: *low });
                 *low = top;
-                fits &= top + self.size[other as usize] <= self.capacity;
+                if top + self.size[other as usize] > self.capacity {
+                    fits = false;
+                    self.sections.runs(other).for_each(|run| self.failures.add_run(run));
+                }
             }
         }
         self.is_placed[rectangle as usize] = true;
@@ -356,21 +366,30 @@ impl ExactSearch {
         }
     }
 
-    /// Returns `true` if the unplaced rectangles of each section fit between the floor and the capacity. `offset` is
-    /// the offset of the last placed rectangle.
+    /// Returns `true` if the unplaced rectangles of each section fit below the capacity, from each of their lowest offsets
+    /// up. `offset` is the offset of the last placed rectangle.
     fn has_room(&mut self, list: Run, sections: Run, offset: u64) -> bool {
-        self.floor[sections.clone()].fill(self.capacity);
-        let mut looks = sections.len() + list.len();
-        for ranked in &self.lists[list] {
-            let low = self.low[ranked.rectangle as usize];
-            for run in self.sections.runs(ranked.rectangle) {
+        self.sums[sections.clone()].fill(0);
+        self.by_low.clear();
+        let low = |ranked: &Ranked| (self.low[ranked.rectangle as usize], ranked.rectangle);
+        self.by_low.extend(self.lists[list].iter().map(low));
+        self.by_low.sort_unstable();
+        let mut looks = sections.len() + 4 * self.by_low.len();
+        let mut full = None;
+        'from_above: for &(low, rectangle) in self.by_low.iter().rev() {
+            for run in self.sections.runs(rectangle) {
                 looks += run.len();
-                self.floor[run].iter_mut().for_each(|floor| *floor = low.min(*floor));
+                for section in run {
+                    self.sums[section] += self.size[rectangle as usize];
+                    if low.max(offset) + self.sums[section] > self.capacity {
+                        full = Some(section);
+                        break 'from_above;
+                    }
+                }
             }
         }
         self.spend(looks / 16);
-        let mut floors = self.floor[sections.clone()].iter().zip(&self.unplaced[sections]);
-        floors.all(|(floor, unplaced)| *unplaced == 0 || offset.max(*floor) + unplaced <= self.capacity)
+        full.inspect(|section| self.failures.add(*section)).is_none()
     }
 
     /// Adds a part for each time range that no unplaced rectangle connects to another. `ends` are the sections at which
@@ -397,35 +416,57 @@ impl ExactSearch {
 
     /// Returns the sort key of a rectangle; the least key comes first.
     fn key(&self, rectangle: u32) -> Reverse<[u128; 3]> {
+        let Preference(number) = self.preference;
+        Reverse(match number.checked_sub(Preference::FIXED) {
+            None => self.fixed_key(number, rectangle),
+            Some(number) => self.varied_key(number, rectangle),
+        })
+    }
+
+    fn fixed_key(&self, number: u32, rectangle: u32) -> [u128; 3] {
         let size = u128::from(self.size[rectangle as usize]);
         let life = u128::from(self.life[rectangle as usize]);
         let area = life * size;
-        let sums = self.sections.runs(rectangle).flat_map(|run| &self.unplaced[run]);
-        let load = u128::from(*sums.max().expect("it lives"));
-        let others = || {
-            let unplaced = self.sections.overlaps(rectangle).iter().filter(|other| !self.is_placed[**other as usize]);
-            unplaced.count() as u128
-        };
-        let loads = || {
-            let sums = self.sections.runs(rectangle).flat_map(|run| &self.unplaced[run]);
-            sums.map(|sum| u128::from(*sum)).sum::<u128>()
-        };
-        let Preference(number) = self.preference;
-        let [first, second, third] = match number % Preference::PLAIN {
+        let loads = || self.sections_of(rectangle).map(|section| u128::from(self.unplaced[section]));
+        let load = loads().max().unwrap_or(0);
+        let is_unplaced = |other: &&u32| !self.is_placed[**other as usize];
+        match number {
             0 => [life, area, load],
             1 => [load, area, life],
             2 => [load, life, area],
-            3 => [others(), size, life],
-            4 => [loads(), area, life],
+            3 => [self.sections.overlaps(rectangle).iter().filter(is_unplaced).count() as u128, size, life],
+            4 => [loads().sum(), area, life],
             _ => [area, life, load],
-        };
-        if number < Preference::PLAIN {
-            return Reverse([first, second, third]);
         }
-        // Up to 1/16, 1/4 or the whole of the criterion is added.
-        let spread = [64, 256, 1024][(number / Preference::PLAIN % 3) as usize];
-        let factor = u128::from(scrambled(u64::from(number) << 32 | u64::from(rectangle)) % (spread + 1));
-        Reverse([first * (1024 + factor), second, third])
+    }
+
+    /// Returns a key by the rectangle's most difficult section, then by lifetime. There are four measures of difficulty and
+    /// two of the lifetime.
+    fn varied_key(&self, number: u32, rectangle: u32) -> [u128; 3] {
+        let seed = u64::from(number / 8) << 32;
+        let difficulty = |section: usize| {
+            let (load, weight) = (u128::from(self.unplaced[section]), self.failures.weight(section));
+            match number % 4 {
+                0 => load,
+                1 => load * u128::from(weight),
+                2 => u128::from(weight),
+                _ => load * u128::from(40 + weight.ilog2()),
+            }
+        };
+        let hardest = self.sections_of(rectangle).map(difficulty).max().unwrap_or(0);
+        let life = self.life[rectangle as usize];
+        let lifetime = if number / 4 % 2 == 0 {
+            // Random lengths of sections, most of them short.
+            let length = |section: usize| (scrambled(seed | section as u64) % 1024 + 1).pow(2);
+            self.sections_of(rectangle).map(length).sum()
+        } else {
+            life * (1024 + scrambled(seed | u64::from(rectangle)) % 256)
+        };
+        [hardest, lifetime.into(), u128::from(life) * u128::from(self.size[rectangle as usize])]
+    }
+
+    fn sections_of(&self, rectangle: u32) -> impl Iterator<Item = usize> {
+        self.sections.runs(rectangle).flatten()
     }
 
     fn spend(&mut self, looks: usize) {
@@ -461,7 +502,7 @@ mod tests {
             let rectangle = |(lower, life, size)| Rectangle { lower, upper: lower + life, size };
             let problem = Problem::periodic(16, rectangles.into_iter().map(rectangle).collect()).expect("the problem is valid");
             let mut exact = ExactSearch::new(&problem);
-            let least = [0, 1, 2, 3, 4, 5, 6, 11, 23].map(|number| {
+            let least = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 29].map(|number| {
                 let preference = Preference(number);
                 let placed_below = |capacity| {
                     let verdict = exact.place_below(capacity, preference, &mut { u64::MAX });
@@ -478,7 +519,7 @@ mod tests {
                 crate::check::check(&problem, &offsets, capacity).expect("a placement");
                 capacity
             });
-            prop_assert_eq!(heights, [heights[0]; 9]);
+            prop_assert_eq!(heights, [heights[0]; 15]);
         }
     }
 }

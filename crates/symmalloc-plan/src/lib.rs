@@ -47,6 +47,7 @@
 mod check;
 mod decode;
 mod exact;
+mod failures;
 mod learner;
 mod online;
 mod orders;

@@ -36,8 +36,11 @@ const FIRST_ROUND_STEPS: u64 = 50_000;
 /// Steps of the improvement in a round, in multiples of those of one exact search.
 const IMPROVEMENT_SHARE: u64 = 4;
 
-/// Number of random preferences that each height is tried with in a round.
-const RANDOM_PREFERENCES: u32 = 12;
+/// Steps of the varied preferences of a round, in multiples of those of one exact search.
+const VARIED_SHARE: u64 = 12;
+
+/// Steps of the shortest attempt with a varied preference.
+const ATTEMPT_STEPS: u64 = 10_000;
 
 /// Places the rectangles of a problem as low as the search finds within `steps`. The first placement, in order of time,
 /// takes one step per rectangle and is always made, so there is always a solution.
@@ -134,7 +137,7 @@ impl<'a> Search<'a> {
         // Heights below `from` are ruled out or undecided within the limit.
         let mut from = self.least;
         while !self.is_over() && (from == self.least || self.best.height - from > self.best.height / 1024) {
-            let limit = if capacity == self.least { limit } else { limit / 8 };
+            let limit = if capacity == self.least { limit } else { limit / 16 };
             match core.decide(capacity, limit, &mut self.left) {
                 Verdict::Placed(offsets) => {
                     let order = core.order(&offsets);
@@ -157,7 +160,6 @@ impl<'a> Search<'a> {
             let last = self.best.height - self.unit;
             capacity = from + (last - from) / self.unit / 2 * self.unit;
         }
-        core.first_random += RANDOM_PREFERENCES;
         found
     }
 
@@ -207,8 +209,8 @@ struct Core {
     items: Vec<u32>,
     /// The other items in decreasing order of size.
     others: Vec<u32>,
-    /// The first random preference of this round.
-    first_random: u32,
+    /// Number of attempts with varied preferences.
+    attempts: u32,
 }
 
 impl Core {
@@ -219,24 +221,36 @@ impl Core {
         items.sort_unstable();
         let rectangles = items.iter().map(|item| problem.rectangles()[decoder.place(*item) as usize]).collect();
         let part = problem.part(rectangles);
-        Core { exact: ExactSearch::new(&part), items, others, first_random: Preference::PLAIN }
+        Core { exact: ExactSearch::new(&part), items, others, attempts: 0 }
     }
 
-    /// Tries to place the core within the capacity by each preference, because a case that one cannot decide is often easy for
-    /// another. Random preferences get fewer steps: most of those that succeed do so early.
+    /// Tries to place the core within the capacity by each fixed preference and by as many varied ones as their share of
+    /// steps allows. A case that one preference cannot decide is often easy for another.
     fn decide(&mut self, capacity: u64, limit: u64, left: &mut u64) -> Verdict {
-        let plain = (0..Preference::PLAIN).map(|number| (number, limit));
-        let random = (self.first_random..self.first_random + RANDOM_PREFERENCES).map(|number| (number, limit / 4));
-        for (number, limit) in plain.chain(random) {
-            let mut steps = limit.min(*left);
-            *left -= steps;
-            let verdict = self.exact.place_below(capacity, Preference(number), &mut steps);
-            *left += steps;
+        for number in 0..Preference::FIXED {
+            let verdict = self.attempt(capacity, Preference(number), limit, left);
+            if verdict != Verdict::OutOfSteps {
+                return verdict;
+            }
+        }
+        let end = left.saturating_sub(limit.saturating_mul(VARIED_SHARE));
+        while *left > end {
+            let limit = ATTEMPT_STEPS << luby(self.attempts + 1);
+            let verdict = self.attempt(capacity, Preference(Preference::FIXED + self.attempts), limit, left);
+            self.attempts += 1;
             if verdict != Verdict::OutOfSteps {
                 return verdict;
             }
         }
         Verdict::OutOfSteps
+    }
+
+    fn attempt(&mut self, capacity: u64, preference: Preference, limit: u64, left: &mut u64) -> Verdict {
+        let mut steps = limit.min(*left);
+        *left -= steps;
+        let verdict = self.exact.place_below(capacity, preference, &mut steps);
+        *left += steps;
+        verdict
     }
 
     /// Returns an order of all items that places the core as low as these offsets, or lower, by lowest fit.
@@ -259,6 +273,15 @@ impl Improvement {
     fn new(order: &[u32]) -> Self {
         Improvement { order: order.to_vec(), failures: 0, random: Random(0x9e37_79b9_7f4a_7c15) }
     }
+}
+
+/// Returns the exponents of the sequence of Luby, Sinclair and Zuckerman (1993): 0, 0, 1, 0, 0, 1, 2 and so on. Most attempts
+/// are short, and all lengths get the same number of steps in total. `number` begins at 1.
+fn luby(mut number: u32) -> u32 {
+    while !(number + 1).is_power_of_two() {
+        number -= (1 << number.ilog2()) - 1;
+    }
+    number.ilog2()
 }
 
 /// Returns the greatest common divisor; of 0 and a number, the number.
