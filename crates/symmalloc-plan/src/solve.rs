@@ -19,12 +19,12 @@ use crate::sections::canonical;
 use crate::solution::Solution;
 use std::cmp::Reverse;
 
-/// The search budget: the number of rectangles examined, about thirty million per second.
+/// The search budget: the number of rectangles examined, about ten million per second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Steps(pub u64);
 
 impl Default for Steps {
-    /// Returns a budget of a few seconds.
+    /// Returns a budget of up to half a minute.
     fn default() -> Self {
         Steps(200_000_000)
     }

@@ -190,7 +190,7 @@ fn rectangles_that_live_into_the_next_step_keep_their_offset() {
 fn cut(lower: u64, upper: u64, height: u64, seed: &mut u64, pieces: &mut Vec<Rectangle>) {
     *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
     let draw = *seed >> 33;
-    if draw.is_multiple_of(7) || upper - lower < 4 || height < 4 {
+    if draw.is_multiple_of(7) || upper - lower < 60 || height < 600 {
         pieces.push(Rectangle { lower, upper, size: height });
     } else if draw.is_multiple_of(2) {
         let middle = lower + 1 + draw % (upper - lower - 1);
@@ -204,18 +204,16 @@ fn cut(lower: u64, upper: u64, height: u64, seed: &mut u64, pieces: &mut Vec<Rec
 }
 
 #[test]
-fn pieces_cut_from_a_rectangle_nearly_fit_into_it_again() {
-    let (mut lost, mut count) = (0, 0);
+fn pieces_cut_from_a_rectangle_fit_into_it_again() {
     for seed in 0..20_u64 {
         let mut pieces = Vec::new();
         cut(0, 1000, 10_000, &mut seed.wrapping_mul(77), &mut pieces);
-        // The solver orders rectangles itself, so the order of the pieces, which is a solution, does not help it.
+        // The order of the pieces is a solution, but the search has an order of its own.
         let problem = Problem::new(pieces).expect("the problem is valid");
-        let solution = solve(&problem, Steps(20_000_000));
+        let solution = solve(&problem, Steps(3_000_000));
         assert_eq!((problem.lower_bound(), solution.check(&problem)), (10_000, Ok(())));
-        (lost, count) = (lost + solution.height() - 10_000, count + 1);
+        assert_eq!(solution.height(), 10_000, "seed {seed}, {} pieces", problem.rectangles().len());
     }
-    assert!(lost / count < 1_500, "on average, {} of 10,000 are wasted", lost / count);
 }
 
 #[test]
@@ -288,6 +286,25 @@ fn renumbered(problem: &Problem) -> Problem {
     }
     let rectangle = |(it, &[lower, upper]): (&Rectangle, &[u64; 2])| Rectangle { lower, upper, size: it.size };
     Problem::new(all.iter().zip(&times).map(rectangle).collect()).expect("the problem is valid")
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// Tables that number their events and tables that do not are the same problem, in any order of rows.
+    #[test]
+    fn equal_conflicts_are_solved_equally(
+        all in prop::collection::vec(rectangle(), 1..40).prop_shuffle(),
+        steps in 0..30_000_u64,
+    ) {
+        let problem = Problem::new(all.clone()).expect("the problem is valid");
+        let solution = solve(&problem, Steps(steps));
+        let numbered = renumbered(&problem);
+        prop_assert_eq!(&solve(&numbered, Steps(steps)), &solution);
+        let reversed = Problem::new(numbered.rectangles().iter().rev().copied().collect()).expect("the problem is valid");
+        let of_reversed = solve(&reversed, Steps(steps));
+        prop_assert_eq!((of_reversed.height(), of_reversed.steps()), (solution.height(), solution.steps()));
+    }
 }
 
 #[test]
