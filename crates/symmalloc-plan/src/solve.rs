@@ -19,12 +19,13 @@ use crate::sections::canonical;
 use crate::solution::Solution;
 use std::cmp::Reverse;
 
-/// The search budget: the number of rectangles examined, about ten million per second.
+/// The search budget: the number of rectangles examined. Orders of large problems examine about thirty million per
+/// second, exact search five million.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Steps(pub u64);
 
 impl Default for Steps {
-    /// Returns a budget of up to half a minute.
+    /// Returns a budget of less than 10 seconds for large problems, and of less than a minute for those of exact search.
     fn default() -> Self {
         Steps(200_000_000)
     }
