@@ -208,7 +208,7 @@ fn pieces_cut_from_a_rectangle_fit_into_it_again() {
     for seed in 0..20_u64 {
         let mut pieces = Vec::new();
         cut(0, 1000, 10_000, &mut seed.wrapping_mul(77), &mut pieces);
-        // The order of the pieces is a solution, but the search has an order of its own.
+        // The order of the pieces is a solution. The search does not depend on it.
         let problem = Problem::new(pieces).expect("the problem is valid");
         let solution = solve(&problem, Steps(3_000_000));
         assert_eq!((problem.lower_bound(), solution.check(&problem)), (10_000, Ok(())));
