@@ -455,7 +455,7 @@ impl ExactSearch {
         };
         let hardest = self.sections_of(rectangle).map(difficulty).max().unwrap_or(0);
         let life = self.life[rectangle as usize];
-        let lifetime = if number / 4 % 2 == 0 {
+        let lifetime = if (number / 4).is_multiple_of(2) {
             // Random lengths of sections, most of them short.
             let length = |section: usize| (scrambled(seed | section as u64) % 1024 + 1).pow(2);
             self.sections_of(rectangle).map(length).sum()
