@@ -35,6 +35,9 @@ use symmalloc_core::op::Op;
 use symmalloc_core::plans::{Plan, Steps};
 use symmalloc_trace::plan::PlanFile;
 
+/// Search budget of a job with few heaps: a few seconds. Later steps of the default budget rarely improve a recorded job.
+const JOB_STEPS: u64 = 50_000_000;
+
 /// Number of heaps that are each planned with the full search budget. With more heaps, all of them share this total, so that
 /// planning a job of thousands of streams takes no longer.
 const HEAPS_IN_FULL: u64 = 4;
@@ -116,8 +119,7 @@ fn config_of(recorded: &Recorded, policy: &PolicyArgs) -> Result<Config, CliErro
 fn solved(recorded: &Recorded, config: Config) -> Result<PlanFile, CliError> {
     let mut file = draft::empty(recorded, config)?;
     let heap_steps = steps::of(recorded.program(), &file);
-    let Steps(of_one) = Steps::default();
-    let search = Steps(of_one * HEAPS_IN_FULL / HEAPS_IN_FULL.max(heap_steps.len() as u64));
+    let search = Steps(JOB_STEPS * HEAPS_IN_FULL / HEAPS_IN_FULL.max(heap_steps.len() as u64));
     for step in heap_steps {
         let config = file.pool_config(step.pool).expect("steps are of pools of the file");
         let plan = Plan::solve(config, draft::GRANULE_BYTES, step.stream, step.key, &step.wanted, search);
