@@ -94,4 +94,7 @@ impl<B: Backend, F: Fn(DeviceCall)> Backend for Hooked<B, F> {
     fn discard(&self, image: Image) {
         self.pass(DeviceCall::Discard, |inner| inner.discard(image));
     }
+    fn forget_pool(&self, pool: PoolId) {
+        self.inner.forget_pool(pool);
+    }
 }

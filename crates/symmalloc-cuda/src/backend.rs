@@ -431,6 +431,9 @@ backend! {
     fn discard(&self, image: Image) {
         self.images.discard(image);
     }
+    fn forget_pool(&self, pool: PoolId) {
+        self.images.forget_pool(pool);
+    }
     fn zero(&self, parts: &[Part]) -> Result<(), BackendError> {
         self.images.zero(parts)
     }

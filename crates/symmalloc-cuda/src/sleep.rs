@@ -103,22 +103,16 @@ impl CudaAllocator {
         Ok(crate::resize::resize(self.core(), pool, stream, quota_bytes)?)
     }
 
-    /// Sets the place of a pool's saved contents, from its next sleep on. The default is the backend's.
+    /// Sets the place of a pool's saved contents, from its next sleep on. The default is the backend's. It ends with the pool.
     pub fn save_in(&self, pool: PoolId, place: ImagePlace) {
         self.core().backend().images().set_place(pool, place);
     }
 
     /// Sets whether the saved contents of a pool stay in host memory after its next wake. They remain readable with
     /// [`saved_at`](Self::saved_at), and the next sleep reuses their memory. The next sleep that saves contents
-    /// replaces them. Files are never retained.
+    /// replaces them. Files are never retained. The setting and retained contents end with the pool.
     pub fn retain_saved(&self, pool: PoolId, is_retained: bool) {
         self.core().backend().images().set_retained(pool, is_retained);
-    }
-
-    /// Removes what [`save_in`](Self::save_in) and [`retain_saved`](Self::retain_saved) set for a pool, and its retained contents. Call it
-    /// after the pool was destroyed.
-    pub fn forget_saved(&self, pool: PoolId) {
-        self.core().backend().images().forget_pool(pool);
     }
 
     /// Returns the saved bytes of device memory of a sleeping pool, or of a pool that retains them. Returns `None` if there are none.

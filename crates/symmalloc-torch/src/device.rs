@@ -370,9 +370,7 @@ impl DeviceAllocator {
     pub(crate) fn destroy_pool(&self, pool: PoolId) -> Result<(), Error> {
         let owner = self.user_pools().remove(&pool);
         // The pool is dropped after the list is unlocked.
-        owner.map(drop).ok_or(Error::UnknownPool { pool: pool.0 })?;
-        self.allocator.forget_saved(pool);
-        Ok(())
+        owner.map(drop).ok_or(Error::UnknownPool { pool: pool.0 })
     }
 
     /// Returns the id of a pool that is available to the program: the default pool, or one that the program created.

@@ -97,6 +97,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.end_sleep(&mut sleep);
         self.bury(pool, entry, &mut heaps);
         drop((heaps, sleep, observers));
+        self.context.backend.forget_pool(pool);
         gate.note(Op::DestroyPool { pool });
         tracing::debug!(name: "pool.destroyed", target: "symmalloc", pool = pool.0);
         gate.note_released(&released);

@@ -231,6 +231,9 @@ pub trait Backend {
     /// Discards an image that is no longer needed. Cannot fail.
     fn discard(&self, _image: Image) {}
 
+    /// Notifies the backend that a pool was destroyed. Its id is not used again. Cannot fail.
+    fn forget_pool(&self, _pool: PoolId) {}
+
     /// Sets the bytes of the parts to zero, and blocks until this is complete.
     ///
     /// # Errors

@@ -525,11 +525,13 @@ stub_test!(retained_contents_stay_readable_and_their_memory_is_reused, {
         assert_eq!(saved(), None);
         job.allocator.retain_saved(job.id(), true);
         there_and_back();
-        job.allocator.forget_saved(job.id());
-        assert_eq!(saved(), None);
-        job.allocator.release_host_memory().expect("released");
-        assert_eq!(live().host_bytes, 0);
-        job.end();
+        let Job { allocator, pool, buffers, .. } = job;
+        drop((buffers, pool));
+        assert!(allocator.saved_at(address, 100).is_some(), "the pool still exists");
+        allocator.trim().expect("the pool is destroyed");
+        assert!(allocator.saved_at(address, 100).is_none(), "settings and contents end with the pool");
+        allocator.release_host_memory().expect("released");
+        assert_eq!((live().device_bytes, live().host_bytes), (0, 0));
     }
 });
 
