@@ -7,5 +7,6 @@ mod stream_table;
 
 pub use pool::Pool;
 pub(crate) use pool::PoolLease;
+pub use state::trim_private_pools;
 pub(crate) use state::{AbandonedPool, AllocatorState, lock};
 pub use stream_allocator::{StreamAllocator, StreamAllocatorRef};

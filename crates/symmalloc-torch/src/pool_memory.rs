@@ -81,7 +81,7 @@ impl DeviceAllocator {
     }
 
     /// Releases the free memory of one private pool without uses. Returns the bytes released.
-    pub(crate) fn trim_private(&self, id: MempoolId) -> Result<u64, Error> {
+    pub(crate) fn trim_pool(&self, id: MempoolId) -> Result<u64, Error> {
         let given = self.private_pools().give_back(self.core(), Some(id), || self.allocator().is_capturing());
         given.failure.map_or(Ok(given.released_bytes), |failure| Err(failure.into()))
     }

@@ -7,9 +7,8 @@
 use crate::private_pools::{ForeignPool, PrivatePools};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use symmalloc_core::errors::TrimError;
 use symmalloc_core::{Retry, SharedAllocator};
-use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaMemory};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaMemory, trim_private_pools};
 
 /// Counters of memory shortages.
 #[derive(Default)]
@@ -27,7 +26,7 @@ impl Refusals {
     ) {
         let (refusals, private) = (Arc::clone(refusals), Arc::clone(private));
         allocator.set_failure_callback(move |core, _| {
-            let released_bytes = trim_private(core, &private);
+            let released_bytes = make_room(core, &private);
             tracing::info!(name: "memory.trimmed", target: "symmalloc", released_bytes);
             if released_bytes == 0 {
                 return Retry::GiveUp;
@@ -53,25 +52,12 @@ impl Refusals {
     }
 }
 
-/// Releases the free memory of all pools that are neither symmetric nor a graph's and have no quota. Memory that cannot be released stays.
-fn trim_private<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, private: &PrivatePools<F>) -> u64 {
+/// Releases the free memory of all private pools, except those that graphs use. Memory that cannot be released stays.
+fn make_room<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, private: &PrivatePools<F>) -> u64 {
     let is_capturing = core.backend().device().is_capturing();
     // The core logged the failure.
-    let mut released_bytes = private.give_back(core, None, || Ok(is_capturing)).released_bytes;
-    // Listed before the pools in use: a pool that another thread creates meanwhile for a graph is missing here, or is in that list.
-    let pools = core.pools();
-    let in_use = private.list();
-    for pool in pools {
-        let stays = core.pool_config(pool).is_ok_and(|config| config.symmetric() || config.has_quota());
-        if stays || in_use.iter().any(|entry| entry.own() == Some(pool)) {
-            continue;
-        }
-        match core.trim(Some(pool)) {
-            Ok(bytes) => released_bytes += bytes,
-            // The core logged it.
-            Err(TrimError::Backend { released_bytes: some, .. }) => released_bytes += some,
-            Err(_) => {}
-        }
-    }
-    released_bytes
+    let given_back = private.give_back(core, None, || Ok(is_capturing)).released_bytes;
+    // The graphs' pools are listed for each pool: another thread may create one meanwhile.
+    let is_of_graph = |pool| private.list().iter().any(|entry| entry.own() == Some(pool));
+    given_back + trim_private_pools(core, is_of_graph)
 }

@@ -7,7 +7,7 @@ use crate::memory::ExportedList;
 use crate::streams::{BackendStreams, CaptureId, LentStream};
 use cudarc::driver::CudaStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use symmalloc_core::backend::BackendError;
+use symmalloc_core::backend::{Backend, BackendError};
 use symmalloc_core::config::{Config, PoolConfig, SegmentPolicy};
 use symmalloc_core::errors::{AllocateError, FreeError, PoolError, TrimError};
 use symmalloc_core::{Handle, ObserverId, PoolId, SharedAllocator, StreamId};
@@ -204,27 +204,17 @@ impl<B: CudaMemory> AllocatorState<B> {
         Ok(released_bytes)
     }
 
-    /// Releases the free memory of the pools that ranks do not compare, and prefetched memory. Leaves alone symmetric pools, graph
-    /// pools, pools with a quota, and pools with an observer, whose memory cannot be released before the observer acknowledges it. Memory
-    /// that the driver fails to release stays. Returns the number of bytes released.
+    /// Destroys abandoned private pools, and releases the free memory of the others and prefetched memory. Returns the number of bytes
+    /// released.
     pub(crate) fn trim_private(&self) -> u64 {
-        let is_private = |pool: &PoolId| {
-            let is_symmetric = self.core.pool_config(*pool).is_ok_and(PoolConfig::symmetric);
-            !is_symmetric && self.core.observer_count(*pool) == 0
-        };
         let reserved_before = self.core.stats().reserved_bytes.current;
         // The core retries the release of a pool that the driver refused, in its next trim of all pools.
-        let _failed = self.destroy_abandoned(is_private);
+        let _failed = self.destroy_abandoned(|pool| is_private(&self.core, *pool));
         let destroyed_bytes = reserved_before.saturating_sub(self.core.stats().reserved_bytes.current);
-        let pools: Vec<PoolId> = lock(&self.trimmable).iter().copied().filter(is_private).collect();
-        let released = pools.into_iter().map(|pool| match self.core.trim(Some(pool)) {
-            Ok(bytes) => bytes,
-            // The core logged the failure.
-            Err(TrimError::Backend { released_bytes, .. }) => released_bytes,
-            // The pool was destroyed meanwhile.
-            Err(_) => 0,
-        });
-        destroyed_bytes + released.sum::<u64>() + self.core.backend().memory().release_spare()
+        // Other pools are those of graphs, which use their free memory when they run, and pools that a program created in the core.
+        let trimmable = lock(&self.trimmable).clone();
+        let released_bytes = trim_private_pools(&self.core, |pool| !trimmable.contains(&pool));
+        destroyed_bytes + released_bytes + self.core.backend().memory().release_spare()
     }
 
     /// Marks a pool without owners. The next [`trim`](Self::trim) destroys it if possible.
@@ -269,6 +259,26 @@ impl<B: CudaMemory> AllocatorState<B> {
         }
         Ok(self.core.destroy_pool(entry.pool)?)
     }
+}
+
+/// Releases the free memory of the pools that ranks do not compare, except those for which `is_kept` returns `true`, which must include the
+/// pools of graphs. Leaves alone symmetric pools, pools with a quota, and pools with an observer. Memory that the driver fails to release
+/// stays. Returns the number of bytes released.
+pub fn trim_private_pools<B: Backend>(core: &SharedAllocator<B>, is_kept: impl Fn(PoolId) -> bool) -> u64 {
+    let pools = core.pools().into_iter().filter(|pool| is_private(core, *pool) && !is_kept(*pool));
+    let released = pools.map(|pool| match core.trim(Some(pool)) {
+        Ok(bytes) => bytes,
+        // The core logged the failure.
+        Err(TrimError::Backend { released_bytes, .. }) => released_bytes,
+        // The pool was destroyed meanwhile.
+        Err(_) => 0,
+    });
+    released.sum()
+}
+
+fn is_private<B: Backend>(core: &SharedAllocator<B>, pool: PoolId) -> bool {
+    let stays = core.pool_config(pool).is_ok_and(|config| config.symmetric() || config.has_quota());
+    !stays && core.observer_count(pool) == 0
 }
 
 impl<B: CudaMemory> Drop for AllocatorState<B> {

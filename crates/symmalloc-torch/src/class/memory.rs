@@ -257,7 +257,7 @@ pub extern "C" fn symmalloc_torch_trim(id_first: u64, id_second: u64) -> symmall
         for allocator in process::all() {
             let trimmed = match (id_first, id_second) {
                 (0, 0) => allocator.trim(),
-                id => allocator.trim_private(id),
+                id => allocator.trim_pool(id),
             };
             outcome = outcome.and(trimmed.map(drop));
         }
