@@ -187,7 +187,9 @@ impl<'a> Run<'a> {
             SleepCause::Busy => self.record_obstacle(Obstacle::Busy),
             SleepCause::Retired => Obstacle::Retired,
             SleepCause::Synchronize { error, .. } => Obstacle::Stream { code: error.code },
-            SleepCause::Save { live_bytes, error } => Obstacle::Save { live_bytes, code: error.code },
+            SleepCause::Save { live_bytes, error } => {
+                Obstacle::Save { live_bytes, reason: error.reason, code: error.code }
+            }
             _ => self.record_obstacle(Obstacle::Other { number: 0 }),
         })
     }

@@ -312,7 +312,7 @@ impl Error {
             Error::NotSharedMemory { .. } => SYMMALLOC_INVALID_ARGUMENT,
             Error::Sharing(_) => SYMMALLOC_IO,
             Error::Scattered => SYMMALLOC_INVALID_STATE,
-            Error::Saved(error) => of_saved(error),
+            Error::Saved(error) => of_reason(error.reason),
             Error::Internal { .. } => SYMMALLOC_INTERNAL,
         }
     }
@@ -331,14 +331,14 @@ fn of_sleep(error: &SleepError) -> symmalloc_status {
     match &error.cause {
         SleepCause::Unknown(error) => of_unknown(error),
         SleepCause::Memory { .. } => symmalloc_status::SYMMALLOC_OUT_OF_MEMORY,
-        SleepCause::Save { error, .. } | SleepCause::Load(error) => of_saved(error),
+        SleepCause::Save { error, .. } | SleepCause::Load(error) => of_reason(error.reason),
         SleepCause::Synchronize { .. } | SleepCause::Held { .. } => symmalloc_status::SYMMALLOC_CUDA,
         _ => symmalloc_status::SYMMALLOC_INVALID_STATE,
     }
 }
 
-fn of_saved(error: &BackendError) -> symmalloc_status {
-    match error.reason {
+fn of_reason(reason: Reason) -> symmalloc_status {
+    match reason {
         Reason::File | Reason::Modified => symmalloc_status::SYMMALLOC_IO,
         _ => symmalloc_status::SYMMALLOC_CUDA,
     }
@@ -360,6 +360,7 @@ fn of_sleep_over_ranks(error: &symmalloc_nccl::SleepError) -> symmalloc_status {
         SleepError::Unknown(error) => of_unknown(error),
         SleepError::Disagreed { .. } | SleepError::Differ { .. } => symmalloc_status::SYMMALLOC_MISALIGNED,
         SleepError::Refused { ranks, .. } => of_obstacles(ranks),
+        SleepError::NoRoom { .. } => symmalloc_status::SYMMALLOC_OUT_OF_MEMORY,
         SleepError::Held { .. } | SleepError::Cuda { .. } => symmalloc_status::SYMMALLOC_CUDA,
         SleepError::NotAttached { .. } | SleepError::Capturing => symmalloc_status::SYMMALLOC_INVALID_STATE,
         _ => symmalloc_status::SYMMALLOC_NCCL,
@@ -370,9 +371,8 @@ fn of_sleep_over_ranks(error: &symmalloc_nccl::SleepError) -> symmalloc_status {
 fn of_obstacles(ranks: &[RankObstacle]) -> symmalloc_status {
     match ranks.first().map(|rank| rank.obstacle) {
         Some(Obstacle::Limit { .. } | Obstacle::Memory { .. }) => symmalloc_status::SYMMALLOC_OUT_OF_MEMORY,
-        Some(Obstacle::Stream { .. } | Obstacle::Save { .. } | Obstacle::Load { .. }) => {
-            symmalloc_status::SYMMALLOC_CUDA
-        }
+        Some(Obstacle::Save { reason, .. } | Obstacle::Load { reason, .. }) => of_reason(reason),
+        Some(Obstacle::Stream { .. }) => symmalloc_status::SYMMALLOC_CUDA,
         Some(Obstacle::Lost) => symmalloc_status::SYMMALLOC_NCCL,
         _ => symmalloc_status::SYMMALLOC_INVALID_STATE,
     }

@@ -5,7 +5,7 @@ use crate::communicator::call::{CallThread, HostEntry, perform, poll_until_done}
 use crate::communicator::ending::{Ending, GRACE, end_all};
 use crate::communicator::error::{CommError, CommState, Stage};
 use crate::communicator::order::{CommOrder, SequenceCounter};
-use crate::communicator::shared::{Inner, Life, Mode, Ownership, Shared};
+use crate::communicator::shared::{Inner, Life, Mode, Ownership, Shared, Usage};
 use crate::communicator::threads::{self, CallResult, KeepAlive, Waited, start, wait_for};
 use crate::communicator::{Communicator, Owner};
 use crate::ffi::calls::{Calls, NO_COLOR};
@@ -279,6 +279,10 @@ impl CommunicatorBuilder {
             watched: OnceLock::new(),
             inner: Mutex::new(Inner::default()),
             life: Life::ready(comm),
+            usage: match ownership {
+                Ownership::Owned => Arc::default(),
+                Ownership::Borrowed => Usage::borrowed(comm),
+            },
         }
     }
 }
@@ -407,6 +411,7 @@ impl Communicator {
             watched: OnceLock::new(),
             inner: Mutex::new(Inner::default()),
             life: Life::ready(raw),
+            usage: Arc::default(),
         };
         Communicator::finish_connecting(child, &Backoff::new(shared.deadline))
     }

@@ -82,6 +82,17 @@ pub enum CommError {
         /// The communicator's name.
         name: Arc<str>,
     },
+    /// A communicator with registrations cannot be suspended.
+    #[error(
+        "communicator \"{name}\" has {registrations} registered windows and buffers: deregister them before it is suspended, or put their \
+         pools to sleep"
+    )]
+    Registered {
+        /// The communicator's name.
+        name: Arc<str>,
+        /// Number of registrations, including those of other users of a borrowed communicator.
+        registrations: usize,
+    },
     /// This version of libnccl lacks the capability.
     #[error("NCCL {} is required for {capability}, but the library is {version}: install a newer one, or set SYMMALLOC_NCCL_LIBRARY to one", .capability.since())]
     Unsupported {

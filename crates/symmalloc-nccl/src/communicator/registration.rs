@@ -67,6 +67,13 @@ impl Registered {
             Registered::Plain(registration) => registration.size_bytes(),
         }
     }
+
+    pub(crate) fn has_handle(&self) -> bool {
+        match self {
+            Registered::Window(_) => true,
+            Registered::Plain(registration) => registration.has_handle(),
+        }
+    }
 }
 
 impl Window {
@@ -95,6 +102,11 @@ impl BufferRegistration {
     /// Returns its size in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.memory.size_bytes
+    }
+
+    /// Returns `true` if NCCL registered the memory, and `false` with `NCCL_LOCAL_REGISTER=0`.
+    pub(crate) fn has_handle(&self) -> bool {
+        !self.raw.is_null()
     }
 }
 
@@ -145,6 +157,7 @@ impl Communicator {
             return Ok(Registered::Plain(self.register_buffer_with(&mut access, base, size_bytes)?));
         };
         lock(&access.inner.windows).push(raw);
+        lock(&access.shared.usage).registrations += 1;
         Ok(Registered::Window(Window { raw, memory: self.owned(base, size_bytes) }))
     }
 
@@ -189,6 +202,7 @@ impl Communicator {
         if !raw.is_null() {
             // With NCCL_LOCAL_REGISTER=0 the handle is null: nothing was registered, so there is nothing to deregister.
             lock(&access.inner.buffers).push(raw);
+            lock(&access.shared.usage).registrations += 1;
         }
         Ok(BufferRegistration { raw, memory: self.owned(base, size_bytes) })
     }

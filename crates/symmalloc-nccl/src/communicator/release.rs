@@ -41,10 +41,16 @@ fn deregister<Handle: Copy + PartialEq + Send + 'static>(
     if access.shared.state() != CommState::Ready {
         return Err(access.shared.gone());
     }
-    let comm = access.comm;
+    let (comm, usage) = (access.comm, Arc::clone(&access.shared.usage));
     perform(from_mut(access), Stage::Deregister, CallThread::Separate, &None, move |calls| {
         // The communicator may end in the meantime, so remove the handle only after NCCL has accepted the call.
-        call(calls, comm, handle).inspect(|_| lock(&known).retain(|known| *known != handle))
+        call(calls, comm, handle).inspect(|_| {
+            let mut known = lock(&known);
+            let before = known.len();
+            known.retain(|known| *known != handle);
+            let mut usage = lock(&usage);
+            usage.registrations -= before - known.len();
+        })
     })
 }
 

@@ -3,7 +3,8 @@
 //! ```text
 //!  Communicator ─┐          ┌─ fixed: rank, ranks, name, order, deadline, mode
 //!  Communicator ─┼─ Arc ── Shared ─┼─ Inner, behind the call lock: one host call at a time, as NCCL requires
-//!  Window        ┘ (serial)        └─ Life, behind a separate lock: never held during a call, so that state() never waits
+//!  Window        ┘ (serial)        ├─ Life, behind a separate lock: never held during a call, so that state() never waits
+//!                                  └─ Usage, likewise: shared by all communicators that borrow one `ncclComm_t`
 //! ```
 
 use crate::backoff::Backoff;
@@ -17,7 +18,7 @@ use crate::watchdog::{self, ERROR_LIMIT, MeetingId, WatchSettings, WatchdogMode,
 use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
 
@@ -63,6 +64,32 @@ pub(super) struct Shared {
     pub(super) watched: OnceLock<Arc<Watched>>,
     pub(super) inner: Mutex<Inner>,
     pub(super) life: Arc<Mutex<Life>>,
+    pub(super) usage: Arc<Mutex<Usage>>,
+}
+
+/// The state of an `ncclComm_t`, which all communicators that borrow it share.
+#[derive(Debug, Default)]
+pub(super) struct Usage {
+    /// Bytes that a suspension released; `None` if it is not suspended.
+    pub(super) suspended_bytes: Option<u64>,
+    /// Number of windows and buffers that are registered.
+    pub(super) registrations: usize,
+}
+
+impl Usage {
+    /// Returns the state of an `ncclComm_t` that other code created.
+    pub(super) fn borrowed(comm: CommHandle) -> Arc<Mutex<Self>> {
+        static BORROWED: Mutex<BTreeMap<usize, Weak<Mutex<Usage>>>> = Mutex::new(BTreeMap::new());
+        let mut borrowed = lock(&BORROWED);
+        borrowed.retain(|_, usage| usage.strong_count() > 0);
+        let address = comm.as_ptr().addr();
+        if let Some(usage) = borrowed.get(&address).and_then(Weak::upgrade) {
+            return usage;
+        }
+        let usage = Arc::default();
+        borrowed.insert(address, Arc::downgrade(&usage));
+        usage
+    }
 }
 
 /// Handles that NCCL must release. A thread inside a call updates them when NCCL returns, even if its caller no longer waits.
@@ -92,13 +119,11 @@ pub(super) struct Life {
     pub(super) state: CommState,
     /// The error that ended the communicator, if any.
     pub(super) cause: Option<Arc<CommError>>,
-    /// Bytes that a suspension released; `None` if the communicator is not suspended.
-    pub(super) suspended_bytes: Option<u64>,
 }
 
 impl Life {
     pub(super) fn ready(comm: CommHandle) -> Arc<Mutex<Self>> {
-        Arc::new(Mutex::new(Life { comm, state: CommState::Ready, cause: None, suspended_bytes: None }))
+        Arc::new(Mutex::new(Life { comm, state: CommState::Ready, cause: None }))
     }
 
     /// Ends the communicator. Subsequent calls fail.
@@ -106,7 +131,6 @@ impl Life {
         self.comm = CommHandle::NULL;
         self.state = state;
         self.cause = cause;
-        self.suspended_bytes = None;
     }
 }
 
@@ -173,7 +197,7 @@ impl Shared {
     /// Like [`access`](Self::access), for calls that a suspended communicator does not accept.
     pub(super) fn access_active(&self) -> Result<Access<'_>, CommError> {
         let access = self.access()?;
-        if lock(&self.life).suspended_bytes.is_some() {
+        if lock(&self.usage).suspended_bytes.is_some() {
             return Err(CommError::Suspended { name: Arc::clone(&self.name) });
         }
         Ok(access)

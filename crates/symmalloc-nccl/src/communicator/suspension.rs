@@ -5,11 +5,13 @@
 
 use crate::communicator::Communicator;
 use crate::communicator::call::{CallThread, HostEntry, perform};
-use crate::communicator::error::{CommError, Stage};
+use crate::communicator::error::{CommError, CommState, Stage};
 use crate::communicator::shared::lock;
 use crate::ffi::calls::MemoryStat;
 use crate::ffi::version::Capability;
+use std::collections::BTreeMap;
 use std::slice::from_mut;
+use std::sync::Arc;
 
 /// Device memory that NCCL holds for a communicator, as NCCL reports it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -46,6 +48,14 @@ impl Communicator {
         })
     }
 
+    /// Returns the bytes of device memory that NCCL holds for communicators. Counts an `ncclComm_t` that several of them borrow once, and
+    /// leaves out those for which [`memory`](Self::memory) returns an error.
+    pub fn held_bytes(communicators: &[Communicator]) -> u64 {
+        let distinct: BTreeMap<usize, &Communicator> =
+            communicators.iter().map(|comm| (comm.raw().addr(), comm)).collect();
+        distinct.values().filter_map(|comm| comm.memory().ok()).map(|memory| memory.held_bytes()).sum()
+    }
+
     /// Returns `true` if the communicator is suspended. Never waits.
     pub fn is_suspended(&self) -> bool {
         self.suspended_bytes().is_some()
@@ -53,29 +63,38 @@ impl Communicator {
 
     /// Returns the bytes that must be free on the device to resume the communicator; `None` if it is not suspended.
     pub(crate) fn suspended_bytes(&self) -> Option<u64> {
-        lock(&self.shared.life).suspended_bytes
+        if self.state() == CommState::Ready { lock(&self.shared.usage).suspended_bytes } else { None }
+    }
+
+    /// Returns the number of windows and buffers that are registered on NCCL's communicator, including those of other borrowers.
+    pub(crate) fn registrations(&self) -> usize {
+        lock(&self.shared.usage).registrations
     }
 
     /// Releases NCCL's memory of the communicator, together with all other ranks, when all of its work has completed. Until it is
     /// [resumed](Self::resume), collectives and registrations return [`CommError::Suspended`]. Returns the released bytes. Does nothing if
     /// it is suspended.
     ///
-    /// Deregister windows first. No graph that contains its collectives may be launched until it is resumed.
+    /// No graph that contains its collectives may be launched until it is resumed.
     ///
     /// # Errors
-    /// Returns an error without any effect if the library is older than 2.29.7 or NCCL's memory manager is disabled. If NCCL fails or
-    /// ranks do not arrive within the deadline, the communicator is ended.
+    /// Returns an error without any effect if the library is older than 2.29.7, NCCL's memory manager is disabled, or windows or buffers are
+    /// registered on it. If NCCL fails or ranks do not arrive within the deadline, the communicator is ended.
     pub fn suspend(&self) -> Result<u64, CommError> {
         if let Some(bytes) = self.suspended_bytes() {
             return Ok(bytes);
         }
         let bytes = self.memory()?.suspendable_bytes;
         let mut access = self.shared.access_active()?;
+        let registrations = self.registrations();
+        if registrations > 0 {
+            return Err(CommError::Registered { name: Arc::clone(&self.shared.name), registrations });
+        }
         let comm = access.comm;
         let _entry = HostEntry::begin(self.watched(), Stage::Suspend, None);
         let route = CallThread::when_blocking(self.shared.mode, CallThread::Separate);
         perform(from_mut(&mut access), Stage::Suspend, route, &None, move |calls| calls.suspend(comm))?;
-        lock(&self.shared.life).suspended_bytes = Some(bytes);
+        lock(&self.shared.usage).suspended_bytes = Some(bytes);
         Ok(bytes)
     }
 
@@ -93,7 +112,7 @@ impl Communicator {
         let _entry = HostEntry::begin(self.watched(), Stage::Resume, None);
         let route = CallThread::when_blocking(self.shared.mode, CallThread::Separate);
         perform(from_mut(&mut access), Stage::Resume, route, &None, move |calls| calls.resume(comm))?;
-        lock(&self.shared.life).suspended_bytes = None;
+        lock(&self.shared.usage).suspended_bytes = None;
         Ok(())
     }
 }

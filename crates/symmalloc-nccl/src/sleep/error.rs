@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use symmalloc_agreement::{Disagreement, RankSet};
 use symmalloc_core::PoolId;
+use symmalloc_core::backend::Reason;
 use symmalloc_core::errors::UnknownError;
 use symmalloc_cuda::CudaError;
 use thiserror::Error;
@@ -162,11 +163,14 @@ pub enum Obstacle {
     },
     /// The contents could not be saved.
     #[error(
-        "{live_bytes} bytes could not be saved, code {code}: free host memory, or space on the disk of kept contents, or drop the contents"
+        "{live_bytes} bytes could not be saved, {reason}, code {code}: free host memory, or space on the disk of kept contents, or drop the \
+         contents"
     )]
     Save {
         /// Bytes in live blocks.
         live_bytes: u64,
+        /// The kind of the error.
+        reason: Reason,
         /// The error code.
         code: i32,
     },
@@ -199,9 +203,12 @@ pub enum Obstacle {
     },
     /// The contents could not be restored.
     #[error(
-        "the contents could not be restored, code {code}: wake again; if they are kept in a file, check that it was not modified"
+        "the contents could not be restored, {reason}, code {code}: wake again, unless the file of the contents was modified: restore the file, \
+         or destroy the pool"
     )]
     Load {
+        /// The kind of the error.
+        reason: Reason,
         /// The error code.
         code: i32,
     },

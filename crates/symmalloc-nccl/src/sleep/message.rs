@@ -16,6 +16,7 @@ use crate::sync::groups;
 use crate::sync::message::{SegmentNameMessage, SyncMessage, VERSION};
 use std::time::Duration;
 use symmalloc_agreement::{Gathered, ProtocolError};
+use symmalloc_core::backend::Reason;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use zerocopy::little_endian::{U32, U64};
@@ -54,6 +55,30 @@ pub(super) fn call_of(contents: Contents) -> u64 {
         Contents::Zero => 3,
         // A kind that this version does not know.
         _ => u64::MAX,
+    }
+}
+
+fn number_of_reason(reason: Reason) -> u64 {
+    match reason {
+        Reason::OutOfMemory => 1,
+        Reason::DeviceLost => 2,
+        Reason::BadRange => 3,
+        Reason::File => 4,
+        Reason::Modified => 5,
+        // Includes a reason that this version does not know.
+        _ => 0,
+    }
+}
+
+/// Decodes an unknown number as [`Reason::Refused`].
+fn reason_of(number: u64) -> Reason {
+    match number {
+        1 => Reason::OutOfMemory,
+        2 => Reason::DeviceLost,
+        3 => Reason::BadRange,
+        4 => Reason::File,
+        5 => Reason::Modified,
+        _ => Reason::Refused,
     }
 }
 
@@ -228,12 +253,16 @@ pub(super) struct VerdictMessage {
     number: U64,
     first: U64,
     second: U64,
-    reserved: U64,
+    third: U64,
 }
 
 impl VerdictMessage {
     pub(super) fn new(obstacle: Option<Obstacle>) -> Self {
         let code = |code: i32| u64::from(code as u32);
+        let third = match obstacle {
+            Some(Obstacle::Save { reason, .. } | Obstacle::Load { reason, .. }) => number_of_reason(reason),
+            _ => 0,
+        };
         let (number, first, second): (u64, u64, u64) = match obstacle {
             None => (0, 0, 0),
             Some(Obstacle::Capturing) => (1, 0, 0),
@@ -241,23 +270,24 @@ impl VerdictMessage {
             Some(Obstacle::StepOpen) => (3, 0, 0),
             Some(Obstacle::Busy) => (4, 0, 0),
             Some(Obstacle::Stream { code: of }) => (5, 0, code(of)),
-            Some(Obstacle::Save { live_bytes, code: of }) => (6, live_bytes, code(of)),
+            Some(Obstacle::Save { live_bytes, code: of, .. }) => (6, live_bytes, code(of)),
             Some(Obstacle::Lost) => (7, 0, 0),
             Some(Obstacle::Memory { needed_bytes, code: of }) => (8, needed_bytes, code(of)),
             Some(Obstacle::Limit { needed_bytes, limit_bytes }) => (9, needed_bytes, limit_bytes),
-            Some(Obstacle::Load { code: of }) => (10, 0, code(of)),
+            Some(Obstacle::Load { code: of, .. }) => (10, 0, code(of)),
             Some(Obstacle::SymmetricSpace { needed_bytes }) => (11, needed_bytes, 0),
             Some(Obstacle::Other { number }) => (12, number, 0),
             Some(Obstacle::Retired) => (13, 0, 0),
             Some(Obstacle::NoSuspension) => (14, 0, 0),
             Some(Obstacle::OtherWindows) => (15, 0, 0),
         };
-        VerdictMessage { number: number.into(), first: first.into(), second: second.into(), reserved: U64::ZERO }
+        VerdictMessage { number: number.into(), first: first.into(), second: second.into(), third: third.into() }
     }
 
     pub(super) fn obstacle(&self) -> Option<Obstacle> {
         let (first, second) = (self.first.get(), self.second.get());
         let code = second as u32 as i32;
+        let reason = reason_of(self.third.get());
         Some(match self.number.get() {
             0 => return None,
             1 => Obstacle::Capturing,
@@ -265,11 +295,11 @@ impl VerdictMessage {
             3 => Obstacle::StepOpen,
             4 => Obstacle::Busy,
             5 => Obstacle::Stream { code },
-            6 => Obstacle::Save { live_bytes: first, code },
+            6 => Obstacle::Save { live_bytes: first, reason, code },
             7 => Obstacle::Lost,
             8 => Obstacle::Memory { needed_bytes: first, code },
             9 => Obstacle::Limit { needed_bytes: first, limit_bytes: second },
-            10 => Obstacle::Load { code },
+            10 => Obstacle::Load { reason, code },
             11 => Obstacle::SymmetricSpace { needed_bytes: first },
             12 => Obstacle::Other { number: first },
             13 => Obstacle::Retired,
@@ -389,12 +419,18 @@ mod tests {
             Obstacle::StepOpen,
             Obstacle::Busy,
             Obstacle::Stream { code: -1 },
-            Obstacle::Save { live_bytes: 1 << 40, code: 2 },
+            Obstacle::Save { live_bytes: 1 << 40, reason: Reason::OutOfMemory, code: 2 },
+            Obstacle::Save { live_bytes: 1, reason: Reason::File, code: 28 },
             Obstacle::Lost,
             Obstacle::Retired,
             Obstacle::Memory { needed_bytes: 9, code: 2 },
             Obstacle::Limit { needed_bytes: 9, limit_bytes: 8 },
-            Obstacle::Load { code: 700 },
+            Obstacle::Load { reason: Reason::DeviceLost, code: 700 },
+            Obstacle::Load { reason: Reason::BadRange, code: 0 },
+            Obstacle::Load { reason: Reason::Refused, code: 1 },
+            Obstacle::Load { reason: Reason::Modified, code: 0 },
+            Obstacle::NoSuspension,
+            Obstacle::OtherWindows,
             Obstacle::SymmetricSpace { needed_bytes: 5 },
             Obstacle::Other { number: 4 },
         ];

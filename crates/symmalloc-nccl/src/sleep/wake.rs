@@ -106,7 +106,7 @@ impl<'a> Run<'a> {
             SleepCause::Memory { needed_bytes, cause: OutOfMemoryCause::Driver(error) } => {
                 Obstacle::Memory { needed_bytes, code: error.code }
             }
-            SleepCause::Load(error) => Obstacle::Load { code: error.code },
+            SleepCause::Load(error) => Obstacle::Load { reason: error.reason, code: error.code },
             SleepCause::Busy => self.record_obstacle(Obstacle::Busy),
             _ => self.record_obstacle(Obstacle::Other { number: 0 }),
         })?;

@@ -149,9 +149,12 @@ impl SyncState {
         self.windows.keys().chain(self.buffers.keys()).any(|segment| segment.pool == pool)
     }
 
-    /// Returns `true` if any memory of other pools is registered.
-    pub(crate) fn has_registered_others(&self, pool: PoolId) -> bool {
-        self.windows.keys().chain(self.buffers.keys()).any(|segment| segment.pool != pool)
+    /// Returns the number of NCCL's registrations of the pool.
+    pub(crate) fn registrations_of(&self, pool: PoolId) -> usize {
+        let windows = self.windows.iter().filter(|(segment, _)| segment.pool == pool);
+        let windows = windows.filter(|(_, registered)| registered.has_handle()).count();
+        let buffers = self.buffers.iter().filter(|(segment, _)| segment.pool == pool);
+        windows + buffers.flat_map(|(_, pieces)| pieces).filter(|piece| piece.has_handle()).count()
     }
 
     /// Returns the windows of the pool's live segments, in registration order.
