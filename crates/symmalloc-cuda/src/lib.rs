@@ -76,7 +76,7 @@
 //! | `backend.rs` | memory and streams together: the core's backend |
 //! | `pools/` | the core's allocator with CUDA's streams, pools as scopes |
 //! | `allocator.rs`, `steps.rs` | the public allocator types; steps that follow plans |
-//! | `sleep.rs` (after `graphs/`) | pools that release their memory temporarily |
+//! | `sleep.rs`, `device_memory.rs` (after `graphs/`) | pools that release their memory temporarily; the used memory of the device by owner |
 //! | `resize.rs` | pools with a memory quota |
 //! | `buffers/` | device and pinned buffers, their views, and the tracking of their uses |
 //! | `sharing/` | export of memory to another process, and import from one |
@@ -90,6 +90,7 @@ mod backend;
 mod buffers;
 mod call_counters;
 mod device;
+mod device_memory;
 mod driver;
 mod error;
 mod error_names;
@@ -115,6 +116,7 @@ pub use buffers::{
 };
 pub use call_counters::DeviceCalls;
 pub use device::{CudaDevice, CurrentContext, DeviceFeatures, MemoryInfo};
+pub use device_memory::DeviceMemory;
 pub use driver::RelaxedCapture;
 pub use error::{CudaError, DriverError, DropError, DropErrors, LoadError};
 pub use graphs::{DeviceGraph, GraphCapture, GraphPool};

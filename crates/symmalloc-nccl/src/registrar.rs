@@ -44,7 +44,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use symmalloc_agreement::{Mode, Point, RankHistory};
 use symmalloc_core::PoolId;
 use symmalloc_core::config::SegmentPolicy;
-use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaError, Pool};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaError, DeviceMemory, Pool};
 
 /// A registrar of the memory of an allocator's pools on communicators. It can be shared between threads. Use one per allocator.
 ///
@@ -292,6 +292,16 @@ impl Registrar {
         });
         self.ended.add(ended, |pool| self.allocator.core().phase(pool).is_ok());
         gone.len()
+    }
+
+    /// Returns the used memory of the device by owner, including this registrar's communicators.
+    ///
+    /// # Errors
+    /// Returns an error if a driver call fails.
+    pub fn device_memory(&self) -> Result<DeviceMemory, CudaError> {
+        let comms: Vec<Communicator> = self.read().iter().map(|attachment| attachment.comm.clone()).collect();
+        let memory = self.allocator.device_memory()?;
+        Ok(memory.with_communicators(Communicator::held_bytes(&comms)))
     }
 
     /// Returns counters over all communicators.

@@ -6,12 +6,13 @@
 //! ```
 //! While nothing is exported, a free only reads one counter. Notifications are written before the change takes effect.
 
+use super::chunks::Part;
 use super::share_page::{ExportState, SharePage};
 use rustix::net::RecvFlags;
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use symmalloc_core::PoolId;
 
 /// The access that an importer has to the memory.
@@ -42,6 +43,8 @@ pub struct ExportedMemory {
     page: SharePage,
     /// Address of each allocation's first byte, and its index in the export order.
     allocations: BTreeMap<u64, u32>,
+    /// Address ranges of the chunks behind them; empty while the export is being created.
+    chunks: OnceLock<Vec<Part>>,
     /// Processes that received an offer, each with a socket whose other end the process holds while it is attached.
     peers: Mutex<Vec<(Peer, OwnedFd)>>,
 }
@@ -49,11 +52,16 @@ pub struct ExportedMemory {
 impl ExportedMemory {
     pub(crate) fn new(pool: PoolId, page: SharePage, addresses: impl IntoIterator<Item = u64>) -> Arc<Self> {
         let allocations = addresses.into_iter().zip(0..).collect();
-        Arc::new(ExportedMemory { pool, page, allocations, peers: Mutex::default() })
+        Arc::new(ExportedMemory { pool, page, allocations, chunks: OnceLock::new(), peers: Mutex::default() })
     }
 
     pub(crate) fn pool(&self) -> PoolId {
         self.pool
+    }
+
+    /// Sets the chunks behind the allocations, once.
+    pub(crate) fn set_chunks(&self, chunks: Vec<Part>) {
+        let _was_empty = self.chunks.set(chunks);
     }
 
     pub(crate) fn page(&self) -> &SharePage {
@@ -137,6 +145,15 @@ impl ExportedList {
     /// Returns all exports that are active or have peers.
     pub(crate) fn all(&self) -> Vec<Arc<ExportedMemory>> {
         self.change(|list| list.clone())
+    }
+
+    /// Returns the bytes of exported chunks of the selected pools that other processes have mapped. Counts a chunk of several exports once.
+    pub(crate) fn mapped_by_peers(&self, is_selected: impl Fn(PoolId) -> bool) -> u64 {
+        let all = self.all();
+        let mapped = all.iter().filter(|memory| is_selected(memory.pool) && !memory.attached().is_empty());
+        let chunks: BTreeMap<u64, u64> =
+            mapped.filter_map(|memory| memory.chunks.get()).flatten().map(|chunk| (chunk.start, chunk.end)).collect();
+        chunks.into_iter().map(|(start, end)| end - start).sum()
     }
 
     /// Locks the list for `act`. First removes entries with neither an active export nor a peer, because nobody is left to notify.

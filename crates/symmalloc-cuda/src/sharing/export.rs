@@ -157,14 +157,17 @@ impl Export {
     fn find_chunks(&mut self, live: &[SegmentSnapshot]) -> Result<(), ShareError> {
         let memory = self.allocator.core().backend().memory();
         let segments = &mut self.layout.segments;
+        let mut all = Vec::new();
         for segment in live {
             let base = segment.base.0;
             let part = |block: &BlockSnapshot| base + block.offset_bytes..base + block.offset_bytes + block.size_bytes;
             let parts: Vec<_> = segment.blocks.iter().map(part).collect();
             let chunks = memory.chunks_behind(&parts, Some(&self.memory)).ok_or(ShareError::Changed)?;
+            all.extend(chunks.iter().cloned());
             let chunks: Vec<_> = chunks.into_iter().map(|chunk| chunk.start - base..chunk.end - base).collect();
             segments.push(SharedSegment { size_bytes: chunks.last().map_or(0, |chunk| chunk.end), chunks });
         }
+        self.memory.set_chunks(all);
         let is_same = live_segments(&self.allocator) == live && self.memory.state() == ExportState::Live;
         if is_same { Ok(()) } else { Err(ShareError::Changed) }
     }

@@ -109,6 +109,55 @@ nccl_test!(other_windows_prevent_a_suspension, ["STUB_NCCL_VERSION" = "23007"], 
     nothing_is_left();
 });
 
+nccl_test!(a_communicator_with_registrations_is_not_suspended, ["STUB_NCCL_VERSION" = "23007"], {
+    Job::new(2).run(|it| {
+        let (pool, mut tensors) = registered(it);
+        let error = it.world.suspend().expect_err("it has windows");
+        assert!(matches!(error, CommError::Registered { registrations: 3, .. }), "{error}");
+        tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        // A registration of the program's own counts as well.
+        let other = it.pool();
+        let tensor = it.take(&other, 20 * MIB);
+        let base = it.registrar.key_of(&tensor).expect("it is in a segment").base;
+        let buffer = it.world.register_buffer(base, MIB).expect("NCCL supports it");
+        let error = it.world.suspend().expect_err("it has a buffer");
+        assert!(matches!(error, CommError::Registered { registrations: 1, .. }), "{error}");
+        let error = it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop).expect_err("it has a buffer");
+        let SleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
+        assert!(ranks.iter().all(|of| of.obstacle == Obstacle::OtherWindows), "{error}");
+        it.world.deregister_buffer(buffer).expect("it is registered");
+        it.world.suspend().expect("nothing is registered");
+        assert!(it.world.is_suspended());
+        it.world.resume().expect("all ranks resume");
+        it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+        tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+    });
+    nothing_is_left();
+});
+
+nccl_test!(
+    what_remains_on_the_device_is_listed_by_owner,
+    ["STUB_NCCL_VERSION" = "23007", "STUB_NCCL_SUSPENDABLE_MB" = "64"],
+    {
+        Job::new(2).run(|it| {
+            let (pool, _tensors) = registered(it);
+            let awake = it.registrar.device_memory().expect("the driver reports it");
+            assert_eq!((awake.awake_bytes, awake.communicators_bytes), (90 * MIB, 64 * MIB));
+            assert_eq!(it.allocator.device_memory().expect("the driver reports it").communicators_bytes, 0);
+            it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+            let asleep = it.registrar.device_memory().expect("the driver reports it");
+            assert_eq!((asleep.awake_bytes, asleep.asleep_bytes, asleep.communicators_bytes), (0, 0, 64 * MIB));
+            it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+            let suspended = it.registrar.device_memory().expect("the driver reports it");
+            assert_eq!((suspended.used_bytes, suspended.communicators_bytes), (0, 0));
+            it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+            it.meet();
+        });
+        nothing_is_left();
+    }
+);
+
 nccl_test!(a_sleep_that_suspends_on_one_rank_alone_changes_nothing, ["STUB_NCCL_VERSION" = "23007"], {
     Job::new(2).run(|it| {
         let (pool, mut tensors) = registered(it);
