@@ -208,7 +208,49 @@ typedef struct symmalloc_slept {
    * Windows and buffers that were deregistered.
    */
   uint64_t deregistered;
+  /**
+   * Bytes that NCCL released because communicators were suspended.
+   */
+  uint64_t suspended_bytes;
 } symmalloc_slept;
+
+/**
+ * The used memory of a device in bytes, by owner. The parts add up to `used_bytes`, unless memory is allocated or released meanwhile.
+ */
+typedef struct symmalloc_memory {
+  /**
+   * Bytes in use by all processes, as the driver reports them.
+   */
+  uint64_t used_bytes;
+  /**
+   * Bytes of pools that are awake, including their free blocks, without those of graphs.
+   */
+  uint64_t awake_bytes;
+  /**
+   * Bytes of graphs' pools that are awake.
+   */
+  uint64_t graph_bytes;
+  /**
+   * Bytes that sleeping pools still hold, because the driver or a window did not release them.
+   */
+  uint64_t asleep_bytes;
+  /**
+   * Bytes of sleeping pools that other processes have mapped.
+   */
+  uint64_t exported_bytes;
+  /**
+   * Bytes of idle chunks and of prefetched memory.
+   */
+  uint64_t idle_bytes;
+  /**
+   * Bytes that NCCL holds for the communicators of registrars. 0 if NCCL is older than 2.29.7.
+   */
+  uint64_t communicators_bytes;
+  /**
+   * All other bytes: contexts and their modules, other libraries, other allocators and other processes.
+   */
+  uint64_t other_bytes;
+} symmalloc_memory;
 
 /**
  * The result of a wake.
@@ -230,6 +272,10 @@ typedef struct symmalloc_woken {
    * Communicators that failed during the sleep. Register on new ones.
    */
   uint64_t lost;
+  /**
+   * Communicators that were resumed.
+   */
+  uint64_t resumed;
 } symmalloc_woken;
 
 /**
@@ -748,6 +794,41 @@ symmalloc_status symmalloc_sleep(struct symmalloc_allocator *allocator,
                                  uint32_t pool,
                                  uint32_t contents,
                                  struct symmalloc_slept *out);
+
+/**
+ * Puts a pool to sleep like `symmalloc_sleep`, and then suspends the communicators of its registrars: NCCL releases their memory until the
+ * next sleep or wake of the pool, which resumes them. Until then, neither this library nor the program may use them, and no graph with
+ * their collectives may be launched. Returns `SYMMALLOC_INVALID_STATE`, and leaves the pool awake, if NCCL is older than 2.29.7 or a pool
+ * that is awake is registered on one of them. To suspend communicators of several pools, call `symmalloc_suspend` once all of them sleep.
+ *
+ * Wake the pool before its registrars or communicators are destroyed.
+ *
+ * # Safety
+ * As `symmalloc_sleep`.
+ */
+symmalloc_status symmalloc_sleep_and_suspend(struct symmalloc_allocator *allocator,
+                                             uint32_t pool,
+                                             uint32_t contents,
+                                             struct symmalloc_slept *out);
+
+/**
+ * Suspends the communicators of all registered pools that sleep, like `symmalloc_sleep_and_suspend`. Leaves alone the communicators of a
+ * pool that shares one with a pool that is awake, and those that are already suspended. All ranks call it at the same point. Returns
+ * `SYMMALLOC_INVALID_STATE` if NCCL is older than 2.29.7. `suspended_bytes` may be NULL.
+ *
+ * # Safety
+ * `allocator` is live; `suspended_bytes` is NULL or valid for writing.
+ */
+symmalloc_status symmalloc_suspend(struct symmalloc_allocator *allocator,
+                                   uint64_t *suspended_bytes);
+
+/**
+ * Writes the used memory of the device by owner: what remains on it while pools sleep.
+ *
+ * # Safety
+ * `allocator` is live; `out` is valid for writing.
+ */
+symmalloc_status symmalloc_device_memory(struct symmalloc_allocator *allocator, struct symmalloc_memory *out);
 
 /**
  * Wakes a pool at its previous addresses, and restores the kept contents. Returns `SYMMALLOC_OUT_OF_MEMORY` if the device lacks memory.

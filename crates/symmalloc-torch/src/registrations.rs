@@ -11,6 +11,7 @@ use crate::error::Error;
 use crate::slept::{Slept, Woken};
 use crate::streams::RawStream;
 use smallvec::SmallVec;
+use std::collections::BTreeSet;
 use std::ffi::c_void;
 use std::num::NonZeroU32;
 use std::ops::AddAssign;
@@ -133,6 +134,51 @@ impl Registrations {
         Ok(Some(over.registrar.sleep(&over.communicator, pool, contents)?.into()))
     }
 
+    /// Puts a pool to sleep like [`sleep`](Self::sleep), and suspends its communicators.
+    pub(crate) fn sleep_and_suspend(&self, pool: PoolId, contents: Contents) -> Result<Option<Slept>, Error> {
+        let Some(over) = self.over(pool)? else { return Ok(None) };
+        Ok(Some(over.registrar.sleep_and_suspend(&over.communicator, pool, contents)?.into()))
+    }
+
+    /// Suspends the communicators of pools that sleep, on all ranks, unless a pool that is awake uses one of them. Returns the bytes that
+    /// NCCL released.
+    ///
+    /// The choice follows from the registrations and the phases of pools, which are the same on all ranks.
+    pub(crate) fn suspend(&self, is_asleep: impl Fn(PoolId) -> bool) -> Result<u64, Error> {
+        let all = self.open.all();
+        let comms_of = |pool: PoolId| -> BTreeSet<usize> {
+            all.iter().filter(|open| open.pool == pool).map(|open| open.address).collect()
+        };
+        let in_use: BTreeSet<usize> =
+            all.iter().filter(|open| !is_asleep(open.pool)).map(|open| open.address).collect();
+        let mut pools: Vec<PoolId> = Vec::new();
+        for open in &all {
+            // A second call has nothing to do.
+            let is_suspended =
+                || Ok::<_, Error>(self.over(open.pool)?.is_some_and(|over| over.communicator.is_suspended()));
+            if !pools.contains(&open.pool) && comms_of(open.pool).is_disjoint(&in_use) && !is_suspended()? {
+                pools.push(open.pool);
+            }
+        }
+        let (mut done, mut suspended_bytes) = (BTreeSet::new(), 0);
+        for pool in pools {
+            let comms = comms_of(pool);
+            if comms.is_subset(&done) {
+                continue;
+            }
+            // The contents were decided when the pool fell asleep.
+            suspended_bytes += self.sleep_and_suspend(pool, Contents::Drop)?.unwrap_or_default().suspended_bytes;
+            done.extend(comms);
+        }
+        Ok(suspended_bytes)
+    }
+
+    /// Returns the bytes that NCCL holds for the communicators, if it reports them.
+    pub(crate) fn held_bytes(&self) -> u64 {
+        let comms: Vec<Communicator> = self.open.all().iter().map(|open| open.communicator.clone()).collect();
+        Communicator::held_bytes(&comms)
+    }
+
     /// Wakes a pool on all ranks of its communicators. Returns `None` without communicators.
     pub(crate) fn wake(&self, pool: PoolId) -> Result<Option<Woken>, Error> {
         let Some(over) = self.over(pool)? else { return Ok(None) };
@@ -189,6 +235,10 @@ impl OpenRegistrations {
         all.iter().filter(|registration| registration.pool == pool).map(Arc::clone).collect()
     }
 
+    fn all(&self) -> Vec<Arc<OpenRegistration>> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     fn add(&self, registration: &Arc<OpenRegistration>) {
         self.0.write().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(registration));
     }
@@ -203,6 +253,8 @@ impl OpenRegistrations {
 struct OpenRegistration {
     registrar: Arc<Registrar>,
     communicator: Communicator,
+    /// Address of the `ncclComm_t`, which other registrations may borrow, too.
+    address: usize,
     pool: PoolId,
     agreement: AgreementMode,
     /// Syncs so far, if every n-th one compares. Equal on all ranks.
@@ -275,6 +327,7 @@ impl PoolRegistration {
         let builder = Communicator::builder(registrations.allocator.device());
         let builder = builder.name(options.name.unwrap_or("borrowed")).deadline(options.deadline);
         let builder = options.rendezvous.into_iter().fold(builder, CommunicatorBuilder::rendezvous);
+        let address = communicator.addr();
         // SAFETY: the caller's contract.
         let communicator = unsafe { builder.borrow(communicator) }?;
         if let Some((rank, world)) = options.place {
@@ -294,7 +347,7 @@ impl PoolRegistration {
         let registrar = Arc::clone(registrations.registrar(options.agreement)?);
         registrar.attach(&communicator, &[pool], options.registration)?;
         let (agreement, syncs) = (options.agreement, AtomicU32::new(0));
-        let of = Arc::new(OpenRegistration { registrar, communicator, pool, agreement, syncs });
+        let of = Arc::new(OpenRegistration { registrar, communicator, address, pool, agreement, syncs });
         registrations.open.add(&of);
         Ok(PoolRegistration { of, all: Arc::clone(&registrations.open) })
     }

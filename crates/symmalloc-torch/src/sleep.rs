@@ -7,7 +7,7 @@ use crate::streams::RawStream;
 use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
-use symmalloc_cuda::CudaError;
+use symmalloc_cuda::{CudaError, DeviceMemory};
 
 impl DeviceAllocator {
     /// Puts a pool to sleep; if it is registered, on every rank of its communicators.
@@ -21,6 +21,28 @@ impl DeviceAllocator {
         // The program may have used the memory on streams that it did not record.
         self.allocator().device().synchronize().map_err(CudaError::from)?;
         Ok(self.allocator().sleep(pool, contents)?.into())
+    }
+
+    /// Puts a pool to sleep, and suspends the communicators that it is registered on.
+    pub(crate) fn sleep_and_suspend(&self, pool: PoolId, contents: Contents) -> Result<Slept, Error> {
+        match self.registrations.sleep_and_suspend(pool, contents)? {
+            Some(slept) => Ok(slept),
+            None => self.sleep(pool, contents),
+        }
+    }
+
+    /// Suspends the communicators of sleeping pools that no pool uses that is awake. Returns the bytes that NCCL released.
+    pub(crate) fn suspend(&self) -> Result<u64, Error> {
+        // A pool that has failed on one rank sleeps on the others.
+        self.registrations.suspend(|pool| self.phase(pool).is_ok_and(|phase| phase != Phase::Awake))
+    }
+
+    /// Returns the used memory of the device by owner.
+    pub(crate) fn device_memory(&self) -> Result<DeviceMemory, Error> {
+        let private = self.private_pools().list();
+        let memory =
+            self.allocator().device_memory_with(|pool| private.iter().any(|entry| entry.own() == Some(pool)))?;
+        Ok(memory.with_communicators(self.registrations.held_bytes()))
     }
 
     /// Wakes a pool; if it is registered, on every rank of its communicators.

@@ -9,6 +9,7 @@ pub(crate) struct Slept {
     pub(crate) released_bytes: u64,
     pub(crate) kept_bytes: u64,
     pub(crate) deregistered: u64,
+    pub(crate) suspended_bytes: u64,
 }
 
 impl AddAssign for Slept {
@@ -16,19 +17,20 @@ impl AddAssign for Slept {
         self.released_bytes += other.released_bytes;
         self.kept_bytes += other.kept_bytes;
         self.deregistered += other.deregistered;
+        self.suspended_bytes += other.suspended_bytes;
     }
 }
 
 impl From<sleep::Slept> for Slept {
     fn from(slept: sleep::Slept) -> Self {
-        Slept { released_bytes: slept.released_bytes, kept_bytes: slept.kept_bytes, deregistered: 0 }
+        Slept { released_bytes: slept.released_bytes, kept_bytes: slept.kept_bytes, ..Slept::default() }
     }
 }
 
 impl From<symmalloc_nccl::Slept> for Slept {
     fn from(slept: symmalloc_nccl::Slept) -> Self {
-        let symmalloc_nccl::Slept { released_bytes, kept_bytes, deregistrations, .. } = slept;
-        Slept { released_bytes, kept_bytes, deregistered: deregistrations }
+        let symmalloc_nccl::Slept { released_bytes, kept_bytes, deregistrations, suspended_bytes, .. } = slept;
+        Slept { released_bytes, kept_bytes, deregistered: deregistrations, suspended_bytes }
     }
 }
 
@@ -39,6 +41,7 @@ pub(crate) struct Woken {
     pub(crate) registered: u64,
     pub(crate) changed: u64,
     pub(crate) lost: u64,
+    pub(crate) resumed: u64,
 }
 
 impl AddAssign for Woken {
@@ -47,6 +50,7 @@ impl AddAssign for Woken {
         self.registered += other.registered;
         self.changed += other.changed;
         self.lost += other.lost;
+        self.resumed += other.resumed;
     }
 }
 
@@ -63,6 +67,7 @@ impl From<symmalloc_nccl::Woken> for Woken {
             registered: woken.registrations,
             changed: woken.changed.len() as u64,
             lost: woken.lost.len() as u64,
+            resumed: woken.resumed.len() as u64,
         }
     }
 }

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .agreement import assert_aligned
 from .all_to_all import Work, all_to_all_single, exchange_splits
-from .allocator import Allocator, Contents, Phase, Placement, Slept, StepReport, Woken
+from .allocator import Allocator, Contents, DeviceMemory, Phase, Placement, Slept, StepReport, Woken
 from .announcement import announce
 from .devices import Device
 from .errors import (
@@ -42,7 +42,7 @@ from .naming import named
 from .pool import MemPool, Mode, Registration, Window
 from .scopes import use_mem_pool
 from .showing import MemoryTable, show
-from .sleeping import pause, region, resume, sleep, wake
+from .sleeping import device_memory, pause, region, resume, sleep, wake
 from .state import allocator, has_class, installed
 from .steps import Step, last_step, step
 
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "Allocator", "Contents", "CudaError", "Device", "Error", "FileError", "InternalError", "InvalidArgument", "InvalidSettings",
+    "Allocator", "Contents", "CudaError", "Device", "DeviceMemory", "Error", "FileError", "InternalError", "InvalidArgument", "InvalidSettings",
     "InvalidState", "LibraryNotFound", "MemPool", "MemoryTable", "MisalignedError", "Mode", "NcclError", "NotInstalled",
     "OutOfMemory", "Phase", "Placement", "Registration", "Slept", "Step", "StepReport", "TorchError", "TransportError",
     "UnknownPointer", "UnknownPool", "Window", "Woken", "Work", "__version__", "all_to_all_single", "allocator", "announce",
-    "assert_aligned", "digest", "dump_snapshot", "exchange_splits", "flight_record", "has_class", "install", "installed",
+    "assert_aligned", "device_memory", "digest", "dump_snapshot", "exchange_splits", "flight_record", "has_class", "install", "installed",
     "last_step", "library_path", "named", "pause", "placement", "region", "resume", "show", "sleep", "snapshot", "start_trace",
     "stats", "step", "stop_trace", "use_mem_pool", "wake",
 ]  # fmt: skip

@@ -9,12 +9,13 @@ import os
 import pickle
 from collections.abc import Callable
 from ctypes import byref, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from .errors import InvalidArgument
 from .library import (
     GatherFunction,
+    MemoryStruct,
     PlacementStruct,
     SleptStruct,
     StepReportStruct,
@@ -104,12 +105,15 @@ class Slept:
     """Bytes copied to the host."""
     deregistered: int = 0
     """Windows and buffers that were deregistered."""
+    suspended_bytes: int = 0
+    """Bytes that NCCL released because communicators were suspended."""
 
     def __add__(self, other: Slept) -> Slept:
         return Slept(
             self.released_bytes + other.released_bytes,
             self.kept_bytes + other.kept_bytes,
             self.deregistered + other.deregistered,
+            self.suspended_bytes + other.suspended_bytes,
         )
 
 
@@ -125,6 +129,8 @@ class Woken:
     """Windows whose handle changed on any rank: recapture graphs that use them."""
     lost: int = 0
     """Groups that failed during the sleep: register on new ones."""
+    resumed: int = 0
+    """Communicators that were resumed."""
 
     def __add__(self, other: Woken) -> Woken:
         return Woken(
@@ -132,7 +138,30 @@ class Woken:
             self.registered + other.registered,
             self.changed + other.changed,
             self.lost + other.lost,
+            self.resumed + other.resumed,
         )
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The used memory of a device in bytes, by owner: what remains on it while pools sleep."""
+
+    used_bytes: int
+    """In use by all processes, as the driver reports it. The sum of all others."""
+    awake_bytes: int
+    """Pools that are awake, including their free blocks, without those of graphs."""
+    graph_bytes: int
+    """Pools of graphs that are awake."""
+    asleep_bytes: int
+    """Memory that sleeping pools still hold, because the driver or a window did not release it."""
+    exported_bytes: int
+    """Memory of sleeping pools that other processes have mapped."""
+    idle_bytes: int
+    """Idle chunks and prefetched memory."""
+    communicators_bytes: int
+    """Memory of NCCL for the communicators of registered pools; 0 before NCCL 2.29.7."""
+    other_bytes: int
+    """All else: contexts and their modules, other libraries and other processes."""
 
 
 class Allocator:
@@ -231,9 +260,37 @@ class Allocator:
         together, and raises `MisalignedError` and `NcclError` as a sync does. Raises `InvalidState` during a stream capture or an
         open step, and `CudaError` if the host lacks memory for the kept contents. The pool is unchanged after these two.
         """
+        return self._sleep("sleep", pool, contents)
+
+    def sleep_and_suspend(self, pool: int = DEFAULT_POOL, contents: Contents = Contents.KEEP) -> Slept:
+        """Puts a pool to sleep like `sleep`, and then suspends the communicators that it is registered on.
+
+        NCCL releases their memory until the next sleep or wake of the pool. Until then, no collective may run on these
+        communicators, and no graph with such collectives may be replayed. Wake the pool before they are destroyed. Raises
+        `InvalidState`, and leaves the pool awake, before NCCL 2.29.7 or if a pool that is awake is registered on one of them.
+        """
+        return self._sleep("sleep_and_suspend", pool, contents)
+
+    def _sleep(self, function: str, pool: int, contents: Contents) -> Slept:
         out = SleptStruct()
-        call("sleep", self._handle, pool, contents.value, byref(out))
-        return Slept(out.released_bytes, out.kept_bytes, out.deregistered)
+        call(function, self._handle, pool, contents.value, byref(out))
+        return Slept(out.released_bytes, out.kept_bytes, out.deregistered, out.suspended_bytes)
+
+    def suspend(self) -> int:
+        """Suspends the communicators of all registered pools that sleep. Returns the bytes that NCCL released.
+
+        Leaves alone the communicators of a pool that shares one with a pool that is awake, and those that are suspended. All ranks
+        call it at the same point. Raises `InvalidState` before NCCL 2.29.7.
+        """
+        out = c_uint64()
+        call("suspend", self._handle, byref(out))
+        return out.value
+
+    def device_memory(self) -> DeviceMemory:
+        """Returns the used memory of the device by owner: what remains on it while pools sleep. Raises `CudaError`."""
+        out = MemoryStruct()
+        call("device_memory", self._handle, byref(out))
+        return DeviceMemory(*(getattr(out, field.name) for field in fields(DeviceMemory)))
 
     def wake(self, pool: int = DEFAULT_POOL) -> Woken:
         """Wakes a pool at its previous addresses, and restores the kept contents.
@@ -242,7 +299,7 @@ class Allocator:
         """
         out = WokenStruct()
         call("wake", self._handle, pool, byref(out))
-        return Woken(out.remapped_bytes, out.registered, out.changed, out.lost)
+        return Woken(out.remapped_bytes, out.registered, out.changed, out.lost, out.resumed)
 
     def phase(self, pool: int = DEFAULT_POOL) -> Phase:
         """Returns the sleep state of a pool."""

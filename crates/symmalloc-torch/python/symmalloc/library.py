@@ -45,7 +45,12 @@ class StepReportStruct(ctypes.Structure):
 class SleptStruct(ctypes.Structure):
     """symmalloc_slept in the header."""
 
-    _fields_ = [("released_bytes", c_uint64), ("kept_bytes", c_uint64), ("deregistered", c_uint64)]
+    _fields_ = [
+        ("released_bytes", c_uint64),
+        ("kept_bytes", c_uint64),
+        ("deregistered", c_uint64),
+        ("suspended_bytes", c_uint64),
+    ]
 
 
 class WokenStruct(ctypes.Structure):
@@ -56,6 +61,22 @@ class WokenStruct(ctypes.Structure):
         ("registered", c_uint64),
         ("changed", c_uint64),
         ("lost", c_uint64),
+        ("resumed", c_uint64),
+    ]
+
+
+class MemoryStruct(ctypes.Structure):
+    """symmalloc_memory in the header."""
+
+    _fields_ = [
+        ("used_bytes", c_uint64),
+        ("awake_bytes", c_uint64),
+        ("graph_bytes", c_uint64),
+        ("asleep_bytes", c_uint64),
+        ("exported_bytes", c_uint64),
+        ("idle_bytes", c_uint64),
+        ("communicators_bytes", c_uint64),
+        ("other_bytes", c_uint64),
     ]
 
 
@@ -89,6 +110,9 @@ CALLS: dict[str, list[Any]] = {
     "pool_destroy": [c_void_p, c_uint32],
     "reserve": [c_void_p, c_uint32, c_void_p, c_size_t],
     "sleep": [c_void_p, c_uint32, c_uint32, POINTER(SleptStruct)],
+    "sleep_and_suspend": [c_void_p, c_uint32, c_uint32, POINTER(SleptStruct)],
+    "suspend": [c_void_p, POINTER(c_uint64)],
+    "device_memory": [c_void_p, POINTER(MemoryStruct)],
     "wake": [c_void_p, c_uint32, POINTER(WokenStruct)],
     "phase": [c_void_p, c_uint32, POINTER(c_uint32)],
     "save_in": [c_void_p, c_uint32, c_uint32, c_char_p],

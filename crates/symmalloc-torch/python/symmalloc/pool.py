@@ -191,14 +191,19 @@ class MemPool:
             stream = torch.cuda.current_stream(self.device)
         return int(stream.cuda_stream)
 
-    def sleep(self, contents: Contents = Contents.KEEP) -> Slept:
+    def sleep(self, contents: Contents = Contents.KEEP, *, suspend: bool = False) -> Slept:
         """Puts the pool to sleep: releases its memory to the device. Its tensors keep their addresses.
+
+        suspend   also suspend the communicators of its groups: NCCL releases their memory until the pool wakes, and no collective
+                  may run on them until then. See `Allocator.sleep_and_suspend`
 
         Until the pool wakes, no kernel may use its tensors, and no graph that uses them may be replayed. For a pool with windows
         this is collective: it first deregisters them on every group, and one of these groups must contain the ranks of all
         others. Raises the same errors as `symmalloc.sleep`.
         """
         self._check_groups()
+        if suspend:
+            return self._allocator.sleep_and_suspend(self.id, contents)
         return self._allocator.sleep(self.id, contents)
 
     def wake(self) -> Woken:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from .allocator import Allocator, Contents, Place, Slept, Woken
+from .allocator import Allocator, Contents, DeviceMemory, Place, Slept, Woken
 from .devices import Device, device_index
 from .errors import FileError, InvalidArgument, UnknownPool
 from .pool import MemPool, tagged_devices
@@ -59,6 +59,7 @@ def sleep(
     tags: str | Iterable[str] | None = None,
     *,
     keep: bool | str | Iterable[str] | None = None,
+    suspend: bool = False,
     device: Device = None,
 ) -> Slept:
     """Puts the pools with the given tags to sleep, in order of creation: releases their memory to the device.
@@ -66,6 +67,8 @@ def sleep(
     tags    one or several; None: all pools that have a tag
     keep    True: keep the contents on the host. False: contents are undefined after wake. Tags: keep the contents of these
             pools only. None: use `enable_cpu_backup` for a region's pool, and keep the contents of others
+    suspend also suspend the NCCL communicators of sleeping pools, unless a pool that is awake is registered on them too: NCCL
+            releases their memory until a pool of theirs wakes. No collective may run on these groups until then
     device  None: every device that has pools with tags, or else the current one
 
     Blocks until the device is idle. Until the pools wake, no kernel may use their tensors, and no graph that uses them may be
@@ -77,16 +80,26 @@ def sleep(
 
     Raises `NotInstalled`, `UnknownPool` for a tag that no pool has, `InvalidState` during a stream capture or an open step,
     `MisalignedError` and `NcclError` as `MemPool.register` does, and `CudaError` if the host lacks memory for kept contents.
-    The failing pool is then unchanged and the pools before it sleep. Another call continues with the rest.
+    The failing pool is then unchanged and the pools before it sleep. Another call continues with the rest. With `suspend`, it
+    raises `InvalidState` before NCCL 2.29.7, once the pools sleep.
     """
     names = _names(tags)
     kept = keep if keep is None or isinstance(keep, bool) else frozenset(_names(keep) or ())
     if isinstance(kept, frozenset) and names is not None and not kept <= set(names):
         raise InvalidArgument(f"keep names {sorted(kept - set(names))}, which tags does not: name them in tags as well")
     total = Slept()
-    for tagged in _checked(tagged_pools(device), names, kept if isinstance(kept, frozenset) else None):
+    pools = _checked(tagged_pools(device), names, kept if isinstance(kept, frozenset) else None)
+    for tagged in pools:
         total += tagged.sleep(tagged.contents(kept))
+    if suspend:
+        for of in {tagged.device: tagged.of for tagged in pools}.values():
+            total += Slept(suspended_bytes=of.suspend())
     return total
+
+
+def device_memory(device: Device = None) -> DeviceMemory:
+    """Returns the used memory of a device by owner: what remains on it while pools sleep. Raises `NotInstalled`, `CudaError`."""
+    return allocator(device_index(device)).device_memory()
 
 
 def wake(tags: str | Iterable[str] | None = None, *, device: Device = None) -> Woken:

@@ -173,6 +173,67 @@ import ctypes
 on_ranks(program)
 """, STUB_NCCL_REUSE_WINDOWS="1")  # fmt: skip
 
+    def test_communicators_of_sleeping_pools_are_suspended_until_one_wakes(self) -> None:
+        self.succeeds(BEGIN + """
+from symmalloc import Phase
+
+def program(rank):
+    comm = rank.connect(ids[0])
+    pools = [MemPool(tag=tag, device=rank.number) for tag in ("weights", "kv_cache")]
+    for pool in pools:
+        pool.register(comm=comm, mode=Mode.OFF)
+        with use_mem_pool(pool, register=True):
+            rank.allocate(4 * MIB)
+    held = lambda: symmalloc.device_memory(rank.number).communicators_bytes
+    assert held() == 64 * MIB
+    raises(symmalloc.InvalidState, "windows of other pools", lambda: pools[0].sleep(suspend=True))
+    assert symmalloc.sleep("weights", suspend=True, device=rank.number).suspended_bytes == 0, "another pool is awake"
+    slept = symmalloc.sleep(suspend=True, device=rank.number)
+    assert (slept.deregistered, slept.suspended_bytes, held()) == (1, 64 * MIB, 0), slept
+    woken = symmalloc.wake("kv_cache", device=rank.number)
+    assert (woken.registered, woken.resumed, held()) == (1, 1, 64 * MIB), woken
+    assert symmalloc.wake(device=rank.number).resumed == 0
+    symmalloc.sleep("kv_cache", device=rank.number)
+    assert pools[0].sleep(suspend=True).suspended_bytes == 64 * MIB
+    assert symmalloc.wake(device=rank.number).resumed == 1
+    assert [pool.phase for pool in pools] == [Phase.AWAKE] * 2
+    for pool in pools:
+        pool.close()
+
+on_ranks(program)
+""", STUB_NCCL_VERSION="23007", STUB_NCCL_SUSPENDABLE_MB="64", STUB_NCCL_REUSE_WINDOWS="1")  # fmt: skip
+
+    def test_an_older_nccl_does_not_suspend(self) -> None:
+        self.succeeds(BEGIN + """
+from symmalloc import Phase
+
+def program(rank):
+    pool = MemPool(tag="weights", device=rank.number)
+    pool.register(comm=rank.connect(ids[0]), mode=Mode.OFF)
+    with use_mem_pool(pool, register=True):
+        rank.allocate(4 * MIB)
+    raises(symmalloc.InvalidState, "2.29.7", lambda: pool.sleep(suspend=True))
+    assert pool.phase is Phase.AWAKE
+    raises(symmalloc.InvalidState, "2.29.7", lambda: symmalloc.sleep(suspend=True, device=rank.number))
+    assert pool.phase is Phase.ASLEEP
+    symmalloc.wake(device=rank.number)
+    pool.close()
+
+on_ranks(program)
+""", STUB_NCCL_VERSION="22906", STUB_NCCL_REUSE_WINDOWS="1")  # fmt: skip
+
+    def test_the_memory_of_a_device_is_listed_by_owner(self) -> None:
+        self.succeeds(ALONE + """
+pool = MemPool(symmetric=False, tag="weights", device=0)
+inside(pool, 6 * MIB)
+awake = symmalloc.device_memory(0)
+released = symmalloc.sleep().released_bytes
+asleep = symmalloc.device_memory(0)
+assert awake.awake_bytes - asleep.awake_bytes == awake.used_bytes - asleep.used_bytes == released >= 6 * MIB, (awake, asleep)
+assert (asleep.asleep_bytes, asleep.graph_bytes, asleep.communicators_bytes) == (0, 0, 0), asleep
+assert asleep.other_bytes == awake.other_bytes
+""")
+
 
 @needs.torch
 @needs.device

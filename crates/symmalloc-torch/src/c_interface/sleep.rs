@@ -1,6 +1,6 @@
 //! Sleep, wake and resize of pools.
 
-use super::arguments::{living, required_text, write};
+use super::arguments::{living, not_null, required_text, write};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
 use crate::guard::report;
@@ -11,7 +11,7 @@ use std::ffi::{c_char, c_void};
 use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
-use symmalloc_cuda::{ImagePlace, SavedBytes};
+use symmalloc_cuda::{DeviceMemory, ImagePlace, SavedBytes};
 
 /// `contents` of a sleep: live allocations are copied to the pool's place on the host, and restored on wake.
 pub const SYMMALLOC_CONTENTS_KEEP: u32 = 0;
@@ -42,6 +42,8 @@ pub struct symmalloc_slept {
     pub kept_bytes: u64,
     /// Windows and buffers that were deregistered.
     pub deregistered: u64,
+    /// Bytes that NCCL released because communicators were suspended.
+    pub suspended_bytes: u64,
 }
 
 /// The result of a wake.
@@ -57,6 +59,31 @@ pub struct symmalloc_woken {
     pub changed: u64,
     /// Communicators that failed during the sleep. Register on new ones.
     pub lost: u64,
+    /// Communicators that were resumed.
+    pub resumed: u64,
+}
+
+/// The used memory of a device in bytes, by owner. The parts add up to `used_bytes`, unless memory is allocated or released meanwhile.
+#[allow(non_camel_case_types, reason = "C's names")]
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct symmalloc_memory {
+    /// Bytes in use by all processes, as the driver reports them.
+    pub used_bytes: u64,
+    /// Bytes of pools that are awake, including their free blocks, without those of graphs.
+    pub awake_bytes: u64,
+    /// Bytes of graphs' pools that are awake.
+    pub graph_bytes: u64,
+    /// Bytes that sleeping pools still hold, because the driver or a window did not release them.
+    pub asleep_bytes: u64,
+    /// Bytes of sleeping pools that other processes have mapped.
+    pub exported_bytes: u64,
+    /// Bytes of idle chunks and of prefetched memory.
+    pub idle_bytes: u64,
+    /// Bytes that NCCL holds for the communicators of registrars. 0 if NCCL is older than 2.29.7.
+    pub communicators_bytes: u64,
+    /// All other bytes: contexts and their modules, other libraries, other allocators and other processes.
+    pub other_bytes: u64,
 }
 
 /// Puts a pool to sleep: releases its memory to the device, and keeps its addresses, allocations and graphs for use after the wake.
@@ -82,6 +109,69 @@ pub unsafe extern "C" fn symmalloc_sleep(
         // SAFETY: the caller's contract.
         unsafe { tell(out, slept_of(slept)) };
         Ok(())
+    })
+}
+
+/// Puts a pool to sleep like `symmalloc_sleep`, and then suspends the communicators of its registrars: NCCL releases their memory until the
+/// next sleep or wake of the pool, which resumes them. Until then, neither this library nor the program may use them, and no graph with
+/// their collectives may be launched. Returns `SYMMALLOC_INVALID_STATE`, and leaves the pool awake, if NCCL is older than 2.29.7 or a pool
+/// that is awake is registered on one of them. To suspend communicators of several pools, call `symmalloc_suspend` once all of them sleep.
+///
+/// Wake the pool before its registrars or communicators are destroyed.
+///
+/// # Safety
+/// As `symmalloc_sleep`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_sleep_and_suspend(
+    allocator: *mut DeviceAllocator,
+    pool: u32,
+    contents: u32,
+    out: *mut symmalloc_slept,
+) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let slept = unsafe { living(allocator) }?.sleep_and_suspend(PoolId(pool), contents_of(contents)?)?;
+        // SAFETY: the caller's contract.
+        unsafe { tell(out, slept_of(slept)) };
+        Ok(())
+    })
+}
+
+/// Suspends the communicators of all registered pools that sleep, like `symmalloc_sleep_and_suspend`. Leaves alone the communicators of a
+/// pool that shares one with a pool that is awake, and those that are already suspended. All ranks call it at the same point. Returns
+/// `SYMMALLOC_INVALID_STATE` if NCCL is older than 2.29.7. `suspended_bytes` may be NULL.
+///
+/// # Safety
+/// `allocator` is live; `suspended_bytes` is NULL or valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_suspend(
+    allocator: *mut DeviceAllocator,
+    suspended_bytes: *mut u64,
+) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let bytes = unsafe { living(allocator) }?.suspend()?;
+        // SAFETY: the caller's contract.
+        unsafe { tell(suspended_bytes, bytes) };
+        Ok(())
+    })
+}
+
+/// Writes the used memory of the device by owner: what remains on it while pools sleep.
+///
+/// # Safety
+/// `allocator` is live; `out` is valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_device_memory(
+    allocator: *mut DeviceAllocator,
+    out: *mut symmalloc_memory,
+) -> symmalloc_status {
+    report(|| {
+        not_null(out, "out")?;
+        // SAFETY: the caller's contract.
+        let memory = memory_of(unsafe { living(allocator) }?.device_memory()?);
+        // SAFETY: the caller's contract.
+        unsafe { write(out, "out", memory) }
     })
 }
 
@@ -355,13 +445,26 @@ fn contents_of(contents: u32) -> Result<Contents, Error> {
 }
 
 fn slept_of(slept: Slept) -> symmalloc_slept {
-    let Slept { released_bytes, kept_bytes, deregistered } = slept;
-    symmalloc_slept { released_bytes, kept_bytes, deregistered }
+    let Slept { released_bytes, kept_bytes, deregistered, suspended_bytes } = slept;
+    symmalloc_slept { released_bytes, kept_bytes, deregistered, suspended_bytes }
 }
 
 fn woken_of(woken: Woken) -> symmalloc_woken {
-    let Woken { remapped_bytes, registered, changed, lost } = woken;
-    symmalloc_woken { remapped_bytes, registered, changed, lost }
+    let Woken { remapped_bytes, registered, changed, lost, resumed } = woken;
+    symmalloc_woken { remapped_bytes, registered, changed, lost, resumed }
+}
+
+fn memory_of(memory: DeviceMemory) -> symmalloc_memory {
+    symmalloc_memory {
+        used_bytes: memory.used_bytes,
+        awake_bytes: memory.awake_bytes,
+        graph_bytes: memory.graph_bytes,
+        asleep_bytes: memory.asleep_bytes,
+        exported_bytes: memory.exported_bytes,
+        idle_bytes: memory.idle_bytes,
+        communicators_bytes: memory.communicators_bytes,
+        other_bytes: memory.other_bytes,
+    }
 }
 
 /// # Safety
@@ -379,19 +482,21 @@ mod tests {
 
     #[test]
     fn each_number_of_a_sleep_and_a_wake_has_its_own_field() {
-        let slept = slept_of(Slept { released_bytes: 1, kept_bytes: 2, deregistered: 3 });
-        assert_eq!((slept.released_bytes, slept.kept_bytes, slept.deregistered), (1, 2, 3));
-        let woken = woken_of(Woken { remapped_bytes: 4, registered: 5, changed: 6, lost: 7 });
-        assert_eq!((woken.remapped_bytes, woken.registered, woken.changed, woken.lost), (4, 5, 6, 7));
+        let slept = slept_of(Slept { released_bytes: 1, kept_bytes: 2, deregistered: 3, suspended_bytes: 4 });
+        let expected = symmalloc_slept { released_bytes: 1, kept_bytes: 2, deregistered: 3, suspended_bytes: 4 };
+        assert_eq!(slept, expected);
+        let woken = woken_of(Woken { remapped_bytes: 4, registered: 5, changed: 6, lost: 7, resumed: 8 });
+        let expected = symmalloc_woken { remapped_bytes: 4, registered: 5, changed: 6, lost: 7, resumed: 8 };
+        assert_eq!(woken, expected);
     }
 
     #[test]
     fn numbers_of_several_registrars_add_up() {
-        let mut slept = Slept { released_bytes: 1, kept_bytes: 2, deregistered: 3 };
-        slept += Slept { released_bytes: 10, kept_bytes: 20, deregistered: 30 };
-        assert_eq!(slept, Slept { released_bytes: 11, kept_bytes: 22, deregistered: 33 });
-        let mut woken = Woken { remapped_bytes: 1, registered: 2, changed: 3, lost: 4 };
-        woken += Woken { remapped_bytes: 10, registered: 20, changed: 30, lost: 40 };
-        assert_eq!(woken, Woken { remapped_bytes: 11, registered: 22, changed: 33, lost: 44 });
+        let mut slept = Slept { released_bytes: 1, kept_bytes: 2, deregistered: 3, suspended_bytes: 4 };
+        slept += Slept { released_bytes: 10, kept_bytes: 20, deregistered: 30, suspended_bytes: 40 };
+        assert_eq!(slept, Slept { released_bytes: 11, kept_bytes: 22, deregistered: 33, suspended_bytes: 44 });
+        let mut woken = Woken { remapped_bytes: 1, registered: 2, changed: 3, lost: 4, resumed: 5 };
+        woken += Woken { remapped_bytes: 10, registered: 20, changed: 30, lost: 40, resumed: 50 };
+        assert_eq!(woken, Woken { remapped_bytes: 11, registered: 22, changed: 33, lost: 44, resumed: 55 });
     }
 }

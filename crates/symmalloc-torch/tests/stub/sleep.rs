@@ -41,6 +41,35 @@ impl Allocator {
         self.try_wake(pool).unwrap_or_else(|status| panic!("{status:?}: {}", message()))
     }
 
+    fn try_sleep_and_suspend(self, pool: u32, contents: u32) -> Result<symmalloc_slept, symmalloc_status> {
+        let mut out = symmalloc_slept::default();
+        // SAFETY: a live allocator, and an output pointer.
+        match unsafe { symmalloc_sleep_and_suspend(self.0, pool, contents, &raw mut out) } {
+            SYMMALLOC_OK => Ok(out),
+            status => Err(status),
+        }
+    }
+
+    fn suspend(self) -> Result<u64, symmalloc_status> {
+        let mut out = 0;
+        // SAFETY: a live allocator, and an output pointer.
+        match unsafe { symmalloc_suspend(self.0, &raw mut out) } {
+            SYMMALLOC_OK => Ok(out),
+            status => Err(status),
+        }
+    }
+
+    #[track_caller]
+    fn device_memory(self) -> symmalloc_memory {
+        let mut out = symmalloc_memory::default();
+        // SAFETY: a live allocator, and an output pointer.
+        done(unsafe { symmalloc_device_memory(self.0, &raw mut out) });
+        let parts = [out.awake_bytes, out.graph_bytes, out.asleep_bytes, out.exported_bytes, out.idle_bytes];
+        let sum = parts.into_iter().sum::<u64>() + out.communicators_bytes + out.other_bytes;
+        assert!(sum >= out.used_bytes, "{out:?}");
+        out
+    }
+
     #[track_caller]
     fn phase(self, pool: u32) -> u32 {
         let mut out = u32::MAX;
@@ -86,7 +115,8 @@ stub_test!(a_pool_sleeps_and_wakes_with_kept_contents, {
         bytes(pointer, 6 * MIB).fill(7);
         let slept = allocator.sleep(pool, contents);
         let kept = if contents == KEEP { 10 << 20 } else { 0 };
-        assert_eq!(slept, symmalloc_slept { released_bytes: 10 << 20, kept_bytes: kept, deregistered: 0 });
+        let expected = symmalloc_slept { released_bytes: 10 << 20, kept_bytes: kept, ..symmalloc_slept::default() };
+        assert_eq!(slept, expected);
         assert_eq!((allocator.phase(pool), live().device_bytes), (SYMMALLOC_PHASE_ASLEEP, 0));
         assert_eq!(allocator.stats()["pools"][pool as usize]["phase"], "asleep");
         assert_eq!(allocator.try_allocate(pool, MIB, streams.get(0)), Err(SYMMALLOC_INVALID_STATE));
@@ -164,6 +194,25 @@ stub_test!(a_wake_on_a_full_device_leaves_the_pool_asleep, ["STUB_MEMORY_BYTES" 
     allocator.trim();
     allocator.wake(pool);
     assert!(bytes(pointer, 160 * MIB).iter().all(|byte| *byte == 9));
+});
+
+stub_test!(a_wake_keeps_the_free_memory_of_graphs, ["STUB_MEMORY_BYTES" = "268435456"], {
+    let (allocator, streams) = (Allocator::of_torch(), Streams::new(1));
+    torch::begin((1, 0));
+    let inside = torch::allocate(100 * MIB, streams.get(0));
+    let graph = allocator.placement(inside).pool;
+    torch::free(inside, 100 * MIB, streams.get(0));
+    torch::end((1, 0));
+    let pool = allocator.create_pool(None);
+    allocator.allocate(pool, 120 * MIB, streams.get(0));
+    allocator.sleep(pool, DROP);
+    let taken = allocator.allocate(0, 60 * MIB, streams.get(0));
+    assert_eq!(allocator.try_wake(pool), Err(SYMMALLOC_OUT_OF_MEMORY));
+    let reserved = || allocator.stats()["pools"][graph as usize]["stats"]["reserved_bytes"]["all"]["current"].clone();
+    assert_eq!(reserved(), 100 << 20, "the graph uses it when it runs");
+    allocator.free(taken);
+    allocator.wake(pool);
+    assert_eq!(reserved(), 100 << 20);
 });
 
 stub_test!(host_memory_can_be_reserved_and_released, {
@@ -265,6 +314,95 @@ nccl_test!(a_pool_with_a_communicator_of_some_ranks_sleeps_on_all_ranks, {
         barrier.wait();
     });
     nccl::assert_clean();
+});
+
+nccl_test!(
+    communicators_of_sleeping_pools_are_suspended_until_one_wakes,
+    ["STUB_NCCL_VERSION" = "23007", "STUB_NCCL_SUSPENDABLE_MB" = "64", "STUB_NCCL_REUSE_WINDOWS" = "1"],
+    {
+        ranks(|rank, allocator, comm, barrier| {
+            let pools = [0, 1].map(|_| allocator.create_pool(Some(POOL)));
+            // Both borrow the same communicator.
+            let windows = pools.map(|pool| Windows::new(allocator, pool, comm.raw()));
+            let pointers = pools.map(|pool| allocator.allocate(pool, 4 * MIB, null_mut()));
+            windows.iter().for_each(|windows| assert_eq!(windows.sync(), (1, 0)));
+            bytes(pointers[1], 4 * MIB).fill(rank as u8 + 1);
+            let held = |allocator: Allocator| allocator.device_memory().communicators_bytes;
+            assert_eq!(held(allocator), 64 << 20);
+            assert_eq!(allocator.try_sleep_and_suspend(pools[0], KEEP), Err(SYMMALLOC_INVALID_STATE));
+            assert!(message().contains("windows of other pools"), "{}", message());
+            assert_eq!(allocator.phase(pools[0]), SYMMALLOC_PHASE_AWAKE);
+            for round in 0..3 {
+                barrier.wait();
+                assert_eq!(allocator.suspend(), Ok(0), "no pool sleeps");
+                allocator.sleep(pools[0], KEEP);
+                assert_eq!(allocator.suspend(), Ok(0), "another pool is awake");
+                if round == 0 {
+                    allocator.sleep(pools[1], KEEP);
+                    assert_eq!(allocator.suspend(), Ok(64 << 20));
+                } else {
+                    let slept = allocator.try_sleep_and_suspend(pools[1], KEEP).expect("the other pool sleeps");
+                    assert_eq!((slept.suspended_bytes, slept.deregistered), (64 << 20, 1));
+                }
+                assert_eq!((held(allocator), allocator.suspend()), (0, Ok(0)));
+                assert_eq!(windows[0].try_sync(), SYMMALLOC_INVALID_STATE);
+                assert!(message().contains("suspended"), "{}", message());
+                let woken = allocator.wake(pools[1]);
+                // The stub gives the first pool that wakes the first place, so the handle may differ.
+                assert_eq!((woken.registered, woken.lost, woken.resumed), (1, 0, 1));
+                assert!(bytes(pointers[1], 4 * MIB).iter().all(|byte| *byte == rank as u8 + 1));
+                assert_eq!((windows[1].sync(), held(allocator)), ((0, 0), 64 << 20));
+                assert_eq!(allocator.wake(pools[0]).resumed, 0);
+            }
+            barrier.wait();
+            windows.into_iter().for_each(|windows| done(windows.destroy()));
+        });
+        nccl::assert_clean();
+    }
+);
+
+nccl_test!(an_older_nccl_does_not_suspend, ["STUB_NCCL_VERSION" = "22906", "STUB_NCCL_REUSE_WINDOWS" = "1"], {
+    ranks(|_, allocator, comm, barrier| {
+        let pool = allocator.create_pool(Some(POOL));
+        let windows = Windows::new(allocator, pool, comm.raw());
+        allocator.allocate(pool, 4 * MIB, null_mut());
+        windows.sync();
+        barrier.wait();
+        assert_eq!(allocator.try_sleep_and_suspend(pool, KEEP), Err(SYMMALLOC_INVALID_STATE));
+        assert!(message().contains("2.29.7"), "{}", message());
+        assert_eq!((allocator.phase(pool), allocator.suspend()), (SYMMALLOC_PHASE_AWAKE, Ok(0)));
+        allocator.sleep(pool, KEEP);
+        assert_eq!(allocator.suspend(), Err(SYMMALLOC_INVALID_STATE));
+        assert!(message().contains("2.29.7"), "{}", message());
+        assert_eq!(allocator.device_memory().communicators_bytes, 0, "this NCCL does not report it");
+        allocator.wake(pool);
+        done(windows.destroy());
+    });
+    nccl::assert_clean();
+});
+
+stub_test!(the_memory_of_a_device_is_listed_by_owner, {
+    let (allocator, streams) = (Allocator::new(""), Streams::new(1));
+    let before = allocator.device_memory();
+    let [kept, asleep] = [0, 1].map(|_| allocator.create_pool(Some("segments:expandable")));
+    for pool in [0, kept, asleep] {
+        allocator.allocate(pool, 6 * MIB, streams.get(0));
+    }
+    let awake = allocator.device_memory();
+    assert_eq!((awake.awake_bytes - before.awake_bytes, awake.other_bytes), (18 << 20, before.other_bytes));
+    let slept = allocator.sleep(asleep, DROP);
+    assert_eq!(slept.suspended_bytes, 0);
+    let during = allocator.device_memory();
+    assert_eq!((during.awake_bytes, during.asleep_bytes), (awake.awake_bytes - (6 << 20), 0));
+    assert_eq!((awake.used_bytes - during.used_bytes, during.other_bytes), (6 << 20, before.other_bytes));
+    assert_eq!(allocator.try_sleep_and_suspend(kept, DROP).expect("a pool without communicators").suspended_bytes, 0);
+    // SAFETY: a live allocator, or none; null outputs.
+    unsafe {
+        assert_eq!(symmalloc_device_memory(allocator.0, null_mut()), SYMMALLOC_INVALID_ARGUMENT);
+        assert_eq!(symmalloc_suspend(null_mut(), null_mut()), SYMMALLOC_INVALID_ARGUMENT);
+        done(symmalloc_suspend(allocator.0, null_mut()));
+    }
+    allocator.destroy();
 });
 
 /// Returns a communicator of one rank.
