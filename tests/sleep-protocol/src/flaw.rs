@@ -42,4 +42,12 @@ pub enum Flaw {
     AgreedLast,
     /// No wait has a deadline.
     NoDeadline,
+    /// A wake registers on a suspended communicator.
+    RegisterSuspended,
+    /// The ranks exchange messages over a suspended communicator.
+    AgreeSuspended,
+    /// A rank whose sleep breaks before the suspension keeps the communicators that the others suspend.
+    KeepUnsuspended,
+    /// The recovery of a rank whose device is full is an op of the pool.
+    RecoverAsOp,
 }

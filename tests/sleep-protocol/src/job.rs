@@ -123,7 +123,7 @@ impl Job {
                     side.is_busy = true;
                 }
             }
-            rank.step = self.first_step(0, number);
+            rank.step = self.first_step(0, number, &rank.sides);
         }
         State { ranks, meetings: Default::default(), left: self.faults }
     }
@@ -142,14 +142,14 @@ impl Job {
     pub fn over(&self, op: u8) -> Comm {
         match self.program[op as usize] {
             Op::Sync => 0,
-            Op::Sleep(over) | Op::Wake(over) => over,
+            Op::Sleep(over) | Op::Suspend(over) | Op::Wake(over) => over,
         }
     }
 
     /// Returns the communicator of the collective that a rank is in.
     pub fn comm_of(&self, rank: &Rank) -> Comm {
         match rank.step {
-            Step::Agree(comm) | Step::Register(comm, _) => comm,
+            Step::Agree(comm) | Step::Register(comm, _) | Step::Suspend(comm) | Step::Resume(comm) => comm,
             _ => self.over(rank.op),
         }
     }
@@ -169,22 +169,36 @@ impl Job {
         self.comms_of(op, rank).flat_map(|comm| (0..self.segments).map(move |segment| (comm, segment)))
     }
 
+    /// Returns the communicators of an op in the order in which this rank suspends them.
+    pub fn suspensions(&self, op: u8, rank: usize) -> impl Iterator<Item = Comm> + '_ {
+        let over = self.over(op);
+        let others = self.comms_of(op, rank).filter(move |comm| *comm != over);
+        others.chain(self.comms_of(op, rank).find(|comm| *comm == over))
+    }
+
     /// Returns `true` if a rank is running and is not inside an op.
     pub fn is_between_ops(&self, rank: &Rank) -> bool {
         let is_between = match rank.step {
-            Step::Agree(comm) => !rank.is_waiting && comm == self.over(rank.op),
+            Step::Resume(comm) => !rank.is_waiting && comm == self.over(rank.op),
+            // A communicator that was suspended has been resumed, within the op.
+            Step::Agree(comm) => !rank.is_waiting && comm == self.over(rank.op) && !rank.has_resumed,
             step => step == Step::Done,
         };
         rank.life == Life::Running && is_between
     }
 
     /// Returns the first step of a rank in an op.
-    pub fn first_step(&self, op: u8, rank: usize) -> Step {
+    pub fn first_step(&self, op: u8, rank: usize, sides: &[Side; COMMS_MAX]) -> Step {
         match self.program.get(op as usize) {
             None => Step::Done,
             Some(Op::Wake(_)) if self.has(Flaw::WakeUnasked) => Step::Remap,
             Some(Op::Sync) => self.comms_of(op, rank).next().map_or(Step::Done, Step::Agree),
-            Some(Op::Sleep(over) | Op::Wake(over)) => Step::Agree(*over),
+            Some(Op::Sleep(over) | Op::Suspend(over) | Op::Wake(over))
+                if sides[*over].is_suspended && !self.has(Flaw::AgreeSuspended) =>
+            {
+                Step::Resume(*over)
+            }
+            Some(Op::Sleep(over) | Op::Suspend(over) | Op::Wake(over)) => Step::Agree(*over),
         }
     }
 }

@@ -16,12 +16,14 @@ pub enum Call {
     Agree {
         /// Number of the rank's op.
         op: u8,
+        /// Ops of the rank's history beyond those of the program.
+        extra_ops: u8,
         /// Phase of the rank's pool.
         phase: Phase,
         /// In a sync, the rank's windows on the communicator as a bit set.
         windows: u8,
     },
-    /// In [`Step::Decide`](crate::Step::Decide).
+    /// In [`Step::Decide`](crate::Step::Decide) and [`Step::DecideAsleep`](crate::Step::DecideAsleep).
     Decide {
         /// Set if the rank succeeded.
         could: bool,
@@ -31,6 +33,10 @@ pub enum Call {
         /// The segment to register.
         segment: Segment,
     },
+    /// `ncclCommSuspend`.
+    Suspend,
+    /// `ncclCommResume`.
+    Resume,
     /// In [`Step::Check`](crate::Step::Check).
     Check {
         /// Communicators that the rank lost during registration, as a bit set.

@@ -39,6 +39,9 @@ pub enum Action {
     Delay(usize),
     /// The rank's device is out of memory.
     Refuse(usize),
+    /// The rank's device has no room for the suspended communicator, and the op returns before it calls NCCL. The program
+    /// makes room, and calls the op again.
+    MakeRoom(usize),
     /// The rank's program omits an op.
     Skip(usize),
     /// A communicator ends on the rank, because the program aborts it or NCCL fails.
@@ -57,6 +60,7 @@ impl Action {
             Action::Told(rank, _) | Action::Aborted(rank, _) | Action::Break(rank, _) => rank,
             Action::Delay(rank)
             | Action::Refuse(rank)
+            | Action::MakeRoom(rank)
             | Action::Skip(rank)
             | Action::Die(rank)
             | Action::Stop(rank) => rank,
@@ -99,12 +103,16 @@ fn place(job: &Job, number: usize, rank: &Rank) -> usize {
         Step::Register(comm, segment) if is_sync => {
             10 * job.comms_of(rank.op, number).position(|it| it == comm).unwrap_or(0) + 1 + segment
         }
-        Step::Agree(_) | Step::Done => 0,
-        Step::Quiesce | Step::Remap => 1,
-        Step::Decide => 2,
-        Step::Deregister(comm, segment) | Step::Register(comm, segment) => 3 + of_window((comm, segment)),
+        Step::Resume(comm) if comm == job.over(rank.op) => 0,
+        Step::Done => 0,
+        Step::Agree(_) => 1,
+        Step::Quiesce | Step::Remap => 2,
+        Step::Decide | Step::DecideAsleep => 3,
+        Step::Resume(comm) => 4 + 2 * of_window((comm, 0)),
+        Step::Deregister(comm, segment) | Step::Register(comm, segment) => 5 + 2 * of_window((comm, segment)),
         Step::Unmap => 50,
         Step::Check => 51,
+        Step::Suspend(comm) => 52 + job.suspensions(rank.op, number).position(|it| it == comm).unwrap_or(0),
     }
 }
 
@@ -137,6 +145,9 @@ impl Job {
         let Faults { deaths, stops, breaks, refusals, delays, skips } = state.left;
         if refusals > 0 && rank.step == Step::Remap {
             actions.push(Action::Refuse(number));
+        }
+        if refusals > 0 && matches!(rank.step, Step::Resume(_)) && self.is_between_ops(rank) {
+            actions.push(Action::MakeRoom(number));
         }
         if delays > 0 && rank.step == Step::Quiesce && rank.ready().any(|(_, side)| side.is_busy) {
             actions.push(Action::Delay(number));
@@ -194,6 +205,8 @@ impl Model for Job {
                 state.left.refusals -= 1;
                 Actor::new(self, &mut state, rank).refuse();
             }
+            // A recovery is no op, and changes nothing that other ranks can observe.
+            Action::MakeRoom(_) => state.left.refusals -= 1,
             Action::Skip(rank) => {
                 state.left.skips -= 1;
                 Actor::new(self, &mut state, rank).skip();

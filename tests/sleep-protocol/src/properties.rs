@@ -6,7 +6,7 @@
 use crate::job::{Faults, Job};
 use crate::model::State;
 use crate::rank::{Health, Life, Rank, Side};
-use crate::step::{Outcome, Phase, Step};
+use crate::step::{Op, Outcome, Phase, Step};
 use stateright::Property;
 
 /// A window that NCCL may use refers to the memory that currently backs the pool's addresses.
@@ -35,6 +35,10 @@ pub const LOST: &str = "a communicator that a wake lost on one rank is lost on a
 /// All ranks are awake after a sleep and a wake over a new communicator that does not break, regardless of earlier
 /// failures.
 pub const HEALS: &str = "a new communicator repairs what broke";
+/// A suspended communicator has neither windows nor kernels, and carries no message.
+pub const QUIET: &str = "nothing uses a suspended communicator";
+/// If nothing but refusals happens, and the program wakes more often than it is refused, all ranks are awake at the end.
+pub const RECOVERS: &str = "a rank that makes room alone wakes with the others";
 /// Every running rank reaches the end of its program.
 pub const ENDS: &str = "every op ends";
 
@@ -42,6 +46,8 @@ pub const ENDS: &str = "every op ends";
 pub const IN_PLACE: &str = "all wake in place";
 /// A device is out of memory, but all ranks wake in the end.
 pub const RETRIED: &str = "a refused wake succeeds at another attempt";
+/// All ranks have suspended all communicators.
+pub const SUSPENDED: &str = "all communicators are suspended";
 /// A communicator dies, and all ranks wake with the other communicator.
 pub const FEWER: &str = "a pool wakes without a communicator that died";
 /// A wake breaks, and one rank is awake and another asleep.
@@ -50,7 +56,8 @@ pub const SPLIT: &str = "a broken wake succeeds on one rank and not on another";
 pub const FAILED: &str = "a pool fails";
 
 /// All properties that must never be broken.
-pub const KEPT: [&str; 12] = [MAPPED, USED, MET, EQUAL, ORDER, ALONE, TOGETHER, BACK, WHOLE, LOST, HEALS, ENDS];
+pub const KEPT: [&str; 14] =
+    [MAPPED, USED, MET, EQUAL, ORDER, ALONE, TOGETHER, BACK, WHOLE, LOST, HEALS, QUIET, RECOVERS, ENDS];
 
 /// Returns all properties.
 pub fn all() -> Vec<Property<Job>> {
@@ -74,12 +81,19 @@ pub fn all() -> Vec<Property<Job>> {
             pairs(job, state).all(|(one, other)| what_is_lost_is_lost(job, one, other))
         }),
         Property::always(HEALS, |job, state| !should_be_healed(job, state) || are_all_awake(job, state, &[1])),
+        Property::always(QUIET, |job, state| living(state).all(|rank| suspended_is_quiet(job, rank))),
+        Property::always(RECOVERS, |job, state| !should_recover(job, state) || are_all_awake(job, state, &[0, 1])),
         // Once true, the property stays true, and no run revisits a state (`State::progress`), so the checker's answer is
         // exact.
         Property::eventually(ENDS, |_, state| running(state).all(|rank| rank.step == Step::Done)),
         Property::sometimes(IN_PLACE, |job, state| are_all_awake(job, state, &[0, 1])),
         Property::sometimes(RETRIED, |job: &Job, state: &State| {
             state.left.refusals < job.faults.refusals && are_all_awake(job, state, &[0, 1])
+        }),
+        Property::sometimes(SUSPENDED, |job: &Job, state: &State| {
+            state.ranks[..job.ranks].iter().enumerate().all(|(number, rank)| {
+                (0..job.comms.len()).all(|comm| !job.is_member(comm, number) || rank.sides[comm].is_suspended)
+            })
         }),
         Property::sometimes(FEWER, |job, state| {
             are_all_awake_without(job, state, 0) || are_all_awake_without(job, state, 1)
@@ -134,7 +148,8 @@ fn ranks_meet_in_one_collective(job: &Job, state: &State) -> bool {
 fn windows_are_equal(job: &Job, one: &Rank, other: &Rank) -> bool {
     (0..job.comms.len()).all(|comm| {
         let (one, other) = (one.sides[comm], other.sides[comm]);
-        !one.is_ready() || !other.is_ready() || one.windows == other.windows
+        let are_equal = (one.windows, one.is_suspended) == (other.windows, other.is_suspended);
+        !one.is_ready() || !other.is_ready() || are_equal
     })
 }
 
@@ -188,6 +203,27 @@ fn is_whole(job: &Job, rank: &Rank) -> bool {
 fn what_is_lost_is_lost(job: &Job, one: &Rank, other: &Rank) -> bool {
     let are_well = one.last == Outcome::Done && other.last == Outcome::Done;
     !are_well || (0..job.comms.len()).all(|comm| one.lost & 1 << comm == 0 || !other.sides[comm].is_ready())
+}
+
+fn suspended_is_quiet(job: &Job, rank: &Rank) -> bool {
+    rank.sides.iter().enumerate().filter(|(_, side)| side.is_suspended).all(|(comm, side)| {
+        let is_talking = rank.is_waiting && job.comm_of(rank) == comm && !matches!(rank.step, Step::Resume(_));
+        !side.holds_memory() && !is_talking
+    })
+}
+
+/// Returns `true` if the program has ended on all ranks, nothing but refusals has happened, and it contains more wakes
+/// than refusals.
+fn should_recover(job: &Job, state: &State) -> bool {
+    let others = |faults: &Faults| Faults { refusals: 0, ..*faults };
+    let wakes = job.program.iter().filter(|op| matches!(op, Op::Wake(_))).count();
+    let refused = usize::from(job.faults.refusals - state.left.refusals);
+    let ends_with_wake = matches!(job.program.last(), Some(Op::Wake(_)));
+    !job.has_deadlines
+        && others(&state.left) == others(&job.faults)
+        && ends_with_wake
+        && wakes > refused
+        && state.ranks[..job.ranks].iter().all(|rank| rank.step == Step::Done)
 }
 
 fn is_registered(job: &Job, rank: &Rank, comm: usize) -> bool {

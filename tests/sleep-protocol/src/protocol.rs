@@ -9,6 +9,7 @@
 //!    are all communicators of the op if it voted yes and does not receive the decision of a sleep, and those that it
 //!    has not reached if a wake breaks after its decision. No other rank then uses windows without a counterpart or
 //!    waits for it.
+//!    A sleep that suspends does the same until `Suspend`, because other ranks may continue to it.
 //! 4. The failure of a communicator other than the one that the ranks agree over is isolated: the wake continues
 //!    without it, on all ranks.
 
@@ -52,10 +53,24 @@ impl<'a> Actor<'a> {
     pub fn step(&mut self) {
         let Rank { op, step, phase, memory, could, .. } = *self.rank();
         match step {
+            Step::Agree(comm) if self.op() == Op::Sync && self.rank().sides[comm].is_suspended => {
+                // The other ranks have suspended it, too, and do not wait.
+                self.sync_next(comm, Outcome::Gone);
+            }
+            Step::Resume(comm) => self.come(comm, Call::Resume),
+            Step::Suspend(comm) => {
+                let side = self.rank().sides[comm];
+                if side.is_ready() && !side.is_suspended {
+                    self.come(comm, Call::Suspend);
+                } else {
+                    self.suspend_after(Some(comm));
+                }
+            }
             Step::Agree(comm) => {
                 let windows = if self.op() == Op::Sync { self.rank().sides[comm].window_bits() } else { 0 };
                 self.rank().lost = 0;
-                self.come(comm, Call::Agree { op, phase, windows });
+                let extra_ops = self.rank().extra_ops;
+                self.come(comm, Call::Agree { op, extra_ops, phase, windows });
             }
             Step::Quiesce => {
                 let is_lost = |side: &Side| side.health == Health::Lost && side.holds_memory();
@@ -74,7 +89,7 @@ impl<'a> Actor<'a> {
                     self.register_after(None);
                 }
             }
-            Step::Decide => self.come(self.over(), Call::Decide { could }),
+            Step::Decide | Step::DecideAsleep => self.come(self.over(), Call::Decide { could }),
             Step::Deregister(comm, segment) => {
                 if self.is_ready(comm) {
                     self.rank().sides[comm].windows[segment] = 0;
@@ -147,6 +162,20 @@ impl<'a> Actor<'a> {
             (Step::Agree(_), Op::Sync) if rank.phase == Phase::Awake => self.sync_after(comm, None),
             (Step::Agree(_), Op::Sync) => self.sync_next(comm, Outcome::Done),
             (Step::Agree(_), op) => self.agreed(op, &calls),
+            (Step::Resume(comm), _) => {
+                self.rank().sides[comm].is_suspended = false;
+                if comm == self.over() {
+                    self.rank().has_resumed = true;
+                    self.rank().step = Step::Agree(comm);
+                } else {
+                    self.rank().step = Step::Register(comm, 0);
+                }
+            }
+            (Step::DecideAsleep, _) => self.suspend_after(None),
+            (Step::Suspend(comm), _) => {
+                self.rank().sides[comm].is_suspended = true;
+                self.suspend_after(Some(comm));
+            }
             (Step::Decide, op) => self.decided(op, calls.iter().all(|call| *call == Call::Decide { could: true })),
             (Step::Register(comm, segment), op) => {
                 self.rank().sides[comm].windows[segment] = rank.memory;
@@ -159,6 +188,10 @@ impl<'a> Actor<'a> {
                 let has_failed = calls.iter().any(|call| matches!(call, Call::Check { failed: true, .. }));
                 self.finish(if has_failed { Outcome::Held } else { Outcome::Done });
             }
+            (Step::Check, Op::Suspend(_)) => {
+                let has_failed = calls.iter().any(|call| matches!(call, Call::Check { failed: true, .. }));
+                if has_failed { self.finish(Outcome::Held) } else { self.suspend_after(None) }
+            }
             (Step::Check, _) => self.woken(&calls),
             (step, _) => unreachable!("{step:?} is not a collective"),
         }
@@ -166,17 +199,24 @@ impl<'a> Actor<'a> {
 
     /// Continues a sleep or wake after the ranks have exchanged their current op and the phase of their pool.
     fn agreed(&mut self, called: Op, calls: &[Call]) {
-        let number = self.rank().op;
-        let is_same = |call: &Call| matches!(call, Call::Agree { op, .. } if *op == number);
+        let Rank { op: number, extra_ops: own, .. } = *self.rank();
+        let is_same =
+            |call: &Call| matches!(call, Call::Agree { op, extra_ops, .. } if (*op, *extra_ops) == (number, own));
         let all_are =
             |wanted: Phase| calls.iter().all(|call| matches!(call, Call::Agree { phase, .. } if *phase == wanted));
         let (are_awake, are_asleep) = (all_are(Phase::Awake), all_are(Phase::Asleep));
         match called {
             _ if !calls.iter().all(is_same) && !self.job.has(Flaw::OpsUncompared) => self.finish(Outcome::Differ),
             Op::Sleep(_) if are_asleep => self.finish(Outcome::Done),
-            Op::Sleep(_) if !are_awake && self.job.has(Flaw::SleepOnce) => self.finish(Outcome::Differ),
+            Op::Suspend(_) if are_asleep => {
+                self.rank().could = true;
+                self.rank().step = Step::DecideAsleep;
+            }
+            Op::Sleep(_) | Op::Suspend(_) if !are_awake && self.job.has(Flaw::SleepOnce) => {
+                self.finish(Outcome::Differ);
+            }
             // If some ranks are already asleep, this sleep makes all of them sleep.
-            Op::Sleep(_) => self.rank().step = Step::Quiesce,
+            Op::Sleep(_) | Op::Suspend(_) => self.rank().step = Step::Quiesce,
             _ if are_awake => self.finish(Outcome::Done),
             _ if are_asleep => self.rank().step = Step::Remap,
             _ => self.finish(Outcome::Differ),
@@ -188,13 +228,15 @@ impl<'a> Actor<'a> {
         let Rank { could, memory, .. } = *self.rank();
         let has_lied = memory == 0 && self.job.has(Flaw::WakeUntold);
         match called {
-            Op::Sleep(_) if could_all => self.deregister_next(),
-            Op::Sleep(_) => self.finish(Outcome::Refused { mine: !could }),
+            Op::Sleep(_) | Op::Suspend(_) if could_all => self.deregister_next(),
+            Op::Sleep(_) | Op::Suspend(_) => self.finish(Outcome::Refused { mine: !could }),
             _ if has_lied => self.finish(Outcome::Refused { mine: true }),
             _ if could_all => self.register_after(None),
             _ if could && self.job.has(Flaw::WakeAlone) => self.awake(Outcome::Done),
             _ => {
                 self.rank().memory = if self.job.has(Flaw::KeepMemory) { memory } else { 0 };
+                // The program makes room before its next wake.
+                self.rank().extra_ops += u8::from(!could && self.job.has(Flaw::RecoverAsOp));
                 self.finish(Outcome::Refused { mine: !could });
             }
         }
@@ -222,10 +264,11 @@ impl<'a> Actor<'a> {
                 self.rank().memory = 0;
                 self.finish(Outcome::Broken);
             }
-            Step::Decide => {
-                // Other ranks may go to sleep only if this rank voted yes.
+            Step::Decide | Step::DecideAsleep => {
+                // Other ranks may go to sleep, or suspend, only if this rank voted yes.
                 let may_sleep = could && outcome == Outcome::Broken;
-                if may_sleep && !self.job.has(Flaw::KeepCommunicators) {
+                let flaw = if step == Step::Decide { Flaw::KeepCommunicators } else { Flaw::KeepUnsuspended };
+                if may_sleep && !self.job.has(flaw) {
                     self.end_all();
                 }
                 self.finish(Outcome::Broken);
@@ -246,7 +289,18 @@ impl<'a> Actor<'a> {
                 self.awake(Outcome::Broken);
             }
             Step::Check if is_wake => self.awake(Outcome::Broken),
-            Step::Check => self.finish(Outcome::Broken),
+            Step::Check => {
+                // Other ranks may suspend.
+                if matches!(self.op(), Op::Suspend(_)) && !self.job.has(Flaw::KeepUnsuspended) {
+                    self.end_all();
+                }
+                self.finish(Outcome::Broken);
+            }
+            Step::Resume(comm) if comm != self.over() => {
+                self.rank().lost |= 1 << comm;
+                self.register_after(Some((comm, self.job.segments - 1)));
+            }
+            Step::Suspend(comm) if comm != self.over() => self.suspend_after(Some(comm)),
             _ => self.finish(outcome),
         }
     }
@@ -279,7 +333,26 @@ impl<'a> Actor<'a> {
             places.find(|place| *place == last);
         }
         let next = places.next();
-        self.rank().step = next.map_or(Step::Check, |(comm, segment)| Step::Register(comm, segment));
+        let is_suspended = |comm: Comm| self.state.ranks[self.number].sides[comm].is_suspended;
+        let step = match next {
+            None => Step::Check,
+            Some((comm, 0)) if is_suspended(comm) && !self.job.has(Flaw::RegisterSuspended) => Step::Resume(comm),
+            Some((comm, segment)) => Step::Register(comm, segment),
+        };
+        self.rank().step = step;
+    }
+
+    /// Selects the communicator that a sleep suspends after `last`, or the first one. After the last one, the op ends.
+    fn suspend_after(&mut self, last: Option<Comm>) {
+        let op = self.rank().op;
+        let mut comms = self.job.suspensions(op, self.number);
+        if let Some(last) = last {
+            comms.find(|comm| *comm == last);
+        }
+        match comms.next() {
+            Some(comm) => self.rank().step = Step::Suspend(comm),
+            None => self.finish(Outcome::Done),
+        }
     }
 
     /// Selects the next window of a sync on this communicator, or continues with the next communicator.
@@ -333,9 +406,9 @@ impl<'a> Actor<'a> {
     /// Ends the op and continues the program. If the pool is awake, kernels run on all windows.
     fn finish(&mut self, outcome: Outcome) {
         let (segments, op) = (self.job.segments, self.rank().op + 1);
-        let step = self.job.first_step(op, self.number);
+        let step = self.job.first_step(op, self.number, &self.state.ranks[self.number].sides);
         let rank = self.rank();
-        *rank = Rank { last: outcome, op, step, could: false, ..*rank };
+        *rank = Rank { last: outcome, op, step, could: false, has_resumed: false, ..*rank };
         if rank.phase == Phase::Awake {
             for side in rank.sides.iter_mut().filter(|side| side.is_ready()) {
                 side.is_busy |= side.windows[..segments].iter().all(|generation| *generation != 0);

@@ -39,11 +39,14 @@ pub struct Side {
     /// Set if a kernel of the program uses the windows. It reads and writes the memory of all ranks of the
     /// communicator.
     pub is_busy: bool,
+    /// Set if NCCL has released its memory.
+    pub is_suspended: bool,
 }
 
 impl Side {
     /// A communicator that has ended, without windows or kernels.
-    pub const ABORTED: Side = Side { health: Health::Aborted, windows: [0; SEGMENTS_MAX], is_busy: false };
+    pub const ABORTED: Side =
+        Side { health: Health::Aborted, windows: [0; SEGMENTS_MAX], is_busy: false, is_suspended: false };
 
     /// Returns `true` if the communicator can be used.
     pub fn is_ready(&self) -> bool {
@@ -72,6 +75,8 @@ pub struct Rank {
     pub step: Step,
     /// Set while the rank waits in the collective of that step.
     pub is_waiting: bool,
+    /// Set if the op has resumed the communicator that the ranks agree over.
+    pub has_resumed: bool,
     /// The rank's vote in [`Step::Decide`].
     pub could: bool,
     /// Phase of the pool, as the program sees it.
@@ -82,6 +87,8 @@ pub struct Rank {
     pub last: Outcome,
     /// Communicators lost in the last wake, as a bit set.
     pub lost: u8,
+    /// Ops in the pool's history beyond those of the program. 0 without a flaw.
+    pub extra_ops: u8,
     /// The rank's side of each communicator.
     pub sides: [Side; COMMS_MAX],
 }
@@ -93,11 +100,13 @@ impl Rank {
         op: 0,
         step: Step::Done,
         is_waiting: false,
+        has_resumed: false,
         could: false,
         phase: Phase::Failed,
         memory: 0,
         last: Outcome::None,
         lost: 0,
+        extra_ops: 0,
         sides: [Side::ABORTED; COMMS_MAX],
     };
 

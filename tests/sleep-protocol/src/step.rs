@@ -2,12 +2,13 @@
 //!
 //! ```text
 //!  sync    (Agree ─ Register ...) on each communicator
-//!  sleep   Agree ─ Quiesce ─ Decide ─ Deregister ... ─ Unmap ─ Check
-//!  wake    Agree ─ Remap ─── Decide ─ Register ... ─────────── Check
+//!  sleep   [Resume] ─ Agree ─ Quiesce ─ Decide ─ Deregister ... ─ Unmap ─ Check [─ Suspend ...]
+//!                       └─ all sleep ── DecideAsleep ─────────────────────────── [─ Suspend ...]
+//!  wake    [Resume] ─ Agree ─ Remap ─── Decide ─ [Resume] Register ... ─────── Check
 //! ```
 //!
-//! `Agree`, `Decide` and `Check` are all-gathers over the op's first communicator, and `Register` is a collective of
-//! NCCL. All other steps are local to the rank.
+//! `Agree`, `Decide`, `DecideAsleep` and `Check` are all-gathers over the op's first communicator. `Register`, `Suspend`
+//! and `Resume` are collectives of NCCL. All other steps are local to the rank.
 
 /// A communicator, identified by its index in the job.
 pub type Comm = usize;
@@ -21,6 +22,8 @@ pub enum Op {
     Sync,
     /// `registrar.sleep(..)`, in which the ranks agree over this communicator.
     Sleep(Comm),
+    /// `registrar.sleep_and_suspend(..)`, in which the ranks agree over this communicator.
+    Suspend(Comm),
     /// `registrar.wake(..)`, in which the ranks agree over this communicator.
     Wake(Comm),
 }
@@ -28,7 +31,10 @@ pub enum Op {
 /// The step of an op that a rank is in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Step {
-    /// Compares the ranks' ops and the phases of their pools. The first step of every op; nothing has changed yet.
+    /// Restores NCCL's memory of a suspended communicator: the first step of an op over it, and a step of a wake for each
+    /// other one.
+    Resume(Comm),
+    /// Compares the ranks' ops and the phases of their pools. Nothing but the communicator has changed yet.
     Agree(Comm),
     /// Waits until no kernel of this rank uses the pool.
     Quiesce,
@@ -36,6 +42,8 @@ pub enum Step {
     Remap,
     /// Exchanges whether each rank succeeded. All ranks perform the rest of the op, or none does.
     Decide,
+    /// Exchanges whether each rank can suspend, if the pool already sleeps on all ranks.
+    DecideAsleep,
     /// Deregisters a window, in log order.
     Deregister(Comm, Segment),
     /// Returns the memory to the device.
@@ -45,6 +53,8 @@ pub enum Step {
     /// Exchanges the results. After a sleep, no rank has a window, so the memory has been returned to the device. After
     /// a wake, the ranks know which windows and communicators have changed.
     Check,
+    /// Releases NCCL's memory of a communicator. The communicator that the ranks agree over is the last one.
+    Suspend(Comm),
     /// The program has ended.
     Done,
 }

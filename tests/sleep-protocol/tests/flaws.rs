@@ -2,7 +2,7 @@
 //! violations.
 
 use sleep_protocol::properties::{
-    ALONE, BACK, ENDS, EQUAL, HEALS, KEPT, LOST, MAPPED, MET, ORDER, TOGETHER, USED, WHOLE,
+    ALONE, BACK, ENDS, EQUAL, HEALS, KEPT, LOST, MAPPED, MET, ORDER, QUIET, RECOVERS, TOGETHER, USED, WHOLE,
 };
 use sleep_protocol::{Faults, Flaw, Job, Op, story};
 use stateright::{Checker, HasDiscoveries, Model};
@@ -11,6 +11,9 @@ use std::collections::BTreeSet;
 const ONCE: Faults = Faults { deaths: 1, stops: 1, breaks: 1, refusals: 1, delays: 1, skips: 1 };
 
 const CYCLE: [Op; 2] = [Op::Sleep(0), Op::Wake(0)];
+const SUSPEND: [Op; 2] = [Op::Suspend(0), Op::Wake(0)];
+/// The second sleep finds all ranks asleep.
+const SUSPEND_TWICE: [Op; 3] = [Op::Sleep(0), Op::Suspend(0), Op::Wake(0)];
 const HEAL: [Op; 4] = [Op::Sleep(0), Op::Wake(0), Op::Sleep(1), Op::Wake(1)];
 
 /// Returns each flaw with the property that it must violate and the job in which it does.
@@ -19,6 +22,12 @@ fn flaws() -> Vec<(Flaw, &'static str, Job)> {
     let two_communicators = || two(&CYCLE).with_communicator(2, 0);
     // If no process stops and no program differs, no result may depend on a deadline.
     let undelayed = || two_communicators().with_faults(Faults { stops: 0, skips: 0, ..ONCE }).without_deadlines();
+    let unsuspended = |program: &[Op]| {
+        let job = Job::new(2, 1, program).with_communicator(2, 0);
+        job.with_faults(Faults { stops: 0, skips: 0, ..ONCE }).without_deadlines()
+    };
+    let recovering = Job::new(2, 1, &[Op::Sleep(0), Op::Wake(0), Op::Wake(0)]);
+    let recovering = recovering.with_faults(Faults { refusals: 1, ..Faults::default() }).without_deadlines();
     vec![
         (Flaw::UnmapFirst, MAPPED, two(&CYCLE)),
         (Flaw::KeepWindows, MAPPED, two(&CYCLE)),
@@ -42,6 +51,11 @@ fn flaws() -> Vec<(Flaw, &'static str, Job)> {
         (Flaw::NoDeadline, ENDS, two(&CYCLE)),
         (Flaw::AgreedLast, ENDS, undelayed()),
         (Flaw::LeaveUnregistered, ENDS, undelayed()),
+        (Flaw::AgreeSuspended, QUIET, two(&SUSPEND)),
+        (Flaw::RegisterSuspended, QUIET, two(&SUSPEND).with_communicator(2, 0)),
+        (Flaw::KeepUnsuspended, ENDS, unsuspended(&SUSPEND)),
+        (Flaw::KeepUnsuspended, ENDS, unsuspended(&SUSPEND_TWICE)),
+        (Flaw::RecoverAsOp, RECOVERS, recovering),
     ]
 }
 

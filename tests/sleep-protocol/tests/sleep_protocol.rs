@@ -2,8 +2,8 @@
 //! because a fault or step that is missing from the model would reduce them and weaken every check. `--
 //! --nocapture` prints the duration of each check; `docs/sleep-protocol.md` has the table.
 
-use Op::{Sleep, Sync, Wake};
-use sleep_protocol::properties::{FAILED, FEWER, IN_PLACE, KEPT, RETRIED, SPLIT};
+use Op::{Sleep, Suspend, Sync, Wake};
+use sleep_protocol::properties::{FAILED, FEWER, IN_PLACE, KEPT, RETRIED, SPLIT, SUSPENDED};
 use sleep_protocol::{Faults, Job, Op, story};
 use stateright::{Checker, Model};
 use std::time::Instant;
@@ -87,6 +87,61 @@ fn no_op_needs_a_deadline_where_no_process_stops() {
     check(two.without_deadlines(), 1, 185_404, &[IN_PLACE, RETRIED, FEWER]);
     let three = Job::new(3, 2, &AGAIN).with_communicator(3, 0).with_faults(NOTICED);
     check(three.without_deadlines(), 1, 383_645, &[IN_PLACE, RETRIED, FEWER]);
+}
+
+#[test]
+fn two_ranks_that_suspend() {
+    let job = Job::new(2, 1, &[Suspend(0), Wake(0), Wake(0)]).with_communicator(2, 0).with_faults(ONCE);
+    check(job, 1, 107_603, &[IN_PLACE, RETRIED, FEWER, SPLIT, SUSPENDED]);
+}
+
+#[test]
+fn two_ranks_that_suspend_while_they_sleep() {
+    let job = Job::new(2, 1, &[Sleep(0), Suspend(0), Suspend(0), Wake(0)]).with_communicator(2, 0);
+    check(job.with_faults(ONCE), 1, 191_533, &[IN_PLACE, FEWER, SPLIT, SUSPENDED]);
+}
+
+#[test]
+fn two_ranks_that_sync_while_suspended() {
+    let job = Job::new(2, 1, &[Suspend(0), Sync, Wake(0), Sync]).with_faults(ONCE).with_lost();
+    check(job, 1, 82_677, &[IN_PLACE, SUSPENDED]);
+}
+
+#[test]
+fn two_ranks_that_suspend_and_continue_over_a_new_communicator() {
+    let job = Job::new(2, 1, &[Suspend(0), Wake(0), Suspend(1), Wake(1)]).with_communicator(2, 2).with_faults(ONCE);
+    check(job, 1, 378_045, &[IN_PLACE, FEWER, SPLIT]);
+    let job = Job::new(2, 1, &[Suspend(0), Wake(1)]).with_communicator(2, 1).with_faults(ONCE).with_lost();
+    check(job, 1, 91_224, &[IN_PLACE, FEWER]);
+}
+
+#[test]
+fn three_ranks_that_suspend() {
+    check(
+        Job::new(3, 1, &[Suspend(0), Wake(0), Wake(0)]).with_faults(ONCE),
+        1,
+        834_171,
+        &[IN_PLACE, RETRIED, SUSPENDED],
+    );
+    let job = Job::new(3, 1, &[Suspend(0), Wake(0)]).with_communicator(2, 0).with_faults(ONCE);
+    check(job, 1, 970_919, &[IN_PLACE, FEWER, SPLIT, SUSPENDED]);
+}
+
+#[test]
+fn no_suspension_needs_a_deadline_where_no_process_stops() {
+    for (ranks, states) in [(2, 8_910), (3, 337_129)] {
+        let job = Job::new(ranks, 1, &[Suspend(0), Wake(0), Wake(0)]).with_communicator(ranks, 0).with_faults(NOTICED);
+        check(job.without_deadlines(), 1, states, &[IN_PLACE, RETRIED, FEWER, SUSPENDED]);
+    }
+}
+
+#[test]
+fn ranks_without_room_recover_alone() {
+    let faults = Faults { refusals: 3, ..Faults::default() };
+    for (ranks, states) in [(2, 1_563), (3, 9_349)] {
+        let job = Job::new(ranks, 1, &[Suspend(0), Wake(0), Wake(0), Wake(0), Wake(0)]).with_communicator(ranks, 0);
+        check(job.with_faults(faults).without_deadlines(), 1, states, &[IN_PLACE, RETRIED, SUSPENDED]);
+    }
 }
 
 #[test]
