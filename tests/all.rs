@@ -9,6 +9,7 @@ mod exhaustive;
 mod faults;
 mod golden;
 mod layout;
+mod local_recovery;
 mod metrics;
 mod misuse;
 mod model;

@@ -177,10 +177,14 @@ impl Scenario {
 
     /// Returns a scenario of `ops` ops, which `seed` determines permanently.
     pub fn from_seed(seed: u64, ops: usize) -> Self {
-        let mut random = SplitMix64::new(seed);
-        let bytes: Vec<u8> = (0..CONFIG_BYTES + OP_BYTES * ops).map(|_| random.next_u64() as u8).collect();
-        Scenario::from_bytes(&bytes)
+        Scenario::from_bytes(&bytes_of_seed(seed, ops))
     }
+}
+
+/// Returns the bytes of a scenario of `ops` ops, which `seed` determines permanently.
+pub fn bytes_of_seed(seed: u64, ops: usize) -> Vec<u8> {
+    let mut random = SplitMix64::new(seed);
+    (0..CONFIG_BYTES + OP_BYTES * ops).map(|_| random.next_u64() as u8).collect()
 }
 
 /// From this first byte on, a trim or a synchronize is a sleep, if the pool is awake.

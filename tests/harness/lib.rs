@@ -12,6 +12,7 @@
 //!  restart   a rank that continues in a new process
 //!  mutation  one difference in one rank's program
 //!  conformance   checks of the backend contract
+//!  recovery  a rank that makes room for its wakes alone
 //!  steps     programs that repeat steps, compared with a model of following a plan
 //! ```
 
@@ -23,6 +24,7 @@ pub mod jobs;
 pub mod memory;
 pub mod mutation;
 pub mod oracle;
+pub mod recovery;
 pub mod restart;
 pub mod run;
 pub mod steps;

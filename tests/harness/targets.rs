@@ -5,6 +5,7 @@
 
 use crate::checker::{compare_at, decisions};
 use crate::generate::Scenario;
+use crate::recovery;
 use crate::steps::{StepScenario, run};
 use std::io::Write;
 use std::num::{NonZeroU32, NonZeroUsize};
@@ -33,9 +34,10 @@ pub type Target = fn(&[u8]) -> u64;
 const LOOK_EVERY: usize = 16;
 
 /// Name and function of every target.
-pub const TARGETS: [(&str, Target); 12] = [
+pub const TARGETS: [(&str, Target); 13] = [
     ("ops_vs_oracle", ops_vs_oracle),
     ("two_ranks", two_ranks),
+    ("local_recovery", local_recovery),
     ("steps", steps),
     ("job", job),
     ("trace_reader", trace_reader),
@@ -76,6 +78,14 @@ pub fn two_ranks(bytes: &[u8]) -> u64 {
     let other = decisions::<Shared>(&scenario.with_other_access(), &other, |_, _, _, _| {});
     assert_eq!(one, other, "two ranks decided differently");
     2 * ops
+}
+
+/// Runs a program on two ranks, one of which makes room for its wakes alone.
+///
+/// # Panics
+/// Panics if the ranks decide differently in a symmetric pool, or a wake fails.
+pub fn local_recovery(bytes: &[u8]) -> u64 {
+    recovery::run(bytes, recovery::trim_private)
 }
 
 /// Runs a program that repeats steps and a model of following a plan, on two ranks that share nothing but the program.
