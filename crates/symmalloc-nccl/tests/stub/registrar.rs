@@ -14,6 +14,7 @@ mod shrink;
 mod sleep;
 mod sleep_deaths;
 mod sleep_faults;
+mod sleep_programs;
 pub(crate) mod support;
 mod suspension;
 
