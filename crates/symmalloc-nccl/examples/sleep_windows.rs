@@ -7,7 +7,7 @@
 //! torchrun --no-python --nproc-per-node 2 target/release/examples/sleep_windows 200 64 90
 //! ```
 //! With `--suspend`, the communicator sleeps too (NCCL 2.29.7 or later). With `--full N`, the last rank's device is full when the pool is to
-//! wake, N times for each way in which that rank can make room.
+//! wake, N times for each way in which that rank can make room, or for one of them: `--only free`, `trim`, `destroy` or `sleep`.
 //!
 //! The third argument is the share of the device that the other process allocates, in percent. This much memory is available only while the
 //! weights sleep.
@@ -16,11 +16,12 @@ use cudarc::driver::{CudaStream, DevicePtr};
 use std::error::Error;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdout, Command, Stdio};
+use std::str::FromStr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use symmalloc_core::op::Contents;
 use symmalloc_core::{Config, PoolConfig};
-use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, GraphPool, Pool};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, DeviceMemory, GraphPool, Pool};
 use symmalloc_nccl::{Communicator, Launch, LaunchError, ReduceOp, Registrar, Registration, SleepError, UniqueId};
 
 const SEGMENTS: usize = 3;
@@ -39,19 +40,27 @@ fn main() -> Outcome<()> {
         Some(_) => return Err("--full needs a number of rounds".into()),
         None => 0,
     };
+    let recoveries = match take_flag(&mut arguments, "--only") {
+        Some(at) if at < arguments.len() => vec![arguments.remove(at).parse()?],
+        Some(_) => return Err("--only needs a way to make room".into()),
+        None => Recovery::ALL.to_vec(),
+    };
     let number = |at: usize, otherwise: usize| arguments.get(at).map_or(Ok(otherwise), |text| text.parse());
     if let Ok(device) = std::env::var(OTHER) {
         return be_the_other(device.parse()?);
     }
     let (cycles, segment, percent) = (number(1, 20)? as u32, number(2, 64)? << 20, number(3, 0)?);
+    let context_bytes;
     let (device, world) = match Launch::from_env() {
         Ok(launch) => {
             let device = CudaDevice::new(launch.local_rank as usize)?;
+            context_bytes = used_bytes(&device)?;
             let world = Communicator::builder(&device).deadline(DEADLINE).connect_env()?;
             (device, world)
         }
         Err(LaunchError::NotLaunched) => {
             let device = CudaDevice::new(0)?;
+            context_bytes = used_bytes(&device)?;
             let world = Communicator::builder(&device).deadline(DEADLINE).connect(UniqueId::new()?, 0, 1)?;
             (device, world)
         }
@@ -99,7 +108,10 @@ fn main() -> Outcome<()> {
     let connected = nccl_bytes(&world);
     let (mut lost_captures, mut suspended_bytes, mut left_by_nccl) = (0, 0, 0);
 
+    let before_other = used_bytes(&device)?;
     let mut other = OtherProcess::start(device.ordinal())?;
+    let other_bytes = used_bytes(&device)?.saturating_sub(before_other);
+    let mut remains = DeviceMemory::default();
     let (mut asleep, mut awake, mut least_back) = (Duration::ZERO, Duration::ZERO, u64::MAX);
     for cycle in 1..=cycles {
         let contents = if cycle % 2 == 0 { Contents::Keep } else { Contents::Drop };
@@ -118,6 +130,7 @@ fn main() -> Outcome<()> {
         assert!(back + LEFT_MAX >= asleep_bytes, "cycle {cycle}: {back} of {asleep_bytes} bytes were released");
         least_back = least_back.min(back);
         left_by_nccl = nccl_bytes(&world);
+        remains = registrar.device_memory()?;
         other.take(wanted)?;
         other.give_back()?;
         allocator.wake(weights.pool.id())?;
@@ -142,7 +155,25 @@ fn main() -> Outcome<()> {
         check(&world, &mut buffers, &stream, cycle, |buffers| reduce_all(&world, buffers, &stream))?;
     }
     other.end()?;
-    for kind in Recovery::ALL {
+    if cycles > 0 {
+        let own_bytes = remains.used_bytes.saturating_sub(context_bytes + other_bytes);
+        let mib = |bytes: u64| bytes >> 20;
+        println!(
+            "rank {}: {} MiB remain beyond the context ({} MiB) and the other process ({} MiB): pools {}, asleep {}, graphs {}, idle {}, \
+             communicators {}, other {}",
+            world.rank(),
+            mib(own_bytes),
+            mib(context_bytes),
+            mib(other_bytes),
+            mib(remains.awake_bytes),
+            mib(remains.asleep_bytes),
+            mib(remains.graph_bytes),
+            mib(remains.idle_bytes),
+            mib(remains.communicators_bytes),
+            mib(remains.other_bytes.saturating_sub(context_bytes + other_bytes)),
+        );
+    }
+    for kind in recoveries {
         let begun = Instant::now();
         for round in 1..=refusals {
             sleep(Contents::Keep)?;
@@ -194,6 +225,12 @@ fn main() -> Outcome<()> {
     Ok(())
 }
 
+/// Returns the bytes of the device that are in use.
+fn used_bytes(device: &CudaDevice) -> Outcome<u64> {
+    let info = device.memory_info()?;
+    Ok(info.total_bytes - info.free_bytes)
+}
+
 /// Removes a flag from the arguments. Returns its position.
 fn take_flag(arguments: &mut Vec<String>, flag: &str) -> Option<usize> {
     let at = arguments.iter().position(|argument| argument == flag)?;
@@ -216,6 +253,16 @@ enum Recovery {
 
 impl Recovery {
     const ALL: [Recovery; 4] = [Recovery::Free, Recovery::Trim, Recovery::Destroy, Recovery::Sleep];
+}
+
+impl FromStr for Recovery {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let is_named = |kind: &Recovery| format!("{kind:?}").eq_ignore_ascii_case(text);
+        let unknown = || format!("unknown way to make room {text:?}: use free, trim, destroy or sleep");
+        Recovery::ALL.into_iter().find(is_named).ok_or_else(unknown)
+    }
 }
 
 /// Private memory that fills the device.
