@@ -204,19 +204,21 @@ fn main() -> Outcome<()> {
             left_by_nccl >> 20,
             suspended_bytes >> 20
         );
-        let each = |sum: Duration| sum / cycles.max(1);
-        println!(
-            "{} MiB of {} back on the device at least, of which another process took {} MiB",
-            least_back >> 20,
-            asleep_bytes >> 20,
-            wanted >> 20
-        );
-        let mib = windows_bytes >> 20;
-        println!(
-            "{mib} MiB of windows: sleep {:.2?}, wake {:.2?}, half of them with contents",
-            each(asleep),
-            each(awake)
-        );
+        if cycles > 0 {
+            let each = |sum: Duration| sum / cycles;
+            println!(
+                "{} MiB of {} back on the device at least, of which another process took {} MiB",
+                least_back >> 20,
+                asleep_bytes >> 20,
+                wanted >> 20
+            );
+            let mib = windows_bytes >> 20;
+            println!(
+                "{mib} MiB of windows: sleep {:.2?}, wake {:.2?}, half of them with contents",
+                each(asleep),
+                each(awake)
+            );
+        }
     }
     drop((graph, graphs, buffers));
     registrar.detach(&world, &[pool.id()])?;

@@ -10,6 +10,7 @@ replay and of an eager all-reduce. If windows have new handles, the script captu
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import time
 from dataclasses import asdict
@@ -90,7 +91,7 @@ def main() -> None:
         report(
             {
                 "job": "sleep_windows", "cycles": options.cycles, "suspend": options.suspend, "wrong": sum(wrongs),
-                "recaptured": recaptured, "suspended_bytes": suspended, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+                "recaptured": recaptured, "suspended_bytes": suspended, "nccl": nccl_version(),
                 "sleep_ms": round(1e3 * asleep / options.cycles, 1), "wake_ms": round(1e3 * awake / options.cycles, 1),
                 "awake": asdict(before), "asleep": asdict(during),
             }
@@ -99,6 +100,13 @@ def main() -> None:
     pool.close()
     dist.destroy_process_group()
     assert sum(wrongs) == 0
+
+
+def nccl_version() -> str:
+    """Returns the version of the loaded NCCL. `torch.cuda.nccl.version()` is that of the headers."""
+    number = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
 if __name__ == "__main__":
