@@ -22,6 +22,7 @@ use crate::destination::Destination;
 use crate::diff::{OpDifference, other_job, told_without_size};
 use crate::error::CliError;
 use crate::output::{self, Palette};
+use crate::quantity::rounded;
 use crate::recorded::Recorded;
 use crate::verdict::Verdict;
 use figures::Figures;
@@ -189,9 +190,4 @@ fn object(args: &PlanArgs, plan: &JobPlan<'_>) -> Value {
         object.extend(more);
     }
     object
-}
-
-/// Rounds to six decimal places.
-fn rounded(value: f64) -> f64 {
-    (value * 1e6).round() / 1e6
 }

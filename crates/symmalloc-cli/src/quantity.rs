@@ -33,6 +33,11 @@ pub(crate) fn op_of_allocation(op: usize, allocation: usize, name: Option<&str>)
     format!("op {} (allocation {}{name})", count(op), count(allocation))
 }
 
+/// Rounds to six decimal places.
+pub(crate) fn rounded(value: f64) -> f64 {
+    (value * 1e6).round() / 1e6
+}
+
 /// Formats a count with its noun: `1 stream`, `2 streams`.
 pub(crate) fn counted(number: impl TryInto<u64>, noun: &str) -> String {
     let number = number.try_into().unwrap_or(u64::MAX);

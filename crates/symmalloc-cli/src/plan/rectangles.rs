@@ -5,7 +5,7 @@ use crate::content::Content;
 use crate::destination::{Destination, shown};
 use crate::error::CliError;
 use crate::output;
-use crate::quantity::{count, counted};
+use crate::quantity::{count, counted, rounded};
 use serde_json::{Value, json};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -131,10 +131,10 @@ impl<'a> Planned<'a> {
             "rectangles": self.names.len(),
             "lower_bound": self.problem.lower_bound(),
             "height": self.solution.height(),
-            "quality": super::rounded(self.quality()),
+            "quality": rounded(self.quality()),
             "is_optimal": self.solution.is_optimal(),
             "steps": self.solution.steps(),
-            "seconds": super::rounded(self.seconds),
+            "seconds": rounded(self.seconds),
             "plan": out.map(|path| path.display().to_string()),
         })
     }

@@ -102,15 +102,12 @@ fn pages_state_the_plans_of_the_recorded_jobs() {
         ];
         assert_eq!(row("Plans", job)[..7], expected, "{job} in {MEASURED}");
         if job == "gnn_sampled" {
-            let sentence = format!("reaches {efficiency:.3}");
-            assert!(page("docs/plan.md").contains(&sentence), "docs/plan.md: {sentence}");
             let gib = |key: &str| found[key].as_f64().unwrap() / f64::from(1 << 30);
             let (reserved, held) = (gib("reserve_bytes"), gib("online_bytes"));
             let sentence = format!("{reserved:.2} GiB, where the job with stitching holds {held:.2} GiB");
             assert!(page("docs/plan.md").contains(&sentence), "docs/plan.md: {sentence}");
-        } else {
-            least = least.min(efficiency);
         }
+        least = least.min(efficiency);
     }
     for (name, text) in [
         ("README.md", format!("| **{least:.4}** | |")),
