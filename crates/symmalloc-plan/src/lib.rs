@@ -21,7 +21,7 @@
 //! **Time is an order.** Only the order of beginnings and ends matters. The search replaces times by the
 //! sections that determine which rectangles overlap, so the unit of time and the numbering of events do not change its result.
 //!
-//! **Exact search** places up to 4096 rectangles, the largest ones of a larger problem. The others fit into the gaps. It can
+//! **Exact search** places up to 4096 rectangles, the largest ones of a larger problem. The others go into the gaps, or on top. It can
 //! prove that no smaller height is feasible, so [`Solution::is_optimal`] can also be `true` for a height above the peak.
 //!
 //! **Repeated steps.** An allocation made in one step of a training job and freed in the next lives across the end of the

@@ -25,7 +25,7 @@ use std::cmp::Reverse;
 pub struct Steps(pub u64);
 
 impl Default for Steps {
-    /// Returns a budget of less than 10 seconds for large problems, and of less than a minute for those of exact search.
+    /// Returns a budget of less than a minute.
     fn default() -> Self {
         Steps(200_000_000)
     }

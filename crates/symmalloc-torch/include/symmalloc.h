@@ -801,7 +801,7 @@ symmalloc_status symmalloc_sleep(struct symmalloc_allocator *allocator,
  * their collectives may be launched. Returns `SYMMALLOC_INVALID_STATE`, and leaves the pool awake, if NCCL is older than 2.29.7 or a pool
  * that is awake is registered on one of them. To suspend communicators of several pools, call `symmalloc_suspend` once all of them sleep.
  *
- * Wake the pool before its registrars or communicators are destroyed.
+ * A pool without registrars only sleeps. Wake the pool before its registrars or communicators are destroyed. `out` may be NULL.
  *
  * # Safety
  * As `symmalloc_sleep`.

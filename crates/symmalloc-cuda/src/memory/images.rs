@@ -73,7 +73,7 @@ impl Saved {
 /// The host's copy of device bytes, see [`CudaAllocator::saved_at`](crate::CudaAllocator::saved_at).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SavedBytes {
-    /// Contiguous at this host address, until the pool sleeps, wakes or is destroyed, or its place is changed or forgotten.
+    /// Contiguous at this host address, until the pool sleeps, wakes or is destroyed, or its place changes.
     Contiguous(*const u8),
     /// In a file, or in several pieces: they can only be copied.
     Scattered,

@@ -294,7 +294,7 @@ pub enum SleepError {
     },
     /// This rank's device has no room for the memory of the suspended communicator over which the ranks communicate. No message was sent,
     /// and the call is not recorded as an op: the other ranks wait for this one until the deadline. Make room, and call it again. A rank that
-    /// does not call again has one op less than the others.
+    /// does not call again has one op fewer than the others.
     #[error(
         "communicator \"{communicator}\" needs {needed_bytes} bytes to resume, and the device has {free_bytes}: free memory of other pools \
          or processes, and call it again before the deadline"

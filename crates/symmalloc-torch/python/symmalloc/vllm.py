@@ -79,7 +79,7 @@ def use_pools() -> None:
 
 
 def windows() -> list[dict[str, Any]]:
-    """Returns the segments of all pools, each of which has one window: the pool's kind, the address and the size."""
+    """Returns the segments of all pools: the pool's kind, the address and the size. Each has a window after the end of its context."""
     return [window for pools in _pools.values() for window in pools.windows()]
 
 
@@ -105,9 +105,14 @@ class Pools:
         return found
 
     def at(self, stream: int, is_capturing: bool) -> MemPool:
-        """Returns the pool of a context. Outside of a capture, it may create the stream's pool for graphs (collective)."""
+        """Returns the pool of a context. Outside of a capture, it may create the stream's pool for graphs (collective).
+
+        Raises `InvalidState` for a capture on a stream that has no such pool.
+        """
         if is_capturing:
-            return self.graphs.get(stream, self.eager)
+            if (pool := self.graphs.get(stream)) is None:
+                raise InvalidState("a capture needs a pool for graphs: run the same work on this stream once before the capture")
+            return pool
         if stream != self.stream and stream not in self.graphs:
             import torch
 

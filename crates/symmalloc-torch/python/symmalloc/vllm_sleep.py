@@ -58,7 +58,7 @@ class SleepAllocator:
         gc.collect()
         _empty_cache()
         for tag, pool in self._pools.items():
-            if pool.phase is Phase.AWAKE:
+            if pool.phase is not Phase.ASLEEP:
                 pool.sleep(Contents.KEEP if tag in kept else Contents.ZERO)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
@@ -71,7 +71,7 @@ class SleepAllocator:
     def discard(self, tags: Iterable[str]) -> None:
         """Puts the pools with one of the tags to sleep, and discards their contents."""
         for tag in tags:
-            if (pool := self._pools.get(tag)) is not None and pool.phase is Phase.AWAKE:
+            if (pool := self._pools.get(tag)) is not None and pool.phase is not Phase.ASLEEP:
                 pool.sleep(Contents.ZERO)
 
     def get_current_usage(self) -> int:
