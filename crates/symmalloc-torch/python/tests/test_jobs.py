@@ -174,7 +174,7 @@ class Comparison(unittest.TestCase):
         for options, says in (
             (("--rounds", "0"), "at least 1"),
             (("--tensor-parallel", "0"), "at least 1"),
-            (("--kinds", "nativ"), "unknown kind 'nativ'"),
+            (("--kinds", "other"), "unknown kind 'other'"),
             (("--kinds", "pools"), "needs a native kind"),
             (("--sleep-levels", "3"), "use 1, 2 or 1,2"),
             (("--only-sleep",), "needs --sleep-cycles"),
