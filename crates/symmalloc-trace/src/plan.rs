@@ -17,7 +17,7 @@
 //! file.add_plan(PoolId::DEFAULT, solved)?;
 //! let text = plan::to_text(&file);
 //! assert!(text.starts_with("symmalloc-plan 1\nconfig segments:expandable,"));
-//! assert!(text.ends_with("plan p0 s0 key 0 allocations 3\na 4194304 s0 2 @0\na 512 s0 3 @6291456\na 6291456 s0 3 @0\nend 5\n"));
+//! assert!(text.ends_with("plan p0 s0 key 0 allocations 3\na 4194304 s0 2 @512\na 512 s0 3 @0\na 6291456 s0 3 @512\nend 5\n"));
 //!
 //! // Another process follows it.
 //! let file = plan::parse(&text)?;
