@@ -26,7 +26,7 @@ use std::ffi::c_void;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use symmalloc_core::backend::DeviceAddress;
+use symmalloc_core::backend::{Backend, DeviceAddress};
 use symmalloc_core::config::{Config, PointerLookup, PoolConfig};
 use symmalloc_core::errors::{AllocateError, FreeError, RecordUseError};
 use symmalloc_core::{Allocation, PoolId, SegmentPosition, SharedAllocator, StreamId};
@@ -370,7 +370,10 @@ impl DeviceAllocator {
     pub(crate) fn destroy_pool(&self, pool: PoolId) -> Result<(), Error> {
         let owner = self.user_pools().remove(&pool);
         // The pool is dropped after the list is unlocked.
-        owner.map(drop).ok_or(Error::UnknownPool { pool: pool.0 })
+        owner.map(drop).ok_or(Error::UnknownPool { pool: pool.0 })?;
+        // Its memory may be released later, by a trim. Its saved contents are forgotten now.
+        self.core().backend().forget_pool(pool);
+        Ok(())
     }
 
     /// Returns the id of a pool that is available to the program: the default pool, or one that the program created.
