@@ -94,7 +94,7 @@ pub(crate) enum CliError {
     Rectangles { path: PathBuf, source: TableError },
     #[error("{flag} is for recordings, not for tables of rectangles")]
     PlanOfRectangles { flag: &'static str },
-    #[error("{} is not a table of rectangles, unlike other inputs", recording.display())]
+    #[error("{} is a recording, but other inputs are tables of rectangles", recording.display())]
     PlanOfBoth { recording: PathBuf },
     #[error("{} and {} configure pool {pool} differently", path.display(), other.display())]
     PlanOfOtherSettings { path: PathBuf, other: PathBuf, pool: PoolId },
@@ -197,7 +197,7 @@ impl CliError {
             CliError::Rectangles { .. } => {
                 "give the columns id, lower, upper (exclusive) and size, with whole numbers; an `end` column is inclusive"
             }
-            CliError::PlanOfRectangles { .. } => "remove the flag: a table states its rectangles' sizes itself",
+            CliError::PlanOfRectangles { .. } => "remove the flag",
             CliError::PlanOfBoth { .. } => "plan tables and recordings in separate calls",
             CliError::PlanForSeveral { .. } => "replay the jobs one by one, each with its plan",
             CliError::NothingToPlan { .. } => {

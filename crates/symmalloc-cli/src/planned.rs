@@ -35,7 +35,8 @@ use symmalloc_core::op::Op;
 use symmalloc_core::plans::{Plan, Steps};
 use symmalloc_trace::plan::PlanFile;
 
-/// Search budget of a job with few heaps: a few seconds. Later steps of the default budget rarely improve a recorded job.
+/// Search budget of a job with few heaps: seconds, of which the hardest bundled job takes twelve. Later steps of the default budget
+/// improve no bundled job.
 const JOB_STEPS: u64 = 50_000_000;
 
 /// Number of heaps that are each planned with the full search budget. With more heaps, all of them share this total, so that

@@ -6,7 +6,7 @@
 //! | `id` | `buffer`, `buffer_id` | a name |
 //! | `lower` | `start`, `begin` | beginning of the lifetime |
 //! | `upper` | | end of the lifetime, exclusive |
-//! | `end` | | end of the lifetime, inclusive; replaces `upper` |
+//! | `end` | | end of the lifetime, inclusive; instead of `upper` |
 //! | `size` | | size in any unit |
 //! | `offset` | | in a solution: the offset |
 //!
@@ -15,6 +15,7 @@
 use crate::problem::{Problem, ProblemError, Rectangle};
 use crate::solution::Solution;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use thiserror::Error;
 
@@ -31,6 +32,25 @@ pub enum TableError {
         /// Index of the rectangle.
         index: usize,
     },
+    /// The inclusive end of a rectangle has no exclusive counterpart.
+    #[error("rectangle {index} ends at 2^64 - 1: the maximum of column `end` is 2^64 - 2")]
+    TooLate {
+        /// Index of the rectangle.
+        index: usize,
+    },
+    /// Two rectangles have the same id, so a solution would be ambiguous.
+    #[error("rectangles {first} and {index} have the id {id:?}: give each a different one")]
+    Duplicate {
+        /// Index of the first rectangle.
+        first: usize,
+        /// Index of the second rectangle.
+        index: usize,
+        /// The id.
+        id: String,
+    },
+    /// The table has a header only.
+    #[error("the table has no rectangles: add a row for each below the header")]
+    Empty,
     /// A rectangle has a constraint that the search does not support.
     #[error("rectangle {index} has a value in column `{column}`, which is not supported: remove the column")]
     Unsupported {
@@ -63,7 +83,7 @@ impl Row {
     fn upper(&self, index: usize) -> Result<u64, TableError> {
         match (self.upper, self.end) {
             (Some(upper), None) => Ok(upper),
-            (None, Some(end)) => end.checked_add(1).ok_or(TableError::End { index }),
+            (None, Some(end)) => end.checked_add(1).ok_or(TableError::TooLate { index }),
             _ => Err(TableError::End { index }),
         }
     }
@@ -109,16 +129,20 @@ impl Problem {
 
 fn read(source: impl Read) -> Result<(Vec<Rectangle>, Vec<String>), TableError> {
     let (mut rectangles, mut names) = (Vec::new(), Vec::new());
+    let mut indices = BTreeMap::new();
     let mut table = csv::ReaderBuilder::new().trim(csv::Trim::All).from_reader(source);
     for (index, row) in table.deserialize().enumerate() {
         let row: Row = row?;
         if let Some(column) = row.unsupported() {
             return Err(TableError::Unsupported { index, column });
         }
+        if let Some(first) = indices.insert(row.id.clone(), index) {
+            return Err(TableError::Duplicate { first, index, id: row.id });
+        }
         rectangles.push(Rectangle { lower: row.lower, upper: row.upper(index)?, size: row.size });
         names.push(row.id);
     }
-    Ok((rectangles, names))
+    if rectangles.is_empty() { Err(TableError::Empty) } else { Ok((rectangles, names)) }
 }
 
 impl Solution {

@@ -111,9 +111,9 @@ impl<'a> Planned<'a> {
     }
 
     fn render(&self) -> String {
-        let remark = if self.solution.is_optimal() { ", the optimum" } else { "" };
+        let remark = if self.solution.is_optimal() { ": optimal" } else { "" };
         format!(
-            "{}\n{}\nlower bound {:>22}\nheight      {:>22}   {:.4} of it live at the peak{remark}\nfound in {:.1} s, {}\n",
+            "{}\n{}\nlower bound {:>22}\nheight      {:>22}   lower bound / height {:.4}{remark}\nfound in {:.1} s, {}\n",
             shown(self.path),
             counted(self.names.len(), "rectangle"),
             count(self.problem.lower_bound()),
