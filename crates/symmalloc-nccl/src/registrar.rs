@@ -294,7 +294,7 @@ impl Registrar {
         gone.len()
     }
 
-    /// Returns the used memory of the device by owner, including this registrar's communicators.
+    /// Returns the used memory of the device by owner, including this registrar's communicators. Waits for their NCCL calls in other threads.
     ///
     /// # Errors
     /// Returns an error if a driver call fails.

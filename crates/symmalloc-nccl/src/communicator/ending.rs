@@ -91,6 +91,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
         // The owner must abort a borrowed communicator, so keep all memory that NCCL may still write to or refer to.
         std::mem::forget(ending);
         for access in &*accesses {
+            lock(&access.shared.usage).is_lost = true;
             std::mem::forget(Arc::clone(&access.shared.c_name));
             report(access);
         }

@@ -90,7 +90,8 @@ pub enum CommError {
     Registered {
         /// The communicator's name.
         name: Arc<str>,
-        /// Number of registrations, including those of other users of a borrowed communicator.
+        /// Number of registrations, including those of other communicators that borrow the same `ncclComm_t`. Registrations that other
+        /// libraries make on it are unknown.
         registrations: usize,
     },
     /// This version of libnccl lacks the capability.

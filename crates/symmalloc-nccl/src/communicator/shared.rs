@@ -74,6 +74,8 @@ pub(super) struct Usage {
     pub(super) suspended_bytes: Option<u64>,
     /// Number of windows and buffers that are registered.
     pub(super) registrations: usize,
+    /// `true` if a borrower gave it up. Its owner aborts it, and its address may be that of another one afterwards.
+    pub(super) is_lost: bool,
 }
 
 impl Usage {
@@ -83,7 +85,9 @@ impl Usage {
         let mut borrowed = lock(&BORROWED);
         borrowed.retain(|_, usage| usage.strong_count() > 0);
         let address = comm.as_ptr().addr();
-        if let Some(usage) = borrowed.get(&address).and_then(Weak::upgrade) {
+        if let Some(usage) = borrowed.get(&address).and_then(Weak::upgrade)
+            && !lock(&usage).is_lost
+        {
             return usage;
         }
         let usage = Arc::default();
@@ -231,4 +235,25 @@ impl Shared {
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::ptr::without_provenance_mut;
+
+    #[test]
+    fn borrowers_of_one_communicator_share_its_usage_until_it_is_lost() {
+        let at = |address| CommHandle::new(without_provenance_mut(address));
+        let first = Usage::borrowed(at(0x1000));
+        lock(&first).registrations = 2;
+        assert_eq!(lock(&Usage::borrowed(at(0x1000))).registrations, 2);
+        assert_eq!(lock(&Usage::borrowed(at(0x2000))).registrations, 0, "another communicator");
+        lock(&first).is_lost = true;
+        let next = Usage::borrowed(at(0x1000));
+        assert_eq!(lock(&next).registrations, 0, "the address is that of a new communicator");
+        assert!(Arc::ptr_eq(&next, &Usage::borrowed(at(0x1000))));
+        drop((first, next));
+        assert_eq!(lock(&Usage::borrowed(at(0x1000))).registrations, 0);
+    }
 }
