@@ -142,7 +142,7 @@ fn a_later_wake_uses_the_memory_of_one_that_could_not_be_undone() {
     job.end();
 }
 
-/// The result of one wake whose first map is refused.
+/// The result of a wake.
 struct Retried {
     digest: Digest,
     phase: Phase,

@@ -823,7 +823,7 @@ symmalloc_status symmalloc_suspend(struct symmalloc_allocator *allocator,
                                    uint64_t *suspended_bytes);
 
 /**
- * Writes the used memory of the device by owner: what remains on it while pools sleep.
+ * Writes the used memory of the device by owner: what remains on it while pools sleep. Waits for NCCL calls of other threads.
  *
  * # Safety
  * `allocator` is live; `out` is valid for writing.

@@ -287,7 +287,10 @@ class Allocator:
         return out.value
 
     def device_memory(self) -> DeviceMemory:
-        """Returns the used memory of the device by owner: what remains on it while pools sleep. Raises `CudaError`."""
+        """Returns the used memory of the device by owner: what remains on it while pools sleep.
+
+        Waits for NCCL calls of other threads. Raises `CudaError`.
+        """
         out = MemoryStruct()
         call("device_memory", self._handle, byref(out))
         return DeviceMemory(*(getattr(out, field.name) for field in fields(DeviceMemory)))

@@ -143,9 +143,14 @@ class Pools:
 
     def _register(self, pool: MemPool) -> None:
         communicator = self.communicator
-        pool.register(
-            comm=communicator.comm, rank=communicator.rank, world=communicator.world_size, mode=Mode.OFF, name="vLLM"
-        )
+        try:
+            pool.register(
+                comm=communicator.comm, rank=communicator.rank, world=communicator.world_size, mode=Mode.OFF, name="vLLM"
+            )
+        except Error:
+            with suppress(Error):
+                pool.close()
+            raise
 
 
 # The pools of this process, by the identity of the communicator, in order of creation. `Pools` keeps the communicator alive.

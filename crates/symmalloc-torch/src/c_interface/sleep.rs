@@ -157,7 +157,7 @@ pub unsafe extern "C" fn symmalloc_suspend(
     })
 }
 
-/// Writes the used memory of the device by owner: what remains on it while pools sleep.
+/// Writes the used memory of the device by owner: what remains on it while pools sleep. Waits for NCCL calls of other threads.
 ///
 /// # Safety
 /// `allocator` is live; `out` is valid for writing.

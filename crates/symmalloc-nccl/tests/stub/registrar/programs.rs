@@ -12,7 +12,7 @@ use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
 use symmalloc_nccl::{CommState, Communicator, Invalidated, InvalidationCursor, Registration, SegmentKey, UniqueId};
 use symmalloc_sim::SplitMix64;
 
-/// Number of programs per test. `SYMMALLOC_SEEDS` overrides it, as CI does in a step of its own.
+/// Number of programs per test. `SYMMALLOC_SEEDS` overrides it, as a separate step of CI does.
 const SEEDS: u64 = 60;
 const STEPS: u64 = 40;
 
