@@ -828,7 +828,8 @@ symmalloc_status symmalloc_suspend(struct symmalloc_allocator *allocator,
  * # Safety
  * `allocator` is live; `out` is valid for writing.
  */
-symmalloc_status symmalloc_device_memory(struct symmalloc_allocator *allocator, struct symmalloc_memory *out);
+symmalloc_status symmalloc_device_memory(struct symmalloc_allocator *allocator,
+                                         struct symmalloc_memory *out);
 
 /**
  * Wakes a pool at its previous addresses, and restores the kept contents. Returns `SYMMALLOC_OUT_OF_MEMORY` if the device lacks memory.

@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::slept::{Slept, Woken};
 use crate::streams::RawStream;
 use smallvec::SmallVec;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::c_void;
 use std::num::NonZeroU32;
 use std::ops::AddAssign;
@@ -160,17 +160,22 @@ impl Registrations {
                 pools.push(open.pool);
             }
         }
-        let (mut done, mut suspended_bytes) = (BTreeSet::new(), 0);
+        // Pools that share a communicator resume and suspend it again, so the sum of their bytes would count it twice.
+        let suspended_bytes = || -> u64 {
+            let distinct: BTreeMap<usize, u64> =
+                all.iter().filter_map(|open| Some((open.address, open.communicator.suspended_bytes()?))).collect();
+            distinct.values().sum()
+        };
+        let (before, mut done) = (suspended_bytes(), BTreeSet::new());
         for pool in pools {
             let comms = comms_of(pool);
-            if comms.is_subset(&done) {
-                continue;
+            if !comms.is_subset(&done) {
+                // The contents were decided when the pool fell asleep.
+                self.sleep_and_suspend(pool, Contents::Drop)?;
+                done.extend(comms);
             }
-            // The contents were decided when the pool fell asleep.
-            suspended_bytes += self.sleep_and_suspend(pool, Contents::Drop)?.unwrap_or_default().suspended_bytes;
-            done.extend(comms);
         }
-        Ok(suspended_bytes)
+        Ok(suspended_bytes().saturating_sub(before))
     }
 
     /// Returns the bytes that NCCL holds for the communicators, if it reports them.

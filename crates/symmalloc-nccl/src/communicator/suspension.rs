@@ -61,8 +61,9 @@ impl Communicator {
         self.suspended_bytes().is_some()
     }
 
-    /// Returns the bytes that must be free on the device to resume the communicator; `None` if it is not suspended.
-    pub(crate) fn suspended_bytes(&self) -> Option<u64> {
+    /// Returns the bytes that NCCL released when it suspended the communicator. As many must be free on the device to resume it. `None` if
+    /// it is not suspended. Never waits.
+    pub fn suspended_bytes(&self) -> Option<u64> {
         if self.state() == CommState::Ready { lock(&self.shared.usage).suspended_bytes } else { None }
     }
 

@@ -381,6 +381,32 @@ nccl_test!(an_older_nccl_does_not_suspend, ["STUB_NCCL_VERSION" = "22906", "STUB
     nccl::assert_clean();
 });
 
+nccl_test!(
+    a_communicator_of_two_suspended_pools_counts_once,
+    ["STUB_NCCL_VERSION" = "23007", "STUB_NCCL_SUSPENDABLE_MB" = "64", "STUB_NCCL_REUSE_WINDOWS" = "1"],
+    {
+        ranks(|rank, allocator, comm, barrier| {
+            let pools = [0, 1].map(|_| allocator.create_pool(Some(POOL)));
+            let parts = [0, 1].map(|_| alone_of(comm));
+            let windows: Vec<Windows> = (0..2)
+                .flat_map(|at| {
+                    let world = named(allocator, pools[at], comm, "world", 0);
+                    [world, named(allocator, pools[at], &parts[at], &format!("part {rank} {at}"), 0)]
+                })
+                .collect();
+            pools.iter().for_each(|pool| drop(allocator.allocate(*pool, 4 * MIB, null_mut())));
+            windows.iter().for_each(|windows| assert_eq!(windows.sync(), (1, 0)));
+            pools.iter().for_each(|pool| drop(allocator.sleep(*pool, DROP)));
+            assert_eq!(allocator.suspend(), Ok(3 * (64 << 20)));
+            assert_eq!(allocator.suspend(), Ok(0));
+            assert_eq!(pools.map(|pool| allocator.wake(pool).resumed), [2, 1]);
+            barrier.wait();
+            windows.into_iter().for_each(|windows| done(windows.destroy()));
+        });
+        nccl::assert_clean();
+    }
+);
+
 stub_test!(the_memory_of_a_device_is_listed_by_owner, {
     let (allocator, streams) = (Allocator::new(""), Streams::new(1));
     let before = allocator.device_memory();
