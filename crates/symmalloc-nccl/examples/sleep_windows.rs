@@ -7,21 +7,28 @@
 //! torchrun --no-python --nproc-per-node 2 target/release/examples/sleep_windows 200 64 90
 //! ```
 //! With `--suspend`, the communicator sleeps too (NCCL 2.29.7 or later). With `--full N`, the last rank's device is full when the pool is to
-//! wake, N times for each way in which that rank can make room, or for one of them: `--only free`, `trim`, `destroy` or `sleep`.
+//! wake, N times for each way in which that rank can make room, or for one of them: `--only free`, `trim`, `destroy`, `sleep`,
+//! `limit` or `import`. At the end, each rank prints how the used memory of its device changed from stage to stage. The last stages destroy the graphs, the pools
+//! and the communicator: the process retains the rest, such as the code of kernels, until it ends.
 //!
 //! The third argument is the share of the device that the other process allocates, in percent. This much memory is available only while the
 //! weights sleep.
 
 use cudarc::driver::{CudaStream, DevicePtr};
 use std::error::Error;
+use std::fmt::{self, Display, Formatter};
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use symmalloc_core::op::Contents;
 use symmalloc_core::{Config, PoolConfig};
-use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, DeviceMemory, GraphPool, Pool};
+use symmalloc_cuda::{
+    Access, CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, DeviceMemory, GraphPool, Import, Pool,
+};
 use symmalloc_nccl::{Communicator, Launch, LaunchError, ReduceOp, Registrar, Registration, SleepError, UniqueId};
 
 const SEGMENTS: usize = 3;
@@ -50,22 +57,20 @@ fn main() -> Outcome<()> {
         return be_the_other(device.parse()?);
     }
     let (cycles, segment, percent) = (number(1, 20)? as u32, number(2, 64)? << 20, number(3, 0)?);
-    let context_bytes;
-    let (device, world) = match Launch::from_env() {
-        Ok(launch) => {
-            let device = CudaDevice::new(launch.local_rank as usize)?;
-            context_bytes = used_bytes(&device)?;
-            let world = Communicator::builder(&device).deadline(DEADLINE).connect_env()?;
-            (device, world)
-        }
-        Err(LaunchError::NotLaunched) => {
-            let device = CudaDevice::new(0)?;
-            context_bytes = used_bytes(&device)?;
-            let world = Communicator::builder(&device).deadline(DEADLINE).connect(UniqueId::new()?, 0, 1)?;
-            (device, world)
-        }
+    let launch = match Launch::from_env() {
+        Ok(launch) => Some(launch),
+        Err(LaunchError::NotLaunched) => None,
         Err(error) => return Err(error.into()),
     };
+    let device = CudaDevice::new(launch.as_ref().map_or(0, |launch| launch.local_rank as usize))?;
+    let context_bytes = used_bytes(&device)?;
+    let mut stages = Stages::new(&device)?;
+    let builder = Communicator::builder(&device).deadline(DEADLINE);
+    let world = match launch {
+        Some(_) => builder.connect_env()?,
+        None => builder.connect(UniqueId::new()?, 0, 1)?,
+    };
+    stages.record("communicator")?;
     let stream = device.context().new_stream()?;
     let allocator = CudaAllocator::new(&device, Config::default())?;
     allocator.register_stream(&stream)?;
@@ -82,7 +87,9 @@ fn main() -> Outcome<()> {
     let mut buffers: Vec<DeviceBuffer<f32>> = (0..SEGMENTS)
         .map(|_| allocator.with_pool(&pool).alloc_zeroed(&stream, segment / 4))
         .collect::<Result<_, _>>()?;
+    stages.record("pools")?;
     registrar.sync(&[&world])?;
+    stages.record("windows")?;
     let windows = |buffers: &[DeviceBuffer<f32>]| -> Vec<String> {
         let text = |buffer| match registrar.window_of(&world, buffer) {
             Ok(span) => format!("{:?}", span.window),
@@ -100,11 +107,13 @@ fn main() -> Outcome<()> {
     // Run once eagerly, so that NCCL connects the ranks, then capture a graph.
     reduce_all(&world, &mut buffers, &stream)?;
     world.synchronize(&stream)?;
+    stages.record("first all-reduce")?;
     let graphs = GraphPool::new(&allocator, PoolConfig::default())?;
     let capture = graphs.begin(&stream)?;
     reduce_all(&world, &mut buffers, &stream)?;
     let mut graph = capture.end()?;
     check(&world, &mut buffers, &stream, 0, |_| Ok(graph.launch(&stream)?))?;
+    stages.record("graph")?;
     let connected = nccl_bytes(&world);
     let (mut lost_captures, mut suspended_bytes, mut left_by_nccl) = (0, 0, 0);
 
@@ -154,7 +163,6 @@ fn main() -> Outcome<()> {
         check(&world, &mut buffers, &stream, cycle, |_| Ok(graph.launch(&stream)?))?;
         check(&world, &mut buffers, &stream, cycle, |buffers| reduce_all(&world, buffers, &stream))?;
     }
-    other.end()?;
     if cycles > 0 {
         let own_bytes = remains.used_bytes.saturating_sub(context_bytes + other_bytes);
         let mib = |bytes: u64| bytes >> 20;
@@ -179,7 +187,7 @@ fn main() -> Outcome<()> {
             sleep(Contents::Keep)?;
             let mut attempts = 0;
             if world.rank() + 1 == world.ranks() {
-                let full = Full::new(&allocator, &stream, kind)?;
+                let full = Full::new(&allocator, &stream, kind, &mut other)?;
                 wake_until_awake(&registrar, &world, &pool, full, &allocator, &mut attempts)?;
             } else {
                 wake_until_awake(&registrar, &world, &pool, None, &allocator, &mut attempts)?;
@@ -220,11 +228,49 @@ fn main() -> Outcome<()> {
             );
         }
     }
-    drop((graph, graphs, buffers));
+    other.end()?;
+    stages.record("cycles")?;
+    drop((graph, graphs));
+    stages.record("no graph")?;
+    drop((buffers, weights));
     registrar.detach(&world, &[pool.id()])?;
     registrar.sync(&[&world])?;
+    drop(pool);
+    allocator.trim()?;
+    stages.record("no pools")?;
+    let rank = world.rank();
     world.destroy()?;
+    stages.record("no communicator")?;
+    println!("rank {rank}: used MiB by stage: {stages}");
     Ok(())
+}
+
+/// The used memory of the device at each stage of the program.
+struct Stages<'a> {
+    device: &'a CudaDevice,
+    used: Vec<(&'static str, u64)>,
+}
+
+impl<'a> Stages<'a> {
+    fn new(device: &'a CudaDevice) -> Outcome<Self> {
+        Ok(Stages { device, used: vec![("context", used_bytes(device)?)] })
+    }
+
+    fn record(&mut self, stage: &'static str) -> Outcome<()> {
+        self.used.push((stage, used_bytes(self.device)?));
+        Ok(())
+    }
+}
+
+impl Display for Stages<'_> {
+    fn fmt(&self, out: &mut Formatter<'_>) -> fmt::Result {
+        let mut separator = "";
+        for (stage, bytes) in &self.used {
+            write!(out, "{separator}{stage} {}", bytes >> 20)?;
+            separator = ", ";
+        }
+        Ok(())
+    }
 }
 
 /// Returns the bytes of the device that are in use.
@@ -251,10 +297,15 @@ enum Recovery {
     Destroy,
     /// Puts a private pool to sleep.
     Sleep,
+    /// Raises the allocator's limit, which left no room for the pool.
+    Limit,
+    /// Detaches from the memory of another process, which released it in the meantime.
+    Import,
 }
 
 impl Recovery {
-    const ALL: [Recovery; 4] = [Recovery::Free, Recovery::Trim, Recovery::Destroy, Recovery::Sleep];
+    const ALL: [Recovery; 6] =
+        [Recovery::Free, Recovery::Trim, Recovery::Destroy, Recovery::Sleep, Recovery::Limit, Recovery::Import];
 }
 
 impl FromStr for Recovery {
@@ -262,40 +313,47 @@ impl FromStr for Recovery {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let is_named = |kind: &Recovery| format!("{kind:?}").eq_ignore_ascii_case(text);
-        let unknown = || format!("unknown way to make room {text:?}: use free, trim, destroy or sleep");
+        let unknown = || format!("unknown way to make room {text:?}: use free, trim, destroy, sleep, limit or import");
         Recovery::ALL.into_iter().find(is_named).ok_or_else(unknown)
     }
 }
 
-/// Private memory that fills the device.
+/// What leaves no room for the pool.
 struct Full {
     kind: Recovery,
     pool: Pool<CudaBackend>,
     buffers: Vec<DeviceBuffer<u8>>,
+    import: Option<Import>,
 }
 
 impl Full {
-    fn new(allocator: &CudaAllocator, stream: &Arc<CudaStream>, kind: Recovery) -> Outcome<Option<Self>> {
+    fn new(
+        allocator: &CudaAllocator,
+        stream: &Arc<CudaStream>,
+        kind: Recovery,
+        other: &mut OtherProcess,
+    ) -> Outcome<Option<Self>> {
         let pool = allocator.create_pool(PoolConfig::builder().fixed().build()?)?;
-        let mut buffers = Vec::new();
-        for mib in [1 << 14, 1 << 11, 1 << 8, 1 << 5, 2] {
-            while let Ok(buffer) = allocator.with_pool(&pool).alloc_zeroed(stream, mib << 20) {
-                buffers.push(buffer);
-            }
+        let (mut buffers, mut import) = (Vec::new(), None);
+        match kind {
+            Recovery::Limit => allocator.core().set_limit_bytes(Some(1)),
+            Recovery::Import => import = Some(other.share(allocator.device())?),
+            _ => buffers = fill(allocator, stream, &pool)?,
         }
-        stream.synchronize()?;
-        Ok(Some(Full { kind, pool, buffers }))
+        Ok(Some(Full { kind, pool, buffers, import }))
     }
 
     /// Makes room on the device.
     fn recover(self, allocator: &CudaAllocator) -> Outcome<Option<Pool<CudaBackend>>> {
-        let Full { kind, pool, buffers } = self;
+        let Full { kind, pool, buffers, import } = self;
         if kind == Recovery::Sleep {
             allocator.sleep(pool.id(), Contents::Drop)?;
         }
         drop(buffers);
         match kind {
             Recovery::Free | Recovery::Sleep => {}
+            Recovery::Limit => allocator.core().set_limit_bytes(None),
+            Recovery::Import => drop(import),
             Recovery::Trim => {
                 allocator.trim()?;
             }
@@ -306,6 +364,22 @@ impl Full {
         }
         Ok(Some(pool))
     }
+}
+
+/// Allocates nearly all free memory of the device from the pool.
+fn fill(
+    allocator: &CudaAllocator,
+    stream: &Arc<CudaStream>,
+    pool: &Pool<CudaBackend>,
+) -> Outcome<Vec<DeviceBuffer<u8>>> {
+    let mut buffers = Vec::new();
+    for mib in [1 << 14, 1 << 11, 1 << 8, 1 << 5, 2] {
+        while let Ok(buffer) = allocator.with_pool(pool).alloc_zeroed(stream, mib << 20) {
+            buffers.push(buffer);
+        }
+    }
+    stream.synchronize()?;
+    Ok(buffers)
 }
 
 /// Wakes the pool. A rank whose device is full makes room after the first refusal.
@@ -335,6 +409,9 @@ fn wake_until_awake(
 /// The environment variable with the device for the other process.
 const OTHER: &str = "SLEEP_WINDOWS_OTHER";
 
+/// The request that the other process shares its memory.
+const SHARE: &str = "share";
+
 /// Another process on the same device.
 struct OtherProcess {
     process: Child,
@@ -361,11 +438,20 @@ impl OtherProcess {
         self.tell("0")
     }
 
-    fn tell(&mut self, bytes: &str) -> Outcome<()> {
-        writeln!(self.process.stdin.as_mut().ok_or("no input")?, "{bytes}")?;
+    /// Lets the other process allocate nearly all free memory of the device, attaches to that memory, and lets the other release it.
+    fn share(&mut self, device: &Arc<CudaDevice>) -> Outcome<Import> {
+        self.tell(SHARE)?;
+        let socket = UnixStream::connect(socket_of(self.process.id()))?;
+        let import = Import::attach(device, &socket, Access::Read, DEADLINE)?;
+        self.give_back()?;
+        Ok(import)
+    }
+
+    fn tell(&mut self, request: &str) -> Outcome<()> {
+        writeln!(self.process.stdin.as_mut().ok_or("no input")?, "{request}")?;
         let mut answer = String::new();
         self.printed.read_line(&mut answer)?;
-        if answer.trim() == bytes {
+        if answer.trim() == request {
             Ok(())
         } else {
             Err(format!("unexpected answer of the other process: {answer:?}").into())
@@ -378,13 +464,23 @@ impl OtherProcess {
     }
 }
 
-/// Runs the other process: for each line of input, allocates and writes that many bytes, and then echoes the line.
+/// The path of the socket over which the other process shares memory.
+fn socket_of(process: u32) -> PathBuf {
+    std::env::temp_dir().join(format!("sleep_windows-{process}.socket"))
+}
+
+/// Runs the other process. For each number of input, allocates and writes that many bytes, and then echoes the line. For `SHARE`, allocates
+/// nearly all free memory, echoes the line, and shares the memory until an importer has attached.
 fn be_the_other(device: usize) -> Outcome<()> {
     let device = CudaDevice::new(device)?;
     let stream = device.context().new_stream()?;
     let allocator = CudaAllocator::new(&device, Config::default())?;
     for line in std::io::stdin().lines() {
         let line = line?;
+        if line == SHARE {
+            share(&allocator, &stream)?;
+            continue;
+        }
         match line.parse()? {
             0 => {
                 allocator.trim()?;
@@ -397,6 +493,20 @@ fn be_the_other(device: usize) -> Outcome<()> {
         }
         println!("{line}");
     }
+    Ok(())
+}
+
+fn share(allocator: &CudaAllocator, stream: &Arc<CudaStream>) -> Outcome<()> {
+    let pool = allocator.create_pool(PoolConfig::builder().fixed().build()?)?;
+    let buffers = fill(allocator, stream, &pool)?;
+    let export = allocator.with_pool(&pool).export()?;
+    let path = socket_of(std::process::id());
+    let listener = UnixListener::bind(&path)?;
+    println!("{SHARE}");
+    let (socket, _) = listener.accept()?;
+    std::fs::remove_file(path)?;
+    export.serve(&socket, Access::Read, DEADLINE)?;
+    drop(buffers);
     Ok(())
 }
 
