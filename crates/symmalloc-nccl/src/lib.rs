@@ -59,12 +59,14 @@
 //! | `watchdog` | detection of ranks that are gone, stopped or stuck |
 //! | `rendezvous` | how the ranks of a job find each other |
 //! | `all_to_all` | all-to-all-v |
+//! | `at_exit` | the end of the process while threads of this crate still work |
 //!
 //! To follow one sync from a segment's birth to its window, read `registrar.rs` (`sync_all`: the communicators in their global order),
 //! `registrar/attachment/sync.rs` (`sync_ready`: the steps of one communicator), `sync/changes.rs` (segment events), `sync/actions.rs`
 //! (actions) and `sync/agreement.rs` (comparison across ranks).
 
 mod all_to_all;
+mod at_exit;
 mod backoff;
 mod collectives;
 mod communicator;

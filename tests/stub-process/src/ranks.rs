@@ -13,6 +13,8 @@ pub struct RankOutput {
     pub rank: usize,
     /// `true` if the body returned.
     pub is_success: bool,
+    /// Exit code of the process; `None` if a signal killed it.
+    pub code: Option<i32>,
     /// Standard output and standard error of the process.
     pub text: String,
     /// Time at which the process ended.
@@ -40,7 +42,13 @@ pub fn ranks(count: usize, options: &[(&str, &str)], body: impl FnOnce(usize)) -
     let wait = |(rank, child): (usize, Running)| {
         let child::Ended { status, stdout, stderr, is_late } = child.wait(limit);
         let late = if is_late { format!("\nLATE killed after {limit:?}\n") } else { String::new() };
-        RankOutput { rank, is_success: status.success(), text: stdout + &stderr + &late, ended: SystemTime::now() }
+        RankOutput {
+            rank,
+            is_success: status.success(),
+            code: status.code(),
+            text: stdout + &stderr + &late,
+            ended: SystemTime::now(),
+        }
     };
     std::thread::scope(|scope| {
         let waits: Vec<_> = children.into_iter().enumerate().map(|child| scope.spawn(|| wait(child))).collect();

@@ -1,5 +1,6 @@
 //! Creation of communicators: connecting, splitting and borrowing.
 
+use crate::at_exit::Unfinished;
 use crate::backoff::Backoff;
 use crate::communicator::call::{CallThread, HostEntry, perform, poll_until_done};
 use crate::communicator::ending::{Ending, GRACE, end_all};
@@ -465,12 +466,14 @@ fn abort_when_returned(
     new: Arc<NewHandle>,
 ) {
     let device = Arc::clone(device);
+    let unfinished = Unfinished::ending();
     let _started = threads::run(move || {
         let (_answer, comm) = (caller.recv(), new.comm());
         if let (Some(comm), Ok(_current)) = (comm, device.enter()) {
             let _relaxed = device.relax_capture();
             let _aborted = nccl.calls().abort(comm);
         }
+        drop(unfinished);
     });
 }
 

@@ -16,6 +16,7 @@
 //! Deregistration comes first because, up to 2.28, an abort permanently retains the physical memory of windows. It requires a communicator
 //! whose kernels have stopped, which a revoke ensures. Without a revoke, windows are left to the abort.
 
+use crate::at_exit::Unfinished;
 use crate::backoff::Backoff;
 use crate::communicator::error::CommError;
 use crate::communicator::error::{CommState, Stage};
@@ -102,6 +103,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
     let device = Arc::clone(&accesses[0].shared.device);
     let resources: Vec<Resources> = accesses.iter().map(resources).collect();
     let (sender, through) = channel();
+    let unfinished = Unfinished::ending();
     let started = threads::run(move || {
         // Without a context, the device is unusable, so there is nothing to end.
         if let Ok(_current) = device.enter() {
@@ -111,6 +113,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
                 lock(&one.life).state = CommState::Aborted;
             }
         }
+        drop(unfinished);
         // After a timeout the channel is closed.
         let _heard = sender.send(());
     });

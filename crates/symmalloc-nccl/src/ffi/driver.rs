@@ -3,6 +3,9 @@
 use cudarc::driver::CudaStream;
 use cudarc::driver::result;
 use cudarc::driver::sys::{CUcontext, CUstreamCaptureStatus_enum::CU_STREAM_CAPTURE_STATUS_NONE};
+use std::ffi::{c_int, c_void};
+use std::ptr::null_mut;
+use std::sync::OnceLock;
 use symmalloc_cuda::{CudaDevice, DriverError};
 
 /// Returns a function that converts errors of this driver call.
@@ -48,6 +51,25 @@ pub(crate) fn is_capture_in_the_way(error: &DriverError) -> bool {
 pub(crate) fn exit_now(code: i32) -> ! {
     // SAFETY: no code of this process runs afterwards.
     unsafe { libc::_exit(code) }
+}
+
+unsafe extern "C" {
+    /// The C library's `atexit`, with the status of `exit` for the handler.
+    fn on_exit(handler: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
+}
+
+/// Registers a handler of `exit`, which gets the status. Handlers run in reverse order of their registration. If the C library has no room
+/// for it, it does not run. Must be called once.
+pub(crate) fn at_exit(handler: fn(i32)) {
+    static HANDLER: OnceLock<fn(i32)> = OnceLock::new();
+    extern "C" fn call(status: c_int, _argument: *mut c_void) {
+        if let Some(handler) = HANDLER.get() {
+            handler(status);
+        }
+    }
+    HANDLER.get_or_init(|| handler);
+    // SAFETY: the function calls no `exit`, a panic in it aborts, and its code stays loaded because a thread of this crate never ends.
+    let _full = unsafe { on_exit(call, null_mut()) };
 }
 
 /// Copies `size_bytes` bytes between two addresses of the device, whose context must be current. The caller must hold the guards of both

@@ -1,6 +1,7 @@
 //! The response to a failure: a report, a flight record, the program's callback, the end of the communicator, and, if a kernel cannot be
 //! stopped, the end of the process.
 
+use crate::at_exit::Unfinished;
 use crate::communicator::threads;
 use crate::watchdog::clock::POLL_INTERVAL;
 use crate::watchdog::failure::Failure;
@@ -8,7 +9,7 @@ use crate::watchdog::record::write_flight_record;
 use crate::watchdog::settings::{MODE_VARIABLE, WatchdogMode};
 use crate::watchdog::watched::Watched;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Exit code with which the watchdog ends a process that cannot continue: an NCCL kernel waits for a missing rank and cannot be stopped.
@@ -29,10 +30,10 @@ pub(super) fn begin(watched: &Arc<Watched>, failure: &Arc<Failure>) {
             communicator.end(&cause);
         }
     });
-    let (cause, reporting) = (Arc::clone(failure), Reporting::begin());
+    let (cause, unfinished) = (Arc::clone(failure), Unfinished::report());
     spawn(move || {
         report(&cause);
-        drop(reporting);
+        drop(unfinished);
     });
     if let Some(callback) = watched.settings().callback() {
         let cause = Arc::clone(failure);
@@ -48,40 +49,6 @@ fn spawn(job: impl FnOnce() + Send + 'static) {
     if let Err(error) = threads::run(job) {
         tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
     }
-}
-
-/// Number of reports that are being written, and the threads that wait for them.
-static REPORTS: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
-
-/// Longest time for which the end of the process waits for reports, because a disk may be slow or gone.
-const REPORT_LIMIT: Duration = Duration::from_secs(1);
-
-/// A report that is being written. A program that receives the error usually exits immediately, which would truncate the report, so `exit`
-/// waits for it.
-struct Reporting;
-
-impl Reporting {
-    fn begin() -> Self {
-        static AT_EXIT: Once = Once::new();
-        AT_EXIT.call_once(|| {
-            // SAFETY: the function neither unwinds nor calls `exit`, and its code stays loaded because one of its threads never ends.
-            let _full = unsafe { libc::atexit(wait_for_reports) };
-        });
-        *REPORTS.0.lock().unwrap_or_else(PoisonError::into_inner) += 1;
-        Reporting
-    }
-}
-
-impl Drop for Reporting {
-    fn drop(&mut self) {
-        *REPORTS.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
-        REPORTS.1.notify_all();
-    }
-}
-
-extern "C" fn wait_for_reports() {
-    let reports = REPORTS.0.lock().unwrap_or_else(PoisonError::into_inner);
-    let _waited = REPORTS.1.wait_timeout_while(reports, REPORT_LIMIT, |reports| *reports > 0);
 }
 
 fn report(failure: &Failure) {

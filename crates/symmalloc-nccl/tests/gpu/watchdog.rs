@@ -9,7 +9,7 @@
 use crate::job::{MIB, Rank, again, reserved};
 use std::io::{BufRead, BufReader, Read};
 use std::net::TcpListener;
-use std::process::{Child, Stdio};
+use std::process::{Child, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
@@ -86,7 +86,7 @@ impl Job {
         assert_eq!(unsafe { libc::kill(self.children[rank].id() as i32, signal) }, 0);
     }
 
-    /// Sends a signal to a rank, and waits for all others to end. Returns how long each took, with its exit code and its stderr.
+    /// Sends a signal to a rank, and waits for all others to end. Returns how long each took, with its exit status and its stderr.
     fn ends_after(&mut self, rank: usize, signal: i32) -> Vec<Ended> {
         self.signal(rank, signal);
         let begun = Instant::now();
@@ -98,8 +98,7 @@ impl Job {
                     continue;
                 }
                 if let Some(status) = child.try_wait().expect("the child can be queried") {
-                    *ended =
-                        Some(Ended { rank: other, code: status.code(), took: begun.elapsed(), text: text_of(child) });
+                    *ended = Some(Ended { rank: other, status, took: begun.elapsed(), text: text_of(child) });
                 } else if begun.elapsed() > LIMIT {
                     child.kill().expect("killed");
                     panic!("rank {other} has not ended {LIMIT:?} after rank {rank}:\n{}", text_of(child));
@@ -115,7 +114,7 @@ impl Job {
 #[derive(Clone)]
 struct Ended {
     rank: usize,
-    code: Option<i32>,
+    status: ExitStatus,
     took: Duration,
     text: String,
 }
@@ -123,10 +122,10 @@ struct Ended {
 impl Ended {
     /// Fails unless the process ended with an error that contains `cause`.
     fn check(&self, cause: &str) {
-        let Ended { rank, code, took, text } = self;
-        let is_error = *code == Some(1) || *code == Some(FAILURE_EXIT_CODE);
+        let Ended { rank, status, took, text } = self;
+        let is_error = [Some(1), Some(FAILURE_EXIT_CODE)].contains(&status.code());
         let is_named = is_error && text.contains(cause);
-        assert!(is_named, "rank {rank} ended with {code:?} after {took:?}, not with \"{cause}\":\n{text}");
+        assert!(is_named, "rank {rank} ended with {status} after {took:?}, not with \"{cause}\":\n{text}");
     }
 }
 
@@ -279,8 +278,8 @@ fn signal_ranks(test: &str, (signal, count): (i32, u64), limit: Duration, cause:
         part(100)
     );
     let late: Vec<_> = ended.into_iter().filter(|ended| ended.took >= limit).collect();
-    for Ended { rank, code, took, text } in &late {
-        println!("late: rank {rank} after {took:.2?} with {code:?}:\n{text}");
+    for Ended { rank, status, took, text } in &late {
+        println!("late: rank {rank} after {took:.2?} with {status}:\n{text}");
     }
     assert!(late.is_empty(), "{} ranks ended later than {limit:?}", late.len());
 }

@@ -109,6 +109,39 @@ nccl_test!(a_lost_communicator_is_aborted_when_its_call_returns, Library::StubWi
     nccl::assert_clean();
 });
 
+/// Exits with status 3 while another thread's abort takes this long. Returns `true` if an exit handler ran that was registered earlier, as
+/// those of NCCL and the driver are.
+fn handlers_run_after_an_abort_of(ms: u64) -> bool {
+    extern "C" fn handler() {
+        // SAFETY: writes a string that exists.
+        unsafe { libc::write(1, c"it ran".as_ptr().cast(), 6) };
+    }
+    let [child] = &stub_process::ranks(1, &[], |_| {
+        // SAFETY: the function neither unwinds nor exits, and stays loaded.
+        assert_eq!(unsafe { libc::atexit(handler) }, 0);
+        let device = CudaDevice::new(0).expect("a stub device");
+        let comm = builder(&device).connect(UniqueId::new().expect("an id"), 0, 1).expect("connected");
+        nccl::slow("ncclCommAbort", None, 1, ms);
+        std::thread::spawn(move || comm.abort());
+        until(|| nccl::calls("ncclCommAbort") == 1);
+        std::process::exit(3);
+    })[..] else {
+        panic!("one process");
+    };
+    assert_eq!(child.code, Some(3), "{}", child.text);
+    child.text.contains("it ran")
+}
+
+nccl_test!(exit_waits_for_a_short_abort, {
+    assert!(handlers_run_after_an_abort_of(50));
+});
+
+nccl_test!(exit_during_a_long_abort_skips_the_other_handlers, {
+    let since = Instant::now();
+    assert!(!handlers_run_after_an_abort_of(60_000));
+    assert!(since.elapsed() < Duration::from_secs(30), "{:?}", since.elapsed());
+});
+
 nccl_test!(threads_that_share_a_communicator_call_one_at_a_time, {
     ranks(1, |rank| {
         let (_allocation, base) = rank.segment();

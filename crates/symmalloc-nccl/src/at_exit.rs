@@ -1,0 +1,74 @@
+//! The end of the process while threads of this crate still work.
+//!
+//! A program that receives an error usually exits immediately. This would truncate the report of the failure. NCCL and the driver crash if
+//! their own exit handlers run while a thread is inside an abort, and the driver's waits for kernels that never end. Therefore, `exit`
+//! first waits for both kinds of work. If an abort takes too long, the process ends with the same status, but without the other handlers.
+
+use crate::ffi::driver;
+use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
+use std::time::Duration;
+
+/// Longest time for which the end of the process waits for reports, because a disk may be slow or gone.
+const REPORT_LIMIT: Duration = Duration::from_secs(1);
+
+/// Longest time for which the end of the process waits for communicators that are being ended. The error that the program received has
+/// already waited for them.
+const ENDING_LIMIT: Duration = Duration::from_millis(250);
+
+/// Numbers of pieces of unfinished work.
+#[derive(Default)]
+struct Counts {
+    reports: usize,
+    endings: usize,
+}
+
+static COUNTS: Mutex<Counts> = Mutex::new(Counts { reports: 0, endings: 0 });
+static FINISHED: Condvar = Condvar::new();
+
+fn counts() -> MutexGuard<'static, Counts> {
+    COUNTS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Work that `exit` waits for until this is dropped.
+pub(crate) struct Unfinished(fn(&mut Counts) -> &mut usize);
+
+impl Unfinished {
+    /// A report that is being written.
+    pub(crate) fn report() -> Self {
+        Unfinished::begin(|counts| &mut counts.reports)
+    }
+
+    /// A communicator that is being ended.
+    pub(crate) fn ending() -> Self {
+        Unfinished::begin(|counts| &mut counts.endings)
+    }
+
+    fn begin(of: fn(&mut Counts) -> &mut usize) -> Self {
+        // Registered later than the handlers of NCCL and the driver, so it runs before them.
+        static AT_EXIT: Once = Once::new();
+        AT_EXIT.call_once(|| driver::at_exit(finish));
+        *of(&mut counts()) += 1;
+        Unfinished(of)
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        *self.0(&mut counts()) -= 1;
+        FINISHED.notify_all();
+    }
+}
+
+/// Waits for the work of other threads. Ends the process with this status if a communicator does not end in time.
+fn finish(status: i32) {
+    wait(REPORT_LIMIT, |counts| counts.reports > 0);
+    if wait(ENDING_LIMIT, |counts| counts.endings > 0) {
+        driver::exit_now(status);
+    }
+}
+
+/// Waits until the condition no longer holds. Returns `true` if it still does at the limit.
+fn wait(limit: Duration, condition: impl Fn(&Counts) -> bool) -> bool {
+    let waited = FINISHED.wait_timeout_while(counts(), limit, |counts| condition(counts));
+    waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
+}
