@@ -764,11 +764,24 @@ symmalloc_status symmalloc_reserve(struct symmalloc_allocator *allocator,
  * Releases the free memory of all pools to the device, except that of private pools that a graph uses. Waits for streams that used
  * it. `released_bytes` may be NULL.
  *
+ * This is an op of symmetric pools that are awake: call it at the same point on every rank. One rank alone calls `symmalloc_trim_private`.
+ *
  * # Safety
  * `allocator` is live; `released_bytes` is NULL or valid for writing.
  */
 symmalloc_status symmalloc_trim(struct symmalloc_allocator *allocator,
                                 uint64_t *released_bytes);
+
+/**
+ * Releases the free memory of pools that are neither symmetric nor a graph's, as an allocation does before it fails. Memory of a quota, and
+ * memory that the driver does not take back, stays. It is an op of no symmetric pool, so one rank alone may call it. Waits for streams that
+ * used the memory. `released_bytes` may be NULL.
+ *
+ * # Safety
+ * `allocator` is live; `released_bytes` is NULL or valid for writing.
+ */
+symmalloc_status symmalloc_trim_private(struct symmalloc_allocator *allocator,
+                                        uint64_t *released_bytes);
 
 /**
  * Grants another device read and write access to the allocator's present and future memory.

@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::memory_events;
 use crate::peak::BytesPeak;
 use crate::private_pools::{PoolPlace, PrivatePools};
-use crate::refusal::Refusals;
+use crate::refusal::{Refusals, make_room};
 use crate::registrations::{PoolRegistration, Registrations};
 use crate::scopes::Scopes;
 use crate::settings::{OutOfMemoryPolicy, TorchSettings};
@@ -426,6 +426,11 @@ impl DeviceAllocator {
         let private = self.private_pools.give_back(self.core(), None, || self.allocator.is_capturing());
         let others = self.allocator.trim()?;
         private.failure.map_or(Ok(private.released_bytes + others), |failure| Err(failure.into()))
+    }
+
+    /// Releases the free memory of pools that are neither symmetric nor a graph's. Returns the bytes released.
+    pub(crate) fn trim_private(&self) -> u64 {
+        make_room(self.core(), &self.private_pools)
     }
 
     /// Grants another device read and write access to present and future memory.

@@ -52,8 +52,9 @@ impl Refusals {
     }
 }
 
-/// Releases the free memory of all private pools, except those that graphs use. Memory that cannot be released stays.
-fn make_room<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, private: &PrivatePools<F>) -> u64 {
+/// Releases the free memory of all private pools, except those that graphs use. Memory that cannot be released stays. Returns the bytes
+/// released.
+pub(crate) fn make_room<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, private: &PrivatePools<F>) -> u64 {
     let is_capturing = core.backend().device().is_capturing();
     // The core logged the failure.
     let given_back = private.give_back(core, None, || Ok(is_capturing)).released_bytes;

@@ -393,9 +393,21 @@ class Allocator:
         call("plans_drop", self._handle, pool)
 
     def trim(self) -> int:
-        """Releases free memory to the device, except that of graphs in use. Returns the number of released bytes."""
+        """Releases free memory to the device, except that of graphs in use. Returns the number of released bytes.
+
+        Call it at the same point on every rank if a symmetric pool is awake. One rank alone calls `trim_private`.
+        """
         out = c_uint64()
         call("trim", self._handle, byref(out))
+        return out.value
+
+    def trim_private(self) -> int:
+        """Releases the free memory of pools that are neither symmetric nor a graph's. Returns the number of released bytes.
+
+        It is an op of no symmetric pool, so one rank alone may call it.
+        """
+        out = c_uint64()
+        call("trim_private", self._handle, byref(out))
         return out.value
 
     def grant_access(self, peer: int) -> None:

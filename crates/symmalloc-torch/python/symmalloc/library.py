@@ -123,6 +123,7 @@ CALLS: dict[str, list[Any]] = {
     "reserve_host_memory": [c_void_p, c_size_t],
     "release_host_memory": [c_void_p, POINTER(c_uint64)],
     "trim": [c_void_p, POINTER(c_uint64)],
+    "trim_private": [c_void_p, POINTER(c_uint64)],
     "grant_access": [c_void_p, c_int32],
     "step_begin": [c_void_p, c_uint32, c_uint64],
     "step_end": [c_void_p, c_uint32, POINTER(StepReportStruct)],

@@ -16,10 +16,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from .allocator import Contents, Phase
+from .devices import device_index
 from .errors import InvalidState
 from .pool import MemPool
 from .scopes import use_mem_pool
-from .state import installed
+from .state import allocator, installed
 
 BACKEND = "symmalloc"
 DEFAULT_TAG = "default"
@@ -44,7 +45,7 @@ class SleepAllocator:
             pool = self._pools[name] = MemPool(symmetric=False, tag=name, conf="segments:expandable")
         with use_mem_pool(pool):
             yield
-        _empty_cache()
+        _release_private()
 
     def sleep(self, offload_tags: Iterable[str] | str | None = None) -> None:
         """Puts all pools to sleep. Pools with one of the tags keep their contents on the host. Raises as `MemPool.sleep` does."""
@@ -56,7 +57,7 @@ class SleepAllocator:
             else set(offload_tags)
         )
         gc.collect()
-        _empty_cache()
+        _release_private()
         for tag, pool in self._pools.items():
             if pool.phase is not Phase.ASLEEP:
                 pool.sleep(Contents.KEEP if tag in kept else Contents.ZERO)
@@ -161,7 +162,6 @@ class SymmallocBackend(SleepModeBackend):  # type: ignore[misc,valid-type]
         return False
 
 
-def _empty_cache() -> None:
-    import torch
-
-    torch.cuda.empty_cache()
+def _release_private() -> None:
+    """Releases free memory of private pools. Unlike `torch.cuda.empty_cache`, one worker alone may do it."""
+    allocator(device_index()).trim_private()

@@ -84,6 +84,18 @@ class OnADevice(unittest.TestCase):
         self.assertGreater(self.allocator.trim(), 0)
         self.assertEqual(self.allocator.stats()["total"]["reserved_bytes"]["all"]["current"], 0)
 
+    def test_a_private_trim_leaves_symmetric_pools_alone(self) -> None:
+        for conf in ("", "symmetric:true"):
+            pool = self.allocator.create_pool(conf)
+            self.allocator.free(self.allocator.allocate(3 * MIB, pool=pool))
+        before = self.allocator.stats()["total"]["reserved_bytes"]["all"]["current"]
+        released = self.allocator.trim_private()
+        self.assertGreaterEqual(released, 3 * MIB)
+        after = self.allocator.stats()["total"]["reserved_bytes"]["all"]["current"]
+        self.assertEqual(before - after, released)
+        self.assertGreaterEqual(after, 3 * MIB)
+        self.assertEqual(self.allocator.trim(), after)
+
     def test_a_snapshot_has_the_live_blocks_with_their_names(self) -> None:
         self.allocator.allocate(3 * MIB, name="activations")
         blocks = [block for segment in self.allocator.snapshot()["segments"] for block in segment["blocks"]]

@@ -63,6 +63,8 @@ pub unsafe extern "C" fn symmalloc_reserve(
 /// Releases the free memory of all pools to the device, except that of private pools that a graph uses. Waits for streams that used
 /// it. `released_bytes` may be NULL.
 ///
+/// This is an op of symmetric pools that are awake: call it at the same point on every rank. One rank alone calls `symmalloc_trim_private`.
+///
 /// # Safety
 /// `allocator` is live; `released_bytes` is NULL or valid for writing.
 #[unsafe(no_mangle)]
@@ -70,6 +72,28 @@ pub unsafe extern "C" fn symmalloc_trim(allocator: *mut DeviceAllocator, release
     report(|| {
         // SAFETY: the caller's contract.
         let bytes = unsafe { living(allocator) }?.trim()?;
+        if released_bytes.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller's contract.
+        unsafe { write(released_bytes, "released_bytes", bytes) }
+    })
+}
+
+/// Releases the free memory of pools that are neither symmetric nor a graph's, as an allocation does before it fails. Memory of a quota, and
+/// memory that the driver does not take back, stays. It is an op of no symmetric pool, so one rank alone may call it. Waits for streams that
+/// used the memory. `released_bytes` may be NULL.
+///
+/// # Safety
+/// `allocator` is live; `released_bytes` is NULL or valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_trim_private(
+    allocator: *mut DeviceAllocator,
+    released_bytes: *mut u64,
+) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let bytes = unsafe { living(allocator) }?.trim_private();
         if released_bytes.is_null() {
             return Ok(());
         }

@@ -115,6 +115,14 @@ impl Allocator {
     }
 
     #[track_caller]
+    pub(crate) fn trim_private(self) -> u64 {
+        let mut out = 0;
+        // SAFETY: a live allocator, and an output pointer.
+        done(unsafe { symmalloc_trim_private(self.0, &raw mut out) });
+        out
+    }
+
+    #[track_caller]
     pub(crate) fn trim(self) -> u64 {
         let mut out = 0;
         // SAFETY: a live allocator, and an output pointer.

@@ -117,6 +117,7 @@ fn address(name: &str) -> Option<usize> {
         symmalloc_pool_destroy,
         symmalloc_reserve,
         symmalloc_trim,
+        symmalloc_trim_private,
         symmalloc_grant_access,
         symmalloc_sleep,
         symmalloc_sleep_and_suspend,

@@ -316,6 +316,31 @@ nccl_test!(a_pool_with_a_communicator_of_some_ranks_sleeps_on_all_ranks, {
     nccl::assert_clean();
 });
 
+nccl_test!(one_rank_alone_releases_private_memory_while_symmetric_pools_are_awake, {
+    ranks(|rank, allocator, comm, barrier| {
+        let pools = [0, 1].map(|_| allocator.create_pool(Some(POOL)));
+        let windows = pools.map(|pool| named(allocator, pool, comm, "world", 1));
+        for pool in pools {
+            let block = allocator.allocate(pool, 4 * MIB, null_mut());
+            allocator.allocate(pool, 4 * MIB, null_mut());
+            allocator.free(block);
+        }
+        let private = allocator.create_pool(None);
+        allocator.free(allocator.allocate(private, 6 * MIB, null_mut()));
+        windows.iter().for_each(|windows| _ = windows.sync());
+        allocator.sleep(pools[0], KEEP);
+        if rank == 1 {
+            assert_eq!(allocator.trim_private(), 6 << 20);
+            assert_eq!(allocator.trim_private(), 0);
+        }
+        allocator.wake(pools[0]);
+        windows.iter().for_each(|windows| _ = windows.sync());
+        barrier.wait();
+        windows.into_iter().for_each(|windows| done(windows.destroy()));
+    });
+    nccl::assert_clean();
+});
+
 nccl_test!(
     communicators_of_sleeping_pools_are_suspended_until_one_wakes,
     ["STUB_NCCL_VERSION" = "23007", "STUB_NCCL_SUSPENDABLE_MB" = "64", "STUB_NCCL_REUSE_WINDOWS" = "1"],
@@ -394,9 +419,9 @@ nccl_test!(
                     [world, named(allocator, pools[at], &parts[at], &format!("part {rank} {at}"), 0)]
                 })
                 .collect();
-            pools.iter().for_each(|pool| drop(allocator.allocate(*pool, 4 * MIB, null_mut())));
+            pools.iter().for_each(|pool| _ = allocator.allocate(*pool, 4 * MIB, null_mut()));
             windows.iter().for_each(|windows| assert_eq!(windows.sync(), (1, 0)));
-            pools.iter().for_each(|pool| drop(allocator.sleep(*pool, DROP)));
+            pools.iter().for_each(|pool| _ = allocator.sleep(*pool, DROP));
             assert_eq!(allocator.suspend(), Ok(3 * (64 << 20)));
             assert_eq!(allocator.suspend(), Ok(0));
             assert_eq!(pools.map(|pool| allocator.wake(pool).resumed), [2, 1]);
