@@ -35,6 +35,8 @@ pub struct DeviceFeatures {
     pub fabric: bool,
     /// Network cards can reach memory directly.
     pub gpu_direct_rdma: bool,
+    /// Memory can be passed to network cards and other devices as a dma-buf.
+    pub dma_buf: bool,
 }
 
 /// Free and total device memory as reported by the driver, including the memory of other processes.
@@ -78,6 +80,7 @@ impl CudaDevice {
             posix_fd: has(attribute::POSIX_FD),
             fabric: has(attribute::FABRIC),
             gpu_direct_rdma: has(attribute::GPU_DIRECT_RDMA),
+            dma_buf: has(attribute::DMA_BUF) && driver.has_dma_buf(),
         };
         Ok(Arc::new(CudaDevice { driver, captures: AtomicUsize::new(0), context, features }))
     }

@@ -20,7 +20,8 @@ pub struct DeviceMemory {
     pub graph_bytes: u64,
     /// Bytes that sleeping pools still hold, because the driver or a window did not release them.
     pub asleep_bytes: u64,
-    /// Bytes of sleeping pools that other processes have mapped. They return to the device when the processes detach.
+    /// Bytes of sleeping pools that other processes have mapped, or that a [`DmaBuf`](crate::DmaBuf) holds. They return to the device when
+    /// the processes detach and the dma-bufs are dropped.
     pub exported_bytes: u64,
     /// Bytes of idle chunks, which the device could not take back yet, and of prefetched memory.
     pub idle_bytes: u64,
@@ -68,7 +69,7 @@ impl CudaAllocator {
             };
             *bytes += stats.reserved_bytes.current;
         }
-        memory.exported_bytes = state.exported().mapped_by_peers(|pool| core.phase(pool) == Ok(Phase::Asleep));
+        memory.exported_bytes = state.exported().kept_bytes(|pool| core.phase(pool) == Ok(Phase::Asleep));
         memory.idle_bytes = core.backend().idle_bytes() + core.backend().spare_bytes();
         let known =
             [memory.awake_bytes, memory.graph_bytes, memory.asleep_bytes, memory.exported_bytes, memory.idle_bytes];

@@ -2,7 +2,7 @@
 //!
 //! cudarc resolves a symbol at its first call and panics if it is missing. Its `CUresult` is a Rust enum, so a code that is newer than the
 //! bindings has no valid value. An allocator must survive both cases, so this crate's calls go through a table: every symbol is resolved
-//! before anything is called, a missing symbol is a [`LoadError`], and codes are plain integers.
+//! before anything is called, a missing symbol is a [`LoadError`], and codes are plain integers. Only the call for dma-bufs is optional.
 //!
 //! ```text
 //!  Driver::load ── Libcuda::find ── every symbol there? ── Driver ── method per call ── Result<(), DriverError>
@@ -10,7 +10,7 @@
 //! After `Driver::load` no more symbols are resolved. A library that interposes libcuda and itself uses this crate only needs to exclude
 //! this one call from interposition.
 
-use crate::error::{DriverError, LoadError};
+use crate::error::{DriverError, LoadError, NOT_SUPPORTED};
 use crate::error_names::{self, GetErrorName};
 use crate::library::Libcuda;
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdeviceptr, CUevent, CUgraph, CUgraphExec, CUstream};
@@ -69,6 +69,8 @@ impl MemProperties {
 
 pub(crate) const HANDLE_POSIX_FD: c_uint = 1;
 pub(crate) const HANDLE_FABRIC: c_uint = 8;
+/// `CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD`.
+const RANGE_DMA_BUF: c_int = 1;
 
 /// `CUmemAccessDesc`.
 #[derive(Clone, Copy)]
@@ -101,6 +103,7 @@ pub(crate) mod attribute {
     pub(crate) const VIRTUAL_MEMORY: c_int = 102;
     pub(crate) const POSIX_FD: c_int = 103;
     pub(crate) const GPU_DIRECT_RDMA: c_int = 110;
+    pub(crate) const DMA_BUF: c_int = 124;
     pub(crate) const FABRIC: c_int = 128;
 }
 
@@ -125,11 +128,15 @@ const USED_BY_CUDARC: [&str; 14] = [
     "cuGetErrorString",
 ];
 
+/// `cuMemGetHandleForAddressRange`, which drivers before CUDA 11.7 lack.
+type RangeHandle = unsafe extern "C" fn(*mut c_void, CUdeviceptr, usize, c_int, c_ulonglong) -> c_int;
+
 macro_rules! driver_calls {
     ($($name:ident = $symbol:ident ($($arg:ident: $type:ty),*);)*) => {
         /// libcuda, with every call resolved.
         pub(crate) struct Driver {
             path: PathBuf,
+            range_handle: Option<RangeHandle>,
             $($name: unsafe extern "C" fn($($type),*) -> c_int,)*
         }
 
@@ -137,6 +144,8 @@ macro_rules! driver_calls {
             fn resolve(library: &Libcuda) -> Result<Driver, LoadError> {
                 Ok(Driver {
                     path: library.path().to_owned(),
+                    // SAFETY: the type is the symbol's signature in cuda.h, with an integer for the enum.
+                    range_handle: unsafe { library.symbol("cuMemGetHandleForAddressRange") }.ok(),
                     $($name: {
                         // SAFETY: the type is the symbol's signature in cuda.h, with integers for enums.
                         unsafe { library.symbol::<unsafe extern "C" fn($($type),*) -> c_int>(stringify!($symbol)) }?
@@ -234,6 +243,31 @@ impl Driver {
     /// Returns the path of the library that the calls were resolved from.
     pub(crate) fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Returns `true` if the driver has [`dma_buf`](Self::dma_buf).
+    pub(crate) fn has_dma_buf(&self) -> bool {
+        self.range_handle.is_some()
+    }
+
+    /// Creates a dma-buf of an address range with `cuMemGetHandleForAddressRange`, and writes its descriptor to `file`.
+    ///
+    /// # Safety
+    /// `file` is valid for writing. The range starts and ends at host pages, and memory is mapped at all of its addresses.
+    pub(crate) unsafe fn dma_buf(
+        &self,
+        file: *mut c_int,
+        address: CUdeviceptr,
+        size: usize,
+    ) -> Result<(), DriverError> {
+        const CALL: &str = "cuMemGetHandleForAddressRange";
+        let Some(range_handle) = self.range_handle else {
+            return Err(DriverError { call: CALL, code: NOT_SUPPORTED });
+        };
+        CALLS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's contract.
+        let code = unsafe { range_handle(file.cast(), address, size, RANGE_DMA_BUF, 0) };
+        if code == 0 { Ok(()) } else { Err(DriverError { call: CALL, code }) }
     }
 
     /// Returns the number of driver calls that this crate has made in this process.

@@ -47,6 +47,8 @@ pub struct DriverError {
 
 /// `CUDA_ERROR_INVALID_VALUE`.
 pub(crate) const INVALID_VALUE: i32 = 1;
+/// `CUDA_ERROR_NOT_SUPPORTED`.
+pub(crate) const NOT_SUPPORTED: i32 = 801;
 /// `CUDA_ERROR_OUT_OF_MEMORY`.
 pub(crate) const OUT_OF_MEMORY: i32 = 2;
 /// `CUDA_ERROR_NOT_INITIALIZED`.

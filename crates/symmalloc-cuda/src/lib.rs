@@ -35,6 +35,7 @@
 //! | [`PinnedAllocator`], [`PinnedBuffer`] | the same for page-locked host memory |
 //! | [`GraphPool`], [`DeviceGraph`] | memory that a captured graph keeps alive |
 //! | [`Export`], [`Import`] | memory that processes share without a copy |
+//! | [`DmaBuf`] | memory that network cards register |
 //! | [`CudaBackend`] | the backend, for a core allocator that the program drives directly |
 //!
 //! # Use with other crates that depend on cudarc
@@ -126,7 +127,7 @@ pub use resize::{ResizeError, resize};
 #[doc(hidden)]
 pub use sharing::Channel;
 pub use sharing::{
-    DeviceUuid, Export, ExportReport, Import, ImportError, ImportReport, ImportedAllocation, ImportedView,
+    DeviceUuid, DmaBuf, Export, ExportReport, Import, ImportError, ImportReport, ImportedAllocation, ImportedView,
     ImportedViewMut, MessageError, ShareError,
 };
 pub use steps::Step;

@@ -35,7 +35,7 @@ pub use driver_allocations::MemorySource;
 pub(crate) use driver_allocations::{AllocationKind, DriverAllocations};
 pub use exported::{Access, Peer};
 pub(crate) use exported::{ExportedList, ExportedMemory, is_held};
-pub(crate) use handle::{ExportedHandle, FABRIC_BYTES, HandleKind};
+pub(crate) use handle::{DmaBufRefusal, ExportedHandle, FABRIC_BYTES, HandleKind};
 pub use image_store::ImagePlace;
 pub(crate) use images::Images;
 pub use images::SavedBytes;

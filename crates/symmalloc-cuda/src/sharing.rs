@@ -11,8 +11,11 @@
 //!
 //! Memory never disappears under an importer: its mapping keeps the memory alive regardless of what the exporter does, even after the
 //! exporter exits. The memory may change, however, and the page reports that (`memory/share_page.rs`).
+//!
+//! A dma-buf (`dma_buf.rs`) is an export to a network card. It uses the same page, and its owner keeps the memory alive.
 
 mod channel;
+mod dma_buf;
 mod error;
 mod export;
 mod import;
@@ -21,6 +24,7 @@ mod view;
 
 #[doc(hidden)]
 pub use channel::Channel;
+pub use dma_buf::DmaBuf;
 pub use error::{DeviceUuid, ImportError, ShareError};
 pub use export::{Export, ExportReport};
 pub use import::{Import, ImportReport, ImportedAllocation};

@@ -168,6 +168,11 @@ typedef uint32_t symmalloc_status;
 typedef struct symmalloc_allocator symmalloc_allocator;
 
 /**
+ * A dma-buf, and the memory that it holds.
+ */
+typedef struct symmalloc_dma_buf symmalloc_dma_buf;
+
+/**
  * Memory of another process that this process opened.
  */
 typedef struct symmalloc_opened symmalloc_opened;
@@ -235,7 +240,7 @@ typedef struct symmalloc_memory {
    */
   uint64_t asleep_bytes;
   /**
-   * Bytes of sleeping pools that other processes have mapped.
+   * Bytes of sleeping pools that other processes have mapped, or that a dma-buf holds.
    */
   uint64_t exported_bytes;
   /**
@@ -970,6 +975,46 @@ symmalloc_status symmalloc_saved_copy(struct symmalloc_allocator *allocator,
                                       size_t bytes,
                                       void *to,
                                       uint32_t *found);
+
+/**
+ * Creates a dma-buf of `size_bytes` of device memory from `pointer`, for `ibv_reg_dmabuf_mr` and similar calls. The range is an allocation
+ * of any pool, a part of one, or any part of one segment. Writes the file descriptor, and the offset of `pointer` in the dma-buf, which
+ * consists of whole host pages.
+ *
+ * Until `symmalloc_dma_buf_close`, the memory does not return to the device, even if its pool is trimmed, sleeps or is destroyed. The
+ * memory of a destroyed allocator stays until its last dma-buf is closed. Do not close the descriptor. Deregister the memory before it is
+ * freed, because the allocator reuses freed memory immediately.
+ *
+ * Fails with `SYMMALLOC_INVALID_STATE` if the device has no dma-bufs, or if the driver refuses a range of several physical chunks: use a
+ * pool with `segments:reserved` or `segments:fixed`. Fails with `SYMMALLOC_UNKNOWN_POINTER` if an address has no memory.
+ *
+ * # Safety
+ * `allocator` is live; `fd`, `offset_bytes` and `out` are valid for writing.
+ */
+symmalloc_status symmalloc_dma_buf_open(struct symmalloc_allocator *allocator,
+                                        const void *pointer,
+                                        size_t size_bytes,
+                                        int32_t *fd,
+                                        uint64_t *offset_bytes,
+                                        struct symmalloc_dma_buf **out);
+
+/**
+ * Writes 1 if the pool still uses the memory of a dma-buf, and 0 once the pool has released it, by a trim, a sleep or its end. The
+ * addresses may then have other memory: deregister, close the dma-buf, and create a new one. Frees are not detected.
+ *
+ * # Safety
+ * The dma-buf is live; `is_current` is valid for writing.
+ */
+symmalloc_status symmalloc_dma_buf_is_current(const struct symmalloc_dma_buf *dma_buf,
+                                              uint32_t *is_current);
+
+/**
+ * Closes the descriptor of a dma-buf, and returns the memory that its pool no longer uses to the device. NULL has no effect.
+ *
+ * # Safety
+ * The dma-buf came from `symmalloc_dma_buf_open` and is not used after this.
+ */
+symmalloc_status symmalloc_dma_buf_close(struct symmalloc_dma_buf *dma_buf);
 
 /**
  * Begins a step of a pool: a repeated part of the program, such as a training step. A pool with `plan:learn` plans a step after

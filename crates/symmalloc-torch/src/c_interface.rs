@@ -10,6 +10,7 @@
 //! | `ranks.rs` | comparison of ranks, announcements and flight records of the watchdog |
 //! | `registrars.rs` | registration of pools on communicators, scopes that end in a sync |
 //! | `all_to_all.rs` | all-to-all-v on registered memory |
+//! | `dma_buf.rs` | dma-bufs, for network cards |
 //! | `runtimes.rs` | memory without a stream, ONNX Runtime's external allocator |
 //! | `arguments.rs` | checks of arguments, and writes of results |
 //!
@@ -18,6 +19,7 @@
 
 mod all_to_all;
 pub(crate) mod arguments;
+mod dma_buf;
 mod memory;
 mod pools;
 mod ranks;
@@ -28,6 +30,7 @@ mod sleep;
 mod steps;
 
 pub use all_to_all::*;
+pub use dma_buf::*;
 pub use memory::*;
 pub use pools::*;
 pub use ranks::*;

@@ -10,7 +10,7 @@ use symmalloc_core::plans::{PlanError, StepError};
 use symmalloc_core::recording::{RecordingEnd, RecordingError, StartRecordingError};
 use symmalloc_core::restore::{LayoutError, RestoreError};
 use symmalloc_core::sleep::{SleepCause, SleepError};
-use symmalloc_cuda::{CudaError, ResizeError};
+use symmalloc_cuda::{CudaError, ResizeError, ShareError};
 use symmalloc_nccl::{
     AllToAllError, AttachError, CommError, LookupError, Obstacle, RankObstacle, SplitsError, SyncError,
 };
@@ -187,6 +187,9 @@ pub(crate) enum Error {
         /// The address of the memory.
         address: u64,
     },
+    /// There is no dma-buf of the memory.
+    #[error(transparent)]
+    DmaBuf(Box<ShareError>),
     /// Communication with another process about shared memory failed.
     #[error("memory cannot be shared with another process, which may have ended: {0}")]
     Sharing(io::Error),
@@ -309,6 +312,12 @@ impl Error {
             | Error::SharedMemoryGone { .. }
             | Error::OtherUser { .. }
             | Error::InCallback => SYMMALLOC_INVALID_STATE,
+            Error::DmaBuf(error) => match **error {
+                ShareError::NotMapped { .. } => SYMMALLOC_UNKNOWN_POINTER,
+                ShareError::Cuda(_) => SYMMALLOC_CUDA,
+                ShareError::Socket { .. } => SYMMALLOC_IO,
+                _ => SYMMALLOC_INVALID_STATE,
+            },
             Error::NotSharedMemory { .. } => SYMMALLOC_INVALID_ARGUMENT,
             Error::Sharing(_) => SYMMALLOC_IO,
             Error::Scattered => SYMMALLOC_INVALID_STATE,
@@ -416,6 +425,7 @@ boxed! {
     AllToAll(AllToAllError);
     Attach(AttachError);
     Checkpoint(LayoutError);
+    DmaBuf(ShareError);
     Restore(RestoreError);
     Communicator(CommError);
     TorchSettings(SettingsError);

@@ -25,6 +25,7 @@
 //! | `symmalloc_flight_record` | the last collectives of the process's communicators, for `symmalloc diff` |
 //! | `symmalloc_registrar_create` ... | NCCL windows over a symmetric pool, on a communicator of PyTorch or an engine |
 //! | `symmalloc_sleep`, `symmalloc_wake`, `symmalloc_resize` ... | release of all or part of a pool's memory |
+//! | `symmalloc_dma_buf_open`, `symmalloc_dma_buf_close` | memory for network cards |
 //! | `symmalloc_scope_begin`, `symmalloc_scope_end` | a thread's allocations in a pool, registered at the end |
 //! | `symmalloc_all_to_all_run` ... | all-to-all-v on registered memory |
 //!

@@ -16,6 +16,7 @@ fn the_header_matches_the_sources() {
         "c_interface/runtimes.rs",
         "c_interface/pools.rs",
         "c_interface/sleep.rs",
+        "c_interface/dma_buf.rs",
         "c_interface/steps.rs",
         "c_interface/reports.rs",
         "alignment.rs",

@@ -182,7 +182,7 @@ impl Memory {
     }
 
     /// Returns the address and size of each mapping that overlaps the range.
-    fn parts(&self, address: u64, size: u64) -> Vec<(u64, u64)> {
+    pub(crate) fn parts(&self, address: u64, size: u64) -> Vec<(u64, u64)> {
         let all = self.mappings.range(..address + size).rev();
         let mut parts: Vec<_> =
             all.map(|(at, mapping)| (*at, mapping.size)).take_while(|(at, length)| at + length > address).collect();

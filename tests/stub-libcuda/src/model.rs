@@ -124,6 +124,7 @@ pub struct Options {
     no_vmm: bool,
     no_posix_fd: bool,
     no_fabric: bool,
+    no_dma_buf: bool,
 }
 
 impl Options {
@@ -149,6 +150,7 @@ impl Options {
             no_vmm: flag("STUB_NO_VMM"),
             no_posix_fd: flag("STUB_NO_POSIX_FD"),
             no_fabric: flag("STUB_NO_FABRIC"),
+            no_dma_buf: flag("STUB_NO_DMA_BUF"),
         }
     }
 
@@ -157,6 +159,7 @@ impl Options {
         match attribute {
             102 => !self.no_vmm,
             128 => !self.no_fabric,
+            124 => !self.no_dma_buf,
             103 => !self.no_posix_fd,
             110 | 115 => true,
             _ => false,

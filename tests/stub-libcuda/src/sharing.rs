@@ -5,16 +5,20 @@
 //!  memory file ── opened again, and its position ──────► descriptor ── kept open by the handle
 //!                 encodes the location: offset | device | granules
 //! ```
+//! A dma-buf is a file of the size of its range that holds no memory, so the memory stays only if the program keeps it.
+//!
 //! An import allocates no memory of this process's devices. A fabric handle names the process and its memory file, so it becomes invalid
 //! when the process ends.
 
 use crate::memory::Physical;
 use crate::model::{GRANULARITY, State, with};
-use crate::{INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED, answer, call, call_outside_capture};
+use crate::{INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY, answer, call, call_outside_capture};
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 
 /// Number of low bits of a place that hold the number of granules. The next 4 bits hold the device; both are below the granularity.
 const GRANULES_BITS: u64 = 16;
+/// Size of a host page.
+const PAGE_BYTES: u64 = 4096;
 
 impl Physical {
     fn place(&self) -> u64 {
@@ -120,6 +124,18 @@ stub! {
         }
         let adopted = state.adopt(place, file, kind as u32);
         answer(handle, adopted);
+        Ok(())
+    };
+    call_outside_capture cuMemGetHandleForAddressRange(handle: *mut c_void, address: u64, size: usize, kind: c_int, flags: c_ulonglong) |state| {
+        if !state.options.has(124) { return Err(NOT_SUPPORTED); }
+        let is_whole = address.is_multiple_of(PAGE_BYTES) && (size as u64).is_multiple_of(PAGE_BYTES) && size > 0;
+        let chunks = state.memory.parts(address, size as u64);
+        let [(start, length)] = chunks[..] else { return Err(INVALID_VALUE) };
+        let is_inside = start <= address && address + size as u64 <= start + length;
+        if kind != 1 || flags != 0 || !is_whole || !is_inside { return Err(INVALID_VALUE); }
+        let file = libc::memfd_create(c"stub-dma-buf".as_ptr(), libc::MFD_CLOEXEC);
+        if file < 0 || libc::ftruncate(file, size as libc::off_t) != 0 { return Err(OUT_OF_MEMORY); }
+        answer(handle.cast(), file);
         Ok(())
     };
     call cuMemGetAllocationPropertiesFromHandle(properties: *mut c_int, handle: u64) |state| {

@@ -1,16 +1,66 @@
-//! Export of virtual-memory chunks as handles that another process can import.
+//! Export of virtual-memory chunks as handles that another process can import, and of ranges as dma-bufs for other devices.
 
 use super::backing::Backed;
 use super::chunks::Part;
 use super::exported::ExportedMemory;
-use super::handle::{ExportedHandle, FABRIC_BYTES, HandleKind};
+use super::handle::{DmaBufRefusal, ExportedHandle, FABRIC_BYTES, HandleKind, HeldDmaBuf};
+use super::share_page::ExportState;
 use super::virtual_memory::VirtualMemory;
 use crate::error::{DriverError, INVALID_VALUE};
-use std::ffi::{c_int, c_void};
+use std::ffi::{c_int, c_ulonglong, c_void};
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::Arc;
 
 impl VirtualMemory {
+    /// See [`BackendMemory::hold_dma_buf`](super::interface::BackendMemory::hold_dma_buf).
+    pub(super) fn make_dma_buf(&self, part: &Part, memory: &Arc<ExportedMemory>) -> Result<HeldDmaBuf, DmaBufRefusal> {
+        let backing = self.backing_around(part.start).ok_or(DmaBufRefusal::NotMapped)?;
+        let parts = std::slice::from_ref(part);
+        let chunks = self.find_chunks(parts, Some(memory)).ok_or(DmaBufRefusal::NotMapped)?;
+        // The lock keeps the chunks in place. Before the lock is taken, they may be unmapped, which `memory` is notified of.
+        let _backed = backing.lock();
+        if memory.state() != ExportState::Live {
+            return Err(DmaBufRefusal::NotMapped);
+        }
+        let refused = |error| DmaBufRefusal::Driver { chunks: chunks.len(), error };
+        let driver = self.device().driver();
+        let _current = self.device().enter().map_err(refused)?;
+        let _relaxed = driver.relax_capture();
+        let handles = self.retain_all(&chunks).map_err(refused)?;
+        let mut file: c_int = -1;
+        // SAFETY: `file` is valid for writing. The caller passes whole pages, and memory is mapped at all of them.
+        if let Err(error) = unsafe { driver.dma_buf(&raw mut file, part.start, (part.end - part.start) as usize) } {
+            handles.into_iter().for_each(|handle| self.release_handle(handle));
+            return Err(refused(error));
+        }
+        // SAFETY: the driver has just created it for the caller.
+        let file = unsafe { OwnedFd::from_raw_fd(file) };
+        Ok(HeldDmaBuf { file, handles, chunks })
+    }
+
+    /// Returns a handle of each chunk. On error no handle is kept.
+    fn retain_all(&self, chunks: &[Part]) -> Result<Vec<c_ulonglong>, DriverError> {
+        let mut handles = Vec::with_capacity(chunks.len());
+        for chunk in chunks {
+            let mut handle = 0;
+            // SAFETY: `handle` is valid for writing; the address is only looked up.
+            if let Err(error) = unsafe { self.device().driver().retain(&raw mut handle, chunk.start as *mut c_void) } {
+                handles.into_iter().for_each(|handle| self.release_handle(handle));
+                return Err(error);
+            }
+            handles.push(handle);
+        }
+        Ok(handles)
+    }
+
+    /// Releases handles outside of other driver calls. Handles that the driver does not release are released with later memory.
+    pub(super) fn release_all(&self, handles: &[c_ulonglong]) {
+        // Without the context, each release fails and is repeated later.
+        let _current = self.device().enter();
+        let _relaxed = self.device().driver().relax_capture();
+        handles.iter().for_each(|handle| self.release_handle(*handle));
+    }
+
     /// Returns the address ranges of the chunks behind some parts of one range, each chunk once, or `None` if a part is not mapped.
     /// Registers `memory` to be notified before one of the parts is unmapped.
     pub(super) fn find_chunks(&self, parts: &[Part], memory: Option<&Arc<ExportedMemory>>) -> Option<Vec<Part>> {

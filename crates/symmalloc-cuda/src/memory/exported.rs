@@ -45,14 +45,26 @@ pub struct ExportedMemory {
     allocations: BTreeMap<u64, u32>,
     /// Address ranges of the chunks behind them; empty while the export is being created.
     chunks: OnceLock<Vec<Part>>,
+    /// `true` if this process holds the chunks itself until the export ends, for a dma-buf.
+    is_held: bool,
     /// Processes that received an offer, each with a socket whose other end the process holds while it is attached.
     peers: Mutex<Vec<(Peer, OwnedFd)>>,
 }
 
 impl ExportedMemory {
+    /// Creates the state of an export whose memory only its peers keep.
     pub(crate) fn new(pool: PoolId, page: SharePage, addresses: impl IntoIterator<Item = u64>) -> Arc<Self> {
+        Self::with(pool, page, addresses, false)
+    }
+
+    /// Creates the state of an export whose memory this process keeps until the export ends.
+    pub(crate) fn held(pool: PoolId, page: SharePage, addresses: impl IntoIterator<Item = u64>) -> Arc<Self> {
+        Self::with(pool, page, addresses, true)
+    }
+
+    fn with(pool: PoolId, page: SharePage, addresses: impl IntoIterator<Item = u64>, is_held: bool) -> Arc<Self> {
         let allocations = addresses.into_iter().zip(0..).collect();
-        Arc::new(ExportedMemory { pool, page, allocations, chunks: OnceLock::new(), peers: Mutex::default() })
+        Arc::new(ExportedMemory { pool, page, allocations, chunks: OnceLock::new(), is_held, peers: Mutex::default() })
     }
 
     pub(crate) fn pool(&self) -> PoolId {
@@ -147,12 +159,14 @@ impl ExportedList {
         self.change(|list| list.clone())
     }
 
-    /// Returns the bytes of exported chunks of the selected pools that other processes have mapped. Counts a chunk of several exports once.
-    pub(crate) fn mapped_by_peers(&self, is_selected: impl Fn(PoolId) -> bool) -> u64 {
+    /// Returns the bytes of exported chunks of the selected pools that other processes have mapped, or that are held for a dma-buf. Counts a
+    /// chunk of several exports once.
+    pub(crate) fn kept_bytes(&self, is_selected: impl Fn(PoolId) -> bool) -> u64 {
         let all = self.all();
-        let mapped = all.iter().filter(|memory| is_selected(memory.pool) && !memory.attached().is_empty());
+        let is_kept = |memory: &ExportedMemory| memory.is_held || !memory.attached().is_empty();
+        let kept = all.iter().filter(|memory| is_selected(memory.pool) && is_kept(memory));
         let chunks: BTreeMap<u64, u64> =
-            mapped.filter_map(|memory| memory.chunks.get()).flatten().map(|chunk| (chunk.start, chunk.end)).collect();
+            kept.filter_map(|memory| memory.chunks.get()).flatten().map(|chunk| (chunk.start, chunk.end)).collect();
         chunks.into_iter().map(|(start, end)| end - start).sum()
     }
 

@@ -1,7 +1,9 @@
-//! Handles of physical memory that another process can import.
+//! Handles of physical memory, for other processes and other devices.
 
+use super::chunks::Part;
 use crate::driver::{HANDLE_FABRIC, HANDLE_POSIX_FD};
-use std::ffi::c_uint;
+use crate::error::DriverError;
+use std::ffi::{c_uint, c_ulonglong};
 use std::os::fd::OwnedFd;
 
 /// Size of a fabric handle in bytes.
@@ -32,4 +34,28 @@ impl HandleKind {
 pub enum ExportedHandle {
     FileDescriptor(OwnedFd),
     Fabric(Box<[u8; FABRIC_BYTES]>),
+}
+
+/// A dma-buf, and the memory that it names. Its owner passes the handles to
+/// [`release_held`](super::interface::BackendMemory::release_held).
+#[doc(hidden)]
+pub struct HeldDmaBuf {
+    pub(crate) file: OwnedFd,
+    /// Handles that keep the chunks, in the order of `chunks`.
+    pub(crate) handles: Vec<c_ulonglong>,
+    /// Address ranges of the chunks.
+    pub(crate) chunks: Vec<Part>,
+}
+
+/// The reason there is no dma-buf of a range.
+#[doc(hidden)]
+pub enum DmaBufRefusal {
+    /// An address has no memory, or not that of the same range.
+    NotMapped,
+    /// A driver call failed.
+    Driver {
+        /// Number of chunks behind the range.
+        chunks: usize,
+        error: DriverError,
+    },
 }

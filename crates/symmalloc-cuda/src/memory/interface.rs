@@ -2,8 +2,9 @@
 
 use super::chunks::Part;
 use super::exported::ExportedMemory;
-use super::handle::{ExportedHandle, HandleKind};
+use super::handle::{DmaBufRefusal, ExportedHandle, HandleKind, HeldDmaBuf};
 use crate::error::{CudaError, DriverError, INVALID_VALUE};
+use std::ffi::c_ulonglong;
 use std::sync::Arc;
 use symmalloc_core::backend::{BackendError, Place, Range, Reason};
 
@@ -37,6 +38,13 @@ pub trait BackendMemory: Send + Sync {
     fn export_chunk(&self, _chunk: &Part, _kind: HandleKind) -> Result<ExportedHandle, DriverError> {
         Err(DriverError { call: "cuMemExportToShareableHandle", code: INVALID_VALUE })
     }
+    /// Creates a dma-buf of addresses of one range, which start and end at host pages, and holds the memory behind them. Registers `memory`
+    /// to be notified before any of these addresses is unmapped.
+    fn hold_dma_buf(&self, _part: &Part, _memory: &Arc<ExportedMemory>) -> Result<HeldDmaBuf, DmaBufRefusal> {
+        Err(DmaBufRefusal::NotMapped)
+    }
+    /// Releases handles of a [`HeldDmaBuf`].
+    fn release_held(&self, _handles: &[c_ulonglong]) {}
     /// Returns the number of bytes that the allocator released and the device could not take back yet.
     fn idle_bytes(&self) -> u64;
     /// Returns the number of prefetched bytes that are not in use yet.

@@ -16,12 +16,13 @@
 use super::backing::Backing;
 use super::chunks::Part;
 use super::exported::ExportedMemory;
-use super::handle::{ExportedHandle, HandleKind};
+use super::handle::{DmaBufRefusal, ExportedHandle, HandleKind, HeldDmaBuf};
 use super::interface::BackendMemory;
 use super::spare::{self, Prefetched};
 use super::virtual_memory::VirtualMemory;
 use crate::error::{CudaError, DriverError};
 use std::collections::VecDeque;
+use std::ffi::c_ulonglong;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use symmalloc_core::backend::{BackendError, Range};
@@ -148,6 +149,14 @@ impl BackendMemory for Prefetching {
 
     fn export_chunk(&self, chunk: &Part, kind: HandleKind) -> Result<ExportedHandle, DriverError> {
         self.memory.export_chunk(chunk, kind)
+    }
+
+    fn hold_dma_buf(&self, part: &Part, memory: &Arc<ExportedMemory>) -> Result<HeldDmaBuf, DmaBufRefusal> {
+        self.memory.hold_dma_buf(part, memory)
+    }
+
+    fn release_held(&self, handles: &[c_ulonglong]) {
+        self.memory.release_held(handles);
     }
 
     fn grant_access(&self, peer: usize) -> Result<(), CudaError> {

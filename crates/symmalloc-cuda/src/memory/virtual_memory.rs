@@ -21,7 +21,7 @@ use super::backing::{Backed, Backing};
 use super::chunks::{Chunks, Part};
 use super::exported::ExportedMemory;
 use super::fills::Fills;
-use super::handle::{ExportedHandle, HandleKind};
+use super::handle::{DmaBufRefusal, ExportedHandle, HandleKind, HeldDmaBuf};
 use super::interface::BackendMemory;
 use super::prefetch_window::{PrefetchRule, PrefetchWindow};
 use super::properties::{granularity_of, supported_properties};
@@ -540,6 +540,14 @@ impl BackendMemory for VirtualMemory {
 
     fn export_chunk(&self, chunk: &Part, kind: HandleKind) -> Result<ExportedHandle, DriverError> {
         self.export_one(chunk, kind)
+    }
+
+    fn hold_dma_buf(&self, part: &Part, memory: &Arc<ExportedMemory>) -> Result<HeldDmaBuf, DmaBufRefusal> {
+        self.make_dma_buf(part, memory)
+    }
+
+    fn release_held(&self, handles: &[c_ulonglong]) {
+        self.release_all(handles);
     }
 
     fn idle_bytes(&self) -> u64 {

@@ -33,6 +33,37 @@ pub enum ShareError {
          whose MemoryTraits have posix_fd"
     )]
     NotExportable,
+    /// The device or the driver cannot create dma-bufs.
+    #[error(
+        "device {ordinal} does not support dma-buf: use the open kernel modules of a driver for CUDA 11.7 or later on Linux 5.12 or \
+         later, or register its memory through nvidia-peermem"
+    )]
+    NoDmaBuf {
+        /// Ordinal of the device.
+        ordinal: usize,
+    },
+    /// The range is not memory of one segment.
+    #[error(
+        "{size_bytes} bytes at {address:#x} are not all memory of one segment of this allocator: pass the address and size of a live \
+         allocation, or of a segment that is mapped"
+    )]
+    NotMapped {
+        /// Address of the first byte.
+        address: u64,
+        /// Size in bytes.
+        size_bytes: u64,
+    },
+    /// The driver refused a dma-buf of a range that spans several physical chunks.
+    #[error(
+        "the driver refused a dma-buf across {chunks} physical chunks ({error}): use a pool with segments:reserved or segments:fixed, \
+         whose segments are one chunk each, or one dma-buf for each chunk"
+    )]
+    ManyChunks {
+        /// Number of chunks behind the range.
+        chunks: usize,
+        /// The driver's error.
+        error: crate::error::DriverError,
+    },
     /// The pool has no allocation.
     #[error("nothing is allocated in the pool: export it once its memory is allocated")]
     Empty,

@@ -84,7 +84,7 @@ impl CudaAllocator {
         Export::of(self)
     }
 
-    /// Returns the exports whose memory other processes may have mapped: active exports, and ended exports that still have peers.
+    /// Returns the exports whose memory others may use: active exports, ended exports that still have peers, and open dma-bufs.
     pub fn exports(&self) -> Vec<ExportReport> {
         self.state().exported().all().iter().map(|memory| report(memory)).collect()
     }

@@ -7,6 +7,7 @@ mod collectives;
 mod conformance;
 mod costs;
 mod devices;
+mod dma_buf;
 mod jobs;
 mod kernels;
 mod memory;

@@ -4,6 +4,7 @@
 mod backend;
 mod buffers;
 mod captures;
+mod dma_buf;
 mod driver_errors;
 mod drops;
 mod forgotten;

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .agreement import assert_aligned
 from .all_to_all import Work, all_to_all_single, exchange_splits
-from .allocator import Allocator, Contents, DeviceMemory, Phase, Placement, Slept, StepReport, Woken
+from .allocator import Allocator, Contents, DeviceMemory, DmaBuf, Phase, Placement, Slept, StepReport, Woken
 from .announcement import announce
 from .devices import Device
 from .errors import (
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "Allocator", "Contents", "CudaError", "Device", "DeviceMemory", "Error", "FileError", "InternalError", "InvalidArgument", "InvalidSettings",
+    "Allocator", "Contents", "CudaError", "Device", "DeviceMemory", "DmaBuf", "Error", "FileError", "InternalError", "InvalidArgument", "InvalidSettings",
     "InvalidState", "LibraryNotFound", "MemPool", "MemoryTable", "MisalignedError", "Mode", "NcclError", "NotInstalled",
     "OutOfMemory", "Phase", "Placement", "Registration", "Slept", "Step", "StepReport", "TorchError", "TransportError",
     "UnknownPointer", "UnknownPool", "Window", "Woken", "Work", "__version__", "all_to_all_single", "allocator", "announce",
-    "assert_aligned", "device_memory", "digest", "dump_snapshot", "exchange_splits", "flight_record", "has_class", "install", "installed",
+    "assert_aligned", "device_memory", "digest", "dma_buf", "dump_snapshot", "exchange_splits", "flight_record", "has_class", "install", "installed",
     "last_step", "library_path", "named", "pause", "placement", "region", "resume", "show", "sleep", "snapshot", "start_trace",
     "stats", "step", "stop_trace", "use_mem_pool", "wake",
 ]  # fmt: skip
@@ -116,6 +116,18 @@ def placement(tensor: torch.Tensor) -> Placement:
     if not hasattr(tensor, "untyped_storage"):
         raise InvalidArgument(f"placement() got {type(tensor).__name__}: give a CUDA tensor")
     return allocator(tensor.device).placement_of(tensor.untyped_storage().data_ptr())
+
+
+def dma_buf(tensor: torch.Tensor) -> DmaBuf:
+    """Creates a dma-buf of a CUDA tensor's storage, for libraries that register memory with network cards.
+
+    Keep the tensor alive while the memory is registered. Raises `InvalidArgument` if it is not a CUDA tensor, `NotInstalled`, and the
+    errors of `Allocator.dma_buf`.
+    """
+    if not hasattr(tensor, "untyped_storage"):
+        raise InvalidArgument(f"dma_buf() got {type(tensor).__name__}: give a CUDA tensor")
+    storage = tensor.untyped_storage()
+    return allocator(tensor.device).dma_buf(storage.data_ptr(), storage.nbytes())
 
 
 def start_trace(path: str | os.PathLike[str], device: Device = None) -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable
-from ctypes import byref, c_uint32, c_uint64, c_void_p
+from ctypes import byref, c_int32, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -155,13 +155,56 @@ class DeviceMemory:
     asleep_bytes: int
     """Memory that sleeping pools still hold, because the driver or a window did not release it."""
     exported_bytes: int
-    """Memory of sleeping pools that other processes have mapped."""
+    """Memory of sleeping pools that other processes have mapped, or that a dma-buf holds."""
     idle_bytes: int
     """Idle chunks and prefetched memory."""
     communicators_bytes: int
     """Memory of NCCL for the communicators of registered pools; 0 before NCCL 2.29.7."""
     other_bytes: int
     """All else: contexts and their modules, other libraries and other processes."""
+
+
+class DmaBuf:
+    """A file descriptor of device memory, for libraries that register memory with network cards (`ibv_reg_dmabuf_mr`).
+
+    Until `close`, the memory does not return to the device, even if its pool is trimmed, sleeps or is destroyed. `with` closes it.
+    Deregister the memory before it is freed, because the allocator reuses freed memory immediately.
+    """
+
+    def __init__(self, allocator: Allocator, pointer: int, size_bytes: int) -> None:
+        self._handle = c_void_p()
+        fd, offset = c_int32(), c_uint64()
+        call("dma_buf_open", allocator.handle, pointer, size_bytes, byref(fd), byref(offset), byref(self._handle))
+        self._fd = fd.value
+        self.offset_bytes = offset.value
+        """The position of the first requested byte in the dma-buf, which consists of whole host pages."""
+
+    def fileno(self) -> int:
+        """Returns the file descriptor, which `close` closes. Raises `InvalidArgument` if the dma-buf is closed."""
+        if not self._handle:
+            raise InvalidArgument("the dma-buf is closed")
+        return self._fd
+
+    @property
+    def is_current(self) -> bool:
+        """True until the pool releases this memory. Its addresses may then have other memory: create a new dma-buf.
+
+        A pool releases memory when it is trimmed, sleeps or is destroyed. Frees are not detected.
+        """
+        out = c_uint32()
+        call("dma_buf_is_current", self._handle, byref(out))
+        return out.value != 0
+
+    def close(self) -> None:
+        """Closes the descriptor, and returns memory that the pool no longer uses to the device. Further calls have no effect."""
+        handle, self._handle = self._handle, c_void_p()
+        call("dma_buf_close", handle)
+
+    def __enter__(self) -> DmaBuf:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Allocator:
@@ -391,6 +434,14 @@ class Allocator:
     def drop_plans(self, pool: int = DEFAULT_POOL) -> None:
         """Drops the plans of a pool. Their live allocations stay in place."""
         call("plans_drop", self._handle, pool)
+
+    def dma_buf(self, pointer: int, size_bytes: int) -> DmaBuf:
+        """Creates a dma-buf of an allocation of any pool, of a part of one, or of any part of one segment.
+
+        Raises `InvalidState` if the device has no dma-bufs, or if the driver refuses a range of several physical chunks: use a pool
+        with `segments:reserved` or `segments:fixed`. Raises `UnknownPointer` if an address has no memory, and `CudaError`.
+        """
+        return DmaBuf(self, pointer, size_bytes)
 
     def trim(self) -> int:
         """Releases free memory to the device, except that of graphs in use. Returns the number of released bytes.

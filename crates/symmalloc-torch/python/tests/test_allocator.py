@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 import unittest
@@ -95,6 +96,35 @@ class OnADevice(unittest.TestCase):
         self.assertEqual(before - after, released)
         self.assertGreaterEqual(after, 3 * MIB)
         self.assertEqual(self.allocator.trim(), after)
+
+    def test_a_dma_buf_covers_its_range_and_holds_its_memory(self) -> None:
+        pool = self.allocator.create_pool("segments:reserved,segment_mb:16")
+        pointer = self.allocator.allocate(10 * MIB, pool=pool)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        with self.allocator.dma_buf(pointer + 100, MIB) as dma_buf:
+            self.assertEqual(dma_buf.offset_bytes, 100)
+            self.assertEqual(os.lseek(dma_buf.fileno(), 0, os.SEEK_END), MIB + 4096)
+            used = self.allocator.device_memory().used_bytes
+            self.allocator.sleep(pool, symmalloc.Contents.DROP)
+            memory = self.allocator.device_memory()
+            self.assertEqual((memory.used_bytes, memory.exported_bytes), (used, 16 * MIB))
+            self.assertFalse(dma_buf.is_current)
+        self.assertEqual(self.allocator.device_memory().used_bytes, used - 16 * MIB)
+        self.assertEqual(len(os.listdir("/proc/self/fd")), descriptors)
+        dma_buf.close()
+        for closed in (dma_buf.fileno, lambda: dma_buf.is_current):
+            with self.assertRaises(symmalloc.InvalidArgument):
+                closed()
+        self.allocator.wake(pool)
+        with self.allocator.dma_buf(pointer, 10 * MIB) as again:
+            self.assertTrue(again.is_current)
+
+    def test_a_dma_buf_that_is_refused_names_the_remedy(self) -> None:
+        pointer = self.allocator.allocate(100 * MIB)
+        with self.assertRaisesRegex(symmalloc.InvalidState, "segments:reserved or segments:fixed"):
+            self.allocator.dma_buf(pointer, 100 * MIB)
+        with self.assertRaises(symmalloc.UnknownPointer):
+            self.allocator.dma_buf(1, 1)
 
     def test_a_snapshot_has_the_live_blocks_with_their_names(self) -> None:
         self.allocator.allocate(3 * MIB, name="activations")

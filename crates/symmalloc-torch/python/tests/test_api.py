@@ -84,8 +84,9 @@ class WithoutTorch(unittest.TestCase):
             self.assertEqual(kind, "NotInstalled", call)
             self.assertIn("symmalloc.install()", text, call)
 
-    def test_the_placement_of_another_object_is_an_invalid_argument(self) -> None:
-        for call, (kind, text) in self.errors("symmalloc.placement(None)", "symmalloc.placement(7)").items():
+    def test_an_object_that_is_not_a_tensor_is_an_invalid_argument(self) -> None:
+        calls = ("symmalloc.placement(None)", "symmalloc.placement(7)", "symmalloc.dma_buf(7)")
+        for call, (kind, text) in self.errors(*calls).items():
             self.assertEqual(kind, "InvalidArgument", call)
             self.assertIn("give a CUDA tensor", text, call)
 

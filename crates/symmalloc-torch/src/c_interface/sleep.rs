@@ -76,7 +76,7 @@ pub struct symmalloc_memory {
     pub graph_bytes: u64,
     /// Bytes that sleeping pools still hold, because the driver or a window did not release them.
     pub asleep_bytes: u64,
-    /// Bytes of sleeping pools that other processes have mapped.
+    /// Bytes of sleeping pools that other processes have mapped, or that a dma-buf holds.
     pub exported_bytes: u64,
     /// Bytes of idle chunks and of prefetched memory.
     pub idle_bytes: u64,

@@ -6,6 +6,7 @@ mod c_calls;
 mod callbacks;
 mod captures;
 mod class_calls;
+mod dma_buf;
 mod library;
 mod nulls;
 mod pools;

@@ -41,7 +41,8 @@ struct Function {
 
 impl Kind {
     fn of(argument: &str) -> Kind {
-        let objects = ["registrar *", "all_to_all *", "announcement *", "checkpoint *", "opened *", "source *"];
+        let objects =
+            ["registrar *", "all_to_all *", "announcement *", "checkpoint *", "opened *", "source *", "dma_buf *"];
         let is_place = argument.contains("**");
         match argument {
             "void" => unreachable!("no argument"),
@@ -134,6 +135,9 @@ fn address(name: &str) -> Option<usize> {
         symmalloc_resize,
         symmalloc_reserve_host_memory,
         symmalloc_release_host_memory,
+        symmalloc_dma_buf_open,
+        symmalloc_dma_buf_is_current,
+        symmalloc_dma_buf_close,
         symmalloc_step_begin,
         symmalloc_step_end,
         symmalloc_plans_adopt,
