@@ -112,6 +112,13 @@ pub enum Round {
     },
     /// Compares arguments (`NCCL_CHECK_MODE=DEBUG_GLOBAL`).
     Check {
+    /// Creates a communicator with more ranks.
+    Grow {
+        /// The unique id, on the rank that created it.
+        id: Option<Vec<u8>>,
+        /// Number of ranks of the new communicator.
+        ranks: usize,
+    },
         /// The call.
         signature: Signature,
         /// Positions of the call's buffers in windows.
@@ -184,6 +191,15 @@ pub enum ToRank {
     },
     /// No rank maps the memory of the registration any longer.
     Free {
+    /// All ranks of a communicator that grows have met: each joins the new one.
+    Grown {
+        /// See [`ToJob::Round`].
+        ticket: u64,
+        /// The unique id of the new communicator.
+        id: Vec<u8>,
+        /// Its number of ranks.
+        ranks: usize,
+    },
         /// The number of the registration.
         round: u64,
     },

@@ -46,6 +46,13 @@ impl CommOrder {
         CommOrder(key.into())
     }
 
+    /// Returns the order of a communicator that other ranks joined with this id.
+    pub(crate) fn grown(name: &str, id: &UniqueId) -> Self {
+        let mut key = Self::named(b'g', name);
+        key.extend_from_slice(id.as_bytes());
+        CommOrder(key.into())
+    }
+
     fn named(kind: u8, name: &str) -> Vec<u8> {
         let mut key = name.as_bytes().to_vec();
         // Names contain no zero byte, so no name's key is a prefix of another name's key.

@@ -26,8 +26,10 @@ pub enum Capability {
     Shrink,
     /// An error for a window that cannot be symmetric (2.29). Earlier versions return a plain registration that looks like a window.
     WindowRefusal,
-    /// `ncclCommRevoke`: operations in a communicator can be stopped without freeing it while another thread hangs in it (2.28.9).
+    /// `ncclCommRevoke`: operations in a communicator can be stopped without freeing it while another thread hangs in it (2.28.7).
     Revoke,
+    /// `ncclCommGrow`: a communicator with more ranks (2.29.2).
+    Grow,
     /// Windows can be registered while a stream is being captured into a graph (2.30.7).
     RegistrationInCapture,
     /// `ncclCommSuspend` and `ncclCommResume`: an idle communicator's memory can be released (2.29.7).
@@ -63,9 +65,10 @@ impl Capability {
         match self {
             Capability::BufferRegistration => NcclVersion::new(2, 19, 1),
             Capability::Windows | Capability::Shrink => NcclVersion::new(2, 27, 3),
-            Capability::Revoke => NcclVersion::new(2, 28, 9),
+            Capability::Revoke => NcclVersion::new(2, 28, 7),
             Capability::WindowRefusal => NcclVersion::new(2, 29, 1),
             Capability::RegistrationInCapture => NcclVersion::new(2, 30, 7),
+            Capability::Grow => NcclVersion::new(2, 29, 2),
             Capability::Suspension => NcclVersion::new(2, 29, 7),
         }
     }
@@ -81,6 +84,7 @@ impl fmt::Display for Capability {
             Capability::WindowRefusal => "refusal of windows that cannot be symmetric",
             Capability::RegistrationInCapture => "registration while a stream is captured",
             Capability::Suspension => "ncclCommSuspend",
+            Capability::Grow => "ncclCommGrow",
         })
     }
 }

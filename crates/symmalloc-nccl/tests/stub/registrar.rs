@@ -6,10 +6,12 @@ mod divergence;
 mod events;
 mod faults;
 mod graphs;
+mod growth;
 #[cfg(feature = "metrics")]
 mod metrics;
 mod programs;
 mod recovery;
+mod revocation;
 mod shrink;
 mod sleep;
 mod sleep_deaths;
