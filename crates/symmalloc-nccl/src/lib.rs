@@ -82,7 +82,7 @@ pub use collectives::operation::Collective;
 pub use collectives::operation::{DataType, NcclType, ReduceOp};
 pub use collectives::transport::NcclTransport;
 pub use communicator::error::CommError;
-pub use communicator::registration::{BufferRegistration, Registered, Window};
+pub use communicator::registration::{BufferRegistration, Registered, Window, WindowFlags};
 pub use communicator::submission::Group;
 pub use communicator::watching::Announcement;
 pub use communicator::{CommMemory, CommOrder, CommState, Communicator, CommunicatorBuilder, GrowIdObstacle, Stage};

@@ -229,6 +229,16 @@ impl Job {
                 _ => unreachable!("all ranks register"),
             })
             .collect();
+        let flags: BTreeSet<c_int> = came
+            .iter()
+            .map(|(_, round)| match round {
+                Round::Window { flags, .. } => *flags,
+                _ => unreachable!("all ranks register"),
+            })
+            .collect();
+        if flags.len() > 1 {
+            violate(format!("windows with different flags: {flags:?}"));
+        }
         let sizes: BTreeSet<u64> = memories.iter().map(|(_, size)| *size).collect();
         let mapped: BTreeSet<u64> =
             memories.iter().map(|(memory, _)| memory.iter().map(|(_, length)| length).sum()).collect();
@@ -376,6 +386,7 @@ impl Round {
             Round::Window { .. } => "ncclCommWindowRegister",
             Round::Split { .. } => "ncclCommSplit",
             Round::Shrink { .. } => "ncclCommShrink",
+            Round::Grow { .. } => "ncclCommGrow",
             Round::Check { .. } => "a collective, with checks",
             Round::Meet => "connecting",
         }
@@ -386,7 +397,6 @@ impl Round {
 fn is_one(places: &[WindowPlace]) -> bool {
     places.iter().all(|place| (place.space_offset, place.offset) == (places[0].space_offset, places[0].offset))
 }
-            Round::Grow { .. } => "ncclCommGrow",
 
 /// Returns, for the send and for the receive buffers, whether their places must be equal, as in `ncclArgsGlobalCheck`.
 fn counts(kind: Kind) -> (bool, bool) {

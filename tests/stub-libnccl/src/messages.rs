@@ -93,6 +93,8 @@ pub enum Round {
         memory: Vec<Extent>,
         /// The size of the window in bytes.
         size: u64,
+        /// Its flags.
+        flags: c_int,
     },
     /// Splits the communicator.
     Split {
@@ -110,8 +112,6 @@ pub enum Round {
         /// The rank's new communicator.
         member: u64,
     },
-    /// Compares arguments (`NCCL_CHECK_MODE=DEBUG_GLOBAL`).
-    Check {
     /// Creates a communicator with more ranks.
     Grow {
         /// The unique id, on the rank that created it.
@@ -119,6 +119,8 @@ pub enum Round {
         /// Number of ranks of the new communicator.
         ranks: usize,
     },
+    /// Compares arguments (`NCCL_CHECK_MODE=DEBUG_GLOBAL`).
+    Check {
         /// The call.
         signature: Signature,
         /// Positions of the call's buffers in windows.
@@ -189,8 +191,6 @@ pub enum ToRank {
         /// `ncclResult_t`.
         code: c_int,
     },
-    /// No rank maps the memory of the registration any longer.
-    Free {
     /// All ranks of a communicator that grows have met: each joins the new one.
     Grown {
         /// See [`ToJob::Round`].
@@ -200,6 +200,8 @@ pub enum ToRank {
         /// Its number of ranks.
         ranks: usize,
     },
+    /// No rank maps the memory of the registration any longer.
+    Free {
         /// The number of the registration.
         round: u64,
     },

@@ -17,6 +17,7 @@
 //! - **C5** A window or registration is released once, on the communicator that made it.
 
 use crate::collectives::operation::{NcclCall, Operation};
+use crate::communicator::registration::WindowFlags;
 use crate::ffi::error::{IN_PROGRESS, LoadError, NcclError};
 use crate::ffi::handles::{CommHandle, NewHandle, RegistrationHandle, WindowHandle};
 use crate::ffi::version::{Capability, NcclVersion};
@@ -171,7 +172,10 @@ impl Calls {
             Capability::Suspension => self.suspend.is_some() && self.resume.is_some() && self.memory_stat.is_some(),
             Capability::Shrink => self.shrink.is_some(),
             Capability::Grow => self.grow_id.is_some() && self.grow.is_some(),
-            Capability::WindowRefusal | Capability::RegistrationInCapture => true,
+            Capability::WindowRefusal
+            | Capability::RegistrationInCapture
+            | Capability::StrictOrderingWindows
+            | Capability::NetworkOnlyWindows => true,
         }
     }
 
@@ -305,11 +309,18 @@ impl Calls {
     }
 
     /// Registers a window together with all other ranks (`ncclCommWindowRegister`). NCCL validates the memory.
-    pub(crate) fn register_window(&self, comm: CommHandle, base: u64, size_bytes: u64, new: &NewHandle) -> Outcome {
+    pub(crate) fn register_window(
+        &self,
+        comm: CommHandle,
+        (base, size_bytes): (u64, u64),
+        flags: WindowFlags,
+        new: &NewHandle,
+    ) -> Outcome {
         let (base, size) = (base as *mut c_void, size_bytes as usize);
+        let flags = WINDOW_SYMMETRIC | flags.raw();
         // SAFETY: C1, C2, C3.
         let call = |call: unsafe extern "C" fn(_, _, _, _, _) -> _| unsafe {
-            call(comm.as_ptr(), base, size, new.out(), WINDOW_SYMMETRIC)
+            call(comm.as_ptr(), base, size, new.out(), flags)
         };
         self.optional("ncclCommWindowRegister", self.window_register.map(call))
     }

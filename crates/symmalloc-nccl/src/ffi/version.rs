@@ -30,6 +30,10 @@ pub enum Capability {
     Revoke,
     /// `ncclCommGrow`: a communicator with more ranks (2.29.2).
     Grow,
+    /// `NCCL_WIN_STRICT_ORDERING`: windows whose operations on the network stay in order (2.29.7).
+    StrictOrderingWindows,
+    /// `NCCL_WIN_GIN_ONLY`: windows for communication from kernels over the network only (2.32.3).
+    NetworkOnlyWindows,
     /// Windows can be registered while a stream is being captured into a graph (2.30.7).
     RegistrationInCapture,
     /// `ncclCommSuspend` and `ncclCommResume`: an idle communicator's memory can be released (2.29.7).
@@ -69,7 +73,8 @@ impl Capability {
             Capability::WindowRefusal => NcclVersion::new(2, 29, 1),
             Capability::RegistrationInCapture => NcclVersion::new(2, 30, 7),
             Capability::Grow => NcclVersion::new(2, 29, 2),
-            Capability::Suspension => NcclVersion::new(2, 29, 7),
+            Capability::Suspension | Capability::StrictOrderingWindows => NcclVersion::new(2, 29, 7),
+            Capability::NetworkOnlyWindows => NcclVersion::new(2, 32, 3),
         }
     }
 }
@@ -85,6 +90,8 @@ impl fmt::Display for Capability {
             Capability::RegistrationInCapture => "registration while a stream is captured",
             Capability::Suspension => "ncclCommSuspend",
             Capability::Grow => "ncclCommGrow",
+            Capability::StrictOrderingWindows => "the window flag NCCL_WIN_STRICT_ORDERING",
+            Capability::NetworkOnlyWindows => "the window flag NCCL_WIN_GIN_ONLY",
         })
     }
 }

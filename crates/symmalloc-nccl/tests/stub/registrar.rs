@@ -19,6 +19,7 @@ mod sleep_faults;
 mod sleep_programs;
 pub(crate) mod support;
 mod suspension;
+mod window_flags;
 
 use std::sync::Mutex;
 use stub_process::{ExitOnPanic, nccl, nccl_test, until};
