@@ -50,6 +50,10 @@ pub unsafe fn unique_id(comm: u64, out: *mut UniqueId) -> c_int {
         if let Err(code) = check("ncclCommGetUniqueId", member) {
             return code;
         }
+        if std::env::var_os("NCCL_COMM_ID").is_some() {
+            violate(format!("rank {}: ncclCommGetUniqueId while NCCL_COMM_ID is set", member.world));
+            return INVALID_USAGE;
+        }
         let id = registry::unique_id();
         if unused(|unused| unused.insert(comm, id.internal)).is_some() {
             violate(format!("rank {}: ncclCommGetUniqueId before the last id was used", member.world));

@@ -256,6 +256,8 @@ pub enum CommError {
 pub enum GrowIdObstacle {
     /// This rank is not rank 0.
     NotRankZero,
+    /// The environment has `NCCL_COMM_ID`, with which NCCL refuses to grow.
+    CommIdVariable,
     /// An earlier id was not used yet.
     Unused,
     /// This rank did not create the id, or has used it.
@@ -268,6 +270,7 @@ impl fmt::Display for GrowIdObstacle {
             GrowIdObstacle::NotRankZero => {
                 "only rank 0 creates the id of a grow: call grow_id there, and pass its result to all ranks"
             }
+            GrowIdObstacle::CommIdVariable => "NCCL does not grow while NCCL_COMM_ID is set: start the job without it",
             GrowIdObstacle::Unused => {
                 "the last id of a grow is still unused: grow with it before you create another one"
             }

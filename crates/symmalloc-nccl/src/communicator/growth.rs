@@ -21,7 +21,7 @@ use crate::communicator::threads::{KeepAlive, Waited, start, wait_for};
 use crate::ffi::calls::{Calls, GrowId};
 use crate::ffi::handles::NewHandle;
 use crate::ffi::version::Capability;
-use crate::rendezvous::unique_id::UniqueId;
+use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
 use std::ffi::c_int;
 use std::slice::{from_mut, from_ref};
 use std::sync::Arc;
@@ -32,11 +32,14 @@ impl Communicator {
     ///
     /// # Errors
     /// Returns an error without any effect if the library lacks `ncclCommGrow` (before 2.29.2), this is not rank 0, the last id was not
-    /// used, or the communicator is suspended, revoked or has ended. If NCCL fails, the communicator is ended.
+    /// used, the variable `NCCL_COMM_ID` is set, or the communicator is suspended, revoked or has ended. If NCCL fails, the communicator is ended.
     pub fn grow_id(&self) -> Result<UniqueId, CommError> {
         self.require(Capability::Grow)?;
         if self.rank() != 0 {
             return Err(self.grow_obstacle(GrowIdObstacle::NotRankZero));
+        }
+        if std::env::var_os(COMM_ID_VARIABLE).is_some() {
+            return Err(self.grow_obstacle(GrowIdObstacle::CommIdVariable));
         }
         let mut access = self.shared.access_active()?;
         if access.inner.grow_id.is_some() {

@@ -173,6 +173,19 @@ nccl_test!(a_grow_with_bad_arguments_or_in_the_wrong_order_has_no_effect, ["STUB
     nothing_is_left();
 });
 
+nccl_test!(
+    an_address_in_the_environment_prevents_a_grow,
+    ["STUB_NCCL_VERSION" = "23007", "NCCL_COMM_ID" = "127.0.0.1:29555"],
+    {
+        Job::new(1).run(|it| {
+            let (name, rank, obstacle) = ("world".into(), 0, GrowIdObstacle::CommIdVariable);
+            assert_eq!(it.world.grow_id(), Err(CommError::GrowId { name, rank, obstacle }));
+            it.world.check().expect("nothing happened");
+        });
+        nothing_is_left();
+    }
+);
+
 nccl_test!(a_suspended_communicator_cannot_grow, ["STUB_NCCL_VERSION" = "23007"], {
     Job::new(2).run(|it| {
         it.world.suspend().expect("all ranks suspend");
