@@ -407,7 +407,10 @@ impl Member {
                     child.lock().life = Life::Refused(code);
                 }
             }
-            Step::Grow { child } if code != SUCCESS => child.lock().life = Life::Refused(code),
+            Step::Grow { child } if code != SUCCESS => {
+                child.lock().life = Life::Refused(code);
+                child.changed.notify_all();
+            }
             Step::Grow { .. } | Step::Meet => {}
         }
         if self.is_blocking {

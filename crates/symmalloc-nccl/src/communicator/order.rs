@@ -128,6 +128,14 @@ mod tests {
     }
 
     #[test]
+    fn a_grown_communicator_is_its_name_and_id() {
+        let grown = |name, byte| CommOrder::grown(name, &UniqueId::from_bytes([byte; UniqueId::BYTES]));
+        assert_eq!(grown("world", 7), grown("world", 7));
+        assert!(grown("dp", 9) < grown("tp", 1) && grown("tp", 1) < grown("tp", 2));
+        assert_ne!(grown("world", 7), world("world", 7));
+    }
+
+    #[test]
     fn communicators_of_one_id_differ_by_their_ordinal() {
         let id = UniqueId::from_bytes([3; UniqueId::BYTES]);
         assert!(CommOrder::connected("w", &id, 0) < CommOrder::connected("w", &id, 1));

@@ -292,3 +292,18 @@ impl Communicator {
         Err(CommError::ForeignRegistration { name, owner })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_have_the_values_of_nccl_h_and_require_their_capabilities() {
+        let both = WindowFlags::STRICT_ORDERING | WindowFlags::GIN_ONLY;
+        assert_eq!([WindowFlags::NONE, WindowFlags::STRICT_ORDERING, both].map(WindowFlags::raw), [0, 2, 6]);
+        assert!(both.contains(WindowFlags::GIN_ONLY) && !WindowFlags::GIN_ONLY.contains(both));
+        assert_eq!(WindowFlags::NONE.required().count(), 0);
+        let required: Vec<_> = both.required().collect();
+        assert_eq!(required, [Capability::StrictOrderingWindows, Capability::NetworkOnlyWindows]);
+    }
+}
