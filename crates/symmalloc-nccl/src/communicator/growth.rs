@@ -32,7 +32,8 @@ impl Communicator {
     ///
     /// # Errors
     /// Returns an error without any effect if the library lacks `ncclCommGrow` (before 2.29.2), this is not rank 0, the last id was not
-    /// used, the variable `NCCL_COMM_ID` is set, or the communicator is suspended, revoked or has ended. If NCCL fails, the communicator is ended.
+    /// used, the variable `NCCL_COMM_ID` is set, or the communicator is suspended, revoked or has ended. If NCCL fails, the communicator
+    /// is ended.
     pub fn grow_id(&self) -> Result<UniqueId, CommError> {
         self.require(Capability::Grow)?;
         if self.rank() != 0 {
@@ -129,8 +130,8 @@ impl CommunicatorBuilder {
         })
     }
 
-    /// Joins the communicator that ranks [`grow`](Self::grow), as a new rank with this number, which is not less than the number of old ranks.
-    /// `id` and `ranks` are those of the other ranks. Waits for all ranks.
+    /// Joins the communicator that ranks [`grow`](Self::grow), as a new rank. Its number must be at least the number of old ranks. `id` and
+    /// `ranks` are those of the other ranks. Waits for all ranks.
     ///
     /// # Errors
     /// Same as [`connect`](Self::connect). Also returns an error if the library lacks `ncclCommGrow` (before 2.29.2).
