@@ -8,6 +8,8 @@
 //!    submission.rs      collectives: their buffers, and groups of them
 //!    registration.rs    windows and buffers
 //!    suspension.rs        release and restoration of NCCL's memory
+//!    growth.rs          more ranks: the id of a grow, grow, join
+//!    revocation.rs      stops all work, on the host and on the device
 //!    release.rs         normal end: deregistration and destruction
 //!    ending.rs          abnormal end
 //!    watching.rs        queries by the watchdog
@@ -18,9 +20,11 @@ mod builder;
 mod call;
 mod ending;
 pub(crate) mod error;
+mod growth;
 pub(crate) mod order;
 pub(crate) mod registration;
 mod release;
+mod revocation;
 mod shared;
 pub(crate) mod submission;
 mod suspension;
@@ -28,7 +32,7 @@ pub(crate) mod threads;
 pub(crate) mod watching;
 
 pub use builder::CommunicatorBuilder;
-pub use error::{CommState, Stage};
+pub use error::{CommState, GrowIdObstacle, Stage};
 pub use order::CommOrder;
 pub use suspension::CommMemory;
 
@@ -72,7 +76,7 @@ use symmalloc_cuda::CudaDevice;
 /// |---|---|---|
 /// | a small collective, back to back (8 KiB all-reduce, 2 H200, `docs/measured/nccl.md`) | 10 us | 75 us: NCCL starts a thread for each |
 /// | first collective of its kind, type and size, registration, split | on a separate thread, with a wait | polled |
-/// | after a deadline | revoked and aborted; without `ncclCommRevoke` (before 2.28.9), and while connecting, lost | aborted |
+/// | after a deadline | revoked and aborted; without `ncclCommRevoke` (before 2.28.7), and while connecting, lost | aborted |
 ///
 /// `NCCL_COMM_BLOCKING` is respected. NCCL gives it precedence over the program's choice.
 #[derive(Clone)]
@@ -160,7 +164,8 @@ impl Communicator {
     }
 
     /// Destroys the communicator and its remaining windows after all its work has completed. Then waits,
-    /// normally for less than a millisecond and at most for the deadline, until the watchdog has notified the other ranks. Does nothing if
+    /// normally for less than a millisecond and at most for the deadline, until the watchdog has notified the other ranks. A revoked
+    /// communicator is aborted instead, which does not wait for other ranks. Does nothing if
     /// the communicator has already ended. Dropping the last clone also destroys it.
     ///
     /// Destroy graphs that contain its collectives first, because NCCL waits for them.
@@ -174,7 +179,7 @@ impl Communicator {
     /// Ends the communicator and all of its work, including work on the device, and unblocks other threads that are inside calls with it.
     /// The watchdogs of other ranks end it on those ranks. Does nothing if it has already ended.
     ///
-    /// Takes at most five seconds. Without `ncclCommRevoke` (before 2.28.9), NCCL retains the memory of remaining windows: deregister them
+    /// Takes at most five seconds. Without `ncclCommRevoke` (before 2.28.7), NCCL retains the memory of remaining windows: deregister them
     /// first.
     ///
     /// # Errors
@@ -191,7 +196,7 @@ impl Communicator {
     fn abort_within(&self, limit: Duration) -> Result<(), CommError> {
         self.shared.abort_requested.store(true, Ordering::Release);
         let inner = self.shared.lock_or_revoke(limit)?;
-        if let Ok(mut access) = self.shared.access_with(inner) {
+        if let Ok(mut access) = self.shared.access_even_revoked_with(inner) {
             // The watchdog may be about to end the communicator: record its cause for later errors.
             let failed = self.shared.failure().map(Arc::new);
             end_all(from_mut(&mut access), Ending::Idle, failed.as_ref(), limit);
@@ -306,7 +311,7 @@ impl Shared {
 impl Drop for Owner {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            if let Ok(mut access) = self.access() {
+            if let Ok(mut access) = self.access_even_revoked() {
                 end_all(from_mut(&mut access), Ending::Idle, None, ABORT_LIMIT);
             }
             return;

@@ -28,7 +28,7 @@
 //! |---|---|
 //! | [`Nccl`] | the process's libnccl: its path, version and capabilities |
 //! | [`Launch`], [`UniqueId`] | this process's rank, and an id shared by all ranks without a side channel |
-//! | [`Communicator`] | a group of ranks that call the same collectives: connect, split, register, destroy, abort |
+//! | [`Communicator`] | a group of ranks that call the same collectives: connect, split, shrink, grow, register, destroy, revoke, abort |
 //! | [`Group`] | several collectives that are submitted together |
 //! | [`Registrar`] | windows over the segments of pools, synchronized across ranks |
 //! | [`Window`], [`WindowSpan`], [`SegmentKey`] | a window, a buffer's offset in it, and a cache key |
@@ -84,10 +84,10 @@ pub use collectives::operation::Collective;
 pub use collectives::operation::{DataType, NcclType, ReduceOp};
 pub use collectives::transport::NcclTransport;
 pub use communicator::error::CommError;
-pub use communicator::registration::{BufferRegistration, Registered, Window};
+pub use communicator::registration::{BufferRegistration, Registered, Window, WindowFlags};
 pub use communicator::submission::Group;
 pub use communicator::watching::Announcement;
-pub use communicator::{CommMemory, CommOrder, CommState, Communicator, CommunicatorBuilder, Stage};
+pub use communicator::{CommMemory, CommOrder, CommState, Communicator, CommunicatorBuilder, GrowIdObstacle, Stage};
 pub use ffi::calls::WINDOW_ALIGNMENT;
 pub use ffi::error::{LoadError, NcclError};
 pub use ffi::handles::WindowHandle;

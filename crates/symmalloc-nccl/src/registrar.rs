@@ -30,6 +30,7 @@ pub(crate) mod stats;
 mod sync_time;
 
 use crate::communicator::error::CommError;
+use crate::communicator::registration::WindowFlags;
 use crate::communicator::{CommState, Communicator};
 use crate::ffi::version::{Capability, NcclVersion};
 use crate::registrar::attachment::{Attachment, SyncJob};
@@ -116,7 +117,18 @@ impl Registrar {
     /// See [`AttachError`]. After an error, none of the pools is attached.
     pub fn attach(&self, comm: &Communicator, pools: &[PoolId], registration: Registration) -> Result<(), AttachError> {
         self.check(comm, pools, registration)?;
-        self.add(comm).observe(&self.allocator, pools, registration)
+        self.add(comm).observe(&self.allocator, pools, registration, WindowFlags::NONE)
+    }
+
+    /// Like [`attach`](Self::attach) for [`Registration::Windows`], with flags for all windows of these pools on this communicator. All ranks
+    /// must pass the same flags: a sync compares them with the attached pools.
+    ///
+    /// # Errors
+    /// Same as [`attach`](Self::attach). Also returns an error if the library does not have one of the flags.
+    pub fn attach_windows(&self, comm: &Communicator, pools: &[PoolId], flags: WindowFlags) -> Result<(), AttachError> {
+        self.check(comm, pools, Registration::Windows)?;
+        flags.required().try_for_each(|capability| comm.require(capability))?;
+        self.add(comm).observe(&self.allocator, pools, Registration::Windows, flags)
     }
 
     fn check(&self, comm: &Communicator, pools: &[PoolId], registration: Registration) -> Result<(), AttachError> {

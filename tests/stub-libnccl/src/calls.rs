@@ -8,7 +8,7 @@ use crate::member::{Life, Member, Step, check};
 use crate::messages::{Join, Kind, Round, Signature};
 use crate::options::options;
 use crate::streams::{Kernel, Launch};
-use crate::{cuda, registry, shrink, suspension, window};
+use crate::{cuda, grow, registry, shrink, suspension, window};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -83,10 +83,14 @@ pub(crate) fn on(call: &'static str, handle: u64, act: impl FnOnce(&Arc<Member>,
     failed(code)
 }
 
-/// Makes a query, which is allowed on any thread at any time.
+/// Makes a query, an abort or a revoke, which are allowed on any thread at any time. Of these, only a revoke can fail or hang.
 pub(crate) fn ask(call: &'static str, handle: u64, act: impl FnOnce(&Arc<Member>) -> c_int) -> c_int {
     let member = check(call, handle);
-    ledger::enter(call, member.as_ref().ok().map(|member| member.world));
+    match ledger::enter(call, member.as_ref().ok().map(|member| member.world)) {
+        Verdict::Fail(code) if call == "ncclCommRevoke" => return failed(code),
+        Verdict::Hang if call == "ncclCommRevoke" => ledger::wait_for_heal(),
+        _ => {}
+    }
     failed(member.map_or_else(|code| code, |member| act(&member)))
 }
 
@@ -277,7 +281,7 @@ nccl! {
     });
     ncclCommAbort(comm: u64) ask("ncclCommAbort", comm, |member| { member.end(Life::Aborted); SUCCESS });
     ncclCommRevoke(comm: u64, flags: c_int) ask("ncclCommRevoke", comm, |member| {
-        if flags == 0 { member.revoke() } else { INVALID_ARGUMENT }
+        if flags == 0 && options().version >= 22_807 { member.revoke() } else { INVALID_ARGUMENT }
     });
     ncclCommSplit(comm: u64, color: c_int, key: c_int, out: *mut u64, config: *const Config)
         on("ncclCommSplit", comm, |member, is_hung| {
@@ -294,6 +298,9 @@ nccl! {
         });
     ncclCommShrink(comm: u64, list: *const c_int, count: c_int, out: *mut u64, config: *const Config, flags: c_int)
         shrink::shrink(comm, (list, count), out, config, flags);
+    ncclCommGetUniqueId(comm: u64, id: *mut UniqueId) grow::unique_id(comm, id);
+    ncclCommGrow(comm: u64, ranks: c_int, id: *const UniqueId, rank: c_int, out: *mut u64, config: *const Config)
+        failed(grow::grow(comm, ranks, id, rank, out, config));
     ncclCommGetAsyncError(comm: u64, code: *mut c_int) ask("ncclCommGetAsyncError", comm, |member| {
         code.write(member.poll());
         SUCCESS

@@ -85,10 +85,18 @@ pub fn submit(member: Arc<Member>, action: Action) -> c_int {
     run(vec![(member, action)])
 }
 
+/// Returns `true` if the call blocks. A grow is a call on the new communicator.
+fn blocks((member, action): &(Arc<Member>, Action)) -> bool {
+    match action {
+        Action::Step(Step::Grow { child }, _) => child.is_blocking,
+        _ => member.is_blocking,
+    }
+}
+
 fn run(actions: Vec<(Arc<Member>, Action)>) -> c_int {
-    let Some((first, _)) = actions.first() else { return SUCCESS };
-    let is_blocking = first.is_blocking;
-    if actions.iter().any(|(member, _)| member.is_blocking != is_blocking) {
+    let Some(first) = actions.first() else { return SUCCESS };
+    let is_blocking = blocks(first);
+    if actions.iter().any(|action| blocks(action) != is_blocking) {
         // NCCL's error: "Blocking and nonblocking communicators are not allowed in the same group".
         return INVALID_ARGUMENT;
     }
@@ -103,8 +111,13 @@ fn run(actions: Vec<(Arc<Member>, Action)>) -> c_int {
             }
             Action::Init(None) => joining.push(member),
             Action::Step(step, round) => {
+                let child = if let Step::Grow { child } = &step { Some(Arc::clone(child)) } else { None };
                 let ticket = member.begin(step, round);
-                tickets.push((member, ticket));
+                match child {
+                    // The new communicator joins after the ranks of the old one have met.
+                    Some(child) => joining.push(child),
+                    None => tickets.push((member, ticket)),
+                }
             }
             Action::Launch(launch) => fuse(&mut launches, member, launch),
         }

@@ -136,6 +136,10 @@ impl Job {
             Round::Check { .. } => check(&came),
             Round::Meet => SUCCESS,
             Round::Shrink { .. } => unreachable!("not all ranks take part in a shrink"),
+            Round::Grow { .. } => match self.grow(&came, outbox) {
+                Ok(()) => return None,
+                Err(code) => code,
+            },
             Round::Split { .. } => {
                 let mut by_color = Parts::new();
                 for (rank, (_, round)) in came.iter().enumerate() {
@@ -152,6 +156,29 @@ impl Job {
         };
         self.finish(ticket_of, code, outbox);
         parts
+    }
+
+    /// Passes the id of the grown communicator to all ranks.
+    fn grow(&mut self, came: &[(u64, Round)], outbox: &mut Outbox) -> Result<(), c_int> {
+        let told: Vec<(&Option<Vec<u8>>, usize)> = came
+            .iter()
+            .map(|(_, round)| match round {
+                Round::Grow { id, ranks } => (id, *ranks),
+                _ => unreachable!("all ranks grow"),
+            })
+            .collect();
+        let ids: Vec<&Vec<u8>> = told.iter().filter_map(|(id, _)| id.as_ref()).collect();
+        let ranks = told[0].1;
+        if ids.len() != 1 || told.iter().any(|(_, other)| *other != ranks) {
+            let numbers: Vec<_> = told.iter().map(|(_, ranks)| ranks).collect();
+            violate(format!("{} ranks have an id for a grow, which is to have {numbers:?} ranks", ids.len()));
+            return Err(INVALID_ARGUMENT);
+        }
+        for (seat, (ticket, _)) in self.seats.iter().zip(came) {
+            outbox.push((seat.link.clone(), ToRank::Grown { ticket: *ticket, id: ids[0].clone(), ranks }));
+        }
+        self.next_round += 1;
+        Ok(())
     }
 
     /// Returns the excluded ranks of each shrink that is the next host step of a rank. A rank that one shrink excludes may already ask for
@@ -198,10 +225,20 @@ impl Job {
         let memories: Vec<(Vec<Extent>, u64)> = came
             .iter()
             .map(|(_, round)| match round {
-                Round::Window { memory, size } => (memory.clone(), *size),
+                Round::Window { memory, size, .. } => (memory.clone(), *size),
                 _ => unreachable!("all ranks register"),
             })
             .collect();
+        let flags: BTreeSet<c_int> = came
+            .iter()
+            .map(|(_, round)| match round {
+                Round::Window { flags, .. } => *flags,
+                _ => unreachable!("all ranks register"),
+            })
+            .collect();
+        if flags.len() > 1 {
+            violate(format!("windows with different flags: {flags:?}"));
+        }
         let sizes: BTreeSet<u64> = memories.iter().map(|(_, size)| *size).collect();
         let mapped: BTreeSet<u64> =
             memories.iter().map(|(memory, _)| memory.iter().map(|(_, length)| length).sum()).collect();
@@ -349,6 +386,7 @@ impl Round {
             Round::Window { .. } => "ncclCommWindowRegister",
             Round::Split { .. } => "ncclCommSplit",
             Round::Shrink { .. } => "ncclCommShrink",
+            Round::Grow { .. } => "ncclCommGrow",
             Round::Check { .. } => "a collective, with checks",
             Round::Meet => "connecting",
         }

@@ -12,7 +12,7 @@
 //! | `window` | its windows and registered buffers |
 //! | `group`, `streams` | its calls, and its collectives on streams |
 //! | `suspension` | release and restoration of NCCL's memory |
-//! | `shrink` | communicators without some ranks |
+//! | `shrink`, `grow` | communicators with fewer and with more ranks |
 //! | `job`, `registry` | a communicator over all ranks, and the joining of ranks |
 //! | `wire` | ranks in other processes |
 //! | `data`, `arithmetic` | the computations of collectives |
@@ -35,6 +35,7 @@ pub mod control;
 pub mod cuda;
 pub mod data;
 pub mod group;
+pub mod grow;
 pub mod job;
 pub mod ledger;
 pub mod member;

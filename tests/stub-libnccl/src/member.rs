@@ -4,6 +4,7 @@
 //! reports `ncclInProgress` until the step completes. Nothing here has a timeout.
 
 use crate::codes::{IN_PROGRESS, INTERNAL_ERROR, INVALID_ARGUMENT, REMOTE_ERROR, SUCCESS};
+use crate::grow;
 use crate::ledger::violate;
 use crate::messages::{Round, ToJob, ToRank};
 use crate::registry;
@@ -25,7 +26,7 @@ pub enum Life {
     Live,
     /// `ncclCommFinalize` was called: the communicator ends once all work has taken effect.
     Finalized,
-    /// `ncclCommRevoke` was called: no work is pending, and the communicator can only be ended.
+    /// `ncclCommRevoke` was called: no work is pending, and the communicator can only be split, shrunk and ended.
     Revoked,
     /// `ncclCommDestroy` was called.
     Destroyed,
@@ -46,6 +47,11 @@ pub enum Step {
         child: Option<Arc<Member>>,
         /// The address of the caller's output.
         out: usize,
+    },
+    /// Grows the communicator.
+    Grow {
+        /// The new communicator.
+        child: Arc<Member>,
     },
     /// Compares arguments, or connects.
     Meet,
@@ -214,7 +220,12 @@ impl Member {
     pub fn begin(&self, step: Step, round: Option<Round>) -> u64 {
         let ticket = fresh();
         let mut inner = self.lock();
-        if matches!(inner.life, Life::Aborted | Life::Destroyed | Life::Revoked) {
+        let is_accepted = match inner.life {
+            Life::Aborted | Life::Destroyed => false,
+            Life::Revoked => matches!(step, Step::Split { .. }),
+            _ => true,
+        };
+        if !is_accepted {
             // Another thread ended the communicator after this call began, so the step would never complete.
             inner.cancel(&step);
             return ticket;
@@ -234,7 +245,9 @@ impl Member {
             if let Some(code) = inner.finished.remove(&ticket) {
                 return code;
             }
-            if matches!(inner.life, Life::Aborted | Life::Destroyed | Life::Revoked) {
+            // A revoke cancels the steps that were pending.
+            let is_cancelled = inner.life == Life::Revoked && !inner.steps.contains_key(&ticket);
+            if is_cancelled || matches!(inner.life, Life::Aborted | Life::Destroyed) {
                 return INTERNAL_ERROR;
             }
             inner = self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
@@ -356,6 +369,7 @@ impl Member {
             }
             ToRank::Done { instance } => streams::done(self, instance),
             ToRank::Finished { ticket, round, code } => self.finish(ticket, round, code),
+            ToRank::Grown { ticket, ref id, ranks } => self.grow(ticket, id, ranks),
             ToRank::Free { round } => self.lock().windows.free(round),
             ToRank::Failed { code } => {
                 let mut inner = self.lock();
@@ -365,6 +379,17 @@ impl Member {
             }
         }
         self.changed.notify_all();
+    }
+
+    /// Completes the meeting of a communicator that grows: the new one joins its job.
+    fn grow(&self, ticket: u64, id: &[u8], ranks: usize) {
+        let (child, rank) = {
+            let inner = self.lock();
+            let Some(Step::Grow { child }) = inner.steps.get(&ticket) else { return };
+            (Arc::clone(child), inner.rank)
+        };
+        registry::begin(grow::join(&child, id.to_vec(), rank, ranks));
+        self.finish(ticket, u64::MAX, SUCCESS);
     }
 
     fn finish(&self, ticket: u64, round: u64, code: c_int) {
@@ -382,7 +407,11 @@ impl Member {
                     child.lock().life = Life::Refused(code);
                 }
             }
-            Step::Meet => {}
+            Step::Grow { child } if code != SUCCESS => {
+                child.lock().life = Life::Refused(code);
+                child.changed.notify_all();
+            }
+            Step::Grow { .. } | Step::Meet => {}
         }
         if self.is_blocking {
             inner.finished.insert(ticket, code);

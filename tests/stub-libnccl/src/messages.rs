@@ -93,6 +93,8 @@ pub enum Round {
         memory: Vec<Extent>,
         /// The size of the window in bytes.
         size: u64,
+        /// Its flags.
+        flags: c_int,
     },
     /// Splits the communicator.
     Split {
@@ -109,6 +111,13 @@ pub enum Round {
         excluded: Vec<usize>,
         /// The rank's new communicator.
         member: u64,
+    },
+    /// Creates a communicator with more ranks.
+    Grow {
+        /// The unique id, on the rank that created it.
+        id: Option<Vec<u8>>,
+        /// Number of ranks of the new communicator.
+        ranks: usize,
     },
     /// Compares arguments (`NCCL_CHECK_MODE=DEBUG_GLOBAL`).
     Check {
@@ -181,6 +190,15 @@ pub enum ToRank {
         round: u64,
         /// `ncclResult_t`.
         code: c_int,
+    },
+    /// All ranks of a communicator that grows have met: each joins the new one.
+    Grown {
+        /// See [`ToJob::Round`].
+        ticket: u64,
+        /// The unique id of the new communicator.
+        id: Vec<u8>,
+        /// Its number of ranks.
+        ranks: usize,
     },
     /// No rank maps the memory of the registration any longer.
     Free {

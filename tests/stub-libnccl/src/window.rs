@@ -24,6 +24,17 @@ const ALIGNMENT: u64 = 4096;
 /// `NCCL_WIN_COLL_SYMMETRIC`.
 const SYMMETRIC: c_int = 1;
 
+/// Returns the flags that this version knows.
+fn known_flags() -> c_int {
+    match options().version {
+        ..22_907 => SYMMETRIC,
+        // `NCCL_WIN_STRICT_ORDERING`.
+        22_907..23_203 => SYMMETRIC | 0x02,
+        // `NCCL_WIN_GIN_ONLY` and `NCCL_WIN_CFT_COUNTED`.
+        23_203.. => SYMMETRIC | 0x02 | 0x04 | 0x08,
+    }
+}
+
 /// A pending registration.
 #[derive(Debug)]
 pub struct PendingWindow {
@@ -254,6 +265,10 @@ pub unsafe fn register(
     if options().version < 22_700 {
         return Err(INVALID_ARGUMENT);
     }
+    if flags & !known_flags() != 0 {
+        violate(format!("rank {}: NCCL {} has no window flags {flags:#x}", member.world, options().version));
+        return Err(INVALID_ARGUMENT);
+    }
     if base == 0 || size == 0 {
         return Ok(None);
     }
@@ -284,7 +299,7 @@ pub unsafe fn register(
         inner.windows.give_up(&memory);
         return Err(CUDA_ERROR);
     }
-    let round = Round::Window { memory: extents.unwrap_or_default(), size };
+    let round = Round::Window { memory: extents.unwrap_or_default(), size, flags };
     Ok(Some((Step::Window(PendingWindow { base, size, flags, out: out as usize, memory }), round)))
 }
 

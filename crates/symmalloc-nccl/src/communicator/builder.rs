@@ -9,7 +9,7 @@ use crate::communicator::order::{CommOrder, SequenceCounter};
 use crate::communicator::shared::{Inner, Life, Mode, Ownership, Shared, Usage};
 use crate::communicator::threads::{self, CallResult, KeepAlive, Waited, start, wait_for};
 use crate::communicator::{Communicator, Owner};
-use crate::ffi::calls::{Calls, NO_COLOR};
+use crate::ffi::calls::{Calls, NO_COLOR, Outcome};
 use crate::ffi::driver;
 use crate::ffi::handles::{CommHandle, NewHandle};
 use crate::ffi::library::Nccl;
@@ -21,7 +21,7 @@ use crate::watchdog::{self, Failure, MeetingId, PENDING_COMM, WatchSettings, Wat
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::slice::from_mut;
 use std::sync::atomic::AtomicBool;
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
@@ -47,10 +47,10 @@ const BLOCKING_VARIABLE: &str = "NCCL_COMM_BLOCKING";
 /// ```
 #[derive(Clone, Debug)]
 pub struct CommunicatorBuilder {
-    device: Arc<CudaDevice>,
+    pub(super) device: Arc<CudaDevice>,
     nccl: Option<&'static Nccl>,
-    deadline: Duration,
-    mode: Mode,
+    pub(super) deadline: Duration,
+    pub(super) mode: Mode,
     name: String,
     watch_settings: WatchSettings,
     rendezvous: Option<String>,
@@ -157,7 +157,7 @@ impl CommunicatorBuilder {
         self.connect_until(id, launch.rank, launch.ranks, &backoff)
     }
 
-    fn nccl(&self) -> Result<&'static Nccl, CommError> {
+    pub(super) fn nccl(&self) -> Result<&'static Nccl, CommError> {
         match self.nccl {
             Some(nccl) => Ok(nccl),
             None => Ok(Nccl::load()?),
@@ -165,40 +165,58 @@ impl CommunicatorBuilder {
     }
 
     fn connect_until(self, id: UniqueId, rank: u32, ranks: u32, backoff: &Backoff) -> Result<Communicator, CommError> {
+        let nccl = self.nccl()?;
+        let order = |name: &str| CommOrder::connected(name, &id, ordinal_of(&id, rank));
+        let meeting = watchdog::meeting_of(&id, rank);
+        let call = move |calls: &Calls, new: &NewHandle, [rank, ranks]: [c_int; 2], blocking| {
+            calls.init(new, ranks, *id.as_bytes(), rank, blocking)
+        };
+        self.create(nccl, (rank, ranks), meeting, order, backoff, call)
+    }
+
+    /// Creates a communicator that did not exist on this rank, with a call that gets the new handle, the rank, the number of ranks and the
+    /// blocking mode. Without a meeting, the ranks meet at the rendezvous, if there is one.
+    pub(super) fn create(
+        self,
+        nccl: &'static Nccl,
+        (rank, ranks): (u32, u32),
+        meeting: Option<MeetingId>,
+        order: impl FnOnce(&str) -> CommOrder,
+        backoff: &Backoff,
+        call: impl FnOnce(&Calls, &NewHandle, [c_int; 2], bool) -> Outcome + Send + 'static,
+    ) -> Result<Communicator, CommError> {
         let name = self.name.as_str();
         let span = tracing::debug_span!(target: "symmalloc", "communicator.connect", communicator = name, rank, ranks);
         let _entered = span.entered();
-        let nccl = self.nccl()?;
-        let (raw_rank, raw_ranks) = match (c_int::try_from(rank), c_int::try_from(ranks)) {
-            (Ok(raw_rank), Ok(raw_ranks)) if rank < ranks => (raw_rank, raw_ranks),
+        let raw = match (c_int::try_from(rank), c_int::try_from(ranks)) {
+            (Ok(raw_rank), Ok(raw_ranks)) if rank < ranks => [raw_rank, raw_ranks],
             _ => return Err(CommError::NoSuchRank { rank, ranks }),
         };
         check_context(&self.device)?;
-        let meeting = match watchdog::meeting_of(&id, rank) {
+        let meeting = match meeting {
             Some(meeting) => Some(meeting),
             None => self.meet(rank, ranks, backoff)?,
         };
         let (name, c_name) = self.names()?;
-        let order = CommOrder::connected(&name, &id, ordinal_of(&id, rank));
+        let order = order(&name);
         // Reports this rank as connecting until the communicator is watched.
         let _pending = PendingCommGuard::new(meeting, rank, &order);
 
         let new = NewHandle::named(&c_name);
         let (kept, out, blocking): (KeepAlive, _, _) =
             (Some(Arc::clone(&new) as _), Arc::clone(&new), self.mode == Mode::Blocking);
-        let caller =
-            start(&self.device, kept, move || nccl.calls().init(&out, raw_ranks, *id.as_bytes(), raw_rank, blocking));
+        let caller = start(&self.device, kept, move || call(nccl.calls(), &out, raw, blocking));
         let answer = match wait_for(&caller, backoff, || false) {
             Waited::Returned(answer) => answer,
             Waited::Stopped | Waited::TimedOut => {
-                abort_when_returned(caller, &self.device, nccl, new);
+                drop(abort_when_returned(caller, &self.device, nccl, new));
                 let (stage, waited, state) = (Stage::Connect, backoff.waited(), CommState::Lost);
                 return Err(CommError::Deadline { name, stage, waited, state });
             }
         };
         let Some(comm) = new.comm() else {
             answer?;
-            return Err(CommError::NoCommunicator { call: "ncclCommInitRankConfig" });
+            return Err(CommError::NoCommunicator { call: Stage::Connect.call() });
         };
         let shared = self.shared(nccl, (name, c_name), order, Ownership::Owned, comm, meeting);
         if let Err(error) = answer {
@@ -238,14 +256,14 @@ impl CommunicatorBuilder {
         Communicator::finish_connecting(self.shared(nccl, names, order, Ownership::Borrowed, comm, meeting), &backoff)
     }
 
-    fn meet(&self, rank: u32, ranks: u32, backoff: &Backoff) -> Result<Option<MeetingId>, CommError> {
+    pub(super) fn meet(&self, rank: u32, ranks: u32, backoff: &Backoff) -> Result<Option<MeetingId>, CommError> {
         match &self.rendezvous {
             Some(address) => rendezvous::meet(address, &self.name, rank, ranks, backoff),
             None => Ok(None),
         }
     }
 
-    fn names(&self) -> Result<(Arc<str>, Arc<CStr>), CommError> {
+    pub(super) fn names(&self) -> Result<(Arc<str>, Arc<CStr>), CommError> {
         let c_name = CString::new(self.name.as_str()).map_err(|_| CommError::Name)?;
         if self.name.is_empty() {
             return Err(CommError::Name);
@@ -253,7 +271,7 @@ impl CommunicatorBuilder {
         Ok((self.name.as_str().into(), c_name.into()))
     }
 
-    fn shared(
+    pub(super) fn shared(
         self,
         nccl: &'static Nccl,
         (name, c_name): (Arc<str>, Arc<CStr>),
@@ -275,6 +293,7 @@ impl CommunicatorBuilder {
             order,
             serial: Shared::next_serial(),
             abort_requested: AtomicBool::new(false),
+            revoke_requested: AtomicBool::new(false),
             meeting,
             watch_settings: self.watch_settings,
             watched: OnceLock::new(),
@@ -332,14 +351,15 @@ impl Communicator {
     }
 
     /// Creates a communicator of the ranks that are not in `excluded`, in the same order, while the excluded ranks do nothing. All remaining
-    /// ranks must call it with the same ranks to exclude, after the work on this communicator has completed. Use it when ranks leave the
-    /// job and the others continue.
+    /// ranks must call it with the same ranks to exclude, after the work on this communicator has completed, or after they
+    /// [revoked](Self::revoke) it. Use it when ranks leave the job and the others continue.
     ///
     /// The new communicator inherits the deadline and the mode. Its name is the parent's name with the excluded ranks: "world/without-3", and
     /// "world/without-3#2" the next time. It has no windows: attach the pools of the remaining ranks to it and sync. Their contents and
-    /// placements do not change. This communicator stays usable on all ranks, including the excluded ones, until each destroys it.
+    /// placements do not change. Unless it was revoked, this communicator stays usable on all ranks, including the excluded ones, until each
+    /// destroys it.
     ///
-    /// A communicator that the watchdog has ended cannot shrink: connect a new one.
+    /// A communicator that the watchdog has ended cannot shrink: connect a new one. Ranks come back with [`CommunicatorBuilder::grow`].
     ///
     /// # Errors
     /// Returns an error without any effect if the library lacks `ncclCommShrink` (before 2.27.3), or `excluded` is empty or contains this rank
@@ -358,7 +378,8 @@ impl Communicator {
         if excluded.is_empty() || excluded.contains(&rank) {
             return Err(CommError::ShrinkArgument { name: Arc::clone(&shared.name), rank, excluded });
         }
-        let mut access = shared.access_active()?;
+        let mut access = shared.access_even_revoked()?;
+        shared.check_active()?;
         let ordinal = access.inner.shrinks.entry(excluded.clone()).or_default();
         *ordinal += 1;
         let list = excluded.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
@@ -375,7 +396,7 @@ impl Communicator {
         let route = CallThread::when_blocking(mode, CallThread::Separate);
         let call = move |calls: &Calls| calls.shrink(comm, raw_excluded, &out, mode == Mode::Blocking);
         let performed = perform(from_mut(&mut access), Stage::Shrink, route, &kept, call);
-        if performed.is_err() && self.state() == CommState::Ready {
+        if performed.is_err() && matches!(self.state(), CommState::Ready | CommState::Revoked) {
             // As in `split`.
             access.inner.shrinks.entry(excluded).and_modify(|ordinal| *ordinal -= 1);
         }
@@ -407,6 +428,7 @@ impl Communicator {
             order,
             serial: Shared::next_serial(),
             abort_requested: AtomicBool::new(false),
+            revoke_requested: AtomicBool::new(false),
             meeting: shared.meeting,
             watch_settings: shared.watch_settings.clone(),
             watched: OnceLock::new(),
@@ -418,7 +440,7 @@ impl Communicator {
     }
 
     /// Waits until the communicator is connected, and queries NCCL for the rank and the number of ranks.
-    fn finish_connecting(mut shared: Shared, backoff: &Backoff) -> Result<Communicator, CommError> {
+    pub(super) fn finish_connecting(mut shared: Shared, backoff: &Backoff) -> Result<Communicator, CommError> {
         let mut access = shared.access()?;
         poll_until_done(from_mut(&mut access), Stage::Connect, &None, backoff)?;
         let (rank, ranks) = {
@@ -437,14 +459,14 @@ impl Communicator {
 
 /// A guard that announces to other ranks, until it is dropped, that this rank is about to join a communicator. Other ranks therefore also detect a rank that
 /// dies after NCCL has created the communicator and before the watchdog watches it.
-struct PendingCommGuard {
+pub(super) struct PendingCommGuard {
     meeting: Option<MeetingId>,
     rank: RankId,
 }
 
 impl PendingCommGuard {
     /// Announces the communicator. `rank` is this rank's number, or its number in the communicator that is split.
-    fn new(meeting: Option<MeetingId>, rank: u32, order: &CommOrder) -> Self {
+    pub(super) fn new(meeting: Option<MeetingId>, rank: u32, order: &CommOrder) -> Self {
         let communicator = CommunicatorId::of(order.as_bytes());
         let guard = PendingCommGuard { meeting, rank: RankId { communicator, rank: rank | PENDING_COMM } };
         watchdog::announce_pending(guard.meeting, guard.rank);
@@ -458,23 +480,27 @@ impl Drop for PendingCommGuard {
     }
 }
 
-/// Aborts the communicator of an abandoned connecting thread if that thread returns.
-fn abort_when_returned(
+/// Aborts the communicator of an abandoned connecting thread if that thread returns. Its answer can be received after that.
+pub(super) fn abort_when_returned(
     caller: Receiver<CallResult>,
     device: &Arc<CudaDevice>,
     nccl: &'static Nccl,
     new: Arc<NewHandle>,
-) {
+) -> Receiver<CallResult> {
     let device = Arc::clone(device);
+    let (sender, aborted) = channel();
     let unfinished = Unfinished::ending();
     let _started = threads::run(move || {
-        let (_answer, comm) = (caller.recv(), new.comm());
+        let (answer, comm) = (caller.recv(), new.comm());
         if let (Some(comm), Ok(_current)) = (comm, device.enter()) {
             let _relaxed = device.relax_capture();
             let _aborted = nccl.calls().abort(comm);
         }
         drop(unfinished);
+        // Nobody may wait for it any longer.
+        let _heard = answer.map(|answer| sender.send(answer));
     });
+    aborted
 }
 
 /// Returns the mode that NCCL uses. NCCL's environment variable takes precedence if set. NCCL copies its configuration files into the

@@ -7,11 +7,13 @@
 //!  Nonblocking    an NCCL thread works on it       here                   ncclCommAbort, which joins NCCL's thread
 //! ```
 //!
+//! A thread that waits makes the calls that end the wait itself: an abort or a revoke by another thread only sets a flag.
+//!
 //! In both modes NCCL is then polled (`ncclCommGetAsyncError`) until nothing is in progress. In blocking mode one poll suffices, but it is
 //! required: window registration always returns success, and errors of NCCL's own threads are visible only there.
 
 use crate::backoff::Backoff;
-use crate::communicator::ending::{ABORT_LIMIT, Ending, GRACE, end_all};
+use crate::communicator::ending::{ABORT_LIMIT, Ending, GRACE, end_all, revoke_all};
 use crate::communicator::error::{CommError, CommState, Stage};
 use crate::communicator::shared::{Access, Mode, lock};
 use crate::communicator::threads::{CallError, KeepAlive, Waited, start, wait_for};
@@ -57,7 +59,7 @@ pub(super) fn perform(
 }
 
 /// Makes a call on this thread or a separate one, and waits until it returns.
-pub(super) fn make_call(
+fn make_call(
     accesses: &mut [Access<'_>],
     stage: Stage,
     route: CallThread,
@@ -73,7 +75,7 @@ pub(super) fn make_call(
         }
         CallThread::Separate => {
             let caller = start(device, kept.clone(), move || call(calls));
-            match wait_for(&caller, backoff, || is_abort_requested(accesses)) {
+            match wait_for(&caller, backoff, || is_stop_requested(accesses)) {
                 Waited::Returned(answer) => answer,
                 Waited::Stopped => return Err(end_stopped(accesses, Ending::Inside { stage, caller })),
                 Waited::TimedOut => {
@@ -97,7 +99,7 @@ pub(super) fn poll_until_done(
         let call = stage.call();
         match access.shared.nccl.calls().poll(call, access.comm) {
             Ok(CallProgress::Done) => next += 1,
-            Ok(CallProgress::Underway) if is_abort_requested(accesses) => {
+            Ok(CallProgress::Underway) if is_stop_requested(accesses) => {
                 return Err(end_stopped(accesses, Ending::Underway { kept: kept.clone() }));
             }
             Ok(CallProgress::Underway) if backoff.pause() => {}
@@ -119,14 +121,20 @@ fn is_abort_requested(accesses: &[Access<'_>]) -> bool {
     accesses.iter().any(|access| access.shared.abort_requested.load(Ordering::Acquire))
 }
 
+/// Returns `true` if an abort or a revoke is requested.
+pub(super) fn is_stop_requested(accesses: &[Access<'_>]) -> bool {
+    let is_revoke_requested = |access: &Access<'_>| access.shared.revoke_requested.load(Ordering::Acquire);
+    is_abort_requested(accesses) || accesses.iter().any(is_revoke_requested)
+}
+
 /// Handles an error that a call returned. Ends the communicators if the error makes them unusable.
-fn handle_error(accesses: &mut [Access<'_>], stage: Stage, error: CallError) -> CommError {
+pub(super) fn handle_error(accesses: &mut [Access<'_>], stage: Stage, error: CallError) -> CommError {
     let is_fatal = match &error {
         CallError::Driver(_) | CallError::Thread(_) => false,
-        // A failed registration leaves tasks in NCCL's group that would run with the next call. A rank that fails to suspend or resume
+        // A failed registration leaves tasks in NCCL's group that would run with the next call. A rank that fails to suspend, resume or grow
         // leaves the others waiting in NCCL.
         CallError::Nccl(error) => {
-            matches!(stage, Stage::Register | Stage::Suspend | Stage::Resume)
+            matches!(stage, Stage::Register | Stage::Suspend | Stage::Resume | Stage::Grow)
                 || error.is_fatal()
                 || accesses.iter().any(is_broken)
         }
@@ -186,8 +194,14 @@ pub(super) fn end_unresponsive(
     error
 }
 
-/// Ends the communicators at the request of the program or the watchdog.
-fn end_stopped(accesses: &mut [Access<'_>], ending: Ending) -> CommError {
+/// Ends or revokes the communicators at the request of the program or the watchdog.
+pub(super) fn end_stopped(accesses: &mut [Access<'_>], ending: Ending) -> CommError {
+    let can_revoke =
+        |access: &Access<'_>| access.shared.can_revoke().is_ok() && access.shared.state() == CommState::Ready;
+    let is_growing = matches!(ending, Ending::Inside { stage: Stage::Grow, .. });
+    if !is_abort_requested(accesses) && !is_growing && accesses.iter().all(can_revoke) {
+        return revoke_all(accesses, ending).err().unwrap_or_else(|| accesses[0].shared.gone());
+    }
     let failed = accesses.iter().find_map(|access| access.shared.failure());
     let limit = failed.as_ref().map_or(ABORT_LIMIT, limit);
     end_all(accesses, ending, failed.clone().map(Arc::new).as_ref(), limit);

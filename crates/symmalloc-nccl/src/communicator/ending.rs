@@ -1,4 +1,4 @@
-//! Abnormal termination of communicators.
+//! Abnormal termination of communicators: aborts and revokes.
 //!
 //! Every NCCL call in this module can hang as well, because a symmetric kernel has no abort flag and NCCL waits for its kernels. The calls
 //! are therefore made on a separate thread, with a bounded wait: [`ABORT_LIMIT`] if the program requested an abort,
@@ -13,6 +13,8 @@
 //! | an NCCL thread is working | `ncclCommAbort`, which stops it |
 //! | a thread of this crate is inside a call | `ncclCommRevoke` if supported; after the thread returns, deregistration and `ncclCommAbort` |
 //!
+//! A revoke by the program makes the same calls without `ncclCommAbort`. If one of them fails or takes too long, the communicator is aborted.
+//!
 //! Deregistration comes first because, up to 2.28, an abort permanently retains the physical memory of windows. It requires a communicator
 //! whose kernels have stopped, which a revoke ensures. Without a revoke, windows are left to the abort.
 
@@ -24,11 +26,13 @@ use crate::communicator::shared::{Access, Handles, Life, Mode, Ownership, Shared
 use crate::communicator::threads::{self, CallResult, KeepAlive};
 use crate::ffi::calls::{CallProgress, Calls};
 use crate::ffi::driver;
+use crate::ffi::error::{IN_PROGRESS, NcclError};
 use crate::ffi::handles::{CommHandle, RegistrationHandle, WindowHandle};
 use crate::ffi::version::Capability;
 use crate::watchdog;
 use std::ffi::CStr;
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, channel, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -60,7 +64,8 @@ impl Ending {
         match self {
             Ending::Idle => true,
             // NCCL's revoke requires a connected communicator and rejects one that is being destroyed.
-            Ending::Inside { stage, .. } => !matches!(stage, Stage::Connect | Stage::Destroy),
+            // It does not stop a grow either, whose thread waits for new ranks on the new communicator.
+            Ending::Inside { stage, .. } => !matches!(stage, Stage::Connect | Stage::Destroy | Stage::Grow),
             Ending::Pending | Ending::Underway { .. } => false,
         }
     }
@@ -80,14 +85,20 @@ struct Resources {
 
 /// Ends these communicators and waits for at most `limit`. Afterwards, they are aborted or lost.
 pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option<&Arc<CommError>>, limit: Duration) {
+    let are_ready = accesses.iter().all(|access| access.shared.state() == CommState::Ready);
     for access in &mut *accesses {
+        // Ranks of a revoked communicator do not wait for this one.
+        let was_revoked = access.shared.state() == CommState::Revoked;
         // From here on, no other thread calls NCCL with this communicator.
         lock(&access.shared.life).end(CommState::Lost, cause.cloned());
-        notify_ranks(access.shared, cause);
+        if !was_revoked {
+            notify_ranks(access.shared, cause);
+        }
     }
     let owned = || accesses.iter().all(|access| access.shared.ownership == Ownership::Owned);
     let has_revoke = || accesses.iter().all(|access| access.shared.nccl.supports(Capability::Revoke));
-    let revokes = ending.can_revoke() && owned() && has_revoke();
+    // NCCL revokes a communicator once.
+    let revokes = ending.can_revoke() && are_ready && owned() && has_revoke();
     if !owned() {
         // The owner must abort a borrowed communicator, so keep all memory that NCCL may still write to or refer to.
         std::mem::forget(ending);
@@ -161,8 +172,87 @@ fn report(access: &Access<'_>) {
     tracing::warn!(name: "communicator.ended", target: "symmalloc", communicator = name, %state);
 }
 
+/// Revokes these communicators, which this crate owns and whose library supports it. Afterwards they are revoked. After an error they are
+/// aborted or lost.
+pub(super) fn revoke_all(accesses: &mut [Access<'_>], ending: Ending) -> Result<(), CommError> {
+    for access in &*accesses {
+        // Until the revoke is done, no other thread calls NCCL with this communicator.
+        lock(&access.shared.life).end(CommState::Lost, None);
+        access.shared.watched().close();
+    }
+    let device = Arc::clone(&accesses[0].shared.device);
+    let resources: Vec<Resources> = accesses.iter().map(resources).collect();
+    // A message through this channel is either received or returned as an error.
+    let (sender, through) = sync_channel(0);
+    let started = threads::run(move || {
+        let Ok(_current) = device.enter() else { return };
+        let _relaxed = device.relax_capture();
+        let (outcome, kept) = stop(ending, &resources, true, &device);
+        if outcome.is_ok() && sender.send(Ok(())).is_ok() {
+            return;
+        }
+        for one in &resources {
+            one.abort();
+            lock(&one.life).state = CommState::Aborted;
+        }
+        drop(kept);
+        // After a timeout the channel is closed.
+        let _heard = sender.send(outcome);
+    });
+    let outcome = match started {
+        Ok(()) => through.recv_timeout(ABORT_LIMIT),
+        Err(error) => return Err(revoke_failed(accesses, &CommError::Thread { kind: error.kind() })),
+    };
+    match outcome {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => return Err(revoke_failed(accesses, &error.into())),
+        Err(_late) => {
+            let overdue = |state| {
+                let (name, stage) = (Arc::clone(&accesses[0].shared.name), Stage::Revoke);
+                CommError::Deadline { name, stage, waited: ABORT_LIMIT, state }
+            };
+            return Err(revoke_failed(accesses, &overdue(accesses[0].shared.state())));
+        }
+    }
+    for access in &*accesses {
+        lock(&access.shared.usage).registrations = 0;
+        let mut life = lock(&access.shared.life);
+        (life.state, life.comm) = (CommState::Revoked, access.comm);
+        access.shared.revoke_requested.store(false, Ordering::Release);
+        drop(life);
+        watchdog::leave(access.shared.watched());
+        tracing::warn!(name: "communicator.revoked", target: "symmalloc", communicator = &*access.shared.name);
+    }
+    Ok(())
+}
+
+/// Records the error of a revoke as the cause of the communicators' end.
+fn revoke_failed(accesses: &[Access<'_>], error: &CommError) -> CommError {
+    let cause = Arc::new(error.clone());
+    for access in accesses {
+        lock(&access.shared.life).cause = Some(Arc::clone(&cause));
+        notify_ranks(access.shared, Some(&cause));
+        report(access);
+    }
+    error.clone()
+}
+
 fn end(ending: Ending, resources: &[Resources], revokes: bool, device: &CudaDevice) {
-    let revoked = revokes && resources.iter().all(Resources::revoke);
+    let (_outcome, kept) = stop(ending, resources, revokes, device);
+    resources.iter().for_each(Resources::abort);
+    drop(kept);
+}
+
+/// Waits until no thread is in a call. If `revokes` is set, first stops all work, and then deregisters everything. Returns the error of the
+/// revoke, and what must be kept until an abort.
+fn stop(
+    ending: Ending,
+    resources: &[Resources],
+    revokes: bool,
+    device: &CudaDevice,
+) -> (Result<(), NcclError>, KeepAlive) {
+    let outcome = if revokes { resources.iter().try_for_each(Resources::revoke) } else { Ok(()) };
+    let revoked = revokes && outcome.is_ok();
     let kept = match ending {
         Ending::Inside { caller, .. } => {
             // The result is irrelevant: only the return from NCCL matters.
@@ -179,27 +269,25 @@ fn end(ending: Ending, resources: &[Resources], revokes: bool, device: &CudaDevi
             thread::sleep(POLL_INTERVAL);
         }
     }
-    for one in resources {
-        if revoked {
-            one.deregister();
-        }
-        one.abort();
+    if revoked {
+        resources.iter().for_each(Resources::deregister);
     }
-    drop(kept);
+    (outcome, kept)
 }
 
 impl Resources {
-    /// Stops all operations in flight, on the host and on the device. Returns `true` on success.
-    fn revoke(&self) -> bool {
+    /// Stops all operations in flight, on the host and on the device.
+    fn revoke(&self) -> Result<(), NcclError> {
         // A revoke is allowed while another thread is inside a call.
-        if self.calls.revoke(self.comm).is_err() {
-            return false;
-        }
+        self.calls.revoke(self.comm)?;
         let backoff = Backoff::new(ABORT_LIMIT);
         loop {
             match self.calls.poll("ncclCommRevoke", self.comm) {
                 Ok(CallProgress::Underway) if self.mode == Mode::Nonblocking && backoff.pause() => {}
-                answer => return answer == Ok(CallProgress::Done),
+                Ok(CallProgress::Underway) => {
+                    return Err(NcclError { call: "ncclCommRevoke", code: IN_PROGRESS, detail: None });
+                }
+                answer => return answer.map(drop),
             }
         }
     }

@@ -131,6 +131,40 @@ pub enum CommError {
         /// The excluded ranks.
         excluded: Vec<u32>,
     },
+    /// The communicator was revoked: its work was stopped and its windows are gone.
+    #[error(
+        "communicator \"{name}\" is revoked: shrink it to the ranks that continue, or destroy it and connect a new one"
+    )]
+    Revoked {
+        /// The communicator's name.
+        name: Arc<str>,
+    },
+    /// Only the owner of a communicator can revoke it.
+    #[error("communicator \"{name}\" is borrowed: revoke it where it was created")]
+    Borrowed {
+        /// The communicator's name.
+        name: Arc<str>,
+    },
+    /// A grown communicator must have more ranks than the old one.
+    #[error("communicator \"{name}\" has {ranks} ranks and cannot grow to {requested}: pass a larger number")]
+    GrowRanks {
+        /// The old communicator's name.
+        name: Arc<str>,
+        /// Its number of ranks.
+        ranks: u32,
+        /// The number of ranks that was passed.
+        requested: u32,
+    },
+    /// The id of a grow cannot be created or used.
+    #[error("communicator \"{name}\", rank {rank}: {obstacle}")]
+    GrowId {
+        /// The old communicator's name.
+        name: Arc<str>,
+        /// This rank.
+        rank: u32,
+        /// The reason.
+        obstacle: GrowIdObstacle,
+    },
     /// A communicator handle is null.
     #[error("{call}: the communicator is null: pass a live ncclComm_t")]
     NoCommunicator {
@@ -216,6 +250,37 @@ pub enum CommError {
     Name,
 }
 
+/// A reason why the id of a grow cannot be created or used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum GrowIdObstacle {
+    /// This rank is not rank 0.
+    NotRankZero,
+    /// The environment has `NCCL_COMM_ID`, with which NCCL refuses to grow.
+    CommIdVariable,
+    /// An earlier id was not used yet.
+    Unused,
+    /// This rank did not create the id, or has used it.
+    Unknown,
+}
+
+impl fmt::Display for GrowIdObstacle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            GrowIdObstacle::NotRankZero => {
+                "only rank 0 creates the id of a grow: call grow_id there, and pass its result to all ranks"
+            }
+            GrowIdObstacle::CommIdVariable => "NCCL does not grow while NCCL_COMM_ID is set: start the job without it",
+            GrowIdObstacle::Unused => {
+                "the last id of a grow is still unused: grow with it before you create another one"
+            }
+            GrowIdObstacle::Unknown => {
+                "the id is not the last result of grow_id, or was used: call grow_id, and pass its result to all ranks"
+            }
+        })
+    }
+}
+
 impl From<DriverError> for CommError {
     fn from(error: DriverError) -> Self {
         CommError::Cuda(error.into())
@@ -228,6 +293,8 @@ impl From<DriverError> for CommError {
 pub enum CommState {
     /// Usable.
     Ready,
+    /// Revoked: its work was stopped and its windows are gone. It can only shrink, and be destroyed.
+    Revoked,
     /// Destroyed normally. Its windows are gone.
     Destroyed,
     /// Aborted by the program or because of an error. Its windows are gone.
@@ -241,6 +308,7 @@ impl fmt::Display for CommState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             CommState::Ready => "ready",
+            CommState::Revoked => "revoked",
             CommState::Destroyed => "destroyed",
             CommState::Aborted => "aborted",
             CommState::Lost => "lost",
@@ -258,6 +326,8 @@ pub enum Stage {
     Split,
     /// The remaining ranks create a smaller communicator.
     Shrink,
+    /// The communicator gets more ranks.
+    Grow,
     /// A window is registered.
     Register,
     /// A buffer of this rank is registered.
@@ -274,6 +344,8 @@ pub enum Stage {
     Run,
     /// The communicator is destroyed.
     Destroy,
+    /// The communicator is revoked.
+    Revoke,
     /// The communicator is aborted.
     Abort,
 }
@@ -295,6 +367,7 @@ impl Stage {
             Stage::Connect => "ncclCommInitRankConfig",
             Stage::Split => "ncclCommSplit",
             Stage::Shrink => "ncclCommShrink",
+            Stage::Grow => "ncclCommGrow",
             Stage::Register => "ncclCommWindowRegister",
             Stage::RegisterBuffer => "ncclCommRegister",
             Stage::Deregister => "ncclCommWindowDeregister",
@@ -302,6 +375,7 @@ impl Stage {
             Stage::Resume => "ncclCommResume",
             Stage::Submit | Stage::Run => "ncclCommGetAsyncError",
             Stage::Destroy => "ncclCommFinalize",
+            Stage::Revoke => "ncclCommRevoke",
             Stage::Abort => "ncclCommAbort",
         }
     }
@@ -313,6 +387,7 @@ impl fmt::Display for Stage {
             Stage::Connect => "connecting",
             Stage::Split => "splitting",
             Stage::Shrink => "shrinking",
+            Stage::Grow => "growing",
             Stage::Register => "registering a window",
             Stage::RegisterBuffer => "registering a buffer",
             Stage::Deregister => "deregistering memory",
@@ -321,6 +396,7 @@ impl fmt::Display for Stage {
             Stage::Submit => "submitting a collective",
             Stage::Run => "a collective on the device",
             Stage::Destroy => "destroying it",
+            Stage::Revoke => "revoking it",
             Stage::Abort => "aborting it",
         })
     }

@@ -46,6 +46,13 @@ impl CommOrder {
         CommOrder(key.into())
     }
 
+    /// Returns the order of a communicator that other ranks joined with this id.
+    pub(crate) fn grown(name: &str, id: &UniqueId) -> Self {
+        let mut key = Self::named(b'g', name);
+        key.extend_from_slice(id.as_bytes());
+        CommOrder(key.into())
+    }
+
     fn named(kind: u8, name: &str) -> Vec<u8> {
         let mut key = name.as_bytes().to_vec();
         // Names contain no zero byte, so no name's key is a prefix of another name's key.
@@ -118,6 +125,14 @@ mod tests {
             let part = one.split(1, u32::MAX);
             assert!(orders.iter().all(|(later, other)| later <= ordinal || part < *other));
         }
+    }
+
+    #[test]
+    fn a_grown_communicator_is_its_name_and_id() {
+        let grown = |name, byte| CommOrder::grown(name, &UniqueId::from_bytes([byte; UniqueId::BYTES]));
+        assert_eq!(grown("world", 7), grown("world", 7));
+        assert!(grown("dp", 9) < grown("tp", 1) && grown("tp", 1) < grown("tp", 2));
+        assert_ne!(grown("world", 7), world("world", 7));
     }
 
     #[test]

@@ -9,9 +9,52 @@ use crate::communicator::threads::KeepAlive;
 use crate::ffi::calls::WINDOW_ALIGNMENT;
 use crate::ffi::handles::{NewHandle, RegistrationHandle, WindowHandle};
 use crate::ffi::version::Capability;
+use std::ffi::c_int;
 use std::fmt;
+use std::ops::BitOr;
 use std::slice::from_mut;
 use std::sync::Arc;
+
+/// Flags of a window in addition to `NCCL_WIN_COLL_SYMMETRIC`, which every window has. Combine them with `|`. All ranks must pass the
+/// same flags.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct WindowFlags(u8);
+
+impl WindowFlags {
+    /// No flags.
+    pub const NONE: WindowFlags = WindowFlags(0);
+    /// `NCCL_WIN_STRICT_ORDERING`: operations of kernels on the window that go over the network stay in order. Requires NCCL 2.29.7.
+    pub const STRICT_ORDERING: WindowFlags = WindowFlags(0x02);
+    /// `NCCL_WIN_GIN_ONLY`: the window serves only communication from kernels over the network (GIN). Requires NCCL 2.32.3.
+    pub const GIN_ONLY: WindowFlags = WindowFlags(0x04);
+
+    /// Returns `true` if these flags include all of `other`.
+    pub fn contains(self, other: WindowFlags) -> bool {
+        self.0 & other.0 == other.0
+    }
+
+    /// Returns the flags as NCCL's integer, without `NCCL_WIN_COLL_SYMMETRIC`.
+    pub(crate) fn raw(self) -> c_int {
+        c_int::from(self.0)
+    }
+
+    /// Returns the capabilities that the flags require of libnccl.
+    pub(crate) fn required(self) -> impl Iterator<Item = Capability> {
+        let all = [
+            (WindowFlags::STRICT_ORDERING, Capability::StrictOrderingWindows),
+            (WindowFlags::GIN_ONLY, Capability::NetworkOnlyWindows),
+        ];
+        all.into_iter().filter(move |(flag, _)| self.contains(*flag)).map(|(_, capability)| capability)
+    }
+}
+
+impl BitOr for WindowFlags {
+    type Output = WindowFlags;
+
+    fn bitor(self, other: WindowFlags) -> WindowFlags {
+        WindowFlags(self.0 | other.0)
+    }
+}
 
 /// The result of a window registration.
 #[derive(Debug)]
@@ -135,7 +178,22 @@ impl Communicator {
     /// of [`WINDOW_ALIGNMENT`], or a capture is in progress (before 2.30.7). If ranks do not arrive within the deadline or NCCL fails, the
     /// communicator is ended, because a failed registration leaves unfinished tasks in it.
     pub fn register_window(&self, base: u64, size_bytes: u64) -> Result<Registered, CommError> {
+        self.register_window_with(base, size_bytes, WindowFlags::NONE)
+    }
+
+    /// Like [`register_window`](Self::register_window), with flags.
+    ///
+    /// # Errors
+    /// Same as [`register_window`](Self::register_window). Also returns [`CommError::Unsupported`], without any effect, if the library does
+    /// not have one of the flags.
+    pub fn register_window_with(
+        &self,
+        base: u64,
+        size_bytes: u64,
+        flags: WindowFlags,
+    ) -> Result<Registered, CommError> {
         self.require(Capability::Windows)?;
+        flags.required().try_for_each(|capability| self.require(capability))?;
         if size_bytes == 0 {
             return Err(CommError::Empty);
         }
@@ -151,7 +209,7 @@ impl Communicator {
         let route = CallThread::when_blocking(self.shared.mode, CallThread::Separate);
         let _entry = HostEntry::begin(self.watched(), Stage::Register, Some(size_bytes));
         perform(from_mut(&mut access), Stage::Register, route, &kept, move |calls| {
-            calls.register_window(comm, base, size_bytes, &out)
+            calls.register_window(comm, (base, size_bytes), flags, &out)
         })?;
         let Some(raw) = new.window() else {
             return Ok(Registered::Plain(self.register_buffer_with(&mut access, base, size_bytes)?));
@@ -232,5 +290,20 @@ impl Communicator {
         }
         let (name, owner) = (Arc::clone(&self.shared.name), Arc::clone(&memory.owner_name));
         Err(CommError::ForeignRegistration { name, owner })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_have_the_values_of_nccl_h_and_require_their_capabilities() {
+        let both = WindowFlags::STRICT_ORDERING | WindowFlags::GIN_ONLY;
+        assert_eq!([WindowFlags::NONE, WindowFlags::STRICT_ORDERING, both].map(WindowFlags::raw), [0, 2, 6]);
+        assert!(both.contains(WindowFlags::GIN_ONLY) && !WindowFlags::GIN_ONLY.contains(both));
+        assert_eq!(WindowFlags::NONE.required().count(), 0);
+        let required: Vec<_> = both.required().collect();
+        assert_eq!(required, [Capability::StrictOrderingWindows, Capability::NetworkOnlyWindows]);
     }
 }

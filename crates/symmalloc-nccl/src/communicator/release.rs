@@ -2,6 +2,7 @@
 
 use crate::backoff::Backoff;
 use crate::communicator::call::{CallThread, HostEntry, perform};
+use crate::communicator::ending::{ABORT_LIMIT, Ending, end_all};
 use crate::communicator::error::{CommError, CommState, Stage};
 use crate::communicator::shared::{Access, Handles, Ownership, Shared, lock};
 use crate::communicator::threads::{KeepAlive, Waited, start, wait_for};
@@ -57,7 +58,12 @@ fn deregister<Handle: Copy + PartialEq + Send + 'static>(
 impl Shared {
     /// Destroys the communicator and its remaining registrations. Does nothing if it has already ended.
     pub(super) fn destroy(&self) -> Result<(), CommError> {
-        let Ok(mut access) = self.access() else { return Ok(()) };
+        let Ok(mut access) = self.access_even_revoked() else { return Ok(()) };
+        if self.state() == CommState::Revoked {
+            // NCCL's destruction may wait for ranks that are gone.
+            end_all(from_mut(&mut access), Ending::Idle, None, ABORT_LIMIT);
+            return if self.state() == CommState::Lost { Err(self.gone()) } else { Ok(()) };
+        }
         let deregistered = deregister_all(&mut access);
         if self.ownership == Ownership::Borrowed {
             lock(&self.life).end(CommState::Destroyed, None);

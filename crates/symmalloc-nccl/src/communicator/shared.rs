@@ -14,6 +14,7 @@ use crate::communicator::error::CommState;
 use crate::communicator::order::CommOrder;
 use crate::ffi::handles::{CommHandle, RegistrationHandle, WindowHandle};
 use crate::ffi::library::Nccl;
+use crate::rendezvous::unique_id::UniqueId;
 use crate::watchdog::{self, ERROR_LIMIT, MeetingId, WatchSettings, WatchdogMode, Watched};
 use std::collections::BTreeMap;
 use std::ffi::CStr;
@@ -57,6 +58,9 @@ pub(super) struct Shared {
     pub(super) serial: u64,
     /// Set by [`abort`](crate::communicator::Communicator::abort), to stop a thread that waits while it holds the call lock.
     pub(super) abort_requested: AtomicBool,
+    /// Set by [`revoke`](crate::communicator::Communicator::revoke), until it is revoked, to stop a thread that waits while it holds the
+    /// call lock.
+    pub(super) revoke_requested: AtomicBool,
     /// The meeting of its processes, if any.
     pub(super) meeting: Option<MeetingId>,
     pub(super) watch_settings: WatchSettings,
@@ -113,12 +117,14 @@ pub(super) struct Inner {
     pub(super) shrinks: BTreeMap<Vec<u32>, u32>,
     /// Number of gathers by transports so far; equal on all ranks.
     pub(super) gathers: u64,
+    /// The id of a grow that was created on this rank and not used yet.
+    pub(super) grow_id: Option<UniqueId>,
 }
 
 /// The state of a communicator.
 #[derive(Debug)]
 pub(super) struct Life {
-    /// Null if and only if it is not ready.
+    /// Null if and only if it is neither ready nor revoked.
     pub(super) comm: CommHandle,
     pub(super) state: CommState,
     /// The error that ended the communicator, if any.
@@ -155,12 +161,21 @@ impl Shared {
     /// Waits until no other thread calls NCCL with the communicator. Fails if the watchdog has ended the communicator or is about to end
     /// it.
     pub(super) fn access(&self) -> Result<Access<'_>, CommError> {
+        let access = self.access_even_revoked()?;
+        if self.state() == CommState::Revoked {
+            return Err(self.gone());
+        }
+        Ok(access)
+    }
+
+    /// Like [`access`](Self::access), for the calls that a revoked communicator accepts too.
+    pub(super) fn access_even_revoked(&self) -> Result<Access<'_>, CommError> {
         // Also check before locking: the thread that ends the communicator may hold the lock.
         self.check_failure()?;
-        let access = self.access_with(lock(&self.inner))?;
+        let access = self.access_even_revoked_with(lock(&self.inner))?;
         let Some(_failed) = self.failure() else { return Ok(access) };
         drop(access);
-        self.access()
+        self.access_even_revoked()
     }
 
     pub(super) fn check_failure(&self) -> Result<(), CommError> {
@@ -185,6 +200,17 @@ impl Shared {
     }
 
     pub(super) fn access_with<'a>(&'a self, inner: MutexGuard<'a, Inner>) -> Result<Access<'a>, CommError> {
+        let access = self.access_even_revoked_with(inner)?;
+        if self.state() == CommState::Revoked {
+            return Err(self.gone());
+        }
+        Ok(access)
+    }
+
+    pub(super) fn access_even_revoked_with<'a>(
+        &'a self,
+        inner: MutexGuard<'a, Inner>,
+    ) -> Result<Access<'a>, CommError> {
         let comm = lock(&self.life).comm;
         if comm.is_null() {
             return Err(self.gone());
@@ -195,25 +221,40 @@ impl Shared {
     /// Returns the error of a communicator that is not ready.
     pub(super) fn gone(&self) -> CommError {
         let life = lock(&self.life);
+        if life.state == CommState::Revoked {
+            return CommError::Revoked { name: Arc::clone(&self.name) };
+        }
         CommError::Gone { name: Arc::clone(&self.name), state: life.state, cause: life.cause.clone() }
     }
 
     /// Like [`access`](Self::access), for calls that a suspended communicator does not accept.
     pub(super) fn access_active(&self) -> Result<Access<'_>, CommError> {
         let access = self.access()?;
+        self.check_active()?;
+        Ok(access)
+    }
+
+    /// Checks that the communicator is not suspended.
+    pub(super) fn check_active(&self) -> Result<(), CommError> {
         if lock(&self.usage).suspended_bytes.is_some() {
             return Err(CommError::Suspended { name: Arc::clone(&self.name) });
         }
-        Ok(access)
+        Ok(())
     }
 
     /// Checks that the communicator is ready. Never waits.
     pub(super) fn check_ready(&self) -> Result<(), CommError> {
         match self.failure() {
             Some(failed) => Err(failed),
-            None if lock(&self.life).comm.is_null() => Err(self.gone()),
+            None if self.state() != CommState::Ready => Err(self.gone()),
             None => Ok(()),
         }
+    }
+
+    /// Checks that the results of completed work are valid: that the communicator has neither failed nor been revoked.
+    pub(super) fn check_results(&self) -> Result<(), CommError> {
+        self.check_failure()?;
+        if self.state() == CommState::Revoked { Err(self.gone()) } else { Ok(()) }
     }
 
     /// Returns the error with which the watchdog ended the communicator, if any.

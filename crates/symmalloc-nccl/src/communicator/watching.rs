@@ -38,7 +38,8 @@ impl Communicator {
     /// Waits on the host until the stream has completed all work submitted to it so far, or until the watchdog ends the communicator.
     ///
     /// # Errors
-    /// [`CommError::Failed`] if a rank is gone, stopped or stuck, and errors of the driver.
+    /// [`CommError::Failed`] if a rank is gone, stopped or stuck, [`CommError::Revoked`] if the communicator is revoked, and errors of the
+    /// driver.
     pub fn synchronize(&self, stream: &Arc<CudaStream>) -> Result<(), CommError> {
         self.check_stream(stream)?;
         let _current = self.device().enter()?;
@@ -53,17 +54,17 @@ impl Communicator {
             backoff.pause();
         }
         flight.done(end, Tick::now());
-        self.shared.check_failure()
+        self.shared.check_results()
     }
 
-    /// Runs a wait of the program and then checks whether the communicator failed in the meantime. If it did, the results of its
-    /// collectives are invalid. The wait itself returns because the watchdog stops the kernels that it waits for, or ends the process.
+    /// Runs a wait of the program and then checks whether the communicator failed or was revoked in the meantime. If so, the results of
+    /// its collectives are invalid. The wait itself returns because the watchdog stops the kernels that it waits for, or ends the process.
     ///
     /// # Errors
-    /// [`CommError::Failed`] if the watchdog ended the communicator.
+    /// [`CommError::Failed`] if the watchdog ended the communicator, and [`CommError::Revoked`] if it is revoked.
     pub fn guarded<T>(&self, wait: impl FnOnce() -> T) -> Result<T, CommError> {
         let answer = wait();
-        self.shared.check_failure()?;
+        self.shared.check_results()?;
         Ok(answer)
     }
 
@@ -165,7 +166,7 @@ impl Watchable for Shared {
     fn end(&self, failure: &Arc<Failure>) {
         self.abort_requested.store(true, Ordering::Release);
         let Ok(inner) = self.lock_or_revoke(GRACE) else { return };
-        let Ok(mut access) = self.access_with(inner) else { return };
+        let Ok(mut access) = self.access_even_revoked_with(inner) else { return };
         let cause = Arc::new(CommError::Failed(Arc::clone(failure)));
         // The errors of other threads wait for the rest of the interval without the lock.
         end_all(from_mut(&mut access), Ending::Idle, Some(&cause), GRACE);

@@ -17,17 +17,19 @@
 //! - **C5** A window or registration is released once, on the communicator that made it.
 
 use crate::collectives::operation::{NcclCall, Operation};
-use crate::ffi::error::{LoadError, NcclError};
+use crate::communicator::registration::WindowFlags;
+use crate::ffi::error::{IN_PROGRESS, LoadError, NcclError};
 use crate::ffi::handles::{CommHandle, NewHandle, RegistrationHandle, WindowHandle};
 use crate::ffi::version::{Capability, NcclVersion};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::sync::OnceLock;
 
 /// `ncclSuccess`.
 const SUCCESS: c_int = 0;
-/// `ncclInProgress`.
-const IN_PROGRESS: c_int = 7;
 /// `NCCL_WIN_COLL_SYMMETRIC`.
 const WINDOW_SYMMETRIC: c_int = 1;
+/// Rank that a rank of the old communicator passes to `ncclCommGrow`: it keeps its number.
+const GROW_KEEPS_RANK: c_int = -1;
 /// `NCCL_SHRINK_DEFAULT`: the parent has no work in progress.
 const SHRINK_DEFAULT: c_int = 0;
 /// Required alignment of a window's base address (`NCCL_WIN_REQUIRED_ALIGNMENT`), in bytes.
@@ -57,6 +59,9 @@ pub(crate) enum CallProgress {
 
 /// The result of a call.
 pub(crate) type Outcome = Result<CallProgress, NcclError>;
+
+/// Storage for an id that a call on another thread creates.
+pub(crate) type GrowId = OnceLock<[u8; 128]>;
 
 type Comm = *mut c_void;
 type Stream = *mut c_void;
@@ -137,6 +142,8 @@ nccl_calls! {
         resume = ncclCommResume(Comm);
         memory_stat = ncclCommMemStats(Comm, c_int, *mut u64);
         shrink = ncclCommShrink(Comm, *mut c_int, c_int, *mut Comm, *mut RawConfig, c_int);
+        grow_id = ncclCommGetUniqueId(Comm, *mut RawUniqueId);
+        grow = ncclCommGrow(Comm, c_int, *const RawUniqueId, c_int, *mut Comm, *mut RawConfig);
     }
 }
 
@@ -164,7 +171,11 @@ impl Calls {
             Capability::Revoke => self.revoke.is_some(),
             Capability::Suspension => self.suspend.is_some() && self.resume.is_some() && self.memory_stat.is_some(),
             Capability::Shrink => self.shrink.is_some(),
-            Capability::WindowRefusal | Capability::RegistrationInCapture => true,
+            Capability::Grow => self.grow_id.is_some() && self.grow.is_some(),
+            Capability::WindowRefusal
+            | Capability::RegistrationInCapture
+            | Capability::StrictOrderingWindows
+            | Capability::NetworkOnlyWindows => true,
         }
     }
 
@@ -207,6 +218,52 @@ impl Calls {
             call(comm.as_ptr(), excluded.as_mut_ptr(), count, new.out(), &raw mut config, SHRINK_DEFAULT)
         };
         self.optional("ncclCommShrink", self.shrink.map(call))
+    }
+
+    /// Creates the id with which ranks join a grown communicator (`ncclCommGetUniqueId`). Writes it to `id`.
+    pub(crate) fn grow_id(&self, comm: CommHandle, id: &GrowId) -> Outcome {
+        let mut raw = RawUniqueId { internal: [0; 128] };
+        // SAFETY: C1, C2; `raw` is valid for writing.
+        let call = |call: unsafe extern "C" fn(_, _) -> _| unsafe { call(comm.as_ptr(), &raw mut raw) };
+        let outcome = self.optional("ncclCommGetUniqueId", self.grow_id.map(call))?;
+        let _first = id.set(raw.internal);
+        Ok(outcome)
+    }
+
+    /// Creates a communicator with more ranks, on a rank of the old one (`ncclCommGrow`). Only the rank that created the id passes it.
+    pub(crate) fn grow(
+        &self,
+        comm: CommHandle,
+        ranks: c_int,
+        id: Option<[u8; 128]>,
+        new: &NewHandle,
+        blocking: bool,
+    ) -> Outcome {
+        self.grow_call(comm, ranks, id, GROW_KEEPS_RANK, new, blocking)
+    }
+
+    /// Joins a communicator that grows, on a new rank (`ncclCommGrow`).
+    pub(crate) fn join(&self, new: &NewHandle, ranks: c_int, id: [u8; 128], rank: c_int, blocking: bool) -> Outcome {
+        self.grow_call(CommHandle::NULL, ranks, Some(id), rank, new, blocking)
+    }
+
+    fn grow_call(
+        &self,
+        comm: CommHandle,
+        ranks: c_int,
+        id: Option<[u8; 128]>,
+        rank: c_int,
+        new: &NewHandle,
+        blocking: bool,
+    ) -> Outcome {
+        let mut config = RawConfig::new(blocking, new.name());
+        let id = id.map(|internal| RawUniqueId { internal });
+        let id = id.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+        // SAFETY: C1, C2, C3; the configuration and the id are valid, and NCCL copies both.
+        let call = |call: unsafe extern "C" fn(_, _, _, _, _, _) -> _| unsafe {
+            call(comm.as_ptr(), ranks, id, rank, new.out(), &raw mut config)
+        };
+        self.optional("ncclCommGrow", self.grow.map(call))
     }
 
     /// Calls `ncclCommFinalize`. Afterwards the communicator may only be polled and destroyed.
@@ -252,11 +309,18 @@ impl Calls {
     }
 
     /// Registers a window together with all other ranks (`ncclCommWindowRegister`). NCCL validates the memory.
-    pub(crate) fn register_window(&self, comm: CommHandle, base: u64, size_bytes: u64, new: &NewHandle) -> Outcome {
+    pub(crate) fn register_window(
+        &self,
+        comm: CommHandle,
+        (base, size_bytes): (u64, u64),
+        flags: WindowFlags,
+        new: &NewHandle,
+    ) -> Outcome {
         let (base, size) = (base as *mut c_void, size_bytes as usize);
+        let flags = WINDOW_SYMMETRIC | flags.raw();
         // SAFETY: C1, C2, C3.
         let call = |call: unsafe extern "C" fn(_, _, _, _, _) -> _| unsafe {
-            call(comm.as_ptr(), base, size, new.out(), WINDOW_SYMMETRIC)
+            call(comm.as_ptr(), base, size, new.out(), flags)
         };
         self.optional("ncclCommWindowRegister", self.window_register.map(call))
     }

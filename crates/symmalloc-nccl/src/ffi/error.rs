@@ -66,6 +66,8 @@ pub(crate) const INVALID_ARGUMENT: i32 = 4;
 pub(crate) const INVALID_USAGE: i32 = 5;
 /// `ncclRemoteError`.
 pub(crate) const REMOTE_ERROR: i32 = 6;
+/// `ncclInProgress`.
+pub(crate) const IN_PROGRESS: i32 = 7;
 
 impl NcclError {
     /// Returns the name of the code.
@@ -78,7 +80,7 @@ impl NcclError {
             INVALID_ARGUMENT => "ncclInvalidArgument",
             INVALID_USAGE => "ncclInvalidUsage",
             REMOTE_ERROR => "ncclRemoteError",
-            7 => "ncclInProgress",
+            IN_PROGRESS => "ncclInProgress",
             _ => "an ncclResult_t",
         }
     }

@@ -26,8 +26,14 @@ pub enum Capability {
     Shrink,
     /// An error for a window that cannot be symmetric (2.29). Earlier versions return a plain registration that looks like a window.
     WindowRefusal,
-    /// `ncclCommRevoke`: operations in a communicator can be stopped without freeing it while another thread hangs in it (2.28.9).
+    /// `ncclCommRevoke`: operations in a communicator can be stopped without freeing it while another thread hangs in it (2.28.7).
     Revoke,
+    /// `ncclCommGrow`: a communicator with more ranks (2.29.2).
+    Grow,
+    /// `NCCL_WIN_STRICT_ORDERING`: windows whose operations on the network stay in order (2.29.7).
+    StrictOrderingWindows,
+    /// `NCCL_WIN_GIN_ONLY`: windows for communication from kernels over the network only (2.32.3).
+    NetworkOnlyWindows,
     /// Windows can be registered while a stream is being captured into a graph (2.30.7).
     RegistrationInCapture,
     /// `ncclCommSuspend` and `ncclCommResume`: an idle communicator's memory can be released (2.29.7).
@@ -63,10 +69,12 @@ impl Capability {
         match self {
             Capability::BufferRegistration => NcclVersion::new(2, 19, 1),
             Capability::Windows | Capability::Shrink => NcclVersion::new(2, 27, 3),
-            Capability::Revoke => NcclVersion::new(2, 28, 9),
+            Capability::Revoke => NcclVersion::new(2, 28, 7),
             Capability::WindowRefusal => NcclVersion::new(2, 29, 1),
             Capability::RegistrationInCapture => NcclVersion::new(2, 30, 7),
-            Capability::Suspension => NcclVersion::new(2, 29, 7),
+            Capability::Grow => NcclVersion::new(2, 29, 2),
+            Capability::Suspension | Capability::StrictOrderingWindows => NcclVersion::new(2, 29, 7),
+            Capability::NetworkOnlyWindows => NcclVersion::new(2, 32, 3),
         }
     }
 }
@@ -81,6 +89,9 @@ impl fmt::Display for Capability {
             Capability::WindowRefusal => "refusal of windows that cannot be symmetric",
             Capability::RegistrationInCapture => "registration while a stream is captured",
             Capability::Suspension => "ncclCommSuspend",
+            Capability::Grow => "ncclCommGrow",
+            Capability::StrictOrderingWindows => "the window flag NCCL_WIN_STRICT_ORDERING",
+            Capability::NetworkOnlyWindows => "the window flag NCCL_WIN_GIN_ONLY",
         })
     }
 }

@@ -20,7 +20,7 @@ pub(crate) use sync::SyncJob;
 
 use crate::collectives::transport::NcclTransport;
 use crate::communicator::error::CommError;
-use crate::communicator::registration::{BufferRegistration, Registered};
+use crate::communicator::registration::{BufferRegistration, Registered, WindowFlags};
 use crate::communicator::{CommState, Communicator};
 use crate::ffi::handles::WindowHandle;
 use crate::registrar::settings::Registration;
@@ -143,9 +143,10 @@ impl Attachment {
         allocator: &CudaAllocator,
         pools: &[PoolId],
         registration: Registration,
+        flags: WindowFlags,
     ) -> Result<(), AttachError> {
         let mut state = self.lock();
-        state.pools.observe(allocator, self.comm.name(), pools, registration)?;
+        state.pools.observe(allocator, self.comm.name(), pools, registration, flags)?;
         self.publish_view(&state);
         Ok(())
     }

@@ -1,5 +1,6 @@
 //! The pools observed for one communicator, each with an observer and the log entries since the last sync.
 
+use crate::communicator::registration::WindowFlags;
 use crate::registrar::settings::{Registration, Synced};
 use crate::sync::actions::generation;
 use crate::sync::error::AttachError;
@@ -25,6 +26,8 @@ struct ObservedPool {
     /// Ordinal among symmetric pools; 0 for a private pool, which never appears in messages to other ranks.
     ordinal: u32,
     registration: Registration,
+    /// Flags of the windows; none for buffers.
+    flags: WindowFlags,
     observer: ObserverId,
     /// Segments that were live when the pool was attached. Empty after the first sync.
     births: Vec<SegmentEvent>,
@@ -57,6 +60,7 @@ impl ObservedPools {
         communicator: &str,
         pools: &[PoolId],
         registration: Registration,
+        flags: WindowFlags,
     ) -> Result<(), AttachError> {
         let mut added: SmallVec<[ObservedPool; 4]> = SmallVec::new();
         for &pool in pools {
@@ -64,7 +68,7 @@ impl ObservedPools {
             let observed = if self.pools.iter().any(is_known) || added.iter().any(is_known) {
                 Err(AttachError::Already { pool, communicator: communicator.to_owned() })
             } else {
-                ObservedPool::new(allocator, pool, registration).map_err(AttachError::from)
+                ObservedPool::new(allocator, pool, registration, flags).map_err(AttachError::from)
             };
             match observed {
                 Ok(observed) => added.push(observed),
@@ -146,11 +150,17 @@ impl ObservedPools {
         self.pools.iter().find(|observed| observed.pool == pool).map_or(0, |observed| observed.ordinal)
     }
 
-    /// Returns a digest of the symmetric pools that are attached for windows, and of those that are being detached.
+    /// Returns the flags of a pool's windows.
+    pub(crate) fn flags(&self, pool: PoolId) -> WindowFlags {
+        self.pools.iter().find(|observed| observed.pool == pool).map_or(WindowFlags::NONE, |observed| observed.flags)
+    }
+
+    /// Returns a digest of the symmetric pools that are attached for windows, with the windows' flags, and of those that are being detached.
     pub(crate) fn digest(&self) -> u64 {
         let pools = self.pools.iter().filter(|observed| observed.registration == Registration::Windows);
         pools.fold(0, |digest, observed| {
-            fold(digest, (u64::from(observed.ordinal) << 1) | u64::from(observed.is_leaving))
+            let flags = (observed.flags.raw() as u64) << 40;
+            fold(digest, flags | (u64::from(observed.ordinal) << 1) | u64::from(observed.is_leaving))
         })
     }
 
@@ -185,7 +195,12 @@ fn is_awake(allocator: &CudaAllocator, pool: PoolId) -> bool {
 }
 
 impl ObservedPool {
-    fn new(allocator: &CudaAllocator, pool: PoolId, registration: Registration) -> Result<Self, UnknownError> {
+    fn new(
+        allocator: &CudaAllocator,
+        pool: PoolId,
+        registration: Registration,
+        flags: WindowFlags,
+    ) -> Result<Self, UnknownError> {
         let core = allocator.core();
         let seen = core.segment_log_entries(pool);
         let (observer, births) = core.observe(pool)?;
@@ -193,6 +208,7 @@ impl ObservedPool {
             pool,
             ordinal: core.symmetric_ordinal(pool).unwrap_or(0),
             registration,
+            flags,
             observer,
             // The maximum forces the first sync to read the log if there are births.
             seen: if births.is_empty() { seen } else { u64::MAX },

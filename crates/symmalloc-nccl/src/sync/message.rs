@@ -194,7 +194,7 @@ pub enum SyncField {
     OffsetChecks,
     /// The version of libnccl.
     Library,
-    /// The symmetric pools that are attached for windows.
+    /// The symmetric pools that are attached for windows, and the windows' flags.
     Attached,
     /// The number of earlier syncs of this communicator.
     SyncNumber,
@@ -247,7 +247,7 @@ impl fmt::Display for SyncField {
             SyncField::Mode => "the agreement mode",
             SyncField::OffsetChecks => "the offset checks",
             SyncField::Library => "the version of libnccl",
-            SyncField::Attached => "the pools that are attached for windows",
+            SyncField::Attached => "the pools that are attached for windows, or the flags of their windows",
             SyncField::SyncNumber => "the number of syncs of this communicator so far",
             SyncField::Windows => "the number of live windows",
             SyncField::WindowBytes => "the bytes of live windows",

@@ -1,10 +1,15 @@
-//! Communicators over some of the ranks: two that overlap in half of the ranks, and one that loses its last rank.
+//! Communicators over some of the ranks: two that overlap in half of the ranks, and ones whose last rank leaves, comes back or is missing.
 
 use crate::job::{Calls, MIB, Rank, devices, fixed, ranks};
 use std::ops::Range;
+use std::sync::Mutex;
+use std::thread;
+use std::time::{Duration, Instant};
 use symmalloc_core::PoolId;
 use symmalloc_cuda::{CudaAllocator, DeviceBuffer};
-use symmalloc_nccl::{Capability, Communicator, Nccl, ReduceOp, Registration, UniqueId};
+use symmalloc_nccl::{
+    Capability, CommError, CommState, Communicator, Nccl, ReduceOp, Registrar, Registration, UniqueId,
+};
 
 const ROUNDS: u64 = 40;
 
@@ -106,10 +111,7 @@ fn a_communicator_continues_without_its_last_rank() {
 /// The same with a shrink, in which only the remaining ranks take part.
 #[test]
 fn a_communicator_that_shrinks_continues() {
-    let Some(_) = devices() else { return };
-    let nccl = Nccl::load().expect("libnccl is available");
-    if !nccl.supports(Capability::Shrink) {
-        println!("skipped: NCCL {} has no ncclCommShrink", nccl.version());
+    if devices_with(&[Capability::Shrink]).is_none() {
         return;
     }
     continue_without_the_last_rank(|rank, world| {
@@ -155,4 +157,169 @@ fn continue_without_the_last_rank(replace: impl Fn(&Rank<'_>, &Communicator) -> 
         registrar.detach(&rest, &[PoolId::DEFAULT]).expect("detached");
         registrar.sync(&[&rest]).expect("the members agree");
     });
+}
+
+/// Returns the number of devices, or prints the reason and returns `None` if there are too few, or NCCL lacks a capability.
+fn devices_with(capabilities: &[Capability]) -> Option<u32> {
+    let count = devices()?;
+    let nccl = Nccl::load().expect("libnccl is available");
+    if let Some(missing) = capabilities.iter().find(|capability| !nccl.supports(**capability)) {
+        println!("skipped: NCCL {} has no {missing}", nccl.version());
+        return None;
+    }
+    Some(count)
+}
+
+/// Deregisters the windows of all ranks together, and destroys the communicator.
+fn leave(registrar: &Registrar, comm: &Communicator) {
+    registrar.detach(comm, &[PoolId::DEFAULT]).expect("detached");
+    registrar.sync(&[comm]).expect("the members agree");
+    comm.destroy().expect("destroyed");
+}
+
+/// The last rank leaves, the others continue with their windows, and it comes back. While it is away, it makes the same allocations.
+#[test]
+fn a_communicator_shrinks_and_grows_again() {
+    let Some(count) = devices_with(&[Capability::Shrink, Capability::Grow]) else { return };
+    let last = count - 1;
+    for calls in [Calls::Blocking, Calls::Nonblocking] {
+        let (id, grow_id) = (UniqueId::new().expect("NCCL creates an id"), Mutex::new(None));
+        ranks(count, |rank| {
+            let world = rank.connect(id, calls);
+            let allocator = rank.allocator(fixed());
+            let registrar = rank.registrar(&allocator);
+            let mut tensors: Vec<DeviceBuffer<f32>> = Vec::new();
+            let mut rounds = |comm: Option<&Communicator>, members: Range<u32>, first: u64| {
+                if let Some(comm) = comm {
+                    registrar.attach(comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+                }
+                for round in first..first + 10 {
+                    take(rank, &allocator, &mut tensors, round);
+                    if let Some(comm) = comm {
+                        registrar.sync(&[comm]).expect("the members agree");
+                        reduce_and_check(rank, comm, members.clone(), tensors.iter_mut().collect(), round);
+                    }
+                }
+            };
+            rounds(Some(&world), 0..count, 0);
+            rank.meet();
+            let rest = (rank.rank < last).then(|| world.shrink(&[last]).expect("the remaining ranks shrink"));
+            rank.meet();
+            leave(&registrar, &world);
+            rounds(rest.as_ref(), 0..last, 10);
+
+            if let Some(rest) = rest.as_ref().filter(|_| rank.is_first()) {
+                let id = rest.grow_id().expect("rank 0 creates an id");
+                *grow_id.lock().expect("the lock is not poisoned") = Some(id);
+            }
+            rank.meet();
+            let id = grow_id.lock().expect("the lock is not poisoned").expect("rank 0 set it");
+            let since = Instant::now();
+            let builder = rank.builder(calls).name("grown");
+            let grown = match &rest {
+                Some(rest) => builder.grow(rest, id, count),
+                None => builder.join(id, last, count),
+            };
+            let grown = grown.expect("all ranks arrive");
+            let waited = since.elapsed();
+            assert_eq!((grown.rank(), grown.ranks()), (rank.rank, count));
+            rest.iter().for_each(|rest| leave(&registrar, rest));
+            rounds(Some(&grown), 0..count, 20);
+            let stats = registrar.stats();
+            assert!(stats.windows > 0, "all ranks have windows");
+            if rank.is_first() {
+                println!("{calls:?}: {last} of {count} ranks grew in {waited:?}, {} windows", stats.windows);
+            }
+            leave(&registrar, &grown);
+        });
+    }
+}
+
+/// The last rank does not join a collective on plain buffers. The others revoke, shrink and continue with windows on the same memory.
+#[test]
+fn ranks_revoke_and_continue_without_the_missing_one() {
+    let Some(count) = devices_with(&[Capability::Shrink, Capability::Revoke]) else { return };
+    let last = count - 1;
+    for calls in [Calls::Blocking, Calls::Nonblocking] {
+        let id = UniqueId::new().expect("NCCL creates an id");
+        ranks(count, |rank| {
+            let world = rank.connect(id, calls);
+            let allocator = rank.allocator(fixed());
+            let registrar = rank.registrar(&allocator);
+            registrar.attach(&world, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+            let mut tensors: Vec<DeviceBuffer<f32>> = Vec::new();
+            (0..4).for_each(|round| take(rank, &allocator, &mut tensors, round));
+            registrar.sync(&[&world]).expect("the ranks agree");
+            reduce_and_check(rank, &world, 0..count, tensors.iter_mut().collect(), 0);
+            // A kernel on windows cannot be stopped, so the collective that is stuck uses other memory.
+            let pool = allocator.create_pool(fixed()).expect("the pool is created");
+            let mut plain = allocator.with_pool(&pool).alloc_zeroed::<f32>(&rank.stream, 1 << 20).expect("allocated");
+            reduce_and_check(rank, &world, 0..count, vec![&mut plain], 1);
+            rank.meet();
+            if rank.rank < last {
+                world.all_reduce_in_place(&mut plain, ReduceOp::Sum, &rank.stream).expect("submitted");
+                thread::sleep(Duration::from_millis(300));
+                let since = Instant::now();
+                world.revoke().expect("the work stops");
+                let waited = since.elapsed();
+                rank.stream.synchronize().expect("the stream continues");
+                assert_eq!(world.state(), CommState::Revoked);
+                assert!(matches!(world.synchronize(&rank.stream), Err(CommError::Revoked { .. })));
+                registrar.sweep();
+                assert_eq!(registrar.stats().windows, 0);
+                let rest = world.shrink(&[last]).expect("the remaining ranks shrink");
+                world.destroy().expect("it does not wait for the missing rank");
+                registrar.attach(&rest, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+                registrar.sync(&[&rest]).expect("the members agree");
+                reduce_and_check(rank, &rest, 0..last, tensors.iter_mut().collect(), 2);
+                if rank.is_first() {
+                    println!("{calls:?}: revoked in {waited:?}, {last} of {count} ranks continue");
+                }
+                leave(&registrar, &rest);
+            }
+            rank.meet();
+            if rank.rank == last {
+                world.abort().expect("aborted");
+                registrar.sweep();
+            }
+        });
+    }
+}
+
+/// A thread waits in a registration that the last rank does not join. Another thread revokes.
+#[test]
+fn a_revoke_releases_a_thread_that_registers() {
+    let Some(count) = devices_with(&[Capability::Windows, Capability::Revoke]) else { return };
+    for calls in [Calls::Blocking, Calls::Nonblocking] {
+        let id = UniqueId::new().expect("NCCL creates an id");
+        ranks(count, |rank| {
+            let world = rank.connect(id, calls);
+            let allocator = rank.allocator(fixed());
+            let registrar = rank.registrar(&allocator);
+            let mut tensors: Vec<DeviceBuffer<f32>> = Vec::new();
+            take(rank, &allocator, &mut tensors, 12);
+            rank.meet();
+            if rank.rank + 1 < rank.ranks {
+                let key = registrar.key_of(&tensors[0]).expect("it lies in a live segment");
+                let waited = thread::scope(|scope| {
+                    let waits = scope.spawn(|| world.register_window(key.base, key.size_bytes).map(drop));
+                    thread::sleep(Duration::from_millis(300));
+                    assert!(!waits.is_finished(), "the last rank does not register");
+                    let since = Instant::now();
+                    world.revoke().expect("the registration stops");
+                    let refused = waits.join().expect("the thread does not panic");
+                    assert!(matches!(refused, Err(CommError::Revoked { .. })), "{refused:?}");
+                    since.elapsed()
+                });
+                if rank.is_first() {
+                    println!("{calls:?}: a registration was stopped in {waited:?}");
+                }
+                world.destroy().expect("it does not wait for the missing rank");
+            }
+            rank.meet();
+            if rank.rank + 1 == rank.ranks {
+                world.abort().expect("aborted");
+            }
+        });
+    }
 }

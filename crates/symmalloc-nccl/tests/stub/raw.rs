@@ -66,6 +66,8 @@ calls! {
     all_gather = ncclAllGather(send: u64, receive: u64, count: usize, data_type: c_int, comm: u64, stream: u64);
     reduce = ncclReduce(send: u64, receive: u64, count: usize, data_type: c_int, op: c_int, root: c_int, comm: u64, stream: u64);
     revoke = ncclCommRevoke(comm: u64, flags: c_int);
+    grow_id_into = ncclCommGetUniqueId(comm: u64, id: *mut UniqueId);
+    grow_into = ncclCommGrow(comm: u64, ranks: c_int, id: *const UniqueId, rank: c_int, new: *mut u64, config: *mut c_void);
     reduce_scatter = ncclReduceScatter(send: u64, receive: u64, count: usize, data_type: c_int, op: c_int, comm: u64, stream: u64);
     broadcast = ncclBroadcast(send: u64, receive: u64, count: usize, data_type: c_int, root: c_int, comm: u64, stream: u64);
     send = ncclSend(send: u64, count: usize, data_type: c_int, peer: c_int, comm: u64, stream: u64);
@@ -150,6 +152,12 @@ impl Rank {
     pub(crate) fn window(&self, base: u64, size: usize) -> (c_int, u64) {
         let mut window = 0;
         (window_register(self.comm, base, size, &raw mut window, 1), window)
+    }
+
+    /// Creates the id of a grow. Returns the result code and the id.
+    pub(crate) fn grow_id(&self) -> (c_int, UniqueId) {
+        let mut id = UniqueId([0; 128]);
+        (grow_id_into(self.comm, &raw mut id), id)
     }
 
     pub(crate) fn write<T: Copy>(&self, address: u64, values: &[T]) {

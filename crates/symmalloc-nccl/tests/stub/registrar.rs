@@ -6,10 +6,12 @@ mod divergence;
 mod events;
 mod faults;
 mod graphs;
+mod growth;
 #[cfg(feature = "metrics")]
 mod metrics;
 mod programs;
 mod recovery;
+mod revocation;
 mod shrink;
 mod sleep;
 mod sleep_deaths;
@@ -17,6 +19,7 @@ mod sleep_faults;
 mod sleep_programs;
 pub(crate) mod support;
 mod suspension;
+mod window_flags;
 
 use std::sync::Mutex;
 use stub_process::{ExitOnPanic, nccl, nccl_test, until};

@@ -1,7 +1,10 @@
 //! Tests of violations that the stub detects and NCCL does not, and of behavior that depends on NCCL's version.
 
-use crate::raw::{F32, MIB, Rank, SUCCESS, abort, all_gather, all_reduce, buffer_deregister, buffer_register};
-use crate::raw::{destroy, group_end, group_start, memory_free, ranks, split_into, version, window_deregister};
+use crate::raw::{
+    F32, MIB, Rank, SUCCESS, UniqueId, abort, all_gather, all_reduce, buffer_deregister, buffer_register,
+};
+use crate::raw::{destroy, group_end, group_start, grow_into, memory_free, ranks, revoke, split_into, version};
+use crate::raw::{window_deregister, window_register};
 use crate::stub_itself::{COUNT, input, sum};
 use cudarc::driver::sys::{self, CUstreamCaptureMode};
 use stub_process::{ExitOnPanic, nccl, nccl_test, until};
@@ -9,6 +12,7 @@ use stub_process::{ExitOnPanic, nccl, nccl_test, until};
 const CUDA_ERROR: i32 = 1;
 const INTERNAL_ERROR: i32 = 3;
 const INVALID_ARGUMENT: i32 = 4;
+const INVALID_USAGE: i32 = 5;
 const SEGMENT: usize = 2 * MIB;
 
 /// Asserts that exactly these violations were detected.
@@ -398,10 +402,83 @@ nccl_test!(one_thread_makes_host_calls_of_several_ranks_in_a_group, {
     for rank in 0..2 {
         streams[rank].context().bind_to_thread().expect("the context can be current");
         assert_eq!(crate::raw::memory_allocate(&raw mut segments[rank], SEGMENT), SUCCESS);
-        let code = crate::raw::window_register(comms[rank], segments[rank], SEGMENT, &raw mut windows[rank], 1);
+        let code = window_register(comms[rank], segments[rank], SEGMENT, &raw mut windows[rank], 1);
         assert_eq!((code, windows[rank]), (SUCCESS, 0), "not before the group ends");
     }
     assert_eq!(group_end(), SUCCESS);
     assert!(windows.iter().all(|window| *window != 0));
     nccl::assert_clean();
+});
+
+/// Grows a rank's communicator to `ranks` with an id.
+fn grow(rank: &Rank, ranks: i32, id: Option<&UniqueId>) -> i32 {
+    let (mut new, id) = (0, id.map_or(std::ptr::null(), std::ptr::from_ref));
+    grow_into(rank.comm, ranks, id, -1, &raw mut new, std::ptr::null_mut())
+}
+
+nccl_test!(grows_in_the_wrong_order_are_violations, ["STUB_NCCL_VERSION" = "23203"], {
+    ranks(2, |rank| {
+        if rank.rank == 0 {
+            let (code, id) = rank.grow_id();
+            assert_eq!(code, SUCCESS);
+            assert_eq!(rank.grow_id().0, INVALID_USAGE);
+            saw(&["before the last id was used"]);
+            assert_eq!(grow(rank, 2, Some(&id)), INVALID_ARGUMENT, "not more ranks");
+            nccl::assert_clean();
+            assert_eq!(grow(rank, 3, None), INVALID_ARGUMENT);
+            saw(&["with another id than its last one"]);
+        }
+        rank.meet();
+        // No rank passes an id.
+        assert_eq!(grow(rank, 3, None), INVALID_ARGUMENT);
+        rank.meet();
+        if rank.rank == 0 {
+            saw(&["0 ranks have an id for a grow"]);
+            assert_eq!(revoke(rank.comm, 0), SUCCESS);
+            assert_eq!(revoke(rank.comm, 0), INVALID_ARGUMENT, "only once");
+            assert_eq!(rank.grow_id().0, INVALID_USAGE);
+            saw(&["ncclCommGetUniqueId on a communicator that is Revoked"]);
+        }
+        rank.meet();
+        assert_eq!(abort(rank.comm), SUCCESS);
+    });
+});
+
+nccl_test!(an_old_version_does_not_grow, ["STUB_NCCL_VERSION" = "22809"], {
+    ranks(1, |rank| {
+        assert_eq!(rank.grow_id().0, INVALID_USAGE);
+        assert_eq!(grow(rank, 2, None), INVALID_USAGE);
+        saw(&["ncclCommGetUniqueId", "ncclCommGrow"]);
+        assert_eq!(destroy(rank.comm), SUCCESS);
+    });
+});
+
+fn flags_are_known(known: i32) {
+    ranks(1, |rank| {
+        let segment = rank.segment(SEGMENT);
+        for flag in [0x02, 0x04, 0x10] {
+            let mut window = 0;
+            let code = window_register(rank.comm, segment, SEGMENT, &raw mut window, 1 | flag);
+            if known & flag == flag {
+                assert_eq!((code, window_deregister(rank.comm, window)), (SUCCESS, SUCCESS));
+            } else {
+                assert_eq!(code, INVALID_ARGUMENT);
+                saw(&["has no window flags"]);
+            }
+        }
+        assert_eq!((destroy(rank.comm), memory_free(segment)), (SUCCESS, SUCCESS));
+    });
+    nccl::assert_clean();
+}
+
+nccl_test!(version_2_28_knows_no_window_flags, ["STUB_NCCL_VERSION" = "22809"], {
+    flags_are_known(0);
+});
+
+nccl_test!(version_2_30_knows_strict_ordering, ["STUB_NCCL_VERSION" = "23007"], {
+    flags_are_known(0x02);
+});
+
+nccl_test!(version_2_32_knows_gin_only, ["STUB_NCCL_VERSION" = "23203"], {
+    flags_are_known(0x06);
 });

@@ -183,7 +183,8 @@ impl Attachment {
         action: &SyncAction,
         synced: &mut Synced,
     ) -> Result<(), CommError> {
-        let registered = self.comm.register_window(action.base, action.change.size_bytes)?;
+        let flags = state.pools.flags(action.segment.pool);
+        let registered = self.comm.register_window_with(action.base, action.change.size_bytes, flags)?;
         let kind = match &registered {
             Registered::Window(window) => RegisteredAs::Window(window.handle()),
             Registered::Plain(_) => RegisteredAs::Plain,

@@ -1,5 +1,5 @@
 //! Random programs on 2 to 4 ranks: hundreds of seeds with allocations, frees, trims, pools, syncs, sleeps, communicators that are created,
-//! shrunk and destroyed, and faults, by the rules of several versions of NCCL. After every sync, all-reduces in windows are correct and the stub detects no violations. At the end, no
+//! shrunk, grown, revoked and destroyed, and faults, by the rules of several versions of NCCL. After every sync, all-reduces in windows are correct and the stub detects no violations. At the end, no
 //! resource is left.
 
 use super::support::{IMPATIENT, Job, MIB, PATIENT, Rank, nothing_is_left};
@@ -9,7 +9,10 @@ use stub_process::{nccl, nccl_test, until};
 use symmalloc_agreement::Mode;
 use symmalloc_core::op::Contents;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
-use symmalloc_nccl::{CommState, Communicator, Invalidated, InvalidationCursor, Registration, SegmentKey, UniqueId};
+use symmalloc_nccl::{
+    Capability, CommState, Communicator, Invalidated, InvalidationCursor, Registration, SegmentKey, UniqueId,
+    WatchdogMode,
+};
 use symmalloc_sim::SplitMix64;
 
 /// Number of programs per test. `SYMMALLOC_SEEDS` overrides it, as a separate step of CI does.
@@ -62,6 +65,7 @@ impl Program<'_> {
             68..84 => self.sync(),
             84..87 => self.sleep(),
             87..88 => self.shrink(),
+            90 if self.comms.len() > 1 => self.revoke(),
             88..91 if self.pools.len() < 4 => self.make_pool(),
             91..94 if self.comms.len() < 4 => self.connect(),
             94..96 if self.comms.len() > 1 => self.destroy(),
@@ -135,25 +139,81 @@ impl Program<'_> {
         lane.is_aborted = true;
     }
 
-    /// Shrinks a communicator by one rank. The others reduce in windows of the smaller one, and destroy it.
+    /// Shrinks a communicator by one rank. The others reduce in windows of the smaller one. Where the library can, the rank comes back half of
+    /// the time.
     fn shrink(&mut self) {
         let (index, excluded) = (self.below(self.comms.len()), self.below(self.it.ranks));
-        let lane = &self.comms[index];
-        if lane.is_aborted || lane.comm.rank() as usize == excluded {
+        let grows = self.below(2) == 0 && self.comms[index].comm.nccl().supports(Capability::Grow);
+        if self.comms[index].is_aborted {
             return;
         }
-        let rest = lane.comm.shrink(&[excluded as u32]).expect("the remaining ranks shrink");
-        let pools: Vec<_> = lane.pools.iter().map(|pool| self.pools[*pool].id()).collect();
-        self.it.registrar.attach(&rest, &pools, Registration::Windows).expect("symmetric and shareable");
-        self.it.registrar.sync(&[&rest]).expect("the remaining ranks agree");
-        for pool in &lane.pools {
-            let Some((_, tensor)) = self.tensors.iter_mut().rev().find(|(index, _)| index == pool) else { continue };
-            self.it.registrar.window_of(&rest, tensor).expect("it was synced");
-            self.it.reduce_right(&rest, tensor);
+        let rest = self.shrink_by(index, excluded);
+        if grows {
+            self.grow(rest.as_ref(), &self.comms[index].pools.clone());
         }
-        rest.destroy().expect("the communicator is idle");
+        if let Some(rest) = rest {
+            rest.destroy().expect("the communicator is idle");
+        }
         self.it.registrar.sweep();
         self.check();
+    }
+
+    /// Shrinks a communicator on all ranks but the excluded one, and reduces in windows.
+    fn shrink_by(&mut self, index: usize, excluded: usize) -> Option<Communicator> {
+        let lane = &self.comms[index];
+        if lane.comm.rank() as usize == excluded {
+            return None;
+        }
+        let rest = lane.comm.shrink(&[excluded as u32]).expect("the remaining ranks shrink");
+        self.reduce_in(&rest, &lane.pools.clone());
+        Some(rest)
+    }
+
+    /// Grows a communicator by the rank without one, reduces in windows of all ranks, and destroys it.
+    fn grow(&mut self, rest: Option<&Communicator>, pools: &[usize]) {
+        let it = self.it;
+        if let Some(rest) = rest.filter(|rest| rest.rank() == 0) {
+            *self.id.lock().expect("the lock is not poisoned") = Some(rest.grow_id().expect("rank 0 creates an id"));
+        }
+        it.meet();
+        let id = self.id.lock().expect("the lock is not poisoned").expect("rank 0 set it");
+        let ranks = it.ranks as u32;
+        let builder = Communicator::builder(&it.device).deadline(it.deadline).watchdog(WatchdogMode::Off).name("grown");
+        let grown = match rest {
+            Some(rest) => builder.grow(rest, id, ranks),
+            None => builder.join(id, ranks - 1, ranks),
+        };
+        let grown = grown.expect("all ranks arrive");
+        self.reduce_in(&grown, pools);
+        grown.destroy().expect("the communicator is idle");
+    }
+
+    /// Revokes a communicator on every rank. All but one shrink it and reduce in windows of the smaller one.
+    fn revoke(&mut self) {
+        let (index, excluded) = (1 + self.below(self.comms.len() - 1), self.below(self.it.ranks));
+        let lane = &mut self.comms[index];
+        if lane.is_aborted {
+            return;
+        }
+        lane.comm.revoke().expect("nothing is in progress");
+        lane.is_aborted = true;
+        if let Some(rest) = self.shrink_by(index, excluded) {
+            rest.destroy().expect("the communicator is idle");
+        }
+        self.it.registrar.sweep();
+        self.check();
+    }
+
+    /// Attaches pools to a new communicator, syncs, and reduces a tensor of each pool in its window.
+    fn reduce_in(&mut self, comm: &Communicator, pools: &[usize]) {
+        let ids: Vec<_> = pools.iter().map(|pool| self.pools[*pool].id()).collect();
+        self.it.registrar.attach(comm, &ids, Registration::Windows).expect("symmetric and shareable");
+        self.it.registrar.sync(&[comm]).expect("the ranks agree");
+        for pool in pools {
+            let Some((_, tensor)) = self.tensors.iter_mut().rev().find(|(index, _)| index == pool) else { continue };
+            self.it.registrar.window_of(comm, tensor).expect("it was synced");
+            self.it.reduce_right(comm, tensor);
+        }
     }
 
     fn detach(&mut self) {
