@@ -27,8 +27,8 @@ impl Communicator {
     /// - **Watchdog.** It stops watching the communicator on this rank. A rank that is lost later does not end it.
     /// - **Graphs** that contain its collectives must not be launched again.
     ///
-    /// Takes at most five seconds. A kernel on symmetric windows that waits for a lost rank cannot be stopped. The communicator is then
-    /// [`Lost`](CommState::Lost), as after an [`abort`](Self::abort). If it has windows, the call waits for all work on the device, also for
+    /// Takes at most five seconds. A kernel on symmetric windows that waits for a lost rank cannot be stopped, and NCCL up to 2.32.3 does not
+    /// reliably stop other kernels either. The communicator is then [`Lost`](CommState::Lost), as after an [`abort`](Self::abort). If it has windows, the call waits for all work on the device, also for
     /// that of other communicators: if several may be stuck, revoke them at the same time, on separate threads.
     ///
     /// # Errors
