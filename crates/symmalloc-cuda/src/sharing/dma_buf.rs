@@ -84,7 +84,8 @@ impl DmaBuf {
         let Some(segment) = segments.iter().find(holds) else { return Err(not_mapped) };
         let page_bytes = rustix::param::page_size() as u64;
         let start = address / page_bytes * page_bytes;
-        let part = start..end.next_multiple_of(page_bytes);
+        let Some(page_end) = end.checked_next_multiple_of(page_bytes) else { return Err(not_mapped) };
+        let part = start..page_end;
 
         let memory = ExportedMemory::held(segment.pool, SharePage::create()?, live_inside(segment, address..end));
         // Frees are detected from here on.

@@ -170,7 +170,8 @@ stub_test!(failures_leave_nothing_open_and_nothing_held, {
     let (pool, allocation) = pool_of(&allocator, "segments:reserved,segment_mb:16");
     let (address, size_bytes) = (allocation.address.0, allocation.size_bytes);
     let before = (live(), descriptors());
-    let ranges = [(address, 0), (address, 17 * MIB), (address - 1, 2), (u64::MAX, 2), (1, 1), (address, u64::MAX)];
+    let (too_long, to_the_end) = ((address, u64::MAX), (address, u64::MAX - address));
+    let ranges = [(address, 0), (address, 17 * MIB), (address - 1, 2), (u64::MAX, 2), (1, 1), too_long, to_the_end];
     for (address, size_bytes) in ranges {
         let error = allocator.dma_buf(address, size_bytes).expect_err("not memory of a segment");
         assert_eq!(error, ShareError::NotMapped { address, size_bytes });
