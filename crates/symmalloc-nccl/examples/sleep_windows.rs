@@ -318,7 +318,7 @@ impl FromStr for Recovery {
     }
 }
 
-/// What leaves no room for the pool.
+/// The obstacle to a wake: nearly all memory of the device is in use, or a limit is reached.
 struct Full {
     kind: Recovery,
     pool: Pool<CudaBackend>,

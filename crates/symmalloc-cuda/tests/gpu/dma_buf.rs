@@ -62,7 +62,7 @@ fn memory_stays_until_its_dma_buf_is_dropped() {
     let Some(device) = device_with_dma_buf() else { return };
     let free = || device.memory_info().expect("queried").free_bytes;
     let allocator = allocator(&device, 32 * MIB);
-    // The first dma-buf of a process may make the driver keep memory of its own.
+    // The first dma-buf of a process may make the driver retain memory.
     let (_warm, small) = pool_of(&allocator, "segments:fixed", 2 * MIB);
     drop(allocator.dma_buf(small.address.0, small.size_bytes).expect("a dma-buf"));
     const SIZE: u64 = 2048 * MIB;

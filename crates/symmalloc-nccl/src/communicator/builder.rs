@@ -359,7 +359,7 @@ impl Communicator {
     /// placements do not change. Unless it was revoked, this communicator stays usable on all ranks, including the excluded ones, until each
     /// destroys it.
     ///
-    /// A communicator that the watchdog has ended cannot shrink: connect a new one. Ranks come back with [`CommunicatorBuilder::grow`].
+    /// A communicator that the watchdog has ended cannot shrink: connect a new one. Ranks rejoin with [`CommunicatorBuilder::grow`].
     ///
     /// # Errors
     /// Returns an error without any effect if the library lacks `ncclCommShrink` (before 2.27.3), or `excluded` is empty or contains this rank

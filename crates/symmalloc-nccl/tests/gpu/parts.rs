@@ -1,4 +1,4 @@
-//! Communicators over some of the ranks: two that overlap in half of the ranks, and ones whose last rank leaves, comes back or is missing.
+//! Communicators over some of the ranks: two that overlap in half of the ranks, and ones whose last rank leaves, rejoins or is missing.
 
 use crate::job::{Calls, MIB, Rank, devices, fixed, ranks};
 use std::ops::Range;
@@ -177,7 +177,7 @@ fn leave(registrar: &Registrar, comm: &Communicator) {
     comm.destroy().expect("destroyed");
 }
 
-/// The last rank leaves, the others continue with their windows, and it comes back. While it is away, it makes the same allocations.
+/// The last rank leaves, the others continue with their windows, and it rejoins. Meanwhile it makes the same allocations.
 #[test]
 fn a_communicator_shrinks_and_grows_again() {
     let Some(count) = devices_with(&[Capability::Shrink, Capability::Grow]) else { return };

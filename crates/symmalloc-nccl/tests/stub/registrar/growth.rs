@@ -1,4 +1,4 @@
-//! Tests of communicators that grow: a rank leaves and comes back, and the others keep their pools.
+//! Tests of communicators that grow: a rank leaves and rejoins, and the others keep their pools.
 
 use super::support::{IMPATIENT, Job, MIB, Rank, nothing_is_left};
 use std::sync::Mutex;

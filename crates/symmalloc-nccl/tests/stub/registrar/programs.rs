@@ -139,8 +139,8 @@ impl Program<'_> {
         lane.is_aborted = true;
     }
 
-    /// Shrinks a communicator by one rank. The others reduce in windows of the smaller one. Where the library can, the rank comes back half of
-    /// the time.
+    /// Shrinks a communicator by one rank. The others reduce in windows of the smaller one. Where the library can, the rank rejoins half of the
+    /// time.
     fn shrink(&mut self) {
         let (index, excluded) = (self.below(self.comms.len()), self.below(self.it.ranks));
         let grows = self.below(2) == 0 && self.comms[index].comm.nccl().supports(Capability::Grow);
