@@ -9,3 +9,4 @@ pub(crate) mod error;
 pub(crate) mod handles;
 pub(crate) mod library;
 pub(crate) mod version;
+pub(crate) mod window_flags;

@@ -84,7 +84,7 @@ pub use collectives::operation::Collective;
 pub use collectives::operation::{DataType, NcclType, ReduceOp};
 pub use collectives::transport::NcclTransport;
 pub use communicator::error::CommError;
-pub use communicator::registration::{BufferRegistration, Registered, Window, WindowFlags};
+pub use communicator::registration::{BufferRegistration, Registered, Window};
 pub use communicator::submission::Group;
 pub use communicator::watching::Announcement;
 pub use communicator::{CommMemory, CommOrder, CommState, Communicator, CommunicatorBuilder, GrowIdObstacle, Stage};
@@ -93,6 +93,7 @@ pub use ffi::error::{LoadError, NcclError};
 pub use ffi::handles::WindowHandle;
 pub use ffi::library::Nccl;
 pub use ffi::version::{Capability, NcclVersion};
+pub use ffi::window_flags::WindowFlags;
 pub use registrar::checked::CheckedCollectives;
 #[cfg(feature = "metrics")]
 pub use registrar::metrics;

@@ -30,9 +30,9 @@ pub(crate) mod stats;
 mod sync_time;
 
 use crate::communicator::error::CommError;
-use crate::communicator::registration::WindowFlags;
 use crate::communicator::{CommState, Communicator};
 use crate::ffi::version::{Capability, NcclVersion};
+use crate::ffi::window_flags::WindowFlags;
 use crate::registrar::attachment::{Attachment, SyncJob};
 use crate::registrar::settings::{Registration, Settings, Synced};
 use crate::registrar::stats::{CommunicatorStats, Counters, RegistrarStats};

@@ -17,10 +17,10 @@
 //! - **C5** A window or registration is released once, on the communicator that made it.
 
 use crate::collectives::operation::{NcclCall, Operation};
-use crate::communicator::registration::WindowFlags;
 use crate::ffi::error::{IN_PROGRESS, LoadError, NcclError};
 use crate::ffi::handles::{CommHandle, NewHandle, RegistrationHandle, WindowHandle};
 use crate::ffi::version::{Capability, NcclVersion};
+use crate::ffi::window_flags::WindowFlags;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
 

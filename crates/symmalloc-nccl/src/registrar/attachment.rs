@@ -20,9 +20,10 @@ pub(crate) use sync::SyncJob;
 
 use crate::collectives::transport::NcclTransport;
 use crate::communicator::error::CommError;
-use crate::communicator::registration::{BufferRegistration, Registered, WindowFlags};
+use crate::communicator::registration::{BufferRegistration, Registered};
 use crate::communicator::{CommState, Communicator};
 use crate::ffi::handles::WindowHandle;
+use crate::ffi::window_flags::WindowFlags;
 use crate::registrar::settings::Registration;
 use crate::registrar::stats::CommunicatorStats;
 use crate::sync::actions::{SegmentTable, SyncAction, generation};

@@ -1,6 +1,6 @@
 //! The pools observed for one communicator, each with an observer and the log entries since the last sync.
 
-use crate::communicator::registration::WindowFlags;
+use crate::ffi::window_flags::WindowFlags;
 use crate::registrar::settings::{Registration, Synced};
 use crate::sync::actions::generation;
 use crate::sync::error::AttachError;
