@@ -188,7 +188,7 @@ fn main() -> Outcome<()> {
             let mut attempts = 0;
             if world.rank() + 1 == world.ranks() {
                 let full = Full::new(&allocator, &stream, kind, &mut other)?;
-                wake_until_awake(&registrar, &world, &pool, full, &allocator, &mut attempts)?;
+                wake_until_awake(&registrar, &world, &pool, Some(full), &allocator, &mut attempts)?;
             } else {
                 wake_until_awake(&registrar, &world, &pool, None, &allocator, &mut attempts)?;
             }
@@ -332,7 +332,7 @@ impl Full {
         stream: &Arc<CudaStream>,
         kind: Recovery,
         other: &mut OtherProcess,
-    ) -> Outcome<Option<Self>> {
+    ) -> Outcome<Self> {
         let pool = allocator.create_pool(PoolConfig::builder().fixed().build()?)?;
         let (mut buffers, mut import) = (Vec::new(), None);
         match kind {
@@ -340,7 +340,7 @@ impl Full {
             Recovery::Import => import = Some(other.share(allocator.device())?),
             _ => buffers = fill(allocator, stream, &pool)?,
         }
-        Ok(Some(Full { kind, pool, buffers, import }))
+        Ok(Full { kind, pool, buffers, import })
     }
 
     /// Makes room on the device.

@@ -2,7 +2,8 @@
 //!
 //! A program that receives an error usually exits immediately. This would truncate the report of the failure. NCCL and the driver crash if
 //! their own exit handlers run while a thread is inside an abort, and the driver's waits for kernels that never end. Therefore, `exit`
-//! first waits for both kinds of work. If an abort takes too long, the process ends with the same status, but without the other handlers.
+//! first waits for both kinds of work. If an abort takes too long, the process writes the C library's buffered output and ends with the same
+//! status, but without the other handlers.
 
 use crate::ffi::driver;
 use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
@@ -63,6 +64,7 @@ impl Drop for Unfinished {
 fn finish(status: i32) {
     wait(REPORT_LIMIT, |counts| counts.reports > 0);
     if wait(ENDING_LIMIT, |counts| counts.endings > 0) {
+        driver::flush_output();
         driver::exit_now(status);
     }
 }

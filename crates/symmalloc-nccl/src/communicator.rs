@@ -7,7 +7,7 @@
 //!    call.rs            NCCL calls: their thread (threads.rs) and deadline
 //!    submission.rs      collectives: their buffers, and groups of them
 //!    registration.rs    windows and buffers
-//!    suspension.rs        release and restoration of NCCL's memory
+//!    suspension.rs      release and restoration of NCCL's memory
 //!    growth.rs          more ranks: the id of a grow, grow, join
 //!    revocation.rs      stops all work, on the host and on the device
 //!    release.rs         normal end: deregistration and destruction

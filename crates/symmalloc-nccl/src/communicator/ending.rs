@@ -16,7 +16,7 @@
 //! A revoke by the program makes the same calls without `ncclCommAbort`. If one of them fails or takes too long, the communicator is aborted.
 //!
 //! Deregistration comes first because, up to 2.28, an abort permanently retains the physical memory of windows. It requires a communicator
-//! whose kernels have stopped, which a revoke ensures. Without a revoke, windows are left to the abort.
+//! whose kernels have stopped, so it follows a revoke and a wait for the device. Without a revoke, windows are left to the abort.
 
 use crate::at_exit::Unfinished;
 use crate::backoff::Backoff;
@@ -184,7 +184,9 @@ pub(super) fn revoke_all(accesses: &mut [Access<'_>], ending: Ending) -> Result<
     let resources: Vec<Resources> = accesses.iter().map(resources).collect();
     // A message through this channel is either received or returned as an error.
     let (sender, through) = sync_channel(0);
+    let unfinished = Unfinished::ending();
     let started = threads::run(move || {
+        let _unfinished = unfinished;
         let Ok(_current) = device.enter() else { return };
         let _relaxed = device.relax_capture();
         let (outcome, kept) = stop(ending, &resources, true, &device);
@@ -263,8 +265,9 @@ fn stop(
         Ending::Idle | Ending::Pending => None,
     };
     if revoked && resources.iter().any(|one| !lock(&one.windows).is_empty()) {
-        // The revoke has stopped all kernels except symmetric ones. While one of these waits for a dead peer, wait as well, because its
-        // memory must stay registered. Also wait while a stream is being captured, because synchronization fails during a capture.
+        // A revoke does not stop symmetric kernels. It clears NCCL's abort flag at its end, so another kernel may miss it as well. While a
+        // kernel waits for a dead peer, wait, too, because its memory must stay registered. Also wait while a stream is being captured,
+        // because synchronization fails during a capture.
         while device.synchronize().is_err_and(|error| driver::is_capture_in_the_way(&error)) {
             thread::sleep(POLL_INTERVAL);
         }

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! NCCL creates a new communicator and uses the old one to exchange addresses. A rank that fails leaves messages in the old one that the
-//! next grow would read. Each error therefore ends the old communicator on its rank.
+//! next grow would read. Each error of NCCL's call therefore ends the old communicator on its rank.
 
 use crate::backoff::Backoff;
 use crate::communicator::Communicator;

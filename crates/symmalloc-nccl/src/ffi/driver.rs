@@ -53,6 +53,12 @@ pub(crate) fn exit_now(code: i32) -> ! {
     unsafe { libc::_exit(code) }
 }
 
+/// Writes the buffered output of the C library's streams, as `exit` does after its handlers.
+pub(crate) fn flush_output() {
+    // SAFETY: a null pointer selects all streams, which the C library locks. Errors cannot be reported any more.
+    let _written = unsafe { libc::fflush(null_mut()) };
+}
+
 unsafe extern "C" {
     /// The C library's `atexit`, with the status of `exit` for the handler.
     fn on_exit(handler: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;

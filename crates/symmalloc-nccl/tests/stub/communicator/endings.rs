@@ -124,11 +124,14 @@ fn handlers_run_after_an_abort_of(ms: u64) -> bool {
         nccl::slow("ncclCommAbort", None, 1, ms);
         std::thread::spawn(move || comm.abort());
         until(|| nccl::calls("ncclCommAbort") == 1);
+        // SAFETY: a C string. The pipe is buffered, so `exit` writes it.
+        unsafe { libc::puts(c"buffered".as_ptr()) };
         std::process::exit(3);
     })[..] else {
         panic!("one process");
     };
     assert_eq!(child.code, Some(3), "{}", child.text);
+    assert!(child.text.contains("buffered"), "{}", child.text);
     child.text.contains("it ran")
 }
 

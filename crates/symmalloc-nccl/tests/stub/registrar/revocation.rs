@@ -1,7 +1,7 @@
 //! Tests of revokes: they stop the work of a communicator, which then can only shrink and end.
 
 use super::support::{Job, MIB, Rank, nothing_is_left};
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use stub_process::{nccl, nccl_test, until};
 use symmalloc_nccl::{
@@ -187,7 +187,8 @@ nccl_test!(a_revoke_that_hangs_loses_the_communicator_until_it_returns, ["STUB_N
 });
 
 nccl_test!(the_watchdog_leaves_a_revoked_communicator_alone, ["STUB_NCCL_VERSION" = "23007"], {
-    let (id, failures) = (UniqueId::new().expect("the stub creates an id"), Mutex::new(Vec::new()));
+    let id = UniqueId::new().expect("the stub creates an id");
+    let (revoked, aborted) = (AtomicBool::new(false), AtomicBool::new(false));
     let deadline = Duration::from_millis(600);
     stub_process::threads(2, |rank| {
         let device = symmalloc_cuda::CudaDevice::new(rank).expect("a stub device");
@@ -195,15 +196,17 @@ nccl_test!(the_watchdog_leaves_a_revoked_communicator_alone, ["STUB_NCCL_VERSION
         let comm = comm.connect(id, rank as u32, 2).expect("all ranks connect");
         if rank == 0 {
             comm.revoke().expect("nothing is in progress");
+            revoked.store(true, Ordering::Release);
             // The other rank aborts, which would end a communicator that is watched.
-            until(|| failures.lock().expect("the lock is not poisoned").len() == 1);
+            until(|| aborted.load(Ordering::Acquire));
             std::thread::sleep(3 * deadline);
             assert_eq!(comm.state(), CommState::Revoked);
             let alone = comm.shrink(&[1]).expect("the only remaining rank shrinks");
             alone.destroy().expect("idle");
         } else {
+            until(|| revoked.load(Ordering::Acquire));
             comm.abort().expect("idle");
-            failures.lock().expect("the lock is not poisoned").push(rank);
+            aborted.store(true, Ordering::Release);
         }
     });
     nccl::assert_clean();
