@@ -438,6 +438,33 @@ fn a_revived_allocation_waits_for_later_users_of_its_memory() {
     assert_eq!(waits.get(), 1);
 }
 
+/// The rest of the free block in front of a revived allocation keeps its earlier users.
+#[test]
+fn memory_in_front_of_a_revived_allocation_waits_for_its_earlier_users() {
+    const S2: StreamId = StreamId(2);
+    let device = SimBackend::builder().build();
+    let waits = Cell::new(0);
+    let count = |call| waits.set(waits.get() + u32::from(matches!(call, DeviceCall::Wait { stream: S2 })));
+    let config = Config::builder().default_pool("streams:shared".parse().expect("valid")).build().expect("valid");
+    let allocator: Allocator<_> = Allocator::new(Hooked { inner: &device, hook: count }, config).expect("valid");
+    for _ in 0..3 {
+        allocator.register_stream().expect("a stream id is available");
+    }
+    let front = allocator.allocate(POOL, S0, MIB).expect("fits");
+    let saved = allocator.allocate(POOL, S0, MIB).expect("fits");
+    allocator.free(front.handle).expect("live");
+    let layout = allocator.save_layout(POOL).expect("nothing is retired");
+    allocator.free(saved.handle).expect("live");
+    // One block at both places, which another stream has used.
+    let both = allocator.allocate(POOL, S0, 2 * MIB).expect("fits");
+    assert_eq!(both.address, front.address);
+    allocator.record_use(both.handle, S1).expect("live");
+    allocator.free(both.handle).expect("live");
+    allocator.revive_layout(POOL, &layout).expect("the layout's memory still exists");
+    let again = allocator.allocate(POOL, S2, MIB).expect("fits");
+    assert_eq!((again.address, waits.get()), (front.address, 2), "it waits for both streams");
+}
+
 #[test]
 fn unknown_live_and_released_allocations_are_refused_without_changes() {
     let device = SimBackend::builder().build();
