@@ -23,6 +23,8 @@ use std::sync::{Mutex, PoisonError};
 const ALIGNMENT: u64 = 4096;
 /// `NCCL_WIN_COLL_SYMMETRIC`.
 const SYMMETRIC: c_int = 1;
+/// `NCCL_WIN_GIN_ONLY` and `NCCL_WIN_CFT_COUNTED`, which restrict what a window can be used for.
+const RESTRICTIONS: c_int = 0x04 | 0x08;
 
 /// Returns the flags that this version knows.
 fn known_flags() -> c_int {
@@ -30,8 +32,7 @@ fn known_flags() -> c_int {
         ..22_907 => SYMMETRIC,
         // `NCCL_WIN_STRICT_ORDERING`.
         22_907..23_203 => SYMMETRIC | 0x02,
-        // `NCCL_WIN_GIN_ONLY` and `NCCL_WIN_CFT_COUNTED`.
-        23_203.. => SYMMETRIC | 0x02 | 0x04 | 0x08,
+        23_203.. => SYMMETRIC | 0x02 | RESTRICTIONS,
     }
 }
 
@@ -267,6 +268,10 @@ pub unsafe fn register(
     }
     if flags & !known_flags() != 0 {
         violate(format!("rank {}: NCCL {} has no window flags {flags:#x}", member.world, options().version));
+        return Err(INVALID_ARGUMENT);
+    }
+    if flags & SYMMETRIC != 0 && flags & RESTRICTIONS != 0 {
+        violate(format!("rank {}: a symmetric window with restrictions {flags:#x}", member.world));
         return Err(INVALID_ARGUMENT);
     }
     if base == 0 || size == 0 {

@@ -26,8 +26,6 @@ use std::sync::OnceLock;
 
 /// `ncclSuccess`.
 const SUCCESS: c_int = 0;
-/// `NCCL_WIN_COLL_SYMMETRIC`.
-const WINDOW_SYMMETRIC: c_int = 1;
 /// Rank that a rank of the old communicator passes to `ncclCommGrow`: it keeps its number.
 const GROW_KEEPS_RANK: c_int = -1;
 /// `NCCL_SHRINK_DEFAULT`: the parent has no work in progress.
@@ -317,10 +315,9 @@ impl Calls {
         new: &NewHandle,
     ) -> Outcome {
         let (base, size) = (base as *mut c_void, size_bytes as usize);
-        let flags = WINDOW_SYMMETRIC | flags.raw();
         // SAFETY: C1, C2, C3.
         let call = |call: unsafe extern "C" fn(_, _, _, _, _) -> _| unsafe {
-            call(comm.as_ptr(), base, size, new.out(), flags)
+            call(comm.as_ptr(), base, size, new.out(), flags.raw())
         };
         self.optional("ncclCommWindowRegister", self.window_register.map(call))
     }

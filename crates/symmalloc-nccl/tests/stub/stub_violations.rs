@@ -456,15 +456,23 @@ nccl_test!(an_old_version_does_not_grow, ["STUB_NCCL_VERSION" = "22809"], {
 fn flags_are_known(known: i32) {
     ranks(1, |rank| {
         let segment = rank.segment(SEGMENT);
-        for flag in [0x02, 0x04, 0x10] {
+        let register = |flags| {
             let mut window = 0;
-            let code = window_register(rank.comm, segment, SEGMENT, &raw mut window, 1 | flag);
-            if known & flag == flag {
+            (window_register(rank.comm, segment, SEGMENT, &raw mut window, flags), window)
+        };
+        // NCCL_WIN_COLL_SYMMETRIC cannot be combined with NCCL_WIN_GIN_ONLY.
+        for flags in [0x03, 0x04, 0x11] {
+            let (code, window) = register(flags);
+            if known & flags == flags {
                 assert_eq!((code, window_deregister(rank.comm, window)), (SUCCESS, SUCCESS));
             } else {
                 assert_eq!(code, INVALID_ARGUMENT);
                 saw(&["has no window flags"]);
             }
+        }
+        if known & 0x04 != 0 {
+            assert_eq!(register(0x05).0, INVALID_ARGUMENT);
+            saw(&["a symmetric window with restrictions"]);
         }
         assert_eq!((destroy(rank.comm), memory_free(segment)), (SUCCESS, SUCCESS));
     });
@@ -472,13 +480,13 @@ fn flags_are_known(known: i32) {
 }
 
 nccl_test!(version_2_28_knows_no_window_flags, ["STUB_NCCL_VERSION" = "22809"], {
-    flags_are_known(0);
+    flags_are_known(0x01);
 });
 
 nccl_test!(version_2_30_knows_strict_ordering, ["STUB_NCCL_VERSION" = "23007"], {
-    flags_are_known(0x02);
+    flags_are_known(0x03);
 });
 
 nccl_test!(version_2_32_knows_gin_only, ["STUB_NCCL_VERSION" = "23203"], {
-    flags_are_known(0x06);
+    flags_are_known(0x07);
 });
