@@ -5,7 +5,8 @@
 //! [`ERROR_LIMIT`](watchdog::ERROR_LIMIT) for an error of the watchdog or a registrar, and [`GRACE`] for other errors. If the thread has not
 //! finished by then, the communicator is [`Lost`](CommState::Lost). If it finishes later, the state changes to
 //! [`Aborted`](CommState::Aborted). (An abort joins NCCL's proxy thread, which runs as long as peers are connected to it: if a peer is
-//! stuck but alive, an abort completes only when the peer aborts too.)
+//! stuck but alive, an abort completes only when the peer aborts too. A revoke joins the same thread. It completes if the stuck peer is
+//! another process, and not if it is a thread of this process whose communicator has windows: seen with NCCL 2.28.9.)
 //!
 //! | NCCL's activity | calls made |
 //! |---|---|
@@ -265,9 +266,8 @@ fn stop(
         Ending::Idle | Ending::Pending => None,
     };
     if revoked && resources.iter().any(|one| !lock(&one.windows).is_empty()) {
-        // A revoke does not stop symmetric kernels. It clears NCCL's abort flag at its end, so another kernel may miss it as well. While a
-        // kernel waits for a dead peer, wait, too, because its memory must stay registered. Also wait while a stream is being captured,
-        // because synchronization fails during a capture.
+        // A revoke stops all kernels except symmetric ones. While one of these waits for a dead peer, wait, too, because its memory must
+        // stay registered. Also wait while a stream is being captured, because synchronization fails during a capture.
         while device.synchronize().is_err_and(|error| driver::is_capture_in_the_way(&error)) {
             thread::sleep(POLL_INTERVAL);
         }

@@ -27,9 +27,10 @@ impl Communicator {
     /// - **Watchdog.** It stops watching the communicator on this rank. A rank that is lost later does not end it.
     /// - **Graphs** that contain its collectives must not be launched again.
     ///
-    /// Takes at most five seconds. A kernel on symmetric windows that waits for a lost rank cannot be stopped, and NCCL up to 2.32.3 does not
-    /// reliably stop other kernels either. The communicator is then [`Lost`](CommState::Lost), as after an [`abort`](Self::abort). If it has windows, the call waits for all work on the device, also for
-    /// that of other communicators: if several may be stuck, revoke them at the same time, on separate threads.
+    /// Takes at most five seconds. The communicator is [`Lost`](CommState::Lost) afterwards if a kernel on symmetric windows waits for a lost
+    /// rank, because NCCL cannot stop such a kernel, or if the communicator has windows and the lost rank is a thread of this process, because
+    /// NCCL then waits for that rank. If it has windows, the call waits for all work on the device, also for that of other communicators: if
+    /// several may be stuck, revoke them at the same time, on separate threads.
     ///
     /// # Errors
     /// Returns an error without any effect if the library lacks `ncclCommRevoke` (before 2.28.7), or the communicator is borrowed,

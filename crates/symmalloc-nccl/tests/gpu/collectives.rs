@@ -1,7 +1,7 @@
 //! Correctness and speed of collectives on windows. The baseline here is plain buffers; `pytorch_collectives.py` measures PyTorch's
 //! collectives.
 
-use crate::job::{Calls, MIB, Rank, devices, fixed, ranks, reserved};
+use crate::job::{Calls, MIB, Rank, descriptors, devices, fixed, ranks, reserved};
 use std::sync::Arc;
 use std::time::Instant;
 use symmalloc_core::{PoolConfig, PoolId};
@@ -195,15 +195,11 @@ fn all_to_all_with_changing_splits_does_not_leak() {
                 assert_eq!(host[..expected.len()], expected, "call {call}");
             }
             if call == calls / 100 {
-                rank.stream.synchronize().expect("done");
-                rank.meet();
                 before = Some(seen(rank, &registrar.stats()));
-                rank.meet();
             }
         }
         rank.stream.synchronize().expect("done");
         let seconds = begun.elapsed().as_secs_f64();
-        rank.meet();
         let after = seen(rank, &registrar.stats());
         if rank.is_first() {
             println!(
@@ -219,11 +215,14 @@ fn all_to_all_with_changing_splits_does_not_leak() {
     });
 }
 
-/// Returns the registrations, file descriptors, device memory in MiB, and resident host memory in KiB in use.
+/// Waits until all ranks are idle. Returns the registrations, file descriptors, device memory in MiB, and resident host memory in KiB in use.
 fn seen(rank: &Rank<'_>, stats: &symmalloc_nccl::RegistrarStats) -> (u64, usize, u64, u64) {
+    rank.stream.synchronize().expect("done");
+    rank.meet();
     let info = rank.device.memory_info().expect("the driver reports free memory");
     let pages = std::fs::read_to_string("/proc/self/statm").expect("a page count");
     let resident: u64 = pages.split(' ').nth(1).and_then(|pages| pages.parse().ok()).expect("a number");
-    let descriptors = std::fs::read_dir("/proc/self/fd").expect("a folder").count();
-    (stats.registrations, descriptors, (info.total_bytes - info.free_bytes) >> 20, resident * 4)
+    let seen = (stats.registrations, descriptors(), (info.total_bytes - info.free_bytes) >> 20, resident * 4);
+    rank.meet();
+    seen
 }

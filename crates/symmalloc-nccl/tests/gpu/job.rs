@@ -4,11 +4,12 @@ use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::net::TcpListener;
 use std::ops::Range;
 use std::process::{Child, Command};
-use std::sync::{Arc, Barrier};
-use std::time::Duration;
+use std::sync::{Arc, Barrier, Mutex};
+use std::time::{Duration, Instant};
+use symmalloc_core::PoolId;
 use symmalloc_core::config::{Config, PoolConfig};
-use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice};
-use symmalloc_nccl::{Communicator, CommunicatorBuilder, Nccl, Registrar, UniqueId};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer};
+use symmalloc_nccl::{Capability, Communicator, CommunicatorBuilder, Nccl, ReduceOp, Registrar, UniqueId};
 
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
@@ -166,4 +167,73 @@ pub(crate) fn processes(test: &str, ranks: u32, variable: (&str, &str)) -> Vec<C
             .expect("started again")
     };
     (0..ranks).map(start).collect()
+}
+
+/// Waits up to 30 seconds for a child's exit status.
+pub(crate) fn status_of(child: &mut Child) -> Option<i32> {
+    let begun = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait().expect("the child can be queried") {
+            return status.code();
+        }
+        if begun.elapsed() > Duration::from_secs(30) {
+            child.kill().expect("killed");
+            panic!("the child did not end within 30 seconds");
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// Allocates a tensor, and frees one if there are several.
+pub(crate) fn take(rank: &Rank<'_>, allocator: &CudaAllocator, tensors: &mut Vec<DeviceBuffer<f32>>, round: u64) {
+    let length = 1000 + 90_001 * (round as usize % 13);
+    // SAFETY: the memory is written before it is read.
+    tensors.push(unsafe { allocator.alloc(&rank.stream, length) }.expect("allocated"));
+    if tensors.len() > 4 {
+        drop(tensors.swap_remove(round as usize % 3));
+    }
+}
+
+/// Reduces every tensor over the members of a communicator and checks every element.
+pub(crate) fn reduce_and_check(
+    rank: &Rank<'_>,
+    comm: &Communicator,
+    members: Range<u32>,
+    mut tensors: Vec<&mut DeviceBuffer<f32>>,
+    round: u64,
+) {
+    for (index, tensor) in tensors.iter_mut().enumerate() {
+        rank.write(*tensor, round + index as u64);
+        comm.all_reduce_in_place(*tensor, ReduceOp::Sum, &rank.stream).expect("submitted");
+    }
+    comm.synchronize(&rank.stream).expect("every member arrives");
+    for (index, tensor) in tensors.iter().enumerate() {
+        let wrong = rank.wrong_sums_over(members.clone(), &**tensor, round + index as u64);
+        assert_eq!(wrong, 0, "round {round}, tensor {index}, members {members:?}");
+    }
+}
+
+/// Returns the number of devices, or prints the reason and returns `None` if there are too few, or NCCL lacks a capability.
+pub(crate) fn devices_with(capabilities: &[Capability]) -> Option<u32> {
+    let count = devices()?;
+    let nccl = Nccl::load().expect("libnccl is available");
+    if let Some(missing) = capabilities.iter().find(|capability| !nccl.supports(**capability)) {
+        println!("skipped: NCCL {} has no {missing}", nccl.version());
+        return None;
+    }
+    Some(count)
+}
+
+/// Deregisters the windows of all ranks together, and destroys the communicator.
+pub(crate) fn leave(registrar: &Registrar, comm: &Communicator) {
+    registrar.detach(comm, &[PoolId::DEFAULT]).expect("detached");
+    registrar.sync(&[comm]).expect("the members agree");
+    comm.destroy().expect("destroyed");
+}
+
+/// Returns the number of open file descriptors. Counting them opens one, so ranks count in turns.
+pub(crate) fn descriptors() -> usize {
+    static TURN: Mutex<()> = Mutex::new(());
+    let _turn = TURN.lock().expect("the lock is not poisoned");
+    std::fs::read_dir("/proc/self/fd").expect("a folder").count()
 }

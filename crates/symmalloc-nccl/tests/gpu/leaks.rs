@@ -1,6 +1,6 @@
 //! Leak checks for file descriptors, device memory and address space.
 
-use crate::job::{Calls, MIB, Rank, devices, fixed, ranks};
+use crate::job::{Calls, MIB, Rank, descriptors, devices, fixed, ranks};
 use symmalloc_core::PoolId;
 use symmalloc_nccl::{ReduceOp, Registration, UniqueId};
 
@@ -18,11 +18,7 @@ fn in_use(rank: &Rank<'_>) -> InUse {
     let info = rank.device.memory_info().expect("the driver reports free memory");
     let pages = std::fs::read_to_string("/proc/self/statm").expect("a page count");
     let pages: u64 = pages.split(' ').next().and_then(|pages| pages.parse().ok()).expect("a number");
-    InUse {
-        descriptors: std::fs::read_dir("/proc/self/fd").expect("a folder").count(),
-        device_bytes: info.total_bytes - info.free_bytes,
-        address_bytes: pages * 4096,
-    }
+    InUse { descriptors: descriptors(), device_bytes: info.total_bytes - info.free_bytes, address_bytes: pages * 4096 }
 }
 
 /// The call or event that ends a communicator.

@@ -18,3 +18,4 @@ mod stopped;
 mod symmetric;
 mod table;
 mod watchdog;
+mod windows;

@@ -1,17 +1,20 @@
 //! Communicators over some of the ranks: two that overlap in half of the ranks, and ones whose last rank leaves, rejoins or is missing.
 
-use crate::job::{Calls, MIB, Rank, devices, fixed, ranks};
+use crate::job::{
+    Calls, MIB, Rank, devices, devices_with, fixed, leave, processes, ranks, reduce_and_check, status_of, take,
+};
 use std::ops::Range;
-use std::sync::Mutex;
+use std::sync::{Barrier, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use symmalloc_core::PoolId;
-use symmalloc_cuda::{CudaAllocator, DeviceBuffer};
+use symmalloc_cuda::{CudaDevice, DeviceBuffer};
 use symmalloc_nccl::{
-    Capability, CommError, CommState, Communicator, Nccl, ReduceOp, Registrar, Registration, UniqueId,
+    Capability, CommError, CommState, Communicator, Launch, ReduceOp, Registration, UniqueId, WatchdogMode,
 };
 
 const ROUNDS: u64 = 40;
+const CHILD: &str = "SYMMALLOC_PARTS_CHILD";
 
 /// Two communicators share half of the ranks. Both have windows on one pool, and each on a separate pool.
 #[test]
@@ -67,35 +70,6 @@ fn communicators_that_overlap_in_half_of_the_ranks_reduce_correctly() {
                 println!("{calls:?}, members {members:?} of {count} ranks: {:?}", registrar.stats());
             }
         });
-    }
-}
-
-/// Allocates a tensor, and frees one if there are several.
-fn take(rank: &Rank<'_>, allocator: &CudaAllocator, tensors: &mut Vec<DeviceBuffer<f32>>, round: u64) {
-    let length = 1000 + 90_001 * (round as usize % 13);
-    // SAFETY: the memory is written before it is read.
-    tensors.push(unsafe { allocator.alloc(&rank.stream, length) }.expect("allocated"));
-    if tensors.len() > 4 {
-        drop(tensors.swap_remove(round as usize % 3));
-    }
-}
-
-/// Reduces every tensor over the members of a communicator and checks every element.
-fn reduce_and_check(
-    rank: &Rank<'_>,
-    comm: &Communicator,
-    members: Range<u32>,
-    mut tensors: Vec<&mut DeviceBuffer<f32>>,
-    round: u64,
-) {
-    for (index, tensor) in tensors.iter_mut().enumerate() {
-        rank.write(*tensor, round + index as u64);
-        comm.all_reduce_in_place(*tensor, ReduceOp::Sum, &rank.stream).expect("submitted");
-    }
-    comm.synchronize(&rank.stream).expect("every member arrives");
-    for (index, tensor) in tensors.iter().enumerate() {
-        let wrong = rank.wrong_sums_over(members.clone(), &**tensor, round + index as u64);
-        assert_eq!(wrong, 0, "round {round}, tensor {index}, members {members:?}");
     }
 }
 
@@ -159,24 +133,6 @@ fn continue_without_the_last_rank(replace: impl Fn(&Rank<'_>, &Communicator) -> 
     });
 }
 
-/// Returns the number of devices, or prints the reason and returns `None` if there are too few, or NCCL lacks a capability.
-fn devices_with(capabilities: &[Capability]) -> Option<u32> {
-    let count = devices()?;
-    let nccl = Nccl::load().expect("libnccl is available");
-    if let Some(missing) = capabilities.iter().find(|capability| !nccl.supports(**capability)) {
-        println!("skipped: NCCL {} has no {missing}", nccl.version());
-        return None;
-    }
-    Some(count)
-}
-
-/// Deregisters the windows of all ranks together, and destroys the communicator.
-fn leave(registrar: &Registrar, comm: &Communicator) {
-    registrar.detach(comm, &[PoolId::DEFAULT]).expect("detached");
-    registrar.sync(&[comm]).expect("the members agree");
-    comm.destroy().expect("destroyed");
-}
-
 /// The last rank leaves, the others continue with their windows, and it rejoins. Meanwhile it makes the same allocations.
 #[test]
 fn a_communicator_shrinks_and_grows_again() {
@@ -235,55 +191,74 @@ fn a_communicator_shrinks_and_grows_again() {
     }
 }
 
-/// The last rank does not join a collective on plain buffers. The others revoke, shrink and continue with windows on the same memory.
+/// The last rank is killed or stopped before a collective on plain buffers. The others revoke, shrink and continue with windows on the same
+/// memory. Each rank is a process: if the ranks are threads, NCCL's revoke waits for the connections of the missing one.
 #[test]
 fn ranks_revoke_and_continue_without_the_missing_one() {
-    let Some(count) = devices_with(&[Capability::Shrink, Capability::Revoke]) else { return };
-    let last = count - 1;
-    for calls in [Calls::Blocking, Calls::Nonblocking] {
-        let id = UniqueId::new().expect("NCCL creates an id");
-        ranks(count, |rank| {
-            let world = rank.connect(id, calls);
-            let allocator = rank.allocator(fixed());
-            let registrar = rank.registrar(&allocator);
-            registrar.attach(&world, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
-            let mut tensors: Vec<DeviceBuffer<f32>> = Vec::new();
-            (0..4).for_each(|round| take(rank, &allocator, &mut tensors, round));
-            registrar.sync(&[&world]).expect("the ranks agree");
-            reduce_and_check(rank, &world, 0..count, tensors.iter_mut().collect(), 0);
-            // A kernel on windows cannot be stopped, so the collective that is stuck uses other memory.
-            let pool = allocator.create_pool(fixed()).expect("the pool is created");
-            let mut plain = allocator.with_pool(&pool).alloc_zeroed::<f32>(&rank.stream, 1 << 20).expect("allocated");
-            reduce_and_check(rank, &world, 0..count, vec![&mut plain], 1);
-            rank.meet();
-            if rank.rank < last {
-                world.all_reduce_in_place(&mut plain, ReduceOp::Sum, &rank.stream).expect("submitted");
-                thread::sleep(Duration::from_millis(300));
-                let since = Instant::now();
-                world.revoke().expect("the work stops");
-                let waited = since.elapsed();
-                rank.stream.synchronize().expect("the stream continues");
-                assert_eq!(world.state(), CommState::Revoked);
-                assert!(matches!(world.synchronize(&rank.stream), Err(CommError::Revoked { .. })));
-                registrar.sweep();
-                assert_eq!(registrar.stats().windows, 0);
-                let rest = world.shrink(&[last]).expect("the remaining ranks shrink");
-                world.destroy().expect("it does not wait for the missing rank");
-                registrar.attach(&rest, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
-                registrar.sync(&[&rest]).expect("the members agree");
-                reduce_and_check(rank, &rest, 0..last, tensors.iter_mut().collect(), 2);
-                if rank.is_first() {
-                    println!("{calls:?}: revoked in {waited:?}, {last} of {count} ranks continue");
-                }
-                leave(&registrar, &rest);
-            }
-            rank.meet();
-            if rank.rank == last {
-                world.abort().expect("aborted");
-                registrar.sweep();
-            }
-        });
+    const NAME: &str = "parts::ranks_revoke_and_continue_without_the_missing_one";
+    if let Ok(case) = std::env::var(CHILD) {
+        let calls = if case.ends_with("nonblocking") { Calls::Nonblocking } else { Calls::Blocking };
+        return continue_after_a_revoke(calls, case.starts_with("killed"));
     }
+    let Some(count) = devices_with(&[Capability::Shrink, Capability::Revoke]) else { return };
+    for case in ["killed, blocking", "killed, nonblocking", "stopped, blocking", "stopped, nonblocking"] {
+        let mut children = processes(NAME, count, (CHILD, case));
+        let mut missing = children.pop().expect("there are at least two ranks");
+        let statuses: Vec<_> = children.iter_mut().map(status_of).collect();
+        missing.kill().expect("killed");
+        missing.wait().expect("it has ended");
+        assert!(statuses.iter().all(|status| *status == Some(0)), "{case}: {statuses:?}");
+    }
+}
+
+/// Runs one rank of [`ranks_revoke_and_continue_without_the_missing_one`].
+fn continue_after_a_revoke(calls: Calls, killed: bool) {
+    let launch = Launch::from_env().expect("started as a rank");
+    let device = CudaDevice::new(launch.local_rank as usize).expect("a device");
+    let stream = device.context().new_stream().expect("a stream");
+    let (count, last, barrier) = (launch.ranks, launch.ranks - 1, Barrier::new(1));
+    let rank = &Rank { rank: launch.rank, ranks: count, device, stream, barrier: &barrier };
+    // The watchdog would notice a process that ends, and abort. It waits for a stopped process until the deadline.
+    let watchdog = if killed { WatchdogMode::Off } else { WatchdogMode::Abort };
+    let world = rank.builder(calls).watchdog(watchdog).connect_env().expect("connected");
+    let allocator = rank.allocator(fixed());
+    let registrar = rank.registrar(&allocator);
+    registrar.attach(&world, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+    let mut tensors: Vec<DeviceBuffer<f32>> = Vec::new();
+    (0..4).for_each(|round| take(rank, &allocator, &mut tensors, round));
+    registrar.sync(&[&world]).expect("the ranks agree");
+    reduce_and_check(rank, &world, 0..count, tensors.iter_mut().collect(), 0);
+    // A kernel on windows cannot be stopped, so the collective that is stuck uses other memory.
+    let pool = allocator.create_pool(fixed()).expect("the pool is created");
+    let mut plain = allocator.with_pool(&pool).alloc_zeroed::<f32>(&rank.stream, 1 << 20).expect("allocated");
+    reduce_and_check(rank, &world, 0..count, vec![&mut plain], 1);
+    if rank.rank == last {
+        // SAFETY: the call only sends a signal to this process.
+        unsafe { libc::raise(if killed { libc::SIGKILL } else { libc::SIGSTOP }) };
+        unreachable!("the first test process ends this one");
+    }
+    // The last rank is gone by then.
+    thread::sleep(Duration::from_millis(300));
+    world.all_reduce_in_place(&mut plain, ReduceOp::Sum, &rank.stream).expect("submitted");
+    thread::sleep(Duration::from_millis(300));
+    let since = Instant::now();
+    world.revoke().expect("the work stops");
+    let waited = since.elapsed();
+    rank.stream.synchronize().expect("the stream continues");
+    assert_eq!(world.state(), CommState::Revoked);
+    assert!(matches!(world.synchronize(&rank.stream), Err(CommError::Revoked { .. })));
+    registrar.sweep();
+    assert_eq!(registrar.stats().windows, 0);
+    let rest = world.shrink(&[last]).expect("the remaining ranks shrink");
+    world.destroy().expect("it does not wait for the missing rank");
+    registrar.attach(&rest, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+    registrar.sync(&[&rest]).expect("the members agree");
+    reduce_and_check(rank, &rest, 0..last, tensors.iter_mut().collect(), 2);
+    if rank.is_first() {
+        let missing = if killed { "killed" } else { "stopped" };
+        println!("{calls:?}, {missing}: revoked in {waited:?}, {last} of {count} ranks continue");
+    }
+    leave(&registrar, &rest);
 }
 
 /// A thread waits in a registration that the last rank does not join. Another thread revokes.

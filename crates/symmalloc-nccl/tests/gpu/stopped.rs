@@ -2,8 +2,7 @@
 //! never ends. The tests therefore require that every call of this crate returns soon after the deadline, with an error that states the
 //! cause. Each test runs in separate processes, because such a kernel ends only with its process.
 
-use crate::job::{Calls, MIB, Rank, again, devices, processes, ranks, reserved};
-use std::process::Child;
+use crate::job::{Calls, MIB, Rank, again, devices, processes, ranks, reserved, status_of};
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 use symmalloc_core::PoolId;
@@ -21,21 +20,6 @@ const DEAD: i32 = 9;
 enum InFlight {
     Nothing,
     CollectiveOnWindows,
-}
-
-/// Waits up to 30 seconds for a child's exit status.
-fn status_of(child: &mut Child) -> Option<i32> {
-    let begun = Instant::now();
-    loop {
-        if let Some(status) = child.try_wait().expect("the child can be queried") {
-            return status.code();
-        }
-        if begun.elapsed() > Duration::from_secs(30) {
-            child.kill().expect("killed");
-            panic!("the child did not end within 30 seconds");
-        }
-        std::thread::sleep(Duration::from_millis(50));
-    }
 }
 
 #[test]
