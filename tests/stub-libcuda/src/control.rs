@@ -64,6 +64,13 @@ pub extern "C" fn stub_hold(stream: u64) -> u64 {
     with(|state| state.hold(stream).unwrap_or(0))
 }
 
+/// Runs the work of a stream until something blocks it. Returns 1 if all of it has taken effect.
+#[unsafe(no_mangle)]
+pub extern "C" fn stub_advance(stream: u64) -> c_int {
+    let run = |state: &mut State| state.stream(stream).map(|stream| stream.submitted).map(|seq| state.run(stream, seq));
+    c_int::from(with(run).unwrap_or(false))
+}
+
 /// Returns the current value of [`crate::model::Live`] number `what`.
 #[unsafe(no_mangle)]
 pub extern "C" fn stub_live(what: c_int) -> u64 {

@@ -2,16 +2,18 @@
 //!
 //! Tests put the shared library of this package on the library path under the name `libcuda.so`. The stub is as strict as the driver about
 //! current contexts, whole mappings, and calls that a stream capture forbids. Its memory is real host memory, so tests can check copies and
-//! zeros. Work takes effect when it is submitted, but *completes* only once a host wait covers it. The stub of libnccl submits its own work
-//! to the streams; see `external.rs`.
+//! zeros. Work takes effect when it is submitted, or with `STUB_LAZY` when something waits for it. It *completes* only once a host wait covers
+//! it; see `streams.rs`. The stub of libnccl submits its own work to the streams; see `external.rs`.
 //!
 //! | control | meaning |
 //! |---|---|
 //! | `STUB_NO_VMM`, `STUB_NO_FABRIC`, ... | environment: features that the device lacks; see `model.rs` |
+//! | `STUB_LAZY` | environment: work takes effect only when something waits for it |
 //! | `STUB_REUSE_STREAMS` | environment: a new stream gets the handle of a destroyed one |
 //! | `STUB_TRAMPOLINES` | environment: `cuGetProcAddress` returns different addresses from those of the exported calls |
 //! | `stub_fail(call, nth, code)` | makes the n-th call from now on fail once; n = 0: every call |
 //! | `stub_fail_elsewhere(call, nth, code)` | the same, except for calls of this thread |
+//! | `stub_advance(stream)` | runs the work of a stream until something blocks it; 1 if all of it has taken effect |
 //! | `stub_heal()` | removes all faults |
 //! | `stub_calls(call)` | number of calls; null: of all calls |
 //! | `stub_own_calls(call)` | number of calls by this thread |
@@ -55,6 +57,10 @@ fn call(name: &'static str, mut act: impl FnMut(&mut State) -> Result<(), Code>)
     let (entered, time) = with(|state| (state.enter(name), state.time_of(name)));
     if !time.is_zero() {
         std::thread::sleep(time);
+    }
+    if entered.is_err() && name.ends_with("Synchronize") {
+        // A wait that fails reports the error of earlier work, which is over.
+        with(State::run_everything);
     }
     let outcome = entered.and_then(|()| with_waiting(&mut act));
     deliver();
@@ -169,7 +175,7 @@ stub! {
     };
     call_outside_capture cuCtxSynchronize() |state| {
         if state.spoil_captures_of(here()) { return Err(CAPTURE_UNSUPPORTED); }
-        if !state.has_run_all(here()) { return Err(WAIT); }
+        if !state.run_all(here()) { return Err(WAIT); }
         state.complete_all(here());
         Ok(())
     };
@@ -235,9 +241,11 @@ stub! {
         state.submit(stream_key(stream), Op::Set { address, value, count })
     };
     call_in_context cuMemcpyHtoDAsync_v2(to: u64, from: u64, count: usize, stream: u64) |state| {
+        if state.is_pageable(from) { return state.write(stream_key(stream), to, from, count); }
         state.submit(stream_key(stream), Op::Copy { to, from, count })
     };
     call_in_context cuMemcpyDtoHAsync_v2(to: u64, from: u64, count: usize, stream: u64) |state| {
+        if state.is_pageable(to) { return state.read(stream_key(stream), to, from, count); }
         state.submit(stream_key(stream), Op::Copy { to, from, count })
     };
     call_in_context cuMemcpyDtoDAsync_v2(to: u64, from: u64, count: usize, stream: u64) |state| {
@@ -257,7 +265,7 @@ stub! {
             return Err(CAPTURE_UNSUPPORTED);
         }
         let last = known.submitted;
-        if !state.has_run(stream, last) { return Err(WAIT); }
+        if !state.run(stream, last) { return Err(WAIT); }
         state.complete(stream, last);
         Ok(())
     };
@@ -367,7 +375,7 @@ stub! {
     call_outside_capture cuEventSynchronize(event: u64) |state| {
         let event = *state.events.get(&event).ok_or(INVALID_HANDLE)?;
         if event.capture.is_some() { return Err(CAPTURED_EVENT); }
-        if !state.has_run(event.stream, event.seq) { return Err(WAIT); }
+        if !state.run(event.stream, event.seq) { return Err(WAIT); }
         state.complete(event.stream, event.seq);
         Ok(())
     };

@@ -347,6 +347,11 @@ impl State {
         before.is_some_and(|(at, mapping)| address < at + mapping.size)
     }
 
+    /// Returns `true` if an address belongs to neither a device nor pinned host memory.
+    pub fn is_pageable(&self, address: u64) -> bool {
+        self.memory.allocation(address).is_none() && !self.is_mapped(address)
+    }
+
     /// Frees all whole allocations of a device.
     pub fn free_all(&mut self, device: c_int) {
         let of_device = self.memory.allocations.iter().filter(|(_, of)| of.device == device);

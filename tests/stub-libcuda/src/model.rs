@@ -108,9 +108,11 @@ pub struct Options {
     pub address_bytes: u64,
     /// `STUB_DESCENDING_DEVICES`, such as `1,3`: devices that allocate their highest free addresses first.
     pub descending: BTreeSet<c_int>,
-    /// `STUB_POLLS`: number of queries that report work as not ready although it has taken effect, unless a wait covered it. 0, the
-    /// default: all queries.
+    /// `STUB_POLLS`: number of queries of an event that report its work as not ready, unless a wait covered it. 0, the default: all
+    /// queries.
     pub polls: u64,
+    /// `STUB_LAZY`: work takes effect only when something waits for it; see `streams.rs`.
+    pub is_lazy: bool,
     /// `STUB_MAPPING_MICROSECONDS`: duration of each `cuMemCreate`, `cuMemMap` and `cuMemSetAccess`, by default 0.
     pub mapping_time: Duration,
     /// `STUB_REUSE_STREAMS`: a new stream gets the handle of a destroyed one.
@@ -142,6 +144,7 @@ impl Options {
                 .filter_map(|text| text.trim().parse().ok())
                 .collect(),
             polls: number("STUB_POLLS", 0),
+            is_lazy: flag("STUB_LAZY"),
             mapping_time: Duration::from_micros(number("STUB_MAPPING_MICROSECONDS", 0)),
             reuses_streams: flag("STUB_REUSE_STREAMS"),
             has_trampolines: flag("STUB_TRAMPOLINES"),

@@ -1,5 +1,4 @@
-//! Stream-ordered allocation and memory pools. Memory is allocated and freed immediately, because all work takes effect when it is
-//! submitted.
+//! Stream-ordered allocation and memory pools. Memory is allocated immediately. It is freed immediately too, after the work before it.
 
 use crate::external::stream_key;
 use crate::model::{Code, Pool, State, default_pool_of};
@@ -32,7 +31,8 @@ unsafe fn take(state: &mut State, address: *mut u64, size: usize, pool: Option<u
 
 /// Frees memory of a pool, of a graph, or of `cuMemAlloc`.
 fn give(state: &mut State, address: u64, stream: u64) -> Result<(), Code> {
-    state.stream(stream).ok_or(INVALID_HANDLE)?;
+    let last = state.stream(stream).ok_or(INVALID_HANDLE)?.submitted;
+    state.run(stream, last);
     let (base, size, _) =
         state.memory.allocation(address).filter(|(base, ..)| *base == address).ok_or(INVALID_VALUE)?;
     state.forget_pooled(base, size);

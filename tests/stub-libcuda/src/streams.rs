@@ -1,20 +1,28 @@
 //! Streams as queues, events as positions in them, and captures as lists of ops.
 //!
 //! ```text
-//!  numbers of a stream's work:   1 ... completed ... ran ... submitted
-//!                                 a host wait        │ queue ────────
+//!  numbers of a stream's work:   1 ... completed ... ran ... due ... submitted
+//!                                 a host wait        │ queue ────────────────
 //!                                                      ╰ front: waits for another stream, or for a library
 //! ```
 //!
-//! Work takes effect when it is submitted, unless earlier work on its stream is blocked: a wait for another stream that is itself blocked,
-//! or work of another library that waits for its peers. Work is *complete* once it has taken effect and a host wait covered it, either
-//! directly, through another stream, or by sufficiently many polls (`STUB_POLLS`). A query therefore reports "not ready" for as long as
-//! possible.
+//! Work is *due* when it is submitted. It takes effect at once, unless earlier work on its stream is blocked: a wait for another stream that
+//! is itself blocked, or work of another library that waits for its peers. Work is *complete* once it has taken effect and a host wait
+//! covered it, either directly, through another stream, or by sufficiently many polls (`STUB_POLLS`). A query therefore reports "not ready"
+//! for as long as possible.
+//!
+//! With `STUB_LAZY`, work is due only when a host wait or the last of these polls covers it, directly or through another stream. A program
+//! that omits a wait then sees old data. Work of another library is due when it is submitted, with all work before it, because its peers
+//! may be waiting for it.
+//!
+//! Copies that involve pageable memory follow the driver's rules. A copy from it reads the memory when it is submitted, and a copy to it
+//! waits for the work before it. Inside a graph, both are ordinary copies.
 
 use crate::external::{Notice, PER_THREAD};
-use crate::model::{Code, State};
+use crate::model::{Code, State, WAIT};
 use std::collections::VecDeque;
 use std::ffi::c_int;
+use std::sync::Arc;
 use std::thread::ThreadId;
 
 /// Work that has an effect.
@@ -46,10 +54,11 @@ pub enum Op {
 }
 
 /// An entry of a queue.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 enum Work {
     Set { address: u64, value: u8, count: usize },
     Copy { to: u64, from: u64, count: usize },
+    Write { to: u64, bytes: Arc<[u8]> },
     External { instance: u64, has_arrived: bool },
     Wait { stream: u64, seq: u64 },
     Mark,
@@ -64,6 +73,8 @@ pub struct Stream {
     pub submitted: u64,
     /// Number of the last work that has taken effect.
     ran: u64,
+    /// Number of the last work that takes effect as soon as nothing blocks it.
+    due: u64,
     completed: u64,
     /// Work that has not taken effect, in order: numbers `ran + 1` to `submitted`.
     queue: VecDeque<Work>,
@@ -83,7 +94,7 @@ impl Stream {
 
     /// Creates a stream whose work numbers continue after `done`.
     pub fn after(device: c_int, done: u64) -> Self {
-        Stream { device, submitted: done, ran: done, completed: done, ..Stream::default() }
+        Stream { device, submitted: done, ran: done, due: done, completed: done, ..Stream::default() }
     }
 }
 
@@ -100,7 +111,7 @@ pub struct Event {
     pub seq: u64,
     /// Capture in which the event was recorded.
     pub capture: Option<u64>,
-    /// Number of polls that found the event done but not covered by a wait.
+    /// Number of polls of the event before a wait covered it.
     pub polls: u64,
 }
 
@@ -158,14 +169,18 @@ impl State {
     pub fn destroy_stream(&mut self, stream: u64) -> Option<()> {
         let known = self.stream(stream)?;
         known.is_gone = true;
-        let last = known.submitted;
-        if known.queue.is_empty() {
-            self.streams.remove(&stream);
-            if self.options.reuses_streams {
-                self.gone_streams.push((stream, last));
-            }
-        }
+        self.forget_gone(stream);
         Some(())
+    }
+
+    /// Removes a destroyed stream without work. Its handle may be reused.
+    fn forget_gone(&mut self, stream: u64) {
+        let is_over = |stream: &&Stream| stream.is_gone && stream.queue.is_empty();
+        let Some(last) = self.streams.get(&stream).filter(is_over).map(|stream| stream.submitted) else { return };
+        self.streams.remove(&stream);
+        if self.options.reuses_streams {
+            self.gone_streams.push((stream, last));
+        }
     }
 
     /// Submits work: runs it, queues it, or captures it.
@@ -176,6 +191,7 @@ impl State {
             self.enqueue(stream, Work::Mark);
             return Ok(());
         }
+        let is_external = matches!(op, Op::External { .. });
         let work = match op {
             Op::Set { address, value, count } => Work::Set { address, value, count },
             Op::Copy { to, from, count } => Work::Copy { to, from, count },
@@ -186,7 +202,38 @@ impl State {
                 Work::External { instance, has_arrived: false }
             }
         };
-        self.enqueue(stream, work);
+        let seq = self.enqueue(stream, work);
+        if is_external {
+            self.run(stream, seq);
+        }
+        Ok(())
+    }
+
+    /// Submits a copy from pageable memory, which is read now.
+    ///
+    /// # Safety
+    /// The bytes must be valid for reading.
+    pub unsafe fn write(&mut self, stream: u64, to: u64, from: u64, count: usize) -> Result<(), Code> {
+        if self.stream(stream).ok_or(Code(400))?.capture.is_some() {
+            return self.submit(stream, Op::Copy { to, from, count });
+        }
+        // SAFETY: guaranteed by the caller.
+        let bytes = unsafe { std::slice::from_raw_parts(from as *const u8, count) }.into();
+        self.enqueue(stream, Work::Write { to, bytes });
+        Ok(())
+    }
+
+    /// Submits a copy to pageable memory, once the work before it has taken effect.
+    pub fn read(&mut self, stream: u64, to: u64, from: u64, count: usize) -> Result<(), Code> {
+        let known = self.stream(stream).ok_or(Code(400))?;
+        let (last, is_captured) = (known.submitted, known.capture.is_some());
+        if !is_captured && !self.run(stream, last) {
+            return Err(WAIT);
+        }
+        self.submit(stream, Op::Copy { to, from, count })?;
+        if !is_captured {
+            self.run(stream, last + 1);
+        }
         Ok(())
     }
 
@@ -212,16 +259,20 @@ impl State {
         known.submitted += 1;
         known.queue.push_back(work);
         let seq = known.submitted;
+        if !self.options.is_lazy {
+            known.due = seq;
+        }
         if known.queue.len() == 1 {
             self.advance(stream);
         }
         seq
     }
 
-    /// Runs the work at the front of a queue until something blocks it. Returns `true` if any work took effect.
+    /// Runs the due work at the front of a queue until something blocks it. Returns `true` if any work took effect.
     fn advance(&mut self, stream: u64) -> bool {
         let mut has_moved = false;
-        while let Some(front) = self.streams.get(&stream).and_then(|stream| stream.queue.front().copied()) {
+        let next = |stream: &Stream| stream.queue.front().filter(|_| stream.ran < stream.due).cloned();
+        while let Some(front) = self.streams.get(&stream).and_then(next) {
             match front {
                 // SAFETY: the caller of the driver's call guarantees that the bytes exist. If they do not, the test crashes, as a kernel
                 // would.
@@ -230,6 +281,10 @@ impl State {
                 },
                 // SAFETY: as above.
                 Work::Copy { to, from, count } => unsafe { std::ptr::copy(from as *const u8, to as *mut u8, count) },
+                // SAFETY: as above, for the written bytes.
+                Work::Write { to, bytes } => unsafe {
+                    std::ptr::copy(bytes.as_ptr(), to as *mut u8, bytes.len());
+                },
                 Work::Wait { stream: other, seq } if self.streams.get(&other).is_some_and(|other| other.ran < seq) => {
                     break;
                 }
@@ -251,9 +306,7 @@ impl State {
             known.ran += 1;
             has_moved = true;
         }
-        if self.streams.get(&stream).is_some_and(|stream| stream.is_gone && stream.queue.is_empty()) {
-            self.streams.remove(&stream);
-        }
+        self.forget_gone(stream);
         has_moved
     }
 
@@ -272,6 +325,11 @@ impl State {
             return;
         }
         self.external_done.insert(instance);
+        self.advance_all();
+    }
+
+    /// Runs the due work of all streams until something blocks all of it.
+    fn advance_all(&mut self) {
         let mut has_moved = true;
         while has_moved {
             let held: Vec<u64> =
@@ -283,14 +341,40 @@ impl State {
         }
     }
 
+    /// Makes work of a stream due, and the work that it waits for.
+    fn make_due(&mut self, stream: u64, seq: u64) {
+        let Some(known) = self.streams.get_mut(&stream).filter(|known| known.due < seq) else { return };
+        known.due = seq;
+        let waits: Vec<_> = known.waits.iter().filter(|(own, _, _)| *own <= seq).copied().collect();
+        waits.into_iter().for_each(|(_, other, work)| self.make_due(other, work));
+    }
+
+    /// Runs work of a stream, and the work that it waits for. Returns `true` if it has taken effect, and `false` if something blocks it.
+    pub fn run(&mut self, stream: u64, seq: u64) -> bool {
+        self.make_due(stream, seq);
+        self.advance_all();
+        self.has_run(stream, seq)
+    }
+
+    /// Runs all work of a device, like [`run`](Self::run).
+    pub fn run_all(&mut self, device: c_int) -> bool {
+        let of_device = self.streams.iter().filter(|(_, stream)| stream.device == device);
+        let all: Vec<_> = of_device.map(|(id, stream)| (*id, stream.submitted)).collect();
+        all.iter().for_each(|(stream, seq)| self.make_due(*stream, *seq));
+        self.advance_all();
+        all.iter().all(|(stream, seq)| self.has_run(*stream, *seq))
+    }
+
+    /// Runs the work of all devices until something blocks it.
+    pub fn run_everything(&mut self) {
+        (0..self.options.devices).for_each(|device| {
+            self.run_all(device);
+        });
+    }
+
     /// Returns `true` if the work has taken effect.
     pub fn has_run(&self, stream: u64, seq: u64) -> bool {
         self.streams.get(&stream).is_none_or(|stream| seq <= stream.ran)
-    }
-
-    /// Returns `true` if all work of a device has taken effect.
-    pub fn has_run_all(&self, device: c_int) -> bool {
-        self.streams.values().filter(|stream| stream.device == device).all(|stream| stream.queue.is_empty())
     }
 
     /// Returns `true` if the work before the event counts as complete, which sufficiently many polls achieve.
@@ -299,16 +383,14 @@ impl State {
         if self.streams.get(&stream).is_none_or(|stream| seq <= stream.completed) {
             return true;
         }
-        if self.options.polls == 0 || !self.has_run(stream, seq) {
-            return false;
-        }
         let known = self.events.get_mut(&event).expect("just seen");
         known.polls += 1;
-        let is_enough = known.polls > self.options.polls;
-        if is_enough {
+        let is_enough = self.options.polls > 0 && known.polls > self.options.polls;
+        let has_run = is_enough && self.run(stream, seq);
+        if has_run {
             self.complete(stream, seq);
         }
-        is_enough
+        has_run
     }
 
     /// Completes work of a stream that has taken effect, and the work that it waited for.

@@ -69,6 +69,14 @@ impl Drop for LongWork {
     }
 }
 
+/// Runs the work of a stream, given by its driver handle, until something blocks it. Returns `true` if all of it has taken effect.
+///
+/// Unlike a wait, this completes no event. With `STUB_LAZY`, work of the stream has no effect before.
+pub fn advance(stream: u64) -> bool {
+    // SAFETY: the symbol has this type.
+    unsafe { control::<unsafe extern "C" fn(u64) -> c_int>("stub_advance")(stream) == 1 }
+}
+
 /// The driver's live resources.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 #[allow(missing_docs, reason = "the names are sufficient")]

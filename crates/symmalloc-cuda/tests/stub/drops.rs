@@ -1,6 +1,6 @@
 //! Drops of buffers: the ordering of the memory's next user, the thread of the drop, and the state after everything is dropped.
 
-use crate::process::{LongWork, calls, device, hold, live, own_calls, stub_test};
+use crate::process::{LongWork, advance, calls, device, hold, live, own_calls, stub_test};
 use cudarc::driver::result::memcpy_htod_async;
 use cudarc::driver::{CudaStream, DevicePtr};
 use std::sync::{Arc, Barrier};
@@ -39,7 +39,9 @@ fn counts() -> (u64, u64) {
 fn is_held_up(allocator: &CudaAllocator, stream: &Arc<CudaStream>) -> bool {
     let mut mark = allocator.alloc_zeroed::<u8>(stream, 512).expect("allocated");
     stream.memcpy_htod(&[1; 512], &mut mark).expect("copied");
-    first_byte(&mark) != 1
+    let is_over = advance(stream.cu_stream() as u64);
+    assert_eq!(is_over, first_byte(&mark) == 1);
+    !is_over
 }
 
 /// Returns the first byte of the buffer, without waiting.
@@ -300,6 +302,7 @@ fn random_program(seed: u64, allocator: &CudaAllocator, streams: &[Arc<CudaStrea
 }
 
 fn assert_sound(seed: u64, allocator: &CudaAllocator, buffers: Vec<Written>) {
+    allocator.device().synchronize().expect("no stream is blocked");
     for (buffer, value) in buffers {
         assert_eq!(first_byte(&buffer), value, "seed {seed}");
     }

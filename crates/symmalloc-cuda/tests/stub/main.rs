@@ -9,6 +9,7 @@ mod driver_errors;
 mod drops;
 mod forgotten;
 mod graphs;
+mod lazy;
 mod lent;
 #[cfg(feature = "metrics")]
 mod metrics;

@@ -1,7 +1,9 @@
 //! Support for tests on the stub, which run in separate processes: see `stub_process`.
 
 use std::sync::Arc;
-pub(crate) use stub_process::cuda::{LongWork, all_calls, calls, fail, fail_elsewhere, heal, hold, live, own_calls};
+pub(crate) use stub_process::cuda::{
+    LongWork, advance, all_calls, calls, fail, fail_elsewhere, heal, hold, live, own_calls,
+};
 pub(crate) use stub_process::{Library, stub_test};
 use symmalloc_cuda::CudaDevice;
 

@@ -73,6 +73,7 @@ impl Trainer {
         let layer = filled(&weights, &stream, 1000, "layer", 2);
         let mut unnamed = weights.alloc_zeroed::<u8>(&stream, 5 * MIB).expect("memory");
         stream.memset(&mut unnamed, 3);
+        stream.synchronize().expect("written before it is exported");
         Trainer { weights, stream, embedding, layer, unnamed }
     }
 
@@ -125,10 +126,12 @@ stub_test!(an_importer_sees_the_exporters_bytes_without_a_copy, {
 
     // Both sides write, and each sees the other's writes.
     trainer.stream.memset(&mut trainer.layer, 9);
+    trainer.stream.synchronize().expect("written");
     assert_eq!(content(&import, "layer", &engine), vec![9; 1000]);
     // SAFETY: plain bytes, which nobody else uses in the meantime.
     let mut written = unsafe { import.view_mut::<u8>("layer", &engine) }.expect("a view");
     engine.memcpy_htod(&[7; 1000], &mut written).expect("copied");
+    engine.synchronize().expect("written");
     assert_eq!(trainer.stream.clone_dtoh(&trainer.layer).expect("copied"), vec![7; 1000]);
 
     let peers = || export.report().peers;

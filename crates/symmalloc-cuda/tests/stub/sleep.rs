@@ -466,6 +466,14 @@ fn saved_error(error: CudaError) -> BackendError {
 }
 
 stub_test!(each_pool_keeps_its_contents_in_its_own_place, {
+    contents_in_every_place();
+});
+
+stub_test!(staged_contents_are_copied_before_their_memory_is_reused, ["STUB_LAZY" = "1"], {
+    contents_in_every_place();
+});
+
+fn contents_in_every_place() {
     let folder = tempfile::tempdir().expect("a folder");
     for place in [ImagePlace::Pinned, ImagePlace::Pageable, ImagePlace::Folder(folder.path().into())] {
         let job = job_in(place.clone());
@@ -497,7 +505,7 @@ stub_test!(each_pool_keeps_its_contents_in_its_own_place, {
         job.end();
     }
     assert_eq!(std::fs::read_dir(folder.path()).expect("the folder").count(), 0);
-});
+}
 
 stub_test!(retained_contents_stay_readable_and_their_memory_is_reused, {
     for place in [ImagePlace::Pinned, ImagePlace::Pageable] {

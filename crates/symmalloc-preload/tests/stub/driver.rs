@@ -36,6 +36,7 @@ driver! {
     reset = "cuDevicePrimaryCtxReset_v2"(device: c_int);
     create_context = "cuCtxCreate_v2"(context: *mut usize, flags: u32, device: c_int);
     set_current = "cuCtxSetCurrent"(context: usize);
+    context_synchronize = "cuCtxSynchronize"();
     enable_peer = "cuCtxEnablePeerAccess"(context: usize, flags: u32);
     mem_alloc = "cuMemAlloc_v2"(address: *mut u64, size: usize);
     mem_alloc_pitch = "cuMemAllocPitch_v2"(address: *mut u64, pitch: *mut usize, width: usize, height: usize, element: u32);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
-use stub_process::cuda::{LongWork, all_calls, calls, fail, heal, hold, live};
+use stub_process::cuda::{LongWork, advance, all_calls, calls, fail, heal, hold, live};
 use stub_process::stub_test;
 
 /// Returns the number of driver calls that allocate or free memory.
@@ -82,6 +82,7 @@ stub_test!(memory_freed_on_another_stream_is_reused_after_that_streams_work, ["L
     assert_eq!([memset_async(pointer, 2, MIB, b), mem_free_async(pointer, b)], [0; 2]);
     assert_eq!(alloc_async(MIB, a), Ok(pointer));
     assert_eq!(memset_async(pointer, 3, MIB, a), 0);
+    assert!(!advance(a));
     assert_eq!(byte(pointer), 1, "no later work has run");
     drop(work);
     assert_eq!([stream_synchronize(b), stream_synchronize(a)], [0; 2]);
@@ -121,6 +122,7 @@ stub_test!(
         assert_eq!(stream_synchronize(second), 0);
         assert_eq!(byte(pointer), 6);
         assert_eq!([mem_free_async(pointer, second), stream_destroy(second)], [0; 2]);
+        assert_eq!(context_synchronize(), 0, "the driver may reuse the handles of streams whose work is done");
         // A reused handle is another stream, and gets the lowest free number.
         let (third, fourth) = (stream(), stream());
         assert!([first, second].contains(&third));
