@@ -29,8 +29,9 @@ pub(super) struct Destroyed<L: Lock> {
     kept: Vec<PoolId>,
     /// Removed pools for reuse, by the policy of their streams and the digest of their configuration. No list is empty.
     spare: BTreeMap<(StreamPolicy, u64), Vec<PoolEntry<L>>>,
-    /// Last digests of destroyed heaps, by pool and stream.
-    histories: BTreeMap<HistoryKey, Digest>,
+    /// Last digests of destroyed heaps, ascending by pool and stream. At most an eighth larger than its content, because
+    /// a program that never syncs keeps the history of every symmetric pool.
+    histories: VecDeque<(HistoryKey, Digest)>,
     /// The journals of the most recent histories, in the order of destruction.
     journals: VecDeque<(HistoryKey, Box<Journal>)>,
     /// Usage of all removed heaps.
@@ -48,7 +49,7 @@ impl<L: Lock> Destroyed<L> {
         Destroyed {
             kept: vec![PoolId::DEFAULT],
             spare: BTreeMap::new(),
-            histories: BTreeMap::new(),
+            histories: VecDeque::new(),
             journals: VecDeque::new(),
             usage: Usage::default(),
             counts: MemoryStats::default(),
@@ -81,7 +82,7 @@ impl<L: Lock> Destroyed<L> {
     /// Returns the histories that ranks have not agreed on yet, in the order of pools and streams: the last digest of
     /// each heap.
     pub(super) fn histories(&self) -> impl Iterator<Item = (HistoryKey, Digest)> {
-        self.histories.iter().map(|(key, digest)| (*key, *digest))
+        self.histories.iter().copied()
     }
 
     /// Returns the journal of a history. `None` if it had none, or if too many histories are more recent.
@@ -91,9 +92,12 @@ impl<L: Lock> Destroyed<L> {
 
     /// Records that all ranks had this digest, and forgets the history if it ends there.
     pub(super) fn settle(&mut self, key: HistoryKey, digest: Digest) {
-        let Some(last) = self.histories.get(&key) else { return };
-        if last.ops <= digest.ops {
-            self.histories.remove(&key);
+        let Ok(at) = self.histories.binary_search_by_key(&key, |(known, _)| *known) else { return };
+        if self.histories[at].1.ops <= digest.ops {
+            self.histories.remove(at);
+            if self.histories.len() < self.histories.capacity() / 4 {
+                self.histories.shrink_to_fit();
+            }
             self.journals.retain(|(known, _)| *known != key);
         } else if let Some((_, journal)) = self.journals.iter_mut().find(|(known, _)| *known == key) {
             journal.agree(digest);
@@ -130,12 +134,21 @@ impl<L: Lock> Destroyed<L> {
         self.usage.absorb(heap.ledger().usage());
         if symmetric && heap.ledger().has_history() && !heap.ledger().is_settled() {
             let HeapIdentity { pool, stream, .. } = heap.identity();
-            self.histories.insert((pool, stream), heap.ledger().digest());
+            self.add_history((pool, stream), heap.ledger().digest());
             if self.journals.len() == JOURNALS_MAX {
                 self.journals.pop_front();
             }
             self.journals.extend(heap.ledger_mut().take_journal().map(|journal| ((pool, stream), journal)));
         }
+    }
+
+    fn add_history(&mut self, key: HistoryKey, digest: Digest) {
+        let len = self.histories.len();
+        if len == self.histories.capacity() {
+            self.histories.reserve_exact((len / 8).max(16));
+        }
+        let at = self.histories.partition_point(|(known, _)| *known < key);
+        self.histories.insert(at, (key, digest));
     }
 
     /// Keeps a pool for reuse by a later one.

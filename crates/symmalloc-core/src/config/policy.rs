@@ -210,8 +210,9 @@ pub struct PoolConfig {
     reclaim: Reclaim,
     roundup_power2_divisions: RoundupPower2Divisions,
     plan: PlanPolicy,
-    /// `None` unless segments are expandable and the pool is not symmetric.
-    stitching: Option<Stitching>,
+    /// `None` unless segments are expandable and the pool is not symmetric. Boxed because it is usually absent, and the
+    /// configuration of a destroyed pool is kept.
+    stitching: Option<Box<Stitching>>,
     tag: Option<Box<str>>,
 }
 
@@ -239,7 +240,7 @@ impl PoolConfig {
 
     /// Returns the stitching settings. `None` if the pool does not stitch, or the backend cannot alias memory.
     pub fn stitching(&self) -> Option<&Stitching> {
-        self.stitching.as_ref()
+        self.stitching.as_deref()
     }
 }
 
@@ -286,7 +287,7 @@ impl PoolConfigBuilder {
 
     /// Sets stitching, which makes large blocks from free pieces where no free block fits.
     pub fn stitching(mut self, stitching: Option<Stitching>) -> Self {
-        self.config.stitching = stitching;
+        self.config.stitching = stitching.map(Box::new);
         self
     }
 

@@ -224,6 +224,7 @@ fn survives_a_failed(call: &'static str, is_hung: bool) {
         let expected = if call == "ncclCommSuspend" { SleepStep::Suspend } else { SleepStep::Resume };
         assert_eq!((*step, *is_asleep), (expected, true), "{error}");
         assert_ne!(it.world.state(), CommState::Ready);
+        it.meet();
         nccl::heal();
         let next = it.connect("next", &shared);
         it.registrar.attach(&next, &[pool.id()], Registration::Windows).expect("it is asleep");
