@@ -307,6 +307,9 @@ fn a_live_allocation_that_the_layout_does_not_know_is_named() {
     assert_eq!((pool, stream, placement, requested_bytes), (POOL, S1, late.placement, 100));
     assert_eq!(name.as_deref(), Some("late"));
     allocator.free(late.handle).expect("live");
+    let unnamed = allocator.allocate(POOL, S1, 100).expect("fits");
+    assert_eq!((unnamed.placement, found().4), (late.placement, None), "the name was freed");
+    allocator.free(unnamed.handle).expect("live");
 
     // Another allocation at the same placement is not the saved one.
     allocator.free(saved.handle).expect("live");
