@@ -129,7 +129,7 @@ fn sources_of_the_program_are_published_too() {
     impl Source for Batches {
         fn publish(&self, to: &Publisher) {
             const BATCHES: Metric = Metric::counter("job_batches_total", None, "batches so far");
-            to.tell(&BATCHES, self.0 as f64);
+            to.record(&BATCHES, self.0 as f64);
         }
     }
     let text = rendered(&Publisher::new().with_label("rank", "0"), &[&Batches(7)]);

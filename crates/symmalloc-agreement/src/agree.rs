@@ -37,7 +37,7 @@ pub fn agree<B: Backend, L: Lock>(
                 return Ok(agreed);
             }
             Progress::Disagreed(disagreement) => {
-                disagreement.tell(transport.rank());
+                disagreement.trace(transport.rank());
                 return Err(AgreementError::Disagreed(disagreement));
             }
         }

@@ -340,7 +340,7 @@ impl Disagreement {
     }
 
     /// Emits the report as a `tracing` error event for rank `rank`. The names of the event and its fields are stable.
-    pub fn tell(&self, rank: u32) {
+    pub fn trace(&self, rank: u32) {
         let first = self.first_heap();
         tracing::error!(
             name: "ranks.diverged",

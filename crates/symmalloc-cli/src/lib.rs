@@ -83,7 +83,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
                 let visible = |argument: &OsString| escape::visible_line(&argument.to_string_lossy()).into_owned();
                 let text = Args::try_parse_from(arguments.iter().map(visible)).err();
                 let text = text.as_ref().unwrap_or(&error).render().to_string();
-                output::tell(&text);
+                output::write_stderr(&text);
             } else {
                 // Help and version are "errors" that go to stdout. A closed pipe is not a failure.
                 let _ = error.print();

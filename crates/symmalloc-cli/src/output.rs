@@ -158,11 +158,11 @@ pub(crate) fn report(error: &CliError) {
     if let Some(help) = help {
         text += &format!("  {} {help}\n", palette.aside("help:"));
     }
-    tell(&text);
+    write_stderr(&text);
 }
 
 /// Writes text to stderr in one call and ignores failures.
-pub(crate) fn tell(text: &str) {
+pub(crate) fn write_stderr(text: &str) {
     let _ = io::stderr().write_all(for_terminal(text).as_bytes());
 }
 

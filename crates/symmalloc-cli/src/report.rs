@@ -60,7 +60,7 @@ pub(crate) fn report(args: &ReportArgs) -> Result<Verdict, CliError> {
 }
 
 /// Evaluates the job and writes the page.
-fn make(args: &ReportArgs, tell: impl FnOnce(&Findings<'_>) -> Result<(), CliError>) -> Result<(), CliError> {
+fn make(args: &ReportArgs, print: impl FnOnce(&Findings<'_>) -> Result<(), CliError>) -> Result<(), CliError> {
     check_name(&args.output)?;
     let out = Destination::file(&args.output, Content::Page, [&args.input])?;
     let recorded = Recorded::read(&args.input, &args.reading, &args.policy)?;
@@ -86,7 +86,7 @@ fn make(args: &ReportArgs, tell: impl FnOnce(&Findings<'_>) -> Result<(), CliErr
     };
     let page = page::html(&findings);
     out.write(page.as_bytes())?;
-    tell(&findings)
+    print(&findings)
 }
 
 /// Checks that the file name of a report is that of a page.

@@ -44,11 +44,11 @@ pub(crate) fn run(args: &RunArgs) -> Result<ExitCode, CliError> {
     let environment = Environment::new(args, &library, Some(folder.path()))?;
     let ended = process::run(args, &environment)?;
     let summaries = Summaries::read(folder.path())?;
-    output::tell(&table::text(&summaries, args, &ended));
+    output::write_stderr(&table::text(&summaries, args, &ended));
     if let Some(page) = &args.report {
         write_reports(&summaries, page)?;
     }
-    let ranks_differ = args.check && check::tell(&summaries, environment.is_watched())?;
+    let ranks_differ = args.check && check::print_comparison(&summaries, environment.is_watched())?;
     Ok(match ended {
         Ended::Code(0) if ranks_differ => ExitCode::from(3),
         ended => ended.exit_code(),

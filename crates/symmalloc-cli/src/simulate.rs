@@ -98,7 +98,7 @@ fn find_out<'a>(source: &'a ProgramSource, args: &'a SimulateArgs) -> Result<Sim
     let ranks = outcome.ranks.max(1);
     let state_bytes_per_rank =
         resident_before.zip(resident_peak).map(|(before, peak)| peak.saturating_sub(before) / ranks);
-    let failure = failed.map(|(plan, failure)| tell(source, args, plan, failure)).transpose()?;
+    let failure = failed.map(|(plan, failure)| save_shrunk(source, args, plan, failure)).transpose()?;
     Ok(SimulationFinding { source, args, runs, outcome, elapsed, state_bytes_per_rank, failure })
 }
 
@@ -160,7 +160,7 @@ fn cores() -> NonZeroUsize {
 }
 
 /// Shrinks a failure and saves it as a trace.
-fn tell(source: &ProgramSource, args: &SimulateArgs, plan: JobPlan, first: Failure) -> Result<Told, CliError> {
+fn save_shrunk(source: &ProgramSource, args: &SimulateArgs, plan: JobPlan, first: Failure) -> Result<Told, CliError> {
     let seed = plan.seed();
     let (ops, ranks) = (plan.steps().len(), plan.ranks().len());
     let runs_max = (SHRINK_STEPS / (ops * ranks).max(1)).clamp(50, SHRINK_RUNS_MAX);

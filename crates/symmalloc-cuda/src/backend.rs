@@ -237,7 +237,7 @@ impl CudaBackend {
         }
     }
 
-    fn tell(&self, is_mapped: bool, range: Range, offset_bytes: u64, size_bytes: u64) {
+    fn notify(&self, is_mapped: bool, range: Range, offset_bytes: u64, size_bytes: u64) {
         if let Some(Listener(listener)) = &self.listener {
             listener(MemoryChange { is_mapped, address: range.base.0 + offset_bytes, size_bytes });
         }
@@ -271,7 +271,7 @@ impl PinnedBackend {
 
 impl PinnedBackend {
     /// Pinned memory has no listener.
-    fn tell(&self, _is_mapped: bool, _range: Range, _offset_bytes: u64, _size_bytes: u64) {}
+    fn notify(&self, _is_mapped: bool, _range: Range, _offset_bytes: u64, _size_bytes: u64) {}
 }
 
 /// A backend of this crate: [`Backend`] and the parts that an allocator with streams needs. Sealed.
@@ -361,13 +361,13 @@ macro_rules! backend {
             }
             fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
                 self.watch(DeviceCall::Map, || self.memory.map(range, offset_bytes, size_bytes))?;
-                self.tell(true, range, offset_bytes, size_bytes);
+                self.notify(true, range, offset_bytes, size_bytes);
                 Ok(())
             }
             fn map_pieces(&self, at: Place, size_bytes: u64, piece_bytes: u64) -> Result<(), BackendError> {
                 let map = || self.memory.map_pieces(at, size_bytes, piece_bytes);
                 self.watch(DeviceCall::Map, map)?;
-                self.tell(true, at.0, at.1, size_bytes);
+                self.notify(true, at.0, at.1, size_bytes);
                 Ok(())
             }
             fn can_alias(&self) -> bool {
@@ -378,7 +378,7 @@ macro_rules! backend {
                 self.watch(DeviceCall::Map, alias)
             }
             fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
-                self.tell(false, range, offset_bytes, size_bytes);
+                self.notify(false, range, offset_bytes, size_bytes);
                 self.watch(DeviceCall::Unmap, || self.memory.unmap(range, offset_bytes, size_bytes))
             }
             fn release(&self, range: Range) -> Result<(), BackendError> {

@@ -116,7 +116,7 @@ mod timing {
             let seconds = self.begun.elapsed().as_secs_f64();
             let to =
                 Publisher::new().with_label("device", self.ordinal.to_string()).with_label("call", self.call.name());
-            to.tell(&CALL_SECONDS, seconds);
+            to.record(&CALL_SECONDS, seconds);
         }
     }
 }

@@ -43,10 +43,10 @@ impl<B: CudaMemory> Source for CachingAllocator<B> {
             (DeviceCall::Query.name(), calls.queries),
             (DeviceCall::Synchronize.name(), calls.synchronizations),
         ] {
-            to.with_label("call", call).tell(&CALLS, times as f64);
+            to.with_label("call", call).record(&CALLS, times as f64);
         }
-        to.tell(&IDLE, self.core().backend().idle_bytes() as f64);
-        to.tell(&SPARE, self.core().backend().spare_bytes() as f64);
-        to.tell(&DROP_ERRORS, self.drop_errors().count as f64);
+        to.record(&IDLE, self.core().backend().idle_bytes() as f64);
+        to.record(&SPARE, self.core().backend().spare_bytes() as f64);
+        to.record(&DROP_ERRORS, self.drop_errors().count as f64);
     }
 }

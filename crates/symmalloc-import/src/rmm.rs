@@ -87,7 +87,7 @@ pub(crate) fn read(source: impl BufRead, options: &ReadOptions) -> Result<Transc
             }
         }
     };
-    let mut transcript = events.tell()?;
+    let mut transcript = events.into_transcript()?;
     transcript.summary.torn_at_line = torn;
     Ok(transcript)
 }
@@ -245,7 +245,7 @@ impl Events {
     }
 
     /// Converts the allocations live at the beginning of the log, then the log.
-    fn tell(self) -> Result<Transcript, RmmError> {
+    fn into_transcript(self) -> Result<Transcript, RmmError> {
         let mut transcript = Transcript::new(self.limit_bytes);
         // Looked up only. Addresses already seen are known; a second free of one indicates a damaged log.
         let mut known: HashSet<Address> = HashSet::new();
@@ -255,7 +255,7 @@ impl Events {
                 told.map_err(|overflow| event.overflow(overflow))?;
             }
         }
-        self.events.into_iter().try_for_each(|event| event.tell(&mut transcript))?;
+        self.events.into_iter().try_for_each(|event| event.append_to(&mut transcript))?;
         Ok(transcript)
     }
 }
@@ -276,7 +276,7 @@ struct Event {
 }
 
 impl Event {
-    fn tell(&self, transcript: &mut Transcript) -> Result<(), RmmError> {
+    fn append_to(&self, transcript: &mut Transcript) -> Result<(), RmmError> {
         let told = match self.action {
             Action::Fail => {
                 transcript.summary.failed_allocations += 1;

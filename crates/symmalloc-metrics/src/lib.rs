@@ -134,7 +134,7 @@ impl Publisher {
     }
 
     /// Sets a gauge to `value`, raises a counter to it, or records it in a histogram.
-    pub fn tell(&self, metric: &Metric, value: f64) {
+    pub fn record(&self, metric: &Metric, value: f64) {
         const METADATA: Metadata<'static> = Metadata::new("symmalloc", Level::INFO, Some(module_path!()));
         let Metric { name, kind, unit, help } = *metric;
         let key = Key::from_parts(name, self.labels.clone());

@@ -73,23 +73,23 @@ impl<B: Backend, L: Lock> Source for Allocator<B, L> {
         let is_gone = |pool| matches!(self.pool_config(PoolId(pool)), Err(UnknownError::DestroyedPool { .. }));
         for heap in to.take_gone(is_gone) {
             for gauge in HEAP_GAUGES {
-                heap.tell(gauge, 0.0);
+                heap.record(gauge, 0.0);
             }
         }
         for pool in self.pools() {
             for (stream, digest) in self.heap_digests(pool).unwrap_or_default() {
-                of_heap(to, pool, stream).tell(&OPS, digest.ops as f64);
+                of_heap(to, pool, stream).record(&OPS, digest.ops as f64);
             }
             if let Some(limit_bytes) = self.pool_config(pool).ok().and_then(PoolConfig::limit_bytes) {
-                to.with_label("pool", pool.0.to_string()).tell(&POOL_LIMIT, limit_bytes as f64);
+                to.with_label("pool", pool.0.to_string()).record(&POOL_LIMIT, limit_bytes as f64);
             }
         }
         let stats = self.stats();
-        to.tell(&TOTAL_RESERVED_PEAK, stats.reserved_bytes.peak as f64);
-        to.tell(&TOTAL_ALLOCATED_PEAK, stats.usage.all.allocated_bytes.peak as f64);
-        to.tell(&TOTAL_REQUESTED_PEAK, stats.usage.all.requested_bytes.peak as f64);
+        to.record(&TOTAL_RESERVED_PEAK, stats.reserved_bytes.peak as f64);
+        to.record(&TOTAL_ALLOCATED_PEAK, stats.usage.all.allocated_bytes.peak as f64);
+        to.record(&TOTAL_REQUESTED_PEAK, stats.usage.all.requested_bytes.peak as f64);
         if let Some(limit_bytes) = self.limit_bytes() {
-            to.tell(&LIMIT, limit_bytes as f64);
+            to.record(&LIMIT, limit_bytes as f64);
         }
     }
 }
@@ -104,7 +104,7 @@ fn publish_heap(to: &Publisher, stats: &MemoryStats) {
     let held_bytes = stats.retired_bytes + usage.allocated_bytes.current;
     let free_bytes = stats.reserved_bytes.current.saturating_sub(held_bytes);
     let largest_share = if free_bytes > 0 { stats.largest_free_bytes as f64 / free_bytes as f64 } else { 1.0 };
-    to.tell(&FRAGMENTATION, 1.0 - largest_share);
+    to.record(&FRAGMENTATION, 1.0 - largest_share);
     for (metric, value) in [
         (&RESERVED, stats.reserved_bytes.current),
         (&RESERVED_PEAK, stats.reserved_bytes.peak),
@@ -126,6 +126,6 @@ fn publish_heap(to: &Publisher, stats: &MemoryStats) {
         (&RETRIES, stats.retry_count),
         (&OUT_OF_MEMORY, stats.out_of_memory_count),
     ] {
-        to.tell(metric, value as f64);
+        to.record(metric, value as f64);
     }
 }

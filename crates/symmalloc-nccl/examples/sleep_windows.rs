@@ -431,23 +431,23 @@ impl OtherProcess {
     }
 
     fn take(&mut self, bytes: usize) -> Outcome<()> {
-        self.tell(&bytes.to_string())
+        self.request(&bytes.to_string())
     }
 
     fn give_back(&mut self) -> Outcome<()> {
-        self.tell("0")
+        self.request("0")
     }
 
     /// Lets the other process allocate nearly all free memory of the device, attaches to that memory, and lets the other release it.
     fn share(&mut self, device: &Arc<CudaDevice>) -> Outcome<Import> {
-        self.tell(SHARE)?;
+        self.request(SHARE)?;
         let socket = UnixStream::connect(socket_of(self.process.id()))?;
         let import = Import::attach(device, &socket, Access::Read, DEADLINE)?;
         self.give_back()?;
         Ok(import)
     }
 
-    fn tell(&mut self, request: &str) -> Outcome<()> {
+    fn request(&mut self, request: &str) -> Outcome<()> {
         writeln!(self.process.stdin.as_mut().ok_or("no input")?, "{request}")?;
         let mut answer = String::new();
         self.printed.read_line(&mut answer)?;

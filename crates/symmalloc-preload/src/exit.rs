@@ -28,7 +28,11 @@ pub(crate) fn begin() {
         let Some(settings) = settings() else { return };
         if settings.folder.is_some() {
             tally::begin();
-            tell(settings, "begun", &json!({ "process": std::process::id(), "program": program(), "rank": rank() }));
+            write_file(
+                settings,
+                "begun",
+                &json!({ "process": std::process::id(), "program": program(), "rank": rank() }),
+            );
         }
         if settings.folder.is_some() || settings.record.is_some() {
             // SAFETY: the function takes nothing, and this library is never closed.
@@ -44,7 +48,7 @@ fn program() -> String {
     std::env::args_os().next().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
-fn tell(settings: &Settings, suffix: &str, value: &Value) {
+fn write_file(settings: &Settings, suffix: &str, value: &Value) {
     let Some(folder) = &settings.folder else { return };
     let name = format!("{}.{suffix}", std::process::id());
     let path = folder.join(name);
@@ -83,7 +87,7 @@ extern "C" fn finish() {
             "peak_driver_bytes": tally.peak_driver_bytes,
             "devices": devices,
         });
-        tell(settings, "json", &told);
+        write_file(settings, "json", &told);
     });
 }
 

@@ -1740,11 +1740,11 @@ void symmalloc_torch_checkpoint_destroy(struct symmalloc_checkpoint *checkpoint)
  * every allocation that was live before, and then every allocation that is live after the call.
  *
  * # Safety
- * The checkpoint is live, and no other thread uses the pool; `told` may be called with `context` until the call returns.
+ * The checkpoint is live, and no other thread uses the pool; `callback` may be called with `context` until the call returns.
  */
 symmalloc_status symmalloc_torch_restore(int32_t device,
                                          const struct symmalloc_checkpoint *checkpoint,
-                                         symmalloc_restored_fn told,
+                                         symmalloc_restored_fn callback,
                                          void *context);
 
 /**

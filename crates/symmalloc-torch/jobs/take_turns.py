@@ -80,7 +80,7 @@ class Other:
         said = self.process.stdout.readline().strip()
         assert said == word, f"the other process sent {said!r} instead of {word!r}"
 
-    def tell(self, word: str, answer: str) -> None:
+    def request(self, word: str, answer: str) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(word + "\n")
         self.process.stdin.flush()
@@ -268,8 +268,8 @@ def train_and_generate(options: argparse.Namespace) -> dict[str, Any]:
         timed("pause", "weights", "kv_cache")
         sleeping.append(free_bytes())
         if other is not None:
-            other.tell("take", "taken")
-            other.tell("give", "given back")
+            other.request("take", "taken")
+            other.request("give", "given back")
         timed("resume", "training")
     elapsed = time.perf_counter() - begun
     if other is not None:

@@ -108,7 +108,7 @@ impl DeviceAllocator {
     ) -> Result<Self, Error> {
         let config = findable(&settings.config)?;
         let ordinal = backend.ordinal();
-        let backend = backend.listener(move |change| memory_events::tell(ordinal, change));
+        let backend = backend.listener(move |change| memory_events::notify(ordinal, change));
         let allocator = CudaAllocator::with_backend(backend.build()?, config)?;
         let (private_pools, refusals) = (Arc::<PrivatePools<_>>::default(), Arc::<Refusals>::default());
         if settings.out_of_memory == OutOfMemoryPolicy::Trim {

@@ -44,12 +44,12 @@ pub(crate) fn not_in_callback() -> Result<(), Error> {
 /// Runs a call of the C interface. Converts a panic to an error, and stores the message of an error.
 #[inline]
 pub(crate) fn report(act: impl FnOnce() -> Result<(), Error>) -> symmalloc_status {
-    guarded_or(|| act().map(|()| symmalloc_status::SYMMALLOC_OK), |error| tell(&error))
+    guarded_or(|| act().map(|()| symmalloc_status::SYMMALLOC_OK), |error| store_error(&error))
 }
 
 #[cold]
 #[inline(never)]
-fn tell(error: &Error) -> symmalloc_status {
+fn store_error(error: &Error) -> symmalloc_status {
     remember(&error.to_string());
     error.status()
 }

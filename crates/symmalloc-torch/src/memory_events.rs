@@ -23,7 +23,7 @@ pub unsafe extern "C" fn symmalloc_torch_on_memory(listener: symmalloc_memory_fn
     LISTENER.store(address, Ordering::Release);
 }
 
-pub(crate) fn tell(device: usize, change: MemoryChange) {
+pub(crate) fn notify(device: usize, change: MemoryChange) {
     if !change.is_mapped {
         shared_chunks::forget(device, change.address, change.size_bytes);
     }

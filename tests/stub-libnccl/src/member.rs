@@ -205,14 +205,14 @@ impl Member {
     }
 
     /// Sends a message to the job.
-    pub fn tell(&self, message: ToJob) {
+    pub fn send(&self, message: ToJob) {
         let (job, rank, via) = {
             let inner = self.lock();
             (inner.job, inner.rank, inner.via.clone())
         };
         match via {
-            Some(connection) => connection.tell_job(job, rank, message),
-            None => registry::tell(job, rank, message),
+            Some(connection) => connection.send_to_job(job, rank, message),
+            None => registry::send_to_job(job, rank, message),
         }
     }
 
@@ -233,7 +233,7 @@ impl Member {
         inner.steps.insert(ticket, step);
         drop(inner);
         if let Some(round) = round {
-            self.tell(ToJob::Round { ticket, round });
+            self.send(ToJob::Round { ticket, round });
         }
         ticket
     }
@@ -316,7 +316,7 @@ impl Member {
     pub fn end(self: &Arc<Self>, life: Life) {
         let Some(queue) = self.stop(life) else { return };
         self.lock().windows.forget();
-        self.tell(ToJob::Leave);
+        self.send(ToJob::Leave);
         queue.iter().for_each(streams::cancel);
     }
 
@@ -327,7 +327,7 @@ impl Member {
         }
         let Some(queue) = self.stop(Life::Revoked) else { return INVALID_ARGUMENT };
         self.lock().error = SUCCESS;
-        self.tell(ToJob::Withdraw);
+        self.send(ToJob::Withdraw);
         queue.iter().for_each(streams::cancel);
         SUCCESS
     }
@@ -358,7 +358,7 @@ impl Member {
                     inner.life = Life::Live;
                 } else {
                     drop(inner);
-                    self.tell(ToJob::Leave);
+                    self.send(ToJob::Leave);
                 }
             }
             ToRank::Refused { code } => {

@@ -95,7 +95,7 @@ impl Registry {
 }
 
 /// Delivers a message of a rank to its job.
-pub fn tell(job: u64, rank: usize, message: ToJob) {
+pub fn send_to_job(job: u64, rank: usize, message: ToJob) {
     let Some(found) = with(|registry| registry.jobs.get(&job).cloned()) else { return };
     let mut outbox = Outbox::new();
     let (parts, is_over) = {
@@ -162,7 +162,7 @@ pub fn kill(world: usize) {
     for (id, job) in jobs {
         let rank = lock(&job).seats.iter().position(|seat| seat.join.world == world);
         if let Some(rank) = rank {
-            tell(id, rank, ToJob::Die);
+            send_to_job(id, rank, ToJob::Die);
         }
     }
     // Ranks that wait for it in a job that is still forming get a socket error too.
@@ -186,7 +186,7 @@ pub fn lose(connection: &Arc<Connection>) {
             let job = lock(&job);
             (0..job.seats.len()).filter(|rank| is_lost(&job.seats[*rank].link)).collect()
         };
-        ranks.into_iter().for_each(|rank| tell(id, rank, ToJob::Die));
+        ranks.into_iter().for_each(|rank| send_to_job(id, rank, ToJob::Die));
     }
 }
 

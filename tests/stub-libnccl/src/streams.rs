@@ -128,7 +128,7 @@ fn pump(member: &Arc<Member>) {
         }
         told
     };
-    member.tell(ToJob::Arrived { instance, work: work(member, &kernel) });
+    member.send(ToJob::Arrived { instance, work: work(member, &kernel) });
 }
 
 fn extents(member: &Member, (address, bytes): Buffer) -> Option<Vec<(u64, u64)>> {

@@ -331,7 +331,7 @@ pub fn deregister(member: &Member, handle: u64) -> c_int {
     let memory = windows.memories.remove(&key).expect("just seen");
     windows.space.as_mut().expect("the memory came from this space").give(key, memory.size.next_multiple_of(2 << 20));
     drop(inner);
-    member.tell(ToJob::Drop { round: memory.round });
+    member.send(ToJob::Drop { round: memory.round });
     SUCCESS
 }
 

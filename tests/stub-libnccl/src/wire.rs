@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  process A: made the unique id                   process B
-//!  registry ◄── reader thread ◄── Join, Tell ───── join, tell
+//!  registry ◄── reader thread ◄── Join, Message ── join, send
 //!           ──► link ─────────────── ToRank ─────► reader thread ──► communicator
 //! ```
 //!
@@ -28,7 +28,7 @@ use std::time::Duration;
 #[derive(Debug, Serialize, Deserialize)]
 enum Up {
     Join(Join),
-    Tell { job: u64, rank: usize, message: ToJob },
+    Message { job: u64, rank: usize, message: ToJob },
 }
 
 /// A message from the process with the job to a process with ranks.
@@ -77,8 +77,8 @@ impl Connection {
     }
 
     /// Sends a message to a job of the other process.
-    pub fn tell_job(&self, job: u64, rank: usize, message: ToJob) {
-        self.send(&Up::Tell { job, rank, message });
+    pub fn send_to_job(&self, job: u64, rank: usize, message: ToJob) {
+        self.send(&Up::Message { job, rank, message });
     }
 }
 
@@ -110,7 +110,7 @@ pub fn listen(name: &str) {
                         let base = map(join.process, join.file);
                         registry::join(join, Link::Remote { connection: Arc::clone(&connection), member }, base);
                     }
-                    Up::Tell { job, rank, message } => registry::tell(job, rank, message),
+                    Up::Message { job, rank, message } => registry::send_to_job(job, rank, message),
                 });
                 registry::lose(&connection);
                 ACCEPTED.fetch_sub(1, Ordering::Relaxed);

@@ -7,7 +7,7 @@ use crate::output;
 use symmalloc_import::{ReadOptions, read_path};
 
 /// Compares every rank with the first one and prints the result. Returns `true` if any rank differs.
-pub(super) fn tell(summaries: &Summaries, is_watched: bool) -> Result<bool, CliError> {
+pub(super) fn print_comparison(summaries: &Summaries, is_watched: bool) -> Result<bool, CliError> {
     let ranks = summaries.by_rank();
     if ranks.len() + summaries.killed.iter().filter(|begun| begun.rank.is_some()).count() < 2 {
         return Err(CliError::NothingToCheck { ranks: ranks.len() });
@@ -33,7 +33,7 @@ pub(super) fn tell(summaries: &Summaries, is_watched: bool) -> Result<bool, CliE
             if is_watched { "the same calls".to_owned() } else { format!("digests are equal: {}", digests.join(", ")) };
         lines.push(format!("{} ranks, {what}", ranks.len()));
     }
-    output::tell(&lines.iter().map(|line| format!("symmalloc: {line}\n")).collect::<String>());
+    output::write_stderr(&lines.iter().map(|line| format!("symmalloc: {line}\n")).collect::<String>());
     Ok(!differ.is_empty())
 }
 

@@ -45,7 +45,7 @@ impl Source for Registrar {
             (&REGISTRATIONS, registrations),
             (&DEREGISTRATIONS, deregistrations),
         ] {
-            to.tell(metric, value as f64);
+            to.record(metric, value as f64);
         }
         for (name, stats) in self.stats_by_communicator() {
             let CommunicatorStats { windows, window_bytes, buffers, space_used_bytes, space_budget_bytes } = stats;
@@ -57,7 +57,7 @@ impl Source for Registrar {
                 (&SPACE_USED, space_used_bytes),
                 (&SPACE_LIMIT, space_budget_bytes),
             ] {
-                to.tell(metric, value as f64);
+                to.record(metric, value as f64);
             }
         }
     }

@@ -22,6 +22,6 @@ impl TimedSync {
 impl Drop for TimedSync {
     fn drop(&mut self) {
         let seconds = self.begun.elapsed().as_secs_f64();
-        Publisher::new().with_label("device", self.ordinal.to_string()).tell(&SYNC_SECONDS, seconds);
+        Publisher::new().with_label("device", self.ordinal.to_string()).record(&SYNC_SECONDS, seconds);
     }
 }

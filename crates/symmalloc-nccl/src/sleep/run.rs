@@ -285,7 +285,7 @@ impl<'a> Run<'a> {
             match inquiry.advance(&gathered).map_err(|error| Stop::Broken(self.invalid(error)))? {
                 Progress::Asked => {}
                 Progress::Disagreed(disagreement) => {
-                    disagreement.tell(self.over().rank());
+                    disagreement.trace(self.over().rank());
                     return Err(Stop::Disagreed(disagreement));
                 }
                 _ => return Ok(heads),

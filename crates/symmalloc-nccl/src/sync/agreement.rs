@@ -66,7 +66,7 @@ pub(crate) fn agree_on_sync(
         let mut gathered = Gathered::new(answers, answer_bytes);
         while let Progress::Asked = match inquiry.advance(&gathered).map_err(invalid)? {
             Progress::Disagreed(disagreement) => {
-                disagreement.tell(transport.rank());
+                disagreement.trace(transport.rank());
                 return Err(SyncError::Disagreed { communicator: communicator(), disagreement });
             }
             progress => progress,

@@ -288,8 +288,8 @@ fn failure_of_the_other(mode: WatchdogMode) -> (Result<(), CommError>, Vec<Strin
     let told = Arc::new(told);
     let mut outcomes = stub_process::threads(2, |number| {
         let (device, told) = (CudaDevice::new(number).expect("a stub device"), Arc::clone(&told));
-        let tell = move |failure: &Failure| told.lock().expect("the lock is not poisoned").push(failure.to_string());
-        let builder = Communicator::builder(&device).deadline(DEADLINE / 4).watchdog(mode).on_failure(tell);
+        let record = move |failure: &Failure| told.lock().expect("the lock is not poisoned").push(failure.to_string());
+        let builder = Communicator::builder(&device).deadline(DEADLINE / 4).watchdog(mode).on_failure(record);
         let comm = builder.connect(id, number as u32, 2).expect("connected");
         let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator is created");
         let stream = device.context().new_stream().expect("a stream");

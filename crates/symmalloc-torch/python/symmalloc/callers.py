@@ -68,7 +68,7 @@ def _write(buffer: int, size: int) -> None:
 _function = CALLER_FN(_write)
 
 
-def tell(compiled: ctypes.CDLL) -> None:
+def register(compiled: ctypes.CDLL) -> None:
     """Registers the naming function with the compiled class, until the interpreter exits."""
     compiled.symmalloc_name_callers(_function)
     atexit.register(compiled.symmalloc_name_callers, CALLER_FN())

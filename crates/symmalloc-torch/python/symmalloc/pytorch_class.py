@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from . import unknown_functions
-from .callers import tell
+from .callers import register
 from .library import VERSION, library_path
 from .private_folder import PrivateFolder, Untrusted, is_private
 
@@ -140,7 +140,7 @@ def _install_from(torch: Any, folder: PrivateFolder) -> None:
             os.close(library)
     if status != 0:
         raise Unavailable("PyTorch has used CUDA already")
-    tell(compiled)
+    register(compiled)
     _warn_of_unknown(torch, compiled)
 
 

@@ -107,7 +107,7 @@ pub unsafe extern "C" fn symmalloc_sleep(
         // SAFETY: the caller's contract.
         let slept = unsafe { living(allocator) }?.sleep(PoolId(pool), contents_of(contents)?)?;
         // SAFETY: the caller's contract.
-        unsafe { tell(out, slept_of(slept)) };
+        unsafe { write_out(out, slept_of(slept)) };
         Ok(())
     })
 }
@@ -132,7 +132,7 @@ pub unsafe extern "C" fn symmalloc_sleep_and_suspend(
         // SAFETY: the caller's contract.
         let slept = unsafe { living(allocator) }?.sleep_and_suspend(PoolId(pool), contents_of(contents)?)?;
         // SAFETY: the caller's contract.
-        unsafe { tell(out, slept_of(slept)) };
+        unsafe { write_out(out, slept_of(slept)) };
         Ok(())
     })
 }
@@ -152,7 +152,7 @@ pub unsafe extern "C" fn symmalloc_suspend(
         // SAFETY: the caller's contract.
         let bytes = unsafe { living(allocator) }?.suspend()?;
         // SAFETY: the caller's contract.
-        unsafe { tell(suspended_bytes, bytes) };
+        unsafe { write_out(suspended_bytes, bytes) };
         Ok(())
     })
 }
@@ -191,7 +191,7 @@ pub unsafe extern "C" fn symmalloc_wake(
         // SAFETY: the caller's contract.
         let woken = unsafe { living(allocator) }?.wake(PoolId(pool))?;
         // SAFETY: the caller's contract.
-        unsafe { tell(out, woken_of(woken)) };
+        unsafe { write_out(out, woken_of(woken)) };
         Ok(())
     })
 }
@@ -213,7 +213,7 @@ pub unsafe extern "C" fn symmalloc_sleep_tagged(
         let (allocator, tag) = unsafe { (living(allocator)?, required_text(tag, "tag")?) };
         let slept = allocator.sleep_tagged(tag, contents_of(contents)?)?;
         // SAFETY: the caller's contract.
-        unsafe { tell(out, slept_of(slept)) };
+        unsafe { write_out(out, slept_of(slept)) };
         Ok(())
     })
 }
@@ -234,7 +234,7 @@ pub unsafe extern "C" fn symmalloc_wake_tagged(
         let (allocator, tag) = unsafe { (living(allocator)?, required_text(tag, "tag")?) };
         let woken = allocator.wake_tagged(tag)?;
         // SAFETY: the caller's contract.
-        unsafe { tell(out, woken_of(woken)) };
+        unsafe { write_out(out, woken_of(woken)) };
         Ok(())
     })
 }
@@ -283,7 +283,7 @@ pub unsafe extern "C" fn symmalloc_resize(
         // SAFETY: the caller's contract.
         let held = unsafe { allocator.resize(pool, RawStream::new(stream), bytes as u64) }?;
         // SAFETY: the caller's contract.
-        unsafe { tell(held_bytes, held) };
+        unsafe { write_out(held_bytes, held) };
         Ok(())
     })
 }
@@ -315,7 +315,7 @@ pub unsafe extern "C" fn symmalloc_release_host_memory(
         // SAFETY: the caller's contract.
         let bytes = unsafe { living(allocator) }?.allocator().release_host_memory()?;
         // SAFETY: the caller's contract.
-        unsafe { tell(released_bytes, bytes) };
+        unsafe { write_out(released_bytes, bytes) };
         Ok(())
     })
 }
@@ -469,7 +469,7 @@ fn memory_of(memory: DeviceMemory) -> symmalloc_memory {
 
 /// # Safety
 /// `out` is NULL or valid for writing.
-unsafe fn tell<T>(out: *mut T, value: T) {
+unsafe fn write_out<T>(out: *mut T, value: T) {
     if !out.is_null() {
         // SAFETY: the caller's contract.
         unsafe { out.write(value) };

@@ -78,7 +78,7 @@ pub unsafe extern "C" fn symmalloc_torch_visit(
         let visit = visit.ok_or(Error::Null { argument: "visit" })?;
         let Some(allocator) = process::existing(device) else { return Ok(()) };
         let only = ((id_first, id_second) != (0, 0)).then_some((id_first, id_second));
-        let mut tell = |segment: *const symmalloc_segment, block: *const symmalloc_block| {
+        let mut emit = |segment: *const symmalloc_segment, block: *const symmalloc_block| {
             // SAFETY: the caller's contract.
             call_back(|| unsafe { visit(context, segment, block) });
         };
@@ -88,9 +88,9 @@ pub unsafe extern "C" fn symmalloc_torch_visit(
             Some(known) => known.id,
             None => (OUR_POOLS, pool.0.into()),
         };
-        show(allocator, only, &id_of, &mut tell);
+        show(allocator, only, &id_of, &mut emit);
         for (id, other) in allocator.private_pools().foreign() {
-            show(&other, only, &|_| id, &mut tell);
+            show(&other, only, &|_| id, &mut emit);
         }
         Ok(())
     })
@@ -100,7 +100,7 @@ fn show(
     allocator: &DeviceAllocator,
     only: Option<MempoolId>,
     id_of: &dyn Fn(PoolId) -> MempoolId,
-    tell: &mut dyn FnMut(*const symmalloc_segment, *const symmalloc_block),
+    emit: &mut dyn FnMut(*const symmalloc_segment, *const symmalloc_block),
 ) {
     for segment in allocator.core().snapshot().segments {
         let id = id_of(segment.pool);
@@ -125,7 +125,7 @@ fn show(
                 is_expandable,
                 is_large,
             };
-            tell(&raw const shown, std::ptr::null());
+            emit(&raw const shown, std::ptr::null());
             for block in part {
                 let requested_bytes = match &block.state {
                     BlockStateSnapshot::Allocated { requested_bytes, .. } => Some(*requested_bytes),
@@ -137,7 +137,7 @@ fn show(
                     requested_bytes: requested_bytes.unwrap_or(0),
                     is_allocated: requested_bytes.is_some(),
                 };
-                tell(std::ptr::null(), &raw const shown);
+                emit(std::ptr::null(), &raw const shown);
             }
         }
     }

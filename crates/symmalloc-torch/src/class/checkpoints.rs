@@ -89,28 +89,28 @@ pub unsafe extern "C" fn symmalloc_torch_checkpoint_destroy(checkpoint: *mut Poo
 /// every allocation that was live before, and then every allocation that is live after the call.
 ///
 /// # Safety
-/// The checkpoint is live, and no other thread uses the pool; `told` may be called with `context` until the call returns.
+/// The checkpoint is live, and no other thread uses the pool; `callback` may be called with `context` until the call returns.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_torch_restore(
     device: i32,
     checkpoint: *const PoolCheckpoint,
-    told: symmalloc_restored_fn,
+    callback: symmalloc_restored_fn,
     context: *mut c_void,
 ) -> symmalloc_status {
     report(|| {
         // SAFETY: the caller's contract.
         let checkpoint = unsafe { checkpoint.as_ref() }.ok_or(Error::Null { argument: "checkpoint" })?;
-        let tell = |address: u64, requested_bytes: u64, is_live: bool| {
-            if let Some(told) = told {
+        let emit = |address: u64, requested_bytes: u64, is_live: bool| {
+            if let Some(callback) = callback {
                 // SAFETY: the caller's contract.
-                call_back(|| unsafe { told(context, address as *mut c_void, requested_bytes, is_live.into()) });
+                call_back(|| unsafe { callback(context, address as *mut c_void, requested_bytes, is_live.into()) });
             }
         };
         let (owner, pool) = found(process::allocator(device)?, checkpoint.id)?;
         let allocator = owner.allocator();
         let mut kept = Vec::new();
         for live in live_in(allocator, pool) {
-            tell(live.address, live.requested_bytes, false);
+            emit(live.address, live.requested_bytes, false);
             if live.is_in(&checkpoint.layout) {
                 kept.push(live.address);
             } else {
@@ -123,7 +123,7 @@ pub unsafe extern "C" fn symmalloc_torch_restore(
             if !kept.contains(&address) {
                 allocator.count_revived(revived.allocation.size_bytes);
             }
-            tell(address, revived.requested_bytes, true);
+            emit(address, revived.requested_bytes, true);
         }
         Ok(())
     })

@@ -471,10 +471,10 @@ class Allocator final : public caching::AllocatorBase {
       std::shared_ptr<caching::AllocatorState> state) override {
     const auto checkpoint = std::dynamic_pointer_cast<Checkpoint>(state);
     TORCH_CHECK(checkpoint, "symmalloc: the pool's state came from another allocator");
-    auto told = memory_.restore(device, checkpoint->of);
+    auto restored = memory_.restore(device, checkpoint->of);
     caching::CheckpointDelta delta;
-    delta.ptrs_freed = std::move(told.freed);
-    for (const auto& [pointer, bytes] : told.live) {
+    delta.ptrs_freed = std::move(restored.freed);
+    for (const auto& [pointer, bytes] : restored.live) {
       delta.dataptrs_allocd.emplace_back(pointer, pointer, &note_free, Device(c10::DeviceType::CUDA, device));
     }
     return delta;

@@ -113,28 +113,28 @@ class Memory {
 
   // Restores the allocations of a private pool at a checkpoint.
   Restored restore(DeviceIndex device, const symmalloc_checkpoint* checkpoint) {
-    Restored told;
-    const auto tell = [](void* context, void* pointer, uint64_t bytes, uint32_t is_live) {
-      auto& told = *static_cast<Restored*>(context);
+    Restored restored;
+    const auto collect = [](void* context, void* pointer, uint64_t bytes, uint32_t is_live) {
+      auto& restored = *static_cast<Restored*>(context);
       if (is_live != 0) {
-        told.live.emplace_back(pointer, bytes);
+        restored.live.emplace_back(pointer, bytes);
       } else {
-        told.freed.push_back(pointer);
+        restored.freed.push_back(pointer);
       }
     };
     auto& history = of(device).history;
     const auto context = history.gather(RecordContext::STATE);
     std::lock_guard<std::recursive_mutex> lock(history.order);
-    check(symmalloc_torch_restore(device, checkpoint, tell, &told));
+    check(symmalloc_torch_restore(device, checkpoint, collect, &restored));
     if (history.is_watched()) {
-      for (void* pointer : told.freed) {
+      for (void* pointer : restored.freed) {
         note_freed(history, pointer, nullptr);
       }
-      for (const auto& [pointer, bytes] : told.live) {
+      for (const auto& [pointer, bytes] : restored.live) {
         note_allocated(history, pointer, bytes, context);
       }
     }
-    return told;
+    return restored;
   }
 
   // Records memory of a device that was mapped or is about to be unmapped.
