@@ -192,7 +192,7 @@ struct Row {
     named: u64,
     cause: u64,
     /// Number of injected ops whose name is in the report.
-    told_names: u64,
+    reported_names: u64,
     rounds: u32,
 }
 
@@ -246,7 +246,7 @@ fn every_injected_difference_is_caught_at_the_next_agreement_and_named() {
         "kind", "injected", "caught", "named", "cause", "blurred", "unchanged", "rounds"
     );
     for (kind, row) in &table {
-        let Row { injected, unchanged, blurred, caught, named, cause, told_names: _, rounds } = row;
+        let Row { injected, unchanged, blurred, caught, named, cause, reported_names: _, rounds } = row;
         println!(
             "{:<18} {injected:>9} {caught:>9} {named:>9} {cause:>9} {blurred:>9} {unchanged:>10} {rounds:>7}",
             format!("{kind:?}")
@@ -258,8 +258,8 @@ fn every_injected_difference_is_caught_at_the_next_agreement_and_named() {
             "{kind:?}: the cause is guessed correctly in {cause} of {injected} cases"
         );
     }
-    let told_names: u64 = table.values().map(|row| row.told_names).sum();
-    assert!(told_names * 20 >= injections, "only {told_names} of the injected ops had a name to report");
+    let reported_names: u64 = table.values().map(|row| row.reported_names).sum();
+    assert!(reported_names * 20 >= injections, "only {reported_names} of the injected ops had a name to report");
 }
 
 /// Injects one difference, and checks the reports of the ranks.
@@ -337,7 +337,7 @@ fn inject(kind: Kind, seed: u64, programs: &Programs, row: &mut Row) {
             assert!(first.first_op == first.last_op && (equal..differs).contains(&first.first_op), "{}", place());
             let is_odd = first.groups.iter().any(|group| group.ranks.iter().eq([odd]));
             assert!(is_odd && first.groups.len() == 2, "{}", place());
-            row.told_names += check_names(&program, &mutant, first, odd);
+            row.reported_names += check_names(&program, &mutant, first, odd);
             row.named += 1;
             row.cause += u64::from(first.cause == expected_cause(kind));
             if first.cause != expected_cause(kind) && std::env::var_os("SYMMALLOC_SHOW").is_some() {
@@ -369,19 +369,19 @@ fn check_names(
     first: &symmalloc_agreement::HeapDifference,
     odd: u32,
 ) -> u64 {
-    let mut told_names = 0;
+    let mut reported_names = 0;
     for (records, is_odd) in [(&program.records, false), (&mutant.program.records, true)] {
         let Record { op: Op::Allocate { size_bytes, stream, .. }, name: Some(name), .. } = &records[mutant.op] else {
             continue;
         };
         let group = first.groups.iter().find(|group| group.ranks.contains(odd) == is_odd).expect("two groups");
-        if let Action::Allocated { stream: told, size_bytes: bytes, .. } = group.action
-            && (told, bytes) == (*stream, *size_bytes)
+        if let Action::Allocated { stream: reported, size_bytes: bytes, .. } = group.action
+            && (reported, bytes) == (*stream, *size_bytes)
             && bytes > 0
         {
             assert!(group.name.is_some(), "{name} is not reported");
-            told_names += 1;
+            reported_names += 1;
         }
     }
-    told_names
+    reported_names
 }

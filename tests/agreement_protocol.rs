@@ -191,8 +191,8 @@ fn a_difference_in_an_allocation_is_reported_with_its_name() {
                 carry_out(&ranks[1], &made[1][allocation]);
                 let disagreement = compare(&ranks).expect("one rank made more requests");
                 let groups = &disagreement.first_heap().expect("a heap").groups;
-                let told = [0, 1].map(|group: usize| groups[group].name.as_deref());
-                assert_eq!(told, [None, name], "{act}, {streams}");
+                let names = [0, 1].map(|group: usize| groups[group].name.as_deref());
+                assert_eq!(names, [None, name], "{act}, {streams}");
                 assert_eq!(groups[0].action, Action::Nothing);
                 carry_out(&ranks[0], &made[0][allocation]);
             }
@@ -405,11 +405,11 @@ fn with_mode(mode: Mode, other: u64) -> Vec<(Option<u64>, u32)> {
         for op in 0..60 {
             let size_bytes = 512 - u64::from(rank == 1 && op == other);
             allocator.allocate(PoolId::DEFAULT, StreamId(0), size_bytes).expect("fits");
-            let told = agreement.after_op(&allocator).and_then(|agreed| match op % 20 {
+            let outcome = agreement.after_op(&allocator).and_then(|agreed| match op % 20 {
                 19 => agreement.at_sync(&allocator),
                 _ => Ok(agreed),
             });
-            if let Err(error) = told {
+            if let Err(error) = outcome {
                 let AgreementError::Disagreed(disagreement) = error else { panic!("{error}") };
                 assert_eq!(disagreement.first_heap().expect("a heap").first_op, number_in_heap(other));
                 caught = Some(op + 1);

@@ -375,15 +375,15 @@ fn the_history_of_a_shrink_equals_the_unmapped_ranges() {
         }
         allocator.trim(None).expect("no faults");
     }
-    let mut told = Vec::new();
+    let mut reported = Vec::new();
     allocator.look_back(0, Some(S0), &mut |journal| {
         for entry in (0..).map_while(|op| journal.entry(op)) {
             if let Some((Mark::Shrink, _, size_bytes)) = unpack_op(entry.op) {
                 let placement = unpack_placement(entry.decision);
-                told.push((placement.segment, placement.offset_bytes, size_bytes));
+                reported.push((placement.segment, placement.offset_bytes, size_bytes));
             }
         }
     });
-    assert_eq!(told, *taken_back.borrow());
-    assert!(told.len() > 50, "{} shrinks", told.len());
+    assert_eq!(reported, *taken_back.borrow());
+    assert!(reported.len() > 50, "{} shrinks", reported.len());
 }

@@ -31,7 +31,7 @@ struct Outcomes {
 /// Runs a scenario. A refused op is retried once.
 fn run(scenario: &Scenario, device: &SimBackend) -> Outcomes {
     let _report = PrintOnPanic(scenario);
-    let mut told = Outcomes { outcomes: Vec::new(), errors: Vec::new(), fallible_calls: 0, is_noticed: false };
+    let mut seen = Outcomes { outcomes: Vec::new(), errors: Vec::new(), fallible_calls: 0, is_noticed: false };
     {
         let allocator: Allocator<_> = Allocator::new(device, scenario.config.clone()).expect("valid");
         let mut run = Run::new(&allocator, scenario);
@@ -40,18 +40,18 @@ fn run(scenario: &Scenario, device: &SimBackend) -> Outcomes {
             let mut result = run.step(index);
             allocator.check().unwrap_or_else(|violation| panic!("op {index}, {op:?}: {violation}"));
             if outcome(result.clone()) == Outcome::Refused(Refusal::Driver) {
-                told.errors.push(result.expect_err("refused"));
+                seen.errors.push(result.expect_err("refused"));
                 result = run.step(index);
                 allocator.check().unwrap_or_else(|violation| panic!("op {index} again, {op:?}: {violation}"));
             }
             work.submit(op, &result);
-            told.outcomes.push(outcome(result));
+            seen.outcomes.push(outcome(result));
         }
-        told.fallible_calls = device.calls().fallible();
-        told.is_noticed = device.calls().failed() > 0;
+        seen.fallible_calls = device.calls().fallible();
+        seen.is_noticed = device.calls().failed() > 0;
     }
     assert!(device.leaks().is_empty(), "leaked: {}", device.leaks());
-    told
+    seen
 }
 
 /// Returns the scenario without limits and thresholds, which release memory during other ops. If the driver fails to

@@ -120,9 +120,9 @@ fn recorded_jobs_make_the_golden_number_of_calls() {
     for job in jobs::JOBS {
         for (name, streams) in STREAMS {
             let calls = replay(&jobs::program(job), "expandable", streams).calls;
-            let told: Vec<String> =
+            let counts: Vec<String> =
                 Call::ALL.iter().map(|call| format!("{} {}", call.name(), calls.of(*call))).collect();
-            writeln!(table, "{job:<20} {name:<8} {}", told.join(", ")).expect("writing to memory cannot fail");
+            writeln!(table, "{job:<20} {name:<8} {}", counts.join(", ")).expect("writing to memory cannot fail");
         }
     }
     compare_with_file("golden/calls.txt", &table);

@@ -101,8 +101,8 @@ fn leaks_are_reported_by_name_largest_first() {
     allocator.allocate_named(POOL, other, 5000, "scratch").expect("memory");
     let report = allocator.leak_report();
     assert_eq!(report.requested_bytes, 5100);
-    let told = report.to_string();
-    let lines: Vec<_> = told.lines().map(str::trim).collect();
+    let text = report.to_string();
+    let lines: Vec<_> = text.lines().map(str::trim).collect();
     assert_eq!(lines[1..], ["5000 bytes  scratch  p0 s1 0@0", "100 bytes  (unnamed)  p0 s0 0@0"]);
 }
 
@@ -165,7 +165,7 @@ impl Usage {
     }
 }
 
-fn told(stats: &ClassStats) -> [[Stat; 3]; 3] {
+fn stats_of(stats: &ClassStats) -> [[Stat; 3]; 3] {
     [stats.all, stats.small, stats.large].map(|usage| [usage.allocations, usage.allocated_bytes, usage.requested_bytes])
 }
 
@@ -194,7 +194,7 @@ fn statistics_are_the_oracles<L: Lock>(seed: u64) {
             }
             10 => {
                 if let Some(scope) = scopes.pop() {
-                    assert_eq!(told(&allocator.close_stat_scope(scope)), usage.close(), "seed {seed}: a scope");
+                    assert_eq!(stats_of(&allocator.close_stat_scope(scope)), usage.close(), "seed {seed}: a scope");
                 }
             }
             11 if random.below(4) == 0 => {
@@ -203,8 +203,8 @@ fn statistics_are_the_oracles<L: Lock>(seed: u64) {
             }
             _ => {}
         }
-        assert_eq!(told(&allocator.heap_stats(POOL, stream).expect("a pool").usage), usage.now, "seed {seed}");
-        assert_eq!(told(&allocator.stats().usage), usage.now, "seed {seed}: over all heaps");
+        assert_eq!(stats_of(&allocator.heap_stats(POOL, stream).expect("a pool").usage), usage.now, "seed {seed}");
+        assert_eq!(stats_of(&allocator.stats().usage), usage.now, "seed {seed}: over all heaps");
     }
 }
 
@@ -228,7 +228,7 @@ fn stats_of_all_levels<L: Lock>(allocator: &Allocator<SimBackend, L>) -> Vec<(St
     let by_heap = allocator.stats_by_heap().into_iter();
     levels.extend(by_heap.map(|(pool, stream, stats)| (format!("{pool} {stream:?}, listed"), stats)));
     let stats_of = |(level, stats): (String, MemoryStats)| {
-        let stats = [told(&stats.usage).as_flattened(), &[stats.reserved_bytes]].concat();
+        let stats = [stats_of(&stats.usage).as_flattened(), &[stats.reserved_bytes]].concat();
         stats.into_iter().map(move |stat| (level.clone(), stat))
     };
     levels.into_iter().flat_map(stats_of).collect()

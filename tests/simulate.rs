@@ -93,17 +93,17 @@ fn recorded_jobs_place_alike_on_many_ranks() {
 #[test]
 fn every_story_of_several_ranks_passes() {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/stories");
-    let mut told = 0;
+    let mut count = 0;
     for entry in fs::read_dir(folder).expect("the stories are part of the project") {
         let path = entry.expect("a readable folder").path();
         let text = fs::read_to_string(&path).expect("a readable story");
         let plan = story::read(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         if let Some(plan) = plan {
             run(&plan).unwrap_or_else(|failure| panic!("{}: {failure}", path.display()));
-            told += 1;
+            count += 1;
         }
     }
-    assert!(told > 0, "no story was found");
+    assert!(count > 0, "no story was found");
 }
 
 /// Runs the fuzz target on random bytes.
@@ -155,7 +155,7 @@ fn failing(deviate: impl Fn(&JobPlan, &Op) -> Option<Deviation>) -> (JobPlan, Fa
     deviating.find_map(|plan| run(&plan).err().map(|failure| (plan, failure))).expect("a deviation is detected")
 }
 
-fn told(plan: &JobPlan, failure: &Failure) {
+fn check_deviation(plan: &JobPlan, failure: &Failure) {
     let deviating = plan.ranks().iter().find(|rank| rank.deviation.is_some()).expect("one rank deviates").rank;
     assert_eq!(failure.rank, Some(deviating));
     let report = failure.report.as_ref().expect("the ranks report the deviation");
@@ -183,7 +183,7 @@ fn a_rank_that_forgets_a_free_is_named_with_that_free() {
     let (plan, failure) = failing(freed);
     assert!(failure.op.as_ref().is_some_and(|op| op.starts_with("f ")), "{failure}");
     assert!(matches!(failure.cause, FailureCause::OtherDigest { .. }), "{failure}");
-    told(&plan, &failure);
+    check_deviation(&plan, &failure);
 }
 
 #[test]
@@ -193,5 +193,5 @@ fn a_rank_that_requests_one_byte_more_is_named_with_that_request() {
         _ => None,
     });
     assert!(failure.op.as_ref().is_some_and(|op| op.starts_with("a ")), "{failure}");
-    told(&plan, &failure);
+    check_deviation(&plan, &failure);
 }

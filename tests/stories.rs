@@ -13,7 +13,7 @@ use symmalloc_trace::{RecordLine, Trace};
 #[test]
 fn every_story_ends_as_the_oracle_says() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("stories");
-    let mut told = 0;
+    let mut count = 0;
     for entry in fs::read_dir(folder).expect("the stories are part of the project") {
         let path = entry.expect("a readable folder").path();
         let text = fs::read_to_string(&path).expect("a readable story");
@@ -34,7 +34,7 @@ fn every_story_ends_as_the_oracle_says() {
                 );
             }
         }
-        told += 1;
+        count += 1;
     }
-    assert!(told > 0, "no story was found");
+    assert!(count > 0, "no story was found");
 }

@@ -71,7 +71,7 @@ fn add(vocabulary: &mut Vocabulary, name: &str, output: &[String], path: &Path) 
 }
 
 /// Returns the events or spans that the code emits.
-fn told(suffix: &str) -> Vocabulary {
+fn emitted(suffix: &str) -> Vocabulary {
     let mut vocabulary = Vocabulary::new();
     for (path, text) in sources() {
         for level in ["error", "warn", "info", "debug", "trace"] {
@@ -165,12 +165,12 @@ fn without_empty(mut vocabulary: Vocabulary) -> Vocabulary {
 
 #[test]
 fn every_event_is_documented_with_its_level_and_fields() {
-    assert_same(&told(""), &without_empty(documented("events.md", "event", 2)));
+    assert_same(&emitted(""), &without_empty(documented("events.md", "event", 2)));
 }
 
 #[test]
 fn every_span_is_documented_with_its_level_and_fields() {
-    assert_same(&told("_span"), &without_empty(documented("events.md", "span", 2)));
+    assert_same(&emitted("_span"), &without_empty(documented("events.md", "span", 2)));
 }
 
 #[test]

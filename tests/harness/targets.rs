@@ -332,8 +332,8 @@ fn there_and_back(program: &Program, records: &[Record]) {
     // Allocations of zero bytes and refused ones have no entry; without entries there is nothing to read.
     if summary.entries > 0 && summary.allocations == program.allocation_count() as u64 {
         let again = read_bytes(&snapshot, &ReadOptions::default()).expect("an exported snapshot can be read");
-        let told = |record: &Record| (record.op.clone(), record.name.clone(), record.pending);
-        assert!(again.records.iter().map(told).eq(records.iter().map(told)), "the ops differ after a round trip");
+        let visible = |record: &Record| (record.op.clone(), record.name.clone(), record.pending);
+        assert!(again.records.iter().map(visible).eq(records.iter().map(visible)), "the ops differ after a round trip");
     }
 }
 

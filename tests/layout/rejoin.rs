@@ -134,10 +134,10 @@ fn observers_of_a_rejoining_pool_are_notified_of_its_segments() {
     let (observer, births) = new.observe(POOL).expect("exists");
     assert!(births.is_empty());
     new.restore_layout(POOL, &layout).expect("fresh");
-    let told: Vec<_> =
+    let restored: Vec<_> =
         new.unread(observer).events.iter().map(|event| (event.kind, event.offset_bytes, event.size_bytes)).collect();
     let expected = [(SegmentEventKind::Birth, 0, 2 * MIB), (SegmentEventKind::Growth, 4 * MIB, 2 * MIB)];
-    assert_eq!(told, expected);
+    assert_eq!(restored, expected);
 }
 
 #[test]

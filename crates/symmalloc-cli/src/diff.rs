@@ -17,7 +17,7 @@ mod flights;
 mod report;
 
 pub(crate) use files::run;
-pub(crate) use report::told_without_size;
+pub(crate) use report::position_without_size;
 
 use std::collections::HashMap;
 use symmalloc_core::config::PoolConfig;
@@ -89,8 +89,8 @@ impl Diff {
                 (None, None) => return diff,
                 (Some(one), Some(other)) if one.op == other.op => (one, other),
                 (one, other) => {
-                    let told = |call: Option<ProgramCall<'_>>| call.map(|call| (call.number, call.op));
-                    diff.first_op = Some(OpDifference { a: told(one), b: told(other) });
+                    let number_and_op = |call: Option<ProgramCall<'_>>| call.map(|call| (call.number, call.op));
+                    diff.first_op = Some(OpDifference { a: number_and_op(one), b: number_and_op(other) });
                     return diff;
                 }
             };

@@ -124,7 +124,7 @@ fn carry_out(command: &Command) -> Result<Verdict, CliError> {
 fn failed(error: &CliError, wants_json: bool) -> ExitCode {
     output::report(error);
     if wants_json && !matches!(error, CliError::Print(_)) {
-        let (message, causes, help) = output::told(error);
+        let (message, causes, help) = output::parts(error);
         output::report_json(&message, &causes, help.as_deref());
     }
     ExitCode::from(error.exit_code())

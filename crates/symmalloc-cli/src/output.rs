@@ -118,7 +118,7 @@ pub(crate) fn report_json(message: &str, causes: &[String], help: Option<&str>) 
 }
 
 /// Returns an error's message, its causes, and its advice.
-pub(crate) fn told(error: &CliError) -> (String, Vec<String>, Option<String>) {
+pub(crate) fn parts(error: &CliError) -> (String, Vec<String>, Option<String>) {
     let message = error.to_string();
     let mut causes: Vec<String> = Vec::new();
     for cause in std::iter::successors(error.source(), |&error: &&dyn Error| error.source()) {
@@ -133,7 +133,7 @@ pub(crate) fn told(error: &CliError) -> (String, Vec<String>, Option<String>) {
 
 /// Returns an error and its causes in one line, without a leading path: the context already names the file.
 pub(crate) fn reason(error: &CliError) -> String {
-    let (message, causes, _) = told(error);
+    let (message, causes, _) = parts(error);
     let message = match error {
         CliError::Job { path, .. }
         | CliError::NotPlanned { path, .. }
@@ -149,7 +149,7 @@ pub(crate) fn reason(error: &CliError) -> String {
 /// Prints an error, its causes and its advice on stderr.
 pub(crate) fn report(error: &CliError) {
     let palette = Palette::of_stderr();
-    let (message, causes, help) = told(error);
+    let (message, causes, help) = parts(error);
     let mut text = format!("  {} {}\n", palette.bad("×"), visible_line(&message));
     for (index, cause) in causes.iter().enumerate() {
         let branch = if index + 1 < causes.len() { "├─▶" } else { "╰─▶" };

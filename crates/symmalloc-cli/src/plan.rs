@@ -19,7 +19,7 @@ mod sizes;
 use crate::args::PlanArgs;
 use crate::content::Content;
 use crate::destination::Destination;
-use crate::diff::{OpDifference, other_job, told_without_size};
+use crate::diff::{OpDifference, other_job, position_without_size};
 use crate::error::CliError;
 use crate::output::{self, Palette};
 use crate::quantity::rounded;
@@ -78,8 +78,8 @@ impl<'a> JobPlan<'a> {
             return Err(CliError::NotRanksOfOneJob {
                 path: jobs[0].path.clone(),
                 other: other.path.clone(),
-                did: told_without_size(a.as_ref()),
-                other_did: told_without_size(b.as_ref()),
+                did: position_without_size(a.as_ref()),
+                other_did: position_without_size(b.as_ref()),
             });
         }
         let reservations = match ReservationPlan::new(&jobs, args) {

@@ -11,7 +11,7 @@ use crate::input;
 use crate::output::{self, Palette};
 use crate::progress::Progress;
 use crate::verdict::Verdict;
-use finding::{ProgramSource, SimulationFinding, Told};
+use finding::{ProgramSource, SavedFailure, SimulationFinding};
 use std::fs;
 use std::io::{Read, Write};
 use std::num::NonZeroUsize;
@@ -160,7 +160,12 @@ fn cores() -> NonZeroUsize {
 }
 
 /// Shrinks a failure and saves it as a trace.
-fn save_shrunk(source: &ProgramSource, args: &SimulateArgs, plan: JobPlan, first: Failure) -> Result<Told, CliError> {
+fn save_shrunk(
+    source: &ProgramSource,
+    args: &SimulateArgs,
+    plan: JobPlan,
+    first: Failure,
+) -> Result<SavedFailure, CliError> {
     let seed = plan.seed();
     let (ops, ranks) = (plan.steps().len(), plan.ranks().len());
     let runs_max = (SHRINK_STEPS / (ops * ranks).max(1)).clamp(50, SHRINK_RUNS_MAX);
@@ -180,5 +185,5 @@ fn save_shrunk(source: &ProgramSource, args: &SimulateArgs, plan: JobPlan, first
         .and_then(|()| Draft::public(&story))
         .and_then(|mut draft| draft.write_all(text.as_ref()).and_then(|()| draft.finish()))
         .map_err(|source| CliError::Create { path: story.clone(), source })?;
-    Ok(Told { shrunk, first, story })
+    Ok(SavedFailure { shrunk, first, story })
 }

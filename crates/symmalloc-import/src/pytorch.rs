@@ -147,7 +147,7 @@ impl<'a> DeviceTrace<'a> {
                 Value::Word(ALLOC) => {
                     let address = entry.address()?;
                     let name = entry.name();
-                    let told = transcript.allocate(Allocated {
+                    let outcome = transcript.allocate(Allocated {
                         address,
                         size_bytes: entry.integer(SIZE)?,
                         stream: entry.stream()?,
@@ -155,22 +155,22 @@ impl<'a> DeviceTrace<'a> {
                         name: name.as_deref(),
                         placement: segments.placement(address),
                     });
-                    told.map_err(|overflow| overflow_at(overflow, entry.device, entry.number))?;
+                    outcome.map_err(|overflow| overflow_at(overflow, entry.device, entry.number))?;
                 }
                 Value::Word(FREE_REQUESTED) => {
                     let address = entry.address()?;
                     let completed = matches!(entries.peek(), Some(Ok(next)) if next.completes_free_of(address));
-                    let told = if completed {
+                    let outcome = if completed {
                         transcript.free(address, None)
                     } else {
                         transcript.free_used_elsewhere(address)
                     };
-                    told.map_err(|overflow| overflow_at(overflow, entry.device, entry.number))?;
+                    outcome.map_err(|overflow| overflow_at(overflow, entry.device, entry.number))?;
                 }
                 Value::Word(FREE_COMPLETED) => transcript.complete(entry.address()?),
                 Value::Word(RECORD_USE) => {
-                    let told = transcript.record_use(entry.address()?, entry.stream()?);
-                    told.map_err(|overflow| overflow_at(overflow, entry.device, entry.number))?;
+                    let outcome = transcript.record_use(entry.address()?, entry.stream()?);
+                    outcome.map_err(|overflow| overflow_at(overflow, entry.device, entry.number))?;
                 }
                 Value::Word(SEGMENT_ALLOC) => segments.allocated(entry.range()?),
                 Value::Word(SEGMENT_FREE) => segments.freed(entry.address()?),
@@ -191,7 +191,7 @@ impl<'a> DeviceTrace<'a> {
         transcript.summary.recorded_reserved_bytes_peak = before.reserved_bytes_peak;
         transcript.summary.is_overwritten = has_overflowed(self.document);
         for Lived { pool, stream, size_bytes, name, address } in &before.lived {
-            let told = transcript.allocate_before(Allocated {
+            let outcome = transcript.allocate_before(Allocated {
                 address: Address(*address),
                 size_bytes: *size_bytes,
                 stream: *stream,
@@ -199,7 +199,7 @@ impl<'a> DeviceTrace<'a> {
                 name: name.as_deref(),
                 placement: None,
             });
-            told.map_err(|overflow| overflow_at(overflow, self.device, 0))?;
+            outcome.map_err(|overflow| overflow_at(overflow, self.device, 0))?;
         }
         Ok(before)
     }

@@ -98,8 +98,8 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
     }
     let (records, config, summary) = match format {
         Format::Trace => read_trace(source, compression, options)?,
-        Format::PyTorchSnapshot => told(pytorch::read(source, options)?.finish()),
-        Format::RmmLog => told(rmm::read(source, options)?.finish()),
+        Format::PyTorchSnapshot => without_config(pytorch::read(source, options)?.finish()),
+        Format::RmmLog => without_config(rmm::read(source, options)?.finish()),
     };
     Ok(Recording { records, format, compression, config, summary })
 }
@@ -107,7 +107,7 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
 /// Result of a reader: records, a configuration, a summary.
 type Parts = (Vec<Record>, Option<Config>, Summary);
 
-fn told((records, summary): (Vec<Record>, Summary)) -> Parts {
+fn without_config((records, summary): (Vec<Record>, Summary)) -> Parts {
     (records, None, summary)
 }
 

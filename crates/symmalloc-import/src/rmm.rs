@@ -251,8 +251,8 @@ impl Events {
         let mut known: HashSet<Address> = HashSet::new();
         for event in self.events.iter().filter(|event| event.has_memory()) {
             if known.insert(event.address) && matches!(event.action, Action::Free) && event.size_bytes > 0 {
-                let told = transcript.allocate_before(event.allocated());
-                told.map_err(|overflow| event.overflow(overflow))?;
+                let outcome = transcript.allocate_before(event.allocated());
+                outcome.map_err(|overflow| event.overflow(overflow))?;
             }
         }
         self.events.into_iter().try_for_each(|event| event.append_to(&mut transcript))?;
@@ -277,7 +277,7 @@ struct Event {
 
 impl Event {
     fn append_to(&self, transcript: &mut Transcript) -> Result<(), RmmError> {
-        let told = match self.action {
+        let outcome = match self.action {
             Action::Fail => {
                 transcript.summary.failed_allocations += 1;
                 Ok(())
@@ -289,7 +289,7 @@ impl Event {
             Action::Allocate => transcript.allocate(self.allocated()),
             Action::Free => transcript.free(self.address, Some(self.stream)),
         };
-        told.map_err(|overflow| self.overflow(overflow))
+        outcome.map_err(|overflow| self.overflow(overflow))
     }
 
     /// Returns `true` unless the event's pointer is null.

@@ -269,7 +269,7 @@ mod tests {
     use super::*;
 
     /// Returns the records as lines, without the fields that these tests ignore.
-    fn told(transcript: Transcript) -> Vec<String> {
+    fn lines_of(transcript: Transcript) -> Vec<String> {
         let (records, _) = transcript.finish();
         let line = |record: &Record| match record.op {
             Op::RegisterStream { stream } => format!("register {stream}"),
@@ -297,7 +297,7 @@ mod tests {
             allocate(&mut transcript, address, stream);
         }
         assert_eq!(
-            told(transcript),
+            lines_of(transcript),
             [
                 "register s0",
                 "allocate a0 s0",
@@ -318,7 +318,7 @@ mod tests {
         allocate(&mut transcript, 2, 99);
         transcript.free_used_elsewhere(Address(2)).unwrap();
         assert_eq!(
-            told(transcript),
+            lines_of(transcript),
             [
                 "register s0",
                 "allocate a0 s0",
@@ -340,7 +340,7 @@ mod tests {
         transcript.free(Address(1), Some(RawStream(8))).unwrap();
         transcript.free(Address(2), Some(RawStream(7))).unwrap();
         assert_eq!(
-            told(transcript),
+            lines_of(transcript),
             ["register s0", "allocate a0 s0", "allocate a1 s0", "register s1", "use a0 s1", "free a0", "free a1"]
         );
     }
@@ -353,7 +353,7 @@ mod tests {
         transcript.free(Address(1), None).unwrap();
         transcript.free(Address(1), None).unwrap();
         let summary = transcript.summary.clone();
-        assert_eq!(told(transcript), ["register s0", "allocate a0 s0", "free a0", "allocate a1 s0", "free a1"]);
+        assert_eq!(lines_of(transcript), ["register s0", "allocate a0 s0", "free a0", "allocate a1 s0", "free a1"]);
         assert_eq!((summary.frees, summary.frees_supplied, summary.frees_of_unknown), (2, 1, 1));
     }
 
@@ -385,15 +385,15 @@ mod tests {
     fn names_count_toward_the_limit() {
         let mut transcript = Transcript::new(950);
         let name = "x".repeat(900);
-        let told = transcript.allocate(Allocated { name: Some(&name), ..allocated(1, 0) });
-        assert_eq!(told, Err(Overflow::Memory { limit_bytes: 950 }));
+        let result = transcript.allocate(Allocated { name: Some(&name), ..allocated(1, 0) });
+        assert_eq!(result, Err(Overflow::Memory { limit_bytes: 950 }));
     }
 
     #[test]
     fn records_stay_under_the_limit() {
         let mut transcript = Transcript::new(10 * size_of::<Record>() as u64);
-        let told = (0..20).map_while(|n| transcript.allocate(allocated(n, 0)).ok()).count();
-        assert_eq!(told, 9);
+        let count = (0..20).map_while(|n| transcript.allocate(allocated(n, 0)).ok()).count();
+        assert_eq!(count, 9);
         assert!(matches!(transcript.free(Address(0), None), Err(Overflow::Memory { .. })));
     }
 }

@@ -68,13 +68,13 @@ extern "C" fn finish() {
         let ended = std::mem::take(&mut *ENDED.lock().unwrap_or_else(PoisonError::into_inner));
         let serving = Context::all().filter(|context| !context.is_gone());
         let served = serving.map(|context| {
-            let told = of_context(context);
+            let report = of_context(context);
             let _not_recording = context.allocator().core().stop_recording();
-            told
+            report
         });
         let devices: Vec<Value> = ended.into_iter().chain(served).chain(of_watched()).collect();
         let tally = tally::read();
-        let told = json!({
+        let report = json!({
             "process": std::process::id(),
             "program": program(),
             "rank": rank(),
@@ -87,15 +87,15 @@ extern "C" fn finish() {
             "peak_driver_bytes": tally.peak_driver_bytes,
             "devices": devices,
         });
-        write_file(settings, "json", &told);
+        write_file(settings, "json", &report);
     });
 }
 
 /// Stores the report of a context that is about to end, for the report at exit.
 pub(crate) fn keep(context: &'static Context) {
     if settings().is_some_and(|settings| settings.folder.is_some()) {
-        let told = of_context(context);
-        ENDED.lock().unwrap_or_else(PoisonError::into_inner).push(told);
+        let report = of_context(context);
+        ENDED.lock().unwrap_or_else(PoisonError::into_inner).push(report);
     }
 }
 
@@ -131,14 +131,14 @@ fn of_context(context: &'static Context) -> Value {
 }
 
 fn of_watched() -> Vec<Value> {
-    let told = |(device, live): (c_int, Vec<u64>)| {
+    let of_device = |(device, live): (c_int, Vec<u64>)| {
         json!({
             "device": device,
             "trace": recordings::file_of(device as usize),
             "leaks": leaks(live),
         })
     };
-    watch::all_devices().into_iter().map(told).collect()
+    watch::all_devices().into_iter().map(of_device).collect()
 }
 
 /// Returns the live allocations as counts by size, largest total first.
@@ -147,6 +147,6 @@ fn leaks(sizes: impl IntoIterator<Item = u64>) -> Vec<Value> {
     sizes.into_iter().for_each(|size_bytes| *counts.entry(size_bytes).or_default() += 1);
     let mut leaks: Vec<(u64, u64)> = counts.into_iter().collect();
     leaks.sort_by_key(|(size_bytes, count)| std::cmp::Reverse((size_bytes * count, *size_bytes)));
-    let told = leaks.into_iter().take(LEAK_SIZES_MAX);
-    told.map(|(size_bytes, count)| json!({ "size_bytes": size_bytes, "count": count })).collect()
+    let largest = leaks.into_iter().take(LEAK_SIZES_MAX);
+    largest.map(|(size_bytes, count)| json!({ "size_bytes": size_bytes, "count": count })).collect()
 }

@@ -61,7 +61,7 @@ pub struct Endpoint {
     /// On the hub, all processes including itself; on any other process, the hub alone.
     roster: Roster,
     /// The hub's latest answer about each communicator that this process has a rank of, with its time of arrival.
-    told: BTreeMap<CommunicatorId, (Duration, Vec<Member>)>,
+    answers: BTreeMap<CommunicatorId, (Duration, Vec<Member>)>,
     has_joined: bool,
     last_beat: Option<Duration>,
     outbox: Vec<(ProcessId, Message)>,
@@ -79,7 +79,7 @@ impl Endpoint {
             own,
             memberships: BTreeMap::new(),
             roster: Roster::new(if own == HUB { 0..processes } else { 0..1 }, now),
-            told: BTreeMap::new(),
+            answers: BTreeMap::new(),
             has_joined: false,
             last_beat: None,
             outbox: Vec::new(),
@@ -105,7 +105,7 @@ impl Endpoint {
     pub fn leave(&mut self, rank: RankId, now: Duration) {
         let Some(membership) = self.memberships.remove(&rank) else { return };
         if self.ranks_of(rank.communicator).next().is_none() {
-            self.told.remove(&rank.communicator);
+            self.answers.remove(&rank.communicator);
         }
         // A failure has already been reported.
         if !membership.has_failed() {
@@ -151,8 +151,8 @@ impl Endpoint {
     /// Returns `true` if the hub has answered the question of time `asked`, or will not answer because it is gone or silent. On the hub,
     /// always returns `true`.
     pub fn has_answer(&self, communicator: CommunicatorId, asked: Duration, now: Duration) -> bool {
-        let is_told = || self.told.get(&communicator).is_some_and(|(told, _)| *told >= asked);
-        self.own == HUB || is_told() || self.roster.is_gone(HUB) || self.roster.silence(HUB, now) >= SILENT_AFTER
+        let is_answered = || self.answers.get(&communicator).is_some_and(|(answered, _)| *answered >= asked);
+        self.own == HUB || is_answered() || self.roster.is_gone(HUB) || self.roster.silence(HUB, now) >= SILENT_AFTER
     }
 
     /// Returns the ranks of the communicator. On the hub, these are all ranks. On other processes, they are the ranks of this process,
@@ -162,9 +162,10 @@ impl Endpoint {
         if self.own != HUB {
             let own = self.ranks_of(communicator);
             members.extend(own.map(|(rank, it)| it.member(*rank, self.own, Duration::ZERO, now)));
-            let told = self.told.get(&communicator).filter(|(told, _)| now.saturating_sub(*told) <= SILENT_AFTER);
-            let told = told.map_or(&[][..], |(_, members)| members);
-            let others = told.iter().filter(|told| members.iter().all(|it| it.rank != told.rank));
+            let answer =
+                self.answers.get(&communicator).filter(|(answered, _)| now.saturating_sub(*answered) <= SILENT_AFTER);
+            let known = answer.map_or(&[][..], |(_, members)| members);
+            let others = known.iter().filter(|known| members.iter().all(|it| it.rank != known.rank));
             let others: Vec<Member> = others.cloned().collect();
             members.extend(others);
         }
@@ -228,8 +229,8 @@ impl Endpoint {
                 self.outbox.extend(news.into_iter().map(|message| (process, message)));
             }
             Some(Question::Members(communicator)) => {
-                let told = Message::Told { communicator, members: self.members(communicator, now) };
-                self.outbox.push((process, told));
+                let answer = Message::Told { communicator, members: self.members(communicator, now) };
+                self.outbox.push((process, answer));
             }
             None => {}
         }
@@ -342,7 +343,7 @@ impl Endpoint {
                 self.note(message);
             }
             Message::Told { communicator, members } if self.ranks_of(communicator).next().is_some() => {
-                self.told.insert(communicator, (now, members));
+                self.answers.insert(communicator, (now, members));
             }
             Message::Told { .. } | Message::Failed { .. } | Message::Ask { .. } => {}
         }

@@ -400,14 +400,14 @@ fn a_process_with_too_much_unread_data_is_gone() {
     assert_eq!(*rank, of_world(1));
     assert!(*unsent_bytes > 8 << 20 && *unsent_bytes < 9 << 20, "{unsent_bytes}");
     // The news reaches process 2 after the messages that were already pending for it.
-    let mut told = Vec::new();
+    let mut events = Vec::new();
     let begun = Instant::now();
-    while told.is_empty() && begun.elapsed() < Duration::from_secs(20) {
+    while events.is_empty() && begun.elapsed() < Duration::from_secs(20) {
         flooded.turn();
         flooded.other.turn(now());
-        told = flooded.other.endpoint().take_events();
+        events = flooded.other.endpoint().take_events();
     }
-    assert!(matches!(&told[..], [PeerEvent::Gone { departure: Departure::Stalled { .. }, .. }]), "{told:?}");
+    assert!(matches!(&events[..], [PeerEvent::Gone { departure: Departure::Stalled { .. }, .. }]), "{events:?}");
 }
 
 #[test]

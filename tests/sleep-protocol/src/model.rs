@@ -32,7 +32,7 @@ pub enum Action {
     /// The deadline of the rank's wait expires, and the rank ends the communicator.
     Deadline(usize),
     /// The rank's watchdog reports that another rank is gone or has ended the communicator, and ends it here.
-    Told(usize, Comm),
+    Notified(usize, Comm),
     /// NCCL returns from a lost communicator of the rank.
     Aborted(usize, Comm),
     /// The rank's kernels do not finish within the deadline.
@@ -57,7 +57,7 @@ impl Action {
     pub fn rank(self) -> usize {
         match self {
             Action::Step(rank) | Action::Hear(rank) | Action::Fail(rank) | Action::Deadline(rank) => rank,
-            Action::Told(rank, _) | Action::Aborted(rank, _) | Action::Break(rank, _) => rank,
+            Action::Notified(rank, _) | Action::Aborted(rank, _) | Action::Break(rank, _) => rank,
             Action::Delay(rank)
             | Action::Refuse(rank)
             | Action::MakeRoom(rank)
@@ -135,7 +135,7 @@ impl Job {
             actions.push(Action::Step(number));
         }
         let comms = (0..self.comms.len()).filter(|comm| self.is_member(*comm, number) && rank.sides[*comm].is_ready());
-        actions.extend(comms.filter(|comm| state.has_news(self, *comm)).map(|comm| Action::Told(number, comm)));
+        actions.extend(comms.filter(|comm| state.has_news(self, *comm)).map(|comm| Action::Notified(number, comm)));
     }
 
     /// Adds the possible faults of a rank.
@@ -195,7 +195,7 @@ impl Model for Job {
                 let comm = self.comm_of(&state.ranks[rank]);
                 Actor::new(self, &mut state, rank).end(comm);
             }
-            Action::Told(rank, comm) => Actor::new(self, &mut state, rank).end(comm),
+            Action::Notified(rank, comm) => Actor::new(self, &mut state, rank).end(comm),
             Action::Aborted(rank, comm) => state.ranks[rank].sides[comm] = Side::ABORTED,
             Action::Delay(rank) => {
                 state.left.delays -= 1;

@@ -160,17 +160,17 @@ impl Job {
 
     /// Passes the id of the grown communicator to all ranks.
     fn grow(&mut self, came: &[(u64, Round)], outbox: &mut Outbox) -> Result<(), c_int> {
-        let told: Vec<(&Option<Vec<u8>>, usize)> = came
+        let requests: Vec<(&Option<Vec<u8>>, usize)> = came
             .iter()
             .map(|(_, round)| match round {
                 Round::Grow { id, ranks } => (id, *ranks),
                 _ => unreachable!("all ranks grow"),
             })
             .collect();
-        let ids: Vec<&Vec<u8>> = told.iter().filter_map(|(id, _)| id.as_ref()).collect();
-        let ranks = told[0].1;
-        if ids.len() != 1 || told.iter().any(|(_, other)| *other != ranks) {
-            let numbers: Vec<_> = told.iter().map(|(_, ranks)| ranks).collect();
+        let ids: Vec<&Vec<u8>> = requests.iter().filter_map(|(id, _)| id.as_ref()).collect();
+        let ranks = requests[0].1;
+        if ids.len() != 1 || requests.iter().any(|(_, other)| *other != ranks) {
+            let numbers: Vec<_> = requests.iter().map(|(_, ranks)| ranks).collect();
             violate(format!("{} ranks have an id for a grow, which is to have {numbers:?} ranks", ids.len()));
             return Err(INVALID_ARGUMENT);
         }
@@ -420,11 +420,11 @@ fn differing(heads: &[&Collective]) -> Option<String> {
 
 /// Compares the buffers that the ranks report, like `ncclArgsGlobalCheck`.
 fn check(came: &[(u64, Round)]) -> c_int {
-    let told = came.iter().map(|(_, round)| match round {
+    let reports = came.iter().map(|(_, round)| match round {
         Round::Check { signature, places } => (signature.kind, *places),
         _ => unreachable!("all ranks check"),
     });
-    let (kinds, places): (Vec<_>, Vec<_>) = told.unzip();
+    let (kinds, places): (Vec<_>, Vec<_>) = reports.unzip();
     let (send_counts, receive_counts) = counts(kinds[0]);
     let agrees = |places: Vec<Option<WindowPlace>>, place_counts: bool| {
         let are_equal = places.iter().all(|place| place.is_some() == places[0].is_some());

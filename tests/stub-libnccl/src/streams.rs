@@ -120,13 +120,13 @@ fn pump(member: &Arc<Member>) {
             return;
         }
         front.is_told = true;
-        let told = (front.instance, Arc::clone(&front.kernel));
-        if let Kernel::Collective { symmetric: Some(places), .. } = &*told.1
+        let started = (front.instance, Arc::clone(&front.kernel));
+        if let Kernel::Collective { symmetric: Some(places), .. } = &*started.1
             && !(inner.windows.has_round(places.0.round) && inner.windows.has_round(places.1.round))
         {
             violate(format!("rank {}: a kernel uses a window that was deregistered", member.world));
         }
-        told
+        started
     };
     member.send(ToJob::Arrived { instance, work: work(member, &kernel) });
 }

@@ -51,8 +51,8 @@ fn findings(diff: &Diff, palette: Palette) -> String {
             out,
             "\nops         {} after {compared}\n            A {}\n            B {}",
             palette.bad("differ"),
-            told(difference.a.as_ref()),
-            told(difference.b.as_ref())
+            position(difference.a.as_ref()),
+            position(difference.b.as_ref())
         ),
     };
     if let Some([a, b]) = diff.uses_left_out.filter(|uses| uses.iter().any(|uses| *uses > 0)) {
@@ -91,7 +91,7 @@ fn first_place(first: &PlacementDifference) -> String {
 }
 
 /// Describes a call by its number and op.
-fn told(call: Option<&(usize, Op)>) -> String {
+fn position(call: Option<&(usize, Op)>) -> String {
     match call {
         None => "has ended".to_owned(),
         Some((number, op)) => format!("at op {} {}", count(*number), line(op)),
@@ -99,12 +99,12 @@ fn told(call: Option<&(usize, Op)>) -> String {
 }
 
 /// Describes a call without its size.
-pub(crate) fn told_without_size(call: Option<&(usize, Op)>) -> String {
+pub(crate) fn position_without_size(call: Option<&(usize, Op)>) -> String {
     match call {
         Some((number, Op::Allocate { id, pool, stream, .. })) => {
             format!("at op {} allocates on {stream} in {pool} (allocation {})", count(*number), count(id.0))
         }
-        other => told(other),
+        other => position(other),
     }
 }
 

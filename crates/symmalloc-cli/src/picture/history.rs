@@ -133,7 +133,7 @@ pub(crate) fn draw(timeline: &JobCurves, width: u32, prefix: &'static str, class
         }
         y += 20.0;
     }
-    svg.finish(y, class, words.title, &told(timeline))
+    svg.finish(y, class, words.title, &description(timeline))
 }
 
 fn planned_peak(timeline: &JobCurves) -> Peak {
@@ -167,24 +167,25 @@ fn shown_heaps(timeline: &JobCurves) -> Vec<(Fill, usize)> {
 
 fn legend(svg: &mut Svg, y: f64, timeline: &JobCurves, shown: &[(Fill, usize)]) -> f64 {
     let peaks = &timeline.total.peaks;
-    let told = |name: &str, Peak { bytes, op }: Peak| format!("{name}: peak {} after op {}", memory(bytes), count(op));
+    let peak_text =
+        |name: &str, Peak { bytes, op }: Peak| format!("{name}: peak {} after op {}", memory(bytes), count(op));
     let mut at = Flow { x: 12.0, y };
     let mut line = |svg: &mut Svg, style: &str, text: &str| {
         let (x, y) = at.next(svg, text);
         svg.line(&format!("M{} {}h26", short(x), short(y - 5.0)), style);
         svg.text(x + 34.0, y, BODY, Anchor::Start, text);
     };
-    line(svg, RESERVED_LINE, &told("reserved", peaks[RESERVED]));
-    line(svg, LIVE_LINE, &told("live", peaks[LIVE]));
+    line(svg, RESERVED_LINE, &peak_text("reserved", peaks[RESERVED]));
+    line(svg, LIVE_LINE, &peak_text("live", peaks[LIVE]));
     if timeline.planned.is_some() {
-        line(svg, PLANNED_LINE, &told("reserved by the plan", planned_peak(timeline)));
+        line(svg, PLANNED_LINE, &peak_text("reserved by the plan", planned_peak(timeline)));
     }
     let is_one = timeline.heaps.len() == 1;
     for (fill, index) in shown {
         let (owner, curve) = &timeline.heaps[*index];
         let peak = curve.peaks[ALLOCATED];
         let text = if is_one {
-            told("allocated", peak)
+            peak_text("allocated", peak)
         } else {
             format!("{}: {} allocated", heap_name(*owner), memory(peak.bytes))
         };
@@ -380,7 +381,7 @@ fn round_memory(bytes: u64) -> String {
 }
 
 /// Returns a text description of the picture, for accessibility.
-fn told(timeline: &JobCurves) -> String {
+fn description(timeline: &JobCurves) -> String {
     let peaks = &timeline.total.peaks;
     let mut text = format!(
         "Over {} ops: at most {} reserved (after op {}), {} allocated (op {}), {} live (op {}).",
@@ -396,12 +397,12 @@ fn told(timeline: &JobCurves) -> String {
         text += &format!(" As planned: at most {} reserved.", memory(planned_peak(timeline).bytes));
     }
     for (owner, curve) in timeline.heaps.iter().filter(|_| timeline.heaps.len() > 1) {
-        text += &told_heap(*owner, curve);
+        text += &describe_heap(*owner, curve);
     }
     text
 }
 
-fn told_heap(owner: Owner, curve: &Curve) -> String {
+fn describe_heap(owner: Owner, curve: &Curve) -> String {
     let [live, allocated, reserved] = curve.peaks.map(|peak| memory(peak.bytes));
     format!(" {}: {reserved} reserved, {allocated} allocated, {live} live.", heap_name(owner))
 }

@@ -40,7 +40,7 @@ pub(crate) fn draw(memory: &Memory, width: u32, prefix: &'static str, class: &st
         y = rows(&mut svg, MARGIN, y, heap, &scale, &numbers);
     }
     y = list(&mut svg, MARGIN, y, inner, memory);
-    svg.finish(y + 8.0, class, words.title, &told(memory))
+    svg.finish(y + 8.0, class, words.title, &description(memory))
 }
 
 /// Draws the memory of two ranks, one below the other on narrow pages. Each has its name above it.
@@ -85,8 +85,8 @@ pub(crate) fn draw_beside(
         }
     }
     y = list_differing(&mut svg, y, memories);
-    let told = memories.into_iter().zip(names).map(|(memory, name)| format!("{name}: {}", told(memory)));
-    svg.finish(y + 8.0, class, words.title, &told.collect::<Vec<_>>().join(" "))
+    let descriptions = memories.into_iter().zip(names).map(|(memory, name)| format!("{name}: {}", description(memory)));
+    svg.finish(y + 8.0, class, words.title, &descriptions.collect::<Vec<_>>().join(" "))
 }
 
 /// Width of a row in pixels and in bytes.
@@ -467,7 +467,7 @@ fn list_differing(svg: &mut Svg, y: f64, [one, other]: [&Memory; 2]) -> f64 {
 }
 
 /// Returns a text description of the picture, for accessibility.
-fn told(memory: &Memory) -> String {
+fn description(memory: &Memory) -> String {
     let heaps = memory.heaps.iter().map(|heap| format!("{}: {}.", heap_name(heap.owner), summary(heap)));
     heaps.collect::<Vec<_>>().join(" ")
 }

@@ -67,9 +67,9 @@ pub(crate) fn draw(shared: &Shared<'_>) -> String {
     let live = format!("{} live at the peak", memory(shared.live_bytes));
     svg.text(x, bottom + 36.0, 22, Anchor::Middle, &live);
     svg.text(MARGIN, HEIGHT - 24.0, 20, Anchor::Start, &fitting(shared.footer, 20, inner));
-    let told = shared.bars.iter().map(|bar| format!("{}: {}.", bar.label, memory(bar.bytes))).collect::<Vec<_>>();
+    let bars = shared.bars.iter().map(|bar| format!("{}: {}.", bar.label, memory(bar.bytes))).collect::<Vec<_>>();
     let title = format!("GPU memory of {}", shared.name);
-    svg.finish(HEIGHT, "", &title, &format!("{} {live}.", told.join(" ")))
+    svg.finish(HEIGHT, "", &title, &format!("{} {live}.", bars.join(" ")))
 }
 
 fn compared(bytes: u64, first: u64) -> String {

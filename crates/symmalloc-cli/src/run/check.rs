@@ -62,10 +62,10 @@ fn differs_by_traces(a: &Summary, b: &Summary) -> Result<Option<String>, CliErro
         let options = ReadOptions::default();
         let diff = Diff::new(&read_path(one, &options)?, &read_path(other, &options)?);
         if let Some(difference) = &diff.first_op {
-            let told = |op: &Option<(usize, _)>| {
+            let describe = |op: &Option<(usize, _)>| {
                 op.as_ref().map_or("the end".to_owned(), |(number, op)| format!("op {number} {op:?}"))
             };
-            return Ok(Some(format!("{} instead of {}", told(&difference.b), told(&difference.a))));
+            return Ok(Some(format!("{} instead of {}", describe(&difference.b), describe(&difference.a))));
         }
         if let Some(place) = &diff.first {
             return Ok(Some(format!("allocation {} at op {} has a different placement", place.allocation, place.op)));

@@ -26,11 +26,11 @@ pub(super) struct SimulationFinding<'a> {
     pub(super) elapsed: Duration,
     /// Host memory per rank on this machine, in bytes; `None` if it cannot be determined.
     pub(super) state_bytes_per_rank: Option<u64>,
-    pub(super) failure: Option<Told>,
+    pub(super) failure: Option<SavedFailure>,
 }
 
 /// A failure and its saved file.
-pub(super) struct Told {
+pub(super) struct SavedFailure {
     pub(super) shrunk: Shrunk,
     /// The failure before it was shrunk.
     pub(super) first: Failure,

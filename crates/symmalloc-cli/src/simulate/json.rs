@@ -1,6 +1,6 @@
 //! The output of `simulate --json`. Its keys are an interface: `symmalloc simulate --help` lists them.
 
-use super::finding::{SimulationFinding, Told};
+use super::finding::{SavedFailure, SimulationFinding};
 use serde_json::{Value, json};
 
 /// Returns the object of one trace, or of the generated jobs.
@@ -34,8 +34,8 @@ pub(super) fn object(finding: &SimulationFinding<'_>) -> Value {
     })
 }
 
-fn failed(told: &Told) -> Value {
-    let Told { shrunk, first, story } = told;
+fn failed(saved: &SavedFailure) -> Value {
+    let SavedFailure { shrunk, first, story } = saved;
     json!({
         "seed": first.seed,
         "rank": first.rank,

@@ -1,6 +1,6 @@
 //! The text output of `simulate`: the plan of a single run, the events on its ranks, and the result.
 
-use super::finding::{ProgramSource, SimulationFinding, Told};
+use super::finding::{ProgramSource, SavedFailure, SimulationFinding};
 use crate::destination::shown;
 use crate::output::{Palette, Table};
 use crate::quantity::{count, counted, memory};
@@ -20,8 +20,8 @@ pub(super) fn render(finding: &SimulationFinding<'_>, palette: Palette) -> Strin
         let _ = writeln!(out, "{}", source.plan(args, args.seed).to_string().trim_end());
     }
     out.push('\n');
-    if let Some(told) = &finding.failure {
-        failure(&mut out, told, palette);
+    if let Some(saved) = &finding.failure {
+        failure(&mut out, saved, palette);
         return out;
     }
     let faults = &outcome.faults;
@@ -60,8 +60,8 @@ pub(super) fn render(finding: &SimulationFinding<'_>, palette: Palette) -> Strin
     out
 }
 
-fn failure(out: &mut String, told: &Told, palette: Palette) {
-    let Told { shrunk, first, story } = told;
+fn failure(out: &mut String, saved: &SavedFailure, palette: Palette) {
+    let SavedFailure { shrunk, first, story } = saved;
     let _ = writeln!(out, "{}", palette.bad("FAILED"));
     let _ = writeln!(out, "{first}\n");
     let (ops, ranks) = (shrunk.plan.steps().len(), shrunk.plan.ranks().len());

@@ -119,9 +119,9 @@ impl Import {
             Err(_) => Step::GaveUp { code: 0 },
         };
         // If sending fails, the exporter has exited or no longer waits.
-        let told = channel.send(&step.write(), &[]);
+        let sent = channel.send(&step.write(), &[]);
         let import = outcome?;
-        told?;
+        sent?;
         Ok(import)
     }
 

@@ -36,14 +36,14 @@ fn error_of(pickle: Pickle) -> SnapshotError {
 }
 
 /// Returns the records as lines of a trace.
-fn told(rows: &[Row]) -> Vec<String> {
+fn records_of(rows: &[Row]) -> Vec<String> {
     read_snapshot(&[rows]).finish().0.iter().map(|record| symmalloc_trace::RecordLine(record).to_string()).collect()
 }
 
 #[test]
 fn allocations_have_the_placements_of_pytorch() {
     assert_eq!(
-        told(&[
+        records_of(&[
             ("segment_alloc", 0x10000, 2 << 20, 0),
             ("alloc", 0x10000, 1000, 0),
             ("segment_alloc", 0x90000000, 20 << 20, 7),
@@ -68,7 +68,7 @@ fn allocations_have_the_placements_of_pytorch() {
 #[test]
 fn a_free_that_completes_later_was_used_by_another_stream() {
     assert_eq!(
-        told(&[
+        records_of(&[
             ("alloc", 0x1000, 512, 5),
             ("alloc", 0x2000, 512, 5),
             ("free_requested", 0x1000, 512, 5),
@@ -96,7 +96,7 @@ fn a_free_that_completes_later_was_used_by_another_stream() {
 #[test]
 fn completions_keep_their_order_among_themselves_and_among_the_ops() {
     assert_eq!(
-        told(&[
+        records_of(&[
             ("alloc", 0x1000, 512, 5),
             ("alloc", 0x2000, 512, 6),
             ("alloc", 0x3000, 512, 6),
@@ -117,7 +117,7 @@ fn completions_keep_their_order_among_themselves_and_among_the_ops() {
 #[test]
 fn a_recorded_use_is_not_added_twice() {
     assert_eq!(
-        told(&[
+        records_of(&[
             ("alloc", 0x1000, 512, 5),
             ("alloc", 0x2000, 512, 6),
             ("alloc", 0x3000, 512, 7),
@@ -133,7 +133,7 @@ fn a_recorded_use_is_not_added_twice() {
 #[test]
 fn reallocated_memory_was_completed_before() {
     assert_eq!(
-        told(&[
+        records_of(&[
             ("alloc", 0x1000, 512, 5),
             ("free_requested", 0x1000, 512, 5),
             ("alloc", 0x2000, 512, 5),
@@ -183,7 +183,7 @@ fn entries_that_are_not_ops_are_counted() {
 #[test]
 fn expandable_segments_place_by_their_range() {
     assert_eq!(
-        told(&[
+        records_of(&[
             ("segment_map", 0x100000, 0x200000, 0),
             ("alloc", 0x100000, 512, 0),
             ("segment_map", 0x300000, 0x200000, 0),

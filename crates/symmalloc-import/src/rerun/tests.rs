@@ -15,19 +15,19 @@ fn program(lines: &[&str]) -> Program {
 }
 
 /// Returns a short description of the outcome of each op.
-fn told(lines: &[&str], config: &str) -> Vec<String> {
+fn steps(lines: &[&str], config: &str) -> Vec<String> {
     let program = program(lines);
     told_by(Rerun::new(&program, &config.parse::<Config>().unwrap()).unwrap())
 }
 
-/// Same as `told`, with memory in use while its free is pending.
-fn told_with_pending_frees(lines: &[&str], config: &str) -> Vec<String> {
+/// Same as `steps`, with memory in use while its free is pending.
+fn steps_with_pending_frees(lines: &[&str], config: &str) -> Vec<String> {
     let program = program(lines);
     told_by(Rerun::new(&program, &config.parse::<Config>().unwrap()).unwrap().with_pending_frees())
 }
 
 fn told_by(mut rerun: Rerun<'_>) -> Vec<String> {
-    let mut told = Vec::new();
+    let mut steps = Vec::new();
     let watch = |moment: &Moment<'_>| {
         let mut words = match &moment.happened {
             Happened::Allocated(live) => {
@@ -46,18 +46,18 @@ fn told_by(mut rerun: Rerun<'_>) -> Vec<String> {
             let sign = if change.is_mapped { '+' } else { '-' };
             words += &format!(" {sign}{} MiB of {}", change.size_bytes / MIB, change.owner.pool);
         }
-        told.push(words);
+        steps.push(words);
         Ok::<(), RerunError>(())
     };
     rerun.run(usize::MAX, watch).unwrap();
-    told
+    steps
 }
 
 #[test]
 fn every_op_is_shown_with_the_memory_it_moved() {
     let lines = ["stream s0", "a 0 1000 s0", "a 1 0 s0", "u 0 s0", "f 0", "f 1", "trim"];
     assert_eq!(
-        told(&lines, "segments:fixed"),
+        steps(&lines, "segments:fixed"),
         [
             "nothing",
             "allocated 1000 of 1024 for Some(StreamId(0)) +2 MiB of p0",
@@ -73,14 +73,14 @@ fn every_op_is_shown_with_the_memory_it_moved() {
 #[test]
 fn memory_of_a_shared_heap_belongs_to_no_stream() {
     let lines = ["stream s0", "pool p1 streams:shared", "a 0 512 s0 p1"];
-    assert_eq!(told(&lines, "segments:expandable")[2], "allocated 512 of 512 for None +2 MiB of p1");
+    assert_eq!(steps(&lines, "segments:expandable")[2], "allocated 512 of 512 for None +2 MiB of p1");
 }
 
 #[test]
 fn a_refused_request_is_shown_and_its_free_is_ignored() {
     let lines = ["stream s0", "a 0 512 s0", "a 1 5000000 s0", "u 1 s0", "f 1"];
     assert_eq!(
-        told(&lines, "limit_mb:4")[1..],
+        steps(&lines, "limit_mb:4")[1..],
         [
             "allocated 512 of 512 for Some(StreamId(0)) +2 MiB of p0",
             "refused 5000000, 2097152 left",
@@ -125,7 +125,7 @@ fn completions_keep_their_recorded_times_and_order() {
         "f 3",
     ];
     assert_eq!(
-        told_with_pending_frees(&lines, "segments:fixed")[4..],
+        steps_with_pending_frees(&lines, "segments:fixed")[4..],
         [
             "a0 is pending at op 4",
             "a1 is pending at op 5",
@@ -136,29 +136,29 @@ fn completions_keep_their_recorded_times_and_order() {
             "freed a3",
         ]
     );
-    assert_eq!(told(&lines, "segments:fixed")[4..7], ["freed a0", "freed a1", "freed a2"]);
+    assert_eq!(steps(&lines, "segments:fixed")[4..7], ["freed a0", "freed a1", "freed a2"]);
 }
 
 #[test]
 fn pending_memory_is_not_reallocated() {
     let lines = ["stream s0", "a 0 2097152 s0", "f 0 pending 1", "a 1 2097152 s0", "a 2 2097152 s0"];
-    let told = told_with_pending_frees(&lines, "segments:expandable");
-    assert!(told[3].ends_with("+2 MiB of p0"), "{told:?}");
-    assert_eq!(told[4..], ["a0 is completed after op 3", "allocated 2097152 of 2097152 for Some(StreamId(0))"]);
+    let steps = steps_with_pending_frees(&lines, "segments:expandable");
+    assert!(steps[3].ends_with("+2 MiB of p0"), "{steps:?}");
+    assert_eq!(steps[4..], ["a0 is completed after op 3", "allocated 2097152 of 2097152 for Some(StreamId(0))"]);
 }
 
 #[test]
 fn a_pool_is_destroyed_without_pending_memory() {
     let lines = ["stream s0", "pool p1", "a 0 512 s0 p1", "f 0 pending", "destroy p1"];
-    let told = told_with_pending_frees(&lines, "segments:fixed");
-    assert_eq!(told[3..], ["a0 is pending at op 3", "a0 is completed after op 3", "nothing -2 MiB of p1"]);
+    let steps = steps_with_pending_frees(&lines, "segments:fixed");
+    assert_eq!(steps[3..], ["a0 is pending at op 3", "a0 is completed after op 3", "nothing -2 MiB of p1"]);
 }
 
 #[test]
 fn simultaneous_completions_follow_the_order_of_their_frees() {
     let lines = ["stream s0", "a 0 512 s0", "a 1 512 s0", "f 0 pending 2", "f 1 pending 1", "a 2 512 s0"];
-    let told = told_with_pending_frees(&lines, "segments:fixed");
-    assert_eq!(told[6..], ["a0 is completed after op 5", "a1 is completed after op 5"]);
+    let steps = steps_with_pending_frees(&lines, "segments:fixed");
+    assert_eq!(steps[6..], ["a0 is completed after op 5", "a1 is completed after op 5"]);
 }
 
 /// Plans reserve memory before the program allocates anything. It belongs to the heaps of the plans.

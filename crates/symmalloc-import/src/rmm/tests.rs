@@ -191,6 +191,6 @@ fn a_log_is_known_by_its_columns_in_any_order() {
 #[test]
 fn events_stay_under_the_limit() {
     let log = format!("{HEADER}{}", "1,0,allocate failure,0x0,1,0x0\n".repeat(1000));
-    let told = read(log.as_bytes(), &ReadOptions::default().memory_limit_bytes(2000));
-    assert!(matches!(told.err(), Some(RmmError::TooLarge { limit_bytes: 2000, .. })));
+    let outcome = read(log.as_bytes(), &ReadOptions::default().memory_limit_bytes(2000));
+    assert!(matches!(outcome.err(), Some(RmmError::TooLarge { limit_bytes: 2000, .. })));
 }

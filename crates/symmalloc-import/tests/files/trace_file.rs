@@ -118,25 +118,28 @@ fn a_trace_cut_at_any_byte_yields_its_beginning() {
             let torn = &stored[..cut];
             let safe =
                 flushed.iter().take_while(|(length, _)| *length <= cut).last().map_or(0, |(_, records)| *records);
-            let told = read_bytes(torn, &ReadOptions::default());
+            let result = read_bytes(torn, &ReadOptions::default());
             match read_bytes(torn, &ReadOptions::default().accept_torn()) {
                 Ok(recording) => {
                     let records = recording.records.len();
                     assert_eq!(recording.records, whole.records[..records], "{compression}, cut at {cut}");
                     assert!(records >= safe && records >= before, "{compression}, cut at {cut}: {records} of {safe}");
                     before = records;
-                    match told.map_err(|error| error.to_string()) {
+                    match result.map_err(|error| error.to_string()) {
                         // Only the last line break is missing.
-                        Ok(told) => assert_eq!(told.records, whole.records),
-                        Err(told) => {
+                        Ok(read) => assert_eq!(read.records, whole.records),
+                        Err(message) => {
                             assert!(recording.summary.torn_at_line.is_some());
-                            assert!(told.contains(&format!("after {records} whole records")), "cut at {cut}: {told}");
+                            assert!(
+                                message.contains(&format!("after {records} whole records")),
+                                "cut at {cut}: {message}"
+                            );
                         }
                     }
                 }
                 Err(error) => {
                     assert_eq!(safe, 0, "{compression}, cut at {cut}: {error}");
-                    assert!(told.is_err());
+                    assert!(result.is_err());
                 }
             }
         }

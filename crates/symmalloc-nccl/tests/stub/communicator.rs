@@ -142,9 +142,9 @@ nccl_test!(every_collective_computes_its_result, {
         comm.reduce_scatter(&parts, &mut part, ReduceOp::Sum, stream).expect("submitted");
         assert_eq!(rank.read(&part), [6.0 + 4.0 * r]);
 
-        let mut told = rank.buffer(&[r]);
-        comm.broadcast(&mut told, 2, stream).expect("submitted");
-        assert_eq!(rank.read(&told), [2.0]);
+        let mut received = rank.buffer(&[r]);
+        comm.broadcast(&mut received, 2, stream).expect("submitted");
+        assert_eq!(rank.read(&received), [2.0]);
 
         let mut product = rank.buffer(&[-1.0]);
         let factor = rank.buffer(&[r + 1.0]);

@@ -284,11 +284,12 @@ nccl_test!(a_record_is_written_on_request_and_at_a_signal, ["SYMMALLOC_FLIGHT_SI
 /// Runs two ranks and aborts rank 1's communicator. Returns rank 0's outcome and the failures that the callbacks received. The environment
 /// overrides `mode`.
 fn failure_of_the_other(mode: WatchdogMode) -> (Result<(), CommError>, Vec<String>) {
-    let (id, barrier, told) = (UniqueId::new().expect("an id"), Barrier::new(2), Mutex::new(Vec::new()));
-    let told = Arc::new(told);
+    let (id, barrier, failures) = (UniqueId::new().expect("an id"), Barrier::new(2), Mutex::new(Vec::new()));
+    let failures = Arc::new(failures);
     let mut outcomes = stub_process::threads(2, |number| {
-        let (device, told) = (CudaDevice::new(number).expect("a stub device"), Arc::clone(&told));
-        let record = move |failure: &Failure| told.lock().expect("the lock is not poisoned").push(failure.to_string());
+        let (device, failures) = (CudaDevice::new(number).expect("a stub device"), Arc::clone(&failures));
+        let record =
+            move |failure: &Failure| failures.lock().expect("the lock is not poisoned").push(failure.to_string());
         let builder = Communicator::builder(&device).deadline(DEADLINE / 4).watchdog(mode).on_failure(record);
         let comm = builder.connect(id, number as u32, 2).expect("connected");
         let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator is created");
@@ -305,21 +306,21 @@ fn failure_of_the_other(mode: WatchdogMode) -> (Result<(), CommError>, Vec<Strin
         barrier.wait();
         outcome
     });
-    let told = told.lock().expect("the lock is not poisoned").clone();
-    (outcomes.remove(0), told)
+    let failures = failures.lock().expect("the lock is not poisoned").clone();
+    (outcomes.remove(0), failures)
 }
 
 nccl_test!(an_abort_is_reported_to_the_others_and_to_the_callback, {
-    let (outcome, told) = failure_of_the_other(WatchdogMode::Exit);
+    let (outcome, failures) = failure_of_the_other(WatchdogMode::Exit);
     let error = outcome.expect_err("rank 1 aborted");
     assert!(error.to_string().contains("rank 1 gave up: its program aborted the communicator"), "{error}");
-    assert_eq!(told.len(), 1, "{told:?}");
-    assert!(told[0].contains("rank 0: rank 1 gave up"), "{told:?}");
+    assert_eq!(failures.len(), 1, "{failures:?}");
+    assert!(failures[0].contains("rank 0: rank 1 gave up"), "{failures:?}");
 });
 
 nccl_test!(a_watchdog_that_is_off_does_nothing, ["SYMMALLOC_WATCHDOG" = "off"], {
-    let (outcome, told) = failure_of_the_other(WatchdogMode::Exit);
-    assert_eq!((outcome, told), (Ok(()), Vec::new()));
+    let (outcome, failures) = failure_of_the_other(WatchdogMode::Exit);
+    assert_eq!((outcome, failures), (Ok(()), Vec::new()));
 });
 
 /// Returns a single rank with a collective on its device, and makes the watchdog's calls of this name fail with `code`.

@@ -41,9 +41,9 @@ fn use_the_library() {
 fn assert_refused(calls: usize) {
     let returned = std::mem::take(&mut *RETURNED.lock().expect("no panic"));
     assert!(returned.len() >= 5 * calls, "{returned:?}");
-    for (status, told) in returned {
-        let is_refused = status == SYMMALLOC_INVALID_STATE && told.contains("after the callback has returned");
-        assert!(is_refused, "{status:?}: {told}");
+    for (status, text) in returned {
+        let is_refused = status == SYMMALLOC_INVALID_STATE && text.contains("after the callback has returned");
+        assert!(is_refused, "{status:?}: {text}");
     }
 }
 

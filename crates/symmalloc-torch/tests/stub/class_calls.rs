@@ -252,7 +252,7 @@ stub_test!(a_pool_with_a_source_caches_memory_of_the_source, {
 });
 
 stub_test!(a_private_pool_returns_to_its_checkpoint_and_keeps_its_memory, {
-    unsafe extern "C" fn told(context: *mut c_void, pointer: *mut c_void, bytes: u64, is_live: u32) {
+    unsafe extern "C" fn collect(context: *mut c_void, pointer: *mut c_void, bytes: u64, is_live: u32) {
         // SAFETY: the list below.
         unsafe { &mut *context.cast::<Vec<(usize, u64, bool)>>() }.push((pointer as usize, bytes, is_live == 1));
     }
@@ -268,7 +268,7 @@ stub_test!(a_private_pool_returns_to_its_checkpoint_and_keeps_its_memory, {
     for _ in 0..2 {
         let mut list: Vec<(usize, u64, bool)> = Vec::new();
         // SAFETY: a live checkpoint; the context is what the function expects.
-        done(unsafe { symmalloc_torch_restore(0, checkpoint, Some(told), (&raw mut list).cast()) });
+        done(unsafe { symmalloc_torch_restore(0, checkpoint, Some(collect), (&raw mut list).cast()) });
         let alive: Vec<_> = list.iter().filter(|(.., is_live)| *is_live).map(|(at, ..)| *at).collect();
         assert_eq!(alive, [stem, dies]);
         assert!(list.iter().any(|(at, _, is_live)| *at == stem && !is_live), "the stem was also live before: {list:?}");

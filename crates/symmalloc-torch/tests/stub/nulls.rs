@@ -328,9 +328,9 @@ fn complaint(function: &Function, missing: &str, status: u32) -> Option<String> 
         return (!may_be_null)
             .then(|| format!("{name} accepts NULL for `{missing}`, but its documentation does not say so"));
     }
-    let told = message();
-    let is_typed = status != SYMMALLOC_INTERNAL as u32 && !told.is_empty();
-    (!is_typed).then(|| format!("{name} without `{missing}`: status {status}, {told}"))
+    let text = message();
+    let is_typed = status != SYMMALLOC_INTERNAL as u32 && !text.is_empty();
+    (!is_typed).then(|| format!("{name} without `{missing}`: status {status}, {text}"))
 }
 
 // All calls return a null pointer for zero bytes. It is not an allocation, and can be freed any number of times.

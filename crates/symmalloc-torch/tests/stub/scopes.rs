@@ -158,8 +158,8 @@ nccl_test!(ranks_compare_on_request_or_at_every_nth_sync, {
         let third = registered(allocator, pool, comm, symmalloc_registrar_options { agree_every: 3, ..options() });
         let third = third.expect("registered");
         let statuses: Vec<_> = (0..6).map(|_| third.try_sync()).collect();
-        let (quiet, told) = (SYMMALLOC_OK, SYMMALLOC_MISALIGNED);
-        assert_eq!(statuses, [quiet, quiet, told, quiet, quiet, told]);
+        let (success, misaligned) = (SYMMALLOC_OK, SYMMALLOC_MISALIGNED);
+        assert_eq!(statuses, [success, success, misaligned, success, success, misaligned]);
         done(third.destroy());
         barrier.wait();
     });

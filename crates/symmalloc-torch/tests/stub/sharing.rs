@@ -245,9 +245,9 @@ stub_test!(memory_of_another_users_process_is_refused, {
     let mut lines = BufReader::new(server.stdout.take().expect("piped")).lines().map_while(Result::ok);
     assert!(lines.any(|line| line.contains("listening")), "the other process does not listen");
     let refused = opened(&format!("symmalloc 1 {name} 1:{}", 2 * MIB)).expect_err("another user's");
-    let told = message();
+    let text = message();
     server.kill().expect("it runs, or ran");
     server.wait().expect("it ended");
-    assert_eq!(refused, SYMMALLOC_INVALID_STATE, "{told}");
-    assert!(told.contains("runs as user 65534") && told.contains("run both as the same user"), "{told}");
+    assert_eq!(refused, SYMMALLOC_INVALID_STATE, "{text}");
+    assert!(text.contains("runs as user 65534") && text.contains("run both as the same user"), "{text}");
 });

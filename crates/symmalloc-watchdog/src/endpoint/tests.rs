@@ -217,9 +217,9 @@ proptest! {
                         let (PeerEvent::Gone { rank: of, .. } | PeerEvent::Failed { rank: of, .. }) = event;
                         (of.communicator, of.rank as usize) == (*id, rank)
                     };
-                    let told = process.events.iter().filter(is_of_it).count();
+                    let count = process.events.iter().filter(is_of_it).count();
                     let is_over = other.is_dead || other.failed.contains(id);
-                    prop_assert_eq!(told > 0, is_over, "{} of {} at {}", rank, id, at);
+                    prop_assert_eq!(count > 0, is_over, "{} of {} at {}", rank, id, at);
                 }
             }
         }
@@ -281,8 +281,8 @@ fn a_stopped_hub_is_reported_without_its_answer() {
     );
     assert_eq!((members[0].progress, members[0].still_ms, members[0].silent_ms), (progress, 2_100, 1_600));
     // An old answer of the hub expires.
-    let told = vec![Member { rank: 2, ..members[0].clone() }];
-    endpoint.receive(HUB, Message::Told { communicator: id, members: told }, later).expect("within bounds");
+    let others = vec![Member { rank: 2, ..members[0].clone() }];
+    endpoint.receive(HUB, Message::Told { communicator: id, members: others }, later).expect("within bounds");
     assert_eq!(endpoint.members(id, later).len(), 3);
     assert_eq!(endpoint.members(id, later + Duration::from_secs(2)).len(), 2);
     endpoint.lose(HUB, &Departure::Closed, later);

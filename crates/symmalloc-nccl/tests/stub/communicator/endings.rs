@@ -298,7 +298,7 @@ nccl_test!(a_buffer_that_is_deregistered_during_an_abort_is_released_once, {
 });
 
 /// Returns the error of a rank whose communicator ended. Because of a race, a rank is notified of the failure by NCCL or by the other rank.
-fn told(outcome: Result<(), CommError>) -> String {
+fn message(outcome: Result<(), CommError>) -> String {
     match outcome {
         Err(error @ (CommError::Nccl(_) | CommError::Failed(_) | CommError::Gone { cause: Some(_), .. })) => {
             error.to_string()
@@ -318,7 +318,7 @@ fn lost_peer(mode: impl Fn(CommunicatorBuilder) -> CommunicatorBuilder + Sync) {
         if rank.number() != 2 {
             let mut buffer = rank.buffer(&[1.0]);
             let refused = rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream);
-            assert!(told(refused).contains("(ncclRemoteError)"));
+            assert!(message(refused).contains("(ncclRemoteError)"));
             assert_eq!(rank.comm.state(), CommState::Aborted);
             assert!(rank.comm.cause().is_some_and(|cause| cause.to_string().contains("(ncclRemoteError)")));
         }
@@ -356,7 +356,7 @@ nccl_test!(a_failed_registration_ends_the_communicator, {
         nccl::fail("ncclCommWindowRegister", Some(rank.number() as usize), 1, 4);
         let (_allocation, base) = rank.segment();
         let refused = rank.register(base).map(|_| ());
-        assert!(told(refused).contains("ncclCommWindowRegister failed with 4"));
+        assert!(message(refused).contains("ncclCommWindowRegister failed with 4"));
         assert_eq!(rank.comm.state(), CommState::Aborted);
         rank.meet();
     });

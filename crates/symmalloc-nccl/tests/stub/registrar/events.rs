@@ -28,8 +28,8 @@ impl Visit for Fields<'_> {
 
 impl Subscriber for Listener {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        let told = ["window.registered", "window.deregistered", "communicator.dropped", "sync.diverged", "sync.done"];
-        metadata.target() == "symmalloc" && told.contains(&metadata.name())
+        let names = ["window.registered", "window.deregistered", "communicator.dropped", "sync.diverged", "sync.done"];
+        metadata.target() == "symmalloc" && names.contains(&metadata.name())
     }
     fn event(&self, event: &Event<'_>) {
         let mut line = event.metadata().name().to_owned();
