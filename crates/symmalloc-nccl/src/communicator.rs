@@ -6,12 +6,12 @@
 //!    shared.rs          state shared by the clones, the call lock
 //!    call.rs            NCCL calls: their thread (threads.rs) and deadline
 //!    submission.rs      collectives: their buffers, and groups of them
-//!    registration.rs    windows and buffers
+//!    registration.rs    windows and buffers: registration and deregistration
 //!    suspension.rs      release and restoration of NCCL's memory
 //!    growth.rs          more ranks: the id of a grow, grow, join
-//!    revocation.rs      stops all work, on the host and on the device
-//!    release.rs         normal end: deregistration and destruction
-//!    ending.rs          abnormal end
+//!    ending.rs          abnormal end: aborts and revokes
+//!      revocation.rs    a revoke that the program requests
+//!      destruction.rs   normal end
 //!    watching.rs        queries by the watchdog
 //!    order.rs           one global order of communicators, on every rank
 //! ```
@@ -23,8 +23,6 @@ pub(crate) mod error;
 mod growth;
 pub(crate) mod order;
 pub(crate) mod registration;
-mod release;
-mod revocation;
 mod shared;
 pub(crate) mod submission;
 mod suspension;

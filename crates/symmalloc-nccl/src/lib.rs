@@ -56,17 +56,15 @@
 //! | `sync` | changes to segments, the actions that follow from them, and their comparison across ranks |
 //! | `windows` | lookup of windows, cache keys, and NCCL's symmetric address space |
 //! | `sleep` | sleep and wake of a pool on all ranks |
-//! | `watchdog` | detection of ranks that are gone, stopped or stuck |
+//! | `watchdog` | detection of ranks that are gone, stopped or stuck; `at_exit.rs` delays the end of the process while threads of this crate still work |
 //! | `rendezvous` | how the ranks of a job find each other |
 //! | `all_to_all` | all-to-all-v |
-//! | `at_exit` | the end of the process while threads of this crate still work |
 //!
 //! To follow one sync from a segment's birth to its window, read `registrar.rs` (`sync_all`: the communicators in their global order),
 //! `registrar/attachment/sync.rs` (`sync_ready`: the steps of one communicator), `sync/changes.rs` (segment events), `sync/actions.rs`
 //! (actions) and `sync/agreement.rs` (comparison across ranks).
 
 mod all_to_all;
-mod at_exit;
 mod backoff;
 mod collectives;
 mod communicator;

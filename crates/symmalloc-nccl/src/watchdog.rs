@@ -12,6 +12,7 @@
 //!
 //! There is one thread of each kind per process, for all communicators. The watchdog never affects a placement.
 
+pub(crate) mod at_exit;
 mod clock;
 mod failure;
 pub(crate) mod flight;
@@ -22,7 +23,6 @@ mod record;
 mod response;
 mod settings;
 mod thread;
-
 mod watched;
 
 pub(crate) use clock::Tick;

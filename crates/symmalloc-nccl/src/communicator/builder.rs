@@ -1,6 +1,5 @@
 //! Creation of communicators: connecting, splitting and borrowing.
 
-use crate::at_exit::Unfinished;
 use crate::backoff::Backoff;
 use crate::communicator::call::{CallThread, HostEntry, perform, poll_until_done};
 use crate::communicator::ending::{Ending, GRACE, end_all};
@@ -17,6 +16,7 @@ use crate::ffi::version::Capability;
 use crate::rendezvous;
 use crate::rendezvous::launch::Launch;
 use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
+use crate::watchdog::at_exit::Unfinished;
 use crate::watchdog::{self, Failure, MeetingId, PENDING_COMM, WatchSettings, WatchdogMode};
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::slice::from_mut;

@@ -19,7 +19,9 @@
 //! Deregistration comes first because, up to 2.28, an abort permanently retains the physical memory of windows. It requires a communicator
 //! whose kernels have stopped, so it follows a revoke and a wait for the device. Without a revoke, windows are left to the abort.
 
-use crate::at_exit::Unfinished;
+mod destruction;
+mod revocation;
+
 use crate::backoff::Backoff;
 use crate::communicator::error::CommError;
 use crate::communicator::error::{CommState, Stage};
@@ -31,6 +33,7 @@ use crate::ffi::error::{IN_PROGRESS, NcclError};
 use crate::ffi::handles::{CommHandle, RegistrationHandle, WindowHandle};
 use crate::ffi::version::Capability;
 use crate::watchdog;
+use crate::watchdog::at_exit::Unfinished;
 use std::ffi::CStr;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, channel, sync_channel};

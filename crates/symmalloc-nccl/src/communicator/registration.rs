@@ -1,13 +1,12 @@
-//! Registration of windows and buffers. The types of the handles distinguish the kinds, so that each is deregistered by the matching call.
+//! Registration and deregistration of windows and buffers. The types of the handles distinguish the kinds, so that each is deregistered by the matching call.
 
 use crate::communicator::Communicator;
 use crate::communicator::call::{CallThread, HostEntry, perform};
-use crate::communicator::error::{CommError, Stage};
-use crate::communicator::release::{deregister_buffer, deregister_window};
-use crate::communicator::shared::{Access, lock};
+use crate::communicator::error::{CommError, CommState, Stage};
+use crate::communicator::shared::{Access, Handles, lock};
 use crate::communicator::threads::KeepAlive;
-use crate::ffi::calls::WINDOW_ALIGNMENT;
-use crate::ffi::handles::{NewHandle, RegistrationHandle, WindowHandle};
+use crate::ffi::calls::{Calls, Outcome, WINDOW_ALIGNMENT};
+use crate::ffi::handles::{CommHandle, NewHandle, RegistrationHandle, WindowHandle};
 use crate::ffi::version::Capability;
 use crate::ffi::window_flags::WindowFlags;
 use std::fmt;
@@ -249,4 +248,47 @@ impl Communicator {
         let (name, owner) = (Arc::clone(&self.shared.name), Arc::clone(&memory.owner_name));
         Err(CommError::ForeignRegistration { name, owner })
     }
+}
+
+/// Deregisters everything that remains, in order. Returns the first error, but tries the rest as long as the communicator is ready.
+pub(super) fn deregister_all(access: &mut Access<'_>) -> Result<(), CommError> {
+    let mut outcome = Ok(());
+    let (windows, buffers) = (lock(&access.inner.windows).clone(), lock(&access.inner.buffers).clone());
+    for window in windows {
+        outcome = outcome.and(deregister_window(access, window));
+    }
+    for buffer in buffers {
+        outcome = outcome.and(deregister_buffer(access, buffer));
+    }
+    outcome
+}
+
+fn deregister_window(access: &mut Access<'_>, window: WindowHandle) -> Result<(), CommError> {
+    deregister(Arc::clone(&access.inner.windows), access, window, Calls::deregister_window)
+}
+
+fn deregister_buffer(access: &mut Access<'_>, buffer: RegistrationHandle) -> Result<(), CommError> {
+    deregister(Arc::clone(&access.inner.buffers), access, buffer, Calls::deregister_buffer)
+}
+
+fn deregister<Handle: Copy + PartialEq + Send + 'static>(
+    known: Handles<Handle>,
+    access: &mut Access<'_>,
+    handle: Handle,
+    call: fn(&Calls, CommHandle, Handle) -> Outcome,
+) -> Result<(), CommError> {
+    if access.shared.state() != CommState::Ready {
+        return Err(access.shared.gone());
+    }
+    let (comm, usage) = (access.comm, Arc::clone(&access.shared.usage));
+    perform(from_mut(access), Stage::Deregister, CallThread::Separate, &None, move |calls| {
+        // The communicator may end in the meantime, so remove the handle only after NCCL has accepted the call.
+        call(calls, comm, handle).inspect(|_| {
+            let mut known = lock(&known);
+            let before = known.len();
+            known.retain(|known| *known != handle);
+            let mut usage = lock(&usage);
+            usage.registrations -= before - known.len();
+        })
+    })
 }

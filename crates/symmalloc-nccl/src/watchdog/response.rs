@@ -1,8 +1,8 @@
 //! The response to a failure: a report, a flight record, the program's callback, the end of the communicator, and, if a kernel cannot be
 //! stopped, the end of the process.
 
-use crate::at_exit::Unfinished;
 use crate::communicator::threads;
+use crate::watchdog::at_exit::Unfinished;
 use crate::watchdog::clock::POLL_INTERVAL;
 use crate::watchdog::failure::Failure;
 use crate::watchdog::record::write_flight_record;

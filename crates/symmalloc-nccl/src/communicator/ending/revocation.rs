@@ -57,7 +57,7 @@ impl Communicator {
 
 impl Shared {
     /// Checks that this crate may revoke the communicator.
-    pub(super) fn can_revoke(&self) -> Result<(), CommError> {
+    pub(in crate::communicator) fn can_revoke(&self) -> Result<(), CommError> {
         let capability = Capability::Revoke;
         if !self.nccl.supports(capability) {
             return Err(CommError::Unsupported { capability, version: self.nccl.version() });
