@@ -64,8 +64,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Destroys a pool. All of its memory is released, including reserved segments. Its id is not reused.
     ///
-    /// A destroyed pool keeps at most 256 bytes of host memory: about 60 if another pool has the same configuration. If
-    /// the pool is symmetric, each heap beyond the first keeps up to 28 more until the ranks agree on its history.
+    /// A destroyed pool keeps at most 256 bytes of host memory, and about 60 if it was created like one that had been
+    /// destroyed before. If the pool is symmetric, each heap beyond the first keeps up to 28 more until the ranks agree on
+    /// its history.
     ///
     /// # Errors
     /// Returns an error if the pool does not exist, is the default pool, is observed, or has live allocations; it is
