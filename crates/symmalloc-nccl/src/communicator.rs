@@ -9,7 +9,7 @@
 //!    registration.rs    windows and buffers: registration and deregistration
 //!    suspension.rs      release and restoration of NCCL's memory
 //!    growth.rs          more ranks: the id of a grow, grow, join
-//!    ending.rs          abnormal end: aborts and revokes
+//!    ending.rs          the end of communicators: aborts and revokes
 //!      revocation.rs    a revoke that the program requests
 //!      destruction.rs   normal end
 //!    watching.rs        queries by the watchdog

@@ -217,6 +217,9 @@ impl State {
         if self.stream(stream).ok_or(Code(400))?.capture.is_some() {
             return self.submit(stream, Op::Copy { to, from, count });
         }
+        if count == 0 {
+            return Ok(());
+        }
         // SAFETY: guaranteed by the caller.
         let bytes = unsafe { std::slice::from_raw_parts(from as *const u8, count) }.into();
         self.enqueue(stream, Work::Write { to, bytes });

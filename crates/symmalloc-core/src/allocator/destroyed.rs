@@ -29,8 +29,8 @@ pub(super) struct Destroyed<L: Lock> {
     kept: Vec<PoolId>,
     /// Removed pools for reuse, by the policy of their streams and the digest of their configuration. No list is empty.
     spare: BTreeMap<(StreamPolicy, u64), Vec<PoolEntry<L>>>,
-    /// Last digests of destroyed heaps, ascending by pool and stream. At most an eighth larger than its content, because
-    /// a program that never syncs keeps the history of every symmetric pool.
+    /// Last digests of destroyed heaps, ascending by pool and stream. Grows by an eighth, because a program that never
+    /// syncs keeps the history of every symmetric pool, and shrinks when three quarters of it are unused.
     histories: VecDeque<(HistoryKey, Digest)>,
     /// The journals of the most recent histories, in the order of destruction.
     journals: VecDeque<(HistoryKey, Box<Journal>)>,

@@ -55,7 +55,7 @@ stub_test!(the_last_poll_runs_the_work, ["STUB_LAZY" = "1", "STUB_POLLS" = "2"],
     assert_eq!((event.is_complete(), byte(one)), (true, 1));
 });
 
-stub_test!(only_copies_of_pageable_memory_do_not_wait_for_a_wait, ["STUB_LAZY" = "1"], {
+stub_test!(only_copies_of_pageable_memory_take_effect_without_a_wait, ["STUB_LAZY" = "1"], {
     let ([a, _], [one, other]) = two_streams();
     // SAFETY: new memory of the stub is zero. All memory is alive until the copies end.
     let pinned = unsafe {

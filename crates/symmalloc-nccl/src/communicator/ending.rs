@@ -1,4 +1,4 @@
-//! Abnormal termination of communicators: aborts and revokes.
+//! The end of communicators: aborts and revokes. [`destruction`] is the normal end.
 //!
 //! Every NCCL call in this module can hang as well, because a symmetric kernel has no abort flag and NCCL waits for its kernels. The calls
 //! are therefore made on a separate thread, with a bounded wait: [`ABORT_LIMIT`] if the program requested an abort,
@@ -23,8 +23,7 @@ mod destruction;
 mod revocation;
 
 use crate::backoff::Backoff;
-use crate::communicator::error::CommError;
-use crate::communicator::error::{CommState, Stage};
+use crate::communicator::error::{CommError, CommState, Stage};
 use crate::communicator::shared::{Access, Handles, Life, Mode, Ownership, Shared, lock};
 use crate::communicator::threads::{self, CallResult, KeepAlive};
 use crate::ffi::calls::{CallProgress, Calls};
