@@ -11,8 +11,8 @@ import sys
 import unittest
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import removed_names
 from results import Outcome
 from worker import FILE, TESTS, outcome, under_allocator
 
@@ -22,20 +22,7 @@ sys.path[:0] = [str(path.parent), os.environ[TESTS]]
 # PyTorch parses the command line of its tests.
 sys.argv = [str(path)]
 under_allocator()
-
-
-def _supply_removed_names() -> None:
-    """Defines names that tests of an older PyTorch import, and a newer one has renamed."""
-    try:
-        inductor: Any = importlib.import_module("torch.testing._internal.inductor_utils")
-    except ImportError:
-        return
-    # 2.11 has no HAS_CUDA.
-    if not hasattr(inductor, "HAS_CUDA"):
-        inductor.HAS_CUDA = inductor.HAS_CUDA_AND_TRITON
-
-
-_supply_removed_names()
+removed_names.supply()
 module = importlib.import_module(path.stem)
 
 

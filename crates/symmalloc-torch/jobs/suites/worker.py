@@ -31,11 +31,10 @@ ALLOCATOR = "SYMMALLOC_SUITES_ALLOCATOR"
 # The folder of PyTorch's tests, and the suite's file in it.
 TESTS = "SYMMALLOC_SUITES_TESTS"
 FILE = "SYMMALLOC_SUITES_FILE"
-# Installs the allocator in the Python child processes of a test.
-SITE = """import os
-if os.environ.get("SYMMALLOC_SUITES_ALLOCATOR") == "symmalloc":
-    import symmalloc
-    symmalloc.install()
+# Prepares the Python child processes of a test.
+SITE = f"""import sys
+sys.path.append({str(Path(__file__).resolve().parent)!r})
+import child_process
 """
 # The exit status of a worker that cannot continue. Another worker replaces it.
 BROKEN = 75

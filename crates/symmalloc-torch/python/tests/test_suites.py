@@ -166,6 +166,41 @@ class Runs(unittest.TestCase):
         self.assertIn("missing_suite.py", done.stderr)
 
 
+class Imports(unittest.TestCase):
+    """Changes to modules that tests and their child processes import."""
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+        (self.folder / "symmalloc.py").write_text("def install(): print('installed')\ndef has_class(): return True\n")
+        inner = self.folder / "torch" / "testing" / "_internal"
+        inner.mkdir(parents=True)
+        for package in (self.folder / "torch", inner.parent, inner):
+            (package / "__init__.py").write_text("")
+        (inner / "inductor_utils.py").write_text("HAS_CUDA_AND_TRITON = 'as before'\n")
+
+    def child(self, program: str) -> list[str]:
+        """Runs a program as a child process of a test. Returns the words it prints."""
+        environment = os.environ | {"PYTHONPATH": f"{SUITES}{os.pathsep}{self.folder}", "SYMMALLOC_SUITES_ALLOCATOR": "symmalloc"}
+        command = [sys.executable, "-c", f"import sys\nimport child_process\n{program}"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True).stdout.split()
+
+    def test_a_child_installs_the_allocator_when_it_imports_pytorch(self) -> None:
+        program = "print('torch' in sys.modules); import torch; print('imported')"
+        self.assertEqual(self.child(program), ["False", "installed", "imported"])
+        self.assertEqual(self.child("import importlib.util; importlib.util.find_spec('torch'); print('found')"), ["found"])
+
+    def test_a_removed_name_is_supplied_to_the_test_that_imports_it(self) -> None:
+        told = self.child("from torch.testing._internal.inductor_utils import HAS_CUDA; print(HAS_CUDA)")
+        self.assertEqual(told, ["installed", "as", "before"])
+
+    def test_a_name_that_pytorch_still_has_stays(self) -> None:
+        path = self.folder / "torch" / "testing" / "_internal" / "inductor_utils.py"
+        path.write_text("HAS_CUDA = 'kept'\n")
+        self.assertEqual(self.child("from torch.testing._internal.inductor_utils import HAS_CUDA; print(HAS_CUDA)")[1:], ["kept"])
+
+
 def alive(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
