@@ -3,6 +3,7 @@
     python crates/symmalloc-torch/jobs/suites --gpus 2 --at-once 12 --out suites
     python crates/symmalloc-torch/jobs/suites --suite op_db --only 'add|matmul'
     python crates/symmalloc-torch/jobs/suites --tests pytorch/test --suite test_cuda.py --suite inductor/test_cudagraph_trees.py
+    python crates/symmalloc-torch/jobs/suites --tests pytorch/test --suite distributed/test_c10d_nccl.py --gpus 2 --at-once 8 --together
 
     distributed    `torch.testing._internal.distributed.distributed_test`: NCCL, a rank on each GPU; with
                    SYMMALLOC_SUITES_BACKEND=gloo on CPUs
@@ -12,6 +13,9 @@
 A test that is worse on symmalloc is repeated on both before it counts. Outcomes stay in the folder `--out`, and the same command
 continues after a crash, a kill, or `--budget` seconds. A test that crashes or hangs ends its worker, but not the run. The table
 is printed and written to `OUT/suites.md`, and all outcomes to `OUT/suites.json`.
+
+With `--together`, both allocators run the tests at the same time and in the same order. A `--budget` that ends early then leaves a
+comparison of the first tests, instead of all tests on one allocator.
 
 Exits with 0 without a regression, 1 with a regression, 2 if no test could be run, and 3 if tests remain to be run.
 """
@@ -24,7 +28,8 @@ import os
 import re
 import sys
 import time
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -34,8 +39,10 @@ from runs import Machine, Run, WorkerFailed, listed
 from worker import TESTS
 
 SUITES = ("distributed", "op_db")
-# Files of PyTorch's tests that need all GPUs for each test.
-TAKES_ALL_GPUS = ("distributed", "test_c10d_nccl", "test_symmetric_memory", "test_cuda_multigpu")
+# Suites with tests that need all GPUs. Their other tests use the first GPU.
+TAKES_ALL_GPUS = (
+    "distributed", "test_c10d_nccl", "test_cuda_multigpu", "test_cudagraph_trees", "test_multiprocessing", "test_symmetric_memory",
+)  # fmt: skip
 # Results are compared bitwise only if the native runs agree with each other.
 NATIVE_RUNS = {"op_db": 2}
 
@@ -50,6 +57,7 @@ class Options:
     out: Path
     seconds: float
     budget: float
+    together: bool
 
 
 def main() -> int:
@@ -62,6 +70,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("suites"))
     parser.add_argument("--seconds", type=float, default=300, help="time limit per test")
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="total time; repeat the command to continue")
+    parser.add_argument("--together", action="store_true", help="run both allocators at once, each with half of --at-once")
     options = Options(**vars(parser.parse_args()))
     options.out.mkdir(parents=True, exist_ok=True)
     if options.tests is not None:
@@ -91,7 +100,7 @@ def compared_suite(suite: str, options: Options, machine: Machine) -> Comparison
     stem = Path(suite).stem
     shares_gpus = stem not in TAKES_ALL_GPUS
 
-    def run(allocator: str, number: str, of: list[str]) -> dict[str, Outcome]:
+    def run(allocator: str, number: str, of: list[str], machine: Machine) -> dict[str, Outcome]:
         print(f"{stem} on {allocator}, {number}: {len(of)} tests", flush=True)
         facts = {"suite": stem, "allocator": allocator, "number": number} | versions()
         if not shares_gpus:
@@ -99,14 +108,21 @@ def compared_suite(suite: str, options: Options, machine: Machine) -> Comparison
         path = options.out / f"{stem}-{allocator}-{number}"
         return Run(suite, allocator, path, facts).carry_out(of, machine, shares_gpus)
 
-    native = [run("native", str(number + 1), names) for number in range(NATIVE_RUNS.get(stem, 1))]
-    ours = [run("symmalloc", "1", names)]
-    first = compare(stem, names, native, ours, there.without_contents)
+    def carry_out(runs: list[tuple[str, str, list[str]]]) -> list[dict[str, Outcome]]:
+        if not options.together:
+            return [run(*one, machine) for one in runs]
+        share = replace(machine, at_once=max(1, machine.at_once // len(runs)))
+        with ThreadPoolExecutor(len(runs)) as threads:
+            return list(threads.map(lambda one: run(*one, share), runs))
+
+    runs = [("native", str(number + 1), names) for number in range(NATIVE_RUNS.get(stem, 1))] + [("symmalloc", "1", names)]
+    *native, ours = carry_out(runs)
+    first = compare(stem, names, native, [ours], there.without_contents)
     bad = [name for name, verdict in first.verdicts.items() if verdict.verdict in BAD]
     if not bad:
         return first
-    again = run("native", "again", bad), run("symmalloc", "again", bad)
-    return compare(stem, names, native, ours, there.without_contents, again)
+    again_native, again_ours = carry_out([("native", "again", bad), ("symmalloc", "again", bad)])
+    return compare(stem, names, native, [ours], there.without_contents, (again_native, again_ours))
 
 
 def versions() -> dict[str, str]:

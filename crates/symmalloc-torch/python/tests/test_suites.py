@@ -151,6 +151,15 @@ class Runs(unittest.TestCase):
         parts = [RunFile(self.out / f"fake_suite-native-1.{part}.jsonl").outcomes() for part in range(3)]
         self.assertEqual([list(part) for part in parts], [["fine"], ["skips"], ["last"]])
 
+    def test_both_allocators_run_at_once_with_half_of_the_places_each(self) -> None:
+        done = self.suites("--only", "^fine$|^last$|^fails here$", "--at-once", "4", "--together")
+        self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+        for allocator in ("native", "symmalloc"):
+            parts = [RunFile(self.out / f"fake_suite-{allocator}-1.{part}.jsonl").outcomes() for part in range(2)]
+            self.assertEqual([list(part) for part in parts], [["fine", "last"], ["fails here"]])
+            self.assertFalse((self.out / f"fake_suite-{allocator}-1.2.jsonl").exists())
+        self.assertEqual((self.times("fails here", "ours"), self.times("fails here", "native")), (2, 2))
+
     def test_the_file_of_another_run_is_refused(self) -> None:
         self.assertEqual(self.suites("--only", "^fine$").returncode, 0)
         path = self.out / "fake_suite-native-1.0.jsonl"
