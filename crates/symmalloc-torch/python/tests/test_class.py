@@ -184,6 +184,19 @@ class Calls(Compiled):
             assert pool not in pools(), pools()
         """)
 
+    def test_a_release_of_free_memory_counts_as_a_synchronization_of_all_streams(self) -> None:
+        self.succeeds("""
+            import torch, symmalloc
+            symmalloc.install()
+            x = torch.empty(1000, device="cuda")
+            synchronizations = lambda: torch.cuda.memory_stats()["num_sync_all_streams"]
+            before = synchronizations()
+            torch.cuda.empty_cache()
+            assert synchronizations() == before + 1
+            torch.cuda.reset_accumulated_memory_stats()
+            assert synchronizations() == 0
+        """)
+
     def test_a_tree_of_graphs_returns_to_a_checkpoint(self) -> None:
         self.succeeds("""
             import torch, symmalloc

@@ -156,6 +156,9 @@ class Allocator final : public caching::AllocatorBase {
     const auto status = symmalloc_torch_trim(pool.first, pool.second);
     context = nullptr;
     check(status);
+    for (DeviceIndex device = 0; device < device_count_; ++device) {
+      ++memory_.of(device).releases;
+    }
   }
 
   void* getBaseAllocation(void* pointer, size_t* bytes) override {

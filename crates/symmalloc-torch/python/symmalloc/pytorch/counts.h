@@ -56,6 +56,7 @@ inline caching::DeviceStats since(caching::DeviceStats now, const caching::Devic
   take(now.requested_bytes, then.requested_bytes);
   now.num_alloc_retries -= then.num_alloc_retries;
   now.num_ooms -= then.num_ooms;
+  now.num_sync_all_streams -= then.num_sync_all_streams;
   now.num_device_alloc -= then.num_device_alloc;
   now.num_device_free -= then.num_device_free;
 #if SYMMALLOC_TORCH(2, 12)

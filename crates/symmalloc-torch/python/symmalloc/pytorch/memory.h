@@ -43,6 +43,8 @@ struct DeviceState {
   int64_t segments_peak = 0;
   // Allocations that were rejected without a driver call.
   std::atomic<int64_t> rejections{0};
+  // Calls that released free memory, which wait for the work of all streams.
+  std::atomic<int64_t> releases{0};
 };
 
 // The allocations of a private pool before and after a restore.
@@ -200,6 +202,7 @@ class Memory {
     stats.segment[0].peak = state.segments_peak;
     stats.num_device_alloc = state.history.maps;
     stats.num_device_free = state.history.unmaps;
+    stats.num_sync_all_streams = state.releases;
 #if SYMMALLOC_TORCH(2, 12)
     stats.num_oom_rejections = state.rejections;
 #endif
