@@ -159,11 +159,17 @@ impl Arena {
     }
 
     /// Returns the free block from which the rules serve a request of `size`.
-    #[inline(always)]
     pub(crate) fn best_fit(&self, size: Units) -> Option<Slot> {
+        self.best_fit_block(size).map(|(slot, _)| slot)
+    }
+
+    /// Returns the free block from which the rules serve a request of `size`, and its slot.
+    #[inline(always)]
+    pub(crate) fn best_fit_block(&self, size: Units) -> Option<(Slot, &Block)> {
         let blocks = self.table.blocks();
-        let fit = self.free.best_fit(blocks, self.rules.class_of(size), size);
-        fit.filter(|slot| self.rules.accepts(size, blocks[*slot as usize].size))
+        let slot = self.free.best_fit(blocks, self.rules.class_of(size), size)?;
+        let block = &blocks[slot as usize];
+        self.rules.accepts(size, block.size).then_some((slot, block))
     }
 
     /// Takes the start of a free block, in a state that is not free. The rest stays free with the same fences, unless
@@ -432,12 +438,10 @@ impl Arena {
         self.table.add_place(memory, offset, size, fresh(stream))
     }
 
-    /// Turns a free place of a plan, whose users the stream waits for, into an allocation. Returns it.
+    /// Turns a free place of a plan, whose users the stream waits for, into an allocation.
     #[inline(always)]
-    pub(crate) fn take_place(&mut self, slot: Slot, stream: StreamId, requested: u64, serial: NonZeroU64) -> &Block {
-        let block = self.table.block_mut(slot);
-        block.state = BlockState::Allocated { stream, requested, serial };
-        block
+    pub(crate) fn take_place(&mut self, slot: Slot, stream: StreamId, requested: u64, serial: NonZeroU64) {
+        self.table.block_mut(slot).state = BlockState::Allocated { stream, requested, serial };
     }
 
     /// Removes the memory of plans with its places. Live places become blocks, and the rest becomes free in this state,

@@ -39,7 +39,7 @@ pub(crate) mod view;
 
 use crate::arena::Arena;
 use crate::arena::context::{Context, DynContext};
-use crate::blocks::table::{Block, BlockState, Location, Slot};
+use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::PoolConfig;
 use crate::config::errors::{FreeError, HandleError, OutOfMemoryCause};
 use crate::config::size_rules::SizeRules;
@@ -177,17 +177,17 @@ impl<L: Lock> Heap<L> {
         requested: u64,
         name: Option<&str>,
     ) -> Result<Allocation, Box<Shortage>> {
-        let allocation = match self.mode {
+        // The handle alone fits into registers. An `Allocation` that passes through a call passes through memory.
+        let handle = match self.mode {
             _ if requested == 0 => return self.allocate_nothing(stream),
             RequestMode::Ordinary => self.allocate_anywhere(context, stream, requested)?,
             RequestMode::Step => self.allocate_in_step(context, stream, requested)?,
-            RequestMode::Asleep(_) => return Err(Shortage::Asleep.boxed()),
-            RequestMode::Closed => return Err(Shortage::Closed.boxed()),
+            RequestMode::Asleep(_) | RequestMode::Closed => return Err(self.refusal()),
         };
         if let Some(name) = name {
-            self.set_name(allocation.handle.slot(), name);
+            self.set_name(handle.slot(), name);
         }
-        Ok(allocation)
+        Ok(self.allocation_in(handle.slot(), handle))
     }
 
     /// Allocates by best fit.
@@ -197,11 +197,11 @@ impl<L: Lock> Heap<L> {
         context: &Context<B, L>,
         stream: StreamId,
         requested: u64,
-    ) -> Result<Allocation, Box<Shortage>> {
+    ) -> Result<Handle, Box<Shortage>> {
         let size = self.arena.rules().block_size(requested);
-        match self.arena.best_fit(size) {
-            Some(slot) if self.arena.block(slot).is_ready_for(stream) => Ok(self.place(slot, stream, size, requested)),
-            fit => self.prepare_and_place(context, fit, stream, size, requested),
+        match self.arena.best_fit_block(size) {
+            Some((slot, block)) if block.is_ready_for(stream) => Ok(self.place(slot, stream, size, requested)),
+            fit => self.prepare_and_place(context, fit.map(|(slot, _)| slot), stream, size, requested),
         }
     }
 
@@ -214,7 +214,7 @@ impl<L: Lock> Heap<L> {
         stream: StreamId,
         size: Units,
         requested: u64,
-    ) -> Result<Allocation, Box<Shortage>> {
+    ) -> Result<Handle, Box<Shortage>> {
         let mapped_before = self.arena.mapped_bytes();
         let found = fit.map_or_else(|| self.acquire_memory(context, stream, size), Ok);
         let placed = found.and_then(|slot| {
@@ -231,45 +231,38 @@ impl<L: Lock> Heap<L> {
 
     /// Turns the start of a free block into an allocation. The rest stays free with the same fences.
     #[inline(always)]
-    fn place(&mut self, free: Slot, stream: StreamId, size: Units, requested: u64) -> Allocation {
+    fn place(&mut self, free: Slot, stream: StreamId, size: Units, requested: u64) -> Handle {
         let serial = self.ledger.next_serial();
         let slot = self.arena.take_front(free, size, BlockState::Allocated { stream, requested, serial });
-        let Block { segment, location, size, .. } = *self.arena.block(slot);
-        let base = |heap: &Self| heap.arena.table().segment(segment).range.base;
-        self.announce((slot, location, size), serial, stream, requested, base)
+        self.note_allocation(slot, serial, stream, requested)
     }
 
-    /// Completes a new allocation: records it, and returns it. `base` returns the base of its segment.
+    /// Records a new allocation, and returns its handle.
     #[inline(always)]
-    fn announce(
-        &mut self,
-        (slot, location, size): (Slot, Location, Units),
-        serial: NonZeroU64,
-        stream: StreamId,
-        requested: u64,
-        base: impl FnOnce(&Self) -> DeviceAddress,
-    ) -> Allocation {
+    fn note_allocation(&mut self, slot: Slot, serial: NonZeroU64, stream: StreamId, requested: u64) -> Handle {
+        let Block { location, size, .. } = *self.arena.block(slot);
         self.ledger.note_allocation(location, size, stream, requested);
         self.ledger.note_pointer(slot, || self.arena.table().address(slot));
-        Allocation {
-            handle: self.handle(slot, serial),
-            address: base(self).plus(bytes(location.offset())),
-            placement: location.placement(),
-            size_bytes: bytes(size),
-        }
+        self.handle(slot, serial)
     }
 
     /// Returns an error if the pool sleeps or was destroyed.
     fn check_open(&self) -> Result<(), Box<Shortage>> {
         match self.mode {
             RequestMode::Ordinary | RequestMode::Step => Ok(()),
-            RequestMode::Asleep(_) => Err(Shortage::Asleep.boxed()),
-            RequestMode::Closed => Err(Shortage::Closed.boxed()),
+            RequestMode::Asleep(_) | RequestMode::Closed => Err(self.refusal()),
         }
     }
 
-    /// Allocates zero bytes, which take no memory.
+    /// Returns why the heap refuses requests: the pool sleeps, or was destroyed.
     #[cold]
+    fn refusal(&self) -> Box<Shortage> {
+        let is_asleep = matches!(self.mode, RequestMode::Asleep(_));
+        if is_asleep { Shortage::Asleep.boxed() } else { Shortage::Closed.boxed() }
+    }
+
+    /// Allocates zero bytes, which take no memory.
+    #[inline(always)]
     fn allocate_nothing(&mut self, stream: StreamId) -> Result<Allocation, Box<Shortage>> {
         self.check_open()?;
         let serial = self.ledger.allocate_nothing(stream);

@@ -233,6 +233,7 @@ impl Ledger {
     }
 
     /// Records an allocation of zero bytes, and returns its serial.
+    #[cold]
     pub(crate) fn allocate_nothing(&mut self, stream: StreamId) -> NonZeroU64 {
         self.fold(op_word(Mark::AllocateNothing, stream, 0), 0);
         let serial = self.serials.next();

@@ -5,7 +5,7 @@
 //! records differences.
 
 use super::{Context, DynContext, Heap, RequestMode, Shortage};
-use crate::blocks::table::{Block, BlockState, Slot};
+use crate::blocks::table::{BlockState, Slot};
 use crate::config::op::Refusal;
 use crate::history::digest::{Mark, op_word};
 use crate::plans::error::PlanError;
@@ -14,8 +14,8 @@ use crate::plans::plan::Plan;
 use crate::plans::prepared::{PlanInputs, PreparedPlans};
 use crate::plans::report::{DifferenceCause, StepReport, StepStats};
 use crate::sync::lock::{Lock, LockCell};
-use crate::types::backend::{Backend, BackendError, DeviceAddress};
-use crate::types::handle::Allocation;
+use crate::types::backend::{Backend, BackendError};
+use crate::types::handle::Handle;
 use crate::types::ids::StreamId;
 use crate::types::units::bytes;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ impl<L: Lock> Heap<L> {
         context: &Context<B, L>,
         stream: StreamId,
         requested: u64,
-    ) -> Result<Allocation, Box<Shortage>> {
+    ) -> Result<Handle, Box<Shortage>> {
         let plans = self.plans.as_deref_mut().expect("a step is open");
         match plans.next_place(self.arena.table(), stream, requested) {
             Some(slot) => Ok(self.allocate_planned(slot, stream, requested)),
@@ -38,12 +38,10 @@ impl<L: Lock> Heap<L> {
 
     /// Turns a free place, whose users the stream waits for, into an allocation.
     #[inline(always)]
-    fn allocate_planned(&mut self, slot: Slot, stream: StreamId, requested: u64) -> Allocation {
+    fn allocate_planned(&mut self, slot: Slot, stream: StreamId, requested: u64) -> Handle {
         let serial = self.ledger.next_serial();
-        let Block { location, size, .. } = *self.arena.take_place(slot, stream, requested, serial);
-        // Known without a look-up of the segment.
-        let base = |heap: &Self| heap.plans.as_deref().map_or(DeviceAddress(0), HeapPlans::base);
-        self.announce((slot, location, size), serial, stream, requested, base)
+        self.arena.take_place(slot, stream, requested, serial);
+        self.note_allocation(slot, serial, stream, requested)
     }
 
     /// Serves requests inside a step on the slow path: a wait, an ordinary placement, a log entry, or a request that
@@ -55,7 +53,7 @@ impl<L: Lock> Heap<L> {
         context: &Context<B, L>,
         stream: StreamId,
         requested: u64,
-    ) -> Result<Allocation, Box<Shortage>> {
+    ) -> Result<Handle, Box<Shortage>> {
         let plans = self.plans.as_deref_mut().expect("a step is open");
         match plans.answer(self.arena.table(), stream, requested) {
             Answer::Place { slot, waits } => {
@@ -67,14 +65,14 @@ impl<L: Lock> Heap<L> {
                 Ok(self.allocate_planned(slot, stream, requested))
             }
             Answer::Unplaced => {
-                let allocation = self.allocate_anywhere(context, stream, requested)?;
+                let handle = self.allocate_anywhere(context, stream, requested)?;
                 self.open_plans().note_served();
-                Ok(allocation)
+                Ok(handle)
             }
             Answer::Log => {
-                let allocation = self.allocate_anywhere(context, stream, requested)?;
-                self.open_plans().note_logged((stream, requested), allocation.handle.slot());
-                Ok(allocation)
+                let handle = self.allocate_anywhere(context, stream, requested)?;
+                self.open_plans().note_logged((stream, requested), handle.slot());
+                Ok(handle)
             }
             Answer::Differs(cause) => {
                 self.differ(cause);

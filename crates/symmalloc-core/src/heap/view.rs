@@ -214,6 +214,8 @@ impl<L: Lock> Heap<L> {
         Ok(self.allocation_in(self.live(handle)?.slot, handle))
     }
 
+    /// Returns the allocation in a slot.
+    #[inline(always)]
     pub(super) fn allocation_in(&self, slot: Slot, handle: Handle) -> Allocation {
         let (address, placement) = (self.arena.table().address(slot), self.placement(slot));
         Allocation { handle, address, placement, size_bytes: bytes(self.arena.block(slot).size) }

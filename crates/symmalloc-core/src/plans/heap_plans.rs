@@ -51,7 +51,6 @@ use crate::config::PlanPolicy;
 use crate::history::digest::{Mark, op_word};
 use crate::streams::clocks::Tick;
 use crate::streams::fences::{Fence, Fences};
-use crate::types::backend::DeviceAddress;
 use crate::types::ids::StreamId;
 use crate::types::units::bytes;
 use smallvec::SmallVec;
@@ -199,12 +198,6 @@ impl HeapPlans {
             }
             None => Answer::Place { slot: own, waits },
         }
-    }
-
-    /// Returns the base of the segment that contains the places of the step's plan.
-    #[inline(always)]
-    pub(crate) fn base(&self) -> DeviceAddress {
-        self.cursor.base()
     }
 
     /// Records that the plan's next allocation was made as expected.
@@ -405,12 +398,11 @@ impl HeapPlans {
             let add = || arena.add_place(block, offset, size, prepared.streams()[0]);
             slots.entry(Place { offset, size }).or_insert_with(add);
         }
-        let base = arena.table().segment(arena.block(block).segment).range.base;
         for (known, schedule) in self.plans.iter().zip(prepared.schedules()) {
             let slot_of = |place: &u32| slots[&schedule.places()[*place as usize]];
             let mut carried_over: Vec<Slot> = schedule.carried().iter().map(slot_of).collect();
             carried_over.sort_unstable();
-            self.placed.push(Placed { cursor: PlanCursor::new(&known.plan, schedule, slot_of, base), carried_over });
+            self.placed.push(Placed { cursor: PlanCursor::new(&known.plan, schedule, slot_of), carried_over });
         }
         self.memory = Some(PlanMemory {
             block,

@@ -3,7 +3,6 @@
 use super::plan::Plan;
 use crate::blocks::table::{Block, Slot};
 use crate::history::digest::{Mark, op_word};
-use crate::types::backend::DeviceAddress;
 use crate::types::ids::StreamId;
 use symmalloc_plan::Schedule;
 
@@ -23,8 +22,6 @@ pub(crate) struct PlanCursor {
     /// Slots of the places that must be free for each allocation, in allocation order. The last slot of an allocation
     /// is its own place. An allocation without a place has no slots.
     checks: Vec<Slot>,
-    /// Base of the segment that contains all places.
-    base: DeviceAddress,
     /// Numbers of the allocations that are placed the ordinary way, ascending.
     unplaced: Vec<u32>,
     /// Number of the next allocation.
@@ -35,7 +32,7 @@ pub(crate) struct PlanCursor {
 
 impl PlanCursor {
     /// Creates a cursor. `slot_of` maps the number of a place in the schedule to its slot.
-    pub(crate) fn new(plan: &Plan, schedule: &Schedule, slot_of: impl Fn(&u32) -> Slot, base: DeviceAddress) -> Self {
+    pub(crate) fn new(plan: &Plan, schedule: &Schedule, slot_of: impl Fn(&u32) -> Slot) -> Self {
         let expected = plan.allocations().iter().zip(schedule.check_ends()).map(|(planned, checks_end)| Expected {
             op: op_word(Mark::Allocate, planned.wanted.stream, planned.wanted.requested_bytes),
             checks_end: *checks_end,
@@ -45,7 +42,6 @@ impl PlanCursor {
             expected: expected.collect(),
             checks: schedule.checks().iter().map(slot_of).collect(),
             unplaced: unplaced.collect(),
-            base,
             ..PlanCursor::default()
         }
     }
@@ -83,12 +79,6 @@ impl PlanCursor {
     pub(crate) fn advance(&mut self) {
         self.checks_from = self.expected[self.next].checks_end as usize;
         self.next += 1;
-    }
-
-    /// Returns the base of the segment that contains all places.
-    #[inline(always)]
-    pub(crate) fn base(&self) -> DeviceAddress {
-        self.base
     }
 
     /// Returns the number of the next allocation.
