@@ -21,7 +21,7 @@ mod threads;
 pub use captures::{Captured, while_captured};
 pub use library::Library;
 pub use ranks::{RankOutput, ranks};
-pub use threads::{Barrier, ExitOnPanic, WAIT_MAX, threads, until, until_some};
+pub use threads::{Barrier, ExitOnPanic, WAIT_MAX, scaled_to_load, threads, until, until_some};
 
 use child::Running;
 use std::process::Command;

@@ -1,6 +1,6 @@
 //! Tests of communicators that grow: a rank leaves and rejoins, and the others keep their pools.
 
-use super::support::{IMPATIENT, Job, MIB, Rank, nothing_is_left};
+use super::support::{Job, MIB, Rank, nothing_is_left};
 use std::sync::Mutex;
 use stub_process::{nccl, nccl_test, until};
 use symmalloc_nccl::{
@@ -224,7 +224,7 @@ fn fail_one_grow(strike: impl Fn(&Rank) -> bool + Sync, code: Option<i32>) {
                 // The failed rank leaves the old communicator, which another rank may see as `ncclRemoteError`.
                 (CommError::Nccl(error), Some(code)) => [code, 6].contains(&error.code),
                 (CommError::Deadline { stage, waited, .. }, _) => {
-                    matches!(stage, Stage::Grow | Stage::Connect) && *waited >= IMPATIENT
+                    matches!(stage, Stage::Grow | Stage::Connect) && *waited >= it.deadline
                 }
                 _ => false,
             };

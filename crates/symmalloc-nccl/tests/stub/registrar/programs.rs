@@ -5,7 +5,7 @@
 use super::support::{IMPATIENT, Job, MIB, PATIENT, Rank, nothing_is_left};
 use std::collections::BTreeSet;
 use std::sync::Mutex;
-use stub_process::{nccl, nccl_test, until};
+use stub_process::{nccl, nccl_test, scaled_to_load, until};
 use symmalloc_agreement::Mode;
 use symmalloc_core::op::Contents;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
@@ -392,7 +392,7 @@ fn run(first_seed: u64, mode: Mode, faults: bool, divisor: u64) {
     for seed in first_seed..first_seed + seeds {
         let (id, ended) = (Mutex::new(None), Mutex::default());
         // The deadline is longer than in other tests, because ranks wait while a sleeping pool is copied, and the machine may be busy.
-        let deadline = if faults { 5 * IMPATIENT } else { PATIENT };
+        let deadline = if faults { scaled_to_load(5 * IMPATIENT) } else { PATIENT };
         let prefetch_bytes = if seed % 2 == 0 { 0 } else { 40 << 20 };
         let job = Job { mode, deadline, prefetch_bytes, ..Job::new(2 + (seed % 3) as usize) };
         let digests = job.run(|it| {

@@ -1,6 +1,6 @@
 //! Tests of pools that sleep and wake on all ranks, in place and with the same windows. All ranks report the same obstacles.
 
-use super::support::{IMPATIENT, Job, MIB, Rank, nothing_is_left};
+use super::support::{Job, MIB, Rank, nothing_is_left};
 use std::sync::Mutex;
 use std::time::Instant;
 use stub_process::{cuda, nccl, nccl_test};
@@ -258,7 +258,7 @@ nccl_test!(unfinished_work_is_reported_on_all_ranks_and_all_stay_awake, {
         drop(capture);
         let work = (it.rank == 0).then(|| cuda::hold(it.stream.cu_stream() as u64));
         let error = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect_err("rank 0 is busy");
-        assert_eq!(obstacles(error), [(0, Obstacle::Work { waited: IMPATIENT / 2 })]);
+        assert_eq!(obstacles(error), [(0, Obstacle::Work { waited: it.deadline / 2 })]);
         drop(work);
         assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Awake));
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));

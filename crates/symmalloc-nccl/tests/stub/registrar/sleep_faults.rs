@@ -1,7 +1,7 @@
 //! Tests of calls that fail or hang at any point of a sleep and a wake across ranks. The outcomes must be those in the tables of
 //! `docs/sleep-protocol.md`.
 
-use super::support::{IMPATIENT, Job, MIB, PATIENT, Rank};
+use super::support::{Job, MIB, PATIENT, Rank};
 use std::sync::Mutex;
 use std::time::Instant;
 use stub_process::{cuda, nccl, nccl_test, until};
@@ -59,7 +59,7 @@ fn strike(fault: Fault) -> Option<Vec<End>> {
         it.meet();
         let begun = Instant::now();
         let end = sleep_and_wake(it, &other, pool.id(), fault);
-        assert!(begun.elapsed() < 40 * IMPATIENT, "{fault:?}: {:?}", begun.elapsed());
+        assert!(begun.elapsed() < 40 * it.deadline, "{fault:?}: {:?}", begun.elapsed());
         it.check();
         it.meet();
         if it.rank == 0 {

@@ -3,7 +3,7 @@
 use cudarc::driver::{CudaStream, DeviceSlice};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use stub_process::{Barrier, cuda, nccl};
+use stub_process::{Barrier, cuda, nccl, scaled_to_load};
 use symmalloc_agreement::Mode;
 use symmalloc_core::config::{Config, PoolConfig, PoolConfigBuilder};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, Pool};
@@ -14,7 +14,7 @@ pub(crate) const MIB: u64 = 1 << 20;
 /// A deadline that no expected event exceeds.
 pub(crate) const PATIENT: Duration = Duration::from_secs(60);
 
-/// A deadline that no expected event exceeds, and that is short enough to wait for in full.
+/// A deadline that is short enough to wait for in full. No expected event exceeds it on an idle machine.
 pub(crate) const IMPATIENT: Duration = Duration::from_millis(1500);
 
 /// The configuration that all ranks of a job share.
@@ -51,7 +51,7 @@ impl Job {
     }
 
     pub(crate) fn impatient(mut self) -> Self {
-        self.deadline = IMPATIENT;
+        self.deadline = scaled_to_load(IMPATIENT);
         self
     }
 
