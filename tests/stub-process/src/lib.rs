@@ -16,11 +16,13 @@ pub mod cuda;
 mod library;
 pub mod nccl;
 mod ranks;
+mod steady;
 mod threads;
 
 pub use captures::{Captured, while_captured};
 pub use library::Library;
 pub use ranks::{RankOutput, ranks};
+pub use steady::{descriptors, steady};
 pub use threads::{Barrier, ExitOnPanic, WAIT_MAX, threads, until, until_some};
 
 use child::Running;

@@ -19,6 +19,7 @@ mod pinned;
 mod prefetch;
 mod process;
 mod recording;
+mod repetition;
 mod resize;
 mod sharing;
 mod sleep;
