@@ -111,6 +111,12 @@ pub fn run(test: &str, cuda: Library, nccl: Option<Library>, options: &[(&str, &
     print!("{stdout}");
 }
 
+/// Returns the options of a C or C++ compiler for the sanitizer that `SYMMALLOC_SANITIZER` names: `address` or `thread`.
+pub fn sanitizer() -> Vec<String> {
+    let name = std::env::var("SYMMALLOC_SANITIZER").ok();
+    name.into_iter().flat_map(|name| [format!("-fsanitize={name}"), "-fno-omit-frame-pointer".to_owned()]).collect()
+}
+
 /// Returns a directory with the stub of libcuda, for the library path of a process.
 ///
 /// # Panics
