@@ -15,6 +15,7 @@ mod misuse;
 mod model;
 mod modules;
 mod observers;
+mod pairs;
 mod plans;
 mod ranks;
 mod recording;

@@ -3,6 +3,8 @@
 //!
 //! Every thread works on the simulated device like a correct program, so if an interleaving loses a wait, the simulator reports a race.
 
+#[path = "interleavings/control.rs"]
+mod control;
 #[path = "interleavings/explored.rs"]
 mod explored;
 #[path = "interleavings/observers.rs"]

@@ -57,6 +57,27 @@ fn one_thread_gets_exact_peaks_over_streams_and_several_an_upper_bound() {
     assert_eq!((bound.usage.all.allocated_bytes.peak, bound.peaks_are_exact), (8 * MIB, false));
 }
 
+/// The pools have one heap each, and the second one is created after the first one is destroyed.
+#[test]
+fn peaks_of_destroyed_pools_add_up_to_an_upper_bound() {
+    let allocator =
+        Allocator::<_, Shared>::with_lock(SimBackend::builder().build(), Config::default()).expect("a device");
+    let stream = allocator.register_stream().expect("a stream id is available");
+    for bound in [4, 8] {
+        let pool = allocator.create_pool(PoolConfig::default()).expect("made");
+        let taken = allocator.allocate(pool, stream, 4 * MIB).expect("memory");
+        allocator.free(taken.handle).expect("live");
+        allocator.destroy_pool(pool).expect("nothing is live");
+        let stats = allocator.stats();
+        assert_eq!((stats.usage.all.allocated_bytes.peak, stats.peaks_are_exact), (bound * MIB, false));
+    }
+    allocator.reset_peak_stats();
+    let taken = allocator.allocate(POOL, stream, MIB).expect("memory");
+    allocator.free(taken.handle).expect("live");
+    let stats = allocator.stats();
+    assert_eq!((stats.usage.all.allocated_bytes.peak, stats.peaks_are_exact), (MIB, true));
+}
+
 #[test]
 fn scopes_nest_even_over_streams_registered_later() {
     let (allocator, one, other) = allocator_with_two_streams();

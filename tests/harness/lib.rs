@@ -8,6 +8,7 @@
 //!  checker   runs a Scenario on the allocator and compares every decision, block and invariant with the oracle
 //!  targets   the fuzz targets as functions
 //!  jobs      the recorded jobs
+//!  levels    statistics without totals
 //!  memory    a sink that keeps records in memory
 //!  restart   a rank that continues in a new process
 //!  mutation  one difference in one rank's program
@@ -21,6 +22,7 @@ pub mod conformance;
 pub mod generate;
 pub mod hooked;
 pub mod jobs;
+pub mod levels;
 pub mod memory;
 pub mod mutation;
 pub mod oracle;

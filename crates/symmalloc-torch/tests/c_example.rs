@@ -2,7 +2,7 @@
 
 use std::path::Path;
 use std::process::Command;
-use stub_process::stub_test;
+use stub_process::{sanitizer, stub_test};
 
 stub_test!(the_example_in_c_runs, {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -12,6 +12,7 @@ stub_test!(the_example_in_c_runs, {
     let program = folder.path().join("loop");
     let mut compiler = Command::new(std::env::var("CC").unwrap_or_else(|_| "cc".to_owned()));
     compiler.args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-pedantic"]);
+    compiler.args(sanitizer());
     compiler.arg("-I").arg(package.join("include")).arg(package.join("examples/loop.c"));
     compiler.arg("-L").arg(library).arg(format!("-Wl,-rpath,{}", library.display())).arg("-lsymmalloc_torch");
     let compiled = match compiler.arg("-o").arg(&program).output() {

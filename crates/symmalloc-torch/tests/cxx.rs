@@ -1,11 +1,13 @@
 //! The C++ side, with a real compiler: exceptions, `std::function`, fork, exit. `cxx/torch.cc` makes PyTorch's calls;
 //! `cxx/c10.cc` is the required subset of PyTorch. Without a compiler, these tests print a note and pass.
 //!
+//! `SYMMALLOC_SANITIZER=address`, or `thread`, instruments the C++ code.
+//!
 //! With `SYMMALLOC_TORCH_LIB=.../site-packages/torch/lib` the libc10 of that PyTorch is used as well.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use stub_process::stub_test;
+use stub_process::{sanitizer, stub_test};
 
 fn package() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -20,7 +22,7 @@ fn library_folder() -> PathBuf {
 fn compile(folder: &Path, arguments: &[&str], output: &str) -> Option<PathBuf> {
     let output = folder.join(output);
     let mut command = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned()));
-    command.args(["-std=c++17", "-Wall", "-Werror", "-g"]).args(arguments).arg("-o").arg(&output);
+    command.args(["-std=c++17", "-Wall", "-Werror", "-g"]).args(sanitizer()).args(arguments).arg("-o").arg(&output);
     let compiled = match command.output() {
         Ok(compiled) => compiled,
         Err(error) => {

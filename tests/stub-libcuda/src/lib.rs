@@ -15,6 +15,7 @@
 //! | `stub_fail_elsewhere(call, nth, code)` | the same, except for calls of this thread |
 //! | `stub_advance(stream)` | runs the work of a stream until something blocks it; 1 if all of it has taken effect |
 //! | `stub_heal()` | removes all faults |
+//! | `stub_log_begin()`, `stub_log_take(to, capacity)` | records submitted work and the waits that order it; see `log.rs` |
 //! | `stub_calls(call)` | number of calls; null: of all calls |
 //! | `stub_own_calls(call)` | number of calls by this thread |
 //! | `stub_live(what)` | live resources: see [`model::Live`] |
@@ -25,6 +26,7 @@
 pub mod abi;
 pub mod control;
 pub mod external;
+pub mod log;
 pub mod memory;
 pub mod model;
 pub mod space;

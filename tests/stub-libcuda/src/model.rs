@@ -2,6 +2,7 @@
 
 use crate::abi::Hooks;
 use crate::external::Notice;
+use crate::log::Entry;
 use crate::memory::Memory;
 use crate::streams::{Capture, Event, Op, Stream};
 use std::cell::RefCell;
@@ -243,6 +244,8 @@ pub struct State {
     pub notices: Vec<Notice>,
     /// `true` while a notice is being delivered.
     pub is_delivering: bool,
+    /// The log, once it has begun; see `log.rs`.
+    pub log: Option<Vec<Entry>>,
     /// Guarded memory: base and size by guard.
     pub guards: BTreeMap<u64, (u64, u64)>,
     faults: Vec<Fault>,
@@ -304,6 +307,7 @@ impl State {
             hooks: None,
             notices: Vec::new(),
             is_delivering: false,
+            log: None,
             guards: BTreeMap::new(),
             faults: Vec::new(),
             next_handle: 0x1000,

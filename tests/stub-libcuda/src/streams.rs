@@ -19,6 +19,7 @@
 //! waits for the work before it. Inside a graph, both are ordinary copies.
 
 use crate::external::{Notice, PER_THREAD};
+use crate::log::{Entry, STREAM_WAIT, WORK};
 use crate::model::{Code, State, WAIT};
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -62,6 +63,20 @@ enum Work {
     External { instance: u64, has_arrived: bool },
     Wait { stream: u64, seq: u64 },
     Mark,
+}
+
+impl Work {
+    /// Returns the entry in the log for work `seq` of a stream, if it has one.
+    fn entry(&self, stream: u64, seq: u64) -> Option<Entry> {
+        let of = |kind, from, to, count| Some(Entry { kind, stream, seq, from, to, count });
+        match *self {
+            Work::Set { address, count, .. } => of(WORK, 0, address, count as u64),
+            Work::Copy { to, from, count } => of(WORK, from, to, count as u64),
+            Work::Write { to, ref bytes } => of(WORK, 0, to, bytes.len() as u64),
+            Work::Wait { stream: other, seq: last } => of(STREAM_WAIT, other, last, 0),
+            Work::External { .. } | Work::Mark => None,
+        }
+    }
 }
 
 /// A stream.
@@ -236,6 +251,7 @@ impl State {
         self.submit(stream, Op::Copy { to, from, count })?;
         if !is_captured {
             self.run(stream, last + 1);
+            self.log_host_wait(stream, last + 1);
         }
         Ok(())
     }
@@ -260,12 +276,17 @@ impl State {
     fn enqueue(&mut self, stream: u64, work: Work) -> u64 {
         let known = self.streams.get_mut(&stream).expect("known");
         known.submitted += 1;
-        known.queue.push_back(work);
         let seq = known.submitted;
         if !self.options.is_lazy {
             known.due = seq;
         }
-        if known.queue.len() == 1 {
+        let entry = work.entry(stream, seq);
+        known.queue.push_back(work);
+        let is_only = known.queue.len() == 1;
+        if let Some(entry) = entry {
+            self.log(entry);
+        }
+        if is_only {
             self.advance(stream);
         }
         seq
@@ -398,6 +419,7 @@ impl State {
 
     /// Completes work of a stream that has taken effect, and the work that it waited for.
     pub fn complete(&mut self, stream: u64, seq: u64) {
+        self.log_host_wait(stream, seq);
         let Some(known) = self.streams.get_mut(&stream) else { return };
         if seq <= known.completed {
             return;
@@ -411,10 +433,13 @@ impl State {
 
     /// Completes all work of a device that has taken effect.
     pub fn complete_all(&mut self, device: c_int) {
-        for stream in self.streams.values_mut().filter(|stream| stream.device == device) {
+        let mut covered = Vec::new();
+        for (id, stream) in self.streams.iter_mut().filter(|(_, stream)| stream.device == device) {
             stream.completed = stream.ran;
             stream.waits.clear();
+            covered.push((*id, stream.ran));
         }
+        covered.into_iter().for_each(|(id, ran)| self.log_host_wait(id, ran));
     }
 
     /// Returns `true` if the origin of a capture waits for the last work of every other stream in the capture.

@@ -77,6 +77,47 @@ pub fn advance(stream: u64) -> bool {
     unsafe { control::<unsafe extern "C" fn(u64) -> c_int>("stub_advance")(stream) == 1 }
 }
 
+/// An entry of the stub's log of submitted work and of the waits that order it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Logged {
+    /// Work `seq` of a stream. It reads `count` bytes at `from`, unless `from` is 0, and writes `count` bytes at `to`.
+    #[allow(missing_docs, reason = "see above")]
+    Work { stream: u64, seq: u64, from: u64, to: u64, count: u64 },
+    /// Work `seq` of a stream: a wait for work `last` of another stream, and for the work before it.
+    #[allow(missing_docs, reason = "see above")]
+    StreamWait { stream: u64, seq: u64, other: u64, last: u64 },
+    /// The host waited for work `last` of a stream, and for the work before it.
+    #[allow(missing_docs, reason = "see above")]
+    HostWait { stream: u64, last: u64 },
+}
+
+/// Begins an empty log of submitted work and of the waits that order it.
+pub fn begin_log() {
+    // SAFETY: the symbol has this type.
+    unsafe { control::<unsafe extern "C" fn()>("stub_log_begin")() };
+}
+
+/// Removes all entries from the log and returns them, oldest first.
+pub fn take_log() -> Vec<Logged> {
+    /// Kind, stream, number, and three numbers that depend on the kind.
+    type Entry = [u64; 6];
+    type Take = unsafe extern "C" fn(*mut Entry, usize) -> usize;
+    let mut entries = [Entry::default(); 64];
+    let mut taken = Vec::new();
+    loop {
+        // SAFETY: the symbol has this type, and the array has this length.
+        let count = unsafe { control::<Take>("stub_log_take")(entries.as_mut_ptr(), entries.len()) };
+        taken.extend(entries[..count].iter().map(|entry| match *entry {
+            [0, stream, seq, from, to, count] => Logged::Work { stream, seq, from, to, count },
+            [1, stream, seq, other, last, _] => Logged::StreamWait { stream, seq, other, last },
+            [_, stream, last, ..] => Logged::HostWait { stream, last },
+        }));
+        if count < entries.len() {
+            return taken;
+        }
+    }
+}
+
 /// The driver's live resources.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 #[allow(missing_docs, reason = "the names are sufficient")]

@@ -16,11 +16,13 @@ pub mod cuda;
 mod library;
 pub mod nccl;
 mod ranks;
+mod steady;
 mod threads;
 
 pub use captures::{Captured, while_captured};
 pub use library::Library;
 pub use ranks::{RankOutput, ranks};
+pub use steady::{descriptors, steady};
 pub use threads::{Barrier, ExitOnPanic, WAIT_MAX, scaled_to_load, threads, until, until_some};
 
 use child::Running;
@@ -107,6 +109,12 @@ pub fn run(test: &str, cuda: Library, nccl: Option<Library>, options: &[(&str, &
     assert!(stdout.contains("1 passed") || !status.success(), "{test} did not run\n{stdout}\n{stderr}");
     assert!(status.success(), "{test} failed on the stub ({status})\n{stdout}\n{stderr}");
     print!("{stdout}");
+}
+
+/// Returns the options of a C or C++ compiler for the sanitizer that `SYMMALLOC_SANITIZER` names: `address` or `thread`.
+pub fn sanitizer() -> Vec<String> {
+    let name = std::env::var("SYMMALLOC_SANITIZER").ok();
+    name.into_iter().flat_map(|name| [format!("-fsanitize={name}"), "-fno-omit-frame-pointer".to_owned()]).collect()
 }
 
 /// Returns a directory with the stub of libcuda, for the library path of a process.

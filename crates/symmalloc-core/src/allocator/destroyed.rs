@@ -112,7 +112,9 @@ impl<L: Lock> Destroyed<L> {
     pub(super) fn add_to(&self, stats: &mut MemoryStats) {
         let MemoryStats { segments_born, growth_count, trim_count, retry_count, out_of_memory_count, steps, .. } =
             self.counts;
-        stats.usage = stats.usage + self.usage.stats();
+        let usage = self.usage.stats();
+        stats.usage = stats.usage + usage;
+        stats.peaks_are_exact &= usage.all.allocations.peak == 0;
         stats.segments_born += segments_born;
         stats.growth_count += growth_count;
         stats.trim_count += trim_count;
@@ -130,7 +132,8 @@ impl<L: Lock> Destroyed<L> {
     /// Keeps the sums and the history of a removed heap.
     pub(super) fn bury(&mut self, heap: &mut Heap<L>, symmetric: bool) {
         heap.add_to(&mut self.counts);
-        self.counts.usage = Default::default();
+        // The sums of usage are separate, and a removed heap has no plans.
+        (self.counts.usage, self.counts.steps.plans) = (Default::default(), 0);
         self.usage.absorb(heap.ledger().usage());
         if symmetric && heap.ledger().has_history() && !heap.ledger().is_settled() {
             let HeapIdentity { pool, stream, .. } = heap.identity();

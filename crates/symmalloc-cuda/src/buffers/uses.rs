@@ -25,6 +25,7 @@ use crate::pools::StreamAllocator;
 use cudarc::driver::sys::CUevent_flags;
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, SyncOnDrop};
 use smallvec::SmallVec;
+use std::iter;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use symmalloc_core::backend::{BackendError, Event};
@@ -175,14 +176,16 @@ impl Uses {
         let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
         let is_behind_writer = registered.writer == stream || registered.readers.contains(&stream);
         let mut behind: SmallVec<[StreamId; 3]> = SmallVec::new();
-        if !is_behind_writer {
-            behind.push(registered.writer);
-        }
         match access {
-            AccessMode::Read if !is_behind_writer => registered.readers.push(stream),
+            AccessMode::Read if !is_behind_writer => {
+                behind.push(registered.writer);
+                registered.readers.push(stream);
+            }
             AccessMode::Read => {}
             AccessMode::Write => {
-                behind.extend(registered.readers.iter().copied().filter(|reader| *reader != stream));
+                // A reader waited for the writer, but not for what the writer's stream has read since.
+                let users = iter::once(&registered.writer).chain(&registered.readers).copied();
+                behind.extend(users.filter(|user| *user != stream));
                 *registered = RegisteredUses { writer: stream, readers: SmallVec::new() };
             }
         }
@@ -216,7 +219,7 @@ impl Uses {
         }
         if stream.context().is_event_tracking() {
             let registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
-            for &user in std::iter::once(&registered.writer).chain(&registered.readers) {
+            for &user in iter::once(&registered.writer).chain(&registered.readers) {
                 let event = streams.record(user)?;
                 let waited = streams.wait_raw(stream.cu_stream(), event);
                 streams.recycle(event);

@@ -264,10 +264,30 @@ stub_test!(a_buffer_given_to_a_kernel_is_ordered_behind_other_streams, {
     a.launch_builder(&kernel).arg(&buffer);
     assert_eq!(waits(), 2, "once");
     a.launch_builder(&kernel).arg(&mut buffer);
+    assert_eq!(waits(), 3, "a kernel that writes waits again, because the other stream may have read in the meantime");
     let _ = buffer.device_ptr(&b);
-    assert_eq!(waits(), 3, "the next reader waits for the kernel that wrote");
+    assert_eq!(waits(), 4, "the next reader waits for the kernel that wrote");
     a.launch_builder(&kernel).arg(&mut buffer);
-    assert_eq!(waits(), 4, "a kernel that writes waits for the reader");
+    assert_eq!(waits(), 5, "a kernel that writes waits for the reader");
+});
+
+stub_test!(a_reader_that_writes_waits_for_what_the_writer_has_read_in_the_meantime, {
+    let allocator = allocator();
+    let context = allocator.device().context();
+    let (writer, reader) = (context.new_stream().expect("a stream"), context.new_stream().expect("a stream"));
+    allocator.register_stream(&reader).expect("registered");
+    let mut buffer = allocator.alloc_zeroed::<u8>(&writer, MIB).expect("allocated");
+    let mut copy = allocator.alloc_zeroed::<u8>(&writer, MIB).expect("allocated");
+    assert_eq!(reader.clone_dtoh(&buffer.slice(..1)).expect("copied"), [0]);
+    let slow = hold(writer.cu_stream() as u64);
+    writer.memcpy_dtod(&buffer, &mut copy).expect("submitted");
+    reader.memcpy_htod(&vec![9; MIB], &mut buffer).expect("submitted");
+    drop(slow);
+    assert_eq!(
+        writer.clone_dtoh(&copy).expect("copied"),
+        vec![0; MIB],
+        "the copy reads the buffer before it is overwritten"
+    );
 });
 
 stub_test!(memory_used_on_an_unregistered_stream_is_reused_after_its_work, {

@@ -12,17 +12,17 @@ fn allocator() -> CudaAllocator {
     CudaAllocator::new(&device(), Config::default()).expect("the stub supports it")
 }
 
-fn reserved() -> PoolConfig {
+pub(crate) fn reserved() -> PoolConfig {
     PoolConfig::builder().reserved(64 << 20).build().expect("valid")
 }
 
-fn streams(allocator: &CudaAllocator) -> (Arc<CudaStream>, Arc<CudaStream>) {
+pub(crate) fn streams(allocator: &CudaAllocator) -> (Arc<CudaStream>, Arc<CudaStream>) {
     let context = allocator.device().context();
     (context.new_stream().expect("a stream"), context.new_stream().expect("a stream"))
 }
 
 /// Captures a program on two streams that writes `value` into the returned buffer, with temporary buffers in between.
-fn capture(
+pub(crate) fn capture(
     allocator: &CudaAllocator,
     pool: &GraphPool,
     (a, b): &(Arc<CudaStream>, Arc<CudaStream>),

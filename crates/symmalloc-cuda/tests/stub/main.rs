@@ -1,6 +1,7 @@
 //! The CUDA backend on a stub of libcuda, which replaces only the device. The tests run on any machine, each in a separate process (see
 //! `process.rs`).
 
+mod accesses;
 mod backend;
 mod buffers;
 mod captures;
@@ -18,6 +19,7 @@ mod pinned;
 mod prefetch;
 mod process;
 mod recording;
+mod repetition;
 mod resize;
 mod sharing;
 mod sleep;

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 pub(crate) use stub_process::cuda::{
-    LongWork, advance, all_calls, calls, fail, fail_elsewhere, heal, hold, live, own_calls,
+    Logged, LongWork, advance, all_calls, begin_log, calls, fail, fail_elsewhere, heal, hold, live, own_calls, take_log,
 };
-pub(crate) use stub_process::{Library, stub_test};
+pub(crate) use stub_process::{Library, descriptors, steady, stub_test};
 use symmalloc_cuda::CudaDevice;
 
 /// Returns the stub's device.

@@ -21,11 +21,11 @@ fn policy(text: &str) -> PoolConfig {
 }
 
 /// A pool with buffers of many sizes, each filled with a different pattern.
-struct Job {
-    allocator: CudaAllocator,
+pub(crate) struct Job {
+    pub(crate) allocator: CudaAllocator,
     pool: Pool<CudaBackend>,
     stream: Arc<CudaStream>,
-    buffers: Vec<(DeviceBuffer<u8>, Vec<u8>)>,
+    pub(crate) buffers: Vec<(DeviceBuffer<u8>, Vec<u8>)>,
 }
 
 impl Job {
@@ -34,7 +34,7 @@ impl Job {
         Job::of(backend, text, &[100, 3 << 20, 20 << 20, 5000, 41 << 20, 9 << 20])
     }
 
-    fn of(backend: CudaBackend, text: &str, lens: &[usize]) -> Self {
+    pub(crate) fn of(backend: CudaBackend, text: &str, lens: &[usize]) -> Self {
         let allocator = CudaAllocator::with_backend(backend, Config::default()).expect("made");
         let pool = allocator.create_pool(policy(text)).expect("made");
         let stream = allocator.device().context().new_stream().expect("a stream");
@@ -44,7 +44,7 @@ impl Job {
         job
     }
 
-    fn add(&mut self, len: usize) {
+    pub(crate) fn add(&mut self, len: usize) {
         let inside = self.allocator.with_pool(&self.pool);
         let mut buffer = inside.alloc_zeroed::<u8>(&self.stream, len).expect("memory");
         let salt = self.buffers.len() as u8 * 31;
@@ -53,7 +53,7 @@ impl Job {
         self.buffers.push((buffer, pattern));
     }
 
-    fn id(&self) -> PoolId {
+    pub(crate) fn id(&self) -> PoolId {
         self.pool.id()
     }
 
@@ -70,7 +70,7 @@ impl Job {
         self.allocator.core().check().expect("consistent");
     }
 
-    fn end(self) {
+    pub(crate) fn end(self) {
         let Job { allocator, pool, stream, buffers } = self;
         drop((buffers, pool));
         allocator.trim().expect("trimmed");
@@ -80,11 +80,11 @@ impl Job {
     }
 }
 
-fn backend() -> CudaBackend {
+pub(crate) fn backend() -> CudaBackend {
     CudaBackend::builder(&device()).build().expect("the stub supports it")
 }
 
-const POLICIES: [&str; 4] = [
+pub(crate) const POLICIES: [&str; 4] = [
     "segments:expandable",
     "segments:fixed",
     "segments:reserved,segment_mb:128",

@@ -11,6 +11,7 @@ mod growth;
 mod metrics;
 mod programs;
 mod recovery;
+mod repetition;
 mod revocation;
 mod shrink;
 mod sleep;
@@ -26,7 +27,9 @@ use stub_process::{ExitOnPanic, nccl, nccl_test, until};
 use support::{Job, MIB, nothing_is_left};
 use symmalloc_core::PoolId;
 use symmalloc_core::config::PoolConfig;
-use symmalloc_cuda::CudaMemory;
+use symmalloc_core::errors::AllocateError;
+use symmalloc_core::op::Contents;
+use symmalloc_cuda::{CudaError, CudaMemory};
 use symmalloc_nccl::{AttachError, Invalidated, InvalidationCursor, LookupError, Registrar, Registration, SyncError};
 
 nccl_test!(allocations_have_windows_after_a_sync_and_reduce_correctly, {
@@ -435,3 +438,61 @@ nccl_test!(dropping_a_registrar_deregisters_its_windows, {
     });
     nothing_is_left();
 });
+
+// One rank, so that syncs of different moments need not agree with those of another rank.
+nccl_test!(
+    memory_that_is_allocated_during_syncs_sleeps_and_wakes_gets_one_window,
+    ["STUB_NCCL_REUSE_WINDOWS" = "1"],
+    {
+        Job::new(1).run(|it| {
+            let pools = [it.attached_pool(), it.attached_pool()];
+            let left: Vec<_> = std::thread::scope(|scope| {
+                let _exit = ExitOnPanic;
+                scope.spawn(|| {
+                    for _ in 0..40 {
+                        it.registrar.sync(&[&it.world]).expect("one rank agrees");
+                    }
+                });
+                scope.spawn(|| {
+                    for _ in 0..20 {
+                        it.registrar.sleep(&it.world, pools[1].id(), Contents::Keep).expect("one rank sleeps");
+                        it.registrar.wake(&it.world, pools[1].id()).expect("one rank wakes");
+                    }
+                });
+                let growers = [0, 1].map(|index| {
+                    let pool = &pools[index];
+                    scope.spawn(move || {
+                        let stream = it.device.context().new_stream().expect("a stream");
+                        let mut left = Vec::new();
+                        for round in 0..40_usize {
+                            let elements = (1 + round % 3 * 9) << 18;
+                            // SAFETY: the memory is never read.
+                            match unsafe { it.allocator.with_pool(pool).alloc::<f32>(&stream, elements) } {
+                                Ok(tensor) if round % 8 == 7 => left.push(tensor),
+                                Ok(tensor) => drop(tensor),
+                                Err(CudaError::Allocate(AllocateError::Sleeps(_))) => {}
+                                Err(error) => panic!("{error}"),
+                            }
+                            if round % 4 == 3 {
+                                it.allocator.core().trim(Some(pool.id())).expect("no faults");
+                            }
+                        }
+                        left
+                    })
+                });
+                growers.into_iter().flat_map(|grower| grower.join().expect("no panic")).collect()
+            });
+            it.registrar.sync(&[&it.world]).expect("one rank agrees");
+            left.iter().for_each(|tensor| _ = it.registrar.window_of(&it.world, tensor).expect("it has a window"));
+            let segments: u64 = pools.iter().map(|pool| segments_of(it, pool.id())).sum();
+            let stats = it.registrar.stats();
+            assert_eq!((stats.windows, stats.dead_bytes), (segments, 0), "one window per live segment");
+            assert_eq!(it.registrar.sync(&[&it.world]).expect("one rank agrees").registrations, 0);
+        });
+        nothing_is_left();
+    }
+);
+
+fn segments_of(it: &support::Rank, pool: PoolId) -> u64 {
+    it.allocator.core().pool_stats(pool).expect("it exists").segment_count
+}

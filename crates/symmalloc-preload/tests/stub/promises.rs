@@ -135,12 +135,15 @@ stub_test!(memory_allocated_during_a_capture_belongs_to_the_graph, ["LD_PRELOAD"
     let beside = alloc_async(100 * MIB, other).expect("memory");
     assert_eq!([memset_async(inside, 1, MIB, captured), mem_free_async(inside, captured)], [0; 2]);
     assert_eq!((mem_free_async(beside, other), calls("cuMemFreeAsync")), (0, 1));
+    // A graph can only free memory that a graph allocated. The block stays allocated.
+    assert_ne!(mem_free_async(before, captured), 0);
+    assert_eq!(calls("cuMemFreeAsync"), 2);
     let mut graph = 0;
     assert_eq!((end_capture(captured, &raw mut graph), graph != 0), (0, true));
     assert_eq!(graph_destroy(graph), 0);
     assert_eq!(mem_free_async(before, captured), 0, "no capture is in progress");
     assert_eq!(mem_free_async(fenced, captured), 0);
-    assert_eq!(calls("cuMemFreeAsync"), 1);
+    assert_eq!(calls("cuMemFreeAsync"), 2);
     assert!(alloc_async(MIB, captured).is_ok() && calls("cuMemAllocAsync") == 1);
 });
 

@@ -131,6 +131,34 @@ stub_test!(a_second_capture_of_a_pool_gets_the_same_placements, {
     assert_eq!(Allocator::of_torch().stats()["errors"]["failed_calls"], 0);
 });
 
+stub_test!(captures_hold_what_the_first_one_held, {
+    let (allocator, streams) = (Allocator::of_torch(), Streams::new(2));
+    let [a, b] = [0, 1].map(|index| streams.get(index));
+    // The program has used the streams.
+    [a, b].into_iter().for_each(|stream| torch::free(torch::allocate(MIB, stream), MIB, stream));
+    steady(5, |_| {
+        let mut places = Vec::new();
+        let graphs = [1, 1, 2].map(|pool| {
+            captured((pool, 0), &streams, |join| {
+                join(1);
+                let output = torch::allocate(3 * MIB, a);
+                let temporary = torch::allocate(2 * MIB, b);
+                torch::record_stream(temporary, a);
+                places.extend([output, temporary].map(|pointer| allocator.placement(pointer).offset_bytes));
+                torch::free(temporary, 2 * MIB, b);
+                torch::free(output, 3 * MIB, a);
+            })
+        });
+        graphs.iter().for_each(|graph| graph.launch().expect("launched"));
+        drop(graphs);
+        [1, 1, 2].into_iter().for_each(|pool| torch::release((pool, 0)));
+        torch::empty_cache();
+        streams.stream(0).context().synchronize().expect("done");
+        (places, allocator.held(&[]).without_peaks())
+    });
+    assert_eq!(allocator.stats()["errors"]["failed_calls"], 0);
+});
+
 stub_test!(the_next_begin_ends_the_scope_of_a_failed_capture, {
     let (allocator, streams) = (Allocator::of_torch(), Streams::new(2));
     let pool = |pointer| allocator.placement(pointer).pool;
@@ -164,6 +192,22 @@ stub_test!(the_next_begin_ends_the_scope_of_a_failed_capture, {
     assert_eq!(allocator.stats()["errors"]["failed_calls"], 0);
     torch::end((1, 0));
     assert_eq!(allocator.stats()["errors"]["failed_calls"], 1);
+});
+
+// The scopes have one pool and different filters, so it shows which of them is open.
+stub_test!(of_two_scopes_of_one_pool_the_inner_one_ends_first, {
+    let (allocator, streams) = (Allocator::of_torch(), Streams::new(2));
+    let pool = |stream: usize| allocator.placement(torch::allocate(MIB, streams.get(stream))).pool;
+    let [outer, inner] = [0, 1].map(|stream| std::cell::RefCell::new(vec![streams.get(stream) as usize]));
+    begin((1, 0), &outer);
+    begin((1, 0), &inner);
+    let private = pool(0);
+    assert_eq!((private != 0, pool(1)), (true, private));
+    torch::end((1, 0));
+    assert_eq!([pool(0), pool(1)], [private, 0], "the outer scope is open");
+    torch::end((1, 0));
+    assert_eq!([pool(0), pool(1)], [0, 0]);
+    assert_eq!(allocator.stats()["errors"]["failed_calls"], 0);
 });
 
 stub_test!(a_capture_within_a_pushed_pool_has_its_own_memory, {

@@ -6,7 +6,7 @@ use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr::{null, null_mut};
 use std::sync::Arc;
 pub(crate) use stub_process::cuda::{calls, fail, heal, live};
-pub(crate) use stub_process::stub_test;
+pub(crate) use stub_process::{steady, stub_test};
 use symmalloc_cuda::CudaDevice;
 use symmalloc_torch::*;
 
@@ -168,6 +168,50 @@ impl Allocator {
     pub(crate) fn destroy(self) {
         // SAFETY: not used after this.
         done(unsafe { symmalloc_destroy(self.0) });
+    }
+}
+
+/// Everything that must be equal after every round of a program that repeats itself.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Held {
+    live: stub_process::cuda::Live,
+    descriptors: usize,
+    /// Current values and peaks in the statistics, by path.
+    levels: Vec<(String, u64)>,
+    addresses: Vec<Pointer>,
+}
+
+impl Held {
+    /// Removes events and pinned memory, which other threads release at some later time.
+    pub(crate) fn without_threads(mut self) -> Self {
+        (self.live.events, self.live.host_bytes) = (0, 0);
+        self
+    }
+
+    /// Removes the peaks, because those of destroyed pools add up.
+    pub(crate) fn without_peaks(mut self) -> Self {
+        self.levels.retain(|(path, _)| !path.ends_with("peak"));
+        self
+    }
+}
+
+impl Allocator {
+    /// Returns what the allocator and the driver hold, and these addresses.
+    pub(crate) fn held(self, addresses: &[Pointer]) -> Held {
+        let mut levels = Vec::new();
+        add_levels(&self.stats()["total"], "total", &mut levels);
+        assert!(levels.len() > 20, "{levels:?}");
+        Held { live: live(), descriptors: stub_process::descriptors(), levels, addresses: addresses.to_vec() }
+    }
+}
+
+fn add_levels(stats: &Value, path: &str, levels: &mut Vec<(String, u64)>) {
+    for (name, value) in stats.as_object().into_iter().flatten() {
+        let path = format!("{path}/{name}");
+        match value.as_u64() {
+            Some(level) if ["current", "peak"].contains(&name.as_str()) => levels.push((path, level)),
+            _ => add_levels(value, &path, levels),
+        }
     }
 }
 

@@ -141,6 +141,25 @@ nccl_test!(a_scope_syncs_every_communicator_of_its_pool, {
     nccl::assert_clean();
 });
 
+nccl_test!(a_failed_registration_does_not_keep_the_next_communicator_from_its_sync, {
+    ranks_of(2, allocator_of_torch, |rank, allocator, comm, barrier| {
+        let pool = allocator.create_pool(Some(POOL));
+        let other = comm.split(Some(0), rank).expect("split").expect("with a color");
+        let all = [comm, &other].map(|comm| registered(allocator, pool, comm, options()).expect("registered"));
+        barrier.wait();
+        // The first registration is that of the first communicator.
+        nccl::fail("ncclCommWindowRegister", Some(rank as usize), 1, 2);
+        barrier.wait();
+        let mut held = 0;
+        assert!(scoped(rank, pool, || held = allocate(rank, 4 * MIB)).is_err());
+        assert!(all[0].window(held, MIB).is_err());
+        all[1].window(held, MIB).expect("in a window of the second communicator");
+        barrier.wait();
+        all.into_iter().for_each(|windows| _ = windows.destroy());
+        barrier.wait();
+    });
+});
+
 nccl_test!(ranks_compare_on_request_or_at_every_nth_sync, {
     ranks(|rank, allocator, comm, barrier| {
         let pool = allocator.create_pool(Some(POOL));

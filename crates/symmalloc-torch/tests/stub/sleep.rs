@@ -145,6 +145,22 @@ stub_test!(a_pool_sleeps_and_wakes_with_kept_contents, {
     assert_eq!((live().device_bytes, live().ranges, live().host_bytes), (0, 0, 0));
 });
 
+stub_test!(sleeps_and_wakes_hold_what_the_first_one_held, {
+    let (allocator, streams) = (Allocator::new(""), Streams::new(1));
+    let pool = allocator.create_pool(Some("segments:expandable"));
+    let kept = [1, 6].map(|size| allocator.allocate(pool, size * MIB, streams.get(0)));
+    steady(5, |_| {
+        let slept = [KEEP, ZERO, DROP].map(|contents| {
+            // Memory that is freed during a sleep is not loaded.
+            let freed = allocator.allocate(pool, 3 * MIB, streams.get(0));
+            let slept = allocator.sleep(pool, contents);
+            allocator.free(freed);
+            (slept, allocator.wake(pool))
+        });
+        (slept, allocator.held(&kept))
+    });
+});
+
 stub_test!(pools_of_a_tag_sleep_together, {
     let (allocator, streams) = (Allocator::new("tag:model"), Streams::new(1));
     let stream = streams.get(0);
@@ -288,6 +304,45 @@ nccl_test!(a_pool_sleeps_on_all_ranks_and_gets_its_windows_back, ["STUB_NCCL_REU
         assert_eq!(nccl::live().windows, 2);
         barrier.wait();
         done(windows.destroy());
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(sleeps_with_windows_hold_what_the_first_one_held, ["STUB_NCCL_REUSE_WINDOWS" = "1"], {
+    ranks(|rank, allocator, comm, barrier| {
+        let pool = allocator.create_pool(Some(POOL));
+        let windows = Windows::new(allocator, pool, comm.raw());
+        let kept = [4, 30].map(|size| allocator.allocate(pool, size * MIB, null_mut()));
+        windows.sync();
+        // One rank reads what both hold, because reading the list of descriptors opens one.
+        let held = |addresses: &[usize]| {
+            barrier.wait();
+            let held = (rank == 0).then(|| (nccl::live(), allocator.held(addresses).without_threads()));
+            barrier.wait();
+            held
+        };
+        steady(5, |_| {
+            let temporary = allocator.allocate(pool, 50 * MIB, null_mut());
+            let grown = windows.sync();
+            allocator.free(temporary);
+            allocator.trim();
+            let shrunk = windows.sync();
+            let slept = [KEEP, ZERO, DROP].map(|contents| {
+                let slept = allocator.sleep(pool, contents);
+                let asleep = held(&[]);
+                (slept, asleep, allocator.wake(pool))
+            });
+            (grown, shrunk, slept, held(&kept))
+        });
+        // The next registrar of the pool registers the same memory.
+        done(windows.destroy());
+        steady(5, |_| {
+            let windows = Windows::new(allocator, pool, comm.raw());
+            let synced = windows.sync();
+            let during = held(&kept);
+            done(windows.destroy());
+            (synced, during, held(&kept))
+        });
     });
     nccl::assert_clean();
 });

@@ -107,6 +107,25 @@ stub_test!(two_graph_pools_keep_their_memory_until_they_are_released, {
     assert_eq!(allocator.stats()["errors"]["failed_calls"], 1);
 });
 
+stub_test!(the_largest_block_is_what_the_device_has_left_or_the_largest_free_block_beyond_it, {
+    let allocator = Allocator::of_torch();
+    let largest = |known: usize| {
+        let mut largest = known;
+        // SAFETY: an output pointer.
+        done(unsafe { symmalloc_torch_largest_block(0, &raw mut largest) });
+        largest
+    };
+    assert_eq!(largest(0), 1 << 30, "the stub's device");
+    let _kept = torch::allocate(8 * MIB, null_mut());
+    torch::free(torch::allocate(6 * MIB, null_mut()), 6 * MIB, null_mut());
+    assert_eq!(allocator.stats()["total"]["reserved_bytes"]["all"]["current"], 14 << 20);
+    assert_eq!(largest(0), (1 << 30) - 8 * MIB);
+    assert_eq!(largest(2 << 30), 2 << 30, "a larger known value stays");
+    // SAFETY: no preconditions.
+    unsafe { symmalloc_torch_memory_fraction(0.25, 0) };
+    assert_eq!(largest(0), (256 - 8) * MIB);
+});
+
 stub_test!(a_tensor_outlives_its_graph_pool, {
     let (allocator, streams) = (Allocator::of_torch(), Streams::new(1));
     torch::begin((1, 0));

@@ -9,14 +9,14 @@ use symmalloc_nccl::{
 };
 
 /// A place where rank 0 of a communicator leaves the id of a grow for the other threads.
-type SharedId = Mutex<Option<UniqueId>>;
+pub(crate) type SharedId = Mutex<Option<UniqueId>>;
 
-fn builder(it: &Rank) -> CommunicatorBuilder {
+pub(crate) fn builder(it: &Rank) -> CommunicatorBuilder {
     Communicator::builder(&it.device).deadline(it.deadline).watchdog(WatchdogMode::Off).name("grown")
 }
 
 /// Creates an id on rank 0 of the old communicator and returns it on all threads.
-fn share_id(it: &Rank, old: Option<&Communicator>, shared: &SharedId) -> UniqueId {
+pub(crate) fn share_id(it: &Rank, old: Option<&Communicator>, shared: &SharedId) -> UniqueId {
     if let Some(old) = old.filter(|old| old.rank() == 0) {
         *shared.lock().expect("the lock is not poisoned") = Some(old.grow_id().expect("rank 0 creates an id"));
     }
@@ -25,7 +25,7 @@ fn share_id(it: &Rank, old: Option<&Communicator>, shared: &SharedId) -> UniqueI
 }
 
 /// Grows the old communicator, or joins it as its last rank.
-fn grow(
+pub(crate) fn grow(
     builder: CommunicatorBuilder,
     old: Option<&Communicator>,
     id: UniqueId,

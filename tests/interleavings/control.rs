@@ -1,0 +1,195 @@
+//! Control calls that run concurrently: one thread puts a pool to sleep or wakes it while others destroy it, query it, trim it, read its
+//! segments or make it grow. Each call takes effect as a whole or returns a typed error.
+
+use super::explored::{Shared, assert_nothing_is_left, explore, shared};
+use shuttle::sync::Arc;
+use shuttle::thread;
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::errors::{AllocateError, PoolError, UnknownError};
+use symmalloc_core::op::Contents;
+use symmalloc_core::sleep::{Phase, SleepCause};
+use symmalloc_core::units::MIB;
+use symmalloc_core::{Allocation, PoolId, StreamId};
+
+const VALUE: u64 = 7;
+
+/// Creates a pool that holds one block with contents, and free memory.
+fn pool_with_a_block(allocator: &Shared, config: PoolConfig) -> (PoolId, Allocation) {
+    let pool = allocator.create_pool(config).expect("the pool is created");
+    let [kept, freed] = [0, 1].map(|stream| allocator.allocate(pool, StreamId(stream), 3 * MIB).expect("no limit"));
+    allocator.backend().inner.write(kept.address, kept.size_bytes, VALUE);
+    allocator.free(freed.handle).expect("live");
+    (pool, kept)
+}
+
+#[track_caller]
+fn holds(allocator: &Shared, kept: &Allocation) {
+    assert_eq!(allocator.backend().inner.read(kept.address, kept.size_bytes), Some(VALUE));
+}
+
+#[test]
+fn a_pool_that_one_thread_destroys_sleeps_and_wakes_as_a_whole_or_not_at_all() {
+    explore(700, || {
+        let allocator = shared(&Config::default(), 21);
+        let (pool, kept) = pool_with_a_block(&allocator, PoolConfig::default());
+        let sleepers = [Contents::Keep, Contents::Zero].map(|contents| {
+            let allocator = Arc::clone(&allocator);
+            thread::spawn(move || {
+                let outcomes = [allocator.sleep(pool, contents).err(), allocator.wake(pool).err()];
+                for error in outcomes.into_iter().flatten() {
+                    let gone = SleepCause::Unknown(UnknownError::DestroyedPool { pool });
+                    assert!([SleepCause::Busy, gone].contains(&error.cause), "{error}");
+                }
+            })
+        });
+        allocator.free(kept.handle).expect("a block can be freed during a sleep");
+        let destroyed = allocator.destroy_pool(pool);
+        sleepers.into_iter().for_each(|sleeper| sleeper.join().expect("no panic"));
+        if let Err(error) = destroyed {
+            assert_eq!(error, PoolError::Sleeping { pool });
+            allocator.destroy_pool(pool).expect("nothing changes its phase");
+        }
+        assert_eq!(allocator.phase(pool), Err(UnknownError::DestroyedPool { pool }));
+        assert_eq!(allocator.backend().inner.mapped_bytes(), 0, "a destroyed pool holds memory");
+        assert_nothing_is_left(&allocator);
+    });
+}
+
+/// Two sleeps, and two wakes, exclude each other: the second one finds the first one in progress, or nothing to do.
+#[test]
+fn of_two_sleeps_or_wakes_one_does_the_work() {
+    explore(400, || {
+        let allocator = shared(&Config::default(), 22);
+        let (pool, kept) = pool_with_a_block(&allocator, PoolConfig::builder().fixed().build().expect("valid"));
+        let other = Arc::clone(&allocator);
+        let second = thread::spawn(move || other.sleep(pool, Contents::Zero));
+        let slept = [allocator.sleep(pool, Contents::Keep), second.join().expect("no panic")];
+        let is_kept = slept[0].as_ref().is_ok_and(|slept| slept.kept_bytes > 0);
+        let mut released = 0;
+        for outcome in slept {
+            match outcome {
+                Ok(slept) => released += slept.released_bytes,
+                Err(error) => assert_eq!(error.cause, SleepCause::Busy),
+            }
+        }
+        assert_eq!((released, allocator.phase(pool)), (40 * MIB, Ok(Phase::Asleep)));
+        let other = Arc::clone(&allocator);
+        let second = thread::spawn(move || other.wake(pool));
+        let woken = [allocator.wake(pool), second.join().expect("no panic")];
+        let remapped: u64 = woken.iter().flatten().map(|woken| woken.remapped_bytes).sum();
+        assert!(woken.iter().flatten().count() > 0 && remapped == 40 * MIB, "{woken:?}");
+        let expected = if is_kept { VALUE } else { 0 };
+        assert_eq!(allocator.backend().inner.read(kept.address, kept.size_bytes), Some(expected));
+        allocator.free(kept.handle).expect("live");
+        allocator.destroy_pool(pool).expect("nothing is live");
+        assert_nothing_is_left(&allocator);
+    });
+}
+
+#[test]
+fn a_pool_counts_as_asleep_until_it_is_awake() {
+    explore(400, || {
+        let allocator = shared(&Config::default(), 23);
+        let (pool, kept) = pool_with_a_block(&allocator, PoolConfig::default());
+        let changing = Arc::clone(&allocator);
+        let changer = thread::spawn(move || {
+            changing.sleep(pool, Contents::Keep).expect("no other sleep");
+            changing.wake(pool).expect("memory");
+        });
+        let mut phases: Vec<Phase> = (0..4).map(|_| allocator.phase(pool).expect("it exists")).collect();
+        match allocator.allocate(pool, StreamId(2), MIB) {
+            Ok(made) => allocator.free(made.handle).expect("live"),
+            Err(error) => assert!(matches!(error, AllocateError::Sleeps(_)), "{error}"),
+        }
+        changer.join().expect("no panic");
+        phases.dedup();
+        let (awake, asleep) = (Phase::Awake, Phase::Asleep);
+        let expected =
+            [vec![awake], vec![asleep], vec![awake, asleep], vec![asleep, awake], vec![awake, asleep, awake]];
+        assert!(expected.contains(&phases), "{phases:?}");
+        holds(&allocator, &kept);
+        allocator.free(kept.handle).expect("live");
+        allocator.destroy_pool(pool).expect("nothing is live");
+        assert_nothing_is_left(&allocator);
+    });
+}
+
+#[test]
+fn a_trim_during_a_sleep_or_wake_releases_no_memory_that_is_in_use() {
+    explore(400, || {
+        let allocator = shared(&Config::default(), 24);
+        let (pool, kept) = pool_with_a_block(&allocator, PoolConfig::default());
+        let changing = Arc::clone(&allocator);
+        let changer = thread::spawn(move || {
+            changing.sleep(pool, Contents::Keep).expect("no other sleep");
+            changing.wake(pool).expect("memory");
+        });
+        allocator.trim(None).expect("no faults");
+        allocator.trim(Some(pool)).expect("no faults");
+        changer.join().expect("no panic");
+        allocator.check().expect("consistent");
+        holds(&allocator, &kept);
+        allocator.free(kept.handle).expect("live");
+        allocator.destroy_pool(pool).expect("nothing is live");
+        assert_nothing_is_left(&allocator);
+    });
+}
+
+/// Reads and acknowledges a pool's segments while it grows, shrinks, sleeps and wakes, as a registrar does. Another observer that reads
+/// everything at the end gets the same events.
+#[test]
+fn an_observer_gets_every_event_once_while_the_pool_grows_sleeps_and_wakes() {
+    for is_fixed in [false, true] {
+        explore(300, move || {
+            let allocator = shared(&Config::default(), 25);
+            let config = if is_fixed { PoolConfig::builder().fixed() } else { PoolConfig::builder() };
+            let pool = allocator.create_pool(config.build().expect("valid")).expect("the pool is created");
+            let [reading, late] = [(); 2].map(|()| allocator.observe(pool).expect("it exists").0);
+            let growing = Arc::clone(&allocator);
+            let grower = thread::spawn(move || {
+                for stream in [StreamId(0), StreamId(1)] {
+                    let made = [3, 30].map(|size| growing.allocate(pool, stream, size * MIB));
+                    for made in made {
+                        match made {
+                            Ok(made) => growing.free(made.handle).expect("live"),
+                            Err(error) => assert!(matches!(error, AllocateError::Sleeps(_)), "{error}"),
+                        }
+                    }
+                    growing.trim(Some(pool)).expect("no faults");
+                }
+            });
+            let sleeping = Arc::clone(&allocator);
+            let sleeper = thread::spawn(move || {
+                sleeping.quiesce(pool, Contents::Keep).expect("no other sleep").unmap().expect("no faults");
+                sleeping.wake(pool).expect("memory");
+            });
+            let mut events = Vec::new();
+            let mut read = |observer| {
+                let unread = allocator.unread(observer);
+                events.extend(unread.events.iter().cloned());
+                allocator.acknowledge(observer, &unread).expect("no faults");
+            };
+            (0..3).for_each(|_| read(reading));
+            [grower, sleeper].into_iter().for_each(|thread| thread.join().expect("no panic"));
+            allocator.trim(Some(pool)).expect("no faults");
+            read(reading);
+            let all = allocator.unread(late);
+            let of = |stream| {
+                move |event: &&symmalloc_core::segment_log::SegmentEvent| event.stream == Some(StreamId(stream))
+            };
+            for stream in [0, 1] {
+                let (one, other): (Vec<_>, Vec<_>) =
+                    (events.iter().filter(of(stream)).collect(), all.events.iter().filter(of(stream)).collect());
+                assert_eq!(one, other, "the events of {stream}");
+            }
+            allocator.acknowledge(late, &all).expect("no faults");
+            for observer in [reading, late] {
+                allocator.forget(observer).expect("no faults");
+            }
+            allocator.trim(Some(pool)).expect("no faults");
+            assert_eq!(allocator.stats().retired_bytes, 0);
+            allocator.destroy_pool(pool).expect("nothing is live");
+            assert_nothing_is_left(&allocator);
+        });
+    }
+}
