@@ -195,7 +195,8 @@ impl CliError {
             CliError::RecordOfSeveral { .. } => "replay the traces one by one",
             CliError::PlanOfSeveral { .. } => "plan the recordings one by one",
             CliError::Rectangles { .. } => {
-                "give the columns id, lower, upper (exclusive) and size, with whole numbers; an `end` column is inclusive"
+                "begin with the columns id, lower, upper (exclusive) and size, separated by commas, and give whole numbers; an \
+                 `end` column is inclusive"
             }
             CliError::PlanOfRectangles { .. } => "remove the flag",
             CliError::PlanOfBoth { .. } => "plan tables and recordings in separate calls",

@@ -131,6 +131,8 @@ fn read(source: impl Read) -> Result<(Vec<Rectangle>, Vec<String>), TableError> 
     let (mut rectangles, mut names) = (Vec::new(), Vec::new());
     let mut indices = BTreeMap::new();
     let mut table = csv::ReaderBuilder::new().trim(csv::Trim::All).from_reader(source);
+    let columns = table.headers()?.iter().map(str::to_lowercase).collect();
+    table.set_headers(columns);
     for (index, row) in table.deserialize().enumerate() {
         let row: Row = row?;
         if let Some(column) = row.unsupported() {

@@ -16,7 +16,8 @@ use symmalloc_plan::{Problem, Solution, Steps, TableError, solve};
 /// Maximum length of the header line.
 const HEADER_BYTES_MAX: u64 = 4096;
 
-/// Returns `true` if the file begins with the header of a table of rectangles. A log of RMM is CSV too, with other columns.
+/// Returns `true` if the file is a table of rectangles, or is meant to be one: its first line has the columns, or its name ends in `.csv`.
+/// A log of RMM is CSV too, with other columns.
 pub(super) fn is_table(path: &Path) -> bool {
     let is_file = std::fs::metadata(path).is_ok_and(|metadata| metadata.is_file());
     let Some(file) = is_file.then(|| File::open(path).ok()).flatten() else { return false };
@@ -24,12 +25,14 @@ pub(super) fn is_table(path: &Path) -> bool {
     if BufReader::new(file.take(HEADER_BYTES_MAX)).read_until(b'\n', &mut header).is_err() {
         return false;
     }
-    let header = String::from_utf8_lossy(&header);
-    let has = |names: &[&str]| {
-        let mut columns = header.trim_start_matches('\u{feff}').split(',').map(str::trim);
-        columns.any(|column| names.contains(&column))
-    };
-    has(&["lower", "start", "begin"]) && has(&["upper", "end"]) && has(&["size"])
+    let Ok(header) = String::from_utf8(header) else { return false };
+    let header = header.trim_start_matches('\u{feff}').to_lowercase();
+    let columns: Vec<&str> =
+        header.split([',', ';', '\t']).map(|column| column.trim_matches([' ', '"', '\r', '\n'])).collect();
+    let has = |names: &[&str]| columns.iter().any(|column| names.contains(column));
+    let is_other = header.starts_with("symmalloc-trace") || has(&["action", "allocate", "free"]);
+    let has_columns = has(&["lower", "start", "begin"]) && has(&["upper", "end"]) && has(&["size"]);
+    has_columns || !is_other && Content::of_name(path) == Some(Content::Table)
 }
 
 /// Plans each table, and writes the only one with its offsets if an output is given.

@@ -367,6 +367,11 @@ fn a_table_of_rectangles_gets_offsets_and_its_quality() {
     for part in ["5 rectangles", "lower bound", "lower bound / height 1.0000: optimal", "found in"] {
         assert!(shown.contains(part), "{shown}");
     }
+    // The same problem with the names of columns as a spreadsheet may write them.
+    let capital =
+        folder.file("capital.csv", TABLE.join("\n").replace("id,lower,upper,size", "\"ID\",Lower,Upper,Size"));
+    symmalloc("plan {} -o {}", &[&capital, &offsets]).exited(0);
+    assert_eq!(fs::read_to_string(&offsets).unwrap(), text);
     // The same problem with inclusive ends.
     let inclusive = ["id,start,end,size", "b1,0,2,4", "b2,3,8,4", "b3,0,8,4", "b4,9,20,4", "b5,0,20,4"];
     let inclusive = folder.file("inclusive.csv", inclusive.join("\n"));
@@ -380,12 +385,18 @@ fn a_table_that_cannot_be_planned_is_refused() {
     let table = folder.file("table.csv", TABLE.join("\n"));
     let bad = folder.file("bad.csv", "id,lower,upper,size\na,3,1,4\n");
     let aligned = folder.file("aligned.csv", "id,lower,upper,size,alignment\na,0,1,4,8\n");
+    let without_size = folder.file("unsized.csv", "id,lower,upper\na,0,1\n");
+    let untitled = folder.file("untitled.csv", "a,0,1,4\nb,1,3,4\n");
+    let semicolons = folder.file("semicolons.csv", "id;lower;upper;size\na;0;1;4\n");
     let job = folder.trace("job.trace", &LINES);
     let offsets = folder.path("offsets.csv");
     let plan = folder.path("offsets.plan");
     for (args, paths, part) in [
         ("plan {}", vec![&bad], "rectangle 0 lives from 3 to 1"),
         ("plan {}", vec![&aligned], "column `alignment`"),
+        ("plan {}", vec![&without_size], "missing field `size`"),
+        ("plan {}", vec![&untitled], "begin with the columns id"),
+        ("plan {}", vec![&semicolons], "separated by commas"),
         ("plan {} --streams separate", vec![&table], "--streams is for recordings"),
         ("plan {} --one-job", vec![&table], "--one-job is for recordings"),
         ("plan {} {}", vec![&table, &job], "job.trace is a recording, but other inputs are tables"),

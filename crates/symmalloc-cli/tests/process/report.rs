@@ -26,6 +26,21 @@ fn the_page_shows_the_holders_of_memory_and_the_fragmentation() {
 }
 
 #[test]
+fn free_memory_that_another_stream_still_uses_counts_in_the_fragmentation() {
+    let folder = Folder::new();
+    let sizes = [4, 2, 4, 6, 1].into_iter().enumerate();
+    let mut lines: Vec<String> = ["stream s0", "stream s1"].map(String::from).into();
+    lines.extend(sizes.map(|(id, size)| format!("a {id} {} s0", size << 20)));
+    lines.extend(["u 1 s1", "f 1", "f 3"].map(String::from));
+    let lines: Vec<&str> = lines.iter().map(String::as_str).collect();
+    let (job, out) = (folder.trace("job.trace", &lines), folder.path("report.html"));
+    let printed = symmalloc("report {} -o {} --op 9 --json", &[&job, &out]).json(0);
+    let found = ["free_bytes", "largest_free_bytes", "fragmentation"].map(|key| printed[key].as_f64());
+    let mib = f64::from(1 << 20);
+    assert_eq!(found, [Some(8.0 * mib), Some(6.0 * mib), Some(0.25)], "{printed}");
+}
+
+#[test]
 fn every_command_on_the_page_reproduces_its_numbers() {
     let folder = Folder::new();
     let (job, out) = (busy_trace(&folder), folder.path("report.html"));
