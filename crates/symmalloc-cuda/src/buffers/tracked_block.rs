@@ -184,11 +184,15 @@ impl<A: StreamAllocatorRef<Memory = CudaBackend>> TrackedPart<A> {
     }
 
     /// Returns another part of the block, which begins `offset_bytes` after the start of this one. First makes the block's stream wait for
-    /// all uses of this part, so that the new part starts with no uses by other streams.
+    /// all uses of this part, so that the new part starts with no uses by other streams, except those that a capture kept it from waiting for.
     pub(super) fn behind(&self, offset_bytes: u64) -> Self {
         self.as_ref().use_on_own_stream(AccessMode::Write);
         let address = if self.address == 0 { 0 } else { self.address + offset_bytes };
-        TrackedPart { block: Arc::clone(&self.block), address, uses: OnceBox::new() }
+        let uses = OnceBox::new();
+        if let Some(inherited) = self.uses.get().and_then(|uses| uses.of_part(self.block.allocator().stream_id())) {
+            uses.get_or_init(|| Box::new(inherited));
+        }
+        TrackedPart { block: Arc::clone(&self.block), address, uses }
     }
 
     /// Moves the start of the part to this address.

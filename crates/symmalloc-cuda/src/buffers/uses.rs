@@ -2,9 +2,9 @@
 //!
 //! Taking the pointer of a buffer on a stream other than the buffer's stream has two effects:
 //! 1. The use is recorded with the allocator: the next owner of the memory waits for that stream.
-//! 2. While cudarc's event tracking is on (its default, see `CudaContext::disable_event_tracking`), the stream waits for the buffer's last
-//!    writer, and a writer also waits for all readers. `CudaSlice` does the same, but records an event at each use. Here events are
-//!    recorded only when the stream changes.
+//! 2. While cudarc's event tracking is on (its default, see `CudaContext::disable_event_tracking`), a reader waits for the last writer's
+//!    stream. A writer waits for that stream and for all readers, even if it has waited for the writer before. `CudaSlice` does the same,
+//!    but records an event at each use. Here events are recorded only when the stream changes.
 //!
 //! A kernel on the buffer's stream that takes the buffer itself as its argument is ordered like any other use.
 //!
@@ -17,7 +17,9 @@
 //! open: a [`LentSlice`](super::lent::LentSlice) counts itself, and an event that was never recorded belongs to a guard that was never
 //! dropped. If such a guard exists, the host waits for the context before the block is freed.
 //!
-//! During a stream capture, only streams of the same capture are ordered. The program must order earlier work before it launches the graph.
+//! # Captures
+//! During a stream capture, only streams of the same capture can be ordered. The program must order earlier work before it launches the
+//! graph. Streams that were not waited for stay on record, so uses after the capture wait for them.
 
 use crate::device::{CudaDevice, RestoreCurrent};
 use crate::error::{CAPTURE_UNSUPPORTED, DriverError, DropError, INVALID_HANDLE};
@@ -58,8 +60,33 @@ const WATCHED_USES_MAX: usize = 8;
 #[derive(Debug)]
 struct RegisteredUses {
     writer: StreamId,
-    /// Streams that read the writer's data, or are ordered after the writer.
-    readers: SmallVec<[StreamId; 2]>,
+    /// Earlier users for which the writer did not wait, because one of the two was being captured.
+    skipped: SmallVec<[StreamId; 1]>,
+    readers: SmallVec<[Reader; 2]>,
+}
+
+/// A stream that reads the writer's data.
+#[derive(Clone, Copy, Debug)]
+struct Reader {
+    stream: StreamId,
+    /// `true` if it waited for the writer and the skipped users.
+    is_ordered: bool,
+}
+
+impl RegisteredUses {
+    fn new(writer: StreamId) -> Self {
+        RegisteredUses { writer, skipped: SmallVec::new(), readers: SmallVec::new() }
+    }
+
+    /// Returns the streams whose writes a reader must see: the writer, and the users for which it did not wait.
+    fn writers(&self) -> impl Iterator<Item = StreamId> {
+        iter::once(self.writer).chain(self.skipped.iter().copied())
+    }
+
+    /// Returns all streams that use the buffer.
+    fn users(&self) -> impl Iterator<Item = StreamId> {
+        self.writers().chain(self.readers.iter().map(|reader| reader.stream))
+    }
 }
 
 /// A use by an unregistered stream.
@@ -72,8 +99,20 @@ struct ForeignUse {
 
 impl Uses {
     pub(super) fn new(owner: StreamId) -> Self {
-        let registered = Mutex::new(RegisteredUses { writer: owner, readers: SmallVec::new() });
+        Self::with(RegisteredUses::new(owner))
+    }
+
+    fn with(registered: RegisteredUses) -> Self {
+        let registered = Mutex::new(registered);
         Uses { registered, foreign: OnceLock::new(), lends: AtomicU32::new(0), unwatched: Mutex::default() }
+    }
+
+    /// Returns the uses with which a part of the buffer begins after its stream `owner` has waited for all uses of the buffer. `None` if that
+    /// stream is the only user.
+    pub(super) fn of_part(&self, owner: StreamId) -> Option<Self> {
+        let registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
+        let skipped = registered.skipped.clone();
+        (!skipped.is_empty()).then(|| Self::with(RegisteredUses { skipped, ..RegisteredUses::new(owner) }))
     }
 
     /// Counts a lent slice until [`end_lend`](Self::end_lend).
@@ -174,22 +213,30 @@ impl Uses {
         access: AccessMode,
     ) -> Result<(), BackendError> {
         let mut registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_behind_writer = registered.writer == stream || registered.readers.contains(&stream);
-        let mut behind: SmallVec<[StreamId; 3]> = SmallVec::new();
         match access {
-            AccessMode::Read if !is_behind_writer => {
-                behind.push(registered.writer);
-                registered.readers.push(stream);
+            AccessMode::Read => {
+                let known = registered.readers.iter().position(|reader| reader.stream == stream);
+                if registered.writers().all(|writer| writer == stream)
+                    || known.is_some_and(|index| registered.readers[index].is_ordered)
+                {
+                    return Ok(());
+                }
+                let waited = wait_for_all(allocator, stream, registered.writers());
+                let reader = Reader { stream, is_ordered: waited.as_ref().map_or(true, SmallVec::is_empty) };
+                match known {
+                    Some(index) => registered.readers[index] = reader,
+                    None => registered.readers.push(reader),
+                }
+                waited.map(drop)
             }
-            AccessMode::Read => {}
             AccessMode::Write => {
                 // A reader waited for the writer, but not for what the writer's stream has read since.
-                let users = iter::once(&registered.writer).chain(&registered.readers).copied();
-                behind.extend(users.filter(|user| *user != stream));
-                *registered = RegisteredUses { writer: stream, readers: SmallVec::new() };
+                let waited = wait_for_all(allocator, stream, registered.users());
+                let skipped = waited.as_ref().cloned().unwrap_or_default();
+                *registered = RegisteredUses { skipped, ..RegisteredUses::new(stream) };
+                waited.map(drop)
             }
         }
-        behind.into_iter().try_for_each(|on| order_behind(allocator, stream, on))
     }
 
     /// Makes a stream wait for all uses by unregistered streams.
@@ -219,7 +266,7 @@ impl Uses {
         }
         if stream.context().is_event_tracking() {
             let registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
-            for &user in iter::once(&registered.writer).chain(&registered.readers) {
+            for user in registered.users() {
                 let event = streams.record(user)?;
                 let waited = streams.wait_raw(stream.cu_stream(), event);
                 streams.recycle(event);
@@ -270,8 +317,23 @@ pub(super) fn wait_for_context(device: &CudaDevice, context: &Arc<CudaContext>) 
     context.synchronize().map_err(|error| DriverError { call: "cuCtxSynchronize", code: error.0 as i32 })
 }
 
-/// Orders `stream` after `on`, unless they belong to different captures.
-fn order_behind(allocator: &StreamAllocator, stream: StreamId, on: StreamId) -> Result<(), BackendError> {
+/// Makes a stream wait for other streams. Returns those for which it did not wait, because they belong to another capture.
+fn wait_for_all(
+    allocator: &StreamAllocator,
+    stream: StreamId,
+    others: impl Iterator<Item = StreamId>,
+) -> Result<SmallVec<[StreamId; 1]>, BackendError> {
+    let mut skipped = SmallVec::new();
+    for other in others.filter(|other| *other != stream) {
+        if !wait_for(allocator, stream, other)? {
+            skipped.push(other);
+        }
+    }
+    Ok(skipped)
+}
+
+/// Makes a stream wait for another one. Returns `false`, without a wait, if they belong to different captures.
+fn wait_for(allocator: &StreamAllocator, stream: StreamId, on: StreamId) -> Result<bool, BackendError> {
     let streams = allocator.state().streams();
     if streams.device().is_capturing() {
         let capture_of = |id| match streams.stream(id) {
@@ -279,8 +341,9 @@ fn order_behind(allocator: &StreamAllocator, stream: StreamId, on: StreamId) -> 
             None => Ok(None),
         };
         if capture_of(stream)? != capture_of(on)? {
-            return Ok(());
+            return Ok(false);
         }
     }
-    allocator.state().wait(stream, on)
+    allocator.state().wait(stream, on)?;
+    Ok(true)
 }

@@ -1,8 +1,8 @@
 //! Stream captures: memory from the graph pool, only legal calls, and reproducible placements.
 
-use crate::process::{calls, device, live, stub_test};
-use cudarc::driver::CudaStream;
+use crate::process::{calls, device, hold, live, stub_test};
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
+use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::sync::Arc;
 use symmalloc_core::Placement;
 use symmalloc_core::config::{Config, PoolConfig};
@@ -221,4 +221,50 @@ stub_test!(captures_begun_by_other_code_are_detected, {
     assert!(allocator.is_capturing().expect("queried"), "cudarc captures a registered stream");
     stream.end_capture(CUgraphInstantiate_flags(0)).expect("ended");
     assert!(!allocator.is_capturing().expect("queried"));
+});
+
+stub_test!(uses_in_a_capture_do_not_hide_work_for_which_they_did_not_wait, {
+    let allocator = allocator();
+    let pool = GraphPool::new(&allocator, reserved()).expect("made");
+    let (captured, other) = streams(&allocator);
+    let third = allocator.device().context().new_stream().expect("a stream");
+    for stream in [&captured, &other, &third] {
+        allocator.register_stream(stream).expect("registered");
+    }
+    for (writes, reader) in [(false, &captured), (true, &captured), (true, &third)] {
+        let mut buffer = allocator.alloc_zeroed::<u8>(&other, 1 << 20).expect("allocated");
+        let mut copy = allocator.alloc_zeroed::<u8>(reader, 1 << 20).expect("allocated");
+        other.memcpy_htod(&vec![9; 1 << 20], &mut buffer).expect("copied");
+        let capture = pool.begin(&captured).expect("begun");
+        let slow = hold(other.cu_stream() as u64);
+        other.memset_zeros(&mut buffer).expect("submitted outside of the capture");
+        if writes {
+            let _ = buffer.device_ptr_mut(&captured);
+        } else {
+            let _ = buffer.device_ptr(&captured);
+        }
+        drop(capture.end().expect("the capture is valid"));
+        reader.memcpy_dtod(&buffer, &mut copy).expect("submitted");
+        drop(slow);
+        let found = reader.clone_dtoh(&copy).expect("copied");
+        assert!(found.iter().all(|byte| *byte == 0), "the copy waits for the memset if the capture writes: {writes}");
+    }
+});
+
+stub_test!(a_part_that_is_split_off_in_a_capture_keeps_the_uses_for_which_it_did_not_wait, {
+    let allocator = allocator();
+    let pool = GraphPool::new(&allocator, reserved()).expect("made");
+    let (captured, other) = streams(&allocator);
+    allocator.register_stream(&other).expect("registered");
+    let mut copy = allocator.alloc_zeroed::<u8>(&captured, 1 << 19).expect("allocated");
+    let mut front = allocator.alloc_zeroed::<u8>(&captured, 1 << 20).expect("allocated").into_part();
+    captured.memcpy_htod(&vec![9; 1 << 20], &mut front).expect("copied");
+    let capture = pool.begin(&captured).expect("begun");
+    let slow = hold(other.cu_stream() as u64);
+    other.memset_zeros(&mut front).expect("submitted outside of the capture");
+    let back = front.split_off(1 << 19);
+    drop(capture.end().expect("the capture is valid"));
+    captured.memcpy_dtod(&back, &mut copy).expect("submitted");
+    drop(slow);
+    assert_eq!(captured.clone_dtoh(&copy).expect("copied"), vec![0; 1 << 19]);
 });

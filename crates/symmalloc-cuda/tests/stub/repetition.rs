@@ -1,4 +1,4 @@
-//! Repetition: after many sleeps, captures, streams and pools, every statistic and every driver object is that of the first round.
+//! Repetition: after many sleeps, captures, streams and pools, current values, peaks and driver objects are those of the first round.
 
 use crate::graphs;
 use crate::process::{descriptors, device, live, steady, stub_test};
@@ -137,14 +137,16 @@ stub_test!(pools_that_learn_steps_hold_what_the_first_one_held, {
         allocator.core().reset_peak_stats();
         let pool = allocator.create_pool("segments:expandable,plan:learn".parse().expect("valid")).expect("made");
         let inside = allocator.with_pool(&pool);
-        let mut places = Vec::new();
+        let (mut places, mut last) = (Vec::new(), None);
         for _ in 0..4 {
             allocator.core().begin_step(pool.id(), 0).expect("begun");
             let buffers = [3, 1, 2].map(|size| inside.alloc_zeroed::<u8>(&stream, size * MIB).expect("memory"));
             places.push(addresses(&buffers));
             drop(buffers);
-            allocator.core().end_step(pool.id()).expect("ended");
+            last = Some(allocator.core().end_step(pool.id()).expect("ended"));
         }
+        let last = last.expect("four steps");
+        assert_eq!((last.planned, last.difference), (3, None), "the last step follows the plan");
         drop((inside, pool));
         allocator.trim().expect("trimmed");
         (places, held(&allocator, []))

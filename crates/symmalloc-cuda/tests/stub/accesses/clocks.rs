@@ -1,6 +1,6 @@
 //! Happens-before between the accesses of streams, from the stub's log.
 //!
-//! The clock of work holds, for each stream, the number of the last work that is done before it:
+//! The clock of work holds, for each stream, the number of the last work that is done before it. `+` takes the larger number of each stream:
 //!
 //! ```text
 //!  clock(work) = clock(previous work of the stream) + clock(host) + itself
@@ -114,11 +114,11 @@ impl History {
         clocks.push((seq, clock));
     }
 
-    /// Returns the clock of work, which may be an event and as such not in the log.
+    /// Returns the clock at a position of a stream. The position may be an event, which is not logged.
     fn clock_of(&self, stream: u64, seq: u64) -> Clock {
         let clocks = self.streams.get(&stream).map_or(&[][..], Vec::as_slice);
-        let behind = clocks.partition_point(|(number, _)| *number <= seq);
-        let mut clock = behind.checked_sub(1).map(|last| clocks[last].1.clone()).unwrap_or_default();
+        let covered = clocks.partition_point(|(number, _)| *number <= seq);
+        let mut clock = covered.checked_sub(1).map(|last| clocks[last].1.clone()).unwrap_or_default();
         clock.insert(stream, seq);
         clock
     }
