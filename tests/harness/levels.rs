@@ -3,7 +3,7 @@
 use symmalloc_core::report::MemoryStats;
 use symmalloc_core::stats::Stat;
 
-/// Returns the statistics with all totals and counts of ops set to zero. Current values and peaks stay.
+/// Returns the statistics with all totals and counts of ops set to zero. Current values, peaks and the number of errors stay.
 pub fn levels(mut stats: MemoryStats) -> MemoryStats {
     let without = |stat: &mut Stat| (stat.allocated, stat.freed) = (0, 0);
     for class in [&mut stats.usage.all, &mut stats.usage.small, &mut stats.usage.large] {

@@ -177,7 +177,7 @@ impl<L: Lock> Heap<L> {
         requested: u64,
         name: Option<&str>,
     ) -> Result<Allocation, Box<Shortage>> {
-        // The handle alone fits into registers. An `Allocation` that passes through a call passes through memory.
+        // A handle fits into two registers. An inner call would return an `Allocation` through memory.
         let handle = match self.mode {
             _ if requested == 0 => return self.allocate_nothing(stream),
             RequestMode::Ordinary => self.allocate_anywhere(context, stream, requested)?,
@@ -254,11 +254,14 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Returns why the heap refuses requests: the pool sleeps, or was destroyed.
+    /// Returns the error of a sleeping or destroyed pool.
     #[cold]
     fn refusal(&self) -> Box<Shortage> {
-        let is_asleep = matches!(self.mode, RequestMode::Asleep(_));
-        if is_asleep { Shortage::Asleep.boxed() } else { Shortage::Closed.boxed() }
+        match self.mode {
+            RequestMode::Asleep(_) => Shortage::Asleep.boxed(),
+            RequestMode::Closed => Shortage::Closed.boxed(),
+            RequestMode::Ordinary | RequestMode::Step => unreachable!("the pool serves requests"),
+        }
     }
 
     /// Allocates zero bytes, which take no memory.

@@ -22,7 +22,7 @@ pub struct Entry {
     pub from: u64,
     /// First byte that the work writes. For a stream wait, number of the last work of the other stream that it covers.
     pub to: u64,
-    /// Number of bytes that the work reads or writes, or both.
+    /// Number of bytes that the work reads, and of those that it writes.
     pub count: u64,
 }
 

@@ -5,9 +5,10 @@ use std::fmt::Debug;
 /// Runs rounds. Each returns what must be equal after every round: addresses, windows, bytes, events, descriptors.
 ///
 /// # Panics
-/// Panics if a round returns something else than the first one.
+/// Panics if a round returns a different value than the first one, or if there are fewer than two rounds.
 #[track_caller]
 pub fn steady<S: PartialEq + Debug>(rounds: usize, mut round: impl FnMut(usize) -> S) {
+    assert!(rounds > 1, "a single round has nothing to be compared with");
     let first = round(0);
     for number in 1..rounds {
         let later = round(number);

@@ -29,8 +29,8 @@ pub(super) struct Destroyed<L: Lock> {
     kept: Vec<PoolId>,
     /// Removed pools for reuse, by the policy of their streams and the digest of their configuration. No list is empty.
     spare: BTreeMap<(StreamPolicy, u64), Vec<PoolEntry<L>>>,
-    /// Last digests of destroyed heaps, ascending by pool and stream. Grows by an eighth, because a program that never
-    /// syncs keeps the history of every symmetric pool, and shrinks when three quarters of it are unused.
+    /// Last digests of destroyed heaps, ascending by pool and stream. The capacity grows by an eighth, because a
+    /// program that never syncs keeps the history of every symmetric pool. It shrinks when three quarters are unused.
     histories: VecDeque<(HistoryKey, Digest)>,
     /// The journals of the most recent histories, in the order of destruction.
     journals: VecDeque<(HistoryKey, Box<Journal>)>,
@@ -132,7 +132,7 @@ impl<L: Lock> Destroyed<L> {
     /// Keeps the sums and the history of a removed heap.
     pub(super) fn bury(&mut self, heap: &mut Heap<L>, symmetric: bool) {
         heap.add_to(&mut self.counts);
-        // The sums of usage are separate, and a removed heap has no plans.
+        // Usage is summed separately, and plans end with their heap.
         (self.counts.usage, self.counts.steps.plans) = (Default::default(), 0);
         self.usage.absorb(heap.ledger().usage());
         if symmetric && heap.ledger().has_history() && !heap.ledger().is_settled() {

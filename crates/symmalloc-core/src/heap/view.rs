@@ -45,7 +45,8 @@ pub struct MemoryStats {
     pub out_of_memory_count: u64,
     /// Steps and their use of plans.
     pub steps: StepStats,
-    /// `true` if the peaks of `usage.all` are exact: for one heap, or for all heaps if one thread drives the allocator.
+    /// `true` if the peaks of `usage.all` are exact: for all heaps if one thread drives the allocator, and otherwise for one
+    /// heap, if no destroyed pool had allocations since peaks were last reset.
     /// All other peaks, including those by class, are sums of the heaps' peaks. These may have occurred at different
     /// times, so their sum is an upper bound.
     pub peaks_are_exact: bool,

@@ -70,7 +70,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("suites"))
     parser.add_argument("--seconds", type=float, default=300, help="time limit per test")
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="total time; repeat the command to continue")
-    parser.add_argument("--together", action="store_true", help="run both allocators at once, each with half of --at-once")
+    parser.add_argument("--together", action="store_true", help="run both allocators at once; they share --at-once")
     options = Options(**vars(parser.parse_args()))
     options.out.mkdir(parents=True, exist_ok=True)
     if options.tests is not None:

@@ -7,8 +7,8 @@ The allocator is installed right after the child imports PyTorch. A child withou
 from __future__ import annotations
 
 import removed_names
+from allocators import under_allocator
 from import_hooks import after_import
-from worker import under_allocator
 
 after_import("torch", lambda _: under_allocator())
 removed_names.supply()

@@ -12,8 +12,9 @@ os.environ.setdefault("BACKEND", os.environ.get("SYMMALLOC_SUITES_BACKEND", "ncc
 os.environ.setdefault("WORLD_SIZE", "2")
 # Spawned ranks also run this file, and find the test's class by name.
 import torch
+from allocators import under_allocator
 from results import Outcome
-from worker import outcome, under_allocator
+from worker import outcome
 
 under_allocator()
 

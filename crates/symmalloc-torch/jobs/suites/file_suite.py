@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import removed_names
+from allocators import under_allocator
 from results import Outcome
-from worker import FILE, TESTS, outcome, under_allocator
+from worker import FILE, TESTS, outcome
 
 path = Path(os.environ[TESTS], os.environ[FILE])
 # Tests import each other, and their child processes find them by name.

@@ -15,10 +15,10 @@ def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
     if name in sys.modules:
         change(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _Changed(name, change))
+        sys.meta_path.insert(0, _ChangingFinder(name, change))
 
 
-class _Changed(MetaPathFinder):
+class _ChangingFinder(MetaPathFinder):
     """Finds one module with the other finders, and extends its loader."""
 
     def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
@@ -38,7 +38,10 @@ class _Changed(MetaPathFinder):
 
             def executed(module: ModuleType) -> None:
                 execute(module)
-                self.change(module)
+                # Not for a later reload.
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self.change(module)
 
             spec.loader.exec_module = executed  # type: ignore[method-assign]
         return spec

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from allocators import under_allocator
 from results import PASSED, Outcome
-from worker import under_allocator
 
 # The allocator must be installed before any use of CUDA.
 under_allocator()

@@ -25,9 +25,9 @@ from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from allocators import ALLOCATOR
 from results import FAILED, PASSED, SKIPPED, Outcome, RunFile
 
-ALLOCATOR = "SYMMALLOC_SUITES_ALLOCATOR"
 # The folder of PyTorch's tests, and the suite's file in it.
 TESTS = "SYMMALLOC_SUITES_TESTS"
 FILE = "SYMMALLOC_SUITES_FILE"
@@ -53,16 +53,6 @@ def load(suite: str) -> ModuleType:
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
-
-
-def under_allocator() -> None:
-    """Installs the allocator of this run in PyTorch. Suites call it first, also in their child processes."""
-    if os.environ.get(ALLOCATOR) == "symmalloc":
-        import symmalloc
-
-        symmalloc.install()
-        if not symmalloc.has_class():
-            raise SystemExit("the class for PyTorch is missing here: set SYMMALLOC_TORCH_CLASS=require to see the cause")
 
 
 def outcome(test: unittest.TestCase) -> Outcome:

@@ -1,5 +1,5 @@
-//! Repetition: after many sleeps, detachments, captures and communicators, every rank has the windows, addresses, bytes, events and
-//! descriptors of the first round.
+//! Repetition: rounds of sleeps, detachments, captures and communicators end like the first one. Each rank compares its windows, addresses
+//! and statistics. Rank 0 also compares the driver objects of the process, except events, and its descriptors.
 
 use super::growth::{SharedId, builder, grow, share_id};
 use super::support::{Job, MIB, Rank, nothing_is_left};
