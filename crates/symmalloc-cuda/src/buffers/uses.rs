@@ -6,6 +6,9 @@
 //!    stream. A writer waits for that stream and for all readers, even if it has waited for the writer before. `CudaSlice` does the same,
 //!    but records an event at each use. Here events are recorded only when the stream changes.
 //!
+//! Views of one buffer share its record. If guards of several writable views are open at once, only the last one counts as the writer: the
+//! program submits the work of each view before it takes the pointer of the next.
+//!
 //! A kernel on the buffer's stream that takes the buffer itself as its argument is ordered like any other use.
 //!
 //! An unregistered stream has no id. cudarc records an event for its use when the pointer's guard is dropped, and the buffer's stream waits
