@@ -4,9 +4,11 @@
 use super::explored::{Shared, assert_nothing_is_left, explore, shared};
 use shuttle::sync::Arc;
 use shuttle::thread;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::errors::{AllocateError, PoolError, UnknownError};
 use symmalloc_core::op::Contents;
+use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
 use symmalloc_core::sleep::{Phase, SleepCause};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocation, PoolId, StreamId};
@@ -139,6 +141,8 @@ fn a_trim_during_a_sleep_or_wake_releases_no_memory_that_is_in_use() {
 /// everything at the end gets the same events.
 #[test]
 fn an_observer_gets_every_event_once_while_the_pool_grows_sleeps_and_wakes() {
+    /// Number of segments that were added, over all schedules.
+    static BIRTHS: AtomicUsize = AtomicUsize::new(0);
     for is_fixed in [false, true] {
         explore(300, move || {
             let allocator = shared(&Config::default(), 25);
@@ -174,9 +178,11 @@ fn an_observer_gets_every_event_once_while_the_pool_grows_sleeps_and_wakes() {
             allocator.trim(Some(pool)).expect("no faults");
             read(reading);
             let all = allocator.unread(late);
-            let of = |stream| {
-                move |event: &&symmalloc_core::segment_log::SegmentEvent| event.stream == Some(StreamId(stream))
-            };
+            let count = |kind| all.events.iter().filter(|event| event.kind == kind).count();
+            let births = count(SegmentEventKind::Birth);
+            assert_eq!(births, count(SegmentEventKind::Death), "every segment that was added is removed by the trim");
+            BIRTHS.fetch_add(births, Ordering::Relaxed);
+            let of = |stream| move |event: &&SegmentEvent| event.stream == Some(StreamId(stream));
             for stream in [0, 1] {
                 let (one, other): (Vec<_>, Vec<_>) =
                     (events.iter().filter(of(stream)).collect(), all.events.iter().filter(of(stream)).collect());
@@ -191,5 +197,6 @@ fn an_observer_gets_every_event_once_while_the_pool_grows_sleeps_and_wakes() {
             allocator.destroy_pool(pool).expect("nothing is live");
             assert_nothing_is_left(&allocator);
         });
+        assert!(BIRTHS.swap(0, Ordering::Relaxed) > 0, "segments were added");
     }
 }

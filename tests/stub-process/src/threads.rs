@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 /// Time after which a wait fails. Longer than the deadlines of all communicators in tests.
 pub const WAIT_MAX: Duration = Duration::from_secs(120);
 
-/// Multiplies a time limit by the load per processor, if that exceeds 1. Returns at most half of [`WAIT_MAX`].
+/// Multiplies a time limit by the load per processor, rounded up. Returns at most half of [`WAIT_MAX`]. Messages between ranks have whole
+/// milliseconds, so a fraction would be lost.
 pub fn scaled_to_load(limit: Duration) -> Duration {
     let Ok(text) = std::fs::read_to_string("/proc/loadavg") else { return limit };
     // The average of the last minute, and the number of threads that can run now: `4.66 2.58 1.67 9/312 4711`.
@@ -18,7 +19,8 @@ pub fn scaled_to_load(limit: Duration) -> Duration {
     let average: f64 = words.next().and_then(|word| word.parse().ok()).unwrap_or(0.0);
     let now: f64 = words.nth(2).and_then(|word| word.split('/').next()?.parse().ok()).unwrap_or(0.0);
     let processors = std::thread::available_parallelism().map_or(1.0, |count| count.get() as f64);
-    limit.mul_f64((average.max(now) / processors).max(1.0)).min(WAIT_MAX / 2)
+    let factor = (average.max(now) / processors).ceil().max(1.0);
+    (limit * factor as u32).min(WAIT_MAX / 2)
 }
 
 /// Exit status of a process in which a rank's thread panicked, the same as that of a failed test.

@@ -208,7 +208,8 @@ impl Uses {
         Ok(SyncOnDrop::Record(None))
     }
 
-    /// Makes a registered stream wait for conflicting uses. The use is recorded even on failure; the host waits in that case.
+    /// Makes a registered stream wait for conflicting uses. The use is recorded even on failure, and earlier users stay on record then: the
+    /// host's wait in place of the stream's may fail as well.
     fn order_registered(
         &self,
         allocator: &StreamAllocator,
@@ -224,20 +225,19 @@ impl Uses {
                 {
                     return Ok(());
                 }
-                let waited = wait_for_all(allocator, stream, registered.writers());
-                let reader = Reader { stream, is_ordered: waited.as_ref().map_or(true, SmallVec::is_empty) };
+                let (skipped, waited) = wait_for_all(allocator, stream, registered.writers());
+                let reader = Reader { stream, is_ordered: skipped.is_empty() };
                 match known {
                     Some(index) => registered.readers[index] = reader,
                     None => registered.readers.push(reader),
                 }
-                waited.map(drop)
+                waited
             }
             AccessMode::Write => {
                 // A reader waited for the writer, but not for what the writer's stream has read since.
-                let waited = wait_for_all(allocator, stream, registered.users());
-                let skipped = waited.as_ref().cloned().unwrap_or_default();
+                let (skipped, waited) = wait_for_all(allocator, stream, registered.users());
                 *registered = RegisteredUses { skipped, ..RegisteredUses::new(stream) };
-                waited.map(drop)
+                waited
             }
         }
     }
@@ -320,19 +320,24 @@ pub(super) fn wait_for_context(device: &CudaDevice, context: &Arc<CudaContext>) 
     context.synchronize().map_err(|error| DriverError { call: "cuCtxSynchronize", code: error.0 as i32 })
 }
 
-/// Makes a stream wait for other streams. Returns those for which it did not wait, because they belong to another capture.
+/// Makes a stream wait for other streams. Returns those for which it did not wait, because they belong to another capture or a wait failed.
 fn wait_for_all(
     allocator: &StreamAllocator,
     stream: StreamId,
     others: impl Iterator<Item = StreamId>,
-) -> Result<SmallVec<[StreamId; 1]>, BackendError> {
-    let mut skipped = SmallVec::new();
+) -> (SmallVec<[StreamId; 1]>, Result<(), BackendError>) {
+    let (mut skipped, mut outcome) = (SmallVec::new(), Ok(()));
     for other in others.filter(|other| *other != stream) {
-        if !wait_for(allocator, stream, other)? {
+        if skipped.contains(&other) {
+            continue;
+        }
+        let waited = if outcome.is_ok() { wait_for(allocator, stream, other) } else { Ok(false) };
+        if !matches!(waited, Ok(true)) {
             skipped.push(other);
         }
+        outcome = outcome.and(waited.map(drop));
     }
-    Ok(skipped)
+    (skipped, outcome)
 }
 
 /// Makes a stream wait for another one. Returns `false`, without a wait, if they belong to different captures.
