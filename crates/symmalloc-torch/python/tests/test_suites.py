@@ -151,7 +151,7 @@ class Runs(unittest.TestCase):
         parts = [RunFile(self.out / f"fake_suite-native-1.{part}.jsonl").outcomes() for part in range(3)]
         self.assertEqual([list(part) for part in parts], [["fine"], ["skips"], ["last"]])
 
-    def test_both_allocators_run_at_once_with_half_of_the_places_each(self) -> None:
+    def test_together_each_allocator_gets_half_of_the_places(self) -> None:
         done = self.suites("--only", "^fine$|^last$|^fails here$", "--at-once", "4", "--together")
         self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
         for allocator in ("native", "symmalloc"):
