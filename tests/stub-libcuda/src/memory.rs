@@ -22,6 +22,8 @@ const FILE_BYTES: u64 = 1 << 40;
 const ADDRESS_BYTES: u64 = 80 << 40;
 /// Address space of pinned host memory.
 const HOST_ADDRESS_BYTES: u64 = 1 << 40;
+/// Size from which copies and memsets do not touch pages that were never written.
+const SPARSE_BYTES: usize = 64 << 10;
 /// The device number of host memory.
 const HOST: c_int = -1;
 
@@ -132,9 +134,7 @@ impl Memory {
     fn give_file(&mut self, offset: u64, size: u64, device: c_int) {
         *self.used.get_mut(&device).expect("the device has memory in use") -= size;
         let size = size.next_multiple_of(GRANULARITY);
-        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        // SAFETY: nothing uses this part of the process's memory file, except the mapping at `base`.
-        unsafe { libc::fallocate(self.file, mode, offset as libc::off_t, size as libc::off_t) };
+        self.punch(offset, size);
         self.file_space.give(offset, size);
     }
 
@@ -217,6 +217,67 @@ impl Memory {
             at = end;
         }
         Some(extents)
+    }
+
+    /// Returns the parts of an address range that have been written, as offset and size in bytes; `None` if any byte has no accessible
+    /// memory. All other bytes are 0.
+    fn written(&self, address: u64, size: u64) -> Option<Vec<(u64, u64)>> {
+        let (mut written, mut start) = (Vec::new(), 0);
+        for (offset, length) in self.extents(address, size)? {
+            let (mut at, end) = (offset, offset + length);
+            // SAFETY: the file belongs to this process. Nothing uses its position.
+            let seek = |at: u64, whence| unsafe { libc::lseek(self.file, at as libc::off_t, whence) };
+            while let Ok(data) = u64::try_from(seek(at, libc::SEEK_DATA))
+                && data < end
+            {
+                at = end.min(seek(data, libc::SEEK_HOLE) as u64);
+                written.push((start + (data - offset), at - data));
+            }
+            start += length;
+        }
+        Some(written)
+    }
+
+    /// Copies bytes. Pages that were never written are not touched, since most of the memory in tests is never written.
+    ///
+    /// # Safety
+    /// The bytes are mapped, and nothing else accesses them.
+    pub unsafe fn copy(&self, to: u64, from: u64, count: usize) {
+        let is_sparse = count >= SPARSE_BYTES && to.abs_diff(from) >= count as u64;
+        let Some(written) = is_sparse.then(|| self.written(from, count as u64)).flatten() else {
+            // SAFETY: by this function's contract.
+            return unsafe { std::ptr::copy(from as *const u8, to as *mut u8, count) };
+        };
+        let mut done = 0;
+        for (at, length) in written.into_iter().chain([(count as u64, 0)]) {
+            // SAFETY: by this function's contract, and the ranges do not overlap.
+            unsafe {
+                self.set(to + done, 0, (at - done) as usize);
+                std::ptr::copy_nonoverlapping((from + at) as *const u8, (to + at) as *mut u8, length as usize);
+            }
+            done = at + length;
+        }
+    }
+
+    /// Sets bytes. Zeros remove pages.
+    ///
+    /// # Safety
+    /// As for [`copy`](Self::copy).
+    pub unsafe fn set(&self, address: u64, value: u8, count: usize) {
+        let is_sparse = value == 0 && count >= SPARSE_BYTES;
+        match is_sparse.then(|| self.extents(address, count as u64)).flatten() {
+            Some(extents) => extents.into_iter().for_each(|(offset, size)| self.punch(offset, size)),
+            // SAFETY: by this function's contract.
+            None => unsafe { std::ptr::write_bytes(address as *mut u8, value, count) },
+        }
+    }
+
+    /// Removes the contents of a part of the memory file. Its bytes are 0 afterwards.
+    fn punch(&self, offset: u64, size: u64) {
+        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        // SAFETY: the file belongs to this process.
+        let done = unsafe { libc::fallocate(self.file, mode, offset as libc::off_t, size as libc::off_t) };
+        assert_eq!(done, 0, "files in memory have holes");
     }
 }
 

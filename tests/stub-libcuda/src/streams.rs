@@ -300,11 +300,9 @@ impl State {
             match front {
                 // SAFETY: the caller of the driver's call guarantees that the bytes exist. If they do not, the test crashes, as a kernel
                 // would.
-                Work::Set { address, value, count } => unsafe {
-                    std::ptr::write_bytes(address as *mut u8, value, count);
-                },
+                Work::Set { address, value, count } => unsafe { self.memory.set(address, value, count) },
                 // SAFETY: as above.
-                Work::Copy { to, from, count } => unsafe { std::ptr::copy(from as *const u8, to as *mut u8, count) },
+                Work::Copy { to, from, count } => unsafe { self.memory.copy(to, from, count) },
                 // SAFETY: as above, for the written bytes.
                 Work::Write { to, bytes } => unsafe {
                     std::ptr::copy(bytes.as_ptr(), to as *mut u8, bytes.len());
