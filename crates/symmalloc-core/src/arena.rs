@@ -178,7 +178,8 @@ impl Arena {
     pub(crate) fn take_front(&mut self, free: Slot, size: Units, state: BlockState) -> Slot {
         let mut tiling = self.table.tiling();
         self.free.remove(tiling.blocks(), free);
-        if self.rules.splits(self.rules.class_of(size), size, tiling.blocks()[free as usize].size) {
+        let block = &tiling.blocks()[free as usize];
+        if self.rules.splits(block.class, size, block.size) {
             let front = tiling.cut_front(free, size, state);
             self.free.insert(tiling.blocks(), free);
             front

@@ -286,10 +286,10 @@ impl<L: Lock> Heap<L> {
     /// Frees a live allocation. After an error it is still live.
     #[inline(always)]
     pub(crate) fn free<B: Backend>(&mut self, context: &Context<B, L>, handle: Handle) -> Result<Freed, FreeError> {
-        if is_nothing(handle) {
-            return self.free_nothing(handle);
-        }
-        let live = self.live(handle)?;
+        let live = match self.live(handle) {
+            Ok(live) => live,
+            Err(error) => return self.free_nothing(handle, error),
+        };
         if self.arena.block(live.slot).fences.is_empty() {
             return Ok(self.make_free(context, live, true));
         }
@@ -356,8 +356,12 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
+    /// Frees an allocation of zero bytes. `error` is the result if the handle belongs to none.
     #[cold]
-    fn free_nothing(&mut self, handle: Handle) -> Result<Freed, FreeError> {
+    fn free_nothing(&mut self, handle: Handle, error: HandleError) -> Result<Freed, FreeError> {
+        if !is_nothing(handle) {
+            return Err(error.into());
+        }
         self.ledger.free_nothing(handle)?;
         Ok(Freed { size: 0, requested_bytes: 0 })
     }

@@ -280,6 +280,7 @@ impl BlockTable {
     }
 
     /// Returns the first address of a block.
+    #[inline(always)]
     pub(crate) fn address(&self, slot: Slot) -> DeviceAddress {
         let block = self.block(slot);
         self.address_at(block.segment, block.location)
