@@ -1,9 +1,14 @@
 //! Tests of ranks that a launcher starts as processes, which share only its environment variables.
 
+use std::fs;
+use std::path::Path;
 use std::time::Duration;
-use stub_process::{RankOutput, nccl_test, ranks};
-use symmalloc_cuda::CudaDevice;
-use symmalloc_nccl::{CommError, CommState, Communicator, Launch, RendezvousError};
+use stub_process::{RankOutput, nccl, nccl_test, ranks, until, until_some};
+use symmalloc_core::{Config, PoolConfig};
+use symmalloc_cuda::{CudaAllocator, CudaDevice};
+use symmalloc_nccl::{
+    CommError, CommState, Communicator, Launch, ReduceOp, Registrar, Registration, RendezvousError, UniqueId,
+};
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
@@ -135,4 +140,67 @@ nccl_test!(without_a_launcher_the_error_states_how_to_start, {
     let device = CudaDevice::new(0).expect("a stub device");
     let refused = Communicator::builder(&device).connect_env().map(|_| ());
     assert!(matches!(refused, Err(CommError::Launch(_))), "{refused:?}");
+});
+
+/// Returns the id of a grow. Rank 0 of the old communicator creates it, and the others read it from a file.
+fn share_grow_id(old: Option<&Communicator>, folder: &Path) -> UniqueId {
+    let file = folder.join("grow.id");
+    if let Some(old) = old.filter(|old| old.rank() == 0) {
+        let id = old.grow_id().expect("rank 0 creates an id");
+        fs::write(file.with_extension("new"), id.as_bytes()).expect("written");
+        fs::rename(file.with_extension("new"), &file).expect("renamed atomically");
+        return id;
+    }
+    let bytes = until_some(|| fs::read(&file).ok());
+    UniqueId::from_bytes(bytes.try_into().expect("all bytes of an id"))
+}
+
+// Two processes are a job with a window. A third one makes the same allocations and joins them.
+nccl_test!(a_process_that_starts_later_joins_and_reduces_in_windows, ["STUB_NCCL_VERSION" = "23203"], {
+    let folder = tempfile::tempdir().expect("a folder");
+    let options = [("TEST_FOLDER", &*folder.path().to_string_lossy())];
+    let outputs = ranks(3, &options, |rank| {
+        let folder = std::env::var("TEST_FOLDER").expect("set");
+        let device = CudaDevice::new(rank).expect("a stub device");
+        let old = (rank < 2).then(|| {
+            let id = as_torchrun(rank, 2, &folder).unique_id(DEADLINE).expect("both ranks meet");
+            let builder = Communicator::builder(&device).deadline(DEADLINE);
+            builder.connect(id, rank as u32, 2).expect("both ranks connect")
+        });
+        let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator is created");
+        let registrar = Registrar::builder(&allocator).build().expect("the registrar is created");
+        let stream = device.context().new_stream().expect("a stream");
+        let pool = PoolConfig::builder().fixed().symmetric(true).build().expect("valid");
+        let pool = allocator.create_pool(pool).expect("created");
+        let mut sums = allocator.with_pool(&pool).alloc_zeroed::<f32>(&stream, 1 << 20).expect("allocated");
+        let mut reduce_in_window = |comm: &Communicator| {
+            registrar.attach(comm, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+            registrar.sync(&[comm]).expect("the ranks agree");
+            registrar.window_of(comm, &sums).expect("it was synced");
+            stream.memcpy_htod(&vec![1.0 + rank as f32; 1 << 20], &mut sums).expect("copied");
+            comm.all_reduce_in_place(&mut sums, ReduceOp::Sum, &stream).expect("submitted");
+            comm.synchronize(&stream).expect("all ranks take part");
+            stream.clone_dtoh(&sums).expect("copied")[123]
+        };
+        if let Some(old) = &old {
+            assert_eq!(reduce_in_window(old), 3.0);
+        }
+        let id = share_grow_id(old.as_ref(), Path::new(&folder));
+        let builder = Communicator::builder(&device).deadline(DEADLINE).name("grown");
+        let grown = match &old {
+            Some(old) => builder.grow(old, id, 3),
+            None => builder.join(id, 2, 3),
+        };
+        let grown = grown.expect("all ranks arrive");
+        assert_eq!((grown.rank() as usize, grown.ranks()), (rank, 3));
+        assert_eq!(reduce_in_window(&grown), 6.0);
+        [old, Some(grown)].into_iter().flatten().for_each(|comm| comm.destroy().expect("idle"));
+        nccl::assert_clean();
+        // NCCL needs all processes until every rank has destroyed its communicator.
+        fs::write(Path::new(&folder).join(format!("done.{rank}")), "").expect("written");
+        until(|| (0..3).all(|rank| Path::new(&folder).join(format!("done.{rank}")).exists()));
+    });
+    for output in outputs {
+        assert!(output.is_success, "rank {}:\n{}", output.rank, output.text);
+    }
 });
