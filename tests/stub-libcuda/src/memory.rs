@@ -165,6 +165,11 @@ impl Memory {
         self.used_bytes(HOST)
     }
 
+    /// Returns the number of pinned host allocations.
+    pub fn host_allocations(&self) -> u64 {
+        self.allocations.values().filter(|of| of.device == HOST).count() as u64
+    }
+
     fn arena(&mut self, device: c_int, options: &Options) -> &mut Arena {
         self.arenas.entry(device).or_insert_with(|| {
             let share = (ADDRESS_BYTES / options.devices.max(1) as u64).min(options.address_bytes);

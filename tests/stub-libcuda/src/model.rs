@@ -398,6 +398,7 @@ impl State {
             4 => self.memory.host_bytes(),
             5 => self.graphs.len() as u64,
             6 => self.memory.mappings.len() as u64,
+            7 => self.memory.host_allocations(),
             _ => 0,
         }
     }

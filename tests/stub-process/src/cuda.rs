@@ -127,6 +127,9 @@ pub struct Live {
     pub events: u64,
     pub streams: u64,
     pub host_bytes: u64,
+    /// Allocations of pinned host memory. Every second allocation of the process is misaligned, and the allocator replaces it by a larger
+    /// one, so the number of bytes depends on how threads interleave.
+    pub host_allocations: u64,
     pub graphs: u64,
     pub mappings: u64,
     /// Imported physical memory of other processes.
@@ -145,6 +148,7 @@ pub fn live() -> Live {
         events: of(2),
         streams: of(3),
         host_bytes: of(4),
+        host_allocations: of(7),
         graphs: of(5),
         mappings: of(6),
         // SAFETY: the symbol has this type.

@@ -18,8 +18,8 @@ const ROUNDS: usize = 6;
 /// Everything that must be equal after every round.
 #[derive(Debug, PartialEq)]
 struct Held {
-    /// Resources of all ranks. Only rank 0 reads them, because reading the list of descriptors opens one. The number of events depends on
-    /// how threads interleave.
+    /// Resources of all ranks. Only rank 0 reads them, because reading the list of descriptors opens one. The number of events and the
+    /// size of pinned memory depend on how threads interleave.
     shared: Option<(nccl::Live, cuda::Live, usize)>,
     stats: MemoryStats,
     registrar: RegistrarStats,
@@ -43,7 +43,7 @@ fn held(it: &Rank, comms: &[&Communicator], buffers: &[DeviceBuffer<f32>]) -> He
     let communicators = comms.iter().map(|comm| it.registrar.communicator_stats(comm).expect("it is ready")).collect();
     let windows = windows.collect();
     it.meet();
-    let cuda = cuda::Live { events: 0, ..cuda::live() };
+    let cuda = cuda::Live { events: 0, host_bytes: 0, ..cuda::live() };
     let shared = (it.rank == 0).then(|| (nccl::live(), cuda, descriptors()));
     it.meet();
     Held { shared, stats, registrar, communicators, addresses, windows }
