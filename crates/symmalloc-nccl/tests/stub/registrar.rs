@@ -1,6 +1,7 @@
 //! Tests of the registrar on the stubs: which memory it registers on which communicators, and when it releases memory.
 
 mod captures;
+mod concurrent;
 mod costs;
 mod divergence;
 mod events;
