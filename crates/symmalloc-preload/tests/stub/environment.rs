@@ -62,6 +62,7 @@ pub(crate) fn compile(stage: &Stage, name: &str, flags: &[&str], is_linked: bool
     compiler
         .args(["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror"])
         .args(flags)
+        .args(stub_process::sanitizer())
         .arg(&source)
         .arg("-o")
         .arg(&program);
