@@ -89,6 +89,32 @@ fn of_two_sleeps_or_wakes_one_does_the_work() {
 }
 
 #[test]
+fn of_a_step_and_a_sleep_one_begins() {
+    explore(400, || {
+        let allocator = shared(&Config::default(), 26);
+        let (pool, kept) = pool_with_a_block(&allocator, PoolConfig::default());
+        let stepping = Arc::clone(&allocator);
+        let stepper = thread::spawn(move || stepping.begin_step(pool, 0));
+        let slept = allocator.sleep(pool, Contents::Keep);
+        let begun = stepper.join().expect("no panic");
+        match slept {
+            Ok(_) => {
+                begun.expect_err("the pool falls asleep");
+                allocator.wake(pool).expect("memory");
+            }
+            Err(error) => {
+                assert_eq!((error.cause, begun), (SleepCause::StepOpen, Ok(())));
+                allocator.end_step(pool).expect("it is open");
+            }
+        }
+        holds(&allocator, &kept);
+        allocator.free(kept.handle).expect("live");
+        allocator.destroy_pool(pool).expect("nothing is live");
+        assert_nothing_is_left(&allocator);
+    });
+}
+
+#[test]
 fn a_pool_counts_as_asleep_until_it_is_awake() {
     explore(400, || {
         let allocator = shared(&Config::default(), 23);

@@ -54,8 +54,9 @@ fn a_wake_that_a_limit_refuses_maps_nothing() {
     );
     assert_eq!((device.calls().of(Call::Map), allocator.stats().reserved_bytes), (maps, reserved));
     others.into_iter().for_each(|other| allocator.free(other.handle).expect("live"));
-    allocator.trim(None).expect("taken");
-    allocator.wake(pool).expect("there is room");
+    let make_room = || allocator.trim(None).expect("no faults");
+    let woken = allocator.remap_with(pool, make_room).expect("there is room").keep();
+    assert_eq!(woken.remapped_bytes, 20 * MIB);
     live.into_iter().for_each(|live| allocator.free(live.handle).expect("live"));
     allocator.check().expect("consistent");
 }

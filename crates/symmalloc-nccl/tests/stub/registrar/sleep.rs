@@ -355,8 +355,13 @@ nccl_test!(communicators_that_end_during_a_sleep_are_skipped_and_reported, ["STU
             pair.abort().expect("ended");
             it.registrar.sweep();
         }
+        it.meet();
+        let registrations = nccl::calls("ncclCommWindowRegister");
+        it.meet();
         let begun = Instant::now();
         let woken = it.registrar.wake(&it.world, pool.id()).expect("the world still works");
+        it.meet();
+        assert_eq!(nccl::calls("ncclCommWindowRegister") - registrations, 6, "no rank calls NCCL with the dead pair");
         assert!(begun.elapsed() < super::support::PATIENT / 2, "no rank waits for the dead pair");
         let is_hit = it.rank < 2;
         assert_eq!(woken.registrations, if is_hit { 1 } else { 2 });
@@ -440,6 +445,25 @@ nccl_test!(a_pool_that_is_detached_during_a_sleep_has_nothing_to_register, {
         assert!(matches!(error, SleepError::NotAttached { .. }), "{error}");
         it.allocator.core().wake(pool.id()).expect("the pool is no longer registered");
         drop(tensors);
+    });
+    nothing_is_left();
+});
+
+nccl_test!(a_pool_that_was_detached_during_a_sleep_sleeps_with_its_next_windows, {
+    Job::new(2).run(|it| {
+        let (pool, mut tensors) = registered(it);
+        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        it.registrar.detach(&it.world, &[pool.id()]).expect("attached");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
+        it.allocator.core().wake(pool.id()).expect("the pool is no longer registered");
+        tensors.pop();
+        it.trim(&pool);
+        it.registrar.attach(&it.world, &[pool.id()], Registration::Windows).expect("not attached anymore");
+        assert_eq!(it.registrar.sync(&[&it.world]).expect("the ranks agree").registrations, 2);
+        let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        assert_eq!((slept.deregistrations, slept.released_bytes), (2, 50 * MIB));
+        assert_eq!(it.registrar.wake(&it.world, pool.id()).expect("all ranks wake").registrations, 2);
+        tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
     });
     nothing_is_left();
 });
