@@ -147,6 +147,17 @@ stub_test!(memory_allocated_during_a_capture_belongs_to_the_graph, ["LD_PRELOAD"
     assert!(alloc_async(MIB, captured).is_ok() && calls("cuMemAllocAsync") == 1);
 });
 
+stub_test!(the_end_of_a_capture_that_never_began_leaves_the_others, ["LD_PRELOAD" = &preload()], {
+    begin(0);
+    let (captured, other) = (stream(), stream());
+    let mut graph = 0;
+    assert_eq!(begin_capture(captured, 0), 0);
+    assert_ne!(end_capture(other, &raw mut graph), 0);
+    assert!(alloc_async(MIB, captured).is_ok() && calls("cuMemAllocAsync") == 1, "memory of the graph");
+    assert_eq!((end_capture(captured, &raw mut graph), graph != 0), (0, true));
+    assert_eq!(graph_destroy(graph), 0);
+});
+
 stub_test!(a_reset_releases_everything, ["LD_PRELOAD" = &preload()], {
     begin(0);
     let (stream, kept) = (stream(), alloc(10 * MIB).expect("memory"));

@@ -300,3 +300,28 @@ stub_test!(contexts_created_by_the_program_are_served_by_the_driver, ["LD_PRELOA
     assert_eq!((mem_free(pointer), calls("cuMemAlloc_v2")), (0, 2));
     assert_eq!(set_current(primary), 0);
 });
+
+stub_test!(
+    a_stream_of_another_device_frees_memory_after_its_own_work,
+    ["LD_PRELOAD" = &preload(), "STUB_DEVICES" = "2"],
+    {
+        let first = begin(0);
+        let own = stream();
+        begin(1);
+        let (other, written) = (stream(), alloc(MIB).expect("memory"));
+        assert_eq!(set_current(first), 0);
+        let pointer = alloc_async(MIB, own).expect("memory");
+        let is_over = Arc::new(AtomicBool::new(false));
+        let work = hold(other);
+        // Runs after the held work.
+        assert_eq!(memset_async(written, 1, MIB, other), 0);
+        let releaser = release_soon(work, &is_over);
+        assert_eq!(mem_free_async(pointer, other), 0);
+        assert!(is_over.load(Ordering::SeqCst), "the free returned before the work was done");
+        releaser.join().expect("no panic");
+        assert_eq!(alloc_async(MIB, own), Ok(pointer), "it was freed");
+        fail("cuStreamSynchronize", 1, 700);
+        assert_eq!(mem_free_async(pointer, other), 700);
+        assert_eq!(mem_free_async(pointer, own), 0, "the allocation was still live");
+    }
+);
