@@ -182,6 +182,21 @@ stub_test!(pools_of_a_tag_sleep_together, {
     assert!(message().contains("tag:unknown"), "{}", message());
 });
 
+stub_test!(a_tag_counts_the_bytes_of_all_its_pools, {
+    let (allocator, streams) = (Allocator::new(""), Streams::new(1));
+    for (size, conf) in [(2, "tag:kv_cache"), (4, "segments:fixed,tag:kv_cache"), (8, "")] {
+        let pool = allocator.create_pool(Some(conf));
+        allocator.allocate(pool, size * MIB, streams.get(0));
+    }
+    let (tag, mut slept, mut woken) = (c_text("kv_cache"), symmalloc_slept::default(), symmalloc_woken::default());
+    // SAFETY: a live allocator, a C string, and an output.
+    done(unsafe { symmalloc_sleep_tagged(allocator.0, tag.as_ptr(), KEEP, &raw mut slept) });
+    assert_eq!((slept.kept_bytes, slept.released_bytes), (6 << 20, 22 << 20), "a segment of 20 MiB");
+    // SAFETY: as above.
+    done(unsafe { symmalloc_wake_tagged(allocator.0, tag.as_ptr(), &raw mut woken) });
+    assert_eq!(woken.remapped_bytes, slept.released_bytes);
+});
+
 stub_test!(a_graphs_pool_has_the_tag_of_the_default_pool, ["SYMMALLOC_CONF" = "tag:model"], {
     let (allocator, streams) = (Allocator::of_torch(), Streams::new(1));
     torch::begin((1, 0));
