@@ -32,6 +32,7 @@ use symmalloc_core::{Allocator, Config, Op, Retry, StreamId};
 use symmalloc_harness::jobs;
 use symmalloc_trace::replay::{Program, Replay, StepError};
 
+const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
 /// Number of passes. The first one begins without memory; the mean of the others represents all later passes.
@@ -219,7 +220,7 @@ const SETTINGS: [(&str, &str); 13] = [
 ];
 
 /// Rules of the model by which a shared heap prefers blocks without waits.
-const CANDIDATES: [(&str, Candidates); 9] = [
+const CANDIDATES: [(&str, Candidates); 12] = [
     ("best fit", Candidates::BestFit),
     ("within 0", Candidates::Within { sixteenths: 0 }),
     ("within 1/16", Candidates::Within { sixteenths: 1 }),
@@ -229,6 +230,9 @@ const CANDIDATES: [(&str, Candidates); 9] = [
     ("first 4", Candidates::First(4)),
     ("not largest", Candidates::AllButLargest),
     ("all", Candidates::All),
+    ("> 64 KiB", Candidates::BestFitAbove { bytes: 64 * KIB }),
+    ("> 256 KiB", Candidates::BestFitAbove { bytes: 256 * KIB }),
+    ("> 1 MiB", Candidates::BestFitAbove { bytes: MIB }),
 ];
 
 /// Seeds of the generated job `vit` for the rules of shared heaps. Placements are sensitive to details, so only the mean of

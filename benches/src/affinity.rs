@@ -1,6 +1,6 @@
 //! Rules by which a heap that several streams share could prefer free blocks without waits, and the result of each.
 //!
-//! A model of the core, separate from it like [`fit_rules`](crate::fit_rules): one growing range, best fit, and in
+//! A model of the core, separate from it like [`fit_rules`](crate::fit_rules): growing ranges, best fit, and in
 //! addition each free block's last owner and fences, and the streams' logical clocks. A request takes the first *ready*
 //! block among its candidates: a block whose earlier users its stream need not wait for. Without one, it takes the best
 //! fit. Candidates are in the order of the core, smallest first.
@@ -39,6 +39,11 @@ pub enum Candidates {
     AllButLargest,
     /// All blocks that are large enough.
     All,
+    /// Only the best fit. Requests of at most this size have a heap for each stream, and only larger ones share one.
+    BestFitAbove {
+        /// The largest size of a request that does not share.
+        bytes: u64,
+    },
 }
 
 /// The stream synchronization and the placements of one pass.
@@ -55,7 +60,7 @@ pub struct Pass {
 /// The result of a rule on a job.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
-    /// The final size of the range.
+    /// The final size of all ranges.
     pub reserved_bytes: u64,
     /// All passes, in order.
     pub passes: Vec<Pass>,
@@ -72,19 +77,22 @@ impl Outcome {
 impl Candidates {
     /// Runs a job several times on one heap that all its streams share.
     pub fn run(self, job: &Workload, passes: usize) -> Outcome {
-        let mut heap = Heap { clocks: Clocks::new(job.streams().into()), ..Heap::default() };
+        let mut clocks = Clocks::new(job.streams().into());
+        // `None` is the heap that streams share.
+        let mut heaps: BTreeMap<Option<StreamId>, Heap> = BTreeMap::new();
         let mut outcome = Outcome::default();
         for _ in 0..passes {
             let (mut live, mut hasher) = (vec![None; job.allocations()], DefaultHasher::new());
-            heap.clocks.pass = Pass::default();
+            clocks.pass = Pass::default();
             for step in job.steps() {
                 match *step {
                     Step::Allocate { size_bytes: 0, .. } => {}
                     Step::Allocate { number, stream, size_bytes } => {
                         let size = size_bytes.next_multiple_of(UNIT_BYTES);
-                        let offset = heap.allocate(self, stream, size);
-                        offset.hash(&mut hasher);
-                        live[number as usize] = Some(Live { offset, size, stream, uses: BTreeSet::new() });
+                        let heap = self.has_own_heap(size).then_some(stream);
+                        let offset = heaps.entry(heap).or_default().allocate(self, &mut clocks, stream, size);
+                        (heap, offset).hash(&mut hasher);
+                        live[number as usize] = Some(Live { heap, offset, size, stream, uses: BTreeSet::new() });
                     }
                     Step::RecordUse { number, stream } => {
                         if let Some(block) = live[number as usize].as_mut().filter(|block| block.stream != stream) {
@@ -92,20 +100,27 @@ impl Candidates {
                         }
                     }
                     Step::Free { number, .. } => {
-                        live[number as usize].take().into_iter().for_each(|block| heap.free(block));
+                        if let Some(block) = live[number as usize].take() {
+                            heaps.entry(block.heap).or_default().free(&mut clocks, block);
+                        }
                     }
                 }
             }
-            outcome.passes.push(Pass { placements: hasher.finish(), ..heap.clocks.pass });
+            outcome.passes.push(Pass { placements: hasher.finish(), ..clocks.pass });
         }
-        outcome.reserved_bytes = heap.end;
+        outcome.reserved_bytes = heaps.values().map(|heap| heap.end).sum();
         outcome
+    }
+
+    fn has_own_heap(self, size: u64) -> bool {
+        matches!(self, Candidates::BestFitAbove { bytes } if size <= bytes)
     }
 }
 
 /// A live allocation, with the other streams that use it.
 #[derive(Clone, Debug)]
 struct Live {
+    heap: Option<StreamId>,
     offset: u64,
     size: u64,
     stream: StreamId,
@@ -211,15 +226,14 @@ struct Heap {
     free: BTreeMap<u64, Free>,
     /// The same blocks, as (size, offset).
     by_size: BTreeSet<(u64, u64)>,
-    clocks: Clocks,
 }
 
 impl Heap {
-    fn allocate(&mut self, candidates: Candidates, stream: StreamId, size: u64) -> u64 {
-        let offset = self.choose(candidates, stream, size).unwrap_or_else(|| self.grow(stream, size));
+    fn allocate(&mut self, candidates: Candidates, clocks: &mut Clocks, stream: StreamId, size: u64) -> u64 {
+        let offset = self.choose(candidates, clocks, stream, size).unwrap_or_else(|| self.grow(stream, size));
         let mut block = self.remove(offset);
         for (on, fence) in block.uses().collect::<Vec<_>>() {
-            self.clocks.order_after(stream, on, fence);
+            clocks.order_after(stream, on, fence);
         }
         if block.size > size {
             block.size -= size;
@@ -229,19 +243,18 @@ impl Heap {
     }
 
     /// Returns the offset of the block to take.
-    fn choose(&self, candidates: Candidates, stream: StreamId, size: u64) -> Option<u64> {
+    fn choose(&self, candidates: Candidates, clocks: &Clocks, stream: StreamId, size: u64) -> Option<u64> {
         let mut fitting = self.by_size.range((size, 0)..);
         let best = fitting.clone().next()?;
         let largest = self.by_size.last()?.0;
         let (size_max, count) = match candidates {
-            Candidates::BestFit => (best.0, 1),
+            Candidates::BestFit | Candidates::BestFitAbove { .. } => (best.0, 1),
             Candidates::Within { sixteenths } => ((size + size * sixteenths / 16).max(best.0), usize::MAX),
             Candidates::First(count) => (u64::MAX, count),
             Candidates::AllButLargest => ((largest - 1).max(best.0), usize::MAX),
             Candidates::All => (u64::MAX, usize::MAX),
         };
-        let is_ready =
-            |offset: &u64| self.free[offset].uses().all(|(on, fence)| self.clocks.covers(stream, on, fence.tick));
+        let is_ready = |offset: &u64| self.free[offset].uses().all(|(on, fence)| clocks.covers(stream, on, fence.tick));
         let ready = fitting.by_ref().take(count).take_while(|(size, _)| *size <= size_max).find(|(_, at)| is_ready(at));
         Some(ready.unwrap_or(best).1)
     }
@@ -254,13 +267,13 @@ impl Heap {
         self.release(self.end - missing, Free::fresh(missing, stream))
     }
 
-    fn free(&mut self, Live { offset, size, stream, uses }: Live) {
+    fn free(&mut self, clocks: &mut Clocks, Live { offset, size, stream, uses, .. }: Live) {
         let mut block = Free::fresh(size, stream);
         for on in uses {
-            let tick = self.clocks.record(on);
+            let tick = clocks.record(on);
             block.add_fence(on, Fence { tick, has_event: true });
         }
-        block.since = self.clocks.now[stream.index()];
+        block.since = clocks.now[stream.index()];
         self.release(offset, block);
     }
 
