@@ -341,7 +341,7 @@ impl<'d> Run<'d> {
 
 /// Runs the program on one rank. Returns its decisions, its ops, and the digest after the last of them.
 fn run(features: &[Feature], rank: u32) -> (Decisions, Vec<Record>, Digest) {
-    // Events complete at other times on each rank.
+    // Events complete at different times on the two ranks.
     let delays = if rank == 0 { Delays::UntilSynchronized } else { Delays::Immediate };
     let device = SimBackend::builder().rank(rank).seed(37).delays(delays).build();
     let outcome = {

@@ -356,7 +356,7 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Frees an allocation of zero bytes. `error` is the result if the handle belongs to none.
+    /// Frees an allocation of zero bytes. Returns `error` if the handle names a block.
     #[cold]
     fn free_nothing(&mut self, handle: Handle, error: HandleError) -> Result<Freed, FreeError> {
         if !is_nothing(handle) {

@@ -22,7 +22,7 @@ const FILE_BYTES: u64 = 1 << 40;
 const ADDRESS_BYTES: u64 = 80 << 40;
 /// Address space of pinned host memory.
 const HOST_ADDRESS_BYTES: u64 = 1 << 40;
-/// Size from which copies and memsets do not touch pages that were never written.
+/// Minimum size of copies and memsets that skip or remove pages instead of touching them.
 const SPARSE_BYTES: usize = 64 << 10;
 /// The device number of host memory.
 const HOST: c_int = -1;
@@ -134,7 +134,8 @@ impl Memory {
     fn give_file(&mut self, offset: u64, size: u64, device: c_int) {
         *self.used.get_mut(&device).expect("the device has memory in use") -= size;
         let size = size.next_multiple_of(GRANULARITY);
-        self.punch(offset, size);
+        // SAFETY: nothing uses this part of the memory file, except the mapping at `base`.
+        unsafe { self.punch(offset, size) };
         self.file_space.give(offset, size);
     }
 
@@ -224,18 +225,14 @@ impl Memory {
         Some(extents)
     }
 
-    /// Returns the parts of an address range that have been written, as offset and size in bytes; `None` if any byte has no accessible
-    /// memory. All other bytes are 0.
+    /// Returns the parts of an address range that have been written, as offset from `address` and size in bytes; `None` if any byte has no
+    /// accessible memory. All other bytes are 0.
     fn written(&self, address: u64, size: u64) -> Option<Vec<(u64, u64)>> {
         let (mut written, mut start) = (Vec::new(), 0);
         for (offset, length) in self.extents(address, size)? {
             let (mut at, end) = (offset, offset + length);
-            // SAFETY: the file belongs to this process. Nothing uses its position.
-            let seek = |at: u64, whence| unsafe { libc::lseek(self.file, at as libc::off_t, whence) };
-            while let Ok(data) = u64::try_from(seek(at, libc::SEEK_DATA))
-                && data < end
-            {
-                at = end.min(seek(data, libc::SEEK_HOLE) as u64);
+            while let Some(data) = self.seek(at, libc::SEEK_DATA).filter(|data| *data < end) {
+                at = self.seek(data, libc::SEEK_HOLE).map_or(end, |hole| hole.min(end));
                 written.push((start + (data - offset), at - data));
             }
             start += length;
@@ -243,10 +240,19 @@ impl Memory {
         Some(written)
     }
 
-    /// Copies bytes. Pages that were never written are not touched, since most of the memory in tests is never written.
+    /// Returns the next offset with contents, or without.
+    fn seek(&self, from: u64, whence: c_int) -> Option<u64> {
+        // SAFETY: the file belongs to this process. Nothing uses its position.
+        let found = unsafe { libc::lseek(self.file, from as libc::off_t, whence) };
+        let is_known = found >= 0 || std::io::Error::last_os_error().raw_os_error() == Some(libc::ENXIO);
+        assert!(is_known, "the memory file supports holes");
+        u64::try_from(found).ok()
+    }
+
+    /// Copies bytes. Skips pages of the source that were never written: most of the memory in tests never is.
     ///
     /// # Safety
-    /// The bytes are mapped, and nothing else accesses them.
+    /// The bytes are mapped, and nothing else accesses them. If the addresses do not overlap, neither does the memory behind them.
     pub unsafe fn copy(&self, to: u64, from: u64, count: usize) {
         let is_sparse = count >= SPARSE_BYTES && to.abs_diff(from) >= count as u64;
         let Some(written) = is_sparse.then(|| self.written(from, count as u64)).flatten() else {
@@ -264,25 +270,34 @@ impl Memory {
         }
     }
 
-    /// Sets bytes. Zeros remove pages.
+    /// Sets bytes. Large ranges of zeros are removed from the file instead of written.
     ///
     /// # Safety
-    /// As for [`copy`](Self::copy).
+    /// The bytes are mapped, and nothing else accesses them.
     pub unsafe fn set(&self, address: u64, value: u8, count: usize) {
-        let is_sparse = value == 0 && count >= SPARSE_BYTES;
+        let is_sparse = value == 0 && count >= SPARSE_BYTES && self.is_writable(address, count as u64);
         match is_sparse.then(|| self.extents(address, count as u64)).flatten() {
-            Some(extents) => extents.into_iter().for_each(|(offset, size)| self.punch(offset, size)),
+            // SAFETY: by this function's contract.
+            Some(extents) => extents.into_iter().for_each(|(offset, size)| unsafe { self.punch(offset, size) }),
             // SAFETY: by this function's contract.
             None => unsafe { std::ptr::write_bytes(address as *mut u8, value, count) },
         }
     }
 
+    /// Returns `true` if no mapping in the range is read-only.
+    fn is_writable(&self, address: u64, size: u64) -> bool {
+        self.parts(address, size).iter().all(|(at, _)| self.mappings[at].access == Access::ReadWrite)
+    }
+
     /// Removes the contents of a part of the memory file. Its bytes are 0 afterwards.
-    fn punch(&self, offset: u64, size: u64) {
+    ///
+    /// # Safety
+    /// Nothing else accesses this part of the file.
+    unsafe fn punch(&self, offset: u64, size: u64) {
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        // SAFETY: the file belongs to this process.
+        // SAFETY: the file belongs to this process, and by this function's contract.
         let done = unsafe { libc::fallocate(self.file, mode, offset as libc::off_t, size as libc::off_t) };
-        assert_eq!(done, 0, "files in memory have holes");
+        assert_eq!(done, 0, "the memory file supports holes");
     }
 }
 

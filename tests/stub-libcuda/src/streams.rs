@@ -298,8 +298,8 @@ impl State {
         let next = |stream: &Stream| stream.queue.front().filter(|_| stream.ran < stream.due).cloned();
         while let Some(front) = self.streams.get(&stream).and_then(next) {
             match front {
-                // SAFETY: the caller of the driver's call guarantees that the bytes exist. If they do not, the test crashes, as a kernel
-                // would.
+                // SAFETY: the caller of the driver's call guarantees that the bytes exist, and that nothing else uses them until the work
+                // is done. If they do not exist, the test crashes, as a kernel would.
                 Work::Set { address, value, count } => unsafe { self.memory.set(address, value, count) },
                 // SAFETY: as above.
                 Work::Copy { to, from, count } => unsafe { self.memory.copy(to, from, count) },

@@ -126,9 +126,10 @@ pub struct Live {
     pub ranges: u64,
     pub events: u64,
     pub streams: u64,
+    /// Depends on how threads interleave: the stub misaligns an allocation if the number of others is odd, and the allocator for pinned
+    /// memory replaces a misaligned one by one that is a granule larger.
     pub host_bytes: u64,
-    /// Allocations of pinned host memory. Every second allocation of the process is misaligned, and the allocator replaces it by a larger
-    /// one, so the number of bytes depends on how threads interleave.
+    /// Number of allocations of pinned host memory.
     pub host_allocations: u64,
     pub graphs: u64,
     pub mappings: u64,

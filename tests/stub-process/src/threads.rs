@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 /// Time after which a wait fails. Longer than the deadlines of all communicators in tests.
 pub const WAIT_MAX: Duration = Duration::from_secs(120);
 
-/// Multiplies a time limit by the load per processor, rounded up. Returns at most half of [`WAIT_MAX`]. Messages between ranks have whole
-/// milliseconds, so a fraction would be lost.
+/// Multiplies a time limit by the load per processor, rounded up because messages between ranks have whole milliseconds. Returns at most half
+/// of [`WAIT_MAX`].
 pub fn scaled_to_load(limit: Duration) -> Duration {
     let Ok(text) = std::fs::read_to_string("/proc/loadavg") else { return limit };
     // The average of the last minute, and the number of threads that can run now: `4.66 2.58 1.67 9/312 4711`.

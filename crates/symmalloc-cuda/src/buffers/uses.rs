@@ -63,7 +63,7 @@ const WATCHED_USES_MAX: usize = 8;
 #[derive(Debug)]
 struct RegisteredUses {
     writer: StreamId,
-    /// Earlier users for which the writer did not wait, because one of the two was being captured.
+    /// Earlier users for which the writer did not wait, because one of the two was being captured or a wait failed.
     skipped: SmallVec<[StreamId; 1]>,
     readers: SmallVec<[Reader; 2]>,
 }
@@ -208,8 +208,8 @@ impl Uses {
         Ok(SyncOnDrop::Record(None))
     }
 
-    /// Makes a registered stream wait for conflicting uses. The use is recorded even on failure, and earlier users stay on record then: the
-    /// host's wait in place of the stream's may fail as well.
+    /// Makes a registered stream wait for conflicting uses. The use is recorded even on failure. Earlier users then stay on record, because
+    /// the host's wait that replaces the stream's may fail too.
     fn order_registered(
         &self,
         allocator: &StreamAllocator,
@@ -320,7 +320,8 @@ pub(super) fn wait_for_context(device: &CudaDevice, context: &Arc<CudaContext>) 
     context.synchronize().map_err(|error| DriverError { call: "cuCtxSynchronize", code: error.0 as i32 })
 }
 
-/// Makes a stream wait for other streams. Returns those for which it did not wait, because they belong to another capture or a wait failed.
+/// Makes a stream wait for other streams, up to the first wait that fails. Returns those that it did not wait for, after a failure or because
+/// they belong to another capture.
 fn wait_for_all(
     allocator: &StreamAllocator,
     stream: StreamId,

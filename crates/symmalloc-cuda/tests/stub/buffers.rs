@@ -480,6 +480,22 @@ stub_test!(a_use_that_cannot_be_ordered_is_waited_for_by_the_host, {
     assert!(matches!(allocator.drop_errors().last, Some(DropError::Order(_))));
 });
 
+stub_test!(a_write_after_a_failed_wait_waits_for_all_earlier_users, {
+    let allocator = allocator();
+    let context = allocator.device().context();
+    let [owner, first, second, writer] = [(); 4].map(|()| context.new_stream().expect("a stream"));
+    [&first, &second, &writer].map(|stream| allocator.register_stream(stream).expect("registered"));
+    let mut buffer = allocator.alloc_zeroed::<u8>(&owner, MIB).expect("allocated");
+    drop(buffer.device_ptr(&first));
+    drop(buffer.device_ptr(&second));
+    fail("cuStreamWaitEvent", 1, 999);
+    drop(buffer.device_ptr_mut(&writer));
+    heal();
+    let before = calls("cuStreamWaitEvent");
+    drop(buffer.device_ptr_mut(&first));
+    assert_eq!(calls("cuStreamWaitEvent"), before + 3, "for the writer, the owner and the second reader");
+});
+
 stub_test!(dropping_the_last_owner_releases_everything, {
     let allocator = allocator();
     let device = allocator.device().clone();

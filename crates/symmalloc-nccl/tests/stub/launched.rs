@@ -142,7 +142,7 @@ nccl_test!(without_a_launcher_the_error_states_how_to_start, {
     assert!(matches!(refused, Err(CommError::Launch(_))), "{refused:?}");
 });
 
-/// Returns the id of a grow. Rank 0 of the old communicator creates it, and the others read it from a file.
+/// Returns the id for growing a communicator. Rank 0 of the old communicator creates it, and the others read it from a file.
 fn share_grow_id(old: Option<&Communicator>, folder: &Path) -> UniqueId {
     let file = folder.join("grow.id");
     if let Some(old) = old.filter(|old| old.rank() == 0) {
@@ -155,7 +155,7 @@ fn share_grow_id(old: Option<&Communicator>, folder: &Path) -> UniqueId {
     UniqueId::from_bytes(bytes.try_into().expect("all bytes of an id"))
 }
 
-// Two processes are a job with a window. A third one makes the same allocations and joins them.
+// Two processes form a job and register a window. A third one makes the same allocations and joins them.
 nccl_test!(a_process_that_starts_later_joins_and_reduces_in_windows, ["STUB_NCCL_VERSION" = "23203"], {
     let folder = tempfile::tempdir().expect("a folder");
     let options = [("TEST_FOLDER", &*folder.path().to_string_lossy())];

@@ -151,7 +151,7 @@ class Runs(unittest.TestCase):
         parts = [RunFile(self.out / f"fake_suite-native-1.{part}.jsonl").outcomes() for part in range(3)]
         self.assertEqual([list(part) for part in parts], [["fine"], ["skips"], ["last"]])
 
-    def test_together_each_allocator_gets_half_of_the_places(self) -> None:
+    def test_together_each_allocator_gets_half_of_the_slots(self) -> None:
         done = self.suites("--only", "^fine$|^last$|^fails here$", "--at-once", "4", "--together")
         self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
         for allocator in ("native", "symmalloc"):

@@ -8,8 +8,8 @@ use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_nccl::{CommState, Communicator, LookupError, Registration};
 
-/// Runs `control` on another thread. After its first collective has begun, runs `meanwhile`, and then `release`, without which `control`
-/// must not be able to return.
+/// Runs `control` on another thread. Once its first collective has begun, runs `meanwhile` and then `release`. `control` must not be able to
+/// return before `release`.
 fn overlap<C: Send, M>(
     control: impl FnOnce() -> C + Send,
     meanwhile: impl FnOnce() -> M,
@@ -31,7 +31,7 @@ fn overlap<C: Send, M>(
 }
 
 impl Rank {
-    /// Holds a collective call of rank 0 until all ranks have made the calls of `meanwhile`, because the other ranks make it only then.
+    /// Blocks a collective call of rank 0 until all ranks have run `meanwhile`: the other ranks make that call only afterwards.
     fn held_by_peers<C: Send, M>(&self, control: impl FnOnce() -> C + Send, meanwhile: impl FnOnce() -> M) -> (C, M) {
         self.meet();
         if self.rank == 0 {
@@ -89,7 +89,7 @@ nccl_test!(
             let wake = || registrar.wake(&it.world, pool.id()).expect("all ranks wake");
             let (woken, synced) = it.held_by_peers(wake, || {
                 assert_eq!(registrar.phase(pool.id()), Ok(Phase::Asleep));
-                // A communicator comes and goes.
+                // Creates and destroys a communicator.
                 let next = it.connect("next", &shared);
                 registrar.attach(&next, &[beside.id()], Registration::Windows).expect("symmetric and shareable");
                 let synced = registrar.sync(&[&next, &other]).expect("the ranks agree");
@@ -156,24 +156,25 @@ nccl_test!(calls_over_the_communicators_of_a_sleep_wait_for_it, ["STUB_NCCL_REUS
         registrar.sync(&[&it.world, &other]).expect("one rank agrees");
         let new = it.take(&pools[1], 30 * MIB);
         let sleep = |over: &Communicator, pool: usize| registrar.sleep(over, both[pool], Contents::Drop);
-        // A sleep begins with this query, before it waits for another one. A sleep that has agreed repeats it.
+        // A sleep makes this query before it locks its communicators, and again after the ranks have agreed.
         let queries = || cuda::calls("cuStreamGetCaptureInfo_v2");
         let before = queries();
         assert!(!it.allocator.is_capturing().expect("no faults"));
-        let begun = queries() + 4 * (queries() - before);
+        let (start, per_query) = (queries(), queries() - before);
         let work = cuda::hold(it.stream.cu_stream() as u64);
-        let collectives = nccl::calls("ncclAllGather");
         std::thread::scope(|scope| {
             let _exit = ExitOnPanic;
             // Waits for the work of the stream.
             let first = scope.spawn(|| sleep(&it.world, 0));
-            until(|| nccl::calls("ncclAllGather") > collectives);
+            until(|| queries() >= start + 2 * per_query);
+            let agreed = nccl::calls("ncclAllGather");
             let again = scope.spawn(|| sleep(&it.world, 0));
             let crossed = scope.spawn(|| sleep(&other, 1));
-            until(|| queries() >= begun);
+            until(|| queries() >= start + 4 * per_query);
             assert_eq!([first.is_finished(), again.is_finished(), crossed.is_finished()], [false; 3]);
             assert_eq!(registrar.phase(both[0]), Ok(Phase::Awake));
             assert_eq!(registrar.stats().windows, 4);
+            assert_eq!(nccl::calls("ncclAllGather"), agreed, "the others have exchanged nothing");
             assert!(registrar.window_of(&other, &tensors[0]).is_ok(), "lookups do not wait");
             assert_eq!(registrar.sweep(), 0, "a sweep does not wait");
             drop(work);

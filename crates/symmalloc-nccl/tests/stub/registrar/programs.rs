@@ -387,7 +387,7 @@ fn attach(it: &Rank, lane: &mut CommunicatorState, index: usize, pool: &Pool<Cud
 
 fn run(first_seed: u64, mode: Mode, faults: bool) {
     let seeds = std::env::var("SYMMALLOC_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(SEEDS);
-    // Calls that hang end at a deadline, so these programs take 5 s each.
+    // A call that hangs ends at its deadline, so each of these programs takes about 5 s.
     let seeds = if faults { seeds.div_ceil(20) } else { seeds };
     for seed in first_seed..first_seed + seeds {
         let (id, ended) = (Mutex::new(None), Mutex::default());
