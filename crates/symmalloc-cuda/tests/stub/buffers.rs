@@ -484,7 +484,9 @@ stub_test!(a_write_after_a_failed_wait_waits_for_all_earlier_users, {
     let allocator = allocator();
     let context = allocator.device().context();
     let [owner, first, second, writer] = [(); 4].map(|()| context.new_stream().expect("a stream"));
-    [&first, &second, &writer].map(|stream| allocator.register_stream(stream).expect("registered"));
+    for stream in [&first, &second, &writer] {
+        allocator.register_stream(stream).expect("registered");
+    }
     let mut buffer = allocator.alloc_zeroed::<u8>(&owner, MIB).expect("allocated");
     drop(buffer.device_ptr(&first));
     drop(buffer.device_ptr(&second));
