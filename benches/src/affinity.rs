@@ -75,7 +75,7 @@ impl Outcome {
 }
 
 impl Candidates {
-    /// Runs a job several times on one heap that all its streams share.
+    /// Runs a job several times on a heap that all its streams share, and on those of single streams that the rule adds.
     pub fn run(self, job: &Workload, passes: usize) -> Outcome {
         let mut clocks = Clocks::new(job.streams().into());
         // `None` is the heap that streams share.
@@ -101,7 +101,8 @@ impl Candidates {
                     }
                     Step::Free { number, .. } => {
                         if let Some(block) = live[number as usize].take() {
-                            heaps.entry(block.heap).or_default().free(&mut clocks, block);
+                            let heap = heaps.get_mut(&block.heap).expect("the block was allocated there");
+                            heap.free(&mut clocks, block);
                         }
                     }
                 }

@@ -252,7 +252,7 @@ impl Memory {
     /// Copies bytes. Skips pages of the source that were never written: most of the memory in tests never is.
     ///
     /// # Safety
-    /// The bytes are mapped, and nothing else accesses them. If the addresses do not overlap, neither does the memory behind them.
+    /// The bytes are mapped, and no other thread or process accesses them. If the address ranges are disjoint, so is the memory behind them.
     pub unsafe fn copy(&self, to: u64, from: u64, count: usize) {
         let is_sparse = count >= SPARSE_BYTES && to.abs_diff(from) >= count as u64;
         let Some(written) = is_sparse.then(|| self.written(from, count as u64)).flatten() else {
@@ -273,7 +273,7 @@ impl Memory {
     /// Sets bytes. Large ranges of zeros are removed from the file instead of written.
     ///
     /// # Safety
-    /// The bytes are mapped, and nothing else accesses them.
+    /// The bytes are mapped, and no other thread or process accesses them.
     pub unsafe fn set(&self, address: u64, value: u8, count: usize) {
         let is_sparse = value == 0 && count >= SPARSE_BYTES && self.is_writable(address, count as u64);
         match is_sparse.then(|| self.extents(address, count as u64)).flatten() {
@@ -284,7 +284,7 @@ impl Memory {
         }
     }
 
-    /// Returns `true` if no mapping in the range is read-only.
+    /// Returns `true` if all mappings in the range are writable.
     fn is_writable(&self, address: u64, size: u64) -> bool {
         self.parts(address, size).iter().all(|(at, _)| self.mappings[at].access == Access::ReadWrite)
     }
