@@ -23,7 +23,8 @@ pub enum PlanError {
     /// A size, a lifetime or an offset is impossible, or the stream is not the heap's.
     #[error(
         "allocation {number} of the plan is not valid: it needs at least 1 byte, an offset that is a multiple of 512 within a \
-         segment, an end after its beginning and at most one step later, and the stream of its heap"
+         segment, an end after its beginning and at most one step later, and the stream of its heap, at most {}",
+        StreamId::MAX
     )]
     Allocation {
         /// Number of the allocation in the step.

@@ -75,7 +75,8 @@ impl Plan {
             let end = offset_bytes.unwrap_or(0).checked_add(requested_bytes);
             let is_place = offset_bytes.is_none_or(|offset| offset.is_multiple_of(UNIT_BYTES));
             let is_size = requested_bytes > 0 && end.is_some_and(|end| end <= SEGMENT_BYTES_MAX);
-            if !is_time || !is_place || !is_size || stream.is_some_and(|stream| stream != of) {
+            let is_stream = of <= StreamId::MAX && stream.is_none_or(|stream| stream == of);
+            if !is_time || !is_place || !is_size || !is_stream {
                 return Err(PlanError::Allocation { number });
             }
         }

@@ -131,13 +131,27 @@ fn missing_lines_are_detected() {
     assert!(parse(&(text + "# the rest is silence\n")).is_ok());
 }
 
+/// What can be written can be read: there is no plan for a stream whose id the reader refuses.
+#[test]
+fn a_stream_without_an_id_has_no_plan() {
+    let plan = |stream, shared: bool| {
+        let wanted = StepAllocation { stream, requested_bytes: 1, until: None };
+        Plan::new(0, (!shared).then_some(stream), vec![PlannedAllocation { wanted, offset_bytes: None }])
+    };
+    for shared in [false, true] {
+        plan(StreamId::MAX, shared).expect("the last stream");
+        let error = plan(StreamId(u16::MAX), shared).expect_err("no stream has this id").to_string();
+        assert!(error.contains("the stream of its heap, at most s65534"), "{error}");
+    }
+}
+
 /// Returns valid allocations for arbitrary numbers.
 fn allocations(stream: Option<StreamId>, raw: Vec<(u64, u16, u32, u64)>) -> Vec<PlannedAllocation> {
     let count = raw.len() as u32;
     let allocation = |(number, (size, of, until, offset)): (u32, (u64, u16, u32, u64))| {
         let until = (until % 4 != 0).then(|| number + 1 + until % count);
         let wanted =
-            StepAllocation { stream: stream.unwrap_or(StreamId(of)), requested_bytes: 1 + size % (1 << 38), until };
+            StepAllocation { stream: stream.unwrap_or(StreamId(of % u16::MAX)), requested_bytes: 1 + size % (1 << 38), until };
         let offset_bytes = until.filter(|_| offset % 5 != 0).map(|_| offset % (1 << 30) * 512);
         PlannedAllocation { wanted, offset_bytes }
     };
@@ -159,7 +173,7 @@ prop_compose! {
         let mut file = PlanFile::new(config);
         (1..3).for_each(|id| file.add_pool(PoolId(id), pool(id as usize)).expect("new"));
         for (pool, stream, key, raw) in plans {
-            let stream = (!shares[pool as usize]).then_some(StreamId(stream));
+            let stream = (!shares[pool as usize]).then_some(StreamId(stream % u16::MAX));
             // A second plan for the same steps is rejected without other effects.
             let _ = file.add_plan(PoolId(pool), Plan::new(key, stream, allocations(stream, raw)).expect("a plan"));
         }

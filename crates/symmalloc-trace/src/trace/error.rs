@@ -98,6 +98,9 @@ pub enum Inconsistency {
         /// The id of the next stream.
         next: u32,
     },
+    /// There is no stream id left.
+    #[error("stream {} is the last one; an allocator has no more", StreamId::MAX)]
+    TooManyStreams,
     /// Pools are not created in ascending order of their ids, without gaps. The default pool p0 always exists.
     #[error("pool {pool} is created, but the next one must be p{next}")]
     PoolOutOfOrder {

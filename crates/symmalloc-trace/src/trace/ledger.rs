@@ -61,6 +61,9 @@ impl Ledger {
                 if u32::from(stream.0) != self.streams {
                     return Err(Inconsistency::StreamOutOfOrder { stream, next: self.streams });
                 }
+                if stream > StreamId::MAX {
+                    return Err(Inconsistency::TooManyStreams);
+                }
                 self.streams += 1;
             }
             Op::CreatePool { pool, .. } => self.create_pool(pool)?,

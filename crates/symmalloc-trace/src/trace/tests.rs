@@ -415,3 +415,15 @@ fn observers_refusals_and_reclaims_survive_a_round_trip() {
         assert!(wrong(line).contains(says), "{line}: {}", wrong(line));
     }
 }
+
+/// What can be written can be read: the writer refuses streams whose ids the reader refuses.
+#[test]
+fn streams_without_an_id_are_not_written() {
+    let register = |stream| Op::RegisterStream { stream: StreamId(stream) }.into();
+    let trace = Trace::new(None, (0..=StreamId::MAX.0).map(register).collect()).expect("every stream has an id");
+    assert_eq!(Trace::parse(&trace.to_text()).expect("written"), trace);
+    let (_, mut records) = trace.into_parts();
+    records.push(register(u16::MAX));
+    let error = Trace::new(None, records).expect_err("there is no such id");
+    assert!(matches!(error, TraceWriteError::Inconsistent { record: 65_535, source: Inconsistency::TooManyStreams }));
+}
