@@ -1,18 +1,19 @@
 //! Decoding of an order into offsets: rectangles are placed one by one, each in a gap among those before it.
 //!
-//! Two structures find the rectangles that overlap a new one in time, so that no pairs are stored:
+//! Two structures find the rectangles that overlap one in time, so that no pairs are stored:
 //!
 //! ```text
 //!            lower          upper
 //!   ───────────┼──────────────┼────────►  time, as ranks of births: every rectangle has its own
 //!  a ──────────┼────                      lives at `lower`:          a segment tree, each in O(log n) nodes
-//!  b           │    ────────  │           is born in (lower, upper): a bit set by birth
+//!  b           │    ────────  │           is born in (lower, upper): a bit for each birth, set if the rectangle is placed
 //! ```
 //!
 //! A rectangle that lives into the next step has two intervals and therefore two births. Both are looked up.
 //!
 //! The gaps between these rectangles are scanned from below. [`Fit::Best`] takes the smallest gap that is large enough,
-//! [`Fit::Lowest`] the lowest. Examining one rectangle costs one step, and so does examining 32 words of bits.
+//! [`Fit::Lowest`] the lowest. Examining one placed rectangle costs one step, and so does examining 32 words of bits or 32 births in the
+//! tree.
 
 use crate::problem::Problem;
 
@@ -40,6 +41,8 @@ pub(crate) struct Decoder {
     end: Vec<u32>,
     /// Number of leaves of the segment tree; a power of two.
     leaves: usize,
+    /// By node of the segment tree: births of the intervals that cover it and not all of its parent.
+    covers: Vec<Vec<u32>>,
 }
 
 /// Offsets by item, and the height that the items reach.
@@ -65,14 +68,17 @@ impl Decoder {
             let [first, _] = births[item as usize];
             births[item as usize] = [first.min(birth), birth];
         }
-        Decoder {
+        let mut decoder = Decoder {
             size: place.iter().map(|place| rectangles[*place as usize].size).collect(),
             place,
             births,
             item: intervals.iter().map(|(_, item, _)| *item).collect(),
             end: intervals.iter().map(|(.., upper)| end(*upper)).collect(),
             leaves: intervals.len().next_power_of_two(),
-        }
+            covers: vec![Vec::new(); 2 * intervals.len().next_power_of_two()],
+        };
+        (0..decoder.item.len() as u32).for_each(|birth| decoder.cover(birth));
+        decoder
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -113,63 +119,131 @@ impl Decoder {
 
     /// Places the items in this order. Returns `None` if an item would reach above `limit` or the steps run out.
     pub(crate) fn decode(&self, order: &[u32], fit: Fit, limit: u64, steps: &mut u64) -> Option<Decoded> {
-        let mut offsets = vec![0; self.len()];
-        let mut covers: Vec<Vec<u32>> = vec![Vec::new(); 2 * self.leaves];
-        let mut born = vec![0_u64; self.item.len().div_ceil(64)];
-        let mut taken: Vec<(u64, u64)> = Vec::new();
-        let mut height = 0;
-        for &item in order {
-            taken.clear();
-            let mut words = 0;
-            let mut look_at = |other: u32| {
-                let offset = offsets[other as usize];
-                taken.push((offset, offset + self.size[other as usize]));
-            };
-            for birth in self.births_of(item) {
-                let mut node = self.leaves + birth as usize;
-                while node > 0 {
-                    covers[node].iter().for_each(|other| look_at(*other));
-                    node /= 2;
-                }
-                let end = self.end[birth as usize];
-                for_each_bit(&born, birth + 1, end, |birth| look_at(self.item[birth as usize]));
-                words += u64::from((end - birth) / 64);
-            }
-            let looked_at = taken.len() as u64 + 1 + words / 32;
-            if *steps < looked_at {
-                *steps = 0;
-                return None;
-            }
-            *steps -= looked_at;
-            let size = self.size[item as usize];
-            let offset = free_place(&mut taken, size, fit);
-            if offset + size > limit {
-                return None;
-            }
-            offsets[item as usize] = offset;
-            height = height.max(offset + size);
-            for birth in self.births_of(item) {
-                born[birth as usize / 64] |= 1 << (birth % 64);
-                self.cover(&mut covers, birth, item);
-            }
-        }
-        Some(Decoded { offsets, height })
+        let mut placement = Placement::empty(self);
+        order.iter().all(|item| placement.place(*item, fit, limit, steps)).then(|| placement.into_decoded())
     }
 
-    /// Adds an item to the nodes that cover its interval.
-    fn cover(&self, covers: &mut [Vec<u32>], birth: u32, item: u32) {
+    /// Adds an interval to the nodes that cover it.
+    fn cover(&mut self, birth: u32) {
         let (mut from, mut to) = (self.leaves + birth as usize, self.leaves + self.end[birth as usize] as usize);
         while from < to {
             if from % 2 == 1 {
-                covers[from].push(item);
+                self.covers[from].push(birth);
                 from += 1;
             }
             if to % 2 == 1 {
                 to -= 1;
-                covers[to].push(item);
+                self.covers[to].push(birth);
             }
             (from, to) = (from / 2, to / 2);
         }
+    }
+
+    /// Calls `call` with the births of all intervals that contain the moment of this one, itself included.
+    fn for_each_at(&self, birth: u32, call: impl FnMut(u32)) {
+        let nodes = std::iter::successors(Some(self.leaves + birth as usize), |node| (*node > 1).then_some(node / 2));
+        nodes.flat_map(|node| &self.covers[node]).copied().for_each(call);
+    }
+
+    /// Calls `call` with the items that live at any moment of the births from `from` to `to`; with some more than once.
+    pub(crate) fn for_each_within(&self, from: u32, to: u32, mut call: impl FnMut(u32)) {
+        self.for_each_at(from, |birth| call(self.item[birth as usize]));
+        self.item[from as usize + 1..to as usize].iter().copied().for_each(call);
+    }
+
+    /// Returns the births from the beginning of each interval of an item to its end.
+    pub(crate) fn intervals_of(&self, item: u32) -> impl Iterator<Item = (u32, u32)> {
+        self.births_of(item).map(|birth| (birth, self.end[birth as usize]))
+    }
+
+    /// Returns the number of births.
+    pub(crate) fn births(&self) -> u32 {
+        self.item.len() as u32
+    }
+}
+
+/// A placement of some of the items.
+pub(crate) struct Placement<'a> {
+    decoder: &'a Decoder,
+    /// By item: its offset, if it is placed.
+    offsets: Vec<u64>,
+    /// A bit for each birth of a placed item.
+    born: Vec<u64>,
+    /// The ranges of offsets taken in the lifetime of an item. Kept to reuse its memory.
+    taken: Vec<(u64, u64)>,
+}
+
+impl<'a> Placement<'a> {
+    fn empty(decoder: &'a Decoder) -> Self {
+        let born = vec![0; decoder.item.len().div_ceil(64)];
+        Placement { decoder, offsets: vec![0; decoder.len()], born, taken: Vec::new() }
+    }
+
+    /// Returns a placement of all items.
+    pub(crate) fn whole(decoder: &'a Decoder, decoded: &Decoded) -> Self {
+        let mut placement = Placement::empty(decoder);
+        (0..).zip(&decoded.offsets).for_each(|(item, offset)| placement.put(item, *offset));
+        placement
+    }
+
+    /// Returns the offset at which a placed item ends.
+    pub(crate) fn end(&self, item: u32) -> u64 {
+        self.offset(item) + self.decoder.size[item as usize]
+    }
+
+    pub(crate) fn offset(&self, item: u32) -> u64 {
+        self.offsets[item as usize]
+    }
+
+    /// Puts an item at an offset.
+    pub(crate) fn put(&mut self, item: u32, offset: u64) {
+        self.offsets[item as usize] = offset;
+        let births = self.decoder.births_of(item);
+        births.for_each(|birth| self.born[birth as usize / 64] |= 1 << (birth % 64));
+    }
+
+    pub(crate) fn remove(&mut self, item: u32) {
+        let births = self.decoder.births_of(item);
+        births.for_each(|birth| self.born[birth as usize / 64] &= !(1 << (birth % 64)));
+    }
+
+    /// Places an item that is not placed. Returns `false` if it would reach above `limit` or the steps run out.
+    pub(crate) fn place(&mut self, item: u32, fit: Fit, limit: u64, steps: &mut u64) -> bool {
+        let Placement { decoder, offsets, born, taken } = self;
+        taken.clear();
+        let mut looked_at = 0;
+        let mut look_at = |birth: u32| {
+            let other = decoder.item[birth as usize] as usize;
+            taken.push((offsets[other], offsets[other] + decoder.size[other]));
+        };
+        for (birth, end) in decoder.intervals_of(item) {
+            decoder.for_each_at(birth, |other| {
+                looked_at += 1;
+                if born[other as usize / 64] >> (other % 64) & 1 == 1 {
+                    look_at(other);
+                }
+            });
+            for_each_bit(born, birth + 1, end, &mut look_at);
+            looked_at += u64::from((end - birth) / 64);
+        }
+        let cost = taken.len() as u64 + 1 + looked_at / 32;
+        if *steps < cost {
+            *steps = 0;
+            return false;
+        }
+        *steps -= cost;
+        let size = decoder.size[item as usize];
+        let offset = free_place(taken, size, fit);
+        if offset + size > limit {
+            return false;
+        }
+        self.put(item, offset);
+        true
+    }
+
+    pub(crate) fn into_decoded(self) -> Decoded {
+        let height = (0..self.decoder.len() as u32).map(|item| self.end(item)).max().unwrap_or(0);
+        Decoded { offsets: self.offsets, height }
     }
 }
 

@@ -15,8 +15,8 @@
 //!         └─┴────────────┴─────────┴─► time
 //! ```
 //!
-//! [`solve`] tries several orders, then alternates exact search and improvement until its budget of steps is spent. Steps are
-//! counted and no clock is read: the same problem and the same steps give the same offsets on every machine.
+//! [`solve`] tries several orders, then alternates exact search and repair of the best placement until its budget of steps is spent.
+//! Steps are counted and no clock is read: the same problem and the same steps give the same offsets on every machine.
 //!
 //! **Time is an order.** Only the order of beginnings and ends matters. The search replaces times by the
 //! sections that determine which rectangles overlap, so the unit of time and the numbering of events do not change its result.

@@ -18,9 +18,9 @@ impl Solution {
         Solution { offsets, height, is_optimal: height == least, steps }
     }
 
-    /// Replaces the offsets, for a problem with other indices.
-    pub(crate) fn with_offsets(self, offsets: Vec<u64>) -> Self {
-        Solution { offsets, ..self }
+    /// Returns the solution of a problem with more rectangles: those of this one lie `base` higher.
+    pub(crate) fn raised(self, base: u64, offsets: Vec<u64>) -> Self {
+        Solution { offsets, height: base + self.height, ..self }
     }
 
     /// Returns the offsets by rectangle.

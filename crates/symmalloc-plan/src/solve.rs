@@ -1,20 +1,20 @@
-//! The search: a first placement, several orders, then exact search and improvement in turn.
+//! The search: a first placement, several orders, then exact search and repair in turn.
 //!
 //! ```text
 //!  in order of time ──► orders, best fit and lowest fit ──► round: exact search at the bound, then between the bound and the best
-//!                                                             ▲    improvement of the best order, for as many steps
+//!                                                             ▲    repair of the best placement
 //!                          one reaches the bound: done        └─── twice the steps
 //! ```
 //!
-//! The improvement is known as squeaky wheel optimization: a rectangle that ended at the top had too little room, so it
-//! is placed earlier next time. Random choices come from a generator with a fixed seed. The number of steps ends the
-//! search but does not influence its course. More steps are therefore never worse.
+//! Random choices come from a generator with a fixed seed. The number of steps ends the search but does not influence its course. More
+//! steps are therefore never worse.
 
 use crate::decode::{Decoded, Decoder, Fit};
 use crate::exact::{ExactSearch, Preference, RECTANGLES_MAX, Verdict};
 use crate::online::best_fit_by_time;
 use crate::orders::orders;
 use crate::problem::Problem;
+use crate::repair::Repair;
 use crate::sections::canonical;
 use crate::solution::Solution;
 use std::cmp::Reverse;
@@ -34,8 +34,8 @@ impl Default for Steps {
 /// Budget of one exact search in the first round.
 const FIRST_ROUND_STEPS: u64 = 50_000;
 
-/// Steps of the improvement in a round, in multiples of those of one exact search.
-const IMPROVEMENT_SHARE: u64 = 4;
+/// Steps of the repair in a round, in multiples of those of one exact search.
+const REPAIR_SHARE: u64 = 16;
 
 /// Steps of the varied preferences of a round, in multiples of those of one exact search.
 const VARIED_SHARE: u64 = 12;
@@ -51,10 +51,23 @@ const ATTEMPT_STEPS: u64 = 10_000;
 /// memory for n rectangles, and up to 150 MiB more if exact search is used.
 pub fn solve(problem: &Problem, steps: Steps) -> Solution {
     let (canonical, order) = canonical(problem);
-    let solution = search(&canonical, steps);
+    let end = canonical.rectangles().iter().map(|it| it.upper).max().unwrap_or(0);
+    let whole = canonical.period().unwrap_or(end);
     let mut offsets = vec![0; order.len()];
-    order.iter().zip(solution.offsets()).for_each(|(index, offset)| offsets[*index as usize] = *offset);
-    solution.with_offsets(offsets)
+    // Rectangles that live all the time lie at the bottom. In any placement, one of them can be exchanged with everything below it.
+    let (mut base, mut rest, mut rest_order) = (0, Vec::new(), Vec::new());
+    for (rectangle, index) in canonical.rectangles().iter().zip(order) {
+        if rectangle.upper - rectangle.lower == whole {
+            offsets[index as usize] = base;
+            base += rectangle.size;
+        } else {
+            rest.push(*rectangle);
+            rest_order.push(index);
+        }
+    }
+    let solution = search(&canonical.part(rest), steps);
+    rest_order.into_iter().zip(solution.offsets()).for_each(|(index, offset)| offsets[index as usize] = base + *offset);
+    solution.raised(base, offsets)
 }
 
 /// Places the rectangles of a canonical problem.
@@ -62,16 +75,14 @@ fn search(problem: &Problem, steps: Steps) -> Solution {
     let decoder = Decoder::new(problem);
     let mut search = Search::new(problem, &decoder, steps);
     let orders = orders(&decoder);
-    let best_order = search.try_orders(&orders);
+    search.try_orders(&orders);
     if !search.is_over() {
-        let mut improvement = Improvement::new(&orders[best_order]);
+        let mut repair = Repair::new(&decoder);
         let mut core = Core::new(problem, &decoder);
         let mut limit = FIRST_ROUND_STEPS;
         while !search.is_over() {
-            if let Some(order) = search.search_exactly(&mut core, limit) {
-                improvement.order = order;
-            }
-            search.improve(&mut improvement, limit.saturating_mul(IMPROVEMENT_SHARE));
+            search.search_exactly(&mut core, limit);
+            search.repair(&mut repair, limit.saturating_mul(REPAIR_SHARE));
             limit = limit.saturating_mul(2);
         }
     }
@@ -86,8 +97,6 @@ struct Search<'a> {
     /// Remaining steps.
     left: u64,
     best: Decoded,
-    /// Fit of the order that is being improved.
-    fit: Fit,
     /// A height below which no placement exists.
     least: u64,
     /// Greatest common divisor of all heights.
@@ -99,41 +108,41 @@ impl<'a> Search<'a> {
         let best = decoder.by_item(&best_fit_by_time(problem));
         let budget = steps.saturating_sub(problem.rectangles().len() as u64);
         let unit = problem.rectangles().iter().fold(0, |unit, it| greatest_common_divisor(unit, it.size));
-        Search { decoder, budget, left: budget, best, fit: Fit::Best, least: problem.lower_bound(), unit }
+        Search { decoder, budget, left: budget, best, least: problem.lower_bound(), unit }
     }
 
     fn is_over(&self) -> bool {
         self.left == 0 || self.best.height == self.least
     }
 
-    /// Tries all orders and returns the index of the best.
-    fn try_orders(&mut self, orders: &[Vec<u32>]) -> usize {
-        let mut best_order = 0;
+    fn try_orders(&mut self, orders: &[Vec<u32>]) {
         for fit in [Fit::Best, Fit::Lowest] {
-            for (number, order) in orders.iter().enumerate() {
-                if self.is_over() {
-                    return best_order;
-                }
-                if self.attempt(order, fit) {
-                    (best_order, self.fit) = (number, fit);
+            for order in orders {
+                if !self.is_over() {
+                    self.attempt(order, fit);
                 }
             }
         }
-        best_order
     }
 
-    /// Tries an order. Returns `true` if it is better than the best so far, which it then replaces.
-    fn attempt(&mut self, order: &[u32], fit: Fit) -> bool {
-        let decoded = self.decoder.decode(order, fit, self.best.height - 1, &mut self.left);
-        let Some(lower) = decoded else { return false };
-        self.best = lower;
-        true
+    /// Tries an order. If it is better than the best so far, it replaces it.
+    fn attempt(&mut self, order: &[u32], fit: Fit) {
+        if let Some(lower) = self.decoder.decode(order, fit, self.best.height - 1, &mut self.left) {
+            self.best = lower;
+        }
+    }
+
+    /// Repairs the best placement for as many steps.
+    fn repair(&mut self, repair: &mut Repair<'_>, steps: u64) {
+        let mut within = steps.min(self.left);
+        self.left -= within;
+        repair.lower(&mut self.best, self.least, &mut within);
+        self.left += within;
     }
 
     /// Tries the least height that is not ruled out, then others between it and the best. The least height gets most of
-    /// the steps, because most solvable problems reach it. Returns the order of the best placement if it found one.
-    fn search_exactly(&mut self, core: &mut Core, limit: u64) -> Option<Vec<u32>> {
-        let mut found = None;
+    /// the steps, because most solvable problems reach it.
+    fn search_exactly(&mut self, core: &mut Core, limit: u64) {
         let mut capacity = self.least;
         // Heights below `from` are ruled out or undecided within the limit.
         let mut from = self.least;
@@ -141,10 +150,7 @@ impl<'a> Search<'a> {
             let limit = if capacity == self.least { limit } else { limit / 16 };
             match core.decide(capacity, limit, &mut self.left) {
                 Verdict::Placed(offsets) => {
-                    let order = core.order(&offsets);
-                    if self.attempt(&order, Fit::Lowest) {
-                        (self.fit, found) = (Fit::Lowest, Some(order));
-                    }
+                    self.attempt(&core.order(&offsets), Fit::Lowest);
                     if self.best.height > capacity {
                         from = capacity + self.unit;
                     }
@@ -161,45 +167,6 @@ impl<'a> Search<'a> {
             let last = self.best.height - self.unit;
             capacity = from + (last - from) / self.unit / 2 * self.unit;
         }
-        found
-    }
-
-    /// Moves the rectangles at the top to earlier positions, and some random ones, until the bound is reached or the steps
-    /// are spent.
-    fn improve(&mut self, improvement: &mut Improvement, steps: u64) {
-        let end = self.left.saturating_sub(steps);
-        while !self.is_over() && self.left > end {
-            let tried = self.promoted(improvement);
-            let left = self.left;
-            if self.attempt(&tried, self.fit) {
-                (improvement.order, improvement.failures) = (tried, 0);
-            } else {
-                improvement.failures += 1;
-                // An attempt that gives up immediately must cost steps too.
-                self.left = self.left.min(left.saturating_sub(self.decoder.len() as u64));
-            }
-        }
-    }
-
-    /// Returns the order with the rectangles at the top moved to earlier positions and, after failures, a few others
-    /// moved to any position.
-    fn promoted(&self, Improvement { order, failures, random }: &mut Improvement) -> Vec<u32> {
-        let mut order = order.clone();
-        let top = |item: &u32| {
-            let (size, _) = self.decoder.extent(*item);
-            self.best.offsets[*item as usize] + size == self.best.height
-        };
-        let at_top: Vec<usize> = (0..order.len()).filter(|at| top(&order[*at])).collect();
-        for at in at_top {
-            let item = order.remove(at);
-            order.insert(random.below(at as u64 + 1) as usize, item);
-        }
-        for _ in 0..(*failures).min(16) {
-            let (from, to) = (random.below(order.len() as u64) as usize, random.below(order.len() as u64) as usize);
-            let item = order.remove(from);
-            order.insert(to, item);
-        }
-        order
     }
 }
 
@@ -262,20 +229,6 @@ impl Core {
     }
 }
 
-/// The state of the improvement.
-struct Improvement {
-    order: Vec<u32>,
-    /// Number of attempts since the last improvement.
-    failures: u64,
-    random: Random,
-}
-
-impl Improvement {
-    fn new(order: &[u32]) -> Self {
-        Improvement { order: order.to_vec(), failures: 0, random: Random(0x9e37_79b9_7f4a_7c15) }
-    }
-}
-
 /// Returns the exponents of the sequence of Luby, Sinclair and Zuckerman (1993): 0, 0, 1, 0, 0, 1, 2 and so on. Most attempts
 /// are short, and all lengths get the same number of steps in total. `number` begins at 1.
 fn luby(mut number: u32) -> u32 {
@@ -291,18 +244,6 @@ fn greatest_common_divisor(mut one: u64, mut other: u64) -> u64 {
         (one, other) = (other, one % other);
     }
     one
-}
-
-/// A xorshift generator with a fixed seed.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        ((u128::from(self.0) * u128::from(bound)) >> 64) as u64
-    }
 }
 
 #[cfg(test)]
@@ -321,8 +262,8 @@ mod tests {
         let decoder = Decoder::new(&problem);
         let mut heuristics = Search::new(&problem, &decoder, Steps(3_000_000));
         let orders = orders(&decoder);
-        let best = heuristics.try_orders(&orders);
-        heuristics.improve(&mut Improvement::new(&orders[best]), u64::MAX);
+        heuristics.try_orders(&orders);
+        heuristics.repair(&mut Repair::new(&decoder), u64::MAX);
         assert!(heuristics.best.height > 1_010, "{} is unexpectedly low", heuristics.best.height);
         let solution = solve(&problem, Steps(100_000));
         assert_eq!((solution.height(), solution.is_optimal(), solution.check(&problem)), (1_000, true, Ok(())));

@@ -1,0 +1,147 @@
+//! Repair: lowers the rectangles at the top of a placement by placing them again, together with others around them in time.
+//!
+//! ```text
+//!  offset ▲          ┌───┐
+//!         │    ┌───┐ │ t │ ┌───┐                  t: at the top
+//!         │  ──┤ a ├─┴───┴─┤ b ├──               a, b, t: removed and placed again in another order
+//!         │    │   ├───────┤   │
+//!         └────┴───┴───────┴───┴──► time
+//!            ├──── window ─────┤
+//! ```
+//!
+//! An attempt chooses a rectangle at the top, a window of time around its lifetime, and the rectangles that live in the window but not
+//! much longer. It removes them and places them in another order. It succeeds if all of them end below the height, and is undone
+//! otherwise. It examines only rectangles that overlap the removed ones, so it costs a small part of decoding an order.
+
+use crate::decode::{Decoded, Decoder, Fit, Placement};
+use crate::random::Random;
+
+/// Maximum number of rectangles that an attempt places again. With more, an attempt rarely succeeds and costs as much as many small ones.
+const WINDOW_MAX: usize = 400;
+
+/// The margin of a window is less than 2 to this power, in births.
+const MARGIN_BITS: u64 = 8;
+
+/// Rectangles of a window live at most 2 to this power times as long as the rectangle at the top and the margin.
+const LIFE_BITS: u64 = 6;
+
+/// Repairs placements of one problem. Each repair continues with other random choices.
+pub(crate) struct Repair<'a> {
+    decoder: &'a Decoder,
+    random: Random,
+}
+
+impl<'a> Repair<'a> {
+    pub(crate) fn new(decoder: &'a Decoder) -> Self {
+        Repair { decoder, random: Random::default() }
+    }
+
+    /// Lowers a placement until its height is `least` or the steps are spent.
+    pub(crate) fn lower(&mut self, best: &mut Decoded, least: u64, steps: &mut u64) {
+        let mut placement = Placement::whole(self.decoder, best);
+        let items = 0..self.decoder.len() as u32;
+        let mut height = best.height;
+        while height > least && *steps > 0 {
+            *steps = steps.saturating_sub(1 + items.len() as u64 / 32);
+            let mut at_top: Vec<u32> = items.clone().filter(|item| placement.end(*item) == height).collect();
+            while !at_top.is_empty() && *steps > 0 {
+                let item = at_top[self.random.below(at_top.len() as u64) as usize];
+                if self.attempt(&mut placement, item, height - 1, steps) {
+                    at_top.retain(|item| placement.end(*item) == height);
+                }
+            }
+            height = items.clone().map(|item| placement.end(item)).max().unwrap_or(0);
+        }
+        *best = placement.into_decoded();
+    }
+
+    /// Places an item again with others around it. Returns `false` and changes nothing if one of them would end above `limit`.
+    fn attempt(&mut self, placement: &mut Placement<'_>, item: u32, limit: u64, steps: &mut u64) -> bool {
+        let window = self.window(item);
+        *steps = steps.saturating_sub(1 + window.len() as u64);
+        if window.len() > WINDOW_MAX {
+            return false;
+        }
+        let before: Vec<(u32, u64)> = window.iter().map(|item| (*item, placement.offset(*item))).collect();
+        let order = self.order(placement, window, item);
+        let fit = if self.random.below(2) == 0 { Fit::Best } else { Fit::Lowest };
+        order.iter().for_each(|item| placement.remove(*item));
+        let is_lower = order.iter().all(|item| placement.place(*item, fit, limit, steps));
+        if !is_lower {
+            before.into_iter().for_each(|(item, offset)| placement.put(item, offset));
+        }
+        is_lower
+    }
+
+    /// Returns the items that live around an item but not much longer, and the item itself.
+    fn window(&mut self, item: u32) -> Vec<u32> {
+        let margin = 1 << self.random.below(MARGIN_BITS);
+        let (_, life) = self.decoder.extent(item);
+        let longest = (life + margin) << self.random.below(LIFE_BITS);
+        let mut window = vec![item];
+        for (from, to) in self.decoder.intervals_of(item) {
+            let from = from.saturating_sub(self.random.below(margin + 1) as u32);
+            let to = (to + self.random.below(margin + 1) as u32).min(self.decoder.births());
+            self.decoder.for_each_within(from, to, |other| {
+                if self.decoder.extent(other).1 <= longest {
+                    window.push(other);
+                }
+            });
+        }
+        window.sort_unstable();
+        window.dedup();
+        window
+    }
+
+    /// Sorts items by size, area or lifetime, or the lowest first, with random deviations. In half of the orders, the item at the top comes
+    /// earlier.
+    fn order(&mut self, placement: &Placement<'_>, window: Vec<u32>, at_top: u32) -> Vec<u32> {
+        let (criterion, deviation) = (self.random.below(4), 128 << self.random.below(4));
+        let mut keys: Vec<(u128, u32)> = Vec::with_capacity(window.len());
+        for item in window {
+            let (size, life) = self.decoder.extent(item);
+            let key = match criterion {
+                0 => u128::from(size),
+                1 => u128::from(size) * u128::from(life),
+                2 => u128::from(life) << 32,
+                _ => u128::from(u64::MAX - placement.end(item)),
+            };
+            keys.push((key * u128::from(1024 + self.random.below(deviation)), item));
+        }
+        keys.sort_unstable_by(|one, other| other.cmp(one));
+        let mut order: Vec<u32> = keys.into_iter().map(|(_, item)| item).collect();
+        if self.random.below(2) == 0 {
+            let at = order.iter().position(|item| *item == at_top).expect("it is in its window");
+            let item = order.remove(at);
+            order.insert(self.random.below(at as u64 + 1) as usize, item);
+        }
+        order
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::problem::{Problem, Rectangle};
+    use proptest::prelude::*;
+
+    proptest! {
+        /// A repaired placement is valid and not higher, for rectangles that live into the next step as well.
+        #[test]
+        fn repaired_placements_are_valid(
+            rectangles in prop::collection::vec((0..64_u64, 1..=64_u64, 1..99_u64), 1..60),
+            steps in 0..20_000_u64,
+        ) {
+            let rectangle = |(lower, life, size)| Rectangle { lower, upper: lower + life, size };
+            let problem = Problem::periodic(64, rectangles.into_iter().map(rectangle).collect()).expect("the problem is valid");
+            let decoder = Decoder::new(&problem);
+            let order: Vec<u32> = (0..decoder.len() as u32).collect();
+            let before = decoder.decode(&order, Fit::Lowest, u64::MAX, &mut { u64::MAX }).expect("no limit");
+            let mut repaired = before.clone();
+            Repair::new(&decoder).lower(&mut repaired, problem.lower_bound(), &mut { steps });
+            prop_assert!(problem.lower_bound() <= repaired.height && repaired.height <= before.height);
+            let checked = crate::check::check(&problem, &decoder.by_place(&repaired), repaired.height);
+            prop_assert_eq!(checked, Ok(()));
+        }
+    }
+}
