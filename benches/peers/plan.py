@@ -1,28 +1,51 @@
-"""Compares the placement search with omnimalloc, on tables of rectangles (CSV: id,lower,upper,size).
+"""Compares the placement search with omnimalloc and idealloc, on tables of rectangles (CSV: id,lower,upper,size) and recorded jobs.
 
 Usage:
   pip install omnimalloc==1.0.0
   git clone https://github.com/google/minimalloc && git clone https://github.com/cappadokes/idealloc
-  cargo build --release -p symmalloc-plan --example solve
-  python3 benches/peers/plan.py minimalloc/benchmarks/challenging/*.csv idealloc/benchmarks/*/*.csv
+  cargo build --release --manifest-path idealloc/Cargo.toml -p coreba
+  cargo build --release -p symmalloc-cli && cargo build --release -p symmalloc-plan --features csv --example solve
+  python3 benches/peers/plan.py --idealloc idealloc/target/release/idealloc \\
+      minimalloc/benchmarks/challenging/*.csv idealloc/benchmarks/*/*.csv tests/traces/*.trace.zst
 
-Each planner runs alone on one thread. The seconds are those of user time. The over-live column is the height divided by the peak of
-live sizes, a lower bound. `--renumbered` also gives our search every table with its events numbered, as a trace does.
-`--steps` and `--timeout` set the budgets of our search and of omnimalloc.
+Each planner runs alone on one thread. Our search has a budget of steps. The others get as many seconds as it took, but at least
+`--at-least`: omnimalloc as its time limit, and idealloc by running again with twice the number of tries until its time is over. The
+seconds are those of user time. The over-live column is the height divided by the peak of live sizes, a lower bound; `inf` means that a
+planner did not finish in three times its time.
+
+A file that is not a table is a recorded job. `symmalloc plan` writes its plan as a table, and all planners get its rectangles.
+`--renumbered` also gives our search every table with its events numbered, as a trace does.
 """
 
 import argparse
 import csv
+import math
+import os
 import pathlib
+import re
 import resource
 import subprocess
 import sys
 import tempfile
 
-SOLVE = pathlib.Path(__file__).parents[2] / "target/release/examples/solve"
+RELEASE = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", pathlib.Path(__file__).parents[2] / "target")) / "release"
+OMNIMALLOC = """
+import sys, omnimalloc as om
+from omnimalloc.allocators import SupermallocAllocator
+rows = [tuple(map(int, line.split(","))) for line in sys.stdin]
+all = tuple(om.Allocation(id=i, start=l, end=u, size=s) for i, (l, u, s) in enumerate(rows))
+done = om.allocate(all, allocator=SupermallocAllocator(timeout=float(sys.argv[1]), num_threads=1))
+print(max(it.offset + it.size for it in done))
+"""
 
 
 def rectangles(path):
+    """Returns the rectangles of a table, or of the plan of a recorded job."""
+    if path.suffix != ".csv":
+        with tempfile.TemporaryDirectory() as folder:
+            table = pathlib.Path(folder) / "job.csv"
+            subprocess.run([RELEASE / "symmalloc", "plan", path, "-o", table], check=True, stdout=subprocess.DEVNULL)
+            return rectangles(table)
     with open(path) as file:
         return [(row["id"], int(row["lower"]), int(row["upper"]), int(row["size"])) for row in csv.DictReader(file)]
 
@@ -43,55 +66,79 @@ def bound(rows):
     return peak
 
 
-def children_seconds():
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+def timed(command, limit=None, **options):
+    """Runs a command, and returns its output and user seconds; no output if it exceeds the limit."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    try:
+        output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=limit, **options).stdout
+    except subprocess.TimeoutExpired:
+        output = None
+    return output, resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+
+
+def write(rows, folder):
+    """Writes a table that every planner reads: whole numbers as ids."""
+    path = pathlib.Path(folder) / "table.csv"
+    path.write_text("id,lower,upper,size\n" + "".join(f"{index},{lower},{upper},{size}\n" for index, (_, lower, upper, size) in enumerate(rows)))
+    return path
 
 
 def ours(rows, steps):
     """Returns the height and the user seconds of our search."""
-    with tempfile.NamedTemporaryFile("w", suffix=".csv") as table:
-        table.write("id,lower,upper,size\n" + "".join("%s,%d,%d,%d\n" % row for row in rows))
-        table.flush()
-        begun = children_seconds()
-        command = [SOLVE, "--steps", str(steps), "--offsets", table.name]
-        solved = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    placed = csv.DictReader(solved.splitlines())
-    return max(int(row["offset"]) + int(row["size"]) for row in placed), children_seconds() - begun
+    with tempfile.TemporaryDirectory() as folder:
+        output, seconds = timed([RELEASE / "examples/solve", "--steps", str(steps), "--offsets", write(rows, folder)])
+    placed = csv.DictReader(output.splitlines())
+    return max(int(row["offset"]) + int(row["size"]) for row in placed), seconds
 
 
-def omnimalloc(rows, timeout):
-    """Returns the height and the user seconds of omnimalloc's supermalloc."""
-    script = (
-        "import sys, omnimalloc as om\n"
-        "from omnimalloc.allocators import SupermallocAllocator\n"
-        "rows = [tuple(map(int, line.split(','))) for line in sys.stdin]\n"
-        "all = tuple(om.Allocation(id=i, start=l, end=u, size=s) for i, (l, u, s) in enumerate(rows))\n"
-        f"done = om.allocate(all, allocator=SupermallocAllocator(timeout={timeout}, num_threads=1))\n"
-        "print(max(it.offset + it.size for it in done))\n"
-    )
-    begun = children_seconds()
+def omnimalloc(rows, limit):
+    """Returns the height and the user seconds of omnimalloc's default, supermalloc."""
     table = "".join("%d,%d,%d\n" % row[1:] for row in rows)
-    done = subprocess.run([sys.executable, "-c", script], input=table, check=True, capture_output=True, text=True)
-    return int(done.stdout), children_seconds() - begun
+    output, seconds = timed([sys.executable, "-c", OMNIMALLOC, str(limit)], limit=3 * limit + 10, input=table)
+    return int(output) if output else math.inf, seconds
+
+
+def idealloc(program, rows, limit):
+    """Returns the least height of idealloc's runs and the user seconds of all of them."""
+    height, spent, tries = math.inf, 0.0, 1
+    with tempfile.TemporaryDirectory() as folder:
+        table = write(rows, folder)
+        while spent < limit:
+            command = [program, "--input", table, "--max-lives", str(tries), "ex-csv"]
+            output, seconds = timed(command, limit=3 * limit + 10, env=os.environ | {"RAYON_NUM_THREADS": "1"})
+            spent, tries = spent + max(seconds, 0.01), 2 * tries
+            if output is None:
+                break
+            height = min(height, int(re.search(r"Makespan:\s*(\d+)", output)[1]))
+    return height, spent
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="+", metavar="TABLE")
-    parser.add_argument("--steps", type=int, default=200_000_000)
-    parser.add_argument("--timeout", type=float, default=30.0)
+    parser.add_argument("files", nargs="+", type=pathlib.Path, metavar="FILE", help="a table or a recorded job")
+    parser.add_argument("--steps", type=int, default=200_000_000, help="the budget of our search")
+    parser.add_argument("--at-least", type=float, default=1.0, metavar="SECONDS", help="the least time of the other planners")
+    parser.add_argument("--idealloc", metavar="PROGRAM", help="the built program; without it, idealloc is left out")
+    parser.add_argument("--without-omnimalloc", action="store_true")
     parser.add_argument("--renumbered", action="store_true")
     args = parser.parse_args()
-    print(f"{'table':<24}{'rectangles':>11}  {'planner':<12}{'over live':>10}{'seconds':>9}")
-    for path in args.tables:
+    print(f"{'file':<24}{'rectangles':>11}  {'planner':<12}{'over live':>10}{'seconds':>9}")
+    for path in args.files:
         rows = rectangles(path)
-        runs = [("symmalloc", lambda: ours(rows, args.steps)), ("omnimalloc", lambda: omnimalloc(rows, args.timeout))]
+        live = bound(rows)
+
+        def show(planner, height, seconds):
+            print(f"{path.name.split('.')[0]:<24}{len(rows):>11}  {planner:<12}{height / live:>10.4f}{seconds:>9.1f}", flush=True)
+
+        height, seconds = ours(rows, args.steps)
+        show("symmalloc", height, seconds)
         if args.renumbered:
-            runs.insert(1, ("renumbered", lambda: ours(renumbered(rows), args.steps)))
-        for planner, run in runs:
-            height, seconds = run()
-            name = pathlib.Path(path).stem
-            print(f"{name:<24}{len(rows):>11}  {planner:<12}{height / bound(rows):>10.4f}{seconds:>9.1f}", flush=True)
+            show("renumbered", *ours(renumbered(rows), args.steps))
+        limit = max(seconds, args.at_least)
+        if not args.without_omnimalloc:
+            show("omnimalloc", *omnimalloc(rows, limit))
+        if args.idealloc:
+            show("idealloc", *idealloc(args.idealloc, rows, limit))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@
 
 use std::hint::black_box;
 use symmalloc_core::backend::Backend;
-use symmalloc_core::ids::{Placement, PoolId, StreamId};
+use symmalloc_core::ids::{AllocationId, Placement, PoolId, StreamId};
 use symmalloc_core::op::Op;
 use symmalloc_core::{Allocator, Handle};
+use symmalloc_trace::Trace;
 use symmalloc_trace::replay::Program;
 
 /// One op of a workload.
@@ -149,6 +150,20 @@ impl Workload {
     /// Returns the number of streams.
     pub fn streams(&self) -> u16 {
         self.streams
+    }
+
+    /// Returns the workload as a trace without a configuration.
+    pub fn trace(&self) -> Trace {
+        let id = |number: u32| AllocationId(number.into());
+        let streams = (0..self.streams).map(|stream| Op::RegisterStream { stream: StreamId(stream) });
+        let ops = self.steps.iter().map(|step| match *step {
+            Step::Allocate { number, stream, size_bytes } => {
+                Op::Allocate { id: id(number), pool: PoolId::DEFAULT, stream, size_bytes }
+            }
+            Step::Free { number, .. } => Op::Free { id: id(number) },
+            Step::RecordUse { number, stream } => Op::RecordUse { id: id(number), stream },
+        });
+        Trace::new(None, streams.chain(ops).map(Into::into).collect()).expect("the ops of a workload are consistent")
     }
 }
 

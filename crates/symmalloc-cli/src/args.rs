@@ -189,6 +189,7 @@ Examples:
   symmalloc plan job.trace.zst --reserved --streams shared       without a plan: one segment, one window
   symmalloc plan job.trace.zst --reservations reserved.trace.zst the job with its reservations, for `symmalloc replay`
   symmalloc plan rectangles.csv -o offsets.csv                   the same search on a table: id,lower,upper,size
+  symmalloc plan job.trace.zst -o job.csv                        the plan as a table, for comparison with other planners
 
 In a plan, the streams of the default pool share memory, unless --streams, --config or the recording's configuration says
 otherwise. All other settings come from the recording and the flags. `planned` is the memory reserved when the job follows the

@@ -41,6 +41,8 @@ pub(crate) enum CliError {
     Contradictory { path: PathBuf, source: PlanContradiction },
     #[error("{}: there is nothing to plan", path.display())]
     NothingToPlan { path: PathBuf },
+    #[error("{}: {reason}, which a table cannot express", path.display())]
+    PlanNotATable { path: PathBuf, reason: String },
     #[error("{}: cannot be opened", path.display())]
     OpenPlan { path: PathBuf, source: io::Error },
     #[error("{}: cannot be read as a plan", path.display())]
@@ -204,6 +206,7 @@ impl CliError {
             CliError::NothingToPlan { .. } => {
                 "record a job that allocates memory; if it has steps, the same step must occur at least twice"
             }
+            CliError::PlanNotATable { .. } => "write a plan file: -o FILE.plan",
             CliError::NotPlanned { source: PlanError::Memory(_), .. }
             | CliError::PlanRefused { source: PlanError::Memory(_), .. } => {
                 "raise the pool's limit_mb or segment_mb, or total_limit_mb: the plan needs this much memory"

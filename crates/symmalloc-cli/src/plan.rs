@@ -97,7 +97,7 @@ impl<'a> JobPlan<'a> {
             let (file, of_rank) = Figures::of(job, &args.policy)?;
             figures = figures.max(of_rank);
             if let Some(out) = &outputs.plan {
-                write(job, &file, out)?;
+                write(job, &file, out, outputs.content)?;
             }
         }
         if let (Some(out), Ok(reservations)) = (&outputs.reservations, &reservations) {
@@ -107,19 +107,25 @@ impl<'a> JobPlan<'a> {
     }
 }
 
-fn write(job: &Recorded, file: &PlanFile, out: &Destination) -> Result<(), CliError> {
+/// Writes the plan as a plan file or as a table.
+fn write(job: &Recorded, file: &PlanFile, out: &Destination, content: Content) -> Result<(), CliError> {
     // A file without plans, which has configurations only, is useful only for a job that allocates memory and has no steps.
     let takes_memory = |op: &Op| matches!(op, Op::Allocate { size_bytes: 1.., .. });
     let can_do_without = !job.program().has_steps() && job.program().ops().iter().any(takes_memory);
     if file.plans().next().is_none() && !can_do_without {
         return Err(CliError::NothingToPlan { path: job.path.clone() });
     }
-    out.write(to_text(file).as_bytes())
+    match content {
+        Content::Table => out.write(&rectangles::of_plan(&job.path, file)?),
+        _ => out.write(to_text(file).as_bytes()),
+    }
 }
 
 /// Destinations of the plan, and of the job with its reservations.
 struct Outputs {
     plan: Option<Destination>,
+    /// Content of the plan's file: a plan or a table.
+    content: Content,
     reservations: Option<Destination>,
 }
 
@@ -129,8 +135,11 @@ impl Outputs {
             let inputs = args.traces.iter().chain(others);
             path.as_ref().map(|path| Destination::file(path, content, inputs)).transpose()
         };
+        let is_table = args.output.as_deref().and_then(Content::of_name) == Some(Content::Table);
+        let content = if is_table { Content::Table } else { Content::Plan };
         Ok(Outputs {
-            plan: file(&args.output, Content::Plan, &None)?,
+            plan: file(&args.output, content, &None)?,
+            content,
             reservations: file(&args.reservations, Content::Trace, &args.output)?,
         })
     }

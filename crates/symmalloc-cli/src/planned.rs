@@ -18,6 +18,7 @@ mod refusal;
 mod segments;
 mod steps;
 
+pub(crate) use draft::GRANULE_BYTES;
 pub(crate) use follow::follow;
 
 use crate::args::PolicyArgs;
@@ -123,7 +124,7 @@ fn solved(recorded: &Recorded, config: Config) -> Result<PlanFile, CliError> {
     let search = Steps(JOB_STEPS * HEAPS_IN_FULL / HEAPS_IN_FULL.max(heap_steps.len() as u64));
     for step in heap_steps {
         let config = file.pool_config(step.pool).expect("steps are of pools of the file");
-        let plan = Plan::solve(config, draft::GRANULE_BYTES, step.stream, step.key, &step.wanted, search);
+        let plan = Plan::solve(config, GRANULE_BYTES, step.stream, step.key, &step.wanted, search);
         let plan = plan.map_err(|error| refused(recorded, step.pool, error))?;
         file.add_plan(step.pool, plan).map_err(|source| draft::contradicts(recorded, source))?;
     }

@@ -52,6 +52,8 @@ mod learner;
 mod online;
 mod orders;
 mod problem;
+mod random;
+mod repair;
 mod schedule;
 mod sections;
 mod solution;
@@ -66,4 +68,4 @@ pub use schedule::{Overlap, Place, PlacedAllocation, Schedule};
 pub use solution::Solution;
 pub use solve::{Steps, solve};
 #[cfg(feature = "csv")]
-pub use table::TableError;
+pub use table::{TableError, write_csv};

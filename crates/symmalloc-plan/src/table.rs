@@ -99,8 +99,8 @@ impl Row {
 }
 
 #[derive(Serialize)]
-struct SolvedRow<'a> {
-    id: &'a str,
+struct SolvedRow<I> {
+    id: I,
     lower: u64,
     upper: u64,
     size: u64,
@@ -153,12 +153,23 @@ impl Solution {
     /// # Errors
     /// Returns [`TableError`] if writing to the sink fails.
     pub fn write_csv(&self, problem: &Problem, names: &[String], sink: impl Write) -> Result<(), TableError> {
-        let mut table = csv::Writer::from_writer(sink);
-        for ((rectangle, id), offset) in problem.rectangles().iter().zip(names).zip(self.offsets()) {
-            let Rectangle { lower, upper, size } = *rectangle;
-            table.serialize(SolvedRow { id, lower, upper, size, offset: *offset })?;
-        }
-        table.flush().map_err(csv::Error::from)?;
-        Ok(())
+        let rows = problem.rectangles().iter().zip(names).zip(self.offsets());
+        write_csv(rows.map(|((rectangle, id), offset)| (id, *rectangle, *offset)), sink)
     }
+}
+
+/// Writes rectangles with their ids and offsets.
+///
+/// # Errors
+/// Returns [`TableError`] if writing to the sink fails.
+pub fn write_csv<I: Serialize>(
+    rows: impl IntoIterator<Item = (I, Rectangle, u64)>,
+    sink: impl Write,
+) -> Result<(), TableError> {
+    let mut table = csv::Writer::from_writer(sink);
+    for (id, Rectangle { lower, upper, size }, offset) in rows {
+        table.serialize(SolvedRow { id, lower, upper, size, offset })?;
+    }
+    table.flush().map_err(csv::Error::from)?;
+    Ok(())
 }

@@ -1,17 +1,22 @@
-//! Plans of tables of rectangles (CSV), in the formats of MiniMalloc and TelaMalloc, to compare the search with others.
+//! Plans of tables of rectangles (CSV), in the formats of MiniMalloc and TelaMalloc, and plans of jobs as such tables, to compare the
+//! search with others.
 
 use crate::args::PlanArgs;
 use crate::content::Content;
 use crate::destination::{Destination, shown};
 use crate::error::CliError;
 use crate::output;
+use crate::planned::GRANULE_BYTES;
 use crate::quantity::{count, counted, rounded};
 use serde_json::{Value, json};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-use symmalloc_plan::{Problem, Solution, Steps, TableError, solve};
+use symmalloc_core::ids::PoolId;
+use symmalloc_core::plans::Plan;
+use symmalloc_plan::{Problem, Solution, Steps, TableError, solve, write_csv};
+use symmalloc_trace::plan::PlanFile;
 
 /// Maximum length of the header line.
 const HEADER_BYTES_MAX: u64 = 4096;
@@ -60,6 +65,23 @@ pub(super) fn plan(args: &PlanArgs) -> Result<(), CliError> {
         output::print_json(objects.into())?;
     }
     Ok(())
+}
+
+/// Returns a job's plan as a table. It can express the plan of one heap, in which all lifetimes end with the step.
+pub(super) fn of_plan(path: &Path, file: &PlanFile) -> Result<Vec<u8>, CliError> {
+    let not_a_table = |reason| CliError::PlanNotATable { path: path.to_path_buf(), reason };
+    let plans: Vec<(PoolId, &Plan)> = file.plans().collect();
+    let [(pool, plan)] = plans[..] else {
+        return Err(not_a_table(format!("the job has {}", counted(plans.len(), "plan"))));
+    };
+    let config = file.pool_config(pool).expect("it has a plan");
+    let rows = plan.rectangles(config, GRANULE_BYTES);
+    if let Some((number, ..)) = rows.iter().find(|(_, it, _)| it.upper > plan.allocations().len() as u64) {
+        return Err(not_a_table(format!("allocation {number} of a step lives on into the next step")));
+    }
+    let mut table = Vec::new();
+    write_csv(rows, &mut table).map_err(|source| CliError::Rectangles { path: path.to_path_buf(), source })?;
+    Ok(table)
 }
 
 /// Returns a flag that applies to recordings only.

@@ -3,6 +3,7 @@
 use super::job_plan::JobPlan;
 use super::reservations::ReservationPlan;
 use crate::args::PlanArgs;
+use crate::content::Content;
 use crate::escape::quoted;
 use crate::output::Palette;
 use crate::quantity::{count, counted, memory};
@@ -65,7 +66,9 @@ fn figures(args: &PlanArgs, plan: &JobPlan<'_>) -> String {
         figures.seconds,
         figures.planned_ops_share() * 100.0
     );
-    if let (Some(file), [trace]) = (&args.output, plan.traces) {
+    if let (Some(file), [trace]) = (&args.output, plan.traces)
+        && Content::of_name(file) != Some(Content::Table)
+    {
         let of = |path: &Path| quoted(&path.to_string_lossy());
         let _ = writeln!(out, "follow it with: symmalloc replay {} --plan {}", of(trace), of(file));
     }

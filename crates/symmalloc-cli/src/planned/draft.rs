@@ -10,7 +10,7 @@ use symmalloc_core::{PoolId, StreamId};
 use symmalloc_trace::plan::{PlanContradiction, PlanFile};
 
 /// Mapping granularity of CUDA, in bytes.
-pub(super) const GRANULE_BYTES: u64 = 2 * MIB;
+pub(crate) const GRANULE_BYTES: u64 = 2 * MIB;
 
 /// Returns a file with this configuration and the program's pools, but without plans.
 pub(super) fn empty(recorded: &Recorded, config: Config) -> Result<PlanFile, CliError> {

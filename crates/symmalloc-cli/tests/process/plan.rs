@@ -379,6 +379,37 @@ fn a_table_of_rectangles_gets_offsets_and_its_quality() {
     assert_eq!(fs::read_to_string(&offsets).unwrap(), text);
 }
 
+/// The table of a job's plan has the sizes of its blocks, and other planners can read it.
+#[test]
+fn the_plan_of_a_job_is_written_as_a_table() {
+    let folder = Folder::new();
+    let lines = ["stream s0", "stream s1", "a 0 1000 s0", "a 1 512 s1", "f 0", "a 2 1024 s0", "f 2", "f 1"];
+    let job = folder.trace("job.trace", &lines);
+    let table = folder.path("job.csv");
+    let shown = symmalloc("plan {} -o {}", &[&job, &table]);
+    assert!(!shown.exited(0).stdout.contains("follow it with"), "a table is not a plan to follow");
+    let text = fs::read_to_string(&table).unwrap();
+    assert_eq!(text, "id,lower,upper,size,offset\n0,0,2,1024,0\n1,1,3,512,1024\n2,2,3,1024,0\n");
+    let rectangles: String = text.lines().map(|row| row.rsplit_once(',').unwrap().0.to_owned() + "\n").collect();
+    let plan = one(&symmalloc("plan {} --json", &[&folder.file("again.csv", rectangles)]));
+    assert_eq!((bytes(&plan, "rectangles"), bytes(&plan, "height")), (3, 1536));
+    fs::remove_file(&table).unwrap();
+    let separate = ["stream s0", "stream s1", "pool p0 streams:separate", "a 0 1000 s0", "a 1 512 s1", "f 0", "f 1"];
+    let step = |first, second| ["begin_step p0 7".to_owned(), second, format!("f {first}"), "end_step p0".to_owned()];
+    let steps = (0..4).flat_map(|n| step(n, format!("a {} 4096 s0", n + 1)));
+    let steps: Vec<String> = ["stream s0".to_owned(), "a 0 4096 s0".to_owned()].into_iter().chain(steps).collect();
+    let steps: Vec<&str> = steps.iter().map(String::as_str).collect();
+    for (lines, reason) in [
+        (&separate[..], "the job has 2 plans, which a table cannot express"),
+        (&steps[..], "allocation 0 of a step lives on into the next step, which a table cannot express"),
+    ] {
+        let output = symmalloc("plan {} -o {}", &[&folder.trace("job.trace", lines), &table]);
+        assert!(output.code == Some(2) && output.stderr.contains(reason), "{}", output.stderr);
+        assert!(output.stderr.contains("write a plan file: -o FILE.plan"), "{}", output.stderr);
+        assert!(!table.exists());
+    }
+}
+
 #[test]
 fn a_table_that_cannot_be_planned_is_refused() {
     let folder = Folder::new();

@@ -107,11 +107,7 @@ impl Plan {
         if numbers.is_empty() {
             return Ok(plan);
         }
-        let rectangle = |number: &usize| Rectangle {
-            lower: *number as u64,
-            upper: u64::from(wanted[*number].until.expect("filtered")),
-            size: u64::from(rules.block_size(wanted[*number].requested_bytes)),
-        };
+        let rectangle = |number: &usize| rectangle(*number, &wanted[*number], &rules).expect("filtered");
         let problem = Problem::periodic(wanted.len() as u64, numbers.iter().map(rectangle).collect());
         let solution = solve(&problem.map_err(PlanError::Solver)?, budget);
         for (number, offset) in numbers.into_iter().zip(solution.offsets()) {
@@ -140,6 +136,18 @@ impl Plan {
     pub fn memory_bytes(&self, config: &PoolConfig, granularity_bytes: u64) -> u64 {
         let rules = SizeRules::new(config, granularity_bytes);
         self.ends(&rules).max().unwrap_or(0)
+    }
+
+    /// Returns the number of each planned allocation, its rectangle and its offset, for a pool with this configuration on a
+    /// backend with this granularity. Sizes are those of blocks, in bytes. Times are numbers of allocations; an allocation
+    /// whose `upper` exceeds their number lives on into the next step.
+    pub fn rectangles(&self, config: &PoolConfig, granularity_bytes: u64) -> Vec<(u32, Rectangle, u64)> {
+        let rules = SizeRules::new(config, granularity_bytes);
+        let planned = |(number, it): (u32, &PlannedAllocation)| {
+            let Rectangle { lower, upper, size } = rectangle(number as usize, &it.wanted, &rules)?;
+            Some((number, Rectangle { lower, upper, size: size * UNIT_BYTES }, it.offset_bytes?))
+        };
+        (0..).zip(&self.allocations).filter_map(planned).collect()
     }
 
     fn ends<'a>(&'a self, rules: &'a SizeRules) -> impl Iterator<Item = u64> + 'a {
@@ -173,4 +181,10 @@ impl Plan {
         }
         digest.value
     }
+}
+
+/// Returns the rectangle of an allocation, in units; `None` if it outlives the next step.
+fn rectangle(number: usize, wanted: &StepAllocation, rules: &SizeRules) -> Option<Rectangle> {
+    let size = u64::from(rules.block_size(wanted.requested_bytes));
+    Some(Rectangle { lower: number as u64, upper: wanted.until?.into(), size })
 }

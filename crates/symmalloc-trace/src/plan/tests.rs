@@ -150,8 +150,11 @@ fn allocations(stream: Option<StreamId>, raw: Vec<(u64, u16, u32, u64)>) -> Vec<
     let count = raw.len() as u32;
     let allocation = |(number, (size, of, until, offset)): (u32, (u64, u16, u32, u64))| {
         let until = (until % 4 != 0).then(|| number + 1 + until % count);
-        let wanted =
-            StepAllocation { stream: stream.unwrap_or(StreamId(of % u16::MAX)), requested_bytes: 1 + size % (1 << 38), until };
+        let wanted = StepAllocation {
+            stream: stream.unwrap_or(StreamId(of % u16::MAX)),
+            requested_bytes: 1 + size % (1 << 38),
+            until,
+        };
         let offset_bytes = until.filter(|_| offset % 5 != 0).map(|_| offset % (1 << 30) * 512);
         PlannedAllocation { wanted, offset_bytes }
     };
