@@ -2,6 +2,8 @@
 
 import json
 import pathlib
+import shutil
+import subprocess
 import tempfile
 import unittest
 import xml.dom.minidom
@@ -174,6 +176,23 @@ class Programs(unittest.TestCase):
                 turn = bench.measure(programs.Peer("p", "program"), programs.QUICK, 1)
             self.assertEqual(turn.lines, [line])
             self.assertIn(reason, turn.failure)
+
+
+class Repeat(unittest.TestCase):
+    def test_without_a_gpu_the_only_output_is_the_remedy(self):
+        for smi, reason in (("", "command not found"), ("echo No devices were found; exit 6", "No devices were found")):
+            with tempfile.TemporaryDirectory() as folder:
+                (pathlib.Path(folder) / "dirname").symlink_to(shutil.which("dirname"))
+                for tool, script in (("cargo", "exit"), ("c++", "exit"), ("git", "exit"), ("python3", "exit"), ("nvidia-smi", smi)):
+                    if script:
+                        program = pathlib.Path(folder) / tool
+                        program.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+                        program.chmod(0o755)
+                words = [shutil.which("bash"), programs.ROOT / "benches/repeat"]
+                result = subprocess.run(words, capture_output=True, text=True, env={"PATH": folder}, check=False)
+            self.assertEqual((result.returncode, result.stdout), (2, ""))
+            remedy = f"no GPU is available (nvidia-smi: {reason}): install NVIDIA's driver, or pass --no-device"
+            self.assertEqual(result.stderr, f"repeat: {remedy}\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 from . import errors, pytorch_class
@@ -112,11 +113,20 @@ def _devices(cuda: ctypes.CDLL, count: int) -> Iterator[str]:
         yield f"device {ordinal} {name.value.decode()}"
 
 
-def _torch() -> Any:
+@cache
+def _imported() -> Any:
+    """Returns PyTorch, or the error of its import. PyTorch reports a second attempt instead of the cause."""
     try:
         import torch
     except Exception as error:  # an incomplete installation may raise any exception
-        raise _Missing(f"cannot be imported ({error}): only the C interface works here (symmalloc.Allocator)") from error
+        return error
+    return torch
+
+
+def _torch() -> Any:
+    torch = _imported()
+    if isinstance(torch, Exception):
+        raise _Missing(f"cannot be imported ({torch}): only the C interface works here (symmalloc.Allocator)") from torch
     return torch
 
 

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import unittest
+from pathlib import Path
 
 import needs
 import symmalloc
@@ -43,6 +45,14 @@ class Doctor(unittest.TestCase):
         self.assertFalse(finding["works"])
         self.assertIn("SYMMALLOC_CONF", str(finding["what"]))
         self.assertEqual(code, other_code)
+
+    def test_a_pytorch_that_cannot_be_imported_is_reported_with_its_first_error(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            failing = "import sys\nsys.tries = getattr(sys, 'tries', 0) + 1\nraise ImportError(f'attempt {sys.tries}')\n"
+            (Path(folder) / "torch.py").write_text(failing)
+            _, findings = examined(PYTHONPATH=f"{folder}:{os.environ.get('PYTHONPATH', '')}")
+        for name in ("PyTorch", "allocator class"):
+            self.assertIn("cannot be imported (attempt 1)", str(findings[name]["what"]))
 
     def test_the_table_has_a_line_for_each_finding_and_a_verdict(self) -> None:
         findings = [doctor.Finding("one", True, "there"), doctor.Finding("two", False, "missing", is_needed=False)]
