@@ -13,6 +13,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::ids::AllocationId;
 use symmalloc_core::lock::{Exclusive, Shared};
 use symmalloc_core::plans::{Plan, PlanError};
 use symmalloc_core::{Allocator, Op, PoolId, Record};
@@ -319,10 +320,22 @@ fn import(bytes: &[u8], beginning: &[u8]) -> u64 {
         written(recording.config.as_ref(), &recording.records);
         if recording.format == Format::PyTorchSnapshot {
             there_and_back(&program, &recording.records);
+            has_valid_stacks(&bytes, &options, made);
         }
         read += recording.records.len() as u64;
     }
     read
+}
+
+/// Checks that a snapshot reads with its stacks too, and that every stack has frames.
+fn has_valid_stacks(bytes: &[u8], options: &ReadOptions, allocations: usize) {
+    let Ok(recording) = read_bytes(bytes, &options.clone().stacks()) else { return };
+    let Some(stacks) = recording.stacks else { return };
+    for id in 0..allocations as u64 {
+        let Some(stack) = stacks.of(AllocationId(id)) else { continue };
+        let frames = &stacks.stacks()[stack].frames;
+        assert!(!frames.is_empty() && frames.iter().all(|frame| (*frame as usize) < stacks.frames().len()));
+    }
 }
 
 /// Exports a recording as a snapshot and reads it back: it has the same ops and names, and frees complete at the same points.

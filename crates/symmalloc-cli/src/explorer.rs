@@ -6,7 +6,7 @@
 //!                         ├─► Layout   symmalloc     the job's own settings
 //!                         └─► Layout   planned       following a plan, if there is one
 //!                                │
-//! program, names, layouts ──► columns ──► deflate ──► base64 ──► <script type="application/base64">
+//! program, names, stacks, layouts ──► columns ──► deflate ──► base64 ──► <script type="application/base64">
 //!                                                                          │
 //!                               data.js decodes it, view.js draws it ◄─────┘
 //! ```
@@ -22,11 +22,11 @@ pub(crate) use layout::Layout;
 pub(crate) use layouts::layouts;
 
 use crate::quantity::count;
+use crate::recorded::Recorded;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use maud::{Markup, PreEscaped, html};
 use sha2::{Digest, Sha256};
-use symmalloc_trace::replay::Program;
 
 /// The script: first the decoder, then the view.
 const SCRIPT: &str = concat!(include_str!("explorer/data.js"), include_str!("explorer/view.js"));
@@ -43,8 +43,10 @@ pub(crate) fn content_security_policy() -> String {
 }
 
 /// Returns the section, its data and its script. `op` is the first op at which the cursor stands.
-pub(crate) fn section(program: &Program, layouts: &[Layout], op: usize) -> Markup {
-    let data = STANDARD.encode(columns::compressed(program, layouts, op));
+pub(crate) fn section(recorded: &Recorded, layouts: &[Layout], op: usize) -> Markup {
+    let program = recorded.program();
+    let stacks = recorded.recording.stacks.as_ref();
+    let data = STANDARD.encode(columns::compressed(program, stacks, layouts, op));
     html! {
         section #explorer hidden aria-label="Memory over time, interactive" {
             div.bar {

@@ -21,9 +21,18 @@ const PIPE_WAIT_MAX: Duration = Duration::from_secs(10);
 
 /// Reads a recording.
 pub(crate) fn recording(path: &Path, reading: &ReadingArgs) -> Result<Recording, CliError> {
+    recording_with(path, &ReadOptions::from(reading))
+}
+
+/// Reads a recording with its Python stacks, if it has any.
+pub(crate) fn recording_with_stacks(path: &Path, reading: &ReadingArgs) -> Result<Recording, CliError> {
+    recording_with(path, &ReadOptions::from(reading).stacks())
+}
+
+fn recording_with(path: &Path, options: &ReadOptions) -> Result<Recording, CliError> {
     let source = open(path).map_err(|error| ImportError::new(Some(path), ImportErrorKind::Open(error)))?;
     let name = if path == Path::new(STREAM) { Path::new("standard input") } else { path };
-    read_from(source, &ReadOptions::from(reading)).map_err(|error| error.with_path(name).into())
+    read_from(source, options).map_err(|error| error.with_path(name).into())
 }
 
 /// Opens a file, standard input or a recorded job. A file takes precedence over a job of the same name.

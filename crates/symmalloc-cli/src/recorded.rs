@@ -22,7 +22,15 @@ pub(crate) struct Recorded {
 
 impl Recorded {
     pub(crate) fn read(path: &Path, reading: &ReadingArgs, policy: &PolicyArgs) -> Result<Self, CliError> {
-        let mut recording = input::recording(path, reading)?;
+        Self::of(path, input::recording(path, reading)?, policy)
+    }
+
+    /// Reads the recording with its Python stacks, if it has any.
+    pub(crate) fn read_with_stacks(path: &Path, reading: &ReadingArgs, policy: &PolicyArgs) -> Result<Self, CliError> {
+        Self::of(path, input::recording_with_stacks(path, reading)?, policy)
+    }
+
+    fn of(path: &Path, mut recording: Recording, policy: &PolicyArgs) -> Result<Self, CliError> {
         if let Some(config) = policy.config() {
             reconfigure(&mut recording, config);
         }

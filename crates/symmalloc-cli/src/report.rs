@@ -63,7 +63,7 @@ pub(crate) fn report(args: &ReportArgs) -> Result<Verdict, CliError> {
 fn make(args: &ReportArgs, print: impl FnOnce(&Findings<'_>) -> Result<(), CliError>) -> Result<(), CliError> {
     check_name(&args.output)?;
     let out = Destination::file(&args.output, Content::Page, [&args.input])?;
-    let recorded = Recorded::read(&args.input, &args.reading, &args.policy)?;
+    let recorded = Recorded::read_with_stacks(&args.input, &args.reading, &args.policy)?;
     let timeline = timeline_of(&recorded, Selection::default())?;
     let op = op_of(args.op, &recorded, &timeline)?;
     let memory = Memory::replayed(&recorded, op, Selection::default())?;

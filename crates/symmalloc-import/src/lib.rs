@@ -17,6 +17,9 @@
 //! in it, and never recurses. Damaged, truncated or unsupported data produces an [`ImportError`] that names the position and a remedy. The
 //! [`Summary`] counts the omitted parts.
 //!
+//! An allocation has one name. With [`ReadOptions::stacks`], a recording of a PyTorch snapshot also has the Python [`Stacks`] of its
+//! allocations.
+//!
 //! # Implementation
 //!
 //! `recording.rs` detects the format. A custom pickle reader, which keeps only the relevant keys, passes snapshots to `pytorch.rs`, whose
@@ -38,6 +41,7 @@ mod pytorch;
 mod recording;
 pub mod rerun;
 mod rmm;
+mod stacks;
 mod summary;
 pub mod trace_file;
 mod trace_naming;
@@ -49,6 +53,7 @@ pub use pickle::PickleError;
 pub use pytorch::{Found, SnapshotError};
 pub use recording::{Format, Recording, read_bytes, read_from, read_path};
 pub use rmm::RmmError;
+pub use stacks::{Stack, Stacks};
 pub use summary::Summary;
 pub use trace_file::{TraceFile, TraceFileError, TraceFileOptions};
 pub use trace_naming::TraceNaming;

@@ -1,4 +1,4 @@
-//! Options for reading a recording: the device, the tolerance for truncated text, and the memory limit.
+//! Options for reading a recording: the device, the tolerance for truncated text, stacks, and the memory limit.
 
 /// Default memory limit in bytes. It suffices for snapshots of 500 MB without stack frames, or 2 GB with them.
 pub const MEMORY_LIMIT_BYTES: u64 = 1 << 30;
@@ -11,14 +11,16 @@ pub struct ReadOptions {
     pub device: Option<usize>,
     /// If `true`, truncated text is read up to the point of truncation. A truncated pickle is never read.
     pub accept_torn: bool,
-    /// Memory limit in bytes. It applies once to the records, and once to the parts kept of a snapshot's pickle while it is read. Only used
-    /// bytes count; spare capacity of tables can take as much again.
+    /// If `true`, the Python stacks of a PyTorch snapshot are read too.
+    pub stacks: bool,
+    /// Memory limit in bytes. It applies once to the records, once to the stacks, and once to the parts kept of a snapshot's pickle while it
+    /// is read. Only used bytes count; spare capacity of tables can take as much again.
     pub memory_limit_bytes: u64,
 }
 
 impl Default for ReadOptions {
     fn default() -> Self {
-        ReadOptions { device: None, accept_torn: false, memory_limit_bytes: MEMORY_LIMIT_BYTES }
+        ReadOptions { device: None, accept_torn: false, stacks: false, memory_limit_bytes: MEMORY_LIMIT_BYTES }
     }
 }
 
@@ -34,6 +36,13 @@ impl ReadOptions {
     #[must_use]
     pub fn accept_torn(mut self) -> Self {
         self.accept_torn = true;
+        self
+    }
+
+    /// Reads the Python stacks of a PyTorch snapshot too, into [`Recording::stacks`](crate::Recording::stacks).
+    #[must_use]
+    pub fn stacks(mut self) -> Self {
+        self.stacks = true;
         self
     }
 

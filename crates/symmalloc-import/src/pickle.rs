@@ -33,7 +33,7 @@ mod values;
 
 pub use error::PickleError;
 pub(crate) use output::{Memo, PickleWriter};
-pub(crate) use values::{DictId, Item, Keeps, Kept, List, ListId, Value, Values, Word};
+pub(crate) use values::{DictId, Item, Keeps, Kept, LEADING_MAX, List, ListId, Value, Values, Word};
 
 use input::Input;
 use values::ArenaFull;
@@ -60,6 +60,8 @@ pub(crate) struct Vocabulary {
     pub(crate) words: &'static [&'static str],
     /// Words whose values are also kept as text, of up to [`TEXT_BYTES_MAX`].
     pub(crate) texts_of: &'static [Word],
+    /// Words whose lists are stored once per content.
+    pub(crate) shared_lists_of: &'static [Word],
     /// Rule that selects the dicts that are kept in lists.
     pub(crate) keeps: Keeps,
 }
@@ -432,7 +434,13 @@ impl<R: Read> Machine<R> {
             if matches!(pair[1], Value::Nothing | Value::True | Value::OtherText) && self.is_text_key(pair.first()) {
                 continue;
             }
-            if self.values.set(dict, pair[0], pair[1]).is_err() {
+            let value = match (pair[0], pair[1]) {
+                (Value::Word(key), Value::List(list)) if self.vocabulary.shared_lists_of.contains(&key) => {
+                    Value::List(self.values.share(list))
+                }
+                (_, value) => value,
+            };
+            if self.values.set(dict, pair[0], value).is_err() {
                 return Err(self.too_large());
             }
         }

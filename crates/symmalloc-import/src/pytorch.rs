@@ -28,9 +28,9 @@
 //!
 //! Allocations live at the beginning of the trace come first, see `before.rs`. Streams are numbered by the first appearance of their handle
 //! in an allocation. An allocation's name is its `user_metadata`, which a program sets with `torch.cuda.memory._set_memory_metadata`, or
-//! else the Python frame that requested it, see `frames.rs`. An entry names its private pool (`pool_id`), or its segment does in older
-//! versions (`segment_pool_id`); entries of symmalloc's [export](crate::export) have `symmalloc_pool`. Pools get the default configuration,
-//! because a snapshot does not contain their settings.
+//! else the Python frame that requested it, see `frames.rs`, which also reads [`Stacks`](crate::Stacks). An entry names its private pool
+//! (`pool_id`), or its segment does in older versions (`segment_pool_id`); entries of symmalloc's [export](crate::export) have
+//! `symmalloc_pool`. Pools get the default configuration, because a snapshot does not contain their settings.
 //!
 //! [`Allocate`]: symmalloc_core::op::Op::Allocate
 //! [`Free`]: symmalloc_core::op::Op::Free
@@ -52,18 +52,29 @@ pub use error::{Found, SnapshotError};
 
 use crate::options::ReadOptions;
 use crate::pickle::{self, Document, Item, List, Value, Vocabulary};
+use crate::stacks::TooLarge;
 use crate::transcript::{Address, Allocated, Overflow, Transcript};
 use before::{Before, Lived, has_live, has_overflowed};
+use frames::StackReader;
 use segments::LiveSegments;
 use trace::DeviceTrace;
 use words::{
-    ACTION, ALLOC, DEVICE_TRACES, FILENAME, FREE_COMPLETED, FREE_REQUESTED, NAME, OOM, RECORD_USE, SEGMENT_ALLOC,
-    SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, SEGMENTS, SIZE, SNAPSHOT, USER_METADATA, VOCABULARY,
+    ACTION, ALLOC, DEVICE_TRACES, FILENAME, FRAMES, FREE_COMPLETED, FREE_REQUESTED, NAME, OOM, RECORD_USE,
+    SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, SEGMENTS, SIZE, SNAPSHOT, USER_METADATA, VOCABULARY,
 };
 
 /// Reads a snapshot and converts the trace of one device.
 pub(crate) fn read(source: impl Read, options: &ReadOptions) -> Result<Transcript, SnapshotError> {
-    let vocabulary = Vocabulary { words: VOCABULARY, texts_of: &[USER_METADATA, FILENAME, NAME], keeps: frames::keeps };
+    let mut vocabulary = Vocabulary {
+        words: VOCABULARY,
+        texts_of: &[USER_METADATA, FILENAME, NAME],
+        shared_lists_of: &[],
+        keeps: frames::keeps,
+    };
+    if options.stacks {
+        vocabulary.shared_lists_of = &[FRAMES];
+        vocabulary.keeps = frames::keeps_stacks;
+    }
     let document = pickle::read(source, vocabulary, options.memory_limit_bytes)?;
     let mut traces = device_traces(&document)?;
     let segments = has_live(&document)?;
@@ -71,7 +82,7 @@ pub(crate) fn read(source: impl Read, options: &ReadOptions) -> Result<Transcrip
     let devices = segments.last().map_or(0, |last| last + 1).min(DEVICES_MAX);
     traces.resize(traces.len().max(devices), &empty);
     let device = select_device(&document, &traces, &segments, options.device)?;
-    DeviceTrace { document: &document, device, entries: traces[device] }.retell(options.memory_limit_bytes)
+    DeviceTrace { document: &document, device, entries: traces[device] }.retell(options)
 }
 
 /// Returns the list of entries of each device.
@@ -135,11 +146,13 @@ fn select_device(
 }
 
 impl<'a> DeviceTrace<'a> {
-    fn retell(&self, limit_bytes: u64) -> Result<Transcript, SnapshotError> {
+    fn retell(&self, options: &ReadOptions) -> Result<Transcript, SnapshotError> {
+        let limit_bytes = options.memory_limit_bytes;
         let mut transcript = Transcript::new(limit_bytes);
+        let mut stacks = options.stacks.then(|| StackReader::new(self.document, limit_bytes));
         let mut segments = LiveSegments::default();
         transcript.summary.device = Some(self.device);
-        let before = self.retell_before(&mut transcript)?;
+        let before = self.retell_before(&mut transcript, &mut stacks)?;
         let mut entries = self.entries().peekable();
         while let Some(entry) = entries.next() {
             let entry = entry?;
@@ -156,6 +169,7 @@ impl<'a> DeviceTrace<'a> {
                         placement: segments.placement(address),
                     });
                     outcome.map_err(|overflow| overflow_at(overflow, entry.device, entry.number))?;
+                    self.add_stack(&mut stacks, entry.frames(), entry.number)?;
                 }
                 Value::Word(FREE_REQUESTED) => {
                     let address = entry.address()?;
@@ -182,15 +196,32 @@ impl<'a> DeviceTrace<'a> {
                 _ => return Err(entry.bad_field(ACTION)),
             }
         }
+        transcript.stacks = stacks.and_then(StackReader::finish);
         Ok(transcript)
     }
 
+    /// Adds the stack of the allocation that the transcript got last, if stacks are read.
+    fn add_stack(
+        &self,
+        stacks: &mut Option<StackReader<'a>>,
+        frames: Option<Value>,
+        entry: u64,
+    ) -> Result<(), SnapshotError> {
+        let Some(stacks) = stacks else { return Ok(()) };
+        let (device, limit_bytes) = (self.device, stacks.limit_bytes());
+        stacks.allocate(frames).map_err(|TooLarge| SnapshotError::TooLarge { device, entry, limit_bytes })
+    }
+
     /// Converts the allocations live at the beginning of the trace; they come first.
-    fn retell_before(&self, transcript: &mut Transcript) -> Result<Before, SnapshotError> {
+    fn retell_before(
+        &self,
+        transcript: &mut Transcript,
+        stacks: &mut Option<StackReader<'a>>,
+    ) -> Result<Before, SnapshotError> {
         let before = Before::of(self)?;
         transcript.summary.recorded_reserved_bytes_peak = before.reserved_bytes_peak;
         transcript.summary.is_overwritten = has_overflowed(self.document);
-        for Lived { pool, stream, size_bytes, name, address } in &before.lived {
+        for Lived { pool, stream, size_bytes, name, address, frames } in &before.lived {
             let outcome = transcript.allocate_before(Allocated {
                 address: Address(*address),
                 size_bytes: *size_bytes,
@@ -200,6 +231,7 @@ impl<'a> DeviceTrace<'a> {
                 placement: None,
             });
             outcome.map_err(|overflow| overflow_at(overflow, self.device, 0))?;
+            self.add_stack(stacks, frames.map(Value::List), 0)?;
         }
         Ok(before)
     }

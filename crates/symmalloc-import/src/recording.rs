@@ -20,6 +20,7 @@ use symmalloc_trace::{LineError, TraceError, TraceReader};
 use crate::compression::{self, Compression};
 use crate::error::{ImportError, ImportErrorKind};
 use crate::options::ReadOptions;
+use crate::stacks::Stacks;
 use crate::summary::Summary;
 use crate::{pytorch, rmm};
 
@@ -47,6 +48,8 @@ pub struct Recording {
     pub compression: Compression,
     /// The allocator's configuration, if a trace states one.
     pub config: Option<Config>,
+    /// The Python stacks of the allocations, if the [options](ReadOptions::stacks) ask for them and the recording has any.
+    pub stacks: Option<Stacks>,
     /// Counts of the ops found and of the parts omitted.
     pub summary: Summary,
 }
@@ -96,12 +99,17 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
     if options.device.is_some() && format != Format::PyTorchSnapshot {
         return Err(ImportErrorKind::NoDevices);
     }
+    let mut stacks = None;
     let (records, config, summary) = match format {
         Format::Trace => read_trace(source, compression, options)?,
-        Format::PyTorchSnapshot => without_config(pytorch::read(source, options)?.finish()),
+        Format::PyTorchSnapshot => {
+            let mut transcript = pytorch::read(source, options)?;
+            stacks = transcript.stacks.take();
+            without_config(transcript.finish())
+        }
         Format::RmmLog => without_config(rmm::read(source, options)?.finish()),
     };
-    Ok(Recording { records, format, compression, config, summary })
+    Ok(Recording { records, format, compression, config, stacks, summary })
 }
 
 /// Result of a reader: records, a configuration, a summary.

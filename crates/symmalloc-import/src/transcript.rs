@@ -15,6 +15,7 @@ use symmalloc_core::ids::{AllocationId, Placement, PoolId, StreamId};
 use symmalloc_core::op::{Op, Pending, Record};
 use symmalloc_core::units::SEGMENT_BYTES_MAX;
 
+use crate::stacks::Stacks;
 use crate::summary::Summary;
 
 /// A device address in a log.
@@ -91,6 +92,8 @@ pub(crate) struct Transcript {
     /// Bytes of the records' names.
     name_bytes: u64,
     pub(crate) summary: Summary,
+    /// Stacks of the allocations, if the log has any and its reader was asked for them.
+    pub(crate) stacks: Option<Stacks>,
     /// Never iterated, so its order does not affect decisions.
     streams: HashMap<RawStream, StreamId>,
     /// All pools except the default one. Never iterated.
@@ -110,6 +113,7 @@ impl Transcript {
             limit_bytes,
             name_bytes: 0,
             summary: Summary::default(),
+            stacks: None,
             streams: HashMap::new(),
             pools: HashMap::new(),
             live: HashMap::new(),

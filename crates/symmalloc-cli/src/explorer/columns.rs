@@ -4,13 +4,17 @@
 //! length of the header, header (JSON), then for every allocation, column by column:
 //!   op minus the op of the previous allocation, ops until its free (0: never), index of its size, stream, pool, index of its name
 //! the sizes, ascending, each minus the previous one
+//! if there are stacks:
+//!   stack + 1 of every allocation (0: none)
+//!   for every stack: omitted frames, outermost frames that it shares with the previous stack, number of its other frames, those frames
 //! for every layout:
 //!   lane + 1 of every allocation (0: none), position of every allocation that has a lane
 //!   lane, position, size, first op, number of ops of every part of reserved memory
 //! ```
 //!
 //! A number has 7 bits per byte, the lowest first, and the last byte is below 128 (LEB128). The same columns of a training job repeat with
-//! every step, so they compress well. Equal jobs give equal bytes.
+//! every step, so they compress well. A stack is stored from its outermost frame inward, because most stacks share their outer frames.
+//! Equal jobs give equal bytes.
 
 use super::layout::Layout;
 use crate::escape::visible_line;
@@ -19,13 +23,15 @@ use flate2::write::DeflateEncoder;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::io::Write;
+use symmalloc_core::ids::AllocationId;
 use symmalloc_core::op::Op;
+use symmalloc_import::{Stack, Stacks};
 use symmalloc_trace::replay::Program;
 
 /// Returns the compressed data, for `DecompressionStream("deflate-raw")`.
-pub(super) fn compressed(program: &Program, layouts: &[Layout], op: usize) -> Vec<u8> {
+pub(super) fn compressed(program: &Program, stacks: Option<&Stacks>, layouts: &[Layout], op: usize) -> Vec<u8> {
     let mut out = DeflateEncoder::new(Vec::new(), Compression::best());
-    let written = out.write_all(&encoded(program, layouts, op)).and_then(|()| out.finish());
+    let written = out.write_all(&encoded(program, stacks, layouts, op)).and_then(|()| out.finish());
     written.expect("writing to memory does not fail")
 }
 
@@ -58,7 +64,7 @@ fn rows(program: &Program) -> Vec<Row<'_>> {
     rows
 }
 
-fn encoded(program: &Program, layouts: &[Layout], op: usize) -> Vec<u8> {
+fn encoded(program: &Program, stacks: Option<&Stacks>, layouts: &[Layout], op: usize) -> Vec<u8> {
     let rows = rows(program);
     let mut names: BTreeMap<&str, u64> = rows.iter().filter_map(|row| row.name).map(|name| (name, 0)).collect();
     let mut sizes: BTreeMap<u64, u64> = rows.iter().map(|row| (row.size_bytes, 0)).collect();
@@ -75,6 +81,8 @@ fn encoded(program: &Program, layouts: &[Layout], op: usize) -> Vec<u8> {
         "allocations": rows.len(),
         "sizes": sizes.len(),
         "names": names.keys().map(|name| visible_line(name)).collect::<Vec<_>>(),
+        "frames": stacks.map_or(&[][..], Stacks::frames).iter().map(|frame| visible_line(frame)).collect::<Vec<_>>(),
+        "stacks": stacks.map_or(0, |stacks| stacks.stacks().len()),
         "layouts": layouts.iter().map(|layout| json!({
             "name": layout.name,
             "origin": layout.origin,
@@ -106,6 +114,9 @@ fn encoded(program: &Program, layouts: &[Layout], op: usize) -> Vec<u8> {
         put(&mut out, size_bytes - last);
         last = size_bytes;
     }
+    if let Some(stacks) = stacks {
+        put_stacks(&mut out, stacks, rows.len());
+    }
     for layout in layouts {
         for position in &layout.positions {
             put(&mut out, position.map_or(0, |position| position.lane as u64 + 1));
@@ -120,6 +131,20 @@ fn encoded(program: &Program, layouts: &[Layout], op: usize) -> Vec<u8> {
         }
     }
     out
+}
+
+fn put_stacks(out: &mut Vec<u8>, stacks: &Stacks, allocations: usize) {
+    for id in 0..allocations {
+        put(out, stacks.of(AllocationId(id as u64)).map_or(0, |stack| stack as u64 + 1));
+    }
+    let mut last: &[u32] = &[];
+    for Stack { frames, frames_omitted, .. } in stacks.stacks() {
+        let shared = frames.iter().rev().zip(last.iter().rev()).take_while(|(frame, other)| frame == other).count();
+        let others = frames.iter().rev().skip(shared);
+        [*frames_omitted, shared as u64, others.len() as u64].into_iter().for_each(|number| put(out, number));
+        others.for_each(|frame| put(out, (*frame).into()));
+        last = frames;
+    }
 }
 
 /// Appends a number of variable length.
@@ -137,9 +162,10 @@ mod tests {
     use crate::explorer::layout::{Lane, Position, Rectangle};
     use flate2::read::DeflateDecoder;
     use std::io::Read;
+    use std::path::Path;
     use symmalloc_core::ids::{PoolId, StreamId};
     use symmalloc_import::rerun::Owner;
-    use symmalloc_import::{ReadOptions, read_bytes};
+    use symmalloc_import::{ReadOptions, read_bytes, read_path};
 
     #[test]
     fn numbers_have_seven_bits_a_byte() {
@@ -147,6 +173,30 @@ mod tests {
         [0, 127, 128, 300, u64::MAX].into_iter().for_each(|number| put(&mut out, number));
         assert_eq!(out[..6], [0, 127, 0x80, 1, 0xac, 2]);
         assert_eq!(out[6..], [255, 255, 255, 255, 255, 255, 255, 255, 255, 1]);
+    }
+
+    #[test]
+    fn stacks_are_read_back_from_the_frames_that_they_share() {
+        let snapshot = Path::new("../symmalloc-import/tests/fixtures/job.protocol4.pickle.gz");
+        let stacks = read_path(snapshot, &ReadOptions::default().stacks()).unwrap().stacks.unwrap();
+        let mut out = Vec::new();
+        put_stacks(&mut out, &stacks, 10);
+        // All numbers are below 128.
+        let mut numbers = out.into_iter();
+        let mut next = || numbers.next().unwrap().into();
+        for id in 0..10 {
+            assert_eq!(next(), stacks.of(AllocationId(id)).map_or(0, |stack| stack as u32 + 1));
+        }
+        let mut inward: Vec<u32> = Vec::new();
+        for Stack { frames, frames_omitted, .. } in stacks.stacks() {
+            assert_eq!(u64::from(next()), *frames_omitted);
+            inward.truncate(next() as usize);
+            for _ in 0..next() {
+                inward.push(next());
+            }
+            assert!(frames.iter().eq(inward.iter().rev()));
+        }
+        assert_eq!(numbers.next(), None);
     }
 
     #[test]
@@ -167,7 +217,7 @@ mod tests {
             reserved: vec![Rectangle { lane: 0, position_bytes: 0, size_bytes: 1024, ops: 2..6 }],
         };
         let mut bytes = Vec::new();
-        DeflateDecoder::new(&*compressed(&program, &[layout], 3)).read_to_end(&mut bytes).unwrap();
+        DeflateDecoder::new(&*compressed(&program, None, &[layout], 3)).read_to_end(&mut bytes).unwrap();
         let (length, start) = (usize::from(bytes[0] & 127) | usize::from(bytes[1]) << 7, 2);
         let header: serde_json::Value = serde_json::from_slice(&bytes[start..start + length]).unwrap();
         assert_eq!(header["names"], json!(["a", "b</script>"]));

@@ -53,6 +53,7 @@ function decode(bytes) {
   const name = reader.column(count);
   const sizes = accumulate(reader.column(header.sizes));
   const size = sizeIndex.map((index) => sizes[index]);
+  const { stack, stacks } = decodedStacks(reader, count, header.stacks);
   const layouts = header.layouts.map((layout) => {
     const lane = reader.column(count).map((number) => number - 1);
     const position = lane.map((number) => (number < 0 ? 0 : reader.number()));
@@ -72,7 +73,24 @@ function decode(bytes) {
   const own = layouts.find((layout) => layout.name === "symmalloc");
   const isRefused = Uint8Array.from(size, (bytes, index) => (own && own.lane[index] < 0 && bytes > 0 ? 1 : 0));
   const live = curve(header.ops, from, to, size.map((bytes, index) => (isRefused[index] ? 0 : bytes)));
-  return { ops: header.ops, op: header.op, count, from, to, size, stream, pool, name, names: header.names, layouts, isRefused, live };
+  return {
+    ops: header.ops, op: header.op, count, from, to, size, stream, pool, name, names: header.names, stack, stacks,
+    frames: header.frames, layouts, isRefused, live,
+  };
+}
+
+/** Decodes the number of each allocation's stack (0: none), and the stacks: [{frames, omitted}], innermost frame first. */
+function decodedStacks(reader, count, length) {
+  const stack = length > 0 ? reader.column(count) : new Float64Array(count);
+  const stacks = [];
+  let inward = [];
+  while (stacks.length < length) {
+    const omitted = reader.number();
+    inward = inward.slice(0, reader.number());
+    for (let others = reader.number(); others > 0; others--) inward.push(reader.number());
+    stacks.push({ frames: [...inward].reverse(), omitted });
+  }
+  return { stack, stacks };
 }
 
 /** Returns the sum of sizes after each op. */
@@ -91,21 +109,31 @@ function nameOf(recording, index) {
   return name === 0 ? "" : recording.names[name - 1];
 }
 
+/** Returns the Python stack of an allocation: {frames, omitted} with texts, innermost frame first; `null` if it has none. */
+function stackOf(recording, index) {
+  const stack = recording.stacks[recording.stack[index] - 1];
+  return stack ? { ...stack, frames: stack.frames.map((frame) => recording.frames[frame]) } : null;
+}
+
 /** Returns the label of an allocation's group: its name, or else its size. */
 function labelOf(recording, index) {
   return nameOf(recording, index) || `without a name, ${memory(recording.size[index])} each`;
 }
 
-/** Returns the allocations whose names contain the text, ignoring case, as a mask; `null` if all do. */
+/** Returns the allocations with the text in their name or in a frame of their stack, ignoring case, as a mask; `null` without a text. */
 function filtered(recording, text) {
   const wanted = text.trim().toLowerCase();
   if (wanted === "") return null;
-  const found = recording.names.map((name) => name.toLowerCase().includes(wanted));
+  const contain = (text) => text.toLowerCase().includes(wanted);
+  const found = recording.names.map(contain);
+  const foundFrames = recording.frames.map(contain);
+  const foundStacks = recording.stacks.map((stack) => stack.frames.some((frame) => foundFrames[frame]));
   const mask = new Uint8Array(recording.count);
   for (let index = 0; index < recording.count; index++) {
     const name = recording.name[index];
     const label = name === 0 ? labelOf(recording, index).toLowerCase() : "";
-    mask[index] = (name === 0 ? label.includes(wanted) : found[name - 1]) ? 1 : 0;
+    const isFound = name === 0 ? label.includes(wanted) : found[name - 1];
+    mask[index] = isFound || foundStacks[recording.stack[index] - 1] ? 1 : 0;
   }
   return mask;
 }

@@ -96,7 +96,8 @@ class Picture {
   // Controls
 
   controls() {
-    const { layouts, names } = this.recording;
+    const { layouts, names, stacks } = this.recording;
+    if (stacks.length > 0) element("filter").placeholder = "part of a name or frame";
     const options = (id, entries, chosen) => {
       for (const [value, text] of entries) {
         const option = made("option", text);
@@ -306,7 +307,22 @@ class Picture {
     ];
     const list = made("dl");
     for (const [term, text] of rows) list.append(made("dt", term), made("dd", text));
-    element("selected").replaceChildren(list);
+    element("selected").replaceChildren(list, ...this.stack(name));
+  }
+
+  /** Returns elements with the Python stack of the selected allocation. The frame that names the allocation is bold. */
+  stack(name) {
+    const stack = stackOf(this.recording, this.selected);
+    if (!stack) return [];
+    const list = made("ol");
+    const naming = stack.frames.findIndex((frame) => frame === name || frame.endsWith(`/${name}`));
+    list.append(...stack.frames.map((frame, index) => {
+      const item = made("li");
+      item.append(made(index === naming ? "b" : "span", frame));
+      return item;
+    }));
+    const omitted = stack.omitted > 0 ? [made("p", `and ${count(stack.omitted)} more, omitted`)] : [];
+    return [made("h4", "Python stack, innermost frame first"), list, ...omitted];
   }
 
   placeOf(layout, index) {

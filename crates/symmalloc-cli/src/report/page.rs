@@ -23,7 +23,7 @@ pub(super) fn html(findings: &Findings<'_>) -> String {
         h1 { "Memory of " (name) }
         (figures(findings))
         (advice(findings))
-        (explorer::section(findings.recorded.program(), &findings.layouts, findings.memory.op))
+        (explorer::section(findings.recorded, &findings.layouts, findings.memory.op))
         div #still {
             (explorer::without_scripts(findings.timeline.op_count))
             (PreEscaped(history_figure(&name, findings.recorded, &findings.timeline)))

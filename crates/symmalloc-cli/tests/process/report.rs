@@ -2,8 +2,12 @@
 
 use crate::chart::assert_stands_alone;
 use crate::{Folder, busy_trace, command, recorded, symmalloc};
-use serde_json::Value;
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use flate2::read::DeflateDecoder;
+use serde_json::{Value, json};
 use std::fs;
+use std::io::Read;
 
 #[test]
 fn the_page_shows_the_holders_of_memory_and_the_fragmentation() {
@@ -183,6 +187,33 @@ fn python_frames_name_the_holders_of_memory() {
     let name = holders[0]["name"].as_str().unwrap_or_else(|| panic!("the first holder has no name: {printed}"));
     assert!(name.starts_with("job/module_") && name.contains(" forward_"), "{name}");
     assert!(fs::read_to_string(&out).unwrap().contains(name));
+}
+
+/// Returns the header of the data of a page's picture.
+fn header_of(page: &str) -> Value {
+    let data = page.split_once("type=\"application/base64\">").unwrap().1.split_once('<').unwrap().0;
+    let mut bytes = Vec::new();
+    DeflateDecoder::new(&*STANDARD.decode(data).unwrap()).read_to_end(&mut bytes).unwrap();
+    // The length of the header is a number of 7 bits per byte.
+    let start = bytes.iter().position(|byte| *byte < 0x80).unwrap() + 1;
+    let length = bytes[..start].iter().rev().fold(0, |length, byte| length << 7 | usize::from(byte & 0x7f));
+    serde_json::from_slice(&bytes[start..start + length]).unwrap()
+}
+
+#[test]
+fn the_page_of_a_snapshot_has_each_stack_and_each_frame_once() {
+    let folder = Folder::new();
+    let fixtures = "../../crates/symmalloc-import/tests/fixtures";
+    let [header, of_trace] = ["job.protocol4.pickle.gz", "job.trace"].map(|name| {
+        let out = folder.path("report.html");
+        symmalloc("report {} -o {}", &[&recorded(&format!("{fixtures}/{name}")), &out]).exited(0);
+        header_of(&fs::read_to_string(&out).unwrap())
+    });
+    let frames = header["frames"].as_array().unwrap();
+    // The job has 30 frames and 30 stacks, and a thousand allocations.
+    assert_eq!((frames.len(), &header["stacks"]), (30, &30.into()));
+    assert!(frames.contains(&"/home/usér/job/module_22.py:22 forward_22".into()), "{frames:?}");
+    assert_eq!((&of_trace["frames"], &of_trace["stacks"]), (&json!([]), &0.into()));
 }
 
 #[test]

@@ -11,6 +11,10 @@
 //!
 //! A stack frame thus takes no space once it is in its list, no matter how many lists share it.
 //!
+//! A caller that needs whole stacks keeps the leading frames of each list. PyTorch writes a separate list for each allocation, with frames
+//! that the lists share, so lists of equal content are stored once: each is compared with the earlier ones when it becomes the value of a
+//! selected word.
+//!
 //! ```text
 //! dicts   [ first ]──┐           fields, one chain per dict, at most one field per word
 //! fields  [ .. (addr, 0x7f.., next) -> (action, "alloc", next) -> (size, 512, none) .. ]
@@ -21,16 +25,21 @@
 //! needs no recursion. A list decides whether to keep a dict when the dict is added: it does not keep a dict that is added while empty and
 //! filled later, which occurs only in self-containing data.
 
+use std::collections::HashMap;
+use std::collections::hash_map::RandomState;
+use std::hash::BuildHasher;
+use std::mem;
+
 /// A word of the vocabulary, by its index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Word(pub(crate) u8);
 
 /// A dict in the arena.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct DictId(u32);
 
 /// A list or tuple in the arena.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct ListId(u32);
 
 /// A text in the arena.
@@ -63,7 +72,7 @@ pub(crate) enum Value {
 }
 
 /// A kept item of a list.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Item {
     Dict(DictId),
     List(ListId),
@@ -76,8 +85,10 @@ pub(crate) struct List {
     pub(crate) items: Vec<Item>,
     /// Total number of items, kept or not. `items.len() <= len`.
     pub(crate) len: u64,
-    /// Bit set of the [`Kept::First`] kinds of which the list already has a dict.
+    /// Bit set of the [`Kept::First`] and [`Kept::Leading`] kinds of which the list already has a dict.
     firsts: u8,
+    /// Number of [`Kept::Leading`] dicts that the list does not keep.
+    pub(crate) omitted: u32,
 }
 
 impl List {
@@ -108,9 +119,14 @@ pub(crate) enum Kept {
     Always,
     /// A list keeps the dict only if it has no other dict of this kind yet. The kind is below 8.
     First(u8),
+    /// As `First`, but a list also keeps the dict while it has fewer than [`LEADING_MAX`] items.
+    Leading(u8),
     /// No list keeps the dict.
     Never,
 }
+
+/// Number of items up to which a list keeps every [`Kept::Leading`] dict.
+pub(crate) const LEADING_MAX: usize = 256;
 
 /// Error of a full arena: 2^32 - 1 dicts, lists, fields or texts.
 pub(crate) struct ArenaFull;
@@ -129,6 +145,17 @@ pub(crate) struct Values {
     texts: Vec<Box<str>>,
     /// Bytes of all texts.
     text_bytes: u64,
+    shared: SharedLists,
+}
+
+/// Lists that are stored once per content.
+#[derive(Default)]
+struct SharedLists {
+    /// One list of each content, by its hash. Never iterated.
+    by_hash: HashMap<u64, ListId>,
+    /// The list that stands for each list compared so far. No list is compared twice, so the time is linear. Never iterated.
+    originals: HashMap<ListId, ListId>,
+    hasher: RandomState,
 }
 
 impl Values {
@@ -189,13 +216,40 @@ impl Values {
         match kept {
             Kept::Always => true,
             Kept::Never => false,
-            Kept::First(kind) => {
+            Kept::First(kind) | Kept::Leading(kind) => {
                 let (bit, list) = (1 << kind, &mut self.lists[list.0 as usize]);
-                let is_first = list.firsts & bit == 0;
+                let is_leading = matches!(kept, Kept::Leading(_));
+                let is_kept = list.firsts & bit == 0 || (is_leading && list.items.len() < LEADING_MAX);
                 list.firsts |= bit;
-                is_first
+                list.omitted = list.omitted.saturating_add(u32::from(is_leading && !is_kept));
+                is_kept
             }
         }
+    }
+
+    /// Returns the list that stands for all lists of this content, and drops the items of a duplicate. The list must be complete: a later
+    /// item of a duplicate is lost, which occurs only in self-containing data.
+    pub(super) fn share(&mut self, list: ListId) -> ListId {
+        if let Some(original) = self.shared.originals.get(&list) {
+            return *original;
+        }
+        let content = |list: ListId| {
+            let list = &self.lists[list.0 as usize];
+            (&list.items, list.omitted)
+        };
+        let hash = self.shared.hasher.hash_one(content(list));
+        let earlier = *self.shared.by_hash.entry(hash).or_insert(list);
+        let original = if content(earlier) == content(list) { earlier } else { list };
+        self.shared.originals.insert(list, original);
+        if original != list {
+            self.items -= mem::take(&mut self.lists[list.0 as usize].items).len() as u64;
+        }
+        original
+    }
+
+    /// Returns the decision whether lists keep a dict, if a list has been asked to.
+    pub(crate) fn kept(&self, dict: DictId) -> Option<Kept> {
+        self.kept[dict.0 as usize]
     }
 
     /// Returns the value of a word in a dict.
@@ -217,7 +271,9 @@ impl Values {
         let fields = self.fields.len() * size_of::<Field>();
         let lists = self.lists.len() * size_of::<List>();
         let texts = self.texts.len() * size_of::<Box<str>>();
-        (dicts + fields + lists + texts) as u64 + self.items * size_of::<Item>() as u64 + self.text_bytes
+        let shared = self.shared.by_hash.len() * size_of::<(u64, ListId)>()
+            + self.shared.originals.len() * size_of::<(ListId, ListId)>();
+        (dicts + fields + lists + texts + shared) as u64 + self.items * size_of::<Item>() as u64 + self.text_bytes
     }
 
     /// Walks the chain of a dict, in at most as many steps as the vocabulary has words.

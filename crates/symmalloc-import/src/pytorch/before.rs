@@ -36,6 +36,8 @@ pub(super) struct Lived {
     pub(super) size_bytes: u64,
     pub(super) name: Option<String>,
     pub(super) address: u64,
+    /// The list of the requesting frames.
+    pub(super) frames: Option<ListId>,
 }
 
 /// The known state at the beginning of the trace.
@@ -103,7 +105,7 @@ impl Before {
                     if !live.remove(&address) && freed.insert(address) {
                         let (size_bytes, stream) = (entry.integer(SIZE)?, entry.stream()?);
                         let pool = entry.pool()?.unwrap_or(pools.of(address, entry.number));
-                        lived.push(Lived { pool, stream, size_bytes, name: None, address: address.0 });
+                        lived.push(Lived { pool, stream, size_bytes, name: None, address: address.0, frames: None });
                     }
                 }
                 Some(Value::Word(SEGMENT_ALLOC | SEGMENT_MAP)) => change(entry.integer(SIZE)?.into()),
@@ -242,7 +244,11 @@ impl SegmentDict<'_> {
                 let requested = block.field(REQUESTED_SIZE).is_some();
                 let size_bytes = if requested { block.integer(REQUESTED_SIZE)? } else { size_bytes };
                 let name = frames::name(self.document, block.field(FRAMES));
-                live.push(Lived { pool, stream, size_bytes, name, address });
+                let frames = match block.field(FRAMES) {
+                    Some(Value::List(frames)) => Some(frames),
+                    _ => None,
+                };
+                live.push(Lived { pool, stream, size_bytes, name, address, frames });
             }
         }
         Ok(Segment { address, total_bytes, pool, live })

@@ -77,8 +77,13 @@ impl<'a> TraceEntry<'a> {
         match self.field(USER_METADATA) {
             Some(Value::Text(text)) => Some(self.document.values.text(text).into()),
             Some(Value::Word(word)) => Some(text(word).into()),
-            _ => frames::name(self.document, self.field(FRAMES)).map(Cow::from),
+            _ => frames::name(self.document, self.frames()).map(Cow::from),
         }
+    }
+
+    /// Returns the list of the requesting frames.
+    pub(super) fn frames(&self) -> Option<Value> {
+        self.field(FRAMES)
     }
 
     pub(super) fn range(&self) -> Result<AddressRange, SnapshotError> {
