@@ -5,13 +5,14 @@ Usage:
   git clone https://github.com/google/minimalloc && git clone https://github.com/cappadokes/idealloc
   cargo build --release --manifest-path idealloc/Cargo.toml -p coreba
   cargo build --release -p symmalloc-cli && cargo build --release -p symmalloc-plan --features csv --example solve
+  cargo run --release -p symmalloc-benches --example generated_job -- vit 3 180 > vit.trace
   python3 benches/peers/plan.py --idealloc idealloc/target/release/idealloc \\
-      minimalloc/benchmarks/challenging/*.csv idealloc/benchmarks/*/*.csv tests/traces/*.trace.zst
+      minimalloc/benchmarks/challenging/*.csv idealloc/benchmarks/*/*.csv vit.trace tests/traces/*_rank0.trace.zst
 
 Each planner runs alone on one thread. Our search has a budget of steps. The others get as many seconds as it took, but at least
-`--at-least`: omnimalloc as its time limit, and idealloc by running again with twice the number of tries until its time is over. The
-seconds are those of user time. The over-live column is the height divided by the peak of live sizes, a lower bound; `inf` means that a
-planner did not finish in three times its time.
+`--at-least`: omnimalloc as its time limit, and idealloc by running again with twice the number of tries until its time is over, so its
+last run may exceed it. The seconds are those of user time; omnimalloc's include the start of Python. The over-live column is the height
+divided by the peak of live sizes, a lower bound; `inf` means that a planner was stopped after three times its time plus ten seconds.
 
 A file that is not a table is a recorded job. `symmalloc plan` writes its plan as a table, and all planners get its rectangles.
 `--renumbered` also gives our search every table with its events numbered, as a trace does.
@@ -41,13 +42,17 @@ print(max(it.offset + it.size for it in done))
 
 def rectangles(path):
     """Returns the rectangles of a table, or of the plan of a recorded job."""
-    if path.suffix != ".csv":
+    if path.suffix.lower() != ".csv":
         with tempfile.TemporaryDirectory() as folder:
             table = pathlib.Path(folder) / "job.csv"
-            subprocess.run([RELEASE / "symmalloc", "plan", path, "-o", table], check=True, stdout=subprocess.DEVNULL)
+            command = [RELEASE / "symmalloc", "plan", path, "-o", table]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             return rectangles(table)
     with open(path) as file:
-        return [(row["id"], int(row["lower"]), int(row["upper"]), int(row["size"])) for row in csv.DictReader(file)]
+        table = csv.DictReader(file)
+        if not {"id", "lower", "upper", "size"} <= set(table.fieldnames or ()):
+            raise ValueError("the table needs the columns id, lower, upper and size")
+        return [(row["id"], int(row["lower"]), int(row["upper"]), int(row["size"])) for row in table]
 
 
 def renumbered(rows):
@@ -79,7 +84,8 @@ def timed(command, limit=None, **options):
 def write(rows, folder):
     """Writes a table that every planner reads: whole numbers as ids."""
     path = pathlib.Path(folder) / "table.csv"
-    path.write_text("id,lower,upper,size\n" + "".join(f"{index},{lower},{upper},{size}\n" for index, (_, lower, upper, size) in enumerate(rows)))
+    lines = [f"{index},{lower},{upper},{size}\n" for index, (_, lower, upper, size) in enumerate(rows)]
+    path.write_text("id,lower,upper,size\n" + "".join(lines))
     return path
 
 
@@ -119,26 +125,37 @@ def main():
     parser.add_argument("--steps", type=int, default=200_000_000, help="the budget of our search")
     parser.add_argument("--at-least", type=float, default=1.0, metavar="SECONDS", help="the least time of the other planners")
     parser.add_argument("--idealloc", metavar="PROGRAM", help="the built program; without it, idealloc is left out")
-    parser.add_argument("--without-omnimalloc", action="store_true")
-    parser.add_argument("--renumbered", action="store_true")
+    parser.add_argument("--without-omnimalloc", action="store_true", help="leave omnimalloc out")
+    parser.add_argument("--renumbered", action="store_true", help="also solve each table with its events numbered")
     args = parser.parse_args()
     print(f"{'file':<24}{'rectangles':>11}  {'planner':<12}{'over live':>10}{'seconds':>9}")
+    failures = 0
     for path in args.files:
-        rows = rectangles(path)
-        live = bound(rows)
+        try:
+            compare(path, args)
+        except (subprocess.CalledProcessError, OSError, ValueError) as error:
+            print(f"{path}: {getattr(error, 'stderr', None) or error}", file=sys.stderr)
+            failures += 1
+    sys.exit(1 if failures else 0)
 
-        def show(planner, height, seconds):
-            print(f"{path.name.split('.')[0]:<24}{len(rows):>11}  {planner:<12}{height / live:>10.4f}{seconds:>9.1f}", flush=True)
 
-        height, seconds = ours(rows, args.steps)
-        show("symmalloc", height, seconds)
-        if args.renumbered:
-            show("renumbered", *ours(renumbered(rows), args.steps))
-        limit = max(seconds, args.at_least)
-        if not args.without_omnimalloc:
-            show("omnimalloc", *omnimalloc(rows, limit))
-        if args.idealloc:
-            show("idealloc", *idealloc(args.idealloc, rows, limit))
+def compare(path, args):
+    """Prints a row for each planner."""
+    rows = rectangles(path)
+    live = bound(rows)
+
+    def show(planner, height, seconds):
+        print(f"{path.name.split('.')[0]:<24}{len(rows):>11}  {planner:<12}{height / live:>10.4f}{seconds:>9.1f}", flush=True)
+
+    height, seconds = ours(rows, args.steps)
+    show("symmalloc", height, seconds)
+    if args.renumbered:
+        show("renumbered", *ours(renumbered(rows), args.steps))
+    limit = max(seconds, args.at_least)
+    if not args.without_omnimalloc:
+        show("omnimalloc", *omnimalloc(rows, limit))
+    if args.idealloc:
+        show("idealloc", *idealloc(args.idealloc, rows, limit))
 
 
 if __name__ == "__main__":

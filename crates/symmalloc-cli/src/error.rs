@@ -5,6 +5,7 @@ use crate::collection;
 use crate::content::Content;
 use crate::job::{JobError, UnknownToModel};
 use crate::picture::png::TooLargeForPixels;
+use crate::plan::NotATable;
 use crate::planned::contradiction::Contradiction;
 use crate::planned::difference::JobDifference;
 use crate::quantity::memory;
@@ -42,7 +43,7 @@ pub(crate) enum CliError {
     #[error("{}: there is nothing to plan", path.display())]
     NothingToPlan { path: PathBuf },
     #[error("{}: {reason}, which a table cannot express", path.display())]
-    PlanNotATable { path: PathBuf, reason: String },
+    PlanNotATable { path: PathBuf, reason: NotATable },
     #[error("{}: cannot be opened", path.display())]
     OpenPlan { path: PathBuf, source: io::Error },
     #[error("{}: cannot be read as a plan", path.display())]

@@ -16,6 +16,8 @@ mod reservations;
 mod screen;
 mod sizes;
 
+pub(crate) use rectangles::NotATable;
+
 use crate::args::PlanArgs;
 use crate::content::Content;
 use crate::destination::Destination;

@@ -209,7 +209,7 @@ impl<'a> DeviceTrace<'a> {
     ) -> Result<(), SnapshotError> {
         let Some(stacks) = stacks else { return Ok(()) };
         let (device, limit_bytes) = (self.device, stacks.limit_bytes());
-        stacks.allocate(frames).map_err(|TooLarge| SnapshotError::TooLarge { device, entry, limit_bytes })
+        stacks.allocate(frames).map_err(|TooLarge| SnapshotError::StacksTooLarge { device, entry, limit_bytes })
     }
 
     /// Converts the allocations live at the beginning of the trace; they come first.

@@ -6,14 +6,14 @@
 //!            lower          upper
 //!   ───────────┼──────────────┼────────►  time, as ranks of births: every rectangle has its own
 //!  a ──────────┼────                      lives at `lower`:          a segment tree, each in O(log n) nodes
-//!  b           │    ────────  │           is born in (lower, upper): a bit for each birth, set if the rectangle is placed
+//!  b           │    ────────  │           is born in (lower, upper): a bit for each birth of a placed rectangle
 //! ```
 //!
 //! A rectangle that lives into the next step has two intervals and therefore two births. Both are looked up.
 //!
 //! The gaps between these rectangles are scanned from below. [`Fit::Best`] takes the smallest gap that is large enough,
-//! [`Fit::Lowest`] the lowest. Examining one placed rectangle costs one step, and so does examining 32 words of bits or 32 births in the
-//! tree.
+//! [`Fit::Lowest`] the lowest. Examining one placed rectangle costs one step, and so does examining 32 words of bits or
+//! 32 births in the tree.
 
 use crate::problem::Problem;
 
@@ -139,19 +139,19 @@ impl Decoder {
         }
     }
 
-    /// Calls `call` with the births of all intervals that contain the moment of this one, itself included.
+    /// Calls `call` with the births of all intervals that contain this birth, its own included.
     fn for_each_at(&self, birth: u32, call: impl FnMut(u32)) {
         let nodes = std::iter::successors(Some(self.leaves + birth as usize), |node| (*node > 1).then_some(node / 2));
         nodes.flat_map(|node| &self.covers[node]).copied().for_each(call);
     }
 
-    /// Calls `call` with the items that live at any moment of the births from `from` to `to`; with some more than once.
+    /// Calls `call` with each item that lives between the births `from` and `to`. An item may occur several times.
     pub(crate) fn for_each_within(&self, from: u32, to: u32, mut call: impl FnMut(u32)) {
         self.for_each_at(from, |birth| call(self.item[birth as usize]));
         self.item[from as usize + 1..to as usize].iter().copied().for_each(call);
     }
 
-    /// Returns the births from the beginning of each interval of an item to its end.
+    /// Returns the intervals of an item: its birth, and the first birth at or after its end.
     pub(crate) fn intervals_of(&self, item: u32) -> impl Iterator<Item = (u32, u32)> {
         self.births_of(item).map(|birth| (birth, self.end[birth as usize]))
     }
@@ -186,11 +186,12 @@ impl<'a> Placement<'a> {
         placement
     }
 
-    /// Returns the offset at which a placed item ends.
+    /// Returns the end of a placed item: its offset plus its size.
     pub(crate) fn end(&self, item: u32) -> u64 {
         self.offset(item) + self.decoder.size[item as usize]
     }
 
+    /// Returns the offset of a placed item.
     pub(crate) fn offset(&self, item: u32) -> u64 {
         self.offsets[item as usize]
     }
@@ -202,6 +203,7 @@ impl<'a> Placement<'a> {
         births.for_each(|birth| self.born[birth as usize / 64] |= 1 << (birth % 64));
     }
 
+    /// Removes a placed item.
     pub(crate) fn remove(&mut self, item: u32) {
         let births = self.decoder.births_of(item);
         births.for_each(|birth| self.born[birth as usize / 64] &= !(1 << (birth % 64)));
@@ -241,6 +243,7 @@ impl<'a> Placement<'a> {
         true
     }
 
+    /// Returns the offsets of a placement of all items.
     pub(crate) fn into_decoded(self) -> Decoded {
         let height = (0..self.decoder.len() as u32).map(|item| self.end(item)).max().unwrap_or(0);
         Decoded { offsets: self.offsets, height }

@@ -15,7 +15,7 @@
 //!         └─┴────────────┴─────────┴─► time
 //! ```
 //!
-//! [`solve`] tries several orders, then alternates exact search and repair of the best placement until its budget of steps is spent.
+//! [`solve`] places rectangles that live all the time at the bottom, and searches for the others: it tries several orders, then alternates exact search and repair of the best placement until its budget of steps is spent.
 //! Steps are counted and no clock is read: the same problem and the same steps give the same offsets on every machine.
 //!
 //! **Time is an order.** Only the order of beginnings and ends matters. The search replaces times by the

@@ -19,10 +19,13 @@ use crate::random::Random;
 /// Maximum number of rectangles that an attempt places again. With more, an attempt rarely succeeds and costs as much as many small ones.
 const WINDOW_MAX: usize = 400;
 
+/// Number of windows in succession that are too large before a repair gives up.
+const TOO_LARGE_MAX: u32 = 100;
+
 /// The margin of a window is less than 2 to this power, in births.
 const MARGIN_BITS: u64 = 8;
 
-/// Rectangles of a window live at most 2 to this power times as long as the rectangle at the top and the margin.
+/// Rectangles of a window live less than 2 to this power times as long as the rectangle at the top and the margin.
 const LIFE_BITS: u64 = 6;
 
 /// Repairs placements of one problem. Each repair continues with other random choices.
@@ -36,17 +39,25 @@ impl<'a> Repair<'a> {
         Repair { decoder, random: Random::default() }
     }
 
-    /// Lowers a placement until its height is `least` or the steps are spent.
+    /// Lowers a placement until its height is `least`, the steps are spent, or too many rectangles surround those at the top.
     pub(crate) fn lower(&mut self, best: &mut Decoded, least: u64, steps: &mut u64) {
         let mut placement = Placement::whole(self.decoder, best);
         let items = 0..self.decoder.len() as u32;
-        let mut height = best.height;
-        while height > least && *steps > 0 {
+        let (mut height, mut too_large) = (best.height, 0);
+        while height > least && *steps > 0 && too_large < TOO_LARGE_MAX {
             *steps = steps.saturating_sub(1 + items.len() as u64 / 32);
             let mut at_top: Vec<u32> = items.clone().filter(|item| placement.end(*item) == height).collect();
-            while !at_top.is_empty() && *steps > 0 {
+            while !at_top.is_empty() && *steps > 0 && too_large < TOO_LARGE_MAX {
                 let item = at_top[self.random.below(at_top.len() as u64) as usize];
-                if self.attempt(&mut placement, item, height - 1, steps) {
+                let window = self.window(item);
+                *steps = steps.saturating_sub(1 + window.len() as u64);
+                if window.len() > WINDOW_MAX {
+                    too_large += 1;
+                    continue;
+                }
+                too_large = 0;
+                let order = self.order(&placement, height, window, item);
+                if self.place_below(&mut placement, height, &order, steps) {
                     at_top.retain(|item| placement.end(*item) == height);
                 }
             }
@@ -55,20 +66,14 @@ impl<'a> Repair<'a> {
         *best = placement.into_decoded();
     }
 
-    /// Places an item again with others around it. Returns `false` and changes nothing if one of them would end above `limit`.
-    fn attempt(&mut self, placement: &mut Placement<'_>, item: u32, limit: u64, steps: &mut u64) -> bool {
-        let window = self.window(item);
-        *steps = steps.saturating_sub(1 + window.len() as u64);
-        if window.len() > WINDOW_MAX {
-            return false;
-        }
-        let before: Vec<(u32, u64)> = window.iter().map(|item| (*item, placement.offset(*item))).collect();
-        let order = self.order(placement, window, item);
+    /// Places the items of a window again, in this order. Returns `false` and changes nothing if one of them would reach the height.
+    fn place_below(&mut self, placement: &mut Placement<'_>, height: u64, order: &[u32], steps: &mut u64) -> bool {
+        let before: Vec<u64> = order.iter().map(|item| placement.offset(*item)).collect();
         let fit = if self.random.below(2) == 0 { Fit::Best } else { Fit::Lowest };
         order.iter().for_each(|item| placement.remove(*item));
-        let is_lower = order.iter().all(|item| placement.place(*item, fit, limit, steps));
+        let is_lower = order.iter().all(|item| placement.place(*item, fit, height - 1, steps));
         if !is_lower {
-            before.into_iter().for_each(|(item, offset)| placement.put(item, offset));
+            order.iter().zip(before).for_each(|(item, offset)| placement.put(*item, offset));
         }
         is_lower
     }
@@ -93,9 +98,9 @@ impl<'a> Repair<'a> {
         window
     }
 
-    /// Sorts items by size, area or lifetime, or the lowest first, with random deviations. In half of the orders, the item at the top comes
-    /// earlier.
-    fn order(&mut self, placement: &Placement<'_>, window: Vec<u32>, at_top: u32) -> Vec<u32> {
+    /// Returns the items in the order in which they are placed again: by decreasing size, area or lifetime, or the lowest first. Random
+    /// factors of up to two vary the order, and in half of the orders, the item at the top moves to an earlier position.
+    fn order(&mut self, placement: &Placement<'_>, height: u64, window: Vec<u32>, at_top: u32) -> Vec<u32> {
         let (criterion, deviation) = (self.random.below(4), 128 << self.random.below(4));
         let mut keys: Vec<(u128, u32)> = Vec::with_capacity(window.len());
         for item in window {
@@ -103,8 +108,8 @@ impl<'a> Repair<'a> {
             let key = match criterion {
                 0 => u128::from(size),
                 1 => u128::from(size) * u128::from(life),
-                2 => u128::from(life) << 32,
-                _ => u128::from(u64::MAX - placement.end(item)),
+                2 => u128::from(life),
+                _ => u128::from(height + 1 - placement.end(item)),
             };
             keys.push((key * u128::from(1024 + self.random.below(deviation)), item));
         }
@@ -124,6 +129,30 @@ mod tests {
     use super::*;
     use crate::problem::{Problem, Rectangle};
     use proptest::prelude::*;
+
+    /// More steps continue the same repair, so the heights fall with the budget.
+    #[test]
+    fn more_steps_never_give_a_higher_placement() {
+        let mut random = Random::default();
+        let mut rectangle = || {
+            let lower = random.below(1_000);
+            Rectangle { lower, upper: lower + 1 + random.below(60), size: 1 + random.below(1_000) }
+        };
+        let problem = Problem::new((0..500).map(|_| rectangle()).collect()).expect("the problem is valid");
+        let decoder = Decoder::new(&problem);
+        let order: Vec<u32> = (0..decoder.len() as u32).collect();
+        let before = decoder.decode(&order, Fit::Lowest, u64::MAX, &mut { u64::MAX }).expect("no limit");
+        let repaired = |mut steps: u64| {
+            let mut repaired = before.clone();
+            Repair::new(&decoder).lower(&mut repaired, problem.lower_bound(), &mut steps);
+            repaired
+        };
+        let heights: Vec<u64> = (0..30).map(|times| repaired(times * 2_000).height).collect();
+        assert!(heights.is_sorted_by(|fewer, more| fewer >= more), "{heights:?}");
+        assert_eq!(heights[0], before.height);
+        assert!(heights[29] < before.height * 9 / 10, "{} was {}", heights[29], before.height);
+        assert_eq!(repaired(50_000).offsets, repaired(50_000).offsets);
+    }
 
     proptest! {
         /// A repaired placement is valid and not higher, for rectangles that live into the next step as well.

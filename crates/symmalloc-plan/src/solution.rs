@@ -18,9 +18,10 @@ impl Solution {
         Solution { offsets, height, is_optimal: height == least, steps }
     }
 
-    /// Returns the solution of a problem with more rectangles: those of this one lie `base` higher.
+    /// Returns the solution of a problem with more rectangles, each placed in one step: those of this one lie `base` higher.
     pub(crate) fn raised(self, base: u64, offsets: Vec<u64>) -> Self {
-        Solution { offsets, height: base + self.height, ..self }
+        let steps = self.steps + (offsets.len() - self.offsets.len()) as u64;
+        Solution { offsets, height: base + self.height, steps, ..self }
     }
 
     /// Returns the offsets by rectangle.

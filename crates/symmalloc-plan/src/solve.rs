@@ -19,13 +19,13 @@ use crate::sections::canonical;
 use crate::solution::Solution;
 use std::cmp::Reverse;
 
-/// The search budget: the number of rectangles examined. Orders of large problems examine about thirty million per
-/// second, exact search five million.
+/// The search budget: about the number of rectangles examined. Orders of large problems examine ten to thirty million per
+/// second, repair and exact search three to five million.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Steps(pub u64);
 
 impl Default for Steps {
-    /// Returns a budget of less than a minute.
+    /// Returns a budget of about a minute for hard problems.
     fn default() -> Self {
         Steps(200_000_000)
     }
@@ -54,7 +54,8 @@ pub fn solve(problem: &Problem, steps: Steps) -> Solution {
     let end = canonical.rectangles().iter().map(|it| it.upper).max().unwrap_or(0);
     let whole = canonical.period().unwrap_or(end);
     let mut offsets = vec![0; order.len()];
-    // Rectangles that live all the time lie at the bottom. In any placement, one of them can be exchanged with everything below it.
+    // Rectangles that live all the time lie at the bottom. This costs no height: in any placement, everything below such a rectangle can move
+    // up by its size, and the rectangle to 0.
     let (mut base, mut rest, mut rest_order) = (0, Vec::new(), Vec::new());
     for (rectangle, index) in canonical.rectangles().iter().zip(order) {
         if rectangle.upper - rectangle.lower == whole {
@@ -132,7 +133,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Repairs the best placement for as many steps.
+    /// Repairs the best placement for at most `steps` steps.
     fn repair(&mut self, repair: &mut Repair<'_>, steps: u64) {
         let mut within = steps.min(self.left);
         self.left -= within;
@@ -264,7 +265,7 @@ mod tests {
         let orders = orders(&decoder);
         heuristics.try_orders(&orders);
         heuristics.repair(&mut Repair::new(&decoder), u64::MAX);
-        assert!(heuristics.best.height > 1_010, "{} is unexpectedly low", heuristics.best.height);
+        assert!(heuristics.best.height > 1_000, "the heuristics solve it");
         let solution = solve(&problem, Steps(100_000));
         assert_eq!((solution.height(), solution.is_optimal(), solution.check(&problem)), (1_000, true, Ok(())));
     }

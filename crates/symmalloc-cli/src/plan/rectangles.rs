@@ -14,7 +14,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 use symmalloc_core::ids::PoolId;
-use symmalloc_core::plans::Plan;
+use symmalloc_core::plans::{Plan, PlannedAllocation};
 use symmalloc_plan::{Problem, Solution, Steps, TableError, solve, write_csv};
 use symmalloc_trace::plan::PlanFile;
 
@@ -67,18 +67,31 @@ pub(super) fn plan(args: &PlanArgs) -> Result<(), CliError> {
     Ok(())
 }
 
+/// A reason for which a table cannot express the plan of a job.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum NotATable {
+    #[error("the job has {0} plans")]
+    Plans(usize),
+    #[error("allocation {allocation} of a step does not end with the step")]
+    EndsLater { allocation: usize },
+}
+
 /// Returns a job's plan as a table. It can express the plan of one heap, in which all lifetimes end with the step.
 pub(super) fn of_plan(path: &Path, file: &PlanFile) -> Result<Vec<u8>, CliError> {
     let not_a_table = |reason| CliError::PlanNotATable { path: path.to_path_buf(), reason };
     let plans: Vec<(PoolId, &Plan)> = file.plans().collect();
-    let [(pool, plan)] = plans[..] else {
-        return Err(not_a_table(format!("the job has {}", counted(plans.len(), "plan"))));
+    let (pool, plan) = match plans[..] {
+        [] => return Err(CliError::NothingToPlan { path: path.to_path_buf() }),
+        [plan] => plan,
+        _ => return Err(not_a_table(NotATable::Plans(plans.len()))),
     };
+    let allocations = plan.allocations();
+    let ends_later = |it: &PlannedAllocation| it.wanted.until.is_none_or(|until| until as usize > allocations.len());
+    if let Some(allocation) = allocations.iter().position(ends_later) {
+        return Err(not_a_table(NotATable::EndsLater { allocation }));
+    }
     let config = file.pool_config(pool).expect("it has a plan");
     let rows = plan.rectangles(config, GRANULE_BYTES);
-    if let Some((number, ..)) = rows.iter().find(|(_, it, _)| it.upper > plan.allocations().len() as u64) {
-        return Err(not_a_table(format!("allocation {number} of a step lives on into the next step")));
-    }
     let mut table = Vec::new();
     write_csv(rows, &mut table).map_err(|source| CliError::Rectangles { path: path.to_path_buf(), source })?;
     Ok(table)

@@ -395,13 +395,19 @@ fn the_plan_of_a_job_is_written_as_a_table() {
     assert_eq!((bytes(&plan, "rectangles"), bytes(&plan, "height")), (3, 1536));
     fs::remove_file(&table).unwrap();
     let separate = ["stream s0", "stream s1", "pool p0 streams:separate", "a 0 1000 s0", "a 1 512 s1", "f 0", "f 1"];
-    let step = |first, second| ["begin_step p0 7".to_owned(), second, format!("f {first}"), "end_step p0".to_owned()];
-    let steps = (0..4).flat_map(|n| step(n, format!("a {} 4096 s0", n + 1)));
-    let steps: Vec<String> = ["stream s0".to_owned(), "a 0 4096 s0".to_owned()].into_iter().chain(steps).collect();
-    let steps: Vec<&str> = steps.iter().map(String::as_str).collect();
+    // The second allocation of each step is freed in the next one.
+    let step = |number: u32| {
+        let (early, first, second) = (2 * number, 2 * number + 1, 2 * number + 2);
+        format!("begin_step 7 p0\na {first} 512 s0\nf {early}\na {second} 4096 s0\nf {first}\nend_step p0")
+    };
+    let steps = format!("stream s0\na 0 4096 s0\n{}", (0..4).map(step).collect::<Vec<_>>().join("\n"));
+    let steps: Vec<&str> = steps.lines().collect();
+    let lasting =
+        ["stream s0", "begin_step 7 p0", "a 0 512 s0", "end_step p0", "begin_step 7 p0", "a 1 512 s0", "end_step p0"];
     for (lines, reason) in [
         (&separate[..], "the job has 2 plans, which a table cannot express"),
-        (&steps[..], "allocation 0 of a step lives on into the next step, which a table cannot express"),
+        (&steps[..], "allocation 1 of a step does not end with the step, which a table cannot express"),
+        (&lasting[..], "allocation 0 of a step does not end with the step"),
     ] {
         let output = symmalloc("plan {} -o {}", &[&folder.trace("job.trace", lines), &table]);
         assert!(output.code == Some(2) && output.stderr.contains(reason), "{}", output.stderr);

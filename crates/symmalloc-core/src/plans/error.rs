@@ -20,7 +20,7 @@ pub enum PlanError {
         /// Maximum number of allocations.
         most: usize,
     },
-    /// A size, a lifetime or an offset is impossible, or the stream is not the heap's.
+    /// A size, a lifetime or an offset is impossible, or the stream is not the heap's or does not exist.
     #[error(
         "allocation {number} of the plan is not valid: it needs at least 1 byte, an offset that is a multiple of 512 within a \
          segment, an end after its beginning and at most one step later, and the stream of its heap, at most {}",

@@ -119,7 +119,7 @@ pub(crate) enum Kept {
     Always,
     /// A list keeps the dict only if it has no other dict of this kind yet. The kind is below 8.
     First(u8),
-    /// As `First`, but a list also keeps the dict while it has fewer than [`LEADING_MAX`] items.
+    /// A list keeps the dict while it has fewer than [`LEADING_MAX`] items, or if it is the first of its kind.
     Leading(u8),
     /// No list keeps the dict.
     Never,
@@ -227,8 +227,8 @@ impl Values {
         }
     }
 
-    /// Returns the list that stands for all lists of this content, and drops the items of a duplicate. The list must be complete: a later
-    /// item of a duplicate is lost, which occurs only in self-containing data.
+    /// Returns the list that stands for all lists of this content, and drops the items of a duplicate. Only kept items are compared. The list
+    /// must be complete: a later item of a duplicate is lost, which occurs only in self-containing data.
     pub(super) fn share(&mut self, list: ListId) -> ListId {
         if let Some(original) = self.shared.originals.get(&list) {
             return *original;

@@ -157,6 +157,20 @@ pub enum SnapshotError {
         /// The entry's position in the trace, from 0.
         entry: u64,
     },
+    /// The Python stacks exceed the memory limit.
+    #[error(
+        "the Python stacks up to entry {entry} of device {device} take more than {} of memory: raise the limit if you trust \
+         the file",
+        Amount(*limit_bytes)
+    )]
+    StacksTooLarge {
+        /// The device.
+        device: usize,
+        /// The entry's position in the trace, from 0.
+        entry: u64,
+        /// The limit in bytes.
+        limit_bytes: u64,
+    },
     /// The records of the trace exceed the memory limit.
     #[error(
         "the ops up to entry {entry} of device {device} take more than {} of memory: raise the limit if you trust the \

@@ -51,7 +51,7 @@ pub(super) fn keeps(values: &Values, dict: DictId) -> Kept {
     }
 }
 
-/// Decides as [`keeps`], but lists keep their leading Python frames.
+/// Keeps the leading Python frames of each list, and otherwise what [`keeps`] keeps.
 pub(super) fn keeps_stacks(values: &Values, dict: DictId) -> Kept {
     match keeps(values, dict) {
         Kept::First(kind) => Kept::Leading(kind),

@@ -709,7 +709,7 @@ fn stacks_stay_within_the_memory_limit() {
     let options = ReadOptions::default().memory_limit_bytes(1 << 20);
     assert!(read(&pickle[..], &options).is_ok());
     let error = read(&pickle[..], &options.stacks()).err().expect("the frames take 8 MB");
-    assert!(matches!(error, SnapshotError::TooLarge { device: 0, limit_bytes: 0x10_0000, .. }), "{error}");
+    assert!(matches!(error, SnapshotError::StacksTooLarge { device: 0, limit_bytes: 0x10_0000, .. }), "{error}");
     assert_eq!(read_stacks(&pickle).unwrap().frames().len(), 1_000);
 }
 

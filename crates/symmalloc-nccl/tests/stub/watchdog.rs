@@ -96,7 +96,7 @@ fn run(count: usize, folder: &Path, body: impl FnOnce(Rank)) -> Vec<RankOutput> 
     })
 }
 
-/// Checks that these ranks succeeded. The message has the output of all that did not, because a rank may fail only since it waited for another.
+/// Checks that these ranks succeeded. The message has the output of all that did not, because the failure of one makes others fail.
 fn assert_success(outputs: &[RankOutput], of: impl Fn(usize) -> bool) {
     let failed = outputs.iter().filter(|output| of(output.rank) && !output.is_success);
     let texts: Vec<String> = failed.map(|output| format!("rank {}:\n{}", output.rank, output.text)).collect();

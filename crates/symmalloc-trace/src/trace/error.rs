@@ -98,8 +98,8 @@ pub enum Inconsistency {
         /// The id of the next stream.
         next: u32,
     },
-    /// There is no stream id left.
-    #[error("stream {} is the last one; an allocator has no more", StreamId::MAX)]
+    /// More streams are registered than an allocator can have.
+    #[error("more than 65,535 streams are registered; the last id is {}", StreamId::MAX)]
     TooManyStreams,
     /// Pools are not created in ascending order of their ids, without gaps. The default pool p0 always exists.
     #[error("pool {pool} is created, but the next one must be p{next}")]
