@@ -12,7 +12,8 @@ Usage:
 Each planner runs alone on one thread. Our search has a budget of steps. The others get as many seconds as it took, but at least
 `--at-least`: omnimalloc as its time limit, and idealloc by running again with twice the number of tries until its time is over, so its
 last run may exceed it. The seconds are those of user time; omnimalloc's include the start of Python. The over-live column is the height
-divided by the peak of live sizes, a lower bound; `inf` means that a planner was stopped after three times its time plus ten seconds.
+divided by the peak of live sizes, a lower bound; `inf` means that a planner failed, or was stopped after three times its time plus ten
+seconds.
 
 A file that is not a table is a recorded job. `symmalloc plan` writes its plan as a table, and all planners get its rectangles.
 `--renumbered` also gives our search every table with its events numbered, as a trace does.
@@ -71,11 +72,19 @@ def bound(rows):
     return peak
 
 
+def first_lines(text):
+    """Returns the beginning of an error, without a backtrace."""
+    return " ".join(text.split("stack backtrace:")[0].split())[:300]
+
+
 def timed(command, limit=None, **options):
-    """Runs a command, and returns its output and user seconds; no output if it exceeds the limit."""
+    """Runs a planner, and returns its output and user seconds; no output if it fails or exceeds the limit."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     try:
         output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=limit, **options).stdout
+    except subprocess.CalledProcessError as error:
+        output = None
+        print(f"{command[0]} failed: {first_lines(error.stderr)}", file=sys.stderr)
     except subprocess.TimeoutExpired:
         output = None
     return output, resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
@@ -93,6 +102,8 @@ def ours(rows, steps):
     """Returns the height and the user seconds of our search."""
     with tempfile.TemporaryDirectory() as folder:
         output, seconds = timed([RELEASE / "examples/solve", "--steps", str(steps), "--offsets", write(rows, folder)])
+    if output is None:
+        raise ValueError("our search failed")
     placed = csv.DictReader(output.splitlines())
     return max(int(row["offset"]) + int(row["size"]) for row in placed), seconds
 
@@ -134,7 +145,7 @@ def main():
         try:
             compare(path, args)
         except (subprocess.CalledProcessError, OSError, ValueError) as error:
-            print(f"{path}: {getattr(error, 'stderr', None) or error}", file=sys.stderr)
+            print(f"{path}: {first_lines(getattr(error, 'stderr', None) or str(error))}", file=sys.stderr)
             failures += 1
     sys.exit(1 if failures else 0)
 
