@@ -13,8 +13,8 @@ pub struct ReadOptions {
     pub accept_torn: bool,
     /// If `true`, the Python stacks of a PyTorch snapshot are read too.
     pub stacks: bool,
-    /// Memory limit in bytes. It applies once to the records, once to the stacks, and once to the parts kept of a snapshot's pickle while it
-    /// is read. Only used bytes count; spare capacity of tables can take as much again.
+    /// Memory limit in bytes. It applies once to the records, once to the stacks, and once to the parts kept of a snapshot's
+    /// pickle while it is read. Only used bytes count; spare capacity of tables can take as much again.
     pub memory_limit_bytes: u64,
 }
 

@@ -54,8 +54,8 @@ pub fn solve(problem: &Problem, steps: Steps) -> Solution {
     let end = canonical.rectangles().iter().map(|it| it.upper).max().unwrap_or(0);
     let whole = canonical.period().unwrap_or(end);
     let mut offsets = vec![0; order.len()];
-    // Rectangles that live all the time lie at the bottom. This costs no height: in any placement, everything below such a rectangle can move
-    // up by its size, and the rectangle to 0.
+    // Rectangles that live all the time lie at the bottom. This costs no height: in any placement, everything below such a
+    // rectangle can move up by its size, and the rectangle to 0.
     let (mut base, mut rest, mut rest_order) = (0, Vec::new(), Vec::new());
     for (rectangle, index) in canonical.rectangles().iter().zip(order) {
         if rectangle.upper - rectangle.lower == whole {

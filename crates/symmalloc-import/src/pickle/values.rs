@@ -227,8 +227,8 @@ impl Values {
         }
     }
 
-    /// Returns the list that stands for all lists of this content, and drops the items of a duplicate. Only kept items are compared. The list
-    /// must be complete: a later item of a duplicate is lost, which occurs only in self-containing data.
+    /// Returns the list that stands for all lists of this content, and drops the items of a duplicate. Only kept items are
+    /// compared. The list must be complete: a later item of a duplicate is lost, which occurs only in self-containing data.
     pub(super) fn share(&mut self, list: ListId) -> ListId {
         if let Some(original) = self.shared.originals.get(&list) {
             return *original;
