@@ -5,7 +5,7 @@ use crate::collection;
 use crate::content::Content;
 use crate::job::{JobError, UnknownToModel};
 use crate::picture::png::TooLargeForPixels;
-use crate::plan::NotATable;
+use crate::plan::not_a_table::NotATable;
 use crate::planned::contradiction::Contradiction;
 use crate::planned::difference::JobDifference;
 use crate::quantity::memory;

@@ -9,14 +9,13 @@
 mod figures;
 mod heap;
 mod job_plan;
+pub(crate) mod not_a_table;
 mod program;
 mod proof;
 mod rectangles;
 mod reservations;
 mod screen;
 mod sizes;
-
-pub(crate) use rectangles::NotATable;
 
 use crate::args::PlanArgs;
 use crate::content::Content;

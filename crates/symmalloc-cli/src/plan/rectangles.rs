@@ -6,6 +6,7 @@ use crate::content::Content;
 use crate::destination::{Destination, shown};
 use crate::error::CliError;
 use crate::output;
+use crate::plan::not_a_table::NotATable;
 use crate::planned::GRANULE_BYTES;
 use crate::quantity::{count, counted, rounded};
 use serde_json::{Value, json};
@@ -65,15 +66,6 @@ pub(super) fn plan(args: &PlanArgs) -> Result<(), CliError> {
         output::print_json(objects.into())?;
     }
     Ok(())
-}
-
-/// A reason for which a table cannot express the plan of a job.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum NotATable {
-    #[error("the job has {0} plans")]
-    Plans(usize),
-    #[error("allocation {allocation} of a step does not end with the step")]
-    EndsLater { allocation: usize },
 }
 
 /// Returns a job's plan as a table. It can express the plan of one heap, in which all lifetimes end with the step.
