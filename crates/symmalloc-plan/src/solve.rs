@@ -66,7 +66,8 @@ pub fn solve(problem: &Problem, steps: Steps) -> Solution {
             rest_order.push(index);
         }
     }
-    let solution = search(&canonical.part(rest), steps);
+    let at_bottom = (offsets.len() - rest.len()) as u64;
+    let solution = search(&canonical.part(rest), Steps(steps.0.saturating_sub(at_bottom)));
     rest_order.into_iter().zip(solution.offsets()).for_each(|(index, offset)| offsets[index as usize] = base + *offset);
     solution.raised(base, offsets)
 }
