@@ -136,8 +136,7 @@ impl Outputs {
             let inputs = args.traces.iter().chain(others);
             path.as_ref().map(|path| Destination::file(path, content, inputs)).transpose()
         };
-        let is_table = args.output.as_deref().and_then(Content::of_name) == Some(Content::Table);
-        let content = if is_table { Content::Table } else { Content::Plan };
+        let content = if rectangles::is_output(args) { Content::Table } else { Content::Plan };
         Ok(Outputs {
             plan: file(&args.output, content, &None)?,
             content,

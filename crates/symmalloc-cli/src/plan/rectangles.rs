@@ -41,6 +41,11 @@ pub(super) fn is_table(path: &Path) -> bool {
     has_columns || !is_other && Content::of_name(path) == Some(Content::Table)
 }
 
+/// Returns `true` if the output is a table.
+pub(super) fn is_output(args: &PlanArgs) -> bool {
+    args.output.as_deref().and_then(Content::of_name) == Some(Content::Table)
+}
+
 /// Plans each table, and writes the only one with its offsets if an output is given.
 pub(super) fn plan(args: &PlanArgs) -> Result<(), CliError> {
     if let Some(path) = args.traces.iter().find(|path| !is_table(path)) {

@@ -1,9 +1,9 @@
 //! The text output of `plan`: what the plan saves, and the reservations without a plan: sizes, lines to paste, and the proof.
 
 use super::job_plan::JobPlan;
+use super::rectangles;
 use super::reservations::ReservationPlan;
 use crate::args::PlanArgs;
-use crate::content::Content;
 use crate::escape::quoted;
 use crate::output::Palette;
 use crate::quantity::{count, counted, memory};
@@ -66,9 +66,7 @@ fn figures(args: &PlanArgs, plan: &JobPlan<'_>) -> String {
         figures.seconds,
         figures.planned_ops_share() * 100.0
     );
-    if let (Some(file), [trace]) = (&args.output, plan.traces)
-        && Content::of_name(file) != Some(Content::Table)
-    {
+    if let (Some(file), [trace], false) = (&args.output, plan.traces, rectangles::is_output(args)) {
         let of = |path: &Path| quoted(&path.to_string_lossy());
         let _ = writeln!(out, "follow it with: symmalloc replay {} --plan {}", of(trace), of(file));
     }

@@ -60,8 +60,9 @@ impl Plan {
     /// rounding of sizes.
     ///
     /// # Errors
-    /// Returns an error if an allocation is impossible: zero bytes, an end before its start, more than a step later, or
-    /// beyond the largest segment.
+    /// Returns an error if there are no allocations or too many, or if one is impossible: zero bytes, an end before its
+    /// start or more than a step later, an offset that is not a multiple of 512 or exceeds the largest segment, or a
+    /// stream that is not the heap's or does not exist.
     pub fn new(key: u64, stream: Option<StreamId>, allocations: Vec<PlannedAllocation>) -> Result<Self, PlanError> {
         let count = allocations.len();
         if count == 0 || count > ALLOCATIONS_MAX {

@@ -131,7 +131,7 @@ fn missing_lines_are_detected() {
     assert!(parse(&(text + "# the rest is silence\n")).is_ok());
 }
 
-/// What can be written can be read: there is no plan for a stream whose id the reader refuses.
+/// A plan for a stream without an id could be written, but not read back.
 #[test]
 fn a_stream_without_an_id_has_no_plan() {
     let plan = |stream, shared: bool| {

@@ -416,7 +416,7 @@ fn observers_refusals_and_reclaims_survive_a_round_trip() {
     }
 }
 
-/// What can be written can be read: the writer refuses streams whose ids the reader refuses.
+/// A trace with a stream beyond the last id could be written, but not read back.
 #[test]
 fn streams_without_an_id_are_not_written() {
     let register = |stream| Op::RegisterStream { stream: StreamId(stream) }.into();
