@@ -35,6 +35,7 @@ to a folder that is last on the path.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -43,10 +44,12 @@ import os
 import random
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from contextlib import suppress
@@ -220,6 +223,8 @@ class Setup:
     ranks: int
     """The number of GPUs."""
     requests: int
+    answer_seconds: float
+    """A server that has not answered after this time is ended."""
 
     def prepare(self) -> None:
         (self.scratch / "model").mkdir()
@@ -261,14 +266,15 @@ class Server:
 
     def __init__(self, name: str, setup: Setup, *, has_sleep: bool = False) -> None:
         """Starts the process, without waiting for it."""
-        self.name, self.log = name, setup.out.with_suffix(f".{'sleep-' if has_sleep else ''}{name}.log")
+        self.name, self._answer_seconds = name, setup.answer_seconds
+        self.log = setup.out.with_suffix(f".{'sleep-' if has_sleep else ''}{name}.log")
         command = [
             sys.executable, __file__, "--serve", name, "--site", str(setup.site), "--model", str(setup.scratch / "model"),
             "--tensor-parallel", str(setup.ranks), "--requests", str(setup.requests), *["--sleep-mode"] * has_sleep,
         ]  # fmt: skip
         self._process = subprocess.Popen(
             command, env=setup.environment(KINDS[name], self.log), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.log.open("w"), text=True,
+            stderr=self.log.open("w"), text=True, start_new_session=True,
         )  # fmt: skip
 
     def ready(self) -> dict[str, Any]:
@@ -284,20 +290,33 @@ class Server:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("ANSWER "):
-                return json.loads(line[7:])  # type: ignore[no-any-return]
+        timer = threading.Timer(self._answer_seconds, self._give_up)
+        timer.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith("ANSWER "):
+                    return json.loads(line[7:])  # type: ignore[no-any-return]
+        finally:
+            timer.cancel()
         end = "".join(self.log.read_text(errors="replace").splitlines(keepends=True)[-40:])
         raise Unusable(f"{self.name} ended with {self._process.wait()}, see {self.log}:\n{end}")
+
+    def _give_up(self) -> None:
+        """Lets each of the server's processes write its stacks to the log, and ends them."""
+        print(f"{self.name} has not answered for {self._answer_seconds} s", flush=True)
+        for number, seconds in ((signal.SIGUSR1, 5.0), (signal.SIGKILL, 0.0)):
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            time.sleep(seconds)
 
     def end(self, seconds: float = 60.0) -> None:
         """Ends the process. It has this time after its input was closed."""
         self.close()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def close(self) -> None:
         """Closes the input, so that the process begins to end."""
@@ -317,6 +336,7 @@ class Server:
 def serve(arguments: argparse.Namespace) -> None:
     """Starts an engine in a separate process, and answers requests from its standard input."""
     began = time.perf_counter()
+    faulthandler.register(signal.SIGUSR1)
     kind, ranks = KINDS[arguments.serve], arguments.tensor_parallel
     # The packages of the machine come first, and the folder of this file last: a job must not shadow a package.
     here = str(Path(__file__).resolve().parent)
@@ -417,7 +437,7 @@ def new_windows(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> in
     """Returns the number of windows that all workers registered between two reports."""
     new = 0
     for one, other in zip(before, after, strict=True):
-        new += other["windows_of_vllm"] - one["windows_of_vllm"]
+        new += other["windows_of_engine"] - one["windows_of_engine"]
         there = [tuple(window.values()) for window in one.get("windows_of_symmalloc", [])]
         new += sum(tuple(window.values()) not in there for window in other.get("windows_of_symmalloc", []))
     return new
@@ -617,6 +637,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sleep-in-place", action="store_true", help="the measured servers have the sleep mode, and then sleep"
     )
+    parser.add_argument("--answer-seconds", type=at_least(1), default=300, help="end a server that does not answer for this long")
     parser.add_argument("--serve", choices=list(KINDS), help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--sleep-mode", action="store_true", help=argparse.SUPPRESS)
@@ -653,7 +674,7 @@ def main() -> None:
             site = arguments.site or scratch / "site"
             if arguments.wheels is not None:
                 unpack(check_wheels(arguments.wheels), site)
-            setup = Setup(site, scratch, arguments.out.resolve(), arguments.tensor_parallel, arguments.requests)
+            setup = Setup(site, scratch, arguments.out.resolve(), arguments.tensor_parallel, arguments.requests, arguments.answer_seconds)
             setup.prepare()
             cycles = Cycles(arguments.sleep_levels, arguments.sleep_cycles, asleep)
             if not arguments.only_sleep:

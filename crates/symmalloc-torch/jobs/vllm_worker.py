@@ -5,9 +5,14 @@ vLLM imports this file before it initializes the device, so the changes below ap
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 from typing import Any
+
+# The job asks for the stacks of a server that does not answer.
+faulthandler.register(signal.SIGUSR1)
 
 registered: list[int] = []
 """The sizes of the windows that vLLM has registered, in order."""
@@ -52,8 +57,8 @@ class Extension:
             "free_bytes": torch.cuda.mem_get_info()[0],
             "reserved_bytes_peak": counts.get("reserved_bytes.all.peak"),
             "allocated_bytes_peak": counts.get("allocated_bytes.all.peak"),
-            "windows_of_vllm": len(registered),
-            "window_bytes_of_vllm": sum(registered),
+            "windows_of_engine": len(registered),
+            "window_bytes_of_engine": sum(registered),
             "installed": False,
         }
         if "symmalloc" in sys.modules:
