@@ -13,8 +13,11 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+import needs
+
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
-FAKE = Path(__file__).resolve().parent / "fakes" / "vllm_engine"
+FAKES = Path(__file__).resolve().parent / "fakes"
+FAKE, FAKE_SGLANG = FAKES / "vllm_engine", FAKES / "sglang_engine"
 
 
 def job(name: str) -> ModuleType:
@@ -183,6 +186,85 @@ class Comparison(unittest.TestCase):
             done, _ = self.serve(*options)
             self.assertEqual(done.returncode, 2, options)
             self.assertIn(says, done.stderr)
+
+
+class SGLang(unittest.TestCase):
+    def serve(self, *options: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], dict]:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "report.json"
+            command = [sys.executable, str(JOBS / "sglang_serve.py"), "--site", str(FAKE_SGLANG), "--requests", "20"]
+            done = subprocess.run(
+                [*command, "--out", str(out), *options], env=os.environ | environment, capture_output=True, text=True, timeout=120
+            )
+            return done, json.loads(out.read_text()) if out.exists() else {}
+
+    def test_kinds_on_several_gpus_are_compared_with_native_of_their_sort(self) -> None:
+        for together in ((), ("--together",)):
+            done, report = self.serve("--tensor-parallel", "2", "--rounds", "2", *together, NCCL_NVLS_ENABLE="0")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertEqual(report["requests_where_native_repeats_itself"], 20)
+            for name, reference in (("symmalloc_windows", "native_windows"), ("symmalloc", "native")):
+                self.assertEqual(report[name]["speed_compared_with"], reference)
+                self.assertEqual(report[name]["equal_requests"], 20)
+                self.assertEqual([worker["nvls"] for worker in report[name]["workers"]], ["0", "0"])
+
+    def test_wrong_tokens_and_servers_that_crash_are_reported(self) -> None:
+        wrong = "install/1:wrong;install/0:crash"
+        done, report = self.serve("--tensor-parallel", "2", "--rounds", "1", FAKE_SGLANG=wrong)
+        self.assertEqual(done.returncode, 1)
+        self.assertEqual(report["symmalloc_windows"]["equal_requests"], 0)
+        self.assertIn("the engine crashes", report["symmalloc"]["failed"])
+
+    def test_each_wheel_must_be_there_in_the_listed_version(self) -> None:
+        job("vllm_serve")
+        module = job("sglang_serve")
+        listed = [line for line in module.WHEELS.read_text().splitlines() if line and not line.startswith("#")]
+        with tempfile.TemporaryDirectory() as path, mock.patch.object(module, "_installed_version", lambda _: None):
+            folder = Path(path)
+            for line in listed:
+                name, version = line.split("==")
+                (folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl").touch()
+            self.assertEqual(len(module.check_wheels(folder)), len(listed))
+            wheel = next(folder.glob("sglang-*"))
+            wheel.rename(folder / "sglang-0.5.18-py3-none-any.whl")
+            with self.assertRaisesRegex(module.OtherVersion, r"sglang is 0\.5\.18: this job needs 0\.5\.17"):
+                module.check_wheels(folder)
+            (folder / "sglang-0.5.18-py3-none-any.whl").unlink()
+            with self.assertRaisesRegex(module.MissingWheel, "no wheel of sglang"):
+                module.check_wheels(folder)
+
+    def test_a_scheduler_process_installs_symmalloc_before_it_imports_sglang(self) -> None:
+        program = f"""
+        import pickle, sys
+        sys.path.insert(0, {str(FAKE_SGLANG)!r})
+        import symmalloc
+        from symmalloc import installation
+        seen = []
+        installation.install = lambda: seen.append([name for name in sys.modules if name.startswith("sglang")])
+        from symmalloc.sglang import Engine
+        assert seen == [[]], seen
+        # This is how a new process finds the function, and so imports the file.
+        name = pickle.dumps(Engine.run_scheduler_process_func)
+        assert b"symmalloc.sglang" in name and b"run_scheduler_process" in name, name
+        Engine.run_scheduler_process_func(1, tp_rank=0)
+        from sglang.srt.managers import scheduler
+        assert scheduler.calls == [((1,), {{"tp_rank": 0}})], scheduler.calls
+        """
+        done = needs.process(program)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_an_sglang_without_the_function_is_refused(self) -> None:
+        program = f"""
+        import sys
+        sys.path.insert(0, {str(FAKE_SGLANG)!r})
+        from symmalloc import installation
+        from sglang.srt.entrypoints.engine import Engine
+        installation.install = lambda: None
+        del Engine.run_scheduler_process_func
+        import symmalloc.sglang
+        """
+        done = needs.process(program)
+        self.assertIn("InvalidState: this SGLang has no Engine.run_scheduler_process_func", done.stderr)
 
 
 class Examples(unittest.TestCase):

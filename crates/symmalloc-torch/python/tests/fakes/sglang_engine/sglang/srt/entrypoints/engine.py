@@ -1,0 +1,42 @@
+"""An engine that generates tokens from the prompt alone, and has the parts of SGLang 0.5.17's that a program replaces.
+
+`FAKE_SGLANG` changes the behavior of servers: `KIND:crash` or `KIND:wrong`, separated by `;`. KIND is `install` if the job asks for
+symmalloc, and a `/1` follows with symmetric memory, as in `install/1`.
+"""
+
+import os
+import sys
+
+import torch
+
+
+class Engine:
+    run_scheduler_process_func = None
+
+    def __init__(self, *, tp_size, enable_symm_mem, **_):
+        print("a library writes to standard output without a newline", end="")
+        kind = "install" if os.environ.pop("SGLANG_SERVE_INSTALL") == "1" else ""
+        behavior = dict(one.split(":") for one in os.environ.get("FAKE_SGLANG", "").split(";") if one)
+        self._behavior = behavior.get(f"{kind}/{int(enable_symm_mem)}", "")
+        if self._behavior == "crash":
+            sys.exit("the engine crashes")
+        self._ranks, self._runs = tp_size, 0
+        os.environ["NCCL_NVLS_ENABLE"] = "1"  # as SGLang does with symmetric memory
+        self.run_scheduler_process_func("server_args", tp_rank=0)
+
+    def collective_rpc(self, method, **named):
+        from sglang.srt.managers.scheduler import Scheduler
+
+        for torch.distributed.rank in range(self._ranks):
+            getattr(Scheduler, method)(None, **named)
+
+    def generate(self, *, input_ids, sampling_params):
+        self._runs += 1
+        shift = self._runs if self._behavior == "wrong" else 0
+        return [
+            {"output_ids": [(token + shift) % 32000 for token in prompt][: one["max_new_tokens"]]}
+            for prompt, one in zip(input_ids, sampling_params, strict=True)
+        ]
+
+    def shutdown(self):
+        pass
