@@ -10,7 +10,7 @@ use programs::{
 use std::fmt::Debug;
 use std::path::Path;
 use std::time::{Duration, Instant};
-use stub_process::{Barrier, Library, cuda, nccl, nccl_test};
+use stub_process::{Barrier, Library, cuda, nccl, nccl_test, repetitions};
 use symmalloc_agreement::TransportError;
 use symmalloc_core::PoolConfig;
 use symmalloc_cuda::{CudaAllocator, DeviceBuffer, GraphPool};
@@ -265,11 +265,6 @@ nccl_test!(buffers_may_be_dropped_while_the_rows_wait_for_the_other_rank, {
 /// Number of calls before resources are first counted.
 const WARM_UP_CALLS: u64 = 1_000;
 
-/// Returns half of the number of calls: 50,000 with `SYMMALLOC_NIGHT=1`, and fewer otherwise.
-fn half_of_calls() -> u64 {
-    if std::env::var_os("SYMMALLOC_NIGHT").is_some() { 50_000 } else { 10_000 }
-}
-
 /// Returns the resources of the process, the stubs and the crates. Excludes events, whose number varies with the watchdog, and
 /// the size of pinned memory, which depends on how threads interleave.
 fn holdings(it: &Rank, all_to_all: &AllToAll) -> impl Debug + PartialEq {
@@ -312,7 +307,8 @@ nccl_test!(many_calls_with_changing_splits_leak_nothing, {
             barrier.wait();
             seen
         };
-        let marks = [0, WARM_UP_CALLS, WARM_UP_CALLS + half_of_calls(), WARM_UP_CALLS + 2 * half_of_calls()];
+        let half = repetitions(10_000, 50_000) as u64;
+        let marks = [0, WARM_UP_CALLS, WARM_UP_CALLS + half, WARM_UP_CALLS + 2 * half];
         let seen: Vec<_> = marks
             .windows(2)
             .map(|between| {

@@ -1,14 +1,13 @@
 //! Tests of recovery from a refused wake: one rank's device is full, that rank makes room alone, and the next wake succeeds on all ranks.
 
 use super::support::{Job, MIB, Rank, nothing_is_left};
-use stub_process::nccl_test;
+use stub_process::{nccl_test, repetitions};
 use symmalloc_core::PoolConfig;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
 use symmalloc_nccl::{Obstacle, SleepError};
 
-const ROUNDS: usize = 50;
 const WINDOWS: u64 = 90 * MIB;
 /// So much that the rest of a device of 256 MiB has no room for the windows.
 const PRIVATE: u64 = 200 * MIB;
@@ -89,7 +88,7 @@ fn recovers(ranks: usize) {
         it.registrar.sync(&[&it.world]).expect("the ranks agree");
         let is_full = it.rank + 1 == ranks;
         for kind in ALL {
-            for round in 0..ROUNDS {
+            for round in 0..repetitions(6, 50) {
                 it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
                 let digest = it.allocator.digest(pool.id());
                 let private = is_full.then(|| fill(it, kind));
