@@ -16,9 +16,15 @@ take turns in each round. The model, the requests and the report are those of `v
 A symmetric server needs a C++ compiler, because SGLang compiles its allocator. It also sets `NCCL_NVLS_ENABLE=1`, whatever the
 environment says: this job restores the value of the environment, or 0. SGLang compiles small kernels on the first use with nvcc.
 
-The folder has the wheels of `sglang_wheels.txt`, which contain what SGLang imports. To fill it, see `vllm_serve.py`, with this
-list and the platform manylinux_2_34_x86_64 besides. A wheel is installed if the machine has another version of the package, to a
-folder that is first on the path. The attention backend is Triton's: of `sglang-kernel`, it needs only `sm90/common_ops`.
+The folder has the wheels of `sglang_wheels.txt`, which contain what SGLang imports. To fill it, where a registry can be reached:
+
+    python -m pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \\
+        --platform manylinux_2_34_x86_64 --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 \\
+        --platform manylinux_2_27_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 \\
+        --platform manylinux2014_x86_64 --platform manylinux1_x86_64 -d FOLDER -r sglang_wheels.txt
+
+A wheel is installed unless the machine has exactly its version, to a folder that is first on the path. The kernels need libnuma1.
+The attention backend is Triton's. `sglang-kernel` has 383 MB, of which an H100 needs only `sm90/common_ops` here.
 """
 
 from __future__ import annotations
@@ -38,7 +44,19 @@ from pathlib import Path
 from typing import Any
 
 import vllm_serve
-from vllm_serve import SEED, TORCH, WHEEL, MissingWheel, OddFile, OtherVersion, Unusable, at_least, cccl, requests
+from vllm_serve import (
+    SEED,
+    TORCH,
+    WHEEL,
+    MissingWheel,
+    OddFile,
+    OtherVersion,
+    Unusable,
+    at_least,
+    cccl,
+    normal,
+    requests,
+)
 
 SGLANG = "0.5.17"
 KINDS = {
@@ -71,21 +89,17 @@ def check_wheels(folder: Path) -> list[Path]:
             raise OddFile(
                 f"{wheel} is not named like a wheel (name-version-python-abi-platform.whl): remove or rename it"
             )
-        there.setdefault(_normal(parts["name"]), {})[parts["version"]] = wheel
+        there.setdefault(normal(parts["name"]), {})[parts["version"]] = wheel
     listed = [line.split("==") for line in WHEELS.read_text().splitlines() if line and not line.startswith("#")]
     needed = [(name, version) for name, version in listed if _installed_version(name) != version]
-    if missing := [name for name, _ in needed if _normal(name) not in there]:
+    if missing := [name for name, _ in needed if normal(name) not in there]:
         raise MissingWheel(
             f"{folder} has no wheel of {', '.join(missing)}: download it as this file's documentation says"
         )
     for name, version in needed:
-        if version not in (versions := there[_normal(name)]):
+        if version not in (versions := there[normal(name)]):
             raise OtherVersion(f"{name} is {', '.join(versions)}: this job needs {version}")
-    return [there[_normal(name)][version] for name, version in needed]
-
-
-def _normal(name: str) -> str:
-    return vllm_serve._normal(name)
+    return [there[normal(name)][version] for name, version in needed]
 
 
 def _installed_version(name: str) -> str | None:
@@ -112,13 +126,13 @@ class Setup(vllm_serve.Setup):
         path = [str(self.site), os.environ.get("PYTHONPATH"), str(Path(__file__).resolve().parent)]
         libraries = [str(self.scratch / "lib"), os.environ.get("LIBRARY_PATH")]
         headers = [cccl(), os.environ.get("CPATH")]
-        # SGLang compiles its allocator of symmetric memory in the temporary folder, and removes the lock of other servers there.
-        temporary = self.scratch / "tmp" / log.stem
-        temporary.mkdir(parents=True, exist_ok=True)
+        # Each server compiles in its own folder: SGLang removes the lock file of any other server there. The folder also has
+        # sockets, so its name is short.
+        temporary = tempfile.mkdtemp(dir=self.scratch / "tmp")
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, path)), "LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),
-            "CPATH": os.pathsep.join(filter(None, headers)), "TMPDIR": str(temporary),
-            # DeepGEMM has no part in a model of bfloat16, and has hung with symmetric memory (sglang#12524).
+            "CPATH": os.pathsep.join(filter(None, headers)), "TMPDIR": temporary,
+            # A bfloat16 model does not use DeepGEMM, which has hung with symmetric memory (sglang#12524).
             "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
             # Servers that start together change the free memory of each other's GPUs.
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
@@ -141,15 +155,15 @@ class Server(vllm_serve.Server):
             "--tensor-parallel", str(setup.ranks), "--requests", str(setup.requests),
             "--attention-backend", setup.attention_backend,
         ]  # fmt: skip
-        self._process = subprocess.Popen(
-            command, env=setup.environment(KINDS[name], self.log), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.log.open("w"), text=True, start_new_session=True,
-        )  # fmt: skip
+        self._start(command, setup.environment(KINDS[name], self.log))
 
 
 def serve(arguments: argparse.Namespace) -> None:
     """Starts an engine in a separate process, and answers requests from its standard input."""
     began = time.perf_counter()
+    # The folder of this file comes last: a job must not shadow a package.
+    here = str(Path(__file__).resolve().parent)
+    sys.path = [*(entry for entry in sys.path if str(Path(entry or ".").resolve()) != here), here]
     import torch
 
     if torch.__version__.split("+")[0] != TORCH:
@@ -204,7 +218,7 @@ class Field(vllm_serve.Field):
 
     def __init__(self, setup: Setup, names: list[str]) -> None:
         super().__init__(setup, names, has_sleep=False)
-        self._settings = setup
+        self._settings = setup  # with SGLang's own
 
     def start_all(self, names: list[str]) -> None:
         """Starts servers, and waits until they are ready."""
@@ -233,10 +247,9 @@ def compare(setup: Setup, names: list[str], rounds_of_each: int, *, together: bo
             for _ in range(1 + rounds_of_each):
                 for name in group:
                     run(name)
-            for name in group:
-                field.servers[name].end(20.0)
-            # In case that a later server takes all the time of the machine.
-            setup.out.with_suffix(".rounds.json").write_text(json.dumps(done))
+                # In case that a time limit ends the job.
+                setup.out.with_suffix(".rounds.json").write_text(json.dumps(done))
+            field.end()
     finally:
         field.end()
     report: dict[str, Any] = {
@@ -272,7 +285,10 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--together", action="store_true", help="start all servers, and let them take turns")
     parser.add_argument("--attention-backend", default="triton", help="SGLang's; default: triton")
     parser.add_argument(
-        "--answer-seconds", type=at_least(1), default=300, help="end a server that does not answer for this long"
+        "--answer-seconds",
+        type=at_least(1),
+        default=300,
+        help="end a server that does not answer for this long; default: 300",
     )
     parser.add_argument("--serve", choices=list(KINDS), help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)

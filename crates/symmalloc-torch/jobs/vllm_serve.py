@@ -73,6 +73,8 @@ CONFIG = {
 }  # fmt: skip
 REQUESTS, SEED = 300, 42
 KV_CACHE_BYTES = 4 << 30
+STACK_SECONDS = 5.0
+"""The time that processes have to write their stacks."""
 WHEEL = re.compile(r"(?P<name>[A-Za-z0-9._]+)-(?P<version>[^-]+)(-\d[^-]*)?-[^-]+-[^-]+-[^-]+\.whl")
 
 
@@ -96,6 +98,10 @@ KINDS = {
     "symmalloc_sleep": Kind("sleep"),
     "pools_sleep": Kind("pools,sleep", has_windows=True),
 }
+
+
+# A server that does not answer is asked for its stacks. Processes that import this file have this handler, too.
+faulthandler.register(signal.SIGUSR1)
 
 
 class Unusable(Exception):
@@ -132,7 +138,7 @@ def check_wheels(folder: Path) -> list[Path]:
             raise OddFile(
                 f"{wheel} is not named like a wheel (name-version-python-abi-platform.whl): remove or rename it"
             )
-        there[_normal(parts["name"])] = parts["version"]
+        there[normal(parts["name"])] = parts["version"]
     if missing := [name for name in NEEDED if name not in there and not _is_installed(name)]:
         raise MissingWheel(
             f"{folder} has no wheel of {', '.join(missing)}: download it as this file's documentation says"
@@ -150,7 +156,7 @@ def check_engine(llm: Any) -> None:
             raise OtherVersion(f"vLLM {importlib.metadata.version('vllm')} has no LLM.{name}: use {VLLM}")
 
 
-def _normal(name: str) -> str:
+def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "_", name).lower()
 
 
@@ -272,14 +278,22 @@ class Server:
             sys.executable, __file__, "--serve", name, "--site", str(setup.site), "--model", str(setup.scratch / "model"),
             "--tensor-parallel", str(setup.ranks), "--requests", str(setup.requests), *["--sleep-mode"] * has_sleep,
         ]  # fmt: skip
+        self._start(command, setup.environment(KINDS[name], self.log))
+
+    def _start(self, command: list[str], environment: dict[str, str]) -> None:
+        self._is_given_up = self._has_ended = False
+        # The processes of the server are signaled as a group.
         self._process = subprocess.Popen(
-            command, env=setup.environment(KINDS[name], self.log), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.log.open("w"), text=True, start_new_session=True,
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("w"), text=True,
+            start_new_session=True,
         )  # fmt: skip
 
     def ready(self) -> dict[str, Any]:
-        """Waits until the engine has started."""
-        return self._answer()
+        """Waits until the engine has started. Raises `Unusable` if its workers do not have the allocator of this kind."""
+        answer, has_symmalloc = self._answer(), bool(KINDS[self.name].plug_in)
+        if any(worker["installed"] != has_symmalloc for worker in answer["workers"]):
+            raise Unusable(f"a worker of {self.name} has another allocator, see `installed`: {answer['workers']}")
+        return answer
 
     def ask(self, request: str) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -293,30 +307,40 @@ class Server:
         timer = threading.Timer(self._answer_seconds, self._give_up)
         timer.start()
         try:
-            for line in self._process.stdout:
-                if line.startswith("ANSWER "):
-                    return json.loads(line[7:])  # type: ignore[no-any-return]
+            line = next((line for line in self._process.stdout if line.startswith("ANSWER ")), None)
         finally:
             timer.cancel()
+            timer.join()
         end = "".join(self.log.read_text(errors="replace").splitlines(keepends=True)[-40:])
-        raise Unusable(f"{self.name} ended with {self._process.wait()}, see {self.log}:\n{end}")
+        if self._is_given_up:
+            why = f"did not answer for {self._answer_seconds} s and was ended; its stacks are in {self.log}:"
+            raise Unusable(f"{self.name} {why}\n{end}")
+        if line is None:
+            raise Unusable(f"{self.name} ended with {self._process.wait()}, see {self.log}:\n{end}")
+        return json.loads(line[7:])  # type: ignore[no-any-return]
 
     def _give_up(self) -> None:
-        """Lets each of the server's processes write its stacks to the log, and ends them."""
-        print(f"{self.name} has not answered for {self._answer_seconds} s", flush=True)
-        for number, seconds in ((signal.SIGUSR1, 5.0), (signal.SIGKILL, 0.0)):
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-            time.sleep(seconds)
+        """Signals the server's processes to write their stacks to the log, and then ends them."""
+        self._is_given_up = True
+        self._signal(signal.SIGUSR1)
+        time.sleep(STACK_SECONDS)
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        """Sends a signal to the server and the processes that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def end(self, seconds: float = 60.0) -> None:
         """Ends the process. It has this time after its input was closed."""
+        if self._has_ended:
+            return
         self.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._process.wait()
+        self._has_ended = True
 
     def close(self) -> None:
         """Closes the input, so that the process begins to end."""
@@ -336,7 +360,6 @@ class Server:
 def serve(arguments: argparse.Namespace) -> None:
     """Starts an engine in a separate process, and answers requests from its standard input."""
     began = time.perf_counter()
-    faulthandler.register(signal.SIGUSR1)
     kind, ranks = KINDS[arguments.serve], arguments.tensor_parallel
     # The packages of the machine come first, and the folder of this file last: a job must not shadow a package.
     here = str(Path(__file__).resolve().parent)
@@ -637,7 +660,12 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sleep-in-place", action="store_true", help="the measured servers have the sleep mode, and then sleep"
     )
-    parser.add_argument("--answer-seconds", type=at_least(1), default=300, help="end a server that does not answer for this long")
+    parser.add_argument(
+        "--answer-seconds",
+        type=at_least(1),
+        default=300,
+        help="end a server that does not answer for this long; all cycles of a level are one answer; default: 300",
+    )
     parser.add_argument("--serve", choices=list(KINDS), help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--sleep-mode", action="store_true", help=argparse.SUPPRESS)
@@ -666,6 +694,8 @@ def main() -> None:
     ):
         parser.error("--sleep-in-place needs --sleep-cycles, measured rounds, and --sleep-kinds that are among --kinds")
     report: dict[str, Any] = {}
+    # Servers are no longer signaled with this process: they end when it closes their input.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         if arguments.site is None and arguments.wheels is None:
             raise MissingWheel("no wheels are given: use --wheels FOLDER")
@@ -674,7 +704,14 @@ def main() -> None:
             site = arguments.site or scratch / "site"
             if arguments.wheels is not None:
                 unpack(check_wheels(arguments.wheels), site)
-            setup = Setup(site, scratch, arguments.out.resolve(), arguments.tensor_parallel, arguments.requests, arguments.answer_seconds)
+            setup = Setup(
+                site,
+                scratch,
+                arguments.out.resolve(),
+                arguments.tensor_parallel,
+                arguments.requests,
+                arguments.answer_seconds,
+            )
             setup.prepare()
             cycles = Cycles(arguments.sleep_levels, arguments.sleep_cycles, asleep)
             if not arguments.only_sleep:

@@ -2,32 +2,39 @@
 
     from symmalloc.sglang import Engine        instead of: from sglang import Engine
 
-    python -m symmalloc.sglang --model-path MODEL --tp 2 --enable-symm-mem        instead of: sglang serve
+    python -m symmalloc.sglang ...             instead of: python -m sglang.launch_server ...
 
-The import installs symmalloc, so it comes before `import sglang`, whose kernels use CUDA when they are imported. SGLang starts its
-schedulers with a function that `Engine` names. A new process imports this file to find that function, and so installs symmalloc
-first. A plug-in of SGLang would be called too late.
+Import it before `sglang`, whose kernels use CUDA when they are imported. SGLang calls its own plug-ins after that, too late to
+install an allocator. `Engine` names the function that runs a scheduler. A spawned process imports this file to find that
+function, and so installs symmalloc first. The schedulers inherit `SYMMALLOC_CONF`, but not the arguments of an `install()` in the program.
 
-Raises as `symmalloc.install` does, and `InvalidState` if this SGLang does not let a program choose the function. Written for
-SGLang 0.5.17.
+The import raises as `symmalloc.install` does, and `InvalidState` if this SGLang does not let a program choose the function.
+Written for SGLang 0.5.17.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from functools import partial
 from typing import Any
 
-from .errors import InvalidState
+from .errors import InvalidArgument, InvalidState
 from .installation import install
 from .state import installed
 
 if not installed():
     install()
 
-from sglang.srt.entrypoints.engine import Engine as _Engine  # noqa: E402
+from sglang.srt.entrypoints.engine import Engine as _Engine
 
 if not hasattr(_Engine, "run_scheduler_process_func"):
-    raise InvalidState("this SGLang has no Engine.run_scheduler_process_func: use 0.5.17, for which symmalloc.sglang was written")
+    raise InvalidState(
+        "this SGLang has no Engine.run_scheduler_process_func: use 0.5.17, for which symmalloc.sglang was written"
+    )
+
+OTHER_SERVERS = ("encoder_only", "grpc_mode", "smg_grpc_mode", "use_ray")
+"""Options of servers that start their schedulers in another way."""
 
 
 def run_scheduler_process(*arguments: Any, **named: Any) -> None:
@@ -44,14 +51,27 @@ class Engine(_Engine):  # type: ignore[misc]
 
 
 def main(arguments: list[str]) -> None:
-    """Serves a model over HTTP, with the arguments of `sglang serve`."""
-    from sglang.srt.entrypoints.http_server import launch_server
-    from sglang.srt.server_args import prepare_server_args
+    """Serves a model over HTTP, with the options of `sglang.launch_server`. Raises `InvalidArgument` for other servers."""
+    from sglang import launch_server
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.utils import kill_process_tree
 
-    # Processes look the function up in the module's real name, not in `__main__`.
+    # Processes find the function under this module's name, which is `__main__` here.
     from symmalloc import sglang
 
-    launch_server(prepare_server_args(arguments), run_scheduler_process_func=sglang.run_scheduler_process)
+    load_plugins()
+    options = launch_server.prepare_server_args(arguments)
+    if other := [name for name in OTHER_SERVERS if getattr(options, name, False)]:
+        raise InvalidArgument(
+            f"--{other[0].replace('_', '-')}: symmalloc.sglang serves over HTTP only, so leave the option out"
+        )
+    serve = http_server.launch_server
+    http_server.launch_server = partial(serve, run_scheduler_process_func=sglang.run_scheduler_process)
+    try:
+        launch_server.run_server(options)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
 
 
 if __name__ == "__main__":

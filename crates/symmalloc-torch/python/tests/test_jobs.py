@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +30,14 @@ def job(name: str) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def is_running(process: int) -> bool:
+    """Returns `False` for a process that has ended, even if its parent has not waited for it."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 class Wheels(unittest.TestCase):
@@ -173,6 +183,50 @@ class Comparison(unittest.TestCase):
         self.assertEqual(done.returncode, 1, done.stderr)
         self.assertEqual((list(report["pools_sleep"]), "sleep_pools_sleep" in report), (["failed"], False))
 
+    def test_a_server_that_hangs_is_ended_with_the_processes_that_it_started(self) -> None:
+        with mock.patch.dict(os.environ, {"FAKE_VLLM": "install/0:hangs"}), tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "report.json"
+            command = [
+                sys.executable,
+                str(JOBS / "vllm_serve.py"),
+                "--site",
+                str(FAKE),
+                "--requests",
+                "20",
+                "--out",
+                str(out),
+            ]
+            options = [
+                "--tensor-parallel",
+                "2",
+                "--rounds",
+                "1",
+                "--kinds",
+                "native,symmalloc",
+                "--answer-seconds",
+                "2",
+            ]
+            path = os.pathsep.join([str(FAKE), os.environ.get("PYTHONPATH", "")])
+            began = time.monotonic()
+            done = subprocess.run(
+                [*command, *options], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120
+            )
+            self.assertEqual(done.returncode, 1, done.stderr)
+            self.assertLess(time.monotonic() - began, 40)
+            self.assertRegex(
+                json.loads(out.read_text())["symmalloc"]["failed"], "symmalloc did not answer for 2 s and was ended"
+            )
+            log = (Path(folder) / "report.symmalloc.log").read_text()
+            self.assertEqual(log.count("most recent call first"), 2, "the stacks of the server and its worker")
+            worker = int(re.search(r"worker (\d+)", log)[1])
+            self.assertFalse(is_running(worker))
+
+    def test_a_server_without_the_allocator_of_its_kind_fails(self) -> None:
+        done, report = self.serve("--tensor-parallel", "2", "--rounds", "1", FAKE_VLLM="install/1:without")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("a worker of symmalloc_windows has another allocator", report["symmalloc_windows"]["failed"])
+        self.assertNotIn("failed", report["pools"])
+
     def test_invalid_options_are_refused(self) -> None:
         for options, says in (
             (("--rounds", "0"), "at least 1"),
@@ -194,24 +248,31 @@ class SGLang(unittest.TestCase):
             out = Path(folder) / "report.json"
             command = [sys.executable, str(JOBS / "sglang_serve.py"), "--site", str(FAKE_SGLANG), "--requests", "20"]
             done = subprocess.run(
-                [*command, "--out", str(out), *options], env=os.environ | environment, capture_output=True, text=True, timeout=120
+                [*command, "--out", str(out), *options],
+                env=os.environ | environment,
+                capture_output=True,
+                text=True,
+                timeout=120,
             )
             return done, json.loads(out.read_text()) if out.exists() else {}
 
     def test_kinds_on_several_gpus_are_compared_with_native_of_their_sort(self) -> None:
         for together in ((), ("--together",)):
-            done, report = self.serve("--tensor-parallel", "2", "--rounds", "2", *together, NCCL_NVLS_ENABLE="0")
+            done, report = self.serve("--tensor-parallel", "2", "--rounds", "2", *together, NCCL_NVLS_ENABLE="2")
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertEqual(report["requests_where_native_repeats_itself"], 20)
             for name, reference in (("symmalloc_windows", "native_windows"), ("symmalloc", "native")):
                 self.assertEqual(report[name]["speed_compared_with"], reference)
                 self.assertEqual(report[name]["equal_requests"], 20)
-                self.assertEqual([worker["nvls"] for worker in report[name]["workers"]], ["0", "0"])
+                self.assertEqual([worker["nvls"] for worker in report[name]["workers"]], ["2", "2"])
 
     def test_wrong_tokens_and_servers_that_crash_are_reported(self) -> None:
         wrong = "install/1:wrong;install/0:crash"
         done, report = self.serve("--tensor-parallel", "2", "--rounds", "1", FAKE_SGLANG=wrong)
         self.assertEqual(done.returncode, 1)
+        done, other = self.serve("--tensor-parallel", "2", "--rounds", "1", FAKE_SGLANG="install/1:without")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("has another allocator", other["symmalloc_windows"]["failed"])
         self.assertEqual(report["symmalloc_windows"]["equal_requests"], 0)
         self.assertIn("the engine crashes", report["symmalloc"]["failed"])
 
@@ -233,17 +294,16 @@ class SGLang(unittest.TestCase):
             with self.assertRaisesRegex(module.MissingWheel, "no wheel of sglang"):
                 module.check_wheels(folder)
 
-    def test_a_scheduler_process_installs_symmalloc_before_it_imports_sglang(self) -> None:
+    def test_a_new_process_finds_the_schedulers_function_in_a_file_that_installs_symmalloc_first(self) -> None:
         program = f"""
         import pickle, sys
-        sys.path.insert(0, {str(FAKE_SGLANG)!r})
         import symmalloc
+        sys.path.insert(0, {str(FAKE_SGLANG)!r})
         from symmalloc import installation
         seen = []
         installation.install = lambda: seen.append([name for name in sys.modules if name.startswith("sglang")])
         from symmalloc.sglang import Engine
         assert seen == [[]], seen
-        # This is how a new process finds the function, and so imports the file.
         name = pickle.dumps(Engine.run_scheduler_process_func)
         assert b"symmalloc.sglang" in name and b"run_scheduler_process" in name, name
         Engine.run_scheduler_process_func(1, tp_rank=0)
@@ -256,8 +316,8 @@ class SGLang(unittest.TestCase):
     def test_an_sglang_without_the_function_is_refused(self) -> None:
         program = f"""
         import sys
-        sys.path.insert(0, {str(FAKE_SGLANG)!r})
         from symmalloc import installation
+        sys.path.insert(0, {str(FAKE_SGLANG)!r})
         from sglang.srt.entrypoints.engine import Engine
         installation.install = lambda: None
         del Engine.run_scheduler_process_func
@@ -265,6 +325,21 @@ class SGLang(unittest.TestCase):
         """
         done = needs.process(program)
         self.assertIn("InvalidState: this SGLang has no Engine.run_scheduler_process_func", done.stderr)
+
+    def test_the_command_serves_over_http_with_symmalloc_and_ends_its_processes(self) -> None:
+        program = f"""
+        import runpy, sys
+        from symmalloc import installation
+        sys.path.insert(0, {str(FAKE_SGLANG)!r})
+        installation.install = lambda: print("installed")
+        sys.argv[1:] = ["MODEL", *OPTIONS]
+        runpy.run_module("symmalloc.sglang", run_name="__main__")
+        """
+        done = needs.process(program.replace("OPTIONS", "[]"))
+        lines = ["installed", "installed", "plug-ins", "MODEL symmalloc.sglang run_scheduler_process", "ended False"]
+        self.assertEqual(done.stdout.splitlines(), lines, done.stderr)
+        done = needs.process(program.replace("OPTIONS", "['--use-ray']"))
+        self.assertIn("InvalidArgument: --use-ray: symmalloc.sglang serves over HTTP only", done.stderr)
 
 
 class Examples(unittest.TestCase):

@@ -1,12 +1,14 @@
 """An engine that generates tokens from the prompt alone, and calls the worker's extension as vLLM 0.22.0 does.
 
-`FAKE_VLLM` changes the behavior of servers: `KIND:crash`, `KIND:wrong` or `KIND:registers`, separated by `;`. KIND is the value of
-`SYMMALLOC_VLLM` and that of `VLLM_USE_NCCL_SYMM_MEM`, such as `/0` or `pools/1`.
+`FAKE_VLLM` changes the behavior of servers: `KIND:crash`, `KIND:wrong`, `KIND:registers`, `KIND:hangs` or, without symmalloc,
+`KIND:without`, separated by `;`. KIND is the value of `SYMMALLOC_VLLM` and that of `VLLM_USE_NCCL_SYMM_MEM`, such as `/0` or `pools/1`.
 """
 
 import importlib
 import os
+import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 kind = f"{os.environ['SYMMALLOC_VLLM']}/{os.environ['VLLM_USE_NCCL_SYMM_MEM']}"
@@ -26,6 +28,8 @@ class LLM:
         print("a library writes to standard output without a newline", end="")
         if behavior == "crash":
             sys.exit("the engine crashes")
+        if kind[0] != "/" and behavior != "without":
+            import symmalloc  # noqa: F401
         module, name = worker_extension_cls.rsplit(".", 1)
         self._workers = [getattr(importlib.import_module(module), name)() for _ in range(tensor_parallel_size)]
         self._has_sleep, self._runs, self._is_lost = enable_sleep_mode, 0, False
@@ -41,6 +45,11 @@ class LLM:
     def generate(self, prompts, parameters, use_tqdm):
         assert not use_tqdm and len(prompts) == len(parameters)
         self._runs += 1
+        if behavior == "hangs":
+            # As a worker does, in another process of the same group.
+            hang = "import vllm_worker, os, sys, time; print('worker', os.getpid(), file=sys.stderr, flush=True); time.sleep(60)"
+            subprocess.run([sys.executable, "-c", hang], check=False)
+            time.sleep(60)
         if behavior == "registers":
             from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 

@@ -1,7 +1,7 @@
 """An engine that generates tokens from the prompt alone, and has the parts of SGLang 0.5.17's that a program replaces.
 
-`FAKE_SGLANG` changes the behavior of servers: `KIND:crash` or `KIND:wrong`, separated by `;`. KIND is `install` if the job asks for
-symmalloc, and a `/1` follows with symmetric memory, as in `install/1`.
+`FAKE_SGLANG` changes the behavior of servers: `KIND:crash`, `KIND:wrong` or `KIND:without` (the installation), separated by `;`.
+KIND is `install` if the job asks for symmalloc, and `/1` with symmetric memory or `/0`, as in `install/1`.
 """
 
 import os
@@ -20,6 +20,8 @@ class Engine:
         self._behavior = behavior.get(f"{kind}/{int(enable_symm_mem)}", "")
         if self._behavior == "crash":
             sys.exit("the engine crashes")
+        if kind and self._behavior != "without":
+            import symmalloc  # noqa: F401
         self._ranks, self._runs = tp_size, 0
         os.environ["NCCL_NVLS_ENABLE"] = "1"  # as SGLang does with symmetric memory
         self.run_scheduler_process_func("server_args", tp_rank=0)
