@@ -28,9 +28,9 @@ pub use threads::{Barrier, ExitOnPanic, WAIT_MAX, scaled_to_load, threads, until
 use child::Running;
 use std::process::Command;
 
-/// Returns how often a test repeats its work: `by_night` with `SYMMALLOC_NIGHT=1`, and `by_day` otherwise.
-pub fn repetitions(by_day: usize, by_night: usize) -> usize {
-    if std::env::var_os("SYMMALLOC_NIGHT").is_some() { by_night } else { by_day }
+/// Returns `true` if tests may take long: with `SYMMALLOC_NIGHT=1` they repeat their work more often.
+pub fn is_night() -> bool {
+    std::env::var_os("SYMMALLOC_NIGHT").is_some()
 }
 
 /// Environment variable with the name of the test that this process runs.

@@ -10,7 +10,7 @@ use programs::{
 use std::fmt::Debug;
 use std::path::Path;
 use std::time::{Duration, Instant};
-use stub_process::{Barrier, Library, cuda, nccl, nccl_test, repetitions};
+use stub_process::{Barrier, Library, cuda, is_night, nccl, nccl_test};
 use symmalloc_agreement::TransportError;
 use symmalloc_core::PoolConfig;
 use symmalloc_cuda::{CudaAllocator, DeviceBuffer, GraphPool};
@@ -307,7 +307,7 @@ nccl_test!(many_calls_with_changing_splits_leak_nothing, {
             barrier.wait();
             seen
         };
-        let half = repetitions(10_000, 50_000) as u64;
+        let half = if is_night() { 50_000 } else { 10_000 };
         let marks = [0, WARM_UP_CALLS, WARM_UP_CALLS + half, WARM_UP_CALLS + 2 * half];
         let seen: Vec<_> = marks
             .windows(2)

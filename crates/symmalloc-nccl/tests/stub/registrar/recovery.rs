@@ -1,7 +1,7 @@
 //! Tests of recovery from a refused wake: one rank's device is full, that rank makes room alone, and the next wake succeeds on all ranks.
 
 use super::support::{Job, MIB, Rank, nothing_is_left};
-use stub_process::{nccl_test, repetitions};
+use stub_process::{is_night, nccl_test};
 use symmalloc_core::PoolConfig;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
@@ -87,8 +87,9 @@ fn recovers(ranks: usize) {
         let mut tensors = [20, 30, 40].map(|size| it.take(&pool, size * MIB));
         it.registrar.sync(&[&it.world]).expect("the ranks agree");
         let is_full = it.rank + 1 == ranks;
+        let rounds = if is_night() { 50 } else { 6 };
         for kind in ALL {
-            for round in 0..repetitions(6, 50) {
+            for round in 0..rounds {
                 it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
                 let digest = it.allocator.digest(pool.id());
                 let private = is_full.then(|| fill(it, kind));

@@ -2,7 +2,7 @@
 
 use super::support::{Job, MIB, Rank, nothing_is_left};
 use std::sync::Mutex;
-use stub_process::{nccl, nccl_test, repetitions};
+use stub_process::{is_night, nccl, nccl_test};
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
@@ -24,7 +24,8 @@ fn suspends_and_resumes(ranks: usize) {
         it.registrar.attach(&pair, &[pool.id()], Registration::Windows).expect("not attached yet");
         it.registrar.sync(&[&it.world, &pair]).expect("the ranks agree");
         let content: Vec<f32> = (0..tensors[0].len()).map(|at| (at % 1013 + it.rank) as f32).collect();
-        for _ in 0..repetitions(3, 10) {
+        let rounds = if is_night() { 10 } else { 3 };
+        for _ in 0..rounds {
             it.stream.memcpy_htod(&content, &mut tensors[0]).expect("copied");
             let slept = it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Keep).expect("all ranks sleep");
             assert_eq!((slept.suspended_bytes, slept.deregistrations), (2 * 64 * MIB, 6));
@@ -180,7 +181,8 @@ nccl_test!(
     {
         Job::new(2).run(|it| {
             let (pool, mut tensors) = registered(it);
-            for _ in 0..repetitions(6, 50) {
+            let rounds = if is_night() { 50 } else { 6 };
+            for _ in 0..rounds {
                 it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
                 let digest = it.allocator.digest(pool.id());
                 if it.rank == 1 {

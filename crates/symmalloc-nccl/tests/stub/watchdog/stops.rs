@@ -8,13 +8,14 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
-use stub_process::{ExitOnPanic, nccl_test, ranks, repetitions, until_some};
+use stub_process::{ExitOnPanic, nccl_test, ranks, until_some};
 use symmalloc_core::PoolConfig;
 use symmalloc_nccl::{ReduceOp, Registrar, Registration};
 use symmalloc_sim::SplitMix64;
 
 type Failure = Box<dyn std::error::Error>;
 
+const STOPS: u64 = 12;
 const SEED: &str = "SYMMALLOC_STOPPED_SEED";
 /// Median of the time from the deadline to the end of a process, on an idle machine.
 const LATE_MOSTLY: Duration = Duration::from_secs(1);
@@ -134,7 +135,7 @@ nccl_test!(a_rank_that_is_stopped_at_any_moment_ends_the_others_in_time_after_th
         let busyness = Arc::clone(&busyness);
         move || busyness.measure()
     });
-    each_at_a_time(seeds(repetitions(12, 48) as u64), |seed| {
+    each_at_a_time(seeds(STOPS), |seed| {
         let (stop, folder) = (Stop::new(seed), tempfile::tempdir().expect("a folder"));
         let options = [(SEED, &*seed.to_string()), ("SYMMALLOC_FLIGHT_RECORDS", &*folder.path().to_string_lossy())];
         let (stopped, outputs) = std::thread::scope(|scope| {
