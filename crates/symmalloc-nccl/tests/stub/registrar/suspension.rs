@@ -11,8 +11,13 @@ use symmalloc_nccl::{
 };
 
 fn registered(it: &Rank) -> (Pool<CudaBackend>, Vec<DeviceBuffer<f32>>) {
+    registered_with(it, [20, 30, 40])
+}
+
+/// Registers a pool with three segments of these sizes in MiB.
+fn registered_with(it: &Rank, sizes: [u64; 3]) -> (Pool<CudaBackend>, Vec<DeviceBuffer<f32>>) {
     let pool = it.attached_pool();
-    let tensors = [20, 30, 40].map(|size| it.take(&pool, size * MIB)).into();
+    let tensors = sizes.map(|size| it.take(&pool, size * MIB)).into();
     it.registrar.sync(&[&it.world]).expect("the ranks agree");
     (pool, tensors)
 }
@@ -20,7 +25,7 @@ fn registered(it: &Rank) -> (Pool<CudaBackend>, Vec<DeviceBuffer<f32>>) {
 fn suspends_and_resumes(ranks: usize) {
     Job::new(ranks).run(|it| {
         let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks split").expect("with a color");
-        let (pool, mut tensors) = registered(it);
+        let (pool, mut tensors) = registered_with(it, [10, 12, 14]);
         it.registrar.attach(&pair, &[pool.id()], Registration::Windows).expect("not attached yet");
         it.registrar.sync(&[&it.world, &pair]).expect("the ranks agree");
         let content: Vec<f32> = (0..tensors[0].len()).map(|at| (at % 1013 + it.rank) as f32).collect();
@@ -205,7 +210,7 @@ nccl_test!(
 fn survives_a_failed(call: &'static str, is_hung: bool) {
     let shared = Mutex::new(None);
     Job::new(2).impatient().run(|it| {
-        let (pool, mut tensors) = registered(it);
+        let (pool, mut tensors) = registered_with(it, [10, 12, 14]);
         let content: Vec<f32> = (0..tensors[0].len()).map(|at| (at % 1013 + it.rank) as f32).collect();
         it.stream.memcpy_htod(&content, &mut tensors[0]).expect("copied");
         it.meet();
