@@ -10,7 +10,7 @@ use programs::{
 use std::fmt::Debug;
 use std::path::Path;
 use std::time::{Duration, Instant};
-use stub_process::{Barrier, Library, cuda, is_night, nccl, nccl_test};
+use stub_process::{Barrier, Library, cuda, is_night, nccl, nccl_test, scaled_to_load};
 use symmalloc_agreement::TransportError;
 use symmalloc_core::PoolConfig;
 use symmalloc_cuda::{CudaAllocator, DeviceBuffer, GraphPool};
@@ -45,7 +45,7 @@ nccl_test!(ranks_may_have_nothing_to_send_or_nothing_at_all, {
 });
 
 nccl_test!(a_rank_that_does_not_exchange_is_detected_at_the_deadline, {
-    let deadline = |builder: CommunicatorBuilder| builder.deadline(Duration::from_millis(500));
+    let deadline = |builder: CommunicatorBuilder| builder.deadline(scaled_to_load(Duration::from_millis(500)));
     let barrier = Barrier::new(2);
     on_ranks_with(2, deadline, |it| {
         let all_to_all = it.all_to_all();

@@ -4,9 +4,9 @@ mod endings;
 mod library;
 
 use cudarc::driver::{CudaStream, DevicePtr};
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
-use stub_process::{Barrier, ExitOnPanic, nccl, nccl_test};
+use stub_process::{Barrier, ExitOnPanic, nccl, nccl_test, scaled_to_load};
 use symmalloc_agreement::Transport;
 use symmalloc_core::Config;
 use symmalloc_core::config::PoolConfig;
@@ -18,8 +18,8 @@ use symmalloc_nccl::{
 
 /// A size in bytes that exceeds a large segment, so that an allocation of this size gets a dedicated segment.
 const SEGMENT_BYTES: u64 = 32 << 20;
-/// A deadline that is long enough for a busy machine and short enough for a test.
-const SHORT: Duration = Duration::from_millis(400);
+/// A deadline that is short for a test, and grows with the load of the machine.
+static SHORT: LazyLock<Duration> = LazyLock::new(|| scaled_to_load(Duration::from_millis(400)));
 
 /// A rank: a thread with a device, a stream, memory, and a communicator of all ranks.
 struct Rank {

@@ -8,7 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use stub_process::{Barrier, RankOutput, cuda, nccl, nccl_test, ranks, until};
+use stub_process::{Barrier, RankOutput, cuda, nccl, nccl_test, ranks, scaled_to_load, until};
 use symmalloc_core::Config;
 use symmalloc_cuda::{CudaAllocator, CudaDevice, DeviceBuffer};
 use symmalloc_nccl::{
@@ -286,12 +286,12 @@ nccl_test!(a_record_is_written_on_request_and_at_a_signal, ["SYMMALLOC_FLIGHT_SI
 /// overrides `mode`.
 fn failure_of_the_other(mode: WatchdogMode) -> (Result<(), CommError>, Vec<String>) {
     let (id, barrier, failures) = (UniqueId::new().expect("an id"), Barrier::new(2), Mutex::new(Vec::new()));
-    let failures = Arc::new(failures);
+    let (failures, deadline) = (Arc::new(failures), scaled_to_load(DEADLINE / 4));
     let mut outcomes = stub_process::threads(2, |number| {
         let (device, failures) = (CudaDevice::new(number).expect("a stub device"), Arc::clone(&failures));
         let record =
             move |failure: &Failure| failures.lock().expect("the lock is not poisoned").push(failure.to_string());
-        let builder = Communicator::builder(&device).deadline(DEADLINE / 4).watchdog(mode).on_failure(record);
+        let builder = Communicator::builder(&device).deadline(deadline).watchdog(mode).on_failure(record);
         let comm = builder.connect(id, number as u32, 2).expect("connected");
         let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator is created");
         let stream = device.context().new_stream().expect("a stream");
@@ -302,7 +302,7 @@ fn failure_of_the_other(mode: WatchdogMode) -> (Result<(), CommError>, Vec<Strin
         let outcome = if number == 1 {
             comm.abort().and_then(|()| comm.guarded(|| ()))
         } else {
-            comm.guarded(|| std::thread::sleep(DEADLINE / 8))
+            comm.guarded(|| std::thread::sleep(deadline / 2))
         };
         barrier.wait();
         outcome

@@ -14,14 +14,14 @@ nccl_test!(a_rank_that_never_arrives_is_an_error_within_the_deadline, {
     let device = CudaDevice::new(0).expect("a stub device");
     for (is_blocking, expected) in [(true, CommState::Lost), (false, CommState::Aborted)] {
         let id = UniqueId::new().expect("an id");
-        let builder = builder(&device).deadline(SHORT);
+        let builder = builder(&device).deadline(*SHORT);
         let builder = if is_blocking { builder } else { builder.nonblocking() };
         let since = Instant::now();
         let Err(CommError::Deadline { name, stage, waited, state }) = builder.connect(id, 0, 2).map(|_| ()) else {
             panic!("connected without the other rank");
         };
         assert_eq!((&*name, stage, state), ("world", Stage::Connect, expected));
-        assert!(waited >= SHORT && since.elapsed() < Duration::from_secs(5), "{:?}", since.elapsed());
+        assert!(waited >= *SHORT && since.elapsed() < 12 * *SHORT, "{:?}", since.elapsed());
     }
     nccl::assert_clean();
 });
@@ -30,7 +30,7 @@ nccl_test!(a_rank_that_never_arrives_is_an_error_within_the_deadline, {
 fn lone_registration(is_blocking: bool) -> (CommState, u64) {
     let left = std::sync::Mutex::new(None);
     let mode = |builder: CommunicatorBuilder| {
-        let builder = builder.deadline(SHORT).watchdog(WatchdogMode::Off);
+        let builder = builder.deadline(*SHORT).watchdog(WatchdogMode::Off);
         if is_blocking { builder } else { builder.nonblocking() }
     };
     ranks_with(2, mode, |rank| {
@@ -41,7 +41,7 @@ fn lone_registration(is_blocking: bool) -> (CommState, u64) {
                 panic!("a window was registered without the other rank");
             };
             assert_eq!((stage, state), (Stage::Register, rank.comm.state()));
-            assert!(waited >= SHORT && since.elapsed() < SHORT + Duration::from_secs(3), "{:?}", since.elapsed());
+            assert!(waited >= *SHORT && since.elapsed() < 9 * *SHORT, "{:?}", since.elapsed());
             let later = rank.comm.split(Some(0), 0).map(|_| ());
             let Err(CommError::Gone { cause: Some(cause), .. }) = later else { panic!("{later:?}") };
             assert!(matches!(*cause, CommError::Deadline { stage: Stage::Register, .. }));
@@ -55,7 +55,7 @@ fn lone_registration(is_blocking: bool) -> (CommState, u64) {
 nccl_test!(the_watchdog_names_the_rank_that_does_not_register, {
     ranks_with(
         2,
-        |builder| builder.deadline(SHORT),
+        |builder| builder.deadline(*SHORT),
         |rank| {
             let (_allocation, base) = rank.segment();
             if rank.number() == 0 {
@@ -65,7 +65,7 @@ nccl_test!(the_watchdog_names_the_rank_that_does_not_register, {
                 };
                 assert_eq!(failure.cause, FailureCause::RanksBehind { ranks: vec![(1, 0)] });
                 let waited = failure.waited;
-                assert!(waited >= SHORT && since.elapsed() < SHORT + Duration::from_secs(1), "{:?}", since.elapsed());
+                assert!(waited >= *SHORT && since.elapsed() < 4 * *SHORT, "{:?}", since.elapsed());
             }
             rank.meet();
             let later = rank.comm.split(Some(0), 0).map(|_| ());
@@ -88,7 +88,7 @@ nccl_test!(a_lone_registration_without_revoke_is_lost, Library::StubWithout("ncc
 nccl_test!(a_lost_communicator_is_aborted_when_its_call_returns, Library::StubWithout("ncclCommRevoke"), [], {
     ranks_with(
         2,
-        |builder| builder.deadline(SHORT).watchdog(WatchdogMode::Off),
+        |builder| builder.deadline(*SHORT).watchdog(WatchdogMode::Off),
         |rank| {
             let (_allocation, base) = rank.segment();
             if rank.number() == 0 {
@@ -376,7 +376,7 @@ nccl_test!(a_failed_connection_leaves_nothing, {
 nccl_test!(a_first_collective_that_waits_for_ranks_ends_at_the_deadline, ["STUB_NCCL_CONNECT_BLOCKS" = "1"], {
     ranks_with(
         2,
-        |builder| builder.deadline(SHORT),
+        |builder| builder.deadline(*SHORT),
         |rank| {
             let mut buffer = rank.buffer(&[1.0]);
             if rank.number() == 0 {
@@ -394,15 +394,15 @@ nccl_test!(a_first_collective_that_waits_for_ranks_ends_at_the_deadline, ["STUB_
 nccl_test!(a_silent_rank_exceeds_the_deadline, {
     ranks_with(
         2,
-        |builder| builder.deadline(SHORT),
+        |builder| builder.deadline(*SHORT),
         |rank| {
             let transport = NcclTransport::new(&rank.comm).expect("memory is available");
             if rank.number() == 0 {
                 let since = Instant::now();
                 let gathered = transport.all_gather(&[1; 64]);
                 assert_eq!(gathered, Err(TransportError::RankLost { rank: 1 }));
-                assert!(since.elapsed() >= SHORT);
-                assert!(since.elapsed() < SHORT + Duration::from_secs(3));
+                assert!(since.elapsed() >= *SHORT);
+                assert!(since.elapsed() < 9 * *SHORT);
                 assert_eq!(rank.comm.state(), CommState::Aborted);
                 assert!(matches!(rank.comm.cause(), Some(CommError::Failed(_))));
                 assert_eq!(transport.all_gather(&[1; 64]), Err(TransportError::Closed));
