@@ -7,7 +7,7 @@ use crate::watchdog::clock::POLL_INTERVAL;
 use crate::watchdog::failure::Failure;
 use crate::watchdog::record::write_flight_record;
 use crate::watchdog::settings::{MODE_VARIABLE, WatchdogMode};
-use crate::watchdog::watched::Watched;
+use crate::watchdog::watched::{self, Watched};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -30,10 +30,11 @@ pub(super) fn begin(watched: &Arc<Watched>, failure: &Arc<Failure>) {
             communicator.end(&cause);
         }
     });
-    let (cause, unfinished) = (Arc::clone(failure), Unfinished::report());
+    // The record has every communicator, also those that the program drops as soon as a call returns the error.
+    let (cause, unfinished, recorded) = (Arc::clone(failure), Unfinished::report(), watched::all());
     spawn(move || {
         report(&cause);
-        drop(unfinished);
+        drop((recorded, unfinished));
     });
     if let Some(callback) = watched.settings().callback() {
         let cause = Arc::clone(failure);

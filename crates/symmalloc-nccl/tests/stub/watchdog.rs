@@ -6,9 +6,10 @@ mod stops;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use stub_process::{Barrier, RankOutput, cuda, nccl, nccl_test, ranks, scaled_to_load, until};
+use stub_process::{Barrier, RankOutput, WAIT_MAX, cuda, nccl, nccl_test, ranks, scaled_to_load, until};
 use symmalloc_core::Config;
 use symmalloc_cuda::{CudaAllocator, CudaDevice, DeviceBuffer};
 use symmalloc_nccl::{
@@ -16,6 +17,8 @@ use symmalloc_nccl::{
     write_flight_record,
 };
 use symmalloc_watchdog::FlightRecord;
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Metadata, Subscriber};
 
 /// Deadline of collectives.
 const DEADLINE: Duration = Duration::from_secs(2);
@@ -132,6 +135,50 @@ nccl_test!(a_process_that_is_killed_is_named_by_all_others_immediately, {
     let records: Vec<_> = records.map(|path| FlightRecord::read(&path).expect("the record is valid")).collect();
     assert_eq!(records.len(), 2);
     assert!(records.iter().all(|record| record.communicators[0].collectives.len() >= 5), "{records:?}");
+});
+
+/// A subscriber that delays the report of a failure until it receives a message.
+struct Delay(Mutex<Receiver<()>>);
+
+impl Subscriber for Delay {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.name() == "communicator.failed"
+    }
+    fn event(&self, _: &Event<'_>) {
+        self.0.lock().expect("the lock is not poisoned").recv_timeout(WAIT_MAX).expect("the program has reacted");
+    }
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+    fn enter(&self, _: &Id) {}
+    fn exit(&self, _: &Id) {}
+}
+
+nccl_test!(a_flight_record_has_the_communicators_that_the_program_drops_at_the_error, {
+    let folder = tempfile::tempdir().expect("a folder");
+    let outputs = run(2, folder.path(), |mut rank| {
+        let (dropped, receiver) = mpsc::channel();
+        tracing::subscriber::set_global_default(Delay(Mutex::new(receiver))).expect("there is no other subscriber");
+        if rank.comm.rank() == 1 {
+            for _ in 0..5 {
+                rank.reduce().expect("both ranks take part");
+            }
+            // SAFETY: the call only ends this process.
+            unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+        }
+        rank.reduce_until_failure();
+        drop(rank);
+        // The watchdog's threads look at the communicator for the last time.
+        std::thread::sleep(Duration::from_millis(300));
+        dropped.send(()).expect("the report waits");
+    });
+    assert_success(&outputs, |rank| rank == 0);
+    let mut records = fs::read_dir(folder.path()).expect("a folder").map(|entry| entry.expect("readable").path());
+    let record = FlightRecord::read(&records.next().expect("rank 0 has written it")).expect("the record is valid");
+    let [communicator] = &record.communicators[..] else { panic!("{record:?}") };
+    assert!(communicator.collectives.len() >= 5, "{record:?}");
 });
 
 // The slow abort imitates a symmetric kernel, which has no abort flag.
