@@ -54,6 +54,7 @@ from vllm_serve import (
     Unusable,
     at_least,
     cccl,
+    kinds,
     normal,
     requests,
 )
@@ -263,14 +264,6 @@ def compare(setup: Setup, names: list[str], rounds_of_each: int, *, together: bo
     return report
 
 
-def kinds(text: str) -> list[str]:
-    """Reads a list of kinds, for a command line."""
-    names = [name for name in text.split(",") if name]
-    if unknown := [name for name in names if name not in KINDS]:
-        raise argparse.ArgumentTypeError(f"unknown kind {unknown[0]!r}: use {', '.join(KINDS)}")
-    return names
-
-
 def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--wheels", type=Path, help="folder of wheels")
@@ -278,7 +271,9 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("sglang.json"), help="the report; logs are next to it")
     parser.add_argument("--tensor-parallel", type=at_least(1), default=1, metavar="GPUS", help="the number of GPUs")
     parser.add_argument(
-        "--kinds", type=kinds, help="default: native, native_again, symmalloc; on several GPUs those with windows, too"
+        "--kinds",
+        type=kinds(KINDS),
+        help="default: native, native_again, symmalloc; on several GPUs those with windows, too",
     )
     parser.add_argument("--requests", type=at_least(1), default=vllm_serve.REQUESTS)
     parser.add_argument("--rounds", type=at_least(1), default=3, help="measured rounds of each server")

@@ -614,12 +614,16 @@ def sleep(setup: Setup, name: str, cycles: Cycles) -> Any:
         server.end()
 
 
-def kinds(text: str) -> list[str]:
-    """Reads a list of kinds, for a command line."""
-    names = [name for name in text.split(",") if name]
-    if unknown := [name for name in names if name not in KINDS]:
-        raise argparse.ArgumentTypeError(f"unknown kind {unknown[0]!r}: use {', '.join(KINDS)}")
-    return names
+def kinds(known: dict[str, Kind]) -> Any:
+    """Returns a reader of lists of kinds, for a command line."""
+
+    def read(text: str) -> list[str]:
+        names = [name for name in text.split(",") if name]
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"unknown kind {unknown[0]!r}: use {', '.join(known)}")
+        return names
+
+    return read
 
 
 def levels(text: str) -> list[int]:
@@ -647,7 +651,9 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("vllm.json"), help="the report; logs are next to it")
     parser.add_argument("--tensor-parallel", type=at_least(1), default=1, metavar="GPUS", help="the number of GPUs")
     parser.add_argument(
-        "--kinds", type=kinds, help="default: native, native_again, symmalloc; on several GPUs those with windows"
+        "--kinds",
+        type=kinds(KINDS),
+        help="default: native, native_again, symmalloc; on several GPUs those with windows",
     )
     parser.add_argument("--requests", type=at_least(1), default=REQUESTS)
     parser.add_argument("--rounds", type=at_least(1), default=3, help="measured rounds of each process")
@@ -655,7 +661,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--sleep-cycles", type=at_least(0), default=0, help="also sleep and wake this many times")
     parser.add_argument("--sleep-levels", type=levels, default=[1], metavar="LEVELS", help="1, 2 or 1,2; default: 1")
     parser.add_argument(
-        "--sleep-kinds", type=kinds, help="default: native, symmalloc; on several GPUs those with windows"
+        "--sleep-kinds", type=kinds(KINDS), help="default: native, symmalloc; on several GPUs those with windows"
     )
     parser.add_argument(
         "--sleep-in-place", action="store_true", help="the measured servers have the sleep mode, and then sleep"

@@ -13,6 +13,7 @@ import time
 import unittest
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import needs
@@ -91,30 +92,26 @@ class Wheels(unittest.TestCase):
                         self.job.check_wheels(self.folder)
 
 
+def served(name: str, fake: Path, options: tuple[str, ...], environment: dict[str, str]) -> tuple[Any, dict]:
+    """Runs a job on the packages of a fake engine. Returns the finished process and the report."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "report.json"
+        command = [sys.executable, str(JOBS / f"{name}.py"), "--site", str(fake), "--requests", "20", "--out", str(out)]
+        path = os.pathsep.join([str(fake), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
+            [*command, *options],
+            env=os.environ | {"PYTHONPATH": path} | environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        return done, json.loads(out.read_text()) if out.exists() else {}
+
+
 class Comparison(unittest.TestCase):
-    def serve(self, *options: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], dict]:
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "report.json"
-            command = [
-                sys.executable,
-                str(JOBS / "vllm_serve.py"),
-                "--site",
-                str(FAKE),
-                "--requests",
-                "20",
-                "--out",
-                str(out),
-            ]
-            # The package itself is not under test: `SYMMALLOC_VLLM` is only seen by the fake engine.
-            path = os.pathsep.join([str(FAKE), os.environ.get("PYTHONPATH", "")])
-            done = subprocess.run(
-                [*command, *options],
-                env=os.environ | {"PYTHONPATH": path} | environment,
-                capture_output=True,
-                text=True,
-                timeout=120,
-            )
-            return done, json.loads(out.read_text()) if out.exists() else {}
+    def serve(self, *options: str, **environment: str) -> tuple[Any, dict]:
+        # The package itself is not under test: `SYMMALLOC_VLLM` is only seen by the fake engine.
+        return served("vllm_serve", FAKE, options, environment)
 
     def test_kinds_on_several_gpus_are_compared_with_native_of_their_sort(self) -> None:
         done, report = self.serve("--tensor-parallel", "2", "--rounds", "2")
@@ -184,42 +181,17 @@ class Comparison(unittest.TestCase):
         self.assertEqual((list(report["pools_sleep"]), "sleep_pools_sleep" in report), (["failed"], False))
 
     def test_a_server_that_hangs_is_ended_with_the_processes_that_it_started(self) -> None:
-        with mock.patch.dict(os.environ, {"FAKE_VLLM": "install/0:hangs"}), tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "report.json"
-            command = [
-                sys.executable,
-                str(JOBS / "vllm_serve.py"),
-                "--site",
-                str(FAKE),
-                "--requests",
-                "20",
-                "--out",
-                str(out),
-            ]
-            options = [
-                "--tensor-parallel",
-                "2",
-                "--rounds",
-                "1",
-                "--kinds",
-                "native,symmalloc",
-                "--answer-seconds",
-                "2",
-            ]
-            path = os.pathsep.join([str(FAKE), os.environ.get("PYTHONPATH", "")])
-            began = time.monotonic()
-            done = subprocess.run(
-                [*command, *options], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120
-            )
-            self.assertEqual(done.returncode, 1, done.stderr)
-            self.assertLess(time.monotonic() - began, 40)
-            self.assertRegex(
-                json.loads(out.read_text())["symmalloc"]["failed"], "symmalloc did not answer for 2 s and was ended"
-            )
-            log = (Path(folder) / "report.symmalloc.log").read_text()
-            self.assertEqual(log.count("most recent call first"), 2, "the stacks of the server and its worker")
-            worker = int(re.search(r"worker (\d+)", log)[1])
-            self.assertFalse(is_running(worker))
+        began = time.monotonic()
+        options = ("--tensor-parallel", "2", "--rounds", "1", "--kinds", "native,symmalloc", "--answer-seconds", "8")
+        done, report = self.serve(*options, FAKE_VLLM="install/0:hangs")
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertLess(time.monotonic() - began, 40)
+        failed = report["symmalloc"]["failed"]
+        self.assertTrue(failed.startswith("symmalloc did not answer for 8 s and was ended"), failed)
+        self.assertEqual(failed.count("most recent call first"), 2, "the stacks of the server and its worker")
+        worker = re.search(r"worker (\d+)", failed)
+        assert worker is not None
+        self.assertFalse(is_running(int(worker[1])))
 
     def test_a_server_without_the_allocator_of_its_kind_fails(self) -> None:
         done, report = self.serve("--tensor-parallel", "2", "--rounds", "1", FAKE_VLLM="install/1:without")
@@ -243,18 +215,8 @@ class Comparison(unittest.TestCase):
 
 
 class SGLang(unittest.TestCase):
-    def serve(self, *options: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], dict]:
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "report.json"
-            command = [sys.executable, str(JOBS / "sglang_serve.py"), "--site", str(FAKE_SGLANG), "--requests", "20"]
-            done = subprocess.run(
-                [*command, "--out", str(out), *options],
-                env=os.environ | environment,
-                capture_output=True,
-                text=True,
-                timeout=120,
-            )
-            return done, json.loads(out.read_text()) if out.exists() else {}
+    def serve(self, *options: str, **environment: str) -> tuple[Any, dict]:
+        return served("sglang_serve", FAKE_SGLANG, options, environment)
 
     def test_kinds_on_several_gpus_are_compared_with_native_of_their_sort(self) -> None:
         for together in ((), ("--together",)):

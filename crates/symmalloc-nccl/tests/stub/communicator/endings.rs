@@ -21,7 +21,7 @@ nccl_test!(a_rank_that_never_arrives_is_an_error_within_the_deadline, {
             panic!("connected without the other rank");
         };
         assert_eq!((&*name, stage, state), ("world", Stage::Connect, expected));
-        assert!(waited >= *SHORT && since.elapsed() < 12 * *SHORT, "{:?}", since.elapsed());
+        assert!(waited >= *SHORT && since.elapsed() < *SHORT + Duration::from_millis(4600), "{:?}", since.elapsed());
     }
     nccl::assert_clean();
 });
@@ -41,7 +41,7 @@ fn lone_registration(is_blocking: bool) -> (CommState, u64) {
                 panic!("a window was registered without the other rank");
             };
             assert_eq!((stage, state), (Stage::Register, rank.comm.state()));
-            assert!(waited >= *SHORT && since.elapsed() < 9 * *SHORT, "{:?}", since.elapsed());
+            assert!(waited >= *SHORT && since.elapsed() < *SHORT + Duration::from_secs(3), "{:?}", since.elapsed());
             let later = rank.comm.split(Some(0), 0).map(|_| ());
             let Err(CommError::Gone { cause: Some(cause), .. }) = later else { panic!("{later:?}") };
             assert!(matches!(*cause, CommError::Deadline { stage: Stage::Register, .. }));
@@ -65,7 +65,7 @@ nccl_test!(the_watchdog_names_the_rank_that_does_not_register, {
                 };
                 assert_eq!(failure.cause, FailureCause::RanksBehind { ranks: vec![(1, 0)] });
                 let waited = failure.waited;
-                assert!(waited >= *SHORT && since.elapsed() < 4 * *SHORT, "{:?}", since.elapsed());
+                assert!(waited >= *SHORT && since.elapsed() < *SHORT + Duration::from_secs(1), "{:?}", since.elapsed());
             }
             rank.meet();
             let later = rank.comm.split(Some(0), 0).map(|_| ());
@@ -402,7 +402,7 @@ nccl_test!(a_silent_rank_exceeds_the_deadline, {
                 let gathered = transport.all_gather(&[1; 64]);
                 assert_eq!(gathered, Err(TransportError::RankLost { rank: 1 }));
                 assert!(since.elapsed() >= *SHORT);
-                assert!(since.elapsed() < 9 * *SHORT);
+                assert!(since.elapsed() < *SHORT + Duration::from_secs(3));
                 assert_eq!(rank.comm.state(), CommState::Aborted);
                 assert!(matches!(rank.comm.cause(), Some(CommError::Failed(_))));
                 assert_eq!(transport.all_gather(&[1; 64]), Err(TransportError::Closed));
