@@ -76,14 +76,15 @@ def main() -> int:
     if options.tests is not None:
         os.environ[TESTS] = str(options.tests.resolve())
     machine = Machine(options.gpus, options.at_once, options.seconds, time.monotonic() + options.budget)
+    compared = []
     try:
-        compared = [compared_suite(suite, options, machine) for suite in options.suite or SUITES]
+        for suite in options.suite or SUITES:
+            compared.append(compared_suite(suite, options, machine))
+            print(compared[-1].table(), flush=True)
     except (OtherRun, WorkerFailed) as error:
         print(error, file=sys.stderr)
         return 2
-    table = "\n".join(one.table() for one in compared)
-    print(table)
-    (options.out / "suites.md").write_text(table)
+    (options.out / "suites.md").write_text("\n".join(one.table() for one in compared))
     (options.out / "suites.json").write_text(json.dumps([one.object() for one in compared], indent=1))
     if any(one.bad() for one in compared):
         return 1

@@ -175,6 +175,15 @@ class Runs(unittest.TestCase):
         self.assertIn("missing_suite.py", done.stderr)
 
 
+    def test_a_table_is_printed_before_a_later_suite_fails(self) -> None:
+        broken = self.notes / "broken_suite.py"
+        broken.write_text("raise OSError('no such device')\n")
+        done = self.suites("--only", "^fine$", "--suite", str(broken))
+        self.assertEqual(done.returncode, 2, done.stderr)
+        self.assertIn("no such device", done.stderr)
+        self.assertIn("| equal | 1 |", done.stdout.splitlines())
+
+
 class Imports(unittest.TestCase):
     """Changes to modules that tests and their child processes import."""
 
