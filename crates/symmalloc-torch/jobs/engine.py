@@ -59,8 +59,11 @@ class Communicator:
             raise RuntimeError(f"NCCL returned {code}")
 
 
-def start(backend: str) -> tuple[int, int, Any]:
-    """Joins the job. Returns rank, number of ranks and device of this process. NCCL uses sockets if ranks share a GPU."""
+def start(backend: str, *, binds_device: bool = True) -> tuple[int, int, Any]:
+    """Joins the job. Returns rank, number of ranks and device of this process. NCCL uses sockets if ranks share a GPU.
+
+    A group with a device creates its communicator immediately. Without `binds_device`, the first use creates it.
+    """
     import torch
     import torch.distributed as dist
 
@@ -69,5 +72,5 @@ def start(backend: str) -> tuple[int, int, Any]:
         os.environ |= {"NCCL_HOSTID": f"machine{rank}", "NCCL_SOCKET_IFNAME": "lo"}
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    dist.init_process_group(backend, device_id=device if "nccl" in backend else None)
+    dist.init_process_group(backend, device_id=device if binds_device and "nccl" in backend else None)
     return rank, world, device

@@ -89,8 +89,13 @@ def nccl_backend(group: ProcessGroup | None, device: int) -> Any:
     except RuntimeError as error:
         raise TorchError(f"the group has no backend for CUDA tensors: {error}") from error
     if not hasattr(backend, "_comm_ptr"):
-        raise TorchError(f"windows need a group with NCCL; this one has {backend.name()}")
+        raise _no_communicator(backend)
     return backend
+
+
+def _no_communicator(backend: Any) -> TorchError:
+    """A group of another library has no `ncclComm_t`, and a group that connects lazily has one for each pair of ranks."""
+    return TorchError(f"the group's backend {backend.name()} has no NCCL communicator of all ranks: use the backend nccl")
 
 
 def _group_name(group: ProcessGroup | None) -> str | None:
@@ -137,8 +142,7 @@ def _communicator(backend: Any, device: int) -> int:
             backend.eager_connect_single_device(torch.device("cuda", device))
         if pointer := _current_pointer(backend):
             return pointer
-    # A lazily connected group has a communicator for each pair of ranks, but none for all ranks.
-    raise TorchError(f"the group's backend {backend.name()} has no communicator of all ranks: use the backend nccl")
+    raise _no_communicator(backend)
 
 
 # The number of calls of `rendezvous` on each group, which is equal on all of the group's ranks.

@@ -75,7 +75,7 @@ class Groups(unittest.TestCase):
             member.check_alive()
 
     def test_a_backend_that_connects_pairs_only_is_named(self) -> None:
-        with self.assertRaisesRegex(TorchError, "nccl-lazy has no communicator of all ranks"):
+        with self.assertRaisesRegex(TorchError, "nccl-lazy has no NCCL communicator of all ranks"):
             self.member(Backend(raises=False, connects=False)).pointer()
 
 
