@@ -122,7 +122,8 @@ struct ReadyCall<'a> {
 
 impl AllToAllBuilder {
     /// Makes calls fail if this registrar has not registered their buffers on the communicator, as windows or for this rank only. By
-    /// default, NCCL moves unregistered memory as well, through its own buffers.
+    /// default, NCCL moves unregistered memory as well, through its own buffers. NCCL 2.30.7 never completes a call from a window to
+    /// memory that is in no window.
     pub fn require_registered(mut self, registrar: &Arc<Registrar>) -> Self {
         self.registrar = Some(Arc::clone(registrar));
         self

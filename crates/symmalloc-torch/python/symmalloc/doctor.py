@@ -139,7 +139,7 @@ def _pytorch() -> str:
     if torch.cuda.is_initialized() and not installed():
         raise _Missing(f"{torch.__version__} has used CUDA already: call symmalloc.install() right after `import torch`")
     here, tested = ".".join(map(str, version(torch))), pytorch_class.TESTED
-    untested = "" if here in tested else "; compiled, not tested" if here in pytorch_class.COMPILED else "; not tested"
+    untested = "" if here in tested else "; not tested"
     return f"{torch.__version__}, CUDA {torch.version.cuda}{untested} (tested: {', '.join(tested)})"
 
 

