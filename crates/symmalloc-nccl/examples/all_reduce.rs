@@ -11,7 +11,7 @@
 //!  rank 1     t0 t1       t2 t3      t2 t3       t0 t1    wrong      t0 t1       t2 t3
 //! ```
 //!
-//! The old order is modeled below (`OldOrder`). PyTorch's allocator used it up to 2.12. Further rounds free at random with both orders.
+//! The old order is modeled below (`OldOrder`). PyTorch's allocator used it up to 2.11. Further rounds free at random with both orders.
 //! With symmalloc, they also use random sizes, trims and new pools. (With random sizes, the old order would need different numbers of
 //! segments on the ranks, and their registration would hang.)
 //!

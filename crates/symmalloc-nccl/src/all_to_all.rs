@@ -122,8 +122,8 @@ struct ReadyCall<'a> {
 
 impl AllToAllBuilder {
     /// Makes calls fail if this registrar has not registered their buffers on the communicator, as windows or for this rank only. By
-    /// default, NCCL moves unregistered memory as well, through its own buffers. NCCL 2.30.7 never completes a call from a window to
-    /// memory that is in no window.
+    /// default, NCCL moves unregistered memory as well, through its own buffers. With NCCL 2.30.7, keep both buffers in windows, or neither:
+    /// `torch.distributed.all_to_all_single`, which also sends and receives, never completes if only its input is in a window.
     pub fn require_registered(mut self, registrar: &Arc<Registrar>) -> Self {
         self.registrar = Some(Arc::clone(registrar));
         self

@@ -91,7 +91,7 @@ class Engine:
         with self.scope():
             source, target = (torch.empty(ROWS * self.world, HIDDEN, device=self.device) for _ in range(2))
         source.copy_(torch.arange(source.numel(), device=self.device).view_as(source) % 4096).add_(4096 * self.rank)
-        # PyTorch's tensors are outside the windows: NCCL 2.30.7 does not return if one side of a transfer is in a window.
+        # PyTorch's tensors are outside the windows: on NCCL 2.30.7, its call never returns if only the input is in a window.
         plain, theirs = source.clone(), torch.empty_like(target)
         right = 0
         sent: list[int] = []

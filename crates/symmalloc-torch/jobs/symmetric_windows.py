@@ -1,6 +1,6 @@
 """The failure that symmalloc prevents: an all-reduce through NCCL's symmetric windows after tensors were freed and reallocated.
 
-    torchrun --nproc-per-node 2 symmetric_windows.py --allocator native       8 of 8 correct, then 0 of 8
+    torchrun --nproc-per-node 2 symmetric_windows.py --allocator native       8 of 8 correct, then 0 of 8 (PyTorch 2.11)
     torchrun --nproc-per-node 2 symmetric_windows.py --allocator symmalloc    8 of 8 correct, then 8 of 8
 
 Eight tensors of 1 MiB are in four segments of 2 MiB, each a window. NCCL finds a peer's buffer at (window, own offset) without

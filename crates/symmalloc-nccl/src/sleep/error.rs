@@ -335,16 +335,16 @@ pub enum SleepError {
         ranks: Vec<RankObstacle>,
     },
     /// The communicator ended during the op. If that happened in `Decide` of a sleep to which this rank had agreed, or in `Register`, all
-    /// communicators of the pool have ended on this rank, and the pool is awake without windows. In `Check` of a sleep, the pool is asleep,
-    /// or has failed if a window still holds its memory; in `Check` of a wake, it is awake with its windows on other communicators. In
-    /// `Suspend`, the pool is asleep. Otherwise the pool is unchanged.
+    /// communicators of the pool have ended on this rank, and the pool has no windows; it is awake if it was awake before the sleep. In
+    /// `Check` of a sleep, the pool is asleep, or has failed if a window or the driver still holds its memory; in `Check` of a wake, it is
+    /// awake with its windows on other communicators. In `Suspend`, the pool is asleep. Otherwise the pool is unchanged.
     #[error("communicator \"{communicator}\" ended {step}, and the pool is {}: {error}", if *.is_asleep { "asleep" } else { "awake" })]
     Broken {
         /// The communicator.
         communicator: String,
         /// The step during which it ended.
         step: SleepStep,
-        /// `true` if the pool is asleep or has failed on this rank.
+        /// `false` if the pool is awake on this rank.
         is_asleep: bool,
         /// The underlying error.
         error: Box<SyncError>,

@@ -3,7 +3,7 @@
     python crates/symmalloc-torch/jobs/suites --gpus 2 --at-once 12 --out suites
     python crates/symmalloc-torch/jobs/suites --suite op_db --only 'add|matmul'
     python crates/symmalloc-torch/jobs/suites --tests pytorch/test --suite test_cuda.py --suite inductor/test_cudagraph_trees.py
-    python crates/symmalloc-torch/jobs/suites --tests pytorch/test --suite distributed/test_c10d_nccl.py --gpus 2 --at-once 8 --together
+    python crates/symmalloc-torch/jobs/suites --tests pytorch/test --suite distributed/test_c10d_nccl.py --gpus 2 --at-once 12 --together
 
     distributed    `torch.testing._internal.distributed.distributed_test`: NCCL, a rank on each GPU; with
                    SYMMALLOC_SUITES_BACKEND=gloo on CPUs
@@ -81,11 +81,11 @@ def main() -> int:
         for suite in options.suite or SUITES:
             compared.append(compared_suite(suite, options, machine))
             print(compared[-1].table(), flush=True)
+            (options.out / "suites.md").write_text("\n".join(one.table() for one in compared))
+            (options.out / "suites.json").write_text(json.dumps([one.object() for one in compared], indent=1))
     except (OtherRun, WorkerFailed) as error:
         print(error, file=sys.stderr)
         return 2
-    (options.out / "suites.md").write_text("\n".join(one.table() for one in compared))
-    (options.out / "suites.json").write_text(json.dumps([one.object() for one in compared], indent=1))
     if any(one.bad() for one in compared):
         return 1
     if not any(one.verdicts for one in compared):

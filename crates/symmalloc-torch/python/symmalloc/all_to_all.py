@@ -106,8 +106,9 @@ def all_to_all_single(
     group               a group on which a pool is registered; None: the default group
     comm                a raw communicator instead of the group's
     async_op            run on a separate stream, after the work of the current one; `Work.wait()` joins it
-    require_registered  reject tensors outside registered memory. NCCL can move these too, through its internal buffers, but NCCL
-                        2.30.7 never completes a call from a window to memory that is in no window
+    require_registered  reject tensors outside registered memory. NCCL can move these too, through its internal buffers. With NCCL
+                        2.30.7, keep both tensors in windows, or neither: `torch.distributed.all_to_all_single` never
+                        returns if only the input is in a window
     check_splits        compare the splits of all ranks first, for debugging: every rank gets the same error. Blocks the host
 
     Collective. Does not exchange splits: if a rank knows only its input splits, call `exchange_splits` first. Raises

@@ -94,7 +94,7 @@ def nccl_backend(group: ProcessGroup | None, device: int) -> Any:
 
 
 def _no_communicator(backend: Any) -> TorchError:
-    """A group of another library has no `ncclComm_t`, and a group that connects lazily has one for each pair of ranks."""
+    """Returns the error for a backend of another library, and for "nccl-lazy" where it connects pairs of ranks only."""
     return TorchError(f"the group's backend {backend.name()} has no NCCL communicator of all ranks: use the backend nccl")
 
 

@@ -78,6 +78,17 @@ class Groups(unittest.TestCase):
         with self.assertRaisesRegex(TorchError, "nccl-lazy has no NCCL communicator of all ranks"):
             self.member(Backend(raises=False, connects=False)).pointer()
 
+    def test_a_backend_without_a_communicator_is_named(self) -> None:
+        for name in ("gloo", "nccl-lazy"):
+            group = SimpleNamespace(_get_backend=lambda device, name=name: SimpleNamespace(name=lambda: name))
+            distributed = SimpleNamespace(is_initialized=lambda: True)
+            with (
+                mock.patch.dict(sys.modules, {"torch.distributed": distributed}),
+                mock.patch.object(sys.modules["torch"], "distributed", distributed, create=True),
+                self.assertRaisesRegex(TorchError, f"backend {name} has no NCCL communicator of all ranks"),
+            ):
+                communicators.nccl_backend(group, 1)
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -174,7 +174,6 @@ class Runs(unittest.TestCase):
         self.assertEqual(done.returncode, 2)
         self.assertIn("missing_suite.py", done.stderr)
 
-
     def test_a_table_is_printed_before_a_later_suite_fails(self) -> None:
         broken = self.notes / "broken_suite.py"
         broken.write_text("raise OSError('no such device')\n")
@@ -182,6 +181,7 @@ class Runs(unittest.TestCase):
         self.assertEqual(done.returncode, 2, done.stderr)
         self.assertIn("no such device", done.stderr)
         self.assertIn("| equal | 1 |", done.stdout.splitlines())
+        self.assertIn("| equal | 1 |", (self.out / "suites.md").read_text().splitlines())
 
 
 class Imports(unittest.TestCase):
