@@ -228,14 +228,14 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    if int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
-        if os.environ["RANK"] == "0":
-            report({"job": "process_groups", "allocator": allocator, "skipped": "windows need a GPU for each rank"})
-        return
     if allocator == "symmalloc":
         import symmalloc
 
         symmalloc.install()
+    if int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
+        if os.environ["RANK"] == "0":
+            report({"job": "process_groups", "allocator": allocator, "skipped": "windows need a GPU for each rank"})
+        return
     checks = Checks(allocator, options.lazy)
     outcomes = {}
     for name, run in checks.all().items():
