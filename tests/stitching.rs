@@ -294,7 +294,7 @@ fn symmetric_and_fixed_pools_cannot_stitch() {
     assert_eq!((asked("stitching:false,stitching_least_mb:8"), asked("")), (None, None));
     assert!(matches!(refused("stitching:true,stitching_maps:0"), ConfigTextError::OutOfRange { offset: 15, .. }));
     let text = "segments:expandable,range_mb:524288,growth_mb:2,streams:separate,symmetric:false,reclaim:heap,stitching:true,\
-                stitching_granule_mb:20,stitching_least_mb:16,stitching_maps:16384,stitching_aliases:65536";
+                stitching_granule_mb:20,stitching_least_mb:160,stitching_maps:16384,stitching_aliases:65536";
     assert_eq!("stitching:true,stitching_granule_mb:20".parse::<PoolConfig>().expect("valid").to_string(), text);
     assert_eq!(text.parse::<PoolConfig>().expect("canonical").to_string(), text);
 }
@@ -387,7 +387,9 @@ fn a_recorded_job_with_tensors_of_gigabytes_reserves_what_is_live() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("traces/gnn_sampled.trace.zst");
     let recording = read_path(&path, &ReadOptions::default()).expect("a trace");
     let program = Program::new(&recording.records).expect("consistent");
-    for (settings, least, most) in [("streams:shared", 0.65, 0.75), ("streams:shared,stitching:true", 0.97, 1.0)] {
+    for (settings, least, most) in
+        [("streams:shared", 0.65, 0.75), ("stitching_granule_mb:2", 0.99, 1.0), ("stitching:true", 0.97, 1.0)]
+    {
         let config: Config = settings.parse().expect("valid");
         let allocator: Allocator<_> =
             Allocator::new(SimBackend::builder().memory_bytes(1 << 50).build(), config).expect("valid");

@@ -79,7 +79,7 @@ impl StepScenario {
             0 => builder.reserved(8 << 30),
             1 => builder.fixed(),
             2 => builder.expandable(),
-            _ => builder.expandable().stitching(Some(Stitching::default())),
+            _ => builder.expandable().stitching(Some(Stitching::with_granule(2 << 20))),
         };
         builder = builder.plan(if learns { PlanPolicy::Learn } else { PlanPolicy::Off });
         let config = Config::builder().default_pool(builder.build().expect("valid")).build().expect("valid");

@@ -212,7 +212,7 @@ fn pool_text(random: &mut SplitMix64) -> String {
         1 => format!("segments:fixed,max_split_size_mb:{}", 20 + random.below(100)),
         2 => "segments:fixed,unsplit:true".to_owned(),
         3 => format!("segments:reserved,segment_mb:{}", [4, 32, 128][random.below(3) as usize]),
-        4 => "segments:expandable,stitching:true,stitching_least_mb:4".to_owned(),
+        4 => "segments:expandable,stitching_granule_mb:2,stitching_least_mb:4".to_owned(),
         _ => "segments:expandable".to_owned(),
     };
     if random.below(3) == 0 {

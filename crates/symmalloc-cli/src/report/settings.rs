@@ -15,6 +15,9 @@ use symmalloc_core::config::{
 };
 use symmalloc_core::units::MIB;
 
+/// A granule for jobs whose large blocks are too small for the default one. It takes more map calls.
+const SMALL_GRANULE_BYTES: u64 = 2 * MIB;
+
 /// Result of repeating the job under one configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Trial {
@@ -120,15 +123,16 @@ fn candidates(own: &Config, streams: usize) -> Vec<Config> {
         move |pool: PoolConfigBuilder| Ok(pool.roundup_power2_divisions(RoundupPower2Divisions::uniform(divisions)?))
     };
     let mut configs = vec![with(own, |pool| Ok(pool.expandable()))];
-    let stitching = |streams: StreamPolicy| {
-        move |pool: PoolConfigBuilder| Ok(pool.expandable().streams(streams).stitching(Some(Stitching::default())))
+    let stitching = |streams: StreamPolicy, stitching: Stitching| {
+        move |pool: PoolConfigBuilder| Ok(pool.expandable().streams(streams).stitching(Some(stitching)))
     };
-    configs.push(with(own, stitching(own.default_pool().streams())));
+    let granules = || [Stitching::default(), Stitching::with_granule(SMALL_GRANULE_BYTES)];
+    configs.extend(granules().map(|some| with(own, stitching(own.default_pool().streams(), some))));
     configs.extend([None, Some(128), Some(256), Some(512)].map(|mb| with(own, fixed(mb))));
     configs.extend([4, 8].map(|divisions| with(own, rounded(divisions))));
     if streams > 1 {
         configs.push(with(own, |pool| Ok(pool.expandable().streams(StreamPolicy::Shared))));
-        configs.push(with(own, stitching(StreamPolicy::Shared)));
+        configs.extend(granules().map(|some| with(own, stitching(StreamPolicy::Shared, some))));
         configs.push(with(own, |pool| Ok(pool.fixed().streams(StreamPolicy::Shared))));
     }
     // Invalid combinations are dropped.
@@ -182,7 +186,7 @@ mod tests {
     fn candidates_are_valid_and_keep_the_limits() {
         let own: Config = "segments:reserved,segment_mb:64,total_limit_mb:512".parse().unwrap();
         let configs = candidates(&own, 2);
-        assert_eq!(configs.len(), 11);
+        assert_eq!(configs.len(), 13);
         assert!(configs.iter().all(|config| config.limit_bytes() == Some(512 * MIB)));
     }
 }

@@ -405,7 +405,7 @@ fn a_reservation_that_is_refused_does_not_stop_a_plan() {
 fn a_reservation_for_a_stitching_pool_is_sufficient() {
     let folder = Folder::new();
     let lines = [
-        "config segments:expandable,stitching:true,stitching_least_mb:4",
+        "config segments:expandable,stitching_granule_mb:2,stitching_least_mb:4",
         "stream s0",
         "a 0 6291456 s0",
         "a 1 6291456 s0",

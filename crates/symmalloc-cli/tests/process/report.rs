@@ -52,7 +52,7 @@ fn every_command_on_the_page_reproduces_its_numbers() {
     let printed = symmalloc("report {} -o {} --json", &[&job, &out]).json(0);
     let page = fs::read_to_string(&out).unwrap();
     let settings = printed["settings"].as_array().unwrap();
-    assert_eq!(settings.len(), 11, "{printed}");
+    assert_eq!(settings.len(), 13, "{printed}");
     let own: Vec<&Value> = settings.iter().filter(|trial| trial["is_own"] == true).collect();
     assert_eq!((own.len(), &own[0]["peak_reserved_bytes"]), (1, &printed["steady_reserved_bytes"]));
     let run = |text: &str| {
@@ -120,7 +120,7 @@ fn stitching_is_tried_and_its_cost_is_reported() {
     let printed = symmalloc("report gnn -o {} --config segments:expandable,streams:shared --json", &[&out]).json(0);
     let settings = printed["settings"].as_array().unwrap();
     let best = &settings[0];
-    assert_eq!(best["settings"], "segments:expandable,streams:shared,stitching:true");
+    assert_eq!(best["settings"], "segments:expandable,streams:shared,stitching_granule_mb:2");
     let own = settings.iter().find(|trial| trial["is_own"] == true).unwrap();
     assert!(best["maps"].as_u64() > own["maps"].as_u64(), "{printed}");
     let words = symmalloc("report gnn -o {} --config segments:expandable,streams:shared", &[&out]).stdout;

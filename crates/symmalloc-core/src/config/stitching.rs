@@ -13,7 +13,8 @@ pub struct Stitching {
     /// The pool acquires, releases and stitches memory in pieces of this many bytes, rounded up to the backend's
     /// granularity. The driver takes the same time to map a piece of any size; smaller pieces leave less memory unused.
     pub granule_bytes: u64,
-    /// Smaller requests, in bytes, are not stitched.
+    /// Smaller requests, in bytes, are not stitched. The default is [`LEAST_GRANULES`](Self::LEAST_GRANULES) times
+    /// `granule_bytes`.
     pub least_bytes: u64,
     /// Maximum number of granules that one request maps. A larger request makes the range grow.
     pub maps_max: u32,
@@ -23,8 +24,22 @@ pub struct Stitching {
     pub aliases_max: u32,
 }
 
+impl Stitching {
+    /// The number of granules from which on requests are stitched by default. A stitched block takes whole granules, so
+    /// this bounds what it leaves unused, and the time per byte that its mapping takes.
+    pub const LEAST_GRANULES: u64 = 8;
+
+    /// Returns the default settings with a different granule.
+    pub fn with_granule(granule_bytes: u64) -> Self {
+        let least_bytes = granule_bytes.saturating_mul(Self::LEAST_GRANULES);
+        Stitching { granule_bytes, least_bytes, maps_max: 1 << 14, aliases_max: 1 << 16 }
+    }
+}
+
 impl Default for Stitching {
+    /// Returns granules of 16 MiB: on the recorded jobs they save nearly as much as smaller ones, and mapping them takes
+    /// no measurable part of a step.
     fn default() -> Self {
-        Stitching { granule_bytes: 2 * MIB, least_bytes: 16 * MIB, maps_max: 1 << 14, aliases_max: 1 << 16 }
+        Stitching::with_granule(16 * MIB)
     }
 }

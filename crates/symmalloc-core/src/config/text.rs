@@ -139,9 +139,10 @@ fn build_pool(settings: &mut Settings<'_>) -> Result<PoolConfig, ConfigTextError
 fn build_stitching(settings: &Settings<'_>) -> Option<Stitching> {
     let knobs = ["stitching_granule", "stitching_least", "stitching_maps", "stitching_aliases"];
     let is_on = settings.number("stitching").map(|flag| flag == 1);
-    let default = Stitching::default();
+    let granule_bytes = settings.number("stitching_granule");
+    let default = granule_bytes.map_or_else(Stitching::default, Stitching::with_granule);
     is_on.unwrap_or(knobs.into_iter().any(|key| settings.find(key).is_some())).then(|| Stitching {
-        granule_bytes: settings.number("stitching_granule").unwrap_or(default.granule_bytes),
+        granule_bytes: default.granule_bytes,
         least_bytes: settings.number("stitching_least").unwrap_or(default.least_bytes),
         maps_max: settings.count("stitching_maps").unwrap_or(default.maps_max),
         aliases_max: settings.count("stitching_aliases").unwrap_or(default.aliases_max),

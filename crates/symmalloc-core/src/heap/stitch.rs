@@ -42,6 +42,9 @@ impl<L: Lock> Heap<L> {
         knobs: &ExpandableSegments,
         stitching: &Stitching,
     ) -> Result<Option<Slot>, Box<Shortage>> {
+        if self.stitched.is_empty() && bytes(size) < stitching.least_bytes {
+            return Ok(None);
+        }
         let granule = self.arena.rules().granule;
         let Home { largest, free } = self.stitched.look_home(&self.arena);
         if largest >= size {

@@ -33,7 +33,7 @@ const POOLS: [&str; 6] = [
     "segments:fixed",
     "segments:reserved,segment_mb:32",
     "segments:expandable,streams:shared",
-    "segments:expandable,stitching:true",
+    "segments:expandable,stitching_granule_mb:2",
     "segments:expandable,plan:learn",
 ];
 
