@@ -33,6 +33,8 @@ class Job:
     is_tiny: bool
     """`True` for a smaller model, so that the script can be tried on a CPU."""
     windows: int
+    is_profiled: bool = False
+    """`True` to profile one more period after all others."""
 
     @staticmethod
     def from_command_line(name: str, description: str | None, conf: str | None = None) -> Job:
@@ -42,6 +44,7 @@ class Job:
         parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
         parser.add_argument("--windows", type=int, default=4, help="number of timed windows with equally many steps")
         parser.add_argument("--conf", help="additional settings for symmalloc, such as stitching_granule_mb:16")
+        parser.add_argument("--profile", action="store_true", help="measure how long the GPU is idle in one more period")
         parser.add_argument("--trace", help="record every op to this file (symmalloc) or a snapshot (others)")
         options = parser.parse_args()
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -63,7 +66,7 @@ class Job:
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.manual_seed(1)
         is_tiny = options.device == "cpu"
-        return Job(name, options.allocator, options.device, options.trace, is_tiny, options.windows)
+        return Job(name, options.allocator, options.device, options.trace, is_tiny, options.windows, options.profile)
 
     def measure(self, period: int, step: Callable[[int], object], periods: int = 1) -> dict[str, object]:
         """Runs a period to warm up, then the windows of `periods` periods each. Returns the measurements."""
@@ -99,6 +102,8 @@ class Job:
             figures["reserved_peak_mib"] = torch.cuda.max_memory_reserved() / 2**20
             figures["allocated_peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
             figures |= self.steady(steps, period, carried_out)
+            if self.is_profiled:
+                figures["idle"] = self.idle(lambda: [carried_out(number) for number in range(period)])
         return figures
 
     def steady(self, steps: int, period: int, step: Callable[[int], object]) -> dict[str, object]:
@@ -120,6 +125,26 @@ class Job:
 
             figures["plans"] = symmalloc.stats()["total"]["steps"]
         return figures
+
+    def idle(self, run: Callable[[], object]) -> float:
+        """Returns the share of the time from the first kernel or copy to the end of the last one in which none runs. A kernel
+        of a collective that waits for another GPU runs, too.
+        """
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            run()
+            self.synchronize()
+        # CUPTI reports what ran on the device, and the calls of the host.
+        ran = [event for event in profiler.events() if event.device_type.name == "CUDA"]
+        spans = sorted((event.time_range.start, event.time_range.end) for event in ran)
+        if not spans:
+            raise RuntimeError("the profile has no kernel: is another profiler attached, or CUPTI missing?")
+        busy, until = 0.0, spans[0][0]
+        for start, end in spans:
+            busy += max(end - max(start, until), 0.0)
+            until = max(until, end)
+        return round(1 - busy / (until - spans[0][0]), 4)
 
     def end_trace(self) -> None:
         """Completes the recording."""
