@@ -5,9 +5,13 @@
 //! | key | values | default | meaning |
 //! |---|---|---|---|
 //! | `peers` | `[1,2]`, `[]` | `[]` | Devices that may read and write the memory. |
-//! | `chunk_mb`, `chunk_bytes` | a multiple of the granularity | 32 MiB, more for ranges beyond 2 GiB | Largest physical chunk by which expandable ranges grow. |
+//! | `chunk_mb`, `chunk_bytes` | a multiple of the granularity | a granule of stitching; without it, 32 MiB, more for ranges beyond 2 GiB | Largest physical chunk by which expandable ranges grow. |
 //! | `prefetch_mb`, `prefetch_bytes` | 0, or a multiple of the granularity of at least a chunk | 0 | Maximum amount to prefetch for each expandable range. |
 //! | `out_of_memory` | `trim`, `fail` | `trim` | The last resort before an allocation fails. |
+//!
+//! A default pool that is expandable and private [stitches](symmalloc_core::config::Stitching) large blocks. It does not if the text has a
+//! `stitching` key that says so, or a key for the size of growth, chunks or prefetching, because stitching determines all three; nor if a
+//! limit leaves no room for a block that would be stitched.
 //!
 //! The parser replaces these keys with blanks before the core reads the text, so that the byte offsets in the core's errors are correct.
 
@@ -15,6 +19,7 @@ use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 use symmalloc_core::Config;
+use symmalloc_core::config::{SegmentPolicy, Stitching};
 use symmalloc_core::config_text::{ConfigTextError, nearest};
 use thiserror::Error;
 
@@ -30,7 +35,7 @@ pub(crate) enum OutOfMemoryPolicy {
 }
 
 /// All settings of `SYMMALLOC_CONF`.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct TorchSettings {
     pub(crate) config: Config,
     pub(crate) peers: Vec<usize>,
@@ -122,8 +127,43 @@ impl FromStr for TorchSettings {
             rest.replace_range(item.start..end, &" ".repeat(end - item.start));
         }
         settings.config = rest.parse().map_err(|error| with_own_keys(text, error))?;
+        let is_prefetched = settings.prefetch_bytes.is_some_and(|bytes| bytes > 0);
+        if !is_prefetched && !items(text).into_iter().any(|item| decides_stitching(&text[item])) {
+            settings.config = stitched(settings.config);
+        }
         Ok(settings)
     }
+}
+
+impl Default for TorchSettings {
+    fn default() -> Self {
+        TorchSettings {
+            config: stitched(Config::default()),
+            peers: Vec::new(),
+            chunk_bytes: None,
+            prefetch_bytes: None,
+            out_of_memory: OutOfMemoryPolicy::default(),
+        }
+    }
+}
+
+/// Returns `true` if an item decides whether the default pool stitches.
+fn decides_stitching(item: &str) -> bool {
+    let key = item.split(':').next().unwrap_or_default().trim();
+    ["stitching", "growth", "chunk"].into_iter().any(|word| key.starts_with(word))
+}
+
+/// Returns the configuration with a default pool that stitches, if it is expandable and private, and large enough.
+fn stitched(config: Config) -> Config {
+    let (pool, stitching) = (config.default_pool(), Stitching::default());
+    let SegmentPolicy::Expandable(expandable) = pool.segments() else { return config };
+    let bounds = [Some(expandable.range_bytes), pool.limit_bytes(), config.limit_bytes()];
+    if pool.symmetric() || bounds.into_iter().flatten().any(|bytes| bytes < stitching.least_bytes) {
+        return config;
+    }
+    let pool = pool.to_builder().stitching(Some(stitching)).build();
+    let pool = pool.expect("an expandable, private pool can stitch, and a quota needs a key for its growth");
+    config.to_builder().default_pool(pool).build().expect("the other settings are valid")
 }
 
 impl fmt::Display for TorchSettings {
@@ -219,9 +259,35 @@ mod tests {
     }
 
     #[test]
-    fn no_text_means_expandable_segments_in_a_private_pool() {
-        let settings: TorchSettings = "".parse().expect("valid");
-        assert_eq!(settings, TorchSettings::default());
-        assert_eq!(settings.config, Config::default());
+    fn an_expandable_private_default_pool_stitches_unless_the_text_contradicts_it() {
+        let default: TorchSettings = "".parse().expect("valid");
+        assert_eq!(default, TorchSettings::default());
+        let core = |text: &str| text.parse::<Config>().expect("valid");
+        let parsed = |text: &str| text.parse::<TorchSettings>().expect("valid").config;
+        assert_eq!(default.config, core("stitching:true"));
+        for more in ["streams:shared", "plan:learn", "limit_mb:1024,reclaim:pool", "total_limit_mb:128"] {
+            assert_eq!(parsed(more), core(&format!("{more},stitching:true")), "{more}");
+        }
+        for of_the_device in ["peers:[0]", "prefetch_mb:0", "out_of_memory:fail", "chunk_mb:2,stitching:true"] {
+            assert_eq!(parsed(of_the_device), core("stitching:true"), "{of_the_device}");
+        }
+        for plain in [
+            "segments:fixed",
+            "segments:reserved,segment_mb:64",
+            "expandable_segments:False",
+            "symmetric:true",
+            "stitching:false",
+            "stitching_granule_mb:2",
+            " growth_mb : 20,range_mb:1000",
+            "growth_mb:0,streams:shared",
+            "limit_mb:127",
+            "total_limit_mb:9",
+            "range_mb:64",
+        ] {
+            assert_eq!(parsed(plain), core(plain), "{plain}");
+        }
+        for units in ["chunk_mb:32", "chunk_bytes:2097152", "prefetch_mb:64"] {
+            assert_eq!(parsed(units), core(""), "{units}");
+        }
     }
 }

@@ -211,7 +211,7 @@ class Allocator:
     """A deterministic caching allocator for one device.
 
     device  the device's number
-    conf    a configuration text, with the syntax of `SYMMALLOC_CONF`; None: the defaults
+    conf    a configuration text, with the syntax of `SYMMALLOC_CONF`; None: the defaults, which stitch large blocks
 
     Streams are raw handles (`cudaStream_t` as an int); 0 is the default stream. All methods except `close` are thread-safe.
     Methods of a closed allocator raise `InvalidArgument`. PyTorch's allocator is `symmalloc.allocator(device)`.

@@ -104,7 +104,7 @@ stub_test!(the_cache_is_released_if_the_driver_refuses_memory, ["STUB_MEMORY_BYT
 });
 
 stub_test!(out_of_memory_fail_releases_nothing_implicitly, ["STUB_MEMORY_BYTES" = "268435456"], {
-    let (allocator, streams) = (Allocator::new("out_of_memory:fail"), Streams::new(2));
+    let (allocator, streams) = (Allocator::new("out_of_memory:fail,stitching:false"), Streams::new(2));
     let cached = allocator.allocate(0, 200 * MIB, streams.get(0));
     allocator.free(cached);
     assert_eq!(allocator.try_allocate(0, 150 * MIB, streams.get(1)), Err(SYMMALLOC_OUT_OF_MEMORY));
@@ -114,7 +114,7 @@ stub_test!(out_of_memory_fail_releases_nothing_implicitly, ["STUB_MEMORY_BYTES" 
 });
 
 stub_test!(statistics_have_pytorchs_names, {
-    let (allocator, streams) = (Allocator::new(""), Streams::new(1));
+    let (allocator, streams) = (Allocator::new("stitching:false"), Streams::new(1));
     let small = allocator.allocate(0, 700, streams.get(0));
     let large = allocator.allocate(0, 5 * MIB, streams.get(0));
     allocator.free(large);
@@ -144,7 +144,7 @@ stub_test!(statistics_have_pytorchs_names, {
 });
 
 stub_test!(the_peak_over_all_heaps_is_exact, {
-    let (allocator, streams) = (Allocator::new(""), Streams::new(2));
+    let (allocator, streams) = (Allocator::new("stitching:false"), Streams::new(2));
     for stream in [streams.get(0), streams.get(1)] {
         let pointer = allocator.allocate(0, 8 * MIB, stream);
         allocator.free(pointer);
@@ -156,7 +156,7 @@ stub_test!(the_peak_over_all_heaps_is_exact, {
 });
 
 stub_test!(memory_that_the_driver_cannot_release_yet_is_counted, {
-    let allocator = Allocator::new("");
+    let allocator = Allocator::new("stitching:false");
     let whole = allocator.allocate(0, 10 * MIB, null_mut());
     allocator.free(whole);
     let part = allocator.allocate(0, 2 * MIB, null_mut());

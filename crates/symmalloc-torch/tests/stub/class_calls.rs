@@ -339,7 +339,7 @@ stub_test!(a_listener_is_notified_after_mapping_and_before_unmapping, {
     assert_ne!(symmalloc_torch_trim(0, 0), SYMMALLOC_OK);
     heal();
     done(symmalloc_torch_trim(0, 0));
-    assert_eq!(*CHANGES.lock().expect("no panic"), [(true, 6 << 20), (false, 6 << 20), (false, 6 << 20)]);
+    assert_eq!(*CHANGES.lock().expect("no panic"), [(true, 16 << 20), (false, 16 << 20), (false, 16 << 20)]);
     // SAFETY: none.
     unsafe { symmalloc_torch_on_memory(None) };
     allocate(5 * MIB, null_mut(), 0);

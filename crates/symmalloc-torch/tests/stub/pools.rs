@@ -29,7 +29,7 @@ stub_test!(a_pool_has_its_own_policy_and_history, {
 });
 
 stub_test!(a_dropped_pool_is_destroyed_with_its_last_block, {
-    let (allocator, streams) = (Allocator::new(""), Streams::new(1));
+    let (allocator, streams) = (Allocator::new("stitching:false"), Streams::new(1));
     let pool = allocator.create_pool(None);
     let pointer = allocator.allocate(pool, 8 * MIB, streams.get(0));
     done(allocator.destroy_pool(pool));

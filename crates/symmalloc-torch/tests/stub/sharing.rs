@@ -36,6 +36,25 @@ fn opened(text: &str) -> Result<(Pointer, *const OpenedMemory), symmalloc_status
     }
 }
 
+stub_test!(a_stitched_tensor_is_shared_with_all_its_granules, {
+    let size = 128 * MIB;
+    let blocks: Vec<_> = (0..4).map(|_| allocate(size, null_mut(), 0)).collect();
+    free(blocks[0]);
+    free(blocks[2]);
+    let stitched = allocate(2 * size, null_mut(), 0);
+    assert_eq!(live().device_bytes, 4 * (size as u64), "the tensor has the memory of two blocks");
+    let (text, offset) = shared(stitched).expect("shared");
+    let (base, handle) = opened(&text).expect("opened");
+    for (at, granule) in (0..2 * size).step_by(16 * MIB).zip(1_u64..) {
+        // SAFETY: memory of the stub, which the host can write, within the allocated and opened range.
+        unsafe { ((stitched + at) as *mut u64).write(granule) };
+        // SAFETY: as above.
+        assert_eq!(unsafe { ((base + offset as usize + at) as *const u64).read() }, granule);
+    }
+    // SAFETY: opened above, and not used after this.
+    unsafe { symmalloc_torch_close(handle) };
+});
+
 stub_test!(shared_memory_is_opened_by_its_text_and_ends_with_its_owner, {
     let small = allocate(512, null_mut(), 0);
     let large = allocate(50 * MIB, null_mut(), 0);

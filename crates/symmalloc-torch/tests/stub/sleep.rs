@@ -400,7 +400,7 @@ nccl_test!(one_rank_alone_releases_private_memory_while_symmetric_pools_are_awak
         windows.iter().for_each(|windows| _ = windows.sync());
         allocator.sleep(pools[0], KEEP);
         if rank == 1 {
-            assert_eq!(allocator.trim_private(), 6 << 20);
+            assert_eq!(allocator.trim_private(), 16 << 20, "a granule of the default settings");
             assert_eq!(allocator.trim_private(), 0);
         }
         allocator.wake(pools[0]);
@@ -503,7 +503,7 @@ nccl_test!(
 );
 
 stub_test!(the_memory_of_a_device_is_listed_by_owner, {
-    let (allocator, streams) = (Allocator::new(""), Streams::new(1));
+    let (allocator, streams) = (Allocator::new("stitching:false"), Streams::new(1));
     let before = allocator.device_memory();
     let [kept, asleep] = [0, 1].map(|_| allocator.create_pool(Some("segments:expandable")));
     for pool in [0, kept, asleep] {

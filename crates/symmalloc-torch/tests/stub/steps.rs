@@ -5,7 +5,7 @@ use std::ptr::{null, null_mut};
 use symmalloc_torch::*;
 
 stub_test!(a_step_that_occurs_twice_is_planned_and_followed, {
-    let (allocator, streams) = (Allocator::new("plan:learn"), Streams::new(1));
+    let (allocator, streams) = (Allocator::new("plan:learn,stitching:false"), Streams::new(1));
     let stream = streams.get(0);
     let mut report = symmalloc_step_report::default();
     let mut places = Vec::new();

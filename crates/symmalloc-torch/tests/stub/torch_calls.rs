@@ -12,14 +12,14 @@ stub_test!(tensors_are_allocated_and_freed, {
     // Null pointers and pointers of other allocators are ignored.
     torch::record_stream(0, b);
     torch::record_stream(tensor + 512, b);
-    assert_eq!(torch::base(tensor + 4096), (tensor, 6 * MIB));
+    assert_eq!(torch::base(tensor + 4096), (tensor, 16 * MIB));
     assert_eq!(torch::base(64), (64, 0));
     torch::free(tensor, 5 * MIB, a);
     assert_eq!(torch::allocate(5 * MIB, a), tensor);
     assert_eq!(calls("cuStreamWaitEvent"), 1);
     assert_eq!(torch::allocate(0, a), 0);
     torch::free(0, 0, a);
-    assert_eq!(live().device_bytes, 6 << 20);
+    assert_eq!(live().device_bytes, 16 << 20, "a granule of the default settings");
     torch::free(tensor, 5 * MIB, a);
     torch::empty_cache();
     assert_eq!(live().device_bytes, 0);
@@ -107,24 +107,28 @@ stub_test!(two_graph_pools_keep_their_memory_until_they_are_released, {
     assert_eq!(allocator.stats()["errors"]["failed_calls"], 1);
 });
 
-stub_test!(the_largest_block_is_what_the_device_has_left_or_the_largest_free_block_beyond_it, {
-    let allocator = Allocator::of_torch();
-    let largest = |known: usize| {
-        let mut largest = known;
-        // SAFETY: an output pointer.
-        done(unsafe { symmalloc_torch_largest_block(0, &raw mut largest) });
-        largest
-    };
-    assert_eq!(largest(0), 1 << 30, "the stub's device");
-    let _kept = torch::allocate(8 * MIB, null_mut());
-    torch::free(torch::allocate(6 * MIB, null_mut()), 6 * MIB, null_mut());
-    assert_eq!(allocator.stats()["total"]["reserved_bytes"]["all"]["current"], 14 << 20);
-    assert_eq!(largest(0), (1 << 30) - 8 * MIB);
-    assert_eq!(largest(2 << 30), 2 << 30, "a larger known value stays");
-    // SAFETY: no preconditions.
-    unsafe { symmalloc_torch_memory_fraction(0.25, 0) };
-    assert_eq!(largest(0), (256 - 8) * MIB);
-});
+stub_test!(
+    the_largest_block_is_what_the_device_has_left_or_the_largest_free_block_beyond_it,
+    ["SYMMALLOC_CONF" = "stitching:false"],
+    {
+        let allocator = Allocator::of_torch();
+        let largest = |known: usize| {
+            let mut largest = known;
+            // SAFETY: an output pointer.
+            done(unsafe { symmalloc_torch_largest_block(0, &raw mut largest) });
+            largest
+        };
+        assert_eq!(largest(0), 1 << 30, "the stub's device");
+        let _kept = torch::allocate(8 * MIB, null_mut());
+        torch::free(torch::allocate(6 * MIB, null_mut()), 6 * MIB, null_mut());
+        assert_eq!(allocator.stats()["total"]["reserved_bytes"]["all"]["current"], 14 << 20);
+        assert_eq!(largest(0), (1 << 30) - 8 * MIB);
+        assert_eq!(largest(2 << 30), 2 << 30, "a larger known value stays");
+        // SAFETY: no preconditions.
+        unsafe { symmalloc_torch_memory_fraction(0.25, 0) };
+        assert_eq!(largest(0), (256 - 8) * MIB);
+    }
+);
 
 stub_test!(a_tensor_outlives_its_graph_pool, {
     let (allocator, streams) = (Allocator::of_torch(), Streams::new(1));
@@ -141,18 +145,22 @@ stub_test!(a_tensor_outlives_its_graph_pool, {
     assert_eq!(live().device_bytes, 0);
 });
 
-stub_test!(a_graph_pool_releases_nothing_when_memory_is_exhausted, ["STUB_MEMORY_BYTES" = "268435456"], {
-    let (allocator, streams) = (Allocator::of_torch(), Streams::new(1));
-    torch::begin((1, 0));
-    let tensor = torch::allocate(200 * MIB, streams.get(0));
-    torch::free(tensor, 200 * MIB, streams.get(0));
-    torch::end((1, 0));
-    assert_eq!(allocator.try_allocate(0, 100 * MIB, streams.get(0)), Err(SYMMALLOC_OUT_OF_MEMORY));
-    assert_eq!(live().device_bytes, 200 << 20);
-    torch::release((1, 0));
-    allocator.allocate(0, 100 * MIB, streams.get(0));
-    assert_eq!(live().device_bytes, 100 << 20, "no graph uses the pool any more");
-});
+stub_test!(
+    a_graph_pool_releases_nothing_when_memory_is_exhausted,
+    ["STUB_MEMORY_BYTES" = "268435456", "SYMMALLOC_CONF" = "stitching:false"],
+    {
+        let (allocator, streams) = (Allocator::of_torch(), Streams::new(1));
+        torch::begin((1, 0));
+        let tensor = torch::allocate(200 * MIB, streams.get(0));
+        torch::free(tensor, 200 * MIB, streams.get(0));
+        torch::end((1, 0));
+        assert_eq!(allocator.try_allocate(0, 100 * MIB, streams.get(0)), Err(SYMMALLOC_OUT_OF_MEMORY));
+        assert_eq!(live().device_bytes, 200 << 20);
+        torch::release((1, 0));
+        allocator.allocate(0, 100 * MIB, streams.get(0));
+        assert_eq!(live().device_bytes, 100 << 20, "no graph uses the pool any more");
+    }
+);
 
 stub_test!(
     memory_released_by_one_pool_counts_even_if_another_fails,
@@ -172,3 +180,19 @@ stub_test!(
         assert_eq!((allocator.total("num_alloc_retries"), allocator.total("num_ooms")), (1, 0));
     }
 );
+
+stub_test!(a_large_tensor_is_stitched_without_settings, {
+    let (allocator, stream) = (Allocator::of_torch(), null_mut());
+    let size = 128 * MIB;
+    let blocks: Vec<_> = (0..4).map(|_| torch::allocate(size, stream)).collect();
+    torch::free(blocks[0], size, stream);
+    torch::free(blocks[2], size, stream);
+    let large = torch::allocate(2 * size, stream);
+    assert_eq!(live().device_bytes, 4 * (size as u64), "the free blocks are not adjacent");
+    torch::free(large, 2 * size, stream);
+    // Memory of a graph is not stitched, because its addresses are captured.
+    torch::begin((1, 0));
+    torch::free(torch::allocate(5 * MIB, stream), 5 * MIB, stream);
+    torch::end((1, 0));
+    assert_eq!(allocator.stats()["pools"][1]["stats"]["reserved_bytes"]["all"]["current"], 6 << 20);
+});
