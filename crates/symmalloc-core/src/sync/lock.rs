@@ -134,7 +134,6 @@ fn wait_for<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use super::*;
     use std::thread;
-    use std::time::Duration;
 
     #[test]
     fn a_long_wait_ends_and_threads_exclude_each_other() {
@@ -153,7 +152,7 @@ mod tests {
                     }
                 });
             }
-            thread::sleep(Duration::from_millis(50));
+            (0..4 * PAUSES_MAX).for_each(|_| spin_loop());
             drop(held);
         });
         assert_eq!(*mutex.lock(), THREADS * TURNS);
