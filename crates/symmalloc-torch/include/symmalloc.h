@@ -610,15 +610,13 @@ const char *symmalloc_error_message(void);
 const char *symmalloc_version(void);
 
 /**
- * Creates an allocator for a device. `conf` has the syntax of SYMMALLOC_CONF. NULL selects the defaults, which stitch
- * large blocks.
+ * Creates an allocator for a device. `conf` has the syntax of SYMMALLOC_CONF. NULL selects the defaults,
+ * which stitch large blocks.
  *
  * # Safety
  * `conf` is NULL or a C string; `out` is valid for writing.
  */
-symmalloc_status symmalloc_create(int32_t device,
-                                  const char *conf,
-                                  struct symmalloc_allocator **out);
+symmalloc_status symmalloc_create(int32_t device, const char *conf, struct symmalloc_allocator **out);
 
 /**
  * Destroys an allocator of `symmalloc_create`, and releases all of its memory, including live allocations. NULL has no effect.

@@ -103,7 +103,9 @@ class Job:
             figures["allocated_peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
             figures |= self.steady(steps, period, carried_out)
             if self.is_profiled:
-                figures["idle"] = self.idle(lambda: [carried_out(number) for number in range(period)])
+                # Steps after all others, because a job may do more in some of the first ones.
+                begin = 2 * period + self.windows * steps
+                figures["idle"] = self.idle(lambda: [carried_out(begin + number) for number in range(period)])
         return figures
 
     def steady(self, steps: int, period: int, step: Callable[[int], object]) -> dict[str, object]:

@@ -9,9 +9,9 @@
 //! | `prefetch_mb`, `prefetch_bytes` | 0, or a multiple of the granularity of at least a chunk | 0 | Maximum amount to prefetch for each expandable range. |
 //! | `out_of_memory` | `trim`, `fail` | `trim` | The last resort before an allocation fails. |
 //!
-//! A default pool that is expandable and private [stitches](symmalloc_core::config::Stitching) large blocks. It does not if the text has a
-//! `stitching` key that says so, or a key for the size of growth, chunks or prefetching, because stitching determines all three; nor if a
-//! limit leaves no room for a block that would be stitched.
+//! A default pool that is expandable and private [stitches](symmalloc_core::config::Stitching) large blocks, unless the text turns that off,
+//! or has a key for the size of growth, chunks or prefetching, because stitching determines all three, or a limit leaves no room for a
+//! block that would be stitched.
 //!
 //! The parser replaces these keys with blanks before the core reads the text, so that the byte offsets in the core's errors are correct.
 

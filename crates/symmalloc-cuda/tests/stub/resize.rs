@@ -185,12 +185,9 @@ fn a_refused_resize_keeps_live_memory_and_can_be_repeated() {
 
 #[test]
 fn a_quota_excludes_settings_that_resize_the_pool() {
-    for text in [
-        "",
-        ",streams:shared,stitching_granule_mb:2",
-        ",streams:shared,plan:learn",
-        ",streams:shared,release_threshold_mb:2",
-    ] {
+    for text in
+        ["", ",streams:shared,stitching:true", ",streams:shared,plan:learn", ",streams:shared,release_threshold_mb:2"]
+    {
         let error = format!("segments:expandable,growth_mb:0{text}").parse::<PoolConfig>().expect_err("refused");
         assert!(error.to_string().contains("streams:shared"), "{error}");
     }

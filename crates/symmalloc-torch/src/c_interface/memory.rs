@@ -16,8 +16,8 @@ pub extern "C" fn symmalloc_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-/// Creates an allocator for a device. `conf` has the syntax of SYMMALLOC_CONF. NULL selects the defaults, which stitch
-/// large blocks.
+/// Creates an allocator for a device. `conf` has the syntax of SYMMALLOC_CONF. NULL selects the defaults,
+/// which stitch large blocks.
 ///
 /// # Safety
 /// `conf` is NULL or a C string; `out` is valid for writing.
