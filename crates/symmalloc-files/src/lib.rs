@@ -1,4 +1,4 @@
-//! Atomic file replacement, and a private folder that only the current user can write.
+//! Atomic file replacement, a private folder that only the current user can write, and messages on standard error that never block.
 //!
 //! A program that writes to a predictable name in a shared folder is open to attack: another user plants a symbolic link there, and the
 //! program overwrites the link's target. symmalloc writes all complete files through this crate.
@@ -9,7 +9,7 @@
 //! - [`private_folder`] returns the user's folder for files without an explicit path. No third user can write it or a folder above it, so
 //!   names in it may be predictable. [`private_folder_at`] applies the same rules to a given path.
 //! - [`TemporaryFolder`] is a folder that exists for the duration of a run.
-//!
+//! - [`write_stderr`] writes a message for a process that is about to end, whether or not standard error can be written.
 //!
 //! The crate trusts root and other processes of the same user, because both can change this process in other ways.
 //!
@@ -29,6 +29,10 @@
 
 mod draft;
 mod private_folder;
+#[cfg(unix)]
+mod stderr;
 
 pub use draft::{Draft, write_whole};
 pub use private_folder::{PrivateFolderError, TemporaryFolder, private_folder, private_folder_at};
+#[cfg(unix)]
+pub use stderr::write_stderr;

@@ -14,6 +14,7 @@
 
 pub(crate) mod at_exit;
 mod clock;
+mod connecting;
 mod failure;
 pub(crate) mod flight;
 mod handle;
@@ -26,16 +27,14 @@ mod thread;
 mod watched;
 
 pub(crate) use clock::Tick;
-pub(crate) use failure::PENDING_COMM;
+pub(crate) use connecting::{Announced, Connecting};
 pub use failure::{Failure, FailureCause};
 pub(crate) use flight::{EntryNumber, Work};
 pub(crate) use marker::mark;
 pub use record::{flight_record, write_flight_record};
-pub(crate) use response::ERROR_LIMIT;
 pub use response::FAILURE_EXIT_CODE;
+pub(crate) use response::{ERROR_LIMIT, ensure_end};
 pub(crate) use settings::WatchSettings;
 pub use settings::WatchdogMode;
-pub(crate) use thread::{
-    ATTRIBUTION_LIMIT, announce_pending, fail, is_on, leave, meeting_of, register_meeting, watch, withdraw_pending,
-};
+pub(crate) use thread::{ATTRIBUTION_LIMIT, fail, is_on, leave, meeting_of, register_meeting, watch};
 pub(crate) use watched::{Identity, MeetingId, Watchable, Watched};

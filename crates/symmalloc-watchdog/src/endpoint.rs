@@ -21,7 +21,7 @@ pub const SILENT_AFTER: Duration = Duration::from_secs(1);
 /// The process with which all others communicate.
 pub(crate) const HUB: ProcessId = ProcessId(0);
 
-/// An event at another rank of a communicator that this process is part of.
+/// An event at another rank of a communicator that this process is part of, or at a process that should have joined one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PeerEvent {
@@ -33,6 +33,13 @@ pub enum PeerEvent {
         departure: Departure,
         /// Its report about another communicator that it had ended before, if any, which is a possible cause of its departure.
         after: Option<FailureReport>,
+    },
+    /// A process is gone that never joined a communicator. Every communicator of all processes misses its rank.
+    NeverJoined {
+        /// The process.
+        process: ProcessId,
+        /// The end of its connection.
+        departure: Departure,
     },
     /// The rank ended the communicator because of an error.
     Failed {
@@ -359,7 +366,10 @@ impl Endpoint {
     fn note(&mut self, message: Message) {
         let concerns = |of: &RankId| self.ranks_of(of.communicator).any(|(own, it)| own != of && !it.has_failed());
         match message {
-            Message::Gone { departure, ranks, after } => {
+            Message::Gone { process, departure, ranks, .. } if ranks.is_empty() => {
+                self.events.push(PeerEvent::NeverJoined { process, departure });
+            }
+            Message::Gone { departure, ranks, after, .. } => {
                 let gone = |rank| PeerEvent::Gone { rank, departure: departure.clone(), after: after.clone() };
                 let events: Vec<_> = ranks.into_iter().filter(concerns).map(gone).collect();
                 self.events.extend(events);

@@ -47,12 +47,16 @@ const OUTBOX_BYTES_MAX: usize = 8 << 20;
 #[derive(Debug)]
 pub struct Lifeline {
     endpoint: Endpoint,
+    /// Number of processes of the job.
+    processes: u32,
     /// The connections, in ascending order of processes.
     links: Vec<Link>,
     /// Index of the link that the next turn reads first.
     next: usize,
     /// Length limit of a received message.
     line_bytes_max: usize,
+    /// Ends of connections since the last [`take_departures`](Lifeline::take_departures).
+    departures: Vec<(ProcessId, Departure)>,
 }
 
 #[derive(Debug)]
@@ -85,12 +89,23 @@ impl Lifeline {
         }
         links.sort_by_key(|link: &Link| link.process);
         let line_bytes_max = if own == HUB { LINE_BYTES_TO_HUB_MAX } else { LINE_BYTES_FROM_HUB_MAX };
-        Ok(Lifeline { endpoint: Endpoint::new(own, processes, now), links, next: 0, line_bytes_max })
+        let endpoint = Endpoint::new(own, processes, now);
+        Ok(Lifeline { endpoint, processes, links, next: 0, line_bytes_max, departures: Vec::new() })
     }
 
     /// Returns the endpoint of this process.
     pub fn endpoint(&mut self) -> &mut Endpoint {
         &mut self.endpoint
+    }
+
+    /// Returns the number of processes of the job.
+    pub fn processes(&self) -> u32 {
+        self.processes
+    }
+
+    /// Takes the ends of connections since the last call.
+    pub fn take_departures(&mut self) -> Vec<(ProcessId, Departure)> {
+        std::mem::take(&mut self.departures)
     }
 
     /// Returns the descriptors to poll. A turn is due when one of them is ready, and at least four times a second.
@@ -170,9 +185,9 @@ impl Lifeline {
 
     fn drop_links(&mut self, lost: Vec<(ProcessId, Departure)>, now: Duration) {
         for (process, departure) in lost {
-            tracing::warn!(name: "peer.gone", target: "symmalloc", process = process.0, %departure);
             self.links.retain(|link| link.process != process);
             self.endpoint.lose(process, &departure, now);
+            self.departures.push((process, departure));
         }
     }
 }

@@ -183,27 +183,33 @@ impl Roster {
         }
     }
 
-    /// Records that a process is gone. Returns the message for the other processes, or `None` if no live rank is affected or the process
+    /// Records that a process is gone. Returns the message for the other processes, or `None` if the process had left all communicators or
     /// was already gone.
     pub(crate) fn lose(&mut self, process: ProcessId, departure: &Departure, now: Duration) -> Option<Message> {
         let known = self.processes.get_mut(&process).filter(|known| known.departure.is_none())?;
         (known.departure, known.heard) = (Some(departure.clone()), now);
         let live = known.memberships.iter().filter(|(_, it)| it.is_live());
         let ranks: Vec<RankId> = live.map(|(rank, _)| *rank).collect();
+        let is_missed = !ranks.is_empty() || !known.has_joined;
         let departure = departure.clone();
-        (!ranks.is_empty()).then(|| Message::Gone { departure, ranks, after: known.last_words() })
+        is_missed.then(|| Message::Gone { process, departure, ranks, after: known.last_words() })
     }
 
-    /// Returns the failures and departures of the communicator's ranks so far, for a process that joins late.
+    /// Returns the failures and departures of the communicator's ranks so far, and of processes that never joined a communicator, for a
+    /// process that joins late.
     pub(crate) fn news_of(&self, communicator: CommunicatorId) -> Vec<Message> {
         let mut news = Vec::new();
-        for known in self.processes.values() {
+        for (&process, known) in &self.processes {
+            if let Some(departure) = known.departure.clone().filter(|_| !known.has_joined) {
+                news.push(Message::Gone { process, departure, ranks: Vec::new(), after: None });
+            }
             let of_it = known.memberships.range(ranks_of(communicator)).filter(|(_, it)| !it.has_left);
             for (&rank, it) in of_it {
                 if let Some(report) = it.failure.clone() {
                     news.push(Message::RankFailed { rank, report });
                 } else if let Some(departure) = known.departure.clone() {
-                    news.push(Message::Gone { departure, ranks: vec![rank], after: known.last_words() });
+                    let (ranks, after) = (vec![rank], known.last_words());
+                    news.push(Message::Gone { process, departure, ranks, after });
                 }
             }
         }

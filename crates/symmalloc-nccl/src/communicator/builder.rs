@@ -1,12 +1,12 @@
 //! Creation of communicators: connecting, splitting and borrowing.
 
 use crate::backoff::Backoff;
-use crate::communicator::call::{CallThread, HostEntry, perform, poll_until_done};
+use crate::communicator::call::{CallThread, HostEntry, attribute, perform, poll_until_done};
 use crate::communicator::ending::{Ending, GRACE, end_all};
 use crate::communicator::error::{CommError, CommState, Stage};
 use crate::communicator::order::{CommOrder, SequenceCounter};
 use crate::communicator::shared::{Inner, Life, Mode, Ownership, Shared, Usage};
-use crate::communicator::threads::{self, CallResult, KeepAlive, Waited, start, wait_for};
+use crate::communicator::threads::{self, CallError, CallResult, KeepAlive, Waited, start, wait_for};
 use crate::communicator::{Communicator, Owner};
 use crate::ffi::calls::{Calls, NO_COLOR, Outcome};
 use crate::ffi::driver;
@@ -17,7 +17,9 @@ use crate::rendezvous;
 use crate::rendezvous::launch::Launch;
 use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
 use crate::watchdog::at_exit::Unfinished;
-use crate::watchdog::{self, Failure, MeetingId, PENDING_COMM, WatchSettings, WatchdogMode};
+use crate::watchdog::{
+    self, ATTRIBUTION_LIMIT, Announced, Connecting, Failure, MeetingId, WatchSettings, WatchdogMode,
+};
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::slice::from_mut;
 use std::sync::atomic::AtomicBool;
@@ -25,7 +27,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
-use symmalloc_watchdog::{CommunicatorId, RankId};
+use symmalloc_watchdog::CommunicatorId;
 
 /// NCCL's environment variable for the blocking mode, which takes precedence over the program's choice.
 const BLOCKING_VARIABLE: &str = "NCCL_COMM_BLOCKING";
@@ -52,7 +54,7 @@ pub struct CommunicatorBuilder {
     pub(super) deadline: Duration,
     pub(super) mode: Mode,
     name: String,
-    watch_settings: WatchSettings,
+    pub(super) watch_settings: WatchSettings,
     rendezvous: Option<String>,
 }
 
@@ -199,32 +201,42 @@ impl CommunicatorBuilder {
         };
         let (name, c_name) = self.names()?;
         let order = order(&name);
-        // Reports this rank as connecting until the communicator is watched.
-        let _pending = PendingCommGuard::new(meeting, rank, &order);
-
-        let new = NewHandle::named(&c_name);
-        let (kept, out, blocking): (KeepAlive, _, _) =
-            (Some(Arc::clone(&new) as _), Arc::clone(&new), self.mode == Mode::Blocking);
-        let caller = start(&self.device, kept, move || call(nccl.calls(), &out, raw, blocking));
-        let answer = match wait_for(&caller, backoff, || false) {
-            Waited::Returned(answer) => answer,
-            Waited::Stopped | Waited::TimedOut => {
-                drop(abort_when_returned(caller, &self.device, nccl, new));
-                let (stage, waited, state) = (Stage::Connect, backoff.waited(), CommState::Lost);
-                return Err(CommError::Deadline { name, stage, waited, state });
+        let id = CommunicatorId::of(order.as_bytes());
+        let announced = Announced::new(&name, meeting, rank, Some(ranks), id, &self.watch_settings);
+        let connecting = Arc::clone(announced.connecting());
+        let failure = || Some(CommError::Failed(Arc::clone(connecting.failure()?)));
+        let created = || {
+            let new = NewHandle::named(&c_name);
+            let (kept, out, blocking): (KeepAlive, _, _) =
+                (Some(Arc::clone(&new) as _), Arc::clone(&new), self.mode == Mode::Blocking);
+            let caller = start(&self.device, kept, move || call(nccl.calls(), &out, raw, blocking));
+            let answer = match wait_for(&caller, backoff, || failure().is_some()) {
+                Waited::Returned(answer) => answer,
+                waited => {
+                    drop(abort_when_returned(caller, &self.device, nccl, new));
+                    let (stage, waited_for, state) = (Stage::Connect, backoff.waited(), CommState::Lost);
+                    let overdue = CommError::Deadline { name, stage, waited: waited_for, state };
+                    return Err(match waited {
+                        Waited::Stopped => failure().unwrap_or(overdue),
+                        _ => overdue,
+                    });
+                }
+            };
+            let attributed = |error: CallError| attribute(error.into(), ATTRIBUTION_LIMIT, failure);
+            let Some(comm) = new.comm() else {
+                answer.map_err(attributed)?;
+                return Err(CommError::NoCommunicator { call: Stage::Connect.call() });
+            };
+            let connecting = Some(Arc::clone(&connecting));
+            let shared = self.shared(nccl, (name, c_name), order, Ownership::Owned, comm, meeting, connecting);
+            if let Err(error) = answer {
+                let error = Arc::new(attributed(error));
+                end_all(from_mut(&mut shared.access_to_end()?), Ending::Pending, Some(&error), GRACE);
+                return Err(Arc::unwrap_or_clone(error));
             }
+            Communicator::finish_connecting(shared, backoff)
         };
-        let Some(comm) = new.comm() else {
-            answer?;
-            return Err(CommError::NoCommunicator { call: Stage::Connect.call() });
-        };
-        let shared = self.shared(nccl, (name, c_name), order, Ownership::Owned, comm, meeting);
-        if let Err(error) = answer {
-            let error = Arc::new(CommError::from(error));
-            end_all(from_mut(&mut shared.access()?), Ending::Pending, Some(&error), GRACE);
-            return Err(Arc::unwrap_or_clone(error));
-        }
-        Communicator::finish_connecting(shared, backoff)
+        created().inspect_err(|error| announced.fail(error.report()))
     }
 
     /// Wraps a communicator that other code created and will destroy, under this builder's name, which must be the same on all ranks. This
@@ -253,7 +265,8 @@ impl CommunicatorBuilder {
         }
         let (order, backoff) = (CommOrder::borrowed(&names.0), Backoff::new(self.deadline));
         let meeting = self.meet(rank, ranks, &backoff)?;
-        Communicator::finish_connecting(self.shared(nccl, names, order, Ownership::Borrowed, comm, meeting), &backoff)
+        let shared = self.shared(nccl, names, order, Ownership::Borrowed, comm, meeting, None);
+        Communicator::finish_connecting(shared, &backoff)
     }
 
     pub(super) fn meet(&self, rank: u32, ranks: u32, backoff: &Backoff) -> Result<Option<MeetingId>, CommError> {
@@ -279,6 +292,7 @@ impl CommunicatorBuilder {
         ownership: Ownership,
         comm: CommHandle,
         meeting: Option<MeetingId>,
+        connecting: Option<Arc<Connecting>>,
     ) -> Shared {
         Shared {
             nccl,
@@ -295,6 +309,7 @@ impl CommunicatorBuilder {
             abort_requested: AtomicBool::new(false),
             revoke_requested: AtomicBool::new(false),
             meeting,
+            connecting,
             watch_settings: self.watch_settings,
             watched: OnceLock::new(),
             inner: Mutex::new(Inner::default()),
@@ -332,8 +347,7 @@ impl Communicator {
         let (kept, out): (KeepAlive, _) = (Some(Arc::clone(&new) as _), Arc::clone(&new));
         let (comm, mode) = (access.comm, shared.mode);
         let order = shared.order.split(ordinal, color.unwrap_or(0));
-        // Reports this rank as connecting until the new communicator is watched.
-        let _pending = color.map(|_| PendingCommGuard::new(shared.meeting, shared.rank, &order));
+        let announced = color.map(|_| shared.announce(&name, &order));
         let entry = HostEntry::begin(shared.watched(), Stage::Split, None);
         let route = CallThread::when_blocking(mode, CallThread::Separate);
         let call = move |calls: &Calls| calls.split(comm, raw_color, raw_key, &out, mode == Mode::Blocking);
@@ -344,10 +358,8 @@ impl Communicator {
         }
         performed?;
         drop((entry, access));
-        if color.is_none() {
-            return Ok(None);
-        }
-        self.derived((name, c_name), order, &new, "ncclCommSplit").map(Some)
+        let Some(announced) = announced else { return Ok(None) };
+        self.derived((name, c_name), order, &new, "ncclCommSplit", &announced).map(Some)
     }
 
     /// Creates a communicator of the ranks that are not in `excluded`, in the same order, while the excluded ranks do nothing. All remaining
@@ -390,8 +402,7 @@ impl Communicator {
         let new = NewHandle::named(&c_name);
         let (kept, out): (KeepAlive, _) = (Some(Arc::clone(&new) as _), Arc::clone(&new));
         let (comm, mode) = (access.comm, shared.mode);
-        // Reports this rank as connecting until the new communicator is watched.
-        let _pending = PendingCommGuard::new(shared.meeting, shared.rank, &order);
+        let announced = shared.announce(&name, &order);
         let raw_excluded = excluded.iter().map(|rank| *rank as c_int).collect();
         let route = CallThread::when_blocking(mode, CallThread::Separate);
         let call = move |calls: &Calls| calls.shrink(comm, raw_excluded, &out, mode == Mode::Blocking);
@@ -402,7 +413,7 @@ impl Communicator {
         }
         performed?;
         drop(access);
-        self.derived((name, c_name), order, &new, "ncclCommShrink")
+        self.derived((name, c_name), order, &new, "ncclCommShrink", &announced)
     }
 
     /// Finishes the creation of a communicator that NCCL derived from this one.
@@ -412,6 +423,7 @@ impl Communicator {
         order: CommOrder,
         new: &NewHandle,
         call: &'static str,
+        announced: &Announced,
     ) -> Result<Communicator, CommError> {
         let shared = &self.shared;
         let raw = new.comm().ok_or(CommError::NoCommunicator { call })?;
@@ -430,6 +442,7 @@ impl Communicator {
             abort_requested: AtomicBool::new(false),
             revoke_requested: AtomicBool::new(false),
             meeting: shared.meeting,
+            connecting: Some(Arc::clone(announced.connecting())),
             watch_settings: shared.watch_settings.clone(),
             watched: OnceLock::new(),
             inner: Mutex::new(Inner::default()),
@@ -441,7 +454,7 @@ impl Communicator {
 
     /// Waits until the communicator is connected, and queries NCCL for the rank and the number of ranks.
     pub(super) fn finish_connecting(mut shared: Shared, backoff: &Backoff) -> Result<Communicator, CommError> {
-        let mut access = shared.access()?;
+        let mut access = shared.access_to_end()?;
         poll_until_done(from_mut(&mut access), Stage::Connect, &None, backoff)?;
         let (rank, ranks) = {
             let _current = shared.device.enter()?;
@@ -457,26 +470,11 @@ impl Communicator {
     }
 }
 
-/// A guard that announces to other ranks, until it is dropped, that this rank is about to join a communicator. Other ranks therefore also detect a rank that
-/// dies after NCCL has created the communicator and before the watchdog watches it.
-pub(super) struct PendingCommGuard {
-    meeting: Option<MeetingId>,
-    rank: RankId,
-}
-
-impl PendingCommGuard {
-    /// Announces the communicator. `rank` is this rank's number, or its number in the communicator that is split.
-    pub(super) fn new(meeting: Option<MeetingId>, rank: u32, order: &CommOrder) -> Self {
-        let communicator = CommunicatorId::of(order.as_bytes());
-        let guard = PendingCommGuard { meeting, rank: RankId { communicator, rank: rank | PENDING_COMM } };
-        watchdog::announce_pending(guard.meeting, guard.rank);
-        guard
-    }
-}
-
-impl Drop for PendingCommGuard {
-    fn drop(&mut self) {
-        watchdog::withdraw_pending(self.meeting, self.rank);
+impl Shared {
+    /// Announces to the other ranks that this rank derives a new communicator from this one.
+    fn announce(&self, name: &str, order: &CommOrder) -> Announced {
+        let id = CommunicatorId::of(order.as_bytes());
+        Announced::new(&name.into(), self.meeting, self.rank, None, id, &self.watch_settings)
     }
 }
 

@@ -118,7 +118,7 @@ pub(super) fn poll_until_done(
 }
 
 fn is_abort_requested(accesses: &[Access<'_>]) -> bool {
-    accesses.iter().any(|access| access.shared.abort_requested.load(Ordering::Acquire))
+    accesses.iter().any(|access| access.shared.is_abort_requested())
 }
 
 /// Returns `true` if an abort or a revoke is requested.
@@ -155,11 +155,17 @@ fn limit(error: &CommError) -> Duration {
 
 /// Replaces an error that NCCL reports with the watchdog's error, which names the missing rank. NCCL may detect the failure first.
 fn attribute_error(accesses: &[Access<'_>], error: CommError) -> CommError {
-    let is_watched = accesses.iter().any(|access| access.shared.watched.get().is_some());
-    let is_attributable = is_watched && matches!(&error, CommError::Nccl(error) if error.is_of_another_rank());
-    let backoff = Backoff::new(if is_attributable { ATTRIBUTION_LIMIT } else { Duration::ZERO });
+    let is_observed = |access: &Access<'_>| access.shared.watched.get().is_some() || access.shared.connecting.is_some();
+    let limit = if accesses.iter().any(is_observed) { ATTRIBUTION_LIMIT } else { Duration::ZERO };
+    attribute(error, limit, || accesses.iter().find_map(|access| access.shared.failure()))
+}
+
+/// Replaces an error that NCCL reports because of another rank with `failure`, if there is one within `limit`.
+pub(super) fn attribute(error: CommError, limit: Duration, failure: impl Fn() -> Option<CommError>) -> CommError {
+    let is_attributable = matches!(&error, CommError::Nccl(error) if error.is_of_another_rank());
+    let backoff = Backoff::new(if is_attributable { limit } else { Duration::ZERO });
     loop {
-        if let Some(failed) = accesses.iter().find_map(|access| access.shared.failure()) {
+        if let Some(failed) = failure() {
             return failed;
         }
         if !backoff.pause() {

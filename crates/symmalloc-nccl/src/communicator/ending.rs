@@ -134,28 +134,32 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
     if started.is_ok() {
         let _in_time = through.recv_timeout(limit);
     }
+    accesses.iter().for_each(ensure_end);
     accesses.iter().for_each(report);
+}
+
+/// Lets the watchdog end the process if a communicator that is lost does not end soon.
+fn ensure_end(access: &Access<'_>) {
+    if let Some(watched) = access.shared.watched.get()
+        && !access.shared.is_ended()
+    {
+        watchdog::ensure_end(watched);
+    }
 }
 
 /// Notifies the other ranks, which would otherwise wait for this one.
 fn notify_ranks(shared: &Shared, cause: Option<&Arc<CommError>>) {
     // The other ranks do not know a communicator that was never ready.
     let Some(watched) = shared.watched.get() else { return };
-    let text = match cause {
-        Some(cause) => cause.to_string(),
-        None if thread::panicking() => "its thread panicked".to_owned(),
-        None => "its program aborted the communicator".to_owned(),
+    let report = match cause {
+        Some(cause) => cause.report(),
+        None => {
+            let is_panic = thread::panicking();
+            let text = if is_panic { "its thread panicked" } else { "its program aborted the communicator" };
+            FailureReport { text: text.to_owned(), first_rank: None, stopped_ms: None }
+        }
     };
-    let first_rank = match cause.map(|cause| &**cause) {
-        Some(CommError::PeerLost { rank, .. }) => Some(*rank),
-        Some(CommError::Failed(failure)) => failure.cause.rank(),
-        _ => None,
-    };
-    let stopped_ms = match cause.map(|cause| &**cause) {
-        Some(CommError::Failed(failure)) => failure.cause.stopped_ms(),
-        _ => None,
-    };
-    watchdog::fail(watched, FailureReport { text, first_rank, stopped_ms });
+    watchdog::fail(watched, report);
 }
 
 fn resources(access: &Access<'_>) -> Resources {
@@ -237,6 +241,7 @@ fn revoke_failed(accesses: &[Access<'_>], error: &CommError) -> CommError {
     for access in accesses {
         lock(&access.shared.life).cause = Some(Arc::clone(&cause));
         notify_ranks(access.shared, Some(&cause));
+        ensure_end(access);
         report(access);
     }
     error.clone()

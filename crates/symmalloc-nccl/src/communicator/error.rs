@@ -10,6 +10,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 use symmalloc_cuda::{CudaError, DriverError};
+use symmalloc_watchdog::FailureReport;
 use thiserror::Error;
 
 /// An error returned by an operation on a communicator.
@@ -399,6 +400,18 @@ impl fmt::Display for Stage {
             Stage::Revoke => "revoking it",
             Stage::Abort => "aborting it",
         })
+    }
+}
+
+impl CommError {
+    /// Returns the report of this error for the other ranks.
+    pub(super) fn report(&self) -> FailureReport {
+        let (first_rank, stopped_ms) = match self {
+            CommError::PeerLost { rank, .. } => (Some(*rank), None),
+            CommError::Failed(failure) => (failure.cause.rank(), failure.cause.stopped_ms()),
+            _ => (None, None),
+        };
+        FailureReport { text: self.to_string(), first_rank, stopped_ms }
     }
 }
 

@@ -11,7 +11,7 @@
 
 use crate::backoff::Backoff;
 use crate::communicator::Communicator;
-use crate::communicator::builder::{CommunicatorBuilder, PendingCommGuard, abort_when_returned};
+use crate::communicator::builder::{CommunicatorBuilder, abort_when_returned};
 use crate::communicator::call::{CallThread, end_overdue, end_stopped, handle_error, is_stop_requested, perform};
 use crate::communicator::ending::{Ending, GRACE, end_all};
 use crate::communicator::error::{CommError, GrowIdObstacle, Stage};
@@ -22,9 +22,11 @@ use crate::ffi::calls::{Calls, GrowId};
 use crate::ffi::handles::NewHandle;
 use crate::ffi::version::Capability;
 use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
-use std::ffi::c_int;
+use crate::watchdog::{Announced, ERROR_LIMIT, MeetingId};
+use std::ffi::{CStr, c_int};
 use std::slice::{from_mut, from_ref};
 use std::sync::Arc;
+use symmalloc_watchdog::CommunicatorId;
 
 impl Communicator {
     /// Creates the id of a [`grow`](CommunicatorBuilder::grow), on rank 0. The program passes it to all ranks of the grown communicator, old
@@ -90,8 +92,25 @@ impl CommunicatorBuilder {
         }
         let meeting = self.meet(rank, ranks, &backoff)?;
         let order = CommOrder::grown(&names.0, &id);
-        // Reports this rank as connecting until the new communicator is watched.
-        let _pending = PendingCommGuard::new(meeting, rank, &order);
+        let id = CommunicatorId::of(order.as_bytes());
+        let announced = Announced::new(&names.0, meeting, rank, Some(ranks), id, &self.watch_settings);
+        let grown = self.grow_announced(old, raw_ranks, names, order, meeting, &announced, &backoff);
+        grown.inspect_err(|error| announced.fail(error.report()))
+    }
+
+    /// Grows `old` after the other ranks have been told. `old` is ended after every error of NCCL, and if another rank fails.
+    fn grow_announced(
+        self,
+        old: &Communicator,
+        raw_ranks: c_int,
+        names: (Arc<str>, Arc<CStr>),
+        order: CommOrder,
+        meeting: Option<MeetingId>,
+        announced: &Announced,
+        backoff: &Backoff,
+    ) -> Result<Communicator, CommError> {
+        let connecting = announced.connecting();
+        let failure = || Some(CommError::Failed(Arc::clone(connecting.failure()?)));
         let mut access = old.shared.access_active()?;
         // Only the rank that created the id passes it to NCCL. The others receive it over the old communicator.
         let own_id = access.inner.grow_id.take().map(|id| *id.as_bytes());
@@ -99,28 +118,34 @@ impl CommunicatorBuilder {
         let new = NewHandle::named(&names.1);
         let (kept, out): (KeepAlive, _) = (Some(Arc::clone(&new) as _), Arc::clone(&new));
         let caller = start(&self.device, kept, move || nccl.calls().grow(comm, raw_ranks, own_id, &out, blocking));
-        let answer = match wait_for(&caller, &backoff, || is_stop_requested(from_ref(&access))) {
+        let is_over = || is_stop_requested(from_ref(&access)) || failure().is_some();
+        let answer = match wait_for(&caller, backoff, is_over) {
             Waited::Returned(answer) => answer,
             waited => {
                 let caller = abort_when_returned(caller, &self.device, nccl, new);
                 let (stage, accesses) = (Stage::Grow, from_mut(&mut access));
                 let ending = Ending::Inside { stage, caller };
-                return Err(match waited {
-                    Waited::Stopped => end_stopped(accesses, ending),
+                return Err(match (waited, failure()) {
+                    (Waited::Stopped, Some(failed)) => {
+                        end_all(accesses, ending, Some(&Arc::new(failed.clone())), ERROR_LIMIT);
+                        failed
+                    }
+                    (Waited::Stopped, None) => end_stopped(accesses, ending),
                     _ => end_overdue(accesses, stage, backoff.waited(), ending),
                 });
             }
         };
-        let shared = |comm| self.shared(nccl, names, order, Ownership::Owned, comm, meeting);
+        let connecting = Some(Arc::clone(connecting));
+        let shared = |comm| self.shared(nccl, names, order, Ownership::Owned, comm, meeting, connecting);
         if let Err(error) = answer {
             if let Some(comm) = new.comm() {
-                end_all(from_mut(&mut shared(comm).access()?), Ending::Pending, None, GRACE);
+                end_all(from_mut(&mut shared(comm).access_to_end()?), Ending::Pending, None, GRACE);
             }
             return Err(handle_error(from_mut(&mut access), Stage::Grow, error));
         }
         drop(access);
         let created = match new.comm() {
-            Some(comm) => Communicator::finish_connecting(shared(comm), &backoff),
+            Some(comm) => Communicator::finish_connecting(shared(comm), backoff),
             None => Err(CommError::NoCommunicator { call: Stage::Grow.call() }),
         };
         created.inspect_err(|error| {

@@ -15,7 +15,7 @@ use crate::communicator::order::CommOrder;
 use crate::ffi::handles::{CommHandle, RegistrationHandle, WindowHandle};
 use crate::ffi::library::Nccl;
 use crate::rendezvous::unique_id::UniqueId;
-use crate::watchdog::{self, ERROR_LIMIT, MeetingId, WatchSettings, WatchdogMode, Watched};
+use crate::watchdog::{self, Connecting, ERROR_LIMIT, Failure, MeetingId, WatchSettings, WatchdogMode, Watched};
 use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -63,6 +63,8 @@ pub(super) struct Shared {
     pub(super) revoke_requested: AtomicBool,
     /// The meeting of its processes, if any.
     pub(super) meeting: Option<MeetingId>,
+    /// The announcement of its creation; `None` if it is borrowed.
+    pub(super) connecting: Option<Arc<Connecting>>,
     pub(super) watch_settings: WatchSettings,
     /// The watchdog's view of the communicator; set once it is ready.
     pub(super) watched: OnceLock<Arc<Watched>>,
@@ -178,6 +180,11 @@ impl Shared {
         self.access_even_revoked()
     }
 
+    /// Like [`access`](Self::access), for a communicator that is being created and that the caller ends if another rank has failed.
+    pub(super) fn access_to_end(&self) -> Result<Access<'_>, CommError> {
+        self.access_even_revoked_with(lock(&self.inner))
+    }
+
     pub(super) fn check_failure(&self) -> Result<(), CommError> {
         let Some(failed) = self.failure() else { return Ok(()) };
         self.wait_for_end();
@@ -188,7 +195,9 @@ impl Shared {
     /// fails all of its communicators at the same moment, so a program that drops them one by one waits once. A program that exits
     /// immediately would unload libraries under the aborting thread. After the interval, the watchdog ends the process if necessary.
     fn wait_for_end(&self) {
-        let since_failure = self.watched().since_failure().unwrap_or_default();
+        // A communicator that is being created ends in the call that creates it.
+        let Some(watched) = self.watched.get() else { return };
+        let since_failure = watched.since_failure().unwrap_or_default();
         let backoff = Backoff::new(ERROR_LIMIT.saturating_sub(since_failure));
         while !self.is_ended() && backoff.pause() {}
     }
@@ -257,9 +266,24 @@ impl Shared {
         if self.state() == CommState::Revoked { Err(self.gone()) } else { Ok(()) }
     }
 
-    /// Returns the error with which the watchdog ended the communicator, if any.
+    /// Returns the error with which the watchdog ended the communicator or its creation, if any.
     pub(super) fn failure(&self) -> Option<CommError> {
-        Some(CommError::Failed(Arc::clone(self.watched.get()?.failure()?)))
+        let failure = match self.watched.get() {
+            Some(watched) => watched.failure(),
+            None => self.connection_failure(),
+        };
+        Some(CommError::Failed(Arc::clone(failure?)))
+    }
+
+    /// Returns the failure of another rank for which the creation of the communicator must end.
+    fn connection_failure(&self) -> Option<&Arc<Failure>> {
+        self.connecting.as_ref()?.failure()
+    }
+
+    /// Returns `true` if a thread that waits inside a call must end the communicator.
+    pub(super) fn is_abort_requested(&self) -> bool {
+        let is_creation_over = || self.watched.get().is_none() && self.connection_failure().is_some();
+        self.abort_requested.load(Ordering::Acquire) || is_creation_over()
     }
 
     /// Returns the time limit of this crate's waits for other ranks. It is unlimited if the watchdog ends the waits, because the watchdog

@@ -6,6 +6,7 @@
 //! status, but without the other handlers.
 
 use crate::ffi::driver;
+use std::sync::mpsc::channel;
 use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::time::Duration;
 
@@ -64,8 +65,21 @@ impl Drop for Unfinished {
 fn finish(status: i32) {
     wait(REPORT_LIMIT, |counts| counts.reports > 0);
     if wait(ENDING_LIMIT, |counts| counts.endings > 0) {
-        driver::flush_output();
+        flush_output();
         driver::exit_now(status);
+    }
+}
+
+/// Writes the C library's buffered output, for at most [`REPORT_LIMIT`]: its reader may be gone, and another thread may hold its lock.
+fn flush_output() {
+    let (sender, flushed) = channel();
+    let started = std::thread::Builder::new().spawn(move || {
+        driver::flush_output();
+        // After the time limit, the process has ended.
+        let _heard = sender.send(());
+    });
+    if started.is_ok() {
+        let _in_time = flushed.recv_timeout(REPORT_LIMIT);
     }
 }
 

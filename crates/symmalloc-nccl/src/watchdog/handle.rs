@@ -1,14 +1,15 @@
 //! The interface through which other threads send requests to the watchdog's thread.
 
 use crate::rendezvous::unique_id::UniqueId;
+use crate::watchdog::connecting::Connecting;
 use crate::watchdog::watched::{Identity, MeetingId};
 use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
-use symmalloc_watchdog::{FailureReport, Lifeline, Member, RankId};
+use symmalloc_watchdog::{FailureReport, Lifeline, Member};
 
 /// Longest time for which other threads wait for the watchdog's answer.
 pub(super) const COMMAND_LIMIT: Duration = Duration::from_secs(1);
@@ -19,10 +20,12 @@ pub(super) enum Command {
     Met(MeetingId, Box<Lifeline>),
     /// A communicator was created.
     Watch(Identity),
-    /// This process is about to create this communicator.
-    Expect(Option<MeetingId>, RankId),
+    /// This process is creating a communicator.
+    Expect(Arc<Connecting>),
     /// The communicator was created, or will not be.
-    Withdraw(Option<MeetingId>, RankId),
+    Withdraw(Arc<Connecting>),
+    /// This process failed to create the communicator.
+    FailToConnect(Arc<Connecting>, FailureReport),
     /// A communicator was destroyed normally.
     Leave(Identity),
     /// A communicator was ended because of an error.

@@ -10,7 +10,9 @@ use crate::watchdog::settings::{MODE_VARIABLE, WatchdogMode};
 use crate::watchdog::watched::{self, Watched};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
+use symmalloc_files::write_stderr;
 
 /// Exit code with which the watchdog ends a process that cannot continue: an NCCL kernel waits for a missing rank and cannot be stopped.
 pub const FAILURE_EXIT_CODE: i32 = 86;
@@ -22,8 +24,15 @@ const END_LIMIT: Duration = Duration::from_secs(2);
 /// returns under a kernel that it cannot stop.
 pub(crate) const ERROR_LIMIT: Duration = Duration::from_millis(1500);
 
+/// Longest time for which the end of the process waits for its message: standard error may have no reader.
+const MESSAGE_LIMIT: Duration = Duration::from_millis(250);
+
+/// Longest time for writing the report to standard error. `exit` waits for it too.
+const REPORT_LIMIT: Duration = Duration::from_secs(1);
+
 /// Responds on separate threads, because each part may block indefinitely.
 pub(super) fn begin(watched: &Arc<Watched>, failure: &Arc<Failure>) {
+    ensure_end(watched);
     let (of_end, cause) = (Arc::clone(watched), Arc::clone(failure));
     spawn(move || {
         if let Some(communicator) = of_end.communicator() {
@@ -42,8 +51,6 @@ pub(super) fn begin(watched: &Arc<Watched>, failure: &Arc<Failure>) {
             let _panicked = catch_unwind(AssertUnwindSafe(|| callback(&cause)));
         });
     }
-    let (watched, failure) = (Arc::clone(watched), Arc::clone(failure));
-    spawn(move || ensure_end(&watched, &failure));
 }
 
 fn spawn(job: impl FnOnce() + Send + 'static) {
@@ -54,35 +61,54 @@ fn spawn(job: impl FnOnce() + Send + 'static) {
 
 fn report(failure: &Failure) {
     let communicator = &*failure.communicator;
-    tracing::error!(name: "communicator.failed", target: "symmalloc", communicator, %failure);
+    // The program's subscriber may panic, for example because standard error is closed.
+    let _panicked = catch_unwind(AssertUnwindSafe(|| {
+        tracing::error!(name: "communicator.failed", target: "symmalloc", communicator, %failure);
+    }));
     let written = match write_flight_record(&failure.to_string()) {
         Ok(path) => format!("the flight record is {}", path.display()),
         Err(error) => format!("there is no flight record: {error}"),
     };
-    eprintln!("symmalloc: {failure}; {written}");
+    write_stderr(&format!("symmalloc: {failure}; {written}\n"), REPORT_LIMIT);
 }
 
-/// Ends the process if the communicator does not end in time.
-fn ensure_end(watched: &Watched, failure: &Failure) {
-    let begun = Instant::now();
-    loop {
-        let Some(communicator) = watched.communicator() else { return };
-        if communicator.is_ended() {
-            return;
-        }
-        if begun.elapsed() > END_LIMIT {
-            break;
-        }
-        std::thread::sleep(POLL_INTERVAL / 4);
-    }
-    // A thread of this crate that hangs in NCCL is harmless, but a spinning kernel occupies the device and blocks `exit`.
-    if watched.settings().mode() != WatchdogMode::Exit || watched.flight().is_off_device() {
+/// Ends the process if the communicator, whose end has begun, does not end within [`END_LIMIT`]. Keeps the communicator until then, because
+/// the program may drop it and then wait for its streams.
+pub(crate) fn ensure_end(watched: &Arc<Watched>) {
+    let Some(communicator) = watched.communicator() else { return };
+    if watched.settings().mode() != WatchdogMode::Exit || !watched.take_end() {
         return;
     }
-    eprintln!(
+    let watched = Arc::clone(watched);
+    spawn(move || {
+        let begun = Instant::now();
+        while !communicator.is_ended() {
+            if begun.elapsed() > END_LIMIT {
+                end_process(&watched);
+                return;
+            }
+            std::thread::sleep(POLL_INTERVAL / 4);
+        }
+    });
+}
+
+/// Ends the process unless all work on the device has completed. A thread of this crate that hangs in NCCL is harmless, but a spinning
+/// kernel occupies the device and blocks `exit`.
+fn end_process(watched: &Watched) {
+    if watched.flight().is_off_device() {
+        return;
+    }
+    let message = format!(
         "symmalloc: communicator \"{}\" cannot be ended: an NCCL kernel waits indefinitely. The process exits with \
-         {FAILURE_EXIT_CODE}; {MODE_VARIABLE}=abort prevents that",
-        failure.communicator
+         {FAILURE_EXIT_CODE}; {MODE_VARIABLE}=abort prevents that\n",
+        watched.identity().name
     );
+    let (sender, written) = channel();
+    spawn(move || {
+        write_stderr(&message, MESSAGE_LIMIT);
+        // After the time limit, the process has ended.
+        let _heard = sender.send(());
+    });
+    let _in_time = written.recv_timeout(MESSAGE_LIMIT);
     crate::ffi::driver::exit_now(FAILURE_EXIT_CODE);
 }

@@ -4,6 +4,7 @@
 use crate::communicator::threads;
 use crate::rendezvous::unique_id::UniqueId;
 use crate::watchdog::clock::{POLL_INTERVAL, Tick};
+use crate::watchdog::connecting::Connecting;
 use crate::watchdog::failure::FailureCause;
 use crate::watchdog::handle::{COMMAND_LIMIT, Command, Handle};
 use crate::watchdog::judgment::Judgment;
@@ -18,7 +19,9 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
-use symmalloc_watchdog::{Connection, FailureReport, Lifeline, Member, PeerEvent, ProcessId, RankId, SILENT_AFTER};
+use symmalloc_watchdog::{
+    Connection, Departure, FailureReport, Lifeline, Member, PeerEvent, ProcessId, RankId, SILENT_AFTER,
+};
 
 /// Longest time to wait for news of other ranks after an error of NCCL or the driver, which often means that another rank is gone.
 pub(crate) const ATTRIBUTION_LIMIT: Duration = Duration::from_millis(500);
@@ -63,19 +66,26 @@ pub(crate) fn watch(watched: &Arc<Watched>) {
     }
 }
 
-/// Announces that this process is about to create this communicator. On return, the other ranks know about it, and are notified if it
-/// fails.
-pub(crate) fn announce_pending(meeting: Option<MeetingId>, rank: RankId) {
+/// Announces that this process is creating a communicator. On return, the other ranks know about it, and are notified if it fails.
+pub(super) fn announce_pending(connecting: &Arc<Connecting>) {
     if let Some(watchdog) = watchdog() {
-        watchdog.command(Command::Expect(meeting, rank));
+        watchdog.command(Command::Expect(Arc::clone(connecting)));
         watchdog.flush(COMMAND_LIMIT);
     }
 }
 
 /// Withdraws the announcement, because the communicator is watched or will not be created.
-pub(crate) fn withdraw_pending(meeting: Option<MeetingId>, rank: RankId) {
+pub(super) fn withdraw_pending(connecting: &Arc<Connecting>) {
     if let Some(watchdog) = watchdog() {
-        watchdog.command(Command::Withdraw(meeting, rank));
+        watchdog.command(Command::Withdraw(Arc::clone(connecting)));
+    }
+}
+
+/// Notifies the other ranks that this process failed to create the communicator. On return, the notification has been sent.
+pub(super) fn fail_pending(connecting: &Arc<Connecting>, report: FailureReport) {
+    if let Some(watchdog) = watchdog() {
+        watchdog.command(Command::FailToConnect(Arc::clone(connecting), report));
+        watchdog.flush(COMMAND_LIMIT);
     }
 }
 
@@ -128,6 +138,8 @@ struct WatchdogThread {
     delays: BTreeMap<RankId, Delay>,
     /// Communicators that may contain a stopped process.
     suspects: BTreeMap<RankId, Suspicion>,
+    /// Communicators that are being created.
+    connecting: BTreeMap<RankId, Arc<Connecting>>,
 }
 
 /// A question to the hub that finds the ranks of a stopped process in a communicator.
@@ -157,6 +169,7 @@ impl WatchdogThread {
             joined: BTreeMap::new(),
             delays: BTreeMap::new(),
             suspects: BTreeMap::new(),
+            connecting: BTreeMap::new(),
         }
     }
 
@@ -212,26 +225,31 @@ impl WatchdogThread {
                     let alone = Lifeline::new(ProcessId(0), 1, Vec::new(), now);
                     self.lifelines.extend(alone.ok().map(|alone| (None, alone)));
                 }
-                self.with_lifeline(&identity, |lifeline| lifeline.endpoint().join(identity.rank_id(), now));
+                self.with_lifeline(identity.meeting, |lifeline| lifeline.endpoint().join(identity.rank_id(), now));
             }
-            Command::Expect(meeting, rank) => {
-                if let Some(lifeline) = self.lifelines.get_mut(&meeting) {
-                    lifeline.endpoint().join(rank, now);
-                    lifeline.turn(now);
-                }
+            Command::Expect(connecting) => {
+                self.with_lifeline(connecting.meeting(), |lifeline| lifeline.endpoint().join(connecting.rank(), now));
+                self.connecting.insert(connecting.rank(), connecting);
             }
-            Command::Withdraw(meeting, rank) => {
-                if let Some(lifeline) = self.lifelines.get_mut(&meeting) {
-                    lifeline.endpoint().withdraw(rank, now);
-                    lifeline.turn(now);
-                }
+            Command::Withdraw(connecting) => {
+                self.connecting.remove(&connecting.rank());
+                self.with_lifeline(connecting.meeting(), |lifeline| {
+                    lifeline.endpoint().withdraw(connecting.rank(), now);
+                });
+            }
+            Command::FailToConnect(connecting, report) => {
+                self.with_lifeline(connecting.meeting(), |lifeline| {
+                    lifeline.endpoint().fail(connecting.rank(), &report, now);
+                });
             }
             Command::Leave(identity) => {
                 self.joined.remove(&identity.rank_id());
-                self.with_lifeline(&identity, |lifeline| lifeline.endpoint().leave(identity.rank_id(), now));
+                self.with_lifeline(identity.meeting, |lifeline| lifeline.endpoint().leave(identity.rank_id(), now));
             }
             Command::Fail(identity, report) => {
-                self.with_lifeline(&identity, |lifeline| lifeline.endpoint().fail(identity.rank_id(), &report, now));
+                self.with_lifeline(identity.meeting, |lifeline| {
+                    lifeline.endpoint().fail(identity.rank_id(), &report, now)
+                });
             }
             Command::Members(identity, answer) => {
                 let members = self.members(&identity);
@@ -243,9 +261,9 @@ impl WatchdogThread {
         }
     }
 
-    /// Calls `act` with a communicator's lifeline and sends its messages immediately.
-    fn with_lifeline<T>(&mut self, identity: &Identity, act: impl FnOnce(&mut Lifeline) -> T) -> Option<T> {
-        let lifeline = self.lifelines.get_mut(&identity.meeting)?;
+    /// Calls `act` with the lifeline of a meeting and sends its messages immediately.
+    fn with_lifeline<T>(&mut self, meeting: Option<MeetingId>, act: impl FnOnce(&mut Lifeline) -> T) -> Option<T> {
+        let lifeline = self.lifelines.get_mut(&meeting)?;
         let answer = act(lifeline);
         lifeline.turn(Tick::now().time());
         Some(answer)
@@ -286,31 +304,51 @@ impl WatchdogThread {
 
     /// Receives the state of other processes.
     fn receive_events(&mut self, watched: &[Arc<Watched>]) {
-        let mut events = Vec::new();
-        for lifeline in self.lifelines.values_mut() {
+        let (mut events, mut departures) = (Vec::new(), Vec::new());
+        for (meeting, lifeline) in &mut self.lifelines {
             lifeline.turn(Tick::now().time());
-            events.extend(lifeline.endpoint().take_events());
+            let processes = lifeline.processes();
+            events.extend(lifeline.endpoint().take_events().into_iter().map(|event| (*meeting, processes, event)));
+            departures.extend(lifeline.take_departures());
         }
-        for event in events {
-            let (of, cause) = match event {
+        log_departures(departures);
+        for (meeting, processes, event) in events {
+            match event {
                 PeerEvent::Gone { rank, departure, after } => {
-                    (rank, FailureCause::RankGone { rank: rank.rank, departure, after })
+                    self.end_with(rank, &FailureCause::RankGone { rank: rank.rank, departure, after }, watched);
                 }
-                PeerEvent::Failed { rank, report } => (rank, FailureCause::RankFailed { rank: rank.rank, report }),
-                _ => continue,
-            };
-            let others = watched.iter().filter(|one| {
-                let own = one.identity().rank_id();
-                own.communicator == of.communicator && own != of
-            });
-            for one in others {
-                match &cause {
-                    _ if !one.is_closed() => self.end(one, cause.clone(), Duration::ZERO),
-                    FailureCause::RankGone { .. } => one.note_peer_lost(),
-                    _ => {}
+                PeerEvent::Failed { rank, report } => {
+                    self.end_with(rank, &FailureCause::RankFailed { rank: rank.rank, report }, watched);
                 }
-                self.suspect_others(one, &cause, watched);
+                PeerEvent::NeverJoined { process, departure } => {
+                    // In a communicator of all processes, ranks have the numbers of their processes.
+                    let cause = FailureCause::RankGone { rank: process.0, departure, after: None };
+                    let is_missed = |of: Option<MeetingId>, ranks: u32| of == meeting && ranks == processes;
+                    let connecting = self.connecting.values();
+                    connecting
+                        .filter(|it| is_missed(it.meeting(), it.ranks().unwrap_or(0)))
+                        .for_each(|it| it.fail(cause.clone()));
+                    let own = |one: &Watched| (one.identity().meeting, one.identity().ranks);
+                    for one in watched.iter().filter(|one| !one.is_closed() && is_missed(own(one).0, own(one).1)) {
+                        self.end(one, cause.clone(), Duration::ZERO);
+                    }
+                }
+                _ => {}
             }
+        }
+    }
+
+    /// Ends the communicators that have this rank of another process, and their creation.
+    fn end_with(&mut self, of: RankId, cause: &FailureCause, watched: &[Arc<Watched>]) {
+        let has_rank = |own: RankId| own.communicator == of.communicator && own != of;
+        self.connecting.values().filter(|it| has_rank(it.rank())).for_each(|it| it.fail(cause.clone()));
+        for one in watched.iter().filter(|one| has_rank(one.identity().rank_id())) {
+            match cause {
+                _ if !one.is_closed() => self.end(one, cause.clone(), Duration::ZERO),
+                FailureCause::RankGone { .. } => one.note_peer_lost(),
+                _ => {}
+            }
+            self.suspect_others(one, cause, watched);
         }
     }
 
@@ -323,7 +361,7 @@ impl WatchdogThread {
         for one in watched.iter().filter(|one| one.failure().is_none()) {
             let identity = one.identity();
             if identity.rank_id() != of.identity().rank_id() {
-                self.with_lifeline(identity, |lifeline| lifeline.endpoint().ask(identity.id, asked.time()));
+                self.with_lifeline(identity.meeting, |lifeline| lifeline.endpoint().ask(identity.id, asked.time()));
                 self.suspects.insert(identity.rank_id(), Suspicion { asked, silent });
             }
         }
@@ -335,7 +373,7 @@ impl WatchdogThread {
         let Some(Suspicion { asked, silent }) = self.suspects.get(&rank).copied() else { return };
         let has_answer =
             |lifeline: &mut Lifeline| lifeline.endpoint().has_answer(identity.id, asked.time(), now.time());
-        if self.with_lifeline(identity, has_answer) == Some(false) {
+        if self.with_lifeline(identity.meeting, has_answer) == Some(false) {
             return;
         }
         self.suspects.remove(&rank);
@@ -374,7 +412,7 @@ impl WatchdogThread {
             Some(Delay::Paused(from, time)) if now.since(*from) < *time => return,
             Some(Delay::Asked(asked)) => *asked,
             _ => {
-                self.with_lifeline(identity, |lifeline| lifeline.endpoint().ask(identity.id, now.time()));
+                self.with_lifeline(identity.meeting, |lifeline| lifeline.endpoint().ask(identity.id, now.time()));
                 self.delays.insert(rank, Delay::Asked(now));
                 now
             }
@@ -382,7 +420,7 @@ impl WatchdogThread {
         let has_answer =
             |lifeline: &mut Lifeline| lifeline.endpoint().has_answer(identity.id, asked.time(), now.time());
         // Without connections, there is no hub that could answer.
-        if self.with_lifeline(identity, has_answer) == Some(false) {
+        if self.with_lifeline(identity.meeting, has_answer) == Some(false) {
             return;
         }
         match Judgment::new(identity, &unfinished, &self.members(identity)) {
@@ -410,8 +448,22 @@ impl WatchdogThread {
         let collective = missed.or_else(|| Some(flight.unfinished(now)?.first));
         if let Some(failure) = watched.fail(cause.with_parent_ranks(), collective, waited) {
             let (identity, report) = (watched.identity(), failure.report());
-            self.with_lifeline(identity, |lifeline| lifeline.endpoint().fail(identity.rank_id(), &report, now.time()));
+            self.with_lifeline(identity.meeting, |lifeline| {
+                lifeline.endpoint().fail(identity.rank_id(), &report, now.time())
+            });
             response::begin(watched, &failure);
         }
     }
+}
+
+/// Logs processes that are gone, on another thread: the program's subscriber may block or panic.
+fn log_departures(departures: Vec<(ProcessId, Departure)>) {
+    if departures.is_empty() {
+        return;
+    }
+    let _started = threads::run(move || {
+        for (process, departure) in departures {
+            tracing::warn!(name: "peer.gone", target: "symmalloc", process = process.0, %departure);
+        }
+    });
 }

@@ -66,6 +66,8 @@ pub(crate) struct Watched {
     peer_lost: OnceLock<Instant>,
     /// `true` once the communicator was destroyed or ended because of an error. It is then no longer checked.
     is_closed: AtomicBool,
+    /// `true` once a thread ensures that the communicator ends.
+    is_end_ensured: AtomicBool,
     /// Pending events in its streams.
     marks: Mutex<Marks>,
     /// An error that the marker thread detected, with its time.
@@ -82,6 +84,7 @@ impl Watched {
             failure: OnceLock::new(),
             peer_lost: OnceLock::new(),
             is_closed: AtomicBool::new(false),
+            is_end_ensured: AtomicBool::new(false),
             marks: Mutex::default(),
             error: Mutex::default(),
             communicator,
@@ -129,6 +132,11 @@ impl Watched {
     /// Stops checking the communicator for stalls.
     pub(crate) fn close(&self) {
         self.is_closed.store(true, Ordering::Release);
+    }
+
+    /// Returns `true` for the first caller, which must ensure that the communicator ends.
+    pub(super) fn take_end(&self) -> bool {
+        !self.is_end_ensured.swap(true, Ordering::AcqRel)
     }
 
     pub(super) fn marks(&self) -> MutexGuard<'_, Marks> {

@@ -1,5 +1,6 @@
 //! Tests with ranks as processes that die, stop, skip collectives or are slow, on the stubs.
 
+mod endings;
 mod programs;
 mod several;
 mod stops;

@@ -8,6 +8,7 @@ use crate::communicator::registration::deregister_all;
 use crate::communicator::shared::{Ownership, Shared, lock};
 use crate::communicator::threads::{KeepAlive, Waited, start, wait_for};
 use crate::ffi::handles::CommHandle;
+use crate::watchdog::at_exit::Unfinished;
 use crate::watchdog::{self, ERROR_LIMIT};
 use std::slice::from_mut;
 use std::sync::Arc;
@@ -42,7 +43,13 @@ impl Shared {
         // Even after a failure, the communicator must not be used again.
         lock(&self.life).end(CommState::Destroyed, None);
         self.watched().close();
-        let caller = start(&self.device, kept, move || calls.destroy(comm));
+        // If the call does not return, the handlers of `exit` would wait for it or crash.
+        let unfinished = Unfinished::ending();
+        let caller = start(&self.device, kept, move || {
+            let outcome = calls.destroy(comm);
+            drop(unfinished);
+            outcome
+        });
         // NCCL's proxy thread, which this call joins, waits for the proxies of all peers.
         let watched = self.watched();
         let is_peer_lost =
