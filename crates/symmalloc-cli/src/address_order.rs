@@ -1,8 +1,8 @@
-//! PyTorch's rule, for comparison: free blocks in address order, and events polled on the host.
+//! The rule of PyTorch 2.11, for comparison: free blocks in address order, and events polled on the host.
 //!
 //! This models PyTorch 2.11's caching allocator (`c10/cuda/CUDACachingAllocator.cpp`) closely enough to make the same placements
 //! and reserve the same memory. It shows, next to our allocator and on the same trace, how two properties of that allocator
-//! make ranks differ:
+//! make ranks differ. PyTorch 2.12 and later order free blocks by a counter, and still poll:
 //!
 //! ```text
 //! free blocks   ordered by (stream, size, ADDRESS)      the driver returns different addresses on each rank
@@ -63,7 +63,7 @@ pub(crate) struct ModelChange {
     pub(crate) size_bytes: u64,
 }
 
-/// One rank of a job under PyTorch's rule. See the [module documentation](self).
+/// One rank of a job under the rule of PyTorch 2.11. See the [module documentation](self).
 #[derive(Debug)]
 pub struct AddressOrder {
     rules: ModelRules,

@@ -33,7 +33,7 @@ const REPLAY_EXAMPLES: &str = "\
 Examples:
   symmalloc replay snapshot.pickle                      a PyTorch job on 8 ranks, compared with PyTorch's own rule
   symmalloc replay snapshot.pickle.gz --ranks 64 --seed 3 --json
-  symmalloc replay snapshot.pickle --order address --segments fixed      PyTorch's rule alone: exits with 3
+  symmalloc replay snapshot.pickle --order address --segments fixed      PyTorch 2.11's rule alone: exits with 3
   symmalloc replay job.trace --record rank0.trace.zst   our decisions, for `symmalloc diff`
   symmalloc replay job.trace --plan job.plan            every rank follows a plan written by `symmalloc plan`
 
@@ -53,7 +53,7 @@ JSON: an array with one object per trace. Ops and allocations are counted from 0
   digest                16 hex digits over all (op, decision) of rank 0's first pass; null with --order address
   lived_before, lived_before_bytes    allocations that were live when the recording began, and their bytes
   is_overwritten        true if the recording lost its oldest entries (PyTorch snapshots with a mark for it)
-  pytorch               the same job under the model of PyTorch's rule, on at most 8 ranks, with expandable segments and with
+  pytorch               the same job under the model of PyTorch 2.11, on at most 8 ranks, with expandable segments and with
                         fixed ones, PyTorch's default: objects with the keys from ranks to segment_count; empty with --order address
   planned_ops_share     allocations placed by the plan, divided by all allocations of at least one byte, over all passes;
                         null without a plan
@@ -313,7 +313,7 @@ pub(crate) struct ReplayArgs {
     /// Ranks to simulate
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=RANKS_MAX))]
     pub(crate) ranks: u32,
-    /// Order of free blocks: our rule, or the model of PyTorch's
+    /// Order of free blocks: our rule, or the model of PyTorch 2.11's
     #[arg(long)]
     pub(crate) order: Option<Order>,
     #[command(flatten)]

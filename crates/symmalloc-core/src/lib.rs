@@ -1,10 +1,10 @@
 //! A deterministic caching device allocator: the same program gets the same placements on every rank.
 //!
-//! GPU runtimes cache device memory because the driver is slow. A typical caching allocator picks free blocks by
-//! *address* and polls events to find out what is free. The n-th allocation of a program can therefore get a different
-//! placement on each rank, which breaks everything that relies on equal offsets: NCCL's symmetric windows, captured
-//! graphs, reproducible bugs. This allocator decides from the program alone: by size, by the age of the backing memory,
-//! and by offset. Nothing that can differ between machines influences a decision.
+//! GPU runtimes cache device memory because the driver is slow. A typical caching allocator polls events to find out what
+//! is free, and many pick free blocks by *address*: RMM's pool, and PyTorch up to 2.11. The n-th allocation of a program can
+//! therefore get a different placement on each rank, which breaks everything that relies on equal offsets: NCCL's symmetric
+//! windows, captured graphs, reproducible bugs. This allocator decides from the program alone: by size, by the age of the
+//! backing memory, and by offset. Nothing that can differ between machines influences a decision.
 //! The crate does not depend on CUDA and contains no `unsafe`. It takes memory from a [`Backend`]; `symmalloc-sim`
 //! simulates one.
 //!

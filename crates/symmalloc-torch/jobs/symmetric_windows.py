@@ -5,6 +5,7 @@
 
 Eight tensors of 1 MiB are in four segments of 2 MiB, each a window. NCCL finds a peer's buffer at (window, own offset) without
 a check. Even ranks get their segments at ascending addresses and odd ranks at descending ones, which can happen in any program.
+PyTorch up to 2.11 orders free blocks by (size, address). Later versions order them by (size, age of the segment, address), and pass.
 To cause it, the script reserves address ranges and frees them one by one in that order, while the pool creates its segments.
 
 first round     t0 t1 | t2 t3 | t4 t5 | t6 t7      the segments in order of creation, on every rank

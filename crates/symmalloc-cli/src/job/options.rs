@@ -12,7 +12,7 @@ pub enum Order {
     /// By size, sequence and offset; other streams' uses are fenced (symmalloc)
     #[default]
     Sequence,
-    /// By size and address; events are polled (the model of PyTorch)
+    /// By size and address; events are polled (the model of PyTorch 2.11)
     Address,
 }
 

@@ -146,7 +146,7 @@ impl Screen<'_> {
             vec![format!("{ranks} of seed {}, each with its own addresses, event timing, handles.", self.seed)];
         let columns = || std::iter::once(&self.finding.outcome).chain(self.others);
         if columns().any(|outcome| outcome.order == Order::Address) {
-            lines.push("PyTorch (model): free blocks by address, uses by other streams found by polling.".to_owned());
+            lines.push("PyTorch (model of 2.11): blocks by address, uses by other streams by polling.".to_owned());
         }
         let limits = std::iter::once(self.config.default_pool()).chain(self.created_pools().map(|(_, config)| config));
         let has_limit =
