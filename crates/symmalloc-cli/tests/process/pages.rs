@@ -6,6 +6,7 @@ use std::fs;
 use std::path::Path;
 
 const MEASURED: &str = "docs/measured/memory.md";
+const COSTS: &str = "docs/costs.md";
 
 /// Recorded jobs: their names on the page, and for the program.
 const JOBS: [(&str, &str); 6] = [
@@ -45,7 +46,7 @@ fn rounded(value: &Value) -> String {
     format!("{:.3}", value.as_f64().unwrap())
 }
 
-/// The pages state the efficiency of every recorded job, and the front page states the lowest ones: ours with stitching,
+/// The pages state the efficiency of every recorded job, and the page of costs states the lowest ones: ours with stitching,
 /// which is the default under PyTorch, ours with shared streams, and that of PyTorch's expandable segments. Stitching
 /// reserves no more than the latter on any job.
 #[test]
@@ -75,7 +76,7 @@ fn pages_state_the_efficiencies_of_the_recorded_jobs() {
     }
     for [ours, pytorch] in [least_stitched, least_shared] {
         let cell = format!("| **{ours:.3}** | {pytorch:.3}, a model of expandable |");
-        assert!(page("README.md").contains(&cell), "README.md has no cell {cell}");
+        assert!(page(COSTS).contains(&cell), "{COSTS} has no cell {cell}");
     }
     let stitched = symmalloc("replay gnn --ranks 1 --passes 6 --json", &[]).json(0);
     let [first, six] = [&stitched[0]["first_pass"], &stitched[0]].map(|of| rounded(&of["efficiency"]));
@@ -83,7 +84,7 @@ fn pages_state_the_efficiencies_of_the_recorded_jobs() {
     assert!(page(MEASURED).contains(&sentence), "{MEASURED}: {sentence}");
 }
 
-/// The pages state the plans of all recorded jobs. The front page states the lowest efficiency, and the page about
+/// The pages state the plans of all recorded jobs. The page of costs states the lowest efficiency, and the page about
 /// plans that of `gnn`.
 #[test]
 fn pages_state_the_plans_of_the_recorded_jobs() {
@@ -122,7 +123,7 @@ fn pages_state_the_plans_of_the_recorded_jobs() {
         least = least.min(efficiency);
     }
     for (name, text) in [
-        ("README.md", format!("| **{least:.4}** | |")),
+        (COSTS, format!("| **{least:.4}** | |")),
         ("docs/plan.md", format!("live divided by planned is at least {least:.4}")),
     ] {
         assert!(page(name).contains(&text), "{name} has no {text}");
