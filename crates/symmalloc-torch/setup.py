@@ -39,12 +39,19 @@ PRELOAD = "libsymmalloc_preload.so"
 HEADER = "symmalloc.h"
 
 
-def workspace_version() -> str:
+def of_workspace(key: str) -> str:
+    """Returns a text of the workspace's `[workspace.package]`, which the crates inherit."""
     manifest = WORKSPACE / "Cargo.toml"
     if not manifest.exists():
         raise SystemExit(f"{manifest} is missing: install from a checkout of the whole repository, or from an sdist")
     package = manifest.read_text().split("[workspace.package]", 1)[1]
-    return re.search(r'^version = "(.+)"$', package, re.MULTILINE).group(1)
+    return re.search(rf'^{key} = "(.*)"$', package, re.MULTILINE).group(1)
+
+
+def urls() -> dict[str, str]:
+    """Returns the project's addresses: none until it is public."""
+    repository = of_workspace("repository")
+    return {"Repository": repository} if repository else {}
 
 
 @functools.cache
@@ -205,7 +212,8 @@ class WithLibrary(Distribution):
 
 
 setup(
-    version=workspace_version(),
+    version=of_workspace("version"),
+    project_urls=urls(),
     scripts=[PROGRAM],
     distclass=WithLibrary,
     cmdclass={
