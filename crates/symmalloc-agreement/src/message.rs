@@ -16,12 +16,14 @@
 //! otherwise 1024. Zeros fill the rest of a message, and the entries of a page after its count.
 //!
 //! Received bytes are untrusted. Every bit pattern is a valid struct. The functions that decode one return an error for a value that no
-//! rank sends, and never panic.
+//! rank sends, and never panic. Texts are escaped when they are decoded.
 
 use super::protocol::{ProtocolError, VERSION};
 use super::transport::Gathered;
+use std::borrow::Cow;
 use symmalloc_core::Digest;
 use symmalloc_core::histories::{CHECKPOINTS_MAX, NAME_BYTES_MAX};
+use symmalloc_text::visible_line;
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -120,10 +122,10 @@ impl<const BYTES: usize> Text<BYTES> {
         Text { length: (end as u16).into(), bytes }
     }
 
-    /// Returns the text, or an error if its length is too large or it is not UTF-8.
-    pub(crate) fn get(&self, rank: u32) -> Result<&str, ProtocolError> {
+    /// Returns the text as one line of visible characters, or an error if its length is too large or it is not UTF-8. Reports quote it.
+    pub(crate) fn get(&self, rank: u32) -> Result<Cow<'_, str>, ProtocolError> {
         let bytes = self.bytes.get(..self.length.get().into()).ok_or(ProtocolError::Garbled { rank })?;
-        std::str::from_utf8(bytes).map_err(|_| ProtocolError::Garbled { rank })
+        std::str::from_utf8(bytes).map(visible_line).map_err(|_| ProtocolError::Garbled { rank })
     }
 }
 
@@ -228,7 +230,7 @@ impl PolicyText {
         PolicyText { is_present: text.is_some().into(), text: Text::new(text.unwrap_or_default()) }
     }
 
-    pub(crate) fn decode(&self, rank: u32) -> Result<Option<&str>, ProtocolError> {
+    pub(crate) fn decode(&self, rank: u32) -> Result<Option<Cow<'_, str>>, ProtocolError> {
         match self.is_present {
             0 => Ok(None),
             1 => self.text.get(rank).map(Some),
@@ -354,7 +356,7 @@ mod tests {
             assert_eq!(ProbeMessage::from(digest).decode(3), Ok(digest));
         }
         for text in [None, Some(""), Some("segments:fixed")] {
-            assert_eq!(PolicyText::new(text).decode(3), Ok(text));
+            assert_eq!(PolicyText::new(text).decode(3), Ok(text.map(Cow::from)));
         }
     }
 
@@ -391,7 +393,15 @@ mod tests {
 
     #[test]
     fn a_long_text_is_truncated_at_a_character_boundary() {
-        assert_eq!(Text::<4>::new("aäää").get(3), Ok("aä"));
-        assert_eq!(Text::<4>::new("abcd").get(3), Ok("abcd"));
+        assert_eq!(Text::<4>::new("aäää").get(3), Ok("aä".into()));
+        assert_eq!(Text::<4>::new("abcd").get(3), Ok("abcd".into()));
+    }
+
+    #[test]
+    fn every_text_is_escaped_when_it_is_decoded() {
+        let (hostile, shown) = ("a\u{1b}[1m\n\u{202e}", r"a\u{1b}[1m\n\u{202e}");
+        assert_eq!(PolicyText::new(Some(hostile)).decode(3), Ok(Some(shown.into())));
+        let details = DetailsMessage { steps: Page::new([]), name: Text::new(hostile) };
+        assert_eq!(details.name.get(3), Ok(shown.into()));
     }
 }

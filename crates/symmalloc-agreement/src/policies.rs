@@ -7,6 +7,7 @@ use super::question::Ask;
 use super::ranks::RankSet;
 use super::report::{Difference, PolicyDifference};
 use super::transport::Gathered;
+use std::borrow::Cow;
 use std::collections::{BTreeMap, VecDeque};
 use symmalloc_core::units::MIB;
 
@@ -54,7 +55,7 @@ impl Policies {
         let mut texts: BTreeMap<Option<String>, RankSet> = BTreeMap::new();
         for message in messages::<PolicyText>(gathered) {
             let (rank, message) = message?;
-            texts.entry(message.decode(rank)?.map(str::to_owned)).or_default().push(rank);
+            texts.entry(message.decode(rank)?.map(Cow::into_owned)).or_default().push(rank);
         }
         if texts.len() < 2 {
             return Err(ProtocolError::Contradiction);
@@ -125,6 +126,7 @@ fn keys(text: &str) -> Vec<(String, String)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::message::{MESSAGE_BYTES, append};
 
     #[test]
     fn a_list_of_divisions_is_one_value_and_sizes_are_converted_to_bytes() {
@@ -132,6 +134,33 @@ mod tests {
         let values: Vec<&str> = keys.iter().map(|(_, value)| value.as_str()).collect();
         assert_eq!(values, ["fixed", "2097152", "[256:1,512:2,>:8]", "heap"]);
         assert_eq!(keys[1].0, "limit_bytes");
+    }
+
+    #[test]
+    fn a_report_shows_the_texts_of_ranks_on_one_line_without_hidden_characters() {
+        let hostile = [
+            "\u{1b}[31m",
+            "\u{1b}]0;title\u{7}",
+            "\r",
+            "\n  rank 0: the same",
+            "\u{9b}2J",
+            "\u{202e}",
+            "\u{200b}",
+            "\u{2028}",
+        ];
+        for text in hostile.into_iter().flat_map(|text| [format!("reclaim:{text}"), format!("{text}:heap")]) {
+            let texts = [PolicyText::new(Some("reclaim:heap")), PolicyText::new(Some(&text))];
+            let mut gathered = Vec::new();
+            texts.iter().for_each(|text| append(&mut gathered, text, MESSAGE_BYTES));
+            let outcome = Policies::default().texts(1, &Gathered::new(gathered, MESSAGE_BYTES));
+            let Ok(Next::Disagreed(Difference::Configuration(found))) = outcome else {
+                panic!("they differ in {text:?}")
+            };
+            for difference in found {
+                let report = difference.to_string();
+                assert!(!report.contains(|c: char| c == '\n' || symmalloc_text::is_hidden(c)), "{report:?}");
+            }
+        }
     }
 
     #[test]

@@ -10,7 +10,6 @@ use crate::beginning::lived_before;
 use crate::destination::{Destination, shown};
 use crate::diff::Diff;
 use crate::error::CliError;
-use crate::escape::visible_line;
 use crate::output::{self, Palette};
 use crate::picture::history::{self, Words};
 use crate::picture::memory::{Memory, has_placements, same_point};
@@ -26,6 +25,7 @@ use std::path::Path;
 use symmalloc_core::Placement;
 use symmalloc_core::config::Config;
 use symmalloc_import::rerun::{Happened, Rerun};
+use symmalloc_text::visible_line;
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::Program;
 

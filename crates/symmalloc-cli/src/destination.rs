@@ -7,7 +7,6 @@
 use crate::args::STREAM;
 use crate::content::Content;
 use crate::error::CliError;
-use crate::escape::visible_line;
 use crate::input::{is_pipe, open_pipe};
 use std::borrow::Borrow;
 use std::fs::{self, File};
@@ -17,6 +16,7 @@ use symmalloc_core::config::Config;
 use symmalloc_core::op::Record;
 use symmalloc_files::Draft;
 use symmalloc_import::compression::{Compression, Compressor};
+use symmalloc_text::visible_line;
 use symmalloc_trace::TraceWriter;
 
 /// A validated output destination.

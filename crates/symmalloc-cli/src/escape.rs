@@ -1,8 +1,4 @@
-//! Escaping of foreign text for terminals, pages and JSON.
-//!
-//! Names, file names and flight records come from other authors. A control character in them can move the cursor, recolor the
-//! screen or set a title; a bidirectional override or a zero-width character can disguise one text as another. All of these
-//! characters are shown by number: `\u{1b}`.
+//! Escaping of foreign text for terminals, pages and JSON, with the characters of [`symmalloc_text`].
 //!
 //! ```text
 //! printed text, errors ──► output ──► for_terminal
@@ -15,36 +11,7 @@ use std::collections::hash_map::RandomState;
 use std::fmt::Write;
 use std::hash::{BuildHasher, Hasher};
 use std::sync::OnceLock;
-
-/// Returns `true` if a character is invisible or changes how a terminal or a page shows others. Line breaks do not count.
-fn is_hidden(character: char) -> bool {
-    match character {
-        '\n' => false,
-        // Soft hyphen, Arabic letter mark, Mongolian vowel separator, byte order mark.
-        '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{feff}' => true,
-        // Zero-width characters and direction marks; line separators, embeddings and overrides; joiners and isolates.
-        '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' => true,
-        // Interlinear annotations, tags.
-        '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}' => true,
-        // Noncharacters, which XML cannot represent.
-        '\u{fdd0}'..='\u{fdef}' => true,
-        _ => character.is_control() || u32::from(character) & 0xfffe == 0xfffe,
-    }
-}
-
-/// Returns the text with hidden characters shown by number. Line breaks stay.
-pub(crate) fn visible(text: &str) -> Cow<'_, str> {
-    replaced(text, is_hidden, |out, character| out.extend(character.escape_unicode()))
-}
-
-/// Returns the text as one line, with hidden characters and line breaks escaped.
-pub(crate) fn visible_line(text: &str) -> Cow<'_, str> {
-    let is_replaced = |character| character == '\n' || is_hidden(character);
-    replaced(text, is_replaced, |out, character| match character {
-        '\n' => out.push_str("\\n"),
-        other => out.extend(other.escape_unicode()),
-    })
-}
+use symmalloc_text::{is_hidden, replaced, visible, visible_line};
 
 /// Escapes text for element content or an attribute.
 pub(crate) fn for_markup(text: &str) -> String {
@@ -119,21 +86,6 @@ fn mark() -> &'static str {
     })
 }
 
-fn replaced(text: &str, is_replaced: impl Fn(char) -> bool, replace: impl Fn(&mut String, char)) -> Cow<'_, str> {
-    if !text.contains(&is_replaced) {
-        return Cow::Borrowed(text);
-    }
-    let mut out = String::with_capacity(text.len() + 16);
-    for character in text.chars() {
-        if is_replaced(character) {
-            replace(&mut out, character);
-        } else {
-            out.push(character);
-        }
-    }
-    Cow::Owned(out)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -166,8 +118,6 @@ mod tests {
     #[test]
     fn hidden_characters_are_escaped_in_every_output() {
         for text in texts() {
-            assert_eq!(hidden(&visible(&text)), None, "{text:?}");
-            assert!(hidden(&visible_line(&text)).is_none() && !visible_line(&text).contains('\n'), "{text:?}");
             assert_eq!(hidden(&for_terminal(&text)), None, "{text:?}");
             let markup = for_markup(&text);
             assert!(hidden(&markup).is_none() && !markup.contains(['<', '>', '"']), "{text:?}");
@@ -175,18 +125,11 @@ mod tests {
             let shown = for_json(&document);
             assert_eq!(hidden(&shown), None, "{text:?}");
             assert_eq!(serde_json::from_str::<Value>(&shown).unwrap(), json!([text]));
-            assert_eq!(visible(&visible(&text)), visible(&text), "{text:?}");
         }
     }
 
     #[test]
-    fn hidden_characters_are_shown_by_number_and_others_stay() {
-        assert_eq!(
-            visible("a\u{1b}[31mb\u{7f}\u{85}\u{202e}\u{200b}\n"),
-            r"a\u{1b}[31mb\u{7f}\u{85}\u{202e}\u{200b}".to_owned() + "\n"
-        );
-        assert_eq!(visible_line("a\nb\tc"), r"a\nb\u{9}c");
-        assert!(matches!(visible("Gewichte, 重み, \u{1f980}, e\u{301}"), Cow::Borrowed(_)));
+    fn markup_is_escaped() {
         assert_eq!(for_markup("a<b>&\"\u{1}c"), r"a&lt;b&gt;&amp;&quot;\u{1}c");
     }
 

@@ -5,7 +5,6 @@
 use crate::args::{ReadingArgs, STREAM};
 use crate::collection;
 use crate::error::CliError;
-use crate::escape::visible_line;
 use std::fs::{self, File};
 use std::io::{self, IsTerminal, Read};
 use std::path::Path;
@@ -13,6 +12,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 use symmalloc_import::{ImportError, ImportErrorKind, ReadOptions, Recording, read_from};
+use symmalloc_text::visible_line;
 
 /// Time after which the program reports on stderr that it waits for the other end of a pipe.
 const PIPE_PATIENCE: Duration = Duration::from_secs(1);

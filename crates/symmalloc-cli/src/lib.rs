@@ -80,7 +80,8 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
             if error.use_stderr() {
                 // The message repeats arguments, which may be file names. A line break in one must not start a new line of output. The
                 // message's plain text has no styles.
-                let visible = |argument: &OsString| escape::visible_line(&argument.to_string_lossy()).into_owned();
+                let visible =
+                    |argument: &OsString| symmalloc_text::visible_line(&argument.to_string_lossy()).into_owned();
                 let text = Args::try_parse_from(arguments.iter().map(visible)).err();
                 let text = text.as_ref().unwrap_or(&error).render().to_string();
                 output::write_stderr(&text);

@@ -6,12 +6,13 @@
 
 use crate::destination::Destination;
 use crate::error::CliError;
-use crate::escape::{for_json, for_terminal, styled, visible_line};
+use crate::escape::{for_json, for_terminal, styled};
 use rustix::termios::tcgetwinsize;
 use serde_json::{Map, Value, json};
 use std::error::Error;
 use std::io::{self, IsTerminal, Write};
 use std::os::fd::AsFd;
+use symmalloc_text::visible_line;
 
 /// Version of the `--json` output. It increases when a key is removed or changes its meaning.
 pub(crate) const SCHEMA_VERSION: u32 = 1;

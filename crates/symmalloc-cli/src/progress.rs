@@ -1,8 +1,8 @@
 //! Progress bars on stderr, on terminals only.
 
-use crate::escape::visible_line;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::time::{Duration, Instant};
+use symmalloc_text::visible_line;
 
 /// Duration before a bar appears.
 const QUIET: Duration = Duration::from_secs(1);

@@ -1,7 +1,7 @@
 //! Formatting of quantities.
 
-use crate::escape::visible_line;
 use symmalloc_core::units::{Amount, KIB};
+use symmalloc_text::visible_line;
 
 /// Formats a count with commas between thousands.
 pub(crate) fn count(number: impl TryInto<u64>) -> String {

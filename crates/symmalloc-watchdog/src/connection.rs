@@ -1,6 +1,7 @@
 //! Connections between the processes of a job.
 
 use rustix::fd::{AsFd, BorrowedFd};
+use rustix::net::{SendFlags, send};
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::unix::net::UnixStream;
@@ -47,7 +48,8 @@ impl Write for Connection {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         match self {
             Connection::Tcp(stream) => stream.write(bytes),
-            Connection::Unix(stream) => stream.write(bytes),
+            // In older versions of the standard library, `UnixStream::write` raises SIGPIPE, which ends programs in C and C++.
+            Connection::Unix(stream) => Ok(send(stream, bytes, SendFlags::NOSIGNAL)?),
         }
     }
 

@@ -130,7 +130,7 @@ impl Endpoint {
     /// Announces that the rank ended its communicator because of an error. Only the first report is sent.
     pub fn fail(&mut self, rank: RankId, report: &FailureReport, now: Duration) {
         let Some(membership) = self.memberships.get_mut(&rank) else { return };
-        let report = report.clone().bounded();
+        let report = report.as_received();
         if membership.fail(&report) {
             self.say(Message::Failed { rank, report: report.clone() }, now);
             self.note(Message::RankFailed { rank, report });
@@ -316,7 +316,6 @@ impl Endpoint {
                 self.pass_on_if_own(from, &message);
             }
             Message::Failed { rank, report } => {
-                let report = report.bounded();
                 if self.roster.fail(from, rank, &report) {
                     let failed = Message::RankFailed { rank, report };
                     self.tell_others(Some(from), &failed);

@@ -1,18 +1,28 @@
 //! The messages between processes: one line of JSON each.
+//!
+//! A message is untrusted. Its texts end up in the errors and logs of every rank, so decoding escapes and truncates each of them
+//! ([`received_text`]).
 
 use crate::ids::{CommunicatorId, ProcessId, Progress, RankId};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use std::fmt;
+use symmalloc_text::visible_start_of_line;
 
 /// Length limit of a line that the hub receives. A beat has about 120 bytes for each rank of its process.
 pub(crate) const LINE_BYTES_TO_HUB_MAX: usize = 4 << 20;
 
 /// Length limit of a line that other processes receive. The hub's answer about a communicator has about 200 bytes for each rank, and a
-/// [report](REPORT_BYTES_MAX) for each rank that failed.
+/// [report](TEXT_BYTES_MAX) for each rank that failed.
 pub(crate) const LINE_BYTES_FROM_HUB_MAX: usize = 64 << 20;
 
-/// Length limit of a report; a longer one is truncated. Reports of ranks that disagree name every rank.
-pub(crate) const REPORT_BYTES_MAX: usize = 16 << 10;
+/// Length limit of a text, in particular of a report; a longer one is truncated. Reports of ranks that disagree name every rank.
+pub(crate) const TEXT_BYTES_MAX: usize = 16 << 10;
+
+/// Decodes a text of another process as one line of visible characters, which can neither control a terminal nor forge a line.
+fn received_text<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    Ok(visible_start_of_line(&text, TEXT_BYTES_MAX).into_owned())
+}
 
 /// The end of the connection to a process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,6 +34,7 @@ pub enum Departure {
     /// The connection broke: the machine or the network failed, or the process violated the protocol.
     Broken {
         /// The system's error, or the rule that the process violated.
+        #[serde(deserialize_with = "received_text")]
         error: String,
     },
     /// The process read nothing for so long that too many bytes were pending for it.
@@ -48,7 +59,8 @@ impl fmt::Display for Departure {
 /// A report of why a rank ended a communicator.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FailureReport {
-    /// The reason as text.
+    /// The reason as text. If another process sent it, it is one line without hidden characters.
+    #[serde(deserialize_with = "received_text")]
     pub text: String,
     /// The rank that caused the failure, as far as this rank knows; `None` if the cause is not another rank.
     pub first_rank: Option<u32>,
@@ -58,13 +70,10 @@ pub struct FailureReport {
 }
 
 impl FailureReport {
-    /// Returns the report with its text truncated to at most [`REPORT_BYTES_MAX`] bytes.
-    pub(crate) fn bounded(mut self) -> Self {
-        if self.text.len() > REPORT_BYTES_MAX {
-            let end = (0..=REPORT_BYTES_MAX).rev().find(|end| self.text.is_char_boundary(*end));
-            self.text.truncate(end.unwrap_or(0));
-        }
-        self
+    /// Returns the report as other processes receive it, so that all ranks have the same text.
+    pub(crate) fn as_received(&self) -> Self {
+        let text = visible_start_of_line(&self.text, TEXT_BYTES_MAX).into_owned();
+        FailureReport { text, ..*self }
     }
 }
 

@@ -3,12 +3,15 @@
 use proptest::prelude::*;
 use rustix::event::{Timespec, poll};
 use rustix::time::{ClockId, clock_gettime};
+use serde_json::{Value, json};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
-use symmalloc_watchdog::{CommunicatorId, Departure, FailureReport, Lifeline, PeerEvent, ProcessId, Progress, RankId};
+use symmalloc_watchdog::{
+    CommunicatorId, Connection, Departure, FailureReport, Lifeline, PeerEvent, ProcessId, Progress, RankId,
+};
 
 const WORLD: CommunicatorId = CommunicatorId(1);
 
@@ -207,6 +210,45 @@ fn the_hub_reports_silence_and_progress() {
     assert!(members[0].silent_ms < 600 && members[1].silent_ms < 600, "{members:?}");
     assert!(members[2].silent_ms > 1000 && members[2].departure.is_none(), "{members:?}");
     stopped.turn(now());
+}
+
+/// Blocks SIGPIPE on this thread. A blocked signal stays pending, although this process ignores it.
+fn block_sigpipe() {
+    // SAFETY: the set is initialized before it is used.
+    unsafe {
+        let mut set = std::mem::zeroed();
+        libc::sigemptyset(&raw mut set);
+        libc::sigaddset(&raw mut set, libc::SIGPIPE);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut());
+    }
+}
+
+fn is_sigpipe_pending() -> bool {
+    // SAFETY: the set is initialized before it is used.
+    unsafe {
+        let mut set = std::mem::zeroed();
+        libc::sigpending(&raw mut set);
+        libc::sigismember(&raw const set, libc::SIGPIPE) == 1
+    }
+}
+
+/// A program in C does not ignore SIGPIPE, which would end the survivors of a rank.
+#[test]
+fn a_message_to_a_process_that_ended_raises_no_signal() {
+    block_sigpipe();
+    let (unix, _) = UnixStream::pair().expect("a pair");
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let tcp = TcpStream::connect(listener.local_addr().expect("bound")).expect("listening");
+    drop(listener.accept().expect("accepted"));
+    for mut connection in [Connection::from(unix), Connection::from(tcp)] {
+        // The first write to a network socket succeeds, and the next ones report the end.
+        while let Ok(_written) = connection.write(b"{}\n") {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let error = connection.write(b"{}\n").expect_err("the other end is closed");
+        assert_eq!(error.kind(), ErrorKind::BrokenPipe);
+        assert!(!is_sigpipe_pending(), "{connection:?} raised SIGPIPE");
+    }
 }
 
 #[test]
@@ -410,19 +452,125 @@ fn a_process_with_too_much_unread_data_is_gone() {
     assert!(matches!(&events[..], [PeerEvent::Gone { departure: Departure::Stalled { .. }, .. }]), "{events:?}");
 }
 
-#[test]
-fn an_endless_report_is_truncated() {
-    let mut lifelines = job(2);
-    settle(&mut lifelines);
-    let report = FailureReport { text: "é".repeat(1 << 20), first_rank: None, stopped_ms: None };
-    lifelines[1].endpoint().fail(of_world(1), &report, now());
-    let mut events = Vec::new();
-    until(&mut lifelines, |lifelines| {
-        events.extend(lifelines[0].endpoint().take_events());
-        !events.is_empty()
+/// Text that controls a terminal, disguises other text, forges a line or fills a log, by class.
+fn hostile_texts() -> Vec<(&'static str, String)> {
+    let mut texts: Vec<(&str, String)> = [
+        ("color", "\u{1b}[31mred"),
+        ("title", "\u{1b}]0;title\u{7}"),
+        ("cursor", "\u{1b}[2J\u{1b}[H"),
+        ("overwriting", "lost\r\u{8}\u{8}found"),
+        ("NUL and DEL", "\0\u{7f}"),
+        ("C1", "\u{9b}31m\u{85}\u{90}"),
+        ("a forged line", "ended\nsymmalloc: all ranks are done"),
+        ("a forged line of Unicode", "ended\u{2028}symmalloc: done\u{2029}"),
+        ("direction", "\u{202e}desrever\u{2066}\u{200f}\u{61c}"),
+        ("zero width", "a\u{200b}b\u{feff}c\u{2060}d\u{ad}"),
+        ("tags", "\u{e0041}\u{e007f}"),
+    ]
+    .map(|(class, text)| (class, text.to_owned()))
+    .into();
+    texts.push(("too long", "é".repeat(1 << 20)));
+    texts.push(("too long once escaped", "\u{1b}".repeat(1 << 14)));
+    texts
+}
+
+/// Returns the messages of the hub, and one to the hub, that contain the text.
+fn messages_with(text: &str) -> Vec<(&'static str, Value)> {
+    let rank = json!({ "communicator": WORLD, "rank": 1 });
+    let report = json!({ "text": text, "first_rank": null });
+    let broken = json!({ "broken": { "error": text } });
+    let member = |departure: &Value, failure: &Value| {
+        json!({
+            "rank": 5, "process": 1, "progress": { "submitted": 0, "finished": 0 }, "still_ms": 0, "silent_ms": 0,
+            "departure": departure, "has_left": false, "failure": failure,
+        })
+    };
+    let told = |member: Value| json!({ "told": { "communicator": WORLD, "members": [member] } });
+    let gone = |departure: &Value, after: &Value| json!({ "gone": { "departure": departure, "ranks": [rank], "after": after } });
+    vec![
+        ("failed", json!({ "failed": { "rank": rank, "report": report } })),
+        ("rank_failed", json!({ "rank_failed": { "rank": rank, "report": report } })),
+        ("the end of a connection", gone(&broken, &Value::Null)),
+        ("an earlier report", gone(&json!("closed"), &report)),
+        ("the end of a member's connection", told(member(&broken, &Value::Null))),
+        ("a member's report", told(member(&Value::Null, &report))),
+    ]
+}
+
+/// Sends a message to a process. Returns the texts that this process then knows.
+fn texts_from(message: &Value) -> Vec<String> {
+    let (mut peer, stream) = UnixStream::pair().expect("a pair");
+    let is_to_hub = message.get("failed").is_some();
+    let (own, other) = if is_to_hub { (0, 1) } else { (2, 0) };
+    let connections = vec![(ProcessId(other), stream.into())];
+    let mut process = [Lifeline::new(ProcessId(own), 3, connections, now()).expect("set up")];
+    process[0].endpoint().join(of_world(own), now());
+    let sent = format!("{}\n{message}\n", json!({ "joined": { "rank": of_world(1) } }));
+    let (mut texts, mut reader) = (Vec::new(), peer.try_clone().expect("a socket"));
+    std::thread::scope(|scope| {
+        scope.spawn(|| peer.write_all(sent.as_bytes()).expect("sent"));
+        scope.spawn(|| std::io::copy(&mut reader, &mut std::io::sink()));
+        until(&mut process, |process| {
+            let endpoint = process[0].endpoint();
+            for event in endpoint.take_events() {
+                match event {
+                    PeerEvent::Failed { report, .. } => texts.push(report.text),
+                    PeerEvent::Gone { departure, after, .. } => {
+                        texts.push(departure.to_string());
+                        texts.extend(after.map(|report| report.text));
+                    }
+                    other => panic!("{other:?}"),
+                }
+            }
+            for member in endpoint.members(WORLD, now()) {
+                texts.extend(member.departure.map(|departure| departure.to_string()));
+                texts.extend(member.failure.map(|report| report.text));
+            }
+            !texts.is_empty()
+        });
+        drop(process);
     });
-    let [PeerEvent::Failed { report, .. }] = &events[..] else { panic!("{events:?}") };
-    assert_eq!(report.text.len(), 16 << 10);
+    texts
+}
+
+/// Returns `true` if a terminal acts on the character, ends a line after it, or does not show it.
+fn is_hostile(character: char) -> bool {
+    character.is_control()
+        || matches!(character, '\u{ad}' | '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}')
+        || matches!(character, '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{e0000}'..='\u{e007f}')
+}
+
+#[test]
+fn no_text_of_a_peer_reaches_this_process_raw_or_without_bound() {
+    for (class, text) in hostile_texts() {
+        for (kind, message) in messages_with(&text) {
+            let texts = texts_from(&message);
+            assert!(texts.iter().any(|text| text.len() > 4), "{kind} with {class} did not arrive");
+            for text in texts {
+                assert!(!text.contains(is_hostile), "{class} in {kind}: {text:?}");
+                assert!(text.len() < 17 << 10, "{class} in {kind}: {} bytes", text.len());
+            }
+        }
+    }
+}
+
+/// A rank's own report is the same on all ranks, including this one.
+#[test]
+fn an_own_report_is_sent_as_others_receive_it() {
+    for (class, text) in hostile_texts() {
+        let mut lifelines = job(2);
+        lifelines[1].endpoint().join(RankId { rank: 2, ..of_world(0) }, now());
+        settle(&mut lifelines);
+        lifelines[1].endpoint().fail(of_world(1), &FailureReport { text, first_rank: None, stopped_ms: None }, now());
+        let mut events = [Vec::new(), Vec::new()];
+        until(&mut lifelines, |lifelines| {
+            for (events, lifeline) in events.iter_mut().zip(lifelines) {
+                events.extend(lifeline.endpoint().take_events());
+            }
+            events.iter().all(|events| !events.is_empty())
+        });
+        assert_eq!(events[0], events[1], "{class}");
+    }
 }
 
 /// Pieces of messages, valid and invalid.

@@ -17,7 +17,6 @@
 //! Equal jobs give equal bytes.
 
 use super::layout::Layout;
-use crate::escape::visible_line;
 use flate2::Compression;
 use flate2::write::DeflateEncoder;
 use serde_json::json;
@@ -26,6 +25,7 @@ use std::io::Write;
 use symmalloc_core::ids::AllocationId;
 use symmalloc_core::op::Op;
 use symmalloc_import::{Stack, Stacks};
+use symmalloc_text::visible_line;
 use symmalloc_trace::replay::Program;
 
 /// Returns the compressed data, for `DecompressionStream("deflate-raw")`.

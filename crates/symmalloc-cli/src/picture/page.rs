@@ -1,8 +1,8 @@
 //! A page: one file that fetches nothing, with wide pictures for screens and paper and narrow ones for phones.
 
-use crate::escape::visible;
 use crate::explorer;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
+use symmalloc_text::visible;
 
 const STYLE: &str = "\
 :root{color-scheme:light dark;--paper:#fff;--text:#000;--faint:#444;--rule:#bbb}\

@@ -1,7 +1,8 @@
 //! A small SVG writer: shapes, text, and fills that are distinguishable without color.
 
-use crate::escape::{for_markup, visible_line};
+use crate::escape::for_markup;
 use std::fmt::Write;
+use symmalloc_text::visible_line;
 
 /// Fill of an area. Colors are from Okabe and Ito's palette, and the patterns also differ in black and white.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -26,6 +26,9 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligne
 const PROTOCOL: u64 = 1 << 32 | VERSION as u64;
 /// Rows per page.
 const PAGE_ROWS: usize = 8;
+/// Maximum number of rows of one rank. No real pool has this many windows. The bound prevents a rank from keeping the others in an
+/// exchange that never ends.
+const ROWS_MAX: u64 = 1 << 20;
 
 /// The first message of a rank. As long as a [`SyncMessage`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
@@ -191,8 +194,9 @@ pub(super) fn exchange<R: Row, E>(
         received.resize(gathered.len(), Vec::new());
         let mut longest = 0;
         for ((rank, message), received) in (0..).zip(gathered.iter()).zip(&mut received) {
-            let page = Page::<R>::read_from_bytes(message)
-                .map_err(|_| ExchangeError::Protocol(ProtocolError::Garbled { rank }))?;
+            let garbled = ExchangeError::Protocol(ProtocolError::Garbled { rank });
+            let page = Page::<R>::read_from_bytes(message).ok().filter(|page| page.total.get() <= ROWS_MAX);
+            let page = page.ok_or(garbled)?;
             let total = page.total.get() as usize;
             longest = longest.max(total);
             received.extend(page.rows.iter().take(total.saturating_sub(received.len())));
@@ -409,6 +413,13 @@ mod tests {
     fn a_page_of_another_length_is_an_error() {
         let outcome = exchange::<FindingRow, ()>(&[], |_| Ok(Gathered::new(vec![0; 16], 16)));
         assert_eq!(outcome, Err(ExchangeError::Protocol(ProtocolError::Garbled { rank: 0 })));
+    }
+
+    #[test]
+    fn a_number_of_rows_that_no_rank_has_is_an_error() {
+        let page = Page { total: u64::MAX.into(), rows: [FindingRow::new_zeroed(); PAGE_ROWS] };
+        let endless = exchange::<FindingRow, ()>(&[], |_| Ok(Gathered::new(page.as_bytes(), size_of_val(&page))));
+        assert_eq!(endless, Err(ExchangeError::Protocol(ProtocolError::Garbled { rank: 0 })));
     }
 
     #[test]

@@ -11,6 +11,9 @@ use symmalloc_watchdog::{CollectiveRecord, Departure, FailureReport};
 /// number is that in the parent; while connecting, it is the rank's own.
 pub(crate) const PENDING_COMM: u32 = 1 << 31;
 
+/// Maximum number of ranks that a message names. A peer reports the ranks, so the message must not grow with them.
+const RANKS_SHOWN: usize = 64;
+
 /// A failure for which the watchdog ended a communicator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -135,11 +138,15 @@ impl fmt::Display for FailureCause {
             FailureCause::RanksBehind { ranks } => {
                 f.write_str("ranks are alive but missed the collective:")?;
                 let mut separator = "";
-                ranks.iter().try_for_each(|(rank, submitted)| {
+                ranks.iter().take(RANKS_SHOWN).try_for_each(|(rank, submitted)| {
                     write!(f, "{separator} rank {rank}, whose last collective was {submitted}")?;
                     separator = ",";
                     Ok(())
-                })
+                })?;
+                match ranks.len().checked_sub(RANKS_SHOWN) {
+                    None | Some(0) => Ok(()),
+                    Some(more) => write!(f, ", and {more} more"),
+                }
             }
             FailureCause::RankLeft { rank } => write!(f, "rank {rank} destroyed the communicator"),
             FailureCause::PeerWaits { rank } => {
