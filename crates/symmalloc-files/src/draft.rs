@@ -1,5 +1,6 @@
 //! Drafts: files that are written under a random name next to their target and renamed once complete.
 
+use crate::signals::without_signals;
 use std::fs::{self, Permissions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -72,7 +73,7 @@ impl Draft {
 
 impl Write for Draft {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.file.write(bytes)
+        without_signals(|| self.file.write(bytes))
     }
 
     fn flush(&mut self) -> io::Result<()> {

@@ -1,4 +1,4 @@
-//! Atomic file replacement, a private folder that only the current user can write, and messages on standard error that never block.
+//! Files of a library: atomic replacement, a private folder that only the current user can write, and writes that never end the program.
 //!
 //! A program that writes to a predictable name in a shared folder is open to attack: another user plants a symbolic link there, and the
 //! program overwrites the link's target. symmalloc writes all complete files through this crate.
@@ -9,7 +9,12 @@
 //! - [`private_folder`] returns the user's folder for files without an explicit path. No third user can write it or a folder above it, so
 //!   names in it may be predictable. [`private_folder_at`] applies the same rules to a given path.
 //! - [`TemporaryFolder`] is a folder that exists for the duration of a run.
-//! - [`write_stderr`] writes a message for a process that is about to end, whether or not standard error can be written.
+//!
+//! A library's write must not end the program. Beyond the limit on file sizes, or after the reader of a pipe has gone, the system raises a
+//! signal that ends programs that do not handle it.
+//!
+//! - [`without_signals`] makes such writes return an error instead. [`Draft`] and [`write_whole`] use it.
+//! - [`say`] writes a message to standard error in this way, and never blocks for long.
 //!
 //! The crate trusts root and other processes of the same user, because both can change this process in other ways.
 //!
@@ -23,16 +28,17 @@
 //! ```
 //!
 //! # Platforms
-//! On systems other than Unix, the crate creates folders but checks neither owners nor permissions.
+//! On systems other than Unix, the crate creates folders but checks neither owners nor permissions. On systems other than Linux, writes may
+//! raise signals.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod draft;
 mod private_folder;
-#[cfg(unix)]
+mod signals;
 mod stderr;
 
 pub use draft::{Draft, write_whole};
 pub use private_folder::{PrivateFolderError, TemporaryFolder, private_folder, private_folder_at};
-#[cfg(unix)]
-pub use stderr::write_stderr;
+pub use signals::without_signals;
+pub use stderr::say;

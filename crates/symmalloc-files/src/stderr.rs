@@ -1,24 +1,33 @@
-//! Messages on standard error that can neither fail nor block the process.
-//!
-//! The reader of standard error may be gone, its disk may be full, or it may have stopped reading. `eprintln!` then panics or blocks, and
-//! would keep a process alive that is about to end because of another failure.
+//! Messages of a library on standard error.
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
-use std::time::{Duration, Instant};
+use crate::signals::without_signals;
+use std::fmt;
 
-/// Number of bytes that a pipe accepts without blocking once it is writable (POSIX's minimum of `PIPE_BUF`).
-const CHUNK_BYTES: usize = 512;
-
-/// Writes text to standard error, for at most about `limit`. Ignores errors and drops what could not be written in time.
+/// Writes a line to standard error, after the name of the project.
 ///
-/// Does not use the lock of [`std::io::stderr`], which another thread may hold while it blocks.
-pub fn write_stderr(text: &str, limit: Duration) {
-    let stderr = rustix::stdio::stderr();
-    let begun = Instant::now();
-    let mut rest = text.as_bytes();
+/// Ignores errors, and drops what cannot be written within about a second: the program may have closed standard error, its pipe may have
+/// lost its reader, its disk may be full, or nobody may read. `eprintln!` would panic or block, and in a program that does not ignore SIGPIPE
+/// or SIGXFSZ, a plain write would end the process.
+pub fn say(line: fmt::Arguments<'_>) {
+    let line = format!("symmalloc: {line}\n");
+    without_signals(|| write(line.as_bytes()));
+}
+
+/// Writes in pieces that do not block once standard error is writable. Does not use the lock of [`std::io::stderr`], which another thread
+/// may hold while it blocks.
+#[cfg(unix)]
+fn write(mut rest: &[u8]) {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    use rustix::io::Errno;
+    use std::time::{Duration, Instant};
+
+    const LIMIT: Duration = Duration::from_secs(1);
+    /// Number of bytes that a writable pipe accepts without blocking: POSIX's minimum of `PIPE_BUF`.
+    const CHUNK_BYTES: usize = 512;
+
+    let (stderr, begun) = (rustix::stdio::stderr(), Instant::now());
     while !rest.is_empty() {
-        let left = limit.saturating_sub(begun.elapsed());
+        let left = LIMIT.saturating_sub(begun.elapsed());
         let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
         let mut descriptors = [PollFd::new(&stderr, PollFlags::OUT)];
         match poll(&mut descriptors, Some(&timeout)) {
@@ -32,4 +41,11 @@ pub fn write_stderr(text: &str, limit: Duration) {
             Err(_) => return,
         }
     }
+}
+
+#[cfg(not(unix))]
+fn write(line: &[u8]) {
+    use std::io::Write;
+
+    let _unread = std::io::stderr().write_all(line);
 }

@@ -28,6 +28,7 @@ use std::time::{Duration, Instant};
 use symmalloc_core::config::Config;
 use symmalloc_core::op::Record;
 use symmalloc_core::recording::{Sink, SinkError};
+use symmalloc_files::without_signals;
 use symmalloc_trace::{TraceWriteError, TraceWriter};
 
 use crate::compression::Compressor;
@@ -303,7 +304,7 @@ impl Sink for TraceFile {
             (Arc::clone(&shared), config.clone(), self.options.flush_interval.max(Duration::from_millis(1)));
         let body = move || {
             let _leave = Leave(&taken);
-            write(&taken, file, &config, flush_interval)
+            without_signals(|| write(&taken, file, &config, flush_interval))
         };
         let thread = thread::Builder::new().name("symmalloc-trace".to_owned()).spawn(body);
         let thread = thread.map_err(|source| TraceFileError::Thread { path: self.path.clone(), source })?;

@@ -17,12 +17,13 @@ use crate::forks;
 use crate::libcuda::{self, NOT_FOUND};
 use crate::outcome::UNKNOWN;
 use crate::pools::PoolProperties;
-use crate::settings::{say, settings};
+use crate::settings::settings;
 use crate::symbols::proc_address;
 use crate::symbols::served::ServedCall;
 use std::cell::Cell;
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use symmalloc_files::say;
 
 thread_local! {
     /// `true` while this thread is inside a served call. libcuda's nested calls are passed through.

@@ -3,13 +3,14 @@
 use crate::context::Context;
 use crate::libcuda::{self, Driver};
 use crate::pools::{MemPool, PoolRole};
-use crate::settings::{Settings, say, settings};
+use crate::settings::{Settings, settings};
 use crate::{forks, peers, recordings};
 use std::ffi::c_int;
 use std::sync::{Mutex, PoisonError};
 use symmalloc_core::Retry;
 use symmalloc_core::errors::TrimError;
 use symmalloc_cuda::{CudaAllocator, CudaDevice, CudaError};
+use symmalloc_files::say;
 
 /// Returns the calling thread's current context, if it is served.
 #[inline]

@@ -4,13 +4,14 @@
 
 use crate::context::Context;
 use crate::live::LIVE;
-use crate::settings::{Settings, rank, say, settings};
+use crate::settings::{Settings, rank, settings};
 use crate::{forks, recordings, tally, watch};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::sync::{Mutex, Once, PoisonError};
 use symmalloc_core::PoolId;
+use symmalloc_files::say;
 
 /// Maximum number of leak sizes that are reported.
 const LEAK_SIZES_MAX: usize = 100;

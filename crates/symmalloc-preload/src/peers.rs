@@ -27,7 +27,7 @@ pub(crate) fn grant_to(context: &'static Context) {
     let granted = GRANTED.lock().unwrap_or_else(PoisonError::into_inner).clone();
     for (_, device) in granted.into_iter().filter(|(raw, _)| *raw == context.raw()) {
         if let Err(code) = grant_now(context, device) {
-            crate::settings::say(format_args!(
+            symmalloc_files::say(format_args!(
                 "device {device} has no access to memory of device {}: the driver call failed with code {code}",
                 context.device()
             ));

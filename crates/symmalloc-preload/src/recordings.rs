@@ -3,12 +3,13 @@
 //! A recording must start with the first op, so it begins when a device's allocator is created, or when the first allocation on a device is
 //! watched.
 
-use crate::settings::{self, Settings, say};
+use crate::settings::{self, Settings};
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::{Mutex, OnceLock, PoisonError};
 use symmalloc_core::recording::{SinkError, StartRecordingError};
 use symmalloc_cuda::CudaAllocator;
+use symmalloc_files::say;
 use symmalloc_import::{TraceFile, TraceFileOptions, TraceNaming};
 
 /// Devices that have a trace, with the trace's path.

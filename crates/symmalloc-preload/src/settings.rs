@@ -10,13 +10,12 @@
 //! | `SYMMALLOC_RUN_IPC` | `1`: the driver serves `cuMemAlloc`, so that other processes can open its memory |
 
 use std::ffi::OsString;
-use std::fmt;
-use std::io::{self, Write};
 use std::path::PathBuf;
 use std::sync::OnceLock;
 use symmalloc_core::Config;
 use symmalloc_core::config::{ConfigError, PointerLookup};
 use symmalloc_core::config_text::ConfigTextError;
+use symmalloc_files::say;
 use thiserror::Error;
 
 /// Settings of this process.
@@ -79,11 +78,6 @@ impl Settings {
             folder: variable("SYMMALLOC_RUN_FOLDER").filter(|folder| !folder.is_empty()).map(PathBuf::from),
         })
     }
-}
-
-/// Writes a line to standard error. Write errors are ignored, since the program may have closed it.
-pub(crate) fn say(line: fmt::Arguments<'_>) {
-    let _unread = writeln!(io::stderr(), "symmalloc: {line}");
 }
 
 /// Returns the first of these variables that is set to a number.

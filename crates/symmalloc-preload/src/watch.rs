@@ -20,6 +20,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use symmalloc_core::op::{Op, Record};
 use symmalloc_core::recording::Sink;
 use symmalloc_core::{AllocationId, PoolId, StreamId};
+use symmalloc_files::say;
 use symmalloc_import::TraceFile;
 
 /// Data of a watched allocation of the driver.
@@ -73,7 +74,7 @@ impl WatchedDevice {
         let file = settings.and_then(|settings| {
             let mut file = recordings::create(ordinal, settings)?;
             let begun = file.begin(&settings.config).map_err(recordings::refused);
-            begun.inspect_err(|error| settings::say(format_args!("cannot record: {error}"))).ok()?;
+            begun.inspect_err(|error| say(format_args!("cannot record: {error}"))).ok()?;
             Some(file)
         });
         WatchedDevice { file, numbers: Numbers::new(), last: None, streams: 0, allocations: 0 }
@@ -82,7 +83,7 @@ impl WatchedDevice {
     fn record(&mut self, op: Op) {
         let Some(file) = &mut self.file else { return };
         if let Err(error) = file.record(Record::from(op)) {
-            settings::say(format_args!("recording stopped: {error}"));
+            say(format_args!("recording stopped: {error}"));
             self.file = None;
         }
     }
@@ -213,7 +214,7 @@ pub(crate) fn finish() {
         if let Some(mut file) = device.file.take()
             && let Err(error) = file.finish()
         {
-            settings::say(format_args!("the recording is incomplete: {error}"));
+            say(format_args!("the recording is incomplete: {error}"));
         }
     }
 }

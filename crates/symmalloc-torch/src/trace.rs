@@ -13,7 +13,6 @@
 //! Without `%r` and `%p`, a job of several ranks (`WORLD_SIZE`) adds `.rankN` before the file's suffix. Without `%d` and `%p`, a second
 //! device adds `.deviceN`. No two recordings write the same file.
 
-use crate::complaints::say;
 use crate::error::Error;
 use crate::guard::guarded;
 use std::env::{self, VarError};
@@ -22,6 +21,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, Once, PoisonError};
 use symmalloc_core::recording::{RecordingError, SinkError, StartRecordingError};
 use symmalloc_cuda::CudaAllocator;
+use symmalloc_files::say;
 use symmalloc_import::{TraceFile, TraceFileOptions, TraceNaming};
 
 /// The environment variable with the pattern of the file names.

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::{BackendError, Reason};
+use symmalloc_files::without_signals;
 
 /// A place for the saved contents of a pool.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -163,7 +164,8 @@ impl ImageFile {
     /// Appends the next chunk.
     pub(super) fn append(&mut self, bytes: &[u8]) -> Result<(), BackendError> {
         let offset = self.checksums.len() * CHUNK_BYTES;
-        self.file.write_all_at(bytes, offset as u64).map_err(|error| of_file("write", &error))?;
+        let written = without_signals(|| self.file.write_all_at(bytes, offset as u64));
+        written.map_err(|error| of_file("write", &error))?;
         self.checksums.push(self.checksum(bytes));
         Ok(())
     }

@@ -239,6 +239,40 @@ fn a_full_disk_ends_the_recording_and_not_the_job() {
     assert!(matches!(short.stop_recording(), Err(RecordingError::Ended { source: RecordingEnd::Sink(_), .. })));
 }
 
+/// The limit raises SIGXFSZ, which ends a program that does not handle it.
+#[test]
+fn a_limit_on_file_sizes_ends_the_recording_and_not_the_job() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["job.trace", "job.trace.gz", "job.trace.zst"] {
+        let path = folder.path().join(name);
+        let script =
+            "ulimit -f 8; exec \"$0\" --exact trace_file::a_job_is_recorded_beyond_the_limit --ignored --nocapture";
+        let mut shell = Command::new("sh");
+        shell.args(["-c", script]).arg(std::env::current_exe().unwrap()).env("TRACE", &path);
+        let ended = shell.output().unwrap();
+        let text = String::from_utf8_lossy(&ended.stdout);
+        assert!(ended.status.success() && text.contains("the job is done"), "{name}: {}\n{text}", ended.status);
+        let torn = read_path(&path, &ReadOptions::default().accept_torn()).unwrap();
+        assert!(!torn.records.is_empty() && torn.records.len() < 200_001, "{}", torn.records.len());
+    }
+}
+
+#[test]
+#[ignore = "run by another test, under a limit"]
+fn a_job_is_recorded_beyond_the_limit() {
+    let path = PathBuf::from(std::env::var_os("TRACE").expect("set"));
+    let allocator = allocator();
+    allocator.start_recording(TraceFile::create(&path, TraceFileOptions::default()).unwrap()).unwrap();
+    work(&allocator, 100_000);
+    let Err(RecordingError::Ended { source: RecordingEnd::Sink(source), .. }) = allocator.stop_recording() else {
+        panic!("the limit did not end the recording")
+    };
+    let error = source.downcast_ref::<TraceFileError>().expect("a trace file's");
+    assert!(matches!(error, TraceFileError::Write { path: of, .. } if *of == path), "{error}");
+    allocator.check().expect("consistent");
+    println!("the job is done");
+}
+
 #[test]
 fn a_file_that_cannot_be_created_is_reported_immediately() {
     let folder = tempfile::tempdir().unwrap();

@@ -12,7 +12,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
-use symmalloc_files::write_stderr;
+use symmalloc_files::say;
 
 /// Exit code with which the watchdog ends a process that cannot continue: an NCCL kernel waits for a missing rank and cannot be stopped.
 pub const FAILURE_EXIT_CODE: i32 = 86;
@@ -26,9 +26,6 @@ pub(crate) const ERROR_LIMIT: Duration = Duration::from_millis(1500);
 
 /// Longest time for which the end of the process waits for its message: standard error may have no reader.
 const MESSAGE_LIMIT: Duration = Duration::from_millis(250);
-
-/// Longest time for writing the report to standard error. `exit` waits for it too.
-const REPORT_LIMIT: Duration = Duration::from_secs(1);
 
 /// Responds on separate threads, because each part may block indefinitely.
 pub(super) fn begin(watched: &Arc<Watched>, failure: &Arc<Failure>) {
@@ -69,7 +66,7 @@ fn report(failure: &Failure) {
         Ok(path) => format!("the flight record is {}", path.display()),
         Err(error) => format!("there is no flight record: {error}"),
     };
-    write_stderr(&format!("symmalloc: {failure}; {written}\n"), REPORT_LIMIT);
+    say(format_args!("{failure}; {written}"));
 }
 
 /// Ends the process if the communicator, whose end has begun, does not end within [`END_LIMIT`]. Keeps the communicator until then, because
@@ -98,14 +95,13 @@ fn end_process(watched: &Watched) {
     if watched.flight().is_off_device() {
         return;
     }
-    let message = format!(
-        "symmalloc: communicator \"{}\" cannot be ended: an NCCL kernel waits indefinitely. The process exits with \
-         {FAILURE_EXIT_CODE}; {MODE_VARIABLE}=abort prevents that\n",
-        watched.identity().name
-    );
     let (sender, written) = channel();
+    let communicator = Arc::clone(&watched.identity().name);
     spawn(move || {
-        write_stderr(&message, MESSAGE_LIMIT);
+        say(format_args!(
+            "communicator \"{communicator}\" cannot be ended: an NCCL kernel waits indefinitely. The process exits with \
+             {FAILURE_EXIT_CODE}; {MODE_VARIABLE}=abort prevents that"
+        ));
         // After the time limit, the process has ended.
         let _heard = sender.send(());
     });

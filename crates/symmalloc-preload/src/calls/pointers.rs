@@ -7,9 +7,9 @@ use crate::ledger::Found;
 use crate::live::{LIVE, Live};
 use crate::outcome::{INVALID_VALUE, NOT_SUPPORTED, SUCCESS};
 use crate::pools::MemPool;
-use crate::settings::say;
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::Once;
+use symmalloc_files::say;
 
 /// The values of `CUpointer_attribute` that are answered here.
 mod attribute_number {

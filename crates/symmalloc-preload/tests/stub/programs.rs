@@ -42,6 +42,24 @@ fn functions_without_exported_symbols_are_served_by_name() {
     asked_by("proc_v2", &[("STUB_TRAMPOLINES", "1")]);
 }
 
+/// The program does not handle the signals that these writes raise: SIGXFSZ beyond the limit, and SIGPIPE without a reader.
+#[test]
+fn a_recording_that_cannot_be_written_or_reported_does_not_end_the_program() {
+    let stage = Stage::new();
+    let Some(program) = compile(&stage, "ways", &[], true) else { return };
+    let folder = tempfile::tempdir().expect("a folder");
+    for record in ["job.trace", "job.trace.zst"] {
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        drop(reader);
+        let mut shell = stage.command("sh".as_ref());
+        shell.args(["-c", "ulimit -f 0; exec \"$@\"", "sh"]).arg(&program).arg("dlopen").arg(stage.libcuda());
+        shell.env("SYMMALLOC_RUN_RECORD", folder.path().join(record)).env("SYMMALLOC_RUN_FOLDER", folder.path());
+        let ended = shell.stderr(writer).output().expect("started");
+        assert!(ended.status.success(), "{record}: {}", ended.status);
+        assert_eq!(std::fs::metadata(folder.path().join(record)).expect("created").len(), 0);
+    }
+}
+
 #[test]
 fn a_program_without_cuda_is_unaffected() {
     let stage = Stage::new();
