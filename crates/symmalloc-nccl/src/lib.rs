@@ -99,7 +99,7 @@ pub use registrar::offset_difference::{BufferPlace, CollectiveCall, OffsetDiffer
 pub use registrar::settings::{Registration, Synced};
 pub use registrar::stats::{CommunicatorStats, RegistrarStats};
 pub use registrar::{Registrar, RegistrarBuilder};
-pub use rendezvous::error::RendezvousError;
+pub use rendezvous::error::{EndpointAnswer, RendezvousError};
 pub use rendezvous::launch::{Launch, LaunchError, Launcher};
 pub use rendezvous::unique_id::UniqueId;
 pub use sleep::error::{Obstacle, RankObstacle, SleepDifference, SleepError, SleepField, SleepStep, Slept, Woken};

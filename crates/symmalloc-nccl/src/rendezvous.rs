@@ -15,9 +15,9 @@
 //! | on one machine: all are local and the address is this machine's, or the address is a loopback one | a [socket](endpoint) on this machine, named after the job, instead of the address | processes of the same user, which both sides check with the system |
 //! | at another address | TCP | with `SYMMALLOC_JOB_SECRET`, ranks that [prove](handshake) that they know it; otherwise any process that can connect |
 //!
-//! If rank 0 cannot use an address, it tries the next one. The other ranks try all addresses until the right rank 0 answers. Strangers,
-//! other jobs and ranks without the secret are rejected and do not delay the meeting. The connections stay open: they are the
-//! [lifeline](crate::watchdog) by which each rank learns the state of the others.
+//! If rank 0 cannot use an address, it tries the next one. The other ranks try [all addresses at the same time](client) until the right
+//! rank 0 answers. Strangers, other jobs and ranks without the secret are rejected and do not delay the meeting. The connections stay open:
+//! they are the [lifeline](crate::watchdog) by which each rank learns the state of the others.
 
 mod client;
 pub(crate) mod error;

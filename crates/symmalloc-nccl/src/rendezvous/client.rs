@@ -1,19 +1,72 @@
-//! The other ranks' side of the rendezvous: they try to connect until rank 0 answers.
+//! The other ranks' side of the rendezvous: they try all endpoints at the same time until rank 0 answers.
+//!
+//! ```text
+//!  request_id                 one thread for each network address, and one for all sockets of this machine
+//!      │ starts ────────────►  connect ─► hello ─► answer of rank 0 ─► join ──┐
+//!      │                          ▲         │ anything else                   │ only the first thread
+//!      │                          └─ 10 ms ◄┘ is kept as an answer            │
+//!      ▼ waits until the deadline ◄───────────────────────────────────────────┘
+//! ```
+//!
+//! A stranger may occupy an address, and be silent, be slow or lie. It costs only the time of its own thread. On a network, no refusal is
+//! final unless it proves that it comes from rank 0: the right rank 0 may arrive at another address until the deadline. The error then
+//! contains the answer of each address.
 
 use crate::backoff::Backoff;
+use crate::communicator::threads;
 use crate::rendezvous::endpoint::{ConnectError, Endpoint, read_until, write_until};
-use crate::rendezvous::error::RendezvousError;
-use crate::rendezvous::handshake::{DecodeError, Exchange, HEAD_BYTES, Hello, TailMessage, VERSION, Verdict};
+use crate::rendezvous::error::{EndpointAnswer, RendezvousError};
+use crate::rendezvous::handshake::{DecodeError, Exchange, HEAD_BYTES, Hello, JOIN, TailMessage, VERSION, Verdict};
 use crate::rendezvous::meeting::{HANDSHAKE_LIMIT, Meeting};
 use crate::rendezvous::secret::random;
 use crate::rendezvous::unique_id::UniqueId;
+use std::collections::BTreeMap;
 use std::io;
+use std::net::SocketAddr;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use symmalloc_watchdog::Connection;
 use zerocopy::{FromZeros, IntoBytes};
 
-/// Time for which a rank that was rejected over the network looks for another rank 0, because the rejection may come from a stranger.
-const REFUSED_LIMIT: Duration = Duration::from_secs(5);
+/// Pause between two attempts, because each attempt sends a packet.
+const RETRY_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Time limit for an attempt if a thread tries several endpoints in turn, which another process of this user may occupy.
+const TURN_LIMIT: Duration = Duration::from_secs(1);
+
+/// A search for rank 0.
+struct Search {
+    meeting: Meeting,
+    rank: u32,
+    session: u64,
+    end: Instant,
+    state: Mutex<State>,
+    found: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// The result, once there is one.
+    outcome: Option<Result<(UniqueId, Connection), RendezvousError>>,
+    /// `true` once the search has ended. No thread may join then.
+    is_over: bool,
+    /// The most informative answer of each network address.
+    answers: BTreeMap<SocketAddr, EndpointAnswer>,
+    /// Another user that owns a socket of rank 0's name.
+    foreign_user: Option<u32>,
+}
+
+/// The reason an attempt did not reach rank 0.
+enum AttemptError {
+    /// The process that answered is not rank 0, or refused this rank.
+    Answer(EndpointAnswer),
+    /// Rank 0 refused this rank for good.
+    RankTwice,
+    /// The socket belongs to another user.
+    Foreign(u32),
+    /// The system provides no random numbers.
+    Random(RendezvousError),
+}
 
 impl Meeting {
     /// Tries the endpoints until the right rank 0 answers. Returns the id and the connection to rank 0.
@@ -23,125 +76,203 @@ impl Meeting {
         rank: u32,
         backoff: &Backoff,
     ) -> Result<(UniqueId, Connection), RendezvousError> {
-        let session = u64::from_le_bytes(random()?);
-        let (mut refused, mut foreign, mut other_version) = (None, None, None);
-        loop {
-            for endpoint in endpoints {
-                let limit = backoff.left().min(HANDSHAKE_LIMIT);
-                if limit.is_zero() {
-                    break;
-                }
-                let (job, ranks, has_secret) = (self.job, self.ranks, self.secret.is_some());
-                let hello = Hello { job, ranks, rank, session, has_secret, nonce: random()? };
-                match self.attempt(endpoint, hello, limit) {
-                    Ok(found) => return Ok(found),
-                    // On a network, it may be rank 0 of another job, so keep looking for the right one.
-                    Err(AttemptError::Refused(error @ RendezvousError::OtherVersion { .. }))
-                        if matches!(endpoint, Endpoint::Network(_)) =>
-                    {
-                        other_version.get_or_insert(error);
-                    }
-                    Err(AttemptError::Refused(error)) => {
-                        // The system guarantees that a socket on this machine belongs to the same user, so the answer is final.
-                        if matches!(endpoint, Endpoint::Local(_)) || error == (RendezvousError::RankTwice { rank }) {
-                            return Err(error);
-                        }
-                        refused.get_or_insert((error, Instant::now()));
-                    }
-                    Err(AttemptError::Connect(ConnectError::Foreign(user))) => {
-                        if foreign.replace(user) != Some(user) {
-                            tracing::warn!(name: "rendezvous.foreign_socket", target: "symmalloc", user);
-                        }
-                    }
-                    // Rank 0 does not listen yet, or the port belongs to another program or another job's rank 0.
-                    Err(AttemptError::Connect(ConnectError::Io)) => {}
-                }
-            }
-            // Connect at most a hundred times per second, regardless of the backoff, because each attempt sends a packet.
-            std::thread::sleep(backoff.left().min(Duration::from_millis(10)));
-            let is_over = !backoff.pause();
-            if let Some((error, _)) = refused.take_if(|(_, since)| is_over || since.elapsed() > REFUSED_LIMIT) {
-                return Err(error);
-            }
-            if is_over {
-                if let Some(error) = other_version {
-                    return Err(error);
-                }
-                let waited = backoff.waited();
-                return Err(match &endpoints[0] {
-                    Endpoint::Network(address) => RendezvousError::NoAnswer { address: *address, waited },
-                    Endpoint::Local(_) => RendezvousError::NoLocalAnswer { foreign_user: foreign, waited },
-                });
+        let search = Arc::new(Search {
+            meeting: self.clone(),
+            rank,
+            session: u64::from_le_bytes(random()?),
+            end: Instant::now() + backoff.left(),
+            state: Mutex::default(),
+            found: Condvar::new(),
+        });
+        let (local, network): (Vec<_>, Vec<_>) =
+            endpoints.iter().cloned().partition(|endpoint| matches!(endpoint, Endpoint::Local(_)));
+        let addresses: Vec<SocketAddr> = network.iter().filter_map(Endpoint::address).collect();
+        let lanes = network.into_iter().map(|endpoint| vec![endpoint]).chain([local]);
+        for lane in lanes.filter(|lane| !lane.is_empty()) {
+            let of_lane = Arc::clone(&search);
+            if let Err(error) = threads::run(move || of_lane.try_in_turn(&lane)) {
+                search.state().is_over = true;
+                return Err(RendezvousError::Thread { kind: error.kind() });
             }
         }
-    }
-
-    /// Tries one endpoint.
-    fn attempt(
-        &self,
-        endpoint: &Endpoint,
-        hello: Hello,
-        limit: Duration,
-    ) -> Result<(UniqueId, Connection), AttemptError> {
-        let end = Instant::now() + limit;
-        let mut connection = endpoint.connect(limit)?;
-        write_until(&mut connection, &hello.bytes(), end)?;
-        let mut exchange = Exchange { hello, nonce: [0; 32], endpoint: endpoint.number() };
-        let mut verdict = read_verdict(&mut connection, end)?;
-        if let (Verdict::Challenge, Some(secret)) = (verdict, &self.secret) {
-            read_until(&mut connection, &mut exchange.nonce, end)?;
-            write_until(&mut connection, &exchange.proof(secret), end)?;
-            verdict = read_verdict(&mut connection, end)?;
-        } else if self.secret.is_some() && matches!(verdict, Verdict::Welcome | Verdict::RankTwice) {
-            verdict = Verdict::NoSecret;
-        }
-        let mut tail = TailMessage::new_zeroed();
-        read_until(&mut connection, tail.as_mut_bytes(), end)?;
-        let TailMessage { id, proof } = tail;
-        let id = UniqueId::from_bytes(id);
-        if let (Verdict::Welcome | Verdict::RankTwice, Some(secret)) = (verdict, &self.secret)
-            && !exchange.is_answer_proof(secret, &proof, verdict, &id)
-        {
-            verdict = Verdict::WrongSecret;
-        }
-        match verdict {
-            Verdict::Welcome => Ok((id, connection)),
-            Verdict::RankTwice => Err(AttemptError::Refused(RendezvousError::RankTwice { rank: hello.rank })),
-            Verdict::SecretNeeded => Err(AttemptError::Refused(RendezvousError::SecretMissing)),
-            Verdict::NoSecret => Err(AttemptError::Refused(RendezvousError::SecretMissingAtRank0)),
-            Verdict::WrongSecret => Err(AttemptError::Refused(RendezvousError::WrongSecret)),
-            Verdict::OtherJob | Verdict::Challenge | Verdict::OtherVersion => {
-                Err(AttemptError::Connect(ConnectError::Io))
+        let is_searching = |state: &mut State| state.outcome.is_none();
+        let waited = search.found.wait_timeout_while(search.state(), backoff.left(), is_searching);
+        let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        state.is_over = true;
+        state.outcome.take().unwrap_or_else(|| {
+            let waited = backoff.waited();
+            if addresses.is_empty() {
+                return Err(RendezvousError::NoLocalAnswer { foreign_user: state.foreign_user, waited });
             }
-        }
+            let unreachable = EndpointAnswer::Unreachable { kind: io::ErrorKind::TimedOut };
+            let answer = |address| (address, state.answers.get(&address).copied().unwrap_or(unreachable));
+            Err(RendezvousError::NoAnswer { answers: addresses.into_iter().map(answer).collect(), waited })
+        })
     }
 }
 
-/// An error returned by an attempt that did not reach rank 0.
-enum AttemptError {
-    Connect(ConnectError),
-    Refused(RendezvousError),
+impl State {
+    /// Records an answer, unless a more informative one is known.
+    fn note(&mut self, address: SocketAddr, answer: EndpointAnswer) {
+        let known = self.answers.entry(address).or_insert(answer);
+        *known = answer.max(*known);
+    }
+}
+
+impl Search {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tries these endpoints until the search ends.
+    fn try_in_turn(&self, endpoints: &[Endpoint]) {
+        let limit = if endpoints.len() > 1 { TURN_LIMIT } else { HANDSHAKE_LIMIT };
+        loop {
+            for endpoint in endpoints {
+                let left = self.end.saturating_duration_since(Instant::now());
+                if left.is_zero() || self.state().is_over {
+                    return;
+                }
+                let outcome = match self.attempt(endpoint, limit.min(left)) {
+                    Ok(found) => self.join(found).map_err(AttemptError::Answer),
+                    Err(error) => Err(error),
+                };
+                if self.is_last(endpoint, outcome) {
+                    return;
+                }
+            }
+            std::thread::sleep(RETRY_INTERVAL);
+        }
+    }
+
+    /// Joins the meeting, unless another thread has done so.
+    fn join(&self, (id, mut connection): (UniqueId, Connection)) -> Result<(), EndpointAnswer> {
+        // The lock is held during the write, so that this rank joins once. The byte fits into the socket's buffer, which is empty.
+        let mut state = self.state();
+        if !state.is_over && state.outcome.is_none() {
+            write_until(&mut connection, &[JOIN], Instant::now() + TURN_LIMIT).map_err(|_| EndpointAnswer::Silent)?;
+            state.outcome = Some(Ok((id, connection)));
+            self.found.notify_all();
+        }
+        Ok(())
+    }
+
+    /// Records the outcome of an attempt. Returns `true` if the search has ended.
+    fn is_last(&self, endpoint: &Endpoint, outcome: Result<(), AttemptError>) -> bool {
+        let mut state = self.state();
+        let error = match outcome {
+            Ok(()) => return true,
+            Err(AttemptError::RankTwice) => RendezvousError::RankTwice { rank: self.rank },
+            Err(AttemptError::Random(error)) => error,
+            Err(AttemptError::Foreign(user)) => {
+                if state.foreign_user.replace(user) != Some(user) {
+                    tracing::warn!(name: "rendezvous.foreign_socket", target: "symmalloc", user);
+                }
+                return state.is_over;
+            }
+            Err(AttemptError::Answer(answer)) => match endpoint {
+                Endpoint::Network(address) => {
+                    state.note(*address, answer);
+                    return state.is_over;
+                }
+                // The system guarantees that a socket on this machine belongs to the same user, so a refusal is final.
+                Endpoint::Local(_) => match refusal(answer) {
+                    Some(error) => error,
+                    None => return state.is_over,
+                },
+            },
+        };
+        state.outcome.get_or_insert(Err(error));
+        self.found.notify_all();
+        true
+    }
+
+    /// Tries one endpoint. The caller must [join](Self::join).
+    fn attempt(&self, endpoint: &Endpoint, limit: Duration) -> Result<(UniqueId, Connection), AttemptError> {
+        let Meeting { job, ranks, secret } = &self.meeting;
+        let end = Instant::now() + limit;
+        let hello = Hello {
+            job: *job,
+            ranks: *ranks,
+            rank: self.rank,
+            session: self.session,
+            has_secret: secret.is_some(),
+            nonce: random().map_err(AttemptError::Random)?,
+        };
+        let mut connection = endpoint.connect(limit)?;
+        if let Some(address) = endpoint.address() {
+            // The search may end before the attempt does.
+            self.state().note(address, EndpointAnswer::Silent);
+        }
+        write_until(&mut connection, &hello.bytes(), end)?;
+        let mut exchange = Exchange { hello, nonce: [0; 32], endpoint: endpoint.number() };
+        let mut verdict = read_verdict(&mut connection, end)?;
+        let challenged = secret.as_ref().filter(|_| verdict == Verdict::Challenge);
+        if let Some(secret) = challenged {
+            read_until(&mut connection, &mut exchange.nonce, end)?;
+            write_until(&mut connection, &exchange.proof(secret), end)?;
+            verdict = read_verdict(&mut connection, end)?;
+        }
+        let answer = match verdict {
+            Verdict::Welcome | Verdict::RankTwice => {
+                let mut tail = TailMessage::new_zeroed();
+                read_until(&mut connection, tail.as_mut_bytes(), end)?;
+                let id = UniqueId::from_bytes(tail.id);
+                // With a secret, only a proof shows that the answer is rank 0's.
+                let is_proof = |secret| exchange.is_answer_proof(secret, &tail.proof, verdict, &id);
+                let is_proven = secret.is_none() || challenged.is_some_and(is_proof);
+                match verdict {
+                    Verdict::Welcome if is_proven => return Ok((id, connection)),
+                    _ if is_proven => return Err(AttemptError::RankTwice),
+                    _ => EndpointAnswer::Contradiction,
+                }
+            }
+            Verdict::OtherJob => EndpointAnswer::OtherJob,
+            Verdict::SecretNeeded if secret.is_none() => EndpointAnswer::SecretNeeded,
+            Verdict::NoSecret if secret.is_some() && challenged.is_none() => EndpointAnswer::NoSecret,
+            Verdict::WrongSecret if challenged.is_some() => EndpointAnswer::OtherSecret,
+            // No rank 0 gives these answers to this rank.
+            _ => EndpointAnswer::Contradiction,
+        };
+        Err(AttemptError::Answer(answer))
+    }
+}
+
+/// Returns the error of a rank that rank 0 refuses on this machine, or `None` if the process may not be rank 0.
+fn refusal(answer: EndpointAnswer) -> Option<RendezvousError> {
+    match answer {
+        EndpointAnswer::OtherVersion { version } => Some(RendezvousError::OtherVersion { version, expected: VERSION }),
+        EndpointAnswer::SecretNeeded => Some(RendezvousError::SecretMissing),
+        EndpointAnswer::NoSecret => Some(RendezvousError::SecretMissingAtRank0),
+        EndpointAnswer::OtherSecret => Some(RendezvousError::WrongSecret),
+        _ => None,
+    }
 }
 
 impl From<ConnectError> for AttemptError {
     fn from(error: ConnectError) -> Self {
-        AttemptError::Connect(error)
+        match error {
+            ConnectError::Io(io::ErrorKind::ConnectionRefused) => AttemptError::Answer(EndpointAnswer::NotListening),
+            ConnectError::Io(kind) => AttemptError::Answer(EndpointAnswer::Unreachable { kind }),
+            ConnectError::Foreign(user) => AttemptError::Foreign(user),
+        }
     }
 }
 
 impl From<io::Error> for AttemptError {
-    fn from(error: io::Error) -> Self {
-        AttemptError::Connect(error.into())
+    /// Converts an error after the connection was established.
+    fn from(_: io::Error) -> Self {
+        AttemptError::Answer(EndpointAnswer::Silent)
     }
 }
 
 fn read_verdict(connection: &mut Connection, end: Instant) -> Result<Verdict, AttemptError> {
     let mut head = [0; HEAD_BYTES];
     read_until(connection, &mut head, end)?;
-    Verdict::from_head(head).map_err(|error| match error {
-        DecodeError::Foreign => AttemptError::Connect(ConnectError::Io),
-        DecodeError::OtherVersion { version } => {
-            AttemptError::Refused(RendezvousError::OtherVersion { version, expected: VERSION })
-        }
+    Verdict::from_head(head).map_err(|error| {
+        AttemptError::Answer(match error {
+            DecodeError::Foreign => EndpointAnswer::Foreign,
+            DecodeError::OtherVersion { version } => EndpointAnswer::OtherVersion { version },
+        })
     })
 }

@@ -29,14 +29,14 @@ pub(super) enum Endpoint {
 #[derive(Debug)]
 pub(super) enum ConnectError {
     /// Nothing listens there, or the connection failed.
-    Io,
+    Io(io::ErrorKind),
     /// The socket belongs to another user.
     Foreign(u32),
 }
 
 impl From<io::Error> for ConnectError {
-    fn from(_: io::Error) -> Self {
-        ConnectError::Io
+    fn from(error: io::Error) -> Self {
+        ConnectError::Io(error.kind())
     }
 }
 
@@ -67,6 +67,14 @@ impl Endpoint {
                 stream.set_nonblocking(false)?;
                 Ok(stream.into())
             }
+        }
+    }
+
+    /// Returns the network address, if it is one.
+    pub(super) fn address(&self) -> Option<SocketAddr> {
+        match self {
+            Endpoint::Network(address) => Some(*address),
+            Endpoint::Local(_) => None,
         }
     }
 

@@ -1,5 +1,7 @@
 //! Errors of the rendezvous.
 
+use crate::rendezvous::handshake::VERSION;
+use std::fmt;
 use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -48,13 +50,19 @@ pub enum RendezvousError {
         /// Time that rank 0 waited.
         waited: Duration,
     },
-    /// Rank 0 did not answer in time. The other ranks return this error.
-    #[error("rank 0 did not answer at {address} within {waited:?}: it died, is late, or its port cannot be reached")]
+    /// No rank 0 of this job answered on the network in time. The other ranks return this error.
+    #[error("rank 0 did not answer within {waited:?}. {}", Answers(.answers))]
     NoAnswer {
-        /// The address, or the first of several.
-        address: SocketAddr,
+        /// Each address that was tried, with its most informative answer.
+        answers: Vec<(SocketAddr, EndpointAnswer)>,
         /// Time that this rank waited.
         waited: Duration,
+    },
+    /// The system cannot start a thread.
+    #[error("the system starts no thread ({kind}): raise its limit on processes (`ulimit -u`)")]
+    Thread {
+        /// The system's error.
+        kind: io::ErrorKind,
     },
     /// Rank 0 did not answer on a socket of this machine in time. The other ranks return this error.
     #[error(
@@ -69,7 +77,8 @@ pub enum RendezvousError {
         /// Time that this rank waited.
         waited: Duration,
     },
-    /// Rank 0 runs another version of this library.
+    /// Rank 0 runs another version of this library. Ranks on one machine return this error; on a network, see
+    /// [`NoAnswer`](Self::NoAnswer).
     #[error(
         "rank 0 uses version {version} of the rendezvous and this rank {expected}: run the same symmalloc version on every rank"
     )]
@@ -79,17 +88,20 @@ pub enum RendezvousError {
         /// The version that this rank uses.
         expected: u8,
     },
-    /// Rank 0 has a job secret, and this rank has none.
+    /// Rank 0 has a job secret, and this rank has none. Ranks on one machine return this error; on a network, see
+    /// [`NoAnswer`](Self::NoAnswer).
     #[error(
         "rank 0 has a job secret, and this rank has none: set SYMMALLOC_JOB_SECRET to the same value on every rank"
     )]
     SecretMissing,
-    /// This rank has a job secret, and rank 0 has none.
+    /// This rank has a job secret, and rank 0 has none. Ranks on one machine return this error; on a network, see
+    /// [`NoAnswer`](Self::NoAnswer).
     #[error(
         "this rank has a job secret, and rank 0 has none: set SYMMALLOC_JOB_SECRET to the same value on every rank"
     )]
     SecretMissingAtRank0,
-    /// This rank and rank 0 have different job secrets.
+    /// This rank and rank 0 have different job secrets. Ranks on one machine return this error; on a network, see
+    /// [`NoAnswer`](Self::NoAnswer).
     #[error(
         "this rank and rank 0 have different job secrets: set SYMMALLOC_JOB_SECRET to the same value on every rank"
     )]
@@ -116,4 +128,103 @@ pub enum RendezvousError {
         /// The rank.
         rank: u32,
     },
+}
+
+/// The answer at an address that did not lead to rank 0, the least informative first. Any process can give it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Error)]
+#[non_exhaustive]
+pub enum EndpointAnswer {
+    /// The connection was refused.
+    #[error("nothing listens")]
+    NotListening,
+    /// The connection failed for another reason.
+    #[error("it cannot be reached ({kind})")]
+    Unreachable {
+        /// The system's error.
+        kind: io::ErrorKind,
+    },
+    /// A process accepted the connection and did not answer.
+    #[error("a process accepts connections, and does not answer")]
+    Silent,
+    /// A process answered that does not use this protocol.
+    #[error("a process answers with another protocol")]
+    Foreign,
+    /// A process gave an answer that no rank 0 gives to this rank, or without a required proof.
+    #[error("a process poses as rank 0, and contradicts itself")]
+    Contradiction,
+    /// A rank 0 of another job, or of one with another number of ranks.
+    #[error("rank 0 of another job")]
+    OtherJob,
+    /// A rank 0 of another version.
+    #[error("a rank 0 that uses version {version} of the rendezvous")]
+    OtherVersion {
+        /// The version.
+        version: u8,
+    },
+    /// A rank 0 without a job secret, while this rank has one.
+    #[error("a rank 0 without a job secret")]
+    NoSecret,
+    /// A rank 0 with a job secret, while this rank has none.
+    #[error("a rank 0 with a job secret")]
+    SecretNeeded,
+    /// A rank 0 with another job secret.
+    #[error("a rank 0 with another job secret")]
+    OtherSecret,
+}
+
+/// The answers of all addresses, displayed after the most likely cause.
+struct Answers<'a>(&'a [(SocketAddr, EndpointAnswer)]);
+
+impl fmt::Display for Answers<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let most = self.0.iter().map(|(_, answer)| *answer).max().unwrap_or(EndpointAnswer::NotListening);
+        match most {
+            EndpointAnswer::OtherSecret => f.write_str(
+                "The job secrets probably differ: set SYMMALLOC_JOB_SECRET to the same value on every rank",
+            ),
+            EndpointAnswer::SecretNeeded => f.write_str(
+                "This rank probably lacks the job secret: set SYMMALLOC_JOB_SECRET to the same value on every rank",
+            ),
+            EndpointAnswer::NoSecret => f.write_str(
+                "Rank 0 probably lacks the job secret: set SYMMALLOC_JOB_SECRET to the same value on every rank",
+            ),
+            EndpointAnswer::OtherVersion { .. } => write!(
+                f,
+                "Rank 0 probably runs another version than this rank, which uses version {VERSION} of the rendezvous: run the same \
+                 symmalloc version on every rank"
+            ),
+            EndpointAnswer::OtherJob => f.write_str(
+                "Rank 0 probably failed or has other settings: look for its error, and check that all ranks have the same job, the same \
+                 number of ranks and the same address",
+            ),
+            EndpointAnswer::Contradiction | EndpointAnswer::Foreign => f.write_str(
+                "Another program probably uses its port: look for rank 0's error, or set SYMMALLOC_RENDEZVOUS to a free port of its \
+                 machine",
+            ),
+            EndpointAnswer::Silent => f.write_str(
+                "It is probably stopped or late, or another program uses its port: look at rank 0, or set SYMMALLOC_RENDEZVOUS to a free \
+                 port of its machine",
+            ),
+            EndpointAnswer::Unreachable { .. } => f.write_str(
+                "Its machine probably cannot be reached from this one: check the address and the firewall",
+            ),
+            EndpointAnswer::NotListening => {
+                f.write_str("It probably failed before, or is late: look for the error of rank 0")
+            }
+        }?;
+        f.write_str(". Answers: ")?;
+        let mut rest = self.0;
+        let mut separator = "";
+        while let Some((_, answer)) = rest.first() {
+            // Neighbors with the same answer are displayed together.
+            let (alike, others) = rest.split_at(rest.iter().take_while(|(_, other)| other == answer).count());
+            write!(f, "{separator}{}", alike[0].0)?;
+            if let [_, .., (last, _)] = alike {
+                write!(f, " to {last}")?;
+            }
+            write!(f, ": {answer}")?;
+            (rest, separator) = (others, "; ");
+        }
+        Ok(())
+    }
 }

@@ -6,7 +6,11 @@
 //!    │ ◄── HeadMessage, 9 bytes: challenge; nonce, 32 bytes ────  │   only with a job secret
 //!    │ ── proof of r, 32 bytes: hello, nonce, endpoint ────────►  │   only with a job secret
 //!    │ ◄── HeadMessage; TailMessage, 160 bytes ─────────────────  │   the proof of 0 covers all before it
+//!    │ ── JOIN, 1 byte ────────────────────────────────────────►  │   only if welcome
 //! ```
+//!
+//! A rank tries several endpoints at the same time and gives up slow attempts, so rank 0 may answer connections that the rank no longer
+//! uses. A rank therefore counts as arrived once it has joined, on the one connection that it keeps.
 //!
 //! A message is untrusted. Both sides check the magic number and the version first. Rank 0 answers a rank of another version with its own
 //! version, and does not answer a process that sends anything else.
@@ -22,7 +26,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned, transmut
 
 const MAGIC: [u8; 7] = *b"symmncc";
 /// Version of the messages. Increment it when they change, but keep the length of the hello and of the head.
-pub(super) const VERSION: u8 = 2;
+pub(super) const VERSION: u8 = 3;
 
 /// The first bytes of a hello and of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
@@ -62,6 +66,9 @@ pub(super) const HELLO_BYTES: usize = size_of::<HelloMessage>();
 pub(super) const HEAD_BYTES: usize = size_of::<HeadMessage>();
 /// Size of the rest of an answer in bytes.
 pub(super) const TAIL_BYTES: usize = size_of::<TailMessage>();
+
+/// The last message of a rank, on the connection that it keeps.
+pub(super) const JOIN: u8 = 1;
 
 /// Rank 0's answer to a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -220,9 +227,9 @@ mod tests {
     #[test]
     fn messages_have_the_documented_layout() {
         assert_eq!([HELLO_BYTES, HEAD_BYTES, TAIL_BYTES], [65, 9, 160]);
-        let expected = b"symmncc2\x02\x01\0\0\0\0\0\0\x03\0\0\0\x02\0\0\0\x04\0\0\0\0\0\0\0\x01";
+        let expected = b"symmncc3\x02\x01\0\0\0\0\0\0\x03\0\0\0\x02\0\0\0\x04\0\0\0\0\0\0\0\x01";
         assert_eq!(HELLO.bytes()[..], [&expected[..], &[9; NONCE_BYTES]].concat());
-        assert_eq!(Verdict::Challenge.head(), *b"symmncc2\x03");
+        assert_eq!(Verdict::Challenge.head(), *b"symmncc3\x03");
     }
 
     #[test]
@@ -238,8 +245,8 @@ mod tests {
     #[test]
     fn another_version_is_distinguished_from_another_protocol() {
         let mut hello = HELLO.bytes();
-        hello[7] = b'3';
-        assert_eq!(Hello::from_bytes(&hello), Err(DecodeError::OtherVersion { version: 3 }));
+        hello[7] = b'4';
+        assert_eq!(Hello::from_bytes(&hello), Err(DecodeError::OtherVersion { version: 4 }));
         hello[0] = b'S';
         assert_eq!(Hello::from_bytes(&hello), Err(DecodeError::Foreign));
         let mut head = Verdict::Welcome.head();

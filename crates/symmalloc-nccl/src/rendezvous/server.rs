@@ -5,7 +5,7 @@ use crate::backoff::Backoff;
 use crate::rendezvous::endpoint::{Incoming, Listener};
 use crate::rendezvous::error::RendezvousError;
 use crate::rendezvous::handshake::{
-    DecodeError, Exchange, HELLO_BYTES, Hello, TAIL_BYTES, TailMessage, VERSION, Verdict,
+    DecodeError, Exchange, HELLO_BYTES, Hello, JOIN, TAIL_BYTES, TailMessage, VERSION, Verdict,
 };
 use crate::rendezvous::meeting::{HANDSHAKE_LIMIT, Meeting};
 use crate::rendezvous::secret::{PROOF_BYTES, random};
@@ -33,9 +33,21 @@ struct PendingPeer {
     from: Option<IpAddr>,
     since: Instant,
     received: Vec<u8>,
-    /// The exchange of a peer that has introduced itself and must prove that it knows the secret.
-    challenged: Option<Exchange>,
+    awaited: Awaited,
 }
+
+/// The next message of a peer.
+#[derive(Clone, Copy)]
+enum Awaited {
+    Hello,
+    /// A proof that the peer knows the secret.
+    Proof(Exchange),
+    /// A byte, after which the rank has arrived.
+    Join(Hello),
+}
+
+/// The session of each rank, by rank: of a rank that arrived, and of one that may join.
+type Sessions = Vec<Option<u64>>;
 
 /// The peers; see the [module documentation](self).
 struct PendingPeers<'a> {
@@ -56,7 +68,7 @@ impl Meeting {
         backoff: &Backoff,
     ) -> Result<Vec<(u32, Connection)>, RendezvousError> {
         // The session of each rank that has arrived, by rank.
-        let mut arrived: Vec<Option<u64>> = vec![None; self.ranks as usize];
+        let mut arrived: Sessions = vec![None; self.ranks as usize];
         let mut connections: BTreeMap<u32, Connection> = BTreeMap::new();
         let mut peers = PendingPeers::new(self, id, listener.number());
         while arrived.iter().skip(1).any(Option::is_none) {
@@ -75,8 +87,8 @@ impl Meeting {
 enum HandshakeState {
     /// More bytes must arrive.
     Pending,
-    /// A rank that may join.
-    Accepted(Hello),
+    /// A rank that has joined.
+    Joined(Hello),
     /// Rejected.
     Rejected,
 }
@@ -100,7 +112,7 @@ impl<'a> PendingPeers<'a> {
 
     fn admit(&mut self, connection: Connection, from: Option<IpAddr>) {
         let since = Instant::now();
-        self.peers.push(PendingPeer { connection, from, since, received: Vec::new(), challenged: None });
+        self.peers.push(PendingPeer { connection, from, since, received: Vec::new(), awaited: Awaited::Hello });
         let is_neighbor = |peer: &PendingPeer| from.is_some() && peer.from == from;
         if self.peers.iter().filter(|peer| is_neighbor(peer)).count() > PEERS_PER_ADDRESS_MAX {
             let oldest = self.peers.iter().position(is_neighbor);
@@ -110,34 +122,50 @@ impl<'a> PendingPeers<'a> {
         }
     }
 
-    /// Reads from all peers. Returns the ranks that may join, each with its session and its connection. `arrived` contains the sessions of
-    /// ranks that joined earlier, by rank.
-    fn poll(&mut self, arrived: &mut [Option<u64>]) -> Vec<(u32, Connection)> {
-        let mut welcome = Vec::new();
+    /// Reads from all peers. Returns the ranks that joined, with their connections, and adds them to `arrived`.
+    fn poll(&mut self, arrived: &mut Sessions) -> Vec<(u32, Connection)> {
+        let mut joined = Vec::new();
+        let mut sessions = arrived.clone();
+        for peer in &self.peers {
+            if let Awaited::Join(Hello { rank, session, .. }) = peer.awaited {
+                sessions[rank as usize].get_or_insert(session);
+            }
+        }
         for mut peer in std::mem::take(&mut self.peers) {
-            match self.poll_peer(&mut peer, arrived) {
+            match self.poll_peer(&mut peer, &mut sessions) {
                 Ok(HandshakeState::Pending) => self.peers.push(peer),
-                Ok(HandshakeState::Accepted(hello)) => {
-                    arrived[hello.rank as usize] = Some(hello.session);
-                    welcome.push((hello.rank, peer.connection));
+                Ok(HandshakeState::Joined(Hello { rank, session, .. })) => {
+                    if arrived[rank as usize].replace(session).is_none() {
+                        joined.push((rank, peer.connection));
+                    }
                 }
                 Ok(HandshakeState::Rejected) | Err(_) => {}
             }
         }
-        welcome
+        joined
     }
 
     /// Reads from one peer and answers it.
-    fn poll_peer(&mut self, peer: &mut PendingPeer, arrived: &[Option<u64>]) -> io::Result<HandshakeState> {
-        if let Some(exchange) = peer.challenged {
-            let Some(proof) = peer.read(PROOF_BYTES)? else { return Ok(HandshakeState::Pending) };
-            let knows = |secret| exchange.is_proof(secret, &proof);
-            if !self.meeting.secret.as_ref().is_some_and(knows) {
-                self.log(Some(exchange.hello.rank), "it does not know the job secret");
-                return peer.refuse(Verdict::WrongSecret);
+    fn poll_peer(&mut self, peer: &mut PendingPeer, sessions: &mut Sessions) -> io::Result<HandshakeState> {
+        match peer.awaited {
+            Awaited::Hello => self.poll_hello(peer, sessions),
+            Awaited::Proof(exchange) => {
+                let Some(proof) = peer.read(PROOF_BYTES)? else { return Ok(HandshakeState::Pending) };
+                let knows = |secret| exchange.is_proof(secret, &proof);
+                if !self.meeting.secret.as_ref().is_some_and(knows) {
+                    self.log(Some(exchange.hello.rank), "it does not know the job secret");
+                    return peer.refuse(Verdict::WrongSecret);
+                }
+                self.answer(peer, &exchange, sessions)
             }
-            return self.answer(peer, &exchange, arrived);
+            Awaited::Join(hello) => {
+                let Some(byte) = peer.read(1)? else { return Ok(HandshakeState::Pending) };
+                Ok(if byte == [JOIN] { HandshakeState::Joined(hello) } else { HandshakeState::Rejected })
+            }
         }
+    }
+
+    fn poll_hello(&mut self, peer: &mut PendingPeer, sessions: &mut Sessions) -> io::Result<HandshakeState> {
         let Some(bytes) = peer.read(HELLO_BYTES)? else { return Ok(HandshakeState::Pending) };
         let hello = match Hello::from_bytes(&bytes) {
             Ok(hello) => hello,
@@ -153,7 +181,7 @@ impl<'a> PendingPeers<'a> {
         }
         let mut exchange = Exchange { hello, nonce: [0; 32], endpoint: self.endpoint };
         match (&self.meeting.secret, hello.has_secret) {
-            (None, false) => self.answer(peer, &exchange, arrived),
+            (None, false) => self.answer(peer, &exchange, sessions),
             (None, true) => {
                 self.log(Some(hello.rank), "it has a job secret, and rank 0 has none");
                 peer.refuse(Verdict::NoSecret)
@@ -165,7 +193,7 @@ impl<'a> PendingPeers<'a> {
             (Some(_), true) => {
                 exchange.nonce = random().map_err(|_| io::ErrorKind::Other)?;
                 peer.connection.write_all(&[&Verdict::Challenge.head()[..], &exchange.nonce].concat())?;
-                peer.challenged = Some(exchange);
+                peer.awaited = Awaited::Proof(exchange);
                 Ok(HandshakeState::Pending)
             }
         }
@@ -175,20 +203,19 @@ impl<'a> PendingPeers<'a> {
         &self,
         peer: &mut PendingPeer,
         exchange: &Exchange,
-        arrived: &[Option<u64>],
+        sessions: &mut Sessions,
     ) -> io::Result<HandshakeState> {
         let hello = exchange.hello;
-        let verdict = match arrived[hello.rank as usize] {
-            // The same process asks again because the answer did not reach it.
-            Some(session) if session != hello.session => Verdict::RankTwice,
-            _ => Verdict::Welcome,
-        };
+        // A process may ask again, or on several connections.
+        let session = *sessions[hello.rank as usize].get_or_insert(hello.session);
+        let verdict = if session == hello.session { Verdict::Welcome } else { Verdict::RankTwice };
         let id = if verdict == Verdict::Welcome { *self.id } else { UniqueId::from_bytes([0; UniqueId::BYTES]) };
         let proof = self.meeting.secret.as_ref().map(|secret| exchange.answer_proof(secret, verdict, &id));
         let tail = TailMessage { id: *id.as_bytes(), proof: proof.unwrap_or_default() };
         // The answer fits into the socket's buffer, which is empty.
         peer.connection.write_all(&[&verdict.head()[..], tail.as_bytes()].concat())?;
-        Ok(if verdict == Verdict::Welcome { HandshakeState::Accepted(hello) } else { HandshakeState::Rejected })
+        peer.awaited = Awaited::Join(hello);
+        Ok(if verdict == Verdict::Welcome { HandshakeState::Pending } else { HandshakeState::Rejected })
     }
 
     fn log(&mut self, rank: Option<u32>, reason: &str) {

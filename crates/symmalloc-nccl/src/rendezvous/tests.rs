@@ -2,8 +2,8 @@
 
 use crate::backoff::Backoff;
 use crate::rendezvous::endpoint::{Endpoint, Listener, foreign_user, read_until};
-use crate::rendezvous::error::RendezvousError;
-use crate::rendezvous::handshake::{Exchange, HEAD_BYTES, HELLO_BYTES, Hello, TAIL_BYTES, VERSION, Verdict};
+use crate::rendezvous::error::{EndpointAnswer, RendezvousError};
+use crate::rendezvous::handshake::{Exchange, HEAD_BYTES, HELLO_BYTES, Hello, JOIN, TAIL_BYTES, VERSION, Verdict};
 use crate::rendezvous::launch::Launch;
 use crate::rendezvous::meeting::{EndpointList, HANDSHAKE_LIMIT, Meeting};
 use crate::rendezvous::secret::{PROOF_BYTES, Secret};
@@ -80,6 +80,15 @@ fn hello(rank: u32, session: u64, has_secret: bool) -> Hello {
     Hello { job: 0xABCD, ranks: 2, rank, session, has_secret, nonce: [9; 32] }
 }
 
+/// Returns the answers in the error of a rank that found no rank 0 on the network.
+#[track_caller]
+fn answers(asked: &Result<UniqueId, RendezvousError>) -> &[(SocketAddr, EndpointAnswer)] {
+    match asked {
+        Err(RendezvousError::NoAnswer { answers, .. }) => answers,
+        other => panic!("{other:?}"),
+    }
+}
+
 /// Asks for the id as this rank, and returns the id.
 fn ask(meeting: &Meeting, endpoints: &[Endpoint], rank: u32, millis: u64) -> Result<UniqueId, RendezvousError> {
     meeting.request_id(endpoints, rank, &backoff(millis)).map(|(id, _)| id)
@@ -139,8 +148,10 @@ fn other_processes_and_other_jobs_are_rejected_without_delay() {
         let since = Instant::now();
         meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
         assert!(since.elapsed() < HANDSHAKE_LIMIT, "the silent peer delayed the meeting");
-        assert!(matches!(other_job.join().expect("the thread does not panic"), Err(RendezvousError::NoAnswer { .. })));
-        assert!(matches!(other_size.join().expect("the thread does not panic"), Err(RendezvousError::NoAnswer { .. })));
+        for other in [other_job, other_size] {
+            let asked = other.join().expect("the thread does not panic");
+            assert_eq!(answers(&asked), [(address(&endpoints[0]), EndpointAnswer::OtherJob)]);
+        }
         assert_eq!(late.join().expect("the thread does not panic"), Ok(id()));
         let mut answer = vec![];
         // The connection is reset or closed without an answer.
@@ -182,7 +193,7 @@ fn without_rank_0_the_others_time_out() {
     let (listener, endpoints) = anywhere();
     drop(listener);
     let asked = ask(&meeting(2), &endpoints, 1, 120);
-    assert!(matches!(asked, Err(RendezvousError::NoAnswer { address: at, .. }) if at == address(&endpoints[0])));
+    assert_eq!(answers(&asked), [(address(&endpoints[0]), EndpointAnswer::NotListening)]);
     let asked = ask(&meeting(2), &local_place("nobody").endpoints, 1, 120);
     assert!(matches!(asked, Err(RendezvousError::NoLocalAnswer { foreign_user: None, .. })), "{asked:?}");
 }
@@ -238,18 +249,12 @@ fn a_rank_of_another_version_receives_the_version_of_rank_0() {
 
 #[test]
 fn a_rank_0_of_another_version_is_an_error_that_states_both_versions() {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let address = listener.local_addr().expect("bound");
-    thread::spawn(move || {
-        for mut stream in listener.incoming().flatten() {
-            let mut head = Verdict::OtherVersion.head();
-            head[7] += 1;
-            let _sent = stream.read_exact(&mut [0; HELLO_BYTES]).and_then(|()| stream.write_all(&head));
-        }
-    });
-    let expected = RendezvousError::OtherVersion { version: VERSION + 1, expected: VERSION };
+    let address = Stranger::OtherVersion.start();
     let other = Endpoint::Network(address);
-    assert_eq!(ask(&meeting(2), std::slice::from_ref(&other), 1, BRIEF), Err(expected));
+    let asked = ask(&meeting(2), std::slice::from_ref(&other), 1, BRIEF);
+    assert_eq!(answers(&asked), [(address, EndpointAnswer::OtherVersion { version: VERSION + 1 })]);
+    let text = asked.expect_err("another version").to_string();
+    assert!(text.contains("run the same symmalloc version") && text.contains(&format!("{VERSION}")), "{text}");
     // It may belong to another job.
     let (listener, endpoints) = anywhere();
     thread::scope(|scope| {
@@ -270,7 +275,7 @@ fn a_hello_may_arrive_in_pieces() {
                 thread::sleep(Duration::from_millis(2));
             }
             let mut reply = [0; HEAD_BYTES + TAIL_BYTES];
-            stream.read_exact(&mut reply).map(|()| reply)
+            stream.read_exact(&mut reply).and_then(|()| stream.write_all(&[JOIN])).map(|()| reply)
         });
         meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
         let reply = other.join().expect("the thread does not panic").expect("answered");
@@ -331,45 +336,184 @@ fn different_secrets_are_reported_without_delay() {
     let (listener, endpoints) = anywhere();
     let list = local_place("secrets");
     let local = list.listen().expect("the address is free");
-    for (listener, endpoints) in [(&listener, &endpoints[..]), (&local, &list.endpoints[..])] {
-        assert_eq!(asked_by(&ours, &other, listener, endpoints), RendezvousError::WrongSecret);
-        assert_eq!(asked_by(&ours, &none, listener, endpoints), RendezvousError::SecretMissing);
-        assert_eq!(asked_by(&none, &ours, listener, endpoints), RendezvousError::SecretMissingAtRank0);
+    let cases = [
+        (&ours, &other, RendezvousError::WrongSecret, EndpointAnswer::OtherSecret),
+        (&ours, &none, RendezvousError::SecretMissing, EndpointAnswer::SecretNeeded),
+        (&none, &ours, RendezvousError::SecretMissingAtRank0, EndpointAnswer::NoSecret),
+    ];
+    for (ours, theirs, error, answer) in cases {
+        assert_eq!(asked_by(ours, theirs, &local, &list.endpoints), error);
+        let refused = Err(asked_by(ours, theirs, &listener, &endpoints));
+        assert_eq!(answers(&refused), [(address(&endpoints[0]), answer)]);
+        assert!(refused.expect_err("refused").to_string().contains("set SYMMALLOC_JOB_SECRET"));
     }
 }
 
-/// Runs a process that sends this answer to every peer until the test ends.
-fn stranger(answer: Verdict) -> [Endpoint; 1] {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let address = listener.local_addr().expect("bound");
-    let answer = move |mut stream: TcpStream| {
+/// A process at an address where rank 0 may be.
+#[derive(Clone, Copy, Debug)]
+enum Stranger {
+    /// Accepts connections and does not answer.
+    Silent,
+    /// Does not accept connections. The system does so.
+    Stopped,
+    /// Closes each connection.
+    Closing,
+    /// Sends a byte ten times a second.
+    Slow,
+    /// Sends the text of another protocol.
+    Foreign,
+    /// Sends a rank 0's answer.
+    Lying(Verdict),
+    /// Sends the version of another build.
+    OtherVersion,
+}
+
+impl Stranger {
+    /// Runs the process until the test ends. Returns its address.
+    fn start(self) -> SocketAddr {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("bound");
+        thread::spawn(move || {
+            if matches!(self, Stranger::Stopped) {
+                thread::park();
+            }
+            let connections = listener.incoming().flatten().map(|stream| thread::spawn(move || self.talk(stream)));
+            connections.for_each(drop);
+        });
+        address
+    }
+
+    fn talk(self, mut stream: TcpStream) -> std::io::Result<()> {
+        if matches!(self, Stranger::Closing) {
+            return Ok(());
+        }
         stream.read_exact(&mut [0; HELLO_BYTES])?;
-        stream.write_all(&answer.head())?;
-        if answer == Verdict::Challenge {
-            stream.write_all(&[1; 32])?;
-            stream.read_exact(&mut [0; PROOF_BYTES])?;
-            stream.write_all(&Verdict::Welcome.head())?;
+        match self {
+            Stranger::Slow => loop {
+                stream.write_all(b"s")?;
+                thread::sleep(Duration::from_millis(100));
+            },
+            Stranger::Foreign => stream.write_all(&b"HTTP/1.1 400 Bad Request\r\n".repeat(10))?,
+            Stranger::OtherVersion => {
+                let mut head = Verdict::OtherVersion.head();
+                head[7] += 1;
+                stream.write_all(&[&head[..], &[0; TAIL_BYTES]].concat())?;
+            }
+            Stranger::Lying(answer) => {
+                stream.write_all(&answer.head())?;
+                if answer == Verdict::Challenge {
+                    stream.write_all(&[1; 32])?;
+                    stream.read_exact(&mut [0; PROOF_BYTES])?;
+                    stream.write_all(&Verdict::Welcome.head())?;
+                }
+                stream.write_all(&[1; TAIL_BYTES])?;
+            }
+            _ => {}
         }
-        stream.write_all(&[1; TAIL_BYTES])
-    };
-    thread::spawn(move || {
-        for stream in listener.incoming() {
-            let _hung_up = stream.and_then(answer);
+        stream.read_to_end(&mut Vec::new()).map(drop)
+    }
+}
+
+/// All strangers, with their answers to a rank with a secret and without one. `None` if a rank without a secret believes them.
+fn strangers() -> Vec<(Stranger, EndpointAnswer, Option<EndpointAnswer>)> {
+    use EndpointAnswer::{Contradiction, Foreign, NoSecret, OtherJob, SecretNeeded, Silent};
+    let version = EndpointAnswer::OtherVersion { version: VERSION + 1 };
+    vec![
+        (Stranger::Silent, Silent, Some(Silent)),
+        (Stranger::Stopped, Silent, Some(Silent)),
+        (Stranger::Closing, Silent, Some(Silent)),
+        (Stranger::Slow, Silent, Some(Silent)),
+        (Stranger::Foreign, Foreign, Some(Foreign)),
+        (Stranger::OtherVersion, version, Some(version)),
+        (Stranger::Lying(Verdict::Welcome), Contradiction, None),
+        (Stranger::Lying(Verdict::RankTwice), Contradiction, None),
+        (Stranger::Lying(Verdict::OtherJob), OtherJob, Some(OtherJob)),
+        (Stranger::Lying(Verdict::Challenge), Contradiction, Some(Contradiction)),
+        (Stranger::Lying(Verdict::SecretNeeded), Contradiction, Some(SecretNeeded)),
+        (Stranger::Lying(Verdict::NoSecret), NoSecret, Some(Contradiction)),
+        (Stranger::Lying(Verdict::WrongSecret), Contradiction, Some(Contradiction)),
+        (Stranger::Lying(Verdict::OtherVersion), Contradiction, Some(Contradiction)),
+    ]
+}
+
+/// Rank 0 arrives at the last of eight addresses, and late. Strangers listen at all others.
+#[test]
+fn strangers_at_other_addresses_cost_less_than_a_second() {
+    for has_secret in [true, false] {
+        let meeting = if has_secret { secret_meeting(3, SECRET) } else { meeting(3) };
+        let believed = |it: &(Stranger, _, Option<EndpointAnswer>)| has_secret || it.2.is_some();
+        let strangers: Vec<_> = strangers().into_iter().filter(believed).map(|(it, ..)| it).collect();
+        // Seven of each kind, and all kinds together.
+        let groups = strangers.iter().map(|it| vec![*it; 7]).chain([strangers.clone()]);
+        for group in groups {
+            let (listener, own) = anywhere();
+            drop(listener);
+            let others = group.iter().map(|it| Endpoint::Network(it.start()));
+            let endpoints: Vec<Endpoint> = others.chain(own.clone()).collect();
+            thread::scope(|scope| {
+                let (meeting, endpoints) = (&meeting, &endpoints);
+                let ranks = [1, 2].map(|rank| scope.spawn(move || ask(meeting, endpoints, rank, PATIENT)));
+                thread::sleep(Duration::from_millis(100));
+                let since = Instant::now();
+                let listener = own[0].listen().expect("the address is free");
+                let connections = meeting.serve_id(&listener, &id(), &backoff(PATIENT)).expect("the ranks arrive");
+                for rank in ranks {
+                    assert_eq!(rank.join().expect("the thread does not panic"), Ok(id()), "{group:?}");
+                }
+                assert!(since.elapsed() < Duration::from_secs(1), "{:?} with {group:?}", since.elapsed());
+                drop(connections);
+            });
         }
-    });
-    [Endpoint::Network(address)]
+    }
 }
 
 #[test]
-fn an_answer_without_a_proof_is_rejected() {
-    let meeting = secret_meeting(2, SECRET);
-    for (answer, expected) in [
-        (Verdict::Welcome, RendezvousError::SecretMissingAtRank0),
-        (Verdict::RankTwice, RendezvousError::SecretMissingAtRank0),
-        (Verdict::Challenge, RendezvousError::WrongSecret),
-    ] {
-        assert_eq!(ask(&meeting, &stranger(answer), 1, BRIEF), Err(expected));
+fn the_error_contains_the_answer_of_each_address_and_the_most_likely_cause() {
+    let (listener, nobody) = anywhere();
+    drop(listener);
+    let causes = [
+        (EndpointAnswer::OtherVersion { version: VERSION + 1 }, "run the same symmalloc version"),
+        (EndpointAnswer::NoSecret, "Rank 0 probably lacks the job secret"),
+        (EndpointAnswer::SecretNeeded, "This rank probably lacks the job secret"),
+        (EndpointAnswer::OtherJob, "all ranks have the same job"),
+        (EndpointAnswer::Silent, "stopped or late"),
+        (EndpointAnswer::Foreign, "Another program probably uses its port"),
+        (EndpointAnswer::Contradiction, "Another program probably uses its port"),
+    ];
+    for has_secret in [true, false] {
+        let meeting = if has_secret { secret_meeting(2, SECRET) } else { meeting(2) };
+        for (stranger, with_secret, without) in strangers() {
+            let Some(expected) = (if has_secret { Some(with_secret) } else { without }) else { continue };
+            let address = stranger.start();
+            let since = Instant::now();
+            let asked = ask(&meeting, &[Endpoint::Network(address), nobody[0].clone()], 1, 400);
+            assert!(since.elapsed() < Duration::from_secs(2), "{:?} with {stranger:?}", since.elapsed());
+            let nobody = (self::address(&nobody[0]), EndpointAnswer::NotListening);
+            assert_eq!(answers(&asked), [(address, expected), nobody], "{stranger:?}, secret: {has_secret}");
+            let text = asked.expect_err("no rank 0").to_string();
+            let (_, cause) = causes.iter().find(|(answer, _)| *answer == expected).expect("all are listed");
+            let parts = [*cause, &format!("{address}: {expected}"), &format!("{}: nothing listens", nobody.0)];
+            assert!(parts.iter().all(|part| text.contains(part)), "{stranger:?}: {text}");
+        }
     }
+}
+
+/// Rank 0 listens first and may then be busy for longer than an attempt lasts. Connections that the rank gave up must not count.
+#[test]
+fn a_rank_that_gave_up_its_first_attempts_meets_on_its_last_one() {
+    let list = local_place("late");
+    let listener = list.listen().expect("the address is free");
+    thread::scope(|scope| {
+        let other = scope.spawn(|| meeting(2).request_id(&list.endpoints, 1, &backoff(PATIENT)));
+        thread::sleep(Duration::from_millis(2500));
+        let connections = meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
+        let [(1, mut at_rank_0)] = <[_; 1]>::try_from(connections).expect("one rank") else { panic!("another rank") };
+        let (_, mut at_rank) = other.join().expect("the thread does not panic").expect("rank 0 answers");
+        at_rank_0.write_all(b"the same connection").expect("connected");
+        let mut text = [0; 19];
+        read_until(&mut at_rank, &mut text, end()).expect("connected");
+        assert_eq!(&text, b"the same connection");
+    });
 }
 
 /// Takes part as rank 1 with the secret, or with a replayed earlier proof. Returns the answer and the proof.
@@ -383,7 +527,11 @@ fn speak(to: SocketAddr, earlier: Option<[u8; PROOF_BYTES]>) -> (Option<Verdict>
     let secret = Secret::new(SECRET.into()).expect("the secret is long enough");
     let proof = earlier.unwrap_or_else(|| exchange.proof(&secret));
     connection.write_all(&proof).expect("sent");
-    (verdict(&mut connection), proof)
+    let answer = verdict(&mut connection);
+    if answer == Some(Verdict::Welcome) {
+        connection.write_all(&[JOIN]).expect("sent");
+    }
+    (answer, proof)
 }
 
 #[test]
@@ -426,7 +574,7 @@ fn a_relay_is_detected() {
         let to = address(&endpoints[0]);
         thread::spawn(move || relaying.incoming().flatten().for_each(|stream| relay(stream, to)));
         let given = scope.spawn(|| meeting.serve_id(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
-        assert_eq!(ask(&meeting, &in_between, 1, BRIEF), Err(RendezvousError::WrongSecret));
+        assert_eq!(answers(&ask(&meeting, &in_between, 1, BRIEF))[0].1, EndpointAnswer::OtherSecret);
         assert_eq!(ask(&meeting, &endpoints, 1, PATIENT), Ok(id()));
         assert_eq!(given.join().expect("the thread does not panic"), Ok(()));
     });
