@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use stub_process::{Barrier, RankOutput, WAIT_MAX, cuda, nccl, nccl_test, ranks, scaled_to_load, until};
+use stub_process::{Barrier, RankOutput, WAIT_MAX, cuda, nccl, nccl_test, ranks, scaled_to_load, until, until_some};
 use symmalloc_core::Config;
 use symmalloc_cuda::{CudaAllocator, CudaDevice, DeviceBuffer};
 use symmalloc_nccl::{
@@ -228,6 +228,52 @@ nccl_test!(a_process_that_is_stopped_is_named_at_the_deadline, {
         assert!(matches!(failure(&error), FailureCause::RankStopped { rank: 1, .. }), "{error:?}");
     });
     assert_success(&outputs, |rank| rank == 0);
+});
+
+/// Waits until a process is stopped, and lets it continue after the deadline of the others.
+fn pause(pid: &Path) {
+    let pid: i32 = until_some(|| fs::read_to_string(pid).ok()?.parse().ok());
+    until(|| fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| stat.contains(") T ")));
+    std::thread::sleep(DEADLINE + Duration::from_secs(2));
+    // SAFETY: the call only continues another rank of this test.
+    unsafe { libc::kill(pid, libc::SIGCONT) };
+}
+
+/// A debugger stops a process for longer than the deadline, as documented in `docs/watchdog.md`.
+nccl_test!(a_rank_pauses_at_a_debugger_if_the_watchdog_is_off_on_every_rank, {
+    for is_off_on in ["every rank", "the paused rank"] {
+        let folder = tempfile::tempdir().expect("a folder");
+        let options = [("SYMMALLOC_FLIGHT_RECORDS", &*folder.path().to_string_lossy()), ("IS_OFF_ON", is_off_on)];
+        let outputs = ranks(2, &options, |number| {
+            let is_off_everywhere = std::env::var("IS_OFF_ON").is_ok_and(|ranks| ranks == "every rank");
+            if is_off_everywhere || number == 1 {
+                // SAFETY: no other thread runs yet.
+                unsafe { std::env::set_var("SYMMALLOC_WATCHDOG", "off") };
+            }
+            let mut rank = Rank::new(number, 2, DEADLINE);
+            rank.reduce().expect("both ranks take part");
+            let pid = rank.folder.join("paused.pid");
+            if number == 1 {
+                fs::write(&pid, std::process::id().to_string()).expect("written");
+                // SAFETY: the call only stops this process.
+                unsafe { libc::kill(libc::getpid(), libc::SIGSTOP) };
+                // Another thread may receive the signal first.
+                std::thread::sleep(Duration::from_millis(200));
+            } else {
+                std::thread::spawn(move || pause(&pid));
+            }
+            rank.comm.all_reduce_in_place(&mut rank.buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
+            let _aborted = rank.stream.synchronize();
+            let outcome = rank.reduce();
+            if is_off_everywhere {
+                outcome.expect("nothing ended during the pause");
+                rank.part();
+            } else {
+                outcome.expect_err("the watchdog of rank 0 ended the communicator");
+            }
+        });
+        assert_success(&outputs, |_| true);
+    }
 });
 
 nccl_test!(a_live_rank_that_is_missing_is_named_at_the_deadline, {
