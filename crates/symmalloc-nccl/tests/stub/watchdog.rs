@@ -230,6 +230,31 @@ nccl_test!(a_process_that_is_stopped_is_named_at_the_deadline, {
     assert_success(&outputs, |rank| rank == 0);
 });
 
+/// Characters of each class that control a terminal or disguise text: a color, a title, DEL, C1, directions, zero width, line breaks.
+const HOSTILE: &str = "\u{1b}[31m\u{1b}]0;title\u{7}\r\t\u{8}\u{7f}\u{9b}1m\u{85}\u{202e}lre\u{2066}\u{200b}\u{feff}\u{2028}x\nsymmalloc: forged";
+
+/// Rank 1 is stuck in a collective with a hostile name, which its report contains. Its own output is its own concern.
+nccl_test!(the_report_of_a_rank_cannot_control_the_terminal_of_another, {
+    let folder = tempfile::tempdir().expect("a folder");
+    let outputs = run(2, folder.path(), |mut rank| {
+        rank.reduce().expect("both ranks take part");
+        if rank.comm.rank() == 1 {
+            let stuck = rank.comm.announcement(HOSTILE, None, &rank.stream).expect("announced");
+            until(|| rank.comm.synchronize(&rank.stream).is_err());
+            drop(stuck);
+        }
+        let error = until_some(|| rank.comm.synchronize(&rank.stream).err());
+        println!("ERROR {error}");
+        println!("RECORD {}", write_flight_record(&error.to_string()).expect("written").display());
+    });
+    assert_success(&outputs, |_| true);
+    let text = &outputs[0].text;
+    assert!(text.contains("ERROR") && text.contains("rank 1 gave up") && text.contains("symmalloc: forged"), "{text}");
+    let is_hidden = |c: char| c != '\n' && symmalloc_text::is_hidden(c);
+    assert_eq!(text.chars().find(|c| is_hidden(*c)), None, "{}", text.escape_debug());
+    assert!(!text.lines().any(|line| line.starts_with("symmalloc: forged")), "{text}");
+});
+
 /// Waits until a process is stopped, and lets it continue after the deadline of the others.
 fn pause(pid: &Path) {
     let pid: i32 = until_some(|| fs::read_to_string(pid).ok()?.parse().ok());
