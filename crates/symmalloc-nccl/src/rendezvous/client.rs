@@ -4,7 +4,7 @@
 //!  request_id                 one thread for each network address, and one for all sockets of this machine
 //!      │ starts ────────────►  connect ─► hello ─► answer of rank 0 ─► join ──┐
 //!      │                          ▲         │ anything else                   │ only the first thread
-//!      │                          └─ 10 ms ◄┘ is kept as an answer            │
+//!      │                          └─ pause ◄┘ is kept as an answer            │
 //!      ▼ waits until the deadline ◄───────────────────────────────────────────┘
 //! ```
 //!
@@ -28,8 +28,11 @@ use std::time::{Duration, Instant};
 use symmalloc_watchdog::Connection;
 use zerocopy::{FromZeros, IntoBytes};
 
-/// Pause between two attempts, because each attempt sends a packet.
-const RETRY_INTERVAL: Duration = Duration::from_millis(10);
+/// Shortest pause between two attempts, because each attempt sends a packet.
+const PAUSE_MIN: Duration = Duration::from_millis(10);
+
+/// Longest pause between two attempts. A thousand ranks without the secret must not occupy rank 0 until their deadlines.
+const PAUSE_MAX: Duration = Duration::from_millis(250);
 
 /// Time limit for an attempt if a thread tries several endpoints in turn, which another process of this user may occupy.
 const TURN_LIMIT: Duration = Duration::from_secs(1);
@@ -127,6 +130,7 @@ impl Search {
     /// Tries these endpoints until the search ends.
     fn try_in_turn(&self, endpoints: &[Endpoint]) {
         let limit = if endpoints.len() > 1 { TURN_LIMIT } else { HANDSHAKE_LIMIT };
+        let begun = Instant::now();
         loop {
             for endpoint in endpoints {
                 let left = self.end.saturating_duration_since(Instant::now());
@@ -141,7 +145,8 @@ impl Search {
                     return;
                 }
             }
-            std::thread::sleep(RETRY_INTERVAL);
+            // An eighth of the time so far: little in comparison, and few attempts in a long wait.
+            std::thread::sleep((begun.elapsed() / 8).clamp(PAUSE_MIN, PAUSE_MAX));
         }
     }
 

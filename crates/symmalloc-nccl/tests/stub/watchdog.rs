@@ -233,7 +233,7 @@ nccl_test!(a_process_that_is_stopped_is_named_at_the_deadline, {
 /// Characters of each class that control a terminal or disguise text: a color, a title, DEL, C1, directions, zero width, line breaks.
 const HOSTILE: &str = "\u{1b}[31m\u{1b}]0;title\u{7}\r\t\u{8}\u{7f}\u{9b}1m\u{85}\u{202e}lre\u{2066}\u{200b}\u{feff}\u{2028}x\nsymmalloc: forged";
 
-/// Rank 1 is stuck in a collective with a hostile name, which its report contains. Its own output is its own concern.
+// Rank 1 is stuck in a collective with a hostile name, which its report contains. Its own output is its own concern.
 nccl_test!(the_report_of_a_rank_cannot_control_the_terminal_of_another, {
     let folder = tempfile::tempdir().expect("a folder");
     let outputs = run(2, folder.path(), |mut rank| {
@@ -264,7 +264,7 @@ fn pause(pid: &Path) {
     unsafe { libc::kill(pid, libc::SIGCONT) };
 }
 
-/// A debugger stops a process for longer than the deadline, as documented in `docs/watchdog.md`.
+// A debugger stops a process for longer than the deadline, as documented in `docs/watchdog.md`.
 nccl_test!(a_rank_pauses_at_a_debugger_if_the_watchdog_is_off_on_every_rank, {
     for is_off_on in ["every rank", "the paused rank"] {
         let folder = tempfile::tempdir().expect("a folder");
@@ -278,6 +278,7 @@ nccl_test!(a_rank_pauses_at_a_debugger_if_the_watchdog_is_off_on_every_rank, {
             let mut rank = Rank::new(number, 2, DEADLINE);
             rank.reduce().expect("both ranks take part");
             let pid = rank.folder.join("paused.pid");
+            let mut debugger = None;
             if number == 1 {
                 fs::write(&pid, std::process::id().to_string()).expect("written");
                 // SAFETY: the call only stops this process.
@@ -285,11 +286,14 @@ nccl_test!(a_rank_pauses_at_a_debugger_if_the_watchdog_is_off_on_every_rank, {
                 // Another thread may receive the signal first.
                 std::thread::sleep(Duration::from_millis(200));
             } else {
-                std::thread::spawn(move || pause(&pid));
+                debugger = Some(std::thread::spawn(move || pause(&pid)));
             }
-            rank.comm.all_reduce_in_place(&mut rank.buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
+            let submitted = rank.comm.all_reduce_in_place(&mut rank.buffer, ReduceOp::Sum, &rank.stream);
             let _aborted = rank.stream.synchronize();
-            let outcome = rank.reduce();
+            let outcome = submitted.and_then(|()| rank.reduce());
+            if let Some(debugger) = debugger {
+                debugger.join().expect("the rank is stopped and continued");
+            }
             if is_off_everywhere {
                 outcome.expect("nothing ended during the pause");
                 rank.part();
