@@ -253,7 +253,9 @@ fn a_limit_on_file_sizes_ends_the_recording_and_not_the_job() {
         let text = String::from_utf8_lossy(&ended.stdout);
         assert!(ended.status.success() && text.contains("the job is done"), "{name}: {}\n{text}", ended.status);
         let torn = read_path(&path, &ReadOptions::default().accept_torn()).unwrap();
-        assert!(!torn.records.is_empty() && torn.records.len() < 200_001, "{}", torn.records.len());
+        // Compressed data has no whole block within the limit.
+        assert!(name != "job.trace" || !torn.records.is_empty(), "what fits is kept");
+        assert!(torn.records.len() < 200_001, "{name}: {}", torn.records.len());
     }
 }
 

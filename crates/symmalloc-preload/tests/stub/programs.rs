@@ -46,17 +46,23 @@ fn functions_without_exported_symbols_are_served_by_name() {
 #[test]
 fn a_recording_that_cannot_be_written_or_reported_does_not_end_the_program() {
     let stage = Stage::new();
-    let Some(program) = compile(&stage, "ways", &[], true) else { return };
+    let Some(program) = compile(&stage, "limited", &[], true) else { return };
     let folder = tempfile::tempdir().expect("a folder");
     for record in ["job.trace", "job.trace.zst"] {
-        let (reader, writer) = std::io::pipe().expect("a pipe");
-        drop(reader);
-        let mut shell = stage.command("sh".as_ref());
-        shell.args(["-c", "ulimit -f 0; exec \"$@\"", "sh"]).arg(&program).arg("dlopen").arg(stage.libcuda());
-        shell.env("SYMMALLOC_RUN_RECORD", folder.path().join(record)).env("SYMMALLOC_RUN_FOLDER", folder.path());
-        let ended = shell.stderr(writer).output().expect("started");
-        assert!(ended.status.success(), "{record}: {}", ended.status);
-        assert_eq!(std::fs::metadata(folder.path().join(record)).expect("created").len(), 0);
+        for is_closed in [false, true] {
+            let (reader, writer) = std::io::pipe().expect("a pipe");
+            let mut command = stage.command(&program);
+            command.env("SYMMALLOC_RUN_RECORD", folder.path().join(record)).env("SYMMALLOC_RUN_FOLDER", folder.path());
+            command.stderr(writer);
+            let reader = (!is_closed).then_some(reader);
+            let ended = command.output().expect("started");
+            drop(command);
+            assert!(ended.status.success() && ended.stdout == b"done\n", "{record}: {}", ended.status);
+            if let Some(reader) = reader {
+                let text = std::io::read_to_string(reader).expect("text");
+                assert!(text.contains("symmalloc: ") && text.contains("File too large"), "{record}: {text}");
+            }
+        }
     }
 }
 
