@@ -120,9 +120,9 @@ impl Endpoint {
         }
     }
 
-    /// Retracts a join, because the rank was not created or joined under another number.
+    /// Retracts a join, because the rank was not created or joined under another number. A failure stays, for ranks that join later.
     pub fn withdraw(&mut self, rank: RankId, now: Duration) {
-        if self.memberships.remove(&rank).is_some() {
+        if self.memberships.remove(&rank).is_some_and(|membership| !membership.has_failed()) {
             self.say(Message::Withdrawn { rank }, now);
         }
     }

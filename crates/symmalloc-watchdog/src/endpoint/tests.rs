@@ -1,4 +1,4 @@
-//! Generated jobs: processes join, leave, fail, die, stop and resume while messages are in transit.
+//! Generated jobs: processes join, leave, withdraw, fail, die, stop and resume while messages are in transit.
 
 use super::*;
 use proptest::prelude::*;
@@ -27,6 +27,7 @@ struct Job {
 enum Step {
     Join(Index, u8),
     Leave(Index, u8),
+    Withdraw(Index, u8),
     Fail(Index, u8),
     Die(Index),
     Stop(Index),
@@ -44,6 +45,7 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         6 => (one(), 0..3_u8).prop_map(|(process, id)| Step::Join(process, id)),
         2 => (one(), 0..3_u8).prop_map(|(process, id)| Step::Leave(process, id)),
+        1 => (one(), 0..3_u8).prop_map(|(process, id)| Step::Withdraw(process, id)),
         1 => (one(), 0..3_u8).prop_map(|(process, id)| Step::Fail(process, id)),
         1 => one().prop_map(Step::Die),
         1 => one().prop_map(Step::Stop),
@@ -133,6 +135,18 @@ impl Job {
                     self.processes[at].endpoint.leave(of(number, at), self.now);
                 }
             }
+            Step::Withdraw(process, number) => {
+                let at = process.index(count);
+                let (acts, now) = (acts(self, at), self.now);
+                let process = &mut self.processes[at];
+                if acts && process.joined.contains(&id(number)) {
+                    // A failure stays.
+                    if !process.failed.contains(&id(number)) {
+                        process.left.insert(id(number));
+                    }
+                    process.endpoint.withdraw(of(number, at), now);
+                }
+            }
             Step::Fail(process, number) => {
                 let at = process.index(count);
                 let (process, now) = (&mut self.processes[at], self.now);
@@ -200,6 +214,10 @@ proptest! {
                         prop_assert!(job.processes[*rank as usize].failed.contains(communicator));
                         prop_assert!(process.joined.contains(communicator));
                     }
+                    PeerEvent::NeverJoined { process: other, .. } => {
+                        // Its last messages may not have arrived.
+                        prop_assert!(job.processes[other.0 as usize].is_dead, "{event:?} at {at}");
+                    }
                 }
             }
             if process.is_dead {
@@ -208,13 +226,22 @@ proptest! {
             // Every event that happened is reported. Without the hub, only the events of the hub's own rank are.
             let is_heard_of = |rank: usize| rank != at && (rank == 0 || !hub_is_dead);
             for (rank, other) in job.processes.iter().enumerate().filter(|(rank, _)| is_heard_of(*rank)) {
+                if other.is_dead && other.joined.is_empty() && !process.joined.is_empty() {
+                    let is_of_it = |event: &PeerEvent| {
+                        matches!(event, PeerEvent::NeverJoined { process, .. } if process.0 as usize == rank)
+                    };
+                    prop_assert!(process.events.iter().any(is_of_it), "{} at {}", rank, at);
+                }
                 for id in other.joined.intersection(&process.joined) {
                     let is_in = !process.left.contains(id) && !process.failed.contains(id);
                     if !is_in || other.left.contains(id) {
                         continue;
                     }
                     let is_of_it = |event: &&PeerEvent| {
-                        let (PeerEvent::Gone { rank: of, .. } | PeerEvent::Failed { rank: of, .. }) = event;
+                        let of = match event {
+                            PeerEvent::Gone { rank, .. } | PeerEvent::Failed { rank, .. } => *rank,
+                            PeerEvent::NeverJoined { .. } => return false,
+                        };
                         (of.communicator, of.rank as usize) == (*id, rank)
                     };
                     let count = process.events.iter().filter(is_of_it).count();
