@@ -4,7 +4,7 @@
 //!
 //! `SYMMALLOC_KILLS` and `SYMMALLOC_STOPS` set how often a rank is killed or stopped (12 and 4), `SYMMALLOC_SLOW_SECONDS` sets how long a
 //! rank is slow (30), and `SYMMALLOC_PAIRS` sets the number of concurrent jobs (4). The number of a job determines which rank is killed or
-//! stopped, and when.
+//! stopped, and when, what the other ranks do with the error ([`Reaction`]), and whether anybody reads their standard error.
 
 use crate::job::{MIB, Rank, again, reserved};
 use std::io::{BufRead, BufReader, Read};
@@ -18,8 +18,11 @@ use symmalloc_core::config::PoolConfig;
 use symmalloc_cuda::{CudaDevice, GraphPool};
 use symmalloc_nccl::{Communicator, FAILURE_EXIT_CODE, Launch, Nccl, ReduceOp, Registration};
 
+/// Environment variable with the number of the job.
 const CHILD: &str = "SYMMALLOC_WATCHED_CHILD";
 const DEADLINE: Duration = Duration::from_secs(5);
+/// Time for which a program continues after an error, if it keeps everything. Not a part of the measured times.
+const KEPT: Duration = Duration::from_secs(1);
 /// Maximum time from a signal to the end of all other ranks, before the test gives up.
 const LIMIT: Duration = Duration::from_secs(30);
 
@@ -44,8 +47,33 @@ fn devices() -> Option<usize> {
     }
 }
 
-/// The processes of a job, which runs until a rank fails. Their stderr is read when they end.
+/// What a program does when it gets an error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reaction {
+    /// Returns the error and drops everything, first its memory.
+    Returns,
+    /// Drops the communicator, and then its memory, which waits for the stream.
+    DropsCommunicator,
+    /// Exits with everything alive.
+    Exits,
+    /// Keeps everything for a while.
+    Keeps,
+}
+
+impl Reaction {
+    fn of(job: u64) -> Self {
+        [Reaction::Returns, Reaction::DropsCommunicator, Reaction::Exits, Reaction::Keeps][job as usize % 4]
+    }
+}
+
+/// Returns `true` if nobody reads standard error in this job.
+fn is_stderr_closed(job: u64) -> bool {
+    job / 4 % 2 == 1
+}
+
+/// The processes of a job, which runs until a rank fails. Their output is read when they end.
 struct Job {
+    number: u64,
     children: Vec<Child>,
 }
 
@@ -66,19 +94,18 @@ impl Job {
             if !own_device {
                 command.env("NCCL_HOSTID", format!("machine{rank}")).env("NCCL_SOCKET_IFNAME", "lo");
             }
-            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("started again")
+            // The reader is dropped here.
+            let closed = || Stdio::from(std::io::pipe().expect("a pipe").1);
+            let stderr = if is_stderr_closed(number) { closed() } else { Stdio::piped() };
+            command.stdout(Stdio::piped()).stderr(stderr).spawn().expect("started again")
         };
         let mut children: Vec<Child> = (0..ranks).map(start).collect();
         for child in &mut children {
             let stdout = child.stdout.as_mut().expect("piped");
             let is_ready = BufReader::new(stdout).lines().map_while(Result::ok).any(|line| line.contains("at work"));
-            if !is_ready {
-                let mut text = String::new();
-                child.stderr.as_mut().expect("piped").read_to_string(&mut text).expect("stderr is valid UTF-8");
-                panic!("a rank did not start:\n{text}");
-            }
+            assert!(is_ready, "a rank did not start:\n{}", text_of(child));
         }
-        Job { children }
+        Job { number, children }
     }
 
     fn signal(&self, rank: usize, signal: i32) {
@@ -98,7 +125,10 @@ impl Job {
                     continue;
                 }
                 if let Some(status) = child.try_wait().expect("the child can be queried") {
-                    *ended = Some(Ended { rank: other, status, took: begun.elapsed(), text: text_of(child) });
+                    let continues = Reaction::of(self.number) == Reaction::Keeps && status.code() == Some(1);
+                    let kept = if continues { KEPT } else { Duration::ZERO };
+                    let (job, took) = (self.number, begun.elapsed().saturating_sub(kept));
+                    *ended = Some(Ended { job, rank: other, status, took, text: text_of(child) });
                 } else if begun.elapsed() > LIMIT {
                     child.kill().expect("killed");
                     panic!("rank {other} has not ended {LIMIT:?} after rank {rank}:\n{}", text_of(child));
@@ -113,6 +143,7 @@ impl Job {
 /// The end of a rank's process.
 #[derive(Clone)]
 struct Ended {
+    job: u64,
     rank: usize,
     status: ExitStatus,
     took: Duration,
@@ -122,16 +153,23 @@ struct Ended {
 impl Ended {
     /// Fails unless the process ended with an error that contains `cause`.
     fn check(&self, cause: &str) {
-        let Ended { rank, status, took, text } = self;
+        let Ended { job, rank, status, took, text } = self;
         let is_error = [Some(1), Some(FAILURE_EXIT_CODE)].contains(&status.code());
-        let is_named = is_error && text.contains(cause);
-        assert!(is_named, "rank {rank} ended with {status} after {took:?}, not with \"{cause}\":\n{text}");
+        // The watchdog's report is lost if nobody reads it.
+        let has_report = status.code() == Some(1) || !is_stderr_closed(*job);
+        let is_named = is_error && (text.contains(cause) || !has_report);
+        let reaction = Reaction::of(*job);
+        assert!(is_named, "{reaction:?}: rank {rank} ended with {status} after {took:?}, not with \"{cause}\":\n{text}");
     }
 }
 
+/// Returns the output of a process that has ended or is about to.
 fn text_of(child: &mut Child) -> String {
     let mut text = String::new();
-    child.stderr.as_mut().expect("piped").read_to_string(&mut text).expect("stderr is valid UTF-8");
+    if let Some(stderr) = &mut child.stderr {
+        stderr.read_to_string(&mut text).expect("stderr is valid UTF-8");
+    }
+    child.stdout.as_mut().expect("piped").read_to_string(&mut text).expect("stdout is valid UTF-8");
     text
 }
 
@@ -144,9 +182,9 @@ impl Drop for Job {
     }
 }
 
-/// Runs a rank's work until an error occurs: plain collectives and, if each rank has its own device, collectives on windows; syncs with and
+/// Runs a rank's work until an error occurs, prints it and reacts to it: plain collectives and, if each rank has its own device, collectives on windows; syncs with and
 /// without changes, splits, graphs, and work on the host.
-fn work() -> Box<dyn std::error::Error> {
+fn work(reaction: Reaction) {
     let launch = Launch::from_env().expect("started as a rank");
     let is_slow = std::env::var("SYMMALLOC_SLOW_RANK").is_ok_and(|rank| rank == launch.rank.to_string());
     let device = CudaDevice::new(launch.local_rank as usize).expect("a device");
@@ -210,17 +248,23 @@ fn work() -> Box<dyn std::error::Error> {
         }
         Ok(())
     };
-    round().expect_err("only an error ends it")
+    let error = round().expect_err("only an error ends it");
+    println!("error: {error}");
+    match reaction {
+        Reaction::Returns => {}
+        Reaction::DropsCommunicator => {
+            drop((registrar, comm));
+            drop((graph, graphs, pool, allocator));
+        }
+        Reaction::Exits => std::process::exit(1),
+        Reaction::Keeps => std::thread::sleep(KEPT),
+    }
 }
 
-/// Runs a rank if this is a rank's process: works until an error occurs, prints it, and exits with status 1. Returns `false` in any other
-/// process.
+/// Runs a rank if this is a rank's process: works until an error occurs, and exits with status 1. Returns `false` in any other process.
 fn be_a_rank() -> bool {
-    if std::env::var_os(CHILD).is_none() {
-        return false;
-    }
-    let error = work();
-    eprintln!("error: {error}");
+    let Ok(number) = std::env::var(CHILD) else { return false };
+    work(Reaction::of(number.parse().expect("the number of the job")));
     std::process::exit(1);
 }
 
@@ -278,8 +322,8 @@ fn signal_ranks(test: &str, (signal, count): (i32, u64), limit: Duration, cause:
         part(100)
     );
     let late: Vec<_> = ended.into_iter().filter(|ended| ended.took >= limit).collect();
-    for Ended { rank, status, took, text } in &late {
-        println!("late: rank {rank} after {took:.2?} with {status}:\n{text}");
+    for Ended { job, rank, status, took, text } in &late {
+        println!("late: {:?}, rank {rank} after {took:.2?} with {status}:\n{text}", Reaction::of(*job));
     }
     assert!(late.is_empty(), "{} ranks ended later than {limit:?}", late.len());
 }
