@@ -146,7 +146,7 @@ class WithRust(sdist):
         folders = crates()
         for folder in folders:
             target = rust / folder.relative_to(WORKSPACE)
-            for part in ("src", "fonts", "jobs"):
+            for part in ("src", "jobs"):
                 if (folder / part).is_dir():
                     shutil.copytree(folder / part, target / part, dirs_exist_ok=True)
             for file in ("build.rs", "README.md", "LICENSE-MIT", "LICENSE-APACHE"):

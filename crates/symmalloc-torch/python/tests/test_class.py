@@ -12,7 +12,7 @@ from pathlib import Path
 
 import needs
 
-CALLS = Path(__file__).resolve().parents[2] / "jobs" / "pytorch_calls.py"
+CALLS = Path(__file__).resolve().parents[4] / "benches" / "jobs" / "pytorch_calls.py"
 INSTALL = "import torch, symmalloc; symmalloc.install(); print('class', symmalloc.has_class())"
 
 

@@ -18,7 +18,7 @@ from unittest import mock
 
 import needs
 
-JOBS = Path(__file__).resolve().parents[2] / "jobs"
+JOBS = Path(__file__).resolve().parents[4] / "benches" / "jobs"
 FAKES = Path(__file__).resolve().parent / "fakes"
 FAKE, FAKE_SGLANG = FAKES / "vllm_engine", FAKES / "sglang_engine"
 

@@ -1,4 +1,4 @@
-"""Comparison of PyTorch's own tests on two allocators (`jobs/suites`): verdicts, and continuation after any failure."""
+"""Comparison of PyTorch's own tests on two allocators (`benches/jobs/suites`): verdicts, and continuation after any failure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import needs
 
-SUITES = Path(__file__).resolve().parents[2] / "jobs" / "suites"
+SUITES = Path(__file__).resolve().parents[4] / "benches" / "jobs" / "suites"
 FAKE = Path(__file__).resolve().with_name("fakes") / "suites" / "fake_suite.py"
 sys.path.insert(0, str(SUITES))
 

@@ -1,4 +1,4 @@
-"""The functions of PyTorch that `jobs/vllm_serve.py` calls around the engine."""
+"""The functions of PyTorch that `benches/jobs/vllm_serve.py` calls around the engine."""
 
 from types import SimpleNamespace
 

@@ -1,9 +1,9 @@
 """PyTorch's own tests on PyTorch's allocator and on symmalloc, compared by test: a test that passes natively must not fail here.
 
-    python crates/symmalloc-torch/jobs/suites --gpus 2 --at-once 12 --out suites
-    python crates/symmalloc-torch/jobs/suites --suite op_db --only 'add|matmul'
-    python crates/symmalloc-torch/jobs/suites --tests pytorch/test --suite test_cuda.py --suite inductor/test_cudagraph_trees.py
-    python crates/symmalloc-torch/jobs/suites --tests pytorch/test --suite distributed/test_c10d_nccl.py --gpus 2 --at-once 12 --together
+    python benches/jobs/suites --gpus 2 --at-once 12 --out suites
+    python benches/jobs/suites --suite op_db --only 'add|matmul'
+    python benches/jobs/suites --tests pytorch/test --suite test_cuda.py --suite inductor/test_cudagraph_trees.py
+    python benches/jobs/suites --tests pytorch/test --suite distributed/test_c10d_nccl.py --gpus 2 --at-once 12 --together
 
     distributed    `torch.testing._internal.distributed.distributed_test`: NCCL, a rank on each GPU; with
                    SYMMALLOC_SUITES_BACKEND=gloo on CPUs

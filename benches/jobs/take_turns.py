@@ -1,9 +1,9 @@
 """GPT-2 (124M) training and generation that alternate on a GPU, each without device memory while the other one works.
 
-    crates/symmalloc-torch/jobs/take_turns.py --compare                          every --memory in turn, and a table
-    crates/symmalloc-torch/jobs/take_turns.py --compare --turns 200 --other 0.9  another process uses 90 % of the device meanwhile
-    crates/symmalloc-torch/jobs/take_turns.py --memory symmalloc --turns 50      one run
-    crates/symmalloc-torch/jobs/take_turns.py --compare --device cpu             tests the script without a GPU and without sleep
+    benches/jobs/take_turns.py --compare                          every --memory in turn, and a table
+    benches/jobs/take_turns.py --compare --turns 200 --other 0.9  another process uses 90 % of the device meanwhile
+    benches/jobs/take_turns.py --memory symmalloc --turns 50      one run
+    benches/jobs/take_turns.py --compare --device cpu             tests the script without a GPU and without sleep
 
     training    | wake, steps ───────── | asleep: weights and optimizer on the host |
     generation  | asleep                | wake: weights copied, KV cache empty, a captured graph per token |

@@ -1,7 +1,7 @@
 """PyTorch's calls to an allocator: each works on PyTorch's own allocator and on symmalloc, with bitwise equal results.
 
-    crates/symmalloc-torch/jobs/pytorch_calls.py                      both allocators, and a table
-    crates/symmalloc-torch/jobs/pytorch_calls.py --allocator native   one allocator, for `run`
+    benches/jobs/pytorch_calls.py                      both allocators, and a table
+    benches/jobs/pytorch_calls.py --allocator native   one allocator, for `run`
 
 A call whose requirements are missing (a second GPU, NCCL, a compiler) is skipped, and the reason is printed.
 """

@@ -1,6 +1,6 @@
 """A process dies in a scope of a registered pool: the other process gets an error that names it, within the deadline.
 
-    crates/symmalloc-torch/jobs/rank_dies.py          starts both ranks, on two GPUs or on one
+    benches/jobs/rank_dies.py          starts both ranks, on two GPUs or on one
 """
 
 from __future__ import annotations
