@@ -2,9 +2,9 @@
 
 use metrics_exporter_prometheus::PrometheusBuilder;
 use symmalloc_core::config::{PoolConfig, StreamPolicy};
+use symmalloc_core::metrics::{Metric, Publisher, Source};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, Config, PoolId};
-use symmalloc_metrics::{Metric, Publisher, Source};
 use symmalloc_sim::SimBackend;
 
 /// Returns the text of a recorder after publishing these sources in turn.

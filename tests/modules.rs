@@ -10,7 +10,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The top-level modules of the core. Each may use itself and those before it. `lib.rs` comes last.
-const MODULES: [&str; 15] = [
+const MODULES: [&str; 16] = [
     "types",
     "sync",
     "config",
@@ -26,6 +26,7 @@ const MODULES: [&str; 15] = [
     "sleep",
     "heap",
     "allocator",
+    "metrics",
 ];
 
 /// Structs of the core whose fields are visible in the whole crate, each with the reason. All other structs keep their fields private to
@@ -52,7 +53,7 @@ const PLAIN_DATA: [(&str, &str); 19] = [
     ("streams/fences.rs Fence", "a value"),
 ];
 
-const CORE_TOP_MAX: usize = 16;
+const CORE_TOP_MAX: usize = 17;
 
 /// Files of one crate: path within `src`, and text.
 type Files = BTreeMap<String, String>;

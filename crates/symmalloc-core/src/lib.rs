@@ -63,7 +63,7 @@
 //! `streams`, with clocks and fences; `blocks`, with the block table and the free index; `history`, with digests and
 //! layouts; `stats`; `pointers`. Then the parts of a heap, each of which owns its state: `ledger` records decisions,
 //! `arena` knows the place of memory, and `plans`, `stitching` and `sleep` are optional. `heap` composes them and makes
-//! every decision (read `heap.rs` first), and `allocator` finds the heap and handles the out-of-memory path.
+//! every decision (read `heap.rs` first), and `allocator` finds the heap and handles the out-of-memory path. `metrics`, behind a feature, publishes its statistics.
 //! `docs/architecture.md` lists the functions between a call and the free index.
 #![forbid(unsafe_code)]
 
@@ -97,6 +97,9 @@ pub mod sleep;
 mod heap;
 
 mod allocator;
+
+#[cfg(feature = "metrics")]
+pub mod metrics;
 
 // Types that every program uses.
 pub use allocator::{Allocator, SharedAllocator};

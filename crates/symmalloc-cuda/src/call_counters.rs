@@ -93,7 +93,7 @@ mod timing {
     use super::DeviceCall;
     use metrics::Unit;
     use std::time::Instant;
-    use symmalloc_metrics::{Metric, Publisher};
+    use symmalloc_core::metrics::{Metric, Publisher};
 
     const CALL_SECONDS: Metric =
         Metric::histogram("symmalloc_device_call_seconds", Some(Unit::Seconds), "duration of calls to the device");

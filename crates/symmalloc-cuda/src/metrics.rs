@@ -5,7 +5,7 @@ use crate::allocator::CachingAllocator;
 use crate::backend::CudaMemory;
 use crate::call_counters::DeviceCall;
 use metrics::Unit;
-pub use symmalloc_metrics::{Metric, Publisher, Source};
+pub use symmalloc_core::metrics::{Metric, Publisher, Source};
 
 const COUNT: Option<Unit> = Some(Unit::Count);
 

@@ -63,8 +63,6 @@ pub use symmalloc_conformance as conformance;
 pub use symmalloc_cuda as cuda;
 #[cfg(feature = "import")]
 pub use symmalloc_import as import;
-#[cfg(feature = "metrics")]
-pub use symmalloc_metrics as metrics;
 #[cfg(feature = "nccl")]
 pub use symmalloc_nccl as nccl;
 #[cfg(feature = "sim")]

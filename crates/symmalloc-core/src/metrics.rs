@@ -1,4 +1,4 @@
-//! Publication of allocator statistics through the [`metrics`] facade, with stable names, kinds, units and labels that
+//! Publication of allocator statistics through the [`metrics`](::metrics) facade, with stable names, kinds, units and labels that
 //! dashboards can rely on.
 //!
 //! ```text
@@ -7,14 +7,14 @@
 //!  your source ┘       on request       └─ any other recorder
 //! ```
 //!
-//! An allocator maintains its statistics with or without this crate. A [`Publisher`] reads them when the program
+//! Requires the feature `metrics`. An allocator maintains its statistics with or without it. A [`Publisher`] reads them when the program
 //! requests it and updates gauges and counters, so publishing adds no cost to an allocation. `docs/events.md`
 //! describes every metric.
 //!
 //! # Examples
 //! ```
+//! use symmalloc_core::metrics::Publisher;
 //! use symmalloc_core::{Allocator, Config, PoolId};
-//! use symmalloc_metrics::Publisher;
 //! use symmalloc_sim::SimBackend;
 //!
 //! let allocator = Allocator::new(SimBackend::builder().build(), Config::default())?;
@@ -25,11 +25,10 @@
 //! publisher.publish(&allocator); // call it every few seconds, from any thread that can use the allocator
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
-#![forbid(unsafe_code)]
 
 mod memory;
 
-use metrics::{Key, Label, Level, Metadata, SharedString, Unit, with_recorder};
+use ::metrics::{Key, Label, Level, Metadata, SharedString, Unit, with_recorder};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -1,11 +1,11 @@
 //! The metrics of an allocator: one series per heap for additive values, and one per allocator for the others.
 
-use crate::{Metric, Publisher, Source};
-use metrics::Unit;
-use symmalloc_core::errors::UnknownError;
-use symmalloc_core::lock::Lock;
-use symmalloc_core::report::MemoryStats;
-use symmalloc_core::{Allocator, Backend, PoolConfig, PoolId, StreamId};
+use super::{Metric, Publisher, Source};
+use crate::errors::UnknownError;
+use crate::lock::Lock;
+use crate::report::MemoryStats;
+use crate::{Allocator, Backend, PoolConfig, PoolId, StreamId};
+use ::metrics::Unit;
 
 const BYTES: Option<Unit> = Some(Unit::Bytes);
 const COUNT: Option<Unit> = Some(Unit::Count);
