@@ -145,7 +145,7 @@ Examples:
   symmalloc chart job.trace.zst -o map.svg --map --op 12000      segments and blocks after op 12000
   symmalloc chart rank0.pickle.gz --beside rank1.pickle.gz -o ranks.svg
   symmalloc chart job.trace.zst --plan job.plan -o job.svg       memory over ops, with the plan's reserved memory
-  symmalloc chart fsdp1 --share -o fsdp1.png                     before and after, in one picture to share
+  symmalloc chart fsdp1 --share -o fsdp1.svg                     before and after, in one picture to share
 
 Two ranks are drawn with their recorded placements. If a recording has none, our allocator places its allocations. Pictures
 need no script and no network. Equal jobs give equal bytes.
@@ -445,7 +445,7 @@ pub(crate) struct ChartArgs {
     /// A trace, a PyTorch memory snapshot or an RMM log; plain, gzip or zstd
     #[arg(value_name = "TRACE")]
     pub(crate) input: PathBuf,
-    /// The picture to write: .svg or .png (`symmalloc report` writes pages)
+    /// The picture to write, an .svg (`symmalloc report` writes pages)
     #[arg(short, long, value_name = "OUT")]
     pub(crate) output: PathBuf,
     /// Map the memory after this op, counted from 0 [default: the peak of allocated memory]

@@ -19,7 +19,7 @@ use crate::planned;
 use crate::quantity::{count, memory};
 use crate::recorded::Recorded;
 use crate::verdict::Verdict;
-use file::Format;
+use file::require_svg;
 use serde_json::{Value, json};
 use std::path::Path;
 use symmalloc_core::Placement;
@@ -48,12 +48,12 @@ struct Beside {
 
 /// Draws the requested pictures.
 pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
-    let format = Format::of(&args.output)?;
+    require_svg(&args.output)?;
     let inputs = std::iter::once(&args.input).chain(&args.beside).chain(&args.plan);
     let out = Destination::file_or_stream(&args.output, None, inputs)?;
     let recorded = Recorded::read(&args.input, &args.reading, &args.policy)?;
     if args.share {
-        return share::share(args, &recorded, format, &out);
+        return share::share(args, &recorded, &out);
     }
     let selection = Selection { pool: args.pool, stream: args.stream };
     let mut timeline = timeline_of(&recorded, selection)?;
@@ -76,7 +76,7 @@ pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
         },
         None => history_of(&name, &recorded, &timeline, WIDE, "h", ""),
     };
-    out.write(&format.file(picture)?)?;
+    out.write(picture.as_bytes())?;
     if args.json {
         output::print_json(object(args, &timeline, op, beside.as_ref()))?;
     } else {

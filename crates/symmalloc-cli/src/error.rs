@@ -4,7 +4,6 @@ use crate::args::FlagContradiction;
 use crate::collection;
 use crate::content::Content;
 use crate::job::{JobError, UnknownToModel};
-use crate::picture::png::TooLargeForPixels;
 use crate::plan::not_a_table::NotATable;
 use crate::planned::contradiction::Contradiction;
 use crate::planned::difference::JobDifference;
@@ -70,8 +69,6 @@ pub(crate) enum CliError {
     NoStream { content: Content },
     #[error("{}: the file name is that of {}, but the content is {}", path.display(), named.word(), content.word())]
     NamedOtherwise { path: PathBuf, named: Content, content: Content },
-    #[error(transparent)]
-    TooLargeForPixels(#[from] TooLargeForPixels),
     #[error("{}: unsupported picture extension", path.display())]
     UnknownPicture { path: PathBuf },
     #[error("{}: the recorded placement of op {op} exceeds the memory of any device", path.display())]
@@ -166,8 +163,9 @@ impl CliError {
                 return Some(format!("select a heap with --pool and --stream: {}", heaps.join("; ")).into());
             }
             CliError::NothingToShow { .. } => "record a job that allocates something",
-            CliError::UnknownPicture { .. } => "use .svg or .png, or `symmalloc report` for a page (.html)",
-            CliError::TooLargeForPixels(_) => return None,
+            CliError::UnknownPicture { .. } => {
+                "use .svg, or `symmalloc report` for a page (.html); to convert an .svg, use `rsvg-convert -z 2 in.svg -o out.png`"
+            }
             CliError::ImpossiblePlacement { .. } => {
                 "record the job again, or delete the placement: without placements, our allocator places the allocations"
             }

@@ -18,7 +18,6 @@ pub(crate) mod history;
 pub(crate) mod map;
 pub(crate) mod memory;
 pub(crate) mod page;
-pub(crate) mod png;
 pub(crate) mod share;
 pub(crate) mod svg;
 pub(crate) mod timeline;

@@ -1,35 +1,16 @@
-//! Picture files: their formats and names.
+//! Names of picture files.
 
 use crate::error::CliError;
-use crate::picture::png::png;
 use std::path::Path;
 
-/// Format of a picture file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Format {
-    Svg,
-    Png,
-}
-
-impl Format {
-    /// Returns the format that a file name has.
-    ///
-    /// # Errors
-    /// Returns an error if no format has this extension.
-    pub(super) fn of(path: &Path) -> Result<Self, CliError> {
-        match path.extension().and_then(|extension| extension.to_str()) {
-            Some("svg") => Ok(Format::Svg),
-            Some("png") => Ok(Format::Png),
-            _ => Err(CliError::UnknownPicture { path: path.to_path_buf() }),
-        }
-    }
-
-    /// Returns the content of the picture's file.
-    pub(super) fn file(self, picture: String) -> Result<Vec<u8>, CliError> {
-        match self {
-            Format::Png => Ok(png(&picture)?),
-            Format::Svg => Ok(picture.into_bytes()),
-        }
+/// Checks that a file name is that of an SVG, the only format of pictures.
+///
+/// # Errors
+/// Returns an error if the extension is another one.
+pub(super) fn require_svg(path: &Path) -> Result<(), CliError> {
+    match path.extension().and_then(|extension| extension.to_str()) {
+        Some("svg") => Ok(()),
+        _ => Err(CliError::UnknownPicture { path: path.to_path_buf() }),
     }
 }
 

@@ -1,6 +1,6 @@
 //! `symmalloc chart --share`: one picture that compares a job under different allocators.
 
-use super::file::{Format, file_name};
+use super::file::file_name;
 use crate::args::ChartArgs;
 use crate::destination::{Destination, shown};
 use crate::error::CliError;
@@ -15,12 +15,7 @@ use serde_json::json;
 use std::num::NonZeroU32;
 
 /// Runs the job in four ways and draws the memory of each.
-pub(super) fn share(
-    args: &ChartArgs,
-    recorded: &Recorded,
-    format: Format,
-    out: &Destination,
-) -> Result<Verdict, CliError> {
+pub(super) fn share(args: &ChartArgs, recorded: &Recorded, out: &Destination) -> Result<Verdict, CliError> {
     let failed = |source: JobError| CliError::Job { path: recorded.path.clone(), source };
     let options = Options { ranks: NonZeroU32::MIN, ..Options::default() };
     let as_pytorch = |segments| recorded.job.replay_as_pytorch(segments, &options, &|| ()).map_err(failed);
@@ -47,7 +42,7 @@ pub(super) fn share(
         env!("CARGO_PKG_VERSION")
     );
     let shared = Shared { name: &name, bars: &bars, live_bytes: ours.peaks.live_bytes, footer: &footer };
-    out.write(&format.file(draw(&shared))?)?;
+    out.write(draw(&shared).as_bytes())?;
     if args.json {
         output::print_json(json!({
             "trace": args.input.display().to_string(),
