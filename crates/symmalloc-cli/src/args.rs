@@ -278,8 +278,8 @@ impl Command {
     /// Returns `true` if the command writes its result to stdout, which then carries no other output.
     pub(crate) fn writes_stdout(&self) -> bool {
         match self {
-            Command::Import(args) => args.output == Path::new(STREAM),
-            Command::Export(args) => args.output == Path::new(STREAM),
+            Command::Import(args) => args.output.path() == Path::new(STREAM),
+            Command::Export(args) => args.output.path() == Path::new(STREAM),
             _ => false,
         }
     }
@@ -399,14 +399,31 @@ pub(crate) struct ImportArgs {
     /// A PyTorch memory snapshot, an RMM log or a trace; plain, gzip or zstd; `-` for standard input
     #[arg(value_name = "IN")]
     pub(crate) input: PathBuf,
-    /// The trace to write (.zst and .gz compress); `-` for standard output
-    #[arg(value_name = "OUT")]
-    pub(crate) output: PathBuf,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
     #[command(flatten)]
     pub(crate) reading: ReadingArgs,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// The output of a conversion: a second file name, or `-o` as in the other commands.
+#[derive(Debug, clap::Args)]
+#[group(required = true, multiple = false)]
+pub(crate) struct OutputArgs {
+    /// The file to write (.zst and .gz compress); `-` for standard output
+    #[arg(value_name = "OUT")]
+    positional: Option<PathBuf>,
+    /// The file to write, instead of a second argument
+    #[arg(short, long, value_name = "OUT")]
+    output: Option<PathBuf>,
+}
+
+impl OutputArgs {
+    pub(crate) fn path(&self) -> &Path {
+        self.positional.as_deref().or(self.output.as_deref()).expect("the parser requires one of the two")
+    }
 }
 
 /// Export our allocator's placements for a recording, as a snapshot for PyTorch's memory_viz or a timeline for Perfetto
@@ -416,9 +433,8 @@ pub(crate) struct ExportArgs {
     /// A trace, a PyTorch memory snapshot or an RMM log; plain, gzip or zstd
     #[arg(value_name = "TRACE")]
     pub(crate) input: PathBuf,
-    /// The file to write (.gz and .zst compress); `-` for standard output
-    #[arg(value_name = "OUT")]
-    pub(crate) output: PathBuf,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
     /// Format of the output [default: a timeline if OUT ends in .json, else a snapshot]
     #[arg(long)]
     pub(crate) format: Option<ExportFormat>,

@@ -22,7 +22,7 @@ pub(crate) fn export(args: &ExportArgs) -> Result<Verdict, CliError> {
     let format = format(args);
     // With an explicit format, the output may have any extension.
     let content = args.format.is_none().then(|| content(format));
-    let out = Destination::file_or_stream(&args.output, content, [&args.input])?;
+    let out = Destination::file_or_stream(args.output.path(), content, [&args.input])?;
     let recorded = Recorded::read(&args.input, &args.reading, &args.policy)?;
     if format == ExportFormat::Perfetto {
         return timeline::export(args, &recorded, &out);
@@ -52,7 +52,7 @@ pub(crate) fn export(args: &ExportArgs) -> Result<Verdict, CliError> {
 
 /// Returns the requested format, or else the format that the extension selects: `job.json` and `job.json.gz` are timelines.
 fn format(args: &ExportArgs) -> ExportFormat {
-    args.format.unwrap_or(match Content::of_name(&args.output) {
+    args.format.unwrap_or(match Content::of_name(args.output.path()) {
         Some(Content::Timeline) => ExportFormat::Perfetto,
         _ => ExportFormat::Snapshot,
     })
@@ -69,7 +69,7 @@ fn content(format: ExportFormat) -> Content {
 fn object(args: &ExportArgs, recorded: &Recorded, summary: &ExportSummary) -> Value {
     json!({
         "trace": args.input.display().to_string(),
-        "snapshot": args.output.display().to_string(),
+        "snapshot": args.output.path().display().to_string(),
         "entries": summary.entries,
         "allocations": summary.allocations,
         "refused": summary.refused,
@@ -104,6 +104,6 @@ fn screen(args: &ExportArgs, recorded: &Recorded, summary: &ExportSummary, palet
     if let Some(before) = lived_before(&recorded.recording.summary) {
         let _ = writeln!(out, "  {before}");
     }
-    let _ = writeln!(out, "written to {}: open it at https://pytorch.org/memory_viz", shown(&args.output));
+    let _ = writeln!(out, "written to {}: open it at https://pytorch.org/memory_viz", shown(args.output.path()));
     out
 }

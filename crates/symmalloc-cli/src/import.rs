@@ -16,7 +16,7 @@ use symmalloc_import::{Recording, Summary};
 
 /// Reads a recording and writes it as a trace.
 pub(crate) fn import(args: &ImportArgs) -> Result<Verdict, CliError> {
-    let out = Destination::file_or_stream(&args.output, Some(Content::Trace), [&args.input])?;
+    let out = Destination::file_or_stream(args.output.path(), Some(Content::Trace), [&args.input])?;
     let recording = input::recording(&args.input, &args.reading)?;
     out.write_trace(recording.config.as_ref(), &recording.records)?;
     let channel = Channel::beside(&out);
@@ -33,7 +33,7 @@ fn object(args: &ImportArgs, recording: &Recording) -> Value {
     let found = &recording.summary;
     json!({
         "input": args.input.display().to_string(),
-        "trace": args.output.display().to_string(),
+        "trace": args.output.path().display().to_string(),
         "format": format_name(recording),
         "device": found.device,
         "ops": recording.records.len(),
@@ -73,7 +73,7 @@ fn summary(args: &ImportArgs, recording: &Recording, palette: Palette) -> String
     for line in remarks(found) {
         let _ = writeln!(out, "  {line}");
     }
-    let _ = writeln!(out, "written to {}", shown(&args.output));
+    let _ = writeln!(out, "written to {}", shown(args.output.path()));
     out
 }
 

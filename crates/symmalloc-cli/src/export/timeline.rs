@@ -44,7 +44,7 @@ pub(super) fn export(args: &ExportArgs, recorded: &Recorded, out: &Destination) 
 fn object(args: &ExportArgs, recorded: &Recorded, summary: &TimelineSummary) -> Value {
     json!({
         "trace": args.input.display().to_string(),
-        "timeline": args.output.display().to_string(),
+        "timeline": args.output.path().display().to_string(),
         "heaps": summary.heaps,
         "slices": summary.slices,
         "left_out": summary.left_out,
@@ -80,6 +80,6 @@ fn screen(args: &ExportArgs, recorded: &Recorded, summary: &TimelineSummary, pal
     if let Some(before) = lived_before(&recorded.recording.summary) {
         let _ = writeln!(out, "  {before}");
     }
-    let _ = writeln!(out, "written to {}: open it at https://ui.perfetto.dev", shown(&args.output));
+    let _ = writeln!(out, "written to {}: open it at https://ui.perfetto.dev", shown(args.output.path()));
     out
 }

@@ -134,3 +134,19 @@ fn an_import_prints_its_findings_as_json() {
     }
     assert_eq!((&printed["schema_version"], &printed["format"]), (&1.into(), &"RMM log".into()), "{printed}");
 }
+
+#[test]
+fn the_output_of_a_conversion_is_an_argument_or_a_flag() {
+    let folder = Folder::new();
+    let log = folder.file("rmm.csv", RMM_LOG);
+    for (command, name) in [("import", "a.trace"), ("export", "a.pickle")] {
+        let [argument, flag] = [name.to_owned(), format!("flag-{name}")].map(|name| folder.path(&name));
+        symmalloc(&format!("{command} {{}} {{}}"), &[&log, &argument]).exited(0);
+        symmalloc(&format!("{command} {{}} -o {{}}"), &[&log, &flag]).exited(0);
+        assert!(fs::read(&argument).unwrap() == fs::read(&flag).unwrap(), "{command}");
+        let both = symmalloc(&format!("{command} {{}} {{}} --output {{}}"), &[&log, &argument, &flag]);
+        assert!(both.exited(2).stderr.contains("cannot be used with"), "{}", both.stderr);
+        let neither = symmalloc(&format!("{command} {{}}"), &[&log]);
+        assert!(neither.exited(2).stderr.contains("--output <OUT>"), "{}", neither.stderr);
+    }
+}
