@@ -22,7 +22,10 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+/// Time after which a process whose job does not listen gives up.
+const CONNECT_MAX: Duration = Duration::from_secs(120);
 
 /// A message from a process with ranks to the process with the job.
 #[derive(Debug, Serialize, Deserialize)]
@@ -132,11 +135,13 @@ fn connect(name: &str) -> Arc<Connection> {
     if let Some(known) = connections.get(name) {
         return Arc::clone(known);
     }
+    let begun = Instant::now();
     let stream = loop {
         match UnixStream::connect_addr(&address(name)) {
             Ok(stream) => break stream,
-            Err(_) => std::thread::sleep(Duration::from_millis(1)),
+            Err(error) => assert!(begun.elapsed() < CONNECT_MAX, "the job {name} does not listen: {error}"),
         }
+        std::thread::sleep(Duration::from_millis(1));
     };
     let reader = stream.try_clone().expect("a descriptor");
     let connection = Arc::new(Connection { stream: Mutex::new(stream) });

@@ -3,8 +3,9 @@
 use crate::process::{LongWork, advance, calls, device, hold, live, own_calls, stub_test};
 use cudarc::driver::result::memcpy_htod_async;
 use cudarc::driver::{CudaStream, DevicePtr};
-use std::sync::{Arc, Barrier};
+use std::sync::Arc;
 use std::thread;
+use stub_process::{Barrier, until};
 use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
 use symmalloc_cuda::{CudaAllocator, DeviceBuffer, GraphPool, PinnedAllocator};
 use symmalloc_sim::SplitMix64;
@@ -127,9 +128,7 @@ stub_test!(a_buffer_is_dropped_while_another_thread_maps_memory, ["STUB_MAPPING_
     let made = calls("cuMemCreate");
     thread::scope(|scope| {
         let growing = scope.spawn(|| allocator.alloc_zeroed::<u8>(&stream, 100 * MIB).expect("allocated"));
-        while calls("cuMemCreate") == made {
-            thread::yield_now();
-        }
+        until(|| calls("cuMemCreate") > made);
         drop(dropped);
         drop(growing.join().expect("no panic"));
     });

@@ -2,8 +2,9 @@
 
 use crate::library::*;
 use std::ffi::{c_int, c_void};
-use std::sync::{Arc, Barrier, Mutex};
+use std::sync::{Arc, Mutex};
 use std::thread;
+use stub_process::Barrier;
 use symmalloc_torch::*;
 
 /// The channel of a gather between two threads.

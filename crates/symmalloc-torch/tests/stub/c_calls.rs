@@ -2,6 +2,7 @@
 
 use crate::library::*;
 use std::ptr::{null, null_mut};
+use stub_process::until;
 use symmalloc_torch::*;
 
 stub_test!(a_loop_repeats_its_placements_without_driver_calls, {
@@ -172,9 +173,7 @@ stub_test!(prefetched_memory_is_counted_and_released_by_a_trim, {
     let allocator = Allocator::new("prefetch_mb:40");
     let pointer = allocator.allocate(0, 20 * MIB, null_mut());
     let spare_bytes = || allocator.stats()["spare_bytes"].as_u64();
-    while spare_bytes() != Some(20 << 20) {
-        std::thread::sleep(std::time::Duration::from_millis(1));
-    }
+    until(|| spare_bytes() == Some(20 << 20));
     assert_eq!((allocator.total("reserved_bytes/all/current"), live().device_bytes), (20 << 20, 40 << 20));
     assert_eq!(allocator.trim(), 0, "the spare memory is not the allocator's");
     assert_eq!((spare_bytes(), live().device_bytes), (Some(0), 20 << 20));

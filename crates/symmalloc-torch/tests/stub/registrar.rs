@@ -3,10 +3,9 @@
 use crate::library::*;
 use std::ffi::{CStr, CString, c_void};
 use std::ptr::{null, null_mut};
-use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
-use stub_process::{nccl, nccl_test};
+use stub_process::{Barrier, nccl, nccl_test};
 use symmalloc_core::Config;
 use symmalloc_cuda::{CudaAllocator, CudaDevice};
 use symmalloc_nccl::{Communicator, ReduceOp, UniqueId};

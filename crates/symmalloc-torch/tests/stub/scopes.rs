@@ -6,9 +6,8 @@ use crate::registrar::{POOL, Windows, allocator_of_torch, flight_record, free_ad
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
-use std::sync::Barrier;
 use std::time::{Duration, Instant};
-use stub_process::{nccl, nccl_test};
+use stub_process::{Barrier, nccl, nccl_test};
 use symmalloc_nccl::Communicator;
 use symmalloc_torch::*;
 

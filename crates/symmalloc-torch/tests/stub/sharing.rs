@@ -10,9 +10,9 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::ptr::{null, null_mut};
-use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
+use stub_process::Barrier;
 use symmalloc_torch::*;
 
 /// A timeout that is longer than all later steps.
