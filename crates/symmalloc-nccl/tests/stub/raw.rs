@@ -55,7 +55,6 @@ calls! {
     abort = ncclCommAbort(comm: u64);
     split_into = ncclCommSplit(comm: u64, color: c_int, key: c_int, new: *mut u64, config: *mut c_void);
     async_error_into = ncclCommGetAsyncError(comm: u64, code: *mut c_int);
-    user_rank_into = ncclCommUserRank(comm: u64, rank: *mut c_int);
     buffer_register = ncclCommRegister(comm: u64, base: u64, size: usize, handle: *mut u64);
     buffer_deregister = ncclCommDeregister(comm: u64, handle: u64);
     window_register = ncclCommWindowRegister(comm: u64, base: u64, size: usize, window: *mut u64, flags: c_int);
@@ -64,14 +63,9 @@ calls! {
     group_end = ncclGroupEnd();
     all_reduce = ncclAllReduce(send: u64, receive: u64, count: usize, data_type: c_int, op: c_int, comm: u64, stream: u64);
     all_gather = ncclAllGather(send: u64, receive: u64, count: usize, data_type: c_int, comm: u64, stream: u64);
-    reduce = ncclReduce(send: u64, receive: u64, count: usize, data_type: c_int, op: c_int, root: c_int, comm: u64, stream: u64);
     revoke = ncclCommRevoke(comm: u64, flags: c_int);
     grow_id_into = ncclCommGetUniqueId(comm: u64, id: *mut UniqueId);
     grow_into = ncclCommGrow(comm: u64, ranks: c_int, id: *const UniqueId, rank: c_int, new: *mut u64, config: *mut c_void);
-    reduce_scatter = ncclReduceScatter(send: u64, receive: u64, count: usize, data_type: c_int, op: c_int, comm: u64, stream: u64);
-    broadcast = ncclBroadcast(send: u64, receive: u64, count: usize, data_type: c_int, root: c_int, comm: u64, stream: u64);
-    send = ncclSend(send: u64, count: usize, data_type: c_int, peer: c_int, comm: u64, stream: u64);
-    receive = ncclRecv(receive: u64, count: usize, data_type: c_int, peer: c_int, comm: u64, stream: u64);
 }
 
 /// # Safety

@@ -60,26 +60,6 @@ nccl_test!(work_after_a_collective_waits_for_it_even_on_other_streams, {
     nccl::assert_clean();
 });
 
-nccl_test!(a_call_fails_when_a_fault_is_injected, {
-    ranks(2, |rank| {
-        let segment = rank.segment(2 * MIB);
-        if rank.rank == 1 {
-            nccl::fail("ncclAllReduce", Some(1), 2, 2);
-        }
-        rank.meet();
-        assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
-        rank.stream.synchronize().expect("the stream completes");
-        if rank.rank == 1 {
-            assert_eq!(rank.sum(segment, segment, COUNT), 2);
-        }
-        assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS, "the fault strikes once");
-        rank.stream.synchronize().expect("the stream completes");
-        assert_eq!(destroy(rank.comm), SUCCESS);
-    });
-    assert_eq!((nccl::calls("ncclAllReduce"), nccl::calls("ncclCommDestroy")), (5, 2));
-    nccl::assert_clean();
-});
-
 nccl_test!(a_rank_that_hangs_in_a_registration_is_freed_by_a_revoke_or_an_abort, {
     for ends in [abort as fn(u64) -> i32, |comm| revoke(comm, 0)] {
         nccl::hang("ncclCommWindowRegister", Some(1), 1);
