@@ -394,10 +394,13 @@ pub(crate) struct DiffArgs {
 
 /// Convert a recording to a symmalloc trace
 #[derive(Debug, clap::Args)]
-#[command(after_help = IMPORT_EXAMPLES)]
+#[command(
+    after_help = IMPORT_EXAMPLES,
+    override_usage = "symmalloc import [OPTIONS] <IN> <OUT>\n       symmalloc import [OPTIONS] <IN> -o <OUT>"
+)]
 pub(crate) struct ImportArgs {
     /// A PyTorch memory snapshot, an RMM log or a trace; plain, gzip or zstd; `-` for standard input
-    #[arg(value_name = "IN")]
+    #[arg(value_name = "IN", index = 1)]
     pub(crate) input: PathBuf,
     #[command(flatten)]
     pub(crate) output: OutputArgs,
@@ -413,7 +416,7 @@ pub(crate) struct ImportArgs {
 #[group(required = true, multiple = false)]
 pub(crate) struct OutputArgs {
     /// The file to write (.zst and .gz compress); `-` for standard output
-    #[arg(value_name = "OUT")]
+    #[arg(value_name = "OUT", index = 2)]
     positional: Option<PathBuf>,
     /// The file to write, instead of a second argument
     #[arg(short, long, value_name = "OUT")]
@@ -428,10 +431,13 @@ impl OutputArgs {
 
 /// Export our allocator's placements for a recording, as a snapshot for PyTorch's memory_viz or a timeline for Perfetto
 #[derive(Debug, clap::Args)]
-#[command(after_help = EXPORT_EXAMPLES)]
+#[command(
+    after_help = EXPORT_EXAMPLES,
+    override_usage = "symmalloc export [OPTIONS] <TRACE> <OUT>\n       symmalloc export [OPTIONS] <TRACE> -o <OUT>"
+)]
 pub(crate) struct ExportArgs {
     /// A trace, a PyTorch memory snapshot or an RMM log; plain, gzip or zstd
-    #[arg(value_name = "TRACE")]
+    #[arg(value_name = "TRACE", index = 1)]
     pub(crate) input: PathBuf,
     #[command(flatten)]
     pub(crate) output: OutputArgs,
