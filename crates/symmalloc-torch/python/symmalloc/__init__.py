@@ -9,7 +9,6 @@ See docs/pytorch.md in the repository.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .agreement import assert_aligned
@@ -35,6 +34,7 @@ from .errors import (
     UnknownPointer,
     UnknownPool,
 )
+from .files import write_whole
 from .installation import install
 from .library import VERSION as __version__
 from .library import library_path, text
@@ -76,16 +76,19 @@ def snapshot(device: Device = None) -> dict[str, Any]:
 
 
 def dump_snapshot(path: str | os.PathLike[str], device: Device = None) -> None:
-    """Writes a snapshot for https://pytorch.org/memory_viz and `torch.cuda._memory_viz`. Raises `NotInstalled`."""
+    """Writes a snapshot for https://pytorch.org/memory_viz and `torch.cuda._memory_viz`, to a file that only this user can read.
+
+    Raises `NotInstalled` and `OSError`.
+    """
     import pickle
 
-    Path(path).write_bytes(pickle.dumps(snapshot(device)))
+    write_whole(path, pickle.dumps(snapshot(device)))
 
 
 def flight_record(path: str | os.PathLike[str] | None = None, *, reason: str = "asked for") -> dict[str, Any]:
     """Returns a flight record: the last collectives of this process's registered groups, and the state of their other ranks.
 
-    path    also write the record to this file, for `symmalloc diff`; None: no file
+    path    also write the record to this file, for `symmalloc diff`; None: no file. Only this user can read it
     reason  text for the record
 
     The watchdog also writes records by itself: when a group's sync fails, and on the signal that `SYMMALLOC_FLIGHT_SIGNAL`
@@ -95,7 +98,7 @@ def flight_record(path: str | os.PathLike[str] | None = None, *, reason: str = "
 
     record = text("flight_record", reason.encode())
     if path is not None:
-        Path(path).write_text(record)
+        write_whole(path, record.encode())
     return json.loads(record)  # type: ignore[no-any-return]
 
 

@@ -7,6 +7,8 @@ compiler (`CXX`, or `c++`, `g++`, `clang++`) and CUDA's headers, which PyTorch's
 
 A user who can write to that folder controls the code that runs here. `private_folder` opens it, and rejects a folder that another
 user can change. The compiler's output is checked and loaded through the same open descriptor, so it cannot be replaced in between.
+It ends with a digest of its contents. A file that a crash or a full disk truncated is compiled again, because loading it would end the
+process.
 Without such a folder, every process compiles into a temporary folder and issues a warning.
 """
 
@@ -41,6 +43,8 @@ TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """The versions of PyTorch on which the class ran on a GPU, and against whose headers it is compiled each night."""
 FLAGS = ["-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-fvisibility-inlines-hidden"]
 COMPILE_SECONDS = 300
+# A compiled class ends with this mark and the SHA-256 of everything before it. The loader ignores both.
+SEAL = b"symmalloc"
 # The number of lines of compiler output in an error.
 LINES_TOLD = 6
 
@@ -156,15 +160,37 @@ def _warn_of_unknown(torch: Any, compiled: ctypes.CDLL) -> None:
 
 
 def _opened(folder: PrivateFolder, name: str) -> int | None:
-    """Opens a compiled class. Returns `None` if it is missing, or if another user may have created it or can write it."""
+    """Opens a compiled class.
+
+    Returns `None` if it is missing or incomplete, or if another user may have created it or can write it.
+    """
     try:
         library = folder.file(name, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
-    if _is_ours(os.fstat(library)):
+    if _is_ours(os.fstat(library)) and _is_whole(_contents(library)):
         return library
     os.close(library)
     return None
+
+
+def sealed(contents: bytes) -> bytes:
+    """Returns a compiled class with its digest."""
+    return contents + SEAL + hashlib.sha256(contents).digest()
+
+
+def _is_whole(contents: bytes) -> bool:
+    size = len(contents) - len(sealed(b""))
+    return size >= 0 and sealed(contents[:size]) == contents
+
+
+def _contents(library: int) -> bytes:
+    """Returns the contents of an open file; empty if they cannot be read."""
+    try:
+        with open(library, "rb", closefd=False) as file:
+            return file.read()
+    except OSError:
+        return b""
 
 
 def _is_ours(status: os.stat_result) -> bool:
@@ -192,17 +218,33 @@ def _compile(torch: Any, compiler: str, folder: PrivateFolder, name: str) -> int
 
 
 def _kept(folder: PrivateFolder, temporary: str, name: str) -> int:
-    """Renames the compiler's output, and returns its open descriptor. Raises `OSError`."""
+    """Completes the compiler's output, renames it, and returns its open descriptor. Raises `OSError`."""
+    _seal(folder, temporary)
     library = folder.file(temporary, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        os.fchmod(library, 0o700)
-        if not _is_ours(os.fstat(library)):
-            raise OSError(f"{folder.path / temporary} is not a regular file of this user")
+        if not _is_ours(os.fstat(library)) or not _is_whole(_contents(library)):
+            raise OSError(f"{folder.path / temporary} changed while it was written")
         folder.replace(temporary, name)
     except BaseException:
         os.close(library)
         raise
     return library
+
+
+def _seal(folder: PrivateFolder, temporary: str) -> None:
+    """Appends the digest, and waits until the file is on the disk: a crash after the rename leaves the whole file. Raises `OSError`."""
+    file = folder.file(temporary, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        os.fchmod(file, 0o700)
+        if not _is_ours(os.fstat(file)):
+            raise OSError(f"{folder.path / temporary} is not a regular file of this user")
+        contents = _contents(file)
+        os.lseek(file, 0, os.SEEK_END)
+        with open(file, "wb", closefd=False) as writer:
+            writer.write(sealed(contents)[len(contents) :])
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def _compiled(torch: Any, compiler: str, standard: str, folder: PrivateFolder, output: str) -> str:

@@ -11,6 +11,7 @@ import unittest
 from pathlib import Path
 
 import needs
+from symmalloc import pytorch_class
 
 CALLS = Path(__file__).resolve().parents[4] / "benches" / "jobs" / "pytorch_calls.py"
 INSTALL = "import torch, symmalloc; symmalloc.install(); print('class', symmalloc.has_class())"
@@ -53,7 +54,7 @@ class Cache(Compiled):
             self.assertEqual(self.run_in(cache).stdout, "class True\n")
             self.assertEqual((self.files(cache), file.stat().st_mtime_ns), ([file], written))
             # A file that cannot be loaded is removed.
-            file.write_bytes(b"no library")
+            file.write_bytes(pytorch_class.sealed(b"no library"))
             self.assertIn("the next install() recompiles it", self.run_in(cache).stderr)
             self.assertEqual(self.files(cache), [])
 

@@ -91,6 +91,7 @@ class Folder(unittest.TestCase):
     def build(self, who: str, path: Path) -> Path:
         command = ["cc", "-shared", "-fPIC", f'-DWHO="{who}"', str(self.work / "class.c"), "-o", str(path)]
         subprocess.run(command, check=True, timeout=60)
+        path.write_bytes(pytorch_class.sealed(path.read_bytes()))
         return path
 
     def install(self, patch: str = "", **environment: str) -> dict[str, object]:
@@ -225,6 +226,42 @@ ctypes.CDLL = checked
                 said = self.install()
                 self.assertEqual((said["error"], said["loaded"], said["compiled"]), (None, ["victim"], 1))
 
+    def test_an_incomplete_or_changed_library_is_recompiled(self) -> None:
+        library = self.keep()
+        whole = library.read_bytes()
+        size = len(whole)
+        # What a crash, a full disk or a bad disk leaves: any beginning of the file, with or without zeros up to its size, and any bit.
+        lengths = [0, 1, 64, 4096, size // 2, size - 8192, size - 42, size - 41, size - 1]
+        damaged = {f"{length} bytes": whole[:length] for length in lengths}
+        damaged |= {f"zeros from {length} on": whole[:length].ljust(size, b"\0") for length in lengths}
+        for place in (0, 100, 5000, size // 2, size - 60, size - 41, size - 1):
+            damaged[f"a bit of byte {place}"] = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+        damaged["a byte more"] = whole + b"\0"
+        for name, contents in damaged.items():
+            with self.subTest(name):
+                self.assertNotEqual(contents, whole)
+                library.write_bytes(contents)
+                said = self.install()
+                self.assertEqual((said["error"], said["loaded"], said["compiled"]), (None, ["victim"], 1))
+                self.assertEqual(library.read_bytes()[-41:-32], pytorch_class.SEAL)
+        self.assertEqual(self.install()["compiled"], 0)
+
+    def test_the_library_is_on_the_disk_before_it_gets_its_name(self) -> None:
+        order = self.work / "order"
+        patch = f"""
+def noted(name):
+    function = getattr(os, name)
+    def call(*arguments, **named):
+        with open({str(order)!r}, "a") as file:
+            print(name, file=file)
+        return function(*arguments, **named)
+    setattr(os, name, call)
+noted("fsync")
+noted("replace")
+"""
+        self.assertEqual(self.install(patch)["error"], None)
+        self.assertEqual(_lines(order), ["fsync", "replace"])
+
     def test_a_library_that_is_replaced_before_it_is_loaded_does_not_run(self) -> None:
         library = self.keep()
         self.build("attacker", self.work / "attacker.so")
@@ -255,7 +292,7 @@ pytorch_class.built = built
 
     def test_a_library_that_cannot_be_loaded_is_removed_and_named_by_its_path(self) -> None:
         library = self.keep()
-        library.write_bytes(b"no library")
+        library.write_bytes(pytorch_class.sealed(b"no library"))
         error = str(self.install()["error"])
         self.assertIn(f"{library} cannot be loaded", error)
         self.assertNotIn("/proc/self", error)
