@@ -5,6 +5,9 @@
  * what to do. All functions are thread-safe. Streams are CUstream or cudaStream_t; NULL is the legacy default stream. A
  * stream gets its number at its first use: use streams in the same order on every rank.
  *
+ * In a process that was forked after memory was allocated, calls that free, release or destroy something return 0 and have no
+ * effect, because the parent owns all objects. Most other calls return SYMMALLOC_INVALID_STATE there.
+ *
  * examples/loop.c is a complete program.
  */
 
@@ -619,7 +622,8 @@ const char *symmalloc_version(void);
 symmalloc_status symmalloc_create(int32_t device, const char *conf, struct symmalloc_allocator **out);
 
 /**
- * Destroys an allocator of `symmalloc_create`, and releases all of its memory, including live allocations. NULL has no effect.
+ * Destroys an allocator of `symmalloc_create`, and releases all of its memory, including live allocations. NULL has no effect. Returns
+ * `SYMMALLOC_INVALID_ARGUMENT` for any other pointer, such as an allocator of `symmalloc_torch_allocator`, which the library owns.
  *
  * # Safety
  * No other thread uses the allocator, and it is not used after this; work on its memory has completed; it has no registrar.
@@ -1562,6 +1566,12 @@ symmalloc_status symmalloc_torch_allocate_named(int32_t device,
                                                 void **out);
 
 /**
+ * Returns `true` in a process that was forked from one that used CUDA memory. There, calls that release something have no effect, and most
+ * others fail.
+ */
+bool symmalloc_torch_is_forked(void);
+
+/**
  * Frees an allocation. `device` is a hint. Writes the size of the block to `block_bytes`, which may be NULL. Failures are counted,
  * and standard error shows the first one, because PyTorch frees in destructors.
  *
@@ -1666,7 +1676,7 @@ symmalloc_status symmalloc_torch_retain_pool(int32_t device,
 
 /**
  * Releases one use of the private pool of this id. After the last one, the next trim releases its memory, or an allocation that would fail
- * otherwise.
+ * otherwise. Failures are counted, and standard error shows the first one, because PyTorch calls it in destructors.
  */
 symmalloc_status symmalloc_torch_release_use(int32_t device,
                                              uint64_t id_first,
@@ -1678,7 +1688,8 @@ symmalloc_status symmalloc_torch_release_use(int32_t device,
 uint32_t symmalloc_torch_pool_uses(int32_t device, uint64_t id_first, uint64_t id_second);
 
 /**
- * Sets whether allocations outside of the private pool of this id may use its free memory before they fail.
+ * Sets whether allocations outside of the private pool of this id may use its free memory before they fail. PyTorch calls it with `false`
+ * in destructors.
  */
 symmalloc_status symmalloc_torch_pool_helps_out(int32_t device,
                                                 uint64_t id_first,
@@ -1729,7 +1740,7 @@ symmalloc_status symmalloc_torch_checkpoint(int32_t device,
                                             struct symmalloc_checkpoint **out);
 
 /**
- * Destroys a checkpoint. NULL has no effect.
+ * Destroys a checkpoint. NULL has no effect. Never fails, because PyTorch calls it in destructors.
  *
  * # Safety
  * The checkpoint came from `symmalloc_torch_checkpoint` and is not used after this.
@@ -1779,7 +1790,8 @@ symmalloc_status symmalloc_torch_open(int32_t device,
                                       const struct symmalloc_opened **out);
 
 /**
- * Releases one use of opened memory. After the last one, the memory is unmapped when all work of the device has completed.
+ * Releases one use of opened memory. After the last one, the memory is unmapped when all work of the device has completed. Never fails,
+ * because PyTorch calls it in destructors.
  *
  * # Safety
  * The opened memory came from `symmalloc_torch_open` and is not used after this.

@@ -187,7 +187,8 @@ private:
         }
     }
 
-    /* Reports an error on standard error. It does not throw, because destructors deallocate. The memory stays allocated. */
+    /* Reports an error on standard error. It does not throw, because destructors deallocate. The memory stays allocated. In a forked
+    * child, a deallocation has no effect and is no error. */
     static void report(symmalloc_status status) noexcept {
         if (status != SYMMALLOC_OK) std::fprintf(stderr, "symmalloc: %s\n", symmalloc_error_message());
     }

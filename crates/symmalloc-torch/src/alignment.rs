@@ -24,6 +24,9 @@ use symmalloc_core::PoolConfig;
 pub type symmalloc_gather_fn =
     Option<unsafe extern "C" fn(context: *mut c_void, mine: *const u8, len: usize, all: *mut u8) -> c_int>;
 
+/// The maximum number of ranks. A round holds the messages of all ranks in memory.
+const RANKS_MAX: u32 = 1 << 20;
+
 /// A transport over the caller's gather function.
 pub(crate) struct Gathering {
     rank: u32,
@@ -42,6 +45,13 @@ impl Gathering {
         context: *mut c_void,
     ) -> Result<Self, Error> {
         let gather = gather.ok_or(Error::Null { argument: "gather" })?;
+        if ranks > RANKS_MAX {
+            return Err(Error::Argument {
+                argument: "world",
+                value: ranks.into(),
+                expected: "at most 1,048,576 ranks",
+            });
+        }
         if rank >= ranks {
             return Err(Error::Argument { argument: "rank", value: rank.into(), expected: "a number below `world`" });
         }
@@ -83,6 +93,9 @@ const NO_STREAM: u32 = u32::MAX;
 
 const ENTRY_BYTES: usize = 24;
 
+/// The maximum number of heaps per rank in the second round. It bounds the memory that the counts of other ranks can request.
+const HEAPS_MAX: u64 = 1 << 16;
+
 /// A heap's history: ops and digest.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct History {
@@ -104,7 +117,14 @@ pub(crate) fn compare_private(allocator: &DeviceAllocator, transport: &Gathering
     if first.iter().all(|theirs| theirs == mine) {
         return Ok(());
     }
-    let most = first.iter().map(|theirs| word(theirs, 0)).max().unwrap_or(0) as usize;
+    let counts = (0_u32..).zip(first.iter().map(|theirs| word(theirs, 0)));
+    let (rank, most) = counts.max_by_key(|(_, heaps)| *heaps).unwrap_or_default();
+    if most > HEAPS_MAX {
+        return Err(Error::Heaps(format!(
+            "the ranks differ in pools that are not symmetric, and rank {rank} reports {most} heaps: at most {HEAPS_MAX} can be compared"
+        )));
+    }
+    let most = most as usize;
     let mut mine = Vec::with_capacity(most * ENTRY_BYTES);
     for (&(pool, stream), history) in &heaps {
         mine.extend([pool.to_le_bytes(), stream.to_le_bytes()].as_flattened());

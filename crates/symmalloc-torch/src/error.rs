@@ -82,6 +82,17 @@ pub(crate) enum Error {
         /// The pool.
         pool: u32,
     },
+    /// A destroy call got a pointer that no create call returned, or that was destroyed already.
+    #[error(
+        "`{argument}` is {address:#x}, which no create call returned or which was destroyed already: destroy each object once, and \
+        never the process's allocators, which the library owns"
+    )]
+    NotCreated {
+        /// The argument.
+        argument: &'static str,
+        /// The pointer.
+        address: u64,
+    },
     /// A scope ends without a begin.
     #[error("device {device} has no {scope} to end on this thread: pair begin with end, push with pop")]
     NoScope {
@@ -253,6 +264,11 @@ pub(crate) enum Error {
 }
 
 impl Error {
+    /// Returns `true` if an allocation failed because its pool was destroyed.
+    pub(crate) fn is_destroyed_pool(&self) -> bool {
+        matches!(self, Error::Allocate(AllocateError::Unknown(UnknownError::DestroyedPool { .. })))
+    }
+
     /// Returns the status of the error in the C interface.
     pub(crate) fn status(&self) -> symmalloc_status {
         use symmalloc_status::*;
@@ -260,7 +276,7 @@ impl Error {
             Error::Null { .. } | Error::NotText { .. } | Error::Argument { .. } | Error::Size { .. } => {
                 SYMMALLOC_INVALID_ARGUMENT
             }
-            Error::Fraction { .. } => SYMMALLOC_INVALID_ARGUMENT,
+            Error::NotCreated { .. } | Error::Fraction { .. } => SYMMALLOC_INVALID_ARGUMENT,
             Error::TorchSettings(_)
             | Error::Cuda(CudaError::Config(_) | CudaError::ChunkSize { .. } | CudaError::PrefetchSize { .. }) => {
                 SYMMALLOC_INVALID_SETTINGS

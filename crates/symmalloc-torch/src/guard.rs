@@ -1,6 +1,7 @@
 //! The boundary of the C interface: it contains panics, and stores the messages of errors.
 
 use crate::error::Error;
+use crate::process;
 use crate::status::symmalloc_status;
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -39,6 +40,13 @@ pub(crate) fn call_back<T>(call: impl FnOnce() -> T) -> T {
 #[inline]
 pub(crate) fn not_in_callback() -> Result<(), Error> {
     if CALLBACKS.load(Ordering::Relaxed) != 0 && IN_CALLBACK.get() { Err(Error::InCallback) } else { Ok(()) }
+}
+
+/// Runs a call of the C interface that releases something. In a forked child it succeeds without effect: the object belongs to the parent,
+/// and threads that the child does not have may hold its locks. Destructors also run in a child, and cannot handle an error.
+#[inline]
+pub(crate) fn release(act: impl FnOnce() -> Result<(), Error>) -> symmalloc_status {
+    if process::is_forked() { symmalloc_status::SYMMALLOC_OK } else { report(act) }
 }
 
 /// Runs a call of the C interface. Converts a panic to an error, and stores the message of an error.

@@ -57,6 +57,7 @@ mod device;
 mod error;
 mod filter;
 mod guard;
+mod handles;
 mod memory_events;
 mod peak;
 mod pool_memory;

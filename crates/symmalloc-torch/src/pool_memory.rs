@@ -3,18 +3,43 @@
 use crate::device::{DeviceAllocator, Place, Tracing};
 use crate::error::Error;
 use crate::filter::StreamFilter;
+use crate::guard::guarded;
 use crate::private_pools::{ForeignPool, MempoolId, PoolPlace};
 use crate::scopes::ScopePurpose;
 use crate::streams::RawStream;
 use std::ffi::c_void;
 use std::sync::Arc;
 use symmalloc_core::backend::DeviceAddress;
-use symmalloc_core::errors::TrimError;
-use symmalloc_core::{PoolId, SegmentPosition};
-use symmalloc_cuda::{CudaBackend, CudaDevice, MemorySource};
+use symmalloc_core::{PoolId, SegmentPosition, SharedAllocator};
+use symmalloc_cuda::{CudaBackend, CudaDevice, CudaError, MemorySource};
 
 impl DeviceAllocator {
-    /// Allocates from the pool of the innermost scope.
+    /// Allocates from the pool of the innermost scope that covers the stream. Propagates exceptions of PyTorch's filters, so it is called
+    /// outside of a guard. `allocate` runs inside one.
+    ///
+    /// Another thread can end that scope, and release its pool, between the selection of the pool and the allocation. The scopes are then
+    /// resolved again, so the memory comes from the pool that is selected after the end of the scope. Each repetition follows the end of a
+    /// different pool, because ids are not reused. A scope that stays open without its pool is an error.
+    #[cold]
+    pub(crate) fn allocate_in_scope(
+        &self,
+        stream: RawStream,
+        inherited: Option<u64>,
+        allocate: impl Fn(Place) -> Result<*mut c_void, Error>,
+    ) -> Result<*mut c_void, Error> {
+        let mut destroyed = None;
+        loop {
+            let place = self.scopes().place_for(stream, inherited);
+            match guarded(|| allocate(place.clone())) {
+                Err(error) if error.is_destroyed_pool() && destroyed.as_ref() != Some(&place) => {
+                    destroyed = Some(place);
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+
+    /// Allocates from a pool.
     ///
     /// # Safety
     /// As [`allocate`](Self::allocate).
@@ -28,7 +53,7 @@ impl DeviceAllocator {
         let pool = match place {
             PoolPlace::Foreign(other) => {
                 // SAFETY: the caller's contract; the allocator is of the same device.
-                return unsafe { other.allocate_at(PoolPlace::Own(PoolId::DEFAULT), size_bytes, stream, name) };
+                return unsafe { other.allocate_at(PoolPlace::Own(DeviceAllocator::POOL), size_bytes, stream, name) };
             }
             PoolPlace::Own(pool) => pool,
         };
@@ -117,17 +142,120 @@ impl DeviceAllocator {
 }
 
 impl ForeignPool for DeviceAllocator {
+    /// The first pool that an allocator creates.
+    const POOL: PoolId = PoolId(1);
+
     fn over(ordinal: usize, source: Arc<dyn MemorySource>, conf: &str) -> Result<Self, Error> {
         let backend = CudaBackend::builder(&CudaDevice::new(ordinal)?).source(source);
-        DeviceAllocator::with_backend(backend, conf.parse()?, Tracing::OnRequest)
+        let allocator = DeviceAllocator::with_backend(backend, conf.parse()?, Tracing::OnRequest)?;
+        let core = allocator.core();
+        let pool = core.create_pool(core.config().default_pool().clone()).map_err(CudaError::from)?;
+        assert_eq!(pool, Self::POOL, "a new allocator has only the default pool");
+        Ok(allocator)
     }
 
-    fn trim_all(&self) -> Result<u64, TrimError> {
-        self.core().trim(None)
+    fn core(&self) -> &SharedAllocator<CudaBackend> {
+        DeviceAllocator::core(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::class::{
+        symmalloc_source, symmalloc_torch_begin_scope, symmalloc_torch_end_scope, symmalloc_torch_release_use,
+        symmalloc_torch_retain_pool, symmalloc_torch_trim,
+    };
+    use crate::process;
+    use crate::status::symmalloc_status::SYMMALLOC_OK;
+    use std::cell::Cell;
+    use std::ptr::{null, null_mut};
+    use stub_process::stub_test;
+
+    /// The owner of a private pool's memory.
+    #[derive(Clone, Copy, Debug)]
+    enum Kind {
+        Graph,
+        MemPool,
+        /// A `MemPool` over the program's allocator.
+        Source,
     }
 
-    fn is_empty(&self) -> bool {
-        let stats = self.core().stats();
-        stats.usage.all.allocations.current == 0 && stats.reserved_bytes.current == 0
+    fn stream() -> RawStream {
+        RawStream::new(null_mut())
     }
+
+    /// Begins a scope that covers all streams. Creates the pool.
+    fn begin(kind: Kind, id: MempoolId) {
+        let source = symmalloc_source { allocate: None, free: None, context: null_mut(), destroy: None };
+        let mut number = 0;
+        let retained = match kind {
+            Kind::Graph => SYMMALLOC_OK,
+            // SAFETY: no source.
+            Kind::MemPool => unsafe { symmalloc_torch_retain_pool(0, id.0, id.1, null()) },
+            // SAFETY: a source without functions, which has no memory.
+            Kind::Source => unsafe { symmalloc_torch_retain_pool(0, id.0, id.1, &raw const source) },
+        };
+        // SAFETY: no filter, and an output pointer.
+        let begun = unsafe { symmalloc_torch_begin_scope(0, id.0, id.1, None, null_mut(), None, &raw mut number) };
+        assert_eq!([retained, begun], [SYMMALLOC_OK; 2]);
+    }
+
+    /// Ends the scope, releases the pool and its memory.
+    fn end(id: MempoolId) {
+        assert_eq!(symmalloc_torch_end_scope(0, id.0, id.1), SYMMALLOC_OK);
+        let pools = process::existing(0).expect("used above").private_pools();
+        while pools.uses(id) > 0 {
+            assert_eq!(symmalloc_torch_release_use(0, id.0, id.1), SYMMALLOC_OK);
+        }
+        assert_eq!(symmalloc_torch_trim(id.0, id.1), SYMMALLOC_OK);
+    }
+
+    // Between the selection of the pool and the allocation, other threads may do anything. Here the same thread does it.
+    stub_test!(an_allocation_whose_scope_and_pool_end_meanwhile_is_placed_as_after_their_end, {
+        let allocator = process::allocator(0).expect("the stub has a device");
+        let mut number = 0;
+        let mut next = || {
+            number += 1;
+            (1, number)
+        };
+        for kind in [Kind::Graph, Kind::MemPool, Kind::Source] {
+            // The number of scopes that end meanwhile, one after the other.
+            for scopes in [1, 3] {
+                for outer in [PoolId::DEFAULT, allocator.create_pool(None).expect("a pool")] {
+                    allocator.scopes().push_pool(outer);
+                    let mut ids: Vec<MempoolId> = (0..scopes).map(|_| next()).collect();
+                    begin(kind, ids[scopes - 1]);
+                    let (ids, attempts) = (Cell::new(std::mem::take(&mut ids)), Cell::new(0));
+                    let allocated = allocator.allocate_in_scope(stream(), None, |place| {
+                        attempts.set(attempts.get() + 1);
+                        let mut left = ids.take();
+                        left.pop().into_iter().for_each(end);
+                        left.last().into_iter().for_each(|id| begin(kind, *id));
+                        ids.set(left);
+                        // SAFETY: the default stream.
+                        unsafe { allocator.allocate_at(place, 512, stream(), None) }
+                    });
+                    let pointer = allocated.expect("placed as after the end");
+                    assert_eq!(attempts.get(), scopes + 1, "{kind:?}");
+                    assert_eq!(allocator.find(pointer).expect("live").pool, outer, "{kind:?}");
+                    allocator.free(pointer).expect("live");
+                    allocator.scopes().pop_pool(0).expect("pushed above");
+                }
+            }
+        }
+    });
+
+    stub_test!(a_scope_that_stays_open_without_its_pool_is_an_error, {
+        let allocator = process::allocator(0).expect("the stub has a device");
+        begin(Kind::Graph, (1, 1));
+        let allocated = allocator.allocate_in_scope(stream(), None, |place| {
+            // The second attempt finds the pool destroyed.
+            let _destroyed = allocator.core().destroy_pool(place.own().expect("a pool of the device"));
+            // SAFETY: the default stream.
+            unsafe { allocator.allocate_at(place, 512, stream(), None) }
+        });
+        let error = allocated.expect_err("the scope has no pool");
+        assert!(error.is_destroyed_pool() && error.to_string().contains("was destroyed"), "{error}");
+    });
 }

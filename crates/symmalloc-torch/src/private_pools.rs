@@ -27,12 +27,12 @@ pub(crate) type MempoolId = (u64, u64);
 
 /// An allocator over the program's memory, as far as this file and `scopes.rs` need it.
 pub(crate) trait ForeignPool: Sized {
+    /// The pool of all its allocations. Unlike the default pool, it can be destroyed, and no thread can allocate in it afterwards.
+    const POOL: PoolId;
     /// Creates an allocator over the source's memory on a device, with this configuration.
     fn over(ordinal: usize, source: Arc<dyn MemorySource>, conf: &str) -> Result<Self, Error>;
-    /// Releases all of its free memory.
-    fn trim_all(&self) -> Result<u64, TrimError>;
-    /// Returns `true` if it has neither allocations nor memory.
-    fn is_empty(&self) -> bool;
+    /// Returns its core.
+    fn core(&self) -> &SharedAllocator<CudaBackend>;
 }
 
 /// The owner of a pool's memory.
@@ -48,6 +48,16 @@ impl<F> Clone for PoolPlace<F> {
         match self {
             PoolPlace::Own(pool) => PoolPlace::Own(*pool),
             PoolPlace::Foreign(other) => PoolPlace::Foreign(Arc::clone(other)),
+        }
+    }
+}
+
+impl<F> PartialEq for PoolPlace<F> {
+    fn eq(&self, other: &Self) -> bool {
+        match (self, other) {
+            (PoolPlace::Own(pool), PoolPlace::Own(other)) => pool == other,
+            (PoolPlace::Foreign(allocator), PoolPlace::Foreign(other)) => Arc::ptr_eq(allocator, other),
+            _ => false,
         }
     }
 }
@@ -219,18 +229,14 @@ impl<F: ForeignPool> PrivatePools<F> {
             if !is_meant(entry) {
                 return true;
             }
-            match &entry.place {
-                None => false,
-                Some(PoolPlace::Foreign(allocator)) => {
-                    given.add(allocator.trim_all());
-                    !allocator.is_empty()
-                }
-                Some(PoolPlace::Own(pool)) => {
-                    given.add(core.trim(Some(*pool)));
-                    // A pool with live or registered memory stays until the next release.
-                    matches!(core.destroy_pool(*pool), Err(PoolError::InUse { .. } | PoolError::Observed { .. }))
-                }
-            }
+            let (core, pool) = match &entry.place {
+                None => return false,
+                Some(PoolPlace::Own(pool)) => (core, *pool),
+                Some(PoolPlace::Foreign(allocator)) => (allocator.core(), F::POOL),
+            };
+            given.add(core.trim(Some(pool)));
+            // A pool with live or registered memory stays until the next release.
+            matches!(core.destroy_pool(pool), Err(PoolError::InUse { .. } | PoolError::Observed { .. }))
         });
         given
     }

@@ -3,7 +3,8 @@
 //! PyTorch frees tensors during process exit, after static destructors have run and after CUDA was shut down. Allocators that are never
 //! destroyed accept these calls. Driver calls then fail, and `free` does not report the failure.
 //!
-//! A forked child cannot use CUDA and has no allocators. Allocating in it is an error; freeing has no effect.
+//! A forked child cannot use CUDA and has no allocators. Allocating in it is an error. Calls that release something have no effect, and take
+//! no lock: a thread that the child does not have may hold it.
 
 use crate::device::{DeviceAllocator, Tracing};
 use crate::error::Error;
@@ -74,6 +75,9 @@ fn make(device: c_int) -> Result<&'static DeviceAllocator, Error> {
 
 /// Configures allocators that are created later. Overrides the environment.
 pub(crate) fn configure(text: &str) -> Result<(), Error> {
+    if is_forked() {
+        return Err(Error::Forked);
+    }
     let settings: TorchSettings = text.parse()?;
     let mut current = SETTINGS.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(allocator) = all().next() {
@@ -85,6 +89,9 @@ pub(crate) fn configure(text: &str) -> Result<(), Error> {
 
 /// Returns the current settings, which are fixed from then on.
 pub(crate) fn settings() -> Result<TorchSettings, Error> {
+    if is_forked() {
+        return Err(Error::Forked);
+    }
     let mut settings = SETTINGS.lock().unwrap_or_else(PoisonError::into_inner);
     match &*settings {
         Some(settings) => Ok(settings.clone()),

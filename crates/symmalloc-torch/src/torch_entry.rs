@@ -18,7 +18,7 @@ use crate::cxx_abi::{ExceptionKind, FunctionFilter, throw};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
 use crate::filter::StreamFilter;
-use crate::guard::{guarded, guarded_or, not_in_callback, report};
+use crate::guard::{guarded, guarded_or, not_in_callback, release, report};
 use crate::process;
 use crate::status::symmalloc_status;
 use crate::streams::RawStream;
@@ -88,11 +88,11 @@ unsafe fn allocate_in_scope(
     size_bytes: u64,
     stream: RawStream,
 ) -> Result<*mut c_void, Box<Error>> {
-    // Outside of the guard, because a filter of PyTorch may throw.
-    let place = allocator.scopes().place_for(stream, None);
     let name = allocator.scopes().name();
     // SAFETY: the caller's contract.
-    guarded(|| unsafe { allocator.allocate_at(place, size_bytes, stream, name.as_deref()) }).map_err(Box::new)
+    let allocate = |place| unsafe { allocator.allocate_at(place, size_bytes, stream, name.as_deref()) };
+    // Outside of the guard, because a filter of PyTorch may throw.
+    allocator.allocate_in_scope(stream, None, allocate).map_err(Box::new)
 }
 
 /// Frees an allocation: PyTorch's `free_fn`. Never throws: failures are counted and logged, and standard error shows the first one.
@@ -271,7 +271,7 @@ pub extern "C" fn symmalloc_torch_push_pool(device: i32, pool: u32) -> symmalloc
 /// Pops the pool that this thread pushed last on the device.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_pop_pool(device: i32) -> symmalloc_status {
-    report(|| {
+    release(|| {
         let allocator = process::allocator(device)?;
         allocator.scopes().pop_pool(allocator.ordinal())
     })
@@ -295,7 +295,7 @@ pub unsafe extern "C" fn symmalloc_torch_push_name(device: i32, name: *const c_c
 /// Pops the name that this thread pushed last on the device.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_pop_name(device: i32) -> symmalloc_status {
-    report(|| {
+    release(|| {
         let allocator = process::allocator(device)?;
         allocator.scopes().pop_name(allocator.ordinal())
     })

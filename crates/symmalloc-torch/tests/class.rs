@@ -106,9 +106,18 @@ fn the_class_behaves_under_libc10_as_extensions_expect() {
         Err(reason) => return println!("skipped: {reason}"),
     };
     let built = build(&torch, &cuda);
-    for case in
-        ["memory", "trackers", "histories", "refusals", "uncached", "additions", "checkpoints", "threads", "devices"]
-    {
+    for case in [
+        "memory",
+        "trackers",
+        "histories",
+        "refusals",
+        "uncached",
+        "additions",
+        "checkpoints",
+        "threads",
+        "devices",
+        "destructors",
+    ] {
         run(&built, case);
     }
 }

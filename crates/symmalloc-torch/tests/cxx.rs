@@ -126,6 +126,7 @@ fn memory_resource(standard: &str, headers: &[&Path]) {
     let [text, printed] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
     assert!(output.status.success() && text.contains("a memory resource"), "{}\n{text}{printed}", output.status);
     assert_eq!(printed.matches("is not a live allocation of device 0").count(), 1, "{printed}");
+    assert!(!printed.contains("fork"), "{printed}");
 }
 
 stub_test!(the_header_for_cxx_is_a_memory_resource, {

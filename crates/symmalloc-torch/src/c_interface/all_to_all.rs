@@ -2,7 +2,8 @@
 
 use super::arguments::{not_forked, not_null, write};
 use crate::error::Error;
-use crate::guard::report;
+use crate::guard::{release, report};
+use crate::handles::{hand_out, take_back};
 use crate::registrations::{Calls, Memory, PoolRegistration};
 use crate::status::symmalloc_status;
 use crate::streams::RawStream;
@@ -55,7 +56,7 @@ pub unsafe extern "C" fn symmalloc_all_to_all_create(
         let calls = if is_checked { Calls::Checked } else { Calls::Trusted };
         let all_to_all = RankAllToAll { all_to_all: registrar.all_to_all(memory, calls)? };
         // SAFETY: the caller's contract.
-        unsafe { write(out, "out", Box::into_raw(Box::new(all_to_all))) }
+        unsafe { write(out, "out", hand_out(all_to_all)) }
     })
 }
 
@@ -134,14 +135,7 @@ pub unsafe extern "C" fn symmalloc_all_to_all_run(
 /// The all-to-all-v is live and not used after this.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_all_to_all_destroy(all_to_all: *mut RankAllToAll) -> symmalloc_status {
-    report(|| {
-        not_forked()?;
-        if !all_to_all.is_null() {
-            // SAFETY: the caller's contract; it came from `Box::into_raw`.
-            drop(unsafe { Box::from_raw(all_to_all) });
-        }
-        Ok(())
-    })
+    release(|| take_back(all_to_all, "all_to_all").map(drop))
 }
 
 /// # Safety

@@ -3,7 +3,8 @@
 use super::arguments::{living, not_forked, not_null, write};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
-use crate::guard::report;
+use crate::guard::{release, report};
+use crate::handles::{hand_out, take_back};
 use crate::status::symmalloc_status;
 use std::ffi::c_void;
 use std::os::fd::{AsFd, AsRawFd};
@@ -48,7 +49,7 @@ pub unsafe extern "C" fn symmalloc_dma_buf_open(
         unsafe {
             write(fd, "fd", descriptor)?;
             write(offset_bytes, "offset_bytes", offset)?;
-            write(out, "out", Box::into_raw(Box::new(HeldDmaBuf { dma_buf })))
+            write(out, "out", hand_out(HeldDmaBuf { dma_buf }))
         }
     })
 }
@@ -79,12 +80,5 @@ pub unsafe extern "C" fn symmalloc_dma_buf_is_current(
 /// The dma-buf came from `symmalloc_dma_buf_open` and is not used after this.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_dma_buf_close(dma_buf: *mut HeldDmaBuf) -> symmalloc_status {
-    report(|| {
-        not_forked()?;
-        if !dma_buf.is_null() {
-            // SAFETY: the caller's contract; it came from `Box::into_raw`.
-            drop(unsafe { Box::from_raw(dma_buf) });
-        }
-        Ok(())
-    })
+    release(|| take_back(dma_buf, "dma_buf").map(drop))
 }

@@ -3,7 +3,8 @@
 use super::arguments::{living, not_forked, not_null, text, write};
 use crate::device::{DeviceAllocator, Tracing};
 use crate::error::Error;
-use crate::guard::report;
+use crate::guard::{release, report};
+use crate::handles::{hand_out, take_back};
 use crate::process;
 use crate::settings::TorchSettings;
 use crate::status::symmalloc_status;
@@ -36,26 +37,20 @@ pub unsafe extern "C" fn symmalloc_create(
         let settings: TorchSettings = unsafe { text(conf, "conf") }?.unwrap_or_default().parse()?;
         not_null(out, "out")?;
         process::watch_forks();
-        let allocator = Box::into_raw(Box::new(DeviceAllocator::new(ordinal, settings, Tracing::OnRequest)?));
+        let allocator = DeviceAllocator::new(ordinal, settings, Tracing::OnRequest)?;
         // SAFETY: the caller's contract.
-        unsafe { write(out, "out", allocator) }
+        unsafe { write(out, "out", hand_out(allocator)) }
     })
 }
 
-/// Destroys an allocator of `symmalloc_create`, and releases all of its memory, including live allocations. NULL has no effect.
+/// Destroys an allocator of `symmalloc_create`, and releases all of its memory, including live allocations. NULL has no effect. Returns
+/// `SYMMALLOC_INVALID_ARGUMENT` for any other pointer, such as an allocator of `symmalloc_torch_allocator`, which the library owns.
 ///
 /// # Safety
 /// No other thread uses the allocator, and it is not used after this; work on its memory has completed; it has no registrar.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_destroy(allocator: *mut DeviceAllocator) -> symmalloc_status {
-    report(|| {
-        not_forked()?;
-        if !allocator.is_null() {
-            // SAFETY: the caller's contract; it came from `Box::into_raw`.
-            drop(unsafe { Box::from_raw(allocator) });
-        }
-        Ok(())
-    })
+    release(|| take_back(allocator, "allocator").map(drop))
 }
 
 /// Allocates from a pool for work on a stream. Writes a null pointer for zero bytes.
@@ -121,7 +116,7 @@ pub unsafe extern "C" fn symmalloc_allocate_named(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_free(allocator: *mut DeviceAllocator, pointer: *mut c_void) -> symmalloc_status {
     // SAFETY: the caller's contract.
-    report(|| unsafe { living(allocator) }?.free(pointer))
+    release(|| unsafe { living(allocator) }?.free(pointer))
 }
 
 /// Records that work on another stream uses the allocation. After the free, the next user of the memory waits for that work on the

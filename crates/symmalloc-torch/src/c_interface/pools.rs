@@ -3,7 +3,8 @@
 use super::arguments::{living, not_null, text, write};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
-use crate::guard::report;
+use crate::guard::{release, report};
+use crate::process;
 use crate::status::symmalloc_status;
 use crate::streams::RawStream;
 use std::ffi::{c_char, c_void};
@@ -37,7 +38,7 @@ pub unsafe extern "C" fn symmalloc_pool_create(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_pool_destroy(allocator: *mut DeviceAllocator, pool: u32) -> symmalloc_status {
     // SAFETY: the caller's contract.
-    report(|| unsafe { living(allocator) }?.destroy_pool(PoolId(pool)))
+    release(|| unsafe { living(allocator) }?.destroy_pool(PoolId(pool)))
 }
 
 /// Grows a stream's device memory in a pool to at least `bytes`, for later allocations.
@@ -69,15 +70,8 @@ pub unsafe extern "C" fn symmalloc_reserve(
 /// `allocator` is live; `released_bytes` is NULL or valid for writing.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_trim(allocator: *mut DeviceAllocator, released_bytes: *mut u64) -> symmalloc_status {
-    report(|| {
-        // SAFETY: the caller's contract.
-        let bytes = unsafe { living(allocator) }?.trim()?;
-        if released_bytes.is_null() {
-            return Ok(());
-        }
-        // SAFETY: the caller's contract.
-        unsafe { write(released_bytes, "released_bytes", bytes) }
-    })
+    // SAFETY: the caller's contract, in both.
+    unsafe { trimmed(released_bytes, || living(allocator)?.trim()) }
 }
 
 /// Releases the free memory of pools that are neither symmetric nor a graph's, as an allocation does before it fails. Memory of a quota, and
@@ -91,9 +85,17 @@ pub unsafe extern "C" fn symmalloc_trim_private(
     allocator: *mut DeviceAllocator,
     released_bytes: *mut u64,
 ) -> symmalloc_status {
+    // SAFETY: the caller's contract, in both.
+    unsafe { trimmed(released_bytes, || Ok(living(allocator)?.trim_private())) }
+}
+
+/// Runs a trim, and writes the number of bytes that it released: 0 in a forked child.
+///
+/// # Safety
+/// `released_bytes` is NULL or valid for writing.
+unsafe fn trimmed(released_bytes: *mut u64, trim: impl FnOnce() -> Result<u64, Error>) -> symmalloc_status {
     report(|| {
-        // SAFETY: the caller's contract.
-        let bytes = unsafe { living(allocator) }?.trim_private();
+        let bytes = if process::is_forked() { 0 } else { trim()? };
         if released_bytes.is_null() {
             return Ok(());
         }

@@ -4,7 +4,8 @@ use super::arguments::{hand_out_text, living, not_forked, not_null, required_tex
 use crate::alignment::{self, Gathering, symmalloc_gather_fn};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
-use crate::guard::report;
+use crate::guard::{release, report};
+use crate::handles::{hand_out, take_back};
 use crate::registrations::{PoolRegistration, RankAnnouncement};
 use crate::status::symmalloc_status;
 use std::ffi::{c_char, c_void};
@@ -80,7 +81,7 @@ pub unsafe extern "C" fn symmalloc_announce_begin(
         // SAFETY: the caller's contract.
         let announcement = unsafe { registrar.announce(kind, (elements > 0).then_some(elements), stream) }?;
         // SAFETY: the caller's contract.
-        unsafe { write(out, "out", Box::into_raw(Box::new(announcement))) }
+        unsafe { write(out, "out", hand_out(announcement)) }
     })
 }
 
@@ -90,14 +91,7 @@ pub unsafe extern "C" fn symmalloc_announce_begin(
 /// The announcement is live and not used after this.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_announce_end(announcement: *mut RankAnnouncement) -> symmalloc_status {
-    report(|| {
-        not_forked()?;
-        if !announcement.is_null() {
-            // SAFETY: the caller's contract; it came from `Box::into_raw`.
-            drop(unsafe { Box::from_raw(announcement) });
-        }
-        Ok(())
-    })
+    release(|| take_back(announcement, "announcement").map(drop))
 }
 
 /// Writes a flight record as JSON: the last collectives of each communicator, their progress, and the state of other ranks. The command

@@ -3,7 +3,8 @@
 use super::arguments::{living, not_forked, not_null, text, write};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
-use crate::guard::report;
+use crate::guard::{release, report};
+use crate::handles::{hand_out, take_back};
 use crate::process;
 use crate::registrations::{AgreementMode, PoolRegistration, RegistrationOptions, SyncCounts};
 use crate::status::symmalloc_status;
@@ -105,7 +106,7 @@ pub unsafe extern "C" fn symmalloc_registrar_create_with(
         // SAFETY: the caller's contract.
         let registration = unsafe { PoolRegistration::new(&allocator.registrations, pool, nccl_comm, &options) }?;
         // SAFETY: the caller's contract.
-        unsafe { write(out, "out", Box::into_raw(Box::new(registration))) }
+        unsafe { write(out, "out", hand_out(registration)) }
     })
 }
 
@@ -226,14 +227,7 @@ pub unsafe extern "C" fn symmalloc_registrar_window(
 /// The registrar is live and not used after this.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_registrar_destroy(registrar: *mut PoolRegistration) -> symmalloc_status {
-    report(|| {
-        not_forked()?;
-        if registrar.is_null() {
-            return Ok(());
-        }
-        // SAFETY: the caller's contract; it came from `Box::into_raw`.
-        unsafe { Box::from_raw(registrar) }.end()
-    })
+    release(|| take_back(registrar, "registrar")?.map_or(Ok(()), |registrar| registrar.end()))
 }
 
 /// Syncs all registrars of a pool in order of creation, which is the same on every rank. If one fails, it still syncs the others, because
@@ -302,6 +296,9 @@ pub unsafe extern "C" fn symmalloc_scope_end(
     deregistered: *mut u64,
 ) -> symmalloc_status {
     let end = || {
+        if process::is_forked() {
+            return Ok(SyncCounts::default());
+        }
         let allocator = process::allocator(device)?;
         allocator.scopes().pop_pool(allocator.ordinal())?;
         // An unknown pool has no registrations.

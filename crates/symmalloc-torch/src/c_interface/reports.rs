@@ -2,7 +2,7 @@
 
 use super::arguments::{copied, hand_out_text, living, not_null, required_text, write};
 use crate::device::DeviceAllocator;
-use crate::guard::report;
+use crate::guard::{release, report};
 use crate::statistics;
 use crate::status::symmalloc_status;
 use crate::trace;
@@ -196,5 +196,5 @@ pub unsafe extern "C" fn symmalloc_trace_start(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_trace_stop(allocator: *mut DeviceAllocator) -> symmalloc_status {
     // SAFETY: the caller's contract.
-    report(|| trace::stop(unsafe { living(allocator) }?.allocator()))
+    release(|| trace::stop(unsafe { living(allocator) }?.allocator()))
 }

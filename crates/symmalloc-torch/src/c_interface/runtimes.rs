@@ -4,7 +4,7 @@ use super::arguments::{living, not_null, write};
 use crate::complaints;
 use crate::device::DeviceAllocator;
 use crate::error::Error;
-use crate::guard::{guarded_or, report};
+use crate::guard::{guarded_or, release, report};
 use crate::process;
 use crate::status::symmalloc_status;
 use crate::streams::RawStream;
@@ -46,7 +46,7 @@ pub unsafe extern "C" fn symmalloc_free_unordered(
     pointer: *mut c_void,
 ) -> symmalloc_status {
     // SAFETY: the caller's contract.
-    report(|| unsafe { living(allocator) }?.free_unordered(pointer))
+    release(|| unsafe { living(allocator) }?.free_unordered(pointer))
 }
 
 /// Frees an allocation after the work submitted to this stream so far, regardless of the stream of its allocation, for callers that
@@ -61,7 +61,7 @@ pub unsafe extern "C" fn symmalloc_free_on(
     stream: *mut c_void,
 ) -> symmalloc_status {
     // SAFETY: the caller's contract.
-    report(|| unsafe { living(allocator)?.free_on(pointer, RawStream::new(stream)) })
+    release(|| unsafe { living(allocator)?.free_on(pointer, RawStream::new(stream)) })
 }
 
 /// The stream of ONNX Runtime's sessions, by device.

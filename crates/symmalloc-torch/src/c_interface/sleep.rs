@@ -4,6 +4,7 @@ use super::arguments::{living, not_null, required_text, write};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
 use crate::guard::report;
+use crate::process;
 use crate::slept::{Slept, Woken};
 use crate::status::symmalloc_status;
 use crate::streams::RawStream;
@@ -312,8 +313,11 @@ pub unsafe extern "C" fn symmalloc_release_host_memory(
     released_bytes: *mut u64,
 ) -> symmalloc_status {
     report(|| {
-        // SAFETY: the caller's contract.
-        let bytes = unsafe { living(allocator) }?.allocator().release_host_memory()?;
+        let bytes = match process::is_forked() {
+            true => 0,
+            // SAFETY: the caller's contract.
+            false => unsafe { living(allocator) }?.allocator().release_host_memory()?,
+        };
         // SAFETY: the caller's contract.
         unsafe { write_out(released_bytes, bytes) };
         Ok(())

@@ -5,10 +5,12 @@
 //! again. Memory that other branches captured stays.
 
 use crate::c_interface::arguments::{not_null, write};
+use crate::complaints;
 use crate::device::DeviceAllocator;
 use crate::error::Error;
 use crate::guard::{call_back, report};
-use crate::private_pools::{MempoolId, PoolPlace};
+use crate::handles::{hand_out, take_back};
+use crate::private_pools::{ForeignPool, MempoolId, PoolPlace};
 use crate::process;
 use crate::status::symmalloc_status;
 use std::ffi::c_void;
@@ -34,7 +36,7 @@ fn found(allocator: &'static DeviceAllocator, id: MempoolId) -> Result<(Owner, P
     let known = allocator.private_pools().list().into_iter().find(|known| known.id == id && known.uses > 0);
     match known.and_then(|known| known.place).ok_or(missing)? {
         PoolPlace::Own(pool) => Ok((Owner::Device(allocator), pool)),
-        PoolPlace::Foreign(other) => Ok((Owner::Foreign(other), PoolId::DEFAULT)),
+        PoolPlace::Foreign(other) => Ok((Owner::Foreign(other), DeviceAllocator::POOL)),
     }
 }
 
@@ -69,19 +71,22 @@ pub unsafe extern "C" fn symmalloc_torch_checkpoint(
         let (owner, pool) = found(process::allocator(device)?, id)?;
         let layout = owner.allocator().core().save_layout(pool)?;
         // SAFETY: the caller's contract.
-        unsafe { write(out, "out", Box::into_raw(Box::new(PoolCheckpoint { id, layout }))) }
+        unsafe { write(out, "out", hand_out(PoolCheckpoint { id, layout })) }
     })
 }
 
-/// Destroys a checkpoint. NULL has no effect.
+/// Destroys a checkpoint. NULL has no effect. Never fails, because PyTorch calls it in destructors.
 ///
 /// # Safety
 /// The checkpoint came from `symmalloc_torch_checkpoint` and is not used after this.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_torch_checkpoint_destroy(checkpoint: *mut PoolCheckpoint) {
-    if !checkpoint.is_null() {
-        // SAFETY: the caller's contract.
-        drop(unsafe { Box::from_raw(checkpoint) });
+    if process::is_forked() {
+        return;
+    }
+    match take_back(checkpoint, "checkpoint") {
+        Ok(checkpoint) => drop(checkpoint),
+        Err(error) => complaints::complain(&error),
     }
 }
 

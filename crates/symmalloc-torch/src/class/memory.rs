@@ -35,13 +35,13 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate(
     if let Some(allocator) = process::existing(device)
         && allocator.scopes().any()
     {
-        // This is outside the guard, because a PyTorch filter may throw.
-        let place = allocator.scopes().place_for(stream, (inherited > 0).then_some(inherited));
         let name = allocator.scopes().name();
-        return report(|| {
-            // SAFETY: the caller's contract.
-            unsafe { write(out, "out", allocate(allocator, place, size_bytes, stream, name.as_deref())?) }
-        });
+        // SAFETY: the caller's contract.
+        let allocate = |place| unsafe { allocate(allocator, place, size_bytes, stream, name.as_deref()) };
+        // This is outside the guard, because a PyTorch filter may throw.
+        let allocated = allocator.allocate_in_scope(stream, (inherited > 0).then_some(inherited), allocate);
+        // SAFETY: the caller's contract.
+        return report(|| unsafe { write(out, "out", allocated?) });
     }
     report(|| {
         let allocator = process::allocator(device)?;
@@ -76,19 +76,16 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate_named(
     }
     let status = report(|| process::allocator(device).map(drop));
     let Some(allocator) = process::existing(device) else { return status };
+    let pushed = allocator.scopes().name();
+    // SAFETY: the caller's contract.
+    let given = (!name.is_null()).then(|| unsafe { CStr::from_ptr(name) }.to_string_lossy());
+    let name = pushed.as_deref().or(given.as_deref());
+    // SAFETY: the caller's contract.
+    let allocate = |place| unsafe { allocate(allocator, place, size_bytes, stream, name) };
     // This is outside the guard, because a PyTorch filter may throw.
-    let place = match allocator.scopes().any() {
-        true => allocator.scopes().place_for(stream, (inherited > 0).then_some(inherited)),
-        false => PoolPlace::Own(PoolId::DEFAULT),
-    };
-    report(|| {
-        let pushed = allocator.scopes().name();
-        // SAFETY: the caller's contract.
-        let given = (!name.is_null()).then(|| unsafe { CStr::from_ptr(name) }.to_string_lossy());
-        let name = pushed.as_deref().or(given.as_deref());
-        // SAFETY: the caller's contract.
-        unsafe { write(out, "out", allocate(allocator, place, size_bytes, stream, name)?) }
-    })
+    let allocated = allocator.allocate_in_scope(stream, (inherited > 0).then_some(inherited), allocate);
+    // SAFETY: the caller's contract.
+    report(|| unsafe { write(out, "out", allocated?) })
 }
 
 /// # Safety
@@ -124,6 +121,13 @@ unsafe fn helped_out(
     }
     // SAFETY: the caller's contract.
     unsafe { allocator.allocate_from_helpers(size_bytes, stream) }.ok_or(error)
+}
+
+/// Returns `true` in a process that was forked from one that used CUDA memory. There, calls that release something have no effect, and most
+/// others fail.
+#[unsafe(no_mangle)]
+pub extern "C" fn symmalloc_torch_is_forked() -> bool {
+    process::is_forked()
 }
 
 /// Frees an allocation. `device` is a hint. Writes the size of the block to `block_bytes`, which may be NULL. Failures are counted,

@@ -3,7 +3,7 @@
 use crate::c_interface::arguments::{not_null, write};
 use crate::error::Error;
 use crate::filter::{CallFilter, StreamFilter, symmalloc_destroy_fn, symmalloc_filter_fn};
-use crate::guard::{call_back, not_in_callback, report};
+use crate::guard::{call_back, not_in_callback, release, report};
 use crate::process;
 use crate::status::symmalloc_status;
 use std::ffi::c_void;
@@ -95,7 +95,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_begin_scope(
 /// Ends the last scope of the private pool of this id.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn symmalloc_torch_end_scope(device: i32, id_first: u64, id_second: u64) -> symmalloc_status {
-    report(|| process::allocator(device)?.end_private((id_first, id_second)))
+    release(|| process::allocator(device)?.end_private((id_first, id_second)))
 }
 
 /// Adds a use to the private pool of this id, as PyTorch's `MemPool` does. A new pool takes its memory from the source, if there is one.
@@ -118,10 +118,13 @@ pub unsafe extern "C" fn symmalloc_torch_retain_pool(
 }
 
 /// Releases one use of the private pool of this id. After the last one, the next trim releases its memory, or an allocation that would fail
-/// otherwise.
+/// otherwise. Failures are counted, and standard error shows the first one, because PyTorch calls it in destructors.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_release_use(device: i32, id_first: u64, id_second: u64) -> symmalloc_status {
-    report(|| process::allocator(device)?.release_private((id_first, id_second)))
+    release(|| {
+        let allocator = process::allocator(device)?;
+        allocator.release_private((id_first, id_second)).inspect_err(|error| allocator.note(error))
+    })
 }
 
 /// Returns the number of uses of the private pool of this id, or 0 inside a callback.
@@ -133,7 +136,8 @@ pub extern "C" fn symmalloc_torch_pool_uses(device: i32, id_first: u64, id_secon
     process::existing(device).map_or(0, |allocator| allocator.private_pools().uses((id_first, id_second)))
 }
 
-/// Sets whether allocations outside of the private pool of this id may use its free memory before they fail.
+/// Sets whether allocations outside of the private pool of this id may use its free memory before they fail. PyTorch calls it with `false`
+/// in destructors.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_pool_helps_out(
     device: i32,
@@ -141,6 +145,9 @@ pub extern "C" fn symmalloc_torch_pool_helps_out(
     id_second: u64,
     helps_out: bool,
 ) -> symmalloc_status {
+    if !helps_out && process::is_forked() {
+        return symmalloc_status::SYMMALLOC_OK;
+    }
     wish(device, (id_first, id_second), |wishes| wishes.helps_out = helps_out)
 }
 

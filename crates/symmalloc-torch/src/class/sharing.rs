@@ -140,7 +140,8 @@ fn import(device: i32, text: &str) -> Result<ImportedMemory, Error> {
     Ok(memory)
 }
 
-/// Releases one use of opened memory. After the last one, the memory is unmapped when all work of the device has completed.
+/// Releases one use of opened memory. After the last one, the memory is unmapped when all work of the device has completed. Never fails,
+/// because PyTorch calls it in destructors.
 ///
 /// # Safety
 /// The opened memory came from `symmalloc_torch_open` and is not used after this.

@@ -10,12 +10,18 @@
 #include "versions.h"
 
 #include <dlfcn.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <memory>
 #include <thread>
+#include <utility>
 
 // libtorch_cuda uses this function to find the devices with a context. No header declares it.
 namespace c10::cuda::_internal {
@@ -336,6 +342,95 @@ static void devices() {
   ASSERT((profiler->reports == std::vector<std::pair<int, int64_t>>{{0, bytes}, {1, -bytes}, {0, -bytes}}));
 }
 
+// The calls that PyTorch makes in destructors: of tensors, pools, graphs, states and shared memory.
+struct Releases {
+  void* pointer;
+  void* uncached;
+  c10::MempoolId_t pool;
+  std::shared_ptr<caching::AllocatorState> state;
+
+  // Runs all calls. Returns the name of the first one that throws; null if none does.
+  const char* run() {
+    const std::pair<const char*, std::function<void()>> calls[] = {
+        {"a deleter", [&] { caching::get()->raw_deleter()(pointer); }},
+        {"raw_delete", [&] { caching::raw_delete(pointer); }},
+        {"raw_delete without the cache", [&] { caching::raw_delete(uncached); }},
+        {"setUseOnOOM", [&] { caching::setUseOnOOM(0, pool, false); }},
+        {"releasePool", [&] { caching::releasePool(0, pool); }},
+        {"emptyCache of a pool", [&] { caching::emptyCache(pool); }},
+        {"a state", [&] { state.reset(); }},
+    };
+    for (const auto& [name, call] : calls) {
+      try {
+        call();
+      } catch (...) {
+        return name;
+      }
+    }
+    return nullptr;
+  }
+};
+
+static std::atomic<int> blocked{0};
+
+static void destructors() {
+  Releases releases{caching::raw_alloc(512), nullptr, kPool, nullptr};
+  caching::enable(false);
+  releases.uncached = caching::raw_alloc(512);
+  caching::enable(true);
+  caching::createOrIncrefPool(0, kPool);
+  caching::setUseOnOOM(0, kPool, true);
+  caching::beginAllocateToPool(0, kPool, everything);
+  void* inside = caching::raw_alloc(kMib);
+  releases.state = caching::getCheckpointState(0, kPool);
+  // Another thread waits in a tracker, which holds the locks of the history.
+  caching::attachAllocatorTraceTracker([&](const auto& entry) {
+    if (entry.action_ == Action::ALLOC && entry.size_ == 3 * kMib) {
+      for (blocked = 1; blocked == 1;) {
+        std::this_thread::yield();
+      }
+    }
+    TORCH_CHECK(entry.action_ != Action::FREE_REQUESTED, "a tracker");
+  });
+  std::thread thread([] { caching::raw_delete(caching::raw_alloc(3 * kMib)); });
+  while (blocked == 0) {
+    std::this_thread::yield();
+  }
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(60);
+    const char* thrown = releases.run();
+    if (thrown != nullptr) std::fprintf(stderr, "%s throws in a forked child\n", thrown);
+    caching::endAllocateToPool(0, kPool);
+    caching::emptyCache();
+    try {
+      caching::raw_alloc(512);
+    } catch (const c10::Error& error) {
+      _exit(thrown == nullptr && std::strstr(error.what(), "fork") != nullptr ? 0 : 1);
+    }
+    _exit(2);
+  }
+  int status = -1;
+  ASSERT(waitpid(child, &status, 0) == child);
+  ASSERT(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  blocked = 2;
+  thread.join();
+  caching::endAllocateToPool(0, kPool);
+  // A tracker that throws does not prevent a free.
+  caching::raw_delete(inside);
+  ASSERT(caching::checkPoolLiveAllocations(0, kPool, {}));
+  // In the parent, the same calls release everything. A second time, and for a pool that does not exist, they fail without an exception.
+  for (int time = 0; time < 3; ++time) {
+    const char* thrown = releases.run();
+    if (thrown != nullptr) std::fprintf(stderr, "%s throws\n", thrown);
+    ASSERT(thrown == nullptr);
+    releases.uncached = nullptr;
+  }
+  releases.pool = {9, 9};
+  ASSERT(releases.run() == nullptr);
+  ASSERT(caching::getDeviceStats(0).allocation[0].current == 0 && caching::get()->getPoolUseCount(0, kPool) == 0);
+}
+
 static void speed() {
   const auto stream = c10::cuda::getCurrentCUDAStream(0).stream();
   auto* allocator = caching::get();
@@ -375,6 +470,7 @@ int main(int count, char** words) {
   if (name == "checkpoints") checkpoints();
   if (name == "threads") threads();
   if (name == "devices") devices();
+  if (name == "destructors") destructors();
   if (name == "speed" || name == "native_speed") speed();
   std::puts("passed");
 }

@@ -5,6 +5,8 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <sys/wait.h>
+#include <unistd.h>
 #include <dlfcn.h>
 
 #define CHECK(what) \
@@ -124,6 +126,17 @@ int main() {
     }
     CHECK(small.allocate(a, 0) == nullptr);
     small.deallocate(a, nullptr, 0);
+    // In a forked child, a deallocation has no effect and prints nothing.
+    void* shared = memory.allocate(a, 1 << 20);
+    const pid_t child = fork();
+    if (child == 0) {
+        memory.deallocate(a, shared, 1 << 20);
+        memory.deallocate_sync(shared, 1 << 20);
+        _exit(symmalloc_destroy(own) == SYMMALLOC_OK ? 0 : 1);
+    }
+    int status = -1;
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    memory.deallocate(a, shared, 1 << 20);
     CHECK(symmalloc_destroy(own) == SYMMALLOC_OK);
     std::puts("a memory resource");
     return 0;

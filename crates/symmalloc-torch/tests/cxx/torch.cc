@@ -221,10 +221,14 @@ static void virtuals(const char *library) {
 
 // A forked child cannot use CUDA: a free has no effect, and an allocation throws.
 static void forked() {
+  const MempoolId id{4, 0};
+  begin(0, id, [](Stream) { return true; });
   void *pointer = alloc(MIB, 0, nullptr);
   const pid_t child = fork();
   if (child == 0) {
     free_(pointer, MIB, 0, nullptr);
+    end(0, id);
+    release(0, id);
     reset();
     try {
       alloc(MIB, 0, nullptr);
@@ -237,6 +241,8 @@ static void forked() {
   CHECK(waitpid(child, &status, 0) == child);
   CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
   free_(pointer, MIB, 0, nullptr);
+  end(0, id);
+  release(0, id);
 }
 
 // The reader of standard error has exited. Messages of a free are lost, without further effects.

@@ -28,7 +28,7 @@ pub(crate) fn free(pointer: Pointer) -> u64 {
 }
 
 /// Accepts allocations on one stream, whose handle is the context.
-unsafe extern "C-unwind" fn is_stream(context: *mut c_void, stream: *mut c_void) -> bool {
+pub(crate) unsafe extern "C-unwind" fn is_stream(context: *mut c_void, stream: *mut c_void) -> bool {
     context == stream
 }
 
@@ -60,7 +60,7 @@ fn found(pointer: Pointer) -> symmalloc_found {
     out
 }
 
-fn id_of(pointer: Pointer) -> (u64, u64) {
+pub(crate) fn id_of(pointer: Pointer) -> (u64, u64) {
     let found = found(pointer);
     (found.id_first, found.id_second)
 }

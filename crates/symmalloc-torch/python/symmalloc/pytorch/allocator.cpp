@@ -27,8 +27,8 @@ using c10::DataPtr;
 using c10::cuda::CUDAStream;
 using caching::StreamSegmentSize;
 
-void note_free(void* pointer);
-void free_uncached(void* pointer);
+void note_free(void* pointer) noexcept;
+void free_uncached(void* pointer) noexcept;
 
 // Returns true if the program disables caching, by the same variable as for PyTorch's own allocator.
 bool is_never_cached() {
@@ -121,7 +121,11 @@ class Allocator final : public caching::AllocatorBase {
     return memory_.allocate(device, bytes, stream);
   }
 
+  // Never throws, because destructors call it.
   void raw_delete(void* pointer) override {
+    if (C10_UNLIKELY(symmalloc_torch_is_forked())) {
+      return;
+    }
     if (C10_UNLIKELY(uncached_.remove(pointer))) {
       free_uncached(pointer);
     } else {
@@ -149,15 +153,12 @@ class Allocator final : public caching::AllocatorBase {
     }
   }
 
+  // A program empties all pools, and gets the errors. The destructor of a pool empties that pool, which never throws.
   void emptyCache(MempoolId_t pool) override {
-    auto& context = thread_notes().release_context;
-    // All devices have the same function and level.
-    context = is_recorded_ ? memory_.of(0).history.gather(RecordContext::ALL) : nullptr;
-    const auto status = symmalloc_torch_trim(pool.first, pool.second);
-    context = nullptr;
-    check(status);
-    for (DeviceIndex device = 0; device < device_count_; ++device) {
-      ++memory_.of(device).releases;
+    if (pool != kDefaultPool) {
+      release("releasing the memory of a pool", [&] { empty(pool); });
+    } else if (!symmalloc_torch_is_forked()) {
+      empty(pool);
     }
   }
 
@@ -421,13 +422,18 @@ class Allocator final : public caching::AllocatorBase {
     }
   }
 
+  // Throws without such a scope, as PyTorch's own allocator does. In a forked child it has no effect.
   void endAllocateToPool(DeviceIndex device, MempoolId_t pool) override {
+    if (C10_UNLIKELY(symmalloc_torch_is_forked())) {
+      return;
+    }
     memory_.scopes().pop(device, pool);
     check(symmalloc_torch_end_scope(device, pool.first, pool.second));
   }
 
+  // The destructors of pools and graphs call it. The library reports failures.
   void releasePool(DeviceIndex device, MempoolId_t pool) override {
-    check(symmalloc_torch_release_use(device, pool.first, pool.second));
+    (void)symmalloc_torch_release_use(device, pool.first, pool.second);
   }
 
   int getPoolUseCount(DeviceIndex device, MempoolId_t pool) override {
@@ -446,8 +452,14 @@ class Allocator final : public caching::AllocatorBase {
     check(symmalloc_torch_retain_pool(device, pool.first, pool.second, &source));
   }
 
+  // The destructors of pools call it with `false`, which never throws.
   void setUseOnOOM(DeviceIndex device, MempoolId_t pool, bool use_on_oom) override {
-    check(symmalloc_torch_pool_helps_out(device, pool.first, pool.second, use_on_oom));
+    const auto set = [&] { check(symmalloc_torch_pool_helps_out(device, pool.first, pool.second, use_on_oom)); };
+    if (use_on_oom) {
+      set();
+    } else {
+      release("the end of a pool", set);
+    }
   }
 
   void setNoSplit(DeviceIndex device, MempoolId_t pool) override {
@@ -496,6 +508,18 @@ class Allocator final : public caching::AllocatorBase {
   }
 
  private:
+  void empty(MempoolId_t pool) {
+    auto& context = thread_notes().release_context;
+    // All devices have the same function and level.
+    context = is_recorded_ ? memory_.of(0).history.gather(RecordContext::ALL) : nullptr;
+    const auto status = symmalloc_torch_trim(pool.first, pool.second);
+    context = nullptr;
+    check(status);
+    for (DeviceIndex device = 0; device < device_count_; ++device) {
+      ++memory_.of(device).releases;
+    }
+  }
+
   bool is_uncached() const {
     return is_never_cached() || !isEnabled();
   }
@@ -541,12 +565,12 @@ Allocator& allocator() {
   return *allocator;
 }
 
-void note_free(void* pointer) {
+void note_free(void* pointer) noexcept {
   allocator().memory().free(pointer);
 }
 
-void free_uncached(void* pointer) {
-  C10_CUDA_CHECK_WARN(cudaFree(pointer));
+void free_uncached(void* pointer) noexcept {
+  release("freeing memory", [&] { C10_CUDA_CHECK(cudaFree(pointer)); });
 }
 
 // Exceptions thrown by trackers must not unwind through the library, which calls this.

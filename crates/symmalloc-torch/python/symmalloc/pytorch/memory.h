@@ -89,13 +89,16 @@ class Memory {
     return pointer;
   }
 
-  void free(void* pointer) {
+  // Never throws, because destructors free memory. In a forked child, the library ignores the call.
+  void free(void* pointer) noexcept {
     if (pointer == nullptr) {
       return;
     }
     const auto* trace = c10::impl::GPUTrace::get_trace();
     if (C10_UNLIKELY(trace != nullptr)) {
-      (*trace)->trace_gpu_memory_deallocation(c10::kCUDA, reinterpret_cast<uintptr_t>(pointer));
+      attempt("a trace of a free", [&] {
+        (*trace)->trace_gpu_memory_deallocation(c10::kCUDA, reinterpret_cast<uintptr_t>(pointer));
+      });
     }
     // This is a hint, which is cheaper than a driver call. If it is wrong, the library searches the other devices.
     const DeviceIndex device = last_device();
@@ -109,7 +112,9 @@ class Memory {
       (void)symmalloc_torch_deallocate(device, pointer, &bytes);
     }
     if (C10_UNLIKELY(owner >= 0)) {
-      report(static_cast<DeviceIndex>(owner), pointer, -static_cast<int64_t>(bytes));
+      attempt("a memory profiler", [&] {
+        report(static_cast<DeviceIndex>(owner), pointer, -static_cast<int64_t>(bytes));
+      });
     }
   }
 
@@ -217,6 +222,11 @@ class Memory {
   }
 
   void* allocate_watched(DeviceIndex device, size_t bytes, cudaStream_t stream) {
+    if (C10_UNLIKELY(symmalloc_torch_is_forked())) {
+      // The locks below may be held by a thread that this child does not have.
+      void* nothing = nullptr;
+      check(symmalloc_torch_allocate(device, bytes, stream, 0, &nothing));
+    }
     auto& history = of(device).history;
     const auto context = history.gather(RecordContext::STATE);
     // Traces and reports show the name, which is only computed while a history is recorded.
@@ -251,14 +261,16 @@ class Memory {
     history.forget(pointer);
   }
 
-  void free_watched(DeviceIndex device, void* pointer, uint64_t* bytes) {
+  // A tracker that throws does not prevent the free.
+  void free_watched(DeviceIndex device, void* pointer, uint64_t* bytes) noexcept {
     symmalloc_found found{};
     if (symmalloc_torch_find(pointer, &found) != SYMMALLOC_OK) {
       (void)symmalloc_torch_deallocate(device, pointer, bytes);
       return;
     }
     auto& history = of(static_cast<DeviceIndex>(found.device)).history;
-    const auto context = history.gather(RecordContext::ALL);
+    Context context;
+    attempt("the context of a free", [&] { context = history.gather(RecordContext::ALL); });
     std::lock_guard<std::recursive_mutex> lock(history.order);
     const auto noted = history.find(pointer);
     const Noted said{
@@ -267,11 +279,14 @@ class Memory {
         {found.id_first, found.id_second},
         context || !noted ? context : noted->context,
         found.is_expandable};
-    history.entry(Action::FREE_REQUESTED, reinterpret_cast<size_t>(pointer), said);
+    const auto record = [&](Action action) {
+      attempt("a memory tracker", [&] { history.entry(action, reinterpret_cast<size_t>(pointer), said); });
+    };
+    record(Action::FREE_REQUESTED);
     history.forget(pointer);
     const auto status = symmalloc_torch_deallocate(found.device, pointer, bytes);
     if (status == SYMMALLOC_OK) {
-      history.entry(Action::FREE_COMPLETED, reinterpret_cast<size_t>(pointer), said);
+      record(Action::FREE_COMPLETED);
     }
   }
 

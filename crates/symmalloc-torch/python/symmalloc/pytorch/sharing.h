@@ -55,12 +55,14 @@ inline std::shared_ptr<void> open_legacy(c10::DeviceIndex device, const std::str
   void* base = nullptr;
   C10_CUDA_CHECK(cudaIpcOpenMemHandle(&base, legacy, cudaIpcMemLazyEnablePeerAccess));
   const std::shared_ptr<void> memory(base, [device, handle](void* base) {
-    std::lock_guard<std::mutex> lock(*mutex);
-    c10::cuda::CUDAGuard guard(device);
-    C10_CUDA_CHECK_WARN(cudaIpcCloseMemHandle(base));
-    if (const auto known = opened->find(handle); known != opened->end() && known->second.expired()) {
-      opened->erase(known);
-    }
+    release("the end of shared memory", [&] {
+      std::lock_guard<std::mutex> lock(*mutex);
+      if (const auto known = opened->find(handle); known != opened->end() && known->second.expired()) {
+        opened->erase(known);
+      }
+      c10::cuda::CUDAGuard guard(device);
+      C10_CUDA_CHECK(cudaIpcCloseMemHandle(base));
+    });
   });
   (*opened)[handle] = memory;
   return memory;

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <exception>
 #include <string>
 
 namespace symmalloc {
@@ -44,6 +45,27 @@ void warn(const Words&... words) noexcept {
   try {
     TORCH_WARN("symmalloc: ", words...);
   } catch (...) {
+  }
+}
+
+// Runs a part of a call that PyTorch makes in destructors, where an exception would end the process. Exceptions become warnings.
+template <typename Act>
+void attempt(const char* what, const Act& act) noexcept {
+  try {
+    act();
+  } catch (const std::exception& error) {
+    warn(what, " failed: ", error.what());
+  } catch (...) {
+    warn(what, " failed");
+  }
+}
+
+// Runs a call that releases something. PyTorch makes these in destructors, so it never throws. In a forked child it has no effect: the
+// parent owns the memory, and threads that the child does not have may hold the locks of this class.
+template <typename Act>
+void release(const char* what, const Act& act) noexcept {
+  if (C10_LIKELY(!symmalloc_torch_is_forked())) {
+    attempt(what, act);
   }
 }
 
