@@ -159,7 +159,10 @@ impl Ended {
         let has_report = status.code() == Some(1) || !is_stderr_closed(*job);
         let is_named = is_error && (text.contains(cause) || !has_report);
         let reaction = Reaction::of(*job);
-        assert!(is_named, "{reaction:?}: rank {rank} ended with {status} after {took:?}, not with \"{cause}\":\n{text}");
+        assert!(
+            is_named,
+            "{reaction:?}: rank {rank} ended with {status} after {took:?}, not with \"{cause}\":\n{text}"
+        );
     }
 }
 
