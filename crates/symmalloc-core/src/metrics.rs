@@ -1,4 +1,4 @@
-//! Publication of allocator statistics through the [`metrics`](::metrics) facade, with stable names, kinds, units and labels that
+//! Publication of allocator statistics through the [`metrics`] facade, with stable names, kinds, units and labels that
 //! dashboards can rely on.
 //!
 //! ```text
