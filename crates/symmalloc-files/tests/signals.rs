@@ -2,7 +2,7 @@
 #![cfg(target_os = "linux")]
 
 use libc::{RLIMIT_FSIZE, SIG_BLOCK, SIG_DFL, SIG_UNBLOCK, SIGPIPE, SIGXFSZ, c_int, sighandler_t};
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, ErrorKind, Seek, SeekFrom, Write};
 use std::os::fd::AsRawFd;
 use std::path::Path;
@@ -50,7 +50,7 @@ fn closed_pipe() -> File {
 }
 
 fn say_at_the_limit(folder: &Path) -> io::Result<()> {
-    let mut log = OpenOptions::new().create(true).append(false).write(true).open(folder.join("log"))?;
+    let mut log = File::create(folder.join("log"))?;
     log.seek(SeekFrom::Start(LIMIT_BYTES))?;
     say_to(&log);
     assert_eq!(log.metadata()?.len(), 0, "nothing fits");
@@ -100,8 +100,10 @@ fn raise(signal: c_int) {
     unsafe { libc::raise(signal) };
 }
 
-/// The ways in which a program may handle the signal, each with its checks around the write.
-const PROGRAMS: [(&str, fn(c_int, &dyn Fn())); 4] = [
+/// A way in which a program may handle the signal, with its checks around the write.
+type Program = (&'static str, fn(c_int, &dyn Fn()));
+
+const PROGRAMS: [Program; 4] = [
     ("does not handle the signal", |signal, write| {
         handle(signal, SIG_DFL);
         write();
