@@ -14,7 +14,7 @@
 //! signal that ends programs that do not handle it.
 //!
 //! - [`without_signals`] makes such writes return an error instead. [`Draft`] and [`write_whole`] use it.
-//! - [`say`] writes a message to standard error in this way, and never blocks for long.
+//! - [`say`] writes a message to standard error in this way, for at most about a second.
 //!
 //! The crate trusts root and other processes of the same user, because both can change this process in other ways.
 //!

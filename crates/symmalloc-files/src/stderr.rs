@@ -13,7 +13,7 @@ pub fn say(line: fmt::Arguments<'_>) {
     without_signals(|| write(line.as_bytes()));
 }
 
-/// Writes in pieces that do not block once standard error is writable. Does not use the lock of [`std::io::stderr`], which another thread
+/// Writes in pieces that do not block once standard error is writable, unless another process fills the same pipe at that moment. Does not use the lock of [`std::io::stderr`], which another thread
 /// may hold while it blocks.
 #[cfg(unix)]
 fn write(mut rest: &[u8]) {

@@ -42,6 +42,7 @@ use crate::communicator::shared::{Inner, Mode, Ownership, Shared, lock};
 use crate::communicator::threads::start;
 use crate::ffi::library::Nccl;
 use crate::ffi::version::Capability;
+use crate::logging::log;
 use crate::watchdog::{ERROR_LIMIT, Watched};
 use cudarc::driver::CudaStream;
 use std::ffi::c_void;
@@ -315,7 +316,8 @@ impl Drop for Owner {
             return;
         }
         if let Err(error) = self.destroy() {
-            tracing::warn!(name: "communicator.drop_failed", target: "symmalloc", communicator = &*self.name, %error);
+            let communicator = &*self.name;
+            log(|| tracing::warn!(name: "communicator.drop_failed", target: "symmalloc", communicator, %error));
         }
     }
 }

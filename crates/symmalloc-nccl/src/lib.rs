@@ -69,6 +69,7 @@ mod backoff;
 mod collectives;
 mod communicator;
 mod ffi;
+mod logging;
 mod registrar;
 mod rendezvous;
 mod sleep;

@@ -12,6 +12,7 @@
 //!
 //! There is one thread of each kind per process, for all communicators. The watchdog never affects a placement.
 
+mod announced;
 pub(crate) mod at_exit;
 mod clock;
 mod connecting;
@@ -26,8 +27,9 @@ mod settings;
 mod thread;
 mod watched;
 
+pub(crate) use announced::Announced;
 pub(crate) use clock::Tick;
-pub(crate) use connecting::{Announced, Connecting};
+pub(crate) use connecting::Connecting;
 pub use failure::{Failure, FailureCause};
 pub(crate) use flight::{EntryNumber, Work};
 pub(crate) use marker::mark;

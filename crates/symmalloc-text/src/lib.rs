@@ -26,7 +26,8 @@
 
 use std::borrow::Cow;
 
-/// Returns `true` if a character is invisible or changes how a terminal or a page shows others. Line breaks do not count.
+/// Returns `true` for control and formatting characters, which are invisible and can change how others are shown, and for noncharacters. Line
+/// breaks do not count, nor do blank letters such as the Hangul filler.
 pub fn is_hidden(character: char) -> bool {
     match character {
         '\n' => false,

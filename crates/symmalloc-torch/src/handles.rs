@@ -1,6 +1,6 @@
 //! Objects that the C interface handed out and that are not destroyed yet.
 //!
-//! A destroy call frees its argument, so it accepts only a pointer that a create call returned and that no call has destroyed. The process's
+//! A destroy call frees its argument, so it accepts only the address of a live object of its type that a create call returned. The process's
 //! allocators are not among these: the library owns them.
 
 use crate::error::Error;

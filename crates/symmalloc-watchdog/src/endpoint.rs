@@ -34,7 +34,7 @@ pub enum PeerEvent {
         /// Its report about another communicator that it had ended before, if any, which is a possible cause of its departure.
         after: Option<FailureReport>,
     },
-    /// A process is gone that never joined a communicator. Every communicator of all processes misses its rank.
+    /// A process ended before it joined any communicator. Communicators that span all processes can no longer complete.
     NeverJoined {
         /// The process.
         process: ProcessId,
@@ -325,7 +325,7 @@ impl Endpoint {
                 }
             }
             Message::Ask { communicator } => self.ask_hub(from, Question::Members(communicator)),
-            Message::Gone { .. } | Message::RankFailed { .. } | Message::Told { .. } => {}
+            Message::Gone { .. } | Message::NeverJoined { .. } | Message::RankFailed { .. } | Message::Told { .. } => {}
         }
         Ok(())
     }
@@ -343,7 +343,7 @@ impl Endpoint {
             Message::Joined { rank } => self.roster.join(HUB, rank, now)?,
             Message::Left { last } => self.roster.leave(HUB, &last, now),
             Message::Withdrawn { rank } => self.roster.withdraw(HUB, rank),
-            Message::Gone { .. } => self.note(message),
+            Message::Gone { .. } | Message::NeverJoined { .. } => self.note(message),
             Message::RankFailed { rank, ref report } => {
                 self.roster.fail(HUB, rank, report);
                 self.note(message);
@@ -365,10 +365,10 @@ impl Endpoint {
     fn note(&mut self, message: Message) {
         let concerns = |of: &RankId| self.ranks_of(of.communicator).any(|(own, it)| own != of && !it.has_failed());
         match message {
-            Message::Gone { process, departure, ranks, .. } if ranks.is_empty() => {
+            Message::NeverJoined { process, departure } => {
                 self.events.push(PeerEvent::NeverJoined { process, departure });
             }
-            Message::Gone { departure, ranks, after, .. } => {
+            Message::Gone { departure, ranks, after } => {
                 let gone = |rank| PeerEvent::Gone { rank, departure: departure.clone(), after: after.clone() };
                 let events: Vec<_> = ranks.into_iter().filter(concerns).map(gone).collect();
                 self.events.extend(events);

@@ -125,9 +125,11 @@ pub(crate) enum Message {
     Ask { communicator: CommunicatorId },
 
     // From the hub to other processes.
-    /// A process is gone, and with it these ranks of communicators that it had not left. There are none if it never joined a communicator.
-    /// `after` is its report about another communicator that it had ended, if any.
-    Gone { process: ProcessId, departure: Departure, ranks: Vec<RankId>, after: Option<FailureReport> },
+    /// A process is gone, and with it these ranks of communicators that it had not left. `after` is its report about another communicator
+    /// that it had ended, if any.
+    Gone { departure: Departure, ranks: Vec<RankId>, after: Option<FailureReport> },
+    /// A process is gone that never joined a communicator.
+    NeverJoined { process: ProcessId, departure: Departure },
     /// A rank ended the communicator because of an error.
     RankFailed { rank: RankId, report: FailureReport },
     /// The answer to [`Ask`](Message::Ask).

@@ -190,9 +190,11 @@ impl Roster {
         (known.departure, known.heard) = (Some(departure.clone()), now);
         let live = known.memberships.iter().filter(|(_, it)| it.is_live());
         let ranks: Vec<RankId> = live.map(|(rank, _)| *rank).collect();
-        let is_missed = !ranks.is_empty() || !known.has_joined;
         let departure = departure.clone();
-        is_missed.then(|| Message::Gone { process, departure, ranks, after: known.last_words() })
+        match known.has_joined {
+            false => Some(Message::NeverJoined { process, departure }),
+            true => (!ranks.is_empty()).then(|| Message::Gone { departure, ranks, after: known.last_words() }),
+        }
     }
 
     /// Returns the failures and departures of the communicator's ranks so far, and of processes that never joined a communicator, for a
@@ -201,15 +203,14 @@ impl Roster {
         let mut news = Vec::new();
         for (&process, known) in &self.processes {
             if let Some(departure) = known.departure.clone().filter(|_| !known.has_joined) {
-                news.push(Message::Gone { process, departure, ranks: Vec::new(), after: None });
+                news.push(Message::NeverJoined { process, departure });
             }
             let of_it = known.memberships.range(ranks_of(communicator)).filter(|(_, it)| !it.has_left);
             for (&rank, it) in of_it {
                 if let Some(report) = it.failure.clone() {
                     news.push(Message::RankFailed { rank, report });
                 } else if let Some(departure) = known.departure.clone() {
-                    let (ranks, after) = (vec![rank], known.last_words());
-                    news.push(Message::Gone { process, departure, ranks, after });
+                    news.push(Message::Gone { departure, ranks: vec![rank], after: known.last_words() });
                 }
             }
         }

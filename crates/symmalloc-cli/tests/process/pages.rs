@@ -75,7 +75,7 @@ fn pages_state_the_efficiencies_of_the_recorded_jobs() {
         }
     }
     for [ours, pytorch] in [least_stitched, least_shared] {
-        let cell = format!("| **{ours:.3}** | {pytorch:.3}, a model of expandable |");
+        let cell = format!("| **{ours:.3}** | {pytorch:.3}, expandable (simulated) |");
         assert!(page(COSTS).contains(&cell), "{COSTS} has no cell {cell}");
     }
     let stitched = symmalloc("replay gnn --ranks 1 --passes 6 --json", &[]).json(0);

@@ -194,7 +194,6 @@ impl CommunicatorBuilder {
             (Ok(raw_rank), Ok(raw_ranks)) if rank < ranks => [raw_rank, raw_ranks],
             _ => return Err(CommError::NoSuchRank { rank, ranks }),
         };
-        check_context(&self.device)?;
         let meeting = match meeting {
             Some(meeting) => Some(meeting),
             None => self.meet(rank, ranks, backoff)?,
@@ -206,6 +205,7 @@ impl CommunicatorBuilder {
         let connecting = Arc::clone(announced.connecting());
         let failure = || Some(CommError::Failed(Arc::clone(connecting.failure()?)));
         let created = || {
+            check_context(&self.device)?;
             let new = NewHandle::named(&c_name);
             let (kept, out, blocking): (KeepAlive, _, _) =
                 (Some(Arc::clone(&new) as _), Arc::clone(&new), self.mode == Mode::Blocking);
@@ -231,7 +231,7 @@ impl CommunicatorBuilder {
             let shared = self.shared(nccl, (name, c_name), order, Ownership::Owned, comm, meeting, connecting);
             if let Err(error) = answer {
                 let error = Arc::new(attributed(error));
-                end_all(from_mut(&mut shared.access_to_end()?), Ending::Pending, Some(&error), GRACE);
+                end_all(from_mut(&mut shared.access_unchecked()?), Ending::Pending, Some(&error), GRACE);
                 return Err(Arc::unwrap_or_clone(error));
             }
             Communicator::finish_connecting(shared, backoff)
@@ -359,7 +359,8 @@ impl Communicator {
         performed?;
         drop((entry, access));
         let Some(announced) = announced else { return Ok(None) };
-        self.derived((name, c_name), order, &new, "ncclCommSplit", &announced).map(Some)
+        let derived = self.derived((name, c_name), order, &new, "ncclCommSplit", &announced);
+        derived.map(Some).inspect_err(|error| announced.fail(error.report()))
     }
 
     /// Creates a communicator of the ranks that are not in `excluded`, in the same order, while the excluded ranks do nothing. All remaining
@@ -413,7 +414,8 @@ impl Communicator {
         }
         performed?;
         drop(access);
-        self.derived((name, c_name), order, &new, "ncclCommShrink", &announced)
+        let derived = self.derived((name, c_name), order, &new, "ncclCommShrink", &announced);
+        derived.inspect_err(|error| announced.fail(error.report()))
     }
 
     /// Finishes the creation of a communicator that NCCL derived from this one.
@@ -454,7 +456,7 @@ impl Communicator {
 
     /// Waits until the communicator is connected, and queries NCCL for the rank and the number of ranks.
     pub(super) fn finish_connecting(mut shared: Shared, backoff: &Backoff) -> Result<Communicator, CommError> {
-        let mut access = shared.access_to_end()?;
+        let mut access = shared.access_unchecked()?;
         poll_until_done(from_mut(&mut access), Stage::Connect, &None, backoff)?;
         let (rank, ranks) = {
             let _current = shared.device.enter()?;

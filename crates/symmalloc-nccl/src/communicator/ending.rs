@@ -31,6 +31,7 @@ use crate::ffi::driver;
 use crate::ffi::error::{IN_PROGRESS, NcclError};
 use crate::ffi::handles::{CommHandle, RegistrationHandle, WindowHandle};
 use crate::ffi::version::Capability;
+use crate::logging::log;
 use crate::watchdog;
 use crate::watchdog::at_exit::Unfinished;
 use std::ffi::CStr;
@@ -176,7 +177,7 @@ fn resources(access: &Access<'_>) -> Resources {
 
 fn report(access: &Access<'_>) {
     let (name, state) = (&*access.shared.name, access.shared.state());
-    tracing::warn!(name: "communicator.ended", target: "symmalloc", communicator = name, %state);
+    log(|| tracing::warn!(name: "communicator.ended", target: "symmalloc", communicator = name, %state));
 }
 
 /// Revokes these communicators, which this crate owns and whose library supports it. Afterwards they are revoked. After an error they are
@@ -230,7 +231,8 @@ pub(super) fn revoke_all(accesses: &mut [Access<'_>], ending: Ending) -> Result<
         access.shared.revoke_requested.store(false, Ordering::Release);
         drop(life);
         watchdog::leave(access.shared.watched());
-        tracing::warn!(name: "communicator.revoked", target: "symmalloc", communicator = &*access.shared.name);
+        let communicator = &*access.shared.name;
+        log(|| tracing::warn!(name: "communicator.revoked", target: "symmalloc", communicator));
     }
     Ok(())
 }
@@ -315,7 +317,7 @@ impl Resources {
     fn abort(&self) {
         if let Err(error) = self.calls.abort(self.comm) {
             let name = &*self.name.to_string_lossy();
-            tracing::warn!(name: "communicator.abort_failed", target: "symmalloc", communicator = name, %error);
+            log(|| tracing::warn!(name: "communicator.abort_failed", target: "symmalloc", communicator = name, %error));
         }
     }
 }

@@ -98,7 +98,7 @@ impl CommunicatorBuilder {
         grown.inspect_err(|error| announced.fail(error.report()))
     }
 
-    /// Grows `old` after the other ranks have been told. `old` is ended after every error of NCCL, and if another rank fails.
+    /// Grows `old`. The announcement has been sent. `old` is ended after every error of NCCL, and if another rank fails.
     fn grow_announced(
         self,
         old: &Communicator,
@@ -139,7 +139,7 @@ impl CommunicatorBuilder {
         let shared = |comm| self.shared(nccl, names, order, Ownership::Owned, comm, meeting, connecting);
         if let Err(error) = answer {
             if let Some(comm) = new.comm() {
-                end_all(from_mut(&mut shared(comm).access_to_end()?), Ending::Pending, None, GRACE);
+                end_all(from_mut(&mut shared(comm).access_unchecked()?), Ending::Pending, None, GRACE);
             }
             return Err(handle_error(from_mut(&mut access), Stage::Grow, error));
         }

@@ -180,8 +180,9 @@ impl Shared {
         self.access_even_revoked()
     }
 
-    /// Like [`access`](Self::access), for a communicator that is being created and that the caller ends if another rank has failed.
-    pub(super) fn access_to_end(&self) -> Result<Access<'_>, CommError> {
+    /// Waits until no other thread calls NCCL with the communicator, and does not check for failures. The caller ends the communicator, or
+    /// polls for its creation.
+    pub(super) fn access_unchecked(&self) -> Result<Access<'_>, CommError> {
         self.access_even_revoked_with(lock(&self.inner))
     }
 

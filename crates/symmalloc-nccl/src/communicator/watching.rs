@@ -3,10 +3,10 @@
 use crate::backoff::Backoff;
 use crate::communicator::Communicator;
 use crate::communicator::ending::{Ending, GRACE, end_all};
-use crate::communicator::error::CommError;
+use crate::communicator::error::{CommError, Stage};
 use crate::communicator::order::CommOrder;
 use crate::communicator::order::SequenceCounter;
-use crate::communicator::shared::{Ownership, Shared, UNLIMITED};
+use crate::communicator::shared::{Ownership, Shared};
 use crate::ffi::calls::CallProgress;
 use crate::ffi::driver::{self, refused};
 use crate::watchdog::{self, EntryNumber, Failure, FailureCause, Identity, Tick, Watchable, Watched, Work};
@@ -39,7 +39,7 @@ impl Communicator {
     ///
     /// # Errors
     /// [`CommError::Failed`] if a rank is gone, stopped or stuck, [`CommError::Revoked`] if the communicator is revoked, and errors of the
-    /// driver.
+    /// driver. Without a watchdog, [`CommError::Deadline`] once the wait exceeds the deadline, which ends the communicator.
     pub fn synchronize(&self, stream: &Arc<CudaStream>) -> Result<(), CommError> {
         self.check_stream(stream)?;
         let _current = self.device().enter()?;
@@ -47,11 +47,13 @@ impl Communicator {
         let flight = self.watched().flight();
         let end = flight.end_of(stream);
         event.record(stream).map_err(refused("cuEventRecord"))?;
-        let backoff = Backoff::new(UNLIMITED);
+        let backoff = Backoff::new(self.wait_limit());
         let _relaxed = self.device().relax_capture();
         while !event.try_is_complete().map_err(refused("cuEventQuery"))? {
             self.shared.check_failure()?;
-            backoff.pause();
+            if !backoff.pause() {
+                return Err(self.end_overdue(Stage::Run, backoff.waited()));
+            }
         }
         flight.done(end, Tick::now());
         self.shared.check_results()

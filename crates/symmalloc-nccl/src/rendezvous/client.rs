@@ -8,12 +8,13 @@
 //!      ▼ waits until the deadline ◄───────────────────────────────────────────┘
 //! ```
 //!
-//! A stranger may occupy an address, and be silent, be slow or lie. It costs only the time of its own thread. On a network, no refusal is
-//! final unless it proves that it comes from rank 0: the right rank 0 may arrive at another address until the deadline. The error then
+//! A stranger may occupy an address, and be silent, be slow or lie. With a secret, it costs only the time of its own thread; without one,
+//! its answer is believed. On a network with a secret, no refusal is final unless it proves that it comes from rank 0: the right rank 0 may arrive at another address until the deadline. The error then
 //! contains the answer of each address.
 
 use crate::backoff::Backoff;
 use crate::communicator::threads;
+use crate::logging::log;
 use crate::rendezvous::endpoint::{ConnectError, Endpoint, read_until, write_until};
 use crate::rendezvous::error::{EndpointAnswer, RendezvousError};
 use crate::rendezvous::handshake::{DecodeError, Exchange, HEAD_BYTES, Hello, JOIN, TailMessage, VERSION, Verdict};
@@ -27,6 +28,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use symmalloc_watchdog::Connection;
 use zerocopy::{FromZeros, IntoBytes};
+
+/// A practically unlimited time.
+const UNLIMITED: Duration = Duration::from_secs(u32::MAX as u64);
 
 /// Shortest pause between two attempts, because each attempt sends a packet.
 const PAUSE_MIN: Duration = Duration::from_millis(10);
@@ -83,7 +87,7 @@ impl Meeting {
             meeting: self.clone(),
             rank,
             session: u64::from_le_bytes(random()?),
-            end: Instant::now() + backoff.left(),
+            end: Instant::now().checked_add(backoff.left()).unwrap_or_else(|| Instant::now() + UNLIMITED),
             state: Mutex::default(),
             found: Condvar::new(),
         });
@@ -145,7 +149,7 @@ impl Search {
                     return;
                 }
             }
-            // An eighth of the time so far: little in comparison, and few attempts in a long wait.
+            // Pauses for an eighth of the elapsed time, so long waits make few attempts.
             std::thread::sleep((begun.elapsed() / 8).clamp(PAUSE_MIN, PAUSE_MAX));
         }
     }
@@ -170,10 +174,12 @@ impl Search {
             Err(AttemptError::RankTwice) => RendezvousError::RankTwice { rank: self.rank },
             Err(AttemptError::Random(error)) => error,
             Err(AttemptError::Foreign(user)) => {
-                if state.foreign_user.replace(user) != Some(user) {
-                    tracing::warn!(name: "rendezvous.foreign_socket", target: "symmalloc", user);
+                let (is_new, is_over) = (state.foreign_user.replace(user) != Some(user), state.is_over);
+                drop(state);
+                if is_new {
+                    log(|| tracing::warn!(name: "rendezvous.foreign_socket", target: "symmalloc", user));
                 }
-                return state.is_over;
+                return is_over;
             }
             Err(AttemptError::Answer(answer)) => match endpoint {
                 Endpoint::Network(address) => {

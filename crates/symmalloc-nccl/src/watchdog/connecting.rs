@@ -1,15 +1,14 @@
 //! Communicators that are being created.
 //!
 //! NCCL's initialization waits for all ranks without a limit, and a communicator is watched only once it exists. Until then, each rank
-//! announces that it is connecting. A rank whose process ends, or whose call fails, therefore ends the wait of all others.
+//! [announces](crate::watchdog::Announced) that it is connecting. If its process ends or its call fails, the others stop waiting.
 
 use crate::watchdog::failure::{Failure, FailureCause, PENDING_COMM};
 use crate::watchdog::settings::{WatchSettings, WatchdogMode};
-use crate::watchdog::thread::{announce_pending, fail_pending, withdraw_pending};
 use crate::watchdog::watched::MeetingId;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
-use symmalloc_watchdog::{CommunicatorId, FailureReport, RankId};
+use symmalloc_watchdog::{CommunicatorId, RankId};
 
 /// A communicator that this rank is creating.
 #[derive(Debug)]
@@ -27,7 +26,26 @@ pub(crate) struct Connecting {
 }
 
 impl Connecting {
-    /// Returns the failure of another rank, for which the creation must end.
+    /// `rank` is this rank's number in the communicator, or in the one that is split.
+    pub(super) fn new(
+        name: &Arc<str>,
+        meeting: Option<MeetingId>,
+        rank: u32,
+        ranks: Option<u32>,
+        communicator: CommunicatorId,
+        settings: &WatchSettings,
+    ) -> Self {
+        Connecting {
+            name: Arc::clone(name),
+            meeting,
+            rank: RankId { communicator, rank: rank | PENDING_COMM },
+            ranks,
+            ends_early: settings.mode() != WatchdogMode::Off,
+            failure: OnceLock::new(),
+        }
+    }
+
+    /// Returns the failure of another rank that ends the creation.
     pub(crate) fn failure(&self) -> Option<&Arc<Failure>> {
         self.failure.get()
     }
@@ -58,43 +76,5 @@ impl Connecting {
                 waited: Duration::ZERO,
             })
         });
-    }
-}
-
-/// Announces to the other ranks, until it is dropped, that this rank is creating a communicator.
-#[derive(Debug)]
-pub(crate) struct Announced(Arc<Connecting>);
-
-impl Announced {
-    /// Announces the communicator. `rank` is this rank's number in it, or in the communicator that is split.
-    pub(crate) fn new(
-        name: &Arc<str>,
-        meeting: Option<MeetingId>,
-        rank: u32,
-        ranks: Option<u32>,
-        communicator: CommunicatorId,
-        settings: &WatchSettings,
-    ) -> Self {
-        let rank = RankId { communicator, rank: rank | PENDING_COMM };
-        let (name, ends_early) = (Arc::clone(name), settings.mode() != WatchdogMode::Off);
-        let connecting = Arc::new(Connecting { name, meeting, rank, ranks, ends_early, failure: OnceLock::new() });
-        announce_pending(&connecting);
-        Announced(connecting)
-    }
-
-    /// Returns the state of the creation, which other ranks may end.
-    pub(crate) fn connecting(&self) -> &Arc<Connecting> {
-        &self.0
-    }
-
-    /// Notifies the other ranks that this rank will not create the communicator.
-    pub(crate) fn fail(&self, report: FailureReport) {
-        fail_pending(&self.0, report);
-    }
-}
-
-impl Drop for Announced {
-    fn drop(&mut self) {
-        withdraw_pending(&self.0);
     }
 }

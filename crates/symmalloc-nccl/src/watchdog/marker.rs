@@ -29,8 +29,11 @@ fn run() {
     loop {
         std::thread::sleep(POLL_INTERVAL);
         for watched in watched::all() {
-            relaxed = relaxed.or_else(|| Some(watched.communicator()?.relax_capture()));
-            if relaxed.is_none() || watched.is_closed() {
+            let communicator = watched.communicator();
+            relaxed = relaxed.or_else(|| Some(communicator.as_ref()?.relax_capture()));
+            // Until a communicator has ended, the watchdog must know whether its work still runs.
+            let is_over = watched.is_closed() && communicator.as_ref().is_none_or(|it| it.is_ended());
+            if relaxed.is_none() || is_over {
                 drop(std::mem::take(&mut *watched.marks()));
                 continue;
             }
@@ -38,7 +41,9 @@ fn run() {
             for unmarked in watched.flight().unmarked() {
                 mark(&watched, &unmarked);
             }
-            if let Some(error) = watched.communicator().and_then(|communicator| communicator.poll_error()) {
+            if !watched.is_closed()
+                && let Some(error) = communicator.and_then(|it| it.poll_error())
+            {
                 watched.record_error(error);
             }
         }

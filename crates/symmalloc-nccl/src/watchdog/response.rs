@@ -2,6 +2,7 @@
 //! stopped, the end of the process.
 
 use crate::communicator::threads;
+use crate::logging::log;
 use crate::watchdog::at_exit::Unfinished;
 use crate::watchdog::clock::POLL_INTERVAL;
 use crate::watchdog::failure::Failure;
@@ -52,28 +53,26 @@ pub(super) fn begin(watched: &Arc<Watched>, failure: &Arc<Failure>) {
 
 fn spawn(job: impl FnOnce() + Send + 'static) {
     if let Err(error) = threads::run(job) {
-        tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
+        log(|| tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error));
     }
 }
 
 fn report(failure: &Failure) {
-    let communicator = &*failure.communicator;
-    // The program's subscriber may panic, for example because standard error is closed.
-    let _panicked = catch_unwind(AssertUnwindSafe(|| {
-        tracing::error!(name: "communicator.failed", target: "symmalloc", communicator, %failure);
-    }));
     let written = match write_flight_record(&failure.to_string()) {
         Ok(path) => format!("the flight record is {}", path.display()),
         Err(error) => format!("there is no flight record: {error}"),
     };
     say(format_args!("{failure}; {written}"));
+    // Last, because the program's subscriber may block.
+    let communicator = &*failure.communicator;
+    log(|| tracing::error!(name: "communicator.failed", target: "symmalloc", communicator, %failure));
 }
 
-/// Ends the process if the communicator, whose end has begun, does not end within [`END_LIMIT`]. Keeps the communicator until then, because
+/// Ends the process if an abort that has begun does not finish within [`END_LIMIT`]. Keeps the communicator until then, because
 /// the program may drop it and then wait for its streams.
 pub(crate) fn ensure_end(watched: &Arc<Watched>) {
     let Some(communicator) = watched.communicator() else { return };
-    if watched.settings().mode() != WatchdogMode::Exit || !watched.take_end() {
+    if watched.settings().mode() != WatchdogMode::Exit || !watched.claim_end() {
         return;
     }
     let watched = Arc::clone(watched);

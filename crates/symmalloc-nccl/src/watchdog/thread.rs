@@ -66,7 +66,8 @@ pub(crate) fn watch(watched: &Arc<Watched>) {
     }
 }
 
-/// Announces that this process is creating a communicator. On return, the other ranks know about it, and are notified if it fails.
+/// Announces that this process is creating a communicator, so that the other ranks are notified if it fails. Waits up to a second until
+/// the announcement has been sent.
 pub(super) fn announce_pending(connecting: &Arc<Connecting>) {
     if let Some(watchdog) = watchdog() {
         watchdog.command(Command::Expect(Arc::clone(connecting)));
@@ -81,7 +82,8 @@ pub(super) fn withdraw_pending(connecting: &Arc<Connecting>) {
     }
 }
 
-/// Notifies the other ranks that this process failed to create the communicator. On return, the notification has been sent.
+/// Notifies the other ranks that this process failed to create the communicator. Waits up to a second until the notification has been
+/// sent.
 pub(super) fn fail_pending(connecting: &Arc<Connecting>, report: FailureReport) {
     if let Some(watchdog) = watchdog() {
         watchdog.command(Command::FailToConnect(Arc::clone(connecting), report));
@@ -220,11 +222,6 @@ impl WatchdogThread {
             Command::Met(id, lifeline) => drop(self.lifelines.insert(Some(id), *lifeline)),
             Command::Watch(identity) => {
                 self.joined.insert(identity.rank_id(), identity.meeting);
-                if identity.meeting.is_none() && !self.lifelines.contains_key(&None) {
-                    // Creating a lifeline without connections cannot fail.
-                    let alone = Lifeline::new(ProcessId(0), 1, Vec::new(), now);
-                    self.lifelines.extend(alone.ok().map(|alone| (None, alone)));
-                }
                 self.with_lifeline(identity.meeting, |lifeline| lifeline.endpoint().join(identity.rank_id(), now));
             }
             Command::Expect(connecting) => {
@@ -261,8 +258,13 @@ impl WatchdogThread {
         }
     }
 
-    /// Calls `act` with the lifeline of a meeting and sends its messages immediately.
+    /// Calls `act` with the lifeline of a meeting and sends its messages immediately. Ranks of this process that did not meet share one.
     fn with_lifeline<T>(&mut self, meeting: Option<MeetingId>, act: impl FnOnce(&mut Lifeline) -> T) -> Option<T> {
+        if meeting.is_none() && !self.lifelines.contains_key(&None) {
+            // Creating a lifeline without connections cannot fail.
+            let alone = Lifeline::new(ProcessId(0), 1, Vec::new(), Tick::now().time());
+            self.lifelines.extend(alone.ok().map(|alone| (None, alone)));
+        }
         let lifeline = self.lifelines.get_mut(&meeting)?;
         let answer = act(lifeline);
         lifeline.turn(Tick::now().time());
@@ -283,7 +285,8 @@ impl WatchdogThread {
         self.delays.retain(|rank, _| is_watched(rank));
         self.suspects.retain(|rank, _| is_watched(rank));
         lifelines.retain(|id, lifeline| {
-            let is_over = lifeline.endpoint().is_over();
+            // The lifeline of ranks that did not meet has no connections. It keeps the failures of ranks for those that connect later.
+            let is_over = id.is_some() && lifeline.endpoint().is_over();
             if is_over {
                 lifeline.turn(Tick::now().time());
                 forget(id.as_ref());
@@ -323,14 +326,16 @@ impl WatchdogThread {
                 PeerEvent::NeverJoined { process, departure } => {
                     // In a communicator of all processes, ranks have the numbers of their processes.
                     let cause = FailureCause::RankGone { rank: process.0, departure, after: None };
-                    let is_missed = |of: Option<MeetingId>, ranks: u32| of == meeting && ranks == processes;
-                    let connecting = self.connecting.values();
-                    connecting
-                        .filter(|it| is_missed(it.meeting(), it.ranks().unwrap_or(0)))
-                        .for_each(|it| it.fail(cause.clone()));
-                    let own = |one: &Watched| (one.identity().meeting, one.identity().ranks);
-                    for one in watched.iter().filter(|one| !one.is_closed() && is_missed(own(one).0, own(one).1)) {
-                        self.end(one, cause.clone(), Duration::ZERO);
+                    let spans_all =
+                        |of: Option<MeetingId>, ranks: Option<u32>| of == meeting && ranks == Some(processes);
+                    for one in self.connecting.values().filter(|one| spans_all(one.meeting(), one.ranks())) {
+                        one.fail(cause.clone());
+                    }
+                    for one in watched.iter().filter(|one| !one.is_closed()) {
+                        let Identity { meeting, ranks, .. } = one.identity();
+                        if spans_all(*meeting, Some(*ranks)) {
+                            self.end(one, cause.clone(), Duration::ZERO);
+                        }
                     }
                 }
                 _ => {}

@@ -135,7 +135,7 @@ impl Watched {
     }
 
     /// Returns `true` for the first caller, which must ensure that the communicator ends.
-    pub(super) fn take_end(&self) -> bool {
+    pub(super) fn claim_end(&self) -> bool {
         !self.is_end_ensured.swap(true, Ordering::AcqRel)
     }
 

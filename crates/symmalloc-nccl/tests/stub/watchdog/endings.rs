@@ -23,7 +23,7 @@ use tracing::{Event, Metadata, Subscriber};
 /// Number of sets of scenarios, each of which covers every pair of properties, at night.
 const SETS_AT_NIGHT: u64 = 8;
 const SCENARIO: &str = "SYMMALLOC_ENDING";
-/// Deadline that no death may wait for.
+/// Deadline long enough that a death must be detected before it.
 const LONG: Duration = Duration::from_secs(100);
 /// Deadline where a rank is only stopped, or where a call of the normal path does not return.
 const SHORT: Duration = Duration::from_secs(2);
@@ -39,7 +39,8 @@ enum Fate {
     Stops,
     /// Its call fails, and its program returns the error. At the meeting, its program returns without connecting.
     Fails,
-    /// Its call fails, and its process stays alive for longer than any other may take.
+    /// Its call fails, and its process stays alive for longer than any other may take. At the meeting as [`Fails`](Fate::Fails), because
+    /// nobody can know what a program does before it connects.
     Lingers,
 }
 
@@ -113,6 +114,8 @@ const STUCK: [&[&str]; 7] = [
     &["ncclCommFinalize"],
     &["ncclCommDestroy"],
 ];
+/// Calls of an abort. Only if one of them does not return, the process may be ended.
+const ABORTING: [&str; 3] = ["ncclCommAbort", "ncclCommRevoke", "ncclCommWindowDeregister"];
 /// Calls that a program makes even if no rank fails.
 const NORMAL: [&str; 3] = ["ncclCommWindowDeregister", "ncclCommFinalize", "ncclCommDestroy"];
 const RANKS: [usize; 2] = [2, 3];
@@ -197,7 +200,7 @@ impl Ending {
     /// Returns the longest time from the fate to the end of the other ranks.
     fn limit(&self) -> Duration {
         let deadline = if self.deadline() == LONG { Duration::ZERO } else { 2 * SHORT };
-        // While a program continues after the error, nothing else must end.
+        // A program may continue for `KEPT` after its error.
         scaled_to_load(deadline + LATE + KEPT)
     }
 
@@ -286,9 +289,9 @@ impl Ending {
     /// Waits for the other ranks after a normal end, for as long as they may take.
     fn await_others(&self, rank: usize) {
         self.note(rank, "fine");
-        let is_through = |rank: usize| folder().join(format!("outcome.{rank}")).exists();
+        let has_outcome = |rank: usize| folder().join(format!("outcome.{rank}")).exists();
         let begun = SystemTime::now();
-        while !(0..self.ranks).all(is_through) && begun.elapsed().unwrap_or_default() < SHORT {
+        while !(0..self.ranks).all(has_outcome) && begun.elapsed().unwrap_or_default() < SHORT {
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -328,7 +331,7 @@ impl Ending {
             Some(1) => true,
             // The harness of Rust's tests catches the panic.
             Some(101) => self.shape == Shape::Panics || self.stderr == Stderr::ClosedToSubscriber,
-            Some(FAILURE_EXIT_CODE) => !self.stuck.is_empty(),
+            Some(FAILURE_EXIT_CODE) => self.stuck.iter().any(|call| ABORTING.contains(call)),
             _ => false,
         };
         let is_named = |outcome: &str| outcome == "fine" || outcome.contains(&format!("rank {}", self.victim));
@@ -465,8 +468,8 @@ fn follow_stopped(ending: &Ending, folder: &Path) -> Option<SystemTime> {
     Some(stopped)
 }
 
-/// Runs the ranks of a scenario. Returns what is wrong with their ends.
-fn run(indices: Indices) -> Vec<String> {
+/// Runs the ranks of a scenario. Returns what is wrong with their ends, and the number of ranks that the watchdog ended.
+fn run(indices: Indices) -> (Vec<String>, usize) {
     let (ending, folder) = (Ending::of(indices), tempfile::tempdir().expect("a folder"));
     let text = indices.map(|index| index.to_string()).join(" ");
     let options = [(SCENARIO, &*text), ("SYMMALLOC_FLIGHT_RECORDS", &*folder.path().to_string_lossy())];
@@ -479,7 +482,14 @@ fn run(indices: Indices) -> Vec<String> {
     let noted = || fs::metadata(folder.path().join(format!("outcome.{}", ending.victim))).ok()?.modified().ok();
     let struck = stopped.or_else(noted).unwrap_or(outputs[ending.victim].ended);
     let others = outputs.iter().filter(|output| output.rank != ending.victim);
-    others.filter_map(|output| ending.complaint(output, struck, folder.path())).collect()
+    let ended_by_watchdog = outputs.iter().filter(|output| output.code == Some(FAILURE_EXIT_CODE)).count();
+    let mut wrong: Vec<String> = others.filter_map(|output| ending.complaint(output, struck, folder.path())).collect();
+    let victim = &outputs[ending.victim];
+    // Where no normal call gets stuck, the victim reaches every step.
+    if ending.fate == Fate::Dies && ending.deadline() == LONG && victim.code.is_some() {
+        wrong.push(format!("{ending:?}: the victim did not die: {:?}\n{}", victim.code, victim.text));
+    }
+    (wrong, ended_by_watchdog)
 }
 
 nccl_test!(every_survivor_ends_in_time_whatever_its_program_does, {
@@ -490,12 +500,15 @@ nccl_test!(every_survivor_ends_in_time_whatever_its_program_does, {
     }
     let seeds = if stub_process::is_night() { SETS_AT_NIGHT } else { 1 };
     let scenarios: Vec<Indices> = (0..seeds).flat_map(covering_pairs).collect();
-    let complaints = Mutex::new(Vec::new());
+    let found = Mutex::new((Vec::new(), 0));
     each_at_a_time(0..scenarios.len() as u64, |index| {
-        let found = run(scenarios[index as usize]);
-        complaints.lock().expect("the lock is not poisoned").extend(found);
+        let (wrong, ended) = run(scenarios[index as usize]);
+        let mut found = found.lock().expect("the lock is not poisoned");
+        found.0.extend(wrong);
+        found.1 += ended;
     });
-    let complaints = complaints.into_inner().expect("the lock is not poisoned");
+    let (complaints, ended) = found.into_inner().expect("the lock is not poisoned");
     assert!(complaints.is_empty(), "{} of {} scenarios:\n{}", complaints.len(), scenarios.len(), complaints.join("\n"));
-    println!("{} scenarios", scenarios.len());
+    assert!(ended >= SHAPES.len() / 2, "the watchdog ended only {ended} processes, although aborts never returned");
+    println!("{} scenarios, {ended} processes ended by the watchdog", scenarios.len());
 });
