@@ -1,7 +1,7 @@
 //! The boundary of the C interface: it contains panics, and stores the messages of errors.
 
 use crate::error::Error;
-use crate::process;
+use crate::forks;
 use crate::status::symmalloc_status;
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -46,7 +46,7 @@ pub(crate) fn not_in_callback() -> Result<(), Error> {
 /// and threads that the child does not have may hold its locks. Destructors also run in a child, and cannot handle an error.
 #[inline]
 pub(crate) fn release(act: impl FnOnce() -> Result<(), Error>) -> symmalloc_status {
-    if process::is_forked() { symmalloc_status::SYMMALLOC_OK } else { report(act) }
+    if forks::is_forked() { symmalloc_status::SYMMALLOC_OK } else { report(act) }
 }
 
 /// Runs a call of the C interface. Converts a panic to an error, and stores the message of an error.

@@ -56,6 +56,7 @@ mod cxx_abi;
 mod device;
 mod error;
 mod filter;
+mod forks;
 mod guard;
 mod handles;
 mod memory_events;

@@ -8,9 +8,10 @@
 
 use crate::device::{DeviceAllocator, Tracing};
 use crate::error::Error;
+use crate::forks;
 use crate::settings::TorchSettings;
 use std::ffi::c_int;
-use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 /// The environment variable with the settings.
@@ -24,9 +25,6 @@ static DEVICES: [AtomicPtr<DeviceAllocator>; DEVICES_MAX] =
 
 /// The settings of [`configure`]. Locked while an allocator is created.
 static SETTINGS: Mutex<Option<TorchSettings>> = Mutex::new(None);
-
-/// `true` in a child of the process that created the allocators.
-static IS_FORKED: AtomicBool = AtomicBool::new(false);
 
 /// Returns the allocator of a device, if it was created.
 #[inline]
@@ -52,7 +50,7 @@ pub(crate) fn allocator(device: c_int) -> Result<&'static DeviceAllocator, Error
 
 #[cold]
 fn make(device: c_int) -> Result<&'static DeviceAllocator, Error> {
-    if is_forked() {
+    if forks::is_forked() {
         return Err(Error::Forked);
     }
     let expected = "a device number";
@@ -75,7 +73,7 @@ fn make(device: c_int) -> Result<&'static DeviceAllocator, Error> {
 
 /// Configures allocators that are created later. Overrides the environment.
 pub(crate) fn configure(text: &str) -> Result<(), Error> {
-    if is_forked() {
+    if forks::is_forked() {
         return Err(Error::Forked);
     }
     let settings: TorchSettings = text.parse()?;
@@ -89,7 +87,7 @@ pub(crate) fn configure(text: &str) -> Result<(), Error> {
 
 /// Returns the current settings, which are fixed from then on.
 pub(crate) fn settings() -> Result<TorchSettings, Error> {
-    if is_forked() {
+    if forks::is_forked() {
         return Err(Error::Forked);
     }
     let mut settings = SETTINGS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -107,11 +105,6 @@ pub(crate) fn from_environment() -> Result<TorchSettings, Error> {
     }
 }
 
-#[inline]
-pub(crate) fn is_forked() -> bool {
-    IS_FORKED.load(Ordering::Relaxed)
-}
-
 /// Detects processes that are forked later.
 pub(crate) fn watch_forks() {
     static IS_WATCHING: std::sync::Once = std::sync::Once::new();
@@ -126,6 +119,6 @@ pub(crate) fn watch_forks() {
 
 /// Runs in a child. The allocators belong to the parent, and threads that the child does not have may hold their locks.
 unsafe extern "C" fn forget_all() {
-    IS_FORKED.store(true, Ordering::Relaxed);
+    forks::note_fork();
     DEVICES.iter().for_each(|place| place.store(std::ptr::null_mut(), Ordering::Relaxed));
 }

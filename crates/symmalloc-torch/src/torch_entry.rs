@@ -18,6 +18,7 @@ use crate::cxx_abi::{ExceptionKind, FunctionFilter, throw};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
 use crate::filter::StreamFilter;
+use crate::forks;
 use crate::guard::{guarded, guarded_or, not_in_callback, release, report};
 use crate::process;
 use crate::status::symmalloc_status;
@@ -102,7 +103,7 @@ unsafe fn allocate_in_scope(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_torch_free(pointer: *mut c_void, _size: isize, device: c_int, _stream: *mut c_void) {
     let Some(allocator) = process::existing(device) else {
-        if !pointer.is_null() && !process::is_forked() {
+        if !pointer.is_null() && !forks::is_forked() {
             complaints::complain(&Error::UnknownPointer { address: pointer as u64, device: device.max(0) as usize });
         }
         return;

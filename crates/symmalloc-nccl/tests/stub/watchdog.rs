@@ -289,7 +289,13 @@ nccl_test!(a_rank_pauses_at_a_debugger_if_the_watchdog_is_off_on_every_rank, {
                 debugger = Some(std::thread::spawn(move || pause(&pid)));
             }
             let submitted = rank.comm.all_reduce_in_place(&mut rank.buffer, ReduceOp::Sum, &rank.stream);
-            let _aborted = rank.stream.synchronize();
+            // A wait of this crate would end at the deadline. A wait without it would never end on the rank without a watchdog.
+            let waited = if is_off_everywhere {
+                rank.stream.synchronize().map_err(|error| error.to_string())
+            } else {
+                rank.comm.synchronize(&rank.stream).map_err(|error| error.to_string())
+            };
+            println!("waited: {waited:?}");
             let outcome = submitted.and_then(|()| rank.reduce());
             if let Some(debugger) = debugger {
                 debugger.join().expect("the rank is stopped and continued");

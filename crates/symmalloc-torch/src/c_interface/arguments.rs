@@ -2,12 +2,12 @@
 
 use crate::device::DeviceAllocator;
 use crate::error::Error;
-use crate::process;
+use crate::forks;
 use std::ffi::{CStr, c_char};
 
 #[inline]
 pub(super) fn not_forked() -> Result<(), Error> {
-    if process::is_forked() { Err(Error::Forked) } else { Ok(()) }
+    if forks::is_forked() { Err(Error::Forked) } else { Ok(()) }
 }
 
 /// # Safety

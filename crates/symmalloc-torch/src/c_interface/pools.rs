@@ -3,8 +3,8 @@
 use super::arguments::{living, not_null, text, write};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
+use crate::forks;
 use crate::guard::{release, report};
-use crate::process;
 use crate::status::symmalloc_status;
 use crate::streams::RawStream;
 use std::ffi::{c_char, c_void};
@@ -95,7 +95,7 @@ pub unsafe extern "C" fn symmalloc_trim_private(
 /// `released_bytes` is NULL or valid for writing.
 unsafe fn trimmed(released_bytes: *mut u64, trim: impl FnOnce() -> Result<u64, Error>) -> symmalloc_status {
     report(|| {
-        let bytes = if process::is_forked() { 0 } else { trim()? };
+        let bytes = if forks::is_forked() { 0 } else { trim()? };
         if released_bytes.is_null() {
             return Ok(());
         }

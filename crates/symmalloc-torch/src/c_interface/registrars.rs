@@ -3,6 +3,7 @@
 use super::arguments::{living, not_forked, not_null, text, write};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
+use crate::forks;
 use crate::guard::{release, report};
 use crate::handles::{hand_out, take_back};
 use crate::process;
@@ -296,7 +297,7 @@ pub unsafe extern "C" fn symmalloc_scope_end(
     deregistered: *mut u64,
 ) -> symmalloc_status {
     let end = || {
-        if process::is_forked() {
+        if forks::is_forked() {
             return Ok(SyncCounts::default());
         }
         let allocator = process::allocator(device)?;

@@ -4,6 +4,7 @@ use super::arguments::{living, not_null, write};
 use crate::complaints;
 use crate::device::DeviceAllocator;
 use crate::error::Error;
+use crate::forks;
 use crate::guard::{guarded_or, release, report};
 use crate::process;
 use crate::status::symmalloc_status;
@@ -118,7 +119,7 @@ pub extern "C" fn symmalloc_ort_alloc(bytes: usize) -> *mut c_void {
 /// The pointer is NULL, or came from `symmalloc_ort_alloc` and is not used by work that is submitted after this.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_ort_free(pointer: *mut c_void) {
-    if pointer.is_null() || process::is_forked() {
+    if pointer.is_null() || forks::is_forked() {
         return;
     }
     match process::all().find(|allocator| allocator.owns(pointer)) {
@@ -137,7 +138,7 @@ pub extern "C" fn symmalloc_ort_empty_cache() {
 
 /// Returns the allocator of the current context's device. Without a context, it is the first device, as in CUDA's runtime.
 fn current_allocator() -> Result<&'static DeviceAllocator, Error> {
-    if process::is_forked() {
+    if forks::is_forked() {
         return Err(Error::Forked);
     }
     process::allocator(CudaDevice::current()?.unwrap_or(0) as i32)

@@ -3,8 +3,8 @@
 use super::arguments::{living, not_null, required_text, write};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
+use crate::forks;
 use crate::guard::report;
-use crate::process;
 use crate::slept::{Slept, Woken};
 use crate::status::symmalloc_status;
 use crate::streams::RawStream;
@@ -313,7 +313,7 @@ pub unsafe extern "C" fn symmalloc_release_host_memory(
     released_bytes: *mut u64,
 ) -> symmalloc_status {
     report(|| {
-        let bytes = match process::is_forked() {
+        let bytes = match forks::is_forked() {
             true => 0,
             // SAFETY: the caller's contract.
             false => unsafe { living(allocator) }?.allocator().release_host_memory()?,

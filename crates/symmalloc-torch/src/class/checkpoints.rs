@@ -8,6 +8,7 @@ use crate::c_interface::arguments::{not_null, write};
 use crate::complaints;
 use crate::device::DeviceAllocator;
 use crate::error::Error;
+use crate::forks;
 use crate::guard::{call_back, report};
 use crate::handles::{hand_out, take_back};
 use crate::private_pools::{ForeignPool, MempoolId, PoolPlace};
@@ -81,7 +82,7 @@ pub unsafe extern "C" fn symmalloc_torch_checkpoint(
 /// The checkpoint came from `symmalloc_torch_checkpoint` and is not used after this.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_torch_checkpoint_destroy(checkpoint: *mut PoolCheckpoint) {
-    if process::is_forked() {
+    if forks::is_forked() {
         return;
     }
     match take_back(checkpoint, "checkpoint") {

@@ -3,6 +3,7 @@
 use crate::c_interface::arguments::{hand_out_text, not_null, write};
 use crate::device::{DeviceAllocator, Place};
 use crate::error::Error;
+use crate::forks;
 use crate::guard::{guarded, report};
 use crate::private_pools::PoolPlace;
 use crate::process;
@@ -127,7 +128,7 @@ unsafe fn helped_out(
 /// others fail.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_is_forked() -> bool {
-    process::is_forked()
+    forks::is_forked()
 }
 
 /// Frees an allocation. `device` is a hint. Writes the size of the block to `block_bytes`, which may be NULL. Failures are counted,
@@ -142,7 +143,7 @@ pub unsafe extern "C" fn symmalloc_torch_deallocate(
     block_bytes: *mut u64,
 ) -> symmalloc_status {
     report(|| {
-        if pointer.is_null() || process::is_forked() {
+        if pointer.is_null() || forks::is_forked() {
             return Ok(());
         }
         let freed = match process::existing(device) {

@@ -3,6 +3,7 @@
 use crate::c_interface::arguments::{not_null, write};
 use crate::error::Error;
 use crate::filter::{CallFilter, StreamFilter, symmalloc_destroy_fn, symmalloc_filter_fn};
+use crate::forks;
 use crate::guard::{call_back, not_in_callback, release, report};
 use crate::process;
 use crate::status::symmalloc_status;
@@ -145,7 +146,7 @@ pub extern "C" fn symmalloc_torch_pool_helps_out(
     id_second: u64,
     helps_out: bool,
 ) -> symmalloc_status {
-    if !helps_out && process::is_forked() {
+    if !helps_out && forks::is_forked() {
         return symmalloc_status::SYMMALLOC_OK;
     }
     wish(device, (id_first, id_second), |wishes| wishes.helps_out = helps_out)

@@ -15,6 +15,7 @@ use super::channel;
 use crate::c_interface::arguments::{hand_out_text, not_null, required_text, write};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
+use crate::forks;
 use crate::guard::report;
 use crate::process;
 use crate::shared_chunks::{self, Ticket};
@@ -147,7 +148,7 @@ fn import(device: i32, text: &str) -> Result<ImportedMemory, Error> {
 /// The opened memory came from `symmalloc_torch_open` and is not used after this.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_torch_close(opened: *const OpenedMemory) {
-    if !opened.is_null() && !process::is_forked() {
+    if !opened.is_null() && !forks::is_forked() {
         // SAFETY: the caller's contract.
         drop(unsafe { Arc::from_raw(opened) });
     }
