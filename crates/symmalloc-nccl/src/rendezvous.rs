@@ -27,6 +27,7 @@ mod meeting;
 mod secret;
 mod server;
 pub(crate) mod unique_id;
+mod version;
 
 use crate::backoff::Backoff;
 use crate::communicator::error::CommError;

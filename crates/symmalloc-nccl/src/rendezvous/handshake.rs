@@ -21,12 +21,11 @@
 
 use crate::rendezvous::secret::{NONCE_BYTES, PROOF_BYTES, Purpose, Secret};
 use crate::rendezvous::unique_id::UniqueId;
+use crate::rendezvous::version::VERSION;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned, transmute};
 
 const MAGIC: [u8; 7] = *b"symmncc";
-/// Version of the messages. Increment it when they change, but keep the length of the hello and of the head.
-pub(super) const VERSION: u8 = 3;
 
 /// The first bytes of a hello and of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]

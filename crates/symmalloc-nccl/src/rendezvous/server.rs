@@ -4,12 +4,11 @@
 use crate::backoff::Backoff;
 use crate::rendezvous::endpoint::{Incoming, Listener};
 use crate::rendezvous::error::RendezvousError;
-use crate::rendezvous::handshake::{
-    DecodeError, Exchange, HELLO_BYTES, Hello, JOIN, TAIL_BYTES, TailMessage, VERSION, Verdict,
-};
+use crate::rendezvous::handshake::{DecodeError, Exchange, HELLO_BYTES, Hello, JOIN, TAIL_BYTES, TailMessage, Verdict};
 use crate::rendezvous::meeting::{HANDSHAKE_LIMIT, Meeting};
 use crate::rendezvous::secret::{PROOF_BYTES, random};
 use crate::rendezvous::unique_id::UniqueId;
+use crate::rendezvous::version::VERSION;
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 use std::net::IpAddr;

@@ -3,13 +3,16 @@
 use crate::backoff::Backoff;
 use crate::rendezvous::endpoint::{Endpoint, Listener, foreign_user, read_until};
 use crate::rendezvous::error::{EndpointAnswer, RendezvousError};
-use crate::rendezvous::handshake::{Exchange, HEAD_BYTES, HELLO_BYTES, Hello, JOIN, TAIL_BYTES, VERSION, Verdict};
+use crate::rendezvous::handshake::{Exchange, HEAD_BYTES, HELLO_BYTES, Hello, JOIN, TAIL_BYTES, Verdict};
 use crate::rendezvous::launch::Launch;
 use crate::rendezvous::meeting::{EndpointList, HANDSHAKE_LIMIT, Meeting};
 use crate::rendezvous::secret::{PROOF_BYTES, Secret};
 use crate::rendezvous::unique_id::UniqueId;
+use crate::rendezvous::version::VERSION;
+use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
 use std::thread;
 use std::time::{Duration, Instant};
 use symmalloc_watchdog::Connection;
@@ -51,6 +54,14 @@ fn anywhere() -> (Listener, [Endpoint; 1]) {
     let listener = Endpoint::Network("127.0.0.1:0".parse().expect("an address")).listen().expect("a free port");
     let endpoint = endpoint(&listener);
     (listener, [endpoint])
+}
+
+/// Returns an endpoint at which nobody listens, and the socket that keeps others from using its port.
+fn nobody() -> (OwnedFd, Endpoint) {
+    let socket = socket(AddressFamily::INET, SocketType::STREAM, None).expect("a socket");
+    bind(&socket, &SocketAddr::from(([127, 0, 0, 1], 0))).expect("a free port");
+    let address = getsockname(&socket).expect("the socket is bound").try_into().expect("an address of the internet");
+    (socket, Endpoint::Network(address))
 }
 
 /// Returns an unused list of endpoints on this machine.
@@ -469,8 +480,7 @@ fn strangers_at_other_addresses_cost_less_than_a_second() {
 
 #[test]
 fn the_error_contains_the_answer_of_each_address_and_the_most_likely_cause() {
-    let (listener, nobody) = anywhere();
-    drop(listener);
+    let (_port, nobody) = nobody();
     let causes = [
         (EndpointAnswer::OtherVersion { version: VERSION + 1 }, "run the same symmalloc version"),
         (EndpointAnswer::NoSecret, "Rank 0 probably lacks the job secret"),
@@ -486,9 +496,9 @@ fn the_error_contains_the_answer_of_each_address_and_the_most_likely_cause() {
             let Some(expected) = (if has_secret { Some(with_secret) } else { without }) else { continue };
             let address = stranger.start();
             let since = Instant::now();
-            let asked = ask(&meeting, &[Endpoint::Network(address), nobody[0].clone()], 1, 400);
+            let asked = ask(&meeting, &[Endpoint::Network(address), nobody.clone()], 1, 400);
             assert!(since.elapsed() < Duration::from_secs(2), "{:?} with {stranger:?}", since.elapsed());
-            let nobody = (self::address(&nobody[0]), EndpointAnswer::NotListening);
+            let nobody = (self::address(&nobody), EndpointAnswer::NotListening);
             assert_eq!(answers(&asked), [(address, expected), nobody], "{stranger:?}, secret: {has_secret}");
             let text = asked.expect_err("no rank 0").to_string();
             let (_, cause) = causes.iter().find(|(answer, _)| *answer == expected).expect("all are listed");

@@ -18,7 +18,7 @@ use symmalloc_cuda::{CudaAllocator, CudaDevice};
 use symmalloc_nccl::{Communicator, FAILURE_EXIT_CODE, Launch, ReduceOp, Registrar, Registration};
 use symmalloc_sim::SplitMix64;
 use tracing::span::{Attributes, Id, Record};
-use tracing::{Event, Metadata, Subscriber};
+use tracing::{Event, Level, Metadata, Subscriber};
 
 /// Number of sets of scenarios, each of which covers every pair of properties, at night.
 const SETS_AT_NIGHT: u64 = 8;
@@ -394,12 +394,12 @@ impl Stderr {
     }
 }
 
-/// A subscriber that writes every event to standard error and panics if it cannot.
+/// A subscriber that writes every warning and error to standard error and panics if it cannot.
 struct Printer;
 
 impl Subscriber for Printer {
-    fn enabled(&self, _: &Metadata<'_>) -> bool {
-        true
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() <= Level::WARN
     }
     fn event(&self, event: &Event<'_>) {
         eprintln!("{}", event.metadata().name());
