@@ -228,7 +228,7 @@ impl CommunicatorBuilder {
                 return Err(CommError::NoCommunicator { call: Stage::Connect.call() });
             };
             let connecting = Some(Arc::clone(&connecting));
-            let shared = self.shared(nccl, (name, c_name), order, Ownership::Owned, comm, meeting, connecting);
+            let shared = self.shared(nccl, (name, c_name), order, Ownership::Owned, comm, (meeting, connecting));
             if let Err(error) = answer {
                 let error = Arc::new(attributed(error));
                 end_all(from_mut(&mut shared.access_unchecked()?), Ending::Pending, Some(&error), GRACE);
@@ -265,7 +265,7 @@ impl CommunicatorBuilder {
         }
         let (order, backoff) = (CommOrder::borrowed(&names.0), Backoff::new(self.deadline));
         let meeting = self.meet(rank, ranks, &backoff)?;
-        let shared = self.shared(nccl, names, order, Ownership::Borrowed, comm, meeting, None);
+        let shared = self.shared(nccl, names, order, Ownership::Borrowed, comm, (meeting, None));
         Communicator::finish_connecting(shared, &backoff)
     }
 
@@ -291,8 +291,7 @@ impl CommunicatorBuilder {
         order: CommOrder,
         ownership: Ownership,
         comm: CommHandle,
-        meeting: Option<MeetingId>,
-        connecting: Option<Arc<Connecting>>,
+        (meeting, connecting): (Option<MeetingId>, Option<Arc<Connecting>>),
     ) -> Shared {
         Shared {
             nccl,

@@ -22,7 +22,7 @@ use crate::ffi::calls::{Calls, GrowId};
 use crate::ffi::handles::NewHandle;
 use crate::ffi::version::Capability;
 use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
-use crate::watchdog::{Announced, ERROR_LIMIT, MeetingId};
+use crate::watchdog::{Announced, ERROR_LIMIT};
 use std::ffi::{CStr, c_int};
 use std::slice::{from_mut, from_ref};
 use std::sync::Arc;
@@ -94,7 +94,7 @@ impl CommunicatorBuilder {
         let order = CommOrder::grown(&names.0, &id);
         let id = CommunicatorId::of(order.as_bytes());
         let announced = Announced::new(&names.0, meeting, rank, Some(ranks), id, &self.watch_settings);
-        let grown = self.grow_announced(old, raw_ranks, names, order, meeting, &announced, &backoff);
+        let grown = self.grow_announced(old, raw_ranks, names, order, &announced, &backoff);
         grown.inspect_err(|error| announced.fail(error.report()))
     }
 
@@ -105,7 +105,6 @@ impl CommunicatorBuilder {
         raw_ranks: c_int,
         names: (Arc<str>, Arc<CStr>),
         order: CommOrder,
-        meeting: Option<MeetingId>,
         announced: &Announced,
         backoff: &Backoff,
     ) -> Result<Communicator, CommError> {
@@ -135,8 +134,8 @@ impl CommunicatorBuilder {
                 });
             }
         };
-        let connecting = Some(Arc::clone(connecting));
-        let shared = |comm| self.shared(nccl, names, order, Ownership::Owned, comm, meeting, connecting);
+        let met = (connecting.meeting(), Some(Arc::clone(connecting)));
+        let shared = |comm| self.shared(nccl, names, order, Ownership::Owned, comm, met);
         if let Err(error) = answer {
             if let Some(comm) = new.comm() {
                 end_all(from_mut(&mut shared(comm).access_unchecked()?), Ending::Pending, None, GRACE);

@@ -50,7 +50,7 @@ impl Connecting {
         self.failure.get()
     }
 
-    pub(super) fn meeting(&self) -> Option<MeetingId> {
+    pub(crate) fn meeting(&self) -> Option<MeetingId> {
         self.meeting
     }
 

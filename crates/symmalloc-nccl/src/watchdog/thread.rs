@@ -245,7 +245,7 @@ impl WatchdogThread {
             }
             Command::Fail(identity, report) => {
                 self.with_lifeline(identity.meeting, |lifeline| {
-                    lifeline.endpoint().fail(identity.rank_id(), &report, now)
+                    lifeline.endpoint().fail(identity.rank_id(), &report, now);
                 });
             }
             Command::Members(identity, answer) => {
@@ -454,7 +454,7 @@ impl WatchdogThread {
         if let Some(failure) = watched.fail(cause.with_parent_ranks(), collective, waited) {
             let (identity, report) = (watched.identity(), failure.report());
             self.with_lifeline(identity.meeting, |lifeline| {
-                lifeline.endpoint().fail(identity.rank_id(), &report, now.time())
+                lifeline.endpoint().fail(identity.rank_id(), &report, now.time());
             });
             response::begin(watched, &failure);
         }
