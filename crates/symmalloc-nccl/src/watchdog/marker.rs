@@ -29,11 +29,8 @@ fn run() {
     loop {
         std::thread::sleep(POLL_INTERVAL);
         for watched in watched::all() {
-            let communicator = watched.communicator();
-            relaxed = relaxed.or_else(|| Some(communicator.as_ref()?.relax_capture()));
-            // Until a communicator has ended, the watchdog must know whether its work still runs.
-            let is_over = watched.is_closed() && communicator.as_ref().is_none_or(|it| it.is_ended());
-            if relaxed.is_none() || is_over {
+            relaxed = relaxed.or_else(|| Some(watched.communicator()?.relax_capture()));
+            if relaxed.is_none() || watched.is_closed() {
                 drop(std::mem::take(&mut *watched.marks()));
                 continue;
             }
@@ -41,9 +38,7 @@ fn run() {
             for unmarked in watched.flight().unmarked() {
                 mark(&watched, &unmarked);
             }
-            if !watched.is_closed()
-                && let Some(error) = communicator.and_then(|it| it.poll_error())
-            {
+            if let Some(error) = watched.communicator().and_then(|communicator| communicator.poll_error()) {
                 watched.record_error(error);
             }
         }

@@ -88,7 +88,7 @@ pub(crate) fn ensure_end(watched: &Arc<Watched>) {
     });
 }
 
-/// Ends the process unless all work on the device has completed. A thread of this crate that hangs in NCCL is harmless, but a spinning
+/// Ends the process unless all work on the device was known to have completed before the failure. A thread of this crate that hangs in NCCL is harmless, but a spinning
 /// kernel occupies the device and blocks `exit`.
 fn end_process(watched: &Watched) {
     if watched.flight().is_off_device() {
