@@ -62,7 +62,7 @@ fn note(operations: &[Submission<'_>], entries: &Entries, is_issued: bool) {
         if is_issued {
             comm.note_submitted(*entry, stream);
         } else {
-            comm.watched().flight().complete_on_host(*entry, Tick::now());
+            comm.watched().flight().call_failed(*entry, Tick::now());
         }
     }
 }

@@ -60,6 +60,8 @@ struct Ring {
     moved: Tick,
     /// `true` if a graph contains entries, possibly including dropped ones.
     has_captured: bool,
+    /// `true` once a call failed that may have submitted work before.
+    has_failed_call: bool,
 }
 
 struct Entry {
@@ -164,6 +166,12 @@ impl FlightRecorder {
         }
     }
 
+    /// Records that the call of an entry failed. NCCL may have submitted a part of the work before.
+    pub(crate) fn call_failed(&self, entry: EntryNumber, now: Tick) {
+        self.lock().has_failed_call = true;
+        self.complete_on_host(entry, now);
+    }
+
     /// Returns the streams with entries that no mark follows. They count as marked until [`mark_failed`](Self::mark_failed).
     pub(crate) fn unmarked(&self) -> Vec<Unmarked> {
         let mut ring = self.lock();
@@ -194,11 +202,11 @@ impl FlightRecorder {
         }
     }
 
-    /// Returns `true` if no work is known to run on the device. A graph may be running.
+    /// Returns `true` if no work can run on the device. A graph may be running, and so may work whose call failed.
     pub(crate) fn is_off_device(&self) -> bool {
         let ring = self.lock();
         let is_done = |followed: &StreamProgress| followed.done == followed.last;
-        !ring.has_captured && ring.streams.iter().all(is_done)
+        !ring.has_captured && !ring.has_failed_call && ring.streams.iter().all(is_done)
     }
 
     pub(crate) fn progress(&self) -> Progress {

@@ -332,6 +332,8 @@ impl Ending {
             // The harness of Rust's tests catches the panic.
             Some(101) => self.shape == Shape::Panics || self.stderr == Stderr::ClosedToSubscriber,
             Some(FAILURE_EXIT_CODE) => self.stuck.iter().any(|call| ABORTING.contains(call)),
+            // A subscriber that panics while another panic unwinds aborts the process.
+            None => self.stderr == Stderr::ClosedToSubscriber,
             _ => false,
         };
         let is_named = |outcome: &str| outcome == "fine" || outcome.contains(&format!("rank {}", self.victim));
