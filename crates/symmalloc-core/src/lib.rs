@@ -63,7 +63,8 @@
 //! `streams`, with clocks and fences; `blocks`, with the block table and the free index; `history`, with digests and
 //! layouts; `stats`; `pointers`. Then the parts of a heap, each of which owns its state: `ledger` records decisions,
 //! `arena` knows the place of memory, and `plans`, `stitching` and `sleep` are optional. `heap` composes them and makes
-//! every decision (read `heap.rs` first), and `allocator` finds the heap and handles the out-of-memory path. `metrics`, behind a feature, publishes its statistics.
+//! every decision (read `heap.rs` first), and `allocator` finds the heap and handles the out-of-memory path. `metrics`,
+//! behind a feature, publishes its statistics.
 //! `docs/architecture.md` lists the functions between a call and the free index.
 #![forbid(unsafe_code)]
 

@@ -201,9 +201,9 @@ impl CommunicatorBuilder {
         let (name, c_name) = self.names()?;
         let order = order(&name);
         let id = CommunicatorId::of(order.as_bytes());
-        let announced = Announced::new(&name, meeting, rank, Some(ranks), id, &self.watch_settings);
+        let announced = Announced::new(Connecting::new(&name, meeting, rank, Some(ranks), id, &self.watch_settings));
         let connecting = Arc::clone(announced.connecting());
-        let failure = || Some(CommError::Failed(Arc::clone(connecting.failure()?)));
+        let failure = || CommError::of_creation(&connecting);
         let created = || {
             check_context(&self.device)?;
             let new = NewHandle::named(&c_name);
@@ -475,7 +475,7 @@ impl Shared {
     /// Announces to the other ranks that this rank derives a new communicator from this one.
     fn announce(&self, name: &str, order: &CommOrder) -> Announced {
         let id = CommunicatorId::of(order.as_bytes());
-        Announced::new(&name.into(), self.meeting, self.rank, None, id, &self.watch_settings)
+        Announced::new(Connecting::new(&name.into(), self.meeting, self.rank, None, id, &self.watch_settings))
     }
 }
 

@@ -22,7 +22,7 @@ use crate::ffi::calls::{Calls, GrowId};
 use crate::ffi::handles::NewHandle;
 use crate::ffi::version::Capability;
 use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
-use crate::watchdog::{Announced, ERROR_LIMIT};
+use crate::watchdog::{Announced, Connecting, ERROR_LIMIT};
 use std::ffi::{CStr, c_int};
 use std::slice::{from_mut, from_ref};
 use std::sync::Arc;
@@ -93,7 +93,8 @@ impl CommunicatorBuilder {
         let meeting = self.meet(rank, ranks, &backoff)?;
         let order = CommOrder::grown(&names.0, &id);
         let id = CommunicatorId::of(order.as_bytes());
-        let announced = Announced::new(&names.0, meeting, rank, Some(ranks), id, &self.watch_settings);
+        let connecting = Connecting::new(&names.0, meeting, rank, Some(ranks), id, &self.watch_settings);
+        let announced = Announced::new(connecting);
         let grown = self.grow_announced(old, raw_ranks, names, order, &announced, &backoff);
         grown.inspect_err(|error| announced.fail(error.report()))
     }
@@ -109,7 +110,7 @@ impl CommunicatorBuilder {
         backoff: &Backoff,
     ) -> Result<Communicator, CommError> {
         let connecting = announced.connecting();
-        let failure = || Some(CommError::Failed(Arc::clone(connecting.failure()?)));
+        let failure = || CommError::of_creation(connecting);
         let mut access = old.shared.access_active()?;
         // Only the rank that created the id passes it to NCCL. The others receive it over the old communicator.
         let own_id = access.inner.grow_id.take().map(|id| *id.as_bytes());

@@ -7,7 +7,7 @@ use crate::collectives::operation::{DataType, NcclType, ReduceOp};
 use crate::collectives::operation::{NcclCall, Operation};
 use crate::communicator::Communicator;
 use crate::communicator::call::{CallThread, perform};
-use crate::communicator::error::{CommError, Stage};
+use crate::communicator::error::{CommError, CommState, Stage};
 use crate::communicator::shared::{Access, Mode};
 use crate::ffi::handles::{CommHandle, StreamHandle};
 use crate::watchdog::{EntryNumber, Tick, Work};
@@ -61,6 +61,9 @@ fn note(operations: &[Submission<'_>], entries: &Entries, is_issued: bool) {
     for ((comm, _, stream), entry) in operations.iter().zip(entries) {
         if is_issued {
             comm.note_submitted(*entry, stream);
+        } else if comm.state() == CommState::Ready {
+            // The call was rejected.
+            comm.watched().flight().complete_on_host(*entry, Tick::now());
         } else {
             comm.watched().flight().call_failed(*entry, Tick::now());
         }

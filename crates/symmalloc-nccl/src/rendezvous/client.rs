@@ -8,7 +8,7 @@
 //!      ▼ waits until the deadline ◄───────────────────────────────────────────┘
 //! ```
 //!
-//! A stranger may occupy an address, and be silent, be slow or lie. With a secret, it costs only the time of its own thread; without one,
+//! A stranger may occupy an address, and be silent, be slow or lie. With a secret, it costs only the time of the thread that asks it; without one,
 //! its answer is believed. On a network with a secret, no refusal is final unless it proves that it comes from rank 0: the right rank 0 may arrive at another address until the deadline. The error then
 //! contains the answer of each address.
 
@@ -68,7 +68,7 @@ struct State {
 enum AttemptError {
     /// The process that answered is not rank 0, or refused this rank.
     Answer(EndpointAnswer),
-    /// Rank 0 refused this rank for good.
+    /// Rank 0 rejected this rank permanently.
     RankTwice,
     /// The socket belongs to another user.
     Foreign(u32),

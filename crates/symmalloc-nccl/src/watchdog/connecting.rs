@@ -26,8 +26,8 @@ pub(crate) struct Connecting {
 }
 
 impl Connecting {
-    /// `rank` is this rank's number in the communicator, or in the one that is split.
-    pub(super) fn new(
+    /// Creates the state of a creation. `rank` is this rank's number in the communicator, or in the one that is split.
+    pub(crate) fn new(
         name: &Arc<str>,
         meeting: Option<MeetingId>,
         rank: u32,
@@ -50,6 +50,7 @@ impl Connecting {
         self.failure.get()
     }
 
+    /// Returns the meeting of the ranks, if any.
     pub(crate) fn meeting(&self) -> Option<MeetingId> {
         self.meeting
     }

@@ -423,6 +423,21 @@ mod tests {
     }
 
     #[test]
+    fn work_whose_call_failed_may_run_and_rejected_work_does_not() {
+        for (has_failed, is_off_device) in [(false, true), (true, false)] {
+            let (flight, now) = (FlightRecorder::default(), Tick::default());
+            let entry = flight.begin(all_reduce(4), None, now);
+            if has_failed {
+                flight.call_failed(entry, now);
+            } else {
+                flight.complete_on_host(entry, now);
+            }
+            assert_eq!(flight.is_off_device(), is_off_device);
+            assert!(flight.unfinished(now).is_none(), "nobody waits for it");
+        }
+    }
+
+    #[test]
     fn only_recent_entries_are_kept_and_all_are_counted() {
         let (flight, now) = (FlightRecorder::default(), Tick::default());
         for _ in 0..ENTRIES_MAX + 10 {

@@ -68,8 +68,8 @@ fn report(failure: &Failure) {
     log(|| tracing::error!(name: "communicator.failed", target: "symmalloc", communicator, %failure));
 }
 
-/// Ends the process if an abort that has begun does not finish within [`END_LIMIT`]. Keeps the communicator until then, because
-/// the program may drop it and then wait for its streams.
+/// Ends the process if an abort that has begun does not finish within [`END_LIMIT`]. Keeps the communicator until then, because the
+/// program may drop it and then wait for its streams.
 pub(crate) fn ensure_end(watched: &Arc<Watched>) {
     let Some(communicator) = watched.communicator() else { return };
     if watched.settings().mode() != WatchdogMode::Exit || !watched.claim_end() {
@@ -88,8 +88,8 @@ pub(crate) fn ensure_end(watched: &Arc<Watched>) {
     });
 }
 
-/// Ends the process unless all work on the device was known to have completed before the failure. A thread of this crate that hangs in NCCL is harmless, but a spinning
-/// kernel occupies the device and blocks `exit`.
+/// Ends the process, unless all work on the device is known to have completed before the failure. A thread of this crate that hangs in
+/// NCCL is harmless, but a spinning kernel occupies the device and blocks `exit`.
 fn end_process(watched: &Watched) {
     if watched.flight().is_off_device() {
         return;

@@ -47,7 +47,7 @@ fn devices() -> Option<usize> {
     }
 }
 
-/// What a program does when it gets an error.
+/// The reaction of a program to an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Reaction {
     /// Returns the error and drops everything, first its memory.

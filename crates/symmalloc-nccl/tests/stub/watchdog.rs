@@ -14,7 +14,7 @@ use stub_process::{Barrier, RankOutput, WAIT_MAX, cuda, nccl, nccl_test, ranks, 
 use symmalloc_core::Config;
 use symmalloc_cuda::{CudaAllocator, CudaDevice, DeviceBuffer};
 use symmalloc_nccl::{
-    CommError, CommState, Communicator, Failure, FailureCause, Launch, ReduceOp, UniqueId, WatchdogMode,
+    CommError, CommState, Communicator, Failure, FailureCause, Launch, ReduceOp, UniqueId, WatchdogMode, flight_record,
     write_flight_record,
 };
 use symmalloc_watchdog::FlightRecord;
@@ -138,7 +138,7 @@ nccl_test!(a_process_that_is_killed_is_named_by_all_others_immediately, {
     assert!(records.iter().all(|record| record.communicators[0].collectives.len() >= 5), "{records:?}");
 });
 
-/// A subscriber that delays the report of a failure until it receives a message.
+/// A subscriber that delays the end of a failure's report until it receives a message.
 struct Delay(Mutex<Receiver<()>>);
 
 impl Subscriber for Delay {
@@ -173,6 +173,8 @@ nccl_test!(a_flight_record_has_the_communicators_that_the_program_drops_at_the_e
         drop(rank);
         // The watchdog's threads look at the communicator for the last time.
         std::thread::sleep(Duration::from_millis(300));
+        // Only the report, which has not ended, keeps what the program dropped.
+        assert_eq!(flight_record("after the drop").communicators.len(), 1);
         dropped.send(()).expect("the report waits");
     });
     assert_success(&outputs, |rank| rank == 0);

@@ -32,7 +32,7 @@ const FOREVER_MS: u64 = 600_000;
 /// Time for which a program that keeps everything continues after the error.
 const KEPT: Duration = Duration::from_millis(2500);
 
-/// What happens to the victim.
+/// The fate of the victim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Fate {
     Dies,
