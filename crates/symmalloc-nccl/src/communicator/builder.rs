@@ -1,7 +1,7 @@
 //! Creation of communicators: connecting, splitting and borrowing.
 
 use crate::backoff::Backoff;
-use crate::communicator::call::{CallThread, HostEntry, attribute, perform, poll_until_done};
+use crate::communicator::call::{CallThread, HostEntry, attribute, creation_failure, perform, poll_until_done};
 use crate::communicator::ending::{Ending, GRACE, end_all};
 use crate::communicator::error::{CommError, CommState, Stage};
 use crate::communicator::order::{CommOrder, SequenceCounter};
@@ -203,7 +203,7 @@ impl CommunicatorBuilder {
         let id = CommunicatorId::of(order.as_bytes());
         let announced = Announced::new(Connecting::new(&name, meeting, rank, Some(ranks), id, &self.watch_settings));
         let connecting = Arc::clone(announced.connecting());
-        let failure = || CommError::of_creation(&connecting);
+        let failure = || creation_failure(&connecting);
         let created = || {
             check_context(&self.device)?;
             let new = NewHandle::named(&c_name);

@@ -18,7 +18,7 @@ use crate::communicator::error::{CommError, CommState, Stage};
 use crate::communicator::shared::{Access, Mode, lock};
 use crate::communicator::threads::{CallError, KeepAlive, Waited, start, wait_for};
 use crate::ffi::calls::{CallProgress, Calls, Outcome};
-use crate::watchdog::{ATTRIBUTION_LIMIT, ERROR_LIMIT, EntryNumber, Tick, Watched, Work};
+use crate::watchdog::{ATTRIBUTION_LIMIT, Connecting, ERROR_LIMIT, EntryNumber, Tick, Watched, Work};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -158,6 +158,11 @@ fn attribute_error(accesses: &[Access<'_>], error: CommError) -> CommError {
     let is_observed = |access: &Access<'_>| access.shared.watched.get().is_some() || access.shared.connecting.is_some();
     let limit = if accesses.iter().any(is_observed) { ATTRIBUTION_LIMIT } else { Duration::ZERO };
     attribute(error, limit, || accesses.iter().find_map(|access| access.shared.failure()))
+}
+
+/// Returns the error of a creation that the failure of another rank ended, if any.
+pub(super) fn creation_failure(connecting: &Connecting) -> Option<CommError> {
+    Some(CommError::Failed(Arc::clone(connecting.failure()?)))
 }
 
 /// Replaces an error that NCCL reports because of another rank with `failure`, if there is one within `limit`.

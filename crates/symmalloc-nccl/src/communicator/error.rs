@@ -5,7 +5,7 @@ use crate::ffi::error::{LoadError, NcclError};
 use crate::ffi::version::{Capability, NcclVersion};
 use crate::rendezvous::error::RendezvousError;
 use crate::rendezvous::launch::LaunchError;
-use crate::watchdog::{Connecting, Failure};
+use crate::watchdog::Failure;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -404,11 +404,6 @@ impl fmt::Display for Stage {
 }
 
 impl CommError {
-    /// Returns the error of a creation that the failure of another rank ended, if any.
-    pub(super) fn of_creation(connecting: &Connecting) -> Option<Self> {
-        Some(CommError::Failed(Arc::clone(connecting.failure()?)))
-    }
-
     /// Returns the report of this error for the other ranks.
     pub(super) fn report(&self) -> FailureReport {
         let (first_rank, stopped_ms) = match self {

@@ -12,7 +12,9 @@
 use crate::backoff::Backoff;
 use crate::communicator::Communicator;
 use crate::communicator::builder::{CommunicatorBuilder, abort_when_returned};
-use crate::communicator::call::{CallThread, end_overdue, end_stopped, handle_error, is_stop_requested, perform};
+use crate::communicator::call::{
+    CallThread, creation_failure, end_overdue, end_stopped, handle_error, is_stop_requested, perform,
+};
 use crate::communicator::ending::{Ending, GRACE, end_all};
 use crate::communicator::error::{CommError, GrowIdObstacle, Stage};
 use crate::communicator::order::CommOrder;
@@ -110,7 +112,7 @@ impl CommunicatorBuilder {
         backoff: &Backoff,
     ) -> Result<Communicator, CommError> {
         let connecting = announced.connecting();
-        let failure = || CommError::of_creation(connecting);
+        let failure = || creation_failure(connecting);
         let mut access = old.shared.access_active()?;
         // Only the rank that created the id passes it to NCCL. The others receive it over the old communicator.
         let own_id = access.inner.grow_id.take().map(|id| *id.as_bytes());
