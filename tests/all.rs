@@ -30,3 +30,4 @@ mod stitching;
 mod stories;
 mod vocabulary;
 mod waits;
+mod work;

@@ -4,6 +4,7 @@
 //!  generate  bytes ──► Scenario: configuration and valid ops
 //!  oracle    ops ──► the expected decisions, computed in a naive way
 //!  run       one run of a Scenario: each op by handle or by address, as drawn
+//!  hostile   valid traces that cost a reader as much as possible
 //!  hooked    a backend with a hook on every call
 //!  checker   runs a Scenario on the allocator and compares every decision, block and invariant with the oracle
 //!  targets   the fuzz targets as functions
@@ -21,6 +22,7 @@ pub mod checker;
 pub mod conformance;
 pub mod generate;
 pub mod hooked;
+pub mod hostile;
 pub mod jobs;
 pub mod levels;
 pub mod memory;

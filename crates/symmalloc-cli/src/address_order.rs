@@ -38,6 +38,7 @@ use symmalloc_core::backend::{Backend, BackendError, Event, Range, Reason};
 use symmalloc_core::config::PoolConfig;
 use symmalloc_core::ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
 use symmalloc_core::op::Op;
+use symmalloc_core::work;
 use symmalloc_sim::{Delays, SimBackend, SplitMix64};
 
 /// Binary logarithm of the upper bound of an event's delay. The maximum delay is a random power of two per rank.
@@ -281,6 +282,7 @@ impl AddressOrder {
     /// Queries the oldest event of each stream, and the following ones until one is pending.
     fn poll(&mut self) -> Result<(), BackendError> {
         for queue in self.pending.values_mut() {
+            work::count(1);
             while let Some(&(event, address)) = queue.front()
                 && self.device.query(event)?
             {
@@ -289,6 +291,7 @@ impl AddressOrder {
                 self.blocks.event_done(address);
             }
         }
+        self.pending.retain(|_, queue| !queue.is_empty());
         Ok(())
     }
 
@@ -297,6 +300,7 @@ impl AddressOrder {
         for (&stream, queue) in &mut self.pending {
             let mut index = 0;
             while let Some(&(event, address)) = queue.get(index) {
+                work::count(1);
                 if pool.is_some_and(|pool| pool != self.blocks.at(address).list.pool) {
                     index += 1;
                     continue;

@@ -122,7 +122,7 @@ impl Diff {
         self.first.get_or_insert_with(|| PlacementDifference {
             allocation: self.allocations,
             op: one.number,
-            name: one.record.name.clone(),
+            name: one.record.name.as_deref().map(Into::into),
             a,
             b,
         });

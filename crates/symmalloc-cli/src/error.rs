@@ -19,7 +19,7 @@ use symmalloc_import::{ImportError, ImportErrorKind, SnapshotError};
 use symmalloc_plan::TableError;
 use symmalloc_sim::job::story::StoryError;
 use symmalloc_trace::plan::{PlanContradiction, PlanTextError};
-use symmalloc_trace::replay::ReplayError;
+use symmalloc_trace::replay::{ReplayError, StepError};
 use symmalloc_trace::{TraceError, TraceWriteError};
 use symmalloc_watchdog::FlightRecordError;
 use thiserror::Error;
@@ -179,6 +179,14 @@ impl CliError {
             CliError::Job { source: JobError::Config(_) | JobError::Addresses { .. }, .. }
             | CliError::Rerun { source: RerunError::Config(_), .. } => {
                 "change the trace's configuration, or override it with --segments, --streams and --config"
+            }
+            CliError::Job { source: JobError::SharedStreams { .. }, .. } => {
+                "let streams be separate (--streams separate), or use a shorter part of the recording"
+            }
+            CliError::Job { source: JobError::TooMuchWork { .. }, .. }
+            | CliError::Job { source: JobError::Step { error: StepError::TooMuchWork(_), .. }, .. }
+            | CliError::Rerun { source: RerunError::Step { error: StepError::TooMuchWork(_), .. }, .. } => {
+                "use a shorter part of the recording: import --accept-torn keeps the beginning of a file that is cut"
             }
             CliError::Job { .. } | CliError::Rerun { .. } | CliError::Contradictory { .. } => {
                 "record the job again, or repair the trace at that op (counted from 0)"

@@ -17,7 +17,7 @@ use symmalloc_import::{Recording, Summary};
 /// Reads a recording and writes it as a trace.
 pub(crate) fn import(args: &ImportArgs) -> Result<Verdict, CliError> {
     let out = Destination::file_or_stream(args.output.path(), Some(Content::Trace), [&args.input])?;
-    let recording = input::recording(&args.input, &args.reading)?;
+    let recording = input::records(&args.input, &args.reading)?;
     out.write_trace(recording.config.as_ref(), &recording.records)?;
     let channel = Channel::beside(&out);
     if args.json {

@@ -19,14 +19,22 @@ const PIPE_PATIENCE: Duration = Duration::from_secs(1);
 /// Timeout for the other end of a pipe to open.
 const PIPE_WAIT_MAX: Duration = Duration::from_secs(10);
 
-/// Reads a recording.
+/// Copies of each record that a command makes: the ops of its program, a changed recording, and tables by allocation.
+const COPIES: u32 = 3;
+
+/// Reads a recording for a command that executes or compares it.
 pub(crate) fn recording(path: &Path, reading: &ReadingArgs) -> Result<Recording, CliError> {
+    recording_with(path, &ReadOptions::from(reading).copies(COPIES))
+}
+
+/// Reads a recording for a command that makes no copies of it.
+pub(crate) fn records(path: &Path, reading: &ReadingArgs) -> Result<Recording, CliError> {
     recording_with(path, &ReadOptions::from(reading))
 }
 
 /// Reads a recording with its Python stacks, if it has any.
 pub(crate) fn recording_with_stacks(path: &Path, reading: &ReadingArgs) -> Result<Recording, CliError> {
-    recording_with(path, &ReadOptions::from(reading).stacks())
+    recording_with(path, &ReadOptions::from(reading).copies(COPIES).stacks())
 }
 
 fn recording_with(path: &Path, options: &ReadOptions) -> Result<Recording, CliError> {

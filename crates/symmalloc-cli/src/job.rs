@@ -28,7 +28,7 @@ mod ranks;
 mod sequence;
 mod unknown;
 
-pub use error::JobError;
+pub use error::{JobError, STREAMS_PER_HEAP_MAX};
 pub use options::{Options, Order, Segments};
 pub(crate) use outcome::Steady;
 pub use outcome::{Decision, Divergence, Outcome, Peaks, PlannedOps};
@@ -39,11 +39,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy, StreamPolicy};
+use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
-use symmalloc_core::{PoolId, StreamId};
+use symmalloc_core::{Allocator, PoolId, StreamId};
 use symmalloc_import::Recording;
+use symmalloc_sim::SimBackend;
 use symmalloc_trace::plan::PlanFile;
-use symmalloc_trace::replay::{Program, ReplayError};
+use symmalloc_trace::replay::{Program, Replay, ReplayError, StepError};
 
 /// A program and the configuration of its allocator.
 #[derive(Clone, Debug)]
@@ -98,10 +100,12 @@ impl Job {
         self.config.to_builder().default_pool(builder.build()?).build()
     }
 
-    /// Checks that all heaps that exist at the same time fit into a device's address space.
+    /// Checks that all heaps that exist at the same time fit into a device's address space, and that no more streams than
+    /// [`STREAMS_PER_HEAP_MAX`] use a shared heap.
     ///
     /// # Errors
-    /// Returns an error if the heaps do not fit. On a real device, every request of the last heaps would then be refused.
+    /// Returns an error if the heaps do not fit. On a real device, every request of the last heaps would then be refused. Returns an
+    /// error if too many streams use a heap, because each of its free blocks may have to wait for all of them.
     pub fn check_addresses(&self, config: &Config) -> Result<(), JobError> {
         let range_of = |config: &PoolConfig| match config.segments() {
             SegmentPolicy::Expandable(expandable) => (expandable.range_bytes, config.streams()),
@@ -110,13 +114,34 @@ impl Job {
         let mut pools = BTreeMap::from([(PoolId::DEFAULT, range_of(config.default_pool()))]);
         let mut heaps: BTreeSet<(PoolId, Option<StreamId>)> = BTreeSet::new();
         let mut addresses = 0_u64;
+        // The streams that allocate from each shared heap or use its allocations.
+        let mut sharing: BTreeMap<PoolId, BTreeSet<StreamId>> = BTreeMap::new();
+        let mut pool_of: Vec<PoolId> = Vec::new();
+        let is_shared = |pools: &BTreeMap<PoolId, (u64, StreamPolicy)>, pool: PoolId| {
+            pools.get(&pool).is_some_and(|(_, streams)| *streams == StreamPolicy::Shared)
+        };
         for op in self.program.ops() {
+            let used = match *op {
+                Op::Allocate { pool, stream, .. } => {
+                    pool_of.push(pool);
+                    Some((pool, stream))
+                }
+                Op::RecordUse { id, stream } => pool_of.get(id.0 as usize).map(|pool| (*pool, stream)),
+                _ => None,
+            };
+            if let Some((pool, stream)) = used.filter(|(pool, _)| is_shared(&pools, *pool)) {
+                let streams = sharing.entry(pool).or_default();
+                if streams.insert(stream) && streams.len() > STREAMS_PER_HEAP_MAX {
+                    return Err(JobError::SharedStreams { pool });
+                }
+            }
             match op {
                 Op::CreatePool { pool: PoolId::DEFAULT, .. } => {}
                 Op::CreatePool { pool, config } => drop(pools.insert(*pool, range_of(config))),
                 Op::DestroyPool { pool } => {
                     let range_bytes = pools.remove(pool).map_or(0, |(bytes, _)| bytes);
                     let before = heaps.len();
+                    sharing.remove(pool);
                     heaps.retain(|(of, _)| of != pool);
                     addresses -= range_bytes * (before - heaps.len()) as u64;
                 }
@@ -131,6 +156,23 @@ impl Job {
             }
             if addresses > ADDRESSES_MAX && heaps.len() > 1 {
                 return Err(JobError::Addresses { heaps: heaps.len(), addresses });
+            }
+        }
+        Ok(())
+    }
+
+    /// Replays the job on a device that tracks the order of streams, and checks that it does not take too much work. A simulation costs
+    /// each rank about as much.
+    ///
+    /// # Errors
+    /// Returns an error that names the op at which the steps are exhausted. All other errors are left to the simulation.
+    pub(crate) fn check_work(&self, config: &Config) -> Result<(), JobError> {
+        let device = SimBackend::builder().memory_bytes(u64::MAX).build();
+        let allocator = Allocator::<_, Exclusive>::new(device, config.clone())?;
+        let mut replay = Replay::new(&allocator, &self.program);
+        for (op, call) in self.program.ops().iter().enumerate() {
+            if let Err(error @ StepError::TooMuchWork(_)) = replay.step(call) {
+                return Err(JobError::Step { rank: 0, op, error });
             }
         }
         Ok(())

@@ -26,7 +26,8 @@ use std::process::ExitCode;
 use summary::Summaries;
 use symmalloc_files::TemporaryFolder;
 
-/// Runs the program and prints its results. The exit code is the program's, unless a comparison finds that ranks differ.
+/// Runs the program and prints its results. The exit code is the program's. If that is 0, it is 2 if a process could not write its
+/// recording or its summary, and 3 if a comparison finds that ranks differ.
 pub(crate) fn run(args: &RunArgs) -> Result<ExitCode, CliError> {
     if let Some(page) = &args.report {
         report::check_name(page)?;
@@ -50,6 +51,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<ExitCode, CliError> {
     }
     let ranks_differ = args.check && check::print_comparison(&summaries, environment.is_watched())?;
     Ok(match ended {
+        Ended::Code(0) if summaries.has_failed() => ExitCode::from(2),
         Ended::Code(0) if ranks_differ => ExitCode::from(3),
         ended => ended.exit_code(),
     })

@@ -8,6 +8,7 @@ mod screen;
 use crate::args::SimulateArgs;
 use crate::error::CliError;
 use crate::input;
+use crate::job::{Job, JobError, Options};
 use crate::output::{self, Palette};
 use crate::progress::Progress;
 use crate::verdict::Verdict;
@@ -76,6 +77,10 @@ fn source(path: &Path, args: &SimulateArgs) -> Result<ProgramSource, CliError> {
         return Ok(ProgramSource::Story { path, plan: Box::new(plan) });
     }
     let recording = Box::new(input::recording(&path, &args.reading)?);
+    let job = Job::new(&recording).map_err(|source| CliError::Program { path: path.clone(), source })?;
+    let config = job.config(&Options::default()).map_err(JobError::from);
+    let checked = config.and_then(|config| job.check_addresses(&config).and_then(|()| job.check_work(&config)));
+    checked.map_err(|source| CliError::Job { path: path.clone(), source })?;
     Ok(ProgramSource::Recorded { path, recording })
 }
 

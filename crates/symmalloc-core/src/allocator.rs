@@ -263,6 +263,22 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         size_bytes: u64,
         name: &str,
     ) -> Result<Allocation, AllocateError> {
+        self.allocate_sharing_name(pool, stream, size_bytes, &name.into())
+    }
+
+    /// Allocates like [`allocate_named`](Self::allocate_named), but shares the name instead of copying it. Many allocations
+    /// with one name then take its memory once.
+    ///
+    /// # Errors
+    /// See [`allocate`](Self::allocate).
+    #[inline(never)]
+    pub fn allocate_sharing_name(
+        &self,
+        pool: PoolId,
+        stream: StreamId,
+        size_bytes: u64,
+        name: &Arc<str>,
+    ) -> Result<Allocation, AllocateError> {
         if self.is_recording() {
             return self.allocate_recorded(Request { pool, stream, size_bytes }, Some(name));
         }
@@ -276,7 +292,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         pool: PoolId,
         stream: StreamId,
         size_bytes: u64,
-        name: Option<&str>,
+        name: Option<&Arc<str>>,
         gate: Option<&mut Gate<'a, L>>,
     ) -> Result<Allocation, AllocateError> {
         if size_bytes > SEGMENT_BYTES_MAX {

@@ -26,6 +26,7 @@ use crate::streams::fences::{Fence, FenceSetId, FenceTable, Fences};
 use crate::types::backend::Range;
 use crate::types::ids::{SegmentId, StreamId};
 use crate::types::units::{Units, bytes};
+use crate::types::work;
 use smallvec::SmallVec;
 use std::mem;
 use std::num::NonZeroU64;
@@ -51,6 +52,8 @@ pub(crate) struct Arena {
     next_segment: SegmentId,
     /// Bytes backed by memory, without retired segments.
     mapped_bytes: u64,
+    /// Units of all holes.
+    hole_units: u64,
 }
 
 /// A removed segment.
@@ -72,6 +75,7 @@ impl Arena {
             fences: FenceTable::default(),
             next_segment: SegmentId(0),
             mapped_bytes: 0,
+            hole_units: 0,
         }
     }
 
@@ -110,6 +114,11 @@ impl Arena {
         self.mapped_bytes
     }
 
+    /// Returns the units of all holes.
+    pub(crate) fn hole_units(&self) -> u64 {
+        self.hole_units
+    }
+
     /// Returns the ordinal of the next segment, which is the number of segments so far.
     pub(crate) fn next_segment(&self) -> SegmentId {
         self.next_segment
@@ -123,6 +132,11 @@ impl Arena {
     /// Returns the mapped parts of a segment, between its holes.
     pub(crate) fn extents_of(&self, segment: u32) -> Extents {
         let mut extents = Extents::new();
+        let Segment { mapped, end, .. } = *self.table.segment(segment);
+        if mapped == end {
+            extents.push((0, bytes(end)));
+            return extents;
+        }
         for block in self.table.blocks_of(segment).map(|slot| self.table.block(slot)).filter(|block| !block.is_hole()) {
             let (offset, size_bytes) = (bytes(block.offset()), bytes(block.size));
             match extents.last_mut() {
@@ -135,6 +149,7 @@ impl Arena {
 
     /// Returns the streams whose work may still use a free block.
     pub(crate) fn streams_of(&self, slot: Slot) -> SmallVec<[StreamId; 2]> {
+        work::count(self.fences_of(slot).len());
         let mut streams: SmallVec<[StreamId; 2]> = self.fences_of(slot).iter().map(|fence| fence.stream).collect();
         if let BlockState::Free { stream, .. } = self.table.block(slot).state {
             streams.push(stream);
@@ -144,11 +159,14 @@ impl Arena {
 
     /// Returns the free units at the end of the newest segment.
     pub(crate) fn free_at_end(&self) -> Units {
-        self.table.backed_segments().last().map_or(0, |segment| self.table.free_size(self.table.last(*segment)))
+        self.table.newest_backed().map_or(0, |segment| self.table.free_size(self.table.last(segment)))
     }
 
     /// Returns the lowest hole that fits, with its segment.
     pub(crate) fn find_hole(&self, fits: impl Fn(&Block) -> bool) -> Option<(Slot, u32)> {
+        if self.hole_units == 0 {
+            return None;
+        }
         // Holes exist only after a trim. Segments that are mapped to their end are skipped.
         let has_holes = |segment: &u32| self.table.segment(*segment).mapped < self.table.segment(*segment).end;
         self.table.backed_segments().into_iter().filter(has_holes).find_map(|segment| {
@@ -156,6 +174,14 @@ impl Arena {
             let is_meant = |block: &Block| block.is_hole() && fits(block);
             slots.find(|slot| is_meant(self.table.block(*slot))).map(|slot| (slot, segment))
         })
+    }
+
+    /// Returns the free blocks of at least `size`, each with the ordinal of its segment, by location.
+    pub(crate) fn free_from(&self, size: Units) -> Vec<(SegmentId, Slot)> {
+        let mut slots: Vec<Slot> = self.free.at_least(self.table.blocks(), SizeClass::Large, size).collect();
+        work::count(slots.len());
+        slots.sort_unstable_by_key(|slot| self.table.block(*slot).location);
+        slots.into_iter().map(|slot| (self.table.block(slot).location.sequence(), slot)).collect()
     }
 
     /// Returns the free block from which the rules serve a request of `size`.
@@ -286,6 +312,7 @@ impl Arena {
             let segment = *segment.insert(self.table.block(slot).segment);
             if state == BlockState::Hole {
                 self.table.segment_mut(segment).mapped -= size;
+                self.hole_units += u64::from(size);
             } else {
                 self.link(slot);
             }
@@ -318,6 +345,7 @@ impl Arena {
         };
         self.table.segment_mut(segment).mapped += size;
         self.mapped_bytes += bytes(size);
+        self.hole_units -= u64::from(size);
         self.coalesce(filled)
     }
 
@@ -345,6 +373,7 @@ impl Arena {
         };
         self.table.segment_mut(segment).mapped -= to - from;
         self.mapped_bytes -= bytes(to - from);
+        self.hole_units += u64::from(to - from);
         self.join_holes(hole);
     }
 
@@ -359,6 +388,7 @@ impl Arena {
             slot = prev;
         }
         if self.table.is_last(slot) {
+            self.hole_units -= u64::from(self.table.block(slot).size);
             self.table.shorten(segment);
         }
     }
@@ -378,6 +408,9 @@ impl Arena {
         }
         let segment = self.table.remove_segment(segment);
         self.mapped_bytes -= bytes(segment.mapped);
+        if !segment.is_stitched {
+            self.hole_units -= u64::from(segment.end - segment.mapped);
+        }
         Removed { segment, users }
     }
 

@@ -2,6 +2,7 @@
 
 mod free_index;
 mod free_key;
+pub(crate) mod offsets;
 pub(crate) mod table;
 
 pub(crate) use free_index::FreeIndex;

@@ -39,6 +39,7 @@ pub(crate) mod view;
 
 use crate::arena::Arena;
 use crate::arena::context::{Context, DynContext};
+use crate::blocks::offsets::OffsetIndex;
 use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::PoolConfig;
 use crate::config::errors::{FreeError, HandleError, OutOfMemoryCause};
@@ -112,6 +113,8 @@ pub(crate) struct Heap<L: Lock> {
     stitched: StitchedRanges,
     /// The plans and the state of the step; created at the first step or plan.
     plans: Option<Box<HeapPlans>>,
+    /// Blocks by location; created at the first revival of a single allocation.
+    offsets: Option<Box<OffsetIndex>>,
 }
 
 /// The mode in which a heap serves requests. Frees do not depend on it.
@@ -163,6 +166,7 @@ impl<L: Lock> Heap<L> {
             log,
             stitched: StitchedRanges::default(),
             plans: None,
+            offsets: None,
             config,
         }
     }
@@ -175,7 +179,7 @@ impl<L: Lock> Heap<L> {
         context: &Context<B, L>,
         stream: StreamId,
         requested: u64,
-        name: Option<&str>,
+        name: Option<&Arc<str>>,
     ) -> Result<Allocation, Box<Shortage>> {
         // A handle fits into two registers. An inner call would return an `Allocation` through memory.
         let handle = match self.mode {

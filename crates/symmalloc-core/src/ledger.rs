@@ -48,7 +48,7 @@ pub(crate) struct Ledger {
     /// Allocations of zero bytes.
     zero_sized: ZeroSized,
     /// Names of live allocations, given by the program.
-    names: LookUp<Slot, Box<str>>,
+    names: LookUp<Slot, Arc<str>>,
     /// Live allocations by address, if configured.
     pointers: Option<PointerMap>,
     /// Number of ops up to the destruction of the pool; `None` while the pool exists.
@@ -181,11 +181,11 @@ impl Ledger {
     }
 
     /// Names a live allocation.
-    pub(crate) fn set_name(&mut self, (slot, location): (Slot, Location), name: &str) {
+    pub(crate) fn set_name(&mut self, (slot, location): (Slot, Location), name: &Arc<str>) {
         if let Some(journal) = &mut self.journal {
             journal.name_allocation(location.word(), name);
         }
-        self.names.insert(slot, name.into());
+        self.names.insert(slot, Arc::clone(name));
     }
 
     /// Gives a live allocation its saved name, or none.
@@ -196,8 +196,8 @@ impl Ledger {
         }
     }
 
-    pub(crate) fn name_of(&self, slot: Slot) -> Option<&str> {
-        self.names.find(slot).map(AsRef::as_ref)
+    pub(crate) fn name_of(&self, slot: Slot) -> Option<&Arc<str>> {
+        self.names.find(slot)
     }
 
     /// Returns the number of names, for the invariants.

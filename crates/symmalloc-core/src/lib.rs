@@ -134,3 +134,5 @@ pub mod restore {
 // For the other crates of the workspace.
 #[doc(hidden)]
 pub use allocator::histories;
+#[doc(hidden)]
+pub use types::work;

@@ -22,6 +22,7 @@ use crate::streams::fences::FenceSetId;
 use crate::types::backend::Range;
 use crate::types::ids::StreamId;
 use crate::types::units::{Units, bytes};
+use crate::types::work;
 use smallvec::SmallVec;
 
 /// A range of granule indices in a segment.
@@ -96,6 +97,9 @@ pub(crate) struct Home {
     pub(crate) free: Vec<Granule>,
 }
 
+/// Number of granules in a list that cost one step.
+const GRANULES_PER_STEP: usize = 16;
+
 /// The stitched ranges of a heap. Between two calls, these invariants hold:
 ///
 /// - Of the addresses that map one granule, exactly one is free or in use; the others are elsewhere (I11).
@@ -119,7 +123,11 @@ impl StitchedRanges {
 
     /// Returns the number of granules that are mapped a second time.
     pub(crate) fn aliases(&self) -> usize {
-        self.ranges.iter().map(StitchedRange::aliases).sum()
+        self.ranges
+            .iter()
+            .inspect(|range| work::count(1 + range.granules.len() / GRANULES_PER_STEP))
+            .map(StitchedRange::aliases)
+            .sum()
     }
 
     /// Returns the segments of unused ranges, oldest first, each with the number of its mapped granules.
@@ -146,6 +154,7 @@ impl StitchedRanges {
             }
         }
         free.extend(free_granules(arena));
+        work::count(free.len() / GRANULES_PER_STEP);
         Home { largest, free }
     }
 
@@ -185,7 +194,11 @@ impl StitchedRanges {
     pub(crate) fn find_again(&self, count: usize, mut free: Vec<Granule>) -> Option<(u32, Vec<Granule>)> {
         free.sort_unstable();
         let is_free = |granule: &Granule| free.binary_search(granule).is_ok();
-        let found = |range: &StitchedRange| Some((range.segment, range.home(0..count)?));
+        let found = |range: &StitchedRange| {
+            let home = range.home(0..count);
+            work::count(home.as_ref().map_or(1, |home| 1 + home.len() / GRANULES_PER_STEP));
+            Some((range.segment, home?))
+        };
         self.ranges.iter().filter_map(found).find(|(_, home)| home.iter().all(is_free))
     }
 
@@ -225,6 +238,7 @@ impl StitchedRanges {
 
     /// Removes and returns the range of a segment that is removed; `None` if the segment is not stitched.
     pub(crate) fn remove(&mut self, segment: u32) -> Option<StitchedRange> {
+        work::count(self.ranges.len());
         let at = self.ranges.iter().position(|range| range.segment == segment)?;
         Some(self.ranges.remove(at))
     }

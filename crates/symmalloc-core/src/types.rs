@@ -5,3 +5,4 @@ pub(crate) mod handle;
 pub mod ids;
 pub(crate) mod look_up;
 pub mod units;
+pub mod work;

@@ -34,6 +34,7 @@
 pub mod compression;
 mod error;
 pub mod export;
+mod held_records;
 mod options;
 pub mod perfetto;
 mod pickle;

@@ -1,7 +1,8 @@
 //! Options for reading a recording: the device, the tolerance for truncated text, stacks, and the memory limit.
 
-/// Default memory limit in bytes. It suffices for snapshots of 500 MB without stack frames, or 2 GB with them.
-pub const MEMORY_LIMIT_BYTES: u64 = 1 << 30;
+/// Default memory limit in bytes. It suffices for snapshots of 500 MB without stack frames, or 2 GB with them, and three copies of each
+/// record.
+pub const MEMORY_LIMIT_BYTES: u64 = 4 << 30;
 
 /// Options for reading a recording.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -13,14 +14,23 @@ pub struct ReadOptions {
     pub accept_torn: bool,
     /// If `true`, the Python stacks of a PyTorch snapshot are read too.
     pub stacks: bool,
-    /// Memory limit in bytes. It applies once to the records, once to the stacks, and once to the parts kept of a snapshot's
-    /// pickle while it is read. Only used bytes count; spare capacity of tables can take as much again.
+    /// Memory limit in bytes. It applies once to the records with their [`copies`](Self::copies), once to the stacks, and once to
+    /// the parts kept of a snapshot's pickle while it is read. Records with the same name share its text, which counts once. Only
+    /// used bytes count; spare capacity of tables can take as much again.
     pub memory_limit_bytes: u64,
+    /// Number of further copies of each record that the caller makes. They count toward the limit. Copies share names.
+    pub copies: u32,
 }
 
 impl Default for ReadOptions {
     fn default() -> Self {
-        ReadOptions { device: None, accept_torn: false, stacks: false, memory_limit_bytes: MEMORY_LIMIT_BYTES }
+        ReadOptions {
+            device: None,
+            accept_torn: false,
+            stacks: false,
+            memory_limit_bytes: MEMORY_LIMIT_BYTES,
+            copies: 0,
+        }
     }
 }
 
@@ -50,6 +60,13 @@ impl ReadOptions {
     #[must_use]
     pub fn memory_limit_bytes(mut self, limit_bytes: u64) -> Self {
         self.memory_limit_bytes = limit_bytes;
+        self
+    }
+
+    /// Counts this many further copies of each record toward the memory limit ([`copies`](ReadOptions::copies)).
+    #[must_use]
+    pub fn copies(mut self, copies: u32) -> Self {
+        self.copies = copies;
         self
     }
 }

@@ -148,7 +148,7 @@ fn select_device(
 impl<'a> DeviceTrace<'a> {
     fn retell(&self, options: &ReadOptions) -> Result<Transcript, SnapshotError> {
         let limit_bytes = options.memory_limit_bytes;
-        let mut transcript = Transcript::new(limit_bytes);
+        let mut transcript = Transcript::new(options);
         let mut stacks = options.stacks.then(|| StackReader::new(self.document, limit_bytes));
         let mut segments = LiveSegments::default();
         transcript.summary.device = Some(self.device);

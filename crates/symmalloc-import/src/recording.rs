@@ -19,6 +19,7 @@ use symmalloc_trace::{LineError, TraceError, TraceReader};
 
 use crate::compression::{self, Compression};
 use crate::error::{ImportError, ImportErrorKind};
+use crate::held_records::{HeldRecords, LimitExceeded};
 use crate::options::ReadOptions;
 use crate::stacks::Stacks;
 use crate::summary::Summary;
@@ -134,17 +135,14 @@ fn format_of(start: &[u8]) -> Result<Format, ImportErrorKind> {
 
 fn read_trace(source: impl BufRead, compression: Compression, options: &ReadOptions) -> Result<Parts, ImportErrorKind> {
     let mut reader = TraceReader::new(source)?;
-    let (mut records, mut summary) = (Vec::new(), Summary::default());
-    let mut held_bytes = 0;
+    let mut records = HeldRecords::new(options.memory_limit_bytes, options.copies);
+    let mut summary = Summary::default();
     for record in reader.by_ref() {
         match record {
             Ok(record) => {
-                held_bytes += (size_of::<Record>() + record.name.as_ref().map_or(0, |name| name.len())) as u64;
-                if held_bytes > options.memory_limit_bytes {
-                    return Err(ImportErrorKind::TooLarge { limit_bytes: options.memory_limit_bytes });
-                }
                 summary.count(&record);
-                records.push(record);
+                let pushed = records.push(record);
+                pushed.map_err(|LimitExceeded { limit_bytes }| ImportErrorKind::TooLarge { limit_bytes })?;
             }
             Err(error) => match torn_line(&error) {
                 Some(line) if options.accept_torn => {
@@ -158,7 +156,7 @@ fn read_trace(source: impl BufRead, compression: Compression, options: &ReadOpti
             },
         }
     }
-    Ok((records, reader.config().cloned(), summary))
+    Ok((records.into_records(), reader.config().cloned(), summary))
 }
 
 /// Returns the line at which a trace is truncated, if that is the error.

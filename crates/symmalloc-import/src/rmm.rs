@@ -48,7 +48,7 @@ pub(crate) fn is_log(start: &[u8]) -> bool {
 
 /// Reads a log to its end.
 pub(crate) fn read(source: impl BufRead, options: &ReadOptions) -> Result<Transcript, RmmError> {
-    let source = LogText { source, line: 1, line_bytes: 0, ends_in_line: false };
+    let source = LogText { source, line: 1, line_bytes: 0, blank: 0, ends_in_line: false };
     let mut reader = ReaderBuilder::new().flexible(true).from_reader(source);
     let columns = Columns::find(reader.headers().map_err(|error| explained(error, 1))?)?;
     let mut events = Events::new(options.memory_limit_bytes);
@@ -87,7 +87,7 @@ pub(crate) fn read(source: impl BufRead, options: &ReadOptions) -> Result<Transc
             }
         }
     };
-    let mut transcript = events.into_transcript()?;
+    let mut transcript = events.into_transcript(options)?;
     transcript.summary.torn_at_line = torn;
     Ok(transcript)
 }
@@ -95,6 +95,11 @@ pub(crate) fn read(source: impl BufRead, options: &ReadOptions) -> Result<Transc
 /// Converts an error of the CSV reader at about this line.
 fn explained(error: csv::Error, line: u64) -> RmmError {
     match error.into_kind() {
+        ErrorKind::Io(source)
+            if source.get_ref().is_some_and(<dyn std::error::Error + Send + Sync>::is::<TooBlank>) =>
+        {
+            RmmError::Blank { line }
+        }
         ErrorKind::Io(source) => match source.get_ref().and_then(|inner| inner.downcast_ref::<TooLong>()) {
             Some(TooLong { line }) => RmmError::LineTooLong { line: *line },
             None => RmmError::Read { line, source },
@@ -110,8 +115,19 @@ struct LogText<R> {
     /// Current line, from 1.
     line: u64,
     line_bytes: u64,
+    /// Number of blank lines so far.
+    blank: u64,
     ends_in_line: bool,
 }
+
+/// Blank lines that a log may have without any other line, and further ones for each other line.
+const BLANK_MAX: u64 = 1 << 20;
+const BLANK_PER_LINE: u64 = 16;
+
+/// Error of a log that consists of blank lines.
+#[derive(Debug, thiserror::Error)]
+#[error("nearly all lines are blank")]
+struct TooBlank;
 
 /// Error of a line that is longer than any in a log.
 #[derive(Debug, thiserror::Error)]
@@ -132,6 +148,10 @@ impl<R: BufRead> Read for LogText<R> {
                 read += 1;
                 self.line_bytes += 1;
                 if *byte == b'\n' {
+                    self.blank += u64::from(self.line_bytes == 1);
+                    if self.blank > BLANK_MAX + (self.line - self.blank.min(self.line)).saturating_mul(BLANK_PER_LINE) {
+                        return Err(io::Error::new(io::ErrorKind::InvalidData, TooBlank));
+                    }
                     (self.line, self.line_bytes) = (self.line + 1, 0);
                 } else if self.line_bytes >= LINE_BYTES_MAX {
                     return Err(io::Error::new(io::ErrorKind::InvalidData, TooLong { line: self.line }));
@@ -245,8 +265,8 @@ impl Events {
     }
 
     /// Converts the allocations live at the beginning of the log, then the log.
-    fn into_transcript(self) -> Result<Transcript, RmmError> {
-        let mut transcript = Transcript::new(self.limit_bytes);
+    fn into_transcript(self, options: &ReadOptions) -> Result<Transcript, RmmError> {
+        let mut transcript = Transcript::new(options);
         // Looked up only. Addresses already seen are known; a second free of one indicates a damaged log.
         let mut known: HashSet<Address> = HashSet::new();
         for event in self.events.iter().filter(|event| event.has_memory()) {

@@ -15,6 +15,8 @@ use symmalloc_core::ids::{AllocationId, Placement, PoolId, StreamId};
 use symmalloc_core::op::{Op, Pending, Record};
 use symmalloc_core::units::SEGMENT_BYTES_MAX;
 
+use crate::held_records::{HeldRecords, LimitExceeded};
+use crate::options::ReadOptions;
 use crate::stacks::Stacks;
 use crate::summary::Summary;
 
@@ -86,11 +88,7 @@ struct OpenFree {
 
 /// The ops so far, and the mappings from raw names to ids.
 pub(crate) struct Transcript {
-    records: Vec<Record>,
-    /// Memory limit for `records`.
-    limit_bytes: u64,
-    /// Bytes of the records' names.
-    name_bytes: u64,
+    records: HeldRecords,
     pub(crate) summary: Summary,
     /// Stacks of the allocations, if the log has any and its reader was asked for them.
     pub(crate) stacks: Option<Stacks>,
@@ -107,11 +105,9 @@ pub(crate) struct Transcript {
 }
 
 impl Transcript {
-    pub(crate) fn new(limit_bytes: u64) -> Self {
+    pub(crate) fn new(options: &ReadOptions) -> Self {
         Transcript {
-            records: Vec::new(),
-            limit_bytes,
-            name_bytes: 0,
+            records: HeldRecords::new(options.memory_limit_bytes, options.copies),
             summary: Summary::default(),
             stacks: None,
             streams: HashMap::new(),
@@ -131,7 +127,7 @@ impl Transcript {
     }
 
     pub(crate) fn finish(self) -> (Vec<Record>, Summary) {
-        (self.records, self.summary)
+        (self.records.into_records(), self.summary)
     }
 
     /// Adds an allocation of the log.
@@ -213,7 +209,7 @@ impl Transcript {
     pub(crate) fn complete(&mut self, address: Address) {
         let Some(free) = self.pending.remove(&address) else { return };
         let pending = Pending::new(self.entries() - free.entries);
-        self.records[free.record].pending = pending;
+        self.records.record_mut(free.record).pending = pending;
         // A completion that directly follows its free is not counted.
         self.completions += u64::from(pending.is_some());
     }
@@ -258,13 +254,8 @@ impl Transcript {
     }
 
     fn push(&mut self, record: Record) -> Result<(), Overflow> {
-        self.name_bytes += record.name.as_ref().map_or(0, |name| name.len() as u64);
-        if (self.records.len() * size_of::<Record>()) as u64 + self.name_bytes >= self.limit_bytes {
-            return Err(Overflow::Memory { limit_bytes: self.limit_bytes });
-        }
         self.summary.count(&record);
-        self.records.push(record);
-        Ok(())
+        self.records.push(record).map_err(|LimitExceeded { limit_bytes }| Overflow::Memory { limit_bytes })
     }
 }
 
@@ -285,6 +276,10 @@ mod tests {
         records.iter().map(line).collect()
     }
 
+    fn transcript(limit_bytes: u64) -> Transcript {
+        Transcript::new(&ReadOptions::default().memory_limit_bytes(limit_bytes))
+    }
+
     fn allocated(address: u64, stream: u64) -> Allocated<'static> {
         let (address, stream) = (Address(address), RawStream(stream.into()));
         Allocated { address, size_bytes: 512, stream, pool: RawPool(0), name: None, placement: None }
@@ -296,7 +291,7 @@ mod tests {
 
     #[test]
     fn streams_are_numbered_by_first_appearance_and_registered_when_needed() {
-        let mut transcript = Transcript::new(u64::MAX);
+        let mut transcript = transcript(u64::MAX);
         for (address, stream) in [(1, 77), (2, 0), (3, 77), (4, 5)] {
             allocate(&mut transcript, address, stream);
         }
@@ -316,7 +311,7 @@ mod tests {
 
     #[test]
     fn an_unnamed_use_goes_to_the_lowest_other_stream_which_keeps_its_number() {
-        let mut transcript = Transcript::new(u64::MAX);
+        let mut transcript = transcript(u64::MAX);
         allocate(&mut transcript, 1, 77);
         transcript.free_used_elsewhere(Address(1)).unwrap();
         allocate(&mut transcript, 2, 99);
@@ -338,7 +333,7 @@ mod tests {
 
     #[test]
     fn a_free_on_another_stream_is_a_use_of_that_stream() {
-        let mut transcript = Transcript::new(u64::MAX);
+        let mut transcript = transcript(u64::MAX);
         allocate(&mut transcript, 1, 7);
         allocate(&mut transcript, 2, 7);
         transcript.free(Address(1), Some(RawStream(8))).unwrap();
@@ -351,7 +346,7 @@ mod tests {
 
     #[test]
     fn an_address_allocated_twice_was_freed_in_between() {
-        let mut transcript = Transcript::new(u64::MAX);
+        let mut transcript = transcript(u64::MAX);
         allocate(&mut transcript, 1, 7);
         allocate(&mut transcript, 1, 7);
         transcript.free(Address(1), None).unwrap();
@@ -363,7 +358,7 @@ mod tests {
 
     #[test]
     fn more_streams_than_ids_are_refused() {
-        let mut transcript = Transcript::new(u64::MAX);
+        let mut transcript = transcript(u64::MAX);
         for stream in 0..65_535 {
             allocate(&mut transcript, stream, stream);
         }
@@ -372,7 +367,7 @@ mod tests {
 
     #[test]
     fn pools_are_numbered_by_first_appearance_and_keep_their_names() {
-        let mut transcript = Transcript::new(u64::MAX);
+        let mut transcript = transcript(u64::MAX);
         for (address, pool, name) in [(1, 9, Some("one")), (2, 0, None), (3, 4, None), (4, 9, None)] {
             transcript.allocate(Allocated { pool: RawPool(pool), name, ..allocated(address, 0) }).unwrap();
         }
@@ -387,7 +382,7 @@ mod tests {
 
     #[test]
     fn names_count_toward_the_limit() {
-        let mut transcript = Transcript::new(950);
+        let mut transcript = transcript(950);
         let name = "x".repeat(900);
         let result = transcript.allocate(Allocated { name: Some(&name), ..allocated(1, 0) });
         assert_eq!(result, Err(Overflow::Memory { limit_bytes: 950 }));
@@ -395,7 +390,7 @@ mod tests {
 
     #[test]
     fn records_stay_under_the_limit() {
-        let mut transcript = Transcript::new(10 * size_of::<Record>() as u64);
+        let mut transcript = transcript(10 * size_of::<Record>() as u64);
         let count = (0..20).map_while(|n| transcript.allocate(allocated(n, 0)).ok()).count();
         assert_eq!(count, 9);
         assert!(matches!(transcript.free(Address(0), None), Err(Overflow::Memory { .. })));

@@ -2,7 +2,7 @@
 
 use crate::context::Context;
 use crate::live::{LIVE, Live};
-use crate::{exit, libcuda, pools, streams};
+use crate::{exit, libcuda, pools, recordings, streams};
 
 /// Ends a context that is about to be reset.
 pub(crate) fn end(context: &'static Context) {
@@ -19,7 +19,7 @@ pub(crate) fn end(context: &'static Context) {
         }
     }
     let _refused = context.allocator().trim();
-    let _ended = context.allocator().core().stop_recording();
+    recordings::stop(context.allocator());
     context.close();
     pools::end_all_of(context.id());
     streams::forget_all_of(context);

@@ -9,6 +9,7 @@ use crate::{forks, recordings, tally, watch};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::ffi::c_int;
+use std::fs::File;
 use std::sync::{Mutex, Once, PoisonError};
 use symmalloc_core::PoolId;
 use symmalloc_files::say;
@@ -55,6 +56,8 @@ fn write_file(settings: &Settings, suffix: &str, value: &Value) {
     let path = folder.join(name);
     if let Err(error) = symmalloc_files::write_whole(&path, value.to_string().as_bytes()) {
         say(format_args!("{}: {error}", path.display()));
+        // An empty file needs no space on a full disk.
+        let _unreported = File::create_new(folder.join(format!("{}.unwritten", std::process::id())));
     }
 }
 
@@ -69,11 +72,12 @@ extern "C" fn finish() {
         let ended = std::mem::take(&mut *ENDED.lock().unwrap_or_else(PoisonError::into_inner));
         let serving = Context::all().filter(|context| !context.is_gone());
         let served = serving.map(|context| {
-            let report = of_context(context);
-            let _not_recording = context.allocator().core().stop_recording();
-            report
+            recordings::stop(context.allocator());
+            of_context(context)
         });
         let devices: Vec<Value> = ended.into_iter().chain(served).chain(of_watched()).collect();
+        let failures = recordings::take_failures().into_iter();
+        let incomplete: Vec<Value> = failures.map(|(trace, cause)| json!({ "trace": trace, "cause": cause })).collect();
         let tally = tally::read();
         let report = json!({
             "process": std::process::id(),
@@ -87,6 +91,7 @@ extern "C" fn finish() {
             "peak_live_bytes": tally.peak_live_bytes,
             "peak_driver_bytes": tally.peak_driver_bytes,
             "devices": devices,
+            "incomplete": incomplete,
         });
         write_file(settings, "json", &report);
     });

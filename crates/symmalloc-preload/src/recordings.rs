@@ -4,21 +4,54 @@
 //! watched.
 
 use crate::settings::{self, Settings};
+use std::error::Error;
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::{Mutex, OnceLock, PoisonError};
-use symmalloc_core::recording::{SinkError, StartRecordingError};
+use symmalloc_core::recording::{RecordingError, SinkError, StartRecordingError};
 use symmalloc_cuda::CudaAllocator;
 use symmalloc_files::say;
 use symmalloc_import::{TraceFile, TraceFileOptions, TraceNaming};
 
 /// Devices that have a trace, with the trace's path.
 static FILES: Mutex<Vec<(usize, PathBuf)>> = Mutex::new(Vec::new());
+/// Incomplete traces, each with the cause.
+static FAILURES: Mutex<Vec<(PathBuf, String)>> = Mutex::new(Vec::new());
 
 /// Returns the path of a device's trace, if it has one.
 pub(crate) fn file_of(device: usize) -> Option<PathBuf> {
     let files = FILES.lock().unwrap_or_else(PoisonError::into_inner);
     files.iter().rev().find(|(known, _)| *known == device).map(|(_, file)| file.clone())
+}
+
+/// Prints that a device's trace is incomplete, with the cause, and notes it for the report at exit. The program continues.
+pub(crate) fn failed(device: usize, error: &dyn Error) {
+    let trace = file_of(device).or_else(|| Some(settings::settings()?.record.as_deref()?.into())).unwrap_or_default();
+    let mut cause = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        // Some errors repeat their source.
+        let text = error.to_string();
+        if !cause.ends_with(&text) {
+            cause = format!("{cause}: {text}");
+        }
+        source = error.source();
+    }
+    say(format_args!("the recording is incomplete: {cause}"));
+    FAILURES.lock().unwrap_or_else(PoisonError::into_inner).push((trace, cause));
+}
+
+/// Removes and returns the incomplete traces, each with the cause.
+pub(crate) fn take_failures() -> Vec<(PathBuf, String)> {
+    std::mem::take(&mut *FAILURES.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// Stops the recording of an allocator, if there is one, and notes the reason if it is incomplete.
+pub(crate) fn stop(allocator: &CudaAllocator) {
+    match allocator.core().stop_recording() {
+        Ok(_) | Err(RecordingError::NotRecording) => {}
+        Err(error) => failed(allocator.device().ordinal(), &error),
+    }
 }
 
 /// Creates a trace for a device, if recording is requested. Errors are printed, and the program continues.
@@ -46,7 +79,8 @@ pub(crate) fn create(device: usize, settings: &Settings) -> Option<TraceFile> {
             Some(file)
         }
         Err(error) => {
-            say(format_args!("cannot record: {error}"));
+            drop(files);
+            failed(device, &error);
             None
         }
     }
@@ -57,7 +91,7 @@ pub(crate) fn start(allocator: &CudaAllocator, settings: &Settings) {
     let Some(file) = create(allocator.device().ordinal(), settings) else { return };
     let started = allocator.core().start_recording(file);
     if let Err(error) = started {
-        say(format_args!("cannot record: {error}"));
+        failed(allocator.device().ordinal(), &error);
     }
 }
 

@@ -20,7 +20,6 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use symmalloc_core::op::{Op, Record};
 use symmalloc_core::recording::Sink;
 use symmalloc_core::{AllocationId, PoolId, StreamId};
-use symmalloc_files::say;
 use symmalloc_import::TraceFile;
 
 /// Data of a watched allocation of the driver.
@@ -40,6 +39,7 @@ struct Watching {
 }
 
 struct WatchedDevice {
+    ordinal: usize,
     /// `None` if recording is disabled or has stopped.
     file: Option<TraceFile>,
     numbers: Numbers<StreamName>,
@@ -74,16 +74,16 @@ impl WatchedDevice {
         let file = settings.and_then(|settings| {
             let mut file = recordings::create(ordinal, settings)?;
             let begun = file.begin(&settings.config).map_err(recordings::refused);
-            begun.inspect_err(|error| say(format_args!("cannot record: {error}"))).ok()?;
+            begun.inspect_err(|error| recordings::failed(ordinal, error)).ok()?;
             Some(file)
         });
-        WatchedDevice { file, numbers: Numbers::new(), last: None, streams: 0, allocations: 0 }
+        WatchedDevice { ordinal, file, numbers: Numbers::new(), last: None, streams: 0, allocations: 0 }
     }
 
     fn record(&mut self, op: Op) {
         let Some(file) = &mut self.file else { return };
         if let Err(error) = file.record(Record::from(op)) {
-            say(format_args!("recording stopped: {error}"));
+            recordings::failed(self.ordinal, &*error);
             self.file = None;
         }
     }
@@ -214,7 +214,7 @@ pub(crate) fn finish() {
         if let Some(mut file) = device.file.take()
             && let Err(error) = file.finish()
         {
-            say(format_args!("the recording is incomplete: {error}"));
+            recordings::failed(device.ordinal, &*error);
         }
     }
 }

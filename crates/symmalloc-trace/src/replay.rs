@@ -18,6 +18,7 @@ pub use error::{ReplayError, StepError};
 
 use crate::plan::PlanFile;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use symmalloc_core::Allocator;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::errors::{FreeError, UnknownError};
@@ -27,6 +28,7 @@ use symmalloc_core::op::{Op, Pending, Record};
 use symmalloc_core::plans::PlanError;
 use symmalloc_core::restore::{RestoreError, RevivedPlace};
 use symmalloc_core::sleep::{Phase, SleepCause, SleepError};
+use symmalloc_core::work::Allowance;
 use symmalloc_core::{Allocation, Handle};
 
 /// Ops with dense allocation ids.
@@ -35,7 +37,7 @@ pub struct Program {
     ops: Vec<Op>,
     allocation_count: usize,
     /// Names of named allocations, ascending by id.
-    names: Vec<(AllocationId, Box<str>)>,
+    names: Vec<(AllocationId, Arc<str>)>,
     /// Frees that completed later in the recording, ascending by op index.
     pending: Vec<(usize, Pending)>,
     /// Placements of revived allocations, ascending by id.
@@ -100,6 +102,12 @@ impl Program {
     /// Returns the name of an allocation.
     #[inline]
     pub fn name(&self, id: AllocationId) -> Option<&str> {
+        self.shared_name(id).map(|name| &**name)
+    }
+
+    /// Returns the name of an allocation, which all allocations with this name share.
+    #[inline]
+    pub fn shared_name(&self, id: AllocationId) -> Option<&Arc<str>> {
         let at = self.names.binary_search_by_key(&id, |(id, _)| *id).ok()?;
         Some(&self.names[at].1)
     }
@@ -144,6 +152,7 @@ pub struct Replay<'a, B: Backend, L: Lock> {
     plans: Option<Following<'a>>,
     /// Number of allocations placed by a plan, in completed steps.
     planned: u64,
+    allowance: Allowance,
 }
 
 /// The plans that a run follows.
@@ -168,6 +177,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
             sleeps: BTreeMap::new(),
             plans: None,
             planned: 0,
+            allowance: Allowance::default(),
         }
     }
 
@@ -188,6 +198,13 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         }
         replay.adopt_plans(PoolId::DEFAULT, PoolId::DEFAULT)?;
         Ok(replay)
+    }
+
+    /// Replaces the steps that the program may take; see [`StepError::TooMuchWork`].
+    #[must_use]
+    pub fn with_allowance(mut self, allowance: Allowance) -> Self {
+        self.allowance = allowance;
+        self
     }
 
     /// Starts another pass of the program. Call it before every pass. Wakes the pools that the previous pass left
@@ -265,8 +282,17 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
     ///
     /// # Errors
     /// Returns an error if the allocator rejects the op, or the op names an allocation that is not live. The run can continue.
+    /// Also returns an error if the program has taken too much work so far ([`StepError::TooMuchWork`]); the op was executed.
     #[inline(always)]
     pub fn step(&mut self, op: &Op) -> Result<Option<Allocation>, StepError> {
+        let mut allowance = self.allowance;
+        let done = allowance.charge(|| self.execute(op));
+        self.allowance = allowance;
+        done?
+    }
+
+    #[inline(always)]
+    fn execute(&mut self, op: &Op) -> Result<Option<Allocation>, StepError> {
         match *op {
             Op::Allocate { id, pool, stream, size_bytes } => {
                 let pool = self.pool(pool)?;
@@ -275,9 +301,9 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
                 {
                     return Ok(Some(allocation));
                 }
-                let allocation = match self.program.name(id) {
+                let allocation = match self.program.shared_name(id) {
                     None => self.allocator.allocate(pool, stream, size_bytes)?,
-                    Some(name) => self.allocator.allocate_named(pool, stream, size_bytes, name)?,
+                    Some(name) => self.allocator.allocate_sharing_name(pool, stream, size_bytes, name)?,
                 };
                 self.live[id.0 as usize] = Some(allocation.handle);
                 return Ok(Some(allocation));

@@ -8,6 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use symmalloc_core::ids::{PoolId, SegmentId, StreamId};
 use symmalloc_core::units::MIB;
+use symmalloc_core::work;
 
 /// Size class of a request. Small and large requests never share a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -146,6 +147,7 @@ impl Blocks {
         let mut fitting = self.fitting(list, size);
         let mut best = fitting.next()?;
         for address in fitting {
+            work::count(1);
             if room(address) >= room(best) {
                 break;
             }
@@ -156,13 +158,18 @@ impl Blocks {
 
     /// Returns the unmapped blocks of a list, in ascending order of address.
     pub(super) fn unmapped_of(&self, list: List) -> impl Iterator<Item = u64> {
-        self.unmapped.range((list, 0)..=(list, u64::MAX)).map(|&(_, address)| address)
+        self.unmapped.range((list, 0)..=(list, u64::MAX)).inspect(|_| work::count(1)).map(|&(_, address)| address)
     }
 
     /// Returns the free blocks of a pool or of all pools.
     pub(super) fn free_of(&self, pool: Option<PoolId>) -> Vec<u64> {
         let of_pool = |list: &List| pool.is_none_or(|pool| pool == list.pool);
-        self.free.iter().filter(|(list, ..)| of_pool(list)).map(|&(_, _, address)| address).collect()
+        self.free
+            .iter()
+            .inspect(|_| work::count(1))
+            .filter(|(list, ..)| of_pool(list))
+            .map(|&(_, _, address)| address)
+            .collect()
     }
 
     /// Counts a completed event of a pending block, and frees the block after the last one.

@@ -11,7 +11,7 @@ pub(crate) struct ReadingArgs {
     /// Accept a truncated trace or log, and use the part before the truncation
     #[arg(long)]
     accept_torn: bool,
-    /// Memory limit for reading one recording, in MiB
+    /// Memory limit for one recording and its copies, in MiB
     #[arg(long, value_name = "M", default_value_t = MEMORY_LIMIT_BYTES >> 20,
           value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
     memory_limit_mb: u64,

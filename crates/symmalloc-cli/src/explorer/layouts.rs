@@ -9,6 +9,7 @@ use symmalloc_core::backend::Reason;
 use symmalloc_core::config::PoolConfig;
 use symmalloc_core::ids::{Placement, SegmentId};
 use symmalloc_core::op::Op;
+use symmalloc_core::work::Allowance;
 use symmalloc_import::rerun::{Happened, Owner, Rerun, RerunError};
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::Program;
@@ -97,8 +98,10 @@ fn model(program: &Program) -> Option<Layout> {
     let rules = PoolConfig::builder().fixed().build().ok()?;
     let mut model = AddressOrder::new(0, ModelSegments::Fixed, 0).with_rules(&rules);
     let mut draft = LayoutDraft::new(program.ops().len(), program.allocation_count());
+    let mut allowance = Allowance::default();
     for (number, op) in program.ops().iter().enumerate() {
-        let placement = match (model.step(op), op) {
+        let stepped = allowance.charge(|| model.step(op)).ok()?;
+        let placement = match (stepped, op) {
             (Ok(placement), _) => placement,
             (Err(error), Op::Allocate { .. }) if error.reason == Reason::OutOfMemory => None,
             (Err(_), _) => return None,

@@ -11,6 +11,7 @@ use symmalloc_core::backend::Reason;
 use symmalloc_core::config::{PoolConfig, SegmentPolicy, StreamPolicy};
 use symmalloc_core::ids::Placement;
 use symmalloc_core::op::Op;
+use symmalloc_core::work::Allowance;
 use symmalloc_trace::replay::Program;
 
 /// Runner of one program under the rule.
@@ -40,10 +41,13 @@ impl Rule for Address<'_> {
         let ops = self.program.ops();
         let failed = |op| move |error| JobError::Model { rank, op, error };
         let passes = if rank == 0 { self.passes } else { 1 };
+        let mut allowance = Allowance::default();
         for pass in 0..passes {
             let mut allocation = 0;
             for (op, call) in ops.iter().enumerate() {
-                let placement = match (model.step(call), call) {
+                let stepped = allowance.charge(|| model.step(call));
+                let stepped = stepped.map_err(|source| JobError::TooMuchWork { rank, op, source })?;
+                let placement = match (stepped, call) {
                     (Ok(placement), _) => Some(placement.unwrap_or(Placement::NOWHERE)),
                     // The request exceeds the address space. The model's state is unchanged.
                     (Err(error), Op::Allocate { .. }) if error.reason == Reason::OutOfMemory => None,

@@ -3,8 +3,14 @@
 use symmalloc_core::backend::BackendError;
 use symmalloc_core::config::ConfigError;
 use symmalloc_core::errors::FreeError;
+use symmalloc_core::ids::PoolId;
 use symmalloc_core::units::Amount;
+use symmalloc_core::work::TooMuchWork;
 use symmalloc_trace::replay::StepError;
+
+/// Maximum number of streams that use a shared heap: those that allocate from it, and those that use its allocations. Every free block
+/// of such a heap may have to wait for each of them. Frameworks use at most a few dozen streams per device.
+pub const STREAMS_PER_HEAP_MAX: usize = 256;
 
 /// Error that prevents the replay of a job.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -33,6 +39,25 @@ pub enum JobError {
         heaps: usize,
         /// Address space that these heaps reserve, in bytes.
         addresses: u64,
+    },
+    /// More streams use one shared heap than any job has.
+    #[error(
+        "more than {STREAMS_PER_HEAP_MAX} streams use the shared heap of pool {pool}, and each of its free blocks may have to wait \
+         for all of them"
+    )]
+    SharedStreams {
+        /// The pool.
+        pool: PoolId,
+    },
+    /// The job repeats ops whose work grows with its live memory.
+    #[error("op {op} on rank {rank}, in the model of address order: {source}")]
+    TooMuchWork {
+        /// The rank.
+        rank: u32,
+        /// The op, counted from 0.
+        op: usize,
+        /// The exhausted allowance.
+        source: TooMuchWork,
     },
     /// A pool cannot adopt its plan.
     #[error("the plan cannot be followed on rank {rank}: {error}")]

@@ -34,7 +34,8 @@ impl Rule for Sequence<'_> {
 
     fn run(&self, rank: u32, mut decided: impl FnMut(At, Decision) -> ControlFlow<()>) -> Result<Report, JobError> {
         // The device has unlimited memory, because driver refusals are not part of this comparison.
-        let device = SimBackend::builder().seed(self.options.seed).rank(rank).memory_bytes(u64::MAX).build();
+        let device =
+            SimBackend::builder().seed(self.options.seed).rank(rank).memory_bytes(u64::MAX).without_kernels().build();
         let allocator = Allocator::<_, Exclusive>::new(device, self.config.clone())?;
         let plan = self.options.plan.as_deref();
         let replay = plan.map_or_else(

@@ -4,6 +4,7 @@ use super::Selection;
 use crate::error::CliError;
 use crate::recorded::Recorded;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use symmalloc_core::config::StreamPolicy;
 use symmalloc_core::ids::{AllocationId, Placement, PoolId};
 use symmalloc_core::op::Op;
@@ -40,7 +41,7 @@ pub(crate) struct DrawnBlock {
 #[derive(Clone, Debug)]
 pub(crate) struct LiveAllocation {
     pub(crate) id: AllocationId,
-    pub(crate) name: Option<Box<str>>,
+    pub(crate) name: Option<Arc<str>>,
     pub(crate) requested_bytes: u64,
     pub(crate) placement: Placement,
 }

@@ -10,10 +10,14 @@
 use super::Selection;
 use crate::error::CliError;
 use crate::recorded::Recorded;
-use symmalloc_import::rerun::{Happened, Moment, Owner, Rerun};
+use symmalloc_core::work::{self, Allowance};
+use symmalloc_import::rerun::{Happened, Moment, Owner, Rerun, RerunError};
 
 /// Maximum number of columns. A job with fewer ops has one column per op.
 const COLUMNS: usize = 400;
+
+/// Steps that a heap costs in a column: three spans, which also take memory.
+const STEPS_PER_COLUMN: usize = 2;
 
 /// Quantities: requested bytes, bytes of the blocks that serve them, bytes reserved from the device.
 pub(crate) const LIVE: usize = 0;
@@ -125,13 +129,16 @@ impl JobCurves {
             },
             column: None,
             stacked_bytes: 0,
+            allowance: Allowance::default(),
         };
         let failed = |error| recorded.failed(error);
         let mut rerun = Rerun::new(recorded.program(), &recorded.config).map_err(failed)?;
         rerun
             .run(op_count, |moment| {
-                watcher.see(moment);
-                Ok(())
+                let mut allowance = watcher.allowance;
+                let seen = allowance.charge(|| watcher.see(moment));
+                watcher.allowance = allowance;
+                seen.map_err(|error| RerunError::Step { op: moment.number, error: error.into() })
             })
             .map_err(failed)?;
         Ok(watcher.timeline)
@@ -144,6 +151,8 @@ struct Watcher {
     column: Option<usize>,
     /// Sum of the current column's stack.
     stacked_bytes: u64,
+    /// Every op may change the stack of all heaps.
+    allowance: Allowance,
 }
 
 impl Watcher {
@@ -182,7 +191,9 @@ impl Watcher {
         }
         let heaps = &mut self.timeline.heaps;
         let index = heaps.binary_search_by_key(&owner, |(owner, _)| *owner).unwrap_or_else(|index| {
-            let mut curve = Curve::after(self.timeline.stacks.len() - 1);
+            let columns = self.timeline.stacks.len();
+            work::count(STEPS_PER_COLUMN * columns + heaps.len());
+            let mut curve = Curve::after(columns - 1);
             curve.begin_column();
             heaps.insert(index, (owner, curve));
             self.timeline.stacks.iter_mut().for_each(|stack| stack.insert(index, 0));
@@ -195,12 +206,14 @@ impl Watcher {
     }
 
     fn begin_column(&mut self) {
+        work::count(STEPS_PER_COLUMN * self.timeline.heaps.len());
         let curves = self.timeline.heaps.iter_mut().map(|(_, curve)| curve);
         curves.chain([&mut self.timeline.total]).for_each(Curve::begin_column);
         self.push_stack();
     }
 
     fn push_stack(&mut self) {
+        work::count(self.timeline.heaps.len());
         self.stacked_bytes = self.timeline.total.now[ALLOCATED];
         self.timeline.stacks.push(self.timeline.heaps.iter().map(|(_, curve)| curve.now[ALLOCATED]).collect());
     }

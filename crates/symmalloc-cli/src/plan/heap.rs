@@ -30,3 +30,8 @@ impl HeapPlan {
         Op::Reserve { pool, stream: self.stream, size_bytes: self.reserve_bytes }
     }
 }
+
+/// Returns the reservations of one pool.
+pub(super) fn heaps_of_pool(heaps: &Heaps, pool: PoolId) -> impl Iterator<Item = (&Owner, &HeapPlan)> {
+    heaps.range(Owner { pool, stream: None }..).take_while(move |(owner, _)| owner.pool == pool)
+}

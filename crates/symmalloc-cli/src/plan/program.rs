@@ -8,7 +8,7 @@
 //! Streams are registered first, so that memory can be reserved for all of them before the first allocation. The memory of a pool
 //! is reserved when the pool is created. The reservations replace all ops of the recording that reserve, trim or reclaim.
 
-use super::heap::Heaps;
+use super::heap::{Heaps, heaps_of_pool};
 use std::collections::BTreeMap;
 use symmalloc_core::config::{PoolConfig, StreamPolicy};
 use symmalloc_core::ids::{PoolId, StreamId};
@@ -58,7 +58,7 @@ impl PlannedProgram {
     }
 
     fn reserve(&mut self, origin: usize, pool: PoolId, heaps: &Heaps) {
-        for heap in heaps.iter().filter(|(owner, heap)| owner.pool == pool && heap.reserve_bytes > 0) {
+        for heap in heaps_of_pool(heaps, pool).filter(|(_, heap)| heap.reserve_bytes > 0) {
             self.push(origin, heap.1.reserve(pool).into());
         }
     }

@@ -132,7 +132,8 @@ fn note<B: Backend>(
     pool: Option<PoolId>,
     most: &mut BTreeMap<Owner, Taken>,
 ) {
-    for (owner, heap) in heaps.iter().filter(|(owner, _)| pool.is_none_or(|pool| owner.pool == pool)) {
+    let first = Owner { pool: pool.unwrap_or_default(), stream: None };
+    for (owner, heap) in heaps.range(first..).take_while(|(owner, _)| pool.is_none_or(|pool| owner.pool == pool)) {
         // A destroyed pool was recorded before its destruction. A pool that this rank does not create has no memory.
         let Ok(stats) = allocator.heap_stats(owner.pool, heap.stream) else { continue };
         let taken = most.entry(*owner).or_default();

@@ -2,6 +2,7 @@
 
 use super::steps::{self, HeapStep};
 use crate::quantity::exact_memory;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::plans::{Plan, StepAllocation};
@@ -64,11 +65,14 @@ impl fmt::Display for Expected {
 pub(super) fn check(program: &Program, file: &PlanFile) -> Result<(), JobDifference> {
     let has_steps = program.has_steps();
     let steps = steps::of(program, file);
+    let mut alike: BTreeMap<(PoolId, Option<StreamId>, u64), Vec<&HeapStep>> = BTreeMap::new();
+    for step in &steps {
+        alike.entry((step.pool, step.stream, step.key)).or_default().push(step);
+    }
     for (pool, plan) in file.plans() {
         let heap = HeapName { pool, stream: plan.stream() };
-        let is_meant = |step: &&HeapStep| (step.pool, step.stream, step.key) == (pool, plan.stream(), plan.key());
         let mut found = Err(JobDifference::NoStep { heap, key: plan.key() });
-        for step in steps.iter().filter(is_meant) {
+        for step in alike.get(&(pool, plan.stream(), plan.key())).into_iter().flatten() {
             found = compare(step, plan, has_steps);
             if found.is_ok() {
                 break;
@@ -76,7 +80,9 @@ pub(super) fn check(program: &Program, file: &PlanFile) -> Result<(), JobDiffere
         }
         found?;
     }
-    let is_planned = |step: &HeapStep| file.plans_of(step.pool).any(|plan| plan.stream() == step.stream);
+    let planned: BTreeSet<(PoolId, Option<StreamId>)> =
+        file.plans().map(|(pool, plan)| (pool, plan.stream())).collect();
+    let is_planned = |step: &HeapStep| planned.contains(&(step.pool, step.stream));
     match steps.iter().find(|step| !has_steps && !is_planned(step)) {
         Some(HeapStep { pool, stream, ops, .. }) => {
             Err(JobDifference::NoPlan { heap: HeapName { pool: *pool, stream: *stream }, op: ops[0] })

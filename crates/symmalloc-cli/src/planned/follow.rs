@@ -9,7 +9,7 @@ use crate::recorded::reconfigure;
 use std::path::Path;
 use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
-use symmalloc_core::plans::PlanError;
+use symmalloc_core::plans::{Plan, PlanError};
 use symmalloc_core::{Allocator, PoolId};
 use symmalloc_import::Recording;
 use symmalloc_import::compression;
@@ -67,7 +67,9 @@ pub(super) fn adopt(file: &PlanFile, streams: usize) -> Result<(), (PoolId, Plan
         let Ok(config) = file.config().to_builder().default_pool(settings).build() else { continue };
         // A configuration that is invalid for a device fails when the job runs.
         let Ok(allocator) = Allocator::<_, Exclusive>::new(IdleBackend::default(), config) else { continue };
-        (0..streams).try_for_each(|_| allocator.register_stream().map(drop)).ok();
+        let of_plan = |plan: &Plan| plan.allocations().iter().map(|planned| planned.wanted.stream.index() + 1).max();
+        let needed = file.plans_of(pool).filter_map(of_plan).max().unwrap_or(0);
+        (0..streams.min(needed)).try_for_each(|_| allocator.register_stream().map(drop)).ok();
         let adopted = file.plans_of(pool).try_for_each(|plan| allocator.adopt_plan(PoolId::DEFAULT, plan.clone()));
         adopted.map_err(|error| (pool, error))?;
     }

@@ -28,7 +28,7 @@ pub(super) fn plans(recorded: &Recorded, config: &Config) -> Result<PlanFile, Cl
     let learning = learning.and_then(|pool| config.to_builder().limit_bytes(None).default_pool(pool).build());
     let learning = learning.map_err(|error| recorded.invalid(error))?;
     let program = program(recorded).map_err(|error| recorded.invalid(error))?;
-    let device = SimBackend::builder().memory_bytes(u64::MAX).build();
+    let device = SimBackend::builder().memory_bytes(u64::MAX).without_kernels().build();
     let allocator = Allocator::<_, Exclusive>::new(device, learning).map_err(|error| recorded.invalid(error))?;
     let mut replay = Replay::new(&allocator, &program);
     let mut learned: BTreeMap<PoolId, Vec<Plan>> = BTreeMap::new();

@@ -14,7 +14,7 @@ use super::refusal::not_followed;
 use crate::error::CliError;
 use crate::job::{JobError, Options};
 use crate::recorded::Recorded;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, PoolConfigBuilder, SegmentPolicy};
 use symmalloc_core::ids::StreamId;
 use symmalloc_core::lock::Exclusive;
@@ -93,15 +93,22 @@ fn with_pools(
 fn run(recorded: &Recorded, file: &PlanFile, mut most: Segments) -> Result<(Segments, u64), CliError> {
     let failed = |error| not_followed(recorded, error);
     let program = recorded.program();
-    let device = SimBackend::builder().memory_bytes(u64::MAX).build();
+    let device = SimBackend::builder().memory_bytes(u64::MAX).without_kernels().build();
     let allocator = Allocator::<_, Exclusive>::new(device, file.config().clone());
     let allocator = allocator.map_err(|error| recorded.invalid(error))?;
     let replay = Replay::following(&allocator, program, file);
     let mut replay = replay.map_err(|error| failed(JobError::Plan { rank: 0, error }))?;
+    let mut streams: BTreeMap<PoolId, BTreeSet<StreamId>> = BTreeMap::new();
+    for op in program.ops() {
+        if let Op::Allocate { pool, stream, .. } | Op::Reserve { pool, stream, .. } = op {
+            streams.entry(*pool).or_default().insert(*stream);
+        }
+    }
+    let none = BTreeSet::new();
     let note = |replay: &Replay<'_, _, _>, pool: PoolId, most: &mut u64| {
+        let allocating = streams.get(&pool).unwrap_or(&none);
         let Some(pool) = replay.pool_of(pool) else { return };
-        let streams = (0..program.stream_count()).map_while(|stream| u16::try_from(stream).ok()).map(StreamId);
-        let heaps = streams.filter_map(|stream| allocator.heap_stats(pool, stream).ok());
+        let heaps = allocating.iter().filter_map(|stream| allocator.heap_stats(pool, *stream).ok());
         *most = heaps.map(|stats| stats.reserved_bytes.peak).fold(*most, u64::max);
     };
     let mut refused = 0;

@@ -22,16 +22,21 @@ pub(super) struct HeapStep {
     pub(super) ops: Vec<usize>,
 }
 
+/// A heap of a program: its pool, and its stream unless all streams share it.
+type HeapKey = (PoolId, Option<StreamId>);
+
 /// Returns the steps of a program in the order in which they end, and those of one pool in stream order. The file determines which
 /// streams share. Requests to pools with a quota, and to pools that the file does not configure, are left out.
 pub(super) fn of(program: &Program, file: &PlanFile) -> Vec<HeapStep> {
     let has_steps = program.has_steps();
     let mut steps = Vec::new();
-    // The open step of each heap.
-    let mut open: BTreeMap<(PoolId, Option<StreamId>), HeapStep> = BTreeMap::new();
+    // The open step of each heap, with its number.
+    let mut open: BTreeMap<HeapKey, (usize, HeapStep)> = BTreeMap::new();
     // Keys of the open steps. Without steps, the number of the part between sleeps.
     let mut keys: BTreeMap<PoolId, u64> = BTreeMap::new();
-    let mut live: BTreeMap<AllocationId, ((PoolId, Option<StreamId>), usize)> = BTreeMap::new();
+    // Live allocations: the heap, the number of the step, and the number in the step.
+    let mut live: BTreeMap<AllocationId, (HeapKey, usize, usize)> = BTreeMap::new();
+    let mut begun = 0;
     for (number, op) in program.ops().iter().enumerate() {
         match *op {
             Op::BeginStep { pool, key } => drop(keys.insert(pool, key)),
@@ -41,29 +46,27 @@ pub(super) fn of(program: &Program, file: &PlanFile) -> Vec<HeapStep> {
                 } else {
                     *keys.entry(pool).or_default() += 1;
                 }
-                let ended: Vec<_> = open.keys().filter(|(of, _)| *of == pool).copied().collect();
-                steps.extend(ended.iter().filter_map(|heap| open.remove(heap)));
-                live.retain(|_, (heap, _)| heap.0 != pool);
+                let of_pool = open.range((pool, None)..).take_while(|((of, _), _)| *of == pool);
+                let ended: Vec<_> = of_pool.map(|(heap, _)| *heap).collect();
+                steps.extend(ended.iter().filter_map(|heap| open.remove(heap)).map(|(_, step)| step));
             }
             Op::Allocate { id, pool, stream, size_bytes: requested_bytes @ 1.. } => {
                 let key = keys.get(&pool).copied().or((!has_steps).then_some(0));
                 let config = file.pool_config(pool).filter(|config| !config.has_quota());
                 let (Some(key), Some(config)) = (key, config) else { continue };
                 let heap = (pool, (config.streams() != StreamPolicy::Shared).then_some(stream));
-                let step = open.entry(heap).or_insert_with(|| HeapStep {
-                    pool,
-                    stream: heap.1,
-                    key,
-                    wanted: Vec::new(),
-                    ops: Vec::new(),
+                let (number_of_step, step) = open.entry(heap).or_insert_with(|| {
+                    begun += 1;
+                    (begun, HeapStep { pool, stream: heap.1, key, wanted: Vec::new(), ops: Vec::new() })
                 });
-                live.insert(id, (heap, step.wanted.len()));
+                live.insert(id, (heap, *number_of_step, step.wanted.len()));
                 step.wanted.push(StepAllocation { stream, requested_bytes, until: None });
                 step.ops.push(number);
             }
             Op::Free { id } => {
-                if let Some((heap, allocation)) = live.remove(&id)
-                    && let Some(step) = open.get_mut(&heap)
+                // An allocation of an earlier step has no end in this one.
+                if let Some((heap, number_of_step, allocation)) = live.remove(&id)
+                    && let Some((_, step)) = open.get_mut(&heap).filter(|(number, _)| *number == number_of_step)
                 {
                     step.wanted[allocation].until = Some(step.wanted.len() as u32);
                 }
@@ -72,12 +75,12 @@ pub(super) fn of(program: &Program, file: &PlanFile) -> Vec<HeapStep> {
         }
     }
     if !has_steps {
-        for step in open.values_mut() {
+        for (_, step) in open.values_mut() {
             let count = step.wanted.len() as u32;
             step.wanted.iter_mut().for_each(|wanted| wanted.until = wanted.until.or(Some(count)));
         }
     }
-    steps.extend(open.into_values());
+    steps.extend(open.into_values().map(|(_, step)| step));
     if !has_steps {
         // A step is not planned if all of its allocations stay live while the pool sleeps.
         steps.retain(|step| step.wanted.iter().any(|wanted| wanted.until.is_some()));

@@ -5,6 +5,7 @@ use crate::quantity::memory;
 use serde::Serialize;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Live allocations with the same name, or without a name and with the same size.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -29,11 +30,11 @@ impl Holder {
 
 /// Returns the holders in descending order of bytes.
 pub(super) fn of(memory: &Memory) -> Vec<Holder> {
-    let mut holders: BTreeMap<(Option<Box<str>>, Option<u64>), Holder> = BTreeMap::new();
+    let mut holders: BTreeMap<(Option<Arc<str>>, Option<u64>), Holder> = BTreeMap::new();
     for held in memory.blocks().filter_map(|block| block.held.as_ref()) {
         let each_bytes = held.name.is_none().then_some(held.requested_bytes);
         let holder = holders.entry((held.name.clone(), each_bytes)).or_insert_with(|| Holder {
-            name: held.name.clone(),
+            name: held.name.as_deref().map(Into::into),
             each_bytes,
             allocations: 0,
             requested_bytes: 0,

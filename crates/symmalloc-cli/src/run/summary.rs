@@ -24,6 +24,16 @@ pub(super) struct Summary {
     /// Lower bound of the memory that the driver's allocator would have needed.
     pub(super) peak_driver_bytes: u64,
     pub(super) devices: Vec<DeviceSummary>,
+    /// Recordings that lack records.
+    #[serde(default)]
+    pub(super) incomplete: Vec<Incomplete>,
+}
+
+/// A recording that lacks records.
+#[derive(Clone, Debug, Deserialize)]
+pub(super) struct Incomplete {
+    pub(super) trace: PathBuf,
+    pub(super) cause: String,
 }
 
 /// Results of one device of a process.
@@ -71,14 +81,20 @@ pub(super) struct Summaries {
     pub(super) ended: Vec<Summary>,
     /// Processes that left only a marker.
     pub(super) killed: Vec<Begun>,
+    /// Process ids of processes that could not write their summary.
+    pub(super) unwritten: Vec<String>,
 }
 
 impl Summaries {
     pub(super) fn read(folder: &Path) -> Result<Self, CliError> {
         let error = |source| CliError::RunFolder { path: folder.to_path_buf(), source };
         let mut files: BTreeMap<PathBuf, String> = BTreeMap::new();
+        let mut unwritten = Vec::new();
         for entry in fs::read_dir(folder).map_err(error)? {
             let path = entry.map_err(error)?.path();
+            if path.extension().is_some_and(|kind| kind == "unwritten") {
+                unwritten.extend(path.file_stem().map(|process| process.to_string_lossy().into_owned()));
+            }
             if path.extension().is_some_and(|kind| kind == "json" || kind == "begun") {
                 let text = fs::read_to_string(&path).map_err(error)?;
                 files.insert(path, text);
@@ -88,7 +104,8 @@ impl Summaries {
             files.iter().filter(move |(path, _)| path.extension().is_some_and(|suffix| suffix == kind))
         };
         let bad = |path: &Path, source| CliError::RunSummary { path: path.to_path_buf(), source };
-        let mut summaries = Summaries::default();
+        unwritten.sort_unstable();
+        let mut summaries = Summaries { unwritten, ..Summaries::default() };
         for (path, text) in of_kind("json") {
             summaries.ended.push(serde_json::from_str(text).map_err(|source| bad(path, source))?);
         }
@@ -103,7 +120,17 @@ impl Summaries {
         Ok(summaries)
     }
 
-    /// Returns the complete traces.
+    /// Returns the recordings that lack records.
+    pub(super) fn incomplete(&self) -> impl Iterator<Item = &Incomplete> {
+        self.ended.iter().flat_map(|summary| &summary.incomplete)
+    }
+
+    /// Returns `true` if a process could not write its recording or its summary.
+    pub(super) fn has_failed(&self) -> bool {
+        self.incomplete().next().is_some() || !self.unwritten.is_empty()
+    }
+
+    /// Returns the traces.
     pub(super) fn traces(&self) -> impl Iterator<Item = &Path> {
         self.ended.iter().flat_map(|summary| &summary.devices).filter_map(|device| device.trace.as_deref())
     }

@@ -1,12 +1,14 @@
 //! The text that `run` prints on stderr when the program has ended.
 
 use super::process::Ended;
-use super::summary::{Begun, DeviceSummary, Leak, Summaries, Summary};
+use super::summary::{Begun, DeviceSummary, Incomplete, Leak, Summaries, Summary};
 use crate::args::RunArgs;
 use crate::destination::shown;
+
 use crate::output::{Cell, Palette, Table};
 use crate::quantity::{count, counted, memory};
 use std::time::Duration;
+use symmalloc_text::visible_line;
 
 /// Maximum number of leak sizes shown.
 const LEAKS_MAX: usize = 5;
@@ -25,13 +27,22 @@ pub(super) fn text(summaries: &Summaries, args: &RunArgs, ended: &Ended) -> Stri
         for trace in
             summary.devices.iter().filter_map(|device| device.trace.as_deref()).filter(|_| args.record.is_some())
         {
-            lines.push(format!("recorded {}", shown(trace)));
+            if summary.incomplete.iter().all(|incomplete| incomplete.trace != trace) {
+                lines.push(format!("recorded {}", shown(trace)));
+            }
+        }
+        for Incomplete { trace, cause } in &summary.incomplete {
+            lines.push(visible_line(&format!("the recording {} is incomplete: {cause}", shown(trace))).into_owned());
         }
     }
     for begun in &summaries.killed {
         lines.push(killed(begun, args));
     }
-    if summaries.ended.is_empty() && summaries.killed.is_empty() {
+    for process in &summaries.unwritten {
+        let process = visible_line(process);
+        lines.push(format!("process {process} could not write its statistics: free space on the disk of TMPDIR"));
+    }
+    if summaries.ended.is_empty() && summaries.killed.is_empty() && summaries.unwritten.is_empty() {
         lines.push("no process allocated device memory through libcuda".to_owned());
     }
     lines.into_iter().map(|line| format!("symmalloc: {line}\n")).collect()

@@ -1,9 +1,13 @@
 //! Foreign text: names, file names and flight records that try to deceive readers or to slow down the program.
 
-use super::{CommandOutput, Folder, command, snapshot};
+use super::{CommandOutput, Folder, command, snapshot, symmalloc};
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use symmalloc_harness::hostile::{HostileTrace, trace as hostile_trace};
+use symmalloc_harness::is_night;
+use symmalloc_import::compression::{Compression, Compressor};
 
 /// All kinds of characters that change a screen or are invisible: escape sequence, title, DEL, C1, direction, zero width, line break.
 const HOSTILE: &str =
@@ -162,10 +166,7 @@ fn large_flight_records_take_linear_time() {
     for (name, communicator) in records {
         let folder = Folder::new();
         let record = flight(&folder, name, (0..RECORDS).map(communicator));
-        // A limit on processor time, in seconds, does not depend on other work of the machine.
-        let mut limited = Command::new("sh");
-        limited.args(["-c", "ulimit -t 30; exec \"$0\" \"$@\""]).arg(command().get_program());
-        let printed = CommandOutput::from(limited.args(["diff", "--json"]).arg(&record).output().unwrap());
+        let printed = limited("-t 30", &["diff", "--json"], &[&record]);
         assert_eq!(printed.code, Some(3), "{name}: {}", printed.stderr);
     }
 }
@@ -185,4 +186,146 @@ fn exhausted_address_space_is_an_error_with_a_remedy() {
         run(&[command, &["--config", "range_mb:1024"]].concat(), &[&job]).exited(0);
         run(&[command, &["--streams", "shared"]].concat(), &[&job]).exited(0);
     }
+}
+
+/// Runs the program with a limit of the shell: `-t` seconds of processor time, which does not depend on other work of the machine, or
+/// `-v` KiB of address space.
+fn limited(limit: &str, args: &[&str], paths: &[&Path]) -> CommandOutput {
+    let mut limited = Command::new("sh");
+    limited.args(["-c", &format!("ulimit {limit}; exec \"$0\" \"$@\"")]).arg(command().get_program());
+    limited.args(args).args(paths).output().unwrap().into()
+}
+
+/// All commands that read a recording.
+const COMMANDS: [&str; 9] = [
+    "replay JOB --ranks 2 --json",
+    "replay JOB --ranks 2 --order address --json",
+    "plan JOB --json",
+    "report JOB --json -o out.html",
+    "chart JOB --json -o out.svg",
+    "export JOB out.pickle --json",
+    "export JOB out.json --json",
+    "import JOB out.trace --json",
+    "simulate JOB --ranks 2 --json --out out.failures",
+];
+
+/// Runs commands on a recording. Returns the outputs, each with the command.
+fn run_all(
+    commands: &[&'static str],
+    folder: &Folder,
+    limit: &str,
+    flags: &[&str],
+    recording: &Path,
+) -> Vec<(&'static str, CommandOutput)> {
+    let run = |command: &&'static str| {
+        let path = |word: &str| match word {
+            "JOB" => recording.display().to_string(),
+            out if out.starts_with("out.") => folder.path(out).display().to_string(),
+            word => word.to_owned(),
+        };
+        let words: Vec<String> = command.split(' ').map(path).collect();
+        let args: Vec<&str> = words.iter().map(String::as_str).chain(flags.iter().copied()).collect();
+        (*command, limited(limit, &args, &[]))
+    };
+    commands.iter().map(run).collect()
+}
+
+/// Regression test: each of these recordings took minutes. A command now ends within seconds, with a result or with an error that states
+/// why it gave up. By day, the recordings are shorter.
+#[test]
+fn hostile_traces_end_in_bounded_time() {
+    let shared = |streams: usize, rounds: usize| {
+        let mut lines: Vec<String> = (0..streams).map(|stream| format!("stream s{stream}")).collect();
+        for id in 0..rounds {
+            lines.push(format!("a {id} 512 s{}", id % streams));
+            lines.push(format!("u {id} s{}", (id * 7 + 1) % streams));
+            lines.extend(id.checked_sub(streams).map(|earlier| format!("f {earlier}")));
+        }
+        let text = format!("symmalloc-trace 1\nconfig streams:shared\n{}\nend {}\n", lines.join("\n"), lines.len());
+        HostileTrace { name: format!("{streams} streams of a shared heap"), text }
+    };
+    let (part, limit) = if is_night() { (1, "-t 60") } else { (8, "-t 30") };
+    let hostile_trace = |state, line, bytes: usize| hostile_trace(state, line, bytes / part);
+    let traces = [
+        shared(200, 5000 / part),
+        shared(300, 5000 / part),
+        shared(4000, 60_000 / part),
+        hostile_trace("gaps", "trim", 600_000),
+        hostile_trace("pools", "trim", 200_000),
+        hostile_trace("gaps of segments", "trim", 600_000),
+        hostile_trace("users of one block", "u of every stream", 1_500_000),
+        hostile_trace("gaps", "a f revived", 2_300_000),
+        hostile_trace("gaps of many sizes", "sleep keep wake", 200_000),
+        hostile_trace("gaps of segments", "observe", 200_000),
+        hostile_trace("heaps", "a f large", 200_000),
+    ];
+    for HostileTrace { name, text } in traces {
+        let folder = Folder::new();
+        let job = folder.file("hostile.trace", text);
+        for (command, printed) in run_all(&COMMANDS, &folder, limit, &[], &job) {
+            let code = printed.code;
+            assert!(matches!(code, Some(0 | 2 | 3)), "{name}, {command}: {code:?} {}", printed.stderr);
+            // `import` executes nothing.
+            if name.contains("00 streams of")
+                && !name.starts_with("200")
+                && !command.starts_with("import")
+                && !command.contains("address")
+            {
+                assert!(
+                    printed.stderr.contains("streams use the shared heap"),
+                    "{name}, {command}: {}",
+                    printed.stderr
+                );
+            }
+        }
+    }
+}
+
+/// Writes a compressed trace of allocations with these names.
+fn named(folder: &Folder, names: impl Iterator<Item = String>) -> PathBuf {
+    let path = folder.path("named.trace.gz");
+    let mut out = Compressor::new(fs::File::create(&path).unwrap(), Compression::Gzip).unwrap();
+    let mut allocations = 0;
+    write!(out, "symmalloc-trace 1\nstream s0\n").unwrap();
+    for name in names {
+        writeln!(out, "a {allocations} 512 s0 {name:?}").unwrap();
+        allocations += 1;
+    }
+    writeln!(out, "end {}", allocations + 1).unwrap();
+    out.finish().unwrap();
+    path
+}
+
+/// Regression test: each allocation had copies of its name, which took gigabytes.
+#[test]
+fn allocations_with_one_name_share_its_text() {
+    let folder = Folder::new();
+    let (names, limit) = if is_night() { (200_000, "-v 2000000") } else { (50_000, "-v 600000") };
+    let job = named(&folder, (0..names).map(|_| "x".repeat(4000)));
+    assert!(fs::metadata(&job).unwrap().len() < 4 << 20, "it is small");
+    // The timeline of `export` repeats the names, and a simulation takes longer than the others.
+    let commands =
+        COMMANDS.into_iter().filter(|command| !command.contains("out.json") && !command.starts_with("simulate"));
+    for (command, printed) in run_all(&commands.collect::<Vec<_>>(), &folder, limit, &[], &job) {
+        assert_eq!(printed.code, Some(0), "{command}: {}", printed.stderr);
+    }
+}
+
+/// The limit counts distinct names, records, and the copies that a command makes of them.
+#[test]
+fn the_memory_limit_applies_to_every_command() {
+    let folder = Folder::new();
+    let distinct = named(&folder, (0..300).map(|number| format!("{number} {}", "x".repeat(4000))));
+    let job = folder.path("distinct.trace.gz");
+    fs::rename(distinct, &job).unwrap();
+    for (command, printed) in run_all(&COMMANDS, &folder, "-t 60", &["--memory-limit-mb", "1"], &job) {
+        assert_eq!(printed.code, Some(2), "{command}: {}", printed.stderr);
+        assert!(
+            printed.stderr.contains("--memory-limit-mb") || printed.stdout.contains("--memory-limit-mb"),
+            "{command}: {}",
+            printed.stderr
+        );
+    }
+    let printed = symmalloc("diff {} {} --memory-limit-mb 1", &[&job, &job]);
+    assert_eq!(printed.code, Some(2), "{}", printed.stdout);
 }

@@ -240,3 +240,27 @@ fn a_program_that_cannot_be_started_is_reported() {
     let printed = started("true", "--stats");
     assert!(printed.code == Some(0) && printed.stderr.contains("no process allocated"), "{}", printed.stderr);
 }
+
+/// Regression test: the run succeeded, and its recording lacked everything after the disk was full.
+#[test]
+fn a_recording_on_a_full_disk_fails_with_the_cause() {
+    let Some(job) = Job::new() else { return };
+    for flags in ["--record /dev/full", "--serve --record /dev/full"] {
+        let printed = job.run(flags, "");
+        assert_eq!(printed.code, Some(2), "{flags}: {}", printed.stderr);
+        let line = "symmalloc: the recording /dev/full is incomplete: ";
+        let cause = printed.stderr.lines().find_map(|text| text.strip_prefix(line));
+        assert!(cause.is_some_and(|cause| cause.contains("No space left on device")), "{flags}: {}", printed.stderr);
+        assert!(!printed.stderr.contains("recorded /dev/full"), "{flags}: {}", printed.stderr);
+    }
+    let printed = job.run("--record /dev/full", "exit");
+    assert_eq!(printed.code, Some(7), "the program's own failure is kept: {}", printed.stderr);
+    // The file cannot be created.
+    let printed = job.run("--record missing/job.trace", "");
+    assert_eq!(printed.code, Some(2), "{}", printed.stderr);
+    assert!(
+        printed.stderr.contains("is incomplete: ") && printed.stderr.contains("No such file"),
+        "{}",
+        printed.stderr
+    );
+}

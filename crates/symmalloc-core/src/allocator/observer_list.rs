@@ -1,6 +1,7 @@
 //! The observers and their pools. [`crate::history::segment_log`] explains observers.
 
 use crate::types::ids::{ObserverId, PoolId};
+use crate::types::work;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The observers and their pools.
@@ -19,12 +20,13 @@ impl Observers {
     }
 
     pub(super) fn remove(&mut self, observer: ObserverId) {
+        work::count(self.live.len());
         self.live.retain(|(id, _)| *id != observer);
     }
 
     /// Returns all observers in the order of their registration.
     pub(super) fn iter(&self) -> impl Iterator<Item = (ObserverId, PoolId)> + '_ {
-        self.live.iter().copied()
+        self.live.iter().inspect(|_| work::count(1)).copied()
     }
 
     pub(super) fn count(&self, pool: PoolId) -> u32 {

@@ -20,7 +20,7 @@ pub struct Unread {
     pub events: Vec<SegmentEvent>,
     /// The allocator and the observer that read them.
     reader: (u64, ObserverId),
-    /// The end of these events in the log of each heap.
+    /// The end of these events in the log of each heap, by heap.
     ends: Vec<(HeapId, u64)>,
 }
 
@@ -70,6 +70,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             unread.events.extend(heap.log().unread(observer));
             unread.ends.push((heap.identity().id, heap.log().next()));
         }
+        unread.ends.sort_unstable();
         unread
     }
 
@@ -87,7 +88,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut gate = self.gate();
         let pool = self.observers.lock().pool_of(observer);
         // A heap that was created after the read has no end.
-        let end_of = |id| unread.ends.iter().find(|(read, _)| *read == id).map_or(0, |(_, end)| *end);
+        let end_of = |id| unread.ends.binary_search_by_key(&id, |(read, _)| *read).map_or(0, |at| unread.ends[at].1);
         let has_death = |heap: HeapGuard<'_, L>| heap.log().has_death_since(end_of(heap.identity().id));
         // A replay acknowledges every event so far. If an event was added in between, this observer has not read it.
         let is_late = gate.is_recording() && self.observed_heaps(pool).map(LockCell::lock).any(has_death);

@@ -20,6 +20,7 @@ use crate::stats::budget::Budget;
 use crate::sync::lock::{Guard, Lock, LockCell};
 use crate::sync::registry::Registry;
 use crate::types::ids::{PoolId, StreamId};
+use crate::types::work;
 use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -125,7 +126,11 @@ impl<L: Lock> Pool<L> {
     /// Returns the pool's heaps in stream order.
     pub(super) fn heaps(&self) -> impl Iterator<Item = &HeapCell<L>> {
         let id = self.id();
-        self.heaps.iter().map(|(_, heap)| &**heap).filter(move |heap| heap.lock().identity().pool == id)
+        self.heaps
+            .iter()
+            .inspect(|_| work::count(1))
+            .map(|(_, heap)| &**heap)
+            .filter(move |heap| heap.lock().identity().pool == id)
     }
 
     /// Returns the heap that serves a stream, if it exists. The heap may belong to an earlier pool: the caller compares

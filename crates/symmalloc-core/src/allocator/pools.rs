@@ -11,6 +11,7 @@ use crate::history::segment_log::SegmentLog;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::{PoolId, StreamId};
+use crate::types::work;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -188,6 +189,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// memory the driver holds.
     pub(super) fn kept_pools(&self) -> impl Iterator<Item = (PoolId, &PoolEntry<L>)> {
         let kept = self.destroyed.lock().kept().to_vec();
+        work::count(kept.len());
         kept.into_iter().filter_map(|id| Some((id, self.pools.get(id.index())?))).filter(|(id, pool)| pool.id() == *id)
     }
 

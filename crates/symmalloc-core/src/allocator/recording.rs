@@ -40,6 +40,7 @@ use crate::types::backend::Backend;
 use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{ObserverId, PoolId, StreamId};
 use crate::types::look_up::LookUp;
+use std::sync::Arc;
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Starts to record every op and its decision into the sink, beginning with the existing streams, pools and
@@ -123,11 +124,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     #[cold]
-    pub(super) fn allocate_recorded(&self, request: Request, name: Option<&str>) -> Result<Allocation, AllocateError> {
+    pub(super) fn allocate_recorded(
+        &self,
+        request: Request,
+        name: Option<&Arc<str>>,
+    ) -> Result<Allocation, AllocateError> {
         let mut gate = self.gate();
         let Request { pool, stream, size_bytes } = request;
         let allocation = self.place(pool, stream, size_bytes, name, Some(&mut gate))?;
-        gate.note_allocation(&allocation, request, name);
+        gate.note_allocation(&allocation, request, name.map(|name| &**name));
         Ok(allocation)
     }
 

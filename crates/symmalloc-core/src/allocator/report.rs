@@ -189,7 +189,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                         segment: segment.segment,
                         offset_bytes: block.offset_bytes,
                         requested_bytes,
-                        name,
+                        name: name.as_deref().map(Into::into),
                     });
                 }
             }

@@ -6,10 +6,12 @@
 use super::Arena;
 use super::context::DynContext;
 use crate::blocks::table::{BlockState, Slot};
+use crate::streams::clocks::WAITS_MAX;
 use crate::streams::fences::{Fence, FenceSetId, Fences};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::BackendError;
 use crate::types::ids::StreamId;
+use crate::types::work;
 use smallvec::SmallVec;
 
 impl Arena {
@@ -25,6 +27,7 @@ impl Arena {
     pub(crate) fn fence_uses<L: Lock>(&mut self, context: &DynContext<'_, L>, slot: Slot) -> Result<(), BackendError> {
         let set = self.table.block(slot).fences;
         let uses = self.fences.fences(set);
+        work::count(uses.len());
         let mut fences = Fences::new();
         for stream in uses.iter().map(|fence| fence.stream) {
             // The tick ends before the event is recorded, so that the event covers all of it.
@@ -57,6 +60,7 @@ impl Arena {
             unreachable!("the free index names only free blocks");
         };
         let set = block.fences;
+        work::count(self.fences.fences(set).len());
         let owner = Fence { stream: owner, tick: since, event: None };
         for fence in self.fences.fences(set) {
             order_after(context, stream, *fence)?;
@@ -119,6 +123,8 @@ fn order_after<L: Lock>(context: &DynContext<'_, L>, stream: StreamId, fence: Fe
     if context.clocks.lock().covers(stream, fence.stream, fence.tick) {
         return Ok(());
     }
+    // The clocks of both streams are merged.
+    work::count(WAITS_MAX);
     match fence.event {
         Some(event) => {
             context.backend.wait(stream, event)?;

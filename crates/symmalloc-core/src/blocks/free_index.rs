@@ -239,6 +239,13 @@ impl FreeIndex {
         used.flat_map(|bin| self.keys_of(blocks, bin))
     }
 
+    /// Returns the slots of all blocks of a class with at least `size`, in ascending order of their keys.
+    pub(crate) fn at_least(&self, blocks: &[Block], class: SizeClass, size: Units) -> impl Iterator<Item = Slot> {
+        let bins = bin_of(class, size)..first_of(class) + BIN_COUNT as Bin;
+        let used = bins.filter(|bin| self.is_occupied(*bin));
+        used.flat_map(|bin| self.keys_of(blocks, bin)).filter(move |key| key.size() >= size).map(FreeKey::slot)
+    }
+
     /// Adds a block to a list whose first block compares less than it.
     #[inline(never)]
     fn insert_behind(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {

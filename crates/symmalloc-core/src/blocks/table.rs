@@ -28,7 +28,9 @@ use crate::streams::fences::FenceSetId;
 use crate::types::backend::{DeviceAddress, Range};
 use crate::types::ids::{Placement, SegmentId, StreamId};
 use crate::types::units::{Units, bytes, units};
+use crate::types::work;
 use slab::Slab;
+use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 
 /// A slot of the block table.
@@ -216,12 +218,14 @@ pub(crate) struct BlockTable {
     /// The next vacant slot to use; `NONE` if there is none.
     vacant: Slot,
     segments: Slab<Segment>,
+    /// The slot of each segment, by ordinal.
+    order: BTreeMap<SegmentId, u32>,
 }
 
 impl Default for BlockTable {
     fn default() -> Self {
         let blocks = (0..SENTINELS as Slot).map(Block::sentinel).collect();
-        BlockTable { blocks, vacant: NONE, segments: Slab::new() }
+        BlockTable { blocks, vacant: NONE, segments: Slab::new(), order: BTreeMap::new() }
     }
 }
 
@@ -318,9 +322,18 @@ impl BlockTable {
 
     /// Returns the slots of all segments in sequence order.
     pub(crate) fn segments_in_order(&self) -> Vec<u32> {
-        let mut slots: Vec<u32> = self.segments.iter().map(|(slot, _)| slot as u32).collect();
-        slots.sort_unstable_by_key(|slot| self.segment(*slot).id);
-        slots
+        work::count(self.order.len());
+        self.order.values().copied().collect()
+    }
+
+    /// Returns the slot of the segment with this ordinal.
+    pub(crate) fn segment_of(&self, id: SegmentId) -> Option<u32> {
+        self.order.get(&id).copied()
+    }
+
+    /// Returns the slot of the newest segment with its own memory.
+    pub(crate) fn newest_backed(&self) -> Option<u32> {
+        self.order.values().rev().inspect(|_| work::count(1)).copied().find(|slot| !self.segment(*slot).is_stitched)
     }
 
     /// Returns the slots of all segments with their own memory, in sequence order.
@@ -336,6 +349,7 @@ impl BlockTable {
         std::iter::successors(Some(edge), |slot| Some(self.block(*slot).next))
             .skip(1)
             .take_while(move |slot| *slot != edge)
+            .inspect(|_| work::count(1))
     }
 
     /// Adds a segment with one block that covers it, and returns the block.
@@ -352,6 +366,7 @@ impl BlockTable {
         let block = self.block_mut(edge);
         (block.prev, block.next) = (edge, edge);
         self.segments.insert(Segment { id, range, end: 0, mapped: 0, is_stitched: false, edge });
+        self.order.insert(id, segment);
         self.extend(segment, size, fresh)
     }
 
@@ -372,6 +387,7 @@ impl BlockTable {
             self.tiling().vacate(slot);
         }
         let dead = self.segments.remove(segment as usize);
+        self.order.remove(&dead.id);
         self.tiling().vacate(dead.edge);
         dead
     }

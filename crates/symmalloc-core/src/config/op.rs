@@ -7,6 +7,7 @@
 //! Ops use logical ids only. No op carries an address, a raw handle or a time.
 
 use std::num::NonZeroU64;
+use std::sync::Arc;
 
 use crate::config::errors::OutOfMemoryCause;
 use crate::config::policy::PoolConfig;
@@ -218,8 +219,8 @@ impl From<&OutOfMemoryCause> for Refusal {
 pub struct Record {
     /// The op.
     pub op: Op,
-    /// The program's name of the allocation (allocate only).
-    pub name: Option<Box<str>>,
+    /// The program's name of the allocation (allocate only). Readers share one text among all records with this name.
+    pub name: Option<Arc<str>>,
     /// The recorded placement (allocate only).
     pub placement: Option<Placement>,
     /// The time between the free and its completion in the recorded allocator (free only).

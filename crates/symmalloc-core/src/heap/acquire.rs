@@ -179,7 +179,7 @@ impl<L: Lock> Heap<L> {
         knobs: &ExpandableSegments,
         step: Units,
     ) -> Result<Slot, Box<Shortage>> {
-        let newest = self.arena.table().backed_segments().last().copied();
+        let newest = self.arena.table().newest_backed();
         let room = newest.map_or(0, |newest| {
             let segment = self.arena.table().segment(newest);
             units(segment.range.size_bytes) - segment.end

@@ -140,15 +140,17 @@ fn free_index_is_exact<L: Lock>(heap: &Heap<L>) -> bool {
 }
 
 fn mapped_bytes_add_up<L: Lock>(heap: &Heap<L>) -> bool {
-    let mut total = 0;
+    let (mut total, mut holes) = (0, 0);
     let each = segments(heap).all(|id| {
+        let blocks = heap.arena.table().blocks_of(id).map(|slot| heap.arena.block(slot));
+        holes += blocks.filter(|block| block.is_hole()).map(|block| u64::from(block.size)).sum::<u64>();
         let blocks = heap.arena.table().blocks_of(id).map(|slot| heap.arena.block(slot));
         let is_own = |block: &&Block| !block.is_hole() && !heap.arena.table().segment(id).is_stitched;
         let mapped: Units = blocks.filter(is_own).map(|block| block.size).sum();
         total += bytes(mapped);
         mapped == heap.arena.table().segment(id).mapped
     });
-    each && total == heap.arena.mapped_bytes()
+    each && total == heap.arena.mapped_bytes() && holes == heap.arena.hole_units()
 }
 
 fn usage_adds_up<L: Lock>(heap: &Heap<L>) -> bool {

@@ -17,7 +17,7 @@
 //!  revive     carve the saved allocations out of free blocks                       cannot fail
 //! ```
 
-use super::{DynContext, Heap};
+use super::{DynContext, Heap, HeapIdentity};
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::restore_error::{LayoutError, RestoreError};
 use crate::history::digest::{Mark, op_word};
@@ -26,7 +26,8 @@ use crate::streams::fences::Fence;
 use crate::sync::lock::Lock;
 use crate::types::handle::Allocation;
 use crate::types::ids::{Placement, StreamId};
-use crate::types::units::{UNIT_BYTES, bytes, units};
+use crate::types::units::{UNIT_BYTES, Units, bytes, units};
+use crate::types::work;
 use smallvec::SmallVec;
 
 /// A live allocation of a revived layout.
@@ -197,10 +198,11 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Returns the free block around a placement, or the error that names what occupies it.
-    fn free_block_around(&self, placement: Placement, saved: &AllocationLayout) -> Result<Slot, RestoreError> {
+    fn free_block_around(&mut self, placement: Placement, saved: &AllocationLayout) -> Result<Slot, RestoreError> {
+        let HeapIdentity { pool, stream, .. } = self.identity;
         let gone = || RestoreError::Gone {
-            pool: self.identity.pool,
-            stream: self.identity.stream,
+            pool,
+            stream,
             segment: placement.segment,
             offset_bytes: saved.offset_bytes,
             size_bytes: saved.size_bytes,
@@ -213,21 +215,22 @@ impl<L: Lock> Heap<L> {
         {
             return Err(gone());
         }
-        let segments = self.arena.table().segments_in_order();
-        let segment = segments.into_iter().find(|segment| self.arena.table().segment(*segment).id == placement.segment);
-        let blocks = self.arena.table().blocks_of(segment.ok_or_else(gone)?);
+        let table = self.arena.table();
+        let segment = table.segment_of(placement.segment).ok_or_else(gone)?;
         let (from, to) = (saved.offset_bytes / UNIT_BYTES, end_bytes / UNIT_BYTES);
-        let touched = |slot: &Slot| {
-            let block = self.arena.block(*slot);
-            u64::from(block.offset()) < to && from < u64::from(block.end())
-        };
-        let mut blocks = blocks.filter(touched);
-        let slot = blocks.next().ok_or_else(gone)?;
-        let block = self.arena.block(slot);
+        let offset = Units::try_from(from).map_err(|_| gone())?;
+        let slot = self.offsets.get_or_insert_default().find(table, segment, offset).ok_or_else(gone)?;
+        let block = table.block(slot);
         match block.state {
-            BlockState::Free { .. } if u64::from(block.offset()) <= from && to <= u64::from(block.end()) => Ok(slot),
+            BlockState::Free { .. } if to <= u64::from(block.end()) => Ok(slot),
             BlockState::Free { .. } => {
-                Err(blocks.find(|slot| self.is_live(*slot)).map_or_else(gone, |slot| self.unknown_live(slot)))
+                let behind = std::iter::successors(Some(block.next), |slot| Some(table.block(*slot).next));
+                let is_touched = |slot: &Slot| {
+                    let block = table.block(*slot);
+                    block.state != BlockState::Vacant && u64::from(block.offset()) < to
+                };
+                let mut touched = behind.take_while(is_touched).inspect(|_| work::count(1));
+                Err(touched.find(|slot| self.is_live(*slot)).map_or_else(gone, |slot| self.unknown_live(slot)))
             }
             BlockState::Allocated { .. } => Err(self.unknown_live(slot)),
             _ => Err(gone()),
@@ -253,7 +256,7 @@ impl<L: Lock> Heap<L> {
             stream,
             placement: self.placement(slot),
             requested_bytes: requested,
-            name: self.ledger.name_of(slot).map(Into::into),
+            name: self.ledger.name_of(slot).map(|name| (&**name).into()),
         }
     }
 

@@ -26,7 +26,7 @@ use crate::history::segment_log::{Extents, SegmentEventKind};
 use crate::stats::budget::Budgets;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::BackendError;
-use crate::types::ids::StreamId;
+use crate::types::ids::{SegmentId, StreamId};
 use crate::types::units::{Units, bytes};
 use smallvec::SmallVec;
 
@@ -87,6 +87,10 @@ impl<L: Lock> Heap<L> {
         }
         // Memory cannot be released while a stitched range aliases it.
         let segments = if failure.is_none() { self.arena.table().backed_segments() } else { Vec::new() };
+        let granule = self.arena.rules().granule;
+        let is_expandable = matches!(self.config.segments(), SegmentPolicy::Expandable(_));
+        let whole = if is_expandable { self.arena.free_from(granule) } else { Vec::new() };
+        let mut whole = whole.into_iter().peekable();
         for segment in segments {
             if goal_bytes.is_some_and(|goal_bytes| mapped_before - self.arena.mapped_bytes() >= goal_bytes) {
                 break;
@@ -95,9 +99,11 @@ impl<L: Lock> Heap<L> {
                 if !matches!(self.config.segments(), SegmentPolicy::Reserved { .. }) {
                     self.retire(context, segment);
                 }
-            } else if matches!(self.config.segments(), SegmentPolicy::Expandable(_)) && !self.log.is_observed() {
+            } else if is_expandable && !self.log.is_observed() {
                 let before = self.arena.mapped_bytes();
-                let shrunk = self.shrink(context, segment);
+                let id = self.arena.table().segment(segment).id;
+                while whole.next_if(|(earlier, _)| *earlier < id).is_some() {}
+                let shrunk = self.shrink(context, std::iter::from_fn(|| whole.next_if(|(of, _)| *of == id)));
                 shrunk_bytes += before - self.arena.mapped_bytes();
                 if let Err(error) = shrunk {
                     self.ledger.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
@@ -243,13 +249,15 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Releases the memory of every whole free granule of a segment, from its start on. The driver is called first: if
-    /// the call fails, the block stays free and keeps its memory.
-    fn shrink(&mut self, context: &DynContext<'_, L>, segment: u32) -> Result<(), BackendError> {
+    /// Releases the memory of every whole granule of a segment's free blocks, from its start on. The driver is called
+    /// first: if the call fails, the block stays free and keeps its memory.
+    fn shrink(
+        &mut self,
+        context: &DynContext<'_, L>,
+        free: impl Iterator<Item = (SegmentId, Slot)>,
+    ) -> Result<(), BackendError> {
         let mut synchronized: SmallVec<[StreamId; 2]> = SmallVec::new();
-        for slot in
-            self.arena.table().blocks_of(segment).filter(|slot| self.arena.block(*slot).is_free()).collect::<Vec<_>>()
-        {
+        for (_, slot) in free {
             let block = self.arena.block(slot);
             let granule = self.arena.rules().granule;
             let (from, to) = (block.offset().next_multiple_of(granule), block.end() / granule * granule);

@@ -16,6 +16,7 @@ use crate::types::backend::{DeviceAddress, Range};
 use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{Placement, PoolId, SegmentId, StreamId};
 use crate::types::units::{Units, bytes};
+use std::sync::Arc;
 
 /// Statistics of an allocator, a pool or a heap.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -98,7 +99,7 @@ pub enum BlockStateSnapshot {
         /// Requested bytes.
         requested_bytes: u64,
         /// The program's name for the allocation.
-        name: Option<Box<str>>,
+        name: Option<Arc<str>>,
         /// Other streams that use it.
         used_by: Vec<StreamId>,
     },
@@ -227,7 +228,7 @@ impl<L: Lock> Heap<L> {
     pub(crate) fn live_allocations(&self) -> impl Iterator<Item = (Allocation, StreamId, u64, Option<&str>)> {
         self.arena.all_blocks().into_iter().filter_map(|slot| match self.arena.block(slot).state {
             BlockState::Allocated { stream, requested, serial } => {
-                let name = self.ledger.name_of(slot);
+                let name = self.ledger.name_of(slot).map(|name| &**name);
                 Some((self.allocation_in(slot, self.handle(slot, serial)), stream, requested, name))
             }
             _ => None,
@@ -239,7 +240,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Names a live allocation.
-    pub(super) fn set_name(&mut self, slot: Slot, name: &str) {
+    pub(super) fn set_name(&mut self, slot: Slot, name: &Arc<str>) {
         self.ledger.set_name((slot, self.arena.block(slot).location), name);
     }
 
@@ -304,7 +305,7 @@ impl<L: Lock> Heap<L> {
         let others = self.arena.fences_of(slot).iter().map(|fence| fence.stream).collect();
         let state = match state {
             BlockState::Allocated { stream, requested: requested_bytes, .. } => {
-                let name = self.ledger.name_of(slot).map(Into::into);
+                let name = self.ledger.name_of(slot).cloned();
                 BlockStateSnapshot::Allocated { stream, requested_bytes, name, used_by: others }
             }
             BlockState::Free { .. } => BlockStateSnapshot::Free { fenced_by: others },

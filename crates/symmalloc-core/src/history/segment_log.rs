@@ -24,6 +24,7 @@
 
 use crate::types::backend::{DeviceAddress, Range};
 use crate::types::ids::{ObserverId, PoolId, SegmentId, StreamId};
+use crate::types::work;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -148,7 +149,7 @@ impl SegmentLog {
 
     pub(crate) fn unread(&self, observer: ObserverId) -> impl Iterator<Item = SegmentEvent> + '_ {
         let cursor = self.cursors.iter().find(|(id, _)| *id == observer).map_or(self.next(), |(_, cursor)| *cursor);
-        self.entries.iter().skip((cursor - self.base) as usize).copied()
+        self.entries.iter().skip((cursor - self.base) as usize).inspect(|_| work::count(1)).copied()
     }
 
     /// Records that the observer has processed every entry before `index`.
@@ -194,6 +195,7 @@ impl SegmentLog {
     }
 
     fn drop_acknowledged(&mut self) {
+        work::count(self.cursors.len());
         let least = self.cursors.iter().map(|(_, cursor)| *cursor).min().unwrap_or(self.next());
         while self.base < least {
             self.entries.pop_front();

@@ -18,13 +18,13 @@ fn a_freed_allocation_leaves_the_counts_the_names_and_the_pointers() {
     for number in [3, 4] {
         ledger.note_allocation(block(number).1, 2, S0, 1000);
         ledger.note_pointer(number, || DeviceAddress(u64::from(number)));
-        ledger.set_name(block(number), "weights");
+        ledger.set_name(block(number), &"weights".into());
     }
     assert_eq!((ledger.usage().allocations(), ledger.usage().allocated_bytes()), (2, 2048));
     assert_eq!(ledger.take_at(DeviceAddress(3)), Some(3));
     ledger.note_free(block(3), 2, S0, 1000);
     assert_eq!((ledger.usage().allocations(), ledger.name_count()), (1, 1));
-    assert_eq!((ledger.name_of(3), ledger.name_of(4)), (None, Some("weights")));
+    assert_eq!((ledger.name_of(3), ledger.name_of(4).map(|name| &**name)), (None, Some("weights")));
     assert_eq!((ledger.take_at(DeviceAddress(3)), ledger.take_at(DeviceAddress(4))), (None, Some(4)));
     assert_eq!(ledger.digest().ops, before.ops + 3);
 }
@@ -35,7 +35,7 @@ fn equal_decisions_have_equal_digests_and_names_affect_none() {
         let mut ledger = Ledger::new(Digest::new(1));
         ledger.note_allocation(block(number).1, 2, S0, 1000);
         if let Some(name) = name {
-            ledger.set_name(block(number), name);
+            ledger.set_name(block(number), &name.into());
         }
         ledger.note_use(block(number), StreamId(1));
         ledger.note_free(block(number), 2, S0, 1000);

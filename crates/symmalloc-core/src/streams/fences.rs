@@ -21,6 +21,7 @@
 use crate::streams::clocks::Tick;
 use crate::types::backend::Event;
 use crate::types::ids::StreamId;
+use crate::types::work;
 use slab::Slab;
 use smallvec::SmallVec;
 
@@ -116,6 +117,7 @@ impl FenceTable {
             return other;
         }
         let fences = self.take(other);
+        work::count(fences.len());
         fences.into_iter().fold(one, |set, fence| self.add(set, fence))
     }
 

@@ -66,6 +66,12 @@ pub enum RmmError {
         /// The line.
         line: u64,
     },
+    /// Nearly all lines are blank.
+    #[error("nearly all of the lines after line {line} are blank; remove these")]
+    Blank {
+        /// The line.
+        line: u64,
+    },
     /// A line that is not UTF-8.
     #[error("line {line} is not UTF-8; the file is damaged or not a log")]
     NotUtf8 {

@@ -14,6 +14,7 @@
 use super::interval::IntervalMap;
 use super::random::SplitMix64;
 use std::collections::BTreeMap;
+use symmalloc_core::work;
 
 /// The lowest address handed out. The first 8 GiB are left to the host, as with real drivers.
 const LOW: u64 = 1 << 33;
@@ -51,6 +52,8 @@ pub(crate) struct AddressSpace {
     /// Base of the next range if addresses ascend; `None` if they are scattered or exhausted.
     next: Option<u64>,
     reuse_per_million: u32,
+    /// The smallest size for which a search found no place. It stays too large until a range is released.
+    too_large: Option<u64>,
     /// Base → size. Ranges do not overlap and lie within `LOW..HIGH`.
     ranges: BTreeMap<u64, u64>,
     /// Bases of released ranges, most recent last; at most `HOLES`. They may have been reserved again since.
@@ -73,6 +76,7 @@ impl AddressSpace {
             granularity_bytes,
             next,
             reuse_per_million,
+            too_large: None,
             ranges: BTreeMap::new(),
             holes: Vec::new(),
             mapped: IntervalMap::default(),
@@ -110,8 +114,16 @@ impl AddressSpace {
                 return Some(base);
             }
         }
+        if self.too_large.is_some_and(|too_large| size_bytes >= too_large) {
+            return None;
+        }
+        work::count(self.ranges.len());
         let ends = self.ranges.iter().map(|(&base, &size)| base + size);
-        std::iter::once(LOW).chain(ends).find(|&base| self.is_free(base, size_bytes))
+        let found = std::iter::once(LOW).chain(ends).find(|&base| self.is_free(base, size_bytes));
+        if found.is_none() {
+            self.too_large = Some(size_bytes);
+        }
+        found
     }
 
     fn is_free(&self, base: u64, size_bytes: u64) -> bool {
@@ -122,6 +134,7 @@ impl AddressSpace {
     /// Releases a range. The caller has checked that it is reserved and unmapped.
     pub(crate) fn release(&mut self, base: u64) {
         self.ranges.remove(&base);
+        self.too_large = None;
         if self.holes.len() == HOLES {
             self.holes.remove(0);
         }

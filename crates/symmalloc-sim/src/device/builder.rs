@@ -19,6 +19,7 @@ pub struct SimBuilder {
     can_alias: bool,
     delays: Delays,
     addresses: Addresses,
+    has_kernels: bool,
     faults: Vec<(Option<Call>, FaultRule, Fault)>,
 }
 
@@ -33,6 +34,7 @@ impl Default for SimBuilder {
             can_alias: true,
             delays: Delays::FromSeed,
             addresses: Addresses::default(),
+            has_kernels: true,
             faults: Vec::new(),
         }
     }
@@ -82,6 +84,13 @@ impl SimBuilder {
         self
     }
 
+    /// Promises that the program submits no kernels. The device then does not track their order, and `record` and `wait` take
+    /// constant time however many streams there are. [`SimBackend::submit`] panics.
+    pub fn without_kernels(mut self) -> Self {
+        self.has_kernels = false;
+        self
+    }
+
     /// Makes the fallible call with this ordinal (from 0, over all kinds) fail.
     pub fn fail_at(self, ordinal: u64, fault: Fault) -> Self {
         self.fail(None, FaultRule::At { ordinal }, fault)
@@ -110,11 +119,13 @@ impl SimBuilder {
         for (call, rule, fault) in self.faults {
             faults.add(call, rule, fault);
         }
+        let timeline = Timeline::new(timeline, self.delays);
+        let timeline = if self.has_kernels { timeline } else { timeline.without_order() };
         SimBackend::new(
             DeviceProperties { granularity_bytes, memory_bytes: self.memory_bytes, can_alias: self.can_alias },
             handles.clone().next_u64(),
             AddressSpace::new(addresses, granularity_bytes, self.addresses),
-            Timeline::new(timeline, self.delays),
+            timeline,
             faults,
         )
     }

@@ -20,6 +20,11 @@ pub(crate) struct VectorClock {
 }
 
 impl VectorClock {
+    /// Returns the number of streams with an epoch.
+    pub(crate) fn len(&self) -> usize {
+        self.epochs.len()
+    }
+
     /// Returns the latest epoch of `stream` that precedes this clock.
     pub(crate) fn epoch(&self, stream: StreamId) -> u64 {
         match self.epochs.binary_search_by_key(&stream, |&(s, _)| s) {

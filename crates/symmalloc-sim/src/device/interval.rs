@@ -8,6 +8,7 @@
 //! An empty map owns no memory. Its size depends on the number of runs of equal values and not on the number of bytes.
 
 use std::collections::BTreeMap;
+use symmalloc_core::work;
 
 /// A map of disjoint half-open intervals, each with a value.
 #[derive(Clone, Debug)]
@@ -39,10 +40,12 @@ impl<V: Copy + PartialEq> IntervalMap<V> {
     /// Returns the parts of `start..end` that have a value, in ascending order.
     pub(crate) fn overlapping(&self, start: u64, end: u64) -> impl Iterator<Item = Interval<V>> + '_ {
         let before = self.by_start.range(..start).next_back();
-        before.into_iter().chain(self.by_start.range(start..end)).filter_map(move |(&from, &(to, value))| {
-            let part = Interval { start: from.max(start), end: to.min(end), value };
-            (part.start < part.end).then_some(part)
-        })
+        before.into_iter().chain(self.by_start.range(start..end)).inspect(|_| work::count(1)).filter_map(
+            move |(&from, &(to, value))| {
+                let part = Interval { start: from.max(start), end: to.min(end), value };
+                (part.start < part.end).then_some(part)
+            },
+        )
     }
 
     /// Returns `true` if every byte of `start..end` has a value.

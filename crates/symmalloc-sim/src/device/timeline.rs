@@ -22,6 +22,7 @@ use std::collections::BTreeMap;
 use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::ids::StreamId;
 use symmalloc_core::units::UNIT_BYTES;
+use symmalloc_core::work;
 
 /// Completion time of work that completes only when the host waits for it.
 const NEVER: u64 = u64::MAX;
@@ -142,6 +143,8 @@ pub(crate) struct Timeline {
     uses: IntervalMap<Use>,
     /// Number of uses at which the next sweep is due.
     sweep_at: usize,
+    /// `false` if the program submits no work, so that no order needs to be known.
+    tracks_order: bool,
 }
 
 impl Timeline {
@@ -156,7 +159,14 @@ impl Timeline {
             host: VectorClock::default(),
             uses: IntervalMap::default(),
             sweep_at: SWEEP_MIN,
+            tracks_order: true,
         }
+    }
+
+    /// Stops to track the order of work, because the program submits none.
+    pub(crate) fn without_order(mut self) -> Self {
+        self.tracks_order = false;
+        self
     }
 
     /// Advances time.
@@ -171,11 +181,13 @@ impl Timeline {
 
     /// Records an event after all work submitted to `stream`.
     pub(crate) fn record(&mut self, stream: StreamId) -> u64 {
-        let now = self.now;
+        let (now, tracks_order) = (self.now, self.tracks_order);
         let state = self.stream(stream);
         let done_at = state.work(now);
         let epoch = state.observe(stream);
-        let event = EventState { at: Use { stream, epoch }, done_at, clock: state.clock.clone() };
+        let clock = if tracks_order { state.clock.clone() } else { VectorClock::default() };
+        work::count(clock.len());
+        let event = EventState { at: Use { stream, epoch }, done_at, clock };
         let raw = mix(mix(self.random.clone().next_u64()).wrapping_add(self.events_recorded));
         self.events_recorded += 1;
         self.events.insert(raw, event);
@@ -196,6 +208,7 @@ impl Timeline {
     pub(crate) fn wait(&mut self, stream: StreamId, raw: u64) {
         let Some(event) = self.events.get(&raw).cloned() else { return };
         let done = self.is_done(&event);
+        work::count(event.clock.len());
         let state = self.stream(stream);
         state.clock.join(&event.clock);
         if !done {
@@ -229,11 +242,18 @@ impl Timeline {
         let state = self.stream(stream);
         state.observe(stream);
         let clock = state.clock.clone();
+        if !self.tracks_order {
+            self.stream(stream).busy_until = 0;
+        }
         self.learn(&clock);
     }
 
     fn learn(&mut self, clock: &VectorClock) {
         self.host.join(clock);
+        if !self.tracks_order {
+            return;
+        }
+        work::count(clock.len() + self.streams.len());
         for (&stream, state) in &mut self.streams {
             if !state.open && self.host.covers(stream, state.epoch - 1) {
                 state.busy_until = 0;
@@ -254,6 +274,7 @@ impl Timeline {
         parts: &[(u64, u64)],
         name: Option<(u64, u64)>,
     ) -> Result<(), Race> {
+        assert!(self.tracks_order, "a device without kernels cannot run work");
         self.stream(stream);
         let units = |&(start, end): &(u64, u64)| (start & !(UNIT_BYTES - 1), end.next_multiple_of(UNIT_BYTES));
         for (start, end) in parts.iter().map(units) {

@@ -35,7 +35,7 @@ impl<L: Lock> Rank<L> {
                 let pool = self.pools[pool.index()];
                 let allocate = || match name {
                     None => self.allocator.allocate(pool, stream, size_bytes),
-                    Some(name) => self.allocator.allocate_named(pool, stream, size_bytes, name),
+                    Some(name) => self.allocator.allocate_sharing_name(pool, stream, size_bytes, name),
                 };
                 match retry(allocate, |error| matches!(error, AllocateError::Fence { .. })) {
                     Err(error) => return refused(DecidedRefusal::from(&error)),

@@ -1,5 +1,6 @@
 //! The steps of a program, and the pools that they create.
 
+use std::sync::Arc;
 use symmalloc_core::config::{Config, PoolConfig, Reclaim};
 use symmalloc_core::{Op, PoolId};
 
@@ -11,7 +12,7 @@ pub struct JobStep {
     /// The thread, from 0.
     pub thread: u8,
     /// The program's name for the allocation; set for allocate ops only.
-    pub name: Option<Box<str>>,
+    pub name: Option<Arc<str>>,
 }
 
 impl JobStep {

@@ -37,11 +37,9 @@ const THREADS_PER_LINE: usize = 1000;
 /// Returns an error if the steps of the plan contradict each other.
 pub fn write(plan: &JobPlan, failure: &Failure, comment: &str) -> Result<String, TraceWriteError> {
     let record = |step: &JobStep| {
-        let record = Record::from(step.op.clone());
-        match &step.name {
-            Some(name) => record.with_name(name),
-            None => record,
-        }
+        let mut record = Record::from(step.op.clone());
+        record.name.clone_from(&step.name);
+        record
     };
     let trace = Trace::new(Some(plan.config.clone()), plan.steps.iter().map(record).collect())?.to_text();
     let mut story = String::new();

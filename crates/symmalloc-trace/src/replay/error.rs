@@ -8,6 +8,7 @@ use symmalloc_core::ids::{AllocationId, ObserverId};
 use symmalloc_core::plans::PlanError;
 use symmalloc_core::restore::RestoreError;
 use symmalloc_core::sleep::SleepError;
+use symmalloc_core::work::TooMuchWork;
 use thiserror::Error;
 
 /// The op that stopped a replay, and the cause.
@@ -43,6 +44,9 @@ pub enum StepError {
         /// The observer.
         observer: ObserverId,
     },
+    /// The program repeats ops whose work grows with its live memory.
+    #[error(transparent)]
+    TooMuchWork(#[from] TooMuchWork),
     /// A pool or stream does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),

@@ -55,6 +55,12 @@ pub enum LineError {
         /// The expected field.
         expected: &'static str,
     },
+    /// Nearly all lines are blank or comments.
+    #[error("line {line}: nearly all lines so far are blank or comments; remove them")]
+    Empty {
+        /// The line.
+        line: u64,
+    },
     /// A number exceeds the maximum of its field.
     #[error("line {line}, column {column}: the number is too large; the largest here is {max}")]
     NumberTooLarge {

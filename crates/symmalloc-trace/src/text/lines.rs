@@ -9,8 +9,15 @@ pub(crate) struct Lines<R> {
     reader: R,
     /// Number of the line in `buffer`, from 1.
     line: u64,
+    /// Number of blank lines and comments so far.
+    empty: u64,
     buffer: Vec<u8>,
 }
+
+/// Blank lines and comments that a text may have without any other line. Compressed, a gigabyte of them takes a megabyte.
+const EMPTY_MAX: u64 = 1 << 20;
+/// Further blank lines and comments for each other line.
+const EMPTY_PER_LINE: u64 = 16;
 
 /// The way in which a line ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,7 +43,7 @@ pub(crate) enum FirstLine {
 
 impl<R: BufRead> Lines<R> {
     pub(crate) fn new(reader: R) -> Self {
-        Lines { reader, line: 0, buffer: Vec::new() }
+        Lines { reader, line: 0, empty: 0, buffer: Vec::new() }
     }
 
     /// Returns the number of the last line read, from 1.
@@ -51,6 +58,12 @@ impl<R: BufRead> Lines<R> {
         let line = self.line;
         let mut bounded = self.reader.by_ref().take(LINE_BYTES_MAX as u64 + 1);
         bounded.read_until(b'\n', &mut self.buffer).map_err(|source| LineError::Io { line, source })?;
+        if matches!(self.buffer.trim_ascii_start(), [] | [b'#', ..]) {
+            self.empty += 1;
+            if self.empty > EMPTY_MAX + (self.line - self.empty).saturating_mul(EMPTY_PER_LINE) {
+                return Err(LineError::Empty { line });
+            }
+        }
         match self.buffer.last() {
             None => Ok(Ending::Missing),
             Some(b'\n') => Ok(Ending::Whole),

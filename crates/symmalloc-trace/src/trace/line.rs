@@ -182,7 +182,7 @@ impl Fields<'_> {
         let size_bytes = self.size()?;
         let stream = self.stream()?;
         let pool = self.pool_or_default()?;
-        let name = if self.ahead() == Some(b'"') { Some(self.name()?) } else { None };
+        let name = if self.ahead() == Some(b'"') { Some(self.name()?.into()) } else { None };
         let placement = if self.ahead() == Some(b'-') { Some(self.placement()?) } else { None };
         let revived_bytes = if self.ahead() == Some(b'r') { Some(self.revived()?) } else { None };
         let mut record = Record::from(Op::Allocate { id, pool, stream, size_bytes });

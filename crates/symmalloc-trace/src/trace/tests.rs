@@ -427,3 +427,16 @@ fn streams_without_an_id_are_not_written() {
     let error = Trace::new(None, records).expect_err("there is no such id");
     assert!(matches!(error, TraceWriteError::Inconsistent { record: 65_535, source: Inconsistency::TooManyStreams }));
 }
+
+/// Compressed, a gigabyte of line breaks takes a megabyte, and reading it took 16 seconds.
+#[test]
+fn texts_of_blank_lines_and_comments_are_refused() {
+    let blank = |lines: usize, line: &str| format!("{BEGINNING}{}end 5\n", line.repeat(lines));
+    for line in ["\n", "#\n", " \r\n", "\t# a comment\n"] {
+        assert!(Trace::parse(&blank(1 << 20, line)).is_ok(), "{line:?}");
+        let refused = Trace::parse(&blank((1 << 20) + 1000, line));
+        assert!(matches!(refused, Err(TraceError::Line(LineError::Empty { .. }))), "{line:?}");
+    }
+    let commented = format!("{BEGINNING}{}end 200005\n", "sync\n#\n#\n#\n#\n#\n#\n".repeat(200_000));
+    assert!(Trace::parse(&commented).is_ok(), "a few comments for each record are fine");
+}
