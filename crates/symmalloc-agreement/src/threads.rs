@@ -7,6 +7,9 @@
 //!          rank 2 ─► slot 2 ┘
 //! ```
 //! A rank can be at most one round ahead: it enters a round only after it has read the previous one.
+//!
+//! The first rank that gives up decides why the round failed, and every rank gets this error, now and in later calls. Otherwise, ranks that
+//! gave up because of a missing rank, and were dropped, would be reported as lost to those that still wait.
 
 use super::ranks::RankSet;
 use super::transport::{Gathered, Transport, TransportError};
@@ -35,8 +38,8 @@ struct RoundState {
     given: Vec<Option<Box<[u8]>>>,
     /// Result of the last completed round.
     last: Result<Gathered, TransportError>,
-    /// First rank whose endpoint was dropped.
-    gone: Option<u32>,
+    /// Why no further round can complete: the first verdict.
+    failed: Option<TransportError>,
 }
 
 impl ThreadTransport {
@@ -46,7 +49,7 @@ impl ThreadTransport {
             rounds: 0,
             given: vec![None; ranks as usize],
             last: Ok(Gathered::new([].as_slice(), 0)),
-            gone: None,
+            failed: None,
         };
         let meeting = Arc::new(ThreadMeeting { state: Mutex::new(state), changed: Condvar::new() });
         (0..ranks).map(|rank| ThreadTransport { rank, timeout, meeting: Arc::clone(&meeting) }).collect()
@@ -70,35 +73,37 @@ impl Transport for ThreadTransport {
         let mut state = self.lock();
         let round = state.rounds;
         state.given[self.rank as usize] = Some(message.into());
-        if state.given.iter().all(Option::is_some) {
+        if state.failed.is_none() && state.given.iter().all(Option::is_some) {
             state.close_round();
             self.meeting.changed.notify_all();
             return state.last.clone();
         }
-        let is_open = |state: &mut RoundState| state.rounds == round && state.gone.is_none();
+        let is_open = |state: &mut RoundState| state.rounds == round && state.failed.is_none();
         let waited = self.meeting.changed.wait_timeout_while(state, self.timeout, is_open);
         let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         if state.rounds > round {
             return state.last.clone();
         }
         let missing = state.missing();
-        // This rank leaves the round, so the round must not complete with its message.
-        state.given[self.rank as usize] = None;
-        match state.gone {
-            Some(rank) => Err(TransportError::RankLost { rank }),
-            None => Err(TransportError::TimedOut { missing, waited: self.timeout }),
-        }
+        let verdict = state.fail(TransportError::TimedOut { missing, waited: self.timeout });
+        self.meeting.changed.notify_all();
+        Err(verdict)
     }
 }
 
 impl Drop for ThreadTransport {
     fn drop(&mut self) {
-        self.lock().gone.get_or_insert(self.rank);
+        self.lock().fail(TransportError::RankLost { rank: self.rank });
         self.meeting.changed.notify_all();
     }
 }
 
 impl RoundState {
+    /// Lets the transport fail with this error, unless it has failed. Returns the error with which it failed.
+    fn fail(&mut self, error: TransportError) -> TransportError {
+        self.failed.get_or_insert(error).clone()
+    }
+
     fn missing(&self) -> RankSet {
         self.given.iter().zip(0..).filter(|(given, _)| given.is_none()).map(|(_, rank)| rank).collect()
     }
@@ -157,6 +162,26 @@ mod tests {
             panic!("no other rank arrived")
         };
         assert_eq!(missing.to_string(), "0-1,3");
+    }
+
+    /// Whichever rank is missing, every rank gets the same error, also the missing one when it arrives after the others have left.
+    #[test]
+    fn every_rank_gets_the_first_verdict() {
+        for (ranks, missing) in [(2, 0), (2, 1), (4, 0), (4, 2), (4, 3)] {
+            let mut ends = ThreadTransport::group(ranks, Duration::from_millis(20));
+            let late = ends.remove(missing as usize);
+            let mut verdicts: Vec<_> = thread::scope(|scope| {
+                let enter = |end: ThreadTransport| scope.spawn(move || end.all_gather(&[1]));
+                let threads: Vec<_> = ends.into_iter().map(enter).collect();
+                threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+            });
+            verdicts.push(late.all_gather(&[1]));
+            let Err(TransportError::TimedOut { missing: named, .. }) = &verdicts[0] else {
+                panic!("rank {missing} did not arrive: {verdicts:?}")
+            };
+            assert!(named.contains(missing), "{named}");
+            assert!(verdicts.iter().all(|verdict| *verdict == verdicts[0]), "{verdicts:?}");
+        }
     }
 
     #[test]
