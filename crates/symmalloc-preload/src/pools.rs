@@ -11,7 +11,7 @@
 
 use rustc_hash::FxHashMap;
 use std::ffi::{c_int, c_ushort, c_void};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Mutex, OnceLock, PoisonError, RwLock};
 use symmalloc_core::PoolId;
 use symmalloc_core::report::MemoryStats;
@@ -128,6 +128,11 @@ impl MemPool {
         let made = Made { context, allocator: allocator.clone(), id: pool.id(), owner: Mutex::new(Some(pool)) };
         // If two threads create it concurrently, one of the pools is dropped unused.
         let _first = self.made.set(made);
+        // If another thread destroys the pool meanwhile, it may not see the one that was just set.
+        fence(Ordering::SeqCst);
+        if self.is_destroyed.load(Ordering::Relaxed) {
+            self.close();
+        }
         Ok(())
     }
 
@@ -183,9 +188,14 @@ impl MemPool {
 
     /// Ends a pool that the program destroyed. Its allocations stay until they are freed.
     pub(crate) fn end(&self) {
-        let made = self.living();
-        self.is_destroyed.store(true, Ordering::Relaxed);
-        let Some(made) = made else { return };
+        if !self.is_destroyed.swap(true, Ordering::Relaxed) {
+            fence(Ordering::SeqCst);
+            self.close();
+        }
+    }
+
+    fn close(&self) {
+        let Some(made) = self.made.get() else { return };
         let owner = made.owner.lock().unwrap_or_else(PoisonError::into_inner).take();
         let _refused = made.allocator.core().trim(Some(made.id));
         drop(owner);

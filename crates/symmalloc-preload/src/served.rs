@@ -21,7 +21,7 @@ use crate::pools::MemPool;
 use crate::streams::{self, NotServed};
 use crate::tally;
 use std::ffi::c_int;
-use symmalloc_core::errors::RecordUseError;
+use symmalloc_core::errors::{AllocateError, RecordUseError, UnknownError};
 use symmalloc_core::{Allocation, PoolId, StreamId};
 
 /// The outcome of a call.
@@ -47,10 +47,13 @@ impl<T> From<NotServed> for Outcome<T> {
 #[inline]
 pub(crate) fn allocate(size_bytes: u64) -> Outcome<u64> {
     let Some(context) = contexts::current() else { return Outcome::Driver };
-    take(context, Context::SYNCHRONOUS, context.host, None, size_bytes)
+    answer(take(context, Context::SYNCHRONOUS, context.host, None, size_bytes))
 }
 
 /// Serves `cuMemAllocAsync`, or an allocation from a pool.
+///
+/// Another thread can destroy the device's current pool between the selection of the pool and the allocation. The pool is then selected
+/// again, as the driver does. Each repetition follows the end of a different pool, because ids are not reused.
 #[inline]
 pub(crate) fn allocate_async(size_bytes: u64, stream: usize, pool: Option<usize>) -> Outcome<u64> {
     if captures::has(stream) {
@@ -61,15 +64,30 @@ pub(crate) fn allocate_async(size_bytes: u64, stream: usize, pool: Option<usize>
         Ok(stream) => stream,
         Err(reason) => return reason.into(),
     };
-    let pool = match pool {
-        None => stream.context.current_pool(),
-        Some(raw) => MemPool::find(raw),
-    };
-    let Some(pool) = pool else { return Outcome::Driver };
-    let Some(id) = pool.id_in(stream.context.id(), stream.context.device(), stream.context.allocator()) else {
-        return Outcome::Driver;
-    };
-    take(stream.context, id, stream.id, Some(pool), size_bytes)
+    let mut destroyed = None;
+    loop {
+        let known = match pool {
+            None => stream.context.current_pool(),
+            Some(raw) => MemPool::find(raw),
+        };
+        let Some(known) = known else { return Outcome::Driver };
+        let Some(id) = known.id_in(stream.context.id(), stream.context.device(), stream.context.allocator()) else {
+            return Outcome::Driver;
+        };
+        // The driver resolves a pool that stays selected after its end.
+        if destroyed == Some(id) {
+            return Outcome::Driver;
+        }
+        match take(stream.context, id, stream.id, Some(known), size_bytes) {
+            Err(AllocateError::Unknown(UnknownError::DestroyedPool { .. })) => {
+                destroyed = Some(id);
+                if let Some(driver) = libcuda::driver() {
+                    stream.context.find_current_pool(driver);
+                }
+            }
+            outcome => return answer(outcome),
+        }
+    }
 }
 
 #[inline]
@@ -79,13 +97,17 @@ fn take(
     stream: StreamId,
     of: Option<&'static MemPool>,
     size_bytes: u64,
-) -> Outcome<u64> {
-    match context.allocator().core().allocate(pool, stream, size_bytes) {
-        Ok(Allocation { address, handle, .. }) => {
-            LIVE.insert(address.0, size_bytes, Live { context, handle, stream, pool: of });
-            tally::allocated(size_bytes);
-            Outcome::Done(address.0)
-        }
+) -> Result<u64, AllocateError> {
+    let Allocation { address, handle, .. } = context.allocator().core().allocate(pool, stream, size_bytes)?;
+    LIVE.insert(address.0, size_bytes, Live { context, handle, stream, pool: of });
+    tally::allocated(size_bytes);
+    Ok(address.0)
+}
+
+#[inline]
+fn answer(allocated: Result<u64, AllocateError>) -> Outcome<u64> {
+    match allocated {
+        Ok(address) => Outcome::Done(address),
         Err(error) => Outcome::Failed(code_of_allocate(&error)),
     }
 }

@@ -61,9 +61,9 @@ pub(super) unsafe fn destroy(driver: unsafe extern "C" fn(usize) -> c_int, pool:
     let code = unsafe { driver(pool) };
     match known {
         Some(known) if code == SUCCESS => {
-            known.end();
-            // The destroyed pool may have been the device's current pool.
+            // The destroyed pool may have been the device's current pool, from which other threads allocate.
             find_current(known.device());
+            known.end();
         }
         Some(known) => known.put_back(),
         None => {}

@@ -8,7 +8,7 @@ use crate::environment::preload;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use stub_process::cuda::{calls, fail, heal, live};
 use stub_process::stub_test;
 
@@ -204,21 +204,64 @@ fn watch(storm: &Arc<Storm>, is_over: &Arc<AtomicBool>) {
     });
 }
 
+/// Creates a pool of device 0.
+fn make_pool() -> u64 {
+    let mut pool = 0;
+    // `CUmemPoolProps`: pinned memory of device 0.
+    let properties: [i32; 24] = {
+        let mut words = [0; 24];
+        words[0] = 1;
+        words[2] = 1;
+        words
+    };
+    assert_eq!(pool_create(&raw mut pool, properties.as_ptr().cast()), 0);
+    pool
+}
+
+// The driver's current pool of a device may be destroyed at any time. Allocations then come from the default pool.
+stub_test!(
+    allocations_from_the_current_pool_succeed_while_it_is_replaced_and_destroyed,
+    ["LD_PRELOAD" = &preload(), "STUB_MEMORY_BYTES" = "4294967296"],
+    {
+        let context = begin(0);
+        let (is_over, deadline) = (AtomicBool::new(false), Instant::now() + Duration::from_secs(30));
+        thread::scope(|scope| {
+            for number in 0..4_u64 {
+                let is_over = &is_over;
+                scope.spawn(move || {
+                    assert_eq!(set_current(context), 0);
+                    let stream = stream();
+                    let mut mark = number << 32;
+                    while !is_over.load(Ordering::Relaxed) && Instant::now() < deadline {
+                        mark += 1;
+                        let size = 4096 * (1 + mark as usize % 4);
+                        let address = alloc_async(size, stream).expect("memory of the current pool");
+                        Block { address, size, mark }.mark().check();
+                        assert_eq!(mem_free_async(address, stream), 0);
+                    }
+                });
+            }
+            for _ in 0..20_000 {
+                let pool = make_pool();
+                assert_eq!([set_pool(0, pool), pool_destroy(pool)], [0; 2]);
+                if Instant::now() > deadline {
+                    break;
+                }
+            }
+            is_over.store(true, Ordering::Relaxed);
+        });
+        assert_eq!(reset(0), 0);
+        assert_eq!((live().device_bytes, live().ranges, live().mappings), (0, 0, 0));
+    }
+);
+
 stub_test!(
     concurrent_calls_and_failures_lose_no_memory,
     ["LD_PRELOAD" = &preload(), "STUB_REUSE_STREAMS" = "1", "STUB_MEMORY_BYTES" = "4294967296"],
     {
         let all: u64 = std::env::var("SYMMALLOC_STORM").ok().and_then(|text| text.parse().ok()).unwrap_or(50_000);
         let context = begin(0);
-        let mut pool = 0;
-        // `CUmemPoolProps`: pinned memory of device 0.
-        let properties: [i32; 24] = {
-            let mut words = [0; 24];
-            words[0] = 1;
-            words[2] = 1;
-            words
-        };
-        assert_eq!(pool_create(&raw mut pool, properties.as_ptr().cast()), 0);
+        let pool = make_pool();
         let streams: Vec<u64> = (0..6).map(|_| stream()).collect();
         let storm = Arc::new(Storm { blocks: Mutex::default(), streams, pool, made: AtomicU64::new(0) });
         let is_over = Arc::new(AtomicBool::new(false));
