@@ -623,7 +623,7 @@ symmalloc_status symmalloc_create(int32_t device, const char *conf, struct symma
 
 /**
  * Destroys an allocator of `symmalloc_create`, and releases all of its memory, including live allocations. NULL has no effect. Returns
- * `SYMMALLOC_INVALID_ARGUMENT` for any other pointer, such as an allocator of `symmalloc_torch_allocator`, which the library owns.
+ * `SYMMALLOC_INVALID_ARGUMENT` for any other pointer, such as an allocator of `symmalloc_process_allocator`, which the library owns.
  *
  * # Safety
  * No other thread uses the allocator, and it is not used after this; work on its memory has completed; it has no registrar.
@@ -1500,13 +1500,14 @@ void symmalloc_torch_release_pool(int device,
 symmalloc_status symmalloc_torch_configure(const char *conf);
 
 /**
- * Writes the allocator behind the entry points for a device, and creates it if necessary. The library owns it: do not destroy it.
+ * Writes the process's allocator for a device, which PyTorch and other runtimes share. The first use creates it, configured by
+ * `SYMMALLOC_CONF`. The library owns it: do not destroy it.
  *
  * # Safety
  * `out` is valid for writing.
  */
-symmalloc_status symmalloc_torch_allocator(int32_t device,
-                                           struct symmalloc_allocator **out);
+symmalloc_status symmalloc_process_allocator(int32_t device,
+                                             struct symmalloc_allocator **out);
 
 /**
  * Directs this thread's allocations on the device without an explicit pool to this one, until [`symmalloc_torch_pop_pool`]. Calls nest. As

@@ -1,14 +1,14 @@
 /*
  * symmalloc as a C++ memory resource. It satisfies the concepts of CCCL (cuda::mr::resource and cuda::mr::synchronous_resource; before
  * CCCL 3.1 async_resource and resource), and therefore works with RMM 26 and other libraries that accept such resources. Header only; link
- * libsymmalloc_torch.
+ * libsymmalloc.
  *
  *     symmalloc::memory_resource memory = symmalloc::memory_resource::of_device(0);
  *     void* scratch = memory.allocate(stream, 1 << 20);   // stream-ordered: no wait, and no driver call if cached
  *     memory.deallocate(stream, scratch, 1 << 20);
  *
- * Streams are cudaStream_t, cuda::stream_ref or rmm::cuda_stream_view. They must live as long as the allocator. Memory without a stream
- * comes from a separate pool, and its deallocation waits for the device, as cudaFree does.
+ * Streams are cudaStream_t, cuda::stream_ref or rmm::cuda_stream_view; nullptr is the default stream. They must live as long as the
+ * allocator. Memory without a stream comes from a separate pool, and its deallocation waits for the device, as cudaFree does.
  *
  * CCCL before 3.1 has memory resources only if LIBCUDACXX_ENABLE_EXPERIMENTAL_MEMORY_RESOURCE is defined. Define it before including any
  * CUDA header. Define SYMMALLOC_WITHOUT_CCCL to exclude CCCL's headers.
@@ -78,11 +78,12 @@ template <class Stream>
 struct has_value<Stream, std::void_t<decltype(std::declval<const Stream&>().value())>> : std::true_type {};
 
 template <class Stream>
-inline constexpr bool is_stream = std::is_pointer_v<Stream> || has_get<Stream>::value || has_value<Stream>::value;
+inline constexpr bool is_stream =
+    std::is_pointer_v<Stream> || std::is_null_pointer_v<Stream> || has_get<Stream>::value || has_value<Stream>::value;
 
 template <class Stream>
 void* handle(const Stream& stream) {
-    if constexpr (std::is_pointer_v<Stream>) {
+    if constexpr (std::is_pointer_v<Stream> || std::is_null_pointer_v<Stream>) {
         return stream;
     } else if constexpr (has_get<Stream>::value) {
         return stream.get();
@@ -107,7 +108,7 @@ public:
     * allocator, configured by SYMMALLOC_CONF. Throws `error`. */
     static memory_resource of_device(std::int32_t device) {
         symmalloc_allocator* allocator = nullptr;
-        detail::check(symmalloc_torch_allocator(device, &allocator));
+        detail::check(symmalloc_process_allocator(device, &allocator));
         return memory_resource(allocator);
     }
 

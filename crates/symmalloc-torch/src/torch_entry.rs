@@ -244,12 +244,13 @@ pub unsafe extern "C" fn symmalloc_torch_configure(conf: *const c_char) -> symma
     report(|| process::configure(unsafe { required_text(conf, "conf") }?))
 }
 
-/// Writes the allocator behind the entry points for a device, and creates it if necessary. The library owns it: do not destroy it.
+/// Writes the process's allocator for a device, which PyTorch and other runtimes share. The first use creates it, configured by
+/// `SYMMALLOC_CONF`. The library owns it: do not destroy it.
 ///
 /// # Safety
 /// `out` is valid for writing.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn symmalloc_torch_allocator(device: i32, out: *mut *mut DeviceAllocator) -> symmalloc_status {
+pub unsafe extern "C" fn symmalloc_process_allocator(device: i32, out: *mut *mut DeviceAllocator) -> symmalloc_status {
     report(|| {
         let allocator = process::allocator(device)?;
         // SAFETY: the caller's contract.

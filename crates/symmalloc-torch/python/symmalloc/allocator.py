@@ -229,7 +229,7 @@ class Allocator:
         """
         self = cls.__new__(cls)
         self._handle, self._is_owned = c_void_p(), False
-        call("torch_allocator", device, byref(self._handle))
+        call("process_allocator", device, byref(self._handle))
         return self
 
     @property

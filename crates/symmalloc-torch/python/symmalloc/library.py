@@ -164,7 +164,7 @@ CALLS: dict[str, list[Any]] = {
     "announce_end": [c_void_p],
     "flight_record": [c_char_p, POINTER(c_void_p)],
     "torch_configure": [c_char_p],
-    "torch_allocator": [c_int32, POINTER(c_void_p)],
+    "process_allocator": [c_int32, POINTER(c_void_p)],
     "torch_complete": [POINTER(c_uint32)],
     "torch_push_pool": [c_int32, c_uint32],
     "torch_pop_pool": [c_int32],

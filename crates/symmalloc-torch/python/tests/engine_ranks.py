@@ -41,7 +41,7 @@ class Rank:
 
     def connect(self, unique_id: UniqueId) -> c_void_p:
         comm = c_void_p()
-        library().symmalloc_torch_allocator(self.number, byref(c_void_p()))
+        library().symmalloc_process_allocator(self.number, byref(c_void_p()))
         context = c_void_p()
         driver.cuDevicePrimaryCtxRetain(byref(context), self.number)
         driver.cuCtxSetCurrent(context)

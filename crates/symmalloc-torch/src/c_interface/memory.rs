@@ -44,7 +44,7 @@ pub unsafe extern "C" fn symmalloc_create(
 }
 
 /// Destroys an allocator of `symmalloc_create`, and releases all of its memory, including live allocations. NULL has no effect. Returns
-/// `SYMMALLOC_INVALID_ARGUMENT` for any other pointer, such as an allocator of `symmalloc_torch_allocator`, which the library owns.
+/// `SYMMALLOC_INVALID_ARGUMENT` for any other pointer, such as an allocator of `symmalloc_process_allocator`, which the library owns.
 ///
 /// # Safety
 /// No other thread uses the allocator, and it is not used after this; work on its memory has completed; it has no registrar.

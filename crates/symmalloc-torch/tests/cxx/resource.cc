@@ -108,6 +108,17 @@ int main() {
     CHECK(calls("cuCtxSynchronize") == waits + 2);
     memory.deallocate(unordered, 1 << 20);  // a double free is only reported
 
+    // nullptr is the default stream, in every function that takes one.
+    void* ordered = memory.allocate(nullptr, 1 << 20);
+    memory.deallocate(nullptr, ordered, 1 << 20);
+    CHECK(memory.allocate(cudaStream_t{}, 1 << 20, 256) == ordered);
+    memory.deallocate(nullptr, ordered, 1 << 20, 256);
+    CHECK(memory.allocate_async(1 << 20, nullptr) == ordered);
+    memory.deallocate_async(ordered, 1 << 20, nullptr);
+    CHECK(memory.allocate_async(1 << 20, 256, nullptr) == ordered);
+    memory.deallocate_async(ordered, 1 << 20, 256, nullptr);
+    CHECK(calls("cuCtxSynchronize") == waits + 2);
+
     symmalloc_allocator* own = nullptr;
     CHECK(symmalloc_create(0, "total_limit_mb:20", &own) == SYMMALLOC_OK);
     memory_resource small(own);

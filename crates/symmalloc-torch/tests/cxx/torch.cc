@@ -60,7 +60,7 @@ static std::function<void(double, int)> fraction = entry<void(double, int)>("sym
 static uint32_t pool_of(void *pointer) {
   symmalloc_allocator *allocator = nullptr;
   symmalloc_placement placement;
-  CHECK(symmalloc_torch_allocator(0, &allocator) == SYMMALLOC_OK);
+  CHECK(symmalloc_process_allocator(0, &allocator) == SYMMALLOC_OK);
   CHECK(symmalloc_placement_of(allocator, pointer, &placement) == SYMMALLOC_OK);
   return placement.pool;
 }

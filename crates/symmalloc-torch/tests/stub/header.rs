@@ -178,7 +178,7 @@ fn address(name: &str) -> Option<usize> {
         symmalloc_torch_end_allocate_to_pool,
         symmalloc_torch_release_pool,
         symmalloc_torch_configure,
-        symmalloc_torch_allocator,
+        symmalloc_process_allocator,
         symmalloc_torch_push_pool,
         symmalloc_torch_pop_pool,
         symmalloc_torch_push_name,

@@ -62,7 +62,7 @@ impl Allocator {
     pub(crate) fn of_torch() -> Self {
         let mut out = null_mut();
         // SAFETY: an output pointer.
-        done(unsafe { symmalloc_torch_allocator(0, &raw mut out) });
+        done(unsafe { symmalloc_process_allocator(0, &raw mut out) });
         Allocator(out)
     }
 

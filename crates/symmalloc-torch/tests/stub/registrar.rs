@@ -66,7 +66,7 @@ fn allocator_of_its_own(device: i32) -> Allocator {
 pub(crate) fn allocator_of_torch(device: i32) -> Allocator {
     let mut out = null_mut();
     // SAFETY: an output pointer.
-    done(unsafe { symmalloc_torch_allocator(device, &raw mut out) });
+    done(unsafe { symmalloc_process_allocator(device, &raw mut out) });
     Allocator(out)
 }
 

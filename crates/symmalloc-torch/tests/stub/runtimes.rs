@@ -129,7 +129,7 @@ stub_test!(onnx_runtimes_memory_comes_from_the_device_of_the_current_context, ["
     let pointer = ort_alloc(MIB);
     let mut allocator = null_mut();
     // SAFETY: an output pointer.
-    done(unsafe { symmalloc_torch_allocator(1, &raw mut allocator) });
+    done(unsafe { symmalloc_process_allocator(1, &raw mut allocator) });
     assert_eq!(Allocator(allocator).placement(pointer).requested_bytes, MIB as u64);
     ort_free(pointer);
     assert_eq!(Allocator(allocator).try_placement(pointer), Err(SYMMALLOC_UNKNOWN_POINTER));

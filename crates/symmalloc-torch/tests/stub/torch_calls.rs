@@ -48,7 +48,7 @@ stub_test!(settings_of_the_program_precede_those_of_the_environment, ["SYMMALLOC
 stub_test!(invalid_settings_in_the_environment_are_an_error, ["SYMMALLOC_CONF" = "total_limit:64"], {
     let mut out = null_mut();
     // SAFETY: an output pointer.
-    assert_eq!(unsafe { symmalloc_torch_allocator(0, &raw mut out) }, SYMMALLOC_INVALID_SETTINGS);
+    assert_eq!(unsafe { symmalloc_process_allocator(0, &raw mut out) }, SYMMALLOC_INVALID_SETTINGS);
     assert!(message().contains("byte 0: unknown key") && out.is_null(), "{}", message());
 });
 
