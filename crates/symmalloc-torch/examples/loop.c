@@ -1,8 +1,9 @@
 /* A C program that allocates the memory of a training step repeatedly, with equal placements in every step.
  *
- *   cargo build --profile shipped -p symmalloc-torch
- *   cc -Icrates/symmalloc-torch/include crates/symmalloc-torch/examples/loop.c -Ltarget/shipped -lsymmalloc_torch -o loop
- *   LD_LIBRARY_PATH=target/shipped ./loop
+ *   crates/symmalloc-torch/install --prefix "$PWD/symmalloc"
+ *   export PKG_CONFIG_PATH="$PWD/symmalloc/lib/pkgconfig"
+ *   cc crates/symmalloc-torch/examples/loop.c $(pkg-config --cflags --libs symmalloc) -o loop
+ *   LD_LIBRARY_PATH="$PWD/symmalloc/lib" ./loop
  */
 
 #include <stdio.h>

@@ -1,6 +1,6 @@
 // symmalloc.hpp on a device: one stream fills memory, another stream reads it late and frees it, and the first allocates it again.
 //
-//     nvcc -std=c++17 -O2 examples/resource.cu -I include -L ../../target/release -lsymmalloc_torch -o resource && ./resource
+//     nvcc -std=c++17 -O2 examples/resource.cu $(pkg-config --cflags --libs symmalloc) -o resource && ./resource
 
 #include "symmalloc.hpp"
 

@@ -1,9 +1,9 @@
 // RMM's containers on symmalloc.hpp: a vector is filled on one stream, copied on another stream, and freed while the copy is read.
 // It has no kernel, so a C++ compiler suffices. The wheels librmm-cu13 and rapids-logger contain RMM 26; any toolkit has CUDA's headers.
 //
-//     c++ -std=c++20 -O2 examples/rmm.cpp -I include -I $RMM/include -I $RMM/include/rapids -I $LOGGER/include -I $CUDA/include
-//         -L ../../target/release -L $RMM/lib64 -L $LOGGER/lib64 -L $CUDA/lib64
-//         -lsymmalloc_torch -lrmm -lrapids_logger -lcudart -o rmm && ./rmm
+//     c++ -std=c++20 -O2 examples/rmm.cpp -I $RMM/include -I $RMM/include/rapids -I $LOGGER/include -I $CUDA/include
+//         $(pkg-config --cflags --libs symmalloc) -L $RMM/lib64 -L $LOGGER/lib64 -L $CUDA/lib64
+//         -lrmm -lrapids_logger -lcudart -o rmm && ./rmm
 
 #include <rmm/cuda_stream.hpp>
 #include <rmm/device_uvector.hpp>
