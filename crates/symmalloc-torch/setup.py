@@ -2,9 +2,9 @@
 
 The package calls a C interface through ctypes, so one wheel fits every Python 3. Its tag names the minimum C library
 (`py3-none-manylinux_2_34_x86_64`), which depends on the machine that builds it. `CARGO_TARGET_DIR` is respected.
-`SYMMALLOC_CARGO_PROFILE` (default `shipped`) selects the profile. To package a library that was built already, run
-`SYMMALLOC_LIBRARY=/path/to/libsymmalloc_torch.so pip install ./crates/symmalloc-torch`. The command line and the library that it
-preloads are taken from the same folder, if it has them.
+`SYMMALLOC_CARGO_PROFILE` (default `release`) selects the profile; published wheels are built with `shipped`, which takes longer. To package a
+library that was built already, run `SYMMALLOC_LIBRARY=/path/to/libsymmalloc_torch.so pip install ./crates/symmalloc-torch`. The command line
+and the library that it preloads are taken from the same folder, if it has them.
 
     package symmalloc   libsymmalloc_torch.so, the library of the package
     bin                 symmalloc, the command line
@@ -20,8 +20,10 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TextIO
 
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -37,6 +39,8 @@ LIBRARY = "libsymmalloc_torch.so"
 PROGRAM = "symmalloc"
 PRELOAD = "libsymmalloc_preload.so"
 HEADER = "symmalloc.h"
+# The time of a first build, see docs/measured/speed.md.
+EXPECTED = "about 3 minutes on two cores"
 
 
 def of_workspace(key: str) -> str:
@@ -64,12 +68,24 @@ def built() -> dict[str, Path]:
     if shutil.which("cargo") is None:
         raise SystemExit("cargo is not on the PATH: install Rust (https://rustup.rs), or set SYMMALLOC_LIBRARY")
     command = ["cargo", "build", "--locked", *(word for package in PACKAGES for word in ("-p", package))]
-    command += ["--profile", os.environ.get("SYMMALLOC_CARGO_PROFILE", "shipped")]
+    command += ["--profile", os.environ.get("SYMMALLOC_CARGO_PROFILE", "release")]
     command += ["--message-format", "json-render-diagnostics"]
-    messages = subprocess.run(command, cwd=WORKSPACE, check=True, stdout=subprocess.PIPE, text=True).stdout
+    progress = terminal() or sys.stderr
+    print(f"symmalloc: {' '.join(command[:2])} takes {EXPECTED} the first time", file=progress, flush=True)
+    messages = subprocess.run(command, cwd=WORKSPACE, check=True, stdout=subprocess.PIPE, stderr=progress, text=True).stdout
     artifacts = (json.loads(line) for line in messages.splitlines())
     files = [Path(file) for artifact in artifacts for file in artifact.get("filenames", [])]
     return {file.name: file for file in files if file.name in names}
+
+
+def terminal() -> TextIO | None:
+    """Opens the user's terminal if standard error is something else: without -v, pip hides what a build prints there."""
+    if sys.stderr.isatty():
+        return None
+    try:
+        return open("/dev/tty", "w")  # noqa: SIM115, closed when the process ends
+    except OSError:
+        return None
 
 
 class BuildWithLibrary(build_py):

@@ -29,6 +29,7 @@ from .errors import (
     NcclError,
     NotInstalled,
     OutOfMemory,
+    ProgramNotFound,
     TorchError,
     TransportError,
     UnknownPointer,
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Allocator", "Contents", "CudaError", "Device", "DeviceMemory", "DmaBuf", "Error", "FileError", "InternalError", "InvalidArgument", "InvalidSettings",
     "InvalidState", "LibraryNotFound", "MemPool", "MemoryTable", "MisalignedError", "Mode", "NcclError", "NotInstalled",
-    "OutOfMemory", "Phase", "Placement", "Registration", "Slept", "Step", "StepReport", "TorchError", "TransportError",
+    "OutOfMemory", "Phase", "Placement", "ProgramNotFound", "Registration", "Slept", "Step", "StepReport", "TorchError", "TransportError",
     "UnknownPointer", "UnknownPool", "Window", "Woken", "Work", "__version__", "all_to_all_single", "allocator", "announce",
     "assert_aligned", "device_memory", "digest", "dma_buf", "dump_snapshot", "exchange_splits", "flight_record", "has_class", "install", "installed",
     "last_step", "library_path", "named", "pause", "placement", "region", "resume", "show", "sleep", "snapshot", "start_trace",

@@ -70,6 +70,10 @@ class LibraryNotFound(Error, ImportError):
     """`libsymmalloc_torch.so` is missing, or its version does not match this package."""
 
 
+class ProgramNotFound(Error, FileNotFoundError):
+    """The program `symmalloc` is not installed with this package."""
+
+
 # symmalloc_status in include/symmalloc.h.
 BY_STATUS: dict[int, type[Error]] = {
     1: InvalidArgument,
