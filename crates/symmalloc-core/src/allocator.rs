@@ -432,23 +432,28 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Releases the free memory of a pool, or of all pools, to the device, in (pool, stream, sequence) order. Returns
     /// the released bytes. Blocks the host until the streams that used the memory have completed their work. Removed
     /// segments of an observed pool stay until the observers have acknowledged them. Reserved segments stay, and so
-    /// does a quota unless its pool is named.
+    /// does a quota unless its pool is named. Retries the release of destroyed pools whose memory the driver still holds.
     ///
     /// # Errors
-    /// Returns an error if the pool is unknown, or the driver fails; every heap is consistent then and the rest can be trimmed again.
+    /// Returns an error if the pool is unknown, or was destroyed and holds no memory. Returns an error if the driver fails; every heap is
+    /// consistent then and the rest can be trimmed again.
     pub fn trim(&self, pool: Option<PoolId>) -> Result<u64, TrimError> {
         let mut gate = self.gate();
         let released = match pool {
-            Some(pool) => self.trim_pool(self.pool(pool)?, None),
+            Some(pool) => match self.pool(pool) {
+                Ok(entry) => self.trim_pool(entry, None),
+                Err(unknown) => {
+                    let mut kept = self.kept_pools();
+                    let (_, entry) = kept.find(|(kept, _)| *kept == pool).ok_or(unknown)?;
+                    // Not an op: in a replay, the driver released the memory when the pool was destroyed.
+                    return self.trim_destroyed(pool, entry).into_result();
+                }
+            },
             None => {
                 let pools = self.kept_pools().filter(|(_, entry)| !entry.config().has_quota() || entry.is_destroyed());
-                let trims = pools.map(|(pool, entry)| {
-                    let released = self.trim_pool(entry, None);
-                    if entry.is_destroyed() {
-                        let mut heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
-                        self.bury(pool, entry, &mut heaps);
-                    }
-                    released
+                let trims = pools.map(|(pool, entry)| match entry.is_destroyed() {
+                    true => self.trim_destroyed(pool, entry),
+                    false => self.trim_pool(entry, None),
                 });
                 trims.fold(Released::default(), Released::plus)
             }
@@ -456,6 +461,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         gate.note(Op::Trim { pool });
         gate.note_released(&released);
         released.into_result()
+    }
+
+    /// Releases the memory of a destroyed pool that the driver still holds.
+    fn trim_destroyed(&self, pool: PoolId, entry: &PoolEntry<L>) -> Released {
+        let released = self.trim_pool(entry, None);
+        let mut heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
+        self.bury(pool, entry, &mut heaps);
+        released
     }
 
     /// Releases all of a pool's free memory, or `goal_bytes` of it.

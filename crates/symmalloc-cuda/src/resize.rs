@@ -150,11 +150,12 @@ pub fn resize<B: Backend, L: Lock>(
     if held.needed_bytes > quota_bytes {
         return Err(ResizeError::InUse { pool, quota_bytes, needed_bytes: held.needed_bytes });
     }
-    if held.bytes > quota_bytes {
-        let observers = core.observer_count(pool);
-        if observers > 0 {
-            return Err(ResizeError::Observed { pool, observers });
-        }
+    let observers = core.observer_count(pool);
+    if held.bytes > quota_bytes && observers > 0 {
+        return Err(ResizeError::Observed { pool, observers });
+    }
+    // The driver may not have released a segment that an earlier resize removed.
+    if held.bytes > quota_bytes || observers == 0 && core.has_retired_segments(pool)? {
         core.trim(Some(pool))?;
         held = Held::of(core, pool);
     }

@@ -89,11 +89,13 @@ pub(crate) struct PoolWishes {
 pub(crate) struct PrivatePools<F> {
     /// In order of creation.
     all: Mutex<Vec<PrivatePool<F>>>,
+    /// Destroyed pools of the device's allocator whose memory the driver did not release.
+    unreleased: Mutex<Vec<PoolId>>,
 }
 
 impl<F> Default for PrivatePools<F> {
     fn default() -> Self {
-        PrivatePools { all: Mutex::default() }
+        PrivatePools { all: Mutex::default(), unreleased: Mutex::default() }
     }
 }
 
@@ -212,6 +214,7 @@ impl<F: ForeignPool> PrivatePools<F> {
         is_capturing: impl FnOnce() -> Result<bool, CudaError>,
     ) -> GivenBack {
         let mut given = GivenBack::default();
+        self.retry(core, &mut given);
         let mut all = self.lock();
         let is_meant = |entry: &PrivatePool<F>| entry.uses == 0 && only.is_none_or(|id| entry.id == id);
         if !all.iter().any(is_meant) {
@@ -235,10 +238,38 @@ impl<F: ForeignPool> PrivatePools<F> {
                 Some(PoolPlace::Foreign(allocator)) => (allocator.core(), F::POOL),
             };
             given.add(core.trim(Some(pool)));
-            // A pool with live or registered memory stays until the next release.
-            matches!(core.destroy_pool(pool), Err(PoolError::InUse { .. } | PoolError::Observed { .. }))
+            let reserved_before = core.stats().reserved_bytes.current;
+            let destroyed = core.destroy_pool(pool);
+            given.released_bytes += reserved_before.saturating_sub(core.stats().reserved_bytes.current);
+            match destroyed {
+                // A pool with live or registered memory stays until the next release.
+                Err(PoolError::InUse { .. } | PoolError::Observed { .. }) => return true,
+                Err(PoolError::Backend(error)) => {
+                    given.failure.get_or_insert(PoolError::Backend(error).into());
+                    // An allocator over the program's memory ends with its entry.
+                    if let Some(PoolPlace::Own(pool)) = entry.place {
+                        self.unreleased().push(pool);
+                    }
+                }
+                _ => {}
+            }
+            false
         });
         given
+    }
+
+    /// Releases the memory of destroyed pools that the driver did not release before.
+    fn retry(&self, core: &SharedAllocator<CudaBackend>, given: &mut GivenBack) {
+        self.unreleased().retain(|pool| {
+            let trimmed = core.trim(Some(*pool));
+            let is_held = matches!(trimmed, Err(TrimError::Backend { .. }));
+            given.add(trimmed);
+            is_held
+        });
+    }
+
+    fn unreleased(&self) -> MutexGuard<'_, Vec<PoolId>> {
+        self.unreleased.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<PrivatePool<F>>> {
@@ -281,3 +312,6 @@ fn policy(default: &PoolConfig, wishes: &PoolWishes) -> Result<PoolConfig, CudaE
     };
     Ok(policy.build()?)
 }
+
+#[cfg(test)]
+mod tests;

@@ -193,6 +193,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         kept.into_iter().filter_map(|id| Some((id, self.pools.get(id.index())?))).filter(|(id, pool)| pool.id() == *id)
     }
 
+    /// Returns `true` if the driver still has to release memory or addresses of removed segments of a pool: after a failure, or because
+    /// observers have not acknowledged the removal. A trim releases them.
+    ///
+    /// # Errors
+    /// Returns an error if the pool is unknown.
+    pub fn has_retired_segments(&self, pool: PoolId) -> Result<bool, UnknownError> {
+        Ok(self.pool(pool)?.heaps().any(|heap| heap.lock().log().has_retired()))
+    }
+
     /// Returns the number of pools that reports and trims visit. For tests.
     #[doc(hidden)]
     pub fn kept_pool_count(&self) -> usize {

@@ -188,8 +188,14 @@ impl GraphCapture {
         if let Some(capture) = self.capture {
             state.forget_capture(capture);
         }
-        let _restore = RestoreCurrent::of(state.device().driver())?;
-        let ended = self.stream.end_capture(CUgraphInstantiate_flags(0));
+        // If the driver does not report the current context, the capture ends nevertheless.
+        let _restore = RestoreCurrent::of(state.device().driver());
+        let mut ended = self.stream.end_capture(CUgraphInstantiate_flags(0));
+        // cudarc first makes its context current. If that fails, the capture is still in progress.
+        if ended.is_err() && state.streams().capture_of(self.stream.cu_stream()).is_ok_and(|capture| capture.is_some())
+        {
+            ended = self.stream.end_capture(CUgraphInstantiate_flags(0));
+        }
         let ended = ended.map_err(|error| DriverError { call: "cuStreamEndCapture", code: error.0 as i32 });
         let (pool, stream, capture_id) = (self.pool.id().0, self.id.0, self.capture);
         match &ended {

@@ -42,6 +42,8 @@ pub(crate) struct DriverAllocations {
     kind: AllocationKind,
     granularity_bytes: u64,
     ranges: Mutex<BTreeMap<u64, AllocatedRange>>,
+    /// Addresses of misaligned allocations that the driver did not free. The next [`reserve`](BackendMemory::reserve) retries.
+    unfreed: Mutex<Vec<u64>>,
 }
 
 struct AllocatedRange {
@@ -52,11 +54,15 @@ struct AllocatedRange {
 
 impl DriverAllocations {
     pub(crate) fn new(device: Arc<CudaDevice>, kind: AllocationKind, granularity_bytes: u64) -> Self {
-        DriverAllocations { device, kind, granularity_bytes, ranges: Mutex::default() }
+        DriverAllocations { device, kind, granularity_bytes, ranges: Mutex::default(), unfreed: Mutex::default() }
     }
 
     fn ranges(&self) -> MutexGuard<'_, BTreeMap<u64, AllocatedRange>> {
         self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn unfreed(&self) -> MutexGuard<'_, Vec<u64>> {
+        self.unfreed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn allocate(&self, size_bytes: u64) -> Result<u64, DriverError> {
@@ -100,7 +106,10 @@ impl DriverAllocations {
             return Ok((allocation, allocation));
         }
         // Not aligned: allocate an additional granule, and skip the bytes before the boundary.
-        self.free(allocation)?;
+        if let Err(error) = self.free(allocation) {
+            self.unfreed().push(allocation);
+            return Err(error);
+        }
         let allocation = self.allocate(size_bytes.saturating_add(self.granularity_bytes))?;
         Ok((allocation, allocation.next_multiple_of(self.granularity_bytes)))
     }
@@ -125,6 +134,7 @@ impl BackendMemory for DriverAllocations {
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
+        self.unfreed().retain(|allocation| self.free(*allocation).is_err());
         let (allocation, base) = match &self.kind {
             AllocationKind::Device | AllocationKind::Source(_) => {
                 with_spare(&self.device, || self.allocate_aligned(size_bytes))

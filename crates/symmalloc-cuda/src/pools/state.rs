@@ -194,21 +194,31 @@ impl<B: CudaMemory> AllocatorState<B> {
 
     /// See [`CachingAllocator::trim`](crate::CachingAllocator::trim).
     pub(crate) fn trim(&self) -> Result<u64, CudaError> {
-        self.destroy_abandoned(|_| true)?;
+        let destroyed = self.destroy_abandoned(|_| true);
+        let (mut released_bytes, mut failure) = (0, None);
         let pools = lock(&self.trimmable).clone();
-        let mut released_bytes = 0;
         for pool in pools {
-            released_bytes += self.core.trim(Some(pool))?;
+            match self.core.trim(Some(pool)) {
+                Ok(bytes) => released_bytes += bytes,
+                // It was destroyed, and all of its memory is released.
+                Err(TrimError::Unknown(_)) => lock(&self.trimmable).retain(|known| *known != pool),
+                Err(TrimError::Backend { released_bytes: bytes, error }) => {
+                    released_bytes += bytes;
+                    failure.get_or_insert(error);
+                }
+                Err(error) => return Err(error.into()),
+            }
         }
         self.core.backend().memory().release_spare();
-        Ok(released_bytes)
+        destroyed?;
+        failure.map_or(Ok(released_bytes), |error| Err(TrimError::Backend { released_bytes, error }.into()))
     }
 
     /// Destroys abandoned private pools, and releases the free memory of the others and prefetched memory. Returns the number of bytes
     /// released.
     pub(crate) fn trim_private(&self) -> u64 {
         let reserved_before = self.core.stats().reserved_bytes.current;
-        // The core retries the release of a pool that the driver refused, in its next trim of all pools.
+        // If the driver fails to release some memory, the next trim retries.
         let _failed = self.destroy_abandoned(|pool| is_private(&self.core, *pool));
         let destroyed_bytes = reserved_before.saturating_sub(self.core.stats().reserved_bytes.current);
         // Other pools are those of graphs, which use their free memory when they run, and pools that a program created in the core.
@@ -237,8 +247,10 @@ impl<B: CudaMemory> AllocatorState<B> {
                     lock(&self.abandoned).push(entry);
                 }
                 Err(error) => {
-                    // If the driver fails to release some memory of a pool, the core considers the pool destroyed, and retries the release.
-                    if !matches!(error, CudaError::Pool(PoolError::Backend(_))) {
+                    // If the driver fails to release some memory of a pool, the core considers the pool destroyed, and a trim retries.
+                    if matches!(error, CudaError::Pool(PoolError::Backend(_))) {
+                        lock(&self.trimmable).push(entry.pool);
+                    } else {
                         lock(&self.abandoned).push(entry);
                     }
                     first_error = first_error.and(Err(error));

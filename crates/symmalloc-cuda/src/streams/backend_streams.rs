@@ -23,6 +23,9 @@ use symmalloc_core::ids::StreamId;
 /// Polling interval for events while the host waits with a deadline: a query costs 1.2 us.
 const POLL: Duration = Duration::from_micros(20);
 
+/// The event of all work of the host, which is done when it is submitted. The driver has no event with this handle.
+const HOST_EVENT: Event = Event(0);
+
 /// Streams and events of one backend.
 #[doc(hidden)]
 pub struct BackendStreams {
@@ -177,8 +180,7 @@ impl BackendStreams {
             RegisteredStream::Lent(stream) => {
                 self.record_raw(stream.lock().unwrap_or_else(PoisonError::into_inner).raw())
             }
-            // An event that was never recorded counts as done.
-            RegisteredStream::Host => self.events.create(),
+            RegisteredStream::Host => Ok(HOST_EVENT),
         };
         Ok(event?)
     }
@@ -220,6 +222,9 @@ impl BackendStreams {
 
     /// Like [`wait`](Self::wait), for a stream that is alive but not necessarily registered.
     pub(crate) fn wait_raw(&self, stream: CUstream, event: Event) -> Result<(), DriverError> {
+        if event == HOST_EVENT {
+            return Ok(());
+        }
         if self.device.is_capturing() || !self.captured.is_empty() {
             match (self.captured.capture_of(event), self.capture_of(stream)?) {
                 (None, None) => {}
@@ -238,7 +243,7 @@ impl BackendStreams {
     }
 
     fn wait_on_host(&self, event: Event) -> Result<(), DriverError> {
-        if self.captured.capture_of(event).is_some() {
+        if event == HOST_EVENT || self.captured.capture_of(event).is_some() {
             return Ok(());
         }
         let _current = self.device.enter()?;
@@ -261,6 +266,9 @@ impl BackendStreams {
 
     /// Returns `true` if the work before the event is done. Captured work is never done, because it does not run when it is captured.
     pub(crate) fn query(&self, event: Event) -> Result<bool, BackendError> {
+        if event == HOST_EVENT {
+            return Ok(true);
+        }
         if self.captured.capture_of(event).is_some() {
             return Ok(false);
         }
@@ -278,6 +286,9 @@ impl BackendStreams {
     /// Returns an event to the pool.
     #[inline]
     pub(crate) fn recycle(&self, event: Event) {
+        if event == HOST_EVENT {
+            return;
+        }
         self.captured.remove(event);
         self.events.put_back(event);
     }

@@ -20,7 +20,7 @@ impl EventPool {
         EventPool { device, spare: Mutex::default() }
     }
 
-    /// Returns a spare event, or creates one. A new event counts as done until it is recorded.
+    /// Returns a spare event, or creates one.
     #[inline]
     pub(super) fn take(&self) -> Result<Event, DriverError> {
         let spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner).pop();
@@ -33,7 +33,7 @@ impl EventPool {
     }
 
     #[cold]
-    pub(super) fn create(&self) -> Result<Event, DriverError> {
+    fn create(&self) -> Result<Event, DriverError> {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
         let mut event: CUevent = std::ptr::null_mut();
