@@ -9,12 +9,15 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::Path;
 use symmalloc_core::config::{Config, PoolConfig, Reclaim, StreamPolicy};
-use symmalloc_core::errors::AllocateError;
+use symmalloc_core::errors::{AllocateError, UnknownError};
 use symmalloc_core::histories::{HistorySource, Mark, unpack_op, unpack_placement};
+use symmalloc_core::ids::{AllocationId, ObserverId};
+use symmalloc_core::op::{Contents, Op, Record, Refusal};
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{Allocator, Digest, PoolId, SegmentId, StreamId};
 use symmalloc_harness::hooked::{DeviceCall, Hooked};
 use symmalloc_sim::{Call, Fault, FaultRule, SimBackend, SplitMix64};
+use symmalloc_trace::replay::{Program, Replay};
 
 const POOL: PoolId = PoolId::DEFAULT;
 const S0: StreamId = StreamId(0);
@@ -386,4 +389,156 @@ fn the_history_of_a_shrink_equals_the_unmapped_ranges() {
     });
     assert_eq!(reported, *taken_back.borrow());
     assert!(reported.len() > 50, "{} shrinks", reported.len());
+}
+
+const S2: StreamId = StreamId(2);
+const A: PoolId = PoolId(1);
+const B: PoolId = PoolId(2);
+/// Pool without allocations.
+const EMPTY: PoolId = PoolId(3);
+
+/// A program with every op that decides something. Each op can be changed without making the later ones invalid.
+fn every_op() -> Vec<Op> {
+    let id = AllocationId;
+    let allocate = |number, pool, stream, size_bytes| Op::Allocate { id: id(number), pool, stream, size_bytes };
+    let create = |pool| Op::CreatePool { pool, config: "symmetric:true".parse::<PoolConfig>().expect("valid").into() };
+    vec![
+        Op::RegisterStream { stream: S0 },
+        Op::RegisterStream { stream: S1 },
+        Op::RegisterStream { stream: S2 },
+        create(A),
+        create(B),
+        create(EMPTY),
+        create(PoolId(4)),
+        allocate(0, POOL, S0, 3 * MIB + 1),
+        allocate(1, POOL, S0, 3 * MIB + 1),
+        allocate(2, A, S0, MIB),
+        allocate(3, A, S1, 5 * MIB),
+        allocate(4, B, S0, 2 * MIB),
+        allocate(5, B, S1, 0),
+        Op::RecordUse { id: id(0), stream: S1 },
+        Op::RecordUse { id: id(2), stream: S1 },
+        Op::Wait { stream: S0, on: S1 },
+        Op::Synchronize { stream: S1 },
+        Op::Free { id: id(1) },
+        Op::Reserve { pool: A, stream: S0, size_bytes: 40 * MIB },
+        Op::Reserve { pool: B, stream: S1, size_bytes: 20 * MIB },
+        Op::BeginStep { pool: A, key: 3 },
+        allocate(6, A, S0, 7 * MIB),
+        Op::EndStep { pool: A },
+        Op::BeginStep { pool: A, key: 0 },
+        Op::EndStep { pool: A },
+        Op::Sync,
+        Op::Stay { pool: B, asked: None },
+        Op::Stay { pool: B, asked: Some(Contents::Keep) },
+        Op::Sleep { pool: B, contents: Contents::Keep },
+        Op::Wake { pool: B },
+        Op::Observe { observer: ObserverId(0), pool: POOL },
+        Op::Acknowledge { observer: ObserverId(0) },
+        Op::Forget { observer: ObserverId(0) },
+        Op::Trim { pool: Some(A) },
+        Op::Reserve { pool: A, stream: S0, size_bytes: 40 * MIB },
+        Op::Reclaim { pool: A, stream: S0, size_bytes: 6 * MIB },
+        Op::Refuse { pool: A, stream: S0, size_bytes: 100 * MIB, refusal: Refusal::Limit },
+        Op::Trim { pool: None },
+        Op::DestroyPool { pool: EMPTY },
+    ]
+}
+
+/// Returns ops that differ from this one in one argument. All of them decide something else.
+fn changed(op: &Op) -> Vec<Op> {
+    let pools = |of: PoolId| [POOL, A, B].into_iter().filter(move |pool| *pool != of);
+    let streams = |of: StreamId| [S0, S1, S2].into_iter().filter(move |stream| *stream != of);
+    match *op {
+        // Ids are dense. A policy is compared before the ranks begin, and here only by its decisions.
+        Op::RegisterStream { .. } | Op::CreatePool { .. } => vec![],
+        // What a stream waited for decides which later fences are necessary, and no placement.
+        Op::Wait { .. } | Op::Synchronize { .. } => vec![],
+        // Points at which ranks compare their histories.
+        Op::Sync => vec![],
+        // An observer keeps memory from being released. It decides nothing until then.
+        Op::Observe { .. } | Op::Acknowledge { .. } | Op::Forget { .. } => vec![],
+        // They end what an earlier op began, in the same pool.
+        Op::EndStep { .. } | Op::Wake { .. } => vec![],
+        Op::Allocate { id, pool, stream, size_bytes } => {
+            let sizes = [size_bytes + 1, size_bytes + 511, size_bytes + 2 * MIB];
+            let sizes = sizes.map(|size_bytes| Op::Allocate { id, pool, stream, size_bytes });
+            let moved = pools(pool).map(|pool| Op::Allocate { id, pool, stream, size_bytes });
+            let others = streams(stream).map(|stream| Op::Allocate { id, pool, stream, size_bytes });
+            sizes.into_iter().chain(moved).chain(others).collect()
+        }
+        Op::Free { .. } => [0, 2, 3, 4].map(|id| Op::Free { id: AllocationId(id) }).into(),
+        Op::RecordUse { id, stream } => {
+            let others = [0, 1, 2, 3, 4].into_iter().map(AllocationId).filter(|other| *other != id);
+            let others = others.map(|id| Op::RecordUse { id, stream });
+            others.chain(streams(stream).map(|stream| Op::RecordUse { id, stream })).collect()
+        }
+        Op::Reserve { pool, stream, size_bytes } => {
+            let moved = pools(pool).map(|pool| Op::Reserve { pool, stream, size_bytes });
+            let others = streams(stream).map(|stream| Op::Reserve { pool, stream, size_bytes });
+            moved.chain(others).chain([Op::Reserve { pool, stream, size_bytes: size_bytes + 2 * MIB }]).collect()
+        }
+        Op::Trim { pool } => {
+            let all = [None, Some(POOL), Some(A), Some(B)];
+            all.into_iter().filter(|other| *other != pool).map(|pool| Op::Trim { pool }).collect()
+        }
+        Op::BeginStep { pool, key } => {
+            [1, 1 << 16, 1 << 32, 1 << 63].map(|bit| Op::BeginStep { pool, key: key ^ bit }).into()
+        }
+        Op::Sleep { pool, contents } => {
+            let others = Contents::ALL.into_iter().filter(|other| *other != contents);
+            others.map(|contents| Op::Sleep { pool, contents }).collect()
+        }
+        Op::Stay { pool, asked } => {
+            let others = [None].into_iter().chain(Contents::ALL.map(Some)).filter(|other| *other != asked);
+            let moved = pools(pool).map(|pool| Op::Stay { pool, asked });
+            others.map(|asked| Op::Stay { pool, asked }).chain(moved).collect()
+        }
+        Op::Reclaim { pool, stream, size_bytes } => {
+            let moved = [POOL, B].map(|pool| Op::Reclaim { pool, stream, size_bytes });
+            moved.into_iter().chain([Op::Reclaim { pool, stream: S1, size_bytes }]).collect()
+        }
+        Op::Refuse { pool, stream, size_bytes, refusal } => {
+            let all = [Refusal::Limit, Refusal::Segment, Refusal::Driver];
+            let others = all.into_iter().filter(|other| *other != refusal);
+            let others = others.map(|refusal| Op::Refuse { pool, stream, size_bytes, refusal });
+            let moved = pools(pool).map(|pool| Op::Refuse { pool, stream, size_bytes, refusal });
+            let streams = streams(stream).map(|stream| Op::Refuse { pool, stream, size_bytes, refusal });
+            let size = Op::Refuse { pool, stream, size_bytes: size_bytes + 1, refusal };
+            others.chain(moved).chain(streams).chain([size]).collect()
+        }
+        Op::DestroyPool { .. } => vec![Op::DestroyPool { pool: PoolId(4) }],
+    }
+}
+
+/// Returns the digests of all pools after a program.
+fn digests_after(ops: &[Op]) -> Vec<Result<Digest, UnknownError>> {
+    let records: Vec<Record> = ops.iter().cloned().map(Record::from).collect();
+    let program = Program::new(&records).expect("valid");
+    let device = SimBackend::builder().build();
+    let config: Config = "symmetric:true".parse().expect("valid");
+    let allocator: Rank<'_> = Allocator::new(&device, config).expect("valid");
+    let mut replay = Replay::new(&allocator, &program);
+    for op in program.ops() {
+        replay.step(op).unwrap_or_else(|error| panic!("{op:?}: {error}"));
+    }
+    (0..5).map(|pool| allocator.digest(PoolId(pool))).collect()
+}
+
+/// Two ranks whose calls differ in one argument never agree.
+#[test]
+fn each_argument_of_each_op_is_in_a_digest() {
+    let ops = every_op();
+    let expected = digests_after(&ops);
+    assert_eq!(digests_after(&ops), expected);
+    let mut compared = 0;
+    for at in 0..ops.len() {
+        for other in changed(&ops[at]) {
+            let mut changed = ops.clone();
+            changed[at] = other.clone();
+            assert_ne!(digests_after(&changed), expected, "op {at}: {:?} became {other:?}", ops[at]);
+            compared += 1;
+        }
+    }
+    assert!(compared > 100, "{compared} changes");
 }

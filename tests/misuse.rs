@@ -394,3 +394,51 @@ fn a_handle_of_a_destroyed_pool_stays_stale_in_later_pools() {
     }
     allocator.check().expect("consistent");
 }
+
+/// A failure callback may end the pool of the request. The request fails then, and whatever the callback created is unchanged: a new pool
+/// takes over the heap of the destroyed one.
+#[test]
+fn a_request_whose_pool_ends_in_the_callback_changes_nothing_else() {
+    type Request = fn(&Allocator<SimBackend>, PoolId) -> Result<(), AllocateError>;
+    let requests: [Request; 2] = [
+        |allocator, pool| allocator.allocate(pool, S0, 20 * MIB).map(drop),
+        |allocator, pool| allocator.reserve(pool, S0, 20 * MIB),
+    ];
+    for policy in [
+        "segments:expandable,limit_mb:16",
+        "segments:fixed,limit_mb:16",
+        "segments:expandable,limit_mb:16,reclaim:pool",
+    ] {
+        for request in requests {
+            for creates in [false, true] {
+                let config: PoolConfig = policy.parse().expect("valid");
+                let allocator = allocator();
+                let pool = allocator.create_pool(config.clone()).expect("valid");
+                let held = allocator.allocate(pool, S0, 10 * MIB).expect("fits").handle;
+                let during = std::sync::Arc::new(std::sync::Mutex::new(None));
+                let after = std::sync::Arc::clone(&during);
+                allocator.set_failure_callback(move |allocator, _| {
+                    allocator.free(held).expect("live");
+                    allocator.destroy_pool(pool).expect("empty");
+                    let successor = creates.then(|| allocator.create_pool(config.clone()).expect("valid"));
+                    if let Some(successor) = successor {
+                        allocator.allocate(successor, S0, MIB).expect("fits");
+                    }
+                    *after.lock().expect("one thread") = Some((successor, everything(allocator)));
+                    Retry::Again
+                });
+                let refused = request(&allocator, pool).expect_err("its pool is gone");
+                assert_eq!(refused, UnknownError::DestroyedPool { pool }.into(), "{policy}");
+                let (successor, state) = during.lock().expect("one thread").take().expect("the callback ran");
+                assert_eq!(everything(&allocator), state, "{policy}, a new pool: {successor:?}");
+            }
+        }
+    }
+}
+
+/// Returns the state of all pools.
+fn everything(allocator: &Allocator<SimBackend>) -> impl PartialEq + std::fmt::Debug + use<> {
+    allocator.check().expect("consistent");
+    let digests: Vec<_> = (0..4).map(|pool| allocator.digest(PoolId(pool))).collect();
+    (allocator.snapshot(), allocator.stats(), digests, allocator.backend().calls())
+}

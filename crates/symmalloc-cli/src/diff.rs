@@ -197,6 +197,7 @@ fn calls(records: &[Record], detail: ComparedOps) -> impl Iterator<Item = Progra
 mod tests {
     use super::*;
     use symmalloc_import::{ReadOptions, read_bytes};
+    use symmalloc_sim::SplitMix64;
 
     fn recording(lines: &[&str]) -> Recording {
         let records = lines.iter().filter(|line| !line.starts_with("config")).count();
@@ -204,24 +205,116 @@ mod tests {
         read_bytes(text.as_bytes(), &ReadOptions::default()).unwrap()
     }
 
-    #[test]
-    fn calls_that_differ_only_in_ids_and_placements_have_equal_ops() {
-        let a = recording(&["stream s0", "a 0 512 s0 -> 0@0", "a 1 512 s0 -> 0@512", "f 0"]);
-        let b = recording(&["stream s0", "a 7 512 s0 -> 0@0", "a 3 512 s0 -> 1@0", "f 7"]);
-        let diff = Diff::new(&a, &b);
-        assert!(diff.same_ops() && !diff.is_same());
-        assert_eq!((diff.allocations, diff.differing_placements), (2, Some(1)));
-        let first = diff.first.unwrap();
-        assert_eq!((first.allocation, first.op, first.b.segment.0), (1, 2, 1));
+    /// A line of a program, whose allocations are numbered in order of creation.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    enum Line {
+        Allocate { number: u64, size: u64, stream: u64 },
+        Use { number: u64, stream: u64 },
+        Free { number: u64 },
     }
 
+    impl Line {
+        /// Returns the text of the line. `id` returns the id of an allocation, and `place` its page.
+        fn text(self, id: impl Fn(u64) -> u64, place: impl Fn(u64) -> u64) -> String {
+            match self {
+                Line::Allocate { number, size, stream } => {
+                    format!("a {} {size} s{stream} -> 0@{}", id(number), 4096 * place(number))
+                }
+                Line::Use { number, stream } => format!("u {} s{stream}", id(number)),
+                Line::Free { number } => format!("f {}", id(number)),
+            }
+        }
+
+        /// Returns lines that differ from this one in one argument. `live` are the live allocations before it.
+        fn changed(self, live: &[u64]) -> Vec<Line> {
+            let others = |number: u64| live.iter().copied().filter(move |other| *other != number);
+            match self {
+                Line::Allocate { number, size, stream } => vec![
+                    Line::Allocate { number, size: size + 512, stream },
+                    Line::Allocate { number, size, stream: 1 - stream },
+                ],
+                Line::Use { number, stream } => others(number)
+                    .map(|number| Line::Use { number, stream })
+                    .chain([Line::Use { number, stream: 1 - stream }, Line::Free { number }])
+                    .collect(),
+                Line::Free { number } => others(number)
+                    .map(|number| Line::Free { number })
+                    .chain([Line::Use { number, stream: 0 }])
+                    .collect(),
+            }
+        }
+    }
+
+    /// Returns a program, and the live allocations before each line.
+    fn program(seed: u64) -> Vec<(Line, Vec<u64>)> {
+        let (mut random, mut live, mut made, mut lines) = (SplitMix64::new(seed), Vec::new(), 0, Vec::new());
+        for _ in 0..24 {
+            let before = live.clone();
+            let line = match random.below(3) {
+                kind if live.is_empty() || kind == 0 => {
+                    live.push(made);
+                    made += 1;
+                    Line::Allocate { number: made - 1, size: 512 * (1 + random.below(4)), stream: random.below(2) }
+                }
+                1 => Line::Use { number: live[random.below(live.len() as u64) as usize], stream: random.below(2) },
+                _ => Line::Free { number: live.swap_remove(random.below(live.len() as u64) as usize) },
+            };
+            lines.push((line, before));
+        }
+        lines
+    }
+
+    fn recorded(lines: &[Line], is_ours: bool, id: impl Fn(u64) -> u64) -> Recording {
+        recorded_at(lines, is_ours, id, |number| number)
+    }
+
+    fn recorded_at(lines: &[Line], is_ours: bool, id: impl Fn(u64) -> u64, place: impl Fn(u64) -> u64) -> Recording {
+        let header = if is_ours { "config segments:fixed\n" } else { "" };
+        let mut text: Vec<String> = vec![format!("{header}stream s0"), "stream s1".to_owned()];
+        text.extend(lines.iter().map(|line| line.text(&id, &place)));
+        recording(&text.iter().flat_map(|text| text.lines()).collect::<Vec<_>>())
+    }
+
+    /// The ids in recordings do not matter, and everything else does: each changed argument of each call is the first difference.
     #[test]
-    fn frees_of_different_allocations_differ() {
-        let a = recording(&["stream s0", "a 0 512 s0", "a 1 512 s0", "f 0", "f 1"]);
-        let b = recording(&["stream s0", "a 0 512 s0", "a 1 512 s0", "f 1", "f 0"]);
-        let difference = Diff::new(&a, &b).first_op.unwrap();
-        assert_eq!(difference.a, Some((3, Op::Free { id: AllocationId(0) })));
-        assert_eq!(difference.b, Some((3, Op::Free { id: AllocationId(1) })));
+    fn calls_are_compared_by_the_ordinals_of_their_allocations() {
+        // Two records register the streams.
+        const BEFORE: usize = 2;
+        for seed in 0..40 {
+            let program = program(seed);
+            let lines: Vec<Line> = program.iter().map(|(line, _)| *line).collect();
+            let ids: [fn(u64) -> u64; 3] = [|number| 1000 - number, |number| number ^ 5, |number| 7 * number + 3];
+            for is_ours in [true, false] {
+                let original = recorded(&lines, is_ours, |number| number);
+                for id in ids {
+                    let renumbered = recorded(&lines, is_ours, id);
+                    let diff = Diff::new(&original, &renumbered);
+                    assert!(diff.is_same(), "seed {seed}: {:?}", diff.first_op);
+                    assert_eq!(other_job(&original, &renumbered), None, "seed {seed}");
+                }
+                for (at, (line, live)) in program.iter().enumerate() {
+                    if let Line::Allocate { number, .. } = *line {
+                        // The placement of this allocation alone is different.
+                        let moved =
+                            recorded_at(&lines, is_ours, ids[0], |other| other + u64::from(other == number) * 99);
+                        let diff = Diff::new(&original, &moved);
+                        let first = diff.first.as_ref().map(|first| (first.allocation, first.op));
+                        assert!(diff.same_ops() && !diff.is_same(), "seed {seed}: {line:?}");
+                        assert_eq!((diff.differing_placements, first), (Some(1), Some((number as usize, BEFORE + at))));
+                    }
+                    for changed in line.changed(live) {
+                        let one = recorded(&lines[..=at], is_ours, |number| number);
+                        let mut other = lines[..at].to_vec();
+                        other.push(changed);
+                        let first = Diff::new(&one, &recorded(&other, is_ours, ids[0])).first_op;
+                        let is_use = |line: &Line| matches!(line, Line::Use { .. });
+                        let number = |line: &Line| (is_ours || !is_use(line)).then_some(BEFORE + at);
+                        let found = first.map_or((None, None), |it| (it.a.map(|a| a.0), it.b.map(|b| b.0)));
+                        assert_eq!(found, (number(line), number(&changed)), "seed {seed}: {line:?} became {changed:?}");
+                    }
+                }
+            }
+        }
     }
 
     #[test]
@@ -240,15 +333,5 @@ mod tests {
         let b = recording(&["stream s0", "a 0 512 s0 -> 3@0"]);
         let diff = Diff::new(&a, &b);
         assert_eq!((diff.differing_placements, diff.is_same()), (None, true));
-    }
-
-    #[test]
-    fn uses_are_compared_only_between_recordings_of_symmalloc() {
-        let with = ["stream s0", "stream s1", "a 0 512 s0", "u 0 s1", "f 0"];
-        let without = ["stream s0", "a 0 512 s0", "f 0"];
-        assert!(Diff::new(&recording(&with), &recording(&without)).same_ops());
-        let ours = |lines: &[&str]| recording(&[&["config segments:fixed"], lines].concat());
-        assert!(!Diff::new(&ours(&with), &ours(&without)).same_ops());
-        assert!(Diff::new(&ours(&with), &ours(&with)).same_ops());
     }
 }

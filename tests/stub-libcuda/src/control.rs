@@ -46,6 +46,21 @@ pub unsafe extern "C" fn stub_calls(name: *const c_char) -> u64 {
     with(|state| state.calls.get(name.as_ref()).copied().unwrap_or(0))
 }
 
+/// Writes the names of all calls that were made, each followed by a line feed, and returns their length in bytes. Writes nothing if the
+/// capacity is too small.
+///
+/// # Safety
+/// `to` must be valid for writing `capacity` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn stub_call_names(to: *mut u8, capacity: usize) -> usize {
+    let names: String = with(|state| state.calls.keys().map(|name| format!("{name}\n")).collect());
+    if names.len() <= capacity {
+        // SAFETY: guaranteed by the caller.
+        unsafe { to.copy_from_nonoverlapping(names.as_ptr(), names.len()) };
+    }
+    names.len()
+}
+
 /// Returns the number of calls of `name` by this thread.
 ///
 /// # Safety

@@ -15,8 +15,10 @@
 //! | `stub_fail_elsewhere(call, nth, code)` | the same, except for calls of this thread |
 //! | `stub_advance(stream)` | runs the work of a stream until something blocks it; 1 if all of it has taken effect |
 //! | `stub_heal()` | removes all faults |
+//! | `stub_pause(call, nth)`, `stub_is_paused()`, `stub_resume()` | pauses the n-th call from now on after its effect; see `pause.rs` |
 //! | `stub_log_begin()`, `stub_log_take(to, capacity)` | records submitted work and the waits that order it; see `log.rs` |
 //! | `stub_calls(call)` | number of calls; null: of all calls |
+//! | `stub_call_names(to, capacity)` | the names of all calls that were made |
 //! | `stub_own_calls(call)` | number of calls by this thread |
 //! | `stub_live(what)` | live resources: see [`model::Live`] |
 
@@ -29,6 +31,7 @@ pub mod external;
 pub mod log;
 pub mod memory;
 pub mod model;
+pub mod pause;
 pub mod space;
 pub mod streams;
 
@@ -66,6 +69,7 @@ fn call(name: &'static str, mut act: impl FnMut(&mut State) -> Result<(), Code>)
     }
     let outcome = entered.and_then(|()| with_waiting(&mut act));
     deliver();
+    pause::wait_after(name);
     match outcome {
         Ok(()) => OK,
         Err(Code(code)) => code,

@@ -392,6 +392,8 @@ impl State {
         (0..self.options.devices).for_each(|device| {
             self.run_all(device);
         });
+        let ran: Vec<(u64, u64)> = self.streams.iter().map(|(id, stream)| (*id, stream.ran)).collect();
+        ran.into_iter().for_each(|(id, ran)| self.log_host_wait(id, ran));
     }
 
     /// Returns `true` if the work has taken effect.

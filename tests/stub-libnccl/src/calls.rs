@@ -7,6 +7,7 @@ use crate::ledger::{self, Verdict, violate};
 use crate::member::{Life, Member, Step, check};
 use crate::messages::{Join, Kind, Round, Signature};
 use crate::options::options;
+use crate::outputs::Pending;
 use crate::streams::{Kernel, Launch};
 use crate::{cuda, grow, registry, shrink, suspension, window};
 use std::ffi::{c_char, c_int, c_uint, c_void};
@@ -116,6 +117,7 @@ fn init(out: *mut u64, ranks: c_int, id: &UniqueId, rank: c_int, device: c_int, 
     if out.is_null() || rank >= ranks {
         return INVALID_ARGUMENT;
     }
+    let _output = Pending::new(out);
     let member = Member::create(rank, device, is_blocking);
     // SAFETY: `out` is valid for writing.
     unsafe { out.write(member.handle) };

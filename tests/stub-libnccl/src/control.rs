@@ -18,9 +18,11 @@
 //! | `stub_nccl_live(what)` | live resources: 0 communicators, 1 windows, 2 registered buffers, 3 rounds whose memory is retained, 4 bytes of symmetric address space, 5 work on streams, 6 pieces of physical memory that ended communicators leaked (before 2.29), 7 sockets to other processes |
 //! | `stub_nccl_violations(from, text, capacity)` | number of violations; writes those from `from` on, one per line |
 //! | `stub_nccl_forget()` | clears the list of violations |
+//! | `stub_nccl_refuse_free(from, size)` | records a violation if the block contains an output that NCCL may still write to |
 
 use crate::ledger::{self, Strike};
 use crate::member::{self, Life};
+use crate::outputs;
 use crate::registry;
 use crate::wire;
 use std::ffi::{CStr, c_char, c_int};
@@ -141,6 +143,12 @@ pub extern "C" fn stub_nccl_live(what: c_int) -> u64 {
 pub unsafe extern "C" fn stub_nccl_violations(from: usize, text: *mut c_char, capacity: usize) -> usize {
     // SAFETY: guaranteed by the caller.
     unsafe { ledger::violations(from, text, capacity) }
+}
+
+/// See the table in the module documentation.
+#[unsafe(no_mangle)]
+pub extern "C" fn stub_nccl_refuse_free(from: usize, size: usize) {
+    outputs::refuse_free(from, size);
 }
 
 /// See the table in the module documentation.

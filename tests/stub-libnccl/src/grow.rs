@@ -10,6 +10,7 @@ use crate::ledger::{self, Verdict, violate};
 use crate::member::{Life, Member, Step};
 use crate::messages::{Join, Round};
 use crate::options::options;
+use crate::outputs::Pending;
 use crate::{cuda, registry};
 use std::collections::BTreeMap;
 use std::ffi::c_int;
@@ -85,6 +86,7 @@ pub unsafe fn grow(
         Ok(_) => return INVALID_ARGUMENT,
         Err(code) => return code,
     };
+    let _output = Pending::new(out);
     // SAFETY: guaranteed by the caller.
     let write = |member: &Member| unsafe { out.write(member.handle) };
     if comm != 0 {

@@ -17,6 +17,7 @@
 //! | `wire` | ranks in other processes |
 //! | `data`, `arithmetic` | the computations of collectives |
 //! | `ledger` | counts, faults, violations |
+//! | `outputs` | outputs that NCCL has not written yet |
 //!
 //! The environment selects the version and the features of NCCL (`options.rs`); `control.rs` lists the controls for tests.
 
@@ -41,6 +42,7 @@ pub mod ledger;
 pub mod member;
 pub mod messages;
 pub mod options;
+pub mod outputs;
 pub mod registry;
 pub mod shrink;
 pub mod streams;

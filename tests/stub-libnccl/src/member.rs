@@ -7,6 +7,7 @@ use crate::codes::{IN_PROGRESS, INTERNAL_ERROR, INVALID_ARGUMENT, REMOTE_ERROR, 
 use crate::grow;
 use crate::ledger::violate;
 use crate::messages::{Round, ToJob, ToRank};
+use crate::outputs;
 use crate::registry;
 use crate::streams::{self, Launch, Queued};
 use crate::window::{PendingWindow, Windows};
@@ -55,6 +56,17 @@ pub enum Step {
     },
     /// Compares arguments, or connects.
     Meet,
+}
+
+impl Step {
+    /// Returns the address of the output that the step writes when it completes.
+    fn output(&self) -> Option<usize> {
+        match self {
+            Step::Window(window) => Some(window.out),
+            Step::Split { out, .. } => Some(*out),
+            Step::Grow { .. } | Step::Meet => None,
+        }
+    }
 }
 
 /// The mutable state of a communicator.
@@ -230,6 +242,7 @@ impl Member {
             inner.cancel(&step);
             return ticket;
         }
+        step.output().into_iter().for_each(outputs::add);
         inner.steps.insert(ticket, step);
         drop(inner);
         if let Some(round) = round {
@@ -340,6 +353,7 @@ impl Member {
         }
         inner.life = life;
         for step in take(&mut inner.steps).into_values() {
+            step.output().into_iter().for_each(outputs::remove);
             inner.cancel(&step);
         }
         inner.launches.clear();
@@ -395,6 +409,7 @@ impl Member {
     fn finish(&self, ticket: u64, round: u64, code: c_int) {
         let mut inner = self.lock();
         let Some(step) = inner.steps.remove(&ticket) else { return };
+        step.output().into_iter().for_each(outputs::remove);
         match step {
             Step::Window(window) => inner.windows.install(window, round, code),
             Step::Split { child, out } if code == SUCCESS => {

@@ -43,7 +43,7 @@ pub struct PendingWindow {
     size: u64,
     flags: c_int,
     /// Address of the caller's output for the handle.
-    out: usize,
+    pub out: usize,
     memory: Memory,
 }
 

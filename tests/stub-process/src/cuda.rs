@@ -1,6 +1,7 @@
 //! Controls of the stub of libcuda.
 
 use crate::library::symbol;
+use std::collections::BTreeMap;
 use std::ffi::{CString, c_char, c_int};
 
 pub(crate) fn control<F: Copy>(name: &str) -> F {
@@ -29,6 +30,25 @@ pub fn heal() {
     unsafe { control::<unsafe extern "C" fn()>("stub_heal")() };
 }
 
+/// Pauses the `nth` call of this name from now on, after its effect, until [`resume`].
+pub fn pause(call: &str, nth: u64) {
+    let call = CString::new(call).expect("no zero byte");
+    // SAFETY: the symbol has this type, and the pointer is a C string.
+    unsafe { control::<unsafe extern "C" fn(*const c_char, u64)>("stub_pause")(call.as_ptr(), nth) };
+}
+
+/// Returns `true` while a call is paused.
+pub fn is_paused() -> bool {
+    // SAFETY: the symbol has this type.
+    unsafe { control::<unsafe extern "C" fn() -> c_int>("stub_is_paused")() == 1 }
+}
+
+/// Lets the paused call return, and cancels a planned pause.
+pub fn resume() {
+    // SAFETY: the symbol has this type.
+    unsafe { control::<unsafe extern "C" fn()>("stub_resume")() };
+}
+
 /// Returns the number of times that a call was made.
 pub fn calls(call: &str) -> u64 {
     let call = CString::new(call).expect("no zero byte");
@@ -47,6 +67,16 @@ pub fn own_calls(call: &str) -> u64 {
 pub fn all_calls() -> u64 {
     // SAFETY: the symbol has this type; null selects all calls.
     unsafe { control::<unsafe extern "C" fn(*const c_char) -> u64>("stub_calls")(std::ptr::null()) }
+}
+
+/// Returns how often each call was made, by name.
+pub fn calls_by_name() -> BTreeMap<String, u64> {
+    type Names = unsafe extern "C" fn(*mut u8, usize) -> usize;
+    let mut names = vec![0; 1 << 16];
+    // SAFETY: the symbol has this type, and the buffer has this length.
+    let len = unsafe { control::<Names>("stub_call_names")(names.as_mut_ptr(), names.len()) };
+    let text = std::str::from_utf8(&names[..len]).expect("the names of calls are ASCII");
+    text.lines().map(|name| (name.to_owned(), calls(name))).collect()
 }
 
 /// Work on a stream that lasts until this value is dropped. Work submitted after it has no effect until then.

@@ -17,12 +17,14 @@ mod library;
 pub mod nccl;
 mod ranks;
 mod steady;
+mod sweep;
 mod threads;
 
 pub use captures::{Captured, while_captured};
 pub use library::Library;
 pub use ranks::{RankOutput, ranks};
-pub use steady::{descriptors, steady};
+pub use steady::{descriptors, difference, steady};
+pub use sweep::{Repeatable, sweep};
 pub use threads::{Barrier, ExitOnPanic, WAIT_MAX, scaled_to_load, threads, until, until_some};
 
 use child::Running;
@@ -97,6 +99,9 @@ pub fn run(test: &str, cuda: Library, nccl: Option<Library>, options: &[(&str, &
         if let Some(name) = unsafe { library::installed(unwanted) } {
             println!("skipped: this machine has {name}, which the test must not find");
             return;
+        }
+        if matches!(nccl, Some(Library::Stub | Library::StubWithout(_) | Library::StubWithoutAll(_))) {
+            nccl::watch_frees();
         }
         return body();
     }

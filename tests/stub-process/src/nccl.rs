@@ -1,7 +1,9 @@
 //! Controls of the stub of libnccl; see its `control.rs`.
 
 use crate::library::symbol;
+use std::alloc::{GlobalAlloc, Layout, System};
 use std::ffi::{CString, c_char, c_int};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 fn control<F: Copy>(name: &str) -> F {
     // SAFETY: the callers below use the symbols' types.
@@ -140,4 +142,38 @@ pub fn forget() {
 pub fn assert_clean() {
     let violations = violations();
     assert!(violations.is_empty(), "{} violations:\n{}", violations.len(), violations.join("\n"));
+}
+
+/// A global allocator that reports to the stub each block that it frees: NCCL may still write to it.
+#[derive(Debug)]
+pub struct WatchedFrees;
+
+type RefuseFree = extern "C" fn(usize, usize);
+
+/// The stub's function as an address; 0 until [`watch_frees`].
+static REFUSE_FREE: AtomicUsize = AtomicUsize::new(0);
+
+/// Begins to report blocks that are freed, if [`WatchedFrees`] is the global allocator.
+pub(crate) fn watch_frees() {
+    let refuse_free: RefuseFree = control("stub_nccl_refuse_free");
+    REFUSE_FREE.store(refuse_free as usize, Ordering::Release);
+}
+
+// SAFETY: forwards to the system's allocator.
+unsafe impl GlobalAlloc for WatchedFrees {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: the caller's contract.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        let refuse_free = REFUSE_FREE.load(Ordering::Acquire);
+        if refuse_free != 0 {
+            // SAFETY: `watch_frees` stored a function of this type.
+            let refuse_free = unsafe { std::mem::transmute::<usize, RefuseFree>(refuse_free) };
+            refuse_free(pointer as usize, layout.size());
+        }
+        // SAFETY: the caller's contract.
+        unsafe { System.dealloc(pointer, layout) }
+    }
 }

@@ -17,7 +17,7 @@ pub fn steady<S: PartialEq + Debug>(rounds: usize, mut round: impl FnMut(usize) 
 }
 
 /// Returns the lines of two values that differ.
-fn difference<S: Debug>(first: &S, later: &S) -> String {
+pub fn difference<S: Debug>(first: &S, later: &S) -> String {
     let [first, later] = [first, later].map(|value| format!("{value:#?}"));
     let lines = first.lines().zip(later.lines()).enumerate().filter(|(_, (first, later))| first != later);
     lines.map(|(line, (first, later))| format!("line {line}: {} became {}\n", first.trim(), later.trim())).collect()

@@ -177,6 +177,21 @@ stub_test!(a_capture_that_is_dropped_captures_nothing, {
     allocator.synchronize(&a).expect("no capture is in progress");
 });
 
+stub_test!(a_rejected_host_wait_leaves_the_capture_valid, {
+    let allocator = allocator();
+    let (a, b) = streams(&allocator);
+    let pool = GraphPool::new(&allocator, reserved()).expect("made");
+    let under_way = pool.begin(&a).expect("begun");
+    allocator.wait(&b, &a).expect("joins");
+    drop(allocator.alloc_zeroed::<u8>(&a, 100).expect("allocated"));
+    for captured in [&a, &b] {
+        let error = allocator.synchronize(captured).expect_err("the work has not begun");
+        assert!(matches!(error, CudaError::Driver(error) if error.code == 900), "{error}");
+    }
+    allocator.wait(&a, &b).expect("joins back");
+    under_way.end().expect("the capture is valid");
+});
+
 stub_test!(a_stream_that_is_not_joined_invalidates_the_capture, {
     let allocator = allocator();
     let (a, b) = streams(&allocator);

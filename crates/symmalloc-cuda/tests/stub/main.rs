@@ -10,6 +10,7 @@ mod driver_errors;
 mod drops;
 mod forgotten;
 mod graphs;
+mod interleavings;
 mod lazy;
 mod lent;
 #[cfg(feature = "metrics")]
@@ -22,6 +23,7 @@ mod recording;
 mod repetition;
 mod resize;
 mod sharing;
+mod single_failures;
 mod sleep;
 mod slices;
 #[path = "../soak/mod.rs"]

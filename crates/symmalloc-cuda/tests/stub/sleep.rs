@@ -5,7 +5,6 @@ mod images;
 use crate::process::{calls, device, fail, heal, live, stub_test};
 use cudarc::driver::CudaStream;
 use cudarc::driver::result::{memcpy_dtoh_async, memset_d8_async};
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use symmalloc_core::PoolId;
 use symmalloc_core::backend::{Backend, Part, Reason};
@@ -133,84 +132,6 @@ fn cause_of(error: CudaError) -> SleepCause {
     let CudaError::Sleep(error) = error else { panic!("{error}") };
     error.cause
 }
-
-/// The calls that a sleep and a wake make.
-const CALLS: [&str; 15] = [
-    "cuCtxGetCurrent",
-    "cuCtxPushCurrent_v2",
-    "cuCtxPopCurrent_v2",
-    "cuThreadExchangeStreamCaptureMode",
-    "cuStreamCreate",
-    "cuStreamDestroy_v2",
-    "cuStreamSynchronize",
-    "cuMemHostAlloc",
-    "cuMemcpyDtoHAsync_v2",
-    "cuMemcpyHtoDAsync_v2",
-    "cuMemUnmap",
-    "cuMemCreate",
-    "cuMemMap",
-    "cuMemSetAccess",
-    "cuMemRelease",
-];
-
-/// Puts the pool to sleep and wakes it, and repeats failed attempts. Returns the number of failed attempts, each of which left the pool
-/// awake or asleep.
-fn there_and_back(job: &Job) -> u32 {
-    let mut failures = 0;
-    while let Err(error) = job.allocator.sleep(job.id(), Contents::Keep) {
-        failures += 1;
-        match cause_of(error) {
-            SleepCause::Held { held_bytes, .. } => {
-                assert!(held_bytes > 0 && job.phase() == Phase::Failed);
-            }
-            SleepCause::Synchronize { .. } | SleepCause::Save { .. } => {
-                assert_eq!(job.phase(), Phase::Awake);
-            }
-            other => panic!("{other}"),
-        }
-        assert!(failures < 4, "only one call fails, once");
-    }
-    assert_eq!(job.phase(), Phase::Asleep);
-    while let Err(error) = job.allocator.wake(job.id()) {
-        failures += 1;
-        assert!(matches!(cause_of(error), SleepCause::Memory { .. } | SleepCause::Load(_)));
-        assert_ne!(job.phase(), Phase::Awake);
-        assert!(failures < 4, "only one call fails, once");
-    }
-    assert_eq!(job.phase(), Phase::Awake);
-    failures
-}
-
-stub_test!(no_failed_driver_call_loses_memory_or_contents, {
-    let mut noticed: BTreeMap<&str, u32> = BTreeMap::new();
-    for call in CALLS {
-        let mut nth = 1;
-        loop {
-            let job = Job::of(backend(), "segments:expandable", &[100, 2 << 20, 5000, 33 << 20]);
-            let (before, bytes) = (calls(call), live().device_bytes);
-            // cudarc leaves its context current. Without a current context, each call must push and pop the context.
-            // SAFETY: null resets the current context.
-            unsafe { cudarc::driver::result::ctx::set_current(std::ptr::null_mut()) }.expect("set");
-            fail(call, nth, 2);
-            *noticed.entry(call).or_default() += there_and_back(&job);
-            heal();
-            job.holds_what_it_held();
-            assert!(live().device_bytes >= bytes, "{call} {nth}: the pool has its memory");
-            let was_made = calls(call) - before >= nth;
-            job.end();
-            if !was_made {
-                break;
-            }
-            nth += 1;
-        }
-        assert!(nth > 1, "{call} is never called");
-    }
-    // Failures of these calls do not matter: the handle, the context and the stream are released later, or with the process.
-    let harmless = ["cuCtxPopCurrent_v2", "cuMemRelease", "cuStreamDestroy_v2", "cuThreadExchangeStreamCaptureMode"];
-    for (call, failures) in noticed {
-        assert_eq!(failures == 0, harmless.contains(&call), "{call}: {failures}");
-    }
-});
 
 stub_test!(a_wake_on_a_full_device_is_a_typed_error_and_can_be_repeated, {
     let job = Job::new(backend(), "segments:expandable");

@@ -1,6 +1,6 @@
 //! Stitching on the stub, whose addresses really share memory: bytes written through one range are visible through the other.
 
-use crate::process::{calls, device, fail, heal, live, stub_test};
+use crate::process::{calls, device, live, stub_test};
 use cudarc::driver::CudaStream;
 use std::sync::Arc;
 use symmalloc_core::backend::Backend;
@@ -98,55 +98,4 @@ stub_test!(prefetched_memory_is_not_stitched, {
     let allocator = CudaAllocator::with_backend(backend, config()).expect("made");
     let default_pool = symmalloc_core::PoolId::DEFAULT;
     assert_eq!(allocator.core().pool_config(default_pool).expect("the pool exists").stitching(), None);
-});
-
-/// Stitches a range, stitches the same range again, and releases everything.
-fn program(allocator: &CudaAllocator, stream: &Arc<CudaStream>) -> Result<(), CudaError> {
-    let kept = in_pieces(allocator, stream)?;
-    let whole = allocator.alloc_zeroed::<u8>(stream, 2 * PIECE)?;
-    drop(whole);
-    let more = allocator.alloc_zeroed::<u8>(stream, 3 * PIECE)?;
-    let half = allocator.alloc_zeroed::<u8>(stream, PIECE)?;
-    drop((more, half, kept));
-    allocator.trim()?;
-    allocator.synchronize(stream)?;
-    Ok(())
-}
-
-stub_test!(stitching_survives_any_single_failed_call, {
-    let device = device();
-    let stream = device.context().new_stream().expect("a stream");
-    let made = [
-        "cuMemRetainAllocationHandle",
-        "cuMemMap",
-        "cuMemSetAccess",
-        "cuMemRelease",
-        "cuMemAddressReserve",
-        "cuMemAddressFree",
-        "cuMemUnmap",
-        "cuStreamSynchronize",
-    ];
-    for call in made {
-        let mut nth = 1;
-        loop {
-            let allocator = CudaAllocator::new(&device, config()).expect("made");
-            let before = calls(call);
-            fail(call, nth, 999);
-            let outcome = program(&allocator, &stream);
-            let was_reached = calls(call) - before >= nth;
-            heal();
-            allocator.core().check().unwrap_or_else(|violation| panic!("{call} {nth}: {violation:?}"));
-            if let Err(error) = outcome {
-                assert!(error.to_string().contains("999"), "{call} {nth}: {error}");
-            }
-            program(&allocator, &stream).unwrap_or_else(|error| panic!("{call} {nth}, healed: {error}"));
-            drop(allocator);
-            if !was_reached {
-                break;
-            }
-            nth += 1;
-        }
-        assert!(nth > 1, "the program never calls {call}");
-        assert_eq!((live().mappings, live().device_bytes, live().ranges), (0, 0, 0), "{call}");
-    }
 });

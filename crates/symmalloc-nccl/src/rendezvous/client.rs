@@ -8,9 +8,9 @@
 //!      ▼ waits until the deadline ◄───────────────────────────────────────────┘
 //! ```
 //!
-//! A stranger may occupy an address, and be silent, be slow or lie. With a secret, it costs only the time of the thread that asks it; without one,
-//! its answer is believed. On a network with a secret, no refusal is final unless it proves that it comes from rank 0: the right rank 0 may arrive at another address until the deadline. The error then
-//! contains the answer of each address.
+//! A stranger may occupy an address, and be silent, be slow or lie. With a secret, it costs only the time of the thread that asks it; without
+//! one, its answer is believed. On a network with a secret, no refusal is final unless it proves that it comes from rank 0: the right rank 0
+//! may arrive at another address until the deadline. The error then contains the answer of each address.
 
 use crate::backoff::Backoff;
 use crate::communicator::threads;
@@ -287,4 +287,48 @@ fn read_verdict(connection: &mut Connection, end: Instant) -> Result<Verdict, At
             DecodeError::OtherVersion { version } => EndpointAnswer::OtherVersion { version },
         })
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+    use std::net::{TcpListener, TcpStream};
+
+    #[test]
+    fn only_the_first_thread_joins_and_only_before_the_search_has_ended() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let connected = || {
+            let ours = TcpStream::connect(listener.local_addr().expect("bound")).expect("listening");
+            (Connection::from(ours), listener.accept().expect("connected").0)
+        };
+        let id = UniqueId::from_bytes([7; UniqueId::BYTES]);
+        for (has_failed, has_joined, is_over) in [
+            (false, false, false),
+            (false, false, true),
+            (false, true, false),
+            (false, true, true),
+            (true, false, false),
+        ] {
+            let error = RendezvousError::Thread { kind: io::ErrorKind::OutOfMemory };
+            let earlier = connected();
+            let outcome = if has_joined { Some(Ok((id, earlier.0))) } else { has_failed.then_some(Err(error)) };
+            let search = Search {
+                meeting: Meeting { job: 1, ranks: 2, secret: None },
+                rank: 1,
+                session: 2,
+                end: Instant::now(),
+                state: Mutex::new(State { outcome, is_over, ..State::default() }),
+                found: Condvar::new(),
+            };
+            let (ours, mut theirs) = connected();
+            search.join((id, ours)).expect("rank 0 listens");
+            let joins = !has_failed && !has_joined && !is_over;
+            assert_eq!(matches!(search.state().outcome, Some(Ok(_))), joins || has_joined);
+            drop(search);
+            let mut received = Vec::new();
+            theirs.read_to_end(&mut received).expect("closed");
+            assert_eq!(received, if joins { vec![JOIN] } else { vec![] }, "{has_failed} {has_joined} {is_over}");
+        }
+    }
 }

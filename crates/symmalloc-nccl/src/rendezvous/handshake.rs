@@ -97,7 +97,7 @@ struct HeadMessage {
 }
 
 impl Verdict {
-    const ALL: [Verdict; 8] = [
+    pub(super) const ALL: [Verdict; 8] = [
         Verdict::Welcome,
         Verdict::OtherJob,
         Verdict::RankTwice,

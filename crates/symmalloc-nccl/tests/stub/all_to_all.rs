@@ -96,6 +96,47 @@ nccl_test!(captured_calls_are_not_compared, {
     nccl::assert_clean();
 });
 
+/// Sends `SENT` from a stream that is blocked, and writes to both buffers on the streams to which they belong. The exchange comes first.
+fn buffers_are_reused_after_the_exchange() {
+    const LEN: usize = 1 << 10;
+    const SENT: u8 = 5;
+    const LATER: u8 = 9;
+    for is_registered in [true, false] {
+        on_ranks(2, |it| {
+            let all_to_all = AllToAll::new(&it.comm).expect("built");
+            let other = it.comm.device().context().new_stream().expect("a stream");
+            if is_registered {
+                it.registrar.allocator().register_stream(&other).expect("registered");
+            }
+            let (mut input, mut output) = (it.buffer::<u8>(&[SENT; LEN]), it.zeros::<u8>(LEN));
+            let mut copy = it.zeros::<u8>(LEN);
+            it.stream.synchronize().expect("done");
+            let work = cuda::hold(other.cu_stream() as u64);
+            all_to_all.run(&other, &input, &mut output, 1, None).expect("submitted");
+            // The guards of these calls order them after the exchange.
+            it.stream.memcpy_htod(&[LATER; LEN], &mut input).expect("submitted");
+            it.stream.memcpy_dtod(&output, &mut copy).expect("submitted");
+            it.stream.memcpy_htod(&[LATER; LEN], &mut output).expect("submitted");
+            cuda::advance(it.stream.cu_stream() as u64);
+            drop(work);
+            // Work of this rank's stream takes effect before the exchange, unless it waits.
+            cuda::advance(it.stream.cu_stream() as u64);
+            it.comm.synchronize(&other).expect("both ranks take part");
+            assert_eq!(it.read(&copy), [SENT; LEN], "registered: {is_registered}");
+            assert_eq!((it.read(&input), it.read(&output)), (vec![LATER; LEN], vec![LATER; LEN]));
+        });
+    }
+    nccl::assert_clean();
+}
+
+nccl_test!(buffers_of_an_exchange_are_reused_after_it, {
+    buffers_are_reused_after_the_exchange();
+});
+
+nccl_test!(buffers_of_an_exchange_are_reused_after_it_on_a_lazy_device, ["STUB_LAZY" = "1"], {
+    buffers_are_reused_after_the_exchange();
+});
+
 nccl_test!(splits_that_are_known_or_repeated_cost_no_exchange, {
     on_ranks(2, |it| {
         let all_to_all = it.all_to_all();

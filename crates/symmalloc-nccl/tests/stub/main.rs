@@ -5,6 +5,7 @@ mod all_reduce;
 mod all_to_all;
 mod communicator;
 mod launched;
+mod long_runs;
 mod raw;
 mod registrar;
 mod stub_faults;
@@ -14,3 +15,6 @@ mod stub_violations;
 mod symmetric;
 mod take_turns;
 mod watchdog;
+
+#[global_allocator]
+static WATCHED: stub_process::nccl::WatchedFrees = stub_process::nccl::WatchedFrees;

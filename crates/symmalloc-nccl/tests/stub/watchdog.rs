@@ -83,13 +83,10 @@ impl Rank {
 
     /// Reduces repeatedly until a call fails. Returns the error and the duration of the failed call.
     fn reduce_until_failure(&mut self) -> (CommError, Duration) {
-        loop {
+        until_some(|| {
             let begun = Instant::now();
-            if let Err(error) = self.reduce() {
-                return (error, begun.elapsed());
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
+            self.reduce().err().map(|error| (error, begun.elapsed()))
+        })
     }
 }
 

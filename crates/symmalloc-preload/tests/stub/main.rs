@@ -4,5 +4,6 @@ mod driver;
 mod environment;
 mod programs;
 mod promises;
+mod rejected;
 mod serving;
 mod storm;

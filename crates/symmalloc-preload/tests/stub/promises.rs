@@ -190,6 +190,20 @@ stub_test!(enabled_peers_have_access, ["LD_PRELOAD" = &preload(), "STUB_DEVICES"
     assert_eq!(set_current(second), 0);
 });
 
+stub_test!(every_listed_device_gets_access_to_a_pool, ["LD_PRELOAD" = &preload(), "STUB_DEVICES" = "4"], {
+    begin(0);
+    let pool = make_pool(0);
+    let pointer = from_pool(MIB, pool, stream());
+    // The memory is mapped again for each device that is new.
+    for (entries, new) in [(&[[1, 1, 3]][..], 1), (&[[1, 1, 3], [1, 2, 3], [1, 3, 3]], 2), (&[[1, 3, 3], [1, 2, 3]], 0)]
+    {
+        let before = calls("cuMemSetAccess");
+        assert_eq!(pool_access(pool, entries.as_ptr(), entries.len()), 0);
+        assert_eq!(calls("cuMemSetAccess") - before, new, "{entries:?}");
+    }
+    assert_eq!(memset_async(pointer, 1, MIB, 0), 0);
+});
+
 stub_test!(a_forked_child_is_not_served, ["LD_PRELOAD" = &preload()], {
     begin(0);
     let pointer = alloc(MIB).expect("memory");

@@ -137,6 +137,35 @@ stub_test!(
     }
 );
 
+// A program that creates and destroys streams: the driver reuses their handles, and the library must not confuse them.
+stub_test!(
+    memory_waits_for_the_stream_that_has_the_handle_now,
+    ["LD_PRELOAD" = &preload(), "STUB_REUSE_STREAMS" = "1"],
+    {
+        begin(0);
+        let (kept, mut handles) = (stream(), Vec::new());
+        for round in 0..6_u8 {
+            let reused = stream();
+            handles.push(reused);
+            let pointer = alloc_async(MIB, kept).expect("memory");
+            let work = hold(reused);
+            // The free orders the memory's next user after the work of this stream.
+            assert_eq!([memset_async(pointer, round, MIB, reused), mem_free_async(pointer, reused)], [0; 2]);
+            assert_eq!(alloc_async(MIB, kept), Ok(pointer));
+            assert_eq!(memset_async(pointer, 100 + round, MIB, kept), 0);
+            assert!(!advance(kept), "round {round}: the memory's next user waits");
+            drop(work);
+            assert_eq!([stream_synchronize(reused), stream_synchronize(kept)], [0; 2]);
+            assert_eq!(byte(pointer), 100 + round);
+            assert_eq!([mem_free_async(pointer, kept), stream_destroy(reused)], [0; 2]);
+            assert_eq!(context_synchronize(), 0, "the driver may reuse the handle");
+        }
+        handles.sort_unstable();
+        handles.dedup();
+        assert!(handles.len() < 6, "handles are reused");
+    }
+);
+
 stub_test!(a_stream_whose_last_event_cannot_be_recorded_is_not_destroyed, ["LD_PRELOAD" = &preload()], {
     begin(0);
     let stream = stream();

@@ -10,7 +10,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
 use stub_process::{nccl_test, until};
 use symmalloc_torch::*;
 
@@ -44,9 +43,7 @@ static MAY_RETURN: AtomicBool = AtomicBool::new(false);
 /// A program's allocator that does not return until the test allows it. The library holds locks meanwhile.
 unsafe extern "C" fn blocks(_context: *mut c_void, _bytes: usize) -> *mut c_void {
     IS_ALLOCATING.store(true, Ordering::Release);
-    while !MAY_RETURN.load(Ordering::Acquire) {
-        thread::sleep(Duration::from_millis(1));
-    }
+    until(|| MAY_RETURN.load(Ordering::Acquire));
     null_mut()
 }
 

@@ -218,6 +218,12 @@ fn add_levels(stats: &Value, path: &str, levels: &mut Vec<(String, u64)>) {
 /// Streams of another library, which live as long as this object.
 pub(crate) struct Streams(Vec<Arc<CudaStream>>);
 
+/// Returns two streams that are never destroyed, for programs that share PyTorch's allocator: it keeps the streams that it knows.
+pub(crate) fn lasting_streams() -> &'static Streams {
+    static STREAMS: std::sync::OnceLock<Streams> = std::sync::OnceLock::new();
+    STREAMS.get_or_init(|| Streams::new(2))
+}
+
 impl Streams {
     pub(crate) fn new(count: usize) -> Self {
         let device = CudaDevice::new(0).expect("the stub has a device");

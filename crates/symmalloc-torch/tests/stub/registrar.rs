@@ -3,9 +3,8 @@
 use crate::library::*;
 use std::ffi::{CStr, CString, c_void};
 use std::ptr::{null, null_mut};
-use std::thread;
-use std::time::{Duration, Instant};
-use stub_process::{Barrier, nccl, nccl_test};
+use std::time::Duration;
+use stub_process::{Barrier, nccl, nccl_test, scaled_to_load, until};
 use symmalloc_core::Config;
 use symmalloc_cuda::{CudaAllocator, CudaDevice};
 use symmalloc_nccl::{Communicator, ReduceOp, UniqueId};
@@ -77,16 +76,10 @@ pub(crate) fn ranks_of(
     body: impl Fn(u32, Allocator, &Communicator, &Barrier) + Sync,
 ) {
     let (id, barrier) = (UniqueId::new().expect("the stub gives ids"), Barrier::new(count as usize));
-    let (allocator, body) = (&allocator, &body);
-    thread::scope(|scope| {
-        for rank in 0..count {
-            let barrier = &barrier;
-            scope.spawn(move || {
-                let device = CudaDevice::new(rank as usize).expect("a device for every rank");
-                let comm = Communicator::builder(&device).connect(id, rank, count).expect("connected");
-                body(rank, allocator(rank as i32), &comm, barrier);
-            });
-        }
+    stub_process::threads(count as usize, |rank| {
+        let device = CudaDevice::new(rank).expect("a device for every rank");
+        let comm = Communicator::builder(&device).connect(id, rank as u32, count).expect("connected");
+        body(rank as u32, allocator(rank as i32), &comm, &barrier);
     });
 }
 
@@ -155,13 +148,25 @@ pub(crate) fn free_address() -> CString {
     CString::new(free.expect("a free port").to_string()).expect("no zero byte")
 }
 
+/// Returns the deadline of a registrar whose other rank is late on purpose.
+fn deadline_ms() -> u32 {
+    scaled_to_load(Duration::from_millis(800)).as_millis() as u32
+}
+
 nccl_test!(a_rank_that_misses_announced_work_is_named, {
     let address = free_address();
     ranks(|rank, allocator, comm, barrier| {
         let (pool, mut registrar) = (allocator.create_pool(Some(POOL)), null_mut());
         // SAFETY: a live allocator and communicator, a C string, and an output pointer.
         done(unsafe {
-            symmalloc_registrar_create(allocator.0, pool, comm.raw(), 800, address.as_ptr(), &raw mut registrar)
+            symmalloc_registrar_create(
+                allocator.0,
+                pool,
+                comm.raw(),
+                deadline_ms(),
+                address.as_ptr(),
+                &raw mut registrar,
+            )
         });
         let (windows, stream) = (Windows(registrar), comm.device().context().new_stream().expect("a stream"));
         let raw = stream.cu_stream().cast();
@@ -173,11 +178,7 @@ nccl_test!(a_rank_that_misses_announced_work_is_named, {
         barrier.wait();
         if rank == 0 {
             windows.announce(c"missed", 0, raw, &mut reduce);
-            let begun = Instant::now();
-            while !flight_record().contains("ranks are alive but missed the collective: rank 1") {
-                assert!(begun.elapsed() < Duration::from_secs(20), "{}", flight_record());
-                thread::sleep(Duration::from_millis(20));
-            }
+            until(|| flight_record().contains("ranks are alive but missed the collective: rank 1"));
             let record = flight_record();
             assert!(record.contains("collective 2 (missed) was "), "{record}");
             assert!(record.contains("\"kind\": \"theirs\"") && record.contains("\"elements\": 64"), "{record}");
@@ -203,7 +204,14 @@ nccl_test!(ranks_that_met_name_the_one_that_misses_a_sync, {
         let (pool, mut registrar) = (allocator.create_pool(Some(POOL)), null_mut());
         // SAFETY: a live allocator and communicator, a C string, and an output pointer.
         done(unsafe {
-            symmalloc_registrar_create(allocator.0, pool, comm.raw(), 800, address.as_ptr(), &raw mut registrar)
+            symmalloc_registrar_create(
+                allocator.0,
+                pool,
+                comm.raw(),
+                deadline_ms(),
+                address.as_ptr(),
+                &raw mut registrar,
+            )
         });
         let windows = Windows(registrar);
         assert_eq!(windows.sync(), (0, 0));

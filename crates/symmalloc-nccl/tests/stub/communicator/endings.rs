@@ -1,6 +1,6 @@
 //! Tests of missing ranks, calls that fail or hang, and aborts: the resulting errors and the remaining resources.
 
-use super::{SHORT, builder, in_both_modes, ranks, ranks_with};
+use super::{Rank, SHORT, builder, in_both_modes, ranks, ranks_with};
 use std::time::{Duration, Instant};
 use stub_process::{ExitOnPanic, Library, nccl, nccl_test, until};
 use symmalloc_agreement::{Transport, TransportError};
@@ -83,6 +83,50 @@ nccl_test!(a_lone_registration_is_revoked_and_aborted, {
 nccl_test!(a_lone_registration_without_revoke_is_lost, Library::StubWithout("ncclCommRevoke"), [], {
     assert_eq!(lone_registration(true), (CommState::Lost, 0), "a thread is still inside");
     nccl::assert_clean();
+});
+
+/// A call that rank 1 does not join, and to whose output NCCL may write until the abort.
+type LoneCall = fn(&Rank) -> Result<(), CommError>;
+
+/// Makes calls whose abort lasts longer than the caller waits for it. The stub detects outputs that are freed before.
+fn late_aborts() {
+    let calls: [LoneCall; 3] = [
+        |rank| {
+            let (_allocation, base) = rank.segment();
+            rank.register(base).map(drop)
+        },
+        |rank| rank.comm.split(Some(0), 0).map(drop),
+        |rank| rank.comm.shrink(&[2]).map(drop),
+    ];
+    for call in calls {
+        for is_blocking in [true, false] {
+            let mode = |builder: CommunicatorBuilder| {
+                let builder = builder.deadline(*SHORT).watchdog(WatchdogMode::Off);
+                if is_blocking { builder } else { builder.nonblocking() }
+            };
+            ranks_with(3, mode, |rank| {
+                if rank.number() == 0 {
+                    nccl::slow("ncclCommAbort", Some(0), 1, 600);
+                    let late = call(rank);
+                    assert!(matches!(late, Err(CommError::Deadline { .. })), "{late:?}");
+                    if !is_blocking {
+                        until(|| rank.comm.state() == CommState::Aborted);
+                    }
+                    nccl::heal();
+                }
+                rank.meet();
+            });
+        }
+    }
+    nccl::assert_clean();
+}
+
+nccl_test!(outputs_are_kept_until_a_late_abort, {
+    late_aborts();
+});
+
+nccl_test!(outputs_are_kept_until_a_late_abort_without_a_revoke, Library::StubWithout("ncclCommRevoke"), [], {
+    late_aborts();
 });
 
 nccl_test!(a_lost_communicator_is_aborted_when_its_call_returns, Library::StubWithout("ncclCommRevoke"), [], {

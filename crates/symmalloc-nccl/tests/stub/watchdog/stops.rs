@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
-use stub_process::{ExitOnPanic, nccl_test, ranks, until_some};
+use stub_process::{ExitOnPanic, WAIT_MAX, nccl_test, ranks, until_some};
 use symmalloc_core::PoolConfig;
 use symmalloc_nccl::{ReduceOp, Registrar, Registration};
 use symmalloc_sim::SplitMix64;
@@ -48,7 +48,9 @@ impl Stop {
         registrar.attach(&it.comm, &[pool.id()], Registration::Windows)?;
         let mut draw = SplitMix64::new(self.seed);
         let mut is_stopping = false;
+        let begun = Instant::now();
         loop {
+            assert!(begun.elapsed() < WAIT_MAX, "the stopped rank is not noticed");
             for _ in 0..8 {
                 it.comm.all_reduce_in_place(&mut it.buffer, ReduceOp::Sum, &it.stream)?;
             }
