@@ -3,12 +3,14 @@
 
 mod agreement;
 mod agreement_protocol;
+mod arenas;
 mod conformance;
 mod digests;
 mod exhaustive;
 mod faults;
 mod golden;
 mod layout;
+mod limits;
 mod local_recovery;
 mod metrics;
 mod misuse;

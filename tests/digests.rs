@@ -508,6 +508,8 @@ fn changed(op: &Op) -> Vec<Op> {
             others.chain(moved).chain(streams).chain([size]).collect()
         }
         Op::DestroyPool { .. } => vec![Op::DestroyPool { pool: PoolId(4) }],
+        // It follows the frees of all allocations of its pool, so no other pool can replace this one.
+        Op::ResetPool { .. } => vec![],
     }
 }
 

@@ -150,7 +150,7 @@ fn a_layout_fits_only_if_all_inputs_of_decisions_are_equal() {
     let one_stream: Allocator<_> = Allocator::new(&device, config).expect("valid");
     one_stream.register_stream().expect("the first");
     let error = refusal(&one_stream, POOL, &layout);
-    assert_eq!(error.to_string(), "s1 is unknown; 1 streams are registered: call register_stream first");
+    assert_eq!(error.to_string(), "s1 is unknown, after 1 registered stream: call register_stream first");
 }
 
 #[test]

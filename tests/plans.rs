@@ -100,10 +100,11 @@ fn a_release_threshold_does_not_count_memory_of_plans() {
 /// The callback allocates in the same pool, on a stream that has no heap yet, and even runs a step. No lock is held during the callback.
 #[test]
 fn a_failure_callback_may_use_the_pool_whose_plan_has_no_memory() {
-    let pool = PoolConfig::builder().limit_bytes(Some(64 * MIB)).build().expect("valid");
+    let pool = PoolConfig::builder().limit_bytes(Some(160 * MIB)).build().expect("valid");
     let config = Config::builder().default_pool(pool).build().expect("valid");
     let allocator = Allocator::<_, Exclusive>::new(SimBackend::builder().build(), config).expect("valid");
     let [planned, other] = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
+    allocator.allocate(PoolId::DEFAULT, other, 64 * MIB - 512).expect("it fits");
     allocator.set_failure_callback(move |allocator, _| {
         let made = allocator.allocate(PoolId::DEFAULT, other, 512).expect("512 bytes fit");
         allocator.begin_step(PoolId::DEFAULT, 0).expect("none is open");
@@ -117,7 +118,7 @@ fn a_failure_callback_may_use_the_pool_whose_plan_has_no_memory() {
     let refused = allocator.adopt_plan(PoolId::DEFAULT, plan);
     assert!(matches!(refused, Err(PlanError::Memory(_))), "{refused:?}");
     assert!(allocator.plans(PoolId::DEFAULT).expect("the pool exists").is_empty());
-    assert_eq!(allocator.stats().usage.all.allocations.allocated, 1, "the callback ran once");
+    assert_eq!(allocator.stats().usage.all.allocations.allocated, 2, "the callback ran once");
     allocator.check().expect("the state is consistent");
 }
 
@@ -249,4 +250,54 @@ fn a_heap_that_gave_up_its_plans_follows_a_new_one() {
     assert_eq!(step(0), 0, "it has given up");
     adopt();
     assert_eq!(step(0), 1, "it follows the new plan");
+}
+
+/// A learned plan holds what is live at its peak. The end of the first step that follows it releases the rest, on every rank at the same op,
+/// and later steps release nothing.
+#[test]
+fn the_first_step_that_follows_a_plan_releases_the_rest() {
+    let passes = |allocator: &Allocator<&SimBackend>, stream| {
+        // Live at the peak: 9 MiB. Without a plan, the order of the frees leaves pieces.
+        let made = |size_bytes| allocator.allocate(PoolId::DEFAULT, stream, size_bytes).expect("memory is available");
+        let (one, two, three) = (made(3 * MIB), made(3 * MIB), made(3 * MIB));
+        allocator.free(two.handle).expect("live");
+        let four = made(2 * MIB);
+        allocator.free(one.handle).expect("live");
+        let five = made(4 * MIB);
+        [three, four, five].into_iter().for_each(|made| allocator.free(made.handle).expect("live"));
+    };
+    let run = |plan: &str, seed| {
+        let device = SimBackend::builder().seed(seed).build();
+        let config = plan.parse::<Config>().expect("valid");
+        let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+        let stream = allocator.register_stream().expect("a stream id is available");
+        let mut held = Vec::new();
+        for _ in 0..6 {
+            allocator.begin_step(PoolId::DEFAULT, 0).expect("none is open");
+            passes(&allocator, stream);
+            let report = allocator.end_step(PoolId::DEFAULT).expect("it is open");
+            held.push((report.planned, allocator.stats().reserved_bytes.current, device.calls().of(Call::Unmap)));
+        }
+        let plan_bytes = allocator.stats().steps.plan_bytes;
+        (held, plan_bytes, allocator.digest(PoolId::DEFAULT).expect("the pool exists"))
+    };
+    let (held, plan_bytes, digest) = run("plan:learn", 1);
+    let first = held.iter().position(|(planned, ..)| *planned > 0).expect("the plan is followed");
+    assert!(held[first - 1].1 > 10 * MIB, "{held:?}");
+    assert_eq!(plan_bytes, 9 * MIB, "live at the peak");
+    assert_eq!(held[first].1, plan_bytes.next_multiple_of(2 * MIB), "in whole granules of the device: {held:?}");
+    assert!(held[first..].iter().all(|later| *later == held[first]), "later steps release nothing: {held:?}");
+    assert_eq!(run("plan:learn", 2).2, digest);
+    // An observer holds the memory, so it stays.
+    let device = SimBackend::builder().build();
+    let allocator: Allocator<_> = Allocator::new(&device, "plan:learn".parse().expect("valid")).expect("valid");
+    let stream = allocator.register_stream().expect("a stream id is available");
+    allocator.observe(PoolId::DEFAULT).expect("the pool exists");
+    for _ in 0..6 {
+        allocator.begin_step(PoolId::DEFAULT, 0).expect("none is open");
+        passes(&allocator, stream);
+        allocator.end_step(PoolId::DEFAULT).expect("it is open");
+    }
+    assert!(allocator.stats().reserved_bytes.current > 10 * MIB);
+    assert_eq!(allocator.stats().trim_count, 0);
 }

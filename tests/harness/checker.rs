@@ -225,6 +225,9 @@ impl<'a> DeviceWork<'a> {
             (Op::Free { id }, Ok(None)) => {
                 self.live.remove(id);
             }
+            (Op::ResetPool { pool }, Ok(None)) => {
+                self.live.retain(|_, live| live.pool != Some(*pool) || live.allocation.size_bytes == 0);
+            }
             (
                 Op::Sleep { pool, contents },
                 Ok(None) | Err(StepError::Sleep(SleepError { cause: SleepCause::Held { .. }, .. })),

@@ -191,6 +191,9 @@ pub fn bytes_of_seed(seed: u64, ops: usize) -> Vec<u8> {
 const SLEEPS: u8 = 144;
 
 /// While pools sleep, an op whose first byte is a multiple of this is a wake.
+/// Low bits of a byte that turn a trim into a reset.
+const RESETS: u8 = 4;
+
 const WAKES: u8 = 5;
 
 /// First byte of a burst of ops.
@@ -359,6 +362,7 @@ impl Writer {
                 Some(Op::Sleep { pool, contents: Contents::ALL[usize::from(what) % 3] })
             }
             27 => Some(Op::Synchronize { stream }),
+            28 if how & 7 == RESETS => Some(Op::ResetPool { pool }),
             28 => Some(Op::Trim { pool: (how & 1 != 0).then_some(pool) }),
             29 => Some(Op::Reserve { pool, stream, size_bytes: SIZES[usize::from(what) % SIZES.len()] }),
             30 if self.pools.len() < 3 => Some(self.create_pool([what, place, how, what ^ how, place ^ how])),

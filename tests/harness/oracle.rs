@@ -137,6 +137,7 @@ impl Oracle {
                 Ok(())
             }
             Op::DestroyPool { pool } => self.destroy_pool(*pool),
+            Op::ResetPool { pool } => self.reset_pool(*pool),
             Op::Allocate { id, pool, stream, size_bytes } => {
                 return match self.allocate(*id, *pool, *stream, *size_bytes) {
                     Ok((placement, size_bytes)) => Outcome::Placed { placement, size_bytes },
@@ -199,12 +200,33 @@ impl Oracle {
         Ok(())
     }
 
-    /// Tries an op. While a limit prevents it, releases the memory that `reclaim` allows and retries, until nothing is left to release.
-    /// Does not retry requests that exceed the limit itself.
+    /// Frees the live allocations of a pool in the order of their placements.
+    fn reset_pool(&mut self, pool: PoolId) -> Result<(), Refusal> {
+        let blocks =
+            self.pool(pool)?.heaps.values().flat_map(|heap| &heap.segments).flat_map(|segment| &segment.blocks);
+        let live = blocks.filter_map(|block| match block.content {
+            Content::Allocated(id) => Some(id),
+            _ => None,
+        });
+        live.collect::<Vec<_>>().into_iter().try_for_each(|id| self.free(id))
+    }
+
+    /// Returns the bytes of reserved segments that stay although nothing in them is live: those of the pool itself and,
+    /// toward the limit over all pools, those of the default pool.
+    fn staying_bytes(&self, pool: PoolId, scope: LimitScope) -> u64 {
+        let is_counted = |id: PoolId| id == pool || id == PoolId::DEFAULT && scope == LimitScope::Allocator;
+        let counted = self.pools().filter(|(id, _)| is_counted(*id));
+        let stay = counted.filter(|(_, pool)| matches!(pool.config.segments(), SegmentPolicy::Reserved { .. }));
+        stay.map(|(_, pool)| pool.reserved_bytes()).sum()
+    }
+
+    /// Tries an op that needs `demand` bytes if it gets no free memory. While a limit prevents it, releases the memory that `reclaim` allows
+    /// and retries, until nothing is left to release. Does not retry requests that exceed the limit itself.
     fn retry<T>(
         &mut self,
         id: PoolId,
         key: Option<StreamId>,
+        demand: u64,
         mut attempt: impl FnMut(&mut Heap, &PoolConfig, Headroom, u64) -> Result<T, Shortage>,
     ) -> Result<T, Refusal> {
         let limit = self.limit.unwrap_or(u64::MAX);
@@ -225,7 +247,11 @@ impl Oracle {
                 Err(Shortage::SegmentFull) => return Err(Refusal::SegmentFull),
                 Err(Shortage::Limit(scope, missing)) => (scope, missing),
             };
-            if missing > limit_of(scope) || is_foreign(scope) || pool.reclaim(key, granularity, missing) == 0 {
+            let held: u64 = heap.segments.iter().map(Segment::mapped).sum();
+            let available = limit_of(scope).saturating_sub(self.staying_bytes(id, scope)).max(held);
+            let is_hopeless = demand > available;
+            let pool = self.pool(id)?;
+            if is_hopeless || is_foreign(scope) || pool.reclaim(key, granularity, missing) == 0 {
                 return Err(Refusal::Limit(scope));
             }
         }
@@ -250,15 +276,17 @@ impl Oracle {
         if requested > SEGMENT_BYTES_MAX {
             return Err(Refusal::TooLarge);
         }
-        let placed = self.retry(pool, key, |heap, config, headroom, granularity| {
-            let size = match config.segments() {
-                SegmentPolicy::Fixed(knobs) if knobs.unsplit => requested.next_multiple_of(granularity),
-                _ => round(requested, config.roundup_power2_divisions()),
-            };
+        let (unit, config) = (self.granularity, self.pool(pool)?.config.clone());
+        let size = match config.segments() {
+            SegmentPolicy::Fixed(knobs) if knobs.unsplit => requested.next_multiple_of(unit),
+            _ => round(requested, config.roundup_power2_divisions()),
+        };
+        let demand = demand(&config, size.next_multiple_of(unit), unit);
+        let placed = self.retry(pool, key, demand, |heap, config, headroom, granularity| {
             let place = match heap.best_fit(config, size).filter(|place| heap.accepts(config, size, *place)) {
                 Some(place) => place,
                 None => {
-                    heap.obtain(config, headroom, granularity, stream, size)?;
+                    heap.obtain_tightly(config, headroom, (granularity, unit), stream, size)?;
                     match config.segments() {
                         // Use the new segment. The best fit may be another block, which `accepts` rejected above.
                         SegmentPolicy::Fixed(_) => (heap.segments.len() - 1, 0),
@@ -321,13 +349,15 @@ impl Oracle {
             return Err(Refusal::TooLarge);
         }
         self.awake(pool)?;
-        self.retry(pool, key, |heap, config, headroom, granularity| {
+        let (unit, config) = (self.granularity, self.pool(pool)?.config.clone());
+        let demand = demand(&config, target.next_multiple_of(unit), unit);
+        self.retry(pool, key, demand, |heap, config, headroom, granularity| {
             let held: u64 = heap.segments.iter().map(Segment::mapped).sum();
             if held >= target {
                 return Ok(());
             }
             let missing = (target - held).next_multiple_of(granularity);
-            match config.segments() {
+            let reserved = match config.segments() {
                 SegmentPolicy::Fixed(_) => heap.create_segment(headroom, missing, missing, false),
                 SegmentPolicy::Reserved { .. } => heap.obtain(config, headroom, granularity, stream, target),
                 SegmentPolicy::Expandable(knobs) => {
@@ -337,7 +367,8 @@ impl Oracle {
                     heap.grow(headroom, granularity, knobs.range_bytes, granularity, missing)
                 }
                 _ => unimplemented_policy(),
-            }
+            };
+            reserved.or_else(|shortage| heap.squeeze(config, headroom, unit, target - held, shortage))
         })
     }
 
@@ -390,6 +421,14 @@ impl Pool {
     /// Returns the device memory that the pool's blocks need, in bytes.
     fn mapped_bytes(&self) -> u64 {
         self.heaps.values().flat_map(|heap| &heap.segments).map(Segment::mapped).sum()
+    }
+}
+
+/// Returns the memory that a request needs if it gets no free memory: a reserved segment is obtained as a whole.
+fn demand(config: &PoolConfig, bytes: u64, granularity: u64) -> u64 {
+    match config.segments() {
+        SegmentPolicy::Reserved { segment_bytes } => segment_bytes.next_multiple_of(granularity),
+        _ => bytes,
     }
 }
 

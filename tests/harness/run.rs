@@ -67,6 +67,12 @@ impl<'a, B: Backend, L: Lock> Run<'a, B, L> {
                 self.record_use(&allocation, stream, access)?;
                 Ok(None)
             }
+            ref op @ Op::ResetPool { .. } => {
+                let reset = self.replay.step(op);
+                let allocator = self.allocator;
+                self.live.retain(|_, live| allocator.is_live(live.handle));
+                reset
+            }
             ref op => self.replay.step(op),
         }
     }

@@ -88,7 +88,7 @@ pub use point::Point;
 pub use protocol::ProtocolError;
 pub use question::Question;
 pub use rank_history::RankHistory;
-pub use ranks::RankSet;
+pub use ranks::{RankSet, Ranks};
 pub use report::{Action, Cause, Difference, Disagreement, Group, HeapDifference, PolicyDifference};
 pub use threads::ThreadTransport;
 pub use transport::{Gathered, Transport, TransportError};

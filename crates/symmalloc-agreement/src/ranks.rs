@@ -72,6 +72,19 @@ impl fmt::Display for RankSet {
     }
 }
 
+/// A set of ranks, displayed as `rank 3` or `ranks 0-2`.
+#[derive(Clone, Copy, Debug)]
+pub struct Ranks<'a>(
+    /// The ranks.
+    pub &'a RankSet,
+);
+
+impl fmt::Display for Ranks<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", if self.0.len() == 1 { "rank" } else { "ranks" }, self.0)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -81,6 +94,7 @@ mod tests {
         let set: RankSet = [7, 0, 2, 1, 4, 5, 2, 6].into_iter().collect();
         assert_eq!(set.to_string(), "0-2,4-7");
         assert_eq!((set.len(), set.first()), (7, Some(0)));
+        assert_eq!([3..4, 3..5].map(|ranks| Ranks(&ranks.collect()).to_string()), ["rank 3", "ranks 3-4"]);
         assert_eq!(set.iter().collect::<Vec<_>>(), [0, 1, 2, 4, 5, 6, 7]);
         assert!((0..10).all(|rank| set.contains(rank) != [3, 8, 9].contains(&rank)));
     }

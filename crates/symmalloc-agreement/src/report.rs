@@ -2,7 +2,7 @@
 
 use super::point::Point;
 use super::question::Answer;
-use super::ranks::RankSet;
+use super::ranks::{RankSet, Ranks};
 use std::fmt;
 use symmalloc_core::histories::{Mark, unpack_op, unpack_placement};
 use symmalloc_core::ids::{Placement, SegmentId, StreamId};
@@ -172,6 +172,8 @@ pub enum Action {
     },
     /// The pool was destroyed.
     Destroyed,
+    /// The pool was reset, after the frees of its live allocations.
+    Reset,
     /// Plans were adopted or, if the size is 0, dropped.
     AdoptedPlans {
         /// Bytes that the plans reserve.
@@ -275,6 +277,7 @@ impl Action {
             Mark::Differ => Action::LeftPlan { number: decision },
             Mark::Sleep => Action::Sleep { contents: size_bytes },
             Mark::Wake => Action::Wake,
+            Mark::Reset => Action::Reset,
         }
     }
 }
@@ -466,6 +469,7 @@ impl fmt::Display for Group {
                 write!(f, "were refused {} bytes for {stream}: the segment is full", Grouped(size_bytes))
             }
             Action::Destroyed => write!(f, "destroyed the pool"),
+            Action::Reset => write!(f, "reset the pool"),
             Action::Nothing => write!(f, "had no further op in this heap"),
             Action::Forgotten => write!(f, "no longer remember the op"),
             Action::Unknown { op, decision } => write!(f, "did unknown op {op:#x} with decision {decision:#x}"),
@@ -487,15 +491,6 @@ impl fmt::Display for PolicyDifference {
             Some(hidden) => write!(f, "; and {hidden} more"),
             None => Ok(()),
         }
-    }
-}
-
-/// A set of ranks, displayed as `rank 3` or `ranks 0-2`.
-struct Ranks<'a>(&'a RankSet);
-
-impl fmt::Display for Ranks<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}", if self.0.len() == 1 { "rank" } else { "ranks" }, self.0)
     }
 }
 

@@ -1,6 +1,6 @@
 //! The transport of an agreement, which provides a single collective operation: an all-gather.
 
-use super::ranks::RankSet;
+use super::ranks::{RankSet, Ranks};
 use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
@@ -86,8 +86,9 @@ pub enum TransportError {
     },
     /// Some ranks did not arrive in time.
     #[error(
-        "ranks {missing} did not arrive within {waited:?}: they died, are stuck, or reach fewer agreements than this rank. \
-         Check their logs for the first error"
+        "{} did not arrive within {waited:?}: look for a process that died, is stuck, or reaches fewer agreements than this \
+         rank, and check its log for the first error",
+        Ranks(missing)
     )]
     TimedOut {
         /// The ranks that did not arrive.

@@ -7,9 +7,11 @@
 //! ```text
 //!  1. best fit among the heap's free blocks                                             (heap.rs)
 //!  2. acquire memory: fill a hole, grow, or a new segment, within the limits            (heap/acquire.rs)
-//!  3. a configured limit refused, and the request would fit within it: release free memory as `reclaim`
-//!     allows, and retry, until the request is served or nothing is left to release         (heap/trim.rs)
-//!  4. still short, or a driver call failed: call the failure callback, at most `retries_max` times, and retry if it asks to
+//!  3. a configured limit refused, and the request would fit within it: destroy the private pools that the program
+//!     dropped, then release free memory as `reclaim` allows, and retry each time, until the request is served or
+//!     nothing is left to release                                                           (heap/trim.rs)
+//!  4. still short, or a driver call failed: call the failure callback, at most `retries_max` times, and retry if it asks
+//!     to. Not for a request that no free can make fit
 //!  5. a typed error; the heap is unchanged, and its digest includes the refusal
 //! ```
 //!
@@ -40,6 +42,7 @@ mod steps;
 
 pub use lookup::SegmentPosition;
 pub use observers::Unread;
+pub use pools::Emptied;
 pub use request::Retry;
 pub use restore::{Restored, RestoredAllocation, RestoredHeap, RevivedPlace};
 pub use sleep::{Quiesced, Remapped};
@@ -109,6 +112,9 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     pools: Registry<PoolEntry<L>>,
     /// Destroyed pools. Its lock is the last in the lock order.
     destroyed: L::Cell<Destroyed<L>>,
+    /// Pools that the program dropped and that were not destroyed when they were last tried, ascending. Held only while
+    /// the list is read or changed.
+    abandoned: L::Cell<Vec<PoolId>>,
     heaps: Registry<Arc<HeapCell<L>>>,
     /// Hints for the look-up by address.
     hints: Option<HeapHints>,
@@ -195,6 +201,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             streams: AtomicU32::new(0),
             pools,
             destroyed: L::Cell::new(Destroyed::new()),
+            abandoned: L::Cell::new(Vec::new()),
             heaps: Registry::new(),
             hints: (config.pointer_lookup() != PointerLookup::Off).then(HeapHints::new),
             usage: L::Cell::new(TotalUsage::default()),
@@ -461,6 +468,18 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         gate.note(Op::Trim { pool });
         gate.note_released(&released);
         released.into_result()
+    }
+
+    /// Retries the release of destroyed pools whose memory the driver still holds. Returns the released bytes. Not an op,
+    /// because in a replay the driver released the memory when the pool was destroyed.
+    ///
+    /// # Errors
+    /// Returns an error if the driver fails again.
+    pub fn trim_destroyed_pools(&self) -> Result<u64, TrimError> {
+        let _gate = self.gate();
+        let pools = self.kept_pools().filter(|(_, entry)| entry.is_destroyed());
+        let trims = pools.map(|(pool, entry)| self.trim_destroyed(pool, entry));
+        trims.fold(Released::default(), Released::plus).into_result()
     }
 
     /// Releases the memory of a destroyed pool that the driver still holds.

@@ -159,7 +159,12 @@ impl Arena {
 
     /// Returns the free units at the end of the newest segment.
     pub(crate) fn free_at_end(&self) -> Units {
-        self.table.newest_backed().map_or(0, |segment| self.table.free_size(self.table.last(segment)))
+        self.newest_growable().map_or(0, |segment| self.table.free_size(self.table.last(segment)))
+    }
+
+    /// Returns the newest segment with its own memory that may grow.
+    pub(crate) fn newest_growable(&self) -> Option<u32> {
+        self.table.newest_backed(|segment| !self.rules.is_tight(segment.end))
     }
 
     /// Returns the lowest hole that fits, with its segment.

@@ -62,8 +62,9 @@ use std::sync::Arc;
 /// The reason why a heap could not serve a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Shortage {
-    /// `missing` units of memory could not be acquired.
-    Memory { missing: Units, cause: OutOfMemoryCause },
+    /// `missing` units of memory could not be acquired. The request needs `demand` units of memory if it gets no free
+    /// memory of the heap.
+    Memory { missing: Units, demand: Units, cause: OutOfMemoryCause },
     /// A free block was found or acquired, but the stream cannot be made to wait for its earlier users.
     Fence(BackendError),
     /// The pool was destroyed after the request had found the heap.
@@ -74,7 +75,15 @@ pub(crate) enum Shortage {
 
 impl Shortage {
     fn of(missing: Units, cause: OutOfMemoryCause) -> Box<Self> {
-        Shortage::Memory { missing, cause }.boxed()
+        Shortage::Memory { missing, demand: missing, cause }.boxed()
+    }
+
+    /// Returns the shortage of a request that needs `demand` units if it gets no free memory of the heap.
+    fn demanding(mut self: Box<Self>, needed: Units) -> Box<Self> {
+        if let Shortage::Memory { demand, .. } = &mut *self {
+            *demand = needed;
+        }
+        self
     }
 
     #[cold]
@@ -326,6 +335,26 @@ impl<L: Lock> Heap<L> {
     fn fence_and_free<B: Backend>(&mut self, context: &Context<B, L>, live: Live) -> Result<Freed, FreeError> {
         self.arena.fence_uses(context, live.slot)?;
         Ok(self.make_free(context, live, true))
+    }
+
+    /// Returns the handles of the live allocations that have memory, in the order of their placements, which is the same
+    /// after a restore.
+    pub(crate) fn live_handles(&self) -> Vec<Handle> {
+        let slots = self.arena.all_blocks().into_iter().chain(self.places().iter().copied());
+        let live = slots.filter_map(|slot| match self.arena.block(slot).state {
+            BlockState::Allocated { serial, .. } => Some(self.handle(slot, serial)),
+            _ => None,
+        });
+        let mut live: Vec<Handle> = live.collect();
+        live.sort_unstable_by_key(|handle| self.arena.block(handle.slot()).location);
+        live
+    }
+
+    /// Frees a live allocation without a driver call; see [`Arena::fence_uses_by_clock`].
+    pub(crate) fn free_in_reset<B: Backend>(&mut self, context: &Context<B, L>, handle: Handle) -> Freed {
+        let live = self.live(handle).expect("the allocation is live");
+        self.arena.fence_uses_by_clock(context, live.slot);
+        self.make_free(context, live, true)
     }
 
     /// Turns an allocation whose uses are fenced into a free block. The pointer map may still contain it.

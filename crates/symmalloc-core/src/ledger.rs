@@ -300,6 +300,13 @@ impl Ledger {
         self.closed_after_ops = Some(self.digest.ops);
     }
 
+    /// Records that the pool was reset, after the frees of its live allocations.
+    pub(crate) fn note_reset(&mut self) {
+        if self.has_history() {
+            self.fold(op_word(Mark::Reset, StreamId(0), 0), 0);
+        }
+    }
+
     /// Records that all ranks had this digest at this op, and forgets the history before it.
     pub(crate) fn settle(&mut self, digest: Digest) {
         // Depends on the agreed history, not on later ops of this rank.

@@ -287,14 +287,29 @@ impl<B: CudaMemory> CachingAllocator<B> {
         self.state().free(handle, address)
     }
 
-    /// Creates a pool with a separate policy. The pool can be destroyed once the returned owner, every allocator from
-    /// [`with_pool`](Self::with_pool) and all buffers of the pool are dropped: the next [`trim`](Self::trim) destroys it, or, if the pool
-    /// is observed, the first trim after the observation ends.
+    /// Creates a pool with a separate policy. [`Pool::destroy`] destroys it. Once the returned owner, every allocator from
+    /// [`with_pool`](Self::with_pool) and all buffers of the pool are dropped, the next [`trim`](Self::trim) destroys it, or, if the pool
+    /// is observed, the first trim after the observation ends. A private pool is also destroyed before the limit over all pools refuses a
+    /// request.
+    ///
+    /// Create pools in the same order on every rank. Threads that create pools at the same time use
+    /// [`create_pool_with_key`](Self::create_pool_with_key).
     ///
     /// # Errors
     /// Returns an error if the policy does not fit the device.
     pub fn create_pool(&self, config: PoolConfig) -> Result<Pool<B>, CudaError> {
-        let pool = self.state().create_pool(config)?;
+        let pool = self.state().create_pool(None, config)?;
+        Ok(Pool::new(PoolLease::new(self.state(), pool)))
+    }
+
+    /// Creates a pool like [`create_pool`](Self::create_pool), whose id is the key that the program chose: from 1 to 65,535, and used once.
+    /// The id then does not depend on the timing of the threads that create pools. Pools without a key get the id after the highest one so
+    /// far, so create them before the threads start, or give every pool a key.
+    ///
+    /// # Errors
+    /// Returns an error if the key is out of range or was used before, or the policy does not fit the device.
+    pub fn create_pool_with_key(&self, key: u32, config: PoolConfig) -> Result<Pool<B>, CudaError> {
+        let pool = self.state().create_pool(Some(PoolId(key)), config)?;
         Ok(Pool::new(PoolLease::new(self.state(), pool)))
     }
 
@@ -304,7 +319,8 @@ impl<B: CudaMemory> CachingAllocator<B> {
     }
 
     /// Releases the free memory of all pools except graph pools to the device, together with memory that was prefetched for growth. Also
-    /// destroys empty abandoned pools. Returns the number of bytes released from the pools, which does not include prefetched memory.
+    /// destroys empty pools that were dropped. Returns the number of released bytes, including those of destroyed pools and prefetched
+    /// memory.
     /// Blocks the host until the streams that used the memory are done with it.
     ///
     /// # Errors

@@ -8,6 +8,7 @@ use symmalloc_core::config::ConfigError;
 use symmalloc_core::errors::{AllocateError, FreeError, PoolError, StreamError, TrimError, UnknownError};
 use symmalloc_core::ids::PoolId;
 use symmalloc_core::sleep::SleepError;
+use symmalloc_core::units::Counted;
 use thiserror::Error;
 
 /// An error that prevents the use of libcuda. No driver call was made.
@@ -179,7 +180,7 @@ pub enum CudaError {
     Driver(#[from] DriverError),
     /// The device does not exist.
     #[error(
-        "device {ordinal} does not exist; the driver reports {devices} devices: check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        "device {ordinal} does not exist; the driver reports {}: check nvidia-smi and CUDA_VISIBLE_DEVICES", Counted(*devices as u64, "device")
     )]
     NoSuchDevice {
         /// The requested ordinal.

@@ -12,6 +12,7 @@ use symmalloc_core::errors::{PoolSleeps, ReserveError, TrimError, UnknownError};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::report::BlockStateSnapshot;
 use symmalloc_core::sleep::Phase;
+use symmalloc_core::units::Counted;
 use symmalloc_core::{Allocator, Backend, PoolId, StreamId};
 use thiserror::Error;
 
@@ -56,7 +57,7 @@ pub enum ResizeError {
         needed_bytes: u64,
     },
     /// Observers may have windows on the memory, so none of it can be released. The pool is unchanged.
-    #[error("{pool} has {observers} observers, which may use its memory: deregister it before reducing its size")]
+    #[error("{pool} has {}, which may use its memory: deregister it before reducing its size", Counted((*observers).into(), "observer"))]
     Observed {
         /// The pool.
         pool: PoolId,

@@ -751,7 +751,33 @@ symmalloc_status symmalloc_pool_create(struct symmalloc_allocator *allocator,
                                        uint32_t *out);
 
 /**
- * Destroys a pool. Further allocations in it fail. The first trim after its last allocation was freed releases its memory.
+ * Creates a pool like `symmalloc_pool_create`, whose number is the key that the program chose: from 1 to 65535, and used once. The
+ * number then does not depend on the timing of threads that create pools. Other pools get the number after the highest one so far.
+ * Returns `SYMMALLOC_INVALID_ARGUMENT` if the key is out of range or was used before.
+ *
+ * # Safety
+ * As `symmalloc_pool_create`.
+ */
+symmalloc_status symmalloc_pool_create_with_key(struct symmalloc_allocator *allocator,
+                                                uint32_t key,
+                                                const char *conf);
+
+/**
+ * Frees all allocations of a pool at once, and keeps its memory for later ones. Makes no driver call, unless the pool has a release
+ * threshold. Later work on the memory waits on the device for the work so far. Writes the number of freed allocations; `freed` may be NULL.
+ * No pointer of these allocations may be used or freed afterwards.
+ *
+ * # Safety
+ * `allocator` is live; `freed` is NULL or valid for writing. Nothing uses the pool's allocations later, such as a tensor or a buffer of
+ * another library.
+ */
+symmalloc_status symmalloc_pool_reset(struct symmalloc_allocator *allocator,
+                                      uint32_t pool,
+                                      uint64_t *freed);
+
+/**
+ * Destroys a pool. Further allocations in it fail. The first trim after its last allocation was freed releases its memory. So
+ * does an allocation that the limit over all pools would refuse, unless the pool is symmetric.
  *
  * # Safety
  * `allocator` is live.

@@ -15,8 +15,9 @@ use crate::error::Error;
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::fmt::Write;
-use symmalloc_agreement::{AgreementError, Gathered, Point, RankSet, Transport, TransportError, agree};
+use symmalloc_agreement::{AgreementError, Gathered, Point, RankSet, Ranks, Transport, TransportError, agree};
 use symmalloc_core::PoolConfig;
+use symmalloc_core::units::Counted;
 
 /// Sends `len` bytes of this rank to all ranks, and writes the bytes of all ranks to `all` (world times `len` bytes), in rank order.
 /// Returns 0 on success. It must not throw.
@@ -182,7 +183,8 @@ fn difference(first: &Gathered, second: &Gathered) -> String {
         }
     }
     heaps.retain(|_, histories| histories.len() > 1);
-    let mut text = format!("the ranks differ in {} heaps of pools that are not symmetric:", heaps.len());
+    let mut text =
+        format!("the ranks differ in {} of pools that are not symmetric:", Counted(heaps.len() as u64, "heap"));
     for ((pool, stream), histories) in &heaps {
         let _ = match *stream {
             NO_STREAM => write!(text, "\n  pool {pool}"),
@@ -191,8 +193,10 @@ fn difference(first: &Gathered, second: &Gathered) -> String {
         for (history, ranks) in histories {
             let ranks: RankSet = ranks.iter().copied().collect();
             let _ = match history {
-                Some(History { ops, value }) => write!(text, "\n    {ops} ops, digest {value:016x}: ranks {ranks}"),
-                None => write!(text, "\n    no op: ranks {ranks}"),
+                Some(History { ops, value }) => {
+                    write!(text, "\n    {}, digest {value:016x}: {}", Counted(*ops, "op"), Ranks(&ranks))
+                }
+                None => write!(text, "\n    no op: {}", Ranks(&ranks)),
             };
         }
     }

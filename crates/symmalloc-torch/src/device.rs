@@ -29,7 +29,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::{Backend, DeviceAddress};
 use symmalloc_core::config::{Config, PointerLookup, PoolConfig};
 use symmalloc_core::errors::{AllocateError, FreeError, RecordUseError};
-use symmalloc_core::{Allocation, PoolId, SegmentPosition, SharedAllocator, StreamId};
+use symmalloc_core::{Allocation, Emptied, PoolId, SegmentPosition, SharedAllocator, StreamId};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaBackendBuilder, CudaDevice, CudaError, DriverError, Pool};
 use symmalloc_import::compression;
 use symmalloc_trace::plan::{self, PlanTextError};
@@ -351,8 +351,8 @@ impl DeviceAllocator {
         Ok(FoundAllocation { pool: position.pool, allocation, position, requested_bytes })
     }
 
-    /// Creates a pool. Without `text`, the pool has the settings of the default pool, but is private.
-    pub(crate) fn create_pool(&self, text: Option<&str>) -> Result<PoolId, Error> {
+    /// Creates a pool, whose id is the key if there is one. Without `text`, the pool has the settings of the default pool, but is private.
+    pub(crate) fn create_pool(&self, key: Option<PoolId>, text: Option<&str>) -> Result<PoolId, Error> {
         let config = match text {
             None => {
                 let default = self.core().config().default_pool().to_builder();
@@ -360,10 +360,20 @@ impl DeviceAllocator {
             }
             Some(text) => text.parse::<PoolConfig>().map_err(crate::settings::SettingsError::from)?,
         };
-        let pool = self.allocator.create_pool(config)?;
+        let pool = match key {
+            Some(key) => self.allocator.create_pool_with_key(key.0, config)?,
+            None => self.allocator.create_pool(config)?,
+        };
         let id = pool.id();
         self.user_pools().insert(id, pool);
         Ok(id)
+    }
+
+    /// Frees all allocations of a pool. Returns their number.
+    pub(crate) fn reset_pool(&self, pool: PoolId) -> Result<u64, Error> {
+        let Emptied { allocations, allocated_bytes, .. } = self.core().reset_pool(pool).map_err(CudaError::from)?;
+        self.peak.subtract(allocated_bytes);
+        Ok(allocations)
     }
 
     /// Destroys a pool. Further allocations in it fail, and the first trim after its last block was freed releases its memory.

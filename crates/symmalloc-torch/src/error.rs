@@ -5,7 +5,7 @@ use crate::status::symmalloc_status;
 use std::io;
 use symmalloc_agreement::AgreementError;
 use symmalloc_core::backend::{BackendError, Reason};
-use symmalloc_core::errors::{AllocateError, FreeError, RecordUseError, TrimError, UnknownError};
+use symmalloc_core::errors::{AllocateError, FreeError, PoolError, RecordUseError, TrimError, UnknownError};
 use symmalloc_core::plans::{PlanError, StepError};
 use symmalloc_core::recording::{RecordingEnd, RecordingError, StartRecordingError};
 use symmalloc_core::restore::{LayoutError, RestoreError};
@@ -277,6 +277,9 @@ impl Error {
                 SYMMALLOC_INVALID_ARGUMENT
             }
             Error::NotCreated { .. } | Error::Fraction { .. } => SYMMALLOC_INVALID_ARGUMENT,
+            Error::Cuda(CudaError::Pool(PoolError::KeyInUse { .. } | PoolError::KeyOutOfRange { .. })) => {
+                SYMMALLOC_INVALID_ARGUMENT
+            }
             Error::TorchSettings(_)
             | Error::Cuda(CudaError::Config(_) | CudaError::ChunkSize { .. } | CudaError::PrefetchSize { .. }) => {
                 SYMMALLOC_INVALID_SETTINGS

@@ -222,7 +222,7 @@ mod tests {
         for kind in [Kind::Graph, Kind::MemPool, Kind::Source] {
             // The number of scopes that end meanwhile, one after the other.
             for scopes in [1, 3] {
-                for outer in [PoolId::DEFAULT, allocator.create_pool(None).expect("a pool")] {
+                for outer in [PoolId::DEFAULT, allocator.create_pool(None, None).expect("a pool")] {
                     allocator.scopes().push_pool(outer);
                     let mut ids: Vec<MempoolId> = (0..scopes).map(|_| next()).collect();
                     begin(kind, ids[scopes - 1]);

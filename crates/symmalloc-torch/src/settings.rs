@@ -20,7 +20,7 @@ use std::ops::Range;
 use std::str::FromStr;
 use symmalloc_core::Config;
 use symmalloc_core::config::{SegmentPolicy, Stitching};
-use symmalloc_core::config_text::{ConfigTextError, nearest};
+use symmalloc_core::config_text::{ConfigTextError, did_you_mean, key_names, nearest};
 use thiserror::Error;
 
 /// The last resort before an allocation fails at a limit, or because the driver is out of memory.
@@ -51,13 +51,13 @@ pub(crate) enum SettingsError {
     /// The core rejected the text.
     #[error(transparent)]
     Config(#[from] ConfigTextError),
-    /// The key is unknown, and close to one of this crate's.
-    #[error("byte {offset}: unknown key, did you mean `{nearest}`?")]
+    /// No key has this name.
+    #[error("byte {offset}: unknown key{}; the keys are {}", did_you_mean(*nearest), known_keys().collect::<Vec<_>>().join(", "))]
     UnknownKey {
         /// The byte offset of the key.
         offset: usize,
         /// The probably intended key.
-        nearest: &'static str,
+        nearest: Option<&'static str>,
     },
     /// The key does not accept the value.
     #[error("byte {offset}: {key} must be {allowed}")]
@@ -81,6 +81,11 @@ pub(crate) enum SettingsError {
 
 /// The keys of this crate.
 const KEYS: [&str; 6] = ["peers", "chunk_mb", "chunk_bytes", "prefetch_mb", "prefetch_bytes", "out_of_memory"];
+
+/// Iterates over all keys: those of the core and those of this crate.
+fn known_keys() -> impl Iterator<Item = &'static str> {
+    key_names().chain(KEYS)
+}
 
 impl FromStr for TorchSettings {
     type Err = SettingsError;
@@ -213,16 +218,11 @@ fn peers(value: &str) -> Option<Vec<usize>> {
     list.split(',').map(|number| number.trim().parse().ok()).collect()
 }
 
-/// Adds a suggestion for a misspelled key that is closer to one of this crate's keys, which the core does not know.
+/// Replaces the core's error of an unknown key by one that also knows this crate's keys.
 fn with_own_keys(text: &str, error: ConfigTextError) -> SettingsError {
-    if let ConfigTextError::UnknownKey { offset, bytes, nearest: theirs } = error {
-        let word = &text[offset..offset + bytes];
-        let all = theirs.into_iter().chain(KEYS);
-        if let Some(nearest) = nearest(word, all).filter(|nearest| KEYS.contains(nearest)) {
-            return SettingsError::UnknownKey { offset, nearest };
-        }
-    }
-    error.into()
+    let ConfigTextError::UnknownKey { offset, bytes, nearest: theirs } = error else { return error.into() };
+    let word = &text[offset..offset + bytes];
+    SettingsError::UnknownKey { offset, nearest: nearest(word, theirs.into_iter().chain(KEYS)) }
 }
 
 #[cfg(test)]
@@ -253,7 +253,16 @@ mod tests {
             "byte 14: prefetch_bytes is stated already; keep one of them"
         );
         assert_eq!(parse("prefetch_mb:much"), "byte 12: prefetch_mb must be a number");
-        assert_eq!(parse("segments:fixed,pears:[1]"), "byte 15: unknown key, did you mean `peers`?");
+        assert!(
+            parse("segments:fixed,pears:[1]").starts_with("byte 15: unknown key, did you mean `peers`?; the keys are ")
+        );
+        let listed = parse("nothing_like_a_key:1");
+        let (_, listed) = listed.split_once("; the keys are ").expect("a list");
+        let listed: Vec<&str> = listed.split(", ").collect();
+        let probes = key_names().chain(["chunk_mb", "prefetch_mb", "peers", "out_of_memory"]);
+        probes.for_each(|key| assert!(listed.contains(&key), "{key}"));
+        // Every key that the parser accepts is listed, and every listed one is accepted.
+        assert!(listed.iter().all(|key| !parse(&format!("{key}:?")).contains("unknown key")));
         assert!(parse("peers:[1],segment:fixed").starts_with("byte 10: unknown key, did you mean `segments`?"));
         assert_eq!(parse("peers:[]extra"), "byte 6: peers must be a list of device numbers: [1,2]");
     }

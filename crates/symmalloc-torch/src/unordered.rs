@@ -13,7 +13,7 @@ use symmalloc_cuda::CudaError;
 impl DeviceAllocator {
     /// Allocates for work on any stream. For zero bytes, returns a null pointer and records no op.
     pub(crate) fn allocate_unordered(&self, size_bytes: u64) -> Result<*mut c_void, Error> {
-        let pool = self.unordered.get_or_make(|| self.create_pool(None))?;
+        let pool = self.unordered.get_or_make(|| self.create_pool(None, None))?;
         // All of this memory is in the heap of the default stream.
         // SAFETY: every context has the default stream.
         unsafe { self.allocate(pool, size_bytes, RawStream::new(std::ptr::null_mut())) }

@@ -21,6 +21,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use symmalloc_core::Allocator;
 use symmalloc_core::backend::Backend;
+use symmalloc_core::config::PoolConfig;
 use symmalloc_core::errors::{FreeError, UnknownError};
 use symmalloc_core::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use symmalloc_core::lock::Lock;
@@ -350,7 +351,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
                     Some(made) => made,
                     None => {
                         let planned = self.plans.and_then(|plans| plans.file.pool_config(*pool));
-                        let made = self.allocator.create_pool(planned.unwrap_or(config).clone())?;
+                        let made = self.create_pool(*pool, planned.unwrap_or(config))?;
                         self.pools[pool.index()] = Some(made);
                         self.adopt_plans(*pool, made)?;
                         made
@@ -366,6 +367,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
                 self.allocator.destroy_pool(made)?;
                 self.pools[pool.index()] = None;
             }
+            Op::ResetPool { pool } => self.reset_pool(self.pool(*pool)?)?,
             Op::Wait { stream, on } => self.wait(*stream, *on)?,
             Op::Synchronize { stream } => {
                 self.known(*stream)?;
@@ -424,6 +426,25 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
                 self.allocator.replay_refusal(self.pool(*pool)?, *stream, *size_bytes, *refusal)?;
             }
             Op::Allocate { .. } | Op::Free { .. } | Op::RecordUse { .. } | Op::Sync => {}
+        }
+        Ok(())
+    }
+
+    /// Creates a pool with the id that it has in the program, or with the next one if that id was used before.
+    fn create_pool(&self, id: PoolId, config: &PoolConfig) -> Result<PoolId, StepError> {
+        if id.0 != self.allocator.pool_count()
+            && let Ok(made) = self.allocator.create_pool_with_key(id, config.clone())
+        {
+            return Ok(made);
+        }
+        Ok(self.allocator.create_pool(config.clone())?)
+    }
+
+    /// Resets a pool of the allocator. In a recording, all allocations of the pool have been freed before.
+    fn reset_pool(&mut self, pool: PoolId) -> Result<(), StepError> {
+        if self.allocator.reset_pool(pool)?.allocations > 0 {
+            let allocator = self.allocator;
+            self.live.iter_mut().for_each(|live| *live = live.filter(|live| allocator.is_live(*live)));
         }
         Ok(())
     }

@@ -104,6 +104,43 @@ impl Heap {
         (placement, taken)
     }
 
+    /// Obtains memory like [`obtain`](Self::obtain) or, if a limit has no room for that much, exactly as much as the
+    /// block needs.
+    pub(super) fn obtain_tightly(
+        &mut self,
+        config: &PoolConfig,
+        headroom: Headroom,
+        (granularity, unit): (u64, u64),
+        stream: StreamId,
+        size: u64,
+    ) -> Result<(), Shortage> {
+        let obtained = self.obtain(config, headroom, granularity, stream, size);
+        obtained.or_else(|shortage| self.squeeze(config, headroom, unit, size, shortage))
+    }
+
+    /// Creates a segment of exactly `size` bytes, in units of the device, if that is less than a limit refused.
+    pub(super) fn squeeze(
+        &mut self,
+        config: &PoolConfig,
+        headroom: Headroom,
+        unit: u64,
+        size: u64,
+        shortage: Shortage,
+    ) -> Result<(), Shortage> {
+        let (exact, can_squeeze) = (size.next_multiple_of(unit), has_free_size(config));
+        match shortage {
+            Shortage::Limit(scope, missing)
+                if can_squeeze
+                    && exact < missing
+                    && exact <= headroom.least()
+                    && (scope == LimitScope::Pool || !headroom.is_symmetric) =>
+            {
+                self.create_segment(headroom, exact, exact, is_small(config, size))
+            }
+            shortage => Err(shortage),
+        }
+    }
+
     /// Obtains memory for a block of this size that no free block can serve.
     pub(super) fn obtain(
         &mut self,
@@ -141,7 +178,7 @@ impl Heap {
                 if self.fill_hole(headroom, granularity, size)? {
                     return Ok(());
                 }
-                let newest = self.segments.iter().rfind(|segment| segment.stitched.is_none());
+                let newest = self.segments.iter().rfind(|segment| segment.grows(granularity));
                 let at_end = newest.and_then(|segment| segment.blocks.last());
                 let at_end = at_end.filter(|block| block.is_free()).map_or(0, |block| block.size);
                 let range = knobs.range_bytes.next_multiple_of(granularity);
@@ -181,7 +218,7 @@ impl Heap {
         missing: u64,
     ) -> Result<(), Shortage> {
         let range = range.next_multiple_of(granularity);
-        let newest = self.segments.iter_mut().rfind(|segment| segment.stitched.is_none());
+        let newest = self.segments.iter_mut().rfind(|segment| segment.grows(granularity));
         let newest = newest.filter(|segment| segment.end() + missing <= segment.range);
         let room = newest.as_ref().map_or(range, |segment| segment.range - segment.end());
         if missing > room {
@@ -258,6 +295,15 @@ impl Heap {
         given
     }
 }
+/// Returns `true` if the size of a segment may differ from the configured one.
+fn has_free_size(config: &PoolConfig) -> bool {
+    match config.segments() {
+        SegmentPolicy::Reserved { .. } => false,
+        SegmentPolicy::Expandable(knobs) => knobs.growth_bytes > 0,
+        _ => true,
+    }
+}
+
 fn is_small(config: &PoolConfig, size: u64) -> bool {
     matches!(config.segments(), SegmentPolicy::Fixed(knobs) if !knobs.unsplit) && size <= MIB
 }

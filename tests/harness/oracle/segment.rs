@@ -55,6 +55,11 @@ pub struct Segment {
 }
 
 impl Segment {
+    /// Returns `true` if the segment may grow: it has memory of its own, in whole granules.
+    pub(super) fn grows(&self, granularity: u64) -> bool {
+        self.stitched.is_none() && self.end().is_multiple_of(granularity)
+    }
+
     /// Returns the number of bytes that the blocks tile.
     pub fn end(&self) -> u64 {
         self.blocks.last().map_or(0, Block::end)

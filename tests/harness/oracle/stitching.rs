@@ -30,7 +30,7 @@ impl Heap {
         let count = size.div_ceil(granule);
         let free = gathered.free_granules(granule);
         let missing = count.saturating_sub(free.len() as u64) * granule;
-        let last = self.segments.iter().rfind(|segment| segment.stitched.is_none());
+        let last = self.segments.iter().rfind(|segment| segment.grows(granule));
         let at_end = last.and_then(|segment| segment.blocks.last()).filter(|block| block.is_free());
         let growth = (size - at_end.map_or(0, |block| block.size)).next_multiple_of(granule);
         if size < stitching.least_bytes || missing >= growth {

@@ -55,17 +55,30 @@ impl Screen<'_> {
         out + "\n"
     }
 
-    /// Returns a line for the default pool and one for each other pool, except for those with default settings.
+    /// Returns a line for the default pool, and one for the other pools of each setting that is not the default.
     fn settings(&self) -> Vec<String> {
         let pools = self.created_pools().map(|(pool, config)| {
             let alone = Config::builder().default_pool(config.clone()).build();
             (pool.to_string(), alone.map_or_else(|_| config.to_string(), |config| text(&config)))
         });
         let default_pool = ("settings".to_owned(), text(self.config));
-        let stated = std::iter::once(default_pool).chain(pools).filter(|(_, settings)| settings != DEFAULT_SETTINGS);
-        let mut lines: Vec<String> = stated.map(|(pool, settings)| format!("{pool}: {settings}")).collect();
-        if lines.len() > POOLS_SHOWN {
-            let more = lines.split_off(POOLS_SHOWN).len();
+        let mut groups: Vec<(String, String, usize)> = Vec::new();
+        for (pool, settings) in std::iter::once(default_pool).chain(pools) {
+            let alike = groups.iter_mut().skip(1).find(|(_, known, _)| *known == settings);
+            match alike {
+                Some((.., more)) => *more += 1,
+                None => groups.push((pool, settings, 0)),
+            }
+        }
+        groups.retain(|(_, settings, _)| settings != DEFAULT_SETTINGS);
+        let hidden = groups.split_off(groups.len().min(POOLS_SHOWN));
+        let line = |(pool, settings, more)| match more {
+            0 => format!("{pool}: {settings}"),
+            _ => format!("{pool} and {}: {settings}", counted(more, "more pool")),
+        };
+        let mut lines: Vec<String> = groups.into_iter().map(line).collect();
+        let more: usize = hidden.iter().map(|(.., more)| 1 + more).sum();
+        if more > 0 {
             lines.push(format!("and {} with other settings", counted(more, "pool")));
         }
         lines

@@ -3,8 +3,8 @@
 use super::Allocator;
 use super::pool::HeapGuard;
 use crate::config::errors::HandleError;
-use crate::heap::Heap;
 use crate::heap::invariants::Violation;
+use crate::heap::{Heap, is_nothing};
 use crate::pointers::HeapHints;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, DeviceAddress, Range};
@@ -36,6 +36,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns an error if the handle is not live here, or belongs to an allocation of zero bytes.
     pub fn allocation(&self, handle: Handle) -> Result<Allocation, HandleError> {
         self.heap_of(handle)?.lock().allocation(handle)
+    }
+
+    /// Returns `true` if a handle is that of a live allocation, which may have zero bytes.
+    pub fn is_live(&self, handle: Handle) -> bool {
+        self.heap_of(handle).is_ok_and(|heap| {
+            let heap = heap.lock();
+            heap.allocation(handle).is_ok() || is_nothing(handle) && heap.ledger().check_nothing(handle).is_ok()
+        })
     }
 
     /// Returns the requested bytes of a live allocation.

@@ -21,6 +21,8 @@ use std::sync::Arc;
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Sets the callback that runs before an allocation fails. It is called without any lock and can use the allocator.
+    /// It is not called for a request that fails even if the program frees all memory, because the request exceeds the
+    /// limit, or the limit without the reserved segments that stay, or the heap's segment.
     /// An allocation inside the callback that fails calls it again. To keep ranks equal, its actions must depend on the
     /// program alone.
     pub fn set_failure_callback(&self, callback: impl Fn(&Self, &OutOfMemory) -> Retry + Send + Sync + 'static) {
@@ -57,8 +59,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         // them without a record.
         let mut unsaid: SmallVec<[u64; 2]> = SmallVec::new();
         loop {
-            let (missing, cause) = match *shortage {
-                Shortage::Memory { missing, cause } => (missing, cause),
+            let (missing, demand, cause) = match *shortage {
+                Shortage::Memory { missing, demand, cause } => (missing, demand, cause),
                 Shortage::Fence(error) => {
                     gate.end(RecordingEnd::Driver(error.clone()));
                     return Err(AllocateError::Fence { stream: request.stream, error });
@@ -66,16 +68,26 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 Shortage::Asleep => return Err(PoolSleeps { pool: request.pool }.into()),
                 Shortage::Closed => return Err(UnknownError::DestroyedPool { pool: request.pool }.into()),
             };
+            let is_hopeless = self.is_hopeless(entry, heap, bytes(demand), &cause);
             let can_help = match cause {
+                _ if is_hopeless => false,
                 // Private pools, which differ between ranks, also use up this limit. It must not move a symmetric
                 // pool's blocks.
-                OutOfMemoryCause::Limit { scope: LimitScope::Allocator, .. } if entry.config().symmetric() => false,
-                // A request larger than the limit does not fit into an empty pool either, so nothing is released for
-                // it.
-                OutOfMemoryCause::Limit { limit_bytes, .. } => bytes(missing) <= limit_bytes,
+                OutOfMemoryCause::Limit { scope: LimitScope::Allocator, .. } => !entry.config().symmetric(),
+                OutOfMemoryCause::Limit { .. } => true,
                 _ => false,
             };
-            let after = if can_help && may_reclaim {
+            let is_over_all = matches!(cause, OutOfMemoryCause::Limit { scope: LimitScope::Allocator, .. });
+            let has_dropped = is_over_all && !is_hopeless && self.has_abandoned() && {
+                // The records must be in the order of the events.
+                for size_bytes in unsaid.drain(..) {
+                    gate.note(Op::Reclaim { pool: request.pool, stream: request.stream, size_bytes });
+                }
+                self.destroy_abandoned_for(pool, gate) > 0
+            };
+            let after = if has_dropped {
+                "dropped"
+            } else if can_help && may_reclaim {
                 // Free memory next to the request's place may have been released. More is then missing than before, and
                 // the next round releases that too. If less than the missing amount was released, nothing is left to
                 // release.
@@ -86,9 +98,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 for size_bytes in unsaid.drain(..) {
                     gate.note(Op::Reclaim { pool: request.pool, stream: request.stream, size_bytes });
                 }
-                let error = self.out_of_memory(entry, heap, request, bytes(missing), cause);
+                let error = self.out_of_memory(entry, heap, request, bytes(missing.min(demand)), cause);
                 let callback = self.failure_callback.lock().clone();
-                let may_retry = retries < self.config().retries_max();
+                let may_retry = retries < self.config().retries_max() && !is_hopeless;
                 match callback.filter(|_| may_retry).map(|callback| gate.pause(|| callback(self, &error))) {
                     Some(Retry::Again) => retries += 1,
                     Some(Retry::GiveUp) | None => return Err(self.refuse(heap, request, error, gate)),
@@ -113,6 +125,41 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 Ok(done) => return Ok(done),
                 Err(again) => shortage = again,
             }
+        }
+    }
+
+    /// Returns `true` if a request that needs `demand_bytes` of memory in its heap fails even if the program frees every
+    /// allocation and trims every pool: the memory exceeds the limit without the reserved segments that stay, or the
+    /// heap's only segment or its range. The answer depends on the configuration, the limits and the ops alone.
+    fn is_hopeless(
+        &self,
+        entry: &PoolEntry<L>,
+        heap: &HeapCell<L>,
+        demand_bytes: u64,
+        cause: &OutOfMemoryCause,
+    ) -> bool {
+        let staying_bytes = |pool: &PoolEntry<L>| match pool.config().segments() {
+            SegmentPolicy::Reserved { .. } => pool.budget.reserved_bytes(),
+            _ => 0,
+        };
+        match cause {
+            OutOfMemoryCause::Limit { scope, limit_bytes } => {
+                let mut kept_bytes = staying_bytes(entry);
+                // Only the default pool cannot be destroyed.
+                if *scope == LimitScope::Allocator
+                    && entry.id() != PoolId::DEFAULT
+                    && let Ok(default) = self.pool(PoolId::DEFAULT)
+                {
+                    kept_bytes += staying_bytes(default);
+                }
+                // A heap that holds more than a lowered limit can still serve the request from what it holds.
+                demand_bytes > limit_bytes.saturating_sub(kept_bytes).max(heap.lock().mapped_bytes())
+            }
+            // A quota can be raised.
+            OutOfMemoryCause::SegmentFull { segment_bytes } => {
+                !entry.config().has_quota() && demand_bytes > *segment_bytes
+            }
+            OutOfMemoryCause::Driver(_) => false,
         }
     }
 

@@ -1,12 +1,14 @@
 //! Pools and streams: creation, look-up and destruction. Pool 0 always exists.
 
 use super::Allocator;
+use super::gate::Gate;
 use super::pool::{HeapGuard, PoolEntry};
+use super::recorder::RecordingEnd;
 use crate::config::PoolConfig;
 use crate::config::errors::{PoolError, StreamError, UnknownError};
 use crate::config::op::Op;
 use crate::heap::trim::Released;
-use crate::heap::{Heap, HeapIdentity};
+use crate::heap::{Freed, Heap, HeapIdentity};
 use crate::history::segment_log::SegmentLog;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
@@ -15,15 +17,68 @@ use crate::types::work;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+/// The allocations that a reset of a pool freed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Emptied {
+    /// Number of freed allocations, without those of zero bytes.
+    pub allocations: u64,
+    /// Bytes of their blocks.
+    pub allocated_bytes: u64,
+}
+
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Creates the program's next pool. Create pools in the same order on every rank.
+    /// Creates the program's next pool. Create pools in the same order on every rank. Threads that create pools at the
+    /// same time race for the ids: use [`create_pool_with_key`](Self::create_pool_with_key) there.
     ///
     /// # Errors
     /// Currently returns no error. The type is reserved for policies that a backend cannot serve.
     pub fn create_pool(&self, config: PoolConfig) -> Result<PoolId, PoolError> {
+        self.add_pool(None, config)
+    }
+
+    /// Creates a pool whose id is the key that the program chose, so that the id does not depend on the timing of
+    /// threads that create pools. A key is from 1 to [`PoolId::KEY_MAX`], and is used once.
+    ///
+    /// # Determinism
+    /// Pools are ordered by their ids, in trims, reports and agreement. [`create_pool`](Self::create_pool) uses the id
+    /// after the highest one so far: create pools without a key before the threads start, or give every pool a key.
+    ///
+    /// # Errors
+    /// Returns an error if the key is out of range or was used before.
+    ///
+    /// # Examples
+    /// ```
+    /// use std::thread;
+    /// use symmalloc_core::{Config, PoolConfig, PoolId, SharedAllocator};
+    /// use symmalloc_sim::SimBackend;
+    ///
+    /// let allocator = SharedAllocator::with_lock(SimBackend::builder().build(), Config::default())?;
+    /// thread::scope(|scope| {
+    ///     for worker in 1..=4 {
+    ///         let allocator = &allocator;
+    ///         scope.spawn(move || allocator.create_pool_with_key(PoolId(worker), PoolConfig::default()));
+    ///     }
+    /// });
+    /// assert_eq!(allocator.pools(), [0, 1, 2, 3, 4].map(PoolId));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn create_pool_with_key(&self, key: PoolId, config: PoolConfig) -> Result<PoolId, PoolError> {
+        self.add_pool(Some(key), config)
+    }
+
+    fn add_pool(&self, key: Option<PoolId>, config: PoolConfig) -> Result<PoolId, PoolError> {
         let mut gate = self.gate();
         // No heap is created while this lock is held.
         let observers = self.observers.lock();
+        if let Some(key) = key {
+            if key == PoolId::DEFAULT || key > PoolId::KEY_MAX {
+                return Err(PoolError::KeyOutOfRange { key });
+            }
+            if self.pools.get(key.index()).is_some() {
+                return Err(PoolError::KeyInUse { key });
+            }
+        }
         let (symmetric, limit_bytes) = (config.symmetric(), config.limit_bytes());
         let config = config.that_works(self.context.backend.can_alias());
         let recorded = gate.is_recording().then(|| Box::new(config.clone()));
@@ -35,7 +90,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 None => PoolEntry::new(pool, config),
             }
         };
-        let pool = PoolId(self.pools.push(make) as u32);
+        let pool = match key {
+            Some(key) => {
+                self.pools.get_or_make(key.index(), || make(key.index()));
+                key
+            }
+            None => PoolId(self.pools.push(make) as u32),
+        };
         self.destroyed.lock().keep(pool);
         drop(observers);
         if let Some(config) = recorded {
@@ -45,7 +106,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(pool)
     }
 
-    /// Returns the number of pools created so far, including the default pool and destroyed ones.
+    /// Returns one more than the highest id of a pool so far. Without keys, this is the number of pools created so far,
+    /// including the default pool and destroyed ones.
     pub fn pool_count(&self) -> u32 {
         self.pools.len() as u32
     }
@@ -63,7 +125,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(self.pool(pool)?.config())
     }
 
-    /// Destroys a pool. All of its memory is released, including reserved segments. Its id is not reused.
+    /// Destroys a pool. All of its memory is released, including reserved segments. Its id is not reused. Returns the
+    /// released bytes.
     ///
     /// A destroyed pool keeps at most 256 bytes of host memory, and about 60 if it was created like one that had been
     /// destroyed before. If the pool is symmetric, each heap beyond the first keeps up to 28 more until the ranks agree on
@@ -73,8 +136,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns an error if the pool does not exist, is the default pool, is observed, or has live allocations; it is
     /// unchanged then. When the driver fails, the pool is destroyed and the next [`trim`](Self::trim) of all pools
     /// tries again.
-    pub fn destroy_pool(&self, pool: PoolId) -> Result<(), PoolError> {
-        let mut gate = self.gate();
+    pub fn destroy_pool(&self, pool: PoolId) -> Result<u64, PoolError> {
+        self.destroy_recorded(pool, &mut self.gate())
+    }
+
+    fn destroy_recorded(&self, pool: PoolId, gate: &mut Gate<'_, L>) -> Result<u64, PoolError> {
         let observers = self.observers.lock();
         let entry = self.pool(pool)?;
         if pool == PoolId::DEFAULT {
@@ -89,9 +155,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         // Locks all heaps together, so that no other thread allocates between the check and the destruction.
         let mut heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
-        let allocations = heaps.iter().map(|heap| heap.ledger().usage().allocations()).sum();
+        let (allocations, allocated_bytes) = live_in::<L>(&heaps);
         if allocations > 0 {
-            let allocated_bytes = heaps.iter().map(|heap| heap.ledger().usage().allocated_bytes()).sum();
             return Err(PoolError::InUse { pool, allocations, allocated_bytes });
         }
         entry.set_destroyed();
@@ -106,7 +171,153 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         gate.note(Op::DestroyPool { pool });
         tracing::debug!(name: "pool.destroyed", target: "symmalloc", pool = pool.0);
         gate.note_released(&released);
-        released.error.map_or(Ok(()), |error| Err(error.into()))
+        released.error.map_or(Ok(released.bytes), |error| Err(error.into()))
+    }
+
+    /// Records that the program has dropped its last reference to a pool. The pool is destroyed by
+    /// [`destroy_abandoned`](Self::destroy_abandoned) or, if it is private and the limit over all pools would refuse a
+    /// request, before that request is served. Until then, it serves requests. Has no effect on a destroyed pool.
+    ///
+    /// # Determinism
+    /// Ranks do not compare private pools, so a program may drop them at different points on different ranks. Their
+    /// memory counts toward the limit over all pools. Recordings contain each destruction as an op.
+    pub fn abandon_pool(&self, pool: PoolId) {
+        let mut abandoned = self.abandoned.lock();
+        if pool != PoolId::DEFAULT
+            && self.pool(pool).is_ok()
+            && let Err(at) = abandoned.binary_search(&pool)
+        {
+            abandoned.insert(at, pool);
+        }
+    }
+
+    /// Destroys the abandoned pools that have no live allocations and no observers, in the order of their ids. Returns
+    /// the released bytes.
+    ///
+    /// # Errors
+    /// Returns the first error of the driver. All of these pools are destroyed, and the next [`trim`](Self::trim) of
+    /// all pools retries the release.
+    pub fn destroy_abandoned(&self) -> Result<u64, PoolError> {
+        self.destroy_some_abandoned(|_| true, &mut self.gate())
+    }
+
+    /// Destroys the abandoned pools like [`destroy_abandoned`](Self::destroy_abandoned), except symmetric ones, whose
+    /// ops ranks compare.
+    ///
+    /// # Errors
+    /// See [`destroy_abandoned`](Self::destroy_abandoned).
+    pub fn destroy_abandoned_private(&self) -> Result<u64, PoolError> {
+        self.destroy_some_abandoned(|entry| !entry.config().symmetric(), &mut self.gate())
+    }
+
+    /// Destroys private abandoned pools for a request of another pool that a limit refused. Returns the released bytes.
+    pub(super) fn destroy_abandoned_for(&self, asking: PoolId, gate: &mut Gate<'_, L>) -> u64 {
+        let is_selected = |entry: &PoolEntry<L>| !entry.config().symmetric() && entry.id() != asking;
+        self.destroy_some_abandoned(is_selected, gate).unwrap_or(0)
+    }
+
+    /// Returns `true` if the program has abandoned a pool that still exists.
+    pub(super) fn has_abandoned(&self) -> bool {
+        !self.abandoned.lock().is_empty()
+    }
+
+    fn destroy_some_abandoned(
+        &self,
+        is_selected: impl Fn(&PoolEntry<L>) -> bool,
+        gate: &mut Gate<'_, L>,
+    ) -> Result<u64, PoolError> {
+        let abandoned = self.abandoned.lock().clone();
+        work::count(abandoned.len());
+        let (mut released_bytes, mut outcome) = (0, Ok(()));
+        for pool in abandoned {
+            if self.pool(pool).is_ok_and(|entry| !is_selected(entry)) {
+                continue;
+            }
+            match self.destroy_recorded(pool, gate) {
+                Ok(bytes) => released_bytes += bytes,
+                // The pool stays abandoned.
+                Err(PoolError::InUse { .. } | PoolError::Observed { .. } | PoolError::Sleeping { .. }) => continue,
+                Err(PoolError::Backend(error)) => outcome = outcome.and(Err(PoolError::Backend(error))),
+                // The program destroyed it.
+                Err(_) => {}
+            }
+            self.abandoned.lock().retain(|other| *other != pool);
+        }
+        outcome.map(|()| released_bytes)
+    }
+
+    /// Frees all live allocations of a pool at once, in the order of their placements. Their handles become stale, and their
+    /// memory stays in the pool. Makes no driver call, unless the pool has a release threshold. Allocations of zero
+    /// bytes stay live, because they have no memory.
+    ///
+    /// The memory can be reused at once: on the device, its next user waits for all work of other streams that used it.
+    ///
+    /// # Errors
+    /// Returns an error if the pool is unknown.
+    ///
+    /// # Examples
+    /// ```
+    /// use symmalloc_core::{Allocator, Config, PoolConfig};
+    /// use symmalloc_sim::SimBackend;
+    ///
+    /// let allocator = Allocator::new(SimBackend::builder().build(), Config::default())?;
+    /// let stream = allocator.register_stream()?;
+    /// let arena = allocator.create_pool(PoolConfig::default())?;
+    /// let first = allocator.allocate(arena, stream, 3 << 20)?;
+    /// assert_eq!(allocator.reset_pool(arena)?.allocations, 1);
+    /// assert!(allocator.free(first.handle).is_err(), "the handle is stale");
+    /// assert_eq!(allocator.allocate(arena, stream, 3 << 20)?.placement, first.placement);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn reset_pool(&self, pool: PoolId) -> Result<Emptied, UnknownError> {
+        self.reset_pool_if(pool, |_, _| Ok(()))
+    }
+
+    /// Resets a pool like [`reset_pool`](Self::reset_pool), but only if it has no live allocations. This is the reset for
+    /// programs whose buffers own their allocations.
+    ///
+    /// # Errors
+    /// Returns an error if the pool is unknown or has live allocations; it is unchanged then.
+    pub fn reset_unused_pool(&self, pool: PoolId) -> Result<(), PoolError> {
+        let reset = self.reset_pool_if(pool, |allocations, allocated_bytes| match allocations {
+            0 => Ok(()),
+            _ => Err(PoolError::InUse { pool, allocations, allocated_bytes }),
+        });
+        reset.map(drop)
+    }
+
+    /// Resets a pool if `check` accepts the number and the bytes of its live allocations.
+    fn reset_pool_if<E: From<UnknownError>>(
+        &self,
+        pool: PoolId,
+        check: impl FnOnce(u64, u64) -> Result<(), E>,
+    ) -> Result<Emptied, E> {
+        let mut gate = self.gate();
+        let entry = self.pool(pool)?;
+        // Locks all heaps together, so that no other thread allocates between the frees.
+        let mut heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
+        let (allocations, allocated_bytes) = live_in::<L>(&heaps);
+        check(allocations, allocated_bytes)?;
+        let (mut freed, mut failure) = (Vec::new(), None);
+        for heap in &mut heaps {
+            let live = heap.live_handles();
+            work::count(live.len());
+            for handle in &live {
+                let Freed { size, requested_bytes } = heap.free_in_reset(&self.context, *handle);
+                if L::IS_EXCLUSIVE {
+                    self.usage.lock().free(size, requested_bytes);
+                }
+                failure = failure.or(heap.release_above_threshold(&self.context));
+            }
+            heap.ledger_mut().note_reset();
+            freed.extend(live);
+        }
+        drop(heaps);
+        freed.iter().for_each(|handle| gate.note_free(*handle));
+        gate.note(Op::ResetPool { pool });
+        failure.into_iter().for_each(|error| gate.end(RecordingEnd::Driver(error)));
+        tracing::debug!(name: "pool.reset", target: "symmalloc", pool = pool.0, freed = freed.len());
+        Ok(Emptied { allocations, allocated_bytes })
     }
 
     #[inline(always)]
@@ -233,4 +444,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let log = SegmentLog::new(Arc::clone(&entry.log_entries));
         Heap::new(identity, entry.config().clone(), Arc::clone(&entry.budget), self.granularity_bytes, log)
     }
+}
+
+/// Returns the number and the bytes of the live allocations in these heaps.
+fn live_in<L: Lock>(heaps: &[HeapGuard<'_, L>]) -> (u64, u64) {
+    let usages = heaps.iter().map(|heap| heap.ledger().usage());
+    usages.fold((0, 0), |(count, bytes), usage| (count + usage.allocations(), bytes + usage.allocated_bytes()))
 }

@@ -6,6 +6,7 @@ use crate::types::backend::BackendError;
 use crate::types::handle::Handle;
 use crate::types::ids::{AllocationId, ObserverId, PoolId};
 use crate::types::look_up::LookUp;
+use crate::types::units::Counted;
 use std::error::Error;
 
 /// An error returned by a sink.
@@ -53,8 +54,8 @@ pub enum StartRecordingError {
     AlreadyRecording,
     /// The allocator was used before.
     #[error(
-        "{pool} has had {ops} ops: a recording replays only from the start, so begin it before the first allocation, \
-         right after creating the allocator"
+        "{pool} has had {}: a recording replays only from the start, so begin it before the first allocation, \
+         right after creating the allocator", Counted(*ops, "op")
     )]
     InUse {
         /// The first used pool.
@@ -81,7 +82,7 @@ pub enum RecordingError {
     #[error("the recording's sink cannot stop it: return an error from the sink instead")]
     InSink,
     /// The recording ended before it was stopped.
-    #[error("the recording ended after {records} records, because {source}")]
+    #[error("the recording ended after {}, because {source}", Counted(*records, "record"))]
     Ended {
         /// Number of records that the sink had received.
         records: u64,

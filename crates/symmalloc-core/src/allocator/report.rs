@@ -11,6 +11,7 @@ use crate::stats::usage::{ClassStats, Stat};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::{PoolId, SegmentId, StreamId};
+use crate::types::units::Counted;
 use std::fmt;
 use std::ops::Add;
 
@@ -59,7 +60,8 @@ pub struct Leak {
 
 impl fmt::Display for LeakReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} live allocations, {} bytes requested", self.leaks.len(), self.requested_bytes)?;
+        let (leaks, requested) = (self.leaks.len() as u64, self.requested_bytes);
+        write!(f, "{}, {} requested", Counted(leaks, "live allocation"), Counted(requested, "byte"))?;
         for leak in &self.leaks {
             let Leak { pool, stream, segment, offset_bytes, requested_bytes, .. } = leak;
             let name = leak.name.as_deref().unwrap_or("(unnamed)");

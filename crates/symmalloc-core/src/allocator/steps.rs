@@ -5,6 +5,7 @@ use super::recorder::RecordingEnd;
 use super::request::Request;
 use crate::config::errors::UnknownError;
 use crate::config::op::Op;
+use crate::heap::trim::Released;
 use crate::plans::error::{PlanError, StepError};
 use crate::plans::plan::Plan;
 use crate::plans::report::StepReport;
@@ -41,6 +42,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Ends the step of a pool and reports how far it followed its plan. In a pool with `plan:learn`, this may take
     /// seconds if it plans a step that has now occurred twice.
     ///
+    /// The end of the first step that followed a new plan to its end releases the pool's free memory, as a
+    /// [`trim`](Self::trim) of the pool does: the plan does not need it. Observed pools and pools with a quota keep it.
+    ///
     /// # Errors
     /// Returns an error if the pool is unknown, or no step of it is open.
     pub fn end_step(&self, pool: PoolId) -> Result<StepReport, StepError> {
@@ -49,10 +53,16 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut step = entry.step.lock();
         self.pool(pool)?; // As in `begin_step`.
         let key = step.take().ok_or(StepError::NotOpen { pool })?;
-        let mut report = StepReport::default();
-        entry.heaps().for_each(|heap| report.add(heap.lock().end_step(key)));
+        let (mut report, mut released) = (StepReport::default(), Released::default());
+        for heap in entry.heaps() {
+            let (followed, given) = heap.lock().end_step(&self.context, key);
+            report.add(followed);
+            released = released.plus(given);
+        }
         drop(step);
         gate.note(Op::EndStep { pool });
+        // Memory that the driver fails to release counts as reserved, and the next trim retries the release.
+        gate.note_released(&released);
         Ok(report)
     }
 

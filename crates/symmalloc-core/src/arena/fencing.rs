@@ -44,6 +44,19 @@ impl Arena {
         Ok(())
     }
 
+    /// Fences every other stream that used an allocated block by its clock, without an event: the next user waits for all
+    /// work of these streams at that time. Makes no driver call.
+    pub(crate) fn fence_uses_by_clock<L: Lock>(&mut self, context: &DynContext<'_, L>, slot: Slot) {
+        let set = self.table.block(slot).fences;
+        if set.is_empty() {
+            return;
+        }
+        let clocks = context.clocks.lock();
+        let uses = self.fences.fences(set).iter();
+        let fences = uses.map(|fence| Fence { tick: clocks.now(fence.stream), ..*fence }).collect();
+        self.fences.replace(set, fences);
+    }
+
     /// Orders `stream` after all earlier users of the free block, on the device. After an error, the next attempt
     /// performs the remaining waits.
     pub(crate) fn wait_for_earlier_users<L: Lock>(

@@ -332,8 +332,9 @@ impl BlockTable {
     }
 
     /// Returns the slot of the newest segment with its own memory.
-    pub(crate) fn newest_backed(&self) -> Option<u32> {
-        self.order.values().rev().inspect(|_| work::count(1)).copied().find(|slot| !self.segment(*slot).is_stitched)
+    pub(crate) fn newest_backed(&self, is_meant: impl Fn(&Segment) -> bool) -> Option<u32> {
+        let is_it = |slot: &u32| !self.segment(*slot).is_stitched && is_meant(self.segment(*slot));
+        self.order.values().rev().inspect(|_| work::count(1)).copied().find(is_it)
     }
 
     /// Returns the slots of all segments with their own memory, in sequence order.

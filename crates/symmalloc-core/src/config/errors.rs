@@ -7,7 +7,7 @@
 use crate::types::backend::{BackendError, DeviceAddress};
 use crate::types::handle::Handle;
 use crate::types::ids::{ObserverId, PoolId, StreamId};
-use crate::types::units::{Amount, SEGMENT_BYTES_MAX};
+use crate::types::units::{Amount, Counted, SEGMENT_BYTES_MAX, them};
 use thiserror::Error;
 
 /// An unknown pool or stream. Every operation checks this first.
@@ -15,11 +15,11 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum UnknownError {
     /// No pool has this id.
-    #[error("{pool} is unknown; there are {pools} pools: create it with create_pool first")]
+    #[error("{pool} is unknown; the ids in use are below p{pools}: create it with create_pool first")]
     Pool {
         /// The given id.
         pool: PoolId,
-        /// Number of pools created so far.
+        /// One more than the highest id of a pool so far.
         pools: u32,
     },
     /// The pool was destroyed.
@@ -29,7 +29,7 @@ pub enum UnknownError {
         pool: PoolId,
     },
     /// No stream has this id.
-    #[error("{stream} is unknown; {streams} streams are registered: call register_stream first")]
+    #[error("{stream} is unknown, after {}: call register_stream first", Counted((*streams).into(), "registered stream"))]
     Stream {
         /// The given id.
         stream: StreamId,
@@ -67,8 +67,10 @@ pub enum PoolError {
     Unknown(#[from] UnknownError),
     /// The pool cannot be destroyed while allocations of it are live.
     #[error(
-        "{pool} still has {allocations} live allocations ({}): free them first, see leak_report",
-        Amount(*allocated_bytes)
+        "{pool} still has {} ({}): free {} first, see leak_report",
+        Counted(*allocations, "live allocation"),
+        Amount(*allocated_bytes),
+        them(*allocations)
     )]
     InUse {
         /// The pool.
@@ -79,12 +81,26 @@ pub enum PoolError {
         allocated_bytes: u64,
     },
     /// Windows or other dependents of the pool are still registered.
-    #[error("{pool} has {observers} observers: let them acknowledge or forget them first")]
+    #[error("{pool} has {}: acknowledge its events or forget {} first", Counted((*observers).into(), "observer"), them((*observers).into()))]
     Observed {
         /// The pool.
         pool: PoolId,
         /// Number of observers.
         observers: u32,
+    },
+    /// The key of a new pool is not in the range of keys.
+    #[error("{key} cannot be the key of a pool: use p1 to {}", PoolId::KEY_MAX)]
+    KeyOutOfRange {
+        /// The given key.
+        key: PoolId,
+    },
+    /// A pool has, or had, the key of a new pool.
+    #[error(
+        "{key} is or was the id of another pool: choose another key, or reset the pool instead of creating it again"
+    )]
+    KeyInUse {
+        /// The given key.
+        key: PoolId,
     },
     /// Another thread is putting the pool to sleep or waking it.
     #[error("a sleep or wake of {pool} is in progress: wait until it ends")]

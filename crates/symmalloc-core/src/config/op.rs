@@ -24,8 +24,8 @@ pub enum Op {
         /// The id of the stream.
         stream: StreamId,
     },
-    /// The program creates its next pool. Ids are dense. Pool 0 is the default pool, and only a trace that states its
-    /// configuration before the first allocation may name it.
+    /// The program creates a pool: the next one, or one whose key the program chose. A key is the pool's id. Pool 0 is
+    /// the default pool, and only a trace that states its configuration before the first allocation may name it.
     CreatePool {
         /// The id of the pool.
         pool: PoolId,
@@ -35,6 +35,11 @@ pub enum Op {
     /// The program destroys a pool. All of its allocations must be freed first, and its memory is released to the
     /// device.
     DestroyPool {
+        /// The pool.
+        pool: PoolId,
+    },
+    /// The program frees all allocations of a pool at once. Its memory stays. In a record, the frees precede this op.
+    ResetPool {
         /// The pool.
         pool: PoolId,
     },

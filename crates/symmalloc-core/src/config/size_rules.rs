@@ -42,6 +42,8 @@ pub(crate) struct SizeRules {
     rounding: Rounding,
     /// The unit in which memory is acquired and released: the backend's granularity, or that of stitching.
     pub(crate) granule: Units,
+    /// The backend's granularity, in which a *tight* segment acquires memory if a limit has no room for granules.
+    granularity: Units,
 }
 
 /// The rule for rounding up a request.
@@ -86,6 +88,7 @@ impl SizeRules {
             granule: units(
                 config.stitching().map_or(1, |knobs| knobs.granule_bytes).next_multiple_of(granularity_bytes),
             ),
+            granularity: units(granularity_bytes),
         }
     }
 
@@ -148,6 +151,17 @@ impl SizeRules {
             large => large.next_multiple_of(SMALL_SEGMENT_BYTES),
         };
         self.whole_granules(units(wanted))
+    }
+
+    /// Returns the least memory that holds a block, in the backend's granularity.
+    pub(crate) fn tight_size(&self, block: Units) -> Units {
+        block.next_multiple_of(self.granularity)
+    }
+
+    /// Returns `true` if a segment that ends here is tight: its memory fills its range, and it never grows. All other
+    /// segments consist of whole granules.
+    pub(crate) fn is_tight(&self, end: Units) -> bool {
+        !end.is_multiple_of(self.granule)
     }
 
     /// Rounds the size up to whole granules.

@@ -22,6 +22,7 @@ mod settings;
 
 pub use crate::config::nearest::{did_you_mean, nearest};
 pub use error::ConfigTextError;
+pub use keys::names as key_names;
 pub use reason::{IgnoredKey, IgnoredReason, KeyRefusal};
 
 use std::str::FromStr;

@@ -7,6 +7,10 @@
 //! | expandable, growth 0 | nothing: only `reserve` makes it grow, in the lowest hole or at the end of the range |
 //! | expandable | a stitched range, if the pool stitches; memory for the lowest hole that makes the request fit; otherwise growth at the end of the range |
 //!
+//! If a configured limit refuses that much, but has room for the request alone, rounded to the backend's granularity, the
+//! heap acquires a *tight* segment of exactly that size. The segment is smaller than a granule of stitching or a segment
+//! of PyTorch's size, or ends inside of a granule. It never grows.
+//!
 //! On success the index contains a free block that is large enough, which the caller takes like any other. Budgets are
 //! charged first, and everything is undone if a driver call fails: the heap is then unchanged (rule D4). A range from
 //! the backend is checked before it becomes a segment.
@@ -14,7 +18,7 @@
 use super::{DynContext, Heap, Shortage};
 use crate::arena::fresh;
 use crate::blocks::table::{Block, Slot};
-use crate::config::errors::OutOfMemoryCause;
+use crate::config::errors::{LimitScope, OutOfMemoryCause};
 use crate::config::size_rules::{SizeClass, SizeRules};
 use crate::config::{ExpandableSegments, PoolConfig, SegmentPolicy};
 use crate::history::digest::{Mark, op_word};
@@ -39,6 +43,16 @@ impl<L: Lock> Heap<L> {
         let (pool, size_bytes) = (self.identity.pool.0, bytes(size));
         let span = tracing::debug_span!(target: "symmalloc", "heap.obtain", pool, stream = stream.0, size_bytes);
         let _entered = span.enter();
+        let acquired = self.acquire_by_policy(context, stream, size);
+        acquired.or_else(|shortage| self.acquire_tightly(context, stream, size, shortage))
+    }
+
+    fn acquire_by_policy(
+        &mut self,
+        context: &DynContext<'_, L>,
+        stream: StreamId,
+        size: Units,
+    ) -> Result<Slot, Box<Shortage>> {
         match self.config.segments().clone() {
             SegmentPolicy::Fixed(_) => {
                 let class = self.arena.rules().class_of(size);
@@ -68,6 +82,35 @@ impl<L: Lock> Heap<L> {
         }
     }
 
+    /// Acquires exactly the memory of one block if a limit refused more than that with this shortage. A symmetric pool
+    /// does not, if pools that differ between ranks use up the limit (rule D8).
+    fn acquire_tightly(
+        &mut self,
+        context: &DynContext<'_, L>,
+        stream: StreamId,
+        size: Units,
+        shortage: Box<Shortage>,
+    ) -> Result<Slot, Box<Shortage>> {
+        let tight = self.arena.rules().tight_size(size);
+        let (missing, scope) = match &*shortage {
+            Shortage::Memory { missing, cause: OutOfMemoryCause::Limit { scope, .. }, .. } => (*missing, *scope),
+            Shortage::Memory { cause: OutOfMemoryCause::SegmentFull { .. }, .. } => {
+                return Err(shortage.demanding(tight));
+            }
+            _ => return Err(shortage),
+        };
+        if matches!(self.config.segments(), SegmentPolicy::Reserved { .. }) {
+            return Err(shortage);
+        }
+        let is_foreign = self.config.symmetric() && scope == LimitScope::Allocator;
+        let has_room = bytes(tight) <= self.budgets(context).headroom_bytes(&self.config);
+        if is_foreign || tight >= missing || !has_room {
+            return Err(shortage.demanding(tight));
+        }
+        let class = self.arena.rules().class_of(size);
+        self.create_segment(context, stream, class, tight, tight)
+    }
+
     /// Raises the heap's mapped memory to at least `target_bytes`.
     pub(crate) fn reserve(
         &mut self,
@@ -80,7 +123,7 @@ impl<L: Lock> Heap<L> {
         if self.arena.mapped_bytes() < target_bytes {
             let target = units(target_bytes.next_multiple_of(UNIT_BYTES));
             let missing = self.arena.rules().whole_granules(target - units(before));
-            match self.config.segments().clone() {
+            let reserved = match self.config.segments().clone() {
                 SegmentPolicy::Fixed(_) => self.create_segment(context, stream, SizeClass::Large, missing, missing),
                 SegmentPolicy::Reserved { segment_bytes } => {
                     self.create_reserved(context, stream, segment_bytes, target)
@@ -96,7 +139,15 @@ impl<L: Lock> Heap<L> {
                         }
                     }
                 }
-            }?;
+            };
+            if let Err(shortage) = reserved {
+                if self.config.has_quota() || matches!(self.config.segments(), SegmentPolicy::Reserved { .. }) {
+                    return Err(shortage);
+                }
+                let target = units(target_bytes.next_multiple_of(UNIT_BYTES));
+                self.acquire_tightly(context, stream, target - units(before), shortage)
+                    .map_err(|shortage| shortage.demanding(self.arena.rules().tight_size(target)))?;
+            }
         }
         self.ledger.fold(op_word(Mark::Reserve, stream, target_bytes), self.arena.mapped_bytes() - before);
         Ok(())
@@ -179,7 +230,7 @@ impl<L: Lock> Heap<L> {
         knobs: &ExpandableSegments,
         step: Units,
     ) -> Result<Slot, Box<Shortage>> {
-        let newest = self.arena.table().newest_backed();
+        let newest = self.arena.newest_growable();
         let room = newest.map_or(0, |newest| {
             let segment = self.arena.table().segment(newest);
             units(segment.range.size_bytes) - segment.end

@@ -4,6 +4,7 @@
 //! adds what needs the driver or the ledger: it acquires the plan memory, orders streams after earlier users, and
 //! records differences.
 
+use super::trim::Released;
 use super::{Context, DynContext, Heap, RequestMode, Shortage};
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::op::Refusal;
@@ -162,22 +163,26 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Ends the step. A heap that learns may have a new plan afterwards. A heap whose pool another thread has destroyed
-    /// stays closed.
-    pub(crate) fn end_step(&mut self, key: u64) -> StepReport {
+    /// Ends the step. A heap that learns may have a new plan afterwards. At the first step that followed new plans to its
+    /// end, the heap releases the memory that it no longer needs (rule D5), unless an observer holds the memory or the
+    /// pool has a quota. A heap whose pool another thread has destroyed stays closed.
+    pub(crate) fn end_step(&mut self, context: &DynContext<'_, L>, key: u64) -> (StepReport, Released) {
         if matches!(self.mode, RequestMode::Closed) {
-            return StepReport::default();
+            return Default::default();
         }
         let allocations = self.ledger.usage().allocations_made();
         let (pool, stream) = (self.identity.pool, self.identity.stream);
         let inputs = PlanInputs { pool, stream, config: &self.config, rules: self.arena.rules() };
-        let Some(plans) = self.plans.as_deref_mut() else { return StepReport::default() };
+        let Some(plans) = self.plans.as_deref_mut() else { return Default::default() };
         let report = plans.end(key, allocations, inputs);
+        let is_proven = plans.take_proof();
         self.mode = RequestMode::Ordinary;
         if self.ledger.has_history() {
             self.ledger.fold(op_word(Mark::EndStep, StreamId(0), 0), report.planned);
         }
-        report
+        let releases = is_proven && !self.log.is_observed() && !self.config.has_quota();
+        let released = if releases { self.trim(context, None) } else { Released::default() };
+        (report, released)
     }
 
     fn plan_inputs(&self) -> PlanInputs<'_> {

@@ -204,15 +204,16 @@ fn live_ones_are_sane<L: Lock>(heap: &Heap<L>) -> bool {
 }
 
 fn extents_are_granular<L: Lock>(heap: &Heap<L>) -> bool {
-    let granule = heap.arena.rules().granule;
+    let rules = heap.arena.rules();
+    let granule = rules.granule;
     let is_expandable = matches!(heap.config.segments(), SegmentPolicy::Expandable(_));
     segments(heap).all(|id| {
         let segment = heap.arena.table().segment(id);
         let blocks = heap.arena.table().blocks_of(id).map(|slot| heap.arena.block(slot));
         let holes = blocks.filter(|block| block.is_hole() || block.is_elsewhere());
         bytes(segment.end) <= segment.range.size_bytes
-            && segment.end.is_multiple_of(granule)
-            && (is_expandable || bytes(segment.end) == segment.range.size_bytes)
+            && segment.end == rules.tight_size(segment.end)
+            && (is_expandable && !rules.is_tight(segment.end) || bytes(segment.end) == segment.range.size_bytes)
             && holes
                 .into_iter()
                 .all(|hole| is_expandable && hole.offset().is_multiple_of(granule) && hole.size.is_multiple_of(granule))

@@ -41,10 +41,10 @@ impl<L: Lock> Heap<L> {
     ) -> Result<(), BackendError> {
         for segment in &layout.segments {
             let range_bytes = match self.config.segments() {
-                SegmentPolicy::Expandable(knobs) => {
+                SegmentPolicy::Expandable(knobs) if !self.arena.rules().is_tight(units(segment.end_bytes())) => {
                     bytes(self.arena.rules().whole_granules(units(knobs.range_bytes.next_multiple_of(UNIT_BYTES))))
                 }
-                SegmentPolicy::Fixed(_) | SegmentPolicy::Reserved { .. } => segment.end_bytes(),
+                _ => segment.end_bytes(),
             };
             let range = self.reserve_range(context, range_bytes)?;
             acquired.push(AcquiredRange { range, mapped: Extents::new() });

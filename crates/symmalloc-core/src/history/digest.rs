@@ -80,6 +80,8 @@ marks! {
     Sleep,
     /// A requested wake.
     Wake,
+    /// A reset of the pool, after the frees of its live allocations.
+    Reset,
 }
 
 impl From<Refusal> for Mark {

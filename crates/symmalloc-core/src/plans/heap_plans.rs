@@ -156,6 +156,8 @@ pub(crate) struct HeapPlans {
     learner: StepLearner<Request>,
     /// `true` if there was no memory for the plans: plans are no longer followed or learned.
     has_given_up: bool,
+    /// `true` from a change of the plans to the end of the first step that follows one to its end.
+    is_unproven: bool,
     stats: StepStats,
 }
 
@@ -361,6 +363,13 @@ impl HeapPlans {
         PreparedPlans::new(plans, inputs)
     }
 
+    /// Returns `true` once after a change of the plans: at the end of the first step that followed one to its end.
+    pub(crate) fn take_proof(&mut self) -> bool {
+        let is_proven = self.is_unproven && self.last_whole.is_some();
+        self.is_unproven &= !is_proven;
+        is_proven
+    }
+
     /// Stops following and learning plans.
     pub(crate) fn give_up(&mut self) {
         self.has_given_up = true;
@@ -388,6 +397,7 @@ impl HeapPlans {
         self.plans = plans.iter().map(|plan| Known { plan: Arc::clone(plan), differences: 0 }).collect();
         self.stats.learned += u64::from(!self.plans.is_empty());
         (self.current, self.last_whole, self.has_given_up) = (None, None, false);
+        self.is_unproven = !self.plans.is_empty();
     }
 
     /// Installs the known plans, which are `prepared`, in a block that all their streams have waited for.

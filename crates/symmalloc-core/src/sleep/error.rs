@@ -3,7 +3,7 @@
 use crate::config::errors::{OutOfMemoryCause, UnknownError};
 use crate::types::backend::BackendError;
 use crate::types::ids::{PoolId, StreamId};
-use crate::types::units::Amount;
+use crate::types::units::{Amount, Counted};
 use thiserror::Error;
 
 /// The phase of a pool.
@@ -63,7 +63,7 @@ pub enum SleepCause {
     #[error("a step is open: sleep between end_step and begin_step")]
     StepOpen,
     /// An observer follows the pool's segments and may have windows on its memory. They must be removed first.
-    #[error("{observers} observers may hold its memory: put it to sleep through the registrar that observes it")]
+    #[error("{} may hold its memory: put it to sleep through the registrar that observes it", Counted((*observers).into(), "observer"))]
     Observed {
         /// Number of observers.
         observers: u32,

@@ -138,7 +138,7 @@ pub trait Backend {
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError>;
 
     /// Maps memory like [`map`](Self::map) and prepares it for [`alias`](Self::alias) in pieces of `piece_bytes`.
-    /// Offset and size are multiples of `piece_bytes`.
+    /// The offset is a multiple of `piece_bytes`. If the size is not, the last piece is smaller, and is never aliased.
     ///
     /// # Errors
     /// Returns an error if a driver call fails; nothing is mapped then.

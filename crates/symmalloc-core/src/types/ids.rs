@@ -38,7 +38,8 @@ impl StreamId {
 }
 
 id! {
-    /// A pool, numbered in the order in which the program creates pools. Pool 0 is the default pool. Never reused.
+    /// A pool, numbered in the order in which the program creates pools, or by the key that the program chose. Pool 0 is
+    /// the default pool. Never reused.
     pub struct PoolId(u32), "p"
 }
 
@@ -70,6 +71,8 @@ id! {
 impl PoolId {
     /// The pool that always exists.
     pub const DEFAULT: PoolId = PoolId(0);
+    /// The largest key that a program may choose for a pool.
+    pub const KEY_MAX: PoolId = PoolId(u16::MAX as u32);
 }
 
 /// The position of a block: the part of a decision that must be equal on all ranks.

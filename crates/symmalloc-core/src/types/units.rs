@@ -42,6 +42,27 @@ impl fmt::Display for Amount {
     }
 }
 
+/// A number with its noun, as `1 pool` or `2 pools`.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug)]
+pub struct Counted<'a>(
+    /// The number.
+    pub u64,
+    /// The noun for one.
+    pub &'a str,
+);
+
+impl fmt::Display for Counted<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}{}", self.0, self.1, if self.0 == 1 { "" } else { "s" })
+    }
+}
+
+/// Returns the pronoun of a number of things.
+pub(crate) fn them(number: u64) -> &'static str {
+    if number == 1 { "it" } else { "them" }
+}
+
 /// The size of the largest segment, and therefore of the largest request, in bytes: 1 TiB. Its number of units fits into 32
 /// bits.
 pub const SEGMENT_BYTES_MAX: u64 = 1 << 40;

@@ -148,7 +148,7 @@ impl Drop for GraphPoolState {
     /// Leaves the memory for the allocator's next trim: releasing it may block, and dropping must not.
     fn drop(&mut self) {
         let streams = std::mem::take(&mut *lock(&self.launched_on));
-        self.state.abandon(AbandonedPool { pool: self.pool, observer: Some(self.observer), streams });
+        self.state.abandon_graph_pool(AbandonedPool { pool: self.pool, observer: Some(self.observer), streams });
     }
 }
 

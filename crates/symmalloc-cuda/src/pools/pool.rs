@@ -1,6 +1,6 @@
 //! Pools that are destroyed after their last owner is dropped and their last buffer is freed.
 
-use super::state::{AbandonedPool, AllocatorState};
+use super::state::AllocatorState;
 use super::stream_allocator::StreamAllocator;
 use super::stream_table::StreamTable;
 use crate::backend::CudaMemory;
@@ -15,9 +15,14 @@ use symmalloc_core::{PoolId, StreamId};
 ///
 /// [`CachingAllocator::with_pool`](crate::CachingAllocator::with_pool) returns an allocator that allocates from the pool.
 ///
+/// # Arenas
+/// [`reset`](Self::reset) empties a pool for the next request and keeps its memory. [`destroy`](Self::destroy) returns its memory.
+///
 /// # Dropping
-/// Dropping a pool does not destroy it, because releasing its memory can block until the device has finished using it. The allocator's next
-/// [`trim`](crate::CachingAllocator::trim) destroys the pool, once all of its allocators and buffers are dropped as well.
+/// Dropping a pool does not destroy it, because releasing its memory can block until the device has finished using it. Once all of its
+/// allocations and buffers are dropped as well, the pool is destroyed by the allocator's next [`trim`](crate::CachingAllocator::trim). A
+/// private pool is also destroyed before the limit over all pools refuses a request. A symmetric pool is not, because ranks compare its
+/// ops: destroy it explicitly.
 ///
 /// # Examples
 /// ```no_run
@@ -31,8 +36,8 @@ use symmalloc_core::{PoolId, StreamId};
 /// let pool = allocator.create_pool(PoolConfig::builder().reserved(1 << 30).build()?)?;
 /// let cache = allocator.with_pool(&pool).alloc_zeroed::<f32>(&stream, 1 << 20)?;
 /// drop(cache);
-/// drop(pool);
-/// allocator.trim()?; // destroys the pool
+/// let released_bytes = pool.destroy()?;
+/// assert_eq!(released_bytes, 1 << 30);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Pool<B: CudaMemory> {
@@ -47,6 +52,32 @@ impl<B: CudaMemory> Pool<B> {
     /// Returns the pool's id, which is equal on all ranks.
     pub fn id(&self) -> PoolId {
         self.lease.pool
+    }
+
+    /// Ends the use of the pool's memory, for example by one request, and keeps the memory for the next one. Makes no driver call.
+    ///
+    /// Buffers own their allocations, so all of them must be dropped first. Allocations without an owner, from
+    /// [`CachingAllocator::allocate`](crate::CachingAllocator::allocate), can be freed all at once with
+    /// `allocator.core().reset_pool(pool.id())`. A reset is an op of the pool: recordings contain it, and ranks compare it in symmetric
+    /// pools.
+    ///
+    /// # Errors
+    /// Returns [`PoolError::InUse`](symmalloc_core::errors::PoolError::InUse) with the number and bytes of the live allocations if there are
+    /// any, and an error if the pool was destroyed. Nothing changes in that case.
+    pub fn reset(&self) -> Result<(), CudaError> {
+        Ok(self.lease.state.core().reset_unused_pool(self.lease.pool)?)
+    }
+
+    /// Destroys the pool: releases its memory to the device, including reserved segments, and blocks the host until the streams that used
+    /// it are done. Returns the released bytes. Later allocations from the pool, by allocators of
+    /// [`with_pool`](crate::CachingAllocator::with_pool), return an error.
+    ///
+    /// # Errors
+    /// Returns [`PoolError::InUse`](symmalloc_core::errors::PoolError::InUse) if allocations or buffers of the pool are live, and an error
+    /// if the pool is observed; the pool is unchanged in these cases. If a driver call fails, the pool is destroyed and
+    /// [`trim`](crate::CachingAllocator::trim) retries to release the rest.
+    pub fn destroy(&self) -> Result<u64, CudaError> {
+        self.lease.state.destroy_pool(self.lease.pool)
     }
 
     pub(crate) fn lease(&self) -> &Arc<PoolLease<B>> {
@@ -113,7 +144,7 @@ impl<B: CudaMemory> PoolLease<B> {
 impl<B: CudaMemory> Drop for PoolLease<B> {
     fn drop(&mut self) {
         if self.pool != PoolId::DEFAULT {
-            self.state.abandon(AbandonedPool { pool: self.pool, observer: None, streams: Vec::new() });
+            self.state.abandon(self.pool);
         }
     }
 }

@@ -16,9 +16,9 @@ use symmalloc_core::{Handle, ObserverId, PoolId, SharedAllocator, StreamId};
 pub(crate) struct AllocatorState<B: CudaMemory> {
     core: SharedAllocator<B>,
     registration: Mutex<()>,
-    /// Pools that [`trim`](Self::trim) trims, in creation order: all except graph pools and pools with a quota.
+    /// Pools that [`trim`](Self::trim) trims, ascending: all except graph pools and pools with a quota.
     trimmable: Mutex<Vec<PoolId>>,
-    abandoned: Mutex<Vec<AbandonedPool>>,
+    abandoned_graphs: Mutex<Vec<AbandonedPool>>,
     /// Pools that a graph pool of this crate observes.
     of_graphs: Mutex<Vec<PoolId>>,
     /// Pools for allocations on streams that are being captured.
@@ -27,9 +27,10 @@ pub(crate) struct AllocatorState<B: CudaMemory> {
     exported: ExportedList,
 }
 
-/// A pool to destroy as soon as it has no allocations.
+/// A graph pool to destroy as soon as it has no allocations.
 pub(crate) struct AbandonedPool {
     pub(crate) pool: PoolId,
+    /// `None` once it was removed.
     pub(crate) observer: Option<ObserverId>,
     /// Streams whose work may use the pool's memory without the core's knowledge.
     pub(crate) streams: Vec<StreamId>,
@@ -44,7 +45,7 @@ impl<B: CudaMemory> AllocatorState<B> {
             core: SharedAllocator::with_lock(backend, config)?,
             registration: Mutex::default(),
             trimmable: Mutex::new(vec![PoolId::DEFAULT]),
-            abandoned: Mutex::default(),
+            abandoned_graphs: Mutex::default(),
             of_graphs: Mutex::default(),
             capture_pools: Mutex::default(),
             drop_errors: Mutex::default(),
@@ -168,11 +169,16 @@ impl<B: CudaMemory> AllocatorState<B> {
     }
 
     /// Creates a pool. [`trim`](Self::trim) trims it, unless it has a quota.
-    pub(crate) fn create_pool(&self, config: PoolConfig) -> Result<PoolId, CudaError> {
+    pub(crate) fn create_pool(&self, key: Option<PoolId>, config: PoolConfig) -> Result<PoolId, CudaError> {
         let has_quota = config.has_quota();
-        let pool = self.create_kept_pool(config)?;
+        let pool = match key {
+            Some(key) => self.core.create_pool_with_key(key, fitting(self.core.backend(), config)?)?,
+            None => self.create_kept_pool(config)?,
+        };
         if !has_quota {
-            lock(&self.trimmable).push(pool);
+            let mut trimmable = lock(&self.trimmable);
+            let at = trimmable.partition_point(|other| *other < pool);
+            trimmable.insert(at, pool);
         }
         Ok(pool)
     }
@@ -194,14 +200,25 @@ impl<B: CudaMemory> AllocatorState<B> {
 
     /// See [`CachingAllocator::trim`](crate::CachingAllocator::trim).
     pub(crate) fn trim(&self) -> Result<u64, CudaError> {
-        let destroyed = self.destroy_abandoned(|_| true);
-        let (mut released_bytes, mut failure) = (0, None);
+        let (mut released_bytes, mut failure, mut outcome) = (0, None, Ok(()));
+        // Memory that the driver did not release when its pool was destroyed. Pools that are destroyed below are retried by the next trim.
+        let retried = self.core.trim_destroyed_pools();
+        for destroyed in
+            [self.core.destroy_abandoned().map_err(CudaError::from), self.destroy_abandoned_graphs(|_| true)]
+        {
+            match destroyed {
+                Ok(bytes) => released_bytes += bytes,
+                Err(CudaError::Pool(PoolError::Backend(error))) => drop(failure.get_or_insert(error)),
+                Err(error) => outcome = outcome.and(Err(error)),
+            }
+        }
         let pools = lock(&self.trimmable).clone();
-        for pool in pools {
-            match self.core.trim(Some(pool)) {
+        let trims = pools.into_iter().map(|pool| (Some(pool), self.core.trim(Some(pool))));
+        for (pool, trimmed) in std::iter::once((None, retried)).chain(trims) {
+            match trimmed {
                 Ok(bytes) => released_bytes += bytes,
                 // It was destroyed, and all of its memory is released.
-                Err(TrimError::Unknown(_)) => lock(&self.trimmable).retain(|known| *known != pool),
+                Err(TrimError::Unknown(_)) => lock(&self.trimmable).retain(|known| Some(*known) != pool),
                 Err(TrimError::Backend { released_bytes: bytes, error }) => {
                     released_bytes += bytes;
                     failure.get_or_insert(error);
@@ -209,8 +226,8 @@ impl<B: CudaMemory> AllocatorState<B> {
                 Err(error) => return Err(error.into()),
             }
         }
-        self.core.backend().memory().release_spare();
-        destroyed?;
+        released_bytes += self.core.backend().memory().release_spare();
+        outcome?;
         failure.map_or(Ok(released_bytes), |error| Err(TrimError::Backend { released_bytes, error }.into()))
     }
 
@@ -219,7 +236,8 @@ impl<B: CudaMemory> AllocatorState<B> {
     pub(crate) fn trim_private(&self) -> u64 {
         let reserved_before = self.core.stats().reserved_bytes.current;
         // If the driver fails to release some memory, the next trim retries.
-        let _failed = self.destroy_abandoned(|pool| is_private(&self.core, *pool));
+        let _failed = self.core.destroy_abandoned_private();
+        let _failed = self.destroy_abandoned_graphs(|pool| is_private(&self.core, *pool));
         let destroyed_bytes = reserved_before.saturating_sub(self.core.stats().reserved_bytes.current);
         // Other pools are those of graphs, which use their free memory when they run, and pools that a program created in the core.
         let trimmable = lock(&self.trimmable).clone();
@@ -227,40 +245,52 @@ impl<B: CudaMemory> AllocatorState<B> {
         destroyed_bytes + released_bytes + self.core.backend().memory().release_spare()
     }
 
-    /// Marks a pool without owners. The next [`trim`](Self::trim) destroys it if possible.
-    pub(crate) fn abandon(&self, abandoned: AbandonedPool) {
-        lock(&self.trimmable).retain(|pool| *pool != abandoned.pool);
-        lock(&self.abandoned).push(abandoned);
+    /// Marks a pool without owners. The next [`trim`](Self::trim) destroys it if possible, and so does the core before a
+    /// limit refuses a request if the pool is private.
+    pub(crate) fn abandon(&self, pool: PoolId) {
+        lock(&self.trimmable).retain(|other| *other != pool);
+        self.core.abandon_pool(pool);
     }
 
-    /// Destroys the selected abandoned pools that have neither allocations nor an observer.
-    fn destroy_abandoned(&self, is_selected: impl Fn(&PoolId) -> bool) -> Result<(), CudaError> {
-        let mut all = lock(&self.abandoned);
+    /// Marks a graph pool without owners. The next [`trim`](Self::trim) destroys it if possible.
+    pub(crate) fn abandon_graph_pool(&self, abandoned: AbandonedPool) {
+        lock(&self.abandoned_graphs).push(abandoned);
+    }
+
+    /// Destroys a pool that has owners. Returns the released bytes.
+    pub(crate) fn destroy_pool(&self, pool: PoolId) -> Result<u64, CudaError> {
+        let released_bytes = self.core.destroy_pool(pool)?;
+        lock(&self.trimmable).retain(|other| *other != pool);
+        Ok(released_bytes)
+    }
+
+    /// Destroys the selected abandoned graph pools that have neither allocations nor another observer. Returns the
+    /// released bytes.
+    fn destroy_abandoned_graphs(&self, is_selected: impl Fn(&PoolId) -> bool) -> Result<u64, CudaError> {
+        let mut all = lock(&self.abandoned_graphs);
         let (abandoned, others): (Vec<_>, Vec<_>) = all.drain(..).partition(|entry| is_selected(&entry.pool));
         *all = others;
         drop(all);
-        let mut first_error = Ok(());
+        let (mut released_bytes, mut first_error) = (0, Ok(()));
         for mut entry in abandoned {
             match self.destroy(&mut entry) {
-                Ok(()) => {}
+                Ok(bytes) => released_bytes += bytes,
                 Err(CudaError::Pool(PoolError::InUse { .. } | PoolError::Observed { .. })) => {
-                    lock(&self.abandoned).push(entry);
+                    lock(&self.abandoned_graphs).push(entry);
                 }
                 Err(error) => {
                     // If the driver fails to release some memory of a pool, the core considers the pool destroyed, and a trim retries.
-                    if matches!(error, CudaError::Pool(PoolError::Backend(_))) {
-                        lock(&self.trimmable).push(entry.pool);
-                    } else {
-                        lock(&self.abandoned).push(entry);
+                    if !matches!(error, CudaError::Pool(PoolError::Backend(_))) {
+                        lock(&self.abandoned_graphs).push(entry);
                     }
                     first_error = first_error.and(Err(error));
                 }
             }
         }
-        first_error
+        first_error.map(|()| released_bytes)
     }
 
-    fn destroy(&self, entry: &mut AbandonedPool) -> Result<(), CudaError> {
+    fn destroy(&self, entry: &mut AbandonedPool) -> Result<u64, CudaError> {
         while let Some(stream) = entry.streams.last().copied() {
             self.synchronize(stream).map_err(DriverError::from)?;
             entry.streams.pop();
@@ -296,9 +326,10 @@ fn is_private<B: Backend>(core: &SharedAllocator<B>, pool: PoolId) -> bool {
 impl<B: CudaMemory> Drop for AllocatorState<B> {
     fn drop(&mut self) {
         self.exported.end_all();
-        let abandoned = std::mem::take(&mut *lock(&self.abandoned));
+        // Pools that cannot be destroyed are released with the allocator.
+        let _destroyed = self.core.destroy_abandoned();
+        let abandoned = std::mem::take(&mut *lock(&self.abandoned_graphs));
         for mut entry in abandoned {
-            // Pools that cannot be destroyed are released with the allocator.
             let _destroyed = self.destroy(&mut entry);
         }
     }

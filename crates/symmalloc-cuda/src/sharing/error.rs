@@ -4,6 +4,7 @@ use super::message::MessageError;
 use crate::error::CudaError;
 use crate::memory::{Access, ExportState};
 use std::fmt;
+use symmalloc_core::units::Counted;
 use thiserror::Error;
 
 /// The UUID of a device, as reported by the driver.
@@ -176,7 +177,7 @@ pub enum ImportError {
         count: usize,
     },
     /// No allocation has this number.
-    #[error("allocation {number} does not exist: the import has {count} allocations")]
+    #[error("allocation {number} does not exist: the import has {}", Counted(*count as u64, "allocation"))]
     NoSuchAllocation {
         /// The requested number.
         number: usize,

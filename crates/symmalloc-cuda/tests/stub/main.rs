@@ -2,6 +2,7 @@
 //! `process.rs`).
 
 mod accesses;
+mod arenas;
 mod backend;
 mod buffers;
 mod captures;

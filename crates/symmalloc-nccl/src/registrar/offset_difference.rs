@@ -8,7 +8,7 @@ use crate::sync::groups;
 use crate::sync::message::{SegmentNameMessage, SyncDifference, VERSION};
 use crate::windows::window::{Entry, RegisteredAs};
 use std::fmt;
-use symmalloc_agreement::{Gathered, ProtocolError, RankSet};
+use symmalloc_agreement::{Gathered, ProtocolError, RankSet, Ranks};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -75,7 +75,7 @@ impl fmt::Display for CollectiveCall {
 impl fmt::Display for OffsetDifference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("the ranks pass different buffers to one collective, which was not submitted")?;
-        self.groups.iter().try_for_each(|(ranks, call)| write!(f, "; ranks {ranks}: {call}"))?;
+        self.groups.iter().try_for_each(|(ranks, call)| write!(f, "; {}: {call}", Ranks(ranks)))?;
         f.write_str(": pass the same allocation on every rank")
     }
 }
@@ -272,7 +272,7 @@ mod tests {
             difference.to_string(),
             "the ranks pass different buffers to one collective, which was not submitted; \
              ranks 0,2: all-reduce of 1024 bytes at segment 3 of symmetric pool 1, stream 2, offset 0; \
-             ranks 1: all-reduce of 1024 bytes at segment 3 of symmetric pool 1, stream 2, offset 512: \
+             rank 1: all-reduce of 1024 bytes at segment 3 of symmetric pool 1, stream 2, offset 512: \
              pass the same allocation on every rank"
         );
     }

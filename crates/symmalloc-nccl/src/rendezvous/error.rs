@@ -5,6 +5,7 @@ use std::fmt;
 use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
+use symmalloc_agreement::Ranks;
 use thiserror::Error;
 
 /// An error returned if the ranks do not find each other.
@@ -43,7 +44,7 @@ pub enum RendezvousError {
         kind: io::ErrorKind,
     },
     /// Some ranks did not arrive in time. Rank 0 returns this error.
-    #[error("ranks {missing:?} did not arrive within {waited:?}: look for their errors")]
+    #[error("{} did not arrive within {waited:?}: look for errors of missing ranks", Ranks(&missing.iter().copied().collect()))]
     Missing {
         /// The ranks, ascending.
         missing: Vec<u32>,

@@ -7,7 +7,7 @@ use crate::sync::error::SyncError;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
-use symmalloc_agreement::{Disagreement, RankSet};
+use symmalloc_agreement::{Disagreement, RankSet, Ranks};
 use symmalloc_core::PoolId;
 use symmalloc_core::backend::Reason;
 use symmalloc_core::errors::UnknownError;
@@ -128,7 +128,7 @@ pub struct SleepDifference {
 impl fmt::Display for SleepDifference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "the ranks differ in {}", self.field)?;
-        self.groups.iter().try_for_each(|(ranks, value)| write!(f, "; ranks {ranks}: {value}"))
+        self.groups.iter().try_for_each(|(ranks, value)| write!(f, "; {}: {value}", Ranks(ranks)))
     }
 }
 
@@ -351,8 +351,9 @@ pub enum SleepError {
     },
     /// All ranks sleep, but some could not release their memory: a lost communicator has windows on it, or a driver call failed.
     #[error(
-        "communicator \"{communicator}\": the pool sleeps, but the memory of ranks {ranks} could not be released, because a communicator \
-         is lost or a driver call failed: end the lost communicator, and sleep again"
+        "communicator \"{communicator}\": the pool sleeps, but the memory of {} could not be released, because a communicator \
+         is lost or a driver call failed: end the lost communicator, and sleep again",
+        Ranks(ranks)
     )]
     Held {
         /// The communicator.

@@ -325,7 +325,7 @@ mod tests {
         let difference = compare(&[one, one, other]).expect_err("they differ");
         assert_eq!(
             difference.to_string(),
-            "the ranks differ in the version of libnccl; ranks 0-1: 22809; ranks 2: 23007"
+            "the ranks differ in the version of libnccl; ranks 0-1: 22809; rank 2: 23007"
         );
     }
 
@@ -358,8 +358,8 @@ mod tests {
         difference.first_change = search(&ranks);
         assert_eq!(
             difference.to_string(),
-            "the ranks differ in the number of windows to register; ranks 0: 1; ranks 1: 2; the first difference is change 1; \
-             ranks 0: nothing; ranks 1: register segment 1 of symmetric pool 0 (2 bytes)"
+            "the ranks differ in the number of windows to register; rank 0: 1; rank 1: 2; the first difference is change 1; \
+             rank 0: nothing; rank 1: register segment 1 of symmetric pool 0 (2 bytes)"
         );
     }
 }

@@ -12,7 +12,7 @@
 
 use crate::sync::actions::{ChangeKind, SegmentName, SyncActions, WindowChange};
 use std::fmt;
-use symmalloc_agreement::RankSet;
+use symmalloc_agreement::{RankSet, Ranks};
 use symmalloc_core::{SegmentId, StreamId};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -291,15 +291,15 @@ impl fmt::Display for SyncDifference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "the ranks differ in {}", self.field)?;
         for (ranks, value) in &self.groups {
-            write!(f, "; ranks {ranks}: ")?;
+            write!(f, "; {}: ", Ranks(ranks))?;
             if self.field.is_digest() { write!(f, "digest {value:016x}") } else { write!(f, "{value}") }?;
         }
         let Some(first) = &self.first_change else { return Ok(()) };
         write!(f, "; the first difference is change {}", first.index)?;
         for (ranks, change) in &first.groups {
             match change {
-                Some(change) => write!(f, "; ranks {ranks}: {change}")?,
-                None => write!(f, "; ranks {ranks}: nothing")?,
+                Some(change) => write!(f, "; {}: {change}", Ranks(ranks))?,
+                None => write!(f, "; {}: nothing", Ranks(ranks))?,
             }
         }
         Ok(())

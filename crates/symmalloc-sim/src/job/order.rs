@@ -124,6 +124,7 @@ impl<'a> Resources<'a> {
             }
             Op::Trim { pool: Some(pool) }
             | Op::DestroyPool { pool }
+            | Op::ResetPool { pool }
             | Op::BeginStep { pool, .. }
             | Op::EndStep { pool }
             | Op::Sleep { pool, .. }

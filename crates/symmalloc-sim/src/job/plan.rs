@@ -261,6 +261,7 @@ fn kind(op: &Op) -> &'static str {
         Op::RegisterStream { .. } => "stream",
         Op::CreatePool { .. } => "pool",
         Op::DestroyPool { .. } => "destroy",
+        Op::ResetPool { .. } => "reset",
         Op::Allocate { .. } => "allocate",
         Op::Free { .. } => "free",
         Op::RecordUse { .. } => "use",

@@ -44,6 +44,7 @@ impl RankJob {
     fn pool_of(&self, op: &Op) -> Option<PoolId> {
         match op {
             Op::Allocate { pool, .. } | Op::Reserve { pool, .. } | Op::DestroyPool { pool } => Some(*pool),
+            Op::ResetPool { pool } => Some(*pool),
             Op::BeginStep { pool, .. } | Op::EndStep { pool } => Some(*pool),
             Op::Sleep { pool, .. } | Op::Wake { pool } => Some(*pool),
             Op::Trim { pool } => *pool,
@@ -323,6 +324,7 @@ impl<L: Lock> Rank<L> {
             Op::Trim { pool: None } => return self.digests(job),
             Op::Trim { pool: Some(pool) }
             | Op::DestroyPool { pool }
+            | Op::ResetPool { pool }
             | Op::BeginStep { pool, .. }
             | Op::EndStep { pool }
             | Op::Sleep { pool, .. }

@@ -191,6 +191,7 @@ fn renumbered(steps: &[JobStep]) -> Vec<JobStep> {
             Op::Wait { stream, on } => streams.extend([stream, on]),
             Op::Trim { pool: Some(pool) }
             | Op::DestroyPool { pool }
+            | Op::ResetPool { pool }
             | Op::BeginStep { pool, .. }
             | Op::EndStep { pool }
             | Op::Sleep { pool, .. }
@@ -213,6 +214,7 @@ fn renumbered(steps: &[JobStep]) -> Vec<JobStep> {
             Op::Wait { stream, on } => (*stream, *on) = (streams[stream], streams[on]),
             Op::Trim { pool: Some(pool) }
             | Op::DestroyPool { pool }
+            | Op::ResetPool { pool }
             | Op::BeginStep { pool, .. }
             | Op::EndStep { pool }
             | Op::Sleep { pool, .. }

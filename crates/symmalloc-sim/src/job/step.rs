@@ -126,8 +126,19 @@ impl<L: Lock> Rank<L> {
                 Decision::Done
             }
             Op::DestroyPool { pool } => match self.allocator.destroy_pool(self.pools[pool.index()]) {
-                Ok(()) => Decision::Done,
+                Ok(_) => Decision::Done,
                 Err(error) => refused(DecidedRefusal::from(&error)),
+            },
+            Op::ResetPool { pool } => match self.allocator.reset_pool(self.pools[pool.index()]) {
+                Ok(freed) => {
+                    if freed.allocations > 0 {
+                        let is_live =
+                            |live: &LiveBlock| live.handle.is_none_or(|handle| self.allocator.is_live(handle));
+                        self.live.iter_mut().for_each(|live| *live = live.filter(is_live));
+                    }
+                    Decision::Done
+                }
+                Err(error) => refused(DecidedRefusal::from(&AllocateError::from(error))),
             },
             // Each attempt is added to the digest, so a rank that needs several attempts differs.
             Op::Sleep { pool, contents } => {

@@ -282,10 +282,26 @@ class Allocator:
         """Records that another stream uses a block. Raises `UnknownPointer`."""
         call("record_use", self._handle, pointer, stream)
 
-    def create_pool(self, conf: str | None = None) -> int:
-        """Creates a pool and returns its number. Raises `InvalidSettings`."""
+    def create_pool(self, conf: str | None = None, *, key: int | None = None) -> int:
+        """Creates a pool and returns its number. Raises `InvalidSettings`.
+
+        With a key from 1 to 65535, the number is the key, whatever the timing of threads that create pools. Raises `InvalidArgument`
+        if the key was used before. Without a key, the number is the one after the highest so far.
+        """
+        if key is not None:
+            call("pool_create_with_key", self._handle, key, encoded(conf))
+            return key
         out = c_uint32()
         call("pool_create", self._handle, encoded(conf), byref(out))
+        return out.value
+
+    def reset_pool(self, pool: int) -> int:
+        """Frees all allocations of a pool at once, and keeps its memory. Returns their number.
+
+        Nothing may use or free them afterwards: do not reset a pool with live tensors or buffers of other libraries.
+        """
+        out = c_uint64()
+        call("pool_reset", self._handle, pool, byref(out))
         return out.value
 
     def destroy_pool(self, pool: int) -> None:

@@ -107,6 +107,8 @@ CALLS: dict[str, list[Any]] = {
     "free_on": [c_void_p, c_void_p, c_void_p],
     "ort_use_stream": [c_int32, c_void_p],
     "pool_create": [c_void_p, c_char_p, POINTER(c_uint32)],
+    "pool_create_with_key": [c_void_p, c_uint32, c_char_p],
+    "pool_reset": [c_void_p, c_uint32, POINTER(c_uint64)],
     "pool_destroy": [c_void_p, c_uint32],
     "reserve": [c_void_p, c_uint32, c_void_p, c_size_t],
     "sleep": [c_void_p, c_uint32, c_uint32, POINTER(SleptStruct)],

@@ -25,13 +25,58 @@ pub unsafe extern "C" fn symmalloc_pool_create(
         // SAFETY: the caller's contract.
         let (allocator, conf) = unsafe { (living(allocator)?, text(conf, "conf")?) };
         not_null(out, "out")?;
-        let pool = allocator.create_pool(conf)?;
+        let pool = allocator.create_pool(None, conf)?;
         // SAFETY: the caller's contract.
         unsafe { write(out, "out", pool.0) }
     })
 }
 
-/// Destroys a pool. Further allocations in it fail. The first trim after its last allocation was freed releases its memory.
+/// Creates a pool like `symmalloc_pool_create`, whose number is the key that the program chose: from 1 to 65535, and used once. The
+/// number then does not depend on the timing of threads that create pools. Other pools get the number after the highest one so far.
+/// Returns `SYMMALLOC_INVALID_ARGUMENT` if the key is out of range or was used before.
+///
+/// # Safety
+/// As `symmalloc_pool_create`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_pool_create_with_key(
+    allocator: *mut DeviceAllocator,
+    key: u32,
+    conf: *const c_char,
+) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let (allocator, conf) = unsafe { (living(allocator)?, text(conf, "conf")?) };
+        allocator.create_pool(Some(PoolId(key)), conf).map(drop)
+    })
+}
+
+/// Frees all allocations of a pool at once, and keeps its memory for later ones. Makes no driver call, unless the pool has a release
+/// threshold. Later work on the memory waits on the device for the work so far. Writes the number of freed allocations; `freed` may be NULL.
+/// No pointer of these allocations may be used or freed afterwards.
+///
+/// # Safety
+/// `allocator` is live; `freed` is NULL or valid for writing. Nothing uses the pool's allocations later, such as a tensor or a buffer of
+/// another library.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_pool_reset(
+    allocator: *mut DeviceAllocator,
+    pool: u32,
+    freed: *mut u64,
+) -> symmalloc_status {
+    release(|| {
+        // SAFETY: the caller's contract.
+        let allocator = unsafe { living(allocator) }?;
+        let allocations = allocator.reset_pool(allocator.known_pool(pool)?)?;
+        if freed.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller's contract.
+        unsafe { write(freed, "freed", allocations) }
+    })
+}
+
+/// Destroys a pool. Further allocations in it fail. The first trim after its last allocation was freed releases its memory. So
+/// does an allocation that the limit over all pools would refuse, unless the pool is symmetric.
 ///
 /// # Safety
 /// `allocator` is live.

@@ -82,8 +82,8 @@ stub_test!(heaps_of_private_pools_that_differ_are_named, {
     );
     let [(status, text), (_, same)] = compared(ranks, symmalloc_agree_all);
     assert_eq!(status, SYMMALLOC_MISALIGNED);
-    assert!(text.contains("differ in 1 heaps") && text.contains("pool 0, stream 1"), "{text}");
-    assert!(text.contains("2 ops") && text.contains("3 ops") && text.contains("ranks 1"), "{text}");
+    assert!(text.contains("differ in 1 heap of") && text.contains("pool 0, stream 1"), "{text}");
+    assert!(text.contains("2 ops") && text.contains("3 ops") && text.contains(": rank 1"), "{text}");
     assert_eq!(text, same);
 });
 

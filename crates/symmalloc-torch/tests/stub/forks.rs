@@ -138,6 +138,7 @@ impl Objects {
             ("symmalloc_announce_end", vec![self.announcement as usize]),
             ("symmalloc_all_to_all_destroy", vec![self.all_to_all as usize]),
             ("symmalloc_registrar_destroy", vec![self.registrar as usize]),
+            ("symmalloc_pool_reset", vec![torch, pool, 0]),
             ("symmalloc_pool_destroy", vec![torch, pool]),
             ("symmalloc_trim", vec![torch, 0]),
             ("symmalloc_trim_private", vec![torch, 0]),

@@ -5,7 +5,7 @@ use serde_json::Value;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr::{null, null_mut};
 use std::sync::Arc;
-pub(crate) use stub_process::cuda::{calls, fail, heal, live};
+pub(crate) use stub_process::cuda::{all_calls, calls, fail, heal, live};
 pub(crate) use stub_process::{steady, stub_test};
 use symmalloc_cuda::CudaDevice;
 use symmalloc_torch::*;

@@ -128,3 +128,38 @@ stub_test!(a_pushed_name_applies_to_allocations_of_its_thread, {
     assert_eq!(symmalloc_torch_pop_name(0), SYMMALLOC_INVALID_STATE);
     assert!(message().contains("no pushed name to end"), "{}", message());
 });
+
+stub_test!(a_reset_frees_everything_in_a_pool_and_keeps_its_memory, {
+    let (allocator, streams) = (Allocator::new("stitching:false"), Streams::new(2));
+    let arena = allocator.create_pool(None);
+    let reset = || {
+        let mut freed = 0;
+        // SAFETY: a live allocator, and an output pointer. Nothing uses the allocations afterwards.
+        done(unsafe { symmalloc_pool_reset(allocator.0, arena, &raw mut freed) });
+        freed
+    };
+    let serve = || [0, 1].map(|stream| allocator.allocate(arena, 3 * MIB, streams.get(stream)));
+    let first = serve();
+    let (held, calls) = (live().device_bytes, all_calls());
+    assert_eq!(reset(), 2);
+    assert_eq!((live().device_bytes, all_calls()), (held, calls), "the memory stays, and no driver call is made");
+    assert_eq!(allocator.try_free(first[0]), SYMMALLOC_UNKNOWN_POINTER);
+    assert_eq!(serve(), first);
+    assert_eq!((reset(), reset()), (2, 0));
+    // SAFETY: a live allocator.
+    let unknown = unsafe { symmalloc_pool_reset(allocator.0, 99, null_mut()) };
+    assert_eq!(unknown, SYMMALLOC_UNKNOWN_POOL);
+});
+
+stub_test!(a_key_is_the_number_of_its_pool, {
+    let allocator = Allocator::new("");
+    // SAFETY: a live allocator.
+    let with_key = |key| unsafe { symmalloc_pool_create_with_key(allocator.0, key, std::ptr::null()) };
+    done(with_key(7));
+    let pointer = allocator.allocate(7, MIB, null_mut());
+    assert_eq!(allocator.placement(pointer).pool, 7);
+    for refused in [0, 7, 65_536] {
+        assert_eq!(with_key(refused), SYMMALLOC_INVALID_ARGUMENT, "{}", message());
+    }
+    assert_eq!(allocator.create_pool(None), 8);
+});

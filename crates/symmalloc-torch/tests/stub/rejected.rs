@@ -73,7 +73,7 @@ impl Program {
     fn new() -> Self {
         let mut second = null_mut();
         // SAFETY: an output pointer.
-        done(unsafe { symmalloc_torch_allocator(1, &raw mut second) });
+        done(unsafe { symmalloc_process_allocator(1, &raw mut second) });
         let allocators = [Allocator::of_torch(), Allocator(second), Allocator::new("")];
         let [one, _, own] = allocators;
         let streams = Streams::new(1);

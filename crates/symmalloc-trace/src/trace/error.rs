@@ -101,8 +101,9 @@ pub enum Inconsistency {
     /// More streams are registered than an allocator can have.
     #[error("more than 65,535 streams are registered; the last id is {}", StreamId::MAX)]
     TooManyStreams,
-    /// Pools are not created in ascending order of their ids, without gaps. The default pool p0 always exists.
-    #[error("pool {pool} is created, but the next one must be p{next}")]
+    /// A pool is created with an id that was used before, or that is neither a key nor the next id. The default pool p0
+    /// always exists.
+    #[error("pool {pool} cannot be created: use p{next}, or an unused key up to {}", PoolId::KEY_MAX)]
     PoolOutOfOrder {
         /// The pool of the record.
         pool: PoolId,

@@ -22,8 +22,9 @@ use symmalloc_core::op::{NAME_BYTES_MAX, Op, Record};
 pub(super) struct Ledger {
     /// Number of registered streams; their ids are below it.
     streams: u32,
-    /// `true` for each pool that still exists. The default pool is not included: element i is pool i + 1.
-    pools_alive: Vec<bool>,
+    /// `true` for each pool that still exists, and `None` for unused keys. The default pool is not included: element i
+    /// is pool i + 1.
+    pools_alive: Vec<Option<bool>>,
     /// `true` once the default pool can no longer be configured.
     default_pool_settled: bool,
     /// `true` for each observer that is still registered.
@@ -71,9 +72,13 @@ impl Ledger {
                 self.pool(pool)?;
                 self.open_steps.remove(&pool);
                 match pool.index().checked_sub(1) {
-                    Some(index) => self.pools_alive[index] = false,
+                    Some(index) => self.pools_alive[index] = Some(false),
                     None => return Err(Inconsistency::DefaultPoolDestroyed),
                 }
+            }
+            Op::ResetPool { pool } => {
+                self.pool(pool)?;
+                self.default_pool_settled = true;
             }
             Op::Allocate { id, pool, stream, .. } => {
                 self.pool(pool)?;
@@ -137,12 +142,16 @@ impl Ledger {
                 return Err(Inconsistency::DefaultPoolInUse);
             }
             self.default_pool_settled = true;
-        } else if pool.index() != self.pools_alive.len() + 1 {
-            let next = u32::try_from(self.pools_alive.len() + 1).unwrap_or(u32::MAX);
-            return Err(Inconsistency::PoolOutOfOrder { pool, next });
-        } else {
-            self.pools_alive.push(true);
+            return Ok(());
         }
+        let (index, count) = (pool.index() - 1, self.pools_alive.len());
+        let is_used = self.pools_alive.get(index).is_some_and(Option::is_some);
+        if is_used || index > count && pool > PoolId::KEY_MAX {
+            let next = u32::try_from(count + 1).unwrap_or(u32::MAX);
+            return Err(Inconsistency::PoolOutOfOrder { pool, next });
+        }
+        self.pools_alive.resize((index + 1).max(count), None);
+        self.pools_alive[index] = Some(true);
         Ok(())
     }
 
@@ -167,7 +176,7 @@ impl Ledger {
 
     #[inline]
     fn pool(&self, pool: PoolId) -> Result<(), Inconsistency> {
-        match pool.index().checked_sub(1).map(|index| self.pools_alive.get(index)) {
+        match pool.index().checked_sub(1).map(|index| self.pools_alive.get(index).copied().flatten()) {
             None | Some(Some(true)) => Ok(()),
             Some(Some(false)) => Err(Inconsistency::DestroyedPool { pool }),
             Some(None) => Err(Inconsistency::UnknownPool { pool }),

@@ -56,6 +56,7 @@ fn consistent_records(steps: Vec<Step>) -> Vec<Record> {
                 }
                 Some(at) => Op::EndStep { pool: open_steps.remove(at) },
             },
+            (7, _) if a % 3 == 1 => Op::ResetPool { pool },
             (7, _) => Op::Sync,
             (8..=9, Some(chosen)) => {
                 let free = Op::Free { id: live.swap_remove(chosen) };
@@ -113,6 +114,7 @@ fn nearly_a_trace() -> impl Strategy<Value = String> {
         Just("config".into()),
         Just("trim".into()),
         Just("destroy".into()),
+        Just("reset".into()),
     ];
     let line = prop::collection::vec(field, 0..6).prop_map(|fields| fields.join(" "));
     prop::collection::vec(line, 0..12).prop_map(|lines| format!("symmalloc-trace 1\n{}", lines.join("\n")))

@@ -224,7 +224,8 @@ fn inconsistent_records_are_refused() {
     assert_eq!(contradiction("trim p4294967295"), Inconsistency::UnknownPool { pool: PoolId(u32::MAX) });
     assert_eq!(contradiction("stream s1"), Inconsistency::StreamOutOfOrder { stream: StreamId(1), next: 2 });
     assert_eq!(contradiction("stream s3"), Inconsistency::StreamOutOfOrder { stream: StreamId(3), next: 2 });
-    assert_eq!(contradiction("pool p3"), Inconsistency::PoolOutOfOrder { pool: PoolId(3), next: 2 });
+    assert_eq!(contradiction("pool p1"), Inconsistency::PoolOutOfOrder { pool: PoolId(1), next: 2 });
+    assert_eq!(contradiction("pool p65536"), Inconsistency::PoolOutOfOrder { pool: PoolId(65_536), next: 2 });
     assert_eq!(contradiction("pool p0"), Inconsistency::DefaultPoolInUse);
     assert_eq!(contradiction("destroy p0"), Inconsistency::DefaultPoolDestroyed);
     let long = format!("a 2 5 s0 \"{}\"", "n".repeat(NAME_BYTES_MAX + 1));

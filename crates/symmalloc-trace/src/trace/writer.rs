@@ -95,6 +95,7 @@ fn write_record(line: &mut impl fmt::Write, record: &Record) -> fmt::Result {
         Op::RegisterStream { stream } => write!(line, "stream {stream}"),
         Op::CreatePool { pool, config } => write!(line, "pool {pool} {config}"),
         Op::DestroyPool { pool } => write!(line, "destroy {pool}"),
+        Op::ResetPool { pool } => write!(line, "reset {pool}"),
         Op::Allocate { id, pool, stream, size_bytes } => {
             line.write_str("a ")?;
             write_number(line, id.0)?;

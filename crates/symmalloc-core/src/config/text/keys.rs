@@ -148,7 +148,7 @@ pub(super) fn nearest_name(name: &str) -> Option<&'static str> {
 }
 
 /// Iterates over the spellings of all keys that have a meaning here.
-pub(super) fn names() -> impl Iterator<Item = &'static str> {
+pub fn names() -> impl Iterator<Item = &'static str> {
     let is_meant = |of: Of| !matches!(of, Of::Nothing(_) | Of::Never(_));
     spellings().filter(move |(key, ..)| is_meant(key.of)).map(|(_, spelling, _)| spelling)
 }
