@@ -409,7 +409,7 @@ fn recording_several_traces_to_one_file_is_refused() {
 fn destroying_a_pool_in_use_is_refused() {
     let folder = Folder::new();
     let trace = folder.trace("pool.trace", &["stream s0", "pool p1", "a 0 512 s0 p1", "destroy p1"]);
-    let wanted = ["op 3", "free them first", "repair the trace"];
+    let wanted = ["op 3", "free it first", "repair the trace"];
     assert_refused(&symmalloc("replay {}", &[&trace]), &wanted);
     let out = folder.path("out.pickle");
     assert_refused(&symmalloc("export {} {}", &[&trace, &out]), &wanted);
