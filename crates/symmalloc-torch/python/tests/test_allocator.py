@@ -217,7 +217,7 @@ class Agreement(unittest.TestCase):
         for report in reports:
             self.assertIsInstance(report, symmalloc.MisalignedError)
         self.assertEqual(str(reports[0]), str(reports[1]))
-        self.assertRegex(str(reports[0]), "pool 0, stream 0\n.*ranks 0\n.*ranks 1")
+        self.assertRegex(str(reports[0]), "pool 0, stream 0\n.*rank 0\n.*rank 1")
 
     def test_the_report_names_the_op_in_a_symmetric_pool(self) -> None:
         reports = self.ranks(3 * MIB, "symmetric:true")
