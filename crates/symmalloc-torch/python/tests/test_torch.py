@@ -253,7 +253,7 @@ class Ranks(unittest.TestCase):
         try:
             symmalloc.assert_aligned(device=0)
         except symmalloc.MisalignedError as error:
-            assert "ranks 1" in str(error), error
+            assert "rank 1" in str(error), error
             print("told")
         dist.destroy_process_group()
     """
