@@ -147,11 +147,11 @@ const LINES: [(&str, Part); 30] = [
     ("observe", Draft::observe),
     ("observe forget", |draft| {
         draft.observe();
-        draft.line(format!("forget o{}", draft.observers - 1));
+        draft.forget();
     }),
     ("acknowledge", |draft| {
-        if draft.observers > 0 {
-            draft.line(format!("acknowledge o{}", draft.observers - 1));
+        if let Some(observer) = draft.observing.last() {
+            draft.line(format!("acknowledge o{observer}"));
         }
     }),
     ("reclaim refuse", |draft| {
@@ -228,6 +228,8 @@ struct Draft {
     turn: u64,
     pools: u64,
     observers: u64,
+    /// The observers that are not forgotten.
+    observing: Vec<u64>,
     /// Number of allocations so far, which is the next id.
     ids: u64,
     live: Vec<u64>,
@@ -248,6 +250,7 @@ impl Draft {
             turn: 0,
             pools: 0,
             observers: 0,
+            observing: Vec::new(),
             ids: 0,
             live: Vec::new(),
             reserved: 0,
@@ -326,7 +329,15 @@ impl Draft {
 
     fn observe(&mut self) {
         self.line(format!("observe o{} p0", self.observers));
+        self.observing.push(self.observers);
         self.observers += 1;
+    }
+
+    /// Forgets the newest observer, if there is one.
+    fn forget(&mut self) {
+        if let Some(observer) = self.observing.pop() {
+            self.line(format!("forget o{observer}"));
+        }
     }
 
     fn finish(mut self) -> String {
