@@ -12,13 +12,12 @@ use std::io::Write;
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::OnceLock;
 use std::time::Duration;
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::ids::AllocationId;
 use symmalloc_core::lock::{Exclusive, Shared};
 use symmalloc_core::plans::{Plan, PlanError};
-use symmalloc_core::work::Allowance;
+use symmalloc_core::work::{self, Allowance};
 use symmalloc_core::{Allocator, Op, PoolId, Record};
 use symmalloc_import::export::export;
 use symmalloc_import::{Format, ReadOptions, read_bytes};
@@ -304,48 +303,30 @@ pub fn snapshot_reader(bytes: &[u8]) -> u64 {
     import(bytes, b"\x80")
 }
 
-/// Steps that a replay of [`work`] may take at once: few, so that the rest of its operations is not lost among them.
+/// Steps that a replay of [`work`] may take at once.
 const STEPS_AT_ONCE: u64 = 50_000;
-/// Operations of [`work`] that do not depend on the input, those for each byte of the trace, and those for each step that the core counts.
-const OPERATIONS_AT_ONCE: u64 = 20_000_000;
-const OPERATIONS_PER_BYTE: u64 = 2_000;
-const OPERATIONS_PER_STEP: u64 = 500;
+/// Steps of one op and of reading, at most.
+const STEPS_OF_AN_OP: u64 = 1_000_000;
 
-/// The counter of executed basic blocks, if the process has one.
-static OPERATIONS: OnceLock<fn() -> u64> = OnceLock::new();
-
-/// Lets [`work`] count operations with this function. It otherwise counts the steps of the core.
-pub fn count_operations_with(operations: fn() -> u64) {
-    OPERATIONS.get_or_init(|| operations);
-}
-
-/// Reads and executes a hostile trace made from bytes, and counts the operations.
+/// Reads and executes a hostile trace made from bytes, and counts the steps.
 ///
 /// # Panics
-/// Panics if the trace takes more operations than its length and its steps allow, or is not a trace. A loop of the core that grows with
-/// the trace and counts no steps exceeds them.
+/// Panics if the trace takes more steps than its ops allow, or is not a trace.
 pub fn work(bytes: &[u8]) -> u64 {
     let trace = hostile::mixed(bytes);
-    let operations = OPERATIONS.get().copied().unwrap_or(symmalloc_core::work::steps);
-    let (before, steps_before) = (operations(), symmalloc_core::work::steps());
+    let before = work::steps();
     let recording = read_bytes(trace.text.as_bytes(), &ReadOptions::default()).expect("a valid trace");
     let program = Program::new(&recording.records).expect("a recording is consistent");
     let config = recording.config.unwrap_or_default();
     let device = SimBackend::builder().memory_bytes(u64::MAX).without_kernels().build();
-    let allocator: Allocator<_, Exclusive> = Allocator::new(device, config.clone()).expect("a valid configuration");
+    let allocator: Allocator<_, Exclusive> = Allocator::new(device, config).expect("a valid configuration");
     let mut replay = Replay::new(&allocator, &program).with_allowance(Allowance::of(STEPS_AT_ONCE));
     let is_too_much = |op: &Op| matches!(replay.step(op), Err(StepError::TooMuchWork(_)));
     let _ends_early = program.ops().iter().any(is_too_much);
-    drop(replay);
-    drop(allocator);
-    let (spent, steps) = (operations() - before, symmalloc_core::work::steps() - steps_before);
-    let bytes = trace.text.len() as u64;
-    let allowed = OPERATIONS_AT_ONCE + OPERATIONS_PER_BYTE * bytes + OPERATIONS_PER_STEP * steps;
-    assert!(
-        spent <= allowed,
-        "{spent} operations for a trace of {bytes} bytes and {steps} steps: at most {allowed} are expected"
-    );
-    program.ops().len() as u64
+    let (steps, ops) = (work::steps() - before, program.ops().len() as u64);
+    let allowed = STEPS_AT_ONCE + work::STEPS_PER_OP * ops + STEPS_OF_AN_OP;
+    assert!(steps <= allowed, "{steps} steps for {ops} ops: at most {allowed} are expected");
+    ops
 }
 
 /// Reads text as an RMM log.
