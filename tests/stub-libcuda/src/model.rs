@@ -26,6 +26,9 @@ pub const WAIT: Code = Code(c_int::MIN);
 const FIRST_CONTEXT: usize = 0x1_0000;
 const CONTEXT_STEP: usize = 0x100;
 
+/// Handles of streams, events, memory and pools count up from here, above the fixed handles of contexts and default pools.
+const FIRST_HANDLE: u64 = 1 << 32;
+
 /// Resources that `stub_live` counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
@@ -310,7 +313,7 @@ impl State {
             log: None,
             guards: BTreeMap::new(),
             faults: Vec::new(),
-            next_handle: 0x1000,
+            next_handle: FIRST_HANDLE,
         }
     }
 
