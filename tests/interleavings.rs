@@ -203,6 +203,31 @@ fn a_shared_heap_with_a_limit_stays_consistent_and_loses_no_free() {
     }
 }
 
+/// Threads that run out of memory together are all served from what one of them releases, whichever trims first.
+#[test]
+fn threads_that_run_out_together_share_what_one_releases() {
+    let config: Config = "segments:fixed,total_limit_mb:8".parse().expect("valid");
+    explore(2000, move || {
+        let allocator = shared(&config, 3);
+        let cached = allocator.create_pool(PoolConfig::default()).expect("the pool is created");
+        let made = allocator.allocate(cached, StreamId(0), 8 * MIB).expect("within the limit");
+        allocator.free(made.handle).expect("live");
+        allocator.set_failure_callback(|allocator, _| {
+            allocator.trim(None).expect("no faults");
+            Retry::IfReleased
+        });
+        let threads = (0..STREAMS).map(StreamId).map(|stream| {
+            let allocator = Arc::clone(&allocator);
+            thread::spawn(move || allocator.allocate(PoolId::DEFAULT, stream, 512).expect("the cache can be released"))
+        });
+        for made in threads.collect::<Vec<_>>().into_iter().map(|thread| thread.join().expect("no panic")) {
+            allocator.free(made.handle).expect("live");
+        }
+        allocator.allocate(PoolId::DEFAULT, StreamId(0), 8 * MIB + 1).expect_err("nothing can help");
+        assert_nothing_is_left(&allocator);
+    });
+}
+
 /// Threads free allocations of other threads, which map memory at the same time. The threads do not synchronize, so the
 /// order of ops depends on the schedule. No free may be lost, and no memory may be reused before its uses complete.
 #[test]

@@ -63,8 +63,8 @@ use std::sync::Arc;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Shortage {
     /// `missing` units of memory could not be acquired. The request needs `demand` units of memory if it gets no free
-    /// memory of the heap.
-    Memory { missing: Units, demand: Units, cause: OutOfMemoryCause },
+    /// memory of the heap. Before the attempt, the allocator had released `released_bytes` in total.
+    Memory { missing: Units, demand: Units, cause: OutOfMemoryCause, released_bytes: u64 },
     /// A free block was found or acquired, but the stream cannot be made to wait for its earlier users.
     Fence(BackendError),
     /// The pool was destroyed after the request had found the heap.
@@ -75,13 +75,21 @@ pub(crate) enum Shortage {
 
 impl Shortage {
     fn of(missing: Units, cause: OutOfMemoryCause) -> Box<Self> {
-        Shortage::Memory { missing, demand: missing, cause }.boxed()
+        Shortage::Memory { missing, demand: missing, cause, released_bytes: 0 }.boxed()
     }
 
     /// Returns the shortage of a request that needs `demand` units if it gets no free memory of the heap.
     fn demanding(mut self: Box<Self>, needed: Units) -> Box<Self> {
         if let Shortage::Memory { demand, .. } = &mut *self {
             *demand = needed;
+        }
+        self
+    }
+
+    /// Sets the total of the allocator's released bytes before the attempt.
+    fn since(mut self: Box<Self>, total_bytes: u64) -> Box<Self> {
+        if let Shortage::Memory { released_bytes, .. } = &mut *self {
+            *released_bytes = total_bytes;
         }
         self
     }

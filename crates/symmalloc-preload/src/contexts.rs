@@ -8,7 +8,6 @@ use crate::{forks, peers, recordings};
 use std::ffi::c_int;
 use std::sync::{Mutex, PoisonError};
 use symmalloc_core::Retry;
-use symmalloc_core::errors::TrimError;
 use symmalloc_cuda::{CudaAllocator, CudaDevice, CudaError};
 use symmalloc_files::say;
 
@@ -66,10 +65,10 @@ fn new(driver: &Driver, raw: usize, ordinal: c_int, settings: &Settings) -> Resu
         return Ok(None);
     }
     let allocator = CudaAllocator::new(&device, settings.config.clone())?;
-    allocator.set_failure_callback(|core, _| match core.trim(None) {
-        Ok(0) | Err(TrimError::Backend { released_bytes: 0, .. }) => Retry::GiveUp,
-        Ok(_) | Err(TrimError::Backend { .. }) => Retry::Again,
-        Err(_) => Retry::GiveUp,
+    allocator.set_failure_callback(|core, _| {
+        // If the driver keeps some memory, the rest may suffice.
+        let _kept = core.trim(None);
+        Retry::IfReleased
     });
     recordings::start(&allocator, settings);
     let host = allocator.register_host_stream()?;

@@ -29,7 +29,7 @@ impl Refusals {
             let released_bytes = make_room(core, &private);
             tracing::info!(name: "memory.trimmed", target: "symmalloc", released_bytes);
             if released_bytes == 0 {
-                return Retry::GiveUp;
+                return Retry::IfReleased;
             }
             refusals.retries.fetch_add(1, Ordering::Relaxed);
             Retry::Again

@@ -59,8 +59,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         // them without a record.
         let mut unsaid: SmallVec<[u64; 2]> = SmallVec::new();
         loop {
-            let (missing, demand, cause) = match *shortage {
-                Shortage::Memory { missing, demand, cause } => (missing, demand, cause),
+            let (missing, demand, cause, released_bytes) = match *shortage {
+                Shortage::Memory { missing, demand, cause, released_bytes } => (missing, demand, cause, released_bytes),
                 Shortage::Fence(error) => {
                     gate.end(RecordingEnd::Driver(error.clone()));
                     return Err(AllocateError::Fence { stream: request.stream, error });
@@ -103,7 +103,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 let may_retry = retries < self.config().retries_max() && !is_hopeless;
                 match callback.filter(|_| may_retry).map(|callback| gate.pause(|| callback(self, &error))) {
                     Some(Retry::Again) => retries += 1,
-                    Some(Retry::GiveUp) | None => return Err(self.refuse(heap, request, error, gate)),
+                    Some(Retry::IfReleased) if self.context.budget.released_bytes() > released_bytes => retries += 1,
+                    Some(Retry::GiveUp | Retry::IfReleased) | None => {
+                        return Err(self.refuse(heap, request, error, gate));
+                    }
                 }
                 "callback"
             };

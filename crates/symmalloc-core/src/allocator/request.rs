@@ -7,6 +7,9 @@ use crate::types::ids::{PoolId, StreamId};
 pub enum Retry {
     /// Memory was made available: retry.
     Again,
+    /// Retry if the allocator released memory since the request failed, in the callback or on another thread. A callback
+    /// that only trims returns this: if threads run out of memory together, one of them releases what the others need.
+    IfReleased,
     /// Let the allocation fail.
     GiveUp,
 }

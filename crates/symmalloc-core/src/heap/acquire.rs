@@ -43,8 +43,11 @@ impl<L: Lock> Heap<L> {
         let (pool, size_bytes) = (self.identity.pool.0, bytes(size));
         let span = tracing::debug_span!(target: "symmalloc", "heap.obtain", pool, stream = stream.0, size_bytes);
         let _entered = span.enter();
+        let released_bytes = context.budget.released_bytes();
         let acquired = self.acquire_by_policy(context, stream, size);
-        acquired.or_else(|shortage| self.acquire_tightly(context, stream, size, shortage))
+        acquired
+            .or_else(|shortage| self.acquire_tightly(context, stream, size, shortage))
+            .map_err(|shortage| shortage.since(released_bytes))
     }
 
     fn acquire_by_policy(
@@ -119,8 +122,8 @@ impl<L: Lock> Heap<L> {
         target_bytes: u64,
     ) -> Result<(), Box<Shortage>> {
         self.check_open()?;
-        let before = self.arena.mapped_bytes();
-        if self.arena.mapped_bytes() < target_bytes {
+        let (before, released_bytes) = (self.arena.mapped_bytes(), context.budget.released_bytes());
+        if before < target_bytes {
             let target = units(target_bytes.next_multiple_of(UNIT_BYTES));
             let missing = self.arena.rules().whole_granules(target - units(before));
             let reserved = match self.config.segments().clone() {
@@ -141,12 +144,14 @@ impl<L: Lock> Heap<L> {
                 }
             };
             if let Err(shortage) = reserved {
+                let shortage = shortage.since(released_bytes);
                 if self.config.has_quota() || matches!(self.config.segments(), SegmentPolicy::Reserved { .. }) {
                     return Err(shortage);
                 }
                 let target = units(target_bytes.next_multiple_of(UNIT_BYTES));
-                self.acquire_tightly(context, stream, target - units(before), shortage)
-                    .map_err(|shortage| shortage.demanding(self.arena.rules().tight_size(target)))?;
+                self.acquire_tightly(context, stream, target - units(before), shortage).map_err(|shortage| {
+                    shortage.demanding(self.arena.rules().tight_size(target)).since(released_bytes)
+                })?;
             }
         }
         self.ledger.fold(op_word(Mark::Reserve, stream, target_bytes), self.arena.mapped_bytes() - before);

@@ -27,7 +27,7 @@ pub(crate) struct AcquiredRange {
 impl<L: Lock> Heap<L> {
     /// Confirms that `there_bytes` of a layout's memory exist, and refunds the rest of the charge.
     pub(crate) fn confirm_layout(&self, context: &DynContext<'_, L>, layout: &HeapLayout, there_bytes: u64) {
-        self.budgets(context).refund(layout.reserved_bytes() - there_bytes);
+        self.budgets(context).release(layout.reserved_bytes() - there_bytes);
         self.budgets(context).confirm(there_bytes);
     }
 

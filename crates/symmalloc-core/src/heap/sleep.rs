@@ -118,7 +118,7 @@ impl<L: Lock> Heap<L> {
             let (range, offset_bytes) = mapping.at;
             context.backend.unmap(range, offset_bytes, mapping.size_bytes)?;
             let budgets = Budgets { heap: &self.budget, pool: &self.pool_budget, allocator: &context.budget };
-            budgets.refund(mapping.memory_bytes());
+            budgets.release(mapping.memory_bytes());
             released.bytes += mapping.memory_bytes();
             Ok(())
         });

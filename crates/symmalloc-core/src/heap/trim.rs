@@ -232,7 +232,7 @@ impl<L: Lock> Heap<L> {
                 retired.mapped.pop();
                 if !retired.is_stitched {
                     Budgets { heap: &self.budget, pool: &self.pool_budget, allocator: &context.budget }
-                        .refund(size_bytes);
+                        .release(size_bytes);
                     *released_bytes += size_bytes;
                 }
             }
@@ -286,7 +286,7 @@ impl<L: Lock> Heap<L> {
         let segment = self.arena.block(slot).segment;
         let Segment { id, range, .. } = *self.arena.table().segment(segment);
         context.backend.unmap(range, bytes(from), bytes(to - from))?;
-        self.budgets(context).refund(bytes(to - from));
+        self.budgets(context).release(bytes(to - from));
         self.arena.cut_hole(slot, from, to);
         self.log_segment(SegmentEventKind::Shrink, segment, from, bytes(to - from));
         let shrunk = Location::new(id, from);

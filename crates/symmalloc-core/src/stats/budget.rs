@@ -22,6 +22,15 @@ struct Counts {
     reserved_bytes_peak: u64,
     /// Total of all memory acquired so far.
     obtained_bytes: u64,
+    /// Total of all memory released so far.
+    released_bytes: u64,
+}
+
+impl Counts {
+    fn take(&mut self, size_bytes: u64) {
+        let left = self.reserved_bytes.checked_sub(size_bytes);
+        self.reserved_bytes = left.expect("a refund must not exceed the charged bytes");
+    }
 }
 
 impl<L: Lock> Budget<L> {
@@ -49,6 +58,11 @@ impl<L: Lock> Budget<L> {
 
     pub(crate) fn reserved_bytes(&self) -> u64 {
         self.counts().reserved_bytes
+    }
+
+    /// Returns the total of all memory released so far.
+    pub(crate) fn released_bytes(&self) -> u64 {
+        self.counts().released_bytes
     }
 
     pub(crate) fn stat(&self) -> Stat {
@@ -88,10 +102,16 @@ impl<L: Lock> Budget<L> {
         counts.reserved_bytes_peak = counts.reserved_bytes_peak.max(counts.reserved_bytes);
     }
 
+    /// Refunds memory that was never acquired.
     fn refund(&self, size_bytes: u64) {
+        self.0.lock().take(size_bytes);
+    }
+
+    /// Refunds memory that was released.
+    fn release(&self, size_bytes: u64) {
         let mut counts = self.0.lock();
-        let left = counts.reserved_bytes.checked_sub(size_bytes);
-        counts.reserved_bytes = left.expect("a refund must not exceed the charged bytes");
+        counts.take(size_bytes);
+        counts.released_bytes += size_bytes;
     }
 }
 
@@ -125,8 +145,8 @@ impl<'a, L: Lock> Budgets<'a, L> {
     }
 
     /// Refunds memory that was released, or that the driver failed to provide for a [kept](Charge::keep) charge.
-    pub(crate) fn refund(&self, size_bytes: u64) {
-        self.all().into_iter().for_each(|budget| budget.refund(size_bytes));
+    pub(crate) fn release(&self, size_bytes: u64) {
+        self.all().into_iter().for_each(|budget| budget.release(size_bytes));
     }
 
     /// Returns the bytes that a pool of this policy may still reserve. A symmetric pool ignores the allocator's limit,
@@ -161,7 +181,7 @@ impl<L: Lock> Charge<'_, L> {
 impl<L: Lock> Drop for Charge<'_, L> {
     fn drop(&mut self) {
         if self.size_bytes > 0 {
-            self.budgets.refund(self.size_bytes);
+            self.budgets.all().into_iter().for_each(|budget| budget.refund(self.size_bytes));
         }
     }
 }
