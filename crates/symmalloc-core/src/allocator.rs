@@ -70,7 +70,7 @@ use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
 use destroyed::Destroyed;
 use gate::{Gate, Recorder};
 use observer_list::Observers;
-use pool::{HeapCell, HeapGuard, Pool, PoolEntry};
+use pool::{HeapCell, HeapGuard, PoolRef, PoolSlot};
 use recorder::RecordingEnd;
 use request::Request;
 use std::fmt;
@@ -109,7 +109,7 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     granularity_bytes: u64,
     /// Number of registered streams. Written under the lock of the clocks.
     streams: AtomicU32,
-    pools: Registry<PoolEntry<L>>,
+    pools: Registry<PoolSlot<L>>,
     /// Destroyed pools. Its lock is the last in the lock order.
     destroyed: L::Cell<Destroyed<L>>,
     /// Pools that the program dropped and that were not destroyed when they were last tried, ascending. Held only while
@@ -188,7 +188,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let can_alias = backend.can_alias();
         let number = observer_list::next_allocator();
         let pools = Registry::new();
-        pools.push(|_| PoolEntry::new(PoolId::DEFAULT, config.default_pool().clone().that_works(can_alias)));
+        pools.push(|_| PoolSlot::new(PoolId::DEFAULT, config.default_pool().clone().that_works(can_alias)));
         Ok(Allocator {
             context: Context {
                 backend,
@@ -450,16 +450,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             Some(pool) => match self.pool(pool) {
                 Ok(entry) => self.trim_pool(entry, None),
                 Err(unknown) => {
-                    let mut kept = self.kept_pools();
-                    let (_, entry) = kept.find(|(kept, _)| *kept == pool).ok_or(unknown)?;
+                    let destroyed = self.kept_pools().find(|kept| kept.id() == pool).ok_or(unknown)?;
                     // Not an op: in a replay, the driver released the memory when the pool was destroyed.
-                    return self.trim_destroyed(pool, entry).into_result();
+                    return self.trim_destroyed(destroyed).into_result();
                 }
             },
             None => {
-                let pools = self.kept_pools().filter(|(_, entry)| !entry.config().has_quota() || entry.is_destroyed());
-                let trims = pools.map(|(pool, entry)| match entry.is_destroyed() {
-                    true => self.trim_destroyed(pool, entry),
+                let pools = self.kept_pools().filter(|entry| !entry.config().has_quota() || entry.is_destroyed());
+                let trims = pools.map(|entry| match entry.is_destroyed() {
+                    true => self.trim_destroyed(entry),
                     false => self.trim_pool(entry, None),
                 });
                 trims.fold(Released::default(), Released::plus)
@@ -477,21 +476,20 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns an error if the driver fails again.
     pub fn trim_destroyed_pools(&self) -> Result<u64, TrimError> {
         let _gate = self.gate();
-        let pools = self.kept_pools().filter(|(_, entry)| entry.is_destroyed());
-        let trims = pools.map(|(pool, entry)| self.trim_destroyed(pool, entry));
+        let trims = self.kept_pools().filter(|entry| entry.is_destroyed()).map(|entry| self.trim_destroyed(entry));
         trims.fold(Released::default(), Released::plus).into_result()
     }
 
     /// Releases the memory of a destroyed pool that the driver still holds.
-    fn trim_destroyed(&self, pool: PoolId, entry: &PoolEntry<L>) -> Released {
+    fn trim_destroyed(&self, entry: PoolRef<'_, L>) -> Released {
         let released = self.trim_pool(entry, None);
         let mut heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
-        self.bury(pool, entry, &mut heaps);
+        self.bury(entry, &mut heaps);
         released
     }
 
     /// Releases all of a pool's free memory, or `goal_bytes` of it.
-    fn trim_pool(&self, entry: &Pool<L>, goal_bytes: Option<u64>) -> Released {
+    fn trim_pool(&self, entry: PoolRef<'_, L>, goal_bytes: Option<u64>) -> Released {
         let (mut released, mut left_bytes) = (Released::default(), goal_bytes);
         for heap in entry.heaps() {
             if left_bytes == Some(0) {
@@ -560,8 +558,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// acquires none.
     #[inline(always)]
     fn find_heap(&self, pool: PoolId, stream: StreamId) -> Option<&HeapCell<L>> {
-        let entry = self.pools.get(pool.index())?;
-        if u32::from(stream.0) < self.stream_count() { entry.heap(stream) } else { None }
+        let slot = self.pools.get(pool.index())?;
+        if u32::from(stream.0) < self.stream_count() { slot.unchecked_heap(stream) } else { None }
     }
 
     #[cold]
@@ -570,19 +568,19 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let open_scopes = self.open_scopes.lock();
         let entry = self.pool(pool)?;
         self.known_stream(stream)?;
-        let step = entry.step.lock();
-        let sleep = entry.sleep.lock();
+        let step = entry.step().lock();
+        let sleep = entry.sleep().lock();
         let make = |id| {
             let stream = (entry.config().streams() == StreamPolicy::Separate).then_some(stream);
             let mut heap = self.empty_heap(entry, HeapIdentity { id, pool, stream });
-            observers.of_pool(pool).for_each(|observer| heap.log_mut().observe(observer));
+            observers.of_pool(pool).for_each(|observer| heap.observe(observer));
             if entry.config().symmetric() && self.config.history_ops() > 0 {
-                heap.ledger_mut().keep_journal(self.config.history_ops(), Arc::clone(&self.program_order));
+                heap.keep_journal(self.config.history_ops(), Arc::clone(&self.program_order));
             }
             if self.hints.is_some() {
-                heap.ledger_mut().keep_pointers();
+                heap.keep_pointers();
             }
-            (0..*open_scopes).for_each(|_| heap.ledger_mut().usage_mut().open_scope());
+            (0..*open_scopes).for_each(|_| heap.open_stat_scope());
             if let Some(key) = *step {
                 heap.begin_step(&self.context, key);
             }
@@ -598,9 +596,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut heap = cell.lock();
         if heap.identity().pool != pool {
             // Handles of the earlier pool stay stale.
-            let past = heap.ledger_mut().take_past();
-            *heap = make(heap.identity().id);
-            heap.ledger_mut().set_past(past);
+            let id = heap.identity().id;
+            heap.replace(make(id));
         }
         drop(heap);
         Ok(cell)
@@ -608,7 +605,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Returns all heaps in (pool, stream) order.
     fn all_heaps(&self) -> impl Iterator<Item = &HeapCell<L>> {
-        self.kept_pools().flat_map(|(_, entry)| entry.heaps())
+        self.kept_pools().flat_map(PoolRef::heaps)
     }
 }
 
@@ -630,6 +627,6 @@ impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
     fn drop(&mut self) {
         self.end_recording();
         self.all_heaps().for_each(|heap| heap.lock().abandon(&self.context));
-        self.kept_pools().for_each(|(_, entry)| self.end_sleep(&mut entry.sleep.lock()));
+        self.kept_pools().for_each(|entry| self.end_sleep(&mut entry.sleep().lock()));
     }
 }

@@ -30,6 +30,7 @@
 mod acquire;
 mod follow;
 pub(crate) mod invariants;
+mod record;
 mod rejoin;
 pub(crate) mod revive;
 mod sleep;
@@ -186,6 +187,12 @@ impl<L: Lock> Heap<L> {
             offsets: None,
             config,
         }
+    }
+
+    /// Replaces this heap by a new one. Handles of this one stay stale.
+    pub(crate) fn replace(&mut self, mut next: Self) {
+        next.ledger.inherit_handles(&mut self.ledger);
+        *self = next;
     }
 
     /// Allocates for work on `stream`, with an optional name. `requested` is at most

@@ -27,9 +27,6 @@ use std::mem;
 use std::num::NonZeroU64;
 use std::sync::Arc;
 
-/// Serials and zero-byte allocations of a heap's earlier pools.
-pub(crate) type Past = (Serials, ZeroSized);
-
 /// The record of one heap's decisions. Between two ops, these invariants hold (`docs/architecture.md` lists their
 /// names):
 ///
@@ -263,13 +260,10 @@ impl Ledger {
         Ok(())
     }
 
-    /// Removes and returns the records that identify earlier handles of this heap, for the heap that replaces it.
-    pub(crate) fn take_past(&mut self) -> Past {
-        (mem::take(&mut self.serials), mem::take(&mut self.zero_sized).into_earlier())
-    }
-
-    pub(crate) fn set_past(&mut self, (serials, zero_sized): Past) {
-        (self.serials, self.zero_sized) = (serials, zero_sized);
+    /// Takes over the records that identify the handles of an earlier heap, which this heap replaces.
+    pub(crate) fn inherit_handles(&mut self, earlier: &mut Ledger) {
+        self.serials = mem::take(&mut earlier.serials);
+        self.zero_sized = mem::take(&mut earlier.zero_sized).into_earlier();
     }
 
     pub(crate) fn digest(&self) -> Digest {

@@ -5,11 +5,11 @@
 //!    ▲            └──────── all memory released ─────────────────────────┴──► spare ── create_pool ──► live
 //!    └ kept ─────────────────────────────────────────────────┘
 //! ```
-//! Reports and trims visit *kept* pools only. For a destroyed pool, the allocator keeps an entry with its configuration
+//! Reports and trims visit *kept* pools only. For a destroyed pool, the allocator keeps a slot with its configuration
 //! in its table of pools, sums of statistics over all destroyed pools, and, if the pool was symmetric, a digest per heap
 //! until all ranks have agreed on it. The most recent of these keep their journals, so that agreement can still name the op that differs.
 
-use super::pool::PoolEntry;
+use super::pool::PoolSlot;
 use crate::config::{PoolConfig, StreamPolicy};
 use crate::heap::view::MemoryStats;
 use crate::heap::{Heap, HeapIdentity};
@@ -28,7 +28,7 @@ pub(super) struct Destroyed<L: Lock> {
     /// Pools that are live or whose memory the driver still holds, in the order of their ids.
     kept: Vec<PoolId>,
     /// Removed pools for reuse, by the policy of their streams and the digest of their configuration. No list is empty.
-    spare: BTreeMap<(StreamPolicy, u64), Vec<PoolEntry<L>>>,
+    spare: BTreeMap<(StreamPolicy, u64), Vec<PoolSlot<L>>>,
     /// Last digests of destroyed heaps, ascending by pool and stream. The capacity grows by an eighth, because a
     /// program that never syncs keeps the history of every symmetric pool. It shrinks when three quarters are unused.
     histories: VecDeque<(HistoryKey, Digest)>,
@@ -57,16 +57,16 @@ impl<L: Lock> Destroyed<L> {
     }
 
     /// Removes and returns a pool for reuse by one of this configuration, preferably a pool of the same configuration.
-    pub(super) fn take_spare(&mut self, config: &PoolConfig) -> Option<PoolEntry<L>> {
+    pub(super) fn take_spare(&mut self, config: &PoolConfig) -> Option<PoolSlot<L>> {
         let same = (config.streams(), config.digest());
         let usable = (config.streams(), 0)..=(config.streams(), u64::MAX);
         let key = if self.spare.contains_key(&same) { same } else { *self.spare.range(usable).next()?.0 };
         let alike = self.spare.get_mut(&key)?;
-        let entry = alike.pop();
+        let slot = alike.pop();
         if alike.is_empty() {
             self.spare.remove(&key);
         }
-        entry
+        slot
     }
 
     /// Adds a new pool.
@@ -141,7 +141,7 @@ impl<L: Lock> Destroyed<L> {
             if self.journals.len() == JOURNALS_MAX {
                 self.journals.pop_front();
             }
-            self.journals.extend(heap.ledger_mut().take_journal().map(|journal| ((pool, stream), journal)));
+            self.journals.extend(heap.take_journal().map(|journal| ((pool, stream), journal)));
         }
     }
 
@@ -155,7 +155,7 @@ impl<L: Lock> Destroyed<L> {
     }
 
     /// Keeps a pool for reuse by a later one.
-    pub(super) fn add_spare(&mut self, entry: PoolEntry<L>) {
-        self.spare.entry((entry.config().streams(), entry.config_digest())).or_default().push(entry);
+    pub(super) fn add_spare(&mut self, slot: PoolSlot<L>) {
+        self.spare.entry((slot.config().streams(), slot.config_digest())).or_default().push(slot);
     }
 }

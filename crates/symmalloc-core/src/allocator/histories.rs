@@ -8,7 +8,7 @@ pub use crate::history::digest::{Mark, folded_multiply, op_word, unpack_op, unpa
 pub use crate::history::journal::{CHECKPOINTS_MAX, Journal, JournalEntry, NAME_BYTES_MAX, ProgramOrder};
 
 use super::Allocator;
-use super::pool::{HeapCell, PoolEntry};
+use super::pool::{HeapCell, PoolSlot};
 use crate::config::op::Op;
 use crate::config::text::hash_of_text;
 use crate::heap::Heap;
@@ -54,8 +54,8 @@ impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
     fn heap_histories(&self) -> Vec<HeapHistory> {
         // Lists the live pools first: a pool that is destroyed in the meantime is then in both lists rather than in
         // neither.
-        let pools = self.symmetric_pools().zip(0..).filter(|((id, pool), _)| pool.id() == *id);
-        let heaps = pools.flat_map(|((_, pool), ordinal)| pool.heaps().map(move |heap| (ordinal, heap.lock())));
+        let pools = self.symmetric_pools().zip(0..).filter_map(|((_, slot), ordinal)| Some((slot.pool()?, ordinal)));
+        let heaps = pools.flat_map(|(pool, ordinal)| pool.heaps().map(move |heap| (ordinal, heap.lock())));
         let lived = heaps.filter(|(_, heap)| heap.ledger().has_history() && !heap.ledger().is_settled());
         let lived = lived.map(|(pool, heap)| HeapHistory {
             pool,
@@ -109,7 +109,7 @@ impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
 
     fn settle(&self, pool: u32, stream: Option<StreamId>, digest: Digest) {
         if let Some(heap) = self.symmetric_heap(pool, stream) {
-            heap.lock().ledger_mut().settle(digest);
+            heap.lock().settle(digest);
         } else if let Some(id) = self.symmetric_pool(pool) {
             self.destroyed.lock().settle((id, stream), digest);
         }
@@ -136,15 +136,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Returns the symmetric pools in the order of their creation, including destroyed ones.
-    fn symmetric_pools(&self) -> impl Iterator<Item = (PoolId, &PoolEntry<L>)> {
-        let pools = self.pools.iter().filter(|(_, pool)| pool.config().symmetric());
-        pools.map(|(index, pool)| (PoolId(index as u32), pool))
+    fn symmetric_pools(&self) -> impl Iterator<Item = (PoolId, &PoolSlot<L>)> {
+        let slots = self.pools.iter().filter(|(_, slot)| slot.config().symmetric());
+        slots.map(|(index, slot)| (PoolId(index as u32), slot))
     }
 
     fn symmetric_heap(&self, pool: u32, stream: Option<StreamId>) -> Option<&HeapCell<L>> {
-        let (id, pool) = self.symmetric_pools().nth(pool as usize)?;
+        let (_, slot) = self.symmetric_pools().nth(pool as usize)?;
         let is_meant = |heap: &Heap<L>| heap.identity().stream == stream && heap.ledger().has_history();
-        pool.heaps().filter(|_| pool.id() == id).find(|heap| is_meant(&heap.lock()))
+        slot.pool()?.heaps().find(|heap| is_meant(&heap.lock()))
     }
 
     /// Returns the text of all settings that affect symmetric pools and are not in their own configurations.

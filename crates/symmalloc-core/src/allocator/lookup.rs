@@ -117,7 +117,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns the first violation found, in (pool, stream) order.
     pub fn check(&self) -> Result<(), Violation> {
         let (mut held_in_all, mut segments_in_all) = (0, 0);
-        for (pool, entry) in self.kept_pools() {
+        for entry in self.kept_pools() {
             let mut held = 0;
             for heap in entry.heaps() {
                 let heap = heap.lock();
@@ -125,8 +125,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 held += held_bytes;
                 segments_in_all += segments;
             }
-            if held != entry.budget.reserved_bytes() {
-                return Err(Violation::of_budgets(pool));
+            if held != entry.budget().reserved_bytes() {
+                return Err(Violation::of_budgets(entry.id()));
             }
             held_in_all += held;
         }

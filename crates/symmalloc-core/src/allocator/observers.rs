@@ -2,11 +2,12 @@
 //! can read them.
 
 use super::Allocator;
-use super::pool::{HeapCell, HeapGuard};
+use super::pool::{HeapCell, HeapGuard, PoolSlot};
 use super::recorder::RecordingEnd;
 use crate::config::errors::{TrimError, UnknownError};
+use crate::heap::Heap;
 use crate::heap::trim::Released;
-use crate::history::segment_log::{SegmentEvent, SegmentLog};
+use crate::history::segment_log::SegmentEvent;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::{HeapId, ObserverId, PoolId};
@@ -40,7 +41,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut births = Vec::new();
         for heap in entry.heaps() {
             let mut heap = heap.lock();
-            heap.log_mut().observe(observer);
+            heap.observe(observer);
             for segment in heap.segments() {
                 births.extend(heap.events_of_live_segment(segment));
             }
@@ -56,8 +57,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn segment_log_entries(&self, pool: PoolId) -> u64 {
         self.pools
             .get(pool.index())
-            .filter(|entry| entry.id() == pool)
-            .map_or(0, |entry| entry.log_entries.load(Ordering::Acquire))
+            .and_then(PoolSlot::pool)
+            .map_or(0, |entry| entry.log_entries().load(Ordering::Acquire))
     }
 
     /// Returns the events that the observer has not acknowledged, by stream and order of occurrence. Empty for a
@@ -92,7 +93,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let has_death = |heap: HeapGuard<'_, L>| heap.log().has_death_since(end_of(heap.identity().id));
         // A replay acknowledges every event so far. If an event was added in between, this observer has not read it.
         let is_late = gate.is_recording() && self.observed_heaps(pool).map(LockCell::lock).any(has_death);
-        let released = self.let_go(pool, |id, log| log.acknowledge(observer, end_of(id)));
+        let released = self.change_observed(pool, |heap| {
+            let end = end_of(heap.identity().id);
+            heap.acknowledge(&self.context, observer, end)
+        });
         if is_late {
             gate.end(RecordingEnd::LateDeath);
         }
@@ -111,7 +115,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let pool = observers.pool_of(observer);
         observers.remove(observer);
         drop(observers);
-        let released = self.let_go(pool, |_, log| log.forget(observer));
+        let released = self.change_observed(pool, |heap| heap.forget(&self.context, observer));
         gate.note_forgotten(observer);
         gate.note_released(&released);
         released.into_result()
@@ -122,14 +126,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         pool.and_then(|pool| self.pool(pool).ok()).into_iter().flat_map(|pool| pool.heaps())
     }
 
-    /// Drops entries of logs, and releases the memory that they held.
-    fn let_go(&self, pool: Option<PoolId>, change: impl Fn(HeapId, &mut SegmentLog)) -> Released {
-        let mut released = Released::default();
-        for heap in self.observed_heaps(pool) {
-            let mut heap = heap.lock();
-            change(heap.identity().id, heap.log_mut());
-            released = released.plus(heap.release_retired(&self.context));
-        }
-        released
+    /// Changes the heaps of an observer's pool, and returns what they released.
+    fn change_observed(&self, pool: Option<PoolId>, change: impl Fn(&mut Heap<L>) -> Released) -> Released {
+        let released = self.observed_heaps(pool).map(|heap| change(&mut heap.lock()));
+        released.fold(Released::default(), Released::plus)
     }
 }

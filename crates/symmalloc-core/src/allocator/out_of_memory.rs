@@ -2,7 +2,7 @@
 
 use super::Allocator;
 use super::gate::Gate;
-use super::pool::{HeapCell, PoolEntry};
+use super::pool::{HeapCell, PoolRef};
 use super::recorder::RecordingEnd;
 use super::request::{Request, Retry};
 use crate::config::errors::{
@@ -123,7 +123,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             if heap.identity().pool != pool {
                 return Err(UnknownError::DestroyedPool { pool }.into());
             }
-            heap.ledger_mut().count_retry();
+            heap.count_retry();
             match attempt(&mut heap) {
                 Ok(done) => return Ok(done),
                 Err(again) => shortage = again,
@@ -136,13 +136,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// heap's only segment or its range. The answer depends on the configuration, the limits and the ops alone.
     fn is_hopeless(
         &self,
-        entry: &PoolEntry<L>,
+        entry: PoolRef<'_, L>,
         heap: &HeapCell<L>,
         demand_bytes: u64,
         cause: &OutOfMemoryCause,
     ) -> bool {
-        let staying_bytes = |pool: &PoolEntry<L>| match pool.config().segments() {
-            SegmentPolicy::Reserved { .. } => pool.budget.reserved_bytes(),
+        let staying_bytes = |pool: PoolRef<'_, L>| match pool.config().segments() {
+            SegmentPolicy::Reserved { .. } => pool.budget().reserved_bytes(),
             _ => 0,
         };
         match cause {
@@ -168,7 +168,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Step 3: releases the memory that `reclaim` allows, up to the missing amount. Returns the released bytes. Memory
     /// that the driver fails to release counts as reserved. The call is not repeated, and the result is 0.
-    fn reclaim(&self, entry: &PoolEntry<L>, heap: &HeapCell<L>, missing_bytes: u64, gate: &mut Gate<'_, L>) -> u64 {
+    fn reclaim(&self, entry: PoolRef<'_, L>, heap: &HeapCell<L>, missing_bytes: u64, gate: &mut Gate<'_, L>) -> u64 {
         let goal_bytes = Some(missing_bytes);
         let released = match entry.config().reclaim() {
             Reclaim::Never => Released::default(),
@@ -210,14 +210,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     fn out_of_memory(
         &self,
-        entry: &PoolEntry<L>,
+        entry: PoolRef<'_, L>,
         heap: &HeapCell<L>,
         request: Request,
         missing_bytes: u64,
         cause: OutOfMemoryCause,
     ) -> OutOfMemory {
         let allocated_bytes: u64 = entry.heaps().map(|heap| heap.lock().ledger().usage().allocated_bytes()).sum();
-        let free_bytes = entry.budget.reserved_bytes().saturating_sub(allocated_bytes);
+        let free_bytes = entry.budget().reserved_bytes().saturating_sub(allocated_bytes);
         let heap = heap.lock();
         let free_in_heap_bytes = heap.mapped_bytes().saturating_sub(heap.ledger().usage().allocated_bytes());
         OutOfMemory {
@@ -225,7 +225,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             stream: request.stream,
             requested_bytes: request.size_bytes,
             missing_bytes,
-            reserved_bytes: entry.budget.reserved_bytes(),
+            reserved_bytes: entry.budget().reserved_bytes(),
             allocated_bytes,
             largest_free_bytes: heap.largest_free_bytes(),
             remedy: remedy(entry.config(), request, free_bytes, free_in_heap_bytes),
@@ -275,6 +275,6 @@ fn remedy(config: &PoolConfig, request: Request, free_bytes: u64, free_in_heap_b
 /// Adds the refusal of a request to the digest and the recording.
 fn fold_refusal<L: Lock>(heap: &HeapCell<L>, request: Request, refusal: Refusal, gate: &mut Gate<'_, L>) {
     let Request { pool, stream, size_bytes } = request;
-    heap.lock().ledger_mut().fold_refusal(refusal, stream, size_bytes);
+    heap.lock().note_refusal(refusal, stream, size_bytes);
     gate.note(Op::Refuse { pool, stream, size_bytes, refusal });
 }

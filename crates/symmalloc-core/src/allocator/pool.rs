@@ -1,12 +1,13 @@
 //! One pool with the heaps that serve it.
 //!
 //! Pools and heaps are found without a lock, so a destroyed pool cannot be deallocated. Instead, a later pool reuses
-//! it, see [`super::destroyed`]: the object gets a new id, and each of its heaps is recreated at the first request for
-//! its stream. Until then the heap has the id of the earlier pool and counts as absent. The entry of an id keeps the
-//! id's own configuration:
+//! it, see [`super::destroyed`]: the object gets a new id, and each of its heaps is reset at the first request for its
+//! stream. Until then the heap has the id of the earlier pool and counts as absent. The slot of an id keeps the id's
+//! own configuration. [`PoolSlot::pool`] returns the pool only while the object has the slot's id, so a dead id does
+//! not reach the state of a later pool:
 //!
 //! ```text
-//!  table of pools   PoolEntry 1 (destroyed)   PoolEntry 2 (live)
+//!  table of pools   PoolSlot 1 (destroyed)    PoolSlot 2 (live)
 //!                     policy 1  └──► Pool ◄──────┘  policy 2
 //!                                  id 2, heaps
 //! ```
@@ -21,7 +22,6 @@ use crate::sync::lock::{Guard, Lock, LockCell};
 use crate::sync::registry::Registry;
 use crate::types::ids::{PoolId, StreamId};
 use crate::types::work;
-use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
@@ -38,26 +38,28 @@ struct Policy {
     digest: u64,
 }
 
-/// The entry of an id in the table of pools. All that remains of a destroyed pool once another one reuses its object.
-pub(super) struct PoolEntry<L: Lock> {
+/// The slot of an id in the table of pools. Of a destroyed pool, it keeps only the configuration once another pool
+/// reuses the object.
+pub(super) struct PoolSlot<L: Lock> {
+    id: PoolId,
     pool: Arc<Pool<L>>,
     policy: Arc<Policy>,
 }
 
-impl<L: Lock> PoolEntry<L> {
+impl<L: Lock> PoolSlot<L> {
     /// Creates a pool.
     pub(super) fn new(id: PoolId, config: PoolConfig) -> Self {
         let pool = Arc::new(Pool::new(id, &config));
-        PoolEntry { pool, policy: Policy::new(config) }
+        PoolSlot { id, pool, policy: Policy::new(config) }
     }
 
     /// Creates a pool that reuses the object of this destroyed one, without any heap or state of it. Both have the same
     /// [`StreamPolicy`].
     pub(super) fn reuse(self, id: PoolId, config: PoolConfig) -> Self {
-        let PoolEntry { pool, policy } = self;
+        let PoolSlot { pool, policy, .. } = self;
         pool.begin_as(id, &config);
         let policy = if policy.config == config { policy } else { Policy::new(config) };
-        PoolEntry { pool, policy }
+        PoolSlot { id, pool, policy }
     }
 
     pub(super) fn config(&self) -> &PoolConfig {
@@ -67,20 +69,31 @@ impl<L: Lock> PoolEntry<L> {
     pub(super) fn config_digest(&self) -> u64 {
         self.policy.digest
     }
-}
 
-impl<L: Lock> Clone for PoolEntry<L> {
-    fn clone(&self) -> Self {
-        PoolEntry { pool: Arc::clone(&self.pool), policy: Arc::clone(&self.policy) }
+    /// Returns the pool, live or destroyed, unless a later pool reuses the object.
+    pub(super) fn pool(&self) -> Option<PoolRef<'_, L>> {
+        (self.pool.id() == self.id).then_some(PoolRef { slot: self })
+    }
+
+    /// Returns the pool if it is live.
+    #[inline(always)]
+    pub(super) fn live(&self) -> Option<PoolRef<'_, L>> {
+        // The order matters: an object gets the next pool's id before it counts as live.
+        let is_destroyed = self.pool.is_destroyed.load(Ordering::Acquire);
+        if is_destroyed { None } else { self.pool() }
+    }
+
+    /// Returns the heap that serves a stream, if it exists. The heap may belong to another pool: the caller compares its
+    /// identity after locking it.
+    #[inline(always)]
+    pub(super) fn unchecked_heap(&self, stream: StreamId) -> Option<&HeapCell<L>> {
+        self.pool.heaps.get(self.pool.index(stream)).map(|heap| &**heap)
     }
 }
 
-impl<L: Lock> Deref for PoolEntry<L> {
-    type Target = Pool<L>;
-
-    #[inline(always)]
-    fn deref(&self) -> &Pool<L> {
-        &self.pool
+impl<L: Lock> Clone for PoolSlot<L> {
+    fn clone(&self) -> Self {
+        PoolSlot { id: self.id, pool: Arc::clone(&self.pool), policy: Arc::clone(&self.policy) }
     }
 }
 
@@ -90,23 +103,19 @@ impl Policy {
     }
 }
 
-/// A pool with the heaps that serve it.
-pub(super) struct Pool<L: Lock> {
+/// The object of a pool, and of later pools after its destruction.
+struct Pool<L: Lock> {
     /// Policy of this pool and of all that reuse the object, because it determines the indices of heaps.
     streams: StreamPolicy,
-    pub(super) budget: Arc<Budget<L>>,
-    /// Number of entries so far in the segment logs of its heaps.
-    pub(super) log_entries: Arc<AtomicU64>,
+    budget: Arc<Budget<L>>,
+    log_entries: Arc<AtomicU64>,
     /// The heap of each stream, by stream; if streams share a heap, the heap of all streams at index 0.
     heaps: Registry<Arc<HeapCell<L>>>,
     /// The current id, or the last one.
     id: AtomicU32,
     is_destroyed: AtomicBool,
-    /// The key of the open step. Locked while a step begins or ends, and while a heap is created, before any heap's
-    /// lock.
-    pub(super) step: L::Cell<Option<u64>>,
-    /// Locked after the step and before any heap's lock.
-    pub(super) sleep: L::Cell<State>,
+    step: L::Cell<Option<u64>>,
+    sleep: L::Cell<State>,
 }
 
 impl<L: Lock> Pool<L> {
@@ -123,52 +132,6 @@ impl<L: Lock> Pool<L> {
         }
     }
 
-    /// Returns the pool's heaps in stream order.
-    pub(super) fn heaps(&self) -> impl Iterator<Item = &HeapCell<L>> {
-        let id = self.id();
-        self.heaps
-            .iter()
-            .inspect(|_| work::count(1))
-            .map(|(_, heap)| &**heap)
-            .filter(move |heap| heap.lock().identity().pool == id)
-    }
-
-    /// Returns the heap that serves a stream, if it exists. The heap may belong to an earlier pool: the caller compares
-    /// its identity.
-    #[inline(always)]
-    pub(super) fn heap(&self, stream: StreamId) -> Option<&HeapCell<L>> {
-        self.heaps.get(self.index(stream)).map(|heap| &**heap)
-    }
-
-    /// Returns the heap that serves a stream. Creates it if necessary.
-    pub(super) fn make_heap(&self, stream: StreamId, make: impl FnOnce() -> Arc<HeapCell<L>>) -> &HeapCell<L> {
-        self.heaps.get_or_make(self.index(stream), make)
-    }
-
-    #[inline(always)]
-    fn index(&self, stream: StreamId) -> usize {
-        match self.streams {
-            StreamPolicy::Separate => stream.index(),
-            StreamPolicy::Shared => 0,
-        }
-    }
-
-    /// Returns an error if the pool sleeps. Everything that needs memory checks this first.
-    pub(super) fn check_awake(&self, pool: PoolId) -> Result<(), PoolSleeps> {
-        if self.sleep.lock().is_awake() { Ok(()) } else { Err(PoolSleeps { pool }) }
-    }
-
-    /// Returns an error if a layout cannot represent the pool: it has plans or a step, or sleeps.
-    pub(super) fn check_layout_holds(&self, pool: PoolId) -> Result<(), LayoutError> {
-        self.check_awake(pool)?;
-        let is_planned = self.step.lock().is_some() || self.heaps().any(|heap| heap.lock().remembers_steps());
-        if is_planned { Err(LayoutError::Planned { pool }) } else { Ok(()) }
-    }
-
-    pub(super) fn id(&self) -> PoolId {
-        PoolId(self.id.load(Ordering::Acquire))
-    }
-
     /// Turns this into another pool, without any heap or state of the earlier one.
     fn begin_as(&self, id: PoolId, config: &PoolConfig) {
         debug_assert_eq!(self.streams, config.streams(), "the policy determines the indices of heaps");
@@ -180,12 +143,106 @@ impl<L: Lock> Pool<L> {
         self.is_destroyed.store(false, Ordering::Release);
     }
 
-    pub(super) fn is_destroyed(&self) -> bool {
-        self.is_destroyed.load(Ordering::Acquire)
+    fn id(&self) -> PoolId {
+        PoolId(self.id.load(Ordering::Acquire))
+    }
+
+    #[inline(always)]
+    fn index(&self, stream: StreamId) -> usize {
+        match self.streams {
+            StreamPolicy::Separate => stream.index(),
+            StreamPolicy::Shared => 0,
+        }
+    }
+}
+
+/// A pool, live or destroyed.
+pub(super) struct PoolRef<'a, L: Lock> {
+    slot: &'a PoolSlot<L>,
+}
+
+impl<L: Lock> Clone for PoolRef<'_, L> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<L: Lock> Copy for PoolRef<'_, L> {}
+
+impl<'a, L: Lock> PoolRef<'a, L> {
+    pub(super) fn id(self) -> PoolId {
+        self.slot.id
+    }
+
+    pub(super) fn config(self) -> &'a PoolConfig {
+        self.slot.config()
+    }
+
+    /// Returns the digest of the configuration, which ranks compare at every agreement.
+    pub(super) fn config_digest(self) -> u64 {
+        self.slot.config_digest()
+    }
+
+    pub(super) fn slot(self) -> &'a PoolSlot<L> {
+        self.slot
+    }
+
+    pub(super) fn budget(self) -> &'a Arc<Budget<L>> {
+        &self.slot.pool.budget
+    }
+
+    /// Returns the number of entries so far in the segment logs of the pool's heaps.
+    pub(super) fn log_entries(self) -> &'a Arc<AtomicU64> {
+        &self.slot.pool.log_entries
+    }
+
+    /// Returns the key of the open step. It is locked while a step begins or ends, and while a heap is created, before
+    /// any heap's lock.
+    pub(super) fn step(self) -> &'a L::Cell<Option<u64>> {
+        &self.slot.pool.step
+    }
+
+    /// Returns the state of the pool's sleep. It is locked after the step and before any heap's lock.
+    pub(super) fn sleep(self) -> &'a L::Cell<State> {
+        &self.slot.pool.sleep
+    }
+
+    /// Returns the pool's heaps in stream order.
+    pub(super) fn heaps(self) -> impl Iterator<Item = &'a HeapCell<L>> {
+        let id = self.id();
+        let heaps = self.slot.pool.heaps.iter().inspect(|_| work::count(1));
+        heaps.map(|(_, heap)| &**heap).filter(move |heap| heap.lock().identity().pool == id)
+    }
+
+    /// Returns the heap that serves a stream, if it exists.
+    pub(super) fn heap(self, stream: StreamId) -> Option<&'a HeapCell<L>> {
+        self.slot.unchecked_heap(stream).filter(|heap| heap.lock().identity().pool == self.id())
+    }
+
+    /// Returns the heap that serves a stream. Creates it if necessary.
+    pub(super) fn make_heap(self, stream: StreamId, make: impl FnOnce() -> Arc<HeapCell<L>>) -> &'a HeapCell<L> {
+        let pool = &self.slot.pool;
+        pool.heaps.get_or_make(pool.index(stream), make)
+    }
+
+    /// Returns an error if the pool sleeps. Everything that needs memory checks this first.
+    pub(super) fn check_awake(self) -> Result<(), PoolSleeps> {
+        if self.sleep().lock().is_awake() { Ok(()) } else { Err(PoolSleeps { pool: self.id() }) }
+    }
+
+    /// Returns an error if a layout cannot represent the pool: it has plans or a step, or sleeps.
+    pub(super) fn check_layout_holds(self) -> Result<(), LayoutError> {
+        self.check_awake()?;
+        let is_planned = self.step().lock().is_some() || self.heaps().any(|heap| heap.lock().remembers_steps());
+        if is_planned { Err(LayoutError::Planned { pool: self.id() }) } else { Ok(()) }
+    }
+
+    pub(super) fn is_destroyed(self) -> bool {
+        self.slot.pool.is_destroyed.load(Ordering::Acquire)
     }
 
     /// Marks the pool as destroyed: no heap is created any more, and none serves a request.
-    pub(super) fn set_destroyed(&self) {
-        self.is_destroyed.store(true, Ordering::Release);
+    pub(super) fn set_destroyed(self) {
+        self.slot.pool.is_destroyed.store(true, Ordering::Release);
     }
 }

@@ -2,7 +2,7 @@
 
 use super::Allocator;
 use super::gate::Gate;
-use super::pool::{HeapGuard, PoolEntry};
+use super::pool::{HeapGuard, PoolRef, PoolSlot};
 use super::recorder::RecordingEnd;
 use crate::config::PoolConfig;
 use crate::config::errors::{PoolError, StreamError, UnknownError};
@@ -87,7 +87,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             let pool = PoolId(index as u32);
             match spare {
                 Some(spare) => spare.reuse(pool, config),
-                None => PoolEntry::new(pool, config),
+                None => PoolSlot::new(pool, config),
             }
         };
         let pool = match key {
@@ -114,7 +114,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Returns the live pools in the order of their ids.
     pub fn pools(&self) -> Vec<PoolId> {
-        self.kept_pools().filter(|(_, entry)| !entry.is_destroyed()).map(|(pool, _)| pool).collect()
+        self.kept_pools().filter(|entry| !entry.is_destroyed()).map(PoolRef::id).collect()
     }
 
     /// Returns a pool's policy.
@@ -149,7 +149,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if observers.count(pool) > 0 {
             return Err(PoolError::Observed { pool, observers: observers.count(pool) });
         }
-        let mut sleep = entry.sleep.lock();
+        let mut sleep = entry.sleep().lock();
         if sleep.is_changing {
             return Err(PoolError::Sleeping { pool });
         }
@@ -165,7 +165,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             released = released.plus(heap.destroy(&self.context));
         }
         self.end_sleep(&mut sleep);
-        self.bury(pool, entry, &mut heaps);
+        self.bury(entry, &mut heaps);
         drop((heaps, sleep, observers));
         self.context.backend.forget_pool(pool);
         gate.note(Op::DestroyPool { pool });
@@ -212,7 +212,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Destroys private abandoned pools for a request of another pool that a limit refused. Returns the released bytes.
     pub(super) fn destroy_abandoned_for(&self, asking: PoolId, gate: &mut Gate<'_, L>) -> u64 {
-        let is_selected = |entry: &PoolEntry<L>| !entry.config().symmetric() && entry.id() != asking;
+        let is_selected = |entry: PoolRef<'_, L>| !entry.config().symmetric() && entry.id() != asking;
         self.destroy_some_abandoned(is_selected, gate).unwrap_or(0)
     }
 
@@ -223,7 +223,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     fn destroy_some_abandoned(
         &self,
-        is_selected: impl Fn(&PoolEntry<L>) -> bool,
+        is_selected: impl Fn(PoolRef<'_, L>) -> bool,
         gate: &mut Gate<'_, L>,
     ) -> Result<u64, PoolError> {
         let abandoned = self.abandoned.lock().clone();
@@ -309,7 +309,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 }
                 failure = failure.or(heap.release_above_threshold(&self.context));
             }
-            heap.ledger_mut().note_reset();
+            heap.note_reset();
             freed.extend(live);
         }
         drop(heaps);
@@ -321,11 +321,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     #[inline(always)]
-    pub(super) fn pool(&self, pool: PoolId) -> Result<&PoolEntry<L>, UnknownError> {
+    pub(super) fn pool(&self, pool: PoolId) -> Result<PoolRef<'_, L>, UnknownError> {
         match self.pools.get(pool.index()) {
-            // The order matters: an entry gets the next pool's id before it counts as live.
-            Some(entry) if entry.is_destroyed() || entry.id() != pool => Err(UnknownError::DestroyedPool { pool }),
-            Some(entry) => Ok(entry),
+            Some(slot) => slot.live().ok_or(UnknownError::DestroyedPool { pool }),
             None => Err(UnknownError::Pool { pool, pools: self.pool_count() }),
         }
     }
@@ -398,10 +396,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns the pools that reports and trims visit, in the order of their ids: live pools, and destroyed pools whose
     /// memory the driver holds.
-    pub(super) fn kept_pools(&self) -> impl Iterator<Item = (PoolId, &PoolEntry<L>)> {
+    pub(super) fn kept_pools(&self) -> impl Iterator<Item = PoolRef<'_, L>> {
         let kept = self.destroyed.lock().kept().to_vec();
         work::count(kept.len());
-        kept.into_iter().filter_map(|id| Some((id, self.pools.get(id.index())?))).filter(|(id, pool)| pool.id() == *id)
+        kept.into_iter().filter_map(|id| self.pools.get(id.index())?.pool())
     }
 
     /// Returns `true` if the driver still has to release memory or addresses of removed segments of a pool: after a failure, or because
@@ -420,29 +418,27 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Removes a destroyed pool whose memory was released.
-    pub(super) fn bury(&self, pool: PoolId, entry: &PoolEntry<L>, heaps: &mut [HeapGuard<'_, L>]) {
+    pub(super) fn bury(&self, entry: PoolRef<'_, L>, heaps: &mut [HeapGuard<'_, L>]) {
         if heaps.iter().any(|heap| heap.log().has_retired()) {
             return;
         }
         let mut destroyed = self.destroyed.lock();
-        if !destroyed.remove(pool) {
+        if !destroyed.remove(entry.id()) {
             return;
         }
         for heap in heaps {
             destroyed.bury(heap, entry.config().symmetric());
-            let HeapIdentity { id, stream, .. } = heap.identity();
-            let past = heap.ledger_mut().take_past();
-            **heap = self.empty_heap(entry, HeapIdentity { id, pool, stream });
-            heap.ledger_mut().set_past(past);
+            let identity = heap.identity();
+            heap.replace(self.empty_heap(entry, identity));
             heap.close();
         }
-        destroyed.add_spare(entry.clone());
+        destroyed.add_spare(entry.slot().clone());
     }
 
     /// Creates a heap without ops and observers.
-    pub(super) fn empty_heap(&self, entry: &PoolEntry<L>, identity: HeapIdentity) -> Heap<L> {
-        let log = SegmentLog::new(Arc::clone(&entry.log_entries));
-        Heap::new(identity, entry.config().clone(), Arc::clone(&entry.budget), self.granularity_bytes, log)
+    pub(super) fn empty_heap(&self, entry: PoolRef<'_, L>, identity: HeapIdentity) -> Heap<L> {
+        let log = SegmentLog::new(Arc::clone(entry.log_entries()));
+        Heap::new(identity, entry.config().clone(), Arc::clone(entry.budget()), self.granularity_bytes, log)
     }
 }
 

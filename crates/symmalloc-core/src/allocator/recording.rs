@@ -106,10 +106,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     fn standing(&self, observers: &Observers) -> Vec<Record> {
         let streams = (0..self.stream_count()).map(|id| Op::RegisterStream { stream: StreamId(id as u16) });
         let mut ops: Vec<Op> = streams.collect();
-        for (index, entry) in self.pools.iter().skip(1) {
+        for (index, slot) in self.pools.iter().skip(1) {
             let pool = PoolId(index as u32);
-            ops.push(Op::CreatePool { pool, config: Box::new(entry.config().clone()) });
-            if entry.id() != pool || entry.is_destroyed() {
+            ops.push(Op::CreatePool { pool, config: Box::new(slot.config().clone()) });
+            if slot.live().is_none() {
                 ops.push(Op::DestroyPool { pool });
             }
         }

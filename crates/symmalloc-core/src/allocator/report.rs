@@ -4,7 +4,7 @@
 pub use crate::heap::view::{BlockSnapshot, BlockStateSnapshot, MemoryStats, SegmentSnapshot};
 
 use super::Allocator;
-use super::pool::HeapCell;
+use super::pool::{HeapCell, PoolRef};
 use crate::config::errors::UnknownError;
 use crate::history::digest::Digest;
 use crate::stats::usage::{ClassStats, Stat};
@@ -109,7 +109,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns an error if the pool is unknown.
     pub fn pool_stats(&self, pool: PoolId) -> Result<MemoryStats, UnknownError> {
         let entry = self.pool(pool)?;
-        Ok(stats_of::<L, _>(entry.budget.stat(), entry.heaps()))
+        Ok(stats_of::<L, _>(entry.budget().stat(), entry.heaps()))
     }
 
     /// Returns statistics of the heap that serves a stream in a pool; all zero before its first op.
@@ -117,7 +117,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// Returns an error if the pool is unknown.
     pub fn heap_stats(&self, pool: PoolId, stream: StreamId) -> Result<MemoryStats, UnknownError> {
-        let heap = self.pool(pool)?.heap(stream).filter(|heap| heap.lock().identity().pool == pool);
+        let heap = self.pool(pool)?.heap(stream);
         Ok(stats_of::<L, _>(heap.map_or_else(Stat::default, |heap| heap.lock().budget().stat()), heap))
     }
 
@@ -139,11 +139,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.context.budget.reset_peak();
         self.usage.lock().reset_peaks();
         self.destroyed.lock().usage.reset_peaks();
-        self.kept_pools().for_each(|(_, entry)| entry.budget.reset_peak());
+        self.kept_pools().for_each(|entry| entry.budget().reset_peak());
         for heap in self.all_heaps() {
-            let mut heap = heap.lock();
-            heap.ledger_mut().usage_mut().reset_peaks();
-            heap.budget().reset_peak();
+            heap.lock().reset_peaks();
         }
     }
 
@@ -153,7 +151,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         *open_scopes += 1;
         self.usage.lock().open_scope();
         self.destroyed.lock().usage.open_scope();
-        self.all_heaps().for_each(|heap| heap.lock().ledger_mut().usage_mut().open_scope());
+        self.all_heaps().for_each(|heap| heap.lock().open_stat_scope());
         StatScope(())
     }
 
@@ -165,7 +163,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let StatScope(()) = scope;
         let mut open_scopes = self.open_scopes.lock();
         *open_scopes -= 1;
-        let heaps = self.all_heaps().map(|heap| heap.lock().ledger_mut().usage_mut().close_scope());
+        let heaps = self.all_heaps().map(|heap| heap.lock().close_stat_scope());
         let mut stats = heaps.fold(ClassStats::default(), ClassStats::add);
         stats = stats + self.destroyed.lock().usage.close_scope();
         if L::IS_EXCLUSIVE {
@@ -219,7 +217,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             ));
         };
         row("all pools", &self.stats());
-        for (pool, _) in self.kept_pools() {
+        for pool in self.kept_pools().map(PoolRef::id) {
             if let Ok(stats) = self.pool_stats(pool) {
                 row(&pool.to_string(), &stats);
             }

@@ -14,7 +14,7 @@
 
 use super::Allocator;
 use super::gate::Gate;
-use super::pool::PoolEntry;
+use super::pool::PoolRef;
 use super::recorder::RecordingEnd;
 use crate::config::restore_error::{LayoutError, RestoreError};
 use crate::heap::Heap;
@@ -110,7 +110,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn restore_layout(&self, pool: PoolId, layout: &Layout) -> Result<Restored, RestoreError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
-        self.check_it_fits(pool, entry, layout)?;
+        self.check_it_fits(entry, layout)?;
         if !entry.heaps().all(|heap| heap.lock().is_fresh()) {
             return Err(RestoreError::Used { pool });
         }
@@ -147,7 +147,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn revive_layout(&self, pool: PoolId, layout: &Layout) -> Result<Restored, RestoreError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
-        self.check_it_fits(pool, entry, layout)?;
+        self.check_it_fits(entry, layout)?;
         for saved in layout.heaps().iter().filter(|saved| !saved.segments.is_empty()) {
             // Creates heaps that the pool lacks, so that they report their missing memory.
             self.heap_for(pool, saved.stream.unwrap_or_default())?;
@@ -186,7 +186,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.known_stream(stream)?;
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
-        entry.check_layout_holds(pool)?;
+        entry.check_layout_holds()?;
         let mut heap = self.heap_for(pool, stream)?.lock();
         if heap.has_stitched() {
             return Err(LayoutError::Stitched { pool }.into());
@@ -213,8 +213,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Performs the checks that do not depend on blocks.
-    fn check_it_fits(&self, pool: PoolId, entry: &PoolEntry<L>, layout: &Layout) -> Result<(), RestoreError> {
-        entry.check_layout_holds(pool)?;
+    fn check_it_fits(&self, entry: PoolRef<'_, L>, layout: &Layout) -> Result<(), RestoreError> {
+        entry.check_layout_holds()?;
         if *layout.config() != *entry.config() {
             let (saved, here) = (Box::new(layout.config().clone()), Box::new(entry.config().clone()));
             return Err(RestoreError::Config { saved, here });

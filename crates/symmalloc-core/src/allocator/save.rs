@@ -23,7 +23,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// memory of dead segments.
     pub fn save_layout(&self, pool: PoolId) -> Result<Layout, LayoutError> {
         let entry = self.pool(pool)?;
-        entry.check_layout_holds(pool)?;
+        entry.check_layout_holds()?;
         // Locks all heaps together, so that the layout represents one moment.
         let heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         if heaps.iter().any(|heap| heap.has_stitched()) {

@@ -5,7 +5,7 @@
 //! meantime.
 
 use super::Allocator;
-use super::pool::Pool;
+use super::pool::PoolRef;
 use crate::arena::fencing::synchronize;
 use crate::config::errors::{OutOfMemoryCause, UnknownError};
 use crate::config::op::{Contents, Op};
@@ -64,7 +64,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     fn try_quiesce(&self, pool: PoolId, contents: Contents) -> Result<Quiesced<'_, B, L>, SleepCause> {
         let entry = self.pool(pool)?;
-        let step = entry.step.lock();
+        let step = entry.step().lock();
         if step.is_some() {
             return Err(SleepCause::StepOpen);
         }
@@ -118,7 +118,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let needed_bytes = unmapped_bytes(entry);
         let live = live_parts(entry);
         let fill = |kept: &Kept| (kept.image(), kept.parts_to_fill(live));
-        let (image, parts) = entry.sleep.lock().kept.as_ref().map(fill).unwrap_or_default();
+        let (image, parts) = entry.sleep().lock().kept.as_ref().map(fill).unwrap_or_default();
         image.into_iter().for_each(|image| backend.expect_load(image, &parts));
         let mapped = self.map_all(entry).or_else(|cause| {
             let is_full = match &cause {
@@ -140,7 +140,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Maps all memory of a sleeping pool that is not mapped. Checks the limits first.
-    fn map_all(&self, entry: &Pool<L>) -> Result<(), OutOfMemoryCause> {
+    fn map_all(&self, entry: PoolRef<'_, L>) -> Result<(), OutOfMemoryCause> {
         let needed_bytes = unmapped_bytes(entry);
         if let Some(heap) = entry.heaps().next() {
             heap.lock().budgets(&self.context).charge(needed_bytes).map(drop)?;
@@ -151,7 +151,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Begins a sleep or a wake.
     fn begin_change(&self, pool: PoolId, asked: Option<Contents>) -> Result<Change<'_, B, L>, SleepCause> {
         let entry = self.pool(pool)?;
-        let mut sleep = entry.sleep.lock();
+        let mut sleep = entry.sleep().lock();
         // The pool may have been destroyed in the meantime.
         self.pool(pool)?;
         if sleep.is_changing {
@@ -172,7 +172,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns an error if the pool is unknown.
     pub fn phase(&self, pool: PoolId) -> Result<Phase, UnknownError> {
         let entry = self.pool(pool)?;
-        let sleep = entry.sleep.lock();
+        let sleep = entry.sleep().lock();
         let is_held = || !sleep.is_changing && held_bytes(entry) > 0;
         Ok(if sleep.kept.is_none() {
             Phase::Awake
@@ -190,8 +190,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Returns the pools with a tag in the order of their ids. They sleep and wake together.
     pub fn pools_tagged(&self, tag: &str) -> Vec<PoolId> {
-        let tagged = self.kept_pools().filter(|(_, entry)| entry.config().tag() == Some(tag) && !entry.is_destroyed());
-        tagged.map(|(pool, _)| pool).collect()
+        let tagged = self.kept_pools().filter(|entry| entry.config().tag() == Some(tag) && !entry.is_destroyed());
+        tagged.map(PoolRef::id).collect()
     }
 
     /// Replays a recorded sleep or wake that failed, which is in the digest: [`Op::Stay`].
@@ -213,26 +213,26 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 }
 
 /// Returns the live parts of a pool in stream and segment order. In an image, the runs of blocks are adjacent.
-fn live_parts<L: Lock>(entry: &Pool<L>) -> Vec<Part> {
+fn live_parts<L: Lock>(entry: PoolRef<'_, L>) -> Vec<Part> {
     let mut parts = Vec::new();
     entry.heaps().for_each(|heap| heap.lock().add_live_parts(&mut parts));
     parts
 }
 
 /// Returns the bytes of memory that a sleeping pool needs to wake.
-fn unmapped_bytes<L: Lock>(entry: &Pool<L>) -> u64 {
+fn unmapped_bytes<L: Lock>(entry: PoolRef<'_, L>) -> u64 {
     entry.heaps().map(|heap| heap.lock().asleep().map_or(0, Mappings::unmapped_bytes)).sum()
 }
 
 /// Returns the bytes of memory that a sleeping pool still has.
-fn held_bytes<L: Lock>(entry: &Pool<L>) -> u64 {
+fn held_bytes<L: Lock>(entry: PoolRef<'_, L>) -> u64 {
     entry.heaps().map(|heap| heap.lock().asleep().map_or(0, Mappings::mapped_bytes)).sum()
 }
 
 /// A sleep or a wake in progress. No other sleep or wake begins until it ends. Dropping it leaves the pool unchanged.
 struct Change<'a, B: Backend, L: Lock> {
     allocator: &'a Allocator<B, L>,
-    entry: &'a Pool<L>,
+    entry: PoolRef<'a, L>,
     pool: PoolId,
     /// The requested contents; `None` for a wake.
     asked: Option<Contents>,
@@ -258,7 +258,7 @@ impl<B: Backend, L: Lock> Change<'_, B, L> {
             released = unmapped.fold(released, Released::plus);
         }
         // Held until all heaps are awake, so that a heap created in the meantime is awake too.
-        let mut sleep = entry.sleep.lock();
+        let mut sleep = entry.sleep().lock();
         for heap in entry.heaps() {
             let mut heap = heap.lock();
             if after == Phase::Awake {

@@ -26,12 +26,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn begin_step(&self, pool: PoolId, key: u64) -> Result<(), StepError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
-        let mut step = entry.step.lock();
+        let mut step = entry.step().lock();
         self.pool(pool)?; // It may have been destroyed, and its entry reused, before the lock was taken.
         if let Some(key) = *step {
             return Err(StepError::Open { pool, key });
         }
-        entry.check_awake(pool)?;
+        entry.check_awake()?;
         *step = Some(key);
         entry.heaps().for_each(|heap| heap.lock().begin_step(&self.context, key));
         drop(step);
@@ -50,7 +50,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn end_step(&self, pool: PoolId) -> Result<StepReport, StepError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
-        let mut step = entry.step.lock();
+        let mut step = entry.step().lock();
         self.pool(pool)?; // As in `begin_step`.
         let key = step.take().ok_or(StepError::NotOpen { pool })?;
         let (mut report, mut released) = (StepReport::default(), Released::default());
@@ -92,12 +92,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         plan.allocations().iter().try_for_each(|planned| self.known_stream(planned.wanted.stream))?;
         let stream = plan.allocations().first().map_or_else(Default::default, |planned| planned.wanted.stream);
         let heap = self.heap_for(pool, stream)?;
-        let step = entry.step.lock();
+        let step = entry.step().lock();
         self.pool(pool)?; // As in `begin_step`.
         if step.is_some() {
             return Err(PlanError::StepOpen { pool });
         }
-        entry.check_awake(pool)?;
+        entry.check_awake()?;
         let plans = heap.lock().prepare_plan(plan)?;
         gate.end(RecordingEnd::Planned { pool });
         let adopted = heap.lock().adopt(&self.context, &plans);
@@ -118,7 +118,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn drop_plans(&self, pool: PoolId) -> Result<(), PlanError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
-        let step = entry.step.lock();
+        let step = entry.step().lock();
         self.pool(pool)?; // As in `begin_step`.
         if step.is_some() {
             return Err(PlanError::StepOpen { pool });

@@ -1,6 +1,6 @@
-//! The state of a heap that other modules may read, and its history, which ranks compare.
+//! The state of a heap that other modules may read. Nothing here changes it.
 
-use super::{Heap, HeapIdentity, RequestMode};
+use super::{Heap, HeapIdentity};
 use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::PoolConfig;
 use crate::config::errors::HandleError;
@@ -125,10 +125,6 @@ impl<L: Lock> Heap<L> {
         &self.ledger
     }
 
-    pub(crate) fn ledger_mut(&mut self) -> &mut Ledger {
-        &mut self.ledger
-    }
-
     /// Returns the digest before the first op.
     pub(crate) fn first_digest(&self) -> Digest {
         Self::digest_before_ops(&self.config, bytes(self.arena.rules().granule), self.identity.stream)
@@ -150,12 +146,6 @@ impl<L: Lock> Heap<L> {
         let mut digest = Digest::new(config.digest());
         digest.fold(granularity_bytes, stream.map_or(u64::MAX, |stream| stream.0.into()));
         Digest { ops: 0, ..digest }
-    }
-
-    /// Records that the pool is destroyed: the heap refuses requests from now on.
-    pub(crate) fn close(&mut self) {
-        self.ledger.close();
-        self.mode = RequestMode::Closed;
     }
 
     /// Returns `true` if the heap was never used.
@@ -186,10 +176,6 @@ impl<L: Lock> Heap<L> {
 
     pub(crate) fn log(&self) -> &SegmentLog {
         &self.log
-    }
-
-    pub(crate) fn log_mut(&mut self) -> &mut SegmentLog {
-        &mut self.log
     }
 
     /// Returns `true` if an address range, live or dead, aliases memory.
