@@ -113,11 +113,6 @@ def main() -> None:
 
         symmalloc.install()
     rank, world, device = start("gloo")
-    try:
-        torch.cuda.MemPool()
-    except RuntimeError as error:  # symmalloc uses PyTorch's class for pluggable allocators
-        report({"job": "engine_flow", "allocator": allocator, "skipped": str(error).splitlines()[0]})
-        return
     with tempfile.TemporaryDirectory() as folder:
         library = str(compiled(Path(folder)))
         right, of = 0, 0

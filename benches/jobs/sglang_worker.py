@@ -81,5 +81,4 @@ def _facts(_scheduler: Any, folder: str) -> None:
         import symmalloc
 
         facts["installed"] = symmalloc.installed()
-        facts["class"] = symmalloc.has_class()
     (Path(folder) / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(facts))

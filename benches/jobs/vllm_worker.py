@@ -65,7 +65,6 @@ class Extension:
             import symmalloc
 
             facts["installed"] = symmalloc.installed()
-            facts["class"] = symmalloc.has_class()
         if "symmalloc.vllm" in sys.modules:
             from symmalloc.vllm import windows
 

@@ -6,7 +6,10 @@ The package calls a C interface through ctypes, so one wheel fits every Python 3
 library that was built already, run `SYMMALLOC_LIBRARY=/path/to/libsymmalloc_torch.so pip install ./crates/symmalloc-torch`. The command line
 and the library that it preloads are taken from the same folder, if it has them.
 
-    package symmalloc   libsymmalloc_torch.so, the library of the package
+`SYMMALLOC_TORCH_CLASSES` names a folder with compiled classes for versions of PyTorch, which `.ci/torch-headers --build` writes. Without
+it, the wheel contains none, and the first `install()` compiles the class for any PyTorch.
+
+    package symmalloc   libsymmalloc_torch.so, the library of the package; in pytorch/compiled, the classes
     bin                 symmalloc, the command line
     lib                 libsymmalloc_preload.so, which `symmalloc run` finds there
 
@@ -78,6 +81,20 @@ def built() -> dict[str, Path]:
     return {file.name: file for file in files if file.name in names}
 
 
+@functools.cache
+def classes() -> list[Path]:
+    """Returns the compiled classes for the wheel, and says so if there are none."""
+    given = os.environ.get("SYMMALLOC_TORCH_CLASSES")
+    if given is None:
+        text = "symmalloc: SYMMALLOC_TORCH_CLASSES is not set, so the wheel has no compiled class: the first install() compiles it"
+        print(text, file=terminal() or sys.stderr, flush=True)
+        return []
+    found = sorted(Path(given).glob("torch-*.so"))
+    if not found:
+        raise SystemExit(f"SYMMALLOC_TORCH_CLASSES={given} contains no torch-*.so: build them with .ci/torch-headers, or unset it")
+    return found
+
+
 def terminal() -> TextIO | None:
     """Opens the user's terminal if standard error is something else: without -v, pip hides what a build prints there."""
     if sys.stderr.isatty():
@@ -98,6 +115,12 @@ class BuildWithLibrary(build_py):
         if not self.editable_mode:
             # The class for PyTorch is compiled against this header. A checkout uses the crate's header.
             shutil.copyfile(CRATE / "include" / HEADER, package / "pytorch" / HEADER)
+            compiled = package / "pytorch" / "compiled"
+            # The folder may contain classes of an earlier build.
+            shutil.rmtree(compiled, ignore_errors=True)
+            for path in classes():
+                compiled.mkdir(exist_ok=True)
+                shutil.copy(path, compiled)
 
 
 class BuildProgram(Distribution().get_command_class("build_scripts")):
@@ -126,11 +149,13 @@ class InstallProgram(install_scripts):
 class PlatformWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         platform = super().get_tag()[2]
-        return "py3", "none", manylinux(built().values(), platform)
+        return "py3", "none", manylinux([*built().values(), *classes()], platform)
 
 
-# The libraries that every Linux with glibc has (PEP 600), and the oldest glibc that the tag supports.
-EVERYWHERE = re.compile(r"(lib(c|m|dl|pthread|rt|util|gcc_s)|ld-linux-[a-z0-9-]+)\.so\.[0-9]+")
+# The libraries that every Linux with glibc has (PEP 600), those of PyTorch, with which classes are linked, and the oldest glibc
+# that the tag supports.
+EVERYWHERE = re.compile(r"(lib(c|m|dl|pthread|rt|util|gcc_s|stdc\+\+)|ld-linux-[a-z0-9-]+)\.so\.[0-9]+")
+OF_PYTORCH = re.compile(r"libc10(_cuda)?\.so|libcudart\.so\.[0-9]+")
 GLIBC_MINOR_LEAST = 17
 
 
@@ -142,7 +167,7 @@ def manylinux(files: Iterable[Path], platform: str) -> str:
     except (OSError, subprocess.CalledProcessError):
         return platform
     needed, versions = re.findall(r"\(NEEDED\).*\[(.+)\]", read), re.findall(r"Name: GLIBC_2\.(\d+)", read)
-    if not versions or not all(EVERYWHERE.fullmatch(name) for name in needed):
+    if not versions or not all(EVERYWHERE.fullmatch(name) or OF_PYTORCH.fullmatch(name) for name in needed):
         return platform
     minor = max(GLIBC_MINOR_LEAST, *map(int, versions))
     return platform.replace("linux_", f"manylinux_2_{minor}_", 1)

@@ -451,6 +451,20 @@ typedef struct symmalloc_source {
 } symmalloc_source;
 
 /**
+ * Properties of the settings of all devices' allocators, for callers that would otherwise parse the settings' text.
+ */
+typedef struct symmalloc_properties {
+  /**
+   * `true` if the segments of the default pool grow.
+   */
+  bool is_expandable;
+  /**
+   * `true` if the default pool learns plans from repeated steps.
+   */
+  bool learns_plans;
+} symmalloc_properties;
+
+/**
  * A statistic over time.
  */
 typedef struct symmalloc_stat {
@@ -675,6 +689,16 @@ symmalloc_status symmalloc_free(struct symmalloc_allocator *allocator,
 symmalloc_status symmalloc_record_use(struct symmalloc_allocator *allocator,
                                       void *pointer,
                                       void *stream);
+
+/**
+ * Writes the process's allocator for a device, which PyTorch and other runtimes share. The first use creates it, configured by
+ * `SYMMALLOC_CONF`. The library owns it: do not destroy it.
+ *
+ * # Safety
+ * `out` is valid for writing.
+ */
+symmalloc_status symmalloc_process_allocator(int32_t device,
+                                             struct symmalloc_allocator **out);
 
 /**
  * Allocates memory for work on any stream, now or later, for callers that do not know a stream. It comes from a separate pool. Free
@@ -1423,174 +1447,22 @@ symmalloc_status symmalloc_flight_record(const char *reason,
                                          char **json);
 
 /**
- * Allocates for work on a stream: PyTorch's `alloc_fn`. Returns a null pointer for zero bytes.
- *
- * Throws `c10::OutOfMemoryError` if there is no memory, and `c10::Error` for any other failure.
- *
- * # Safety
- * The stream is one of the device's primary context and lives as long as the process.
- */
-void *symmalloc_torch_alloc(ptrdiff_t size, int device, void *stream);
-
-/**
- * Frees an allocation: PyTorch's `free_fn`. Never throws: failures are counted and logged, and standard error shows the first one.
- *
- * # Safety
- * None: a pointer that is not a live allocation of the device is an error.
- */
-void symmalloc_torch_free(void *pointer,
-                          ptrdiff_t _size,
-                          int device,
-                          void *_stream);
-
-/**
- * Checks the settings when PyTorch initializes CUDA. Allocators are created on first use.
- *
- * # Safety
- * None.
- */
-void symmalloc_torch_init(int _device_count);
-
-/**
- * Releases free memory of all devices, except that of private pools that a graph uses: `torch.cuda.empty_cache()`.
- *
- * # Safety
- * None.
- */
-void symmalloc_torch_reset(void);
-
-/**
- * Limits the device's memory: `torch.cuda.set_per_process_memory_fraction(fraction, device)`.
- *
- * # Safety
- * None.
- */
-void symmalloc_torch_memory_fraction(double fraction, int device);
-
-/**
- * Returns the first byte of the segment that contains a pointer, and writes its size if `size` is not null. Returns the pointer itself if
- * no segment contains it.
- *
- * # Safety
- * `size` is null or valid for writing.
- */
-void *symmalloc_torch_base_alloc(void *pointer,
-                                 size_t *size);
-
-/**
- * Records a use on a stream: `tensor.record_stream(stream)`. Ignores pointers of other allocators, as PyTorch does.
- *
- * # Safety
- * The stream is one of the primary context of the pointer's device and lives as long as the process.
- */
-void symmalloc_torch_record_stream(void *pointer,
-                                   void *stream);
-
-/**
- * Directs later allocations on the streams that the filter accepts to the private pool of this id, and creates the pool if necessary. The
- * two words of the id are passed in two registers, as PyTorch's `MempoolId_t` is.
- *
- * # Safety
- * `filter` is null or points to a living `std::function<bool(cudaStream_t)>` of libstdc++.
- */
-void symmalloc_torch_begin_allocate_to_pool(int device,
-                                            uint64_t id_first,
-                                            uint64_t id_second,
-                                            void *filter);
-
-/**
- * Ends the last scope of the private pool of this id.
- *
- * # Safety
- * None.
- */
-void symmalloc_torch_end_allocate_to_pool(int device, uint64_t id_first, uint64_t id_second);
-
-/**
- * Releases one use of the private pool of this id. After the last one, the next `empty_cache` releases its memory, or an allocation that
- * would fail otherwise.
- *
- * # Safety
- * None.
- */
-void symmalloc_torch_release_pool(int device,
-                                  uint64_t id_first,
-                                  uint64_t id_second);
-
-/**
- * Configures the allocators behind the entry points, instead of `SYMMALLOC_CONF`. Call it before the first use of CUDA memory.
- *
- * # Safety
- * `conf` is a C string.
- */
-symmalloc_status symmalloc_torch_configure(const char *conf);
-
-/**
- * Writes the process's allocator for a device, which PyTorch and other runtimes share. The first use creates it, configured by
- * `SYMMALLOC_CONF`. The library owns it: do not destroy it.
- *
- * # Safety
- * `out` is valid for writing.
- */
-symmalloc_status symmalloc_process_allocator(int32_t device,
-                                             struct symmalloc_allocator **out);
-
-/**
- * Directs this thread's allocations on the device without an explicit pool to this one, until [`symmalloc_torch_pop_pool`]. Calls nest. As
- * with PyTorch's own allocator, the innermost scope applies: a pool pushed within a capture takes precedence over the capture's pool, and
- * a capture within a pushed pool's scope uses the capture's pool.
- */
-symmalloc_status symmalloc_torch_push_pool(int32_t device,
-                                           uint32_t pool);
-
-/**
- * Pops the pool that this thread pushed last on the device.
- */
-symmalloc_status symmalloc_torch_pop_pool(int32_t device);
-
-/**
- * Names this thread's allocations on the device through PyTorch, for snapshots, traces and reports, until [`symmalloc_torch_pop_name`].
- * Calls nest: the innermost name applies. Names do not affect placements or digests.
- *
- * # Safety
- * `name` is a C string.
- */
-symmalloc_status symmalloc_torch_push_name(int32_t device,
-                                           const char *name);
-
-/**
- * Pops the name that this thread pushed last on the device.
- */
-symmalloc_status symmalloc_torch_pop_name(int32_t device);
-
-/**
  * Allocates for work on a stream, from the pool of the innermost scope. Writes a null pointer for zero bytes.
  *
- * `inherited` is the number of a scope of the thread on whose behalf this thread works, as in a backward pass, or 0. Exceptions of the
+ * `inherited` is the number of a scope of the thread on whose behalf this thread works, as in a backward pass, or 0. `name` is for traces,
+ * snapshots and reports, or NULL. A name that the thread pushed takes precedence. Invalid UTF-8 in the name is replaced. Exceptions of the
  * filters of open scopes propagate.
  *
  * # Safety
- * The stream is one of the device's primary context and lives as long as the process; `out` is valid for writing.
+ * The stream is one of the device's primary context and lives as long as the process; `name` is NULL or a C string; `out` is valid for
+ * writing.
  */
 symmalloc_status symmalloc_torch_allocate(int32_t device,
                                           size_t bytes,
                                           void *stream,
                                           uint64_t inherited,
+                                          const char *name,
                                           void **out);
-
-/**
- * Allocates as `symmalloc_torch_allocate`, with a name for traces, snapshots and reports. A name that the thread pushed takes precedence.
- * Invalid UTF-8 in the name is replaced. NULL means no name.
- *
- * # Safety
- * As `symmalloc_torch_allocate`, and `name` is NULL or a C string.
- */
-symmalloc_status symmalloc_torch_allocate_named(int32_t device,
-                                                size_t bytes,
-                                                void *stream,
-                                                uint64_t inherited,
-                                                const char *name,
-                                                void **out);
 
 /**
  * Returns `true` in a process that was forked from one that used CUDA memory. There, calls that release something have no effect, and most
@@ -1621,6 +1493,16 @@ symmalloc_status symmalloc_torch_find(const void *pointer, struct symmalloc_foun
  * Returns the device of a live allocation; -1 if there is none.
  */
 int32_t symmalloc_torch_device_of(const void *pointer);
+
+/**
+ * Returns the first byte of the segment that contains a pointer, and writes its size if `size` is not null. Returns the pointer itself if
+ * no segment contains it.
+ *
+ * # Safety
+ * `size` is null or valid for writing.
+ */
+void *symmalloc_torch_base_alloc(void *pointer,
+                                 size_t *size);
 
 /**
  * Records that work on another stream uses the allocation. Ignores pointers of other allocators.
@@ -1656,19 +1538,6 @@ symmalloc_status symmalloc_torch_set_fraction(int32_t device, double fraction);
  * Grants a device read and write access to the memory of `owner`.
  */
 symmalloc_status symmalloc_torch_enable_peer(int32_t device, int32_t owner);
-
-/**
- * Checks the current settings, to report their errors early.
- */
-symmalloc_status symmalloc_torch_check(void);
-
-/**
- * Writes the settings of all devices' allocators, including future ones. Release the text with `symmalloc_release_bytes`.
- *
- * # Safety
- * `text` is valid for writing.
- */
-symmalloc_status symmalloc_torch_settings(char **text);
 
 /**
  * Directs later allocations on the streams that the filter accepts to the private pool of this id, and creates the pool if necessary.
@@ -1729,6 +1598,63 @@ symmalloc_status symmalloc_torch_pool_helps_out(int32_t device,
 symmalloc_status symmalloc_torch_pool_unsplit(int32_t device,
                                               uint64_t id_first,
                                               uint64_t id_second);
+
+/**
+ * Directs this thread's allocations on the device without an explicit pool to this one, until `symmalloc_torch_pop_pool`. Calls nest. As
+ * with PyTorch's own allocator, the innermost scope applies: a pool pushed within a capture takes precedence over the capture's pool, and
+ * a capture within a pushed pool's scope uses the capture's pool.
+ */
+symmalloc_status symmalloc_torch_push_pool(int32_t device,
+                                           uint32_t pool);
+
+/**
+ * Pops the pool that this thread pushed last on the device.
+ */
+symmalloc_status symmalloc_torch_pop_pool(int32_t device);
+
+/**
+ * Names this thread's allocations on the device through PyTorch, for snapshots, traces and reports, until `symmalloc_torch_pop_name`.
+ * Calls nest: the innermost name applies. Names do not affect placements or digests.
+ *
+ * # Safety
+ * `name` is a C string.
+ */
+symmalloc_status symmalloc_torch_push_name(int32_t device,
+                                           const char *name);
+
+/**
+ * Pops the name that this thread pushed last on the device.
+ */
+symmalloc_status symmalloc_torch_pop_name(int32_t device);
+
+/**
+ * Configures the process's allocators, instead of `SYMMALLOC_CONF`. Call it before the first use of CUDA memory.
+ *
+ * # Safety
+ * `conf` is a C string.
+ */
+symmalloc_status symmalloc_torch_configure(const char *conf);
+
+/**
+ * Checks the current settings, to report their errors early.
+ */
+symmalloc_status symmalloc_torch_check(void);
+
+/**
+ * Writes the settings of all devices' allocators, including future ones. Release the text with `symmalloc_release_bytes`.
+ *
+ * # Safety
+ * `text` is valid for writing.
+ */
+symmalloc_status symmalloc_torch_settings(char **text);
+
+/**
+ * Writes properties of the settings.
+ *
+ * # Safety
+ * `out` is valid for writing.
+ */
+symmalloc_status symmalloc_torch_properties(struct symmalloc_properties *out);
 
 /**
  * Writes the counters of a device. Creates no allocator: the counters of an unused device are 0.
@@ -1824,16 +1750,6 @@ symmalloc_status symmalloc_torch_open(int32_t device,
  * The opened memory came from `symmalloc_torch_open` and is not used after this.
  */
 void symmalloc_torch_close(const struct symmalloc_opened *opened);
-
-/**
- * Replaces the functions that the class of PyTorch's current allocator does not support. Call it once, after the allocator became the
- * current one and before it is used. Writes the number of replaced functions: 2, or fewer if PyTorch's class has a different layout.
- *
- * # Safety
- * PyTorch's current allocator is its `CUDAPluggableAllocator` with this library's functions, and no thread uses it. `replaced`
- * is valid for writing.
- */
-symmalloc_status symmalloc_torch_complete(uint32_t *replaced);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -1,4 +1,4 @@
-//! The C interface: the functions of `include/symmalloc.h`. PyTorch's entry points are in `torch_entry.rs`.
+//! The C interface: the functions of `include/symmalloc.h`. PyTorch's calls are in `pytorch/`.
 //!
 //! | file | calls |
 //! |---|---|
@@ -11,7 +11,7 @@
 //! | `registrars.rs` | registration of pools on communicators, scopes that end in a sync |
 //! | `all_to_all.rs` | all-to-all-v on registered memory |
 //! | `dma_buf.rs` | dma-bufs, for network cards |
-//! | `runtimes.rs` | memory without a stream, ONNX Runtime's external allocator |
+//! | `runtimes.rs` | the process's allocators, memory without a stream, ONNX Runtime's external allocator |
 //! | `arguments.rs` | checks of arguments, and writes of results |
 //!
 //! Each call checks its arguments, performs one operation, and returns a status. No panic escapes. A call writes through its pointers

@@ -190,7 +190,8 @@ impl DeviceAllocator {
         &self.scopes
     }
 
-    /// Allocates memory for work on a stream. For zero bytes, returns a null pointer and records no op.
+    /// Allocates memory for work on a stream, with a name for snapshots and reports if there is one. For zero bytes, returns a null pointer
+    /// and records no op.
     ///
     /// # Safety
     /// The stream belongs to the device's primary context and lives as long as the allocator.
@@ -200,18 +201,17 @@ impl DeviceAllocator {
         pool: PoolId,
         size_bytes: u64,
         stream: RawStream,
+        name: Option<&str>,
     ) -> Result<*mut c_void, Error> {
         if size_bytes == 0 {
             return Ok(std::ptr::null_mut());
         }
         // SAFETY: the caller's contract.
         let stream = unsafe { self.stream(stream) }?.id;
-        self.made(self.core().allocate(pool, stream, size_bytes))
-    }
-
-    /// Counts an allocation, and returns its pointer.
-    #[inline]
-    fn made(&self, outcome: Result<Allocation, AllocateError>) -> Result<*mut c_void, Error> {
+        let outcome = match name {
+            Some(name) => self.core().allocate_named(pool, stream, size_bytes, name),
+            None => self.core().allocate(pool, stream, size_bytes),
+        };
         match outcome {
             Ok(allocation) => {
                 self.peak.add(allocation.size_bytes);
@@ -219,25 +219,6 @@ impl DeviceAllocator {
             }
             Err(error) => Err(self.refused(error)),
         }
-    }
-
-    /// Allocates as [`allocate`](Self::allocate), with a name for snapshots and reports.
-    ///
-    /// # Safety
-    /// As [`allocate`](Self::allocate).
-    pub(crate) unsafe fn allocate_named(
-        &self,
-        pool: PoolId,
-        size_bytes: u64,
-        stream: RawStream,
-        name: &str,
-    ) -> Result<*mut c_void, Error> {
-        if size_bytes == 0 {
-            return Ok(std::ptr::null_mut());
-        }
-        // SAFETY: the caller's contract.
-        let stream = unsafe { self.stream(stream) }?.id;
-        self.made(self.core().allocate_named(pool, stream, size_bytes, name))
     }
 
     #[cold]

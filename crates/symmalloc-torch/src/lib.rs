@@ -2,8 +2,8 @@
 //!
 //! The core's placements apply to the memory of every tensor, so the n-th allocation has the same segment and offset on every rank.
 //! PyTorch's allocator interface is C++ without a stable ABI. `python/symmalloc/pytorch` implements it as a thin layer over the calls in
-//! `class/`, and is compiled against the installed PyTorch. If compilation fails, the fallback is `CUDAPluggableAllocator`, PyTorch's class
-//! for the functions of a shared library, over `torch_entry.rs`. The Python package (`python/symmalloc`) installs either:
+//! `pytorch/`. It is compiled for each version of PyTorch, in the release or at the first `install()` of the Python package
+//! (`python/symmalloc`):
 //!
 //! ```python
 //! import torch, symmalloc
@@ -17,7 +17,6 @@
 //! |---|---|
 //! | `symmalloc_create` ... `symmalloc_destroy` | an allocator of a device, with raw streams and raw pointers |
 //! | `symmalloc_torch_allocate` ... `symmalloc_torch_close` | the calls of the compiled class, over one allocator per device |
-//! | `symmalloc_torch_alloc` ... `symmalloc_torch_release_pool` | the entry points of PyTorch's class for pluggable allocators |
 //! | `symmalloc_torch_push_pool`, `symmalloc_torch_push_name` ... | pool and name of a thread's allocations |
 //! | `symmalloc_allocate_unordered`, `symmalloc_ort_alloc` ... | memory for runtimes that do not name a stream |
 //! | `symmalloc_agree` | comparison of the ranks' histories, over any gather |
@@ -44,15 +43,12 @@
 //! # Implementation
 //! `device.rs` is one device's allocator. `streams.rs` maps raw streams to ids, `scopes.rs` selects the pool of an allocation, and
 //! `private_pools.rs` resolves PyTorch's pool ids. The core finds allocations by pointer. `process.rs` holds the allocators behind
-//! PyTorch's calls (`class/`, `torch_entry.rs`), and `pool_memory.rs` adds private pools to them. `cxx_abi.rs` throws C++ exceptions and
-//! calls C++ functions without a C++ compiler, and lists its assumptions. `c_interface/` contains the functions of the header. cbindgen
-//! generates `include/symmalloc.h` from it, and a test fails if the header is stale.
+//! PyTorch's calls (`pytorch/`), and `pool_memory.rs` adds private pools to them. `c_interface/` contains the other functions of the header.
+//! cbindgen generates `include/symmalloc.h` from both, and a test fails if the header is stale.
 
 mod alignment;
 mod c_interface;
-mod class;
 mod complaints;
-mod cxx_abi;
 mod device;
 mod error;
 mod filter;
@@ -64,6 +60,7 @@ mod peak;
 mod pool_memory;
 mod private_pools;
 mod process;
+mod pytorch;
 mod refusal;
 mod registrations;
 mod scopes;
@@ -74,20 +71,16 @@ mod slept;
 mod statistics;
 mod status;
 mod streams;
-mod torch_entry;
 mod trace;
 mod unordered;
 mod unordered_pool;
-mod virtuals;
 
 pub use alignment::symmalloc_gather_fn;
 pub use c_interface::*;
-pub use class::*;
 pub use device::DeviceAllocator;
 pub use filter::{symmalloc_destroy_fn, symmalloc_filter_fn};
 pub use guard::symmalloc_error_message;
 pub use memory_events::{symmalloc_memory_fn, symmalloc_torch_on_memory};
+pub use pytorch::*;
 pub use registrations::{PoolRegistration, RankAnnouncement};
 pub use status::symmalloc_status;
-pub use torch_entry::*;
-pub use virtuals::symmalloc_torch_complete;

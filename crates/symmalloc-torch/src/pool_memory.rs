@@ -50,18 +50,11 @@ impl DeviceAllocator {
         stream: RawStream,
         name: Option<&str>,
     ) -> Result<*mut c_void, Error> {
-        let pool = match place {
-            PoolPlace::Foreign(other) => {
-                // SAFETY: the caller's contract; the allocator is of the same device.
-                return unsafe { other.allocate_at(PoolPlace::Own(DeviceAllocator::POOL), size_bytes, stream, name) };
-            }
-            PoolPlace::Own(pool) => pool,
-        };
-        match name {
+        match place {
             // SAFETY: the caller's contract.
-            Some(name) => unsafe { self.allocate_named(pool, size_bytes, stream, name) },
-            // SAFETY: the caller's contract.
-            None => unsafe { self.allocate(pool, size_bytes, stream) },
+            PoolPlace::Own(pool) => unsafe { self.allocate(pool, size_bytes, stream, name) },
+            // SAFETY: the caller's contract; the allocator is of the same device.
+            PoolPlace::Foreign(other) => unsafe { other.allocate(DeviceAllocator::POOL, size_bytes, stream, name) },
         }
     }
 
@@ -162,11 +155,11 @@ impl ForeignPool for DeviceAllocator {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::class::{
+    use crate::process;
+    use crate::pytorch::{
         symmalloc_source, symmalloc_torch_begin_scope, symmalloc_torch_end_scope, symmalloc_torch_release_use,
         symmalloc_torch_retain_pool, symmalloc_torch_trim,
     };
-    use crate::process;
     use crate::status::symmalloc_status::SYMMALLOC_OK;
     use std::cell::Cell;
     use std::ptr::{null, null_mut};

@@ -1,9 +1,7 @@
-//! The C++ side, with a real compiler: exceptions, `std::function`, fork, exit. `cxx/torch.cc` makes PyTorch's calls;
-//! `cxx/c10.cc` is the required subset of PyTorch. Without a compiler, these tests print a note and pass.
+//! The C++ side, with a real compiler: filters that throw, fork, exit, the memory resource. Without a compiler, these tests print a note
+//! and pass.
 //!
 //! `SYMMALLOC_SANITIZER=address`, or `thread`, instruments the C++ code.
-//!
-//! With `SYMMALLOC_TORCH_LIB=.../site-packages/torch/lib` the libc10 of that PyTorch is used as well.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -51,64 +49,28 @@ fn program(folder: &Path) -> Option<PathBuf> {
 }
 
 /// Runs a case of the program. It inherits the library path with the stub from the test's process.
-fn run(arguments: &[&str]) {
+fn run(case: &str) {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let Some(program) = program(folder.path()) else { return };
-    run_program(&program, arguments);
-}
-
-fn run_program(program: &Path, arguments: &[&str]) {
-    let output = Command::new(program).args(arguments).output().expect("the program starts");
+    let output = Command::new(program).arg(case).output().expect("the program starts");
     let text = [String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr)].concat();
-    assert!(output.status.success() && text.contains("passed"), "{arguments:?}: {}\n{text}", output.status);
+    assert!(output.status.success() && text.contains("passed"), "{case}: {}\n{text}", output.status);
 }
 
-stub_test!(without_pytorch_an_error_is_a_runtime_error, {
-    run(&["runtime_error"]);
-});
-
-/// Runs a case with the libc10 in this folder.
-fn run_with_c10(case: &str) {
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let Some(program) = program(folder.path()) else { return };
-    let source = package().join("tests/cxx/c10.cc");
-    let source = source.to_str().expect("text");
-    let library = compile(folder.path(), &["-shared", "-fPIC", "-Wl,-soname,libc10.so", source], "libc10.so");
-    run_program(&program, &[case, library.expect("compiled before").to_str().expect("text")]);
-}
-
-stub_test!(with_libc10_an_error_is_pytorchs_out_of_memory_error, {
-    run_with_c10("torch_error");
-});
-
-stub_test!(functions_that_pytorchs_class_refuses_are_those_of_the_library, ["STUB_DEVICES" = "2"], {
-    run_with_c10("virtuals");
-});
-
-stub_test!(with_a_real_libc10_an_error_is_pytorchs_out_of_memory_error, {
-    let Some(torch) = std::env::var_os("SYMMALLOC_TORCH_LIB") else {
-        println!("skipped: SYMMALLOC_TORCH_LIB is not a folder with PyTorch's libraries");
-        return;
-    };
-    let libraries = ["libc10.so", "libc10_cuda.so"].map(|name| Path::new(&torch).join(name));
-    let [c10, cuda] = libraries.each_ref().map(|path| path.to_str().expect("text"));
-    run(&["torch_error", c10, cuda]);
-});
-
-stub_test!(filters_are_copied_called_and_destroyed, {
-    run(&["scopes"]);
+stub_test!(filters_are_called_may_throw_and_are_destroyed, {
+    run("scopes");
 });
 
 stub_test!(a_forked_child_frees_nothing_and_allocates_nothing, {
-    run(&["fork"]);
+    run("fork");
 });
 
 stub_test!(an_unread_error_message_does_not_end_the_process, {
-    run(&["unread"]);
+    run("unread");
 });
 
 stub_test!(memory_can_be_freed_while_the_process_ends, {
-    run(&["late"]);
+    run("late");
 });
 
 /// Compiles a program against `symmalloc.hpp`, with these header folders and this C++ standard.

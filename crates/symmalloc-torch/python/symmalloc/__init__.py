@@ -44,7 +44,7 @@ from .pool import MemPool, Mode, Registration, Window
 from .scopes import use_mem_pool
 from .showing import MemoryTable, show
 from .sleeping import device_memory, pause, region, resume, sleep, wake
-from .state import allocator, has_class, installed
+from .state import allocator, installed
 from .steps import Step, last_step, step
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ __all__ = [
     "InvalidState", "LibraryNotFound", "MemPool", "MemoryTable", "MisalignedError", "Mode", "NcclError", "NotInstalled",
     "OutOfMemory", "Phase", "Placement", "ProgramNotFound", "Registration", "Slept", "Step", "StepReport", "TorchError", "TransportError",
     "UnknownPointer", "UnknownPool", "Window", "Woken", "Work", "__version__", "all_to_all_single", "allocator", "announce",
-    "assert_aligned", "device_memory", "digest", "dma_buf", "dump_snapshot", "exchange_splits", "flight_record", "has_class", "install", "installed",
+    "assert_aligned", "device_memory", "digest", "dma_buf", "dump_snapshot", "exchange_splits", "flight_record", "install", "installed",
     "last_step", "library_path", "named", "pause", "placement", "region", "resume", "show", "sleep", "snapshot", "start_trace",
     "stats", "step", "stop_trace", "use_mem_pool", "wake",
 ]  # fmt: skip

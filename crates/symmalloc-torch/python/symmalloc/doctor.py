@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 from . import errors, pytorch_class
-from .installation import CLASS_MINIMUM, LACKS, TORCH_MINIMUM, version
 from .library import VERSION, call, encoded, library, library_path
 from .state import installed
 
@@ -45,7 +44,7 @@ def examine() -> list[Finding]:
         ("SYMMALLOC_CONF", True, _configuration),
         ("NVIDIA driver", True, _driver),
         ("PyTorch", True, _pytorch),
-        ("allocator class", False, _class),
+        ("allocator class", True, _class),
         ("PYTORCH_CUDA_ALLOC_CONF", False, _pytorch_configuration),
         ("NCCL windows", False, _nccl),
     ]
@@ -132,13 +131,10 @@ def _torch() -> Any:
 
 def _pytorch() -> str:
     torch = _torch()
-    if version(torch) < TORCH_MINIMUM:
-        raise _Missing(f"{torch.__version__} is too old: install {'.'.join(map(str, TORCH_MINIMUM))} or later")
-    if torch.version.cuda is None or not hasattr(torch._C, "_cuda_customAllocator"):
-        raise _Missing(f"{torch.__version__} was built without CUDA: install a CUDA build")
+    pytorch_class.check(torch)
     if torch.cuda.is_initialized() and not installed():
-        raise _Missing(f"{torch.__version__} has used CUDA already: call symmalloc.install() right after `import torch`")
-    here, tested = ".".join(map(str, version(torch))), pytorch_class.TESTED
+        raise _Missing(pytorch_class.IN_USE)
+    here, tested = ".".join(map(str, pytorch_class.version(torch))), pytorch_class.TESTED
     untested = "" if here in tested else "; not tested"
     return f"{torch.__version__}, CUDA {torch.version.cuda}{untested} (tested: {', '.join(tested)})"
 
@@ -146,18 +142,8 @@ def _pytorch() -> str:
 def _class() -> str:
     """Predicts how `install()` would obtain the class, without compiling it."""
     torch = _torch()
-    try:
-        if pytorch_class.mode() == "off":
-            off = f"{pytorch_class.VARIABLE}=off: symmalloc uses PyTorch's class for pluggable allocators"
-            raise _Missing(f"{off}, which lacks {LACKS}")
-        if version(torch) < CLASS_MINIMUM:
-            raise pytorch_class.Unavailable(f"PyTorch {torch.__version__} is older than {'.'.join(map(str, CLASS_MINIMUM))}")
-        path, compiler = pytorch_class.place(torch)
-    except pytorch_class.NoCache as why:
-        return f"install() compiles it in every process: {why}"
-    except pytorch_class.Unavailable as why:
-        raise _Missing(f"{why}; symmalloc falls back to PyTorch's class for pluggable allocators, which lacks {LACKS}") from why
-    return f"compiled, {path}" if path.is_file() else f"install() compiles it once, with {compiler}, to {path}"
+    pytorch_class.check(torch)
+    return pytorch_class.place(torch)
 
 
 def _pytorch_configuration() -> str:

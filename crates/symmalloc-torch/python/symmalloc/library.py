@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, byref, c_char_p, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_bool, c_char_p, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,12 @@ class MemoryStruct(ctypes.Structure):
         ("communicators_bytes", c_uint64),
         ("other_bytes", c_uint64),
     ]
+
+
+class PropertiesStruct(ctypes.Structure):
+    """symmalloc_properties in the header."""
+
+    _fields_ = [("is_expandable", c_bool), ("learns_plans", c_bool)]
 
 
 class RegistrarOptionsStruct(ctypes.Structure):
@@ -167,7 +173,7 @@ CALLS: dict[str, list[Any]] = {
     "flight_record": [c_char_p, POINTER(c_void_p)],
     "torch_configure": [c_char_p],
     "process_allocator": [c_int32, POINTER(c_void_p)],
-    "torch_complete": [POINTER(c_uint32)],
+    "torch_properties": [POINTER(PropertiesStruct)],
     "torch_push_pool": [c_int32, c_uint32],
     "torch_pop_pool": [c_int32],
     "torch_push_name": [c_int32, c_char_p],

@@ -7,18 +7,12 @@ from .devices import Device, device_index
 from .errors import NotInstalled
 
 # The arguments of install(); None before the call. PyTorch keeps the allocator for the rest of the process.
-installed_with: tuple[str | None, str | None, bool] | None = None
-uses_class = False
+installed_with: tuple[str | None, str | None] | None = None
 
 
 def installed() -> bool:
     """Returns `True` after a successful `install()` in this process."""
     return installed_with is not None
-
-
-def has_class() -> bool:
-    """Returns `True` if PyTorch uses the compiled allocator class, rather than its class for pluggable allocators."""
-    return uses_class
 
 
 def allocator(device: Device = None) -> Allocator:

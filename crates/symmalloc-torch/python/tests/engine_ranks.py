@@ -27,10 +27,17 @@ nccl.ncclCommAbort.argtypes = [c_void_p]
 nccl.stub_nccl_calls.restype = nccl.stub_nccl_live.restype = ctypes.c_uint64
 driver = CDLL("libcuda.so.1")
 
-allocate = library().symmalloc_torch_alloc
-allocate.restype, allocate.argtypes = c_void_p, [ctypes.c_ssize_t, c_int, c_void_p]
-free = library().symmalloc_torch_free
-free.restype, free.argtypes = None, [c_void_p, ctypes.c_ssize_t, c_int, c_void_p]
+
+def allocate(size_bytes: int, device: int, stream: int | None) -> int:
+    """Allocates as PyTorch does, in the pool of the innermost scope."""
+    pointer, size, inherited = c_void_p(), ctypes.c_size_t(size_bytes), ctypes.c_uint64(0)
+    arguments = (c_void_p(stream), inherited, None, byref(pointer))
+    assert library().symmalloc_torch_allocate(device, size, *arguments) == 0, library().symmalloc_error_message()
+    return pointer.value or 0
+
+
+def free(pointer: int, device: int) -> None:
+    assert library().symmalloc_torch_deallocate(device, c_void_p(pointer), None) == 0, library().symmalloc_error_message()
 
 
 class Rank:
@@ -49,10 +56,10 @@ class Rank:
         return comm
 
     def allocate(self, size_bytes: int) -> int:
-        return int(allocate(size_bytes, self.number, None))
+        return allocate(size_bytes, self.number, None)
 
     def free(self, pointer: int) -> None:
-        free(pointer, 0, self.number, None)
+        free(pointer, self.number)
 
 
 def unique_id() -> UniqueId:

@@ -27,6 +27,17 @@ stand_ins = unittest.skipUnless(
 torch = unittest.skipUnless(importlib.util.find_spec("torch"), "needs PyTorch")
 
 
+def compilation(test: Any) -> Any:
+    """Skips a test of the compilation if the package contains the class for this PyTorch."""
+    if importlib.util.find_spec("torch"):
+        import torch
+        from symmalloc import pytorch_class
+
+        if torch.version.cuda is not None and pytorch_class.shipped(torch):
+            return unittest.skip("the package contains the class for this PyTorch")(test)
+    return test
+
+
 def process(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a program in a separate process, because install() applies for the rest of a process."""
     return subprocess.run(

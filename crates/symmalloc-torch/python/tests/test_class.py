@@ -1,4 +1,4 @@
-"""The compiled class: compilation, cache and fallback, and its behavior under a PyTorch without a GPU."""
+"""The compiled class: compilation and cache, and its behavior under a PyTorch without a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import needs
 from symmalloc import pytorch_class
 
 CALLS = Path(__file__).resolve().parents[4] / "benches" / "jobs" / "pytorch_calls.py"
-INSTALL = "import torch, symmalloc; symmalloc.install(); print('class', symmalloc.has_class())"
+INSTALL = "import torch, symmalloc; symmalloc.install(); print(symmalloc.installed())"
 
 
 class Compiled(unittest.TestCase):
@@ -31,69 +31,42 @@ class Compiled(unittest.TestCase):
         cls.cache.cleanup()
 
     def run_in(self, cache: str, program: str = INSTALL, **environment: str) -> subprocess.CompletedProcess[str]:
-        environment = {"SYMMALLOC_TORCH_CLASS": "auto"} | environment
         return needs.process(program, **environment, XDG_CACHE_HOME=cache)
 
 
 @needs.torch
+@needs.compilation
 class Cache(Compiled):
     def files(self, cache: str) -> list[Path]:
         return sorted(Path(cache).rglob("*.so*")) + sorted(Path(cache).rglob(".*"))
 
     def test_ranks_that_start_at_once_compile_one_file_and_later_ones_none(self) -> None:
         with tempfile.TemporaryDirectory() as cache:
-            environment = os.environ | {"XDG_CACHE_HOME": cache, "SYMMALLOC_TORCH_CLASS": "require"}
+            environment = os.environ | {"XDG_CACHE_HOME": cache}
             command = [sys.executable, "-c", INSTALL]
             ranks = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
             for rank in ranks:
                 said, _ = rank.communicate(timeout=280)
-                self.assertEqual((rank.returncode, said), (0, "class True\n"))
+                self.assertEqual((rank.returncode, said), (0, "True\n"))
             (file,) = self.files(cache)
             written = file.stat().st_mtime_ns
-            self.assertEqual(self.run_in(cache, CXX="true").stdout, "class False\n", "another compiler needs another file")
-            self.assertEqual(self.run_in(cache).stdout, "class True\n")
+            another = self.run_in(cache, CXX="true")
+            self.assertIn("TorchError: /", another.stderr, "another compiler needs another file")
+            self.assertEqual(self.run_in(cache).stdout, "True\n")
             self.assertEqual((self.files(cache), file.stat().st_mtime_ns), ([file], written))
             # A file that cannot be loaded is removed.
             file.write_bytes(pytorch_class.sealed(b"no library"))
             self.assertIn("the next install() recompiles it", self.run_in(cache).stderr)
             self.assertEqual(self.files(cache), [])
 
-    def test_without_a_compiler_the_fallback_is_used_and_lists_missing_functions(self) -> None:
-        with tempfile.TemporaryDirectory() as cache:
-            done = self.run_in(cache, CXX="/no/compiler")
-            self.assertEqual((done.returncode, done.stdout), (0, "class False\n"), done.stderr)
-            for said in ("CXX=/no/compiler is not a program", "torch.cuda.MemPool", "reduce-overhead", "=off to use it"):
-                self.assertIn(said, done.stderr)
-            required = self.run_in(cache, CXX="/no/compiler", SYMMALLOC_TORCH_CLASS="require")
-            self.assertIn("TorchError: the allocator cannot be compiled for this PyTorch: CXX=/no/compiler", required.stderr)
-            wanted = self.run_in(cache, CXX="/no/compiler", SYMMALLOC_TORCH_CLASS="off")
-            self.assertEqual((wanted.stdout, wanted.stderr), ("class False\n", ""))
-            wrong = self.run_in(cache, SYMMALLOC_TORCH_CLASS="maybe")
-            self.assertIn("SYMMALLOC_TORCH_CLASS='maybe': use auto, require or off", wrong.stderr)
-
-    def test_compiler_errors_are_printed(self) -> None:
-        with tempfile.TemporaryDirectory() as cache:
-            compiler = Path(cache) / "c++"
-            compiler.write_text("#!/bin/sh\necho 'allocator.cpp:1: fatal error: it is too old' >&2; exit 1\n")
-            compiler.chmod(0o755)
-            done = self.run_in(cache, CXX=str(compiler))
-            self.assertIn("fatal error: it is too old", done.stderr)
-            self.assertEqual((done.stdout, self.files(cache)), ("class False\n", []))
-
     def test_a_folder_that_others_can_write_is_not_used(self) -> None:
         with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as temporary:
             (Path(cache) / "symmalloc").mkdir()
             (Path(cache) / "symmalloc").chmod(0o777)
             done = self.run_in(cache, TMPDIR=temporary)
-            self.assertEqual(done.stdout, "class True\n", done.stderr)
+            self.assertEqual(done.stdout, "True\n", done.stderr)
             self.assertIn("This process compiles the allocator for itself", done.stderr)
             self.assertEqual(self.files(cache) + list(Path(temporary).iterdir()), [])
-
-    def test_a_newer_class_needs_a_newer_pytorch(self) -> None:
-        program = "import torch, symmalloc; torch.__version__ = '2.9.1'; symmalloc.install(); print(symmalloc.has_class())"
-        done = self.run_in(self.cache.name, program)
-        self.assertIn("PyTorch 2.9.1 is older than 2.11", done.stderr)
-        self.assertEqual(done.stdout, "False\n")
 
 
 @needs.torch
@@ -104,13 +77,13 @@ class Calls(Compiled):
 
     def check(self, name: str) -> None:
         command = [sys.executable, str(CALLS), "--allocator", "symmalloc", "--only", name]
-        environment = os.environ | {"XDG_CACHE_HOME": self.cache.name, "SYMMALLOC_TORCH_CLASS": "require"}
+        environment = os.environ | {"XDG_CACHE_HOME": self.cache.name}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
         self.assertIn(": works", done.stdout, done.stdout + done.stderr)
         self.assertNotIn("RAISES", done.stdout, done.stderr)
 
     def succeeds(self, program: str) -> str:
-        done = self.run_in(self.cache.name, program, SYMMALLOC_TORCH_CLASS="require")
+        done = self.run_in(self.cache.name, program)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         return done.stdout
 
@@ -140,7 +113,7 @@ class Calls(Compiled):
                 "after = torch.empty(400, device='cuda')\n"
                 "symmalloc.dump_snapshot('-'.join([symmalloc.__name__, 'job.pickle']))\n"
             )
-            environment = os.environ | {"XDG_CACHE_HOME": self.cache.name, "SYMMALLOC_TORCH_CLASS": "require"}
+            environment = os.environ | {"XDG_CACHE_HOME": self.cache.name}
             done = subprocess.run(
                 [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=280, cwd=folder
             )
@@ -260,7 +233,7 @@ class Calls(Compiled):
                 "    torch.cuda.empty_cache()\n"
                 "    assert torch.cuda.memory_reserved() == 0\n"
             )
-            environment = os.environ | {"XDG_CACHE_HOME": self.cache.name, "SYMMALLOC_TORCH_CLASS": "require"}
+            environment = os.environ | {"XDG_CACHE_HOME": self.cache.name}
             done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=280)
             self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
 

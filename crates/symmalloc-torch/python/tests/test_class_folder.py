@@ -28,7 +28,7 @@ __attribute__((constructor)) static void loaded(void) {
   FILE *file = path ? fopen(path, "a") : 0;
   if (file) { fputs(WHO "\\n", file); fclose(file); }
 }
-int symmalloc_install_class(void) { return 0; }
+int symmalloc_install_class(const char *conf) { (void)conf; return 0; }
 const char *symmalloc_unknown_functions(void) { return ""; }
 void symmalloc_name_callers(void *function) { (void)function; }
 """
@@ -42,7 +42,7 @@ exec cc -shared -fPIC '-DWHO="victim"' -x c {source} -o "$2"
 PROGRAM = """
 import json, os, sys, types, warnings
 from pathlib import Path
-from symmalloc import pytorch_class
+from symmalloc import TorchError, pytorch_class
 work = Path(sys.argv[1])
 torch = types.SimpleNamespace(
     __version__="2.11.0", __file__=str(work / "torch" / "__init__.py"), version=types.SimpleNamespace(git_version="0", cuda="13.0")
@@ -54,9 +54,9 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     error = None
     try:
-        pytorch_class.install(torch)
-    except pytorch_class.Unavailable as unavailable:
-        error = str(unavailable)
+        pytorch_class.install(torch, None)
+    except TorchError as wrong:
+        error = str(wrong)
 print(json.dumps({"error": error, "warnings": [str(one.message) for one in caught], "descriptors": descriptors() - before}))
 """
 
@@ -73,6 +73,8 @@ class Folder(unittest.TestCase):
         self.work = Path(folder.name)
         (self.work / "torch" / "lib").mkdir(parents=True)
         (self.work / "torch" / "lib" / "libc10_cuda.so").write_text("")
+        (self.work / "torch" / "include" / "c10" / "cuda").mkdir(parents=True)
+        (self.work / "torch" / "include" / "c10" / "cuda" / "CUDACachingAllocator.h").write_text("")
         (self.work / "cuda" / "include").mkdir(parents=True)
         (self.work / "cuda" / "include" / "cuda_runtime_api.h").write_text("")
         source = self.work / "class.c"
@@ -303,10 +305,10 @@ pytorch_class.built = built
 
     def test_place_returns_the_path_that_install_uses(self) -> None:
         report = self.work / "place"
-        patch = f"Path({str(report)!r}).write_text(str(pytorch_class.place(torch)[0]))"
+        patch = f"Path({str(report)!r}).write_text(pytorch_class.place(torch))"
         self.assertEqual(self.install(patch)["error"], None)
         (library,) = self.cache.iterdir()
-        self.assertEqual(report.read_text(), str(library))
+        self.assertEqual(report.read_text(), f"install() compiles it once, with {self.compiler}, to {library}")
 
 
 class Descriptors(unittest.TestCase):

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import needs
-from symmalloc import pytorch_class, unknown_functions
+from symmalloc import TorchError, pytorch_class, unknown_functions
 
 FAKES = Path(__file__).resolve().parent / "fakes" / "pytorch"
 NAMES = ["attachInventedObserver", "inventedSizes", "inventedPointer", "twoOnALine", "operator()", "moveTo"]
@@ -67,7 +67,7 @@ class Compiled(unittest.TestCase):
         for compiler in COMPILERS:
             with self.subTest(compiler), mock.patch.dict(os.environ, {"CXX": compiler}):
                 compiled: Any = ctypes.CDLL(f"/proc/self/fd/{self.built()}")
-                self.assertEqual(compiled.symmalloc_install_class(), 0)
+                self.assertEqual(compiled.symmalloc_install_class(None), 0)
                 compiled.symmalloc_unknown_functions.restype = ctypes.c_char_p
                 said = compiled.symmalloc_unknown_functions().decode().split(", ")
                 self.assertEqual(sorted(said), sorted(NAMES))
@@ -80,7 +80,7 @@ class Compiled(unittest.TestCase):
     def test_install_warns_once_about_missing_functions(self) -> None:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
-            pytorch_class.install(self.torch)
+            pytorch_class.install(self.torch, None)
         (warning,) = heard
         for said in (*NAMES, "PyTorch 2.99.0+cu130", "pip install --upgrade symmalloc", "2.11, 2.12, 2.13, 2.14, 2.15"):
             self.assertIn(said, str(warning.message))
@@ -93,17 +93,17 @@ class Compiled(unittest.TestCase):
         header.write_text(known)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            pytorch_class.install(self.torch)
+            pytorch_class.install(self.torch, None)
 
     def test_an_unknown_signature_is_named(self) -> None:
         self.interface("virtual int twoOnALine() = 0;", "PURE(int, twoOnALine)")
         self.interface("enum class Invented", "#define PURE(type, name) virtual type name() = 0;\nenum class Invented")
-        with self.assertRaisesRegex(pytorch_class.Unavailable, "CUDACachingAllocator.h:.*is not supported"):
+        with self.assertRaisesRegex(TorchError, "CUDACachingAllocator.h:.*is not supported"):
             self.built()
 
     def test_other_compiler_errors_are_printed_unchanged(self) -> None:
         self.interface("virtual std::string name() = 0;", "virtual std::string name(int) = 0;")
-        with self.assertRaisesRegex(pytorch_class.Unavailable, "name.*marked.*override"):
+        with self.assertRaisesRegex(TorchError, "name.*marked.*override"):
             self.built()
         self.assertEqual(list((self.folder / "cache").rglob("*.so")), [])
 
@@ -114,6 +114,7 @@ class Compiled(unittest.TestCase):
 @needs.torch
 @needs.device
 @needs.stand_ins
+@needs.compilation
 class OnPyTorch(unittest.TestCase):
     def test_a_function_that_a_newer_pytorch_has_is_reported_and_everything_else_works(self) -> None:
         import torch
@@ -131,11 +132,11 @@ class OnPyTorch(unittest.TestCase):
                 import torch, symmalloc
                 symmalloc.install()
                 x = torch.empty(1000, device="cuda")
-                print("class", symmalloc.has_class(), torch.cuda.memory_allocated())
+                print(torch.cuda.memory_allocated())
                 """,
-                SYMMALLOC_TORCH_CLASS="require", XDG_CACHE_HOME=folder, CPATH=folder,
+                XDG_CACHE_HOME=folder, CPATH=folder,
             )  # fmt: skip
-        self.assertEqual((done.returncode, done.stdout), (0, "class True 4096\n"), done.stderr)
+        self.assertEqual((done.returncode, done.stdout), (0, "4096\n"), done.stderr)
         self.assertEqual(done.stderr.count("does not know: invented. They raise"), 1, done.stderr)
 
 

@@ -72,7 +72,7 @@ pub unsafe extern "C" fn symmalloc_allocate(
         not_null(out, "out")?;
         let pool = allocator.known_pool(pool)?;
         // SAFETY: the caller's contract.
-        let pointer = unsafe { allocator.allocate(pool, bytes as u64, RawStream::new(stream)) }?;
+        let pointer = unsafe { allocator.allocate(pool, bytes as u64, RawStream::new(stream), None) }?;
         // SAFETY: the caller's contract, and it is not null.
         unsafe { out.write(pointer) };
         Ok(())
@@ -97,13 +97,8 @@ pub unsafe extern "C" fn symmalloc_allocate_named(
         let (allocator, name) = unsafe { (living(allocator)?, text(name, "name")?) };
         not_null(out, "out")?;
         let pool = allocator.known_pool(pool)?;
-        let stream = RawStream::new(stream);
-        let pointer = match name {
-            // SAFETY: the caller's contract.
-            Some(name) => unsafe { allocator.allocate_named(pool, bytes as u64, stream, name) },
-            // SAFETY: the caller's contract.
-            None => unsafe { allocator.allocate(pool, bytes as u64, stream) },
-        }?;
+        // SAFETY: the caller's contract.
+        let pointer = unsafe { allocator.allocate(pool, bytes as u64, RawStream::new(stream), name) }?;
         // SAFETY: the caller's contract.
         unsafe { write(out, "out", pointer) }
     })

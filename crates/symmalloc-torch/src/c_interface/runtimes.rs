@@ -1,4 +1,4 @@
-//! Memory for runtimes that do not name a stream, and ONNX Runtime's external allocator.
+//! The process's allocators, memory for runtimes that do not name a stream, and ONNX Runtime's external allocator.
 
 use super::arguments::{living, not_null, write};
 use crate::complaints;
@@ -14,6 +14,20 @@ use std::ffi::c_void;
 use std::sync::{Mutex, PoisonError};
 use symmalloc_core::PoolId;
 use symmalloc_cuda::CudaDevice;
+
+/// Writes the process's allocator for a device, which PyTorch and other runtimes share. The first use creates it, configured by
+/// `SYMMALLOC_CONF`. The library owns it: do not destroy it.
+///
+/// # Safety
+/// `out` is valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_process_allocator(device: i32, out: *mut *mut DeviceAllocator) -> symmalloc_status {
+    report(|| {
+        let allocator = process::allocator(device)?;
+        // SAFETY: the caller's contract.
+        unsafe { write(out, "out", std::ptr::from_ref(allocator).cast_mut()) }
+    })
+}
 
 /// Allocates memory for work on any stream, now or later, for callers that do not know a stream. It comes from a separate pool. Free
 /// it with `symmalloc_free_unordered`. Writes a null pointer for zero bytes.
@@ -97,7 +111,7 @@ pub extern "C" fn symmalloc_ort_alloc(bytes: usize) -> *mut c_void {
             let stream = ort_streams().get(&allocator.ordinal()).copied();
             let allocated = match stream {
                 // SAFETY: the contract of `symmalloc_ort_use_stream`.
-                Some(stream) => unsafe { allocator.allocate(PoolId::DEFAULT, bytes as u64, stream) },
+                Some(stream) => unsafe { allocator.allocate(PoolId::DEFAULT, bytes as u64, stream, None) },
                 None => allocator.allocate_unordered(bytes as u64),
             };
             allocated.or_else(|error| {

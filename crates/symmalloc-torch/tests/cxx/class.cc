@@ -456,8 +456,8 @@ int main(int count, char** words) {
     void* library = dlopen(words[2], RTLD_NOW);
     if (library == nullptr) std::fprintf(stderr, "%s\n", dlerror());
     ASSERT(library != nullptr);
-    const auto install = reinterpret_cast<int (*)()>(dlsym(library, "symmalloc_install_class"));
-    ASSERT(install() == 0);
+    const auto install = reinterpret_cast<int (*)(const char*)>(dlsym(library, "symmalloc_install_class"));
+    ASSERT(install(nullptr) == 0);
   }
   c10::cuda::_internal::setHasPrimaryContext([](c10::DeviceIndex) { return true; });
   caching::init(c10::cuda::device_count());

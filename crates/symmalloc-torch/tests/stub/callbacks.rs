@@ -4,7 +4,7 @@ use crate::class_calls::{allocate, free};
 use crate::library::*;
 use crate::nulls::within_a_deadline;
 use std::ffi::c_void;
-use std::ptr::null_mut;
+use std::ptr::{null, null_mut};
 use std::sync::Mutex;
 use symmalloc_torch::*;
 
@@ -20,18 +20,14 @@ fn use_the_library() {
     // SAFETY: output pointers, and a pointer that may be anything.
     let returned = unsafe {
         [
-            symmalloc_torch_allocate(0, 3 * MIB, null_mut(), 0, &raw mut out),
+            symmalloc_torch_allocate(0, 3 * MIB, null_mut(), 0, null(), &raw mut out),
             symmalloc_torch_begin_scope(0, A.0, A.1, None, null_mut(), None, &raw mut number),
             symmalloc_torch_deallocate(0, std::ptr::dangling_mut::<c_void>(), &raw mut block_bytes),
             symmalloc_torch_trim(0, 0),
             symmalloc_torch_record_use(std::ptr::dangling_mut::<c_void>(), null_mut()),
         ]
     };
-    // SAFETY: as above.
-    let device = unsafe {
-        symmalloc_torch_record_stream(std::ptr::dangling_mut::<c_void>(), null_mut());
-        symmalloc_torch_device_of(std::ptr::dangling::<c_void>())
-    };
+    let device = symmalloc_torch_device_of(std::ptr::dangling::<c_void>());
     assert_eq!((device, symmalloc_torch_pool_uses(0, A.0, A.1)), (-1, 0));
     RETURNED.lock().expect("no panic").extend(returned.map(|status| (status, message())));
 }

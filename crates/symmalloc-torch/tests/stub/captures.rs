@@ -3,38 +3,22 @@
 use crate::library::*;
 use cudarc::driver::CudaGraph;
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
-use std::ffi::{c_int, c_void};
+use std::ffi::c_void;
 
-/// A `std::function<bool(cudaStream_t)>` of libstdc++ that takes the stream it holds.
-#[repr(C)]
-struct Filter {
-    functor: [usize; 2],
-    manager: Option<unsafe extern "C" fn(*mut [usize; 2], *const [usize; 2], c_int) -> bool>,
-    invoker: Option<unsafe extern "C" fn(*const [usize; 2], *mut *mut c_void) -> bool>,
-}
-
-unsafe extern "C" fn manage(to: *mut [usize; 2], from: *const [usize; 2], operation: c_int) -> bool {
-    if operation == 2 {
-        // SAFETY: the library clones into its own storage.
-        unsafe { *to = *from };
-    }
-    false
-}
-
-/// Accepts streams whose capture has begun, as PyTorch's filter does. Here, these are the streams in the functor's list.
-unsafe extern "C" fn is_captured(functor: *const [usize; 2], stream: *mut *mut c_void) -> bool {
-    // SAFETY: the functor holds a list that outlives the scope.
-    let captured = unsafe { &*((*functor)[0] as *const std::cell::RefCell<Vec<usize>>) };
-    // SAFETY: the library passes a stream.
-    captured.borrow().contains(&(unsafe { *stream } as usize))
+/// Accepts streams whose capture has begun, as PyTorch's filter does. Here, these are the streams in the list that is the context.
+unsafe extern "C-unwind" fn is_captured(list: *mut c_void, stream: *mut c_void) -> bool {
+    // SAFETY: the context of `begin`, a list that outlives the scope.
+    let captured = unsafe { &*list.cast::<std::cell::RefCell<Vec<usize>>>() };
+    captured.borrow().contains(&(stream as usize))
 }
 
 /// Begins a scope of a pool for the streams of a list, which outlives the scope.
 fn begin(id: (u64, u64), list: &std::cell::RefCell<Vec<usize>>) {
-    let functor = [std::ptr::from_ref(list) as usize, 0];
-    let mut filter = Filter { functor, manager: Some(manage), invoker: Some(is_captured) };
-    // SAFETY: the layout of a std::function, alive until the call returns; its contents are alive until the scope ends.
-    unsafe { symmalloc_torch::symmalloc_torch_begin_allocate_to_pool(0, id.0, id.1, (&raw mut filter).cast()) };
+    let (context, mut number) = (std::ptr::from_ref(list).cast_mut().cast(), 0);
+    // SAFETY: the context is alive until the scope ends; an output pointer.
+    done(unsafe {
+        symmalloc_torch::symmalloc_torch_begin_scope(0, id.0, id.1, Some(is_captured), context, None, &raw mut number)
+    });
 }
 
 /// Runs `body` inside a capture on the first stream, as PyTorch's `capture_begin` and `capture_end` do. Other streams join in the body.
@@ -64,8 +48,8 @@ stub_test!(a_capture_on_two_streams_takes_its_memory_from_its_pool, {
     let (a, b, c) = (streams.get(0), streams.get(1), streams.get(2));
     // The program has warmed up: it has used the streams, and a block with a use on another stream.
     let warm = [a, b, c].map(|stream| torch::allocate(4 * MIB, stream));
-    torch::record_stream(warm[0], b);
-    torch::free(warm[0], 4 * MIB, a);
+    torch::record_use(warm[0], b);
+    torch::free(warm[0]);
     let before = calls("cuEventQuery");
     let mut output = 0;
     let graph = captured((1, 0), &streams, |join| {
@@ -73,25 +57,25 @@ stub_test!(a_capture_on_two_streams_takes_its_memory_from_its_pool, {
         let temporary = torch::allocate(5 * MIB, a);
         join(1);
         let side = torch::allocate(2 * MIB, b);
-        torch::record_stream(temporary, b);
-        torch::free(temporary, 5 * MIB, a);
+        torch::record_use(temporary, b);
+        torch::free(temporary);
         // The block is reused within the capture, so its fence is an edge of the graph.
         assert_eq!(torch::allocate(5 * MIB, a), temporary);
         // Use a stream that is not captured, and free earlier memory during the capture.
         let outside = torch::allocate(MIB, c);
         assert_eq!([output, temporary, side, outside].map(pool), [1, 1, 1, 0]);
-        torch::record_stream(warm[1], a);
-        torch::free(warm[1], 4 * MIB, b);
-        torch::free(warm[2], 4 * MIB, c);
-        torch::free(side, 2 * MIB, b);
-        torch::free(temporary, 5 * MIB, a);
+        torch::record_use(warm[1], a);
+        torch::free(warm[1]);
+        torch::free(warm[2]);
+        torch::free(side);
+        torch::free(temporary);
     });
     assert_eq!(calls("cuEventQuery"), before);
     torch::empty_cache();
     graph.launch().expect("launched");
     // The block that a captured stream used earlier is reused outside the capture.
     assert_eq!(pool(torch::allocate(4 * MIB, b)), 0);
-    torch::free(output, 3 * MIB, a);
+    torch::free(output);
     let reserved = |kind: &str| {
         let stats = allocator.stats();
         let pools = stats["pools"].as_array().expect("a list").clone();
@@ -116,8 +100,8 @@ stub_test!(a_second_capture_of_a_pool_gets_the_same_placements, {
             let taken = [3, 1, 2, 5].map(|size| torch::allocate(size * MIB, streams.get(size % 2)));
             places.extend(taken);
             taken.into_iter().zip([3, 1, 2, 5]).for_each(|(pointer, size)| {
-                torch::record_stream(pointer, streams.get((size + 1) % 2));
-                torch::free(pointer, size * MIB, streams.get(size % 2));
+                torch::record_use(pointer, streams.get((size + 1) % 2));
+                torch::free(pointer);
             });
         });
         (places, graph)
@@ -135,7 +119,7 @@ stub_test!(captures_hold_what_the_first_one_held, {
     let (allocator, streams) = (Allocator::of_torch(), Streams::new(2));
     let [a, b] = [0, 1].map(|index| streams.get(index));
     // The program has used the streams.
-    [a, b].into_iter().for_each(|stream| torch::free(torch::allocate(MIB, stream), MIB, stream));
+    [a, b].into_iter().for_each(|stream| torch::free(torch::allocate(MIB, stream)));
     steady(5, |_| {
         let mut places = Vec::new();
         let graphs = [1, 1, 2].map(|pool| {
@@ -143,10 +127,10 @@ stub_test!(captures_hold_what_the_first_one_held, {
                 join(1);
                 let output = torch::allocate(3 * MIB, a);
                 let temporary = torch::allocate(2 * MIB, b);
-                torch::record_stream(temporary, a);
+                torch::record_use(temporary, a);
                 places.extend([output, temporary].map(|pointer| allocator.placement(pointer).offset_bytes));
-                torch::free(temporary, 2 * MIB, b);
-                torch::free(output, 3 * MIB, a);
+                torch::free(temporary);
+                torch::free(output);
             })
         });
         graphs.iter().for_each(|graph| graph.launch().expect("launched"));
@@ -163,7 +147,7 @@ stub_test!(the_next_begin_ends_the_scope_of_a_failed_capture, {
     let (allocator, streams) = (Allocator::of_torch(), Streams::new(2));
     let pool = |pointer| allocator.placement(pointer).pool;
     let (first, stream) = (streams.stream(0), streams.get(0));
-    torch::free(torch::allocate(MIB, stream), MIB, stream);
+    torch::free(torch::allocate(MIB, stream));
     // PyTorch's filter rejects all streams after the capture. This filter does not, which shows whether it is called.
     let list = std::cell::RefCell::new(Vec::new());
     begin((1, 0), &list);
@@ -185,13 +169,12 @@ stub_test!(the_next_begin_ends_the_scope_of_a_failed_capture, {
     let graph = captured((3, 0), &streams, |_| kept = torch::allocate(MIB, stream));
     assert_eq!(pool(kept), 3);
     assert_eq!(pool(torch::allocate(MIB, stream)), 0);
-    torch::free(lost, 8 * MIB, stream);
+    torch::free(lost);
     drop(graph);
     // Later versions of PyTorch still end the scope. That is not an error, but a second end is.
     torch::end((1, 0));
+    assert_eq!(symmalloc_torch::symmalloc_torch_end_scope(0, 1, 0), SYMMALLOC_INVALID_STATE);
     assert_eq!(allocator.stats()["errors"]["failed_calls"], 0);
-    torch::end((1, 0));
-    assert_eq!(allocator.stats()["errors"]["failed_calls"], 1);
 });
 
 // The scopes have one pool and different filters, so it shows which of them is open.

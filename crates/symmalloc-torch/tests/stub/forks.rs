@@ -122,18 +122,14 @@ impl Objects {
             ("symmalloc_free_unordered", vec![torch, self.unordered]),
             ("symmalloc_ort_free", vec![self.unordered]),
             ("symmalloc_ort_empty_cache", vec![]),
-            ("symmalloc_torch_free", vec![tensor, 0, 0, 0]),
             ("symmalloc_torch_deallocate", vec![0, tensor, 0]),
             ("symmalloc_torch_end_scope", vec![0, first, second]),
-            ("symmalloc_torch_end_allocate_to_pool", vec![0, first, second]),
             ("symmalloc_torch_pool_helps_out", vec![0, first, second, 0]),
             ("symmalloc_torch_release_use", vec![0, first, second]),
-            ("symmalloc_torch_release_pool", vec![0, first, second]),
             ("symmalloc_torch_checkpoint_destroy", vec![self.checkpoint as usize]),
             ("symmalloc_torch_close", vec![self.opened as usize]),
             ("symmalloc_torch_trim", vec![first, second]),
             ("symmalloc_torch_trim", vec![0, 0]),
-            ("symmalloc_torch_reset", vec![]),
             ("symmalloc_dma_buf_close", vec![self.dma_buf as usize]),
             ("symmalloc_announce_end", vec![self.announcement as usize]),
             ("symmalloc_all_to_all_destroy", vec![self.all_to_all as usize]),
@@ -185,16 +181,6 @@ const RELEASING: [&str; 12] = [
 /// Functions with such a name that release nothing: those of peaks, and the end of a step, which reports it.
 const OTHERS: [&str; 3] = ["symmalloc_step_end", "symmalloc_reset_peaks", "symmalloc_torch_reset_peaks"];
 
-/// Functions that throw C++ exceptions, which a Rust test cannot catch. `cxx.rs` tests them.
-const THROWING: [&str; 6] = [
-    "symmalloc_torch_alloc",
-    "symmalloc_torch_init",
-    "symmalloc_torch_memory_fraction",
-    "symmalloc_torch_record_stream",
-    "symmalloc_torch_begin_allocate_to_pool",
-    "symmalloc_torch_set_fraction",
-];
-
 nccl_test!(a_forked_child_releases_nothing_and_no_call_blocks_in_it, {
     ranks_of(1, allocator_of_torch, |_, allocator, comm, _| {
         let streams = Streams::new(2);
@@ -214,7 +200,7 @@ nccl_test!(a_forked_child_releases_nothing_and_no_call_blocks_in_it, {
         let blocked = thread::spawn(move || {
             let mut out = null_mut();
             // SAFETY: a live stream, and an output pointer.
-            unsafe { symmalloc_torch_allocate(0, MIB, stream as *mut c_void, 0, &raw mut out) }
+            unsafe { symmalloc_torch_allocate(0, MIB, stream as *mut c_void, 0, null(), &raw mut out) }
         });
         until(|| IS_ALLOCATING.load(Ordering::Acquire));
         let code = in_child(|| {
@@ -224,7 +210,7 @@ nccl_test!(a_forked_child_releases_nothing_and_no_call_blocks_in_it, {
                 let status = call(function, values) as u32;
                 assert!(!function.has_status || status == SYMMALLOC_OK as u32, "{name}: {}", message());
             }
-            for function in functions.iter().filter(|function| !THROWING.contains(&&function.name[..])) {
+            for function in &functions {
                 let arguments = function.arguments.iter();
                 let value = |argument| objects.object(argument).or_else(|| valid(argument, allocator));
                 let values: Vec<usize> = arguments.map(|argument| value(argument).expect("a value")).collect();
@@ -249,10 +235,7 @@ nccl_test!(a_forked_child_releases_nothing_and_no_call_blocks_in_it, {
                 "symmalloc_scope_end"
                     | "symmalloc_free_on"
                     | "symmalloc_ort_free"
-                    | "symmalloc_torch_free"
                     | "symmalloc_torch_deallocate"
-                    | "symmalloc_torch_end_allocate_to_pool"
-                    | "symmalloc_torch_release_pool"
                     | "symmalloc_trace_stop"
             );
             if !is_repeated {

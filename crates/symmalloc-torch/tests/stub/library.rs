@@ -240,44 +240,56 @@ impl Streams {
     }
 }
 
-/// PyTorch's entry points. Their exceptions would end a Rust test, so `cxx.rs` tests errors.
+/// PyTorch's calls.
 pub(crate) mod torch {
     use super::*;
+    use std::ptr::null;
 
+    pub(crate) fn try_allocate(device: usize, bytes: usize, stream: *mut c_void) -> Result<Pointer, symmalloc_status> {
+        let mut out = null_mut();
+        // SAFETY: a live stream, no name, and an output pointer.
+        let status = unsafe { symmalloc_torch_allocate(device as i32, bytes, stream, 0, null(), &raw mut out) };
+        if status == SYMMALLOC_OK { Ok(out as Pointer) } else { Err(status) }
+    }
+
+    #[track_caller]
     pub(crate) fn allocate(bytes: usize, stream: *mut c_void) -> Pointer {
-        // SAFETY: a live stream.
-        unsafe { symmalloc_torch_alloc(bytes as isize, 0, stream) as Pointer }
+        try_allocate(0, bytes, stream).unwrap_or_else(|status| panic!("{status:?}: {}", message()))
     }
 
-    pub(crate) fn free(pointer: Pointer, bytes: usize, stream: *mut c_void) {
+    /// Frees an allocation, as the class does in destructors: the library counts failures.
+    pub(crate) fn free(pointer: Pointer) {
         // SAFETY: any pointer is valid.
-        unsafe { symmalloc_torch_free(pointer as *mut c_void, bytes as isize, 0, stream) };
+        let _status = unsafe { symmalloc_torch_deallocate(0, pointer as *mut c_void, null_mut()) };
     }
 
-    pub(crate) fn record_stream(pointer: Pointer, stream: *mut c_void) {
+    #[track_caller]
+    pub(crate) fn record_use(pointer: Pointer, stream: *mut c_void) {
         // SAFETY: a live stream.
-        unsafe { symmalloc_torch_record_stream(pointer as *mut c_void, stream) };
+        done(unsafe { symmalloc_torch_record_use(pointer as *mut c_void, stream) });
     }
 
     /// Begins a scope without a filter, which accepts all streams.
+    #[track_caller]
     pub(crate) fn begin(id: (u64, u64)) {
-        // SAFETY: no filter.
-        unsafe { symmalloc_torch_begin_allocate_to_pool(0, id.0, id.1, null_mut()) };
+        let mut number = 0;
+        // SAFETY: no filter, and an output pointer.
+        done(unsafe { symmalloc_torch_begin_scope(0, id.0, id.1, None, null_mut(), None, &raw mut number) });
     }
 
+    #[track_caller]
     pub(crate) fn end(id: (u64, u64)) {
-        // SAFETY: no preconditions.
-        unsafe { symmalloc_torch_end_allocate_to_pool(0, id.0, id.1) };
+        done(symmalloc_torch_end_scope(0, id.0, id.1));
     }
 
+    #[track_caller]
     pub(crate) fn release(id: (u64, u64)) {
-        // SAFETY: no preconditions.
-        unsafe { symmalloc_torch_release_pool(0, id.0, id.1) };
+        done(symmalloc_torch_release_use(0, id.0, id.1));
     }
 
+    #[track_caller]
     pub(crate) fn empty_cache() {
-        // SAFETY: no preconditions.
-        unsafe { symmalloc_torch_reset() };
+        done(symmalloc_torch_trim(0, 0));
     }
 
     pub(crate) fn base(pointer: Pointer) -> (Pointer, usize) {

@@ -104,7 +104,7 @@ impl Program {
         one.trim();
         // This thread allocates in a pool, with a name, and another pool belongs to a graph.
         torch::begin((1, 0));
-        torch::free(torch::allocate(MIB, program.stream()), MIB, program.stream());
+        torch::free(torch::allocate(MIB, program.stream()));
         torch::end((1, 0));
         done(symmalloc_torch_push_pool(0, pool));
         // SAFETY: a C string.
@@ -125,7 +125,7 @@ impl Program {
         let probe = |device: usize| {
             let mut out = null_mut();
             // SAFETY: the default stream, and an output pointer.
-            done(unsafe { symmalloc_torch_allocate(device as i32, 700, null_mut(), 0, &raw mut out) });
+            done(unsafe { symmalloc_torch_allocate(device as i32, 700, null_mut(), 0, null(), &raw mut out) });
             let placement = self.allocators[device].placement(out as Pointer);
             let mut text = null_mut();
             // SAFETY: a live allocator, and an output pointer.

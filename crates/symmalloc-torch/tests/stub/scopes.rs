@@ -71,15 +71,15 @@ fn scoped(device: u32, pool: u32, inside: impl FnOnce()) -> Result<(u64, u64), s
     }
 }
 
-/// Allocates through PyTorch's entry points, on the default stream.
+/// Allocates through PyTorch's calls, on the default stream.
+#[track_caller]
 fn allocate(device: u32, bytes: usize) -> Pointer {
-    // SAFETY: the default stream.
-    unsafe { symmalloc_torch_alloc(bytes as isize, device as i32, null_mut()) as Pointer }
+    torch::try_allocate(device as usize, bytes, null_mut()).expect("allocated")
 }
 
 fn free(device: u32, pointer: Pointer) {
     // SAFETY: any pointer is valid.
-    unsafe { symmalloc_torch_free(pointer as *mut c_void, 0, device as i32, null_mut()) };
+    done(unsafe { symmalloc_torch_deallocate(device as i32, pointer as *mut c_void, null_mut()) });
 }
 
 nccl_test!(allocations_in_a_scope_have_windows_at_its_end, {
@@ -187,10 +187,8 @@ nccl_test!(ranks_compare_on_request_or_at_every_nth_sync, {
 nccl_test!(in_a_capture_a_scope_succeeds_only_without_new_segments, {
     ranks_of(2, allocator_of_torch, |rank, allocator, comm, barrier| {
         let stream = comm.device().context().new_stream().expect("a stream");
-        let on_stream = |bytes: isize| {
-            // SAFETY: a stream that outlives the allocations on it.
-            unsafe { symmalloc_torch_alloc(bytes, rank as i32, stream.cu_stream().cast()) as Pointer }
-        };
+        let on_stream =
+            |bytes: usize| torch::try_allocate(rank as usize, bytes, stream.cu_stream().cast()).expect("allocated");
         let mut all = Vec::new();
         for options in [by_hand(), options()] {
             let pool = allocator.create_pool(Some(POOL));

@@ -136,7 +136,9 @@ impl Repeatable for Program {
             Torch(block, stream, size) => {
                 let mut made = std::ptr::null_mut();
                 // SAFETY: a live stream, and an output pointer.
-                outcome(unsafe { symmalloc_torch_allocate(0, size, self.streams.get(stream), 0, &raw mut made) })?;
+                outcome(unsafe {
+                    symmalloc_torch_allocate(0, size, self.streams.get(stream), 0, std::ptr::null(), &raw mut made)
+                })?;
                 self.blocks.insert(block, made as Pointer);
                 Ok(())
             }

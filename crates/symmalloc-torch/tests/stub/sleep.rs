@@ -232,7 +232,7 @@ stub_test!(a_wake_keeps_the_free_memory_of_graphs, ["STUB_MEMORY_BYTES" = "26843
     torch::begin((1, 0));
     let inside = torch::allocate(100 * MIB, streams.get(0));
     let graph = allocator.placement(inside).pool;
-    torch::free(inside, 100 * MIB, streams.get(0));
+    torch::free(inside);
     torch::end((1, 0));
     let pool = allocator.create_pool(None);
     allocator.allocate(pool, 120 * MIB, streams.get(0));

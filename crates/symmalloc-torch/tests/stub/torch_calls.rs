@@ -1,4 +1,4 @@
-//! PyTorch's entry points: allocations, graph pools, `empty_cache`, limits.
+//! PyTorch's calls: allocations, graph pools, `empty_cache`, limits.
 
 use crate::library::*;
 use std::ptr::null_mut;
@@ -8,28 +8,28 @@ stub_test!(tensors_are_allocated_and_freed, {
     let streams = Streams::new(2);
     let (a, b) = (streams.get(0), streams.get(1));
     let tensor = torch::allocate(5 * MIB, a);
-    torch::record_stream(tensor, b);
+    torch::record_use(tensor, b);
     // Null pointers and pointers of other allocators are ignored.
-    torch::record_stream(0, b);
-    torch::record_stream(tensor + 512, b);
+    torch::record_use(0, b);
+    torch::record_use(tensor + 512, b);
     assert_eq!(torch::base(tensor + 4096), (tensor, 16 * MIB));
     assert_eq!(torch::base(64), (64, 0));
-    torch::free(tensor, 5 * MIB, a);
+    torch::free(tensor);
     assert_eq!(torch::allocate(5 * MIB, a), tensor);
     assert_eq!(calls("cuStreamWaitEvent"), 1);
     assert_eq!(torch::allocate(0, a), 0);
-    torch::free(0, 0, a);
+    torch::free(0);
     assert_eq!(live().device_bytes, 16 << 20, "a granule of the default settings");
-    torch::free(tensor, 5 * MIB, a);
+    torch::free(tensor);
     torch::empty_cache();
     assert_eq!(live().device_bytes, 0);
 });
 
 stub_test!(free_never_fails_and_reports_misuse, {
-    torch::free(4096, 512, null_mut());
+    torch::free(4096);
     let (allocator, tensor) = (Allocator::of_torch(), torch::allocate(512, null_mut()));
-    torch::free(tensor, 512, null_mut());
-    torch::free(tensor, 512, null_mut());
+    torch::free(tensor);
+    torch::free(tensor);
     let errors = &allocator.stats()["errors"];
     assert_eq!((&errors["unknown_frees"], &errors["failed_calls"]), (&1.into(), &1.into()));
     assert!(errors["last"].as_str().expect("text").contains("not a live allocation of device 0"));
@@ -52,20 +52,34 @@ stub_test!(invalid_settings_in_the_environment_are_an_error, ["SYMMALLOC_CONF" =
     assert!(message().contains("byte 0: unknown key") && out.is_null(), "{}", message());
 });
 
+stub_test!(properties_are_those_of_the_parsed_settings, {
+    for (conf, properties) in [
+        (c"", (true, false)),
+        (c"segments:fixed,plan : learn", (false, true)),
+        (c"segments:fixed,plan:off", (false, false)),
+        (c"expandable_segments:True, plan:learn", (true, true)),
+    ] {
+        // SAFETY: a C string.
+        done(unsafe { symmalloc_torch_configure(conf.as_ptr()) });
+        let mut out = symmalloc_properties { is_expandable: false, learns_plans: false };
+        // SAFETY: an output pointer.
+        done(unsafe { symmalloc_torch_properties(&raw mut out) });
+        assert_eq!((out.is_expandable, out.learns_plans), properties, "{conf:?}");
+    }
+});
+
 stub_test!(a_memory_fraction_is_a_limit_in_bytes, {
     let allocator = Allocator::of_torch();
-    // SAFETY: no preconditions.
-    unsafe { symmalloc_torch_memory_fraction(0.25, 0) };
+    done(symmalloc_torch_set_fraction(0, 0.25));
     assert_eq!(allocator.stats()["reserved_limit_bytes"], 256 << 20);
     let half = torch::allocate(200 * MIB, null_mut());
     assert_eq!(allocator.try_allocate(0, 100 * MIB, null_mut()), Err(SYMMALLOC_OUT_OF_MEMORY));
     assert!(message().contains("the allocator's limit is 256.00 MiB"), "{}", message());
     assert_eq!(allocator.try_allocate(0, usize::MAX / 2, null_mut()), Err(SYMMALLOC_OUT_OF_MEMORY));
     assert_eq!(allocator.total("num_ooms"), 2, "both kinds of failure are counted");
-    // SAFETY: as above.
-    unsafe { symmalloc_torch_memory_fraction(1.0, 0) };
+    done(symmalloc_torch_set_fraction(0, 1.0));
     allocator.allocate(0, 100 * MIB, null_mut());
-    torch::free(half, 200 * MIB, null_mut());
+    torch::free(half);
 });
 
 stub_test!(two_graph_pools_keep_their_memory_until_they_are_released, {
@@ -76,7 +90,7 @@ stub_test!(two_graph_pools_keep_their_memory_until_they_are_released, {
         torch::begin(id);
         let pointer = torch::allocate(8 * MIB, stream);
         let taken = pool(pointer);
-        torch::free(pointer, 8 * MIB, stream);
+        torch::free(pointer);
         torch::end(id);
         (pointer, taken)
     };
@@ -84,7 +98,7 @@ stub_test!(two_graph_pools_keep_their_memory_until_they_are_released, {
     assert_ne!(first.1, second.1);
     let outside = torch::allocate(8 * MIB, stream);
     assert_eq!(pool(outside), 0);
-    torch::free(outside, 8 * MIB, stream);
+    torch::free(outside);
     torch::empty_cache();
     assert_eq!(live().device_bytes, 16 << 20, "the memory of both graphs is kept");
     // A second graph of the first pool gets the same address.
@@ -103,7 +117,7 @@ stub_test!(two_graph_pools_keep_their_memory_until_they_are_released, {
     torch::empty_cache();
     assert_eq!(live().device_bytes, 0);
     // An excess release is counted.
-    torch::release((2, 0));
+    assert_eq!(symmalloc_torch_release_use(0, 2, 0), SYMMALLOC_INVALID_STATE);
     assert_eq!(allocator.stats()["errors"]["failed_calls"], 1);
 });
 
@@ -120,12 +134,11 @@ stub_test!(
         };
         assert_eq!(largest(0), 1 << 30, "the stub's device");
         let _kept = torch::allocate(8 * MIB, null_mut());
-        torch::free(torch::allocate(6 * MIB, null_mut()), 6 * MIB, null_mut());
+        torch::free(torch::allocate(6 * MIB, null_mut()));
         assert_eq!(allocator.stats()["total"]["reserved_bytes"]["all"]["current"], 14 << 20);
         assert_eq!(largest(0), (1 << 30) - 8 * MIB);
         assert_eq!(largest(2 << 30), 2 << 30, "a larger known value stays");
-        // SAFETY: no preconditions.
-        unsafe { symmalloc_torch_memory_fraction(0.25, 0) };
+        done(symmalloc_torch_set_fraction(0, 0.25));
         assert_eq!(largest(0), (256 - 8) * MIB);
     }
 );
@@ -137,7 +150,7 @@ stub_test!(
         let (allocator, streams) = (Allocator::of_torch(), Streams::new(1));
         torch::begin((1, 0));
         let tensor = torch::allocate(200 * MIB, streams.get(0));
-        torch::free(tensor, 200 * MIB, streams.get(0));
+        torch::free(tensor);
         torch::end((1, 0));
         assert_eq!(allocator.try_allocate(0, 100 * MIB, streams.get(0)), Err(SYMMALLOC_OUT_OF_MEMORY));
         assert_eq!(live().device_bytes, 200 << 20);
@@ -168,7 +181,7 @@ stub_test!(
                             made
                         })
                         .collect();
-                    all.into_iter().for_each(|pointer| torch::free(pointer, SEGMENT, streams.get(0)));
+                    all.into_iter().for_each(torch::free);
                     let context = format!("{pools} pools of {segments} segments, call {failed} fails, {times} times");
                     assert_eq!(live().device_bytes, (pools * segments * SEGMENT) as u64, "{context}");
                     (0..times).for_each(|_| fail("cuMemUnmap", failed as u64, 999));
@@ -195,7 +208,7 @@ stub_test!(
     {
         let (allocator, streams) = (Allocator::of_torch(), Streams::new(1));
         torch::begin((1, 0));
-        torch::free(torch::allocate(8 * MIB, streams.get(0)), 8 * MIB, streams.get(0));
+        torch::free(torch::allocate(8 * MIB, streams.get(0)));
         torch::end((1, 0));
         let stats = allocator.stats();
         let [default, graph] = [0, 1].map(|pool| &stats["pools"][pool]);
@@ -211,14 +224,14 @@ stub_test!(a_large_tensor_is_stitched_without_settings, {
     let (allocator, stream) = (Allocator::of_torch(), null_mut());
     let size = 128 * MIB;
     let blocks: Vec<_> = (0..4).map(|_| torch::allocate(size, stream)).collect();
-    torch::free(blocks[0], size, stream);
-    torch::free(blocks[2], size, stream);
+    torch::free(blocks[0]);
+    torch::free(blocks[2]);
     let large = torch::allocate(2 * size, stream);
     assert_eq!(live().device_bytes, 4 * (size as u64), "the free blocks are not adjacent");
-    torch::free(large, 2 * size, stream);
+    torch::free(large);
     // Memory of a graph is not stitched, because its addresses are captured.
     torch::begin((1, 0));
-    torch::free(torch::allocate(5 * MIB, stream), 5 * MIB, stream);
+    torch::free(torch::allocate(5 * MIB, stream));
     torch::end((1, 0));
     assert_eq!(allocator.stats()["pools"][1]["stats"]["reserved_bytes"]["all"]["current"], 6 << 20);
 });

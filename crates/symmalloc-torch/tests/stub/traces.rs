@@ -60,10 +60,9 @@ stub_test!(the_environment_can_request_a_trace, ["RANK" = "1", "WORLD_SIZE" = "2
         &[("SYMMALLOC_TRACE", folder.path().join("job.trace.gz").to_str().expect("text"))],
         |_| {
             // A limit that is set before the first use is part of the configuration. A later one ends the trace.
-            // SAFETY: no preconditions.
-            unsafe { symmalloc_torch_memory_fraction(0.5, 0) };
+            done(symmalloc_torch_set_fraction(0, 0.5));
             let tensor = torch::allocate(5 * MIB, null_mut());
-            torch::free(tensor, 5 * MIB, null_mut());
+            torch::free(tensor);
             torch::allocate(MIB, null_mut());
         },
     );

@@ -141,8 +141,8 @@ const WAYS: &[Way] = &[
     Way {
         name: "the end of a graph's pool",
         take: in_graph_pool,
-        release: |program, _, pointer| {
-            torch::free(pointer, SIZE, program.own());
+        release: |_, _, pointer| {
+            torch::free(pointer);
             torch::empty_cache();
         },
         restore: |_, _| false,
@@ -151,7 +151,7 @@ const WAYS: &[Way] = &[
         name: "memory of a graph's pool for another allocation",
         take: in_graph_pool,
         release: |program, _, pointer| {
-            torch::free(pointer, SIZE, program.own());
+            torch::free(pointer);
             program.allocator.trim_private();
         },
         restore: |_, _| false,

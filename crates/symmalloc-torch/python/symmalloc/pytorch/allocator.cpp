@@ -544,7 +544,8 @@ class Allocator final : public caching::AllocatorBase {
   }
 
   bool is_expandable() const {
-    return settings().find("segments:expandable") != std::string::npos;
+    symmalloc_properties properties{};
+    return symmalloc_torch_properties(&properties) == SYMMALLOC_OK && properties.is_expandable;
   }
 
   Memory memory_;
@@ -587,11 +588,16 @@ void memory_changed(int32_t device, uint32_t is_mapped, uint64_t address, uint64
 } // namespace
 } // namespace symmalloc
 
-// Installs the allocator in PyTorch. Returns 0 on success, and 1 if PyTorch has used CUDA already.
-extern "C" __attribute__((visibility("default"))) int symmalloc_install_class() {
+// Installs the allocator in PyTorch with this configuration, or that of the environment. Returns 0 on success, a status of the library if it
+// rejects the configuration, and -1 if PyTorch has used CUDA already. A call that fails changes nothing.
+extern "C" __attribute__((visibility("default"))) int symmalloc_install_class(const char* conf) {
   auto* current = symmalloc::caching::allocator.load();
   if (current != nullptr && current->initialized()) {
-    return 1;
+    return -1;
+  }
+  const auto status = conf != nullptr ? symmalloc_torch_configure(conf) : symmalloc_torch_check();
+  if (status != SYMMALLOC_OK) {
+    return static_cast<int>(status);
   }
   auto& allocator = symmalloc::allocator();
   symmalloc_torch_on_memory(symmalloc::memory_changed);

@@ -72,9 +72,9 @@ class Memory {
     if (C10_UNLIKELY(is_watched_.load(std::memory_order_relaxed))) {
       pointer = allocate_watched(device, bytes, stream);
     } else {
-      const auto status = symmalloc_torch_allocate(device, bytes, stream, scopes_.number(device), &pointer);
+      const auto status = ask(device, bytes, stream, nullptr, &pointer);
       if (C10_UNLIKELY(status != SYMMALLOC_OK)) {
-        pointer = refused(device, bytes, stream, status, nullptr, {});
+        pointer = refused(device, bytes, stream, status, nullptr, nullptr);
       }
     }
     const auto* trace = c10::impl::GPUTrace::get_trace();
@@ -225,12 +225,13 @@ class Memory {
     if (C10_UNLIKELY(symmalloc_torch_is_forked())) {
       // The locks below may be held by a thread that this child does not have.
       void* nothing = nullptr;
-      check(symmalloc_torch_allocate(device, bytes, stream, 0, &nothing));
+      check(symmalloc_torch_allocate(device, bytes, stream, 0, nullptr, &nothing));
     }
     auto& history = of(device).history;
     const auto context = history.gather(RecordContext::STATE);
     // Traces and reports show the name, which is only computed while a history is recorded.
-    const auto name = context ? caller_name() : std::string();
+    const auto caller = context ? caller_name() : std::string();
+    const char* name = caller.empty() ? nullptr : caller.c_str();
     std::unique_lock<std::recursive_mutex> lock(history.order);
     void* pointer = nullptr;
     const auto status = ask(device, bytes, stream, name, &pointer);
@@ -290,10 +291,8 @@ class Memory {
     }
   }
 
-  symmalloc_status ask(DeviceIndex device, size_t bytes, cudaStream_t stream, const std::string& name, void** pointer) {
-    const auto scope = scopes_.number(device);
-    return name.empty() ? symmalloc_torch_allocate(device, bytes, stream, scope, pointer)
-                        : symmalloc_torch_allocate_named(device, bytes, stream, scope, name.c_str(), pointer);
+  symmalloc_status ask(DeviceIndex device, size_t bytes, cudaStream_t stream, const char* name, void** pointer) {
+    return symmalloc_torch_allocate(device, bytes, stream, scopes_.number(device), name, pointer);
   }
 
   // Asks other parts of PyTorch to free memory and retries the allocation if they did. Otherwise notifies the observers.
@@ -303,7 +302,7 @@ class Memory {
       cudaStream_t stream,
       symmalloc_status status,
       const Context& context,
-      const std::string& name) {
+      const char* name) {
     if (status != SYMMALLOC_OUT_OF_MEMORY) {
       fail(status);
     }

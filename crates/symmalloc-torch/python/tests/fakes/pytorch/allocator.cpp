@@ -20,7 +20,7 @@ static caching::CUDAAllocator& installed() {
   return allocator;
 }
 
-extern "C" __attribute__((visibility("default"))) int symmalloc_install_class() {
+extern "C" __attribute__((visibility("default"))) int symmalloc_install_class(const char*) {
   return installed().initialized() && installed().known() == 1 ? 0 : 1;
 }
 

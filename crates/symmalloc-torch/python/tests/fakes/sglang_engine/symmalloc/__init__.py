@@ -3,7 +3,3 @@
 
 def installed():
     return True
-
-
-def has_class():
-    return True

@@ -2,7 +2,7 @@
 
 use crate::c_interface::arguments::{not_null, write};
 use crate::error::Error;
-use crate::filter::{CallFilter, StreamFilter, symmalloc_destroy_fn, symmalloc_filter_fn};
+use crate::filter::{StreamFilter, symmalloc_destroy_fn, symmalloc_filter_fn};
 use crate::forks;
 use crate::guard::{call_back, not_in_callback, release, report};
 use crate::process;
@@ -82,7 +82,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_begin_scope(
     number: *mut u64,
 ) -> symmalloc_status {
     // SAFETY: the caller's contract.
-    let filter = StreamFilter::Calls(unsafe { CallFilter::new(filter, context, destroy) });
+    let filter = unsafe { StreamFilter::new(filter, context, destroy) };
     if number.is_null() {
         return report(|| not_null(number, "number"));
     }

@@ -1,4 +1,4 @@
-//! The calls of the compiled PyTorch class: `python/symmalloc/pytorch/allocator.cpp`, a `CUDAAllocator` that is compiled against the
+//! PyTorch's calls, by the compiled class: `python/symmalloc/pytorch/allocator.cpp`, a `CUDAAllocator` that is compiled against the
 //! installed PyTorch.
 //!
 //! ```text
@@ -9,6 +9,8 @@
 //! |---|---|
 //! | `memory.rs` | allocate, free, streams, caches |
 //! | `pools.rs` | private pools and their scopes, the program's memory |
+//! | `scopes.rs` | pool and name of a thread's allocations |
+//! | `settings.rs` | the settings of all allocators |
 //! | `counts.rs`, `blocks.rs` | statistics; segments and blocks |
 //! | `checkpoints.rs` | checkpoint and restore of private pools |
 //! | `sharing.rs`, `channel.rs` | memory of other processes |
@@ -21,12 +23,15 @@ mod checkpoints;
 mod counts;
 mod memory;
 mod pools;
+mod scopes;
+mod settings;
 mod sharing;
 
 pub use blocks::*;
 pub use checkpoints::*;
 pub use counts::*;
-pub(crate) use memory::largest_block;
 pub use memory::*;
 pub use pools::*;
+pub use scopes::*;
+pub use settings::*;
 pub use sharing::*;

@@ -1,6 +1,6 @@
 //! Allocation and free, and PyTorch's calls for caches and limits.
 
-use crate::c_interface::arguments::{hand_out_text, not_null, write};
+use crate::c_interface::arguments::{not_null, write};
 use crate::device::{DeviceAllocator, Place};
 use crate::error::Error;
 use crate::forks;
@@ -11,59 +11,21 @@ use crate::status::symmalloc_status;
 use crate::streams::RawStream;
 use std::ffi::{CStr, c_char, c_void};
 use symmalloc_core::PoolId;
+use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::config::SegmentPolicy;
 use symmalloc_cuda::CudaError;
 
 /// Allocates for work on a stream, from the pool of the innermost scope. Writes a null pointer for zero bytes.
 ///
-/// `inherited` is the number of a scope of the thread on whose behalf this thread works, as in a backward pass, or 0. Exceptions of the
+/// `inherited` is the number of a scope of the thread on whose behalf this thread works, as in a backward pass, or 0. `name` is for traces,
+/// snapshots and reports, or NULL. A name that the thread pushed takes precedence. Invalid UTF-8 in the name is replaced. Exceptions of the
 /// filters of open scopes propagate.
 ///
 /// # Safety
-/// The stream is one of the device's primary context and lives as long as the process; `out` is valid for writing.
+/// The stream is one of the device's primary context and lives as long as the process; `name` is NULL or a C string; `out` is valid for
+/// writing.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn symmalloc_torch_allocate(
-    device: i32,
-    bytes: usize,
-    stream: *mut c_void,
-    inherited: u64,
-    out: *mut *mut c_void,
-) -> symmalloc_status {
-    let (size_bytes, stream) = (bytes as u64, RawStream::new(stream));
-    if out.is_null() {
-        return report(|| not_null(out, "out"));
-    }
-    if let Some(allocator) = process::existing(device)
-        && allocator.scopes().any()
-    {
-        let name = allocator.scopes().name();
-        // SAFETY: the caller's contract.
-        let allocate = |place| unsafe { allocate(allocator, place, size_bytes, stream, name.as_deref()) };
-        // This is outside the guard, because a PyTorch filter may throw.
-        let allocated = allocator.allocate_in_scope(stream, (inherited > 0).then_some(inherited), allocate);
-        // SAFETY: the caller's contract.
-        return report(|| unsafe { write(out, "out", allocated?) });
-    }
-    report(|| {
-        let allocator = process::allocator(device)?;
-        // SAFETY: the caller's contract.
-        let pointer = match unsafe { allocator.allocate(PoolId::DEFAULT, size_bytes, stream) } {
-            Ok(pointer) => pointer,
-            // SAFETY: the caller's contract.
-            Err(error) => unsafe { helped_out(allocator, size_bytes, stream, error) }?,
-        };
-        // SAFETY: the caller's contract.
-        unsafe { write(out, "out", pointer) }
-    })
-}
-
-/// Allocates as `symmalloc_torch_allocate`, with a name for traces, snapshots and reports. A name that the thread pushed takes precedence.
-/// Invalid UTF-8 in the name is replaced. NULL means no name.
-///
-/// # Safety
-/// As `symmalloc_torch_allocate`, and `name` is NULL or a C string.
-#[unsafe(no_mangle)]
-pub unsafe extern "C-unwind" fn symmalloc_torch_allocate_named(
     device: i32,
     bytes: usize,
     stream: *mut c_void,
@@ -74,6 +36,20 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate_named(
     let (size_bytes, stream) = (bytes as u64, RawStream::new(stream));
     if out.is_null() {
         return report(|| not_null(out, "out"));
+    }
+    if name.is_null() && process::existing(device).is_none_or(|allocator| !allocator.scopes().any()) {
+        return report(|| {
+            let allocator = process::allocator(device)?;
+            // SAFETY: the caller's contract.
+            let pointer = match unsafe { allocator.allocate(PoolId::DEFAULT, size_bytes, stream, None) } {
+                Ok(pointer) => pointer,
+                // SAFETY: the caller's contract.
+                Err(error) => unsafe { helped_out(allocator, size_bytes, stream, error) }?,
+            };
+            // SAFETY: the caller's contract, and it is not null.
+            unsafe { out.write(pointer) };
+            Ok(())
+        });
     }
     let status = report(|| process::allocator(device).map(drop));
     let Some(allocator) = process::existing(device) else { return status };
@@ -240,6 +216,23 @@ pub extern "C" fn symmalloc_torch_device_of(pointer: *const c_void) -> i32 {
     owner.ok().flatten().map_or(-1, |allocator| allocator.ordinal() as i32)
 }
 
+/// Returns the first byte of the segment that contains a pointer, and writes its size if `size` is not null. Returns the pointer itself if
+/// no segment contains it.
+///
+/// # Safety
+/// `size` is null or valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_torch_base_alloc(pointer: *mut c_void, size: *mut usize) -> *mut c_void {
+    let position = process::all()
+        .find_map(|allocator| guarded(|| Ok(allocator.segment_at(DeviceAddress(pointer as u64)))).ok().flatten());
+    let (base, size_bytes) = position.map_or((pointer as u64, 0), |position| (position.base.0, position.size_bytes));
+    if !size.is_null() {
+        // SAFETY: the caller's contract.
+        unsafe { size.write(size_bytes as usize) };
+    }
+    base as *mut c_void
+}
+
 /// Records that work on another stream uses the allocation. Ignores pointers of other allocators.
 ///
 /// # Safety
@@ -279,18 +272,14 @@ pub extern "C" fn symmalloc_torch_trim(id_first: u64, id_second: u64) -> symmall
 pub unsafe extern "C" fn symmalloc_torch_largest_block(device: i32, largest: *mut usize) -> symmalloc_status {
     report(|| {
         not_null(largest, "largest")?;
-        let bytes = largest_block(device)?;
+        let allocator = process::allocator(device)?;
+        let total_bytes = allocator.allocator().device().memory_info().map_err(CudaError::from)?.total_bytes;
+        let limit_bytes = allocator.core().limit_bytes().map_or(total_bytes, |limit| limit.min(total_bytes));
+        let stats = allocator.core().stats();
+        let bytes = limit_bytes.saturating_sub(stats.reserved_bytes.current) + stats.largest_free_bytes;
         // SAFETY: the caller's contract.
         unsafe { write(largest, "largest", (*largest).max(bytes as usize)) }
     })
-}
-
-pub(crate) fn largest_block(device: i32) -> Result<u64, Error> {
-    let allocator = process::allocator(device)?;
-    let total_bytes = allocator.allocator().device().memory_info().map_err(CudaError::from)?.total_bytes;
-    let limit_bytes = allocator.core().limit_bytes().map_or(total_bytes, |limit| limit.min(total_bytes));
-    let stats = allocator.core().stats();
-    Ok(limit_bytes.saturating_sub(stats.reserved_bytes.current) + stats.largest_free_bytes)
 }
 
 /// Limits the device's memory to a fraction of its total.
@@ -306,24 +295,5 @@ pub extern "C" fn symmalloc_torch_enable_peer(device: i32, owner: i32) -> symmal
         let value = device.into();
         let wrong = |_| Error::Argument { argument: "device", value, expected: "a device number" };
         process::allocator(owner)?.grant_access(usize::try_from(device).map_err(wrong)?)
-    })
-}
-
-/// Checks the current settings, to report their errors early.
-#[unsafe(no_mangle)]
-pub extern "C" fn symmalloc_torch_check() -> symmalloc_status {
-    report(|| process::settings().map(drop))
-}
-
-/// Writes the settings of all devices' allocators, including future ones. Release the text with `symmalloc_release_bytes`.
-///
-/// # Safety
-/// `text` is valid for writing.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn symmalloc_torch_settings(text: *mut *mut c_char) -> symmalloc_status {
-    report(|| {
-        let settings = process::settings()?.to_string();
-        // SAFETY: the caller's contract.
-        unsafe { hand_out_text(text, "text", &settings) }
     })
 }
