@@ -464,7 +464,7 @@ fn rank_of(process: u32) -> RankId {
 }
 
 fn progress_of(process: u32) -> Progress {
-    Progress { submitted: u64::from(process) + 5, finished: u64::from(process) }
+    Progress { submitted: u64::from(process) + 5, finished: u64::from(process), is_destroying: false }
 }
 
 fn connected(process: u32) -> ((ProcessId, Connection), UnixStream) {

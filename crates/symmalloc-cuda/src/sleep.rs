@@ -63,7 +63,8 @@ impl CudaAllocator {
         self.state().trim_private()
     }
 
-    /// Puts all pools with a tag to sleep, in the order of their ids. Pools that are already asleep stay asleep.
+    /// Puts all pools with a tag to sleep, in the order of their ids. Pools that are already asleep stay asleep. Returns an empty list if
+    /// no pool has the tag.
     ///
     /// # Errors
     /// Returns the error of the first pool that cannot be put to sleep, see [`sleep`](Self::sleep). The pools before it are asleep, and

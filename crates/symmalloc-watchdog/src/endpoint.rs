@@ -113,6 +113,9 @@ impl Endpoint {
         let Some(membership) = self.memberships.remove(&rank) else { return };
         if self.ranks_of(rank.communicator).next().is_none() {
             self.answers.remove(&rank.communicator);
+            if self.own != HUB {
+                self.roster.forget_leaver(rank.communicator);
+            }
         }
         // A failure has already been reported.
         if !membership.has_failed() {
@@ -145,6 +148,7 @@ impl Endpoint {
             let standing = membership.standing(rank, now);
             self.roster.note_standing(HUB, &standing, now);
         }
+        self.check_leavers(rank.communicator, progress.submitted);
     }
 
     /// Asks the hub for the communicator's ranks and their progress. [`has_answer`](Self::has_answer) reports the answer, and
@@ -295,7 +299,12 @@ impl Endpoint {
             return Ok(());
         }
         match message {
-            Message::Beat { standings } => standings.iter().for_each(|it| self.roster.note_standing(from, it, now)),
+            Message::Beat { standings } => {
+                for it in &standings {
+                    self.roster.note_standing(from, it, now);
+                    self.check_leavers(it.rank.communicator, it.progress.submitted);
+                }
+            }
             Message::Joined { rank } => {
                 let joined = self.roster.join(from, rank, now);
                 self.pass_on_if_own(from, &message);
@@ -308,8 +317,13 @@ impl Endpoint {
                 }
             }
             Message::Left { ref last } => {
+                let communicator = last.rank.communicator;
                 self.roster.leave(from, last, now);
                 self.pass_on_if_own(from, &message);
+                self.check_leavers(communicator, self.roster.submitted_max(communicator));
+                if !self.roster.is_in_use(communicator) {
+                    self.roster.forget_leaver(communicator);
+                }
             }
             Message::Withdrawn { rank } => {
                 self.roster.withdraw(from, rank);
@@ -330,6 +344,17 @@ impl Endpoint {
         Ok(())
     }
 
+    /// Reports a rank that destroyed the communicator before a collective that another rank submitted.
+    fn check_leavers(&mut self, communicator: CommunicatorId, submitted: u64) {
+        if let Some((rank, report)) = self.roster.take_early_leaver(communicator, submitted) {
+            let failed = Message::RankFailed { rank, report };
+            if self.own == HUB {
+                self.tell_others(None, &failed);
+            }
+            self.note(failed);
+        }
+    }
+
     fn pass_on_if_own(&mut self, from: ProcessId, message: &Message) {
         if from == HUB {
             self.tell_others(None, message);
@@ -341,7 +366,12 @@ impl Endpoint {
         match message {
             Message::Beat { standings } => standings.iter().for_each(|it| self.roster.note_standing(HUB, it, now)),
             Message::Joined { rank } => self.roster.join(HUB, rank, now)?,
-            Message::Left { last } => self.roster.leave(HUB, &last, now),
+            Message::Left { last } => {
+                let communicator = last.rank.communicator;
+                self.roster.leave(HUB, &last, now);
+                let own = self.ranks_of(communicator).map(|(_, it)| it.submitted()).max();
+                self.check_leavers(communicator, own.unwrap_or(0));
+            }
             Message::Withdrawn { rank } => self.roster.withdraw(HUB, rank),
             Message::Gone { .. } | Message::NeverJoined { .. } => self.note(message),
             Message::RankFailed { rank, ref report } => {

@@ -17,6 +17,16 @@ const MEMBERSHIPS_MAX: usize = 4096;
 #[derive(Debug)]
 pub(crate) struct Roster {
     processes: BTreeMap<ProcessId, Known>,
+    /// Of each communicator, the rank that destroyed it after the fewest collectives.
+    first_left: BTreeMap<CommunicatorId, Leaver>,
+}
+
+/// A rank that destroyed its communicator.
+#[derive(Clone, Copy, Debug)]
+struct Leaver {
+    process: ProcessId,
+    rank: RankId,
+    submitted: u64,
 }
 
 /// The known state of one process.
@@ -62,6 +72,10 @@ impl Membership {
         self.failure.is_some()
     }
 
+    pub(crate) fn submitted(&self) -> u64 {
+        self.progress.submitted
+    }
+
     pub(crate) fn standing(&self, rank: RankId, now: Duration) -> Standing {
         Standing { rank, progress: self.progress, still_ms: millis(now.saturating_sub(self.moved)) }
     }
@@ -103,7 +117,7 @@ impl Known {
 impl Roster {
     pub(crate) fn new(processes: Range<u32>, now: Duration) -> Self {
         let known = |process| (ProcessId(process), Known { heard: now, ..Known::default() });
-        Roster { processes: processes.map(known).collect() }
+        Roster { processes: processes.map(known).collect(), first_left: BTreeMap::new() }
     }
 
     /// Records the time of a message from the process. Returns `false` if the process is unknown or gone.
@@ -155,11 +169,27 @@ impl Roster {
         known.is_some_and(|known| known.memberships.range(ranks_of(communicator)).next().is_some())
     }
 
+    /// Forgets a communicator that none of this process's ranks uses any more.
+    pub(crate) fn forget_leaver(&mut self, communicator: CommunicatorId) {
+        self.first_left.remove(&communicator);
+    }
+
+    /// Returns `true` if a rank of the communicator has not left.
+    pub(crate) fn is_in_use(&self, communicator: CommunicatorId) -> bool {
+        let is_in = |known: &Known| known.memberships.range(ranks_of(communicator)).any(|(_, it)| !it.has_left);
+        self.processes.values().any(is_in)
+    }
+
     /// Records that the rank destroyed its communicator, with its last progress.
     pub(crate) fn leave(&mut self, process: ProcessId, last: &Standing, now: Duration) {
         self.note_standing(process, last, now);
         if let Some(it) = self.membership(process, last.rank) {
             it.has_left = true;
+            let leaver = Leaver { process, rank: last.rank, submitted: last.progress.submitted };
+            if last.progress.is_destroying {
+                let first = self.first_left.entry(last.rank.communicator).or_insert(leaver);
+                *first = if leaver.submitted < first.submitted { leaver } else { *first };
+            }
         }
         self.forget_if_over(last.rank.communicator);
     }
@@ -174,6 +204,30 @@ impl Roster {
     /// Returns `true` if the process has that rank, and this is the rank's first failure.
     pub(crate) fn fail(&mut self, process: ProcessId, rank: RankId, report: &FailureReport) -> bool {
         self.membership(process, rank).is_some_and(|it| it.fail(report))
+    }
+
+    /// Returns a rank that destroyed the communicator before the collective `submitted`, which another rank submitted, as a failure that is
+    /// reported once. Without that rank, the collective never completes.
+    pub(crate) fn take_early_leaver(
+        &mut self,
+        communicator: CommunicatorId,
+        submitted: u64,
+    ) -> Option<(RankId, FailureReport)> {
+        let leaver = *self.first_left.get(&communicator).filter(|leaver| leaver.submitted < submitted)?;
+        self.first_left.remove(&communicator);
+        let text = format!(
+            "it destroyed the communicator after collective {}, and other ranks had submitted collective {submitted}",
+            leaver.submitted
+        );
+        let report = FailureReport { text, first_rank: None, stopped_ms: None };
+        self.fail(leaver.process, leaver.rank, &report);
+        Some((leaver.rank, report))
+    }
+
+    /// Returns the number of collectives that the rank furthest ahead has submitted.
+    pub(crate) fn submitted_max(&self, communicator: CommunicatorId) -> u64 {
+        let ranks = self.processes.values().flat_map(|known| known.memberships.range(ranks_of(communicator)));
+        ranks.map(|(_, it)| it.progress.submitted).max().unwrap_or(0)
     }
 
     /// Records the progress that a process reports for one of its ranks.
@@ -233,8 +287,7 @@ impl Roster {
 
     /// Forgets a communicator once all its ranks have left. One with a rank that failed or is gone is kept for late joiners.
     fn forget_if_over(&mut self, communicator: CommunicatorId) {
-        let is_in = |known: &Known| known.memberships.range(ranks_of(communicator)).any(|(_, it)| !it.has_left);
-        if self.processes.values().any(is_in) {
+        if self.is_in_use(communicator) {
             return;
         }
         for known in self.processes.values_mut() {

@@ -43,7 +43,7 @@ fn rank(rank: u32, ranks: u32, elements: &[u64], finished: u64) -> FlightRecord 
         ranks,
         state: "ready".to_owned(),
         cause: None,
-        progress: Progress { submitted: elements.len() as u64, finished },
+        progress: Progress { submitted: elements.len() as u64, finished, is_destroying: false },
         peers: Vec::new(),
         collectives: elements.iter().enumerate().map(collective).collect(),
     };

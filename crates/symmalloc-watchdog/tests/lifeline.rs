@@ -195,7 +195,11 @@ fn the_hub_reports_silence_and_progress() {
     let mut lifelines = job(3);
     settle(&mut lifelines);
     let mut stopped = lifelines.remove(2);
-    lifelines[1].endpoint().set_progress(of_world(1), Progress { submitted: 42, finished: 41 }, now());
+    lifelines[1].endpoint().set_progress(
+        of_world(1),
+        Progress { submitted: 42, finished: 41, is_destroying: false },
+        now(),
+    );
     let begun = Instant::now();
     until(&mut lifelines, |_| begun.elapsed() > Duration::from_millis(1200));
     let asked = now();
@@ -206,7 +210,7 @@ fn the_hub_reports_silence_and_progress() {
         members = endpoint.members(WORLD, now());
         endpoint.has_answer(WORLD, asked, now())
     });
-    assert_eq!(members[1].progress, Progress { submitted: 42, finished: 41 });
+    assert_eq!(members[1].progress, Progress { submitted: 42, finished: 41, is_destroying: false });
     assert!(members[0].silent_ms < 600 && members[1].silent_ms < 600, "{members:?}");
     assert!(members[2].silent_ms > 1000 && members[2].departure.is_none(), "{members:?}");
     stopped.turn(now());

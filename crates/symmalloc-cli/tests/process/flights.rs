@@ -33,7 +33,7 @@ fn record(rank: u32, calls: &[(&str, u64)], finished: u64) -> FlightRecord {
         ranks: 4,
         state: "ready".to_owned(),
         cause: None,
-        progress: Progress { submitted: calls.len() as u64, finished },
+        progress: Progress { submitted: calls.len() as u64, finished, is_destroying: false },
         peers: Vec::new(),
         collectives: (1..).zip(calls).map(collective).collect(),
     };
@@ -51,7 +51,7 @@ fn failed(mut record: FlightRecord, cause: &str) -> FlightRecord {
 
 /// Adds an observation of another rank.
 fn saw(mut record: FlightRecord, rank: u32, submitted: u64, condition: &str) -> FlightRecord {
-    let progress = Progress { submitted, finished: submitted };
+    let progress = Progress { submitted, finished: submitted, is_destroying: false };
     record.communicators[0].peers.push(PeerRecord { rank, progress, condition: condition.to_owned() });
     record
 }

@@ -70,7 +70,7 @@ pub struct SegmentSnapshot {
     pub class: SizeClass,
     /// Bytes that its blocks tile.
     pub size_bytes: u64,
-    /// Bytes backed by memory.
+    /// Bytes backed by memory while the pool is awake.
     pub mapped_bytes: u64,
     /// Its blocks in offset order.
     pub blocks: Vec<BlockSnapshot>,

@@ -227,7 +227,10 @@ pub(super) struct HostEntry<'a> {
 
 impl<'a> HostEntry<'a> {
     pub(super) fn begin(watched: &'a Watched, stage: Stage, elements: Option<u64>) -> Self {
-        let work = Work::Named { kind: stage.call().into(), elements };
+        let work = match stage {
+            Stage::Destroy => Work::Destruction,
+            _ => Work::Named { kind: stage.call().into(), elements },
+        };
         HostEntry { watched, number: watched.flight().begin(work, None, Tick::now()) }
     }
 }

@@ -32,6 +32,9 @@ pub(crate) enum Work {
     Call { call: NcclCall, count: usize, data_type: DataType },
     /// Another operation that every rank performs: a registration, a split, or work that the program announced.
     Named { kind: Cow<'static, str>, elements: Option<u64> },
+    /// The destruction of the communicator. It has the next collective's number and does not count: another rank may still submit that
+    /// collective.
+    Destruction,
 }
 
 /// The number of an entry's stream, in the order in which streams were first used with the communicator.
@@ -55,6 +58,7 @@ struct Ring {
     given: u64,
     /// Number of entries that every rank submits.
     collectives: u64,
+    is_destroying: bool,
     streams: Vec<StreamProgress>,
     /// Time at which work last completed, or at which no work was pending.
     moved: Tick,
@@ -122,6 +126,8 @@ pub(crate) struct UnfinishedWork {
     pub(crate) last: u64,
     /// The other rank of a send or receive.
     pub(crate) peer: Option<u32>,
+    /// `true` if the first unfinished work is the communicator's destruction.
+    pub(crate) is_destruction: bool,
     /// Time of the last progress.
     pub(crate) since: Tick,
 }
@@ -135,8 +141,11 @@ impl FlightRecorder {
             ring.moved = now;
         }
         ring.given += 1;
-        ring.collectives += u64::from(work.is_collective());
-        let entry = Entry { number: ring.collectives, work, stream, given: now, stage: EntryStage::Submitting };
+        let is_destruction = work == Work::Destruction;
+        ring.is_destroying |= is_destruction;
+        ring.collectives += u64::from(work.is_collective() && !is_destruction);
+        let number = ring.collectives + u64::from(is_destruction);
+        let entry = Entry { number, work, stream, given: now, stage: EntryStage::Submitting };
         if ring.entries.len() == ENTRIES_MAX {
             ring.entries.pop_front();
         }
@@ -218,7 +227,7 @@ impl FlightRecorder {
         let forgotten = EntryNumber(ring.given - ring.entries.len() as u64);
         let open = ring.streams.iter().filter(|it| it.done < it.last && it.done < forgotten);
         let finished = open.map(|followed| followed.done_number).fold(finished, u64::min);
-        Progress { submitted: ring.collectives, finished }
+        Progress { submitted: ring.collectives, finished, is_destroying: ring.is_destroying }
     }
 
     /// Returns the unfinished work, or `None` if everything has completed.
@@ -226,7 +235,8 @@ impl FlightRecorder {
         let ring = self.lock();
         let (entry, state) = ring.records().find(|(_, state)| is_open(*state))?;
         let (first, peer) = (entry.record(state, now), entry.work.peer());
-        Some(UnfinishedWork { first, last: ring.collectives, peer, since: ring.moved })
+        let is_destruction = entry.work == Work::Destruction;
+        Some(UnfinishedWork { first, last: ring.collectives, peer, is_destruction, since: ring.moved })
     }
 
     /// Returns the collective with this number, if it is still kept.
@@ -337,7 +347,7 @@ impl Work {
     fn is_collective(&self) -> bool {
         match self {
             Work::Call { call, .. } => call.collective().is_some(),
-            Work::Named { .. } => true,
+            Work::Named { .. } | Work::Destruction => true,
         }
     }
 
@@ -359,6 +369,10 @@ impl Work {
             },
             Work::Named { kind, elements } => {
                 Signature { kind: kind.clone().into_owned(), elements: *elements, data_type: None, detail: None }
+            }
+            Work::Destruction => {
+                let kind = "ncclCommFinalize".to_owned();
+                Signature { kind, elements: None, data_type: None, detail: None }
             }
         }
     }
@@ -386,11 +400,11 @@ mod tests {
         let (flight, now) = (FlightRecorder::default(), Tick::default());
         let window = flight.begin(Work::Named { kind: "window_register".into(), elements: None }, None, now);
         assert_eq!(states(&flight), [(1, CollectiveState::Submitting)]);
-        assert_eq!(flight.progress(), Progress { submitted: 1, finished: 0 });
+        assert_eq!(flight.progress(), Progress { submitted: 1, finished: 0, is_destroying: false });
         assert!(flight.unfinished(now).is_some());
         flight.complete_on_host(window, now);
         assert_eq!(states(&flight), [(1, CollectiveState::Finished)]);
-        assert_eq!(flight.progress(), Progress { submitted: 1, finished: 1 });
+        assert_eq!(flight.progress(), Progress { submitted: 1, finished: 1, is_destroying: false });
         assert_eq!(flight.unfinished(now), None);
     }
 
@@ -406,7 +420,7 @@ mod tests {
             records.iter().map(|it| (it.number, it.is_point_to_point)).collect::<Vec<_>>(),
             [(1, false), (1, true), (2, false)]
         );
-        assert_eq!(flight.progress(), Progress { submitted: 2, finished: 1 });
+        assert_eq!(flight.progress(), Progress { submitted: 2, finished: 1, is_destroying: false });
     }
 
     #[test]
@@ -448,6 +462,6 @@ mod tests {
         assert_eq!((records.len(), records[0].number), (ENTRIES_MAX, 11));
         // A dropped entry may still be reported as completed.
         flight.complete_on_host(EntryNumber(3), now);
-        assert_eq!(flight.progress(), Progress { submitted: 266, finished: 266 });
+        assert_eq!(flight.progress(), Progress { submitted: 266, finished: 266, is_destroying: false });
     }
 }

@@ -33,7 +33,9 @@ impl Judgment {
             None => others().filter(|it| is_behind(it, unfinished)).collect(),
         };
         let all_submitted = behind.is_empty();
-        let is_open = |it: &&Member| it.progress.finished < unfinished.last;
+        let is_open = |it: &&Member| {
+            if unfinished.is_destruction { !it.has_left } else { it.progress.finished < unfinished.last }
+        };
         let waited_for = if all_submitted { others().filter(is_open).collect() } else { behind };
         let mut stalled: Vec<&Member> =
             waited_for.iter().copied().filter(|it| stalled_for(it) >= identity.deadline).collect();
@@ -65,7 +67,11 @@ fn stalled_for(member: &&Member) -> Duration {
 
 /// Returns `true` if the rank missed a pending collective. The first pending collective is known only with the resolution of marks: it may
 /// have completed while a later one is pending. A rank that has unfinished work is waiting as well.
-fn is_behind(Member { progress, .. }: &Member, UnfinishedWork { first, last, .. }: &UnfinishedWork) -> bool {
+fn is_behind(member: &Member, UnfinishedWork { first, last, is_destruction, .. }: &UnfinishedWork) -> bool {
+    let progress = member.progress;
+    if *is_destruction {
+        return !progress.is_destroying && !member.has_left;
+    }
     progress.submitted < first.number || progress.submitted < *last && progress.finished == progress.submitted
 }
 
@@ -76,7 +82,7 @@ fn cause(
     stalled: &[&Member],
     all_submitted: bool,
 ) -> FailureCause {
-    if let Some(left) = stalled.iter().find(|it| it.has_left).filter(|_| !all_submitted) {
+    if let Some(left) = stalled.iter().find(|it| it.has_left || it.progress.is_destroying).filter(|_| !all_submitted) {
         return FailureCause::RankLeft { rank: left.rank };
     }
     // A rank that was stopped after it submitted the collective blocks the others as well, because NCCL's threads are stopped with it.
@@ -110,7 +116,7 @@ mod tests {
         Member {
             rank,
             process: ProcessId(rank),
-            progress: Progress { submitted, finished: 0 },
+            progress: Progress { submitted, finished: 0, is_destroying: false },
             still_ms: 5_000 + silent_ms,
             silent_ms,
             departure: None,
@@ -131,7 +137,11 @@ mod tests {
             state: CollectiveState::Running,
             age_ms: 0,
         };
-        Judgment::new(&identity, &UnfinishedWork { first, last: 6, peer, since: Tick::default() }, members)
+        Judgment::new(
+            &identity,
+            &UnfinishedWork { first, last: 6, peer, is_destruction: false, since: Tick::default() },
+            members,
+        )
     }
 
     #[test]
@@ -150,7 +160,11 @@ mod tests {
         let silent = Duration::from_secs(9);
         let came = [member(0, 5, 0), member(1, 5, 9000)];
         assert_eq!(cause(&came), FailureCause::RankStopped { rank: 1, silent, submitted: 5 });
-        let done = Member { progress: Progress { submitted: 6, finished: 6 }, still_ms: 1_000, ..member(1, 6, 9000) };
+        let done = Member {
+            progress: Progress { submitted: 6, finished: 6, is_destroying: false },
+            still_ms: 1_000,
+            ..member(1, 6, 9000)
+        };
         assert_eq!(
             cause(&[member(0, 5, 0), done.clone()]),
             FailureCause::RankStopped { rank: 1, silent, submitted: 6 }
@@ -163,7 +177,7 @@ mod tests {
         let left = Member { departure: Some(Departure::Closed), silent_ms: 9000, ..left };
         assert_eq!(cause(&[member(0, 5, 0), left]), FailureCause::RankLeft { rank: 1 }, "its process may end");
         let (stuck, through) = (member(1, 4, 0), Member { has_left: true, ..gone.clone() });
-        let through = Member { progress: Progress { submitted: 6, finished: 6 }, ..through };
+        let through = Member { progress: Progress { submitted: 6, finished: 6, is_destroying: false }, ..through };
         let behind = FailureCause::RanksBehind { ranks: vec![(1, 4)] };
         assert_eq!(
             cause(&[member(0, 5, 0), stuck, through]),
@@ -178,7 +192,7 @@ mod tests {
 
     #[test]
     fn a_rank_without_unfinished_work_is_behind() {
-        let done = Member { progress: Progress { submitted: 5, finished: 5 }, ..member(1, 5, 0) };
+        let done = Member { progress: Progress { submitted: 5, finished: 5, is_destroying: false }, ..member(1, 5, 0) };
         let behind = FailureCause::RanksBehind { ranks: vec![(1, 5)] };
         assert_eq!(judgment(2, None, &[member(0, 6, 0), done.clone()]), Judgment::End(behind));
         let slow = Member { still_ms: 1_000, ..done };
@@ -196,7 +210,7 @@ mod tests {
             let members = [
                 member(0, 5, 0),
                 slow(submitted),
-                Member { progress: Progress { submitted, finished: 0 }, ..quick.clone() },
+                Member { progress: Progress { submitted, finished: 0, is_destroying: false }, ..quick.clone() },
             ];
             assert_eq!(judgment(3, None, &members), Judgment::Wait(Duration::from_millis(3_500)));
         }

@@ -57,7 +57,7 @@ nccl_test!(a_thousand_collectives_finish_only_when_the_device_has_run_them, {
             barrier.wait();
             drop(work);
             streams.iter().for_each(|stream| comm.synchronize(stream).expect("all ranks take part"));
-            let expected = Progress { submitted, finished: submitted };
+            let expected = Progress { submitted, finished: submitted, is_destroying: false };
             until(|| progress(RANKS)[rank] == expected);
             barrier.wait();
         }

@@ -386,6 +386,39 @@ nccl_test!(a_rank_that_destroyed_its_communicator_may_end, {
     assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 0, "no record is written");
 });
 
+// A program that returns an error of its own drops its communicator, which destroys it normally.
+nccl_test!(a_rank_that_destroys_its_communicator_early_is_named_immediately, {
+    for leaver in 0..3 {
+        for lingers in [false, true] {
+            let folder = tempfile::tempdir().expect("a folder");
+            let outputs = ranks(3, &[("SYMMALLOC_FLIGHT_RECORDS", &folder.path().to_string_lossy())], |number| {
+                let mut rank = Rank::new(number, 3, Duration::from_secs(300));
+                (0..5).for_each(|_| rank.reduce().expect("all ranks take part"));
+                let is_last = |name: &str| (0..3).filter(|other| *other != leaver).all(|it| folder_has(name, it));
+                if number == leaver {
+                    drop(rank);
+                    if lingers {
+                        until(|| is_last("named"));
+                    }
+                    return;
+                }
+                let (error, _) = rank.reduce_until_failure();
+                fs::write(rank.folder.join(format!("named.{number}")), "").expect("written");
+                let FailureCause::RankFailed { rank: named, report } = failure(&error) else { panic!("{error:?}") };
+                let text =
+                    "it destroyed the communicator after collective 5, and other ranks had submitted collective 6";
+                assert_eq!((*named as usize, &*report.text), (leaver, text));
+            });
+            assert_success(&outputs, |_| true);
+        }
+    }
+});
+
+/// Returns `true` if a rank has left this mark in the folder.
+fn folder_has(name: &str, rank: usize) -> bool {
+    folder().join(format!("{name}.{rank}")).exists()
+}
+
 nccl_test!(a_record_is_written_on_request_and_at_a_signal, ["SYMMALLOC_FLIGHT_SIGNAL" = "USR2"], {
     let folder = folder();
     let id = UniqueId::new().expect("an id");

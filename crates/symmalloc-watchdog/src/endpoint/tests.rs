@@ -260,7 +260,11 @@ fn a_process_that_is_stopped_is_silent_and_one_that_computes_is_not() {
     for (at, process) in job.processes.iter_mut().enumerate() {
         let rank = RankId { communicator: id, rank: at as u32 };
         process.endpoint.join(rank, Duration::ZERO);
-        process.endpoint.set_progress(rank, Progress { submitted: at as u64, finished: 0 }, Duration::ZERO);
+        process.endpoint.set_progress(
+            rank,
+            Progress { submitted: at as u64, finished: 0, is_destroying: false },
+            Duration::ZERO,
+        );
     }
     job.processes[2].is_stopped = true;
     for _ in 0..20 {
@@ -289,7 +293,7 @@ fn a_stopped_hub_is_reported_without_its_answer() {
     job.settle();
     job.carry_out(&Step::Tick(2_000));
     // The hub's beat reports its progress and the time of the last change.
-    let progress = Progress { submitted: 42, finished: 41 };
+    let progress = Progress { submitted: 42, finished: 41, is_destroying: false };
     job.processes[0].endpoint.set_progress(of(0), progress, job.now - Duration::from_millis(200));
     job.carry_out(&Step::Tick(300));
     (0..8).for_each(|_| (1..3).for_each(|at| job.deliver(at)));
@@ -323,7 +327,7 @@ fn the_progress_of_a_rank_that_left_is_known() {
     job.processes.iter_mut().zip(0..).for_each(|(process, rank)| process.endpoint.join(of(rank), Duration::ZERO));
     job.collect();
     job.settle();
-    let progress = Progress { submitted: 6, finished: 6 };
+    let progress = Progress { submitted: 6, finished: 6, is_destroying: false };
     for (process, rank) in job.processes[..2].iter_mut().zip(0..) {
         process.endpoint.set_progress(of(rank), progress, Duration::ZERO);
         process.endpoint.leave(of(rank), Duration::ZERO);
@@ -335,6 +339,53 @@ fn the_progress_of_a_rank_that_left_is_known() {
     let of_all = job.processes[0].endpoint.members(CommunicatorId(7), job.now);
     for left in of_others[..2].iter().chain(&of_all[..2]) {
         assert!(left.has_left && left.progress == progress, "{left:?}");
+    }
+}
+
+/// Whichever rank destroys its communicator before a collective of the others, and whichever of both is known first, each other rank is
+/// notified once.
+#[test]
+fn a_rank_that_leaves_before_a_collective_of_the_others_is_reported() {
+    let of = |rank: usize| RankId { communicator: CommunicatorId(7), rank: rank as u32 };
+    let progress = |submitted, is_destroying| Progress { submitted, finished: submitted, is_destroying };
+    for (leaver, leaves_first) in (0..3).flat_map(|leaver| [(leaver, false), (leaver, true)]) {
+        for ahead in [5, 6] {
+            let mut job = Job::new(3);
+            for (rank, process) in job.processes.iter_mut().enumerate() {
+                process.endpoint.join(of(rank), Duration::ZERO);
+            }
+            job.collect();
+            job.settle();
+            let leave = |job: &mut Job| {
+                let now = job.now;
+                let endpoint = &mut job.processes[leaver].endpoint;
+                endpoint.set_progress(of(leaver), progress(5, true), now);
+                endpoint.leave(of(leaver), now);
+            };
+            let submit = |job: &mut Job| {
+                for rank in (0..3).filter(|rank| *rank != leaver) {
+                    let now = job.now;
+                    job.processes[rank].endpoint.set_progress(of(rank), progress(ahead, false), now);
+                }
+            };
+            let steps: [&dyn Fn(&mut Job); 2] = if leaves_first { [&leave, &submit] } else { [&submit, &leave] };
+            for step in steps {
+                step(&mut job);
+                job.collect();
+                for _ in 0..3 {
+                    job.carry_out(&Step::Tick(300));
+                    job.settle();
+                }
+            }
+            for rank in (0..3).filter(|rank| *rank != leaver) {
+                let endpoint = &mut job.processes[rank].endpoint;
+                let mut events = endpoint.take_events();
+                events.extend(std::mem::take(&mut job.processes[rank].events));
+                let named = |event: &PeerEvent| matches!(event, PeerEvent::Failed { rank, .. } if *rank == of(leaver));
+                let count = events.iter().filter(|event| named(event)).count();
+                assert_eq!(count, usize::from(ahead > 5), "{leaver} {leaves_first} {ahead} {rank}: {events:?}");
+            }
+        }
     }
 }
 
@@ -369,7 +420,7 @@ fn ranks_of_one_process_learn_of_each_other() {
     let (begun, later) = (Duration::ZERO, Duration::from_secs(1));
     (0..3).for_each(|rank| endpoint.join(of(rank), begun));
     endpoint.leave(of(2), begun);
-    endpoint.set_progress(of(1), Progress { submitted: 4, finished: 3 }, later);
+    endpoint.set_progress(of(1), Progress { submitted: 4, finished: 3, is_destroying: false }, later);
     let members = endpoint.members(CommunicatorId(7), later);
     assert!(members[2].has_left && members[1].progress.submitted == 4, "{members:?}");
     assert!(

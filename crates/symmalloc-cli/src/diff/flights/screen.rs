@@ -47,7 +47,7 @@ fn table(flights: &CommunicatorFlights<'_>, palette: Palette) -> String {
     let head = ["  rank", "submitted", "finished", "state", &waits[0], &whys[0]];
     table.row(head.map(|cell| (cell.to_owned(), Some(Palette::aside as _))));
     for ((rank, row), (waits, why)) in rows.into_iter().zip(waits[1..].iter().zip(&whys[1..])) {
-        let Progress { submitted, finished } = row.progress();
+        let Progress { submitted, finished, .. } = row.progress();
         let (state, paint) = match &row.record {
             Some(record) => (record.communicator.state.clone(), None),
             None => ("no record".to_owned(), Some(Palette::bad as _)),
