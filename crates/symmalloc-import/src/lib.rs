@@ -34,6 +34,7 @@
 pub mod compression;
 mod error;
 pub mod export;
+mod held_memory;
 mod held_records;
 mod options;
 pub mod perfetto;
@@ -49,9 +50,10 @@ mod trace_naming;
 mod transcript;
 
 pub use error::{ImportError, ImportErrorKind};
-pub use options::{MEMORY_LIMIT_BYTES, ReadOptions};
+pub use held_memory::{HeldMemory, RecordedFailure};
+pub use options::{LIBRARIES, MEMORY_LIMIT_BYTES, ReadOptions};
 pub use pickle::PickleError;
-pub use pytorch::{Found, SnapshotError};
+pub use pytorch::{DeviceContents, Found, SnapshotError};
 pub use recording::{Format, Recording, read_bytes, read_from, read_path};
 pub use rmm::RmmError;
 pub use stacks::{Stack, Stacks};

@@ -14,11 +14,12 @@ use std::io::{BufRead, Read};
 use std::path::Path;
 
 use symmalloc_core::config::Config;
-use symmalloc_core::op::Record;
+use symmalloc_core::op::{Op, Record};
 use symmalloc_trace::{LineError, TraceError, TraceReader};
 
 use crate::compression::{self, Compression};
 use crate::error::{ImportError, ImportErrorKind};
+use crate::held_memory::RecordedFailure;
 use crate::held_records::{HeldRecords, LimitExceeded};
 use crate::options::ReadOptions;
 use crate::stacks::Stacks;
@@ -51,6 +52,8 @@ pub struct Recording {
     pub config: Option<Config>,
     /// The Python stacks of the allocations, if the [options](ReadOptions::stacks) ask for them and the recording has any.
     pub stacks: Option<Stacks>,
+    /// The last request that the recorded allocator refused.
+    pub failure: Option<RecordedFailure>,
     /// Counts of the ops found and of the parts omitted.
     pub summary: Summary,
 }
@@ -92,7 +95,12 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
         // The columns of a log may be in any order, and the buffer may end before them.
         Err(ImportErrorKind::UnknownFormat) => {
             source.by_ref().take(START_BYTES_MAX).read_until(b'\n', &mut start)?;
-            if rmm::is_log(&start) { Format::RmmLog } else { return Err(ImportErrorKind::UnknownFormat) }
+            if !rmm::is_log(&start) {
+                source.by_ref().take(START_BYTES_MAX).read_to_end(&mut start)?;
+                let is_debug_log = rmm::is_debug_log(&start);
+                return Err(if is_debug_log { ImportErrorKind::RmmDebugLog } else { ImportErrorKind::UnknownFormat });
+            }
+            Format::RmmLog
         }
         format => format?,
     };
@@ -100,17 +108,28 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
     if options.device.is_some() && format != Format::PyTorchSnapshot {
         return Err(ImportErrorKind::NoDevices);
     }
-    let mut stacks = None;
+    let (mut stacks, mut failure) = (None, None);
     let (records, config, summary) = match format {
         Format::Trace => read_trace(source, compression, options)?,
         Format::PyTorchSnapshot => {
             let mut transcript = pytorch::read(source, options)?;
-            stacks = transcript.stacks.take();
+            (stacks, failure) = (transcript.stacks.take(), transcript.failure.take());
             without_config(transcript.finish())
         }
-        Format::RmmLog => without_config(rmm::read(source, options)?.finish()),
+        Format::RmmLog => {
+            let mut transcript = rmm::read(source, options)?;
+            failure = transcript.failure.take();
+            without_config(transcript.finish())
+        }
     };
-    Ok(Recording { records, format, compression, config, stacks, summary })
+    failure = failure.or_else(|| last_refusal(&records));
+    Ok(Recording { records, format, compression, config, stacks, failure, summary })
+}
+
+/// Returns the last request that a trace shows as refused.
+fn last_refusal(records: &[Record]) -> Option<RecordedFailure> {
+    let record = records.iter().rposition(|record| matches!(record.op, Op::Refuse { .. }))?;
+    Some(RecordedFailure { record, held: None, device_free_bytes: None, stack: None })
 }
 
 /// Result of a reader: records, a configuration, a summary.

@@ -392,6 +392,7 @@ fn observers_refusals_and_reclaims_survive_a_round_trip() {
         "refuse 512 s0 p1 segment",
         "reclaim 7 s0 p1",
         "refuse 0 s0 p1 driver",
+        "refuse 512 s0 p1 driver \"kv \\\"cache\\\"\"",
     ];
     let text = format!("symmalloc-trace 1\n{}\nend 11\n", lines.join("\n"));
     let trace = Trace::parse(&text).expect("valid");
