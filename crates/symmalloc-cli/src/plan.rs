@@ -75,7 +75,7 @@ impl<'a> JobPlan<'a> {
         if let Some((other, difference)) =
             jobs[1..].iter().find_map(|job| other_job(&jobs[0].recording, &job.recording).map(|found| (job, found)))
         {
-            let OpDifference { a, b } = difference;
+            let OpDifference { a, b, .. } = difference;
             return Err(CliError::NotRanksOfOneJob {
                 path: jobs[0].path.clone(),
                 other: other.path.clone(),

@@ -44,6 +44,8 @@ impl Rule for Sequence<'_> {
         );
         let mut replay = replay.map_err(|error| JobError::Plan { rank, error })?;
         let mut report = Report::default();
+        // The decisions of destroyed pools count, too.
+        let mut destroyed = 0;
         let own_waits = self.program.ops().iter().filter(|op| matches!(op, Op::Wait { .. })).count() as u64;
         for pass in 0..self.options.passes.get() {
             let waits_before = allocator.backend().calls().of(Call::Wait);
@@ -52,6 +54,11 @@ impl Rule for Sequence<'_> {
             let mut refused = BTreeSet::new();
             let mut allocation = 0;
             for (op, call) in self.program.ops().iter().enumerate() {
+                if let Op::DestroyPool { pool } = call
+                    && let Some(digest) = replay.pool_of(*pool).and_then(|pool| allocator.digest(pool).ok())
+                {
+                    destroyed = fold(destroyed, digest.value);
+                }
                 let stepped = match (replay.step(call), call) {
                     (Ok(made), _) => Ok(made.map(|made| Some(made.placement))),
                     (Err(StepError::Allocate(error)), Op::Allocate { id, .. }) if is_refusal(&error) => {
@@ -75,14 +82,14 @@ impl Rule for Sequence<'_> {
             report.segment_count = stats.segment_count;
             if pass == 0 {
                 report.first_pass = report.peaks;
-                report.first_digest = Some(digest(&allocator));
+                report.first_digest = Some(digest(&allocator, destroyed));
             }
             replay.free_all().map_err(|error| JobError::Free { rank, error })?;
             report.maps = maps(&allocator) - maps_before;
             report.waits = (allocator.backend().calls().of(Call::Wait) - waits_before).saturating_sub(own_waits);
         }
         report.planned = replay.planned_allocations();
-        report.last_digest = Some(digest(&allocator));
+        report.last_digest = Some(digest(&allocator, destroyed));
         Ok(report)
     }
 }
@@ -97,9 +104,14 @@ fn is_refusal(error: &AllocateError) -> bool {
     matches!(error, AllocateError::OutOfMemory(_) | AllocateError::TooLarge { .. })
 }
 
-/// Returns the digest of the default pool, combined with those of all other pools that were not destroyed.
-fn digest(allocator: &Allocator<SimBackend, Exclusive>) -> u64 {
+/// Returns the digest of the default pool, combined with those of all other pools that were not destroyed, and with `destroyed`, the
+/// combined digests of the destroyed pools.
+fn digest(allocator: &Allocator<SimBackend, Exclusive>, destroyed: u64) -> u64 {
     let pools = (0..allocator.pool_count()).filter_map(|pool| allocator.digest(PoolId(pool)).ok());
-    let fold = |all: u64, pool: u64| all.rotate_left(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ pool;
-    pools.map(|digest| digest.value).reduce(fold).unwrap_or(0)
+    let existing = pools.map(|digest| digest.value).reduce(fold).unwrap_or(0);
+    if destroyed == 0 { existing } else { fold(existing, destroyed) }
+}
+
+fn fold(all: u64, pool: u64) -> u64 {
+    all.rotate_left(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ pool
 }

@@ -445,7 +445,7 @@ fn fields_of_the_wrong_type_are_named_with_their_types() {
         "{number}"
     );
     let none = message(alloc(start().text("action").op(b'N')));
-    assert!(none.contains("is None, a boolean, a float, bytes or a set, but must be text"), "{none}");
+    assert!(none.contains("is missing, but must be text"), "{none}");
     let good = || alloc(start().text("action").text("alloc"));
     let segments = message(good().text("segments").integer(5));
     assert!(segments.starts_with("'segments' is a number, but must be a list of segments"), "{segments}");
@@ -605,7 +605,7 @@ fn the_last_failed_request_has_the_memory_that_was_held_then() {
         ("segment_free", 0x9000000, 2 * mib, 0),
         ("alloc", 0x9000000 + 2 * mib, 512, 0),
     ]);
-    assert_eq!((failure.record, failure.device_free_bytes), (7, Some(512)));
+    assert_eq!((failure.record, failure.device_free_bytes), (8, Some(512)));
     let mib = mib as u64;
     let expected = HeldMemory {
         reserved_bytes: 24 * mib,
