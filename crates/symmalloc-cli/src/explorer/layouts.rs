@@ -201,7 +201,7 @@ mod tests {
     #[test]
     fn layouts_reserve_what_the_numbers_of_the_report_say() {
         let recorded = Recorded::read(Path::new("fsdp1"), &ReadingArgs::default(), &PolicyArgs::default()).unwrap();
-        let planned = PlannedJob::of(&recorded, &PolicyArgs::default()).unwrap();
+        let planned = PlannedJob::of(&recorded, &PolicyArgs::default(), crate::planned::budget(2)).unwrap();
         let found = layouts(&recorded, Some(&planned.file)).unwrap();
         let names: Vec<&str> = found.iter().map(|layout| layout.name).collect();
         assert_eq!(names, ["recorded", "PyTorch, its default", "symmalloc", "symmalloc, planned"]);
