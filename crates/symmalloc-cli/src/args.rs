@@ -112,7 +112,7 @@ requested it, if the snapshot has stack frames.
 JSON: schema_version, input, trace, format, device, ops, streams, allocs, frees, uses (by other streams), placements (recorded ones),
 lived_before, lived_before_bytes (at the start of the recording), is_overwritten (its oldest entries are lost),
 recorded_reserved_bytes_peak (null if the recording lacks it),
-and what was added or left out: frees_supplied, frees_of_unknown, uses_of_unknown, failed_allocations, empty_allocations,
+and what was added or left out: frees_supplied, frees_of_unknown, uses_of_unknown, failed_allocations (written as `refuse`), empty_allocations,
 unknown_actions, torn_at_line (null, or the line at which the recording is truncated).
 
 Exit codes: 0 success, 2 invalid input.";

@@ -54,7 +54,7 @@ pub use held_memory::{HeldMemory, RecordedFailure};
 pub use options::{LIBRARIES, MEMORY_LIMIT_BYTES, ReadOptions};
 pub use pickle::PickleError;
 pub use pytorch::{DeviceContents, Found, SnapshotError};
-pub use recording::{Format, Recording, read_bytes, read_from, read_path};
+pub use recording::{DEFAULT_STREAM, Format, Recording, read_bytes, read_from, read_path};
 pub use rmm::RmmError;
 pub use stacks::{Stack, Stacks};
 pub use summary::Summary;

@@ -140,6 +140,13 @@ impl Transcript {
         Ok(())
     }
 
+    /// Returns the raw handle of each stream that the log names, by number.
+    pub(crate) fn raw_streams(&self) -> Vec<Option<RawStream>> {
+        let mut raw = vec![None; self.summary.streams as usize];
+        self.streams.iter().for_each(|(handle, stream)| raw[stream.index()] = Some(*handle));
+        raw
+    }
+
     pub(crate) fn finish(self) -> (Vec<Record>, Summary) {
         (self.records.into_records(), self.summary)
     }

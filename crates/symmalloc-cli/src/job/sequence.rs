@@ -19,6 +19,39 @@ pub(super) struct Sequence<'a> {
     pub(super) options: &'a Options,
 }
 
+/// Outcome of running a program once.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Attempt {
+    /// Ops whose requests were refused.
+    pub(crate) refused: Vec<usize>,
+    /// Peak of reserved memory.
+    pub(crate) reserved_bytes: u64,
+}
+
+impl Sequence<'_> {
+    /// Runs the program once on rank 0, up to and including an op.
+    pub(super) fn attempt(&self, last_op: usize) -> Result<Attempt, JobError> {
+        let device = SimBackend::builder().memory_bytes(u64::MAX).without_kernels().build();
+        let allocator = Allocator::<_, Exclusive>::new(device, self.config.clone())?;
+        let mut replay = Replay::new(&allocator, self.program);
+        let (mut attempt, mut refused) = (Attempt::default(), BTreeSet::new());
+        for (op, call) in self.program.ops().iter().enumerate().take(last_op.saturating_add(1)) {
+            match (replay.step(call), call) {
+                (Ok(_), _) => {}
+                (Err(StepError::Allocate(error)), Op::Allocate { id, .. }) if is_refusal(&error) => {
+                    refused.insert(*id);
+                    attempt.refused.push(op);
+                }
+                (Err(StepError::Allocate(error)), Op::Reserve { .. }) if is_refusal(&error) => attempt.refused.push(op),
+                (Err(StepError::NotLive { id }), _) if refused.contains(&id) => {}
+                (Err(error), _) => return Err(JobError::Step { rank: 0, op, error }),
+            }
+        }
+        attempt.reserved_bytes = allocator.stats().reserved_bytes.peak;
+        Ok(attempt)
+    }
+}
+
 impl Rule for Sequence<'_> {
     fn segments(&self) -> Option<Segments> {
         Segments::of(self.config.default_pool().segments())

@@ -67,7 +67,9 @@ pub(super) fn trials(
     reading: &ReadingArgs,
 ) -> Result<(Vec<Trial>, Vec<ImpossibleTrial>), CliError> {
     let mut configs = vec![recorded.config.clone()];
-    for config in candidates(&recorded.config, recorded.job.stream_count()) {
+    // A state without history shows nothing about settings.
+    let has_history = recorded.recording.summary.state_only.is_none();
+    for config in candidates(&recorded.config, recorded.job.stream_count()).into_iter().filter(|_| has_history) {
         if !configs.contains(&config) {
             configs.push(config);
         }
@@ -117,7 +119,7 @@ fn measure(recorded: &Recorded, config: &Config) -> Result<Steady, CliError> {
 }
 
 /// Returns configurations that differ from the job's own in how the default pool obtains, splits and rounds memory.
-fn candidates(own: &Config, streams: usize) -> Vec<Config> {
+pub(super) fn candidates(own: &Config, streams: usize) -> Vec<Config> {
     let fixed = |max_split_size_mb: Option<u64>| {
         move |pool: PoolConfigBuilder| {
             let mut fixed = FixedSegments::default();
