@@ -66,8 +66,11 @@ impl PlannedJob {
     pub(crate) fn of(recorded: &Recorded, policy: &PolicyArgs, budget: Steps) -> Result<Self, CliError> {
         let config = config_of(recorded, policy)?;
         let begun = Instant::now();
-        let file =
-            if recorded.program().has_steps() { learned::plans(recorded, &config)? } else { solved(recorded, config, budget)? };
+        let file = if recorded.program().has_steps() {
+            learned::plans(recorded, &config)?
+        } else {
+            solved(recorded, config, budget)?
+        };
         let file = segments::exact(recorded, file)?;
         let seconds = begun.elapsed().as_secs_f64();
         follow::adopt(&file, recorded.job.stream_count()).map_err(|(pool, error)| refused(recorded, pool, error))?;

@@ -259,8 +259,7 @@ impl Core {
         let mut cores: Vec<Core> = Vec::new();
         for share in PEAK_SHARES {
             let is_at_peak = at_peak(&loads, share);
-            let (items, others): (Vec<u32>, Vec<u32>) =
-                largest.iter().partition(|item| is_at_peak[**item as usize]);
+            let (items, others): (Vec<u32>, Vec<u32>) = largest.iter().partition(|item| is_at_peak[**item as usize]);
             let is_new = cores.last().is_none_or(|core| core.items.len() * 2 <= items.len());
             if is_new && items.len() * 2 <= largest.len().min(RECTANGLES_MAX) {
                 cores.push(Core::new(problem, decoder, items, others));

@@ -164,8 +164,7 @@ fn read(source: impl Read) -> Result<(Vec<Rectangle>, Vec<String>), TableError> 
     let columns: csv::StringRecord = table.headers()?.iter().map(str::to_lowercase).collect();
     for (index, record) in table.records().enumerate() {
         let record = record.map_err(|error| explained(error, &columns, None))?;
-        let row: Row =
-            record.deserialize(Some(&columns)).map_err(|error| explained(error, &columns, Some(&record)))?;
+        let row: Row = record.deserialize(Some(&columns)).map_err(|error| explained(error, &columns, Some(&record)))?;
         if let Some(column) = row.unsupported() {
             return Err(TableError::Unsupported { index, column });
         }
@@ -187,7 +186,8 @@ fn explained(error: csv::Error, columns: &csv::StringRecord, record: Option<&csv
             let reason = err.kind().to_string();
             let missing = reason.strip_prefix("missing field `").and_then(|rest| rest.strip_suffix('`'));
             let field = err.field().and_then(|field| usize::try_from(field).ok());
-            match (missing, field.and_then(|field| columns.get(field).zip(record.and_then(|record| record.get(field))))) {
+            match (missing, field.and_then(|field| columns.get(field).zip(record.and_then(|record| record.get(field)))))
+            {
                 (Some(column), _) => TableError::MissingColumn { column: column.to_owned(), columns: names() },
                 (None, Some((column, value))) => {
                     TableError::Value { line, column: column.to_owned(), value: value.to_owned(), reason }

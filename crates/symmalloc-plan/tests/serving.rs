@@ -104,7 +104,9 @@ fn forward(images: u64) -> Vec<Call> {
 fn serving(seed: u64, batches_per_stream: usize, loading: Loading) -> Vec<Rectangle> {
     let (mut random, mut job) = (Random(seed), Job::default());
     let weights: Vec<u64> = (0..LAYERS)
-        .flat_map(|_| [DIM, DIM, 3 * DIM * DIM, 3 * DIM, DIM * DIM, DIM, DIM, DIM, 4 * DIM * DIM, 4 * DIM, 4 * DIM * DIM, DIM])
+        .flat_map(|_| {
+            [DIM, DIM, 3 * DIM * DIM, 3 * DIM, DIM * DIM, DIM, DIM, DIM, 4 * DIM * DIM, 4 * DIM, 4 * DIM * DIM, DIM]
+        })
         .chain([DIM * 3 * 256, DIM, TOKENS * DIM, DIM, DIM * 1000, 1000])
         .collect();
     if loading == Loading::Direct {

@@ -24,7 +24,12 @@ pub(crate) struct ReadingArgs {
 impl Default for ReadingArgs {
     /// Returns the options of a command line without these flags.
     fn default() -> Self {
-        ReadingArgs { device: None, accept_torn: false, libraries: Vec::new(), memory_limit_mb: MEMORY_LIMIT_BYTES >> 20 }
+        ReadingArgs {
+            device: None,
+            accept_torn: false,
+            libraries: Vec::new(),
+            memory_limit_mb: MEMORY_LIMIT_BYTES >> 20,
+        }
     }
 }
 

@@ -182,7 +182,8 @@ fn object(diff: &Diff) -> Value {
         "first": diff.first.as_ref().map(first),
     });
     if let Some(LateBeginning { ops_before: [a, b], is_late: [a_is_late, b_is_late] }) = diff.late {
-        object["late"] = json!({ "a": { "is_late": a_is_late, "ops_before": a }, "b": { "is_late": b_is_late, "ops_before": b } });
+        object["late"] =
+            json!({ "a": { "is_late": a_is_late, "ops_before": a }, "b": { "is_late": b_is_late, "ops_before": b } });
     }
     if let Some(OpDifference { a, b, names: [name_a, name_b] }) = &diff.first_op {
         let call = |of: &Option<(usize, Op)>, name: &Option<Box<str>>| {

@@ -136,10 +136,13 @@ impl Failure {
         let from_device = held.zip(device_free_bytes).map(|(held, free)| held.reserved_bytes.saturating_add(free));
         let capacity_bytes = match noted {
             Some(_) => from_device,
-            None => [recorded.config.limit_bytes(), recorded.config.default_pool().limit_bytes().filter(|_| pool == PoolId::DEFAULT)]
-                .into_iter()
-                .flatten()
-                .min(),
+            None => [
+                recorded.config.limit_bytes(),
+                recorded.config.default_pool().limit_bytes().filter(|_| pool == PoolId::DEFAULT),
+            ]
+            .into_iter()
+            .flatten()
+            .min(),
         };
         Ok(Some(Failure {
             op,
@@ -227,7 +230,8 @@ impl Failure {
     fn state(&self) -> String {
         let live = format!("{} live", memory(self.live_bytes));
         let Some(held) = self.held else {
-            let limit = self.capacity_bytes.map_or_else(String::new, |limit| format!(", under a limit of {}", memory(limit)));
+            let limit =
+                self.capacity_bytes.map_or_else(String::new, |limit| format!(", under a limit of {}", memory(limit)));
             return format!("{live}{limit}");
         };
         let pieces = held.free_segments + held.free_blocks;
@@ -254,9 +258,10 @@ impl Failure {
                 memory(capacity),
                 memory(missing_bytes)
             ),
-            (_, Some(capacity)) if self.own_free_bytes.zip(self.held).is_some_and(|(own, held)| {
-                held.free_bytes() - own >= held.free_bytes().div_ceil(2) && held.free_bytes() > 0
-            }) =>
+            (_, Some(capacity))
+                if self.own_free_bytes.zip(self.held).is_some_and(|(own, held)| {
+                    held.free_bytes() - own >= held.free_bytes().div_ceil(2) && held.free_bytes() > 0
+                }) =>
             {
                 format!(
                     "live memory and the request need {needed} of {}, but most free memory is in heaps of other streams or pools",
@@ -284,7 +289,10 @@ impl Failure {
                 })
                 .collect();
             let held = if held.is_empty() { String::new() } else { format!(" (largest: {})", held.join("; ")) };
-            return format!("no allocator can serve it: free {} before this op{held}, or request less", memory(missing_bytes));
+            return format!(
+                "no allocator can serve it: free {} before this op{held}, or request less",
+                memory(missing_bytes)
+            );
         }
         let served = self.served();
         let Some(best) = served.first() else {

@@ -77,7 +77,11 @@ fn state(findings: &Findings<'_>) -> Markup {
     let figures = [
         (state.reserved_bytes, "reserved", "by the recorded allocator".to_owned()),
         (state.allocated_bytes, "allocated", counted(summary.lived_before, "allocation")),
-        (state.free_segment_bytes, "free as a whole", format!("{}: empty_cache() returns it", counted(state.free_segments, "segment"))),
+        (
+            state.free_segment_bytes,
+            "free as a whole",
+            format!("{}: empty_cache() returns it", counted(state.free_segments, "segment")),
+        ),
         (state.free_block_bytes, "free in used segments", counted(state.free_blocks, "block")),
         (state.largest_free_bytes, "largest free piece", String::new()),
     ];

@@ -47,7 +47,13 @@ impl PrivatePools {
         let all = recorded.op_count();
         let now_bytes = recorded.job.attempt(recorded.program(), &recorded.config, all).ok()?.reserved_bytes;
         let as_one_bytes = recorded.job.attempt(&program, &recorded.config, all).ok()?.reserved_bytes;
-        (as_one_bytes < now_bytes).then_some(PrivatePools { pools, reserved_bytes, live_bytes, now_bytes, as_one_bytes })
+        (as_one_bytes < now_bytes).then_some(PrivatePools {
+            pools,
+            reserved_bytes,
+            live_bytes,
+            now_bytes,
+            as_one_bytes,
+        })
     }
 
     /// Describes the pools, and what sharing one saves.

@@ -47,7 +47,8 @@ struct Extent {
 type SegmentKey = (Owner, u32);
 
 fn at_least(recording: &Recording) -> u64 {
-    let mut pools = BTreeMap::from([(PoolId::DEFAULT, recording.config.as_ref().map(|config| config.default_pool().streams()))]);
+    let mut pools =
+        BTreeMap::from([(PoolId::DEFAULT, recording.config.as_ref().map(|config| config.default_pool().streams()))]);
     let mut live: BTreeMap<AllocationId, SegmentKey> = BTreeMap::new();
     // The extents of segments that exist, and of those whose pool was destroyed.
     let (mut extents, mut ended) = (BTreeMap::<SegmentKey, Extent>::new(), Vec::new());
@@ -72,7 +73,8 @@ fn at_least(recording: &Recording) -> u64 {
             }
             (Op::DestroyPool { pool }, _) => {
                 live.retain(|_, (owner, _)| owner.pool != *pool);
-                let (of_pool, others) = std::mem::take(&mut extents).into_iter().partition(|((owner, _), _)| owner.pool == *pool);
+                let (of_pool, others) =
+                    std::mem::take(&mut extents).into_iter().partition(|((owner, _), _)| owner.pool == *pool);
                 extents = others;
                 let of_pool: BTreeMap<SegmentKey, Extent> = of_pool;
                 ended.extend(of_pool.into_values());

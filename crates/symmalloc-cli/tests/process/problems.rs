@@ -51,28 +51,39 @@ fn a_request_that_fails_by_fragmentation_is_served_within_the_same_memory() {
     let failure = &object["failure"];
     assert_eq!((&failure["cause"], &failure["live_bytes"]), (&json!("fragmentation"), &json!(2 * GIB)));
     let own = &failure["attempts"][0];
-    assert_eq!((&own["settings"], &own["is_served"]), (&json!("segments:expandable,total_limit_mb:6656"), &json!(true)));
+    assert_eq!(
+        (&own["settings"], &own["is_served"]),
+        (&json!("segments:expandable,total_limit_mb:6656"), &json!(true))
+    );
     for wanted in [
         "6.00 GiB reserved, 4.00 GiB of it free in 2 pieces, the largest of 2.00 GiB",
         "symmalloc serves it within the same 6,656 MiB with segments:expandable",
     ] {
         assert!(text.contains(wanted) && page.contains(wanted), "no {wanted:?} in:\n{text}");
     }
-    let fixed = failure["attempts"].as_array().unwrap().iter().find(|it| it["settings"] == "segments:fixed,total_limit_mb:6656");
+    let fixed = failure["attempts"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|it| it["settings"] == "segments:fixed,total_limit_mb:6656");
     assert_eq!(fixed.unwrap()["is_served"], true, "whole segments go back to the device: {failure}");
     for command in [own["command"].as_str().unwrap(), "replay {} --config total_limit_mb:6656"] {
         let path = reported("oom_fragmented.pickle");
         let output = match command.strip_prefix("symmalloc ") {
             Some(command) => {
                 let words: Vec<&str> = command.split(' ').collect();
-                let command: Vec<&str> = words.iter().map(|word| if word.contains(".pickle") { "{}" } else { *word }).collect();
+                let command: Vec<&str> =
+                    words.iter().map(|word| if word.contains(".pickle") { "{}" } else { *word }).collect();
                 symmalloc(&command.join(" "), &[&path])
             }
             None => symmalloc(command, &[&path]),
         };
         assert!(output.exited(0).stdout.contains("allocations refused"), "{command}");
     }
-    assert_eq!(symmalloc("replay {} --config total_limit_mb:6143", &[&reported("oom_fragmented.pickle")]).code, Some(3));
+    assert_eq!(
+        symmalloc("replay {} --config total_limit_mb:6143", &[&reported("oom_fragmented.pickle")]).code,
+        Some(3)
+    );
 }
 
 #[test]
@@ -86,7 +97,10 @@ fn failures_of_logs_and_of_traces_are_found_too() {
     for path in [&log, &trace] {
         let (object, text, _) = report(path);
         let failure = &object["failure"];
-        assert_eq!((&failure["size_bytes"], &failure["live_bytes"], &failure["others"]), (&json!(4 << 20), &json!(0), &json!(1)));
+        assert_eq!(
+            (&failure["size_bytes"], &failure["live_bytes"], &failure["others"]),
+            (&json!(4 << 20), &json!(0), &json!(1))
+        );
         assert!(text.contains("1 other request failed before"), "{text}");
         assert_eq!(symmalloc("replay {} --config total_limit_mb:2", &[path]).code, Some(3));
         symmalloc("replay {} --config total_limit_mb:4", &[path]).exited(0);
@@ -136,9 +150,14 @@ fn recordings_that_begin_late_are_aligned() {
     let [a, b] = ["rank0_ring150.pickle", "rank1_ring160.pickle"].map(reported);
     let object = symmalloc("diff {} {} --json", &[&a, &b]).json(0);
     assert_eq!((&object["same_ops"], &object["compared_ops"]), (&json!(true), &json!(90)));
-    assert_eq!(object["late"], json!({ "a": { "is_late": true, "ops_before": 7 }, "b": { "is_late": true, "ops_before": 0 } }));
+    assert_eq!(
+        object["late"],
+        json!({ "a": { "is_late": true, "ops_before": 7 }, "b": { "is_late": true, "ops_before": 0 } })
+    );
     let text = symmalloc("diff {} {}", &[&a, &b]).exited(0).stdout.clone();
-    for wanted in ["both recordings begin in the middle of the job", "B begins 7 ops after A", "the same: 45 allocations"] {
+    for wanted in
+        ["both recordings begin in the middle of the job", "B begins 7 ops after A", "the same: 45 allocations"]
+    {
         assert!(text.contains(wanted), "no {wanted:?} in:\n{text}");
     }
     let text = symmalloc("diff {} {}", &[&b, &a]).exited(0).stdout.clone();
@@ -251,7 +270,10 @@ fn a_lower_bound_is_no_row_of_a_ranking() {
     let (object, text, page) = report(&folder.trace("pools.trace", &lines));
     assert_eq!(object["recorded_reserved"], json!({ "peak_bytes": 64 << 20, "is_exact": false }));
     assert!(text.contains("in the recording: at least 64.00 MiB reserved"), "{text}");
-    assert!(!page.contains("the recorded allocator</td>") && !page.contains("<b>in the recording:</b>"), "a ranked bound");
+    assert!(
+        !page.contains("the recorded allocator</td>") && !page.contains("<b>in the recording:</b>"),
+        "a ranked bound"
+    );
 }
 
 #[test]

@@ -10,9 +10,7 @@ use std::collections::BTreeMap;
 use super::before::{Before, SegmentAtEnd};
 use super::error::SnapshotError;
 use super::trace::{DeviceTrace, TraceEntry};
-use super::words::{
-    ACTION, ALLOC, FREE_COMPLETED, OOM, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, SIZE,
-};
+use super::words::{ACTION, ALLOC, FREE_COMPLETED, OOM, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, SIZE};
 use crate::held_memory::HeldMemory;
 use crate::pickle::Value;
 

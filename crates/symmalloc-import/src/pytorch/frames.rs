@@ -15,8 +15,8 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 
 use super::words::{self, FILENAME, LINE, NAME};
-use crate::pickle::{DictId, Document, Item, Kept, LEADING_MAX, ListId, Value, Values, Word};
 use crate::options::{ALL_LIBRARIES, ReadOptions};
+use crate::pickle::{DictId, Document, Item, Kept, LEADING_MAX, ListId, Value, Values, Word};
 use crate::stacks::{Stacks, StacksBuilder, TooLarge};
 use symmalloc_trace::NAME_BYTES_MAX;
 
@@ -89,10 +89,36 @@ fn installed(path: &str) -> Option<&str> {
 
 /// Parts of PyTorch from which frames come. A project may be in a folder named `torch`, too, so the folder alone proves nothing.
 const PARTS_OF_PYTORCH: &[&str] = &[
-    "_", "amp/", "ao/", "autograd/", "compiler/", "cuda/", "distributed/", "export/", "functional.py", "func/", "fx/", "jit/",
-    "nn/functional.py", "nn/init.py", "nn/attention/", "nn/modules/", "nn/parallel/", "nn/parameter.py", "nn/utils/",
-    "optim/adam", "optim/lr_scheduler.py", "optim/optimizer.py", "optim/sgd.py", "optim/_", "random.py", "serialization.py",
-    "storage.py", "utils/_", "utils/checkpoint.py", "utils/data/",
+    "_",
+    "amp/",
+    "ao/",
+    "autograd/",
+    "compiler/",
+    "cuda/",
+    "distributed/",
+    "export/",
+    "functional.py",
+    "func/",
+    "fx/",
+    "jit/",
+    "nn/functional.py",
+    "nn/init.py",
+    "nn/attention/",
+    "nn/modules/",
+    "nn/parallel/",
+    "nn/parameter.py",
+    "nn/utils/",
+    "optim/adam",
+    "optim/lr_scheduler.py",
+    "optim/optimizer.py",
+    "optim/sgd.py",
+    "optim/_",
+    "random.py",
+    "serialization.py",
+    "storage.py",
+    "utils/_",
+    "utils/checkpoint.py",
+    "utils/data/",
 ];
 
 /// Returns `true` for a file of a PyTorch that runs from its source folder.

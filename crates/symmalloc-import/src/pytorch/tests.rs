@@ -660,5 +660,8 @@ fn the_segments_alone_are_a_snapshot_of_the_live_allocations() {
     let summary = transcript.summary;
     assert_eq!((summary.lived_before, summary.lived_before_bytes), (2, 1000));
     let held = summary.state_only.expect("there is no history");
-    assert_eq!((held.reserved_bytes, held.allocated_bytes, held.free_blocks, held.largest_free_bytes), (2048, 1024, 2, 512));
+    assert_eq!(
+        (held.reserved_bytes, held.allocated_bytes, held.free_blocks, held.largest_free_bytes),
+        (2048, 1024, 2, 512)
+    );
 }
