@@ -9,6 +9,7 @@
 //! could have: what it held, and what was free on the device.
 
 use super::holders::Holder;
+use super::pools::PrivatePools;
 use super::settings;
 use crate::args::ReadingArgs;
 use crate::error::CliError;
@@ -26,6 +27,9 @@ use symmalloc_core::units::MIB;
 use symmalloc_import::{Format, HeldMemory, Recording};
 use symmalloc_text::visible_line;
 use symmalloc_trace::replay::Program;
+
+/// Number of holders that the description lists.
+const HOLDERS_SHOWN: usize = 3;
 
 /// A request that failed.
 #[derive(Clone, Debug)]
@@ -208,10 +212,13 @@ impl Failure {
         self.op
     }
 
-    /// Describes the failure in sentences: what failed, the state then, the cause, and the remedy.
-    pub(super) fn lines(&self, holders: &[Holder]) -> Vec<(&'static str, String)> {
+    /// Describes the failure in sentences: what failed, the state then, the cause, the largest holders and the remedy.
+    pub(super) fn lines(&self, holders: &[Holder], pools: Option<&PrivatePools>) -> Vec<(&'static str, String)> {
         let mut lines = vec![("failed", self.request()), ("then", self.state()), ("why", self.reason())];
-        lines.push(("remedy", self.remedy(holders)));
+        if !holders.is_empty() {
+            lines.push(("held", largest(holders)));
+        }
+        lines.push(("remedy", self.remedy(pools)));
         lines
     }
 
@@ -278,25 +285,17 @@ impl Failure {
         }
     }
 
-    fn remedy(&self, holders: &[Holder]) -> String {
+    fn remedy(&self, pools: Option<&PrivatePools>) -> String {
         if let Cause::TooMuch { missing_bytes } = self.cause() {
-            let held: Vec<String> = holders
-                .iter()
-                .take(3)
-                .map(|holder| {
-                    let number = counted(holder.allocations, "allocation");
-                    format!("{} in {number} {}", memory(holder.requested_bytes), visible_line(&holder.origin()))
-                })
-                .collect();
-            let held = if held.is_empty() { String::new() } else { format!(" (largest: {})", held.join("; ")) };
-            return format!(
-                "no allocator can serve it: free {} before this op{held}, or request less",
-                memory(missing_bytes)
-            );
+            let missing = memory(missing_bytes);
+            return format!("no allocator can serve it: free {missing} before this op, or request less");
         }
         let served = self.served();
         let Some(best) = served.first() else {
-            return "none of the tested settings serves it: free memory before this op, or request less".to_owned();
+            let other = if pools.is_some() { "share the private pools (below), " } else { "" };
+            return format!(
+                "none of the tested settings serves it: {other}free memory before this op, or request less"
+            );
         };
         let within = match self.capacity_bytes {
             Some(capacity) => format!("within the same {} MiB", count(capacity / MIB)),
@@ -348,6 +347,21 @@ impl Failure {
             "attempts": self.attempts.iter().map(attempt).collect::<Vec<_>>(),
         })
     }
+}
+
+/// Describes the largest holders of memory.
+fn largest(holders: &[Holder]) -> String {
+    let of = |holder: &Holder| {
+        let number = counted(holder.allocations, "allocation");
+        format!("{} in {number} {}", memory(holder.requested_bytes), visible_line(&holder.origin()))
+    };
+    let (first, rest) = holders.split_at(holders.len().min(HOLDERS_SHOWN));
+    let mut parts: Vec<String> = first.iter().map(of).collect();
+    let rest_bytes: u64 = rest.iter().map(|holder| holder.requested_bytes).sum();
+    if rest_bytes > 0 {
+        parts.push(format!("{} in others", memory(rest_bytes)));
+    }
+    parts.join("; ")
 }
 
 /// Returns the memory of a recorded allocator as JSON.

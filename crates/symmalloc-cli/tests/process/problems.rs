@@ -33,7 +33,8 @@ fn a_request_that_cannot_fit_is_the_center_of_the_report() {
         "requested 10.00 GiB in pool 0 on stream 0 (the default stream), and PyTorch refused it",
         "2.00 GiB live, 2.00 GiB reserved, nothing of it free; 512.00 MiB free on the device",
         "need 12.00 GiB, but only 2.50 GiB can be had: 9.50 GiB are missing",
-        "no allocator can serve it: free 9.50 GiB before this op (largest: 2.00 GiB in 1 allocation",
+        "no allocator can serve it: free 9.50 GiB before this op, or request less",
+        "2.00 GiB in 1 allocation of 2.00 GiB without a name",
     ] {
         assert!(text.contains(wanted) && page.contains(wanted), "no {wanted:?} in:\n{text}");
     }
@@ -317,6 +318,13 @@ fn many_private_pools_deserve_the_advice_to_share_one() {
     let peaks = ["peak_reserved_bytes", "peak_reserved_bytes_as_one"].map(|key| pools[key].as_u64().unwrap());
     assert!(peaks[0] > 5 * peaks[1], "{pools}");
     assert!(text.contains("if they share one") && page.contains("if they share one"), "{text}");
+    // If the request that failed fits only then, that is the remedy.
+    let mut failing = vec!["config total_limit_mb:200"];
+    failing.extend(&lines[..lines.len() - 1]);
+    failing.push("a 9 100000000 s0");
+    let (object, text, _) = report(&folder.trace("failing.trace", &failing));
+    assert_eq!(object["failure"]["size_bytes"], 100_000_000, "{object}");
+    assert!(text.contains("share the private pools (below)") || text.contains("symmalloc serves it within"), "{text}");
     let lines = &lines[..lines.len() - 10];
     assert_eq!(report(&folder.trace("few.trace", lines)).0["private_pools"], Value::Null);
 }
