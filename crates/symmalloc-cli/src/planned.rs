@@ -88,7 +88,10 @@ impl PlannedJob {
         let planned = PlannedJob::of(recorded, policy, budget(SECONDS_IN_REPORTS)).map_err(|error| reason(&error))?;
         let refused = planned.followed.refused;
         if refused > own_refused {
-            let passes = counted(planned.followed.passes, "pass").replace("passs", "passes");
+            let passes = match planned.followed.passes {
+                1 => "1 pass".to_owned(),
+                passes => format!("{} passes", count(passes)),
+            };
             let own = match own_refused {
                 0 => "none is".to_owned(),
                 1 => "1 is".to_owned(),

@@ -232,7 +232,7 @@ mod tests {
             ("abcabcabc", "abc", [6, 0]),
             ("abcabcabc", "bcabcx", [1, 0]),
             ("xxabcdef", "abcdeg", [2, 0]),
-            ("abc", "abd", [0, 0]),
+            ("abc", "abx", [0, 0]),
             ("abc", "xyz", [0, 0]),
             ("", "xyz", [0, 3]),
         ] {

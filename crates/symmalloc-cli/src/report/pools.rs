@@ -1,6 +1,6 @@
 //! Private pools: many pools of one kind, such as one per captured graph, each hold free memory that the others cannot use.
 
-use crate::picture::memory::Memory;
+use crate::picture::memory::{DrawnHeap, Memory};
 use crate::quantity::{count, memory};
 use crate::recorded::Recorded;
 use serde_json::{Value, json};
@@ -40,8 +40,8 @@ impl PrivatePools {
         let heaps = || shown.heaps.iter().filter(|heap| of_kind.contains(&heap.owner.pool));
         let held = |pool: &PoolId| heaps().any(|heap| heap.owner.pool == *pool);
         let pools = of_kind.iter().filter(|pool| held(pool)).count();
-        let reserved_bytes = heaps().map(|heap| heap.size_bytes()).sum();
-        let live = heaps().flat_map(|heap| heap.blocks()).filter_map(|block| block.held.as_ref());
+        let reserved_bytes = heaps().map(DrawnHeap::size_bytes).sum();
+        let live = heaps().flat_map(DrawnHeap::blocks).filter_map(|block| block.held.as_ref());
         let live_bytes = live.map(|held| held.requested_bytes).sum();
         let program = Program::new(&as_one(&recorded.recording.records, &of_kind)?).ok()?;
         let all = recorded.op_count();

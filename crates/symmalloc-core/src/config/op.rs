@@ -157,7 +157,7 @@ pub enum Op {
         size_bytes: u64,
     },
     /// A request for (pool, stream) failed. Nothing was allocated, but the refusal is in the digest. Only recordings of
-    /// running allocators contain this op.
+    /// running allocators contain this op, of ours and of those whose logs are imported.
     Refuse {
         /// The pool.
         pool: PoolId,
