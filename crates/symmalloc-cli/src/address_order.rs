@@ -20,6 +20,8 @@
 //! | expandable: page | 2 M | 20 M |
 //! | expandable: split if the rest is | ≥ 512 | ≥ 512 |
 //!
+//! A PyTorch snapshot states when each such free was completed. [`AddressOrder::with_completions`] follows it instead of events.
+//!
 //! A free block merges with its free neighbors immediately. The driver is a [`SimBackend`]. Its addresses and its event
 //! timing are determined by (seed, rank), so a rank always replays identically, and two ranks differ as real ones do.
 //!
@@ -40,6 +42,7 @@ use symmalloc_core::ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
 use symmalloc_core::op::Op;
 use symmalloc_core::work;
 use symmalloc_sim::{Delays, SimBackend, SplitMix64};
+use symmalloc_trace::replay::Program;
 
 /// Binary logarithm of the upper bound of an event's delay. The maximum delay is a random power of two per rank.
 const EVENT_TICKS_MAX_LOG2: u64 = 11;
@@ -79,6 +82,26 @@ pub struct AddressOrder {
     pending: BTreeMap<StreamId, VecDeque<(Event, u64)>>,
     requested_bytes: u64,
     requested_bytes_peak: u64,
+    /// Completions of the recording; `None` if the device's events decide.
+    completions: Option<Completions>,
+}
+
+/// What completes a free that other streams may delay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Completion {
+    /// The events of the streams that used the memory.
+    Events,
+    /// An entry of the recording.
+    Recorded,
+}
+
+/// The frees that the recording completes later. Time is measured in entries: ops, and the completions themselves.
+#[derive(Debug, Default)]
+struct Completions {
+    /// Address of the block by the number of entries at which its completion is due, then by op.
+    due: BTreeMap<(u64, usize), u64>,
+    /// Number of entries so far.
+    entries: u64,
 }
 
 #[derive(Debug)]
@@ -120,6 +143,7 @@ impl AddressOrder {
             pending: BTreeMap::new(),
             requested_bytes: 0,
             requested_bytes_peak: 0,
+            completions: None,
         }
     }
 
@@ -129,6 +153,49 @@ impl AddressOrder {
     pub fn with_rules(mut self, config: &PoolConfig) -> Self {
         self.rules = ModelRules::of(config);
         self
+    }
+
+    /// Completes each free when the recording completed it, if the program states that for any free. Otherwise, the device's events
+    /// decide, whose timing is simulated. Call it before the first step, and run the program with [`step_of`](Self::step_of).
+    #[must_use]
+    pub fn with_completions(mut self, program: &Program) -> Self {
+        self.completions = program.has_pending().then(Completions::default);
+        self
+    }
+
+    /// Executes the op of a program with this number, counted from 0. See [`step`](Self::step).
+    ///
+    /// # Errors
+    /// The same as for [`step`](Self::step).
+    pub fn step_of(&mut self, program: &Program, number: usize) -> Result<Option<Placement>, BackendError> {
+        let op = &program.ops()[number];
+        if self.completions.is_some() {
+            self.complete(matches!(op, Op::DestroyPool { .. } | Op::Trim { .. } | Op::Synchronize { .. }));
+        }
+        let Some(completions) = &mut self.completions else { return self.step(op) };
+        completions.entries += 1;
+        let entries = completions.entries;
+        let Op::Free { id } = op else { return self.step(op) };
+        let Some(allocation) = self.allocations.get_mut(id) else { return self.step(op) };
+        // In such a recording, a free without a completion was completed at once.
+        allocation.uses.clear();
+        let Some(pending) = program.pending(number) else { return self.step(op) };
+        completions.due.insert((entries.saturating_add(pending.entries()), number), allocation.address);
+        self.device.tick(1);
+        self.free(*id, Completion::Recorded)?;
+        Ok(None)
+    }
+
+    /// Completes the frees that are due, or all.
+    fn complete(&mut self, all: bool) {
+        while let Some(completions) = &mut self.completions
+            && let Some(next) = completions.due.first_entry()
+            && (all || next.key().0 <= completions.entries)
+        {
+            let address = next.remove();
+            completions.entries += 1;
+            self.blocks.event_done(address);
+        }
     }
 
     /// Executes an op as PyTorch does. Returns the placement of an allocation, with segments numbered in order of creation over the
@@ -142,7 +209,7 @@ impl AddressOrder {
         self.device.tick(1);
         match *op {
             Op::Allocate { id, pool, stream, size_bytes } => return self.allocate(id, pool, stream, size_bytes),
-            Op::Free { id } => self.free(id)?,
+            Op::Free { id } => self.free(id, Completion::Events)?,
             Op::RecordUse { id, stream } => {
                 if let Some(allocation) = self.allocations.get_mut(&id)
                     && self.blocks.at(allocation.address).list.stream != stream
@@ -164,6 +231,7 @@ impl AddressOrder {
     /// # Errors
     /// The same as for [`step`](Self::step).
     pub fn free_all(&mut self) -> Result<(), BackendError> {
+        self.complete(true);
         while let Some((&id, _)) = self.allocations.first_key_value() {
             self.step(&Op::Free { id })?;
         }
@@ -264,11 +332,11 @@ impl AddressOrder {
         self.blocks.put(range.base.0, ModelBlock { size_bytes: range.size_bytes, segment, list, state })
     }
 
-    fn free(&mut self, id: AllocationId) -> Result<(), BackendError> {
+    fn free(&mut self, id: AllocationId, completion: Completion) -> Result<(), BackendError> {
         let Some(allocation) = self.allocations.remove(&id) else { return Ok(()) };
         self.requested_bytes -= allocation.requested_bytes;
         let block = self.blocks.take(allocation.address);
-        let mut events = 0;
+        let mut events = u32::from(completion == Completion::Recorded);
         for &stream in &allocation.uses {
             let event = self.device.record(stream)?;
             self.pending.entry(stream).or_default().push_back((event, allocation.address));

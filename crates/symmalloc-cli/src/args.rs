@@ -78,7 +78,9 @@ Examples:
 JSON of two recordings: schema_version, same_ops, compared_ops, uses_left_out (null if uses by other streams are compared,
 otherwise their number in each recording, {a, b}), allocs, differing_placements (null if a recording has no placements), first
 (null, or {allocation, op, a: {segment, offset}, b: {segment, offset}}; counted from 0, op in A). A segment is the ordinal
-of its birth. If the ops differ, placements are compared up to the first difference, and first_op_difference has both ops.
+of its birth. If the ops differ, placements are compared up to the first difference, and first_op_difference has both ops, each with
+the name of its allocation. Recordings that begin in the middle of the job are compared from their first common op on; late then states
+for each, {a, b}, {is_late, ops_before}: the ops before that op.
 
 Uses by other streams are compared only if both recordings were written by `replay --record`. A snapshot shows a use only if
 event polling noticed it late, and that differs between ranks that make the same calls.
@@ -112,8 +114,8 @@ requested it, if the snapshot has stack frames.
 JSON: schema_version, input, trace, format, device, ops, streams, allocs, frees, uses (by other streams), placements (recorded ones),
 lived_before, lived_before_bytes (at the start of the recording), is_overwritten (its oldest entries are lost),
 recorded_reserved_bytes_peak (null if the recording lacks it),
-and what was added or left out: frees_supplied, frees_of_unknown, uses_of_unknown, failed_allocations, empty_allocations,
-unknown_actions, torn_at_line (null, or the line at which the recording is truncated).
+and what was added or left out: frees_supplied, frees_of_unknown, uses_of_unknown, failed_allocations (written as
+`refuse`), empty_allocations, unknown_actions, unknown_kinds ({kind: number}), torn_at_line (null, or the line at which the recording is truncated).
 
 Exit codes: 0 success, 2 invalid input.";
 
@@ -168,12 +170,20 @@ One page that fetches nothing: peaks, an interactive picture of the job as recor
 planned, what holds memory at the peak, fragmentation, and the results of the same ops under other settings, each with the command
 that reproduces it. Without scripts, the pictures are still ones.
 
-JSON: schema_version, trace, report, ops, op (of holders and fragmentation), refused, lived_before, lived_before_bytes (at the start
+If a request failed, the report is about it: what failed, what was held then, why, and which settings serve it within the memory that
+the recorded allocator could have.
+
+JSON: schema_version, trace, report, ops, op (of holders and fragmentation), failure (null, or {op, size_bytes, pool, stream, name,
+stack, others (requests that failed before), live_bytes, held (null, or as in state), device_free_bytes, capacity_bytes (null if
+unknown), cause (too much, fragmentation, unknown), attempts ([{settings, command, is_served, refused, reserved_bytes}])}), state (of a
+snapshot without history: null, or {reserved_bytes, allocated_bytes, free_segments, free_segment_bytes, free_blocks,
+free_block_bytes, largest_free_bytes}), private_pools (null, or {pools, reserved_bytes, live_bytes, peak_reserved_bytes,
+peak_reserved_bytes_as_one}), refused, lived_before, lived_before_bytes (at the start
 of the recording), is_overwritten (its oldest entries are lost), recorded_reserved (by the recorded allocator: null, or {peak_bytes, is_exact}; a lower bound unless exact), live,
 allocated, reserved ({peak_bytes, op}), steady_reserved_bytes, efficiency (peak live / steady_reserved_bytes), holders ([{name,
 each_bytes?, allocations, requested_bytes}]: by name, or by size if name is null), free_bytes, largest_free_bytes, fragmentation
-(1 - largest / free), settings ([{settings, command, is_own, is_better (reserves less and refuses no more), peak_reserved_bytes,
-refused (requests in all passes), maps (map and unmap calls per pass), waits (of a stream for another, per pass)}], least peak first),
+(1 - largest / free), settings ([{settings, command, is_own, is_better (refuses fewer, or as many and reserves less), peak_reserved_bytes,
+refused (requests in all passes), maps (map and unmap calls per pass), waits (of a stream for another, per pass)}], fewest refusals and then least peak first),
 settings_impossible ([{settings, reason}]: the job stops under them), plan (null, or what a plan needs: {command, planned_bytes,
 efficiency, refused (in all passes)}), no_plan (the reason, or null).
 
@@ -470,7 +480,7 @@ pub(crate) struct ChartArgs {
     /// The picture to write, an .svg (`symmalloc report` writes pages)
     #[arg(short, long, value_name = "OUT")]
     pub(crate) output: PathBuf,
-    /// Map the memory after this op, counted from 0 [default: the peak of allocated memory]
+    /// Map the memory after this op, counted from 0 [default: the failed request, or else the peak of allocated memory]
     #[arg(long, value_name = "N")]
     pub(crate) op: Option<usize>,
     /// Draw the map instead of memory over ops
@@ -538,6 +548,10 @@ pub(crate) struct PlanArgs {
     /// Write the plan, for `symmalloc replay --plan` and `symmalloc chart --plan` (.zst and .gz compress)
     #[arg(short, long, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
+    /// Seconds of processor time for the search, about; a proof that no plan needs less memory ends it. The plan depends on this number
+    /// and not on the machine's speed
+    #[arg(long, value_name = "S", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub(crate) seconds: u64,
     /// Memory to reserve beyond what the job needs, in percent
     #[arg(long, value_name = "PERCENT", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1000))]
     pub(crate) margin: u32,

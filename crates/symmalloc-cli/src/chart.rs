@@ -110,7 +110,8 @@ fn as_planned(
 /// Returns an error if nothing is selected. A job whose requests are all refused has empty curves.
 pub(crate) fn timeline_of(recorded: &Recorded, selection: Selection) -> Result<JobCurves, CliError> {
     let timeline = JobCurves::of(recorded, selection)?;
-    if timeline.heaps.is_empty() && timeline.refused == 0 {
+    let failed = recorded.recording.failure.is_some();
+    if timeline.heaps.is_empty() && timeline.refused == 0 && !failed {
         let all = JobCurves::of(recorded, Selection::default())?;
         let heaps = all.heaps.iter().map(|(owner, _)| heap_name(*owner)).collect();
         return Err(CliError::NothingToShow { path: recorded.path.clone(), heaps });

@@ -14,9 +14,11 @@
 
 mod files;
 mod flights;
+mod late;
 mod report;
 
 pub(crate) use files::run;
+pub use late::LateBeginning;
 pub(crate) use report::position_without_size;
 
 use std::collections::HashMap;
@@ -41,6 +43,8 @@ pub struct Diff {
     pub differing_placements: Option<usize>,
     /// The first allocation whose placements differ.
     pub first: Option<PlacementDifference>,
+    /// Where the recordings begin, if one of them begins in the middle of the job.
+    pub late: Option<LateBeginning>,
 }
 
 /// A call that differs between the recordings.
@@ -51,6 +55,16 @@ pub struct OpDifference {
     pub a: Option<(usize, Op)>,
     /// B's op, in the same form.
     pub b: Option<(usize, Op)>,
+    /// Name of the allocation of A's op, and of B's, if the program named it.
+    pub names: [Option<Box<str>>; 2],
+}
+
+impl OpDifference {
+    fn of(a: Option<&ProgramCall<'_>>, b: Option<&ProgramCall<'_>>) -> Self {
+        let number_and_op = |call: Option<&ProgramCall<'_>>| call.map(|call| (call.number, call.op.clone()));
+        let name = |call: Option<&ProgramCall<'_>>| call.and_then(|call| call.name).map(Into::into);
+        OpDifference { a: number_and_op(a), b: number_and_op(b), names: [name(a), name(b)] }
+    }
 }
 
 /// An allocation whose placements differ.
@@ -70,27 +84,20 @@ pub struct PlacementDifference {
 }
 
 impl Diff {
-    /// Compares two recordings.
+    /// Compares two recordings. If one of them begins in the middle of the job, they are compared from their first common op on.
     pub fn new(a: &Recording, b: &Recording) -> Self {
-        let decided_by_us = a.config.is_some() && b.config.is_some();
-        let detail = if decided_by_us { ComparedOps::Everything } else { ComparedOps::WithoutUses };
-        let places_are_known = has_placements(a) && has_placements(b);
-        let mut diff = Diff {
-            first_op: None,
-            compared_ops: 0,
-            uses_left_out: (!decided_by_us).then(|| [a, b].map(|one| one.summary.record_uses)),
-            allocations: 0,
-            differing_placements: places_are_known.then_some(0),
-            first: None,
-        };
+        if late::is_late(a) || late::is_late(b) {
+            return late::compare(a, b);
+        }
+        let mut diff = Diff::empty(a, b);
+        let detail = if diff.uses_left_out.is_none() { ComparedOps::Everything } else { ComparedOps::WithoutUses };
         let (mut calls_a, mut calls_b) = (calls(&a.records, detail), calls(&b.records, detail));
         loop {
             let (one, other) = match (calls_a.next(), calls_b.next()) {
                 (None, None) => return diff,
                 (Some(one), Some(other)) if one.op == other.op => (one, other),
                 (one, other) => {
-                    let number_and_op = |call: Option<ProgramCall<'_>>| call.map(|call| (call.number, call.op));
-                    diff.first_op = Some(OpDifference { a: number_and_op(one), b: number_and_op(other) });
+                    diff.first_op = Some(OpDifference::of(one.as_ref(), other.as_ref()));
                     return diff;
                 }
             };
@@ -99,6 +106,20 @@ impl Diff {
                 diff.compare_placements(&one, &other);
                 diff.allocations += 1;
             }
+        }
+    }
+
+    /// Returns a comparison of no ops yet.
+    fn empty(a: &Recording, b: &Recording) -> Self {
+        let decided_by_us = a.config.is_some() && b.config.is_some();
+        Diff {
+            first_op: None,
+            compared_ops: 0,
+            uses_left_out: (!decided_by_us).then(|| [a, b].map(|one| one.summary.record_uses)),
+            allocations: 0,
+            differing_placements: (has_placements(a) && has_placements(b)).then_some(0),
+            first: None,
+            late: None,
         }
     }
 
@@ -151,7 +172,7 @@ pub(crate) fn other_job(a: &Recording, b: &Recording) -> Option<OpDifference> {
         match (calls_a.next(), calls_b.next()) {
             (None, None) => return None,
             (Some(one), Some(other)) if one.1 == other.1 => {}
-            (one, other) => return Some(OpDifference { a: one, b: other }),
+            (one, other) => return Some(OpDifference { a: one, b: other, names: [None, None] }),
         }
     }
 }
@@ -171,25 +192,32 @@ struct ProgramCall<'a> {
     /// The op, which identifies its allocation by ordinal.
     op: Op,
     record: &'a Record,
+    /// The program's name of the allocation that the op is about.
+    name: Option<&'a str>,
 }
 
 /// Returns the calls in the records.
 fn calls(records: &[Record], detail: ComparedOps) -> impl Iterator<Item = ProgramCall<'_>> {
     // Only looked up, so its order decides nothing.
-    let mut ordinals: HashMap<AllocationId, AllocationId> = HashMap::new();
+    let mut known: HashMap<AllocationId, (AllocationId, Option<&str>)> = HashMap::new();
     records.iter().enumerate().filter_map(move |(number, record)| {
         let mut op = record.op.clone();
+        let mut name = record.name.as_deref();
         match &mut op {
             Op::Allocate { id, .. } => {
-                let ordinal = AllocationId(ordinals.len() as u64);
-                ordinals.insert(*id, ordinal);
+                let ordinal = AllocationId(known.len() as u64);
+                known.insert(*id, (ordinal, name));
                 *id = ordinal;
             }
-            Op::Free { id } | Op::RecordUse { id, .. } => *id = ordinals.get(id).copied().unwrap_or(*id),
+            Op::Free { id } | Op::RecordUse { id, .. } => {
+                if let Some((ordinal, known)) = known.get(id) {
+                    (*id, name) = (*ordinal, *known);
+                }
+            }
             _ => {}
         }
         let depends_on_polling = matches!(op, Op::RecordUse { .. } | Op::RegisterStream { .. });
-        (detail == ComparedOps::Everything || !depends_on_polling).then_some(ProgramCall { number, op, record })
+        (detail == ComparedOps::Everything || !depends_on_polling).then_some(ProgramCall { number, op, record, name })
     })
 }
 

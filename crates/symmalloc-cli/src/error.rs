@@ -271,7 +271,7 @@ fn import_help(error: &ImportError) -> Option<Cow<'static, str>> {
             "give a readable file: a PyTorch memory snapshot, an RMM log or a symmalloc trace"
         }
         ImportErrorKind::Snapshot(SnapshotError::NoSuchTrace { .. } | SnapshotError::SeveralDevices { .. }) => {
-            "select a device that has entries with --device"
+            "select one of them with --device"
         }
         ImportErrorKind::TooLarge { .. } => "raise --memory-limit-mb",
         ImportErrorKind::Trace(TraceError::Torn { .. }) | ImportErrorKind::TornTrace { .. } => {

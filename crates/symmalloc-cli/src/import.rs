@@ -9,10 +9,12 @@ use crate::input;
 use crate::output::{Channel, Palette};
 use crate::quantity::{count, counted};
 use crate::replay::{describe, format_name};
+use crate::streams;
 use crate::verdict::Verdict;
 use serde_json::{Value, json};
 use std::fmt::Write;
 use symmalloc_import::{Recording, Summary};
+use symmalloc_text::visible_line;
 
 /// Reads a recording and writes it as a trace.
 pub(crate) fn import(args: &ImportArgs) -> Result<Verdict, CliError> {
@@ -52,6 +54,7 @@ fn object(args: &ImportArgs, recording: &Recording) -> Value {
         "failed_allocations": found.failed_allocations,
         "empty_allocations": found.empty_allocations,
         "unknown_actions": found.unknown_actions,
+        "unknown_kinds": found.unknown_kinds,
         "torn_at_line": found.torn_at_line,
     })
 }
@@ -70,7 +73,7 @@ fn summary(args: &ImportArgs, recording: &Recording, palette: Palette) -> String
         count(found.placements),
         count(found.allocations),
     );
-    for line in remarks(found) {
+    for line in remarks(found).into_iter().chain(streams::legend(recording)) {
         let _ = writeln!(out, "  {line}");
     }
     let _ = writeln!(out, "written to {}", shown(args.output.path()));
@@ -83,14 +86,25 @@ fn remarks(found: &Summary) -> Vec<String> {
         (found.frees_supplied, "added: frees that the recording lacks"),
         (found.frees_of_unknown, "left out: frees of allocations made before the recording began"),
         (found.uses_of_unknown, "left out: uses of allocations made before the recording began"),
-        (found.failed_allocations, "left out: allocations that the recorded allocator refused"),
+        (found.failed_allocations, "requests that the recorded allocator refused"),
         (found.empty_allocations, "left out: empty allocations and their frees"),
         (found.snapshot_marks, "left out: marks of snapshots"),
-        (found.unknown_actions, "left out: entries of unknown kinds"),
     ];
     let counted = counts.into_iter().filter(|(number, _)| *number > 0);
     let mut lines: Vec<String> = lived_before(found).into_iter().collect();
     lines.extend(counted.map(|(number, what)| format!("{what}: {}", count(number))));
+    if found.unknown_actions > 0 {
+        let mut kinds: Vec<String> = found
+            .unknown_kinds
+            .iter()
+            .map(|(kind, number)| format!("{} of '{}'", count(*number), visible_line(kind)))
+            .collect();
+        let named: u64 = found.unknown_kinds.values().sum();
+        if named < found.unknown_actions {
+            kinds.push(format!("{} of others", count(found.unknown_actions - named)));
+        }
+        lines.push(format!("left out: entries that are not about memory: {}", kinds.join(", ")));
+    }
     if let Some(line) = found.torn_at_line {
         lines.push(format!("the recording is truncated at line {}", count(line)));
     }

@@ -35,12 +35,14 @@ pub use outcome::{Decision, Divergence, Outcome, Peaks, PlannedOps};
 pub(crate) use unknown::{UnknownToModel, keys};
 
 use ranks::{Report, Rule};
+pub(crate) use sequence::Attempt;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy, StreamPolicy};
+use symmalloc_core::ids::AllocationId;
 use symmalloc_core::lock::Exclusive;
-use symmalloc_core::op::Op;
+use symmalloc_core::op::{Op, Record};
 use symmalloc_core::{Allocator, PoolId, StreamId};
 use symmalloc_import::Recording;
 use symmalloc_sim::SimBackend;
@@ -191,6 +193,16 @@ impl Job {
         Ok(Steady { peaks, passes: options.passes.get(), refused, planned, waits, maps })
     }
 
+    /// Runs a program of this job once under a configuration, up to and including an op.
+    ///
+    /// # Errors
+    /// Returns an error if an op fails. A refusal of memory is not a failure.
+    pub(crate) fn attempt(&self, program: &Program, config: &Config, last_op: usize) -> Result<Attempt, JobError> {
+        let options = Options { passes: std::num::NonZeroU32::MIN, ..Options::default() };
+        let rule = sequence::Sequence { program, config, options: &options };
+        rule.attempt(last_op)
+    }
+
     /// Runs the program on every rank, on all cores, and compares the ranks. Calls `rank_done`, from any thread, whenever a rank
     /// finishes.
     ///
@@ -238,6 +250,34 @@ impl Job {
         let rule = address::Address { program: &self.program, rules, seed: options.seed, passes };
         ranks::replay(&rule, &self.program, options, rank_done)
     }
+}
+
+/// Returns an id that no record uses.
+pub(crate) fn unused_id(records: &[Record]) -> AllocationId {
+    let id = |record: &Record| match record.op {
+        Op::Allocate { id, .. } => Some(id.0),
+        _ => None,
+    };
+    let highest = records.iter().filter_map(id).max();
+    AllocationId(highest.map_or(0, |id| id.wrapping_add(1)))
+}
+
+/// Replaces each request that the recorded allocator refused by an allocation that is freed at once, so that a replay under a limit decides
+/// whether it fits.
+pub(crate) fn request_again(recording: &mut Recording) {
+    let AllocationId(mut next) = unused_id(&recording.records);
+    let mut records = Vec::with_capacity(recording.records.len());
+    for mut record in recording.records.drain(..) {
+        let Op::Refuse { pool, stream, size_bytes, .. } = record.op else {
+            records.push(record);
+            continue;
+        };
+        let id = AllocationId(next);
+        next = next.wrapping_add(1);
+        record.op = Op::Allocate { id, pool, stream, size_bytes };
+        records.extend([record, Op::Free { id }.into()]);
+    }
+    recording.records = records;
 }
 
 fn default_pool(op: &Op) -> Option<&PoolConfig> {

@@ -60,6 +60,7 @@ mod replay;
 mod report;
 mod run;
 mod simulate;
+mod streams;
 pub mod timing;
 mod verdict;
 

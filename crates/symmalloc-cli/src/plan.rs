@@ -23,6 +23,7 @@ use crate::destination::Destination;
 use crate::diff::{OpDifference, other_job, position_without_size};
 use crate::error::CliError;
 use crate::output::{self, Palette};
+use crate::planned;
 use crate::quantity::rounded;
 use crate::recorded::Recorded;
 use crate::verdict::Verdict;
@@ -75,7 +76,7 @@ impl<'a> JobPlan<'a> {
         if let Some((other, difference)) =
             jobs[1..].iter().find_map(|job| other_job(&jobs[0].recording, &job.recording).map(|found| (job, found)))
         {
-            let OpDifference { a, b } = difference;
+            let OpDifference { a, b, .. } = difference;
             return Err(CliError::NotRanksOfOneJob {
                 path: jobs[0].path.clone(),
                 other: other.path.clone(),
@@ -95,7 +96,7 @@ impl<'a> JobPlan<'a> {
         };
         let mut figures = Figures::default();
         for job in &jobs {
-            let (file, of_rank) = Figures::of(job, &args.policy)?;
+            let (file, of_rank) = Figures::of(job, &args.policy, planned::budget(args.seconds))?;
             figures = figures.max(of_rank);
             if let Some(out) = &outputs.plan {
                 write(job, &file, out, outputs.content)?;

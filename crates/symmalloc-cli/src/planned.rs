@@ -25,7 +25,8 @@ use crate::args::PolicyArgs;
 use crate::error::CliError;
 use crate::job::Steady;
 use crate::output::reason;
-use crate::quantity::counted;
+use crate::progress::Progress;
+use crate::quantity::{count, counted};
 use crate::recorded::Recorded;
 use refusal::{not_followed, refused};
 use std::sync::Arc;
@@ -36,13 +37,17 @@ use symmalloc_core::op::Op;
 use symmalloc_core::plans::{Plan, Steps};
 use symmalloc_trace::plan::PlanFile;
 
-/// Search budget of a job with few heaps: seconds, of which the hardest bundled job takes twelve. Later steps of the default budget
-/// improve no bundled job.
-const JOB_STEPS: u64 = 50_000_000;
+/// Steps of the search that stand for a second: fewer than one core examines in a second. Steps are counted instead of time, so that every
+/// machine finds the same plan.
+const STEPS_PER_SECOND: u64 = 3_000_000;
 
-/// Number of heaps that are each planned with the full search budget. With more heaps, all of them share this total, so that
-/// planning a job of thousands of streams takes no longer.
-const HEAPS_IN_FULL: u64 = 4;
+/// Seconds of search for a plan that is a part of another answer.
+pub(crate) const SECONDS_IN_REPORTS: u64 = 2;
+
+/// Returns the search budget for about this many seconds of processor time.
+pub(crate) fn budget(seconds: u64) -> Steps {
+    Steps(seconds.saturating_mul(STEPS_PER_SECOND))
+}
 
 /// The plans of a job, and the results of following them.
 pub(crate) struct PlannedJob {
@@ -58,11 +63,14 @@ impl PlannedJob {
     ///
     /// # Errors
     /// Returns an error if the job cannot be planned, or fails when it follows the plan. It may still run without a plan.
-    pub(crate) fn of(recorded: &Recorded, policy: &PolicyArgs) -> Result<Self, CliError> {
+    pub(crate) fn of(recorded: &Recorded, policy: &PolicyArgs, budget: Steps) -> Result<Self, CliError> {
         let config = config_of(recorded, policy)?;
         let begun = Instant::now();
-        let file =
-            if recorded.program().has_steps() { learned::plans(recorded, &config)? } else { solved(recorded, config)? };
+        let file = if recorded.program().has_steps() {
+            learned::plans(recorded, &config)?
+        } else {
+            solved(recorded, config, budget)?
+        };
         let file = segments::exact(recorded, file)?;
         let seconds = begun.elapsed().as_secs_f64();
         follow::adopt(&file, recorded.job.stream_count()).map_err(|(pool, error)| refused(recorded, pool, error))?;
@@ -77,11 +85,20 @@ impl PlannedJob {
     /// # Errors
     /// Returns a sentence that states why there is no plan, or why every plan refuses more requests.
     pub(crate) fn of_use(recorded: &Recorded, policy: &PolicyArgs, own_refused: u64) -> Result<Option<Self>, String> {
-        let planned = PlannedJob::of(recorded, policy).map_err(|error| reason(&error))?;
+        let planned = PlannedJob::of(recorded, policy, budget(SECONDS_IN_REPORTS)).map_err(|error| reason(&error))?;
         let refused = planned.followed.refused;
         if refused > own_refused {
+            let passes = match planned.followed.passes {
+                1 => "1 pass".to_owned(),
+                passes => format!("{} passes", count(passes)),
+            };
+            let own = match own_refused {
+                0 => "none is".to_owned(),
+                1 => "1 is".to_owned(),
+                own => format!("{} are", count(own)),
+            };
             return Err(format!(
-                "the plan refuses {}, but without a plan only {own_refused} are refused",
+                "in {passes}, the plan refuses {}; without a plan, {own} refused",
                 counted(refused, "request")
             ));
         }
@@ -117,16 +134,26 @@ fn config_of(recorded: &Recorded, policy: &PolicyArgs) -> Result<Config, CliErro
     config.map_err(|error| recorded.invalid(error))
 }
 
-/// Plans the whole job as one step.
-fn solved(recorded: &Recorded, config: Config) -> Result<PlanFile, CliError> {
+/// Plans the whole job as one step. The heaps share the budget: each gets its share of what the previous ones left.
+fn solved(recorded: &Recorded, config: Config, Steps(mut left): Steps) -> Result<PlanFile, CliError> {
     let mut file = draft::empty(recorded, config)?;
-    let heap_steps = steps::of(recorded.program(), &file);
-    let search = Steps(JOB_STEPS * HEAPS_IN_FULL / HEAPS_IN_FULL.max(heap_steps.len() as u64));
-    for step in heap_steps {
+    let mut heap_steps = steps::of(recorded.program(), &file);
+    // Small heaps leave most of their share to the others. The order of plans in the file does not depend on it.
+    heap_steps.sort_by_key(|step| step.wanted.len());
+    let progress = Progress::new(&recorded.path.to_string_lossy(), heap_steps.len() as u64, "heaps");
+    let mut plans = Vec::new();
+    for (number, step) in heap_steps.iter().enumerate() {
+        let share = left / (heap_steps.len() - number) as u64;
         let config = file.pool_config(step.pool).expect("steps are of pools of the file");
-        let plan = Plan::solve(config, GRANULE_BYTES, step.stream, step.key, &step.wanted, search);
-        let plan = plan.map_err(|error| refused(recorded, step.pool, error))?;
-        file.add_plan(step.pool, plan).map_err(|source| draft::contradicts(recorded, source))?;
+        let plan = Plan::solve_within(config, GRANULE_BYTES, step.stream, step.key, &step.wanted, Steps(share));
+        let (plan, spent) = plan.map_err(|error| refused(recorded, step.pool, error))?;
+        left = left.saturating_sub(spent.0);
+        plans.push((step.pool, plan));
+        progress.step();
+    }
+    plans.sort_by_key(|(pool, plan)| (*pool, plan.stream(), plan.key()));
+    for (pool, plan) in plans {
+        file.add_plan(pool, plan).map_err(|source| draft::contradicts(recorded, source))?;
     }
     Ok(file)
 }

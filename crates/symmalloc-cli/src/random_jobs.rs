@@ -174,9 +174,9 @@ impl<'a> Job<'a> {
         assert_eq!(own["peak_reserved_bytes"], all.reserved_bytes, "report: own settings");
         assert_eq!(own["refused"], all.refused, "report: own settings");
         for setting in settings {
-            let refuses_more = setting["refused"].as_u64() > Some(all.refused);
-            let holds_less = setting["peak_reserved_bytes"].as_u64() < Some(all.reserved_bytes);
-            assert_eq!(setting["is_better"], holds_less && !refuses_more, "report: {setting}");
+            let number = |key: &str| setting[key].as_u64().expect("a number");
+            let is_better = (number("refused"), number("peak_reserved_bytes")) < (all.refused, all.reserved_bytes);
+            assert_eq!(setting["is_better"], is_better, "report: {setting}");
         }
         Some(report)
     }

@@ -9,7 +9,7 @@ use crate::content::Content;
 use crate::destination::Destination;
 use crate::error::CliError;
 use crate::input;
-use crate::job::{Job, JobError, Options, Order, Outcome, Segments, UnknownToModel};
+use crate::job::{Job, JobError, Options, Order, Outcome, Segments, UnknownToModel, request_again};
 use crate::output::{self, Palette};
 use crate::planned::follow;
 use crate::progress::Progress;
@@ -48,6 +48,11 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {
         if let Some(plan) = &args.plan {
             options.plan = Some(Arc::new(follow(plan, path, &mut recording, &args.policy)?));
         } else if let Some(config) = args.policy.config() {
+            // The question is whether the whole job fits.
+            let has_limit = config.limit_bytes().is_some() || config.default_pool().limit_bytes().is_some();
+            if has_limit && recording.failure.is_some() {
+                request_again(&mut recording);
+            }
             reconfigure(&mut recording, config);
         }
         let job = Job::new(&recording).map_err(|source| CliError::Program { path: path.clone(), source })?;

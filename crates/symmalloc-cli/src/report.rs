@@ -8,9 +8,11 @@
 //!            └─► planned: the memory needed with a plan, and one more layout
 //! ```
 
+mod failure;
 mod findings;
 mod holders;
 mod page;
+mod pools;
 pub(crate) mod recorded_reserved;
 pub(crate) mod settings;
 
@@ -21,14 +23,18 @@ use crate::content::Content;
 use crate::destination::{Destination, shown};
 use crate::error::CliError;
 use crate::explorer::layouts;
+use crate::job::Options;
 use crate::output::{self, Palette};
 use crate::picture::Selection;
 use crate::picture::memory::Memory;
 use crate::picture::timeline::{ALLOCATED, LIVE, RESERVED};
 use crate::quantity::{count, memory};
 use crate::recorded::Recorded;
+use crate::streams;
 use crate::verdict::Verdict;
+use failure::{Failure, held_object};
 use findings::{Findings, Fragmentation, PlanOutcome, PlanTrial};
+use pools::PrivatePools;
 use recorded_reserved::RecordedReserved;
 use serde_json::{Value, json};
 use settings::Trial;
@@ -65,16 +71,26 @@ fn make(args: &ReportArgs, print: impl FnOnce(&Findings<'_>) -> Result<(), CliEr
     let out = Destination::file(&args.output, Content::Page, [&args.input])?;
     let recorded = Recorded::read_with_stacks(&args.input, &args.reading, &args.policy)?;
     let timeline = timeline_of(&recorded, Selection::default())?;
-    let op = op_of(args.op, &recorded, &timeline)?;
+    let mut failure = Failure::of(&recorded, &args.reading)?;
+    let op = args.op.or(failure.as_ref().map(Failure::op_shown));
+    let op = op_of(op, &recorded, &timeline)?;
     let memory = Memory::replayed(&recorded, op, Selection::default())?;
+    if let Some(failure) = &mut failure {
+        failure.add_state(&recorded, &memory);
+    }
     let holders = holders::of(&memory);
     let (trials, impossible) = settings::trials(&recorded, &args.reading)?;
     let own_refused = trials.iter().find(|trial| trial.is_own).map_or(0, |own| own.refused);
-    let (planned, plan) = PlanOutcome::of(&recorded, args, own_refused);
+    let has_history = recorded.recording.summary.state_only.is_none();
+    let (planned, plan) =
+        if has_history { PlanOutcome::of(&recorded, args, own_refused) } else { (PlanOutcome::Empty, None) };
     let layouts = layouts(&recorded, plan.as_deref())?;
+    let pools = PrivatePools::of(&recorded, &memory);
     let recorded_reserved = RecordedReserved::of(&recorded);
     let findings = Findings {
         recorded: &recorded,
+        failure,
+        pools,
         timeline,
         memory,
         holders,
@@ -87,6 +103,11 @@ fn make(args: &ReportArgs, print: impl FnOnce(&Findings<'_>) -> Result<(), CliEr
     let page = page::html(&findings);
     out.write(page.as_bytes())?;
     print(&findings)
+}
+
+/// Returns `true` if the numbers of the report leave out a request, because the recorded allocator refused it.
+fn recorded_failure(recorded: &Recorded) -> bool {
+    recorded.recording.failure.is_some()
 }
 
 /// Checks that the file name of a report is that of a page.
@@ -107,6 +128,9 @@ impl Findings<'_> {
             "report": args.output.display().to_string(),
             "ops": self.timeline.op_count,
             "op": self.memory.op,
+            "failure": self.failure.as_ref().map(Failure::object),
+            "state": self.recorded.recording.summary.state_only.as_ref().map(held_object),
+            "private_pools": self.pools.as_ref().map(PrivatePools::object),
             "refused": self.timeline.refused,
             "lived_before": self.recorded.recording.summary.lived_before,
             "lived_before_bytes": self.recorded.recording.summary.lived_before_bytes,
@@ -136,9 +160,26 @@ impl Findings<'_> {
 
     fn screen(&self, args: &ReportArgs, palette: Palette) -> String {
         let peaks = &self.timeline.total.peaks;
-        let mut out = format!(
-            "{}\npeak reserved {}, live {}\n",
-            palette.title(&args.input.display().to_string()),
+        let mut out = format!("{}\n", palette.title(&args.input.display().to_string()));
+        let summary = &self.recorded.recording.summary;
+        if let Some(failure) = &self.failure {
+            for (word, text) in failure.lines(&self.holders, self.pools.as_ref()) {
+                let word = format!("{word}:");
+                out += &format!("{word:<8}{text}\n");
+            }
+        }
+        if let Some(before) = lived_before(summary) {
+            out += &format!("{before}\n");
+        }
+        if summary.state_only.is_some() {
+            return out + &format!("written to {}\n", shown(&args.output));
+        }
+        let passes = Options::default().passes;
+        if recorded_failure(self.recorded) {
+            out += "the job without that request:\n";
+        }
+        out += &format!(
+            "peak reserved {} over {passes} passes, live {}\n",
             memory(self.steady_bytes()),
             memory(peaks[LIVE].bytes)
         );
@@ -146,12 +187,20 @@ impl Findings<'_> {
             let least = if recorded.is_exact { "" } else { "at least " };
             out += &format!("in the recording: {least}{} reserved\n", memory(recorded.peak_bytes));
         }
-        if let Some(before) = lived_before(&self.recorded.recording.summary) {
-            out += &format!("{before}\n");
+        if let Some(legend) = streams::legend(&self.recorded.recording) {
+            out += &format!("{legend}\n");
         }
         if let Some(best) = self.better().next() {
             let cost = self.cost(best).map_or_else(String::new, |cost| format!(", at the cost of {cost}"));
-            out += &format!("best settings: {} ({} reserved{cost})\n", best.settings, memory(best.peak_reserved_bytes));
+            let refused = self.refusals(best).map_or_else(String::new, |refused| format!("{refused}, "));
+            out += &format!(
+                "best settings: {} ({refused}{} reserved{cost})\n",
+                best.settings,
+                memory(best.peak_reserved_bytes)
+            );
+        }
+        if let Some(pools) = &self.pools {
+            out += &format!("private pools: {}\n", pools.advice());
         }
         match &self.planned {
             PlanOutcome::Planned(PlanTrial { planned_bytes, command, .. }) => {

@@ -4,7 +4,7 @@
 //! compression by the file's extension.
 //!
 //! ```text
-//! 1f 8b         gzip (one member or several, concatenated)
+//! 1f 8b         gzip (one member or several, concatenated; other data after them is ignored)
 //! 28 b5 2f fd   zstd (one frame or several)
 //! other         plain
 //! ```
@@ -153,8 +153,83 @@ impl<R: Read> Read for Counted<R> {
 
 enum Decoder<R: Read> {
     Plain(Source<R>),
-    Gzip(Box<flate2::bufread::MultiGzDecoder<Source<R>>>),
+    Gzip(Box<Members<Source<R>>>),
     Zstd(zstd::stream::read::Decoder<'static, Source<R>>),
+}
+
+/// The members of gzip data, one after the other. Anything else after a member is ignored, as by gzip: zeros that fill the last block of a
+/// tape, or bytes that a program appended.
+struct Members<S> {
+    /// The current member; `None` after the last one.
+    member: Option<flate2::bufread::GzDecoder<Pushed<S>>>,
+    rest: Option<Pushed<S>>,
+}
+
+impl<S: BufRead> Members<S> {
+    fn new(source: S) -> Self {
+        let member = flate2::bufread::GzDecoder::new(Pushed { pushed: Vec::new(), source });
+        Members { member: Some(member), rest: None }
+    }
+
+    fn source(&self) -> &S {
+        let member = self.member.as_ref().map(flate2::bufread::GzDecoder::get_ref);
+        &member.or(self.rest.as_ref()).expect("a source is in a member, or is the rest").source
+    }
+
+    /// Starts the next member, if the source continues with one.
+    fn next_member(&mut self) -> io::Result<()> {
+        let Some(member) = self.member.take() else { return Ok(()) };
+        let mut source = member.into_inner();
+        let mut start = Vec::with_capacity(GZIP_MAGIC.len());
+        let peeked = source.by_ref().take(GZIP_MAGIC.len() as u64).read_to_end(&mut start);
+        if peeked.is_ok() && start == GZIP_MAGIC {
+            source.pushed = start;
+            self.member = Some(flate2::bufread::GzDecoder::new(source));
+        } else {
+            self.rest = Some(source);
+        }
+        peeked.map(drop)
+    }
+}
+
+impl<S: BufRead> Read for Members<S> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        while let Some(member) = &mut self.member {
+            match member.read(buffer)? {
+                0 if !buffer.is_empty() => self.next_member()?,
+                bytes => return Ok(bytes),
+            }
+        }
+        Ok(0)
+    }
+}
+
+/// A source, after bytes that were read from it too early.
+struct Pushed<S> {
+    pushed: Vec<u8>,
+    source: S,
+}
+
+impl<S: BufRead> BufRead for Pushed<S> {
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        if self.pushed.is_empty() { self.source.fill_buf() } else { Ok(&self.pushed) }
+    }
+
+    fn consume(&mut self, bytes: usize) {
+        if self.pushed.is_empty() {
+            self.source.consume(bytes);
+        } else {
+            self.pushed.drain(..bytes);
+        }
+    }
+}
+
+impl<S: BufRead> Read for Pushed<S> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let bytes = self.fill_buf()?.read(buffer)?;
+        self.consume(bytes);
+        Ok(bytes)
+    }
 }
 
 /// A reader that detects and decompresses plain, gzip and zstd data.
@@ -178,7 +253,7 @@ impl<R: Read> Decompressor<R> {
         let source = BufReader::with_capacity(BUFFER_BYTES, Cursor::new(start).chain(Counted { source, bytes: 0 }));
         let decoder = match compression {
             Compression::Plain => Decoder::Plain(source),
-            Compression::Gzip => Decoder::Gzip(Box::new(flate2::bufread::MultiGzDecoder::new(source))),
+            Compression::Gzip => Decoder::Gzip(Box::new(Members::new(source))),
             Compression::Zstd => Decoder::Zstd(zstd::stream::read::Decoder::with_buffer(source)?),
         };
         Ok(Decompressor { decoder, compression, decompressed_bytes: 0 })
@@ -193,7 +268,7 @@ impl<R: Read> Decompressor<R> {
     fn check_growth(&self) -> io::Result<()> {
         let source = match &self.decoder {
             Decoder::Plain(_) => return Ok(()),
-            Decoder::Gzip(decoder) => decoder.get_ref(),
+            Decoder::Gzip(members) => members.source(),
             Decoder::Zstd(decoder) => decoder.get_ref(),
         };
         let (compression, decompressed_bytes) = (self.compression, self.decompressed_bytes);
@@ -460,6 +535,28 @@ mod tests {
             let mut back = String::new();
             open(&path).unwrap().read_to_string(&mut back).unwrap();
             assert_eq!(back, "symmalloc");
+        }
+    }
+
+    #[test]
+    fn other_data_after_gzip_members_is_ignored_and_a_torn_member_is_not() {
+        let pack = |text: &[u8]| {
+            let mut packed = Compressor::new(Vec::new(), Compression::Gzip).unwrap();
+            packed.write_all(text).unwrap();
+            packed.finish().unwrap()
+        };
+        let unpack = |bytes: &[u8]| {
+            let mut text = Vec::new();
+            decompress(bytes).and_then(|mut source| source.read_to_end(&mut text)).map(|_| text)
+        };
+        let (one, two) = (pack(b"one"), pack(b"two"));
+        for rest in [&b""[..], b"\0", b"\0\0\0garbage", b"\x1f", b"\x1f\x8a", b"garbage", &[0; 100_000]] {
+            assert_eq!(unpack(&[&one, rest].concat()).unwrap(), b"one", "{rest:?}");
+            assert_eq!(unpack(&[&one, &two, rest].concat()).unwrap(), b"onetwo", "{rest:?}");
+        }
+        for cut in 2..two.len() {
+            let error = unpack(&[&one, &two[..cut]].concat()).unwrap_err();
+            assert!(is_torn(&error), "{cut} of {} bytes: {error}", two.len());
         }
     }
 }

@@ -43,6 +43,12 @@ pub enum ImportErrorKind {
          `Thread,Time,Action,Pointer,Size,Stream`), each plain, gzip or zstd"
     )]
     UnknownFormat,
+    /// The debug log of RMM, whose lines are for people.
+    #[error(
+        "is RMM's debug log: give its event log, which rmm.mr.LoggingResourceAdaptor or rmm.enable_logging() writes (first line \
+         `Thread,Time,Action,Pointer,Size,Stream`)"
+    )]
+    RmmDebugLog,
     /// A zip archive, which `torch.save` produces.
     #[error(
         "is a zip archive, as torch.save writes it: save the snapshot with torch.cuda.memory._dump_snapshot or \

@@ -34,8 +34,10 @@
 pub mod compression;
 mod error;
 pub mod export;
+mod held_memory;
 mod held_records;
 mod options;
+mod out_of_memory;
 pub mod perfetto;
 mod pickle;
 mod pytorch;
@@ -49,10 +51,12 @@ mod trace_naming;
 mod transcript;
 
 pub use error::{ImportError, ImportErrorKind};
-pub use options::{MEMORY_LIMIT_BYTES, ReadOptions};
+pub use held_memory::{HeldMemory, RecordedFailure};
+pub use options::{LIBRARIES, MEMORY_LIMIT_BYTES, ReadOptions};
+pub use out_of_memory::{ON_OUT_OF_MEMORY_VARIABLE, OnOutOfMemory, OnOutOfMemoryError};
 pub use pickle::PickleError;
-pub use pytorch::{Found, SnapshotError};
-pub use recording::{Format, Recording, read_bytes, read_from, read_path};
+pub use pytorch::{DeviceContents, Found, SnapshotError};
+pub use recording::{DEFAULT_STREAM, Format, Recording, read_bytes, read_from, read_path};
 pub use rmm::RmmError;
 pub use stacks::{Stack, Stacks};
 pub use summary::Summary;

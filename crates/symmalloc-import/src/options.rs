@@ -4,6 +4,12 @@
 /// record.
 pub const MEMORY_LIMIT_BYTES: u64 = 4 << 30;
 
+/// The entry of [`ReadOptions::libraries`] that stands for every installed package.
+pub(crate) const ALL_LIBRARIES: &str = "all";
+
+/// Libraries by default, besides PyTorch: their frames say how a tensor was computed, not for what.
+pub const LIBRARIES: [&str; 4] = ["einops", "functorch", "torchgen", "triton"];
+
 /// Options for reading a recording.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -14,6 +20,9 @@ pub struct ReadOptions {
     pub accept_torn: bool,
     /// If `true`, the Python stacks of a PyTorch snapshot are read too.
     pub stacks: bool,
+    /// Installed packages whose Python frames do not name allocations, besides PyTorch; `all` for every installed package. The innermost
+    /// frame of other code is that of the program.
+    pub libraries: Vec<String>,
     /// Memory limit in bytes. It applies once to the records with their [`copies`](Self::copies), once to the stacks, and once to
     /// the parts kept of a snapshot's pickle while it is read. Records with the same name share its text, which counts once. Only
     /// used bytes count; spare capacity of tables can take as much again.
@@ -28,6 +37,7 @@ impl Default for ReadOptions {
             device: None,
             accept_torn: false,
             stacks: false,
+            libraries: LIBRARIES.map(str::to_owned).to_vec(),
             memory_limit_bytes: MEMORY_LIMIT_BYTES,
             copies: 0,
         }
@@ -53,6 +63,13 @@ impl ReadOptions {
     #[must_use]
     pub fn stacks(mut self) -> Self {
         self.stacks = true;
+        self
+    }
+
+    /// Adds an installed package whose Python frames do not name allocations ([`libraries`](ReadOptions::libraries)).
+    #[must_use]
+    pub fn library(mut self, package: &str) -> Self {
+        self.libraries.push(package.to_owned());
         self
     }
 

@@ -55,7 +55,7 @@ pub(crate) struct Document {
 
 /// The parts of a pickle to keep.
 #[derive(Clone, Copy)]
-pub(crate) struct Vocabulary {
+pub(crate) struct Vocabulary<'a> {
     /// The text to keep: at most 256 words. [`Word`] is an index into it.
     pub(crate) words: &'static [&'static str],
     /// Words whose values are also kept as text, of up to [`TEXT_BYTES_MAX`].
@@ -63,11 +63,11 @@ pub(crate) struct Vocabulary {
     /// Words whose lists are stored once per content.
     pub(crate) shared_lists_of: &'static [Word],
     /// Rule that selects the dicts that are kept in lists.
-    pub(crate) keeps: Keeps,
+    pub(crate) keeps: Keeps<'a>,
 }
 
 /// Reads a pickle that fills `source` to its end. `limit_bytes` limits the memory.
-pub(crate) fn read<R: Read>(source: R, vocabulary: Vocabulary, limit_bytes: u64) -> Result<Document, PickleError> {
+pub(crate) fn read<R: Read>(source: R, vocabulary: Vocabulary<'_>, limit_bytes: u64) -> Result<Document, PickleError> {
     Machine::new(source, vocabulary, limit_bytes).run()
 }
 
@@ -87,9 +87,9 @@ impl Frame {
     }
 }
 
-struct Machine<R> {
+struct Machine<'a, R> {
     input: Input<R>,
-    vocabulary: Vocabulary,
+    vocabulary: Vocabulary<'a>,
     /// Length of the longest word in bytes.
     word_bytes_max: usize,
     limit_bytes: u64,
@@ -103,8 +103,8 @@ struct Machine<R> {
     values: Values,
 }
 
-impl<R: Read> Machine<R> {
-    fn new(source: R, vocabulary: Vocabulary, limit_bytes: u64) -> Self {
+impl<'a, R: Read> Machine<'a, R> {
+    fn new(source: R, vocabulary: Vocabulary<'a>, limit_bytes: u64) -> Self {
         assert!(vocabulary.words.len() <= 256, "a word's number has 8 bits");
         Machine {
             input: Input::new(source),

@@ -14,7 +14,8 @@
 //! | `free_completed` | the [`Pending`] duration of its free, which is due to PyTorch's event polling and not part of the program |
 //! | `record_use` | [`RecordUse`]; written by symmalloc's [export](crate::export), which knows the stream |
 //! | `segment_*` | placements |
-//! | `oom`, `snapshot`, others | counted in the [`Summary`] |
+//! | `oom` | [`Refuse`], by the driver; of the last one, the reader also reports what the allocator held ([`RecordedFailure`]) |
+//! | `snapshot`, others | counted in the [`Summary`] |
 //!
 //! PyTorch completes a free within the same call unless another stream used the block. A `free_completed` that does not directly follow its
 //! `free_requested` therefore implies such a use. The snapshot does not state *which* stream it was. The importer assigns the use to the
@@ -35,63 +36,71 @@
 //! [`Allocate`]: symmalloc_core::op::Op::Allocate
 //! [`Free`]: symmalloc_core::op::Op::Free
 //! [`Pending`]: symmalloc_core::op::Pending
+//! [`Refuse`]: symmalloc_core::op::Op::Refuse
+//! [`RecordedFailure`]: crate::RecordedFailure
 //! [`RecordUse`]: symmalloc_core::op::Op::RecordUse
 //! [`Summary`]: crate::Summary
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::io::Read;
 
 mod before;
 mod error;
+mod failure;
 mod frames;
 mod segments;
 mod trace;
 mod words;
 
-pub use error::{Found, SnapshotError};
+pub use error::{DeviceContents, Found, SnapshotError};
 
 use crate::options::ReadOptions;
 use crate::pickle::{self, Document, Item, List, Value, Vocabulary};
 use crate::stacks::TooLarge;
-use crate::transcript::{Address, Allocated, Overflow, Transcript};
-use before::{Before, Lived, has_live, has_overflowed};
+use crate::transcript::{Address, Allocated, Overflow, Refused, Transcript};
+use before::{Before, Lived, has_overflowed, live_bytes, segments_of};
 use frames::StackReader;
 use segments::LiveSegments;
-use trace::DeviceTrace;
+use trace::{DeviceTrace, TraceEntry};
 use words::{
-    ACTION, ALLOC, DEVICE_TRACES, FILENAME, FRAMES, FREE_COMPLETED, FREE_REQUESTED, NAME, OOM, RECORD_USE,
-    SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, SEGMENTS, SIZE, SNAPSHOT, USER_METADATA, VOCABULARY,
+    ACTION, ALLOC, DEVICE_FREE, DEVICE_TRACES, FILENAME, FRAMES, FREE_COMPLETED, FREE_REQUESTED, NAME, OOM, RECORD_USE,
+    SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, SIZE, SNAPSHOT, USER_METADATA, VOCABULARY,
 };
 
 /// Reads a snapshot and converts the trace of one device.
 pub(crate) fn read(source: impl Read, options: &ReadOptions) -> Result<Transcript, SnapshotError> {
+    let program = frames::Program::new(options);
     let mut vocabulary = Vocabulary {
         words: VOCABULARY,
-        texts_of: &[USER_METADATA, FILENAME, NAME],
+        texts_of: &[USER_METADATA, FILENAME, NAME, ACTION],
         shared_lists_of: &[],
-        keeps: frames::keeps,
+        keeps: &|values, dict| program.keeps(values, dict),
     };
+    let keeps_stacks = |values: &pickle::Values, dict| program.keeps_stacks(values, dict);
     if options.stacks {
         vocabulary.shared_lists_of = &[FRAMES];
-        vocabulary.keeps = frames::keeps_stacks;
+        vocabulary.keeps = &keeps_stacks;
     }
     let document = pickle::read(source, vocabulary, options.memory_limit_bytes)?;
     let mut traces = device_traces(&document)?;
-    let segments = has_live(&document)?;
+    let live = live_bytes(&document);
     let empty = List::default();
-    let devices = segments.last().map_or(0, |last| last + 1).min(DEVICES_MAX);
+    let devices = live.last_key_value().map_or(0, |(last, _)| last.saturating_add(1)).min(DEVICES_MAX);
     traces.resize(traces.len().max(devices), &empty);
-    let device = select_device(&document, &traces, &segments, options.device)?;
+    let device = select_device(&document, &traces, &live, options.device)?;
     DeviceTrace { document: &document, device, entries: traces[device] }.retell(options)
 }
 
 /// Returns the list of entries of each device.
 fn device_traces(document: &Document) -> Result<Vec<&List>, SnapshotError> {
-    let Value::Dict(root) = document.root else { return Err(SnapshotError::NotASnapshot) };
-    let traces = match document.values.field(root, DEVICE_TRACES) {
+    let traces = match document.root {
+        Value::Dict(root) => document.values.field(root, DEVICE_TRACES),
+        _ => None,
+    };
+    let traces = match traces {
         Some(Value::List(traces)) => traces,
-        // `segments` alone contains the live allocations.
-        None if document.values.field(root, SEGMENTS).is_some() => return Ok(Vec::new()),
+        // Segments alone contain the live allocations.
+        None if segments_of(document).is_some() => return Ok(Vec::new()),
         _ => return Err(SnapshotError::NotASnapshot),
     };
     let traces = document.values.list(traces);
@@ -108,41 +117,48 @@ fn device_traces(document: &Document) -> Result<Vec<&List>, SnapshotError> {
 /// Maximum number of devices of a snapshot without traces. No machine has more.
 const DEVICES_MAX: usize = 1 << 10;
 
-/// Returns the requested device, or else the only device with a trace, or else the only device with live memory in its segments.
-/// PyTorch marks the taking of a snapshot on every device, used or not. Traces that contain only such marks are therefore ignored if
-/// another trace contains other entries.
+/// Returns the requested device, or else the only device that allocates in its trace, or else the only device with live memory in its
+/// segments, or else the only device with any entry. PyTorch writes entries for devices that the program does not use, such as the mark of
+/// a snapshot.
 fn select_device(
     document: &Document,
     traces: &[&List],
-    live: &BTreeSet<usize>,
+    live: &BTreeMap<usize, u64>,
     wanted: Option<usize>,
 ) -> Result<usize, SnapshotError> {
-    let entries = || traces.iter().map(|trace| trace.len).collect::<Vec<u64>>();
-    match wanted {
-        Some(device) => match traces.get(device) {
-            Some(trace) if trace.len > 0 || live.contains(&device) => Ok(device),
-            _ => Err(SnapshotError::NoSuchTrace { device, entries: entries() }),
-        },
-        None => {
-            let is_mark = |item: &Item| match item {
-                Item::Dict(dict) => document.values.field(*dict, ACTION) == Some(Value::Word(SNAPSHOT)),
-                Item::List(_) => false,
-            };
-            let is_more = |trace: &List| !trace.is_whole() || !trace.items.iter().all(is_mark);
-            let any_is_more = traces.iter().any(|trace| is_more(trace));
-            let is_recorded = |device: &usize| match any_is_more {
-                true => is_more(traces[*device]),
-                false if live.is_empty() => traces[*device].len > 0,
-                false => live.contains(device),
-            };
-            let mut recorded = (0..traces.len()).filter(is_recorded);
-            match (recorded.next(), recorded.next()) {
-                (Some(device), None) => Ok(device),
-                (None, _) => Err(SnapshotError::NothingRecorded { devices: traces.len() }),
-                (Some(_), Some(_)) => Err(SnapshotError::SeveralDevices { entries: entries() }),
-            }
+    let described = || {
+        let of = |(device, trace): (usize, &&List)| DeviceContents {
+            entries: trace.len,
+            live_bytes: live.get(&device).copied().unwrap_or(0),
+        };
+        traces.iter().enumerate().map(of).collect::<Vec<_>>()
+    };
+    if let Some(device) = wanted {
+        return match traces.get(device) {
+            Some(trace) if trace.len > 0 || live.contains_key(&device) => Ok(device),
+            _ => Err(SnapshotError::NoSuchTrace { device, devices: described() }),
+        };
+    }
+    let is_allocation = |item: &Item| match item {
+        Item::Dict(dict) => {
+            matches!(document.values.field(*dict, ACTION), Some(Value::Word(ALLOC | FREE_REQUESTED | OOM)))
+        }
+        Item::List(_) => false,
+    };
+    // A damaged trace is read, so that its error is reported.
+    let allocates = |device: &usize| !traces[*device].is_whole() || traces[*device].items.iter().any(is_allocation);
+    let has_entries = |device: &usize| traces[*device].len > 0;
+    let has_live = |device: &usize| live.contains_key(device);
+    let evidence: [&dyn Fn(&usize) -> bool; 3] = [&allocates, &has_live, &has_entries];
+    for shows_use in evidence {
+        let mut used = (0..traces.len()).filter(|device| shows_use(device));
+        match (used.next(), used.next()) {
+            (Some(device), None) => return Ok(device),
+            (Some(_), Some(_)) => return Err(SnapshotError::SeveralDevices { devices: described() }),
+            (None, _) => {}
         }
     }
+    Err(SnapshotError::NothingRecorded { devices: traces.len() })
 }
 
 impl<'a> DeviceTrace<'a> {
@@ -153,6 +169,10 @@ impl<'a> DeviceTrace<'a> {
         let mut segments = LiveSegments::default();
         transcript.summary.device = Some(self.device);
         let before = self.retell_before(&mut transcript, &mut stacks)?;
+        let failed = failure::last(self);
+        if !self.has_history() && !before.at_end.is_empty() {
+            transcript.summary.state_only = Some(failure::held_at_end(&before));
+        }
         let mut entries = self.entries().peekable();
         while let Some(entry) = entries.next() {
             let entry = entry?;
@@ -190,9 +210,27 @@ impl<'a> DeviceTrace<'a> {
                 Value::Word(SEGMENT_FREE) => segments.freed(entry.address()?),
                 Value::Word(SEGMENT_MAP) => segments.mapped(entry.range()?, entry.stream()?),
                 Value::Word(SEGMENT_UNMAP) => segments.unmapped(entry.range()?),
-                Value::Word(OOM) => transcript.summary.failed_allocations += 1,
+                Value::Word(OOM) => {
+                    let outcome = transcript.refuse(Refused {
+                        size_bytes: entry.integer(SIZE)?,
+                        stream: entry.stream()?,
+                        pool: entry.pool()?.unwrap_or_default(),
+                        name: entry.name().as_deref(),
+                    });
+                    outcome.map_err(|overflow| overflow_at(overflow, entry.device, entry.number))?;
+                    if failed == Some(entry.number) {
+                        let stack = stacks.as_mut().map(|stacks| stacks.stack_of(entry.frames())).transpose();
+                        let too_large = |_| self.stacks_too_large(&stacks, entry.number);
+                        let failure = transcript.failure.as_mut().expect("the request was refused above");
+                        failure.stack = stack.map_err(too_large)?.flatten();
+                        failure.device_free_bytes = entry.integer(DEVICE_FREE).ok();
+                        failure.held = Some(failure::held_at(self, &before, entry.number)?);
+                    }
+                }
                 Value::Word(SNAPSHOT) => transcript.summary.snapshot_marks += 1,
-                Value::Word(_) | Value::Text(_) | Value::OtherText => transcript.summary.unknown_actions += 1,
+                Value::Word(word) => transcript.summary.count_unknown(words::text(word)),
+                Value::Text(text) => transcript.summary.count_unknown(self.document.values.text(text)),
+                Value::OtherText => transcript.summary.count_unknown("(a long name)"),
                 _ => return Err(entry.bad_field(ACTION)),
             }
         }
@@ -207,9 +245,22 @@ impl<'a> DeviceTrace<'a> {
         frames: Option<Value>,
         entry: u64,
     ) -> Result<(), SnapshotError> {
-        let Some(stacks) = stacks else { return Ok(()) };
-        let (device, limit_bytes) = (self.device, stacks.limit_bytes());
-        stacks.allocate(frames).map_err(|TooLarge| SnapshotError::StacksTooLarge { device, entry, limit_bytes })
+        let allocated = stacks.as_mut().map_or(Ok(()), |stacks| stacks.allocate(frames));
+        allocated.map_err(|TooLarge| self.stacks_too_large(stacks, entry))
+    }
+
+    fn stacks_too_large(&self, stacks: &Option<StackReader<'a>>, entry: u64) -> SnapshotError {
+        let limit_bytes = stacks.as_ref().map_or(0, StackReader::limit_bytes);
+        SnapshotError::StacksTooLarge { device: self.device, entry, limit_bytes }
+    }
+
+    /// Returns `true` if the trace has an entry about memory. Without one, the snapshot shows a state alone.
+    fn has_history(&self) -> bool {
+        let is_of_memory = |entry: &TraceEntry<'_>| {
+            let action = entry.field(ACTION);
+            matches!(action, Some(Value::Word(word)) if word != SNAPSHOT)
+        };
+        self.entries().any(|entry| entry.as_ref().map_or(true, is_of_memory))
     }
 
     /// Converts the allocations live at the beginning of the trace; they come first.

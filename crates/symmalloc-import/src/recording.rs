@@ -14,15 +14,17 @@ use std::io::{BufRead, Read};
 use std::path::Path;
 
 use symmalloc_core::config::Config;
-use symmalloc_core::op::Record;
+use symmalloc_core::op::{Op, Record};
 use symmalloc_trace::{LineError, TraceError, TraceReader};
 
 use crate::compression::{self, Compression};
 use crate::error::{ImportError, ImportErrorKind};
+use crate::held_memory::RecordedFailure;
 use crate::held_records::{HeldRecords, LimitExceeded};
 use crate::options::ReadOptions;
 use crate::stacks::Stacks;
 use crate::summary::Summary;
+use crate::transcript::{RawStream, Transcript};
 use crate::{pytorch, rmm};
 
 /// The supported file formats.
@@ -36,6 +38,9 @@ pub enum Format {
     /// An RMM log.
     RmmLog,
 }
+
+/// The name of the default stream in [`Recording::stream_names`].
+pub const DEFAULT_STREAM: &str = "the default stream";
 
 /// The contents of a file. Equal bytes produce equal recordings everywhere.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,6 +56,11 @@ pub struct Recording {
     pub config: Option<Config>,
     /// The Python stacks of the allocations, if the [options](ReadOptions::stacks) ask for them and the recording has any.
     pub stacks: Option<Stacks>,
+    /// What the recorded program calls each stream, by number: [`DEFAULT_STREAM`] or a handle. `None` for a stream without a handle. Empty
+    /// for a trace, which has no handles.
+    pub stream_names: Vec<Option<String>>,
+    /// The last request that the recorded allocator refused.
+    pub failure: Option<RecordedFailure>,
     /// Counts of the ops found and of the parts omitted.
     pub summary: Summary,
 }
@@ -92,7 +102,12 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
         // The columns of a log may be in any order, and the buffer may end before them.
         Err(ImportErrorKind::UnknownFormat) => {
             source.by_ref().take(START_BYTES_MAX).read_until(b'\n', &mut start)?;
-            if rmm::is_log(&start) { Format::RmmLog } else { return Err(ImportErrorKind::UnknownFormat) }
+            if !rmm::is_log(&start) {
+                source.by_ref().take(START_BYTES_MAX).read_to_end(&mut start)?;
+                let is_debug_log = rmm::is_debug_log(&start);
+                return Err(if is_debug_log { ImportErrorKind::RmmDebugLog } else { ImportErrorKind::UnknownFormat });
+            }
+            Format::RmmLog
         }
         format => format?,
     };
@@ -100,17 +115,40 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
     if options.device.is_some() && format != Format::PyTorchSnapshot {
         return Err(ImportErrorKind::NoDevices);
     }
-    let mut stacks = None;
+    let (mut stacks, mut failure, mut stream_names) = (None, None, Vec::new());
     let (records, config, summary) = match format {
         Format::Trace => read_trace(source, compression, options)?,
         Format::PyTorchSnapshot => {
             let mut transcript = pytorch::read(source, options)?;
-            stacks = transcript.stacks.take();
+            (stacks, failure) = (transcript.stacks.take(), transcript.failure.take());
+            stream_names = names_of(&transcript);
             without_config(transcript.finish())
         }
-        Format::RmmLog => without_config(rmm::read(source, options)?.finish()),
+        Format::RmmLog => {
+            let mut transcript = rmm::read(source, options)?;
+            failure = transcript.failure.take();
+            stream_names = names_of(&transcript);
+            without_config(transcript.finish())
+        }
     };
-    Ok(Recording { records, format, compression, config, stacks, summary })
+    failure = failure.or_else(|| last_refusal(&records));
+    Ok(Recording { records, format, compression, config, stacks, stream_names, failure, summary })
+}
+
+/// Returns what the recorded program calls its streams. A number of more than 64 bits is the per-thread default stream of a thread.
+fn names_of(transcript: &Transcript) -> Vec<Option<String>> {
+    let name = |RawStream(raw): RawStream| match u64::try_from(raw) {
+        Ok(0) => DEFAULT_STREAM.to_owned(),
+        Ok(handle) => format!("{handle:#x}"),
+        Err(_) => format!("the default stream of thread {}", raw & u128::from(u64::MAX)),
+    };
+    transcript.raw_streams().into_iter().map(|raw| raw.map(name)).collect()
+}
+
+/// Returns the last request that a trace shows as refused.
+fn last_refusal(records: &[Record]) -> Option<RecordedFailure> {
+    let record = records.iter().rposition(|record| matches!(record.op, Op::Refuse { .. }))?;
+    Some(RecordedFailure { record, held: None, device_free_bytes: None, stack: None })
 }
 
 /// Result of a reader: records, a configuration, a summary.

@@ -33,7 +33,7 @@ pub use error::RmmError;
 
 use self::error::LINE_BYTES_MAX;
 use crate::options::ReadOptions;
-use crate::transcript::{Address, Allocated, Overflow, RawPool, RawStream, Transcript};
+use crate::transcript::{Address, Allocated, Overflow, RawPool, RawStream, Refused, Transcript};
 
 /// The required columns.
 const COLUMNS: [&str; 4] = ["Action", "Pointer", "Size", "Stream"];
@@ -44,6 +44,17 @@ pub(crate) fn is_log(start: &[u8]) -> bool {
     let name = |field: &[u8]| String::from_utf8_lossy(field).trim().trim_matches('"').to_owned();
     let names: Vec<String> = line.split(|byte| *byte == b',').take(64).map(name).collect();
     COLUMNS.iter().filter(|column| names.iter().any(|name| name == *column)).count() >= 3
+}
+
+/// Returns `true` if text that starts like this is RMM's debug log: spdlog's lines, such as
+/// `[104507][08:24:53:517285][error ] [A][Stream 0xe8ece8008210][Upstream 2139648B][FAILURE maximum pool size exceeded]`.
+pub(crate) fn is_debug_log(start: &[u8]) -> bool {
+    let text = String::from_utf8_lossy(start);
+    text.contains("RMM LOG BEGIN")
+        || text.lines().any(|line| {
+            line.starts_with('[') && line.contains("][Stream ") && (line.contains("[A]") || line.contains("[D]"))
+                || line.starts_with('[') && line.contains("[Upstream ")
+        })
 }
 
 /// Reads a log to its end.
@@ -298,10 +309,12 @@ struct Event {
 impl Event {
     fn append_to(&self, transcript: &mut Transcript) -> Result<(), RmmError> {
         let outcome = match self.action {
-            Action::Fail => {
-                transcript.summary.failed_allocations += 1;
-                Ok(())
-            }
+            Action::Fail => transcript.refuse(Refused {
+                size_bytes: self.size_bytes,
+                stream: self.stream,
+                pool: RawPool::default(),
+                name: None,
+            }),
             Action::Allocate | Action::Free if !self.has_memory() => {
                 transcript.summary.empty_allocations += 1;
                 Ok(())

@@ -1,6 +1,11 @@
 //! Summary of a recording: counts of its ops, and of the parts that could not be converted.
 
+use crate::held_memory::HeldMemory;
+use std::collections::BTreeMap;
 use symmalloc_core::op::{Op, Record};
+
+/// Maximum number of unknown kinds whose names are kept.
+const UNKNOWN_KINDS_MAX: usize = 16;
 
 /// Counts over one recording. Every omitted part is counted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -35,14 +40,18 @@ pub struct Summary {
     pub is_overwritten: bool,
     /// Peak of the device memory that the recorded allocator held, in bytes, if the recording states it (PyTorch snapshots).
     pub recorded_reserved_bytes_peak: Option<u64>,
-    /// Omitted allocations that the recorded allocator refused.
+    /// Requests that the recorded allocator refused. Each is a [`Refuse`](Op::Refuse) record.
     pub failed_allocations: u64,
+    /// The memory that the allocator held at the end, if the recording shows this state and no history (PyTorch snapshots).
+    pub state_only: Option<HeldMemory>,
     /// Omitted allocations and frees of zero bytes (the null pointer).
     pub empty_allocations: u64,
     /// Omitted marks of a snapshot being taken.
     pub snapshot_marks: u64,
     /// Omitted entries of a kind that this version does not support.
     pub unknown_actions: u64,
+    /// The first 16 of these kinds in alphabetical order, with the number of entries of each.
+    pub unknown_kinds: BTreeMap<String, u64>,
     /// Line at which the text is truncated, if [`accept_torn`](crate::ReadOptions::accept_torn) was set.
     pub torn_at_line: Option<u64>,
 }
@@ -58,7 +67,17 @@ impl Summary {
             }
             Op::Free { .. } => self.frees += 1,
             Op::RecordUse { .. } => self.record_uses += 1,
+            Op::Refuse { .. } => self.failed_allocations += 1,
             _ => {}
+        }
+    }
+
+    /// Counts an omitted entry of a kind that this version does not support.
+    pub(crate) fn count_unknown(&mut self, kind: &str) {
+        self.unknown_actions += 1;
+        *self.unknown_kinds.entry(kind.to_owned()).or_default() += 1;
+        if self.unknown_kinds.len() > UNKNOWN_KINDS_MAX {
+            self.unknown_kinds.pop_last();
         }
     }
 }

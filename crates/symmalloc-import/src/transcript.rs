@@ -12,9 +12,10 @@
 use std::collections::HashMap;
 
 use symmalloc_core::ids::{AllocationId, Placement, PoolId, StreamId};
-use symmalloc_core::op::{Op, Pending, Record};
+use symmalloc_core::op::{Op, Pending, Record, Refusal};
 use symmalloc_core::units::SEGMENT_BYTES_MAX;
 
+use crate::held_memory::RecordedFailure;
 use crate::held_records::{HeldRecords, LimitExceeded};
 use crate::options::ReadOptions;
 use crate::stacks::Stacks;
@@ -49,6 +50,16 @@ pub(crate) struct Allocated<'a> {
     /// At most [`NAME_BYTES_MAX`](symmalloc_trace::NAME_BYTES_MAX) bytes.
     pub(crate) name: Option<&'a str>,
     pub(crate) placement: Option<Placement>,
+}
+
+/// A request in a log that the allocator refused.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Refused<'a> {
+    pub(crate) size_bytes: u64,
+    pub(crate) stream: RawStream,
+    pub(crate) pool: RawPool,
+    /// At most [`NAME_BYTES_MAX`](symmalloc_trace::NAME_BYTES_MAX) bytes.
+    pub(crate) name: Option<&'a str>,
 }
 
 /// Error that ends a transcript.
@@ -92,6 +103,8 @@ pub(crate) struct Transcript {
     pub(crate) summary: Summary,
     /// Stacks of the allocations, if the log has any and its reader was asked for them.
     pub(crate) stacks: Option<Stacks>,
+    /// The last request that the allocator refused.
+    pub(crate) failure: Option<RecordedFailure>,
     /// Never iterated, so its order does not affect decisions.
     streams: HashMap<RawStream, StreamId>,
     /// All pools except the default one. Never iterated.
@@ -110,6 +123,7 @@ impl Transcript {
             records: HeldRecords::new(options.memory_limit_bytes, options.copies),
             summary: Summary::default(),
             stacks: None,
+            failure: None,
             streams: HashMap::new(),
             pools: HashMap::new(),
             live: HashMap::new(),
@@ -124,6 +138,13 @@ impl Transcript {
         self.summary.lived_before += 1;
         self.summary.lived_before_bytes = self.summary.lived_before_bytes.saturating_add(allocated.size_bytes);
         Ok(())
+    }
+
+    /// Returns the raw handle of each stream that the log names, by number.
+    pub(crate) fn raw_streams(&self) -> Vec<Option<RawStream>> {
+        let mut raw = vec![None; self.summary.streams as usize];
+        self.streams.iter().for_each(|(handle, stream)| raw[stream.index()] = Some(*handle));
+        raw
     }
 
     pub(crate) fn finish(self) -> (Vec<Record>, Summary) {
@@ -153,6 +174,19 @@ impl Transcript {
         self.push(record)?;
         self.live.insert(address, OpenAllocation { id, stream, is_used: false });
         Ok(())
+    }
+
+    /// Adds a request that the allocator refused.
+    pub(crate) fn refuse(&mut self, refused: Refused<'_>) -> Result<(), Overflow> {
+        let Refused { size_bytes, stream, pool, name } = refused;
+        let (stream, pool) = (self.stream(stream)?, self.pool(pool)?);
+        let mut record = Record::from(Op::Refuse { pool, stream, size_bytes, refusal: Refusal::Driver });
+        if let Some(name) = name {
+            record = record.with_name(name);
+        }
+        self.failure =
+            Some(RecordedFailure { record: self.records.len(), held: None, device_free_bytes: None, stack: None });
+        self.push(record)
     }
 
     /// Adds a use by `stream` of the allocation at `address`.

@@ -156,6 +156,46 @@ impl Decoder {
         self.births_of(item).map(|birth| (birth, self.end[birth as usize]))
     }
 
+    /// Returns, by item, the peak of the live sizes during its lifetime.
+    pub(crate) fn loads(&self) -> Vec<u64> {
+        // Live sizes at each birth.
+        let mut change = vec![0_i128; self.item.len() + 1];
+        for birth in 0..self.item.len() {
+            let size = i128::from(self.size[self.item[birth] as usize]);
+            change[birth] += size;
+            change[self.end[birth] as usize] -= size;
+        }
+        // A tree of maxima.
+        let leaves = self.leaves;
+        let mut most = vec![0_u64; 2 * leaves];
+        let mut live = 0;
+        for birth in 0..self.item.len() {
+            live += change[birth];
+            most[leaves + birth] = live as u64;
+        }
+        for node in (1..leaves).rev() {
+            most[node] = most[2 * node].max(most[2 * node + 1]);
+        }
+        let within = |from: u32, to: u32| {
+            let (mut from, mut to, mut max) = (leaves + from as usize, leaves + to as usize, 0);
+            while from < to {
+                if from % 2 == 1 {
+                    max = most[from].max(max);
+                    from += 1;
+                }
+                if to % 2 == 1 {
+                    to -= 1;
+                    max = most[to].max(max);
+                }
+                (from, to) = (from / 2, to / 2);
+            }
+            max
+        };
+        (0..self.len() as u32)
+            .map(|item| self.intervals_of(item).map(|(from, to)| within(from, to)).max().unwrap_or(0))
+            .collect()
+    }
+
     /// Returns the number of births.
     pub(crate) fn births(&self) -> u32 {
         self.item.len() as u32

@@ -70,6 +70,6 @@ pub use learner::{Lived, StepLearner};
 pub use problem::{Problem, ProblemError, Rectangle};
 pub use schedule::{Overlap, Place, PlacedAllocation, Schedule};
 pub use solution::Solution;
-pub use solve::{Steps, solve};
+pub use solve::{SearchState, Steps, solve, solve_watched};
 #[cfg(feature = "csv")]
 pub use table::{TableError, write_csv};

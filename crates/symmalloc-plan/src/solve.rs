@@ -1,7 +1,7 @@
 //! The search: a first placement, several orders, then exact search and repair in turn.
 //!
 //! ```text
-//!  in order of time ──► orders, best fit and lowest fit ──► round: exact search at the bound, then between the bound and the best
+//!  in order of time ──► orders, best fit and lowest fit ──► round: exact search of the cores: at the bound, then between it and the best
 //!                                                             ▲    repair of the best placement
 //!                          one reaches the bound: done        └─── twice the steps
 //! ```
@@ -12,8 +12,8 @@
 use crate::decode::{Decoded, Decoder, Fit};
 use crate::exact::{ExactSearch, Preference, RECTANGLES_MAX, Verdict};
 use crate::online::best_fit_by_time;
-use crate::orders::orders;
-use crate::problem::Problem;
+use crate::orders::{PEAK_SHARES, at_peak, orders};
+use crate::problem::{Problem, Rectangle};
 use crate::repair::Repair;
 use crate::sections::canonical;
 use crate::solution::Solution;
@@ -50,9 +50,29 @@ const ATTEMPT_STEPS: u64 = 10_000;
 /// The solution is a function of the problem and the steps, and more steps are never worse. The search takes O(n log n)
 /// memory for n rectangles, and up to 150 MiB more if exact search is used.
 pub fn solve(problem: &Problem, steps: Steps) -> Solution {
+    solve_watched(problem, steps, |_| ())
+}
+
+/// The state of a search.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SearchState {
+    /// Steps so far.
+    pub steps: u64,
+    /// Height of the best placement so far.
+    pub height: u64,
+    /// Height below which no placement exists, as far as it is known.
+    pub lower_bound: u64,
+}
+
+/// Places the rectangles like [`solve`], and calls `watch` now and then.
+pub fn solve_watched(problem: &Problem, steps: Steps, mut watch: impl FnMut(SearchState)) -> Solution {
     let (canonical, order) = canonical(problem);
     let end = canonical.rectangles().iter().map(|it| it.upper).max().unwrap_or(0);
     let whole = canonical.period().unwrap_or(end);
+    // Small problems are searched exactly, and a proof would hold for the extended problem only.
+    let is_extended = canonical.rectangles().len() > RECTANGLES_MAX;
+    let canonical = if is_extended { extended(canonical, whole) } else { canonical };
     let mut offsets = vec![0; order.len()];
     // Rectangles that live all the time lie at the bottom. This costs no height: in any placement, everything below such a
     // rectangle can move up by its size, and the rectangle to 0.
@@ -67,24 +87,57 @@ pub fn solve(problem: &Problem, steps: Steps) -> Solution {
         }
     }
     let at_bottom = (offsets.len() - rest.len()) as u64;
-    let solution = search(&canonical.part(rest), Steps(steps.0.saturating_sub(at_bottom)));
+    let proofs = if is_extended { Proofs::OfExtended } else { Proofs::Valid };
+    let solution = search(&canonical.part(rest), proofs, Steps(steps.0.saturating_sub(at_bottom)), &mut |state| {
+        let SearchState { steps, height, lower_bound } = state;
+        watch(SearchState { steps: steps + at_bottom, height: height + base, lower_bound: lower_bound + base });
+    });
     rest_order.into_iter().zip(solution.offsets()).for_each(|(index, offset)| offsets[index as usize] = base + *offset);
     solution.raised(base, offsets)
 }
 
+/// Extends the rectangles that live longest to the whole time, as many as possible without a higher bound. They then lie at the bottom,
+/// which makes the search faster and better: the weights of a model, for example, live from the end of a short beginning on. Every placement
+/// of the extended problem is one of the problem, but its optimum may be higher.
+fn extended(problem: Problem, whole: u64) -> Problem {
+    let life = |it: &Rectangle| it.upper - it.lower;
+    let mut longest: Vec<usize> = (0..problem.rectangles().len()).collect();
+    longest.retain(|index| life(&problem.rectangles()[*index]) > whole / 2);
+    longest.sort_by_key(|index| Reverse(life(&problem.rectangles()[*index])));
+    let with = |count: usize| {
+        let mut rectangles = problem.rectangles().to_vec();
+        longest[..count].iter().for_each(|index| (rectangles[*index].lower, rectangles[*index].upper) = (0, whole));
+        problem.part(rectangles)
+    };
+    // The bound grows with the number of extended rectangles.
+    let (mut fit, mut fail) = (0, longest.len() + 1);
+    while fail - fit > 1 {
+        let count = if fail > longest.len() { longest.len() } else { fit.midpoint(fail) };
+        if with(count).lower_bound() == problem.lower_bound() { fit = count } else { fail = count }
+    }
+    if fit == 0 { problem } else { with(fit) }
+}
+
 /// Places the rectangles of a canonical problem.
-fn search(problem: &Problem, steps: Steps) -> Solution {
+fn search(problem: &Problem, proofs: Proofs, steps: Steps, watch: &mut dyn FnMut(SearchState)) -> Solution {
     let decoder = Decoder::new(problem);
-    let mut search = Search::new(problem, &decoder, steps);
+    let mut search = Search::new(problem, &decoder, proofs, steps);
     let orders = orders(&decoder);
     search.try_orders(&orders);
+    watch(search.state());
     if !search.is_over() {
         let mut repair = Repair::new(&decoder);
-        let mut core = Core::new(problem, &decoder);
+        let mut cores = Core::all(problem, &decoder);
         let mut limit = FIRST_ROUND_STEPS;
         while !search.is_over() {
-            search.search_exactly(&mut core, limit);
+            for core in &mut cores {
+                if !search.is_over() {
+                    search.search_exactly(core, limit);
+                    watch(search.state());
+                }
+            }
             search.repair(&mut repair, limit.saturating_mul(REPAIR_SHARE));
+            watch(search.state());
             limit = limit.saturating_mul(2);
         }
     }
@@ -92,9 +145,18 @@ fn search(problem: &Problem, steps: Steps) -> Solution {
     Solution::new(decoder.by_place(&search.best), search.least, spent, search.best.height)
 }
 
+/// The validity of proofs that no smaller height is feasible.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Proofs {
+    Valid,
+    /// They hold for a problem with longer lifetimes only.
+    OfExtended,
+}
+
 /// The best placement so far and the remaining budget.
 struct Search<'a> {
     decoder: &'a Decoder,
+    proofs: Proofs,
     budget: u64,
     /// Remaining steps.
     left: u64,
@@ -106,15 +168,19 @@ struct Search<'a> {
 }
 
 impl<'a> Search<'a> {
-    fn new(problem: &Problem, decoder: &'a Decoder, Steps(steps): Steps) -> Self {
+    fn new(problem: &Problem, decoder: &'a Decoder, proofs: Proofs, Steps(steps): Steps) -> Self {
         let best = decoder.by_item(&best_fit_by_time(problem));
         let budget = steps.saturating_sub(problem.rectangles().len() as u64);
         let unit = problem.rectangles().iter().fold(0, |unit, it| greatest_common_divisor(unit, it.size));
-        Search { decoder, budget, left: budget, best, least: problem.lower_bound(), unit }
+        Search { decoder, proofs, budget, left: budget, best, least: problem.lower_bound(), unit }
     }
 
     fn is_over(&self) -> bool {
         self.left == 0 || self.best.height == self.least
+    }
+
+    fn state(&self) -> SearchState {
+        SearchState { steps: self.budget - self.left, height: self.best.height, lower_bound: self.least }
     }
 
     fn try_orders(&mut self, orders: &[Vec<u32>]) {
@@ -157,11 +223,11 @@ impl<'a> Search<'a> {
                         from = capacity + self.unit;
                     }
                 }
-                Verdict::Impossible => {
+                Verdict::Impossible if self.proofs == Proofs::Valid => {
                     self.least = capacity + self.unit;
                     from = self.least;
                 }
-                Verdict::OutOfSteps => from = capacity + self.unit,
+                Verdict::Impossible | Verdict::OutOfSteps => from = capacity + self.unit,
             }
             if from >= self.best.height {
                 break;
@@ -172,7 +238,7 @@ impl<'a> Search<'a> {
     }
 }
 
-/// The largest rectangles, which exact search places. The others fit into the gaps above them or on top.
+/// Some rectangles, which exact search places. The others fit into the gaps above them or on top.
 struct Core {
     exact: ExactSearch,
     /// By rectangle of the core: its item.
@@ -184,10 +250,27 @@ struct Core {
 }
 
 impl Core {
-    fn new(problem: &Problem, decoder: &Decoder) -> Self {
-        let mut items: Vec<u32> = (0..decoder.len() as u32).collect();
-        items.sort_by_key(|item| Reverse(decoder.extent(*item)));
-        let others = items.split_off(items.len().min(RECTANGLES_MAX));
+    /// Returns the cores of a problem: its largest rectangles, and those that live while the load is near its peak. A solution of the
+    /// second kind usually leaves space for all others.
+    fn all(problem: &Problem, decoder: &Decoder) -> Vec<Self> {
+        let mut largest: Vec<u32> = (0..decoder.len() as u32).collect();
+        largest.sort_by_key(|item| Reverse(decoder.extent(*item)));
+        let loads = decoder.loads();
+        let mut cores: Vec<Core> = Vec::new();
+        for share in PEAK_SHARES {
+            let is_at_peak = at_peak(&loads, share);
+            let (items, others): (Vec<u32>, Vec<u32>) = largest.iter().partition(|item| is_at_peak[**item as usize]);
+            let is_new = cores.last().is_none_or(|core| core.items.len() * 2 <= items.len());
+            if is_new && items.len() * 2 <= largest.len().min(RECTANGLES_MAX) {
+                cores.push(Core::new(problem, decoder, items, others));
+            }
+        }
+        let others = largest.split_off(largest.len().min(RECTANGLES_MAX));
+        cores.push(Core::new(problem, decoder, largest, others));
+        cores
+    }
+
+    fn new(problem: &Problem, decoder: &Decoder, mut items: Vec<u32>, others: Vec<u32>) -> Self {
         items.sort_unstable();
         let rectangles = items.iter().map(|item| problem.rectangles()[decoder.place(*item) as usize]).collect();
         let part = problem.part(rectangles);
@@ -262,7 +345,7 @@ mod tests {
     fn exact_search_solves_problems_that_heuristics_do_not() {
         let problem = filled();
         let decoder = Decoder::new(&problem);
-        let mut heuristics = Search::new(&problem, &decoder, Steps(3_000_000));
+        let mut heuristics = Search::new(&problem, &decoder, Proofs::Valid, Steps(3_000_000));
         let orders = orders(&decoder);
         heuristics.try_orders(&orders);
         heuristics.repair(&mut Repair::new(&decoder), u64::MAX);

@@ -26,6 +26,36 @@ pub enum TableError {
     /// The table is malformed, lacks a column, or contains an invalid number, or reading or writing failed.
     #[error("the table of rectangles cannot be read or written: {0}")]
     Csv(#[from] csv::Error),
+    /// A value is not a number that its column accepts.
+    #[error("line {line}: column `{column}` is {value:?}: {reason}; give a whole number of at most 64 bits")]
+    Value {
+        /// Line of the table, from 1.
+        line: u64,
+        /// Name of the column.
+        column: String,
+        /// The value.
+        value: String,
+        /// Why it is not accepted.
+        reason: String,
+    },
+    /// A column is missing.
+    #[error("the table has no column `{column}`; it has {}", columns.join(", "))]
+    MissingColumn {
+        /// Name of the column.
+        column: String,
+        /// Names of the columns that it has.
+        columns: Vec<String>,
+    },
+    /// A row has more or fewer values than the table has columns.
+    #[error("line {line} has {found} values, but the table has {} columns: {}", columns.len(), columns.join(", "))]
+    Length {
+        /// Line of the table, from 1.
+        line: u64,
+        /// Number of values.
+        found: u64,
+        /// Names of the columns.
+        columns: Vec<String>,
+    },
     /// A rectangle has no end, or two.
     #[error("rectangle {index} needs one end: give a column `upper` (exclusive) or `end` (inclusive)")]
     End {
@@ -131,10 +161,10 @@ fn read(source: impl Read) -> Result<(Vec<Rectangle>, Vec<String>), TableError> 
     let (mut rectangles, mut names) = (Vec::new(), Vec::new());
     let mut indices = BTreeMap::new();
     let mut table = csv::ReaderBuilder::new().trim(csv::Trim::All).from_reader(source);
-    let columns = table.headers()?.iter().map(str::to_lowercase).collect();
-    table.set_headers(columns);
-    for (index, row) in table.deserialize().enumerate() {
-        let row: Row = row?;
+    let columns: csv::StringRecord = table.headers()?.iter().map(str::to_lowercase).collect();
+    for (index, record) in table.records().enumerate() {
+        let record = record.map_err(|error| explained(error, &columns, None))?;
+        let row: Row = record.deserialize(Some(&columns)).map_err(|error| explained(error, &columns, Some(&record)))?;
         if let Some(column) = row.unsupported() {
             return Err(TableError::Unsupported { index, column });
         }
@@ -145,6 +175,31 @@ fn read(source: impl Read) -> Result<(Vec<Rectangle>, Vec<String>), TableError> 
         names.push(row.id);
     }
     if rectangles.is_empty() { Err(TableError::Empty) } else { Ok((rectangles, names)) }
+}
+
+/// Names the column of an error.
+fn explained(error: csv::Error, columns: &csv::StringRecord, record: Option<&csv::StringRecord>) -> TableError {
+    let names = || columns.iter().map(str::to_owned).collect::<Vec<String>>();
+    match error.kind() {
+        csv::ErrorKind::Deserialize { pos, err } => {
+            let line = pos.as_ref().or(record.and_then(csv::StringRecord::position)).map_or(0, csv::Position::line);
+            let reason = err.kind().to_string();
+            let missing = reason.strip_prefix("missing field `").and_then(|rest| rest.strip_suffix('`'));
+            let field = err.field().and_then(|field| usize::try_from(field).ok());
+            match (missing, field.and_then(|field| columns.get(field).zip(record.and_then(|record| record.get(field)))))
+            {
+                (Some(column), _) => TableError::MissingColumn { column: column.to_owned(), columns: names() },
+                (None, Some((column, value))) => {
+                    TableError::Value { line, column: column.to_owned(), value: value.to_owned(), reason }
+                }
+                (None, None) => TableError::Csv(error),
+            }
+        }
+        csv::ErrorKind::UnequalLengths { pos, len, .. } => {
+            TableError::Length { line: pos.as_ref().map_or(0, csv::Position::line), found: *len, columns: names() }
+        }
+        _ => TableError::Csv(error),
+    }
 }
 
 impl Solution {

@@ -266,10 +266,11 @@ fn tables_survive_a_round_trip_in_any_column_order() {
     let (repeated, _) = Problem::read_periodic_csv(3, "id,lower,upper,size\na,2,5,4\n".as_bytes()).expect("read");
     assert_eq!(repeated.period(), Some(3));
     for (text, output) in [
-        ("id,lower,upper\na,0,1\n", "missing field `size`"),
-        ("id,lower,upper,size\na,0,1\n", "line: 2"),
-        ("id,lower,upper,size\na,0,1,x\n", "line: 2"),
-        ("id,lower,upper,size\na,0,1,-4\n", "line: 2"),
+        ("id,lower,upper\na,0,1\n", "no column `size`; it has id, lower, upper"),
+        ("id,lower,upper,size\na,0,1\n", "line 2 has 3 values, but the table has 4 columns: id, lower, upper, size"),
+        ("id,lower,upper,size\na,0,1,x\n", "line 2: column `size` is \"x\": invalid digit"),
+        ("id,lower,upper,size\na,0,1,4\nb,0,1,-4\n", "line 3: column `size` is \"-4\""),
+        ("start,size,id,end\n1.5,4,a,7\n", "line 2: column `start` is \"1.5\""),
         ("id,lower,upper,size\na,5,1,4\n", "rectangle 0 lives from 5 to 1"),
         ("id,lower,size\na,5,4\n", "rectangle 0 needs one end"),
         ("id,lower,upper,end,size\na,5,7,6,4\n", "rectangle 0 needs one end"),

@@ -23,6 +23,7 @@ use crate::tally;
 use std::ffi::c_int;
 use symmalloc_core::errors::{AllocateError, RecordUseError, UnknownError};
 use symmalloc_core::{Allocation, PoolId, StreamId};
+use symmalloc_import::OnOutOfMemory;
 
 /// The outcome of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,7 +99,14 @@ fn take(
     of: Option<&'static MemPool>,
     size_bytes: u64,
 ) -> Result<u64, AllocateError> {
-    let Allocation { address, handle, .. } = context.allocator().core().allocate(pool, stream, size_bytes)?;
+    let core = context.allocator().core();
+    let allocated = core.allocate(pool, stream, size_bytes);
+    if let Err(AllocateError::OutOfMemory(error)) = &allocated
+        && let Some(action) = OnOutOfMemory::of_process()
+    {
+        action.report(core, error, usize::try_from(context.device()).unwrap_or(0));
+    }
+    let Allocation { address, handle, .. } = allocated?;
     LIVE.insert(address.0, size_bytes, Live { context, handle, stream, pool: of });
     tally::allocated(size_bytes);
     Ok(address.0)

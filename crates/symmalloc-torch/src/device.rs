@@ -31,6 +31,7 @@ use symmalloc_core::config::{Config, PointerLookup, PoolConfig};
 use symmalloc_core::errors::{AllocateError, FreeError, RecordUseError};
 use symmalloc_core::{Allocation, Emptied, PoolId, SegmentPosition, SharedAllocator, StreamId};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaBackendBuilder, CudaDevice, CudaError, DriverError, Pool};
+use symmalloc_import::OnOutOfMemory;
 use symmalloc_import::compression;
 use symmalloc_trace::plan::{self, PlanTextError};
 
@@ -225,6 +226,11 @@ impl DeviceAllocator {
     fn refused(&self, error: AllocateError) -> Error {
         if matches!(error, AllocateError::OutOfMemory(_) | AllocateError::TooLarge { .. }) {
             self.refusals.count();
+        }
+        if let AllocateError::OutOfMemory(error) = &error
+            && let Some(action) = self.settings.on_out_of_memory.as_ref().or(OnOutOfMemory::of_process())
+        {
+            action.report(self.core(), error, self.ordinal());
         }
         error.into()
     }

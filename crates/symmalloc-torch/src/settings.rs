@@ -8,6 +8,7 @@
 //! | `chunk_mb`, `chunk_bytes` | a multiple of the granularity | a granule of stitching; without it, 32 MiB, more for ranges beyond 2 GiB | Largest physical chunk by which expandable ranges grow. |
 //! | `prefetch_mb`, `prefetch_bytes` | 0, or a multiple of the granularity of at least a chunk | 0 | Maximum amount to prefetch for each expandable range. |
 //! | `out_of_memory` | `trim`, `fail` | `trim` | The last resort before an allocation fails. |
+//! | `on_out_of_memory` | `report:FOLDER` | none | Writes a page about each failed allocation into a folder. |
 //!
 //! A default pool that is expandable and private [stitches](symmalloc_core::config::Stitching) large blocks, unless the text turns that off,
 //! or has a key for the size of growth, chunks or prefetching, because stitching determines all three, or a limit leaves no room for a
@@ -21,6 +22,7 @@ use std::str::FromStr;
 use symmalloc_core::Config;
 use symmalloc_core::config::{SegmentPolicy, Stitching};
 use symmalloc_core::config_text::{ConfigTextError, did_you_mean, key_names, nearest};
+use symmalloc_import::OnOutOfMemory;
 use thiserror::Error;
 
 /// The last resort before an allocation fails at a limit, or because the driver is out of memory.
@@ -42,6 +44,7 @@ pub(crate) struct TorchSettings {
     pub(crate) chunk_bytes: Option<u64>,
     pub(crate) prefetch_bytes: Option<u64>,
     pub(crate) out_of_memory: OutOfMemoryPolicy,
+    pub(crate) on_out_of_memory: Option<OnOutOfMemory>,
 }
 
 /// An error in a settings text. Names its byte offset, counted from 0.
@@ -80,7 +83,8 @@ pub(crate) enum SettingsError {
 }
 
 /// The keys of this crate.
-const KEYS: [&str; 6] = ["peers", "chunk_mb", "chunk_bytes", "prefetch_mb", "prefetch_bytes", "out_of_memory"];
+const KEYS: [&str; 7] =
+    ["peers", "chunk_mb", "chunk_bytes", "prefetch_mb", "prefetch_bytes", "out_of_memory", "on_out_of_memory"];
 
 /// Iterates over all keys: those of the core and those of this crate.
 fn known_keys() -> impl Iterator<Item = &'static str> {
@@ -105,6 +109,7 @@ impl FromStr for TorchSettings {
             let is_repeated = match key {
                 "peers" => std::mem::replace(&mut has_peers, true),
                 "out_of_memory" => std::mem::replace(&mut has_policy, true),
+                "on_out_of_memory" => settings.on_out_of_memory.is_some(),
                 "chunk_mb" | "chunk_bytes" => settings.chunk_bytes.is_some(),
                 _ => settings.prefetch_bytes.is_some(),
             };
@@ -119,6 +124,9 @@ impl FromStr for TorchSettings {
                         "fail" => OutOfMemoryPolicy::Fail,
                         _ => return Err(refuse("trim or fail")),
                     }
+                }
+                "on_out_of_memory" => {
+                    settings.on_out_of_memory = Some(value.parse().map_err(|_| refuse("report:FOLDER"))?);
                 }
                 _ => {
                     let unit: u64 = if key.ends_with("_mb") { 1 << 20 } else { 1 };
@@ -148,6 +156,7 @@ impl Default for TorchSettings {
             chunk_bytes: None,
             prefetch_bytes: None,
             out_of_memory: OutOfMemoryPolicy::default(),
+            on_out_of_memory: None,
         }
     }
 }
@@ -188,7 +197,11 @@ impl fmt::Display for TorchSettings {
         f.write_str(match self.out_of_memory {
             OutOfMemoryPolicy::Trim => ",out_of_memory:trim",
             OutOfMemoryPolicy::Fail => ",out_of_memory:fail",
-        })
+        })?;
+        match &self.on_out_of_memory {
+            Some(action) => write!(f, ",on_out_of_memory:report:{}", action.folder().display()),
+            None => Ok(()),
+        }
     }
 }
 
@@ -232,13 +245,14 @@ mod tests {
     #[test]
     fn keys_of_this_crate_may_appear_anywhere_in_the_text() {
         let text = "peers:[1, 2],segments:fixed , out_of_memory:fail,roundup_power2_divisions:[256:1,>:8],chunk_mb:20,\
-                    prefetch_bytes:67108864";
+                    prefetch_bytes:67108864,on_out_of_memory:report:/tmp/a b";
         let settings: TorchSettings = text.parse().expect("valid");
         let core: Config = "segments:fixed,roundup_power2_divisions:[256:1,>:8]".parse().expect("valid");
         assert_eq!(settings.config, core);
         assert_eq!((settings.peers.as_slice(), settings.chunk_bytes), ([1, 2].as_slice(), Some(20 << 20)));
         assert_eq!(settings.prefetch_bytes, Some(64 << 20));
         assert_eq!(settings.out_of_memory, OutOfMemoryPolicy::Fail);
+        assert_eq!(settings.on_out_of_memory, "report:/tmp/a b".parse().ok());
         assert_eq!(settings.to_string().parse::<TorchSettings>(), Ok(settings));
     }
 
@@ -246,6 +260,7 @@ mod tests {
     fn errors_state_the_offset_in_the_whole_text() {
         let parse = |text: &str| text.parse::<TorchSettings>().expect_err("wrong").to_string();
         assert_eq!(parse("peers:[1],out_of_memory: never"), "byte 25: out_of_memory must be trim or fail");
+        assert_eq!(parse("on_out_of_memory:page"), "byte 17: on_out_of_memory must be report:FOLDER");
         assert_eq!(parse("peers:1"), "byte 6: peers must be a list of device numbers: [1,2]");
         assert_eq!(parse("chunk_mb:1, chunk_bytes:2"), "byte 12: chunk_bytes is stated already; keep one of them");
         assert_eq!(

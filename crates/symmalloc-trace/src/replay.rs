@@ -120,6 +120,11 @@ impl Program {
         Some(self.revived[at].1)
     }
 
+    /// Returns `true` if the recording states when frees that waited for other streams were completed.
+    pub fn has_pending(&self) -> bool {
+        !self.pending.is_empty()
+    }
+
     /// Returns the program without the recording's notes about pending frees.
     #[must_use]
     pub fn without_pending(mut self) -> Self {

@@ -1,5 +1,6 @@
 //! The flags that control how recordings are read.
 
+use crate::escape::quoted;
 use symmalloc_import::{MEMORY_LIMIT_BYTES, ReadOptions};
 
 /// Options for reading recordings.
@@ -11,6 +12,9 @@ pub(crate) struct ReadingArgs {
     /// Accept a truncated trace or log, and use the part before the truncation
     #[arg(long)]
     accept_torn: bool,
+    /// Installed packages whose Python frames do not name allocations, besides PyTorch: `einops,transformers`, or `all`
+    #[arg(long, value_name = "NAMES", value_delimiter = ',')]
+    libraries: Vec<String>,
     /// Memory limit for one recording and its copies, in MiB
     #[arg(long, value_name = "M", default_value_t = MEMORY_LIMIT_BYTES >> 20,
           value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
@@ -20,7 +24,12 @@ pub(crate) struct ReadingArgs {
 impl Default for ReadingArgs {
     /// Returns the options of a command line without these flags.
     fn default() -> Self {
-        ReadingArgs { device: None, accept_torn: false, memory_limit_mb: MEMORY_LIMIT_BYTES >> 20 }
+        ReadingArgs {
+            device: None,
+            accept_torn: false,
+            libraries: Vec::new(),
+            memory_limit_mb: MEMORY_LIMIT_BYTES >> 20,
+        }
     }
 }
 
@@ -30,6 +39,9 @@ impl ReadingArgs {
         let mut flags = self.device.map_or_else(String::new, |device| format!(" --device {device}"));
         if self.accept_torn {
             flags += " --accept-torn";
+        }
+        if !self.libraries.is_empty() {
+            flags += &format!(" --libraries {}", quoted(&self.libraries.join(",")));
         }
         if self.memory_limit_mb != MEMORY_LIMIT_BYTES >> 20 {
             flags += &format!(" --memory-limit-mb {}", self.memory_limit_mb);
@@ -43,6 +55,7 @@ impl From<&ReadingArgs> for ReadOptions {
         let mut options = ReadOptions::default().memory_limit_bytes(args.memory_limit_mb << 20);
         options.device = args.device;
         options.accept_torn = args.accept_torn;
+        options.libraries.extend(args.libraries.iter().cloned());
         options
     }
 }

@@ -1,6 +1,6 @@
 //! The output of `symmalloc diff` for two recordings.
 
-use super::{Diff, OpDifference, PlacementDifference};
+use super::{Diff, LateBeginning, OpDifference, PlacementDifference};
 use crate::args::DiffArgs;
 use crate::error::CliError;
 use crate::input;
@@ -14,6 +14,7 @@ use std::path::Path;
 use symmalloc_core::ids::Placement;
 use symmalloc_core::op::Op;
 use symmalloc_import::Recording;
+use symmalloc_text::visible_line;
 
 /// Compares two recordings. The verdict is `Differ` if ops or placements differ.
 pub(super) fn run(path_a: &Path, path_b: &Path, args: &DiffArgs) -> Result<Verdict, CliError> {
@@ -42,7 +43,7 @@ fn header(letter: &str, path: &Path, recording: &Recording, palette: Palette) ->
 }
 
 fn findings(diff: &Diff, palette: Palette) -> String {
-    let mut out = String::new();
+    let mut out = diff.late.map_or_else(String::new, |late| beginning(&late));
     let others = diff.compared_ops - diff.allocations;
     let compared = format!("{} and {}", counted(diff.allocations, "allocation"), counted(others, "other op"));
     let _ = match &diff.first_op {
@@ -51,8 +52,8 @@ fn findings(diff: &Diff, palette: Palette) -> String {
             out,
             "\nops         {} after {compared}\n            A {}\n            B {}",
             palette.bad("differ"),
-            position(difference.a.as_ref()),
-            position(difference.b.as_ref())
+            named(position(difference.a.as_ref()), difference.names[0].as_deref()),
+            named(position(difference.b.as_ref()), difference.names[1].as_deref())
         ),
     };
     if let Some([a, b]) = diff.uses_left_out.filter(|uses| uses.iter().any(|uses| *uses > 0)) {
@@ -67,6 +68,9 @@ fn findings(diff: &Diff, palette: Palette) -> String {
     let before = if diff.same_ops() { "" } else { " before that op" };
     let allocations = count(diff.allocations);
     let _ = match (diff.differing_placements, &diff.first) {
+        (None, _) if diff.late.is_some_and(|late| late.ops_before != [0, 0]) => {
+            writeln!(out, "placements  not compared: each recording numbers segments from its own beginning")
+        }
         (None, _) => {
             writeln!(out, "placements  not recorded in both; `symmalloc replay --record` writes our decisions")
         }
@@ -79,6 +83,29 @@ fn findings(diff: &Diff, palette: Palette) -> String {
         (Some(_), None) => writeln!(out, "placements  {} of {allocations}{before}", palette.good("0 differ")),
     };
     out
+}
+
+/// Describes where recordings begin that begin late.
+fn beginning(late: &LateBeginning) -> String {
+    let which = match late.is_late {
+        [true, true] => "both recordings begin",
+        [true, false] => "A begins",
+        _ => "B begins",
+    };
+    let from = match late.ops_before {
+        [0, 0] => "; both have the same first op".to_owned(),
+        [ops, 0] => format!(";\n            B begins {} after A, and they are compared from there", counted(ops, "op")),
+        [_, ops] => format!(";\n            A begins {} after B, and they are compared from there", counted(ops, "op")),
+    };
+    format!("\nbeginning   {which} in the middle of the job{from}")
+}
+
+/// Adds the name of the allocation.
+fn named(position: String, name: Option<&str>) -> String {
+    match name {
+        Some(name) => format!("{position}, {}", visible_line(name)),
+        None => position,
+    }
 }
 
 fn first_place(first: &PlacementDifference) -> String {
@@ -124,6 +151,9 @@ fn line(op: &Op) -> String {
         Op::Reserve { pool, stream, size_bytes } => {
             format!("reserves {} on {stream} in {pool}", exact_memory(*size_bytes))
         }
+        Op::Refuse { pool, stream, size_bytes, .. } => {
+            format!("is refused {} on {stream} in {pool}", exact_memory(*size_bytes))
+        }
         Op::Trim { pool: Some(pool) } => format!("trims {pool}"),
         Op::Trim { pool: None } => "trims all pools".to_owned(),
         other => format!("{other:?}").to_lowercase(),
@@ -151,8 +181,20 @@ fn object(diff: &Diff) -> Value {
         "differing_placements": diff.differing_placements,
         "first": diff.first.as_ref().map(first),
     });
-    if let Some(OpDifference { a, b }) = &diff.first_op {
-        object["first_op_difference"] = json!({ "a": call(a), "b": call(b) });
+    if let Some(LateBeginning { ops_before: [a, b], is_late: [a_is_late, b_is_late] }) = diff.late {
+        object["late"] =
+            json!({ "a": { "is_late": a_is_late, "ops_before": a }, "b": { "is_late": b_is_late, "ops_before": b } });
+    }
+    if let Some(OpDifference { a, b, names: [name_a, name_b] }) = &diff.first_op {
+        let call = |of: &Option<(usize, Op)>, name: &Option<Box<str>>| {
+            call(of).map(|mut object| {
+                if let Some(name) = name {
+                    object["name"] = json!(name);
+                }
+                object
+            })
+        };
+        object["first_op_difference"] = json!({ "a": call(a, name_a), "b": call(b, name_b) });
     }
     object
 }

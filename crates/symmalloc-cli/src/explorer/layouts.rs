@@ -96,11 +96,11 @@ fn placed(placement: Placement) -> Address {
 /// Returns the layout of PyTorch's rule with its default settings.
 fn model(program: &Program) -> Option<Layout> {
     let rules = PoolConfig::builder().fixed().build().ok()?;
-    let mut model = AddressOrder::new(0, ModelSegments::Fixed, 0).with_rules(&rules);
+    let mut model = AddressOrder::new(0, ModelSegments::Fixed, 0).with_rules(&rules).with_completions(program);
     let mut draft = LayoutDraft::new(program.ops().len(), program.allocation_count());
     let mut allowance = Allowance::default();
     for (number, op) in program.ops().iter().enumerate() {
-        let stepped = allowance.charge(|| model.step(op)).ok()?;
+        let stepped = allowance.charge(|| model.step_of(program, number)).ok()?;
         let placement = match (stepped, op) {
             (Ok(placement), _) => placement,
             (Err(error), Op::Allocate { .. }) if error.reason == Reason::OutOfMemory => None,
@@ -201,7 +201,7 @@ mod tests {
     #[test]
     fn layouts_reserve_what_the_numbers_of_the_report_say() {
         let recorded = Recorded::read(Path::new("fsdp1"), &ReadingArgs::default(), &PolicyArgs::default()).unwrap();
-        let planned = PlannedJob::of(&recorded, &PolicyArgs::default()).unwrap();
+        let planned = PlannedJob::of(&recorded, &PolicyArgs::default(), crate::planned::budget(2)).unwrap();
         let found = layouts(&recorded, Some(&planned.file)).unwrap();
         let names: Vec<&str> = found.iter().map(|layout| layout.name).collect();
         assert_eq!(names, ["recorded", "PyTorch, its default", "symmalloc", "symmalloc, planned"]);

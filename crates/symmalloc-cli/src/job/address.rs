@@ -1,6 +1,6 @@
 //! One rank under PyTorch's rule: the model of [`crate::address_order`] on the rank's simulated device.
 //!
-//! Rank 0 runs all passes, so its peaks are steady-state values. The other ranks run only the first pass, for comparison: the
+//! Rank 0 is the recorded one: it completes frees when the recording did. It runs all passes, so its peaks are steady-state values. The other ranks run only the first pass, for comparison: the
 //! model takes about ten times as long as our allocator, and ranks that differ do so in the first pass.
 
 use super::ranks::{At, Report, Rule};
@@ -37,6 +37,9 @@ impl Rule for Address<'_> {
 
     fn run(&self, rank: u32, mut decided: impl FnMut(At, Decision) -> ControlFlow<()>) -> Result<Report, JobError> {
         let mut model = AddressOrder::new(self.seed, ModelSegments::Expandable, rank).with_rules(self.rules);
+        if rank == 0 {
+            model = model.with_completions(self.program);
+        }
         let mut report = Report::default();
         let ops = self.program.ops();
         let failed = |op| move |error| JobError::Model { rank, op, error };
@@ -45,7 +48,7 @@ impl Rule for Address<'_> {
         for pass in 0..passes {
             let mut allocation = 0;
             for (op, call) in ops.iter().enumerate() {
-                let stepped = allowance.charge(|| model.step(call));
+                let stepped = allowance.charge(|| model.step_of(self.program, op));
                 let stepped = stepped.map_err(|source| JobError::TooMuchWork { rank, op, source })?;
                 let placement = match (stepped, call) {
                     (Ok(placement), _) => Some(placement.unwrap_or(Placement::NOWHERE)),

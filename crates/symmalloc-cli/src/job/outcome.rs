@@ -39,7 +39,7 @@ pub struct Outcome {
     pub refused: usize,
     /// Number of allocations that rank 0 refused in the first pass.
     pub first_pass_refused: usize,
-    /// Digest over all (op, decision) of rank 0's first pass, in all pools that exist at its end. `None` for address order.
+    /// Digest over all (op, decision) of rank 0's first pass, in all pools, including destroyed ones. `None` for address order.
     pub digest: Option<u64>,
     /// Rank 0's decisions in the first pass, by allocation.
     pub decisions: Vec<Decision>,

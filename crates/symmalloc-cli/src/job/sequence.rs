@@ -19,6 +19,39 @@ pub(super) struct Sequence<'a> {
     pub(super) options: &'a Options,
 }
 
+/// Outcome of running a program once.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Attempt {
+    /// Ops whose requests were refused.
+    pub(crate) refused: Vec<usize>,
+    /// Peak of reserved memory.
+    pub(crate) reserved_bytes: u64,
+}
+
+impl Sequence<'_> {
+    /// Runs the program once on rank 0, up to and including an op.
+    pub(super) fn attempt(&self, last_op: usize) -> Result<Attempt, JobError> {
+        let device = SimBackend::builder().memory_bytes(u64::MAX).without_kernels().build();
+        let allocator = Allocator::<_, Exclusive>::new(device, self.config.clone())?;
+        let mut replay = Replay::new(&allocator, self.program);
+        let (mut attempt, mut refused) = (Attempt::default(), BTreeSet::new());
+        for (op, call) in self.program.ops().iter().enumerate().take(last_op.saturating_add(1)) {
+            match (replay.step(call), call) {
+                (Ok(_), _) => {}
+                (Err(StepError::Allocate(error)), Op::Allocate { id, .. }) if is_refusal(&error) => {
+                    refused.insert(*id);
+                    attempt.refused.push(op);
+                }
+                (Err(StepError::Allocate(error)), Op::Reserve { .. }) if is_refusal(&error) => attempt.refused.push(op),
+                (Err(StepError::NotLive { id }), _) if refused.contains(&id) => {}
+                (Err(error), _) => return Err(JobError::Step { rank: 0, op, error }),
+            }
+        }
+        attempt.reserved_bytes = allocator.stats().reserved_bytes.peak;
+        Ok(attempt)
+    }
+}
+
 impl Rule for Sequence<'_> {
     fn segments(&self) -> Option<Segments> {
         Segments::of(self.config.default_pool().segments())
@@ -44,6 +77,8 @@ impl Rule for Sequence<'_> {
         );
         let mut replay = replay.map_err(|error| JobError::Plan { rank, error })?;
         let mut report = Report::default();
+        // The decisions of destroyed pools count, too.
+        let mut destroyed = 0;
         let own_waits = self.program.ops().iter().filter(|op| matches!(op, Op::Wait { .. })).count() as u64;
         for pass in 0..self.options.passes.get() {
             let waits_before = allocator.backend().calls().of(Call::Wait);
@@ -52,6 +87,11 @@ impl Rule for Sequence<'_> {
             let mut refused = BTreeSet::new();
             let mut allocation = 0;
             for (op, call) in self.program.ops().iter().enumerate() {
+                if let Op::DestroyPool { pool } = call
+                    && let Some(digest) = replay.pool_of(*pool).and_then(|pool| allocator.digest(pool).ok())
+                {
+                    destroyed = fold(destroyed, digest.value);
+                }
                 let stepped = match (replay.step(call), call) {
                     (Ok(made), _) => Ok(made.map(|made| Some(made.placement))),
                     (Err(StepError::Allocate(error)), Op::Allocate { id, .. }) if is_refusal(&error) => {
@@ -75,14 +115,14 @@ impl Rule for Sequence<'_> {
             report.segment_count = stats.segment_count;
             if pass == 0 {
                 report.first_pass = report.peaks;
-                report.first_digest = Some(digest(&allocator));
+                report.first_digest = Some(digest(&allocator, destroyed));
             }
             replay.free_all().map_err(|error| JobError::Free { rank, error })?;
             report.maps = maps(&allocator) - maps_before;
             report.waits = (allocator.backend().calls().of(Call::Wait) - waits_before).saturating_sub(own_waits);
         }
         report.planned = replay.planned_allocations();
-        report.last_digest = Some(digest(&allocator));
+        report.last_digest = Some(digest(&allocator, destroyed));
         Ok(report)
     }
 }
@@ -97,9 +137,14 @@ fn is_refusal(error: &AllocateError) -> bool {
     matches!(error, AllocateError::OutOfMemory(_) | AllocateError::TooLarge { .. })
 }
 
-/// Returns the digest of the default pool, combined with those of all other pools that were not destroyed.
-fn digest(allocator: &Allocator<SimBackend, Exclusive>) -> u64 {
+/// Returns the digest of the default pool, combined with those of all other pools that were not destroyed, and with `destroyed`, the
+/// combined digests of the destroyed pools.
+fn digest(allocator: &Allocator<SimBackend, Exclusive>, destroyed: u64) -> u64 {
     let pools = (0..allocator.pool_count()).filter_map(|pool| allocator.digest(PoolId(pool)).ok());
-    let fold = |all: u64, pool: u64| all.rotate_left(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ pool;
-    pools.map(|digest| digest.value).reduce(fold).unwrap_or(0)
+    let existing = pools.map(|digest| digest.value).reduce(fold).unwrap_or(0);
+    if destroyed == 0 { existing } else { fold(existing, destroyed) }
+}
+
+fn fold(all: u64, pool: u64) -> u64 {
+    all.rotate_left(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ pool
 }

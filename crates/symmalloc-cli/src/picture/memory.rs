@@ -157,6 +157,15 @@ impl Memory {
                     );
                 }
                 Op::Free { id } => drop(live.remove(id)),
+                // The pool's segments are released, and its allocations end.
+                Op::DestroyPool { pool } => {
+                    live.retain(|_, (owner, _)| owner.pool != *pool);
+                    ends.retain(|(owner, _), end| {
+                        let stays = owner.pool != *pool;
+                        total_bytes -= if stays { 0 } else { *end };
+                        stays
+                    });
+                }
                 _ => {}
             }
         }

@@ -7,7 +7,8 @@ use crate::destination::{Destination, shown};
 use crate::error::CliError;
 use crate::output;
 use crate::plan::not_a_table::NotATable;
-use crate::planned::GRANULE_BYTES;
+use crate::planned::{self, GRANULE_BYTES};
+use crate::progress::Progress;
 use crate::quantity::{count, counted, rounded};
 use serde_json::{Value, json};
 use std::fs::File;
@@ -16,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 use symmalloc_core::ids::PoolId;
 use symmalloc_core::plans::{Plan, PlannedAllocation};
-use symmalloc_plan::{Problem, Solution, Steps, TableError, solve, write_csv};
+use symmalloc_plan::{Problem, Solution, Steps, TableError, solve_watched, write_csv};
 use symmalloc_trace::plan::PlanFile;
 
 /// Maximum length of the header line.
@@ -57,7 +58,7 @@ pub(super) fn plan(args: &PlanArgs) -> Result<(), CliError> {
     let out = args.output.as_ref().map(|path| Destination::file(path, Content::Table, &args.traces)).transpose()?;
     let mut objects = Vec::new();
     for path in &args.traces {
-        let planned = Planned::new(path)?;
+        let planned = Planned::new(path, planned::budget(args.seconds))?;
         if let Some(out) = &out {
             planned.write(out)?;
         }
@@ -118,12 +119,14 @@ struct Planned<'a> {
 }
 
 impl<'a> Planned<'a> {
-    fn new(path: &'a PathBuf) -> Result<Self, CliError> {
+    fn new(path: &'a PathBuf, budget: Steps) -> Result<Self, CliError> {
         let failed = |source| CliError::Rectangles { path: path.clone(), source };
         let file = File::open(path).map_err(|error| failed(TableError::Csv(error.into())))?;
         let (problem, names) = Problem::read_csv(file).map_err(failed)?;
         let begun = Instant::now();
-        let solution = solve(&problem, Steps::default());
+        let progress = Progress::new(&path.to_string_lossy(), budget.0, "steps");
+        let solution = solve_watched(&problem, budget, |search| progress.set(search.steps, budget.0));
+        drop(progress);
         let seconds = begun.elapsed().as_secs_f64();
         let checked = solution.check(&problem);
         assert_eq!(checked, Ok(()), "the search returns a valid placement");

@@ -7,6 +7,7 @@ use crate::job::{Decision, Divergence, Order, Outcome, Segments};
 use crate::output::{Cell, Palette, Table};
 use crate::quantity::{count, counted, memory, op_of_allocation};
 use crate::report::settings::text;
+use crate::streams;
 use std::fmt::Write;
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::ids::{Placement, PoolId};
@@ -173,6 +174,7 @@ impl Screen<'_> {
             );
         }
         lines.extend(lived_before(&self.recording.summary).map(|before| sentence(&before)));
+        lines.extend(streams::legend(self.recording).map(|legend| sentence(&legend)));
         if let Some(first) = columns().find_map(|outcome| outcome.first_divergence.as_ref()) {
             lines.push(example(first));
             let default_pool = std::iter::once(self.config.default_pool());

@@ -1,6 +1,8 @@
 //! Results of a report about a job.
 
+use super::failure::Failure;
 use super::holders::Holder;
+use super::pools::PrivatePools;
 use super::recorded_reserved::RecordedReserved;
 use super::settings::{ImpossibleTrial, Trial};
 use crate::args::ReportArgs;
@@ -19,6 +21,10 @@ use symmalloc_trace::plan::PlanFile;
 /// Results for a job.
 pub(super) struct Findings<'a> {
     pub(super) recorded: &'a Recorded,
+    /// The request that failed, if one did.
+    pub(super) failure: Option<Failure>,
+    /// Private pools that hold memory separately, if there are many.
+    pub(super) pools: Option<PrivatePools>,
     pub(super) timeline: JobCurves,
     /// Memory after the requested op, or else after the op with the most allocated memory.
     pub(super) memory: Memory,
@@ -118,9 +124,19 @@ impl Findings<'_> {
         self.trials.iter().find(|trial| trial.is_own).expect("the job's own settings are tried first")
     }
 
-    /// Returns the trials that are better than the job's own settings, in ascending order of memory.
+    /// Returns the trials that are better than the job's own settings, the best first.
     pub(super) fn better(&self) -> impl Iterator<Item = &Trial> {
         self.trials.iter().filter(|trial| trial.is_better_than(self.own()))
+    }
+
+    /// Compares the refusals of a setting with those of the job's own, if they differ.
+    pub(super) fn refusals(&self, trial: &Trial) -> Option<String> {
+        let own = self.own().refused;
+        let refused = match trial.refused {
+            0 => "nothing refused".to_owned(),
+            refused => format!("{} refused", counted(refused, "request")),
+        };
+        (trial.refused != own).then(|| format!("{refused} instead of {} in all passes", count(own)))
     }
 
     /// Describes the cost of a setting compared with the job's own: waits of streams for each other, and map calls. Returns `None` if it

@@ -20,6 +20,14 @@ pub(super) struct Holder {
 }
 
 impl Holder {
+    /// Describes where the allocations come from, after their number.
+    pub(super) fn origin(&self) -> String {
+        match (&self.name, self.each_bytes) {
+            (Some(name), _) => format!("by {name}"),
+            (None, each) => format!("of {} without a name", memory(each.unwrap_or(0))),
+        }
+    }
+
     pub(super) fn label(&self) -> String {
         match (&self.name, self.each_bytes) {
             (Some(name), _) => name.to_string(),

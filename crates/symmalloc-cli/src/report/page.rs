@@ -10,6 +10,7 @@ use crate::job::Options;
 use crate::picture::timeline::{ALLOCATED, LIVE, RESERVED};
 use crate::picture::{heap_name, page};
 use crate::quantity::{count, counted, memory};
+use crate::streams;
 use maud::{Markup, PreEscaped, html};
 use std::cmp::Ordering;
 
@@ -19,8 +20,17 @@ const HOLDERS_SHOWN: usize = 12;
 /// Returns the whole page.
 pub(super) fn html(findings: &Findings<'_>) -> String {
     let name = file_name(&findings.recorded.path);
+    if findings.recorded.recording.summary.state_only.is_some() {
+        let body = html! {
+            h1 { "Memory of " (name) }
+            (state(findings))
+            (holders(findings))
+        };
+        return page::html(&format!("Memory of {name}"), &body);
+    }
     let body = html! {
         h1 { "Memory of " (name) }
+        (failure(findings))
         (figures(findings))
         (advice(findings))
         (explorer::section(findings.recorded, &findings.layouts, findings.memory.op))
@@ -36,6 +46,58 @@ pub(super) fn html(findings: &Findings<'_>) -> String {
     page::html(&format!("Memory of {name}"), &body)
 }
 
+/// Describes the request that failed.
+fn failure(findings: &Findings<'_>) -> Markup {
+    let Some(failure) = &findings.failure else { return html! {} };
+    html! {
+        h2 { "The request that failed" }
+        table.stacked {
+            tbody {
+                @for (word, text) in failure.lines(&findings.holders, findings.pools.as_ref()) {
+                    tr { th { (word) } td { (text) } }
+                }
+            }
+        }
+        @if !failure.frames.is_empty() {
+            details {
+                summary { "Python stack of the request, innermost frame first" }
+                @for frame in &failure.frames { code { (frame) } br; }
+            }
+        }
+        p.aside {
+            "The pictures and tables below show the memory before this request, unless " code { "--op" } " selects another op."
+        }
+    }
+}
+
+/// Describes the memory in a snapshot without history.
+fn state(findings: &Findings<'_>) -> Markup {
+    let summary = &findings.recorded.recording.summary;
+    let state = summary.state_only.unwrap_or_default();
+    let figures = [
+        (state.reserved_bytes, "reserved", "by the recorded allocator".to_owned()),
+        (state.allocated_bytes, "allocated", counted(summary.lived_before, "allocation")),
+        (
+            state.free_segment_bytes,
+            "free as a whole",
+            format!("{}: empty_cache() returns it", counted(state.free_segments, "segment")),
+        ),
+        (state.free_block_bytes, "free in used segments", counted(state.free_blocks, "block")),
+        (state.largest_free_bytes, "largest free piece", String::new()),
+    ];
+    html! {
+        @if let Some(before) = lived_before(summary) {
+            p { b { "Note:" } " " (before) "." }
+        }
+        div.figures {
+            @for (bytes, what, more) in figures {
+                div { b { (memory(bytes)) } (what) br; (more) }
+            }
+        }
+        p.aside { "Without a history, there is nothing to replay, so this page compares no settings." }
+    }
+}
+
 fn figures(findings: &Findings<'_>) -> Markup {
     let peaks = &findings.timeline.total.peaks;
     let summary = &findings.recorded.recording.summary;
@@ -49,6 +111,7 @@ fn figures(findings: &Findings<'_>) -> Markup {
         @if let Some(before) = lived_before(summary) {
             p { b { "Note:" } " " (before) "." }
         }
+        @if let Some(legend) = streams::legend(&findings.recorded.recording) { p.aside { (legend) "." } }
         div.figures {
             @if let Some(recorded) = findings.recorded_reserved {
                 div {
@@ -78,14 +141,17 @@ fn advice(findings: &Findings<'_>) -> Markup {
         p {
             @match findings.better().next() {
                 Some(best) => {
-                    "With " code { (best.settings) } " the peak would be " (memory(best.peak_reserved_bytes)) " reserved, "
-                    (memory(own - best.peak_reserved_bytes)) " less"
+                    "With " code { (best.settings) }
+                    @if let Some(refused) = findings.refusals(best) { ", " (refused) ", and" }
+                    " the peak would be " (memory(best.peak_reserved_bytes)) " reserved"
+                    @if own > best.peak_reserved_bytes { ", " (memory(own - best.peak_reserved_bytes)) " less" }
                     @if let Some(cost) = findings.cost(best) { ", at the cost of " (cost) }
                     ". All tested settings are listed below."
                 }
                 None => "None of the other tested settings is better. They are listed below.",
             }
         }
+        @if let Some(pools) = &findings.pools { p { b { "Private pools:" } " " (pools.advice()) "." } }
         @match &findings.planned {
             PlanOutcome::Planned(PlanTrial { command, planned_bytes, efficiency, .. }) => p {
                 "With a plan, the job would need " (memory(*planned_bytes)) ", of which "
@@ -175,7 +241,7 @@ fn settings(findings: &Findings<'_>) -> Markup {
              that the reuse of memory requires in a pass. Each is a fence on the device. Maps are calls that map or unmap memory in a \
              pass. Each takes microseconds on the host. The command below each setting reproduces its results."
         }
-        (trials(findings, findings.recorded_reserved, std::iter::once(findings.own()).chain(better)))
+        (trials(findings, findings.recorded_reserved.filter(|recorded| recorded.is_exact), std::iter::once(findings.own()).chain(better)))
         @if !others.is_empty() {
             h2 { "Settings that are not better" }
             (trials(findings, None, others))
@@ -199,7 +265,7 @@ fn trials<'a>(
             tbody {
                 @if let Some(recorded) = recorded {
                     tr {
-                        td { b { "in the recording:" } " the recorded allocator" @if !recorded.is_exact { ", at least" } }
+                        td { b { "in the recording:" } " the recorded allocator" }
                         td.n data-of="peak reserved" { (memory(recorded.peak_bytes)) }
                         td.n data-of="compared" { (compared(recorded.peak_bytes, findings.steady_bytes())) }
                         td.n data-of="waits" { "-" }

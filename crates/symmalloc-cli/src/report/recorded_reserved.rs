@@ -6,9 +6,11 @@
 use crate::recorded::Recorded;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use symmalloc_core::ids::{AllocationId, Placement};
+use symmalloc_core::config::StreamPolicy;
+use symmalloc_core::ids::{AllocationId, Placement, PoolId};
 use symmalloc_core::op::Op;
 use symmalloc_import::Recording;
+use symmalloc_import::rerun::Owner;
 
 /// Peak of the memory that the recorded allocator reserved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,41 +43,52 @@ struct Extent {
     end_bytes: u64,
 }
 
+/// A segment. Each heap numbers its own from 0.
+type SegmentKey = (Owner, u32);
+
 fn at_least(recording: &Recording) -> u64 {
-    // Only looked up, never iterated.
-    let mut segment_of: BTreeMap<AllocationId, u32> = BTreeMap::new();
-    let mut extents: BTreeMap<u32, Extent> = BTreeMap::new();
+    let mut pools =
+        BTreeMap::from([(PoolId::DEFAULT, recording.config.as_ref().map(|config| config.default_pool().streams()))]);
+    let mut live: BTreeMap<AllocationId, SegmentKey> = BTreeMap::new();
+    // The extents of segments that exist, and of those whose pool was destroyed.
+    let (mut extents, mut ended) = (BTreeMap::<SegmentKey, Extent>::new(), Vec::new());
     for (number, record) in recording.records.iter().enumerate() {
         match (&record.op, record.placement) {
-            (Op::Allocate { id, size_bytes, .. }, Some(placement)) if placement != Placement::NOWHERE => {
+            (Op::CreatePool { pool, config }, _) => _ = pools.insert(*pool, Some(config.streams())),
+            (Op::Allocate { id, pool, stream, size_bytes }, Some(placement)) if placement != Placement::NOWHERE => {
                 let Placement { segment, offset_bytes } = placement;
-                segment_of.insert(*id, segment.0);
+                let shared = pools.get(pool) == Some(&Some(StreamPolicy::Shared));
+                let key = (Owner { pool: *pool, stream: (!shared).then_some(*stream) }, segment.0);
+                live.insert(*id, key);
                 let end_bytes = offset_bytes.saturating_add(*size_bytes);
-                let extent = extents.entry(segment.0);
+                let extent = extents.entry(key);
                 let extent = extent.or_insert(Extent { first_op: number, last_op: number, end_bytes });
                 extent.end_bytes = extent.end_bytes.max(end_bytes);
                 extent.last_op = number;
             }
             (Op::Free { id }, _) => {
-                if let Some(extent) = segment_of.get(id).and_then(|segment| extents.get_mut(segment)) {
+                if let Some(extent) = live.remove(id).and_then(|key| extents.get_mut(&key)) {
                     extent.last_op = number;
                 }
+            }
+            (Op::DestroyPool { pool }, _) => {
+                live.retain(|_, (owner, _)| owner.pool != *pool);
+                let (of_pool, others) =
+                    std::mem::take(&mut extents).into_iter().partition(|((owner, _), _)| owner.pool == *pool);
+                extents = others;
+                let of_pool: BTreeMap<SegmentKey, Extent> = of_pool;
+                ended.extend(of_pool.into_values());
             }
             _ => {}
         }
     }
     // Allocations that are never freed keep their segment to the end.
-    let mut live: BTreeMap<AllocationId, u32> = segment_of;
-    for record in &recording.records {
-        if let Op::Free { id } = record.op {
-            live.remove(&id);
-        }
+    for key in live.values() {
+        extents.get_mut(key).expect("a segment with a live allocation has an extent").last_op = usize::MAX;
     }
-    for segment in live.values() {
-        extents.get_mut(segment).expect("a segment with a live allocation has an extent").last_op = usize::MAX;
-    }
-    let births = extents.values().map(|extent| (extent.first_op, 1, extent.end_bytes));
-    let deaths = extents.values().map(|extent| (extent.last_op, 2, extent.end_bytes));
+    ended.extend(extents.into_values());
+    let births = ended.iter().map(|extent| (extent.first_op, 1, extent.end_bytes));
+    let deaths = ended.iter().map(|extent| (extent.last_op, 2, extent.end_bytes));
     let mut changes: Vec<(usize, u8, u64)> = births.chain(deaths).collect();
     changes.sort_unstable();
     let (mut held, mut most) = (0u64, 0u64);
@@ -97,5 +110,20 @@ mod tests {
                      a 3 2000 s0 -> 2@0\nf 2\nend 8\n";
         let recording = read_bytes(trace.as_bytes(), &ReadOptions::default()).unwrap();
         assert_eq!(at_least(&recording), 612 + 2000);
+    }
+
+    /// Every heap has its own segment 0. A destroyed pool keeps none.
+    #[test]
+    fn segments_of_different_heaps_add_up() {
+        let at_least = |lines: &[&str]| {
+            let text = format!("symmalloc-trace 1\n{}\nend {}\n", lines.join("\n"), lines.len());
+            at_least(&read_bytes(text.as_bytes(), &ReadOptions::default()).unwrap())
+        };
+        let mut lines = vec!["stream s0", "stream s1", "pool p1", "pool p2 streams:shared"];
+        lines.extend(["a 0 1000 s0 -> 0@0", "a 1 200 s1 -> 0@0", "a 2 30 s0 p1 -> 0@0", "a 3 4 s0 p2 -> 0@0"]);
+        lines.push("a 4 4 s1 p2 -> 0@4");
+        assert_eq!(at_least(&lines), 1238);
+        lines.extend(["f 2", "destroy p1", "pool p3", "a 5 100 s0 p3 -> 0@0"]);
+        assert_eq!(at_least(&lines), 1308);
     }
 }

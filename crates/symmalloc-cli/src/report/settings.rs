@@ -37,9 +37,15 @@ pub(crate) struct Trial {
 }
 
 impl Trial {
-    /// Returns `true` if the trial reserves less than the job's own settings, and refuses no more requests.
+    /// Returns `true` if the trial refuses fewer requests than the job's own settings, or as many and reserves less. A refusal ends most
+    /// jobs, so no saving outweighs one.
     pub(super) fn is_better_than(&self, own: &Trial) -> bool {
-        self.peak_reserved_bytes < own.peak_reserved_bytes && self.refused <= own.refused
+        self.rank() < own.rank()
+    }
+
+    /// Returns the key that orders trials, the best first.
+    fn rank(&self) -> (u64, u64) {
+        (self.refused, self.peak_reserved_bytes)
     }
 }
 
@@ -51,7 +57,7 @@ pub(super) struct ImpossibleTrial {
     pub(super) reason: String,
 }
 
-/// Tries the job's own settings and other candidates, on all cores. Returns the trials in ascending order of peak memory, including the
+/// Tries the job's own settings and other candidates, on all cores. Returns the trials in ascending order of refusals, then of peak memory, including the
 /// job's own, and the settings under which the job stops.
 ///
 /// # Errors
@@ -61,7 +67,9 @@ pub(super) fn trials(
     reading: &ReadingArgs,
 ) -> Result<(Vec<Trial>, Vec<ImpossibleTrial>), CliError> {
     let mut configs = vec![recorded.config.clone()];
-    for config in candidates(&recorded.config, recorded.job.stream_count()) {
+    // A state without history shows nothing about settings.
+    let has_history = recorded.recording.summary.state_only.is_none();
+    for config in candidates(&recorded.config, recorded.job.stream_count()).into_iter().filter(|_| has_history) {
         if !configs.contains(&config) {
             configs.push(config);
         }
@@ -100,7 +108,7 @@ pub(super) fn trials(
         let peak_reserved_bytes = peaks.reserved_bytes;
         trials.push(Trial { settings, command, is_own: index == 0, peak_reserved_bytes, refused, waits, maps });
     }
-    trials.sort_by_key(|trial| trial.peak_reserved_bytes);
+    trials.sort_by_key(Trial::rank);
     Ok((trials, impossible))
 }
 
@@ -111,7 +119,7 @@ fn measure(recorded: &Recorded, config: &Config) -> Result<Steady, CliError> {
 }
 
 /// Returns configurations that differ from the job's own in how the default pool obtains, splits and rounds memory.
-fn candidates(own: &Config, streams: usize) -> Vec<Config> {
+pub(super) fn candidates(own: &Config, streams: usize) -> Vec<Config> {
     let fixed = |max_split_size_mb: Option<u64>| {
         move |pool: PoolConfigBuilder| {
             let mut fixed = FixedSegments::default();

@@ -124,7 +124,7 @@ fn a_pickle_that_is_not_a_snapshot_is_refused() {
 #[test]
 fn a_device_that_was_not_recorded_is_refused() {
     let snapshot = recorded("fsdp1_train_rank1.pickle.gz");
-    let wanted = ["no trace of device 7", "device 1", "--device"];
+    let wanted = ["nothing of device 7", "device 1", "--device"];
     assert_refused(&symmalloc("replay {} --device 7", &[&snapshot]), &wanted);
     assert_refused(&symmalloc("diff {} {} --device 7", &[&snapshot, &snapshot]), &wanted);
     let folder = Folder::new();

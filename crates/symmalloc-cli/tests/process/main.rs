@@ -11,6 +11,7 @@ mod manual;
 mod numbers;
 mod pages;
 mod plan;
+mod problems;
 mod replay;
 mod report;
 mod run;

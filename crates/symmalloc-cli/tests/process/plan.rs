@@ -432,7 +432,7 @@ fn a_table_that_cannot_be_planned_is_refused() {
     for (args, paths, part) in [
         ("plan {}", vec![&bad], "rectangle 0 lives from 3 to 1"),
         ("plan {}", vec![&aligned], "column `alignment`"),
-        ("plan {}", vec![&without_size], "missing field `size`"),
+        ("plan {}", vec![&without_size], "no column `size`; it has id, lower, upper"),
         ("plan {}", vec![&untitled], "begin with the columns id"),
         ("plan {}", vec![&semicolons], "separated by commas"),
         ("plan {} --streams separate", vec![&table], "--streams is for recordings"),

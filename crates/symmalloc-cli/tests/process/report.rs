@@ -90,9 +90,9 @@ fn the_best_settings_are_named_and_the_page_is_reproducible() {
     assert!(text == fs::read_to_string(&pages[1]).unwrap());
     let (to_try, others) = text.split_once("Settings that are not better").expect("fixed segments hold more");
     assert!(to_try.contains("streams:shared"));
-    // The only row with more memory is that of the recorded allocator.
-    assert_eq!(to_try.matches(" more (").count(), 1, "worse settings are recommended");
-    assert!(to_try.contains("<b>in the recording:</b> the recorded allocator, at least"));
+    assert!(!to_try.contains(" more ("), "worse settings are recommended");
+    // A trace gives a lower bound only, which is not ranked.
+    assert!(!to_try.contains("<b>in the recording:</b>"));
     assert!(others.contains("<code>segments:fixed</code>") && !others.contains(" less ("));
     assert!(text.contains("by the recorded allocator"));
     assert!(text.contains("With a plan, the job would need 4.66 GiB, of which 100.0 % is live"));

@@ -157,7 +157,7 @@ pub enum Op {
         size_bytes: u64,
     },
     /// A request for (pool, stream) failed. Nothing was allocated, but the refusal is in the digest. Only recordings of
-    /// running allocators contain this op.
+    /// running allocators contain this op, of ours and of those whose logs are imported.
     Refuse {
         /// The pool.
         pool: PoolId,
@@ -224,7 +224,7 @@ impl From<&OutOfMemoryCause> for Refusal {
 pub struct Record {
     /// The op.
     pub op: Op,
-    /// The program's name of the allocation (allocate only). Readers share one text among all records with this name.
+    /// The program's name of the allocation (allocate and refuse only). Readers share one text among all records with this name.
     pub name: Option<Arc<str>>,
     /// The recorded placement (allocate only).
     pub placement: Option<Placement>,

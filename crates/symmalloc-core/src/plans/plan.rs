@@ -101,12 +101,28 @@ impl Plan {
         wanted: &[StepAllocation],
         budget: Steps,
     ) -> Result<Self, PlanError> {
+        Self::solve_within(config, granularity_bytes, stream, key, wanted, budget).map(|(plan, _)| plan)
+    }
+
+    /// Computes the same plan as [`solve`](Self::solve), and returns the steps that the search took, too. It takes less than its budget if
+    /// it finds a plan of the least possible size.
+    ///
+    /// # Errors
+    /// Returns the errors of [`solve`](Self::solve).
+    pub fn solve_within(
+        config: &PoolConfig,
+        granularity_bytes: u64,
+        stream: Option<StreamId>,
+        key: u64,
+        wanted: &[StepAllocation],
+        budget: Steps,
+    ) -> Result<(Self, Steps), PlanError> {
         let rules = SizeRules::new(config, granularity_bytes);
         let unplaced = |wanted: &StepAllocation| PlannedAllocation { wanted: *wanted, offset_bytes: None };
         let mut plan = Plan::new(key, stream, wanted.iter().map(unplaced).collect())?;
         let numbers: Vec<usize> = (0..wanted.len()).filter(|number| wanted[*number].until.is_some()).collect();
         if numbers.is_empty() {
-            return Ok(plan);
+            return Ok((plan, Steps(0)));
         }
         let rectangle = |number: &usize| rectangle(*number, &wanted[*number], &rules).expect("filtered");
         let problem = Problem::periodic(wanted.len() as u64, numbers.iter().map(rectangle).collect());
@@ -114,7 +130,7 @@ impl Plan {
         for (number, offset) in numbers.into_iter().zip(solution.offsets()) {
             plan.allocations[number].offset_bytes = Some(offset * UNIT_BYTES);
         }
-        Ok(plan)
+        Ok((plan, Steps(solution.steps())))
     }
 
     /// Returns the key of the plan's steps, which the program passes to `begin_step`.

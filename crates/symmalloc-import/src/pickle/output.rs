@@ -159,8 +159,8 @@ mod tests {
     use crate::pickle::{Document, Kept, Value, Vocabulary, Word, read};
 
     const VOCABULARY: &[&str] = &["key", "other"];
-    const EVERYTHING: Vocabulary =
-        Vocabulary { words: VOCABULARY, texts_of: &[], shared_lists_of: &[], keeps: |_, _| Kept::Always };
+    const EVERYTHING: Vocabulary<'static> =
+        Vocabulary { words: VOCABULARY, texts_of: &[], shared_lists_of: &[], keeps: &|_, _| Kept::Always };
 
     fn read_back(write: impl FnOnce(&mut PickleWriter<Vec<u8>>) -> io::Result<()>) -> Document {
         let mut pickle = PickleWriter::new(Vec::new()).unwrap();

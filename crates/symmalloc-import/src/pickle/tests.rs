@@ -10,8 +10,8 @@ const SIZE: Word = Word(0);
 const ADDR: Word = Word(1);
 const ALLOC: Word = Word(2);
 
-const EVERYTHING: Vocabulary =
-    Vocabulary { words: VOCABULARY, texts_of: &[], shared_lists_of: &[], keeps: |_, _| Kept::Always };
+const EVERYTHING: Vocabulary<'static> =
+    Vocabulary { words: VOCABULARY, texts_of: &[], shared_lists_of: &[], keeps: &|_, _| Kept::Always };
 
 const LIMIT_BYTES: u64 = 1 << 20;
 

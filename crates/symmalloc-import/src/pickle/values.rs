@@ -110,7 +110,7 @@ struct Field {
 const NONE: u32 = u32::MAX;
 
 /// Decides whether lists keep a nonempty dict. Called once per dict, when it is first added to a list.
-pub(crate) type Keeps = fn(&Values, DictId) -> Kept;
+pub(crate) type Keeps<'a> = &'a dyn Fn(&Values, DictId) -> Kept;
 
 /// Decision whether lists keep a dict.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -193,7 +193,7 @@ impl Values {
     }
 
     /// Appends an item to a list. Keeps the item if it is a list or a dict that `keeps` selects.
-    pub(super) fn append(&mut self, list: ListId, value: Value, keeps: Keeps) {
+    pub(super) fn append(&mut self, list: ListId, value: Value, keeps: Keeps<'_>) {
         let item = match value {
             Value::Dict(dict) if self.dicts[dict.0 as usize] != NONE && self.is_kept(list, dict, keeps) => {
                 Some(Item::Dict(dict))
@@ -209,7 +209,7 @@ impl Values {
         }
     }
 
-    fn is_kept(&mut self, list: ListId, dict: DictId, keeps: Keeps) -> bool {
+    fn is_kept(&mut self, list: ListId, dict: DictId, keeps: Keeps<'_>) -> bool {
         let asked = self.kept[dict.0 as usize];
         let kept = asked.unwrap_or_else(|| keeps(self, dict));
         self.kept[dict.0 as usize] = Some(kept);

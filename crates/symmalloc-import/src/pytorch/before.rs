@@ -21,9 +21,9 @@ use super::error::{Found, SnapshotError};
 use super::frames;
 use super::trace::{DeviceTrace, TraceEntry};
 use super::words::{
-    ACTION, ACTIVE_ALLOCATED, ADDRESS, ALLOC, ALLOCATOR_SETTINGS, BLOCKS, DEVICE, FRAMES, FREE_REQUESTED,
-    REQUESTED_SIZE, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_POOL_ID, SEGMENT_UNMAP, SEGMENTS, SIZE, STATE,
-    STREAM, TOTAL_SIZE, TRACE_ALLOC_OVERFLOWED, text,
+    ACTION, ACTIVE_ALLOCATED, ADDRESS, ALLOC, ALLOCATOR_SETTINGS, BLOCKS, DEVICE, FRAMES, FREE_REQUESTED, INACTIVE,
+    IS_EXPANDABLE, REQUESTED_SIZE, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_POOL_ID, SEGMENT_UNMAP, SEGMENTS,
+    SIZE, STATE, STREAM, TOTAL_SIZE, TRACE_ALLOC_OVERFLOWED, text,
 };
 use crate::pickle::{DictId, Document, Item, ListId, Value, Word};
 use crate::transcript::{Address, RawPool, RawStream};
@@ -40,10 +40,22 @@ pub(super) struct Lived {
     pub(super) frames: Option<ListId>,
 }
 
-/// The known state at the beginning of the trace.
+/// A segment in the final state, or a range of one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct SegmentAtEnd {
+    pub(super) start: u64,
+    pub(super) end: u64,
+    /// `true` for an expandable segment.
+    pub(super) grows: bool,
+    /// Address and size of each block that is not free, in ascending order.
+    pub(super) used: Vec<(u64, u64)>,
+}
+
+/// The known state at the beginning of the trace, and at its end.
 #[derive(Debug, Default)]
 pub(super) struct Before {
     pub(super) lived: Vec<Lived>,
+    pub(super) at_end: Vec<SegmentAtEnd>,
     /// Peak of the reserved memory in bytes; `None` if the snapshot contains neither segments nor their creation.
     pub(super) reserved_bytes_peak: Option<u64>,
     pools: SegmentPools,
@@ -117,12 +129,13 @@ impl Before {
         let total: i128 = at_end.iter().map(|segment| i128::from(segment.total_bytes)).sum();
         // At least the memory that the trace releases without having obtained it.
         let at_beginning = (total - reserved).max(-least);
+        let ranges = at_end.iter().map(|segment| segment.range.clone()).collect();
         let mut left: Vec<Lived> = at_end.into_iter().flat_map(|segment| segment.live).collect();
         left.retain(|block| !live.contains(&Address(block.address)));
         left.sort();
         lived.extend(left);
         let peak = u64::try_from(at_beginning + most).unwrap_or(u64::MAX);
-        Ok(Before { lived, reserved_bytes_peak: has_segments.then_some(peak), pools })
+        Ok(Before { lived, at_end: ranges, reserved_bytes_peak: has_segments.then_some(peak), pools })
     }
 }
 
@@ -136,29 +149,51 @@ pub(super) fn has_overflowed(document: &Document) -> bool {
     settings.and_then(|settings| field(settings, TRACE_ALLOC_OVERFLOWED)) == Some(Value::True)
 }
 
-/// Returns the devices with live blocks in their segments.
-pub(super) fn has_live(document: &Document) -> Result<BTreeSet<usize>, SnapshotError> {
-    let mut devices = BTreeSet::new();
-    let Value::Dict(root) = document.root else { return Err(SnapshotError::NotASnapshot) };
-    let Some(Value::List(list)) = document.values.field(root, SEGMENTS) else { return Ok(devices) };
-    let is_live = |item: &Item| match item {
-        Item::Dict(block) => document.values.field(*block, STATE) == Some(Value::Word(ACTIVE_ALLOCATED)),
-        Item::List(_) => false,
+/// Returns the list of segments: `segments` of a snapshot, or the whole pickle, which `torch.cuda.memory_snapshot()` returns.
+pub(super) fn segments_of(document: &Document) -> Option<Value> {
+    match document.root {
+        Value::Dict(root) => document.values.field(root, SEGMENTS),
+        Value::List(list) => {
+            let has = |dict: &DictId, word| document.values.field(*dict, word).is_some();
+            let is_segment = |item: &Item| match item {
+                Item::Dict(dict) => has(dict, ADDRESS) && has(dict, TOTAL_SIZE),
+                Item::List(_) => false,
+            };
+            document.values.list(list).items.first().is_some_and(is_segment).then_some(document.root)
+        }
+        _ => None,
+    }
+}
+
+/// Returns the bytes of live blocks in the segments of each device that has any.
+pub(super) fn live_bytes(document: &Document) -> BTreeMap<usize, u64> {
+    let mut live = BTreeMap::new();
+    let Some(Value::List(list)) = segments_of(document) else { return live };
+    let values = &document.values;
+    let block_bytes = |item: &Item| match item {
+        Item::Dict(block) if values.field(*block, STATE) == Some(Value::Word(ACTIVE_ALLOCATED)) => {
+            let size = values.field(*block, REQUESTED_SIZE).or(values.field(*block, SIZE));
+            Some(if let Some(Value::Integer(bytes)) = size { bytes } else { 0 })
+        }
+        _ => None,
     };
     let mut seen = BTreeSet::new();
-    for item in &document.values.list(list).items {
+    for item in &values.list(list).items {
         let Item::Dict(segment) = *item else { continue };
-        let Some(Value::List(blocks)) = document.values.field(segment, BLOCKS) else { continue };
-        let device = match document.values.field(segment, DEVICE) {
+        let Some(Value::List(blocks)) = values.field(segment, BLOCKS) else { continue };
+        let device = match values.field(segment, DEVICE) {
             Some(Value::Integer(device)) => usize::try_from(device).unwrap_or(usize::MAX),
             _ => 0,
         };
         // A pickle may refer to one list a million times.
-        if seen.insert((blocks, device)) && document.values.list(blocks).items.iter().any(is_live) {
-            devices.insert(device);
+        if seen.insert((blocks, device)) {
+            for bytes in values.list(blocks).items.iter().filter_map(block_bytes) {
+                let sum: &mut u64 = live.entry(device).or_default();
+                *sum = sum.saturating_add(bytes);
+            }
         }
     }
-    Ok(devices)
+    live
 }
 
 /// Objects already visited. A pickle may refer to one object a million times, but it counts once.
@@ -174,14 +209,14 @@ struct Segment {
     address: u64,
     total_bytes: u64,
     pool: RawPool,
+    range: SegmentAtEnd,
     /// Its allocated blocks.
     live: Vec<Lived>,
 }
 
 /// Returns the segments of a device; `None` if the snapshot has no list of them.
 fn segments(document: &Document, device: usize) -> Result<Option<Vec<Segment>>, SnapshotError> {
-    let Value::Dict(root) = document.root else { return Err(SnapshotError::NotASnapshot) };
-    let Some(list) = document.values.field(root, SEGMENTS) else { return Ok(None) };
+    let Some(list) = segments_of(document) else { return Ok(None) };
     let not_a_list = |value| SnapshotError::Segments { found: Found::of(Some(value)) };
     let Value::List(list) = list else { return Err(not_a_list(list)) };
     let list = document.values.list(list);
@@ -225,9 +260,12 @@ impl SegmentDict<'_> {
             other => return Err(self.bad(SEGMENT_POOL_ID, other)),
         };
         let mut live = Vec::new();
+        let grows = self.field(IS_EXPANDABLE) == Some(Value::True);
+        let mut range =
+            SegmentAtEnd { start: address, end: address.saturating_add(total_bytes), grows, used: Vec::new() };
         let blocks = match self.field(BLOCKS) {
             Some(Value::List(blocks)) if !seen.lists.insert(blocks) => {
-                return Ok(Segment { address, total_bytes, pool, live });
+                return Ok(Segment { address, total_bytes, pool, range, live });
             }
             Some(Value::List(blocks)) => self.document.values.list(blocks),
             other => return Err(self.bad(BLOCKS, other)),
@@ -240,6 +278,9 @@ impl SegmentDict<'_> {
             let size_bytes = block.integer(SIZE)?;
             let address = if block.field(ADDRESS).is_some() { block.integer(ADDRESS)? } else { next };
             next = address.saturating_add(size_bytes);
+            if block.field(STATE) != Some(Value::Word(INACTIVE)) {
+                range.used.push((address, size_bytes));
+            }
             if block.field(STATE) == Some(Value::Word(ACTIVE_ALLOCATED)) && seen.addresses.insert(address) {
                 let requested = block.field(REQUESTED_SIZE).is_some();
                 let size_bytes = if requested { block.integer(REQUESTED_SIZE)? } else { size_bytes };
@@ -251,7 +292,8 @@ impl SegmentDict<'_> {
                 live.push(Lived { pool, stream, size_bytes, name, address, frames });
             }
         }
-        Ok(Segment { address, total_bytes, pool, live })
+        range.used.sort_unstable();
+        Ok(Segment { address, total_bytes, pool, range, live })
     }
 
     fn field(self, word: Word) -> Option<Value> {

@@ -79,19 +79,19 @@ pub enum SnapshotError {
         /// Number of devices.
         devices: usize,
     },
-    /// Several devices were recorded and the caller chose none.
-    #[error("the snapshot holds the traces of several devices ({}): choose the one to read", Devices(entries))]
+    /// Several devices were used and the caller chose none.
+    #[error("the snapshot shows several devices ({}): choose the one to read", Devices(devices))]
     SeveralDevices {
-        /// The length of each device's trace, in entries.
-        entries: Vec<u64>,
+        /// The contents of the snapshot, by device.
+        devices: Vec<DeviceContents>,
     },
     /// The requested device was not recorded.
-    #[error("the snapshot has no trace of device {device}; it has {}", Devices(entries))]
+    #[error("the snapshot shows nothing of device {device}; it has {}", Devices(devices))]
     NoSuchTrace {
         /// The requested device.
         device: usize,
-        /// The length of each device's trace, in entries.
-        entries: Vec<u64>,
+        /// The contents of the snapshot, by device.
+        devices: Vec<DeviceContents>,
     },
     /// A trace holds something that is not a trace entry.
     #[error("the trace of device {device} holds something that is not a trace entry: the snapshot is damaged")]
@@ -190,16 +190,32 @@ pub enum SnapshotError {
 /// Maximum number of devices listed in a message: more than any machine has.
 const DEVICES_LISTED_MAX: usize = 64;
 
-/// The devices with a trace, formatted for people.
-struct Devices<'a>(&'a [u64]);
+/// The contents of a snapshot about one device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeviceContents {
+    /// Length of the device's trace, in entries.
+    pub entries: u64,
+    /// Bytes of the allocations that are live at the end.
+    pub live_bytes: u64,
+}
+
+/// The devices that the snapshot shows, formatted for people.
+struct Devices<'a>(&'a [DeviceContents]);
 
 impl fmt::Display for Devices<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut separator = "";
-        for (device, entries) in self.0.iter().enumerate().filter(|(_, entries)| **entries > 0).take(DEVICES_LISTED_MAX)
-        {
-            write!(f, "{separator}device {device}: {entries} entries")?;
+        let shown = self.0.iter().enumerate().filter(|(_, contents)| **contents != DeviceContents::default());
+        for (device, DeviceContents { entries, live_bytes }) in shown.take(DEVICES_LISTED_MAX) {
+            write!(f, "{separator}device {device}: ")?;
             separator = ", ";
+            match entries {
+                0 => write!(f, "no history")?,
+                1 => write!(f, "1 entry")?,
+                entries => write!(f, "{entries} entries")?,
+            }
+            write!(f, " and {} live", Amount(*live_bytes))?;
         }
         if separator.is_empty() { f.write_str("none") } else { Ok(()) }
     }

@@ -1,7 +1,8 @@
 //! Python stack frames: selects the frame that names an allocation, and reads whole stacks for callers that want them.
 //!
 //! A stack has some fifty frames, innermost first: those of PyTorch, in C++ and Python, and those of the program. The innermost frame of
-//! the program names the allocation: `model/attention.py:88 forward`. If there is none, as in an optimizer's step that a hook runs, the
+//! the program names the allocation: `model/attention.py:88 forward`. Installed packages are part of the program, except for PyTorch and
+//! the [libraries](crate::ReadOptions::libraries) that the caller names. If there is no such frame, as in an optimizer's step that a hook runs, the
 //! innermost Python frame of PyTorch at least indicates the purpose. C++ frames are never used.
 //!
 //! By default, only these two frames of each stack are kept: all frames of all entries would take more memory than the rest of a snapshot.
@@ -10,9 +11,11 @@
 //! file, such as `??` and `<frozen runpy>`. A path starts at its package (`torch/nn/modules/linear.py`) if it is that of an installed
 //! package, and is whole otherwise.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 
 use super::words::{self, FILENAME, LINE, NAME};
+use crate::options::{ALL_LIBRARIES, ReadOptions};
 use crate::pickle::{DictId, Document, Item, Kept, LEADING_MAX, ListId, Value, Values, Word};
 use crate::stacks::{Stacks, StacksBuilder, TooLarge};
 use symmalloc_trace::NAME_BYTES_MAX;
@@ -21,47 +24,115 @@ use symmalloc_trace::NAME_BYTES_MAX;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Code {
     Program,
-    /// PyTorch, or Python's standard library.
+    /// PyTorch, another library, or Python's standard library.
     Library,
     /// Not Python code.
     Native,
 }
 
-impl Code {
-    fn of(path: &str) -> Self {
+/// Distinguishes the frames of the program from those of libraries.
+pub(super) struct Program<'a> {
+    /// Installed packages that are libraries. PyTorch is always one.
+    libraries: &'a [String],
+}
+
+impl<'a> Program<'a> {
+    pub(super) fn new(options: &'a ReadOptions) -> Self {
+        Program { libraries: &options.libraries }
+    }
+
+    fn code_of(&self, path: &str) -> Code {
+        let path = with_slashes(path);
         let is_native = !path.ends_with(".py") && !path.starts_with("<ipython") && !path.starts_with("/tmp/ipykernel");
-        let is_installed = path.contains("site-packages/") || path.contains("dist-packages/");
-        let is_torch = path.contains("/torch/") || path.starts_with("torch/");
-        let is_of_python = !is_installed && path.contains("/lib/python3");
-        match (is_native, is_torch || is_of_python) {
+        match (is_native, installed(&path)) {
             (true, _) => Code::Native,
-            (_, true) => Code::Library,
+            (_, Some(inside)) => {
+                let package = inside.split('/').next().unwrap_or(inside).trim_end_matches(".py");
+                let is_named = |library: &String| library == ALL_LIBRARIES || library == package;
+                if package == "torch" || self.libraries.iter().any(is_named) { Code::Library } else { Code::Program }
+            }
+            (_, None) if is_of_pytorch(&path) || is_of_python(&path) => Code::Library,
             _ => Code::Program,
+        }
+    }
+
+    /// Decides whether lists keep a dict: all dicts except frames, and the two frames of a stack that may name an allocation.
+    pub(super) fn keeps(&self, values: &Values, dict: DictId) -> Kept {
+        match text_of(values, dict, FILENAME).map(|path| self.code_of(path)) {
+            None => Kept::Always,
+            Some(Code::Program) => Kept::First(0),
+            Some(Code::Library) => Kept::First(1),
+            Some(Code::Native) => Kept::Never,
+        }
+    }
+
+    /// Keeps the leading Python frames of each list, and otherwise what [`keeps`](Program::keeps) keeps.
+    pub(super) fn keeps_stacks(&self, values: &Values, dict: DictId) -> Kept {
+        match self.keeps(values, dict) {
+            Kept::First(kind) => Kept::Leading(kind),
+            kept => kept,
         }
     }
 }
 
-/// Decides whether lists keep a dict: all dicts except frames, and the two frames of a stack that may name an allocation.
-pub(super) fn keeps(values: &Values, dict: DictId) -> Kept {
-    match code_of(values, dict) {
-        None => Kept::Always,
-        Some(Code::Program) => Kept::First(0),
-        Some(Code::Library) => Kept::First(1),
-        Some(Code::Native) => Kept::Never,
-    }
+/// Returns a path with the separators of Unix.
+fn with_slashes(path: &str) -> Cow<'_, str> {
+    if path.contains('\\') { path.replace('\\', "/").into() } else { path.into() }
 }
 
-/// Keeps the leading Python frames of each list, and otherwise what [`keeps`] keeps.
-pub(super) fn keeps_stacks(values: &Values, dict: DictId) -> Kept {
-    match keeps(values, dict) {
-        Kept::First(kind) => Kept::Leading(kind),
-        kept => kept,
-    }
+/// Returns the part of a path below the folder in which packages are installed.
+fn installed(path: &str) -> Option<&str> {
+    let end = |folder: &str| path.rfind(folder).map(|start| start + folder.len());
+    let start = end("site-packages/").max(end("dist-packages/"))?;
+    Some(&path[start..])
 }
 
-/// Returns the origin of a frame's code; `None` if the dict is not a frame.
-fn code_of(values: &Values, dict: DictId) -> Option<Code> {
-    text_of(values, dict, FILENAME).map(Code::of)
+/// Parts of PyTorch from which frames come. A project may be in a folder named `torch`, too, so the folder alone proves nothing.
+const PARTS_OF_PYTORCH: &[&str] = &[
+    "_",
+    "amp/",
+    "ao/",
+    "autograd/",
+    "compiler/",
+    "cuda/",
+    "distributed/",
+    "export/",
+    "functional.py",
+    "func/",
+    "fx/",
+    "jit/",
+    "nn/functional.py",
+    "nn/init.py",
+    "nn/attention/",
+    "nn/modules/",
+    "nn/parallel/",
+    "nn/parameter.py",
+    "nn/utils/",
+    "optim/adam",
+    "optim/lr_scheduler.py",
+    "optim/optimizer.py",
+    "optim/sgd.py",
+    "optim/_",
+    "random.py",
+    "serialization.py",
+    "storage.py",
+    "utils/_",
+    "utils/checkpoint.py",
+    "utils/data/",
+];
+
+/// Returns `true` for a file of a PyTorch that runs from its source folder.
+fn is_of_pytorch(path: &str) -> bool {
+    let start = if path.starts_with("torch/") { Some(0) } else { path.rfind("/torch/").map(|slash| slash + 1) };
+    let inside = start.map(|start| &path[start + "torch/".len()..]);
+    inside.is_some_and(|inside| PARTS_OF_PYTORCH.iter().any(|part| inside.starts_with(part)))
+}
+
+/// Returns `true` for a file of Python's standard library.
+fn is_of_python(path: &str) -> bool {
+    let is_on_windows = path.as_bytes().get(1) == Some(&b':');
+    let installation = path.find("/Lib/").filter(|_| is_on_windows).map(|end| path[..end].to_ascii_lowercase());
+    path.contains("/lib/python3") || installation.is_some_and(|path| path.contains("python") || path.contains("conda"))
 }
 
 fn text_of(values: &Values, dict: DictId, word: Word) -> Option<&str> {
@@ -77,7 +148,7 @@ pub(super) fn name(document: &Document, stack: Option<Value>) -> Option<String> 
     let Some(Value::List(stack)) = stack else { return None };
     let values = &document.values;
     let (frame, _) = python_frames(values, stack).min_by_key(|(_, kind)| *kind)?;
-    let path = text_of(values, frame, FILENAME)?;
+    let path = with_slashes(text_of(values, frame, FILENAME)?);
     let start = path.rmatch_indices('/').nth(1).map_or(0, |(slash, _)| slash + 1);
     text(values, frame, &path[start..])
 }
@@ -107,10 +178,12 @@ fn text(values: &Values, frame: DictId, path: &str) -> Option<String> {
 }
 
 /// Returns the path of a frame without the folder in which packages are installed.
-fn without_site(path: &str) -> &str {
-    let end = |folder: &str| path.rfind(folder).map(|start| start + folder.len());
-    let start = end("site-packages/").max(end("dist-packages/")).unwrap_or(0);
-    &path[start..]
+fn without_site(path: &str) -> Cow<'_, str> {
+    let slashed = with_slashes(path);
+    match installed(&slashed) {
+        Some(inside) => inside.to_owned().into(),
+        None => path.into(),
+    }
 }
 
 /// Reads the stacks of allocations. Each list and each frame is read once, however many allocations share it.
@@ -142,6 +215,12 @@ impl<'a> StackReader<'a> {
         self.stacks.allocate(stack)
     }
 
+    /// Returns the index of the stack of a request that is not an allocation.
+    pub(super) fn stack_of(&mut self, stack: Option<Value>) -> Result<Option<usize>, TooLarge> {
+        let Some(Value::List(list)) = stack else { return Ok(None) };
+        Ok(self.stack(list)?.map(|number| number as usize))
+    }
+
     pub(super) fn finish(self) -> Option<Stacks> {
         self.stacks.finish()
     }
@@ -169,7 +248,7 @@ impl<'a> StackReader<'a> {
         }
         let values = &self.document.values;
         let path = text_of(values, frame, FILENAME).map(without_site);
-        let text = path.and_then(|path| text(values, frame, path));
+        let text = path.and_then(|path| text(values, frame, &path));
         let number = text.map(|text| self.stacks.frame(text)).transpose()?;
         self.frames.insert(frame, number);
         Ok(number)
@@ -187,24 +266,47 @@ mod tests {
             ("/usr/lib/python3.12/contextlib.py", "/usr/lib/python3.12/contextlib.py"),
             ("/venv/lib/python3.12/site-packages/torch/nn/modules/linear.py", "torch/nn/modules/linear.py"),
             ("/usr/lib/python3/dist-packages/a/site-packages/b.py", "b.py"),
+            (r"C:\env\Lib\site-packages\torch\nn\modules\linear.py", "torch/nn/modules/linear.py"),
+            (r"C:\work\model.py", r"C:\work\model.py"),
         ] {
             assert_eq!(without_site(path), shown);
         }
     }
 
     #[test]
-    fn files_outside_of_pytorch_and_python_belong_to_the_program() {
-        for (path, code) in [
-            ("/home/me/job/model.py", Code::Program),
-            ("train.py", Code::Program),
-            ("/usr/lib/python3/dist-packages/transformers/modeling.py", Code::Program),
-            ("/opt/venv/lib/python3.12/site-packages/diffusers/unet.py", Code::Program),
-            ("/opt/venv/lib/python3.12/site-packages/torch/nn/modules/linear.py", Code::Library),
-            ("/usr/lib/python3.12/contextlib.py", Code::Library),
-            ("/pytorch/c10/cuda/CUDACachingAllocator.cpp", Code::Native),
-            ("??", Code::Native),
+    fn files_outside_of_pytorch_python_and_named_libraries_belong_to_the_program() {
+        let (program, library) = (Code::Program, Code::Library);
+        for (path, code, code_with_transformers, code_with_all) in [
+            ("/home/me/job/model.py", program, program, program),
+            ("train.py", program, program, program),
+            (r"C:\work\proj\model.py", program, program, program),
+            ("/home/me/code/torch/project/model.py", program, program, program),
+            ("/home/me/torch/train.py", program, program, program),
+            (r"D:\torch\project\Lib\model.py", program, program, program),
+            ("<ipython-input-3-abc>", program, program, program),
+            (r"C:\Users\me\AppData\Local\Temp\ipykernel_12\34.py", program, program, program),
+            ("/usr/lib/python3/dist-packages/transformers/modeling.py", program, library, library),
+            (r"C:\env\Lib\site-packages\transformers\modeling.py", program, library, library),
+            ("/opt/venv/lib/python3.12/site-packages/diffusers/unet.py", program, program, library),
+            ("/opt/venv/lib/python3.12/site-packages/transformers_of_mine/unet.py", program, program, library),
+            ("/opt/venv/lib/python3.12/site-packages/einops/einops.py", library, library, library),
+            ("/opt/venv/lib/python3.12/site-packages/torch/nn/modules/linear.py", library, library, library),
+            ("/opt/venv/lib/python3.12/site-packages/torch/new_folder/new.py", library, library, library),
+            (r"C:\Users\me\miniconda3\Lib\site-packages\torch\nn\modules\linear.py", library, library, library),
+            (r"C:\Users\me\miniconda3\Lib\contextlib.py", library, library, library),
+            (r"C:\Program Files\Python312\Lib\contextlib.py", library, library, library),
+            ("/usr/lib/python3.12/contextlib.py", library, library, library),
+            ("/home/me/pytorch/torch/nn/modules/linear.py", library, library, library),
+            ("/home/me/pytorch/torch/_tensor.py", library, library, library),
+            ("torch/autograd/graph.py", library, library, library),
+            ("/pytorch/c10/cuda/CUDACachingAllocator.cpp", Code::Native, Code::Native, Code::Native),
+            ("??", Code::Native, Code::Native, Code::Native),
         ] {
-            assert_eq!(Code::of(path), code, "{path}");
+            let default = ReadOptions::default();
+            let named = |library: &str| ReadOptions::default().library(library);
+            assert_eq!(Program::new(&default).code_of(path), code, "{path}");
+            assert_eq!(Program::new(&named("transformers")).code_of(path), code_with_transformers, "{path}");
+            assert_eq!(Program::new(&named("all")).code_of(path), code_with_all, "{path}");
         }
     }
 }

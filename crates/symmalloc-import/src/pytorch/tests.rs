@@ -5,6 +5,7 @@ mod stacks;
 use symmalloc_core::op::{Op, Record};
 
 use super::*;
+use crate::held_memory::{HeldMemory, RecordedFailure};
 use crate::pickle::PickleError;
 use crate::pickle::writer::Pickle;
 
@@ -178,8 +179,11 @@ fn entries_that_are_not_ops_are_counted() {
         ("workspace_snapshot", -1, -1, -1),
     ]]);
     let (records, summary) = transcript.finish();
-    assert!(records.is_empty());
+    let lines: Vec<String> = records.iter().map(|record| symmalloc_trace::RecordLine(record).to_string()).collect();
+    assert_eq!(lines, ["stream s0", "refuse 512 s0 driver"]);
     assert_eq!((summary.failed_allocations, summary.snapshot_marks, summary.unknown_actions), (1, 1, 2));
+    let kinds = [("user_defined", 1), ("workspace_snapshot", 1)].map(|(kind, number)| (kind.to_owned(), number));
+    assert_eq!(summary.unknown_kinds, kinds.into());
 }
 
 #[test]
@@ -211,8 +215,12 @@ fn the_recorded_device_is_found_and_others_can_be_chosen() {
     assert_eq!(device(&[mark, two, mark], ReadOptions::default()).unwrap(), Some(1));
     assert_eq!(device(&[mark, &[]], ReadOptions::default()).unwrap(), Some(0));
     let several = device(&[one, &[], two], ReadOptions::default()).unwrap_err();
-    assert!(matches!(&several, SnapshotError::SeveralDevices { entries } if *entries == [1, 0, 2]));
-    assert!(several.to_string().contains("device 0: 1 entries, device 2: 2 entries"), "{several}");
+    assert!(matches!(&several, SnapshotError::SeveralDevices { devices } if devices.len() == 3));
+    let listed = "(device 0: 1 entry and 0 B live, device 2: 2 entries and 0 B live)";
+    assert!(several.to_string().contains(listed), "{several}");
+    // Only one device allocates. The others have segments that a library reserved, and entries of other kinds.
+    let other: &[Row] = &[("segment_alloc", 0x9000, 512, 0), ("user_defined", 0, 0, 0)];
+    assert_eq!(device(&[other, two, other], ReadOptions::default()).unwrap(), Some(1));
     for wanted in [1, 3, usize::MAX] {
         let missing = device(&[one, &[], two], ReadOptions::default().device(wanted)).unwrap_err();
         assert!(matches!(missing, SnapshotError::NoSuchTrace { device, .. } if device == wanted));
@@ -437,7 +445,7 @@ fn fields_of_the_wrong_type_are_named_with_their_types() {
         "{number}"
     );
     let none = message(alloc(start().text("action").op(b'N')));
-    assert!(none.contains("is None, a boolean, a float, bytes or a set, but must be text"), "{none}");
+    assert!(none.contains("is missing, but must be text"), "{none}");
     let good = || alloc(start().text("action").text("alloc"));
     let segments = message(good().text("segments").integer(5));
     assert!(segments.starts_with("'segments' is a number, but must be a list of segments"), "{segments}");
@@ -571,4 +579,89 @@ fn a_pool_that_is_not_a_pair_is_refused() {
     let pickle = pickle.text("stream").integer(0).text("pool_id").text("x").op(SETITEMS);
     let error = error_of(pickle.op(APPENDS).op(APPENDS).op(SETITEMS)).to_string();
     assert!(error.contains("pool_id"), "{error}");
+}
+
+/// Returns the failure of a trace, and the memory that the allocator held then.
+fn failure_of(rows: &[Row]) -> (RecordedFailure, HeldMemory) {
+    let failure = read_snapshot(&[rows]).failure.expect("a request failed");
+    (failure, failure.held.expect("a snapshot shows the memory"))
+}
+
+#[test]
+fn the_last_failed_request_has_the_memory_that_was_held_then() {
+    let mib = 1 << 20;
+    let (failure, held) = failure_of(&[
+        ("segment_alloc", 0x1000000, 20 * mib, 0),
+        ("alloc", 0x1000000, 4 * mib - 100, 0),
+        ("oom", 7, 1, 0),
+        ("alloc", 0x1000000 + 8 * mib, 4 * mib, 0),
+        // The device still uses this block.
+        ("alloc", 0x1000000 + 16 * mib, 4 * mib, 0),
+        ("free_requested", 0x1000000 + 16 * mib, 4 * mib, 0),
+        ("segment_alloc", 0x9000000, 2 * mib, 0),
+        ("segment_alloc", 0x9000000 + 2 * mib, 2 * mib, 0),
+        ("oom", 512, 30 * mib, 0),
+        ("free_completed", 0x1000000 + 16 * mib, 4 * mib, 0),
+        ("segment_free", 0x9000000, 2 * mib, 0),
+        ("alloc", 0x9000000 + 2 * mib, 512, 0),
+    ]);
+    assert_eq!((failure.record, failure.device_free_bytes), (8, Some(512)));
+    let mib = mib as u64;
+    let expected = HeldMemory {
+        reserved_bytes: 24 * mib,
+        allocated_bytes: 12 * mib,
+        free_segments: 2,
+        free_segment_bytes: 4 * mib,
+        free_blocks: 2,
+        free_block_bytes: 8 * mib,
+        largest_free_bytes: 4 * mib,
+    };
+    assert_eq!(held, expected);
+}
+
+#[test]
+fn memory_from_before_the_trace_and_expandable_ranges_count() {
+    let mib = 1 << 20;
+    let (_, held) = failure_of(&[
+        // Obtained before the trace: released or freed by it later.
+        ("oom", 0, 30 * mib, 0),
+        ("segment_free", 0x1000000, 20 * mib, 0),
+        ("free_requested", 0x9000000, 512, 0),
+        ("segment_unmap", 0x9000000, 2 * mib, 0),
+    ]);
+    let mib = mib as u64;
+    assert_eq!((held.reserved_bytes, held.allocated_bytes, held.largest_free_bytes), (22 * mib, 512, 20 * mib));
+    let mib = 1 << 20;
+    let (_, held) = failure_of(&[
+        ("segment_map", 0x1000000, 2 * mib, 0),
+        ("segment_map", 0x1000000 + 2 * mib, 2 * mib, 0),
+        ("alloc", 0x1000000, mib, 0),
+        ("segment_map", 0x1000000 + 6 * mib, 2 * mib, 0),
+        ("oom", 0, 30 * mib, 0),
+    ]);
+    let mib = mib as u64;
+    // The mapped pages touch, except for the last ones.
+    assert_eq!((held.reserved_bytes, held.largest_free_bytes), (6 * mib, 3 * mib));
+    assert_eq!((held.free_segments, held.free_segment_bytes), (1, 2 * mib));
+}
+
+#[test]
+fn the_segments_alone_are_a_snapshot_of_the_live_allocations() {
+    let block = |pickle: Pickle, state: &str| {
+        let pickle = pickle.dict().mark().text("size").integer(512).text("requested_size").integer(500);
+        pickle.text("state").text(state).op(SETITEMS)
+    };
+    let mut pickle = Pickle::of_protocol(2).list().mark().dict().mark().text("address").integer(0x1000);
+    pickle = pickle.text("total_size").integer(2048).text("stream").integer(0).text("blocks").list().mark();
+    for state in ["active_allocated", "inactive", "active_allocated", "inactive"] {
+        pickle = block(pickle, state);
+    }
+    let transcript = read(&pickle.op(APPENDS).op(SETITEMS).op(APPENDS).stop()[..], &ReadOptions::default()).unwrap();
+    let summary = transcript.summary;
+    assert_eq!((summary.lived_before, summary.lived_before_bytes), (2, 1000));
+    let held = summary.state_only.expect("there is no history");
+    assert_eq!(
+        (held.reserved_bytes, held.allocated_bytes, held.free_blocks, held.largest_free_bytes),
+        (2048, 1024, 2, 512)
+    );
 }

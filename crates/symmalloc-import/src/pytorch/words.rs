@@ -44,6 +44,9 @@ words! {
     STATE = "state",
     REQUESTED_SIZE = "requested_size",
     ACTIVE_ALLOCATED = "active_allocated",
+    INACTIVE = "inactive",
+    IS_EXPANDABLE = "is_expandable",
+    DEVICE_FREE = "device_free",
     ALLOCATOR_SETTINGS = "allocator_settings",
     TRACE_ALLOC_OVERFLOWED = "trace_alloc_overflowed",
 }

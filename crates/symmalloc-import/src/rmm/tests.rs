@@ -69,7 +69,8 @@ fn failures_null_pointers_and_frees_of_unknown_addresses_are_counted() {
                1,0,free,0x0,0,0\n\
                1,0,free,0x500,0,0\n";
     let (records, summary) = read_log(log).unwrap().finish();
-    assert!(records.is_empty());
+    let lines: Vec<String> = records.iter().map(|record| symmalloc_trace::RecordLine(record).to_string()).collect();
+    assert_eq!(lines, ["stream s0", "refuse 99999999999 s0 driver"]);
     assert_eq!((summary.failed_allocations, summary.empty_allocations, summary.frees_of_unknown), (1, 2, 1));
 }
 
@@ -193,4 +194,19 @@ fn events_stay_under_the_limit() {
     let log = format!("{HEADER}{}", "1,0,allocate failure,0x0,1,0x0\n".repeat(1000));
     let outcome = read(log.as_bytes(), &ReadOptions::default().memory_limit_bytes(2000));
     assert!(matches!(outcome.err(), Some(RmmError::TooLarge { limit_bytes: 2000, .. })));
+}
+
+#[test]
+fn the_debug_log_is_not_taken_for_a_damaged_log() {
+    let begin = "[6][11:33:41:863410][info  ] ----- RMM LOG BEGIN [PTDS DISABLED] -----\n";
+    let allocation = "[6][11:33:41:863500][debug ] [A][Stream 0x1][Upstream 2139648B][Left 0x0]\n";
+    for text in [begin.to_owned(), allocation.to_owned(), format!("\n{begin}"), format!("{begin}{allocation}")] {
+        let error = crate::read_bytes(text.as_bytes(), &ReadOptions::default()).unwrap_err();
+        assert!(matches!(error.kind(), crate::ImportErrorKind::RmmDebugLog), "{text}: {error}");
+        assert!(error.to_string().contains("give its event log"), "{error}");
+    }
+    for text in ["[1, 2, 3]\n", "hello [A] world\n"] {
+        let error = crate::read_bytes(text.as_bytes(), &ReadOptions::default()).unwrap_err();
+        assert!(matches!(error.kind(), crate::ImportErrorKind::UnknownFormat), "{text}: {error}");
+    }
 }

@@ -3,4 +3,5 @@
 mod export;
 mod fixtures;
 mod recorded_jobs;
+mod reports;
 mod trace_file;

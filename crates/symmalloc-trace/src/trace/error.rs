@@ -182,8 +182,11 @@ pub enum Inconsistency {
         /// Size of the block in bytes.
         block_bytes: u64,
     },
-    /// A record other than an allocation has a name or a placement, or is marked as revived.
-    #[error("only an allocation has a name or a placement, or is revived; remove them")]
+    /// A record other than an allocation has a placement or is marked as revived, or a record other than an allocation or a refused
+    /// request has a name.
+    #[error(
+        "only an allocation has a placement or is revived, and only it or a refused request has a name; remove them"
+    )]
     NotAnAllocation,
     /// A record other than a free is marked as pending.
     #[error("only a free can be pending; remove `pending`")]

@@ -43,12 +43,16 @@ impl Ledger {
             {
                 return Err(Inconsistency::RevivedNowhere { size_bytes, block_bytes: block_bytes.get() });
             }
-            let bytes = record.name.as_ref().map_or(0, |name| name.len());
-            if bytes > NAME_BYTES_MAX {
-                return Err(Inconsistency::NameTooLong { bytes });
-            }
-        } else if record.name.is_some() || record.placement.is_some() || record.revived_bytes.is_some() {
+        } else if record.placement.is_some() || record.revived_bytes.is_some() {
             return Err(Inconsistency::NotAnAllocation);
+        }
+        if let Some(name) = &record.name {
+            if !matches!(record.op, Op::Allocate { .. } | Op::Refuse { .. }) {
+                return Err(Inconsistency::NotAnAllocation);
+            }
+            if name.len() > NAME_BYTES_MAX {
+                return Err(Inconsistency::NameTooLong { bytes: name.len() });
+            }
         }
         if record.pending.is_some() && !matches!(record.op, Op::Free { .. }) {
             return Err(Inconsistency::NotAFree);

@@ -114,7 +114,10 @@ pub(super) fn parse(line: u64, text: &str) -> Result<Statement, LineError> {
         "refuse" => {
             let size_bytes = fields.size()?;
             let stream = fields.stream()?;
-            Op::Refuse { pool: fields.pool_or_default()?, stream, size_bytes, refusal: fields.refusal()? }.into()
+            let pool = fields.pool_or_default()?;
+            let mut record = Record::from(Op::Refuse { pool, stream, size_bytes, refusal: fields.refusal()? });
+            record.name = if fields.ahead() == Some(b'"') { Some(fields.name()?.into()) } else { None };
+            Statement::Record(record)
         }
         "stream" => Op::RegisterStream { stream: fields.stream()? }.into(),
         "pool" => Op::CreatePool { pool: fields.pool()?, config: Box::new(fields.config::<PoolConfig>()?) }.into(),

@@ -392,12 +392,13 @@ fn observers_refusals_and_reclaims_survive_a_round_trip() {
         "refuse 512 s0 p1 segment",
         "reclaim 7 s0 p1",
         "refuse 0 s0 p1 driver",
+        "refuse 512 s0 p1 driver \"kv \\\"cache\\\"\"",
     ];
-    let text = format!("symmalloc-trace 1\n{}\nend 11\n", lines.join("\n"));
+    let text = format!("symmalloc-trace 1\n{}\nend 12\n", lines.join("\n"));
     let trace = Trace::parse(&text).expect("valid");
     assert_eq!(Trace::parse(&trace.to_text()).expect("valid"), trace);
     let written: Vec<String> = trace.records().iter().map(|record| RecordLine(record).to_string()).collect();
-    assert_eq!((&written[2..], written.len()), (&lines.map(String::from)[2..], 11));
+    assert_eq!((&written[2..], written.len()), (&lines.map(String::from)[2..], 12));
     let wrong = |line: &str| {
         let text = format!("symmalloc-trace 1\nstream s0\nobserve o0 p0\nforget o0\n{line}\nend 4\n");
         Trace::parse(&text).expect_err("wrong").to_string()

@@ -171,7 +171,8 @@ fn write_record(line: &mut impl fmt::Write, record: &Record) -> fmt::Result {
             write!(line, "refuse {size_bytes} {stream}")?;
             write_pool(line, *pool)?;
             let word = REFUSALS.iter().find(|(known, _)| known == refusal).map_or("", |(_, word)| word);
-            write!(line, " {word}")
+            write!(line, " {word}")?;
+            record.name.as_ref().map_or(Ok(()), |name| write_name(line, name))
         }
     }
 }

@@ -1,0 +1,114 @@
+//! Private pools: many pools of one kind, such as one per captured graph, each hold free memory that the others cannot use.
+
+use crate::picture::memory::{DrawnHeap, Memory};
+use crate::quantity::{count, memory};
+use crate::recorded::Recorded;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use symmalloc_core::PoolId;
+use symmalloc_core::op::{Op, Record};
+use symmalloc_trace::replay::Program;
+
+/// Number of pools of one kind from which on they deserve advice.
+const POOLS_MIN: usize = 4;
+
+/// Private pools with equal settings.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PrivatePools {
+    /// Number of pools that hold memory at the op of the report.
+    pools: usize,
+    reserved_bytes: u64,
+    live_bytes: u64,
+    /// Peak of reserved memory in the first pass, now and if the pools are one.
+    now_bytes: u64,
+    as_one_bytes: u64,
+}
+
+impl PrivatePools {
+    /// Returns the largest group of private pools with equal settings, if one pool in their place holds less.
+    pub(super) fn of(recorded: &Recorded, shown: &Memory) -> Option<Self> {
+        let mut kinds: BTreeMap<String, Vec<PoolId>> = BTreeMap::new();
+        for record in &recorded.recording.records {
+            if let Op::CreatePool { pool, config } = &record.op
+                && *pool != PoolId::DEFAULT
+                && !config.symmetric()
+            {
+                kinds.entry(config.to_string()).or_default().push(*pool);
+            }
+        }
+        let of_kind = kinds.into_values().max_by_key(Vec::len).filter(|pools| pools.len() >= POOLS_MIN)?;
+        let heaps = || shown.heaps.iter().filter(|heap| of_kind.contains(&heap.owner.pool));
+        let held = |pool: &PoolId| heaps().any(|heap| heap.owner.pool == *pool);
+        let pools = of_kind.iter().filter(|pool| held(pool)).count();
+        let reserved_bytes = heaps().map(DrawnHeap::size_bytes).sum();
+        let live = heaps().flat_map(DrawnHeap::blocks).filter_map(|block| block.held.as_ref());
+        let live_bytes = live.map(|held| held.requested_bytes).sum();
+        let program = Program::new(&as_one(&recorded.recording.records, &of_kind)?).ok()?;
+        let all = recorded.op_count();
+        let now_bytes = recorded.job.attempt(recorded.program(), &recorded.config, all).ok()?.reserved_bytes;
+        let as_one_bytes = recorded.job.attempt(&program, &recorded.config, all).ok()?.reserved_bytes;
+        (as_one_bytes < now_bytes).then_some(PrivatePools {
+            pools,
+            reserved_bytes,
+            live_bytes,
+            now_bytes,
+            as_one_bytes,
+        })
+    }
+
+    /// Describes the pools, and what sharing one saves.
+    pub(super) fn advice(&self) -> String {
+        format!(
+            "{} with equal settings hold {} at this op, {} of it live; if they share one (torch.cuda.graph(..., pool=...), or one MemPool), \
+             the peak of the first pass is {} instead of {}",
+            count(self.pools),
+            memory(self.reserved_bytes),
+            memory(self.live_bytes),
+            memory(self.as_one_bytes),
+            memory(self.now_bytes)
+        )
+    }
+
+    pub(super) fn object(&self) -> Value {
+        json!({
+            "pools": self.pools,
+            "reserved_bytes": self.reserved_bytes,
+            "live_bytes": self.live_bytes,
+            "peak_reserved_bytes": self.now_bytes,
+            "peak_reserved_bytes_as_one": self.as_one_bytes,
+        })
+    }
+}
+
+/// Returns the records with one pool in place of these. `None` if the program does more with them than allocate.
+fn as_one(records: &[Record], pools: &[PoolId]) -> Option<Vec<Record>> {
+    let (first, others) = pools.split_first()?;
+    let mut changed = Vec::with_capacity(records.len());
+    for record in records {
+        let mut record = record.clone();
+        record.placement = None;
+        record.revived_bytes = None;
+        match &mut record.op {
+            Op::Allocate { pool, .. } | Op::Refuse { pool, .. } if others.contains(pool) => *pool = *first,
+            Op::CreatePool { pool, .. } if others.contains(pool) => continue,
+            Op::DestroyPool { pool } if pools.contains(pool) => continue,
+            Op::ResetPool { pool }
+            | Op::Reserve { pool, .. }
+            | Op::Trim { pool: Some(pool) }
+            | Op::BeginStep { pool, .. }
+            | Op::EndStep { pool }
+            | Op::Sleep { pool, .. }
+            | Op::Wake { pool }
+            | Op::Stay { pool, .. }
+            | Op::Observe { pool, .. }
+            | Op::Reclaim { pool, .. }
+                if pools.contains(pool) =>
+            {
+                return None;
+            }
+            _ => {}
+        }
+        changed.push(record);
+    }
+    Some(changed)
+}

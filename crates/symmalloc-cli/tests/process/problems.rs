@@ -1,0 +1,350 @@
+//! Answers to the questions of people with a problem: what failed, why, and what to change. The recordings of `tests/reports` come from
+//! public reports.
+
+use crate::{Folder, symmalloc};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+fn reported(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reports").join(name)
+}
+
+/// Returns the JSON, the text and the page of a report.
+fn report(recording: &Path) -> (Value, String, String) {
+    let folder = Folder::new();
+    let out = folder.path("report.html");
+    let object = symmalloc("report {} -o {} --json", &[recording, &out]).json(0);
+    let text = symmalloc("report {} -o {}", &[recording, &out]).exited(0).stdout.clone();
+    (object, text, fs::read_to_string(&out).unwrap())
+}
+
+const GIB: u64 = 1 << 30;
+
+#[test]
+fn a_request_that_cannot_fit_is_the_center_of_the_report() {
+    let (object, text, page) = report(&reported("oom.pickle"));
+    let failure = &object["failure"];
+    assert_eq!((&failure["op"], &failure["size_bytes"], &object["op"]), (&json!(2), &json!(10 * GIB), &json!(2)));
+    assert_eq!((&failure["cause"], &failure["capacity_bytes"]), (&json!("too much"), &json!(5 * GIB / 2)));
+    assert_eq!(failure["held"]["reserved_bytes"], 2 * GIB);
+    assert!(failure["attempts"].as_array().unwrap().iter().all(|attempt| attempt["is_served"] == false), "{failure}");
+    for wanted in [
+        "requested 10.00 GiB in pool 0 on stream 0 (the default stream), and PyTorch refused it",
+        "2.00 GiB live, 2.00 GiB reserved, nothing of it free; 512.00 MiB free on the device",
+        "need 12.00 GiB, but only 2.50 GiB can be had: 9.50 GiB are missing",
+        "no allocator can serve it: free 9.50 GiB before this op, or request less",
+        "2.00 GiB in 1 allocation of 2.00 GiB without a name",
+    ] {
+        assert!(text.contains(wanted) && page.contains(wanted), "no {wanted:?} in:\n{text}");
+    }
+    assert!(page.find("The request that failed") < page.find("peak reserved"), "the failure comes first");
+    // The request is a part of limit checks, in the limit that PyTorch had and in others.
+    for (limit_mb, code) in [(2560, 3), (12_000, 3), (12_288, 0)] {
+        let command = format!("replay {{}} --config total_limit_mb:{limit_mb}");
+        assert_eq!(symmalloc(&command, &[&reported("oom.pickle")]).code, Some(code), "{limit_mb} MiB");
+    }
+}
+
+#[test]
+fn a_request_that_fails_by_fragmentation_is_served_within_the_same_memory() {
+    let (object, text, page) = report(&reported("oom_fragmented.pickle"));
+    let failure = &object["failure"];
+    assert_eq!((&failure["cause"], &failure["live_bytes"]), (&json!("fragmentation"), &json!(2 * GIB)));
+    let own = &failure["attempts"][0];
+    assert_eq!(
+        (&own["settings"], &own["is_served"]),
+        (&json!("segments:expandable,total_limit_mb:6656"), &json!(true))
+    );
+    for wanted in [
+        "6.00 GiB reserved, 4.00 GiB of it free in 2 pieces, the largest of 2.00 GiB",
+        "symmalloc serves it within the same 6,656 MiB with segments:expandable",
+    ] {
+        assert!(text.contains(wanted) && page.contains(wanted), "no {wanted:?} in:\n{text}");
+    }
+    let fixed = failure["attempts"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|it| it["settings"] == "segments:fixed,total_limit_mb:6656");
+    assert_eq!(fixed.unwrap()["is_served"], true, "whole segments go back to the device: {failure}");
+    for command in [own["command"].as_str().unwrap(), "replay {} --config total_limit_mb:6656"] {
+        let path = reported("oom_fragmented.pickle");
+        let output = match command.strip_prefix("symmalloc ") {
+            Some(command) => {
+                let words: Vec<&str> = command.split(' ').collect();
+                let command: Vec<&str> =
+                    words.iter().map(|word| if word.contains(".pickle") { "{}" } else { *word }).collect();
+                symmalloc(&command.join(" "), &[&path])
+            }
+            None => symmalloc(command, &[&path]),
+        };
+        assert!(output.exited(0).stdout.contains("allocations refused"), "{command}");
+    }
+    assert_eq!(
+        symmalloc("replay {} --config total_limit_mb:6143", &[&reported("oom_fragmented.pickle")]).code,
+        Some(3)
+    );
+}
+
+#[test]
+fn failures_of_logs_and_of_traces_are_found_too() {
+    let folder = Folder::new();
+    let log = "Thread,Time,Action,Pointer,Size,Stream\n1,0,allocate,0x100,3145728,0x7\n1,0,allocate failure,(nil),1048576,0x7\n\
+               1,0,free,0x100,3145728,0x7\n1,0,allocate failure,(nil),4194304,0x7\n1,0,allocate,0x100,1024,0x7\n";
+    let log = folder.file("log.csv", log);
+    let trace = folder.path("log.trace");
+    symmalloc("import {} {}", &[&log, &trace]).exited(0);
+    for path in [&log, &trace] {
+        let (object, text, _) = report(path);
+        let failure = &object["failure"];
+        assert_eq!(
+            (&failure["size_bytes"], &failure["live_bytes"], &failure["others"]),
+            (&json!(4 << 20), &json!(0), &json!(1))
+        );
+        assert!(text.contains("1 other request failed before"), "{text}");
+        assert_eq!(symmalloc("replay {} --config total_limit_mb:2", &[path]).code, Some(3));
+        symmalloc("replay {} --config total_limit_mb:4", &[path]).exited(0);
+    }
+    // A name survives the import.
+    let named = folder.trace("named.trace", &["stream s0", "refuse 512 s0 driver \"model.py:40 forward\""]);
+    let (object, text, _) = report(&named);
+    assert_eq!(object["failure"]["name"], "model.py:40 forward");
+    assert!(text.contains("requested 512 B by model.py:40 forward"), "{text}");
+    // A job that nothing refuses has no failure.
+    assert_eq!(report(&reported("cached_full_history.pickle")).0["failure"], Value::Null);
+}
+
+#[test]
+fn a_state_without_history_is_not_compared() {
+    let (object, text, page) = report(&reported("cached_state_only.pickle"));
+    assert_eq!(object["state"]["free_segment_bytes"], 10 * GIB);
+    let wanted = "the recorded allocator holds 11.00 GiB: 10.00 GiB free in 1 whole segment, which torch.cuda.empty_cache() returns";
+    assert!(text.contains(wanted) && page.contains(wanted), "{text}");
+    for compared in ["1000.0 %", " more (", "settings tried", "with a plan"] {
+        assert!(!text.contains(compared) && !page.contains(compared), "{compared} in {text}");
+    }
+    assert_eq!(object["settings"].as_array().unwrap().len(), 1, "only the job's own settings");
+    let (_, text, _) = report(&reported("segments_list.pickle"));
+    assert!(text.contains("20.00 MiB: 8.00 MiB free in 2 blocks of used segments, which it cannot return"), "{text}");
+    let (object, text, _) = report(&reported("cached_full_history.pickle"));
+    assert_eq!(object["state"], Value::Null);
+    assert!(text.contains("settings tried"), "{text}");
+}
+
+#[test]
+fn fewer_refusals_are_better_than_fewer_bytes() {
+    let (object, text, page) = report(&reported("rmm2039.trace"));
+    let settings = object["settings"].as_array().unwrap();
+    let refused: Vec<u64> = settings.iter().map(|trial| trial["refused"].as_u64().unwrap()).collect();
+    assert!(refused.is_sorted() && refused[0] == 0, "{refused:?}");
+    let better = settings.iter().filter(|trial| trial["is_better"] == true).count();
+    assert_eq!(better, refused.iter().filter(|refused| **refused == 0).count());
+    for wanted in ["nothing refused instead of 5 in all passes", "segments:expandable,streams:shared,limit_mb:64"] {
+        assert!(text.contains(wanted) && page.contains(wanted), "no {wanted:?} in:\n{text}");
+    }
+    assert!(text.contains("most free memory is in heaps of other streams or pools"), "{text}");
+}
+
+#[test]
+fn recordings_that_begin_late_are_aligned() {
+    let [a, b] = ["rank0_ring150.pickle", "rank1_ring160.pickle"].map(reported);
+    let object = symmalloc("diff {} {} --json", &[&a, &b]).json(0);
+    assert_eq!((&object["same_ops"], &object["compared_ops"]), (&json!(true), &json!(90)));
+    assert_eq!(
+        object["late"],
+        json!({ "a": { "is_late": true, "ops_before": 7 }, "b": { "is_late": true, "ops_before": 0 } })
+    );
+    let text = symmalloc("diff {} {}", &[&a, &b]).exited(0).stdout.clone();
+    for wanted in
+        ["both recordings begin in the middle of the job", "B begins 7 ops after A", "the same: 45 allocations"]
+    {
+        assert!(text.contains(wanted), "no {wanted:?} in:\n{text}");
+    }
+    let text = symmalloc("diff {} {}", &[&b, &a]).exited(0).stdout.clone();
+    assert!(text.contains("A begins 7 ops after B"), "{text}");
+    let text = symmalloc("diff {} {}", &[&a, &a]).exited(0).stdout.clone();
+    assert!(text.contains("both have the same first op"), "{text}");
+}
+
+/// Logs of one job on two streams, each of which begins at another line, with other handles and addresses.
+#[test]
+fn late_logs_differ_only_where_the_job_does() {
+    let folder = Folder::new();
+    let log = |name: &str, from: usize, changed: Option<usize>, base: u64| {
+        let mut lines = vec!["Action,Pointer,Size,Stream".to_owned()];
+        for n in from..200 {
+            let (step, size) = (n / 4, 1000 + (n / 4 * 37 % 29) * 512 + usize::from(changed == Some(n)));
+            let stream = base + step as u64 % 2;
+            let at = |step: usize| base * 0x10000 + 0x1000 * (step as u64 % 7 + 1);
+            let size_of = |step: usize| 1000 + (step * 37 % 29) * 512;
+            match n % 4 {
+                0 => lines.push(format!("allocate,{:#x},{size},{stream:#x}", at(step))),
+                2 if step >= 5 => lines.push(format!(
+                    "free,{:#x},{},{:#x}",
+                    at(step - 5),
+                    size_of(step - 5),
+                    base + (step as u64 - 5) % 2
+                )),
+                _ => {}
+            }
+        }
+        folder.file(name, lines.join("\n") + "\n")
+    };
+    let a = log("a.csv", 40, None, 0x50);
+    for (from, changed, same) in [(40, None, true), (80, None, true), (120, None, true), (80, Some(160), false)] {
+        let b = log("b.csv", from, changed, 0x90);
+        let object = symmalloc("diff {} {} --json", &[&a, &b]).json(if same { 0 } else { 3 });
+        assert_eq!(object["same_ops"], same, "from line {from}: {object}");
+        assert_eq!(object["late"]["a"]["ops_before"], (from - 40) / 2, "{object}");
+        assert!(object["compared_ops"].as_u64().unwrap() >= 38, "{object}");
+    }
+}
+
+#[test]
+fn the_device_that_is_meant_is_found_or_asked_for() {
+    let path = reported("two_devices_state_only.pickle");
+    let output = symmalloc("report {} -o out.html", &[&path]);
+    assert_eq!(output.code, Some(2));
+    for wanted in ["device 0: no history and 8.00 MiB live", "device 1: no history and 4.00 MiB live", "--device"] {
+        assert!(output.stderr.contains(wanted), "no {wanted:?} in:\n{}", output.stderr);
+    }
+}
+
+#[test]
+fn frames_are_those_of_the_program_and_libraries_can_be_named() {
+    for name in ["frames_windows.pickle", "frames_torchdir.pickle"] {
+        let (object, ..) = report(&reported(name));
+        let holder = object["holders"][0]["name"].as_str().unwrap().to_owned();
+        assert!(holder.ends_with("proj/model.py:40 forward"), "{name}: {holder}");
+    }
+    let folder = Folder::new();
+    let out = folder.path("out.html");
+    let printed = symmalloc(
+        "report {} -o {} --libraries einops,transformers --json",
+        &[&reported("frames_windows.pickle"), &out],
+    )
+    .json(0);
+    let command = printed["settings"][0]["command"].as_str().unwrap();
+    assert!(command.contains(" --libraries einops,transformers "), "{command}");
+}
+
+#[test]
+fn the_model_of_pytorch_completes_frees_when_the_recording_did() {
+    let output = symmalloc("replay {} --ranks 1 --json", &[&reported("pt147168_record_stream.pickle")]).json(0);
+    for model in output[0]["pytorch"].as_array().unwrap() {
+        assert_eq!(model["peak_reserved_bytes"], 10 * GIB, "{model}");
+    }
+    assert_eq!(output[0]["peak_reserved_bytes"], GIB);
+    // FSDP1's rank 0 ended with 149 segments on the GPU, and rank 1 with 145.
+    for (job, segments) in [("fsdp1", 149), ("fsdp1_rank1", 145)] {
+        let output = symmalloc(&format!("replay {job} --ranks 1 --passes 1 --json"), &[]).json(0);
+        assert_eq!(output[0]["pytorch"][1]["segment_count"], segments, "{job}");
+    }
+}
+
+#[test]
+fn texts_say_which_numbers_they_are() {
+    let (_, text, _) = report(&reported("vllm51205.trace"));
+    assert!(text.contains("peak reserved 8.00 MiB over 5 passes"), "{text}");
+    let (object, text, page) = report(&reported("sleep_ok.trace"));
+    let wanted = "in 5 passes, the plan refuses 5 requests; without a plan, none is refused";
+    assert!(text.contains(wanted) && page.contains(wanted) && object["no_plan"] == wanted, "{text}");
+    // The stream of the first allocation has number 0, whatever its handle is.
+    let folder = Folder::new();
+    let log = "Action,Pointer,Size,Stream\nallocate,0x100,4096,0x5581\nallocate,0x200,4096,0x0\n";
+    let log = folder.file("log.csv", log);
+    let (_, text, page) = report(&log);
+    let wanted = "streams, by first use: 0 is 0x5581, 1 is the default stream";
+    assert!(text.contains(wanted) && page.contains(wanted), "{text}");
+    let replayed = symmalloc("replay {}", &[&log]).exited(0).stdout.clone();
+    assert!(replayed.contains(&wanted[1..]), "{replayed}");
+}
+
+#[test]
+fn a_lower_bound_is_no_row_of_a_ranking() {
+    let folder = Folder::new();
+    let mut lines = vec!["stream s0".to_owned()];
+    lines.extend((1..=3).map(|pool| format!("pool p{pool}")));
+    lines.extend((0..4).map(|pool| format!("a {pool} 16777216 s0 p{pool} -> 0@0")));
+    let lines: Vec<&str> = lines.iter().map(String::as_str).collect();
+    let (object, text, page) = report(&folder.trace("pools.trace", &lines));
+    assert_eq!(object["recorded_reserved"], json!({ "peak_bytes": 64 << 20, "is_exact": false }));
+    assert!(text.contains("in the recording: at least 64.00 MiB reserved"), "{text}");
+    assert!(
+        !page.contains("the recorded allocator</td>") && !page.contains("<b>in the recording:</b>"),
+        "a ranked bound"
+    );
+}
+
+#[test]
+fn destroyed_pools_count_in_digests_and_pictures() {
+    let folder = Folder::new();
+    let job = |name: &str, size: u64| {
+        let allocated = format!("a 0 {size} s0 p1 \"kv cache\" -> 0@0");
+        let lines = ["stream s0", "pool p1", &allocated, "f 0", "destroy p1", "a 1 2097152 s0 \"weights\" -> 0@0"];
+        folder.trace(name, &lines)
+    };
+    let (a, b) = (job("a.trace", 512), job("b.trace", 70_000_000));
+    let digest = |path: &Path| symmalloc("replay {} --json", &[path]).json(0)[0]["digest"].clone();
+    assert_ne!(digest(&a), digest(&b));
+    assert_eq!(digest(&a), digest(&job("c.trace", 512)));
+    // The op that differs has a name in both recordings.
+    let text = symmalloc("diff {} {}", &[&a, &b]).exited(3).stdout.clone();
+    assert_eq!(text.matches("(allocation 0), kv cache").count(), 2, "{text}");
+    let object = symmalloc("diff {} {} --json", &[&a, &b]).json(3);
+    assert_eq!(object["first_op_difference"]["b"]["name"], "kv cache");
+    // After its destruction, a pool holds nothing.
+    let picture = folder.path("beside.svg");
+    symmalloc("chart {} --beside {} --op 5 -o {}", &[&b, &b, &picture]).exited(0);
+    let svg = fs::read_to_string(&picture).unwrap();
+    assert!(!svg.contains("pool 1"), "{svg}");
+    assert!(svg.contains("pool 0"), "{svg}");
+}
+
+#[test]
+fn many_private_pools_deserve_the_advice_to_share_one() {
+    let folder = Folder::new();
+    let mut lines = vec!["stream s0".to_owned()];
+    for pool in 1..=6 {
+        lines.push(format!("pool p{pool}"));
+        lines.push(format!("a {pool} 40000000 s0 p{pool}"));
+        lines.push(format!("f {pool}"));
+    }
+    lines.push("a 9 1000 s0".to_owned());
+    let lines: Vec<&str> = lines.iter().map(String::as_str).collect();
+    let (object, text, page) = report(&folder.trace("graphs.trace", &lines));
+    let pools = &object["private_pools"];
+    let peaks = ["peak_reserved_bytes", "peak_reserved_bytes_as_one"].map(|key| pools[key].as_u64().unwrap());
+    assert!(peaks[0] > 5 * peaks[1], "{pools}");
+    assert!(text.contains("if they share one") && page.contains("if they share one"), "{text}");
+    // If the request that failed fits only then, that is the remedy.
+    let mut failing = vec!["config total_limit_mb:200"];
+    failing.extend(&lines[..lines.len() - 1]);
+    let (object, text, _) = report(&folder.trace("failing.trace", &failing));
+    assert_eq!((&object["failure"]["size_bytes"], &object["failure"]["pool"]), (&json!(40_000_000), &json!(6)));
+    assert!(text.contains("most free memory is in heaps of other streams or pools"), "{text}");
+    assert!(text.contains("share the private pools (below)") || text.contains("symmalloc serves it within"), "{text}");
+    let lines = &lines[..lines.len() - 10];
+    assert_eq!(report(&folder.trace("few.trace", lines)).0["private_pools"], Value::Null);
+}
+
+#[test]
+fn unknown_actions_are_listed_by_name() {
+    let folder = Folder::new();
+    let entries = [("alloc", 0x1000, 512), ("user_defined", 0, 0), ("user_defined", 0, 0), ("weather", 0, 0)];
+    let snapshot = folder.file("named.pickle", crate::snapshot(20 << 20, &[], &entries));
+    let out = folder.path("out.trace");
+    let text = symmalloc("import {} {}", &[&snapshot, &out]).exited(0).stdout.clone();
+    assert!(text.contains("entries that are not about memory: 2 of 'user_defined', 1 of 'weather'"), "{text}");
+}
+
+#[test]
+fn a_hard_table_is_planned_within_its_seconds() {
+    let table = reported("plan_perfect400.csv");
+    let output = symmalloc("plan {} --seconds 1 --json", &[&table]).json(0);
+    let steps = output[0]["steps"].as_u64().unwrap();
+    assert!(steps <= 3_000_000, "{steps}");
+    assert_eq!(symmalloc("plan {} --seconds 1 --json", &[&table]).json(0)[0]["height"], output[0]["height"]);
+    assert!(output[0]["quality"].as_f64().unwrap() > 0.7, "{output}");
+}

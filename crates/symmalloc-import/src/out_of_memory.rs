@@ -1,0 +1,299 @@
+//! A page about a failed allocation, which a running program writes at that moment.
+//!
+//! `SYMMALLOC_ON_OUT_OF_MEMORY=report:FOLDER` turns it on. Each device of each rank writes a separate page, so that the folder shows which
+//! ranks failed, and why. The allocator keeps no history of earlier ops, but knows all live allocations with their names. The page lists what
+//! they hold. A later failure of the same device replaces the page.
+//!
+//! ```text
+//! FOLDER/out-of-memory.html                       one rank, device 0
+//! FOLDER/out-of-memory.rank3.html                 rank 3 of several
+//! FOLDER/out-of-memory.rank3.device1.html         its second device
+//! ```
+
+use std::collections::BTreeMap;
+use std::env;
+use std::fmt::Write as _;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use symmalloc_core::Allocator;
+use symmalloc_core::backend::Backend;
+use symmalloc_core::errors::OutOfMemory;
+use symmalloc_core::ids::{PoolId, StreamId};
+use symmalloc_core::lock::Lock;
+use symmalloc_core::report::BlockStateSnapshot;
+use symmalloc_core::units::Amount;
+use symmalloc_files::say;
+
+/// The environment variable that turns the page on.
+pub const ON_OUT_OF_MEMORY_VARIABLE: &str = "SYMMALLOC_ON_OUT_OF_MEMORY";
+
+/// Maximum number of pages that a process writes. A program that tries again and again would otherwise spend its time on them.
+const PAGES_MAX: u32 = 64;
+
+/// Number of holders that a page lists.
+const HOLDERS_MAX: usize = 40;
+
+/// Pages of this process so far.
+static PAGES: AtomicU32 = AtomicU32::new(0);
+
+/// The action when an allocation fails: a page in a folder.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OnOutOfMemory {
+    folder: PathBuf,
+}
+
+/// Error of a text that names no action.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("must be report:FOLDER, to write a page into that folder when an allocation fails")]
+pub struct OnOutOfMemoryError;
+
+impl FromStr for OnOutOfMemory {
+    type Err = OnOutOfMemoryError;
+
+    fn from_str(text: &str) -> Result<Self, OnOutOfMemoryError> {
+        let folder = text.trim().strip_prefix("report:").map(str::trim).filter(|folder| !folder.is_empty());
+        folder.map(|folder| OnOutOfMemory { folder: folder.into() }).ok_or(OnOutOfMemoryError)
+    }
+}
+
+impl OnOutOfMemory {
+    /// Returns the action that the environment states, if any.
+    ///
+    /// # Errors
+    /// Returns an error if the variable has another value.
+    pub fn from_environment() -> Result<Option<Self>, OnOutOfMemoryError> {
+        match env::var(ON_OUT_OF_MEMORY_VARIABLE) {
+            Ok(text) if text.trim().is_empty() => Ok(None),
+            Ok(text) => text.parse().map(Some),
+            Err(env::VarError::NotPresent) => Ok(None),
+            Err(env::VarError::NotUnicode(_)) => Err(OnOutOfMemoryError),
+        }
+    }
+
+    /// Returns the action that the environment of this process states. Prints an invalid value once, and ignores it.
+    pub fn of_process() -> Option<&'static Self> {
+        static ACTION: OnceLock<Option<OnOutOfMemory>> = OnceLock::new();
+        let read = || {
+            OnOutOfMemory::from_environment().unwrap_or_else(|error| {
+                say(format_args!("{ON_OUT_OF_MEMORY_VARIABLE} {error}"));
+                None
+            })
+        };
+        ACTION.get_or_init(read).as_ref()
+    }
+
+    /// Writes the page like [`write`](Self::write), and prints where it is, or why it cannot be written.
+    pub fn report<B: Backend, L: Lock>(&self, allocator: &Allocator<B, L>, error: &OutOfMemory, device: usize) {
+        match self.write(allocator, error, device) {
+            Ok(Some(path)) => say(format_args!("out of memory: what holds it is in {}", path.display())),
+            Ok(None) => {}
+            Err(error) => say(format_args!("out of memory: no page in {}: {error}", self.folder.display())),
+        }
+    }
+
+    /// Returns the folder of the pages.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Writes the page of a device, and returns its path; `None` if this process has written 64 pages already. Reads the state of the
+    /// allocator and changes nothing, so it may differ between ranks. The rank comes from `RANK` and `WORLD_SIZE`.
+    ///
+    /// # Errors
+    /// Returns an error if the page cannot be written.
+    pub fn write<B: Backend, L: Lock>(
+        &self,
+        allocator: &Allocator<B, L>,
+        error: &OutOfMemory,
+        device: usize,
+    ) -> io::Result<Option<PathBuf>> {
+        if PAGES.fetch_add(1, Ordering::Relaxed) >= PAGES_MAX {
+            PAGES.store(PAGES_MAX, Ordering::Relaxed);
+            return Ok(None);
+        }
+        let number = |name: &str| env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+        let rank = number("RANK").filter(|_| number("WORLD_SIZE").is_some_and(|ranks| ranks > 1));
+        let mut name = "out-of-memory".to_owned();
+        let mut title = "Out of memory".to_owned();
+        let parts = [("rank", rank), ("device", Some(device as u64).filter(|device| *device > 0))];
+        for (part, number) in parts.into_iter().filter_map(|(part, number)| number.map(|number| (part, number))) {
+            _ = write!(name, ".{part}{number}");
+            _ = write!(title, ", {part} {number}");
+        }
+        fs::create_dir_all(&self.folder)?;
+        let path = self.folder.join(name + ".html");
+        symmalloc_files::write_whole(&path, page(allocator, error, &title).as_bytes())?;
+        Ok(Some(path))
+    }
+}
+
+/// A heap: its pool, and its stream unless its streams share memory.
+type HeapKey = (PoolId, Option<StreamId>);
+
+/// Memory of a heap.
+#[derive(Default)]
+struct HeapState {
+    reserved_bytes: u64,
+    free_bytes: u64,
+    free_blocks: u64,
+    largest_free_bytes: u64,
+}
+
+/// Returns the page.
+fn page<B: Backend, L: Lock>(allocator: &Allocator<B, L>, error: &OutOfMemory, title: &str) -> String {
+    let mut heaps: BTreeMap<HeapKey, HeapState> = BTreeMap::new();
+    // Live allocations by name, or by size without one.
+    let mut holders: BTreeMap<String, (u64, u64)> = BTreeMap::new();
+    let mut live_bytes = 0;
+    for segment in allocator.snapshot().segments {
+        let heap = heaps.entry((segment.pool, segment.stream)).or_default();
+        heap.reserved_bytes += segment.mapped_bytes;
+        for block in &segment.blocks {
+            match &block.state {
+                BlockStateSnapshot::Allocated { requested_bytes, name, .. } => {
+                    let name = name.as_deref();
+                    let label = name
+                        .map_or_else(|| format!("without a name, {} each", Amount(*requested_bytes)), str::to_owned);
+                    let (number, bytes) = holders.entry(label).or_default();
+                    (*number, *bytes) = (*number + 1, *bytes + requested_bytes);
+                    live_bytes += requested_bytes;
+                }
+                BlockStateSnapshot::Free { .. } => {
+                    heap.free_bytes += block.size_bytes;
+                    heap.free_blocks += 1;
+                    heap.largest_free_bytes = heap.largest_free_bytes.max(block.size_bytes);
+                }
+                _ => {}
+            }
+        }
+    }
+    let mut holders: Vec<(String, (u64, u64))> = holders.into_iter().collect();
+    holders.sort_by(|(one, (_, bytes)), (other, (_, others))| others.cmp(bytes).then_with(|| one.cmp(other)));
+    let heap_name = |(pool, stream): HeapKey| match stream {
+        Some(stream) => format!("pool {}, stream {}", pool.0, stream.0),
+        None => format!("pool {}, all streams", pool.0),
+    };
+    let sum = |of: fn(&HeapState) -> u64| heaps.values().map(of).sum::<u64>();
+    let (reserved, free) = (sum(|heap| heap.reserved_bytes), sum(|heap| heap.free_bytes));
+    let facts = [
+        ("failed", format!("{} for {}", Amount(error.requested_bytes), heap_name((error.pool, Some(error.stream))))),
+        (
+            "then",
+            format!(
+                "{} live, {} reserved, {} of it free in {} blocks, the largest of {}",
+                Amount(live_bytes),
+                Amount(reserved),
+                Amount(free),
+                sum(|heap| heap.free_blocks),
+                Amount(heaps.values().map(|heap| heap.largest_free_bytes).max().unwrap_or(0))
+            ),
+        ),
+        ("why, and what to do", error.to_string()),
+        (
+            "before",
+            "SYMMALLOC_TRACE=job-%r.trace.zst records every op of the next run; `symmalloc report job-0.trace.zst -o job.html` shows \
+             them, and which settings serve the request"
+                .to_owned(),
+        ),
+    ];
+    let rows =
+        |cells: &[String]| cells.iter().fold(String::new(), |row, cell| row + &format!("<td>{}</td>", escaped(cell)));
+    let mut out = format!(
+        "<!DOCTYPE html><html lang=\"en\"><head><meta charset=\"utf-8\"><meta http-equiv=\"Content-Security-Policy\" \
+         content=\"default-src 'none'; style-src 'unsafe-inline'\"><title>{0}</title><style>{STYLE}</style></head><body><h1>{0}</h1><table>",
+        escaped(title)
+    );
+    for (word, text) in facts {
+        out += &format!("<tr><th>{word}</th>{}</tr>", rows(&[text]));
+    }
+    out += "</table><h2>What holds memory</h2><table><tr><th>allocations</th><th>number</th><th>bytes</th></tr>";
+    let others = holders.split_off(holders.len().min(HOLDERS_MAX));
+    if !others.is_empty() {
+        let sum = others.iter().fold((0, 0), |(number, bytes), (_, (one, more))| (number + one, bytes + more));
+        holders.push(("all others".to_owned(), sum));
+    }
+    for (label, (number, bytes)) in holders {
+        out += &format!("<tr>{}</tr>", rows(&[label, number.to_string(), Amount(bytes).to_string()]));
+    }
+    out += "</table><h2>Free memory</h2><table><tr><th>heap</th><th>reserved</th><th>free</th><th>blocks</th><th>largest</th></tr>";
+    for (key, heap) in &heaps {
+        let HeapState { reserved_bytes, free_bytes, free_blocks, largest_free_bytes } = heap;
+        let [reserved, free, largest] =
+            [reserved_bytes, free_bytes, largest_free_bytes].map(|bytes| Amount(*bytes).to_string());
+        out += &format!("<tr>{}</tr>", rows(&[heap_name(*key), reserved, free, free_blocks.to_string(), largest]));
+    }
+    out + "</table></body></html>\n"
+}
+
+const STYLE: &str = "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:1rem auto;padding:0 1rem}\
+table{border-collapse:collapse}th,td{text-align:left;padding:.25rem 1rem .25rem 0;vertical-align:top;border-bottom:1px solid #bbb}";
+
+/// Escapes text for HTML, and drops control characters.
+fn escaped(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for character in text.chars().filter(|character| !character.is_control()) {
+        match character {
+            '&' => out += "&amp;",
+            '<' => out += "&lt;",
+            '>' => out += "&gt;",
+            '"' => out += "&quot;",
+            other => out.push(other),
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use symmalloc_core::errors::AllocateError;
+    use symmalloc_sim::SimBackend;
+
+    #[test]
+    fn only_a_report_into_a_folder_is_an_action() {
+        let parsed = |text: &str| text.parse::<OnOutOfMemory>();
+        assert_eq!(parsed("report:/tmp/x").unwrap().folder(), Path::new("/tmp/x"));
+        assert_eq!(parsed(" report: a b ").unwrap().folder(), Path::new("a b"));
+        for text in ["", "report", "report:", "report: ", "page:/tmp", "/tmp"] {
+            assert_eq!(parsed(text), Err(OnOutOfMemoryError), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_page_states_what_failed_and_what_holds_the_memory() {
+        let config = "total_limit_mb:64".parse().unwrap();
+        let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).unwrap();
+        let stream = allocator.register_stream().unwrap();
+        allocator.allocate_named(PoolId::DEFAULT, stream, 40 << 20, "model.py:40 <forward>").unwrap();
+        let freed = allocator.allocate(PoolId::DEFAULT, stream, 8 << 20).unwrap();
+        allocator.allocate(PoolId::DEFAULT, stream, 4 << 20).unwrap();
+        allocator.free(freed.handle).unwrap();
+        let Err(AllocateError::OutOfMemory(error)) = allocator.allocate(PoolId::DEFAULT, stream, 32 << 20) else {
+            panic!("44 + 32 MiB do not fit into 64");
+        };
+        let folder = tempfile::tempdir().unwrap();
+        let action = OnOutOfMemory { folder: folder.path().join("new/folder") };
+        let digest = allocator.digest(PoolId::DEFAULT).unwrap();
+        let path = action.write(&allocator, &error, 1).unwrap().expect("the first page");
+        assert!(path.ends_with("new/folder/out-of-memory.device1.html"), "{path:?}");
+        let page = fs::read_to_string(&path).unwrap();
+        for wanted in [
+            "32.00 MiB for pool 0, stream 0",
+            "44.00 MiB live, 52.00 MiB reserved, 8.00 MiB of it free in 1 blocks",
+            "model.py:40 &lt;forward&gt;</td><td>1</td><td>40.00 MiB",
+            "without a name, 4.00 MiB each",
+        ] {
+            assert!(page.contains(wanted), "no {wanted:?} in {page}");
+        }
+        assert_eq!(allocator.digest(PoolId::DEFAULT).unwrap(), digest, "the page changes nothing");
+        for _ in 0..2 * PAGES_MAX {
+            action.write(&allocator, &error, 1).unwrap();
+        }
+        assert_eq!(action.write(&allocator, &error, 1).unwrap(), None, "pages are limited");
+    }
+}
