@@ -185,7 +185,7 @@ fn page<B: Backend, L: Lock>(allocator: &Allocator<B, L>, error: &OutOfMemory, t
         (
             "then",
             format!(
-                "{} live, {} reserved, {} of it free in {} blocks, the largest of {}",
+                "{} live, {} reserved; free: {} (blocks: {}, largest: {})",
                 Amount(live_bytes),
                 Amount(reserved),
                 Amount(free),
@@ -266,7 +266,8 @@ mod tests {
 
     #[test]
     fn the_page_states_what_failed_and_what_holds_the_memory() {
-        let config = "total_limit_mb:64".parse().unwrap();
+        // The free memory stays, so that the page shows it.
+        let config = "total_limit_mb:64,reclaim:never".parse().unwrap();
         let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).unwrap();
         let stream = allocator.register_stream().unwrap();
         allocator.allocate_named(PoolId::DEFAULT, stream, 40 << 20, "model.py:40 <forward>").unwrap();
@@ -284,7 +285,7 @@ mod tests {
         let page = fs::read_to_string(&path).unwrap();
         for wanted in [
             "32.00 MiB for pool 0, stream 0",
-            "44.00 MiB live, 52.00 MiB reserved, 8.00 MiB of it free in 1 blocks",
+            "44.00 MiB live, 52.00 MiB reserved; free: 8.00 MiB (blocks: 1, largest: 8.00 MiB)",
             "model.py:40 &lt;forward&gt;</td><td>1</td><td>40.00 MiB",
             "without a name, 4.00 MiB each",
         ] {
