@@ -12,6 +12,7 @@
 //!
 //! `flights` compares flight records, of any number of ranks. `files` distinguishes them from recordings.
 
+mod calls;
 mod files;
 mod flights;
 mod late;
@@ -21,10 +22,11 @@ pub(crate) use files::run;
 pub use late::LateBeginning;
 pub(crate) use report::position_without_size;
 
-use std::collections::HashMap;
+use calls::{ComparedOps, ProgramCall, calls};
+use late::{Correspondence, Window};
 use symmalloc_core::config::PoolConfig;
-use symmalloc_core::ids::{AllocationId, Placement};
-use symmalloc_core::op::{Op, Record};
+use symmalloc_core::ids::Placement;
+use symmalloc_core::op::Op;
 use symmalloc_import::Recording;
 
 /// Comparison of two recordings.
@@ -87,7 +89,7 @@ impl Diff {
     /// Compares two recordings. If one of them begins in the middle of the job, they are compared from their first common op on.
     pub fn new(a: &Recording, b: &Recording) -> Self {
         if late::is_late(a) || late::is_late(b) {
-            return late::compare(a, b);
+            return Diff::of_late(a, b);
         }
         let mut diff = Diff::empty(a, b);
         let detail = if diff.uses_left_out.is_none() { ComparedOps::Everything } else { ComparedOps::WithoutUses };
@@ -104,6 +106,35 @@ impl Diff {
             diff.compared_ops += 1;
             if matches!(one.op, Op::Allocate { .. }) {
                 diff.compare_placements(&one, &other);
+                diff.allocations += 1;
+            }
+        }
+    }
+
+    /// Compares two recordings, of which at least one begins late.
+    fn of_late(a: &Recording, b: &Recording) -> Self {
+        let windows = [a, b].map(Window::of);
+        let ops_before = late::ops_before(&windows);
+        let mut diff = Diff::empty(a, b);
+        diff.late = Some(LateBeginning { is_late: [late::is_late(a), late::is_late(b)], ops_before });
+        if ops_before != [0, 0] {
+            // Segments are numbered from the beginning of each recording.
+            diff.differing_placements = None;
+        }
+        let mut same = Correspondence::default();
+        let [mut one, mut other] = [0, 1].map(|rank| windows[rank].calls[ops_before[rank]..].iter());
+        loop {
+            let (one, other) = match (one.next(), other.next()) {
+                (None, None) => return diff,
+                (Some(one), Some(other)) if same.admits(&windows, &one.op, &other.op) => (one, other),
+                (one, other) => {
+                    diff.first_op = Some(OpDifference::of(one, other));
+                    return diff;
+                }
+            };
+            diff.compared_ops += 1;
+            if matches!(one.op, Op::Allocate { .. }) {
+                diff.compare_placements(one, other);
                 diff.allocations += 1;
             }
         }
@@ -175,50 +206,6 @@ pub(crate) fn other_job(a: &Recording, b: &Recording) -> Option<OpDifference> {
             (one, other) => return Some(OpDifference { a: one, b: other, names: [None, None] }),
         }
     }
-}
-
-/// Ops that are compared.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum ComparedOps {
-    Everything,
-    /// All ops except those that depend on event polling.
-    WithoutUses,
-}
-
-/// A call of the program.
-struct ProgramCall<'a> {
-    /// Number of its record, counted from 0.
-    number: usize,
-    /// The op, which identifies its allocation by ordinal.
-    op: Op,
-    record: &'a Record,
-    /// The program's name of the allocation that the op is about.
-    name: Option<&'a str>,
-}
-
-/// Returns the calls in the records.
-fn calls(records: &[Record], detail: ComparedOps) -> impl Iterator<Item = ProgramCall<'_>> {
-    // Only looked up, so its order decides nothing.
-    let mut known: HashMap<AllocationId, (AllocationId, Option<&str>)> = HashMap::new();
-    records.iter().enumerate().filter_map(move |(number, record)| {
-        let mut op = record.op.clone();
-        let mut name = record.name.as_deref();
-        match &mut op {
-            Op::Allocate { id, .. } => {
-                let ordinal = AllocationId(known.len() as u64);
-                known.insert(*id, (ordinal, name));
-                *id = ordinal;
-            }
-            Op::Free { id } | Op::RecordUse { id, .. } => {
-                if let Some((ordinal, known)) = known.get(id) {
-                    (*id, name) = (*ordinal, *known);
-                }
-            }
-            _ => {}
-        }
-        let depends_on_polling = matches!(op, Op::RecordUse { .. } | Op::RegisterStream { .. });
-        (detail == ComparedOps::Everything || !depends_on_polling).then_some(ProgramCall { number, op, record, name })
-    })
 }
 
 #[cfg(test)]

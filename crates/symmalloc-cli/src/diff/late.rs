@@ -9,7 +9,7 @@
 //! B           live before │ a f a a f ...      B begins 4 ops after A
 //! ```
 
-use super::{ComparedOps, Diff, OpDifference, ProgramCall, calls};
+use super::calls::{ComparedOps, ProgramCall, calls};
 use std::collections::HashMap;
 use std::hash::Hash;
 use symmalloc_core::ids::{AllocationId, PoolId, StreamId};
@@ -32,8 +32,8 @@ pub(super) fn is_late(recording: &Recording) -> bool {
 }
 
 /// The recorded part of a job.
-struct Window<'a> {
-    calls: Vec<ProgramCall<'a>>,
+pub(super) struct Window<'a> {
+    pub(super) calls: Vec<ProgramCall<'a>>,
     /// Kind of each call, and the bytes that it is about.
     shapes: Vec<(u8, u64)>,
     /// Each allocation, by ordinal.
@@ -48,7 +48,7 @@ struct Allocation {
 }
 
 impl<'a> Window<'a> {
-    fn of(recording: &'a Recording) -> Self {
+    pub(super) fn of(recording: &'a Recording) -> Self {
         let mut window = Window { calls: Vec::new(), shapes: Vec::new(), allocations: Vec::new() };
         for call in calls(&recording.records, ComparedOps::WithoutUses) {
             let size_of = |id: AllocationId| window.allocations.get(id.index()).map_or(0, |it| it.size_bytes);
@@ -73,40 +73,9 @@ impl<'a> Window<'a> {
     }
 }
 
-/// Compares two recordings, of which at least one begins late.
-pub(super) fn compare(a: &Recording, b: &Recording) -> Diff {
-    let windows = [a, b].map(Window::of);
-    let ops_before = alignment(&windows[0].shapes, &windows[1].shapes);
-    let is_aligned_from_the_start = ops_before == [0, 0];
-    let mut diff = Diff::empty(a, b);
-    diff.late = Some(LateBeginning { is_late: [is_late(a), is_late(b)], ops_before });
-    if !is_aligned_from_the_start {
-        // Segments are numbered from the beginning of each recording.
-        diff.differing_placements = None;
-    }
-    let mut same = Correspondence::default();
-    let [one, other] = [0, 1].map(|rank| windows[rank].calls[ops_before[rank]..].iter());
-    let (mut one, mut other) = (one, other);
-    loop {
-        let (one, other) = match (one.next(), other.next()) {
-            (None, None) => return diff,
-            (Some(one), Some(other)) if same.admits(&windows, &one.op, &other.op) => (one, other),
-            (one, other) => {
-                diff.first_op = Some(OpDifference::of(one, other));
-                return diff;
-            }
-        };
-        diff.compared_ops += 1;
-        if matches!(one.op, Op::Allocate { .. }) {
-            diff.compare_placements(one, other);
-            diff.allocations += 1;
-        }
-    }
-}
-
 /// A mapping of A's numbers to B's.
 #[derive(Default)]
-struct Correspondence {
+pub(super) struct Correspondence {
     allocations: Pairs<AllocationId>,
     streams: Pairs<StreamId>,
     pools: Pairs<PoolId>,
@@ -114,7 +83,7 @@ struct Correspondence {
 
 impl Correspondence {
     /// Returns `true` if two ops are the same under the mapping, which grows by their numbers.
-    fn admits(&mut self, windows: &[Window<'_>; 2], a: &Op, b: &Op) -> bool {
+    pub(super) fn admits(&mut self, windows: &[Window<'_>; 2], a: &Op, b: &Op) -> bool {
         match (a, b) {
             (
                 Op::Allocate { id, pool, stream, size_bytes },
@@ -166,7 +135,12 @@ impl<T: Copy + Eq + Hash> Pairs<T> {
     }
 }
 
-/// Returns the number of ops of A, and of B, before the first common one. One of them is 0. Recordings that are the same up to the end of
+/// Returns the number of ops of A, and of B, before the first op that both recordings have.
+pub(super) fn ops_before(windows: &[Window<'_>; 2]) -> [usize; 2] {
+    alignment(&windows[0].shapes, &windows[1].shapes)
+}
+
+/// Returns the number of items of A, and of B, before the first common one. One of them is 0. Recordings that are the same up to the end of
 /// both are aligned at their ends, because ranks save them at the same time. Otherwise, the longest run of common ops decides, and among
 /// equal runs the earliest.
 fn alignment(a: &[(u8, u64)], b: &[(u8, u64)]) -> [usize; 2] {
