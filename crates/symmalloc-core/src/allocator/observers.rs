@@ -2,7 +2,7 @@
 //! can read them.
 
 use super::Allocator;
-use super::pool::{HeapCell, HeapGuard, PoolSlot};
+use super::pool::{HeapCell, HeapGuard, PoolRef, PoolSlot};
 use super::recorder::RecordingEnd;
 use crate::config::errors::{TrimError, UnknownError};
 use crate::heap::Heap;
@@ -123,7 +123,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Returns the heaps of an observer's pool, if it still exists.
     fn observed_heaps(&self, pool: Option<PoolId>) -> impl Iterator<Item = &HeapCell<L>> {
-        pool.and_then(|pool| self.pool(pool).ok()).into_iter().flat_map(|pool| pool.heaps())
+        pool.and_then(|pool| self.pool(pool).ok()).into_iter().flat_map(PoolRef::heaps)
     }
 
     /// Changes the heaps of an observer's pool, and returns what they released.
