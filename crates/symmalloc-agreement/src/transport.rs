@@ -75,10 +75,10 @@ impl Gathered {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum TransportError {
-    /// A rank died, is stopped, or does not respond.
+    /// A rank died, is stopped, gave up because of an error, or does not respond.
     #[error(
-        "rank {rank} is lost: it died, is stopped or does not respond. Check its log for an error, then restart the job or \
-         continue without it"
+        "rank {rank} is lost: it died, is stopped, gave up or does not respond. Check its log for an error, then restart \
+         the job or continue without it"
     )]
     RankLost {
         /// The rank.

@@ -90,7 +90,7 @@ impl OnOutOfMemory {
     /// Writes the page like [`write`](Self::write), and prints where it is, or why it cannot be written.
     pub fn report<B: Backend, L: Lock>(&self, allocator: &Allocator<B, L>, error: &OutOfMemory, device: usize) {
         match self.write(allocator, error, device) {
-            Ok(Some(path)) => say(format_args!("out of memory: what holds it is in {}", path.display())),
+            Ok(Some(path)) => say(format_args!("out of memory: {} shows what holds it", path.display())),
             Ok(None) => {}
             Err(error) => say(format_args!("out of memory: no page in {}: {error}", self.folder.display())),
         }

@@ -281,6 +281,33 @@ stub_test!(a_limit_is_enforced, ["LD_PRELOAD" = &preload(), "SYMMALLOC_RUN_LIMIT
     assert_eq!((free, total), (100 * MIB, 100 * MIB));
 });
 
+/// Returns a setting that names a folder of this process.
+fn report_into_a_folder() -> String {
+    let name = format!("symmalloc-pages-{}", std::process::id());
+    format!("report:{}", std::env::temp_dir().join(name).display())
+}
+
+stub_test!(
+    a_failed_allocation_writes_a_page,
+    [
+        "LD_PRELOAD" = &preload(),
+        "SYMMALLOC_RUN_LIMIT" = "104857600",
+        "SYMMALLOC_ON_OUT_OF_MEMORY" = &report_into_a_folder()
+    ],
+    {
+        begin(0);
+        let setting = std::env::var("SYMMALLOC_ON_OUT_OF_MEMORY").expect("set for this process");
+        let folder = std::path::PathBuf::from(setting.strip_prefix("report:").expect("a folder"));
+        let held = alloc(40 * MIB).expect("within the limit");
+        assert!(!folder.exists(), "no allocation has failed");
+        assert_eq!(alloc(80 * MIB), Err(2));
+        let page = std::fs::read_to_string(folder.join("out-of-memory.html")).expect("the page is written");
+        std::fs::remove_dir_all(&folder).expect("the folder exists");
+        assert!(page.contains("80.00 MiB for pool 0") && page.contains("40.00 MiB live"), "{page}");
+        assert_eq!(mem_free(held), 0);
+    }
+);
+
 stub_test!(
     invalid_settings_leave_everything_to_the_driver,
     ["LD_PRELOAD" = &preload(), "SYMMALLOC_RUN_CONFIG" = "segment:fixed"],

@@ -55,6 +55,41 @@ class OnADevice(unittest.TestCase):
         self.allocator.reset_peaks()
         self.assertEqual(self.allocator.stats()["total"]["allocated_bytes"]["all"]["peak"], 0)
 
+    def test_a_failed_allocation_writes_a_page_for_each_rank(self) -> None:
+        program = """
+            import symmalloc
+            allocator = symmalloc.Allocator(0, "total_limit_mb:64")
+            held = [allocator.allocate(10 << 20, name=f"cache {number}") for number in range(5)]
+            try:
+                allocator.allocate(30 << 20, name="logits")
+            except symmalloc.OutOfMemory as error:
+                print(error)
+        """
+        for rank, name in ((None, "out-of-memory.html"), ("3", "out-of-memory.rank3.html")):
+            with tempfile.TemporaryDirectory() as folder:
+                pages = Path(folder) / "pages"
+                launch = {} if rank is None else {"RANK": rank, "WORLD_SIZE": "8"}
+                done = needs.process(program, SYMMALLOC_ON_OUT_OF_MEMORY=f"report:{pages}", **launch)
+                self.assertIn("30.00 MiB", done.stdout, done.stderr)
+                self.assertEqual([page.name for page in pages.iterdir()], [name], done.stderr)
+                self.assertIn(str(pages / name), done.stderr)
+                page = (pages / name).read_text()
+                for text in ("30.00 MiB for pool 0", "50.00 MiB live", "cache 4", "the allocator's limit is 64.00 MiB"):
+                    self.assertIn(text, page)
+
+    def test_an_unwritable_folder_of_pages_changes_no_error(self) -> None:
+        program = """
+            import symmalloc
+            allocator = symmalloc.Allocator(0, "total_limit_mb:64")
+            try:
+                allocator.allocate(65 << 20)
+            except symmalloc.OutOfMemory as error:
+                print(error)
+        """
+        done = needs.process(program, SYMMALLOC_ON_OUT_OF_MEMORY="report:/proc/none")
+        self.assertIn("65.00 MiB", done.stdout, done.stderr)
+        self.assertIn("/proc/none", done.stderr)
+
     def test_a_step_that_occurs_twice_is_planned(self) -> None:
         with symmalloc.Allocator(0, "plan:learn") as learning:
             for number in range(4):
