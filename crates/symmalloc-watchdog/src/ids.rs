@@ -42,7 +42,7 @@ pub struct Progress {
     pub submitted: u64,
     /// Collectives known to have finished on the device.
     pub finished: u64,
-    /// `true` once the rank destroys the communicator, which counts as no collective.
+    /// `true` once the rank has begun to destroy the communicator. The destruction is not a collective.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_destroying: bool,
 }

@@ -17,7 +17,7 @@ const MEMBERSHIPS_MAX: usize = 4096;
 #[derive(Debug)]
 pub(crate) struct Roster {
     processes: BTreeMap<ProcessId, Known>,
-    /// Of each communicator, the rank that destroyed it after the fewest collectives.
+    /// By communicator, the rank that destroyed it after the fewest collectives. The endpoint removes the entry.
     first_left: BTreeMap<CommunicatorId, Leaver>,
 }
 

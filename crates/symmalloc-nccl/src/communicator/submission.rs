@@ -63,7 +63,7 @@ fn note(operations: &[Submission<'_>], entries: &Entries, is_issued: bool) {
             comm.note_submitted(*entry, stream);
         } else if comm.state() == CommState::Ready {
             // The call was rejected.
-            comm.watched().flight().complete_on_host(*entry, Tick::now());
+            comm.watched().flight().rejected(*entry, Tick::now());
         } else {
             comm.watched().flight().call_failed(*entry, Tick::now());
         }

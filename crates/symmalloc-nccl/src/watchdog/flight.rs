@@ -175,6 +175,18 @@ impl FlightRecorder {
         }
     }
 
+    /// Records that the call of an entry was rejected and had no effect. The next collective gets its number, as on the other ranks.
+    pub(crate) fn rejected(&self, entry: EntryNumber, now: Tick) {
+        self.complete_on_host(entry, now);
+        let mut ring = self.lock();
+        if let Some(at) = ring.place(entry)
+            && ring.entries[at].work.is_collective()
+            && ring.entries[at].number == ring.collectives
+        {
+            ring.collectives -= 1;
+        }
+    }
+
     /// Records that the call of an entry failed. NCCL may have submitted a part of the work before.
     pub(crate) fn call_failed(&self, entry: EntryNumber, now: Tick) {
         self.lock().has_failed_call = true;
@@ -242,7 +254,9 @@ impl FlightRecorder {
     /// Returns the collective with this number, if it is still kept.
     pub(crate) fn find_collective(&self, number: u64, now: Tick) -> Option<CollectiveRecord> {
         let ring = self.lock();
-        let (entry, state) = ring.records().find(|(entry, _)| entry.number == number && entry.work.is_collective())?;
+        // A rejected call before it has the same number.
+        let is_it = |(entry, _): &(&Entry, CollectiveState)| entry.number == number && entry.work.is_collective();
+        let (entry, state) = ring.records().filter(is_it).last()?;
         Some(entry.record(state, now))
     }
 
@@ -393,6 +407,27 @@ mod tests {
 
     fn states(flight: &FlightRecorder) -> Vec<(u64, CollectiveState)> {
         flight.collectives(Tick::default()).iter().map(|record| (record.number, record.state)).collect()
+    }
+
+    #[test]
+    fn the_next_collective_gets_the_number_of_a_rejected_one() {
+        let (flight, now) = (FlightRecorder::default(), Tick::default());
+        let progress = |submitted| Progress { submitted, finished: submitted, is_destroying: false };
+        let accepted = flight.begin(all_reduce(1), None, now);
+        flight.complete_on_host(accepted, now);
+        let rejected = flight.begin(all_reduce(2), None, now);
+        flight.rejected(rejected, now);
+        assert_eq!(flight.progress(), progress(1));
+        let sent = flight.begin(send(), None, now);
+        flight.rejected(sent, now);
+        assert_eq!(flight.progress(), progress(1), "a send has no number of its own");
+        let [first, second] = [(); 2].map(|()| flight.begin(all_reduce(3), None, now));
+        flight.rejected(first, now);
+        assert_eq!(flight.progress().submitted, 3, "a later one keeps its number");
+        flight.rejected(second, now);
+        assert_eq!(flight.progress().submitted, 2);
+        flight.begin(Work::Destruction, None, now);
+        assert_eq!((flight.progress().submitted, flight.progress().is_destroying), (2, true));
     }
 
     #[test]
