@@ -83,7 +83,7 @@ def built() -> dict[str, Path]:
 
 @functools.cache
 def classes() -> list[Path]:
-    """Returns the compiled classes for the wheel, and says so if there are none."""
+    """Returns the compiled classes for the wheel, and prints a note if there are none."""
     given = os.environ.get("SYMMALLOC_TORCH_CLASSES")
     if given is None:
         text = "symmalloc: SYMMALLOC_TORCH_CLASSES is not set, so the wheel has no compiled class: the first install() compiles it"

@@ -86,7 +86,7 @@ pub struct AddressOrder {
     completions: Option<Completions>,
 }
 
-/// What completes a free that other streams may delay.
+/// The condition that completes a free that other streams may delay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Completion {
     /// The events of the streams that used the memory.

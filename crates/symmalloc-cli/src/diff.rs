@@ -45,7 +45,7 @@ pub struct Diff {
     pub differing_placements: Option<usize>,
     /// The first allocation whose placements differ.
     pub first: Option<PlacementDifference>,
-    /// Where the recordings begin, if one of them begins in the middle of the job.
+    /// The beginnings of the recordings, if one of them begins in the middle of the job.
     pub late: Option<LateBeginning>,
 }
 

@@ -56,7 +56,7 @@ pub struct Recording {
     pub config: Option<Config>,
     /// The Python stacks of the allocations, if the [options](ReadOptions::stacks) ask for them and the recording has any.
     pub stacks: Option<Stacks>,
-    /// What the recorded program calls each stream, by number: [`DEFAULT_STREAM`] or a handle. `None` for a stream without a handle. Empty
+    /// The recorded program's name of each stream, by number: [`DEFAULT_STREAM`] or a handle. `None` for a stream without a handle. Empty
     /// for a trace, which has no handles.
     pub stream_names: Vec<Option<String>>,
     /// The last request that the recorded allocator refused.

@@ -14,7 +14,7 @@ impl Random {
     }
 }
 
-/// How the job loads its weights.
+/// The way in which the job loads its weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Loading {
     /// Each weight is allocated and stays.

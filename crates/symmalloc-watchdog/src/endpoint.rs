@@ -302,7 +302,9 @@ impl Endpoint {
             Message::Beat { standings } => {
                 for it in &standings {
                     self.roster.note_standing(from, it, now);
-                    self.check_leavers(it.rank.communicator, it.progress.submitted);
+                    if self.roster.is_in(from, it.rank.communicator) {
+                        self.check_leavers(it.rank.communicator, it.progress.submitted);
+                    }
                 }
             }
             Message::Joined { rank } => {
@@ -370,7 +372,10 @@ impl Endpoint {
                 let communicator = last.rank.communicator;
                 self.roster.leave(HUB, &last, now);
                 let own = self.ranks_of(communicator).map(|(_, it)| it.submitted()).max();
-                self.check_leavers(communicator, own.unwrap_or(0));
+                match own {
+                    Some(submitted) => self.check_leavers(communicator, submitted),
+                    None => self.roster.forget_leaver(communicator),
+                }
             }
             Message::Withdrawn { rank } => self.roster.withdraw(HUB, rank),
             Message::Gone { .. } | Message::NeverJoined { .. } => self.note(message),

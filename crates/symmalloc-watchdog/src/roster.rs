@@ -169,7 +169,7 @@ impl Roster {
         known.is_some_and(|known| known.memberships.range(ranks_of(communicator)).next().is_some())
     }
 
-    /// Forgets a communicator that none of this process's ranks uses any more.
+    /// Forgets who destroyed a communicator. The hub calls it once all ranks have left, and another process once its own ranks have.
     pub(crate) fn forget_leaver(&mut self, communicator: CommunicatorId) {
         self.first_left.remove(&communicator);
     }
@@ -206,8 +206,8 @@ impl Roster {
         self.membership(process, rank).is_some_and(|it| it.fail(report))
     }
 
-    /// Returns a rank that destroyed the communicator before the collective `submitted`, which another rank submitted, as a failure that is
-    /// reported once. Without that rank, the collective never completes.
+    /// Removes and returns the rank that destroyed the communicator before collective `submitted` of another rank, which never completes
+    /// without it. Marks it as failed.
     pub(crate) fn take_early_leaver(
         &mut self,
         communicator: CommunicatorId,
@@ -216,7 +216,7 @@ impl Roster {
         let leaver = *self.first_left.get(&communicator).filter(|leaver| leaver.submitted < submitted)?;
         self.first_left.remove(&communicator);
         let text = format!(
-            "it destroyed the communicator after collective {}, and other ranks had submitted collective {submitted}",
+            "it destroyed the communicator after collective {}, but other ranks need it for collective {submitted}",
             leaver.submitted
         );
         let report = FailureReport { text, first_rank: None, stopped_ms: None };

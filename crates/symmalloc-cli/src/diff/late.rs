@@ -16,11 +16,11 @@ use symmalloc_core::ids::{AllocationId, PoolId, StreamId};
 use symmalloc_core::op::Op;
 use symmalloc_import::Recording;
 
-/// Where two recordings that begin late begin.
+/// The beginnings of two recordings, of which at least one begins in the middle of the job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LateBeginning {
-    /// Whether A and B begin in the middle of the job.
+    /// `true` for each of A and B that begins in the middle of the job.
     pub is_late: [bool; 2],
     /// Number of ops of A, and of B, before the first op that both recordings have.
     pub ops_before: [usize; 2],

@@ -43,7 +43,7 @@ pub(super) struct Failure {
     pub(super) frames: Vec<Box<str>>,
     /// Name of the stream.
     stream_name: String,
-    /// Who refused it.
+    /// The name of the allocator that refused it.
     by: &'static str,
     /// Free memory in the heap that the request is for, if the report's own settings refuse it.
     own_free_bytes: Option<u64>,

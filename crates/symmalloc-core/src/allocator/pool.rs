@@ -3,8 +3,8 @@
 //! Pools and heaps are found without a lock, so a destroyed pool cannot be deallocated. Instead, a later pool reuses
 //! it, see [`super::destroyed`]: the object gets a new id, and each of its heaps is reset at the first request for its
 //! stream. Until then the heap has the id of the earlier pool and counts as absent. The slot of an id keeps the id's
-//! own configuration. [`PoolSlot::pool`] returns the pool only while the object has the slot's id, so a dead id does
-//! not reach the state of a later pool:
+//! own configuration. [`PoolSlot::pool`] returns the pool only if the object has the slot's id, so a dead id does not
+//! reach a later pool. A caller that then takes a lock of the pool looks it up once more:
 //!
 //! ```text
 //!  table of pools   PoolSlot 1 (destroyed)    PoolSlot 2 (live)

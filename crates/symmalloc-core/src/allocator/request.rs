@@ -9,6 +9,7 @@ pub enum Retry {
     Again,
     /// Retry if the allocator released memory since the request failed, in the callback or on another thread. A callback
     /// that only trims returns this: if threads run out of memory together, one of them releases what the others need.
+    /// Which of their requests succeed may then depend on timing, as with any limit that threads share.
     IfReleased,
     /// Let the allocation fail.
     GiveUp,

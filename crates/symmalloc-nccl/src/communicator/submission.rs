@@ -58,10 +58,15 @@ fn begin(operations: &[Submission<'_>]) -> Entries {
 }
 
 fn note(operations: &[Submission<'_>], entries: &Entries, is_issued: bool) {
-    for ((comm, _, stream), entry) in operations.iter().zip(entries) {
-        if is_issued {
+    if is_issued {
+        for ((comm, _, stream), entry) in operations.iter().zip(entries) {
             comm.note_submitted(*entry, stream);
-        } else if comm.state() == CommState::Ready {
+        }
+        return;
+    }
+    // The newest first, because only the newest collective can give its number back.
+    for ((comm, ..), entry) in operations.iter().zip(entries.iter()).rev() {
+        if comm.state() == CommState::Ready {
             // The call was rejected.
             comm.watched().flight().rejected(*entry, Tick::now());
         } else {

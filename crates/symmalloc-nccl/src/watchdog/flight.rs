@@ -175,7 +175,8 @@ impl FlightRecorder {
         }
     }
 
-    /// Records that the call of an entry was rejected and had no effect. The next collective gets its number, as on the other ranks.
+    /// Records that the call of an entry was rejected and had no effect. If no later collective exists, the next one gets its number, as on the
+    /// other ranks.
     pub(crate) fn rejected(&self, entry: EntryNumber, now: Tick) {
         self.complete_on_host(entry, now);
         let mut ring = self.lock();
@@ -420,14 +421,13 @@ mod tests {
         assert_eq!(flight.progress(), progress(1));
         let sent = flight.begin(send(), None, now);
         flight.rejected(sent, now);
-        assert_eq!(flight.progress(), progress(1), "a send has no number of its own");
+        assert_eq!(flight.progress(), progress(1), "a send does not count");
         let [first, second] = [(); 2].map(|()| flight.begin(all_reduce(3), None, now));
-        flight.rejected(first, now);
-        assert_eq!(flight.progress().submitted, 3, "a later one keeps its number");
-        flight.rejected(second, now);
-        assert_eq!(flight.progress().submitted, 2);
+        assert_eq!(flight.progress().submitted, 3);
+        [second, first].into_iter().for_each(|entry| flight.rejected(entry, now));
+        assert_eq!(flight.progress().submitted, 1, "a rejected group gives all of its numbers back");
         flight.begin(Work::Destruction, None, now);
-        assert_eq!((flight.progress().submitted, flight.progress().is_destroying), (2, true));
+        assert_eq!((flight.progress().submitted, flight.progress().is_destroying), (1, true));
     }
 
     #[test]
