@@ -8,8 +8,9 @@ use symmalloc_agreement::{
     Action, AgreementError, Cause, Difference, Disagreement, Point, RankHistory, agree_in_lockstep,
 };
 use symmalloc_core::errors::{AllocateError, OutOfMemoryCause};
+use symmalloc_core::ids::HeapId;
 use symmalloc_core::op::{Op, Record};
-use symmalloc_core::{Allocator, Config, PoolId, StreamId};
+use symmalloc_core::{Allocator, Config, PoolId};
 use symmalloc_harness::generate::Scenario;
 use symmalloc_harness::jobs;
 use symmalloc_harness::mutation::{Kind, Mutant, SymmetricProgram};
@@ -22,20 +23,18 @@ const INJECTIONS: u64 = 10_000;
 /// Number of ops in a generated program, and in a window of a recorded job.
 const OPS: usize = 100;
 
-type HeapName = (PoolId, Option<StreamId>);
-
 /// The ops of the program that caused the ops of each heap.
 #[derive(Default)]
 struct Origins {
     /// Entries by heap: (number of heap ops after it, op of the program, digest), ascending.
-    heaps: BTreeMap<HeapName, Vec<(u64, usize, u64)>>,
+    heaps: BTreeMap<HeapId, Vec<(u64, usize, u64)>>,
 }
 
 impl Origins {
     fn note(&mut self, index: usize, allocator: &Allocator<SimBackend>) {
         for pool in (0..allocator.pool_count()).map(PoolId) {
-            for (stream, digest) in allocator.heap_digests(pool).unwrap_or_default() {
-                let heap = self.heaps.entry((pool, stream)).or_default();
+            for (group, digest) in allocator.heap_digests(pool).unwrap_or_default() {
+                let heap = self.heaps.entry(HeapId { pool, group }).or_default();
                 if heap.last().is_none_or(|(ops, _, _)| *ops < digest.ops) {
                     heap.push((digest.ops, index, digest.value));
                 }
@@ -44,7 +43,7 @@ impl Origins {
     }
 
     /// Returns the op of the program that caused this op of the heap.
-    fn of(&self, heap: HeapName, op: u64) -> Option<usize> {
+    fn of(&self, heap: HeapId, op: u64) -> Option<usize> {
         let heap = self.heaps.get(&heap)?;
         heap.get(heap.partition_point(|(ops, _, _)| *ops <= op)).map(|(_, index, _)| *index)
     }
@@ -72,7 +71,7 @@ impl Origins {
     }
 
     /// Returns the range of heap ops that contains the heap's first difference, from the digests after each op of the program.
-    fn first_difference(&self, other: &Origins, heap: HeapName) -> Option<(u64, u64)> {
+    fn first_difference(&self, other: &Origins, heap: HeapId) -> Option<(u64, u64)> {
         let none = Vec::new();
         let [one, other] = [self, other].map(|origins| origins.heaps.get(&heap).unwrap_or(&none));
         let digests: BTreeMap<u64, u64> = other.iter().map(|(ops, _, digest)| (*ops, *digest)).collect();
@@ -322,7 +321,7 @@ fn inject(kind: Kind, seed: u64, programs: &Programs, row: &mut Row) {
         }
         Difference::History { first, .. } => {
             assert_ne!(kind, Kind::Configuration, "{}", place());
-            let heap = (PoolId(first.pool), first.stream);
+            let heap = HeapId { pool: PoolId(first.pool), group: first.streams };
             let origins = [&outcome.regular, &outcome.mutant].map(|origins| origins.of(heap, first.first_op));
             if !origins.contains(&Some(mutant.op)) {
                 let runs = [&outcome.regular, &outcome.mutant];

@@ -32,7 +32,7 @@ fn rank_that_remembers(rank: u32, history_ops: u32) -> Allocator<SimBackend> {
 fn allocate(allocator: &Allocator<SimBackend>, ops: u64, other: Option<u64>) {
     for op in 0..ops {
         let size_bytes = 512 - u64::from(other == Some(op));
-        allocator.allocate_named(PoolId::DEFAULT, StreamId(0), size_bytes, "block").expect("fits");
+        let _live = allocator.allocate_named(PoolId::DEFAULT, StreamId(0), size_bytes, "block").expect("fits");
     }
 }
 
@@ -225,10 +225,10 @@ fn a_pool_is_not_compared_after_its_end_was_agreed_on() {
     ranks.push(restarted);
     assert_eq!(compare(&ranks), None);
     // A trim of all pools also reaches destroyed ones.
-    ranks.iter().for_each(|allocator| drop(allocator.trim(None)));
+    ranks.iter().for_each(|allocator| drop(allocator.trim_all()));
     assert_eq!(compare(&ranks), None);
     // Other pools are still compared.
-    ranks[1].trim(Some(PoolId::DEFAULT)).expect("no fault was injected");
+    ranks[1].trim_pool(PoolId::DEFAULT).expect("no fault was injected");
     assert!(compare(&ranks).is_some());
 }
 
@@ -302,7 +302,7 @@ fn private_pools_are_not_compared() {
     assert!(placed.iter().all(|placements| *placements == placed[0]));
     // The pools with this ordinal have different ids on the ranks, but are still compared.
     let other = allocators[3].symmetric_pool(1).expect("the pool was created");
-    allocators[3].allocate(other, StreamId(0), 1).expect("fits");
+    let _live = allocators[3].allocate(other, StreamId(0), 1).expect("fits");
     let disagreement = compare(&allocators).expect("they differ");
     let first = disagreement.first_heap().expect("a heap");
     assert_eq!((first.pool, first.groups[1].ranks.to_string()), (1, "3".to_owned()));
@@ -404,7 +404,7 @@ fn with_mode(mode: Mode, other: u64) -> Vec<(Option<u64>, u32)> {
         let mut caught = None;
         for op in 0..60 {
             let size_bytes = 512 - u64::from(rank == 1 && op == other);
-            allocator.allocate(PoolId::DEFAULT, StreamId(0), size_bytes).expect("fits");
+            let _live = allocator.allocate(PoolId::DEFAULT, StreamId(0), size_bytes).expect("fits");
             let outcome = agreement.after_op(&allocator).and_then(|agreed| match op % 20 {
                 19 => agreement.at_sync(&allocator),
                 _ => Ok(agreed),

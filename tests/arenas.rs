@@ -4,10 +4,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::errors::{AllocateError, HandleError, OutOfMemoryCause, PoolError, UnknownError};
-use symmalloc_core::lock::Shared;
 use symmalloc_core::op::Record;
 use symmalloc_core::units::{KIB, MIB};
-use symmalloc_core::{Allocation, Allocator, Emptied, LimitScope, Op, PoolId, StreamId};
+use symmalloc_core::{Allocation, Allocator, Emptied, LimitScope, Op, PoolId, SharedAllocator, StreamId};
 use symmalloc_harness::memory::Memory;
 use symmalloc_sim::{Call, SimBackend, SplitMix64};
 use symmalloc_trace::Trace;
@@ -74,7 +73,7 @@ fn a_reset_equals_the_frees_of_everything_and_makes_no_driver_call() {
                     assert_eq!(allocator.stats().reserved_bytes.current, reserved_bytes, "{policy}: the memory stays");
                 }
             } else {
-                let stream_of = |made: &Allocation| allocator.segment_at(made.address).map(|at| at.stream);
+                let stream_of = |made: &Allocation| allocator.segment_at(made.address).map(|at| at.heap.stream());
                 live.sort_by_key(|made| (stream_of(made).expect("live"), made.placement));
                 live.iter().for_each(|made| allocator.free(made.handle).expect("live"));
                 assert_eq!(allocator.reset_pool(arena), Ok(Emptied::default()), "{policy}");
@@ -179,7 +178,7 @@ fn symmetric_used_and_observed_pools_are_not_destroyed_for_a_request() {
     assert!(matches!(error.cause, OutOfMemoryCause::Limit { scope: LimitScope::Allocator, .. }));
     assert_eq!(allocator.pools(), [PoolId::DEFAULT, used, observed]);
     allocator.forget(observer).expect("it is registered");
-    allocator.allocate(PoolId::DEFAULT, stream, 30 * MIB).expect("the observed pool was destroyed");
+    let _live = allocator.allocate(PoolId::DEFAULT, stream, 30 * MIB).expect("the observed pool was destroyed");
     assert_eq!(allocator.pools(), [PoolId::DEFAULT, used]);
     allocator.free(live.handle).expect("live");
     assert_eq!(allocator.destroy_abandoned(), Ok(20 * MIB));
@@ -204,7 +203,7 @@ fn released_bytes_are_counted() {
     allocator.abandon_pool(second);
     assert_eq!(allocator.destroy_abandoned_private(), Ok(0));
     assert_eq!(allocator.destroy_abandoned(), Ok(each));
-    assert_eq!(allocator.trim(Some(third)), Ok(each));
+    assert_eq!(allocator.trim_pool(third), Ok(each));
     assert_eq!((held(), device.calls().of(Call::Unmap)), (0, 3));
 }
 
@@ -212,8 +211,7 @@ fn released_bytes_are_counted() {
 #[test]
 fn keys_name_pools_whatever_the_timing() {
     let run = |late: usize| {
-        let allocator =
-            Allocator::<_, Shared>::with_lock(SimBackend::builder().build(), Config::default()).expect("valid");
+        let allocator = SharedAllocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
         let stream = allocator.register_stream().expect("a stream id is available");
         let turn = AtomicUsize::new(0);
         thread::scope(|scope| {
@@ -228,7 +226,8 @@ fn keys_name_pools_whatever_the_timing() {
                         let key = PoolId((1 + request * 4 + worker) as u32);
                         let arena = allocator.create_pool_with_key(key, PoolConfig::default()).expect("unused");
                         assert_eq!(arena, key);
-                        allocator.allocate(arena, stream, (1 + worker as u64) * MIB).expect("memory is available");
+                        let _live =
+                            allocator.allocate(arena, stream, (1 + worker as u64) * MIB).expect("memory is available");
                     }
                     turn.fetch_add(1, Ordering::Release);
                 });
@@ -237,7 +236,7 @@ fn keys_name_pools_whatever_the_timing() {
         allocator.check().expect("consistent");
         let digests: Vec<_> = allocator.pools().into_iter().map(|pool| (pool, allocator.digest(pool))).collect();
         let sizes =
-            allocator.snapshot().segments.into_iter().map(|segment| (segment.pool, segment.blocks[0].size_bytes));
+            allocator.snapshot().segments.into_iter().map(|segment| (segment.heap.pool, segment.blocks[0].size_bytes));
         (digests, sizes.collect::<Vec<_>>())
     };
     let first = run(0);

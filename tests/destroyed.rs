@@ -7,7 +7,7 @@ use symmalloc_agreement::{Point, RankHistory};
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::lock::{Exclusive, Lock, Shared};
 use symmalloc_core::op::Contents;
-use symmalloc_core::{Allocator, PoolId, StreamId};
+use symmalloc_core::{PoolId, SharedAllocator, StreamId, generic};
 use symmalloc_sim::{Call, Fault, FaultRule, SimBackend};
 
 /// Maximum number of bytes kept per destroyed pool, including the history of one heap.
@@ -39,9 +39,9 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
-fn allocator<L: Lock>() -> Allocator<SimBackend, L> {
+fn allocator<L: Lock>() -> generic::Allocator<SimBackend, L> {
     let backend = SimBackend::builder().memory_bytes(1 << 50).build();
-    let allocator = Allocator::with_lock(backend, Config::default()).expect("valid");
+    let allocator = generic::Allocator::with_lock(backend, Config::default()).expect("valid");
     for _ in 0..STREAMS {
         allocator.register_stream().expect("a stream id is available");
     }
@@ -49,7 +49,7 @@ fn allocator<L: Lock>() -> Allocator<SimBackend, L> {
 }
 
 /// Creates a pool, uses it on all streams, in steps and across a sleep, and destroys it.
-fn live_and_die<L: Lock>(allocator: &Allocator<SimBackend, L>, config: &str, sleeps: bool) -> PoolId {
+fn live_and_die<L: Lock>(allocator: &generic::Allocator<SimBackend, L>, config: &str, sleeps: bool) -> PoolId {
     let config: PoolConfig = config.parse().expect("valid");
     let pool = allocator.create_pool(config).expect("valid");
     for _ in 0..4 {
@@ -75,7 +75,7 @@ fn live_and_die<L: Lock>(allocator: &Allocator<SimBackend, L>, config: &str, sle
 fn bytes_per_pool<L: Lock>(
     config: impl Fn(usize) -> String,
     sleeps: bool,
-    after_each: impl Fn(&Allocator<SimBackend, L>),
+    after_each: impl Fn(&generic::Allocator<SimBackend, L>),
 ) -> usize {
     let allocator = allocator::<L>();
     let run = |pools: Range<usize>| {
@@ -102,7 +102,7 @@ fn numbered(policy: &str, number: usize, recurs: bool) -> String {
 
 /// Histories of symmetric pools stay until the ranks agree.
 fn symmetric(recurs: bool) {
-    let settle = |allocator: &Allocator<SimBackend, Shared>| RankHistory::new(allocator, Point::Sync).settle();
+    let settle = |allocator: &SharedAllocator<SimBackend>| RankHistory::new(allocator, Point::Sync).settle();
     let of_one = |number| numbered("symmetric:true,streams:shared", number, recurs);
     let of_four = |number| numbered("symmetric:true", number, recurs);
     let settled = bytes_per_pool::<Shared>(of_one, false, settle);
@@ -153,7 +153,7 @@ fn a_destroyed_pool_keeps_few_bytes_and_is_not_visited() {
 fn visits() {
     for keeps_memory in [false, true] {
         let backend = SimBackend::builder().memory_bytes(1 << 50).build();
-        let allocator: Allocator<_, Shared> = Allocator::with_lock(backend, Config::default()).expect("valid");
+        let allocator: SharedAllocator<_> = generic::Allocator::with_lock(backend, Config::default()).expect("valid");
         for _ in 0..STREAMS {
             allocator.register_stream().expect("a stream id is available");
         }
@@ -171,7 +171,7 @@ fn visits() {
             allocator.backend().inject(Some(Call::Unmap), FaultRule::At { ordinal }, Fault::Refused);
             allocator.destroy_pool(live).expect_err("the driver keeps the memory");
             assert_eq!(allocator.kept_pool_count(), 2);
-            allocator.trim(None).expect("the driver works again");
+            allocator.trim_all().expect("the driver works again");
         } else {
             allocator.destroy_pool(live).expect("empty");
         }

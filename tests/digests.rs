@@ -11,7 +11,7 @@ use std::path::Path;
 use symmalloc_core::config::{Config, PoolConfig, Reclaim, StreamPolicy};
 use symmalloc_core::errors::{AllocateError, UnknownError};
 use symmalloc_core::histories::{HistorySource, Mark, unpack_op, unpack_placement};
-use symmalloc_core::ids::{AllocationId, ObserverId};
+use symmalloc_core::ids::{AllocationId, ObserverId, StreamGroup};
 use symmalloc_core::op::{Contents, Op, Record, Refusal};
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{Allocator, Digest, PoolId, SegmentId, StreamId};
@@ -66,7 +66,7 @@ const STORIES: &[Story] = &[
         name: "allocate",
         pool: "",
         ops: |rank, _| {
-            rank.allocate(POOL, S0, 3 * MIB + 1).expect("memory");
+            let _live = rank.allocate(POOL, S0, 3 * MIB + 1).expect("memory");
         },
     },
     Story {
@@ -82,7 +82,7 @@ const STORIES: &[Story] = &[
         pool: "",
         ops: |rank, _| {
             leave_fenced(rank, MIB);
-            rank.allocate(POOL, S0, MIB).expect("memory");
+            let _live = rank.allocate(POOL, S0, MIB).expect("memory");
         },
     },
     Story { name: "reserve-expandable", pool: "", ops: |rank, _| rank.reserve(POOL, S0, 5 * MIB).expect("memory") },
@@ -105,7 +105,7 @@ const STORIES: &[Story] = &[
         pool: "",
         ops: |rank, _| {
             rank.reserve(POOL, S0, 8 * MIB).expect("memory");
-            rank.trim(None).expect("no faults");
+            rank.trim_all().expect("no faults");
         },
     },
     Story {
@@ -114,7 +114,7 @@ const STORIES: &[Story] = &[
         ops: |rank, device| {
             rank.reserve(POOL, S0, 8 * MIB).expect("memory");
             refuse(device, Call::Unmap, Fault::Refused);
-            rank.trim(None).expect_err("refused");
+            rank.trim_all().expect_err("refused");
         },
     },
     Story {
@@ -122,7 +122,7 @@ const STORIES: &[Story] = &[
         pool: "",
         ops: |rank, _| {
             leave_room_around_one(rank);
-            rank.trim(None).expect("no faults");
+            rank.trim_all().expect("no faults");
         },
     },
     Story {
@@ -131,7 +131,7 @@ const STORIES: &[Story] = &[
         ops: |rank, device| {
             leave_room_around_one(rank);
             refuse(device, Call::Unmap, Fault::Refused);
-            rank.trim(None).expect_err("refused");
+            rank.trim_all().expect_err("refused");
         },
     },
     Story {
@@ -140,14 +140,14 @@ const STORIES: &[Story] = &[
         ops: |rank, _| {
             leave_room_around_one(rank);
             rank.observe(POOL).expect("it exists");
-            rank.trim(None).expect("nothing is released");
+            rank.trim_all().expect("nothing is released");
         },
     },
     Story {
         name: "refused-by-pool-limit",
         pool: "limited",
         ops: |rank, _| {
-            rank.allocate(POOL, S0, 5 * MIB).expect("memory");
+            let _live = rank.allocate(POOL, S0, 5 * MIB).expect("memory");
             rank.allocate(POOL, S0, 30 * MIB).expect_err("more than the limit");
         },
     },
@@ -155,7 +155,7 @@ const STORIES: &[Story] = &[
         name: "refused-by-segment",
         pool: "reserved",
         ops: |rank, _| {
-            rank.allocate(POOL, S0, 5 * MIB).expect("memory");
+            let _live = rank.allocate(POOL, S0, 5 * MIB).expect("memory");
             rank.allocate(POOL, S0, 30 * MIB).expect_err("more than the segment");
         },
     },
@@ -163,7 +163,7 @@ const STORIES: &[Story] = &[
         name: "refused-by-driver",
         pool: "",
         ops: |rank, device| {
-            rank.allocate(POOL, S0, 5 * MIB).expect("memory");
+            let _live = rank.allocate(POOL, S0, 5 * MIB).expect("memory");
             refuse(device, Call::Map, Fault::OutOfMemory);
             rank.allocate(POOL, S0, 30 * MIB).expect_err("refused");
         },
@@ -191,7 +191,7 @@ const STORIES: &[Story] = &[
         ops: |rank, _| {
             let made = [S0, S1].map(|stream| rank.allocate(POOL, stream, 7 * MIB).expect("memory"));
             rank.free(made[1].handle).expect("live");
-            rank.allocate(POOL, S0, 9 * MIB).expect("the other stream's memory was released");
+            let _live = rank.allocate(POOL, S0, 9 * MIB).expect("the other stream's memory was released");
         },
     },
     Story { name: "growth-behind-a-failed-wait", pool: "", ops: grow_in_vain },
@@ -200,7 +200,7 @@ const STORIES: &[Story] = &[
         pool: "",
         ops: |rank, device| {
             grow_in_vain(rank, device);
-            rank.allocate(POOL, S0, 5 * MIB).expect("the driver works again");
+            let _live = rank.allocate(POOL, S0, 5 * MIB).expect("the driver works again");
         },
     },
     Story {
@@ -208,7 +208,7 @@ const STORIES: &[Story] = &[
         pool: "threshold",
         ops: |rank, _| {
             let made = rank.allocate(POOL, S0, 9 * MIB).expect("memory");
-            rank.allocate(POOL, S0, 100 * KIB).expect("memory");
+            let _live = rank.allocate(POOL, S0, 100 * KIB).expect("memory");
             rank.free(made.handle).expect("live");
         },
     },
@@ -219,7 +219,7 @@ const STORIES: &[Story] = &[
             let made = rank.allocate(POOL, S0, MIB).expect("memory");
             rank.record_use(made.handle, S1).expect("live");
             rank.free(made.handle).expect("live");
-            rank.allocate(POOL, S1, MIB).expect("memory");
+            let _live = rank.allocate(POOL, S1, MIB).expect("memory");
         },
     },
     Story {
@@ -227,8 +227,8 @@ const STORIES: &[Story] = &[
         pool: "",
         ops: |rank, _| {
             leave_room_around_one(rank);
-            rank.trim(None).expect("no faults");
-            rank.allocate(POOL, S0, 2 * MIB).expect("memory");
+            rank.trim_all().expect("no faults");
+            let _live = rank.allocate(POOL, S0, 2 * MIB).expect("memory");
         },
     },
 ];
@@ -303,12 +303,12 @@ fn histories_that_differ_in_one_decision_have_different_digests() {
     // The same request, refused by the same heap for each reason.
     let by = |ops| digest(&Story { name: "", pool: "gives-nothing-back", ops }, 0);
     let by_limit = by(|rank, _| {
-        rank.allocate(POOL, S0, 8 * MIB).expect("memory");
-        rank.set_limit_bytes(Some(8 * MIB));
+        let _live = rank.allocate(POOL, S0, 8 * MIB).expect("memory");
+        rank.set_total_limit_bytes(Some(8 * MIB));
         rank.allocate(POOL, S0, 6 * MIB).expect_err("beyond the limit");
     });
     let by_driver = by(|rank, device| {
-        rank.allocate(POOL, S0, 8 * MIB).expect("memory");
+        let _live = rank.allocate(POOL, S0, 8 * MIB).expect("memory");
         refuse(device, Call::Map, Fault::OutOfMemory);
         rank.allocate(POOL, S0, 6 * MIB).expect_err("refused");
     });
@@ -327,7 +327,7 @@ fn the_granularity_is_in_every_digest() {
         let device = SimBackend::builder().granularity_bytes(granularity_bytes).build();
         let allocator: Rank<'_> = Allocator::new(&device, Config::default()).expect("valid");
         allocator.register_stream().expect("a stream id is available");
-        allocator.allocate(POOL, S0, 0).expect("zero bytes never fail");
+        let _live = allocator.allocate(POOL, S0, 0).expect("zero bytes never fail");
         allocator.digest(POOL).expect("it exists")
     };
     assert_ne!(digest(MIB), digest(2 * MIB));
@@ -344,7 +344,7 @@ fn the_end_of_a_pool_is_in_its_digest() {
         let pool = allocator.create_pool(symmetric).expect("valid");
         let made = allocator.allocate(pool, S0, MIB).expect("memory");
         allocator.free(made.handle).expect("live");
-        allocator.trim(None).expect("no faults");
+        allocator.trim_all().expect("no faults");
         if is_destroyed {
             allocator.destroy_pool(pool).expect("empty");
         }
@@ -376,10 +376,10 @@ fn the_history_of_a_shrink_equals_the_unmapped_ranges() {
             let victim = random.below(live.len() as u64) as usize;
             allocator.free(live.swap_remove(victim).handle).expect("live");
         }
-        allocator.trim(None).expect("no faults");
+        allocator.trim_all().expect("no faults");
     }
     let mut reported = Vec::new();
-    allocator.look_back(0, Some(S0), &mut |journal| {
+    allocator.look_back(0, StreamGroup::One(S0), &mut |journal| {
         for entry in (0..).map_while(|op| journal.entry(op)) {
             if let Some((Mark::Shrink, _, size_bytes)) = unpack_op(entry.op) {
                 let placement = unpack_placement(entry.decision);

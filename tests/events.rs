@@ -105,7 +105,7 @@ fn rare_events_have_stable_names_and_fields_and_a_cache_hit_has_none() {
 
     allocator.free(second.handle).expect("live");
     assert!(listener.heard().is_empty());
-    assert_eq!(allocator.trim(None), Ok(2 * MIB));
+    assert_eq!(allocator.trim_all(), Ok(2 * MIB));
     let death = [
         "> heap.trim pool=0 stream=0",
         "segment.death pool=0 stream=0 segment=0 offset_bytes=0 size_bytes=2097152",
@@ -130,7 +130,7 @@ fn pools_and_failed_trims_emit_events() {
     assert_eq!(listener.heard(), ["pool.created pool=1 symmetric=true limit_bytes=67108864"]);
     allocator.reserve(pool, stream, 4 * MIB).expect("within the limit");
     assert_eq!(listener.heard()[0], "> heap.reserve pool=1 stream=0 size_bytes=4194304");
-    allocator.trim(Some(pool)).expect_err("the driver call fails");
+    allocator.trim_pool(pool).expect_err("the driver call fails");
     let failed = listener.heard().pop().expect("the last event");
     assert!(failed.starts_with("trim.failed pool=1 stream=0 released_bytes=0 error="), "{failed}");
     allocator.destroy_pool(pool).expect("the driver works again");
@@ -149,7 +149,7 @@ fn a_divergence_emits_an_event_on_every_rank() {
                 let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("a device");
                 let stream = allocator.register_stream().expect("the first");
                 let size_bytes = 2 * MIB + u64::from(transport.rank());
-                allocator.allocate(PoolId::DEFAULT, stream, size_bytes).expect("fits");
+                let _live = allocator.allocate(PoolId::DEFAULT, stream, size_bytes).expect("fits");
                 listener.heard();
                 agree(&allocator, &transport, Point::Sync).expect_err("they differ");
                 let mut heard = listener.heard();
@@ -206,11 +206,11 @@ fn the_event_of_a_shrink_states_the_range() {
     let _guard = tracing::subscriber::set_default(listener.clone());
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
     let stream = allocator.register_stream().expect("the first");
-    allocator.allocate(PoolId::DEFAULT, stream, MIB).expect("no limit");
+    let _live = allocator.allocate(PoolId::DEFAULT, stream, MIB).expect("no limit");
     let freed = allocator.allocate(PoolId::DEFAULT, stream, 5 * MIB).expect("no limit");
     allocator.free(freed.handle).expect("live");
     listener.heard();
-    assert_eq!(allocator.trim(None), Ok(4 * MIB));
+    assert_eq!(allocator.trim_all(), Ok(4 * MIB));
     let shrink = "segment.shrink pool=0 stream=0 segment=0 offset_bytes=2097152 size_bytes=4194304";
     assert_eq!(listener.heard()[1], shrink);
 }

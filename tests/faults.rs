@@ -64,7 +64,7 @@ fn that_trims_only_when_told(scenario: &Scenario) -> Scenario {
         .config
         .to_builder()
         .default_pool(plain(scenario.config.default_pool()))
-        .limit_bytes(None)
+        .total_limit_bytes(None)
         .build()
         .expect("valid");
     // A pool is destroyed even if its memory cannot be released, so a second attempt would not find the pool.
@@ -157,7 +157,7 @@ fn with_many_refused_calls_the_allocator_stays_consistent_and_leaks_nothing() {
             device.heal();
             // Liveness: once the driver works again, everything can be freed and released.
             run.free_all().expect("the driver works again");
-            allocator.trim(None).expect("the driver works again");
+            allocator.trim_all().expect("the driver works again");
             let stats = allocator.stats();
             assert_eq!(stats.usage.all.allocations.current, 0, "seed {seed}");
             assert_eq!(stats.retired_bytes, 0, "seed {seed}");
@@ -222,7 +222,7 @@ fn a_failed_trim_reports_all_released_bytes() {
         device.inject(Some(Call::Unmap), FaultRule::Every { calls: every }, Fault::Refused);
         for pool in [None, Some(PoolId::DEFAULT), None] {
             let before = device.mapped_bytes();
-            let trimmed = allocator.trim(pool);
+            let trimmed = pool.map_or_else(|| allocator.trim_all(), |pool| allocator.trim_pool(pool));
             let released = before - device.mapped_bytes();
             match trimmed {
                 Ok(bytes) => assert_eq!(bytes, released),
@@ -248,7 +248,7 @@ fn a_refusal_by_the_driver_changes_the_digest() {
             device.inject(Some(Call::Map), FaultRule::At { ordinal: 0 }, Fault::OutOfMemory);
             allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect_err("refused");
         }
-        allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
+        let _live = allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
         allocator.digest(PoolId::DEFAULT).expect("the default pool")
     };
     assert_eq!(digest(false), digest(false));
@@ -264,7 +264,7 @@ fn everything(scenario: &Scenario, device: &SimBackend, attempts: usize) -> usiz
     let mut refused = 0;
     {
         let allocator: Allocator<_> = Allocator::new(device, scenario.config.clone()).expect("valid");
-        allocator.set_failure_callback(|allocator, _| match allocator.trim(None) {
+        allocator.set_failure_callback(|allocator, _| match allocator.trim_all() {
             Ok(0) | Err(_) => Retry::GiveUp,
             Ok(_) => Retry::Again,
         });
@@ -304,7 +304,7 @@ fn everything(scenario: &Scenario, device: &SimBackend, attempts: usize) -> usiz
             allocator.forget(observer).expect("the driver works again");
         }
         run.free_all().expect("the driver works again");
-        allocator.trim(None).expect("the driver works again");
+        allocator.trim_all().expect("the driver works again");
         let stats = allocator.stats();
         assert_eq!((stats.usage.all.allocations.current, stats.retired_bytes), (0, 0));
         check(&"at the end");

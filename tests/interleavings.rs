@@ -18,17 +18,18 @@ use shuttle::thread;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use symmalloc_core::config::{Config, PoolConfig, Reclaim, StreamPolicy};
 use symmalloc_core::errors::{AllocateError, PoolError};
+use symmalloc_core::ids::StreamGroup;
 use symmalloc_core::lock::{Exclusive, Lock};
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::SleepCause;
 use symmalloc_core::units::{KIB, MIB};
-use symmalloc_core::{Allocation, Allocator, Digest, PoolId, Retry, StreamId};
+use symmalloc_core::{Allocation, Allocator, Digest, PoolId, Retry, StreamId, generic};
 use symmalloc_harness::memory::Memory;
 use symmalloc_sim::{SimBackend, SplitMix64};
 use symmalloc_trace::replay::{Program, Replay};
 
 /// Runs a thread on its own stream. Passes about a third of its allocations to `leave` instead of freeing them.
-fn drive<L: Lock>(allocator: &Allocator<Device, L>, stream: StreamId, seed: u64, leave: impl Fn(Allocation)) {
+fn drive<L: Lock>(allocator: &generic::Allocator<Device, L>, stream: StreamId, seed: u64, leave: impl Fn(Allocation)) {
     let mut random = SplitMix64::new(seed ^ u64::from(stream.0) << 32);
     let mut live: Vec<Allocation> = Vec::new();
     let mut lent = Vec::new();
@@ -59,7 +60,7 @@ fn drive<L: Lock>(allocator: &Allocator<Device, L>, stream: StreamId, seed: u64,
 }
 
 /// Makes calls that other threads may make concurrently without moving anything in the default pool (rule D8).
-fn disturb(allocator: &Allocator<Device, Shuttled>) {
+fn disturb(allocator: &generic::Allocator<Device, Shuttled>) {
     let pool = allocator.create_pool(PoolConfig::default()).expect("the pool is created");
     let (observer, _) = allocator.observe(pool).expect("it exists");
     let made = allocator.allocate(pool, StreamId(0), MIB).expect("no limit");
@@ -67,10 +68,10 @@ fn disturb(allocator: &Allocator<Device, Shuttled>) {
     allocator.drop_completed_fences().expect("no faults");
     let stats = allocator.stats();
     assert!(stats.usage.all.allocations.current >= 1 && stats.reserved_bytes.current >= 2 * MIB);
-    assert_eq!(allocator.segment_at(made.address).map(|position| position.pool), Some(pool));
+    assert_eq!(allocator.segment_at(made.address).map(|position| position.heap.pool), Some(pool));
     allocator.free(made.handle).expect("live");
-    allocator.trim(Some(pool)).expect("no faults");
-    assert_eq!(allocator.segment_at(made.address).filter(|position| position.pool == pool), None);
+    allocator.trim_pool(pool).expect("no faults");
+    assert_eq!(allocator.segment_at(made.address).filter(|position| position.heap.pool == pool), None);
     allocator.acknowledge(observer, &allocator.unread(observer)).expect("no faults");
     allocator.forget(observer).expect("no faults");
     allocator.destroy_pool(pool).expect("empty");
@@ -78,7 +79,7 @@ fn disturb(allocator: &Allocator<Device, Shuttled>) {
     allocator.snapshot();
 }
 
-type HeapDigests = Vec<(Option<StreamId>, Digest)>;
+type HeapDigests = Vec<(StreamGroup, Digest)>;
 
 fn heaps_decide_as_if_alone(pool: &PoolConfig, schedules: usize) {
     for seed in 0..6 {
@@ -152,7 +153,7 @@ fn share(allocator: &Shared, stream: StreamId, seed: u64, bag: &Mutex<Vec<Alloca
                 }
             }
             8 => {
-                allocator.trim(None).expect("no faults");
+                allocator.trim_all().expect("no faults");
             }
             _ => {
                 allocator.drop_completed_fences().expect("no faults");
@@ -178,7 +179,7 @@ fn a_shared_heap_with_a_limit_stays_consistent_and_loses_no_free() {
             allocator.set_failure_callback(move |allocator, error| {
                 asking.fetch_add(1, Relaxed);
                 assert!(error.reserved_bytes <= 8 * MIB);
-                allocator.trim(None).expect("no faults");
+                allocator.trim_all().expect("no faults");
                 if asking.load(Relaxed).is_multiple_of(2) { Retry::Again } else { Retry::GiveUp }
             });
             let bag = Arc::new(Mutex::new(Vec::new()));
@@ -213,7 +214,7 @@ fn threads_that_run_out_together_share_what_one_releases() {
         let made = allocator.allocate(cached, StreamId(0), 8 * MIB).expect("within the limit");
         allocator.free(made.handle).expect("live");
         allocator.set_failure_callback(|allocator, _| {
-            allocator.trim(None).expect("no faults");
+            allocator.trim_all().expect("no faults");
             Retry::IfReleased
         });
         let threads = (0..STREAMS).map(StreamId).map(|stream| {
@@ -320,7 +321,7 @@ fn heaps_that_charge_one_limit_never_hold_more() {
             let pool = if is_fixed { pool.fixed() } else { pool };
             let pool = if is_of_pool { pool.limit_bytes(limit_bytes) } else { pool };
             let config = Config::builder().default_pool(pool.build().expect("valid"));
-            let config = if is_of_pool { config } else { config.limit_bytes(limit_bytes) };
+            let config = if is_of_pool { config } else { config.total_limit_bytes(limit_bytes) };
             let allocator = shared(&config.build().expect("valid"), 12);
             let threads = (0..STREAMS).map(StreamId).map(|stream| {
                 let allocator = Arc::clone(&allocator);
@@ -333,7 +334,7 @@ fn heaps_that_charge_one_limit_never_hold_more() {
                         let mapped_bytes = allocator.backend().inner.mapped_bytes();
                         assert!(mapped_bytes <= 8 * MIB, "{mapped_bytes} bytes are mapped");
                         if reserved.is_ok() {
-                            allocator.trim(None).expect("no faults");
+                            allocator.trim_all().expect("no faults");
                         }
                     }
                 })
@@ -355,7 +356,7 @@ fn a_host_wait_does_not_cover_concurrently_submitted_work() {
         allocator.free(cached.handle).expect("live");
         let trimming = Arc::clone(&allocator);
         let trimmer = thread::spawn(move || {
-            trimming.trim(None).expect("no faults");
+            trimming.trim_all().expect("no faults");
         });
         let lending = Arc::clone(&allocator);
         let lender = thread::spawn(move || {
@@ -491,7 +492,7 @@ fn an_address_is_looked_up_while_its_segment_dies() {
         allocator.free(made.handle).expect("live");
         let trimming = Arc::clone(&allocator);
         let trimmer = thread::spawn(move || {
-            trimming.trim(None).expect("no faults");
+            trimming.trim_all().expect("no faults");
         });
         if let Some(position) = allocator.segment_at(made.address) {
             assert_eq!(position.base, made.address);

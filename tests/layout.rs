@@ -8,7 +8,7 @@ use symmalloc_core::layout::Layout;
 use symmalloc_core::lock::{Exclusive, Lock};
 use symmalloc_core::restore::{LayoutError, RestoreError};
 use symmalloc_core::units::MIB;
-use symmalloc_core::{Allocator, Digest, Op, Placement, PoolId, StreamId};
+use symmalloc_core::{Allocator, Digest, Op, Placement, PoolId, StreamId, generic};
 use symmalloc_harness::checker::{DeviceWork, outcome};
 use symmalloc_harness::generate::Scenario;
 use symmalloc_harness::oracle::Outcome;
@@ -23,13 +23,13 @@ const S1: StreamId = StreamId(1);
 /// Results of later ops: every decision, and the bytes reserved after it.
 type Future = Vec<(Outcome, u64)>;
 
-fn digests<L: Lock>(allocator: &Allocator<&SimBackend, L>) -> Vec<Option<Digest>> {
+fn digests<L: Lock>(allocator: &generic::Allocator<&SimBackend, L>) -> Vec<Option<Digest>> {
     (0..allocator.pool_count()).map(|pool| allocator.digest(PoolId(pool)).ok()).collect()
 }
 
 /// Executes the ops from `first` on.
 fn go_on<L: Lock>(
-    allocator: &Allocator<&SimBackend, L>,
+    allocator: &generic::Allocator<&SimBackend, L>,
     program: &Program,
     replay: &mut Replay<'_, &SimBackend, L>,
     work: &mut DeviceWork<'_>,
@@ -49,7 +49,7 @@ fn go_on<L: Lock>(
 fn restarted<L: Lock>(scenario: &Scenario, checkpoint: &Checkpoint, seed: u64) -> (Future, Vec<Option<Digest>>) {
     let device = scenario.device_builder(seed).rank(9).delays(Delays::UntilSynchronized).build();
     let (future, digests) = {
-        let allocator = Allocator::<_, L>::with_lock(&device, scenario.config.clone()).expect("valid");
+        let allocator = generic::Allocator::<_, L>::with_lock(&device, scenario.config.clone()).expect("valid");
         let mut work = DeviceWork::new(&device);
         let adopt = |id, stream, allocation| work.adopt(id, stream, allocation);
         let mut replay = checkpoint.resume(&allocator, &scenario.program, adopt);
@@ -78,7 +78,7 @@ fn in_one_pool(scenario: &Scenario) -> Scenario {
 }
 
 /// Returns the state that a rejected restore must leave unchanged.
-fn state<L: Lock>(allocator: &Allocator<&SimBackend, L>) -> impl PartialEq + std::fmt::Debug + use<L> {
+fn state<L: Lock>(allocator: &generic::Allocator<&SimBackend, L>) -> impl PartialEq + std::fmt::Debug + use<L> {
     allocator.check().expect("consistent");
     (allocator.snapshot(), allocator.stats(), digests(allocator))
 }
@@ -110,7 +110,7 @@ fn pool(segments: &str) -> PoolConfig {
 }
 
 fn rank<'a>(device: &'a SimBackend, pool: &PoolConfig, limit_bytes: Option<u64>) -> Allocator<&'a SimBackend> {
-    let config = Config::builder().default_pool(pool.clone()).limit_bytes(limit_bytes).build().expect("valid");
+    let config = Config::builder().default_pool(pool.clone()).total_limit_bytes(limit_bytes).build().expect("valid");
     let allocator = Allocator::new(device, config).expect("valid");
     allocator.register_stream().expect("the first");
     allocator.register_stream().expect("the second");
@@ -190,7 +190,7 @@ fn the_text_names_live_allocations_and_zero_byte_ones_can_still_be_freed() {
 fn a_name_that_exceeds_a_line_is_truncated_at_a_character_boundary() {
     let device = SimBackend::builder().build();
     let allocator = rank(&device, &PoolConfig::default(), None);
-    allocator.allocate_named(POOL, S0, 1, &"\u{1f600}x".repeat(1000)).expect("fits");
+    let _live = allocator.allocate_named(POOL, S0, 1, &"\u{1f600}x".repeat(1000)).expect("fits");
     let layout = allocator.save_layout(POOL).expect("nothing is retired");
     let name = layout.heaps()[0].segments[0].allocations[0].name.clone().expect("it is named");
     assert_eq!((name.len(), &name[4090..]), (4095, "\u{1f600}x"));
@@ -204,13 +204,13 @@ fn restored_allocations_count_in_the_peak_over_all_heaps() {
     let policy = PoolConfig::default();
     let old = rank(&device, &policy, None);
     for stream in [S0, S1] {
-        old.allocate(POOL, stream, 10 * MIB).expect("fits");
+        let _live = old.allocate(POOL, stream, 10 * MIB).expect("fits");
     }
     let layout = old.save_layout(POOL).expect("nothing is retired");
     let new = rank(&device, &policy, None);
     new.restore_layout(POOL, &layout).expect("a fresh pool");
     for (mib, peak) in [(5, 25), (7, 32)] {
-        new.allocate(POOL, S0, mib * MIB).expect("fits");
+        let _live = new.allocate(POOL, S0, mib * MIB).expect("fits");
         let usage = new.stats().usage.all;
         assert_eq!((usage.allocated_bytes.current, usage.allocated_bytes.peak), (peak * MIB, peak * MIB));
         assert_eq!(usage.allocations.current, usage.allocations.peak);
@@ -238,7 +238,7 @@ fn a_pool_with_retired_segments_has_no_layout() {
     let (observer, _) = allocator.observe(POOL).expect("exists");
     let made = allocator.allocate(POOL, S0, 20 * MIB).expect("fits");
     allocator.free(made.handle).expect("live");
-    allocator.trim(None).expect("no faults");
+    allocator.trim_all().expect("no faults");
     let retired_bytes = 20 * MIB;
     assert_eq!(allocator.save_layout(POOL), Err(LayoutError::Retired { pool: POOL, retired_bytes }));
     allocator.forget(observer).expect("no faults");

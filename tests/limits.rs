@@ -86,7 +86,7 @@ fn the_default_granules_of_stitching_shrink_to_the_limit() {
     let allocator: Allocator<_> =
         Allocator::new(SimBackend::builder().build(), config("stitching:true,total_limit_mb:120")).expect("valid");
     let stream = allocator.register_stream().expect("a stream id is available");
-    allocator.allocate(POOL, stream, 80 * MIB).expect("it fits");
+    let _live = allocator.allocate(POOL, stream, 80 * MIB).expect("it fits");
     let tight = allocator.allocate(POOL, stream, 40 * MIB).expect("it fits exactly");
     assert_eq!(allocator.stats().reserved_bytes.current, 120 * MIB);
     // Memory that was acquired tightly is reused and released like any other, and growth continues where it was.
@@ -94,7 +94,7 @@ fn the_default_granules_of_stitching_shrink_to_the_limit() {
     let again = allocator.allocate(POOL, stream, 40 * MIB).expect("the memory is cached");
     assert_eq!(again.placement, tight.placement);
     allocator.free(again.handle).expect("live");
-    assert_eq!(allocator.trim(None), Ok(40 * MIB));
+    assert_eq!(allocator.trim_all(), Ok(40 * MIB));
     let layout = allocator.save_layout(POOL).expect("nothing is stitched");
     assert_eq!(layout.reserved_bytes(), 80 * MIB);
     let small = allocator.allocate(POOL, stream, 12 * MIB).expect("it fits");
@@ -176,7 +176,7 @@ fn the_failure_callback_runs_only_if_an_eviction_can_help() {
         // Without its live allocations, the pool serves exactly the requests for which the callback runs.
         [first, held].into_iter().for_each(|made| allocator.free(made.handle).expect("live"));
         if pool != POOL {
-            allocator.trim(None).expect("no faults");
+            allocator.trim_all().expect("no faults");
         }
         let served = allocator.allocate(pool, stream, request_mb * MIB);
         assert_eq!(served.is_ok(), runs, "{text}: {request_mb} MiB: {served:?}");
@@ -189,7 +189,7 @@ fn a_lowered_limit_does_not_make_held_memory_useless() {
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
     let stream = allocator.register_stream().expect("a stream id is available");
     let held = allocator.allocate(POOL, stream, 100 * MIB).expect("there is no limit");
-    allocator.set_limit_bytes(Some(64 * MIB));
+    allocator.set_total_limit_bytes(Some(64 * MIB));
     let handle = held.handle;
     allocator.set_failure_callback(move |allocator, error| {
         assert!(matches!(error.cause, OutOfMemoryCause::Limit { scope: LimitScope::Allocator, .. }));

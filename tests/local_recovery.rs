@@ -20,7 +20,7 @@ fn a_local_recovery_is_no_op_of_a_symmetric_pool() {
 
 /// Trims all pools, as `CudaAllocator::trim` does: an op of the symmetric pools that are awake.
 fn trim_all(allocator: &recovery::RankAllocator<'_>) {
-    allocator.trim(None).expect("no fault was injected");
+    allocator.trim_all().expect("no fault was injected");
 }
 
 #[test]

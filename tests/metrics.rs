@@ -24,7 +24,7 @@ fn value(text: &str, series: &str) -> f64 {
 #[test]
 fn a_heaps_numbers_are_published_under_its_pool_and_stream() {
     let pool = PoolConfig::builder().limit_bytes(Some(16 * MIB)).build().expect("valid");
-    let config = Config::builder().default_pool(pool).limit_bytes(Some(1024 * MIB)).build().expect("valid");
+    let config = Config::builder().default_pool(pool).total_limit_bytes(Some(1024 * MIB)).build().expect("valid");
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("a device");
     let streams = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
     let take = |stream, size_bytes| allocator.allocate(PoolId::DEFAULT, stream, size_bytes);
@@ -58,7 +58,7 @@ fn a_heaps_numbers_are_published_under_its_pool_and_stream() {
     assert_eq!(value(&text, "symmalloc_out_of_memory_total{rank=\"3\",pool=\"0\",stream=\"1\"}"), 1.0);
     assert_eq!(value(&text, "symmalloc_pool_limit_bytes{rank=\"3\",pool=\"0\"}"), mib(16));
     assert_eq!(value(&text, "symmalloc_limit_bytes{rank=\"3\"}"), mib(1024));
-    allocator.set_limit_bytes(Some(512 * MIB));
+    allocator.set_total_limit_bytes(Some(512 * MIB));
     let later = rendered(&Publisher::new().with_label("rank", "3"), &[&allocator]);
     assert_eq!(value(&later, "symmalloc_limit_bytes{rank=\"3\"}"), mib(512), "the current limit");
     assert_eq!(value(&text, "symmalloc_total_allocated_bytes_peak{rank=\"3\"}"), mib(10));
@@ -93,7 +93,7 @@ fn retired_segments_do_not_count_as_fragmentation() {
     };
     let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("it exists");
     free(take(50));
-    allocator.trim(None).expect("no faults");
+    allocator.trim_all().expect("no faults");
     assert_eq!(fragmentation_with(50), 0.0, "nothing is free");
     let [first, _, third, _] = [6, 2, 2, 2].map(take);
     assert_eq!(fragmentation_with(50), 0.0, "nothing is free");
@@ -114,7 +114,7 @@ fn streams_that_share_a_heap_are_one_series() {
     let recorder = PrometheusBuilder::new().build_recorder();
     for round in 1..=2 {
         for stream in streams {
-            allocator.allocate(pool, stream, MIB).expect("fits");
+            let _live = allocator.allocate(pool, stream, MIB).expect("fits");
         }
         metrics::with_local_recorder(&recorder, || Publisher::new().publish(&allocator));
         let text = recorder.handle().render();

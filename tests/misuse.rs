@@ -50,7 +50,7 @@ fn a_handle_is_stale_when_its_segment_is_gone() {
     let allocator = allocator();
     let made = allocator.allocate(POOL, S0, 4096).expect("fits");
     allocator.free(made.handle).expect("live");
-    allocator.trim(None).expect("no faults");
+    allocator.trim_all().expect("no faults");
     assert_eq!(allocator.free(made.handle), Err(HandleError::Stale { handle: made.handle }.into()));
 }
 
@@ -110,9 +110,9 @@ fn unknown_streams_and_pools_are_named() {
     assert_eq!(allocator.allocate(POOL, stream, 0), Err(unknown_stream.into()));
     assert_eq!(allocator.reserve(pool, S0, 512), Err(unknown_pool.into()));
     assert_eq!(allocator.record_use(live, stream), Err(RecordUseError::Unknown(unknown_stream)));
-    assert_eq!(allocator.stream_waits(S0, stream), Err(unknown_stream));
-    assert_eq!(allocator.stream_synchronized(stream), Err(unknown_stream));
-    assert_eq!(allocator.trim(Some(pool)), Err(TrimError::Unknown(unknown_pool)));
+    assert_eq!(allocator.note_stream_wait(S0, stream), Err(unknown_stream));
+    assert_eq!(allocator.note_synchronized(stream), Err(unknown_stream));
+    assert_eq!(allocator.trim_pool(pool), Err(TrimError::Unknown(unknown_pool)));
     assert_eq!(allocator.destroy_pool(pool), Err(unknown_pool.into()));
     assert_eq!(allocator.digest(pool), Err(unknown_pool));
     assert_eq!(allocator.pool_stats(pool).map(drop), Err(unknown_pool));
@@ -189,7 +189,7 @@ fn the_largest_block_is_reused_with_maximum_rounding_of_oversize_blocks() {
 fn an_error_at_a_limit_states_the_memory_in_use() {
     let pool = PoolConfig::builder().limit_bytes(Some(8 * MIB)).build().expect("valid");
     let allocator = with(Config::builder().default_pool(pool).build().expect("valid"));
-    allocator.allocate(POOL, S0, 5 * MIB).expect("fits");
+    let _live = allocator.allocate(POOL, S0, 5 * MIB).expect("fits");
     let error = allocator.allocate(POOL, S0, 4 * MIB).expect_err("beyond the limit");
     let AllocateError::OutOfMemory(error) = error else { panic!("{error}") };
     assert_eq!((error.pool, error.stream, error.requested_bytes), (POOL, S0, 4 * MIB));
@@ -216,9 +216,9 @@ fn a_failure_callback_frees_and_the_allocation_succeeds() {
         }
         Retry::Again
     });
-    allocator.allocate(POOL, S0, 4 * MIB).expect("the callback freed memory");
+    let _live = allocator.allocate(POOL, S0, 4 * MIB).expect("the callback freed memory");
     assert_eq!(calls.load(std::sync::atomic::Ordering::Relaxed), 1);
-    allocator.allocate(POOL, S0, 4 * MIB).expect("fits");
+    let _live = allocator.allocate(POOL, S0, 4 * MIB).expect("fits");
     allocator.allocate(POOL, S0, 4 * MIB).expect_err("nothing more to free");
     assert_eq!(calls.load(std::sync::atomic::Ordering::Relaxed), 3, "retries are bounded");
 }
@@ -240,7 +240,7 @@ fn memory_freed_by_a_failure_callback_stays_in_the_cache() {
     allocator.allocate(POOL, S0, 30 * MIB).expect_err("20 MiB are free");
     assert_eq!(allocator.stats().reserved_bytes.current, 60 * MIB);
     assert_eq!(allocator.backend().calls().of(Call::Unmap), 0);
-    allocator.allocate(POOL, S0, 20 * MIB).expect("the freed memory was not released");
+    let _live = allocator.allocate(POOL, S0, 20 * MIB).expect("the freed memory was not released");
 }
 
 #[test]
@@ -384,7 +384,7 @@ fn a_handle_of_a_destroyed_pool_stays_stale_in_later_pools() {
             assert_eq!(allocator.allocation(handle), Err(HandleError::Stale { handle }));
             let destroyed = UnknownError::DestroyedPool { pool: gone };
             assert_eq!(allocator.allocate(gone, S0, 1 << 20), Err(destroyed.into()));
-            assert_eq!(allocator.trim(Some(gone)), Err(destroyed.into()));
+            assert_eq!(allocator.trim_pool(gone), Err(destroyed.into()));
             assert_eq!(allocator.pool_stats(gone), Err(destroyed));
             assert_eq!(allocator.segment_log_entries(gone), 0);
         }
@@ -411,7 +411,7 @@ fn a_request_whose_pool_ends_in_the_callback_changes_nothing_else() {
                 let allocator = with("total_limit_mb:36".parse().expect("valid"));
                 let pool = allocator.create_pool(config.clone()).expect("valid");
                 // The request would fit if the program freed the memory of another pool.
-                allocator.allocate(PoolId::DEFAULT, S0, 20 * MIB).expect("fits");
+                let _live = allocator.allocate(PoolId::DEFAULT, S0, 20 * MIB).expect("fits");
                 let held = allocator.allocate(pool, S0, 10 * MIB).expect("fits").handle;
                 let during = std::sync::Arc::new(std::sync::Mutex::new(None));
                 let after = std::sync::Arc::clone(&during);
@@ -420,7 +420,7 @@ fn a_request_whose_pool_ends_in_the_callback_changes_nothing_else() {
                     allocator.destroy_pool(pool).expect("empty");
                     let successor = creates.then(|| allocator.create_pool(config.clone()).expect("valid"));
                     if let Some(successor) = successor {
-                        allocator.allocate(successor, S0, MIB).expect("fits");
+                        let _live = allocator.allocate(successor, S0, MIB).expect("fits");
                     }
                     *after.lock().expect("one thread") = Some((successor, everything(allocator)));
                     Retry::Again

@@ -35,7 +35,7 @@ fn a_new_observer_gets_all_live_segments_and_then_only_changes() {
     assert_eq!(kinds(&births), [(SegmentEventKind::Birth, 0)]);
     assert_eq!((births[0].base, births[0].size_bytes), (old.address, 30 * MIB));
     assert!(allocator.unread(observer).events.is_empty());
-    allocator.allocate(POOL, stream, 40 * MIB).expect("fits");
+    let _live = allocator.allocate(POOL, stream, 40 * MIB).expect("fits");
     let unread = allocator.unread(observer);
     assert_eq!(kinds(&unread.events), [(SegmentEventKind::Birth, 1)]);
     assert_eq!(allocator.unread(observer), unread, "reading is not acknowledging");
@@ -52,10 +52,10 @@ fn the_number_of_log_entries_shows_whether_there_are_new_events() {
     let born = allocator.segment_log_entries(POOL);
     assert_eq!(born, 1);
     allocator.free(made.handle).expect("live");
-    allocator.allocate(POOL, StreamId(0), 20 * MIB).expect("it fits into freed memory");
+    let _live = allocator.allocate(POOL, StreamId(0), 20 * MIB).expect("it fits into freed memory");
     assert_eq!(allocator.segment_log_entries(POOL), born, "no segment was created or released");
     let other = allocator.register_stream().expect("the second");
-    allocator.allocate(POOL, other, MIB).expect("fits");
+    let _live = allocator.allocate(POOL, other, MIB).expect("fits");
     assert_eq!(allocator.segment_log_entries(POOL), born + 1, "all heaps of the pool count");
     assert_eq!(allocator.segment_log_entries(PoolId(7)), 0, "no such pool");
 }
@@ -68,7 +68,7 @@ fn memory_of_a_dead_segment_is_held_until_every_observer_has_acknowledged() {
     let (one, _) = allocator.observe(POOL).expect("exists");
     let (other, _) = allocator.observe(POOL).expect("exists");
     allocator.free(made.handle).expect("live");
-    assert_eq!(allocator.trim(None), Ok(0), "nothing was released yet");
+    assert_eq!(allocator.trim_all(), Ok(0), "nothing was released yet");
     let stats = allocator.stats();
     assert_eq!(
         (device.mapped_bytes(), stats.retired_bytes, stats.reserved_bytes.current),
@@ -95,7 +95,7 @@ fn forgetting_an_observer_releases_its_memory() {
     let made = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
     let (observer, _) = allocator.observe(POOL).expect("exists");
     allocator.free(made.handle).expect("live");
-    allocator.trim(None).expect("no faults");
+    allocator.trim_all().expect("no faults");
     assert_eq!(allocator.forget(observer), Ok(30 * MIB));
     assert!(device.leaks().is_empty(), "{}", device.leaks());
     assert!(allocator.unread(observer).events.is_empty());
@@ -110,7 +110,7 @@ fn acknowledging_earlier_events_does_not_acknowledge_later_deaths() {
     let made = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
     let early = allocator.unread(observer);
     allocator.free(made.handle).expect("live");
-    allocator.trim(None).expect("no faults");
+    allocator.trim_all().expect("no faults");
     assert_eq!(allocator.acknowledge(observer, &early), Ok(0));
     assert_eq!(kinds(&allocator.unread(observer).events), [(SegmentEventKind::Death, 0)]);
     assert_eq!(device.mapped_bytes(), 30 * MIB);
@@ -126,7 +126,7 @@ fn an_observed_pool_is_not_shrunk_and_not_destroyed() {
     let freed = allocator.allocate(pool, stream, 20 * MIB).expect("fits");
     let (observer, _) = allocator.observe(pool).expect("exists");
     allocator.free(freed.handle).expect("live");
-    assert_eq!(allocator.trim(Some(pool)), Ok(0), "a window covers it");
+    assert_eq!(allocator.trim_pool(pool), Ok(0), "a window covers it");
     allocator.free(kept.handle).expect("live");
     assert_eq!(allocator.destroy_pool(pool), Err(PoolError::Observed { pool, observers: 1 }));
     allocator.forget(observer).expect("no faults");
@@ -142,8 +142,8 @@ fn dropping_the_allocator_releases_retired_memory() {
         let (_observer, _) = allocator.observe(POOL).expect("exists");
         let made = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
         allocator.free(made.handle).expect("live");
-        allocator.trim(None).expect("no faults");
-        allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
+        allocator.trim_all().expect("no faults");
+        let _live = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
     }
     assert!(device.leaks().is_empty(), "{}", device.leaks());
 }
@@ -157,7 +157,7 @@ struct Registrar {
 impl Registrar {
     fn read(&mut self, events: &[SegmentEvent]) {
         for event in events {
-            let key = (event.stream, event.segment);
+            let key = (event.heap.stream(), event.segment);
             match event.kind {
                 SegmentEventKind::Birth => {
                     assert_eq!(self.windows.insert(key, event.size_bytes), None, "born twice: {event:?}");
@@ -201,8 +201,8 @@ fn the_log_contains_every_birth_growth_and_death_in_order() {
                     .snapshot()
                     .segments
                     .iter()
-                    .filter(|segment| segment.pool == POOL)
-                    .map(|segment| ((segment.stream, segment.segment), segment.size_bytes))
+                    .filter(|segment| segment.heap.pool == POOL)
+                    .map(|segment| ((segment.heap.stream(), segment.segment), segment.size_bytes))
                     .collect();
                 assert_eq!(registrar.windows, live, "seed {seed}, op {index}");
                 allocator.check().expect("consistent");
@@ -215,7 +215,7 @@ fn the_log_contains_every_birth_growth_and_death_in_order() {
 /// Returns the mapped memory in the live segments of the pool, as contiguous runs.
 fn mapped_runs(allocator: &Allocator<&SimBackend>) -> Runs {
     let snapshot = allocator.snapshot();
-    let segments = snapshot.segments.iter().filter(|segment| segment.pool == POOL);
+    let segments = snapshot.segments.iter().filter(|segment| segment.heap.pool == POOL);
     let runs = |segment: &SegmentSnapshot| {
         let mut runs = Vec::new();
         // A stitched range owns no memory.
@@ -224,7 +224,7 @@ fn mapped_runs(allocator: &Allocator<&SimBackend>) -> Runs {
         mapped.for_each(|block| add_run(&mut runs, block.offset_bytes, block.size_bytes));
         runs
     };
-    segments.map(|segment| ((segment.stream, segment.segment), runs(segment))).collect()
+    segments.map(|segment| ((segment.heap.stream(), segment.segment), runs(segment))).collect()
 }
 
 /// Adds bytes to an ordered list of runs, merged with their neighbors.
@@ -280,14 +280,14 @@ type Runs = BTreeMap<(Option<StreamId>, SegmentId), Vec<(u64, u64)>>;
 
 /// Returns `true` if a growth lies before existing memory.
 fn is_filling(known: &Runs, event: &SegmentEvent) -> bool {
-    let runs = known.get(&(event.stream, event.segment));
+    let runs = known.get(&(event.heap.stream(), event.segment));
     event.kind == SegmentEventKind::Growth
         && runs.is_some_and(|runs| runs.iter().any(|(offset, _)| *offset > event.offset_bytes))
 }
 
 fn read(mut known: Runs, events: &[SegmentEvent]) -> Runs {
     for event in events {
-        let key = (event.stream, event.segment);
+        let key = (event.heap.stream(), event.segment);
         match event.kind {
             SegmentEventKind::Birth => {
                 assert_eq!(event.offset_bytes, 0, "{event:?}");
@@ -330,7 +330,7 @@ fn memory_kept_by_an_observer_serves_no_request_and_is_reclaimed_once() {
     let stats = allocator.stats();
     assert_eq!((stats.retired_bytes, stats.reserved_bytes.current, stats.retry_count), (40 * MIB, 60 * MIB, 1));
     assert_eq!(allocator.acknowledge(observer, &allocator.unread(observer)), Ok(40 * MIB));
-    allocator.allocate(POOL, streams[0], 24 * MIB).expect("it is back");
+    let _live = allocator.allocate(POOL, streams[0], 24 * MIB).expect("it is back");
 }
 
 /// The cursor of one observer is independent of the others, and never moves backward.
@@ -339,13 +339,13 @@ fn a_later_observer_and_a_repeated_acknowledgment_read_nothing_twice() {
     let device = SimBackend::builder().build();
     let allocator = fixed(&device);
     let (slow, _) = allocator.observe(POOL).expect("exists");
-    allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
+    let _live = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
     let (quick, births) = allocator.observe(POOL).expect("exists");
     assert_eq!(kinds(&births), [(SegmentEventKind::Birth, 0)]);
     assert!(allocator.unread(quick).events.is_empty(), "it was already reported as a birth");
-    allocator.allocate(POOL, StreamId(0), 40 * MIB).expect("fits");
+    let _live = allocator.allocate(POOL, StreamId(0), 40 * MIB).expect("fits");
     let first = allocator.unread(quick);
-    allocator.allocate(POOL, StreamId(0), 50 * MIB).expect("fits");
+    let _live = allocator.allocate(POOL, StreamId(0), 50 * MIB).expect("fits");
     for unread in [&allocator.unread(quick), &first] {
         assert_eq!(allocator.acknowledge(quick, unread), Ok(0));
     }

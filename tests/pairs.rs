@@ -157,7 +157,7 @@ impl<'d> Run<'d> {
         let event = self.device.record(stream).expect("no faults");
         self.device.wait(other, event).expect("no faults");
         self.device.recycle(event);
-        self.allocator.stream_waits(other, stream).expect("known");
+        self.allocator.note_stream_wait(other, stream).expect("known");
         self.device.submit(other, allocation.address, allocation.size_bytes).expect("ordered");
         self.allocator.record_use(allocation.handle, other).expect("live");
     }
@@ -217,7 +217,7 @@ impl<'d> Run<'d> {
         if self.has(Sleep) {
             self.sleep(round);
         }
-        self.allocator.trim(Some(POOL)).expect("no faults");
+        self.allocator.trim_pool(POOL).expect("no faults");
         self.read_events(round);
         self.check();
         self.decisions.digests.push(self.allocator.digest(POOL).expect("it exists"));
@@ -294,7 +294,7 @@ impl<'d> Run<'d> {
                 continue;
             }
             let unread = self.allocator.unread(observer);
-            let text = |event: &SegmentEvent| format!("{:?} {:?} {:?}", event.kind, event.stream, event.segment);
+            let text = |event: &SegmentEvent| format!("{:?} {:?} {:?}", event.kind, event.heap.stream(), event.segment);
             self.decisions.events.extend(unread.events.iter().map(text));
             self.events[index].extend(&unread.events);
             self.allocator.acknowledge(observer, &unread).expect("no faults");
@@ -307,7 +307,7 @@ impl<'d> Run<'d> {
         }
         if round % 2 == 1 || !self.has(LateObserver) {
             assert_eq!(self.allocator.stats().retired_bytes, 0, "all observers have read everything");
-            self.events.iter_mut().for_each(|events| events.sort_by_key(|event| event.stream));
+            self.events.iter_mut().for_each(|events| events.sort_by_key(|event| event.heap.stream()));
             let read = &self.events[..self.observers.len()];
             assert!(read.windows(2).all(|pair| pair[0] == pair[1]), "{:?}: observers read other events", self.features);
         }
@@ -331,7 +331,7 @@ impl<'d> Run<'d> {
         if self.has_steps() {
             self.allocator.drop_plans(POOL).expect("no step is open");
         }
-        self.allocator.trim(None).expect("no faults");
+        self.allocator.trim_all().expect("no faults");
         self.check();
         assert_eq!(self.allocator.stats().reserved_bytes.current, 0);
         self.decisions.digests.push(self.allocator.digest(POOL).expect("it exists"));

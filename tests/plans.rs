@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::config::{Config, PlanPolicy, PoolConfig};
+use symmalloc_core::ids::StreamGroup;
 use symmalloc_core::lock::Exclusive;
 use symmalloc_core::plans::{DifferenceCause, Plan, PlanError, PlannedAllocation, StepAllocation, Steps};
 use symmalloc_core::restore::{LayoutError, RestoreError};
@@ -102,9 +103,9 @@ fn a_release_threshold_does_not_count_memory_of_plans() {
 fn a_failure_callback_may_use_the_pool_whose_plan_has_no_memory() {
     let pool = PoolConfig::builder().limit_bytes(Some(160 * MIB)).build().expect("valid");
     let config = Config::builder().default_pool(pool).build().expect("valid");
-    let allocator = Allocator::<_, Exclusive>::new(SimBackend::builder().build(), config).expect("valid");
+    let allocator = Allocator::new(SimBackend::builder().build(), config).expect("valid");
     let [planned, other] = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
-    allocator.allocate(PoolId::DEFAULT, other, 64 * MIB - 512).expect("it fits");
+    let _live = allocator.allocate(PoolId::DEFAULT, other, 64 * MIB - 512).expect("it fits");
     allocator.set_failure_callback(move |allocator, _| {
         let made = allocator.allocate(PoolId::DEFAULT, other, 512).expect("512 bytes fit");
         allocator.begin_step(PoolId::DEFAULT, 0).expect("none is open");
@@ -113,8 +114,8 @@ fn a_failure_callback_may_use_the_pool_whose_plan_has_no_memory() {
         Retry::GiveUp
     });
     let wanted = StepAllocation { stream: planned, requested_bytes: 128 * MIB, until: Some(1) };
-    let plan =
-        Plan::new(0, Some(planned), vec![PlannedAllocation { wanted, offset_bytes: Some(0) }]).expect("it is one");
+    let plan = Plan::new(0, StreamGroup::One(planned), vec![PlannedAllocation { wanted, offset_bytes: Some(0) }])
+        .expect("it is one");
     let refused = allocator.adopt_plan(PoolId::DEFAULT, plan);
     assert!(matches!(refused, Err(PlanError::Memory(_))), "{refused:?}");
     assert!(allocator.plans(PoolId::DEFAULT).expect("the pool exists").is_empty());
@@ -134,7 +135,14 @@ fn plans_of_an_unsplit_pool_round_to_granules() {
         let stream = allocator.register_stream().expect("a stream id is available");
         if learns == PlanPolicy::Off {
             let wanted = StepAllocation { stream, requested_bytes: 4096, until: Some(2) };
-            let plan = Plan::solve(&pool, device.granularity_bytes(), Some(stream), 0, &[wanted; 2], Steps::default());
+            let plan = Plan::solve(
+                &pool,
+                device.granularity_bytes(),
+                StreamGroup::One(stream),
+                0,
+                &[wanted; 2],
+                Steps::default(),
+            );
             allocator.adopt_plan(PoolId::DEFAULT, plan.expect("a plan")).expect("its placements do not overlap");
         }
         let mut last = None;
@@ -163,7 +171,8 @@ fn planned_pool(device: &SimBackend, policy: PlanPolicy, limit_bytes: u64) -> (A
 /// Returns a plan of one allocation.
 fn plan_of_one(key: u64, stream: StreamId, requested_bytes: u64) -> Plan {
     let wanted = StepAllocation { stream, requested_bytes, until: Some(1) };
-    Plan::new(key, Some(stream), vec![PlannedAllocation { wanted, offset_bytes: Some(0) }]).expect("it is valid")
+    Plan::new(key, StreamGroup::One(stream), vec![PlannedAllocation { wanted, offset_bytes: Some(0) }])
+        .expect("it is valid")
 }
 
 /// Each step leaves an allocation to the next one, whose key may differ. While several keys have plans, their places exclude such

@@ -148,12 +148,12 @@ fn private_memory_of_a_rank_does_not_affect_symmetric_placements() {
         PoolConfig::builder().segments(SegmentPolicy::Expandable(knobs)).symmetric(true).build().expect("valid");
     // One rank reserves 41 of a total of 64 MiB for itself, in a pool that the others leave empty.
     let placements = [0, 41 * MIB].map(|private_bytes| {
-        let config = Config::builder().limit_bytes(Some(64 * MIB)).build().expect("valid");
+        let config = Config::builder().total_limit_bytes(Some(64 * MIB)).build().expect("valid");
         let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("a device");
         let stream = allocator.register_stream().expect("a stream id is available");
         let pool = allocator.create_pool(symmetric.clone()).expect("a pool");
         if private_bytes > 0 {
-            allocator.allocate(PoolId::DEFAULT, stream, private_bytes).expect("within the limit");
+            let _live = allocator.allocate(PoolId::DEFAULT, stream, private_bytes).expect("within the limit");
         }
         let mut placed = Vec::new();
         let mut allocate = |size_bytes| {
@@ -169,7 +169,7 @@ fn private_memory_of_a_rank_does_not_affect_symmetric_placements() {
         allocate(12 * MIB);
         placed.truncate(2);
         let snapshot = allocator.snapshot();
-        let held: Vec<_> = snapshot.segments.iter().filter(|segment| segment.pool == pool).collect();
+        let held: Vec<_> = snapshot.segments.iter().filter(|segment| segment.heap.pool == pool).collect();
         let hole = held[0].blocks.iter().any(|block| block.state == BlockStateSnapshot::Hole);
         (placed, hole, allocator.allocate(pool, stream, 3 * MIB).expect("the free block still exists").placement)
     });
@@ -210,12 +210,12 @@ fn the_limit_over_all_pools_does_not_change_the_growth_of_a_symmetric_pool() {
         PoolConfig::builder().segments(SegmentPolicy::Expandable(knobs)).symmetric(true).build().expect("valid");
     // On one rank, the symmetric pool has 6 of 64 MiB left: enough for the request, but not for the step.
     let reserved = [0, 58 * MIB].map(|private_bytes| {
-        let config = Config::builder().limit_bytes(Some(64 * MIB)).build().expect("valid");
+        let config = Config::builder().total_limit_bytes(Some(64 * MIB)).build().expect("valid");
         let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("a device");
         let stream = allocator.register_stream().expect("a stream id is available");
         let pool = allocator.create_pool(symmetric.clone()).expect("a pool");
         if private_bytes > 0 {
-            allocator.allocate(PoolId::DEFAULT, stream, private_bytes).expect("within the limit");
+            let _live = allocator.allocate(PoolId::DEFAULT, stream, private_bytes).expect("within the limit");
         }
         let made = allocator.allocate(pool, stream, 3 * MIB).is_ok();
         made.then(|| allocator.pool_stats(pool).expect("it exists").reserved_bytes.current)

@@ -10,7 +10,7 @@ use symmalloc_core::lock::{Exclusive, Lock, Shared};
 use symmalloc_core::op::Record;
 use symmalloc_core::recording::{RecordingEnd, RecordingError, Sink, SinkError, StartRecordingError};
 use symmalloc_core::units::MIB;
-use symmalloc_core::{Allocator, Backend, Digest, Handle, Op, PoolId, Retry, SharedAllocator, StreamId};
+use symmalloc_core::{Allocator, Backend, Digest, Handle, Op, PoolId, Retry, SharedAllocator, StreamId, generic};
 use symmalloc_harness::checker::{PrintOnPanic, outcome};
 use symmalloc_harness::generate::{Scenario, scenario_bytes};
 use symmalloc_harness::jobs;
@@ -20,7 +20,7 @@ use symmalloc_sim::{Call, Fault, FaultRule, SimBackend, SplitMix64};
 use symmalloc_trace::replay::{Program, Replay};
 use symmalloc_trace::{RecordLine, Trace};
 
-fn digests<B: Backend, L: Lock>(allocator: &Allocator<B, L>) -> Vec<Option<Digest>> {
+fn digests<B: Backend, L: Lock>(allocator: &generic::Allocator<B, L>) -> Vec<Option<Digest>> {
     (0..allocator.pool_count()).map(|pool| allocator.digest(PoolId(pool)).ok()).collect()
 }
 
@@ -55,7 +55,7 @@ fn adverse_run<L: Lock>(scenario: &Scenario, seed: u64, refusals_per_million: u3
     let _report = PrintOnPanic(scenario);
     let rule = FaultRule::Chance { per_million: refusals_per_million };
     let device = scenario.device_builder(seed).fail(Some(Call::Map), rule, Fault::OutOfMemory).build();
-    let allocator = Allocator::<_, L>::with_lock(&device, scenario.config.clone()).expect("valid");
+    let allocator = generic::Allocator::<_, L>::with_lock(&device, scenario.config.clone()).expect("valid");
     let spare = Arc::new(Mutex::new(Vec::<Handle>::new()));
     let freed = Arc::clone(&spare);
     allocator.set_failure_callback(move |allocator, error| {
@@ -67,7 +67,7 @@ fn adverse_run<L: Lock>(scenario: &Scenario, seed: u64, refusals_per_million: u3
         }
         match error.requested_bytes % 3 {
             0 => Retry::GiveUp,
-            _ if allocator.trim(None).expect("only maps fail") > 0 => Retry::Again,
+            _ if allocator.trim_all().expect("only maps fail") > 0 => Retry::Again,
             _ => Retry::GiveUp,
         }
     });
@@ -191,7 +191,7 @@ fn threads_run(config: &Config, seed: u64) {
     const THREADS: u16 = 4;
     const OPS: usize = 400;
     let device = SimBackend::builder().seed(seed).build();
-    let allocator: SharedAllocator<_> = Allocator::<_, Shared>::with_lock(&device, config.clone()).expect("valid");
+    let allocator: SharedAllocator<_> = SharedAllocator::new(&device, config.clone()).expect("valid");
     let shared = PoolConfig::builder().streams(StreamPolicy::Shared).build().expect("valid");
     let shared = allocator.create_pool(shared).expect("valid");
     let sink = Memory::new();
@@ -230,7 +230,8 @@ fn threads_run(config: &Config, seed: u64) {
                             // Another thread may have freed it in the meantime.
                             let _stale = handle.map(|handle| allocator.record_use(handle, stream));
                         }
-                        14 => drop(allocator.trim((random.below(2) == 0).then_some(pool))),
+                        14 if random.below(2) == 0 => drop(allocator.trim_pool(pool)),
+                        14 => drop(allocator.trim_all()),
                         _ => drop(allocator.reserve(pool, stream, random.below(8) << 20)),
                     }
                 }
@@ -247,7 +248,7 @@ fn a_recording_of_several_threads_replays_on_one() {
     for seed in 0..8 {
         for pool in [PoolConfig::builder().expandable(), PoolConfig::builder().fixed()] {
             let pool = pool.reclaim(Reclaim::Pool).build().expect("valid");
-            let config = Config::builder().default_pool(pool).limit_bytes(Some(90 * MIB)).build().expect("valid");
+            let config = Config::builder().default_pool(pool).total_limit_bytes(Some(90 * MIB)).build().expect("valid");
             threads_run(&config, seed);
         }
     }
@@ -386,10 +387,10 @@ fn a_restored_pool_ends_the_recording() {
     let layout = allocator.save_layout(PoolId::DEFAULT).expect("exists");
     allocator.start_recording(sink.clone()).expect("nothing was allocated");
     let pool = allocator.create_pool(PoolConfig::default()).expect("valid");
-    allocator.allocate(pool, stream, 1 << 20).expect("memory");
+    let _live = allocator.allocate(pool, stream, 1 << 20).expect("memory");
     allocator.restore_layout(PoolId::DEFAULT, &layout).expect("the pool is fresh");
     assert!(!allocator.is_recording());
-    allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
+    let _live = allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
     let Err(RecordingError::Ended { records: 3, source: RecordingEnd::Restored { pool: PoolId::DEFAULT } }) =
         allocator.stop_recording()
     else {
@@ -418,13 +419,13 @@ fn a_change_of_the_limit_ends_the_recording() {
 
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
     let (stream, sink) = (allocator.register_stream().expect("a stream id is available"), Begun::default());
-    allocator.set_limit_bytes(Some(64 * MIB));
+    allocator.set_total_limit_bytes(Some(64 * MIB));
     allocator.start_recording(sink.clone()).expect("nothing was allocated");
-    assert_eq!(sink.0.lock().unwrap().as_ref().and_then(Config::limit_bytes), Some(64 * MIB));
-    allocator.allocate(PoolId::DEFAULT, stream, MIB).expect("memory");
-    allocator.set_limit_bytes(Some(64 * MIB));
+    assert_eq!(sink.0.lock().unwrap().as_ref().and_then(Config::total_limit_bytes), Some(64 * MIB));
+    let _live = allocator.allocate(PoolId::DEFAULT, stream, MIB).expect("memory");
+    allocator.set_total_limit_bytes(Some(64 * MIB));
     assert!(allocator.is_recording(), "nothing has changed");
-    allocator.set_limit_bytes(Some(32 * MIB));
+    allocator.set_total_limit_bytes(Some(32 * MIB));
     assert!(!allocator.is_recording());
     assert!(allocator.allocate(PoolId::DEFAULT, stream, 40 * MIB).is_err());
     assert!(matches!(
@@ -443,7 +444,7 @@ fn a_segment_that_dies_under_its_observer_ends_the_recording() {
     let a = allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
     let unread = allocator.unread(observer);
     allocator.free(a.handle).expect("live");
-    allocator.trim(None).expect("no fault");
+    allocator.trim_all().expect("no fault");
     allocator.acknowledge(observer, &unread).expect("no fault");
     assert!(matches!(
         allocator.stop_recording(),
@@ -461,7 +462,7 @@ fn a_segment_that_dies_in_a_heap_the_observer_has_not_seen_ends_the_recording() 
     let unread = allocator.unread(observer);
     let a = allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
     allocator.free(a.handle).expect("live");
-    allocator.trim(None).expect("no fault");
+    allocator.trim_all().expect("no fault");
     allocator.acknowledge(observer, &unread).expect("no fault");
     assert!(matches!(
         allocator.stop_recording(),
@@ -478,7 +479,7 @@ fn ranks_that_agree_record_a_sync() {
     let sink = Memory::new();
     allocator.start_recording(sink.clone()).expect("nothing was allocated");
     let stream = allocator.register_stream().expect("a stream id is available");
-    allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
+    let _live = allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
     agree_in_lockstep(&[RankHistory::new(&allocator, Point::Sync)]).expect("one rank");
     agree_in_lockstep(&[RankHistory::new(&allocator, Point::Op)]).expect("one rank");
     allocator.stop_recording().expect("the sink has space");

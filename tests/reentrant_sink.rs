@@ -22,7 +22,7 @@ impl Reentrant {
         let made = allocator.allocate(PoolId::DEFAULT, stream, 4096).expect("memory");
         self.held.push(made.handle);
         allocator.record_use(made.handle, stream).expect("live");
-        allocator.trim(None).expect("trimmed");
+        allocator.trim_all().expect("trimmed");
         let _stats = (allocator.stats(), allocator.snapshot());
         assert!(matches!(allocator.stop_recording(), Err(RecordingError::InSink)));
         let again = allocator.start_recording(Memory::new());
@@ -58,7 +58,7 @@ fn a_sink_that_uses_the_allocator_ends_the_recording_and_never_hangs() {
         let (done, is_done) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             let allocator = SimBackend::builder().build();
-            let allocator = Arc::new(SharedAllocator::with_lock(allocator, Config::default()).expect("valid"));
+            let allocator = Arc::new(SharedAllocator::new(allocator, Config::default()).expect("valid"));
             let stream = allocator.register_stream().expect("a stream id is available");
             let reached = Arc::new(Mutex::new(Arc::downgrade(&allocator)));
             let begun = allocator.start_recording(Reentrant { allocator: reached, when, held: Vec::new() });
@@ -69,7 +69,7 @@ fn a_sink_that_uses_the_allocator_ends_the_recording_and_never_hangs() {
             } else if when == "drop" {
                 // Ends the recording, which drops the sink.
                 begun.expect("begun");
-                allocator.set_limit_bytes(Some(1 << 30));
+                allocator.set_total_limit_bytes(Some(1 << 30));
                 assert!(!allocator.is_recording());
             } else {
                 // Existing streams are also records.
@@ -85,7 +85,7 @@ fn a_sink_that_uses_the_allocator_ends_the_recording_and_never_hangs() {
 #[test]
 fn a_record_in_which_the_sink_uses_the_allocator_is_the_last() {
     let allocator = SimBackend::builder().build();
-    let allocator = Arc::new(SharedAllocator::with_lock(allocator, Config::default()).expect("valid"));
+    let allocator = Arc::new(SharedAllocator::new(allocator, Config::default()).expect("valid"));
     let stream = allocator.register_stream().expect("a stream id is available");
     let reached = Arc::new(Mutex::new(Weak::new()));
     let sink = Reentrant { allocator: Arc::clone(&reached), when: "record", held: Vec::new() };

@@ -6,7 +6,7 @@ use symmalloc_core::lock::{Exclusive, Lock, Shared};
 use symmalloc_core::report::{BlockStateSnapshot, MemoryStats};
 use symmalloc_core::stats::{ClassStats, Stat};
 use symmalloc_core::units::{KIB, MIB};
-use symmalloc_core::{Allocation, Allocator, Config, PoolId, StreamId};
+use symmalloc_core::{Allocation, Allocator, Config, PoolId, SharedAllocator, StreamId, generic};
 use symmalloc_sim::{SimBackend, SplitMix64};
 
 const POOL: PoolId = PoolId::DEFAULT;
@@ -24,8 +24,8 @@ fn allocator_with_two_streams() -> (Allocator<SimBackend>, StreamId, StreamId) {
 fn usage_is_counted_by_class_by_stream_and_in_total() {
     let (allocator, one, other) = allocator_with_two_streams();
     let small = allocator.allocate(POOL, one, 1000).expect("memory");
-    allocator.allocate(POOL, one, 3 * MIB).expect("memory");
-    allocator.allocate(POOL, other, 5 * MIB).expect("memory");
+    let _live = allocator.allocate(POOL, one, 3 * MIB).expect("memory");
+    let _live = allocator.allocate(POOL, other, 5 * MIB).expect("memory");
     allocator.free(small.handle).expect("live");
 
     let stats = allocator.heap_stats(POOL, one).expect("a pool").usage;
@@ -42,8 +42,7 @@ fn usage_is_counted_by_class_by_stream_and_in_total() {
 #[test]
 fn one_thread_gets_exact_peaks_over_streams_and_several_an_upper_bound() {
     let (allocator, one, other) = allocator_with_two_streams();
-    let several =
-        Allocator::<_, Shared>::with_lock(SimBackend::builder().build(), Config::default()).expect("a device");
+    let several = SharedAllocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
     several.register_stream().expect("a stream id is available");
     several.register_stream().expect("a stream id is available");
     for stream in [one, other] {
@@ -60,8 +59,7 @@ fn one_thread_gets_exact_peaks_over_streams_and_several_an_upper_bound() {
 /// The pools have one heap each, and the second one is created after the first one is destroyed.
 #[test]
 fn peaks_of_destroyed_pools_add_up_to_an_upper_bound() {
-    let allocator =
-        Allocator::<_, Shared>::with_lock(SimBackend::builder().build(), Config::default()).expect("a device");
+    let allocator = SharedAllocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
     let stream = allocator.register_stream().expect("a stream id is available");
     for bound in [4, 8] {
         let pool = allocator.create_pool(PoolConfig::default()).expect("made");
@@ -118,8 +116,8 @@ fn a_snapshot_shows_names_uses_and_fences() {
 fn leaks_are_reported_by_name_largest_first() {
     let (allocator, one, other) = allocator_with_two_streams();
     assert_eq!(allocator.leak_report().to_string(), "0 live allocations, 0 bytes requested");
-    allocator.allocate(POOL, one, 100).expect("memory");
-    allocator.allocate_named(POOL, other, 5000, "scratch").expect("memory");
+    let _live = allocator.allocate(POOL, one, 100).expect("memory");
+    let _live = allocator.allocate_named(POOL, other, 5000, "scratch").expect("memory");
     let report = allocator.leak_report();
     assert_eq!(report.requested_bytes, 5100);
     let text = report.to_string();
@@ -132,7 +130,7 @@ fn the_summary_has_a_row_for_every_pool_that_is_left() {
     let (allocator, one, _) = allocator_with_two_streams();
     let kept = allocator.create_pool(PoolConfig::default()).expect("a pool");
     let gone = allocator.create_pool(PoolConfig::default()).expect("a pool");
-    allocator.allocate(kept, one, MIB).expect("memory");
+    let _live = allocator.allocate(kept, one, MIB).expect("memory");
     allocator.destroy_pool(gone).expect("nothing is live in it");
     let summary = allocator.summary();
     let rows: Vec<_> = summary.lines().map(|line| line.split_whitespace().collect::<Vec<_>>()).collect();
@@ -192,7 +190,8 @@ fn stats_of(stats: &ClassStats) -> [[Stat; 3]; 3] {
 
 /// Opens and closes scopes at any depth and resets peaks within them. Compares every number, by class and in all.
 fn statistics_are_the_oracles<L: Lock>(seed: u64) {
-    let allocator = Allocator::<_, L>::with_lock(SimBackend::builder().build(), Config::default()).expect("a device");
+    let allocator =
+        generic::Allocator::<_, L>::with_lock(SimBackend::builder().build(), Config::default()).expect("a device");
     let stream = allocator.register_stream().expect("a stream id is available");
     let (mut random, mut usage) = (SplitMix64::new(seed), Usage::default());
     let (mut live, mut scopes) = (Vec::new(), Vec::new());
@@ -238,7 +237,7 @@ fn scopes_and_peaks_equal_a_naive_count() {
 }
 
 /// Returns every quantity that has a peak: of all pools, of each pool, and of each heap through both of its queries.
-fn stats_of_all_levels<L: Lock>(allocator: &Allocator<SimBackend, L>) -> Vec<(String, Stat)> {
+fn stats_of_all_levels<L: Lock>(allocator: &generic::Allocator<SimBackend, L>) -> Vec<(String, Stat)> {
     let mut levels = vec![("all pools".to_owned(), allocator.stats())];
     for pool in (0..allocator.pool_count()).map(PoolId) {
         levels.push((pool.to_string(), allocator.pool_stats(pool).expect("a pool")));
@@ -247,7 +246,7 @@ fn stats_of_all_levels<L: Lock>(allocator: &Allocator<SimBackend, L>) -> Vec<(St
         }
     }
     let by_heap = allocator.stats_by_heap().into_iter();
-    levels.extend(by_heap.map(|(pool, stream, stats)| (format!("{pool} {stream:?}, listed"), stats)));
+    levels.extend(by_heap.map(|(heap, stats)| (format!("{heap}, listed"), stats)));
     let stats_of = |(level, stats): (String, MemoryStats)| {
         let stats = [stats_of(&stats.usage).as_flattened(), &[stats.reserved_bytes]].concat();
         stats.into_iter().map(move |stat| (level.clone(), stat))
@@ -256,14 +255,15 @@ fn stats_of_all_levels<L: Lock>(allocator: &Allocator<SimBackend, L>) -> Vec<(St
 }
 
 fn a_reset_reaches_every_peak<L: Lock>() {
-    let allocator = Allocator::<_, L>::with_lock(SimBackend::builder().build(), Config::default()).expect("a device");
+    let allocator =
+        generic::Allocator::<_, L>::with_lock(SimBackend::builder().build(), Config::default()).expect("a device");
     let streams = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
     let pools = [POOL, allocator.create_pool(PoolConfig::default()).expect("a pool")];
     for (pool, stream) in pools.iter().flat_map(|pool| streams.map(|stream| (*pool, stream))) {
         let made = [1000, 2 * MIB, 2000, 8 * MIB].map(|size| allocator.allocate(pool, stream, size).expect("memory"));
         made[2..].iter().for_each(|made| allocator.free(made.handle).expect("live"));
     }
-    allocator.trim(None).expect("no faults");
+    allocator.trim_all().expect("no faults");
     for (level, stat) in stats_of_all_levels(&allocator) {
         assert!(stat.peak > stat.current && stat.current > 0, "{level}: {stat:?}");
     }

@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use symmalloc_core::config::{Config, PointerLookup, PoolConfig};
-use symmalloc_core::ids::SegmentId;
+use symmalloc_core::ids::{HeapId, SegmentId, StreamGroup};
 use symmalloc_core::layout::Layout;
 use symmalloc_core::op::{Op, Record};
 use symmalloc_core::restore::{RestoreError, RevivedPlace};
@@ -179,7 +179,7 @@ fn branch(allocator: &Rank<'_>) {
     let branch = allocator.allocate(POOL, S0, MIB).expect("fits");
     allocator.free(branch.handle).expect("live");
     allocator.revive_layout(POOL, &layout).expect("the layout's memory still exists");
-    allocator.allocate(POOL, S0, MIB).expect("fits");
+    let _live = allocator.allocate(POOL, S0, MIB).expect("fits");
 }
 
 #[test]
@@ -227,10 +227,10 @@ fn a_replay_allocates_normally_if_the_placement_of_a_revival_is_not_free() {
         assert_eq!(run(&records, "segments:expandable"), Placement { segment: SegmentId(0), offset_bytes: 0 });
     }
     let allocator = rank(&device, "segments:expandable");
-    allocator.allocate(POOL, S0, MIB).expect("fits");
+    let _live = allocator.allocate(POOL, S0, MIB).expect("fits");
     let place = RevivedPlace { placement: Placement { segment: SegmentId(0), offset_bytes: 0 }, block_bytes: MIB };
     let digest = allocator.digest(POOL);
-    let refused = allocator.replay_revival(POOL, S0, MIB, place, None).expect_err("it overlaps a live allocation");
+    let refused = allocator.replay().revive(POOL, S0, MIB, place, None).expect_err("it overlaps a live allocation");
     assert!(matches!(refused, RestoreError::UnknownLive { .. }), "{refused}");
     assert_eq!(allocator.digest(POOL), digest);
 }
@@ -336,9 +336,14 @@ fn released_memory_cannot_be_revived() {
         [(1, 2 * MIB, 2 * MIB), (3, 2 * MIB, 2 * MIB), (0, 0, 4 * MIB), (2, 0, 8 * MIB)]
     {
         allocator.free(made[freed].handle).expect("live");
-        allocator.trim(None).expect("no faults");
+        allocator.trim_all().expect("no faults");
         let segment = SegmentId(0);
-        let gone = RestoreError::Gone { pool: POOL, stream: Some(S0), segment, offset_bytes, size_bytes };
+        let gone = RestoreError::Gone {
+            heap: HeapId { pool: POOL, group: StreamGroup::One(S0) },
+            segment,
+            offset_bytes,
+            size_bytes,
+        };
         assert_eq!(allocator.revive_layout(POOL, &layout), Err(gone));
     }
 }
@@ -349,14 +354,14 @@ fn a_pool_without_a_heap_of_the_layout_has_no_memory_to_revive() {
         let devices = [(); 2].map(|()| SimBackend::builder().build());
         let [saved_on, other] = devices.each_ref().map(|device| rank(device, policy));
         for stream in [S0, S1] {
-            saved_on.allocate(POOL, stream, MIB).expect("fits");
+            let _live = saved_on.allocate(POOL, stream, MIB).expect("fits");
         }
         let layout = saved_on.save_layout(POOL).expect("nothing is retired");
         // The other pool has the same memory on S0 and was never used on S1.
-        other.allocate(POOL, S0, MIB).expect("fits");
+        let _live = other.allocate(POOL, S0, MIB).expect("fits");
         let before = other.stats();
         let error = other.revive_layout(POOL, &layout).expect_err("S1 has no memory");
-        assert!(matches!(error, RestoreError::Gone { stream: Some(S1), .. }), "{error}");
+        assert!(matches!(error, RestoreError::Gone { heap, .. } if heap.stream() == Some(S1)), "{error}");
         assert_eq!(other.stats(), before, "nothing changed");
     }
 }
@@ -412,7 +417,7 @@ fn revived_allocations_count_in_the_peak_over_all_heaps() {
     let layout = allocator.save_layout(POOL).expect("nothing is retired");
     handles.into_iter().for_each(|handle| allocator.free(handle).expect("live"));
     allocator.revive_layout(POOL, &layout).expect("the layout's memory still exists");
-    allocator.allocate(POOL, S0, 5 * MIB).expect("fits");
+    let _live = allocator.allocate(POOL, S0, 5 * MIB).expect("fits");
     let usage = allocator.stats().usage.all;
     assert_eq!((usage.allocated_bytes.current, usage.allocated_bytes.peak), (25 * MIB, 25 * MIB));
     allocator.check().expect("consistent");
@@ -480,7 +485,7 @@ fn unknown_live_and_released_allocations_are_refused_without_changes() {
     assert_eq!(allocator.digest(POOL), digest);
     allocator.free(stray.handle).expect("live");
     allocator.free(saved.handle).expect("live");
-    allocator.trim(None).expect("released");
+    allocator.trim_all().expect("released");
     assert!(matches!(allocator.revive_layout(POOL, &layout), Err(RestoreError::Gone { .. })));
 }
 
@@ -510,7 +515,7 @@ fn a_revival_adds_the_saved_uses_of_allocations_that_are_live() {
     assert_eq!(revived.allocations().next().expect("one").allocation.handle, again.handle);
     assert_ne!(allocator.digest(POOL), digest, "the use is in the digest");
     allocator.free(again.handle).expect("live");
-    allocator.allocate(POOL, S0, MIB).expect("fits");
+    let _live = allocator.allocate(POOL, S0, MIB).expect("fits");
     assert_eq!(waits.get(), 1, "the next owner waits for the other stream");
     allocator.stop_recording().expect("it did not end early");
     let uses = sink.records().iter().filter(|record| matches!(record.op, Op::RecordUse { .. })).count();

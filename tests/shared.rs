@@ -1,9 +1,9 @@
 //! Threads: a heap's placements and digest depend on its own ops alone, however threads interleave (rule D8).
 
 use symmalloc_core::config::{Config, PoolConfig};
-use symmalloc_core::lock::Shared;
+use symmalloc_core::ids::StreamGroup;
 use symmalloc_core::units::MIB;
-use symmalloc_core::{Allocator, Digest, Handle, PoolId, SharedAllocator, StreamId};
+use symmalloc_core::{Digest, Handle, PoolId, SharedAllocator, StreamId};
 use symmalloc_sim::{IdleBackend, SimBackend, SplitMix64};
 
 const THREADS: u16 = 4;
@@ -39,14 +39,14 @@ fn drive(allocator: &SharedAllocator<SimBackend>, pool: PoolId, stream: StreamId
 
 fn allocator(pool: PoolConfig, seed: u64) -> SharedAllocator<SimBackend> {
     let config = Config::builder().default_pool(pool).build().expect("valid");
-    let allocator = Allocator::<_, Shared>::with_lock(SimBackend::builder().seed(seed).build(), config).expect("valid");
+    let allocator = SharedAllocator::new(SimBackend::builder().seed(seed).build(), config).expect("valid");
     for stream in 0..THREADS {
         assert_eq!(allocator.register_stream(), Ok(StreamId(stream)));
     }
     allocator
 }
 
-fn digests(allocator: &SharedAllocator<SimBackend>) -> (Digest, Vec<(Option<StreamId>, Digest)>) {
+fn digests(allocator: &SharedAllocator<SimBackend>) -> (Digest, Vec<(StreamGroup, Digest)>) {
     allocator.check().expect("consistent");
     let pool = PoolId::DEFAULT;
     (allocator.digest(pool).expect("exists"), allocator.heap_digests(pool).expect("exists"))
@@ -67,7 +67,7 @@ fn threads_decide_like_one(pool: &PoolConfig) {
         assert_eq!(digests(&together).1.len(), usize::from(THREADS));
         assert_eq!(together.stats().usage.all.allocations.current, 0);
         let backend_leaks = {
-            together.trim(None).expect("no faults");
+            together.trim_all().expect("no faults");
             together.backend().leaks()
         };
         assert!(backend_leaks.is_empty(), "{backend_leaks}");
@@ -132,8 +132,8 @@ fn threads_that_share_a_heap_leave_it_consistent() {
 #[test]
 fn threads_that_charge_one_limit_lose_no_charge() {
     let limit_bytes = 14 * MIB;
-    let config = Config::builder().limit_bytes(Some(limit_bytes)).build().expect("valid");
-    let allocator = Allocator::<_, Shared>::with_lock(IdleBackend::default(), config).expect("valid");
+    let config = Config::builder().total_limit_bytes(Some(limit_bytes)).build().expect("valid");
+    let allocator = SharedAllocator::new(IdleBackend::default(), config).expect("valid");
     let pools: Vec<PoolId> = (0..THREADS)
         .map(|_| {
             allocator.register_stream().expect("a stream id is available");
@@ -146,7 +146,7 @@ fn threads_that_charge_one_limit_lose_no_charge() {
             scope.spawn(move || {
                 for _ in 0..300_000 {
                     if allocator.reserve(*pool, stream, 4 * MIB).is_ok() {
-                        allocator.trim(Some(*pool)).expect("no faults");
+                        allocator.trim_pool(*pool).expect("no faults");
                     }
                 }
             });

@@ -15,7 +15,7 @@ use symmalloc_core::plans::StepError;
 use symmalloc_core::restore::{LayoutError, RestoreError};
 use symmalloc_core::sleep::{Phase, SleepCause, SleepError};
 use symmalloc_core::units::MIB;
-use symmalloc_core::{Allocation, Allocator, Digest, Op, PoolId, StreamId};
+use symmalloc_core::{Allocation, Allocator, Digest, Op, PoolId, StreamId, generic};
 use symmalloc_harness::hooked::{DeviceCall, Hooked};
 use symmalloc_sim::{Addresses, Call, Fault, FaultRule, SimBackend};
 use symmalloc_trace::replay::{Program, Replay};
@@ -38,7 +38,7 @@ fn policy(text: &str) -> PoolConfig {
 /// A pool whose live blocks hold distinct values, on a device with two streams.
 struct Job<'d, L: Lock = Exclusive> {
     device: &'d SimBackend,
-    allocator: Allocator<&'d SimBackend, L>,
+    allocator: generic::Allocator<&'d SimBackend, L>,
     pool: PoolId,
     streams: [StreamId; 2],
     /// Live blocks, each with the value that it holds.
@@ -48,7 +48,8 @@ struct Job<'d, L: Lock = Exclusive> {
 
 impl<'d, L: Lock> Job<'d, L> {
     fn new(device: &'d SimBackend, text: &str) -> Self {
-        let allocator: Allocator<&SimBackend, L> = Allocator::with_lock(device, Config::default()).expect("valid");
+        let allocator: generic::Allocator<&SimBackend, L> =
+            generic::Allocator::with_lock(device, Config::default()).expect("valid");
         let streams = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
         let pool = allocator.create_pool(policy(text)).expect("valid");
         Job { device, allocator, pool, streams, live: Vec::new(), next: 0 }
@@ -59,7 +60,7 @@ impl<'d, L: Lock> Job<'d, L> {
         let mut job = Job::new(device, text);
         for round in 0..12 {
             for stream in [0, 1] {
-                job.allocate(stream, [512, 3 * 512, MIB, 5 * MIB][(round + stream) % 4]);
+                let _live = job.allocate(stream, [512, 3 * 512, MIB, 5 * MIB][(round + stream) % 4]);
             }
         }
         let (used, _) = job.live[4];
@@ -67,14 +68,14 @@ impl<'d, L: Lock> Job<'d, L> {
         let event = device.record(job.streams[0]).expect("it works");
         device.wait(job.streams[1], event).expect("it works");
         device.recycle(event);
-        job.allocator.stream_waits(job.streams[1], job.streams[0]).expect("known");
+        job.allocator.note_stream_wait(job.streams[1], job.streams[0]).expect("known");
         job.device.submit(job.streams[1], used.address, used.size_bytes).expect("ordered");
         for at in [18, 15, 12, 9, 6, 4, 3] {
             job.free(at);
         }
-        job.allocator.trim(Some(job.pool)).expect("the device releases the memory");
+        job.allocator.trim_pool(job.pool).expect("the device releases the memory");
         // The next block consists of free pieces if the pool stitches.
-        job.allocate(0, 10 * MIB);
+        let _live = job.allocate(0, 10 * MIB);
         job.allocator.check().expect("consistent");
         job
     }
@@ -122,7 +123,7 @@ impl<'d, L: Lock> Job<'d, L> {
         while !self.live.is_empty() {
             self.free(0);
         }
-        self.allocator.trim(None).expect("the device releases the memory");
+        self.allocator.trim_all().expect("the device releases the memory");
         self.allocator.destroy_pool(self.pool).expect("nothing is live");
         drop(self.allocator);
         assert!(self.device.leaks().is_empty(), "{}", self.device.leaks());
@@ -163,7 +164,7 @@ fn kept_contents_are_restored_at_the_same_addresses() {
             job.holds_what_it_held();
         }
         assert_eq!(device.calls().of(Call::Reserve), before.2, "no addresses are obtained");
-        job.allocate(1, 3 * MIB);
+        let _live = job.allocate(1, 3 * MIB);
         job.holds_what_it_held();
         job.end();
     }
@@ -232,8 +233,8 @@ fn a_sleeping_pool_refuses_requests() {
             );
         }
         assert_eq!(job.allocator.digest(pool).expect("known"), before, "{text}: misuse leaves no trace");
-        assert_eq!(job.allocator.trim(Some(pool)).expect("nothing is there"), 0);
-        assert_eq!(job.allocator.trim(None).expect("nothing is there"), 0);
+        assert_eq!(job.allocator.trim_pool(pool).expect("nothing is there"), 0);
+        assert_eq!(job.allocator.trim_all().expect("nothing is there"), 0);
         // Frees are allowed, and the freed blocks affect decisions once the pool is awake.
         let first = job.live[0].0;
         job.free(0);
@@ -253,7 +254,7 @@ fn a_sleeping_pool_refuses_requests() {
             .map(|there| job.allocator.free(there.handle))
             .expect("memory")
             .expect("live");
-        job.allocator.trim(None).expect("the device releases the memory");
+        job.allocator.trim_all().expect("the device releases the memory");
         job.end();
     }
 }
@@ -328,7 +329,7 @@ fn a_guard_that_is_dropped_undoes_its_step() {
         drop(quiesced);
         assert_eq!((job.phase(), device.leaks().images), (Phase::Awake, 0));
         assert_eq!(digest(&job).ops, before + heaps + 1, "a request was recorded, and a block was freed");
-        job.allocate(0, MIB);
+        let _live = job.allocate(0, MIB);
         job.holds_what_it_held();
 
         job.allocator.sleep(job.pool, Contents::Keep).expect(text);
@@ -376,7 +377,7 @@ fn waking_a_pool_that_is_awake_leaves_its_open_step_alone() {
             job.allocator.wake(job.pool).expect("it is awake");
             drop(job.allocator.remap(job.pool).expect("it is awake"));
         }
-        job.allocate(0, 5 * MIB);
+        let _live = job.allocate(0, 5 * MIB);
         job.free(0);
         job.allocator.end_step(job.pool).expect("open").planned
     };
@@ -399,7 +400,7 @@ fn an_observed_pool_sleeps_only_stepwise_and_keeps_its_retired_segments() {
                 .expect("a block of segment 0 is live");
             job.free(at);
         }
-        job.allocator.trim(Some(job.pool)).expect("taken");
+        job.allocator.trim_pool(job.pool).expect("taken");
         let dead_bytes = job.allocator.pool_stats(job.pool).expect("known").retired_bytes;
         assert!(dead_bytes > 0, "{text}");
         let refused = job.allocator.sleep(job.pool, Contents::Keep);
@@ -514,7 +515,7 @@ fn a_pool_without_memory_sleeps_and_keeping_contents_needs_a_backend_that_copies
     assert!(matches!(allocator.allocate(PoolId::DEFAULT, stream, 1), Err(AllocateError::Sleeps(_))));
     allocator.wake(PoolId::DEFAULT).expect("nothing is needed");
     assert_eq!(allocator.digest(PoolId::DEFAULT).expect("known").ops, 0, "a heap without ops has no history");
-    allocator.allocate(PoolId::DEFAULT, stream, 1).expect("memory");
+    let _live = allocator.allocate(PoolId::DEFAULT, stream, 1).expect("memory");
 
     struct CannotCopy(SimBackend);
     impl Backend for CannotCopy {

@@ -7,7 +7,7 @@ use symmalloc_core::backend::Backend;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, Stitching};
 use symmalloc_core::config_text::ConfigTextError;
 use symmalloc_core::errors::AllocateError;
-use symmalloc_core::lock::{Exclusive, Shared};
+use symmalloc_core::lock::Shared;
 use symmalloc_core::report::{BlockStateSnapshot, SegmentSnapshot};
 use symmalloc_core::restore::{LayoutError, RestoreError};
 use symmalloc_core::units::MIB;
@@ -200,11 +200,11 @@ fn a_trim_unmaps_unused_ranges_and_releases_all_memory() {
     let rest = job.allocator.allocate(POOL, job.streams[0], 512).expect("memory");
     assert_eq!((small.placement.segment.0, rest.placement.segment.0), (1, 1));
     job.free(small);
-    assert_eq!(job.allocator.trim(None).expect("no faults") / MIB, 10);
+    assert_eq!(job.allocator.trim_all().expect("no faults") / MIB, 10);
     assert_eq!((job.reserved_mib(), device.mapped_bytes() / MIB, job.stitched().len()), (14, 14, 1));
     job.free(rest);
     kept.into_iter().for_each(|block| job.free(block));
-    assert_eq!(job.allocator.trim(None).expect("no faults") / MIB, 14);
+    assert_eq!(job.allocator.trim_all().expect("no faults") / MIB, 14);
     assert_eq!((job.reserved_mib(), device.leaks().is_empty()), (0, true));
 }
 
@@ -310,7 +310,7 @@ fn a_pool_with_stitched_ranges_has_no_layout_until_it_is_trimmed() {
     assert_eq!(job.allocator.save_layout(POOL).expect_err("kept"), LayoutError::Stitched { pool: POOL });
     let refused = job.allocator.revive_layout(POOL, &saved).expect_err("kept");
     assert_eq!(refused, RestoreError::State(LayoutError::Stitched { pool: POOL }));
-    job.allocator.trim(None).expect("no faults");
+    job.allocator.trim_all().expect("no faults");
     job.allocator.save_layout(POOL).expect("forgotten");
 }
 
@@ -330,10 +330,10 @@ fn nothing_is_stitched_while_the_pool_is_observed() {
     let (observer, births) = job.allocator.observe(POOL).expect("the pool exists");
     assert_eq!(births.iter().map(|event| event.size_bytes / MIB).collect::<Vec<_>>(), [job.reserved_mib(), 0]);
     job.free(whole);
-    job.allocator.trim(None).expect("no faults");
+    job.allocator.trim_all().expect("no faults");
     job.allocator.check().expect("consistent");
     job.allocator.forget(observer).expect("no faults");
-    job.allocator.trim(None).expect("no faults");
+    job.allocator.trim_all().expect("no faults");
     assert_eq!((job.reserved_mib(), job.stitched().len()), (12, 0));
 }
 
@@ -356,7 +356,7 @@ fn generated_programs_are_stitched_alike_everywhere() {
         let calls = std::cell::Cell::new(0);
         let count = |call| calls.set(calls.get() + u64::from(matches!(call, DeviceCall::Alias { .. })));
         let hooked = Hooked { inner: scenario.device(seed), hook: count };
-        let allocator: Allocator<_, Exclusive> = Allocator::new(&hooked, scenario.config.clone()).expect("valid");
+        let allocator: Allocator<_> = Allocator::new(&hooked, scenario.config.clone()).expect("valid");
         let mut run = symmalloc_harness::run::Run::new(&allocator, &scenario);
         for index in 0..scenario.program.ops().len() {
             let before = calls.get();
@@ -365,8 +365,8 @@ fn generated_programs_are_stitched_alike_everywhere() {
             let live: BTreeSet<_> = snapshot
                 .segments
                 .iter()
-                .filter(|segment| segment.pool == POOL && segment.mapped_bytes == 0)
-                .map(|segment| (segment.stream, segment.segment.0))
+                .filter(|segment| segment.heap.pool == POOL && segment.mapped_bytes == 0)
+                .map(|segment| (segment.heap.stream(), segment.segment.0))
                 .collect();
             forgotten += seen.difference(&live).count();
             stitched += live.difference(&seen).count();
@@ -433,7 +433,7 @@ fn a_trim_of_an_observed_pool_keeps_the_segments_that_stitched_ranges_name() {
                             segments.filter(|segment| segment.mapped_bytes > 0).map(|segment| segment.segment).collect()
                         };
                         let before = backed();
-                        job.allocator.trim(None).expect("no faults");
+                        job.allocator.trim_all().expect("no faults");
                         // Ranges without allocations end first.
                         if observer.is_some() && !job.stitched().is_empty() {
                             assert_eq!(backed(), before, "seed {seed}: observed segments");
@@ -447,7 +447,7 @@ fn a_trim_of_an_observed_pool_keeps_the_segments_that_stitched_ranges_name() {
             if let Some(observer) = observer {
                 job.allocator.forget(observer).expect("no faults");
             }
-            job.allocator.trim(None).expect("no faults");
+            job.allocator.trim_all().expect("no faults");
             assert_eq!((job.reserved_mib(), device.mapped_bytes()), (0, 0), "seed {seed}");
         }
         assert!(device.leaks().is_empty(), "seed {seed}: {}", device.leaks());

@@ -5,10 +5,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Range};
 use symmalloc_core::config::{Config, PointerLookup, PoolConfig, StreamPolicy};
-use symmalloc_core::lock::Shared;
 use symmalloc_core::recording::{Sink, SinkError};
 use symmalloc_core::units::MIB;
-use symmalloc_core::{Allocation, AllocationId, Allocator, Op, PoolId, Record, StreamId};
+use symmalloc_core::{Allocation, AllocationId, Allocator, Op, PoolId, Record, SharedAllocator, StreamId};
 use symmalloc_harness::hooked::{DeviceCall, Hooked};
 use symmalloc_sim::{IdleBackend, SimBackend};
 use symmalloc_trace::replay::{Program, Replay};
@@ -55,7 +54,7 @@ fn an_observer_cannot_acknowledge_events_read_by_another() {
     dead_segment(&allocator);
     let (one, _) = allocator.observe(POOL).expect("it exists");
     let (other, _) = allocator.observe(POOL).expect("it exists");
-    allocator.trim(None).expect("no faults");
+    allocator.trim_all().expect("no faults");
     let read = allocator.unread(one);
     assert!(allocator.acknowledge(other, &read).is_err(), "the other one has read nothing");
     assert_eq!(allocator.acknowledge(one, &read), Ok(0), "the other one has not acknowledged");
@@ -70,7 +69,7 @@ fn events_of_one_allocator_cannot_be_acknowledged_at_another() {
     let observers = [&one, &other].map(|allocator| {
         dead_segment(allocator);
         let (observer, _) = allocator.observe(POOL).expect("it exists");
-        allocator.trim(None).expect("no faults");
+        allocator.trim_all().expect("no faults");
         observer
     });
     assert!(other.acknowledge(observers[1], &one.unread(observers[0])).is_err(), "read elsewhere");
@@ -98,7 +97,7 @@ impl Sink for Panicking {
 
 #[test]
 fn a_recording_whose_sink_panicked_is_not_whole() {
-    let allocator = Allocator::<_, Shared>::with_lock(SimBackend::builder().build(), Config::default()).expect("valid");
+    let allocator = SharedAllocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
     allocator.start_recording(Panicking { room: 4 }).expect("nothing was allocated");
     allocator.register_stream().expect("a stream id is available");
     let mut panics = 0;
@@ -109,7 +108,7 @@ fn a_recording_whose_sink_panicked_is_not_whole() {
     let stopped = allocator.stop_recording();
     assert!(stopped.is_err(), "{stopped:?}, though ops are missing");
     allocator.check().expect("consistent");
-    allocator.allocate(POOL, S0, MIB).expect("the allocator continues");
+    let _live = allocator.allocate(POOL, S0, MIB).expect("the allocator continues");
 }
 
 fn a_panic_in_a_call_leaves_no_charge(panics_in: fn(DeviceCall) -> bool) {
@@ -117,8 +116,8 @@ fn a_panic_in_a_call_leaves_no_charge(panics_in: fn(DeviceCall) -> bool) {
     let is_armed = AtomicBool::new(true);
     let hook = |call| assert!(!panics_in(call) || !is_armed.swap(false, Ordering::Relaxed), "this backend panics once");
     let pool = PoolConfig::builder().fixed().limit_bytes(Some(20 * MIB)).build().expect("valid");
-    let config = Config::builder().default_pool(pool).limit_bytes(Some(20 * MIB)).build().expect("valid");
-    let allocator = Allocator::<_, Shared>::with_lock(Hooked { inner: &device, hook }, config).expect("valid");
+    let config = Config::builder().default_pool(pool).total_limit_bytes(Some(20 * MIB)).build().expect("valid");
+    let allocator = SharedAllocator::new(Hooked { inner: &device, hook }, config).expect("valid");
     allocator.register_stream().expect("a stream id is available");
     catch_unwind(AssertUnwindSafe(|| allocator.allocate(POOL, S0, 5 * MIB))).expect_err("the backend panicked");
     let stats = allocator.stats();
@@ -128,11 +127,10 @@ fn a_panic_in_a_call_leaves_no_charge(panics_in: fn(DeviceCall) -> bool) {
         "the failed call stays charged"
     );
     allocator.check().expect("consistent");
-    allocator.allocate(POOL, S0, 5 * MIB).expect("the whole limit is available");
+    let _live = allocator.allocate(POOL, S0, 5 * MIB).expect("the whole limit is available");
     let layout = allocator.save_layout(POOL).expect("nothing is retired");
     is_armed.store(true, Ordering::Relaxed);
-    let again =
-        Allocator::<_, Shared>::with_lock(Hooked { inner: &device, hook }, allocator.config().clone()).expect("valid");
+    let again = SharedAllocator::new(Hooked { inner: &device, hook }, allocator.config().clone()).expect("valid");
     again.register_stream().expect("a stream id is available");
     catch_unwind(AssertUnwindSafe(|| again.restore_layout(POOL, &layout))).expect_err("the backend panicked");
     assert_eq!(again.stats().reserved_bytes.current, 0, "the failed call stays charged");
@@ -160,7 +158,7 @@ fn a_panic_in_record_leaves_the_allocation_live() {
         assert!(!panics, "this backend panics once");
     };
     let config = Config::builder().pointer_lookup(PointerLookup::Exact).build().expect("valid");
-    let allocator = Allocator::<_, Shared>::with_lock(Hooked { inner: &device, hook }, config).expect("valid");
+    let allocator = SharedAllocator::new(Hooked { inner: &device, hook }, config).expect("valid");
     let streams = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
     let made = allocator.allocate(POOL, streams[0], MIB).expect("fits");
     allocator.record_use(made.handle, streams[1]).expect("live");
@@ -246,7 +244,7 @@ fn invalid_range_is_refused(lie: fn(&Range, u64) -> Range) {
             allocator.allocate(POOL, S0, 30 * MIB).expect("the backend returns valid ranges again");
         allocator.free(handle).expect("live");
         allocator.free(kept.handle).expect("live");
-        allocator.trim(None).expect("no faults");
+        allocator.trim_all().expect("no faults");
         assert_eq!(allocator.stats().reserved_bytes.current, 0);
     }
     assert!(device.leaks().is_empty(), "{}", device.leaks());

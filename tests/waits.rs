@@ -50,13 +50,13 @@ impl Rank {
     /// Makes a stream wait on the device and notifies the allocator.
     fn waits(&self, stream: StreamId, on: StreamId) {
         self.waits_on_device(stream, on);
-        self.allocator.stream_waits(stream, on).expect("both exist");
+        self.allocator.note_stream_wait(stream, on).expect("both exist");
     }
 
     /// Returns the number of waits for an allocation.
     fn waits_to_allocate(&self, stream: StreamId) -> u64 {
         let before = self.allocator.backend().calls().of(Call::Wait);
-        self.allocate(stream);
+        let _live = self.allocate(stream);
         self.allocator.backend().calls().of(Call::Wait) - before
     }
 }
@@ -126,7 +126,7 @@ fn a_host_wait_covers_the_earlier_waits_of_its_stream() {
     rank.free_used_by(&made, S0, S1);
     rank.waits(S2, S1);
     rank.allocator.backend().synchronize(S2).expect("no faults");
-    rank.allocator.stream_synchronized(S2).expect("it exists");
+    rank.allocator.note_synchronized(S2).expect("it exists");
     assert_eq!(rank.waits_to_allocate(S0), 0);
 }
 
@@ -136,7 +136,7 @@ fn a_wait_by_the_allocator_covers_the_earlier_waits_of_the_other_stream() {
     let rank = Rank::new(StreamPolicy::Shared);
     let used = rank.allocate(S0);
     // Fills the granule, so that the two do not become one block.
-    rank.allocate(S0);
+    let _live = rank.allocate(S0);
     let owned = rank.allocate(S1);
     rank.free_used_by(&used, S0, S2);
     rank.waits(S1, S2);

@@ -1,7 +1,6 @@
 //! The work of ops, in steps that the core counts: which ops cost more the more memory a pool has, and where a replay ends because of that.
 
 use symmalloc_core::ids::{Placement, PoolId, SegmentId, StreamId};
-use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
 use symmalloc_core::restore::RevivedPlace;
 use symmalloc_core::units::MIB;
@@ -16,7 +15,7 @@ const POOL: PoolId = PoolId::DEFAULT;
 const S0: StreamId = StreamId(0);
 
 /// Returns an allocator with a stream, on a device without kernels.
-fn allocator(config: &str) -> Allocator<SimBackend, Exclusive> {
+fn allocator(config: &str) -> Allocator<SimBackend> {
     let device = SimBackend::builder().memory_bytes(u64::MAX).without_kernels().build();
     let allocator = Allocator::new(device, config.parse().expect("a valid configuration")).expect("a valid allocator");
     allocator.register_stream().expect("the first stream");
@@ -30,7 +29,7 @@ fn steps_of<T>(call: impl FnOnce() -> T) -> u64 {
     work::steps() - before
 }
 
-fn allocate(allocator: &Allocator<SimBackend, Exclusive>, size_bytes: u64) -> Handle {
+fn allocate(allocator: &Allocator<SimBackend>, size_bytes: u64) -> Handle {
     allocator.allocate(POOL, S0, size_bytes).expect("there is no limit").handle
 }
 
@@ -42,8 +41,8 @@ fn a_trim_does_not_visit_live_blocks() {
     for block in blocks.iter().step_by(2) {
         allocator.free(*block).expect("live");
     }
-    allocator.trim(None).expect("the device does not fail");
-    let steps = steps_of(|| allocator.trim(None));
+    allocator.trim_all().expect("the device does not fail");
+    let steps = steps_of(|| allocator.trim_all());
     assert!(steps < 100, "{steps} steps");
 }
 
@@ -62,7 +61,7 @@ fn revivals_in_any_order_find_their_blocks_in_few_steps() {
             let gap = number * 7919 % BLOCKS;
             let placement = Placement { segment: SegmentId(0), offset_bytes: gap * 1024 };
             let place = RevivedPlace { placement, block_bytes: 512 };
-            let revived = allocator.replay_revival(POOL, S0, 512, place, None).expect("the gap is free");
+            let revived = allocator.replay().revive(POOL, S0, 512, place, None).expect("the gap is free");
             assert_eq!(revived.placement, placement);
             if number % 3 == 0 {
                 allocator.free(revived.handle).expect("live");
@@ -92,7 +91,7 @@ fn revivals_after_splits_and_merges_are_placed_as_on_a_fresh_allocator() {
             let placement = Placement { segment: SegmentId(0), offset_bytes };
             let block_bytes = 512 * (1 + random.below(4));
             let place = RevivedPlace { placement, block_bytes };
-            let revived = one.replay_revival(POOL, S0, 1, place, None);
+            let revived = one.replay().revive(POOL, S0, 1, place, None);
             // The other allocator answers from its snapshot, without an index.
             let is_free = other.snapshot().segments.iter().flat_map(|segment| &segment.blocks).any(|block| {
                 matches!(block.state, symmalloc_core::report::BlockStateSnapshot::Free { .. })
@@ -102,7 +101,7 @@ fn revivals_after_splits_and_merges_are_placed_as_on_a_fresh_allocator() {
             assert_eq!(revived.is_ok(), is_free, "{placement:?}");
             if let Ok(revived) = revived {
                 live.push(revived.handle);
-                others.push(other.replay_revival(POOL, S0, 1, place, None).expect("free there too").handle);
+                others.push(other.replay().revive(POOL, S0, 1, place, None).expect("free there too").handle);
             }
         }
     }
@@ -151,7 +150,7 @@ fn replayed(trace: &HostileTrace) -> (u64, u64) {
     let recording = recording.unwrap_or_else(|error| panic!("{}: {error}", trace.name));
     let program = Program::new(&recording.records).expect("the reader checked it");
     let config = recording.config.unwrap_or_default();
-    let allocator: Allocator<_, Exclusive> = Allocator::new(IdleBackend::default(), config).expect("a valid allocator");
+    let allocator: Allocator<_> = Allocator::new(IdleBackend::default(), config).expect("a valid allocator");
     let mut replay = Replay::new(&allocator, &program);
     let steps = steps_of(|| {
         for (number, op) in program.ops().iter().enumerate() {
@@ -214,7 +213,7 @@ fn a_program_that_takes_too_much_work_ends_with_an_error() {
 
 /// Returns the steps that ops of a program take beyond [`work::STEPS_PER_OP`] each, at most at any time.
 fn debt_max(program: &Program, config: &str) -> u64 {
-    let allocator: Allocator<_, Exclusive> =
+    let allocator: Allocator<_> =
         Allocator::new(IdleBackend::default(), config.parse().expect("a valid configuration")).expect("valid");
     let mut replay = Replay::new(&allocator, program).with_allowance(work::Allowance::of(u64::MAX));
     let (mut debt, mut most) = (0_u64, 0);

@@ -288,7 +288,7 @@ fn live_blocks_table() {
     });
     let host_bytes = (resident_bytes() - before) / count as f64;
     let freeing = nanoseconds(|| handles.iter().for_each(|handle| allocator.free(*handle).expect("live")));
-    allocator.trim(None).expect("the device releases the memory");
+    allocator.trim_all().expect("the device releases the memory");
     assert_eq!(allocator.stats().reserved_bytes.current, 0, "all memory is returned");
     let [allocating, freeing] = [allocating, freeing].map(|time| time / count as f64);
     println!("\n{:<30}{:>14}{:>14}{:>14}", "live blocks", "ns to allocate", "ns to free", "host bytes");

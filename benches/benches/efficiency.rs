@@ -339,7 +339,7 @@ impl Rest {
         let mut rest = Rest::default();
         let mut live = 0;
         for segment in &snapshot.segments {
-            let grows = segment.stream.is_none_or(|stream| stream == growing);
+            let grows = segment.heap.stream().is_none_or(|stream| stream == growing);
             for block in &segment.blocks {
                 let (offset, end) = (block.offset_bytes, block.offset_bytes + block.size_bytes);
                 if let BlockStateSnapshot::Allocated { requested_bytes, .. } = block.state {
@@ -423,7 +423,7 @@ impl Room {
         let limit = format!("{EXPANDABLE},reclaim:{reclaim},limit_bytes:{}", granules * GRANULE_BYTES);
         let allocator = case.allocator(&limit, chunk);
         if self == Room::Callback {
-            allocator.set_failure_callback(|allocator, _| match allocator.trim(None) {
+            allocator.set_failure_callback(|allocator, _| match allocator.trim_all() {
                 Ok(0) | Err(_) => Retry::GiveUp,
                 Ok(_) => Retry::Again,
             });

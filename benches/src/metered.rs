@@ -6,7 +6,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
-use symmalloc_core::backend::{Backend, BackendError, Event, Image, Part, Place, Range};
+use symmalloc_core::backend::{Backend, BackendError, Event, Image, Part, Range, RangeOffset};
 use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_sim::{Call, SimBackend};
 
@@ -165,7 +165,7 @@ impl Backend for Metered {
         self.map_pieces((range, offset_bytes), size_bytes, self.chunk_bytes)
     }
 
-    fn map_pieces(&self, at: Place, size_bytes: u64, piece_bytes: u64) -> Result<(), BackendError> {
+    fn map_pieces(&self, at: RangeOffset, size_bytes: u64, piece_bytes: u64) -> Result<(), BackendError> {
         self.device.map_pieces(at, size_bytes, piece_bytes)?;
         let (range, offset_bytes) = at;
         add(&self.mapped_bytes, size_bytes);
@@ -184,7 +184,7 @@ impl Backend for Metered {
         true
     }
 
-    fn alias(&self, at: Place, source: Place, piece_bytes: u64) -> Result<(), BackendError> {
+    fn alias(&self, at: RangeOffset, source: RangeOffset, piece_bytes: u64) -> Result<(), BackendError> {
         self.device.alias(at, source, piece_bytes)?;
         add(&self.aliases, 1);
         Ok(())

@@ -17,11 +17,12 @@ use crate::run::Run;
 use std::collections::BTreeMap;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::errors::{AllocateError, OutOfMemory, OutOfMemoryCause, PoolError, RecordUseError, UnknownError};
+use symmalloc_core::ids::HeapId;
 use symmalloc_core::lock::{Exclusive, Lock};
 use symmalloc_core::op::Contents;
 use symmalloc_core::report::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot};
 use symmalloc_core::sleep::{SleepCause, SleepError};
-use symmalloc_core::{Allocation, AllocationId, Allocator, Digest, Op, PoolId, StreamId};
+use symmalloc_core::{Allocation, AllocationId, Digest, Op, PoolId, StreamId, generic};
 use symmalloc_sim::SimBackend;
 use symmalloc_trace::replay::StepError;
 
@@ -66,7 +67,7 @@ pub fn compare_at(scenario: &Scenario, device: &SimBackend, looks: impl Fn(usize
 pub fn decisions<L: Lock>(
     scenario: &Scenario,
     device: &SimBackend,
-    look: impl FnMut(usize, &Op, Outcome, &Allocator<&SimBackend, L>),
+    look: impl FnMut(usize, &Op, Outcome, &generic::Allocator<&SimBackend, L>),
 ) -> Decisions {
     decisions_through(scenario, device, device, look)
 }
@@ -79,12 +80,13 @@ pub fn decisions_through<B: Backend, L: Lock>(
     scenario: &Scenario,
     backend: B,
     device: &SimBackend,
-    mut look: impl FnMut(usize, &Op, Outcome, &Allocator<B, L>),
+    mut look: impl FnMut(usize, &Op, Outcome, &generic::Allocator<B, L>),
 ) -> Decisions {
     let _report = PrintOnPanic(scenario);
     let mut decisions = Decisions::default();
     {
-        let allocator = Allocator::<_, L>::with_lock(backend, scenario.config.clone()).expect("a valid granularity");
+        let allocator =
+            generic::Allocator::<_, L>::with_lock(backend, scenario.config.clone()).expect("a valid granularity");
         let mut run = Run::new(&allocator, scenario);
         let mut work = DeviceWork::new(device);
         for (index, op) in scenario.program.ops().iter().enumerate() {
@@ -106,13 +108,13 @@ pub fn decisions_through<B: Backend, L: Lock>(
 }
 
 /// Checks that the numbers in an error match the statistics.
-fn check_refusal<B: Backend, L: Lock>(allocator: &Allocator<B, L>, error: &OutOfMemory, index: usize) {
+fn check_refusal<B: Backend, L: Lock>(allocator: &generic::Allocator<B, L>, error: &OutOfMemory, index: usize) {
     let stats = allocator.pool_stats(error.pool).expect("the pool of the request");
     let held = (stats.reserved_bytes.current, stats.usage.all.allocated_bytes.current);
     assert_eq!((error.reserved_bytes, error.allocated_bytes), held, "op {index}: {error}");
     let snapshot = allocator.snapshot();
     let is_of_heap = |segment: &&SegmentSnapshot| {
-        segment.pool == error.pool && segment.stream.is_none_or(|stream| stream == error.stream)
+        segment.heap.pool == error.pool && segment.heap.stream().is_none_or(|stream| stream == error.stream)
     };
     let blocks = snapshot.segments.iter().filter(is_of_heap).flat_map(|segment| &segment.blocks);
     let free = blocks.filter(|block| matches!(block.state, BlockStateSnapshot::Free { .. }));
@@ -283,7 +285,7 @@ fn waits(device: &SimBackend, stream: StreamId, on: StreamId) -> bool {
 }
 
 /// Checks that the allocator's blocks equal the oracle's.
-fn compare_state<B: Backend, L: Lock>(allocator: &Allocator<B, L>, oracle: &Oracle, index: usize) {
+fn compare_state<B: Backend, L: Lock>(allocator: &generic::Allocator<B, L>, oracle: &Oracle, index: usize) {
     let stats = allocator.stats();
     let (live, requested) = oracle.live();
     assert_eq!(stats.reserved_bytes.current, oracle.reserved_bytes(), "op {index}: reserved bytes");
@@ -294,10 +296,10 @@ fn compare_state<B: Backend, L: Lock>(allocator: &Allocator<B, L>, oracle: &Orac
     for (pool, entry) in oracle.pools() {
         // The program's pools and the allocator's have the same ids: both are dense, and no pool is created twice.
         assert_eq!(allocator.pool_stats(pool).map(|stats| stats.reserved_bytes.current), Ok(entry.reserved_bytes()));
-        for (stream, heap) in &entry.heaps {
+        for (group, heap) in &entry.heaps {
             for ordinal in 0..heap.segments.len() {
                 let segment = segments.next().unwrap_or_else(|| panic!("op {index}: {pool} lacks a segment"));
-                assert_eq!((segment.pool, segment.stream), (pool, *stream), "op {index}");
+                assert_eq!(segment.heap, HeapId { pool, group: *group }, "op {index}");
                 compare_segment(segment, heap, ordinal, index);
             }
         }
@@ -322,7 +324,7 @@ fn joined(blocks: &[BlockSnapshot]) -> Vec<BlockSnapshot> {
 
 fn compare_segment(segment: &SegmentSnapshot, heap: &Heap, nth: usize, index: usize) {
     let expected = &heap.segments[nth];
-    let place = format!("op {index}, {} {:?} segment {}", segment.pool, segment.stream, segment.segment.0);
+    let place = format!("op {index}, {} {:?} segment {}", segment.heap.pool, segment.heap.stream(), segment.segment.0);
     assert_eq!(segment.segment.0, expected.ordinal, "{place}");
     assert_eq!((segment.size_bytes, segment.mapped_bytes), (expected.end(), expected.mapped()), "{place}");
     let blocks = joined(&segment.blocks);

@@ -151,7 +151,7 @@ impl Scenario {
         let lookup = lookup[usize::from(byte >> 6)];
         let limit = tape.pick(&[None, None, None, Some(40 * MIB), Some(90 * MIB), Some(65 * MIB + 1)]);
         let default_pool = pool_config(&mut tape);
-        let config = Config::builder().default_pool(default_pool).limit_bytes(limit).pointer_lookup(lookup);
+        let config = Config::builder().default_pool(default_pool).total_limit_bytes(limit).pointer_lookup(lookup);
         let config = config.build().expect("valid");
         let mut writer = Writer::new(streams);
         while !tape.is_empty() && writer.records.len() < OPS_MAX {

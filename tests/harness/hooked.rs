@@ -1,7 +1,7 @@
 //! A backend with a hook on every call, with which a test can compare the calls of ranks, yield to other threads inside of calls, or panic
 //! there.
 
-use symmalloc_core::backend::{Backend, BackendError, Event, Image, Part, Place, Range};
+use symmalloc_core::backend::{Backend, BackendError, Event, Image, Part, Range, RangeOffset};
 use symmalloc_core::{PoolId, StreamId};
 
 /// A call of a backend.
@@ -50,14 +50,14 @@ impl<B: Backend, F: Fn(DeviceCall)> Backend for Hooked<B, F> {
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
         self.pass(DeviceCall::Map { offset_bytes, size_bytes }, |inner| inner.map(range, offset_bytes, size_bytes))
     }
-    fn map_pieces(&self, at: Place, size_bytes: u64, piece_bytes: u64) -> Result<(), BackendError> {
+    fn map_pieces(&self, at: RangeOffset, size_bytes: u64, piece_bytes: u64) -> Result<(), BackendError> {
         let map = |inner: &B| inner.map_pieces(at, size_bytes, piece_bytes);
         self.pass(DeviceCall::Map { offset_bytes: at.1, size_bytes }, map)
     }
     fn can_alias(&self) -> bool {
         self.inner.can_alias()
     }
-    fn alias(&self, at: Place, source: Place, piece_bytes: u64) -> Result<(), BackendError> {
+    fn alias(&self, at: RangeOffset, source: RangeOffset, piece_bytes: u64) -> Result<(), BackendError> {
         let alias = |inner: &B| inner.alias(at, source, piece_bytes);
         self.pass(DeviceCall::Alias { offset_bytes: at.1, piece_bytes }, alias)
     }

@@ -296,9 +296,9 @@ impl SymmetricProgram {
 
     fn reconfigure(&self, random: &mut SplitMix64) -> Option<Mutant> {
         if random.below(6) == 0 {
-            let limit = self.config.limit_bytes().map_or(70_000 * MIB, |limit| limit + MIB);
+            let limit = self.config.total_limit_bytes().map_or(70_000 * MIB, |limit| limit + MIB);
             let mut mutant = self.mutant(0, |program| {
-                program.config = program.config.to_builder().limit_bytes(Some(limit)).build().expect("valid");
+                program.config = program.config.to_builder().total_limit_bytes(Some(limit)).build().expect("valid");
             })?;
             mutant.key = Some("total_limit_bytes");
             return Some(mutant);

@@ -21,7 +21,8 @@ pub use segment::{Block, Content, Segment};
 
 use heap::{Headroom, Shortage, round, unimplemented_policy};
 use std::collections::BTreeMap;
-use symmalloc_core::config::{Config, PoolConfig, Reclaim, SegmentPolicy, StreamPolicy};
+use symmalloc_core::config::{Config, PoolConfig, Reclaim, SegmentPolicy};
+use symmalloc_core::ids::StreamGroup;
 use symmalloc_core::units::SEGMENT_BYTES_MAX;
 use symmalloc_core::{AllocationId, LimitScope, Op, Placement, PoolId, StreamId};
 
@@ -69,7 +70,7 @@ pub enum Refusal {
 pub struct Pool {
     config: PoolConfig,
     /// Heaps by stream; `None` when the streams share one heap.
-    pub heaps: BTreeMap<Option<StreamId>, Heap>,
+    pub heaps: BTreeMap<StreamGroup, Heap>,
     is_asleep: bool,
 }
 
@@ -78,7 +79,7 @@ struct Live {
     pool: PoolId,
     stream: StreamId,
     /// Key of the heap; `None` for an allocation of zero bytes.
-    heap: Option<Option<StreamId>>,
+    heap: Option<StreamGroup>,
     requested: u64,
 }
 
@@ -98,7 +99,7 @@ impl Oracle {
         let default_pool = Pool { config: config.default_pool().clone(), heaps: BTreeMap::new(), is_asleep: false };
         Oracle {
             granularity: granularity_bytes,
-            limit: config.limit_bytes(),
+            limit: config.total_limit_bytes(),
             streams: 0,
             pools: vec![Some(default_pool)],
             live: BTreeMap::new(),
@@ -225,7 +226,7 @@ impl Oracle {
     fn retry<T>(
         &mut self,
         id: PoolId,
-        key: Option<StreamId>,
+        key: StreamGroup,
         demand: u64,
         mut attempt: impl FnMut(&mut Heap, &PoolConfig, Headroom, u64) -> Result<T, Shortage>,
     ) -> Result<T, Refusal> {
@@ -392,13 +393,13 @@ impl Oracle {
 }
 
 impl Pool {
-    fn key(&self, stream: StreamId) -> Option<StreamId> {
-        (self.config.streams() == StreamPolicy::Separate).then_some(stream)
+    fn key(&self, stream: StreamId) -> StreamGroup {
+        self.config.streams().group_of(stream)
     }
 
     /// Releases the memory that `reclaim` allows for a request of one heap, until `missing` bytes are released. Returns the number of bytes
     /// released.
-    fn reclaim(&mut self, key: Option<StreamId>, granularity: u64, missing: u64) -> u64 {
+    fn reclaim(&mut self, key: StreamGroup, granularity: u64, missing: u64) -> u64 {
         let mut given = 0;
         for (owner, heap) in &mut self.heaps {
             let may_give = match self.config.reclaim() {

@@ -10,15 +10,14 @@ use crate::checker::{Decisions, DeviceWork, PrintOnPanic, outcome};
 use crate::generate::Scenario;
 use crate::run::Run;
 use std::collections::BTreeMap;
-use symmalloc_core::lock::Shared;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
-use symmalloc_core::{Allocation, Allocator, Op, PoolConfig, PoolId};
+use symmalloc_core::{Allocation, Op, PoolConfig, PoolId, SharedAllocator};
 use symmalloc_sim::{Call, Delays, Fault, FaultRule, SimBackend};
 use symmalloc_trace::replay::StepError;
 
 /// The allocator of a rank.
-pub type RankAllocator<'a> = Allocator<&'a SimBackend, Shared>;
+pub type RankAllocator<'a> = SharedAllocator<&'a SimBackend>;
 
 /// A recovery: releases memory on one rank alone.
 pub type Recovery = fn(&RankAllocator<'_>);
@@ -46,7 +45,7 @@ pub fn trim_private(allocator: &RankAllocator<'_>) {
     let is_private = |pool: &PoolId| allocator.pool_config(*pool).is_ok_and(|config| !config.symmetric());
     let private: Vec<PoolId> = (0..allocator.pool_count()).map(PoolId).filter(is_private).collect();
     for pool in &private {
-        allocator.trim(Some(*pool)).expect("no fault was injected");
+        allocator.trim_pool(*pool).expect("no fault was injected");
     }
     let is_awake = |pool: &&PoolId| allocator.phase(**pool) == Ok(Phase::Awake);
     if let Some(pool) = private.iter().find(is_awake) {
@@ -57,7 +56,7 @@ pub fn trim_private(allocator: &RankAllocator<'_>) {
 
 /// Returns the same scenario without a limit of the allocator: a limit counts private memory, which differs between the ranks.
 fn without_limit(scenario: Scenario) -> Scenario {
-    let config = scenario.config.to_builder().limit_bytes(None).build().expect("valid");
+    let config = scenario.config.to_builder().total_limit_bytes(None).build().expect("valid");
     Scenario { config, ..scenario }
 }
 

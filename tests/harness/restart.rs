@@ -3,7 +3,7 @@
 use symmalloc_core::backend::Backend;
 use symmalloc_core::layout::Layout;
 use symmalloc_core::lock::Lock;
-use symmalloc_core::{Allocation, AllocationId, Allocator, Handle, Op, Placement, PoolId, StreamId};
+use symmalloc_core::{Allocation, AllocationId, Handle, Op, Placement, PoolId, StreamId, generic};
 use symmalloc_trace::layout;
 use symmalloc_trace::replay::{Program, Replay};
 
@@ -25,7 +25,7 @@ impl Checkpoint {
     /// Panics if a pool holds memory of dead segments: its layout cannot be saved.
     pub fn take<B: Backend, L: Lock>(
         op: usize,
-        allocator: &Allocator<B, L>,
+        allocator: &generic::Allocator<B, L>,
         program: &Program,
         replay: &Replay<'_, B, L>,
     ) -> Self {
@@ -61,7 +61,7 @@ impl Checkpoint {
     /// Panics if something cannot be restored.
     pub fn resume<'a, B: Backend, L: Lock>(
         &self,
-        allocator: &'a Allocator<B, L>,
+        allocator: &'a generic::Allocator<B, L>,
         program: &'a Program,
         mut look: impl FnMut(AllocationId, StreamId, Allocation),
     ) -> Replay<'a, B, L> {
@@ -93,7 +93,7 @@ impl Checkpoint {
     pub fn restore_pool<B: Backend, L: Lock>(
         &self,
         pool: PoolId,
-        allocator: &Allocator<B, L>,
+        allocator: &generic::Allocator<B, L>,
         replay: &mut Replay<'_, B, L>,
         mut look: impl FnMut(AllocationId, StreamId, Allocation),
     ) {

@@ -13,13 +13,13 @@ use symmalloc_core::backend::Backend;
 use symmalloc_core::config::PointerLookup;
 use symmalloc_core::errors::{FreeError, RecordUseError};
 use symmalloc_core::lock::Lock;
-use symmalloc_core::{Allocation, AllocationId, Allocator, Op, StreamId};
+use symmalloc_core::{Allocation, AllocationId, Op, StreamId, generic};
 use symmalloc_trace::replay::{Replay, StepError};
 
 /// See the [module documentation](self).
 #[derive(Debug)]
 pub struct Run<'a, B: Backend, L: Lock> {
-    allocator: &'a Allocator<B, L>,
+    allocator: &'a generic::Allocator<B, L>,
     scenario: &'a Scenario,
     /// Executor of allocations, and of ops that name no allocation.
     replay: Replay<'a, B, L>,
@@ -30,7 +30,7 @@ pub struct Run<'a, B: Backend, L: Lock> {
 
 impl<'a, B: Backend, L: Lock> Run<'a, B, L> {
     /// Creates a run on an allocator that no other run uses at the same time.
-    pub fn new(allocator: &'a Allocator<B, L>, scenario: &'a Scenario) -> Self {
+    pub fn new(allocator: &'a generic::Allocator<B, L>, scenario: &'a Scenario) -> Self {
         let has_lookup = allocator.config().pointer_lookup() != PointerLookup::Off;
         let replay = Replay::new(allocator, &scenario.program);
         Run { allocator, scenario, replay, live: BTreeMap::new(), has_lookup }

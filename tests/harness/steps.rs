@@ -14,10 +14,11 @@ use crate::checker::DeviceWork;
 use std::collections::{BTreeMap, BTreeSet};
 use symmalloc_core::backend::Backend as _;
 use symmalloc_core::config::{Config, PlanPolicy, PoolConfig, Stitching, StreamPolicy};
+use symmalloc_core::ids::StreamGroup;
 use symmalloc_core::lock::Lock;
 use symmalloc_core::plans::{DifferenceCause, Plan, PlannedAllocation, StepAllocation, StepReport, StepStats, Steps};
 use symmalloc_core::units::{MIB, UNIT_BYTES};
-use symmalloc_core::{Allocation, AllocationId, Allocator, Digest, Op, Placement, PoolId, SegmentId, StreamId};
+use symmalloc_core::{Allocation, AllocationId, Digest, Op, Placement, PoolId, SegmentId, StreamId, generic};
 use symmalloc_sim::SimBackend;
 
 const POOL: PoolId = PoolId::DEFAULT;
@@ -168,7 +169,7 @@ fn changed(body: &[Call], kind: u8, place: u8) -> Vec<Call> {
 }
 
 /// Key of a heap: its stream, or `None` if streams share one heap.
-type HeapKey = Option<StreamId>;
+type HeapKey = StreamGroup;
 
 /// A live allocation.
 #[derive(Clone, Copy, Debug)]
@@ -223,7 +224,8 @@ pub struct StepOutcome {
 /// missing, or anything leaks.
 pub fn run<L: Lock>(scenario: &StepScenario, device: &SimBackend) -> StepOutcome {
     let outcome = {
-        let allocator = Allocator::<_, L>::with_lock(device, scenario.config.clone()).expect("a valid granularity");
+        let allocator =
+            generic::Allocator::<_, L>::with_lock(device, scenario.config.clone()).expect("a valid granularity");
         (0..scenario.streams).for_each(|_| {
             allocator.register_stream().expect("a stream id is available");
         });
@@ -240,7 +242,7 @@ pub fn run<L: Lock>(scenario: &StepScenario, device: &SimBackend) -> StepOutcome
 /// A run in progress.
 struct Walk<'a, 'd, L: Lock> {
     scenario: &'a StepScenario,
-    allocator: &'a Allocator<&'d SimBackend, L>,
+    allocator: &'a generic::Allocator<&'d SimBackend, L>,
     work: DeviceWork<'d>,
     heaps: BTreeMap<HeapKey, HeapModel>,
     live: BTreeMap<AllocationId, Live>,
@@ -251,7 +253,11 @@ struct Walk<'a, 'd, L: Lock> {
 }
 
 impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
-    fn new(scenario: &'a StepScenario, allocator: &'a Allocator<&'d SimBackend, L>, device: &'d SimBackend) -> Self {
+    fn new(
+        scenario: &'a StepScenario,
+        allocator: &'a generic::Allocator<&'d SimBackend, L>,
+        device: &'d SimBackend,
+    ) -> Self {
         Walk {
             scenario,
             allocator,
@@ -265,7 +271,7 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
     }
 
     fn heap_of(&self, stream: StreamId) -> HeapKey {
-        (self.scenario.config.default_pool().streams() == StreamPolicy::Separate).then_some(stream)
+        self.scenario.config.default_pool().streams().group_of(stream)
     }
 
     fn step(&mut self, number: usize) {
@@ -414,8 +420,8 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
     /// Adopts plans for a step, for each heap that has one.
     fn adopt(&mut self, step: &Step) {
         let streams: Vec<HeapKey> = match self.scenario.config.default_pool().streams() {
-            StreamPolicy::Separate => (0..self.scenario.streams).map(|id| Some(StreamId(id))).collect(),
-            _ => vec![None],
+            StreamPolicy::Separate => (0..self.scenario.streams).map(|id| StreamGroup::One(StreamId(id))).collect(),
+            _ => vec![StreamGroup::All],
         };
         for heap in streams {
             let wanted = wanted(&step.calls, heap);
@@ -435,14 +441,15 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
     fn look_at_plans(&mut self) {
         let mut plans: BTreeMap<HeapKey, Vec<Plan>> = BTreeMap::new();
         for plan in self.allocator.plans(POOL).expect("the pool exists") {
-            plans.entry(plan.stream()).or_default().push(plan);
+            plans.entry(plan.group()).or_default().push(plan);
         }
         let heaps: BTreeSet<HeapKey> = self.heaps.keys().chain(plans.keys()).copied().collect();
         for heap in heaps {
             let plans = plans.remove(&heap).unwrap_or_default();
             let model = self.heaps.entry(heap).or_default();
             // The plan memory changes whenever plans are adopted, even if a learned plan equals the previous one.
-            let stats = self.allocator.heap_stats(POOL, heap.unwrap_or_default()).expect("the pool exists").steps;
+            let stats =
+                self.allocator.heap_stats(POOL, heap.stream().unwrap_or_default()).expect("the pool exists").steps;
             assert_eq!(stats.plans, plans.len() as u64);
             plans.iter().for_each(check_plan);
             if model.learned != stats.learned {
@@ -465,7 +472,7 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
         self.allocator.drop_plans(POOL).expect("no step is open");
         self.allocator.check().unwrap_or_else(|violation| panic!("without plans: {violation}"));
         assert_eq!(self.allocator.stats().usage.all.allocations.current, 0);
-        self.allocator.trim(None).expect("no faults");
+        self.allocator.trim_all().expect("no faults");
         self.allocator.check().unwrap_or_else(|violation| panic!("trimmed: {violation}"));
         StepOutcome { placements: self.placements, reports: self.reports, digest, stats }
     }
@@ -508,8 +515,8 @@ fn check_plan(plan: &Plan) {
 
 /// Returns the requests of a step to one heap. Allocations that it leaves live are assumed to be freed where the step frees those of the
 /// previous one.
-fn wanted(calls: &[Call], heap: HeapKey) -> Vec<StepAllocation> {
-    let is_of_heap = |stream: StreamId| heap.is_none_or(|own| own == stream);
+fn wanted(calls: &[Call], heap: StreamGroup) -> Vec<StepAllocation> {
+    let is_of_heap = |stream: StreamId| heap.stream().is_none_or(|own| own == stream);
     let mut wanted: Vec<StepAllocation> = Vec::new();
     // Maps the number in the step to the number in the heap.
     let mut numbers: Vec<Option<usize>> = Vec::new();

@@ -163,7 +163,8 @@ fn restore(bytes: &[u8]) -> u64 {
     assert_eq!(layout::parse(&layout::to_text(&layout)).expect("written text can be read"), layout);
     let device = SimBackend::builder().granularity_bytes(layout.granularity_bytes()).memory_bytes(1 << 50).build();
     {
-        let config = Config::builder().default_pool(layout.config().clone()).limit_bytes(layout.total_limit_bytes());
+        let config =
+            Config::builder().default_pool(layout.config().clone()).total_limit_bytes(layout.total_limit_bytes());
         let allocator: Allocator<_> = Allocator::new(&device, config.build().expect("valid")).expect("valid");
         let streams: Vec<_> = (0..4).map(|_| allocator.register_stream().expect("a stream id is available")).collect();
         if let Ok(restored) = allocator.restore_layout(PoolId::DEFAULT, &layout) {
@@ -176,7 +177,7 @@ fn restore(bytes: &[u8]) -> u64 {
                     allocator.free(made.handle).expect("live");
                 }
             }
-            let trimmed = bytes.len().is_multiple_of(2).then(|| allocator.trim(None).expect("no faults"));
+            let trimmed = bytes.len().is_multiple_of(2).then(|| allocator.trim_all().expect("no faults"));
             allocator.check().expect("consistent");
             let revived = allocator.revive_layout(PoolId::DEFAULT, &layout);
             // A limit or a threshold may have released memory as well.
@@ -289,7 +290,7 @@ pub fn config_text(bytes: &[u8]) -> u64 {
     if let Ok(pool) = text.parse::<PoolConfig>() {
         assert_eq!(pool.to_string().parse(), Ok(pool));
     }
-    if let Ok(pytorch) = Config::from_pytorch_env(text) {
+    if let Ok(pytorch) = Config::from_pytorch_text(text) {
         assert_eq!(pytorch.config.to_string().parse(), Ok(pytorch.config));
     }
     1
@@ -319,7 +320,7 @@ pub fn work(bytes: &[u8]) -> u64 {
     let program = Program::new(&recording.records).expect("a recording is consistent");
     let config = recording.config.unwrap_or_default();
     let device = SimBackend::builder().memory_bytes(u64::MAX).without_kernels().build();
-    let allocator: Allocator<_, Exclusive> = Allocator::new(device, config).expect("a valid configuration");
+    let allocator: Allocator<_> = Allocator::new(device, config).expect("a valid configuration");
     let mut replay = Replay::new(&allocator, &program).with_allowance(Allowance::of(STEPS_AT_ONCE));
     let is_too_much = |op: &Op| matches!(replay.step(op), Err(StepError::TooMuchWork(_)));
     let _ends_early = program.ops().iter().any(is_too_much);

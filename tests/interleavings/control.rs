@@ -152,8 +152,8 @@ fn a_trim_during_a_sleep_or_wake_releases_no_memory_that_is_in_use() {
             changing.sleep(pool, Contents::Keep).expect("no other sleep");
             changing.wake(pool).expect("memory");
         });
-        allocator.trim(None).expect("no faults");
-        allocator.trim(Some(pool)).expect("no faults");
+        allocator.trim_all().expect("no faults");
+        allocator.trim_pool(pool).expect("no faults");
         changer.join().expect("no panic");
         allocator.check().expect("consistent");
         holds(&allocator, &kept);
@@ -185,7 +185,7 @@ fn an_observer_gets_every_event_once_while_the_pool_grows_sleeps_and_wakes() {
                             Err(error) => assert!(matches!(error, AllocateError::Sleeps(_)), "{error}"),
                         }
                     }
-                    growing.trim(Some(pool)).expect("no faults");
+                    growing.trim_pool(pool).expect("no faults");
                 }
             });
             let sleeping = Arc::clone(&allocator);
@@ -201,14 +201,14 @@ fn an_observer_gets_every_event_once_while_the_pool_grows_sleeps_and_wakes() {
             };
             (0..3).for_each(|_| read(reading));
             [grower, sleeper].into_iter().for_each(|thread| thread.join().expect("no panic"));
-            allocator.trim(Some(pool)).expect("no faults");
+            allocator.trim_pool(pool).expect("no faults");
             read(reading);
             let all = allocator.unread(late);
             let count = |kind| all.events.iter().filter(|event| event.kind == kind).count();
             let births = count(SegmentEventKind::Birth);
             assert_eq!(births, count(SegmentEventKind::Death), "every segment that was added is removed by the trim");
             BIRTHS.fetch_add(births, Ordering::Relaxed);
-            let of = |stream| move |event: &&SegmentEvent| event.stream == Some(StreamId(stream));
+            let of = |stream| move |event: &&SegmentEvent| event.heap.stream() == Some(StreamId(stream));
             for stream in [0, 1] {
                 let (one, other): (Vec<_>, Vec<_>) =
                     (events.iter().filter(of(stream)).collect(), all.events.iter().filter(of(stream)).collect());
@@ -218,7 +218,7 @@ fn an_observer_gets_every_event_once_while_the_pool_grows_sleeps_and_wakes() {
             for observer in [reading, late] {
                 allocator.forget(observer).expect("no faults");
             }
-            allocator.trim(Some(pool)).expect("no faults");
+            allocator.trim_pool(pool).expect("no faults");
             assert_eq!(allocator.stats().retired_bytes, 0);
             allocator.destroy_pool(pool).expect("nothing is live");
             assert_nothing_is_left(&allocator);

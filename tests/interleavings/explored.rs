@@ -9,7 +9,7 @@ use std::sync::PoisonError;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::config::{Config, PointerLookup, PoolConfig};
 use symmalloc_core::lock::{Lock, LockCell};
-use symmalloc_core::{Allocation, Allocator, StreamId};
+use symmalloc_core::{Allocation, StreamId, generic};
 use symmalloc_harness::hooked::{DeviceCall, Hooked};
 use symmalloc_sim::SimBackend;
 
@@ -42,7 +42,7 @@ impl<T> LockCell<T> for ShuttledCell<T> {
 
 /// A device at whose calls the scheduler may switch threads.
 pub(crate) type Device = Hooked<SimBackend, Box<dyn Fn(DeviceCall) + Send + Sync>>;
-pub(crate) type Shared = Arc<Allocator<Device, Shuttled>>;
+pub(crate) type Shared = Arc<generic::Allocator<Device, Shuttled>>;
 
 /// Runs `test` on `schedules` schedules of each of two kinds: random ones, and ones with few preemptions at arbitrary
 /// points.
@@ -58,13 +58,13 @@ pub(crate) fn explore(schedules: usize, test: impl Fn() + Send + Sync + Clone + 
 pub(crate) const STREAMS: u16 = 3;
 
 /// Creates an allocator with three streams that finds allocations by address.
-pub(crate) fn allocator<L: Lock>(config: &Config, seed: u64) -> Allocator<Device, L> {
+pub(crate) fn allocator<L: Lock>(config: &Config, seed: u64) -> generic::Allocator<Device, L> {
     // The scheduler may switch threads at an atomic access. A yield would force a switch instead.
     let turn = (!L::IS_EXCLUSIVE).then(|| AtomicBool::new(false));
     let give_way = move |_| _ = turn.as_ref().map(|turn| turn.load(SeqCst));
     let device = Hooked { inner: SimBackend::builder().seed(seed).build(), hook: Box::new(give_way) as Box<_> };
     let config = config.to_builder().pointer_lookup(PointerLookup::Exact).build().expect("valid");
-    let allocator = Allocator::with_lock(device, config).expect("a device");
+    let allocator = generic::Allocator::with_lock(device, config).expect("a device");
     (0..STREAMS).for_each(|stream| assert_eq!(allocator.register_stream(), Ok(StreamId(stream))));
     allocator
 }
@@ -78,13 +78,18 @@ pub(crate) fn shared(config: &Config, seed: u64) -> Shared {
 }
 
 /// Submits work that uses all of an allocation.
-pub(crate) fn use_it<L: Lock>(allocator: &Allocator<Device, L>, stream: StreamId, made: &Allocation) {
+pub(crate) fn use_it<L: Lock>(allocator: &generic::Allocator<Device, L>, stream: StreamId, made: &Allocation) {
     let used = allocator.backend().inner.submit(stream, made.address, made.size_bytes);
     used.unwrap_or_else(|race| panic!("missing wait at {}: {race}", made.placement));
 }
 
 /// Submits work of another stream on an allocation, after making that stream wait for the owner.
-pub(crate) fn lend<L: Lock>(allocator: &Allocator<Device, L>, owner: StreamId, other: StreamId, made: &Allocation) {
+pub(crate) fn lend<L: Lock>(
+    allocator: &generic::Allocator<Device, L>,
+    owner: StreamId,
+    other: StreamId,
+    made: &Allocation,
+) {
     let device = allocator.backend();
     let event = device.record(owner).expect("no faults");
     device.wait(other, event).expect("no faults");
@@ -97,7 +102,7 @@ pub(crate) fn lend<L: Lock>(allocator: &Allocator<Device, L>, owner: StreamId, o
 }
 
 /// Frees an allocation, either by handle or by address.
-pub(crate) fn free<L: Lock>(allocator: &Allocator<Device, L>, made: &Allocation) {
+pub(crate) fn free<L: Lock>(allocator: &generic::Allocator<Device, L>, made: &Allocation) {
     match by_address(made) {
         true => drop(allocator.free_at(made.address).expect("live")),
         false => allocator.free(made.handle).expect("live"),
@@ -113,7 +118,7 @@ pub(crate) fn by_address(made: &Allocation) -> bool {
 pub(crate) fn assert_nothing_is_left(allocator: &Shared) {
     allocator.check().expect("consistent");
     assert_eq!(allocator.stats().usage.all.allocations.current, 0, "an allocation is still live");
-    allocator.trim(None).expect("no faults");
+    allocator.trim_all().expect("no faults");
     assert_eq!(allocator.stats().reserved_bytes.current, 0);
     assert!(allocator.backend().inner.leaks().is_empty(), "{}", allocator.backend().inner.leaks());
 }

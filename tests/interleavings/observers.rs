@@ -16,15 +16,16 @@ fn a_temporary_observer_misses_no_segment_and_holds_none() {
             for stream in (0..STREAMS).map(StreamId) {
                 let made = using.allocate(PoolId::DEFAULT, stream, MIB).expect("no limit");
                 using.free(made.handle).expect("live");
-                using.trim(None).expect("no faults");
+                using.trim_all().expect("no faults");
             }
         });
         let (observer, births) = allocator.observe(PoolId::DEFAULT).expect("it exists");
         let unread = allocator.unread(observer);
-        let mut known: Vec<_> = births.iter().chain(&unread.events).map(|event| (event.stream, event.kind)).collect();
+        let mut known: Vec<_> =
+            births.iter().chain(&unread.events).map(|event| (event.heap.stream(), event.kind)).collect();
         allocator.acknowledge(observer, &unread).expect("no faults");
         user.join().expect("no panic");
-        known.extend(allocator.unread(observer).events.iter().map(|event| (event.stream, event.kind)));
+        known.extend(allocator.unread(observer).events.iter().map(|event| (event.heap.stream(), event.kind)));
         for stream in (0..STREAMS).map(StreamId) {
             let of_stream = known.iter().filter(|(of, _)| *of == Some(stream)).count();
             assert!(of_stream.is_multiple_of(2), "{stream}: a birth without a death, or vice versa: {known:?}");
@@ -49,7 +50,7 @@ fn an_observer_is_added_exactly_once_to_a_heap_that_is_created_concurrently() {
         let user = thread::spawn(move || take(&using, 1));
         let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("it exists");
         user.join().expect("no panic");
-        allocator.trim(None).expect("no faults");
+        allocator.trim_all().expect("no faults");
         let unread = allocator.unread(observer);
         allocator.acknowledge(observer, &unread).expect("no faults");
         assert_eq!(allocator.stats().retired_bytes, 0, "memory is held although the observer has read its events");

@@ -85,7 +85,7 @@ fn a_refused_rejoin_leaves_the_pool_unused() {
                 device.heal();
                 if calls % 4 == 1 {
                     let kept_bytes = device.mapped_bytes();
-                    assert_eq!(allocator.trim(None), Ok(kept_bytes), "a trim releases the memory that the driver kept");
+                    assert_eq!(allocator.trim_all(), Ok(kept_bytes), "a trim releases the memory that the driver kept");
                     assert_eq!((device.mapped_bytes(), digests(&allocator)), (0, fresh));
                 }
                 let mut work = DeviceWork::new(&device);
@@ -105,7 +105,7 @@ fn pools_are_restored_within_the_limit_over_all_of_them() {
     let device = SimBackend::builder().build();
     let policy = PoolConfig::default();
     let old = rank(&device, &policy, Some(32 * MIB));
-    old.allocate(POOL, S0, 20 * MIB).expect("fits");
+    let _live = old.allocate(POOL, S0, 20 * MIB).expect("fits");
     let layout = old.save_layout(POOL).expect("nothing is retired");
     let new = rank(&device, &policy, Some(32 * MIB));
     let private = new.create_pool(policy).expect("valid");
@@ -117,7 +117,7 @@ fn pools_are_restored_within_the_limit_over_all_of_them() {
         RestoreError::Limit { needed_bytes: 20 * MIB, cause: OutOfMemoryCause::Limit { scope, limit_bytes } }
     );
     new.free(made.handle).expect("live");
-    new.trim(Some(private)).expect("no faults");
+    new.trim_pool(private).expect("no faults");
     new.restore_layout(POOL, &layout).expect("the limit now fits the layout");
 }
 
@@ -128,7 +128,7 @@ fn observers_of_a_rejoining_pool_are_notified_of_its_segments() {
     let old = rank(&device, &policy, None);
     let made: Vec<Allocation> = (0..3).map(|_| old.allocate(POOL, S0, 2 * MIB).expect("fits")).collect();
     old.free(made[1].handle).expect("live");
-    old.trim(None).expect("no faults");
+    old.trim_all().expect("no faults");
     let layout = old.save_layout(POOL).expect("nothing is retired");
     let new = rank(&device, &policy, None);
     let (observer, births) = new.observe(POOL).expect("exists");
@@ -185,12 +185,12 @@ fn a_rejoin_refused_by_the_limit_at_a_later_heap_charges_nothing() {
     let policy = PoolConfig::default();
     let old = rank(&device, &policy, Some(32 * MIB));
     for stream in [S0, S1] {
-        old.allocate(POOL, stream, 10 * MIB).expect("fits");
+        let _live = old.allocate(POOL, stream, 10 * MIB).expect("fits");
     }
     let layout = old.save_layout(POOL).expect("nothing is retired");
     let new = rank(&device, &policy, Some(32 * MIB));
     let private = new.create_pool(policy).expect("valid");
-    new.allocate(private, S0, 20 * MIB).expect("fits");
+    let _live = new.allocate(private, S0, 20 * MIB).expect("fits");
     let error = refusal(&new, POOL, &layout);
     assert!(matches!(error, RestoreError::Limit { .. }), "{error}");
     new.check().expect("consistent");
@@ -205,10 +205,10 @@ fn memory_that_a_rejoin_obtains_counts_as_growth() {
         let device = SimBackend::builder().build();
         let old = rank(&device, &policy, None);
         let made = [4, 12, 4, 12, 4].map(|mib| old.allocate(POOL, S0, mib * MIB).expect("fits"));
-        old.allocate(POOL, S1, 30 * MIB).expect("fits");
+        let _live = old.allocate(POOL, S1, 30 * MIB).expect("fits");
         old.free(made[1].handle).expect("live");
         old.free(made[3].handle).expect("live");
-        old.trim(None).expect("no faults");
+        old.trim_all().expect("no faults");
         let layout = old.save_layout(POOL).expect("nothing is retired");
 
         let device = SimBackend::builder().build();
@@ -222,7 +222,7 @@ fn memory_that_a_rejoin_obtains_counts_as_growth() {
         new.restore_layout(POOL, &layout).expect("fresh");
         let rejoined = growths();
         assert_eq!(rejoined, if segments.ends_with("expandable") { [3, 1] } else { [2, 1] });
-        new.allocate(POOL, S1, 50 * MIB).expect("fits");
+        let _live = new.allocate(POOL, S1, 50 * MIB).expect("fits");
         assert_eq!(growths(), [rejoined[0], rejoined[1] + 1], "{segments}");
     }
 }

@@ -27,7 +27,7 @@ fn a_wake_that_the_device_refuses_can_be_repeated() {
             "each request was recorded"
         );
         job.allocator.free(other.handle).expect("live");
-        job.allocator.trim(None).expect("taken");
+        job.allocator.trim_all().expect("taken");
         job.allocator.wake(job.pool).expect(text);
         job.holds_what_it_held();
         job.end();
@@ -38,7 +38,7 @@ fn a_wake_that_the_device_refuses_can_be_repeated() {
 fn a_wake_that_a_limit_refuses_maps_nothing() {
     let device = device();
     let config: Config = "total_limit_mb:40".parse().expect("valid");
-    let allocator: Allocator<_, Exclusive> = Allocator::new(&device, config).expect("valid");
+    let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
     let streams = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
     let pool = allocator.create_pool(policy("segments:expandable")).expect("valid");
     let allocate = |pool, stream| allocator.allocate(pool, stream, 10 * MIB).expect("within the limit");
@@ -54,7 +54,7 @@ fn a_wake_that_a_limit_refuses_maps_nothing() {
     );
     assert_eq!((device.calls().of(Call::Map), allocator.stats().reserved_bytes), (maps, reserved));
     others.into_iter().for_each(|other| allocator.free(other.handle).expect("live"));
-    let make_room = || allocator.trim(None).expect("no faults");
+    let make_room = || allocator.trim_all().expect("no faults");
     let woken = allocator.remap_with(pool, make_room).expect("there is room").keep();
     assert_eq!(woken.remapped_bytes, 20 * MIB);
     live.into_iter().for_each(|live| allocator.free(live.handle).expect("live"));
@@ -68,7 +68,7 @@ fn there_and_back(job: &Job<'_>, contents: Contents) -> usize {
         failures += 1;
         match error.cause {
             SleepCause::Held { held_bytes, .. } => {
-                assert_eq!((job.phase(), job.reserved_bytes()), (Phase::Failed, held_bytes));
+                assert_eq!((job.phase(), job.reserved_bytes()), (Phase::Held, held_bytes));
                 assert!(matches!(job.allocator.allocate(job.pool, job.streams[0], 1), Err(AllocateError::Sleeps(_))));
             }
             SleepCause::Synchronize { .. } | SleepCause::Save { .. } => {
@@ -130,7 +130,7 @@ fn a_later_wake_uses_the_memory_of_one_that_could_not_be_undone() {
     device.inject(Some(Call::Map), FaultRule::At { ordinal: maps + 2 }, Fault::OutOfMemory);
     device.inject(Some(Call::Unmap), FaultRule::Every { calls: 1 }, Fault::Refused);
     assert!(matches!(job.allocator.wake(job.pool), Err(SleepError { cause: SleepCause::Memory { .. }, .. })));
-    assert_eq!(job.phase(), Phase::Failed);
+    assert_eq!(job.phase(), Phase::Held);
     let held = job.reserved_bytes();
     assert!(held > 0 && held == device.mapped_bytes() && held < whole);
     device.heal();
@@ -197,7 +197,7 @@ fn a_wake_makes_room_only_once_and_only_if_memory_is_full() {
 
 fn job_segments(job: &Job<'_>) -> u64 {
     let pool = job.pool;
-    job.allocator.snapshot().segments.iter().filter(|segment| segment.pool == pool).count() as u64
+    job.allocator.snapshot().segments.iter().filter(|segment| segment.heap.pool == pool).count() as u64
 }
 
 #[test]
@@ -240,7 +240,7 @@ fn a_trim_releases_the_unreleased_memory_of_a_destroyed_pool() {
         let gone = job.allocator.phase(job.pool);
         assert!(matches!(gone, Err(UnknownError::DestroyedPool { .. })), "{text}: {gone:?}");
         job.allocator.check().expect("consistent");
-        job.allocator.trim(None).expect("no call is refused anymore");
+        job.allocator.trim_all().expect("no call is refused anymore");
         assert_eq!(job.allocator.stats().reserved_bytes.current, 0, "{text}");
         drop(job.allocator);
         assert!(device.leaks().is_empty(), "{text}: {}", device.leaks());
@@ -253,10 +253,10 @@ fn memory_held_by_a_window_is_released_by_the_next_sleep() {
     let job: Job = Job::busy(&device, "segments:reserved,segment_mb:128");
     let whole = job.reserved_bytes();
     job.allocator.quiesce(job.pool, Contents::Keep).expect("no work is pending").hold();
-    assert_eq!((job.phase(), job.reserved_bytes(), device.mapped_bytes()), (Phase::Failed, whole, whole));
+    assert_eq!((job.phase(), job.reserved_bytes(), device.mapped_bytes()), (Phase::Held, whole, whole));
     assert!(matches!(job.allocator.allocate(job.pool, job.streams[0], 1), Err(AllocateError::Sleeps(_))));
     drop(job.allocator.quiesce(job.pool, Contents::Keep).expect("asleep"));
-    assert_eq!(job.phase(), Phase::Failed, "unchanged");
+    assert_eq!(job.phase(), Phase::Held, "unchanged");
     assert_eq!(job.allocator.sleep(job.pool, Contents::Keep).expect("taken").released_bytes, whole);
     assert_eq!((job.phase(), device.mapped_bytes()), (Phase::Asleep, 0));
     job.allocator.wake(job.pool).expect("memory");

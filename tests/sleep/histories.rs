@@ -56,10 +56,10 @@ fn a_recording_replays_successful_and_failed_sleeps() {
     assert!(matches!(allocator.wake(pool), Err(SleepError { cause: SleepCause::Memory { .. }, .. })));
     allocator.free(blocks[1].handle).expect("live");
     allocator.free(other.handle).expect("live");
-    allocator.trim(None).expect("taken");
+    allocator.trim_all().expect("taken");
     drop(allocator.remap(pool).expect("memory"));
     allocator.wake(pool).expect("memory");
-    allocator.allocate(pool, stream, 3 * MIB).expect("memory");
+    let _live = allocator.allocate(pool, stream, 3 * MIB).expect("memory");
     allocator.stop_recording().expect("it succeeded");
     let records = memory.records();
     let ops: Vec<&Op> = records

@@ -15,7 +15,7 @@ type Status = c_int;
 pub(crate) struct Library {
     create: unsafe extern "C" fn(i32, *const c_char, *mut *mut c_void) -> Status,
     destroy: unsafe extern "C" fn(*mut c_void) -> Status,
-    allocate: unsafe extern "C" fn(*mut c_void, u32, usize, *mut c_void, *mut *mut c_void) -> Status,
+    allocate: unsafe extern "C" fn(*mut c_void, u32, *mut c_void, usize, *mut *mut c_void) -> Status,
     free: unsafe extern "C" fn(*mut c_void, *mut c_void) -> Status,
     record_use: unsafe extern "C" fn(*mut c_void, *mut c_void, *mut c_void) -> Status,
     stats_json: unsafe extern "C" fn(*mut c_void, *mut *mut c_char) -> Status,
@@ -122,7 +122,7 @@ impl Subject for Pointers {
     fn allocate(&self, stream: &Raw, size_bytes: u64) -> Raw {
         let mut pointer = std::ptr::null_mut();
         // SAFETY: a live allocator, a stream of its device, and a place for the result.
-        let status = unsafe { (self.library.allocate)(self.raw, 0, size_bytes as usize, stream.0, &raw mut pointer) };
+        let status = unsafe { (self.library.allocate)(self.raw, 0, stream.0, size_bytes as usize, &raw mut pointer) };
         self.library.check(status);
         Raw(pointer)
     }

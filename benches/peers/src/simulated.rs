@@ -9,7 +9,7 @@ pub(crate) struct Simulated(SharedAllocator<SimBackend>);
 
 impl Simulated {
     pub(crate) fn new(config: &Config, streams: usize) -> Self {
-        let allocator = SharedAllocator::with_lock(SimBackend::builder().build(), config.clone())
+        let allocator = SharedAllocator::new(SimBackend::builder().build(), config.clone())
             .expect("the configuration fits the device");
         for _ in 0..streams {
             allocator.register_stream().expect("at most 65,535 streams");

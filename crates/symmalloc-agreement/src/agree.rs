@@ -5,8 +5,8 @@ use super::outcome::{Agreed, AgreementError};
 use super::point::Point;
 use super::rank_history::RankHistory;
 use super::transport::{Gathered, Transport};
-use symmalloc_core::Allocator;
 use symmalloc_core::backend::Backend;
+use symmalloc_core::generic;
 use symmalloc_core::lock::Lock;
 
 /// Compares this rank's symmetric pools with those of all other ranks. Every rank must call it at the same point of the
@@ -18,7 +18,7 @@ use symmalloc_core::lock::Lock;
 /// Returns [`AgreementError::Disagreed`] with the same contents on every rank if the ranks differ, and another error if
 /// the comparison could not be completed. The allocator is unchanged in both cases.
 pub fn agree<B: Backend, L: Lock>(
-    allocator: &Allocator<B, L>,
+    allocator: &generic::Allocator<B, L>,
     transport: &impl Transport,
     point: Point,
 ) -> Result<Agreed, AgreementError> {

@@ -32,9 +32,9 @@
 //!
 //! # Examples
 //! ```
-//! use symmalloc_agreement::{AgreementError, Point, RankHistory, agree_in_lockstep};
-//! use symmalloc_core::{Allocator, Config, PoolConfig};
-//! use symmalloc_sim::SimBackend;
+//! use symmalloc::agreement::{AgreementError, Point, RankHistory, agree_in_lockstep};
+//! use symmalloc::{Allocator, Config, PoolConfig};
+//! use symmalloc::sim::SimBackend;
 //!
 //! let pool = PoolConfig::builder().symmetric(true).build()?;
 //! let mut ranks = Vec::new();

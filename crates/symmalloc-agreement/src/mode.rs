@@ -5,8 +5,8 @@ use super::outcome::{Agreed, AgreementError};
 use super::point::Point;
 use super::transport::Transport;
 use std::num::NonZeroU64;
-use symmalloc_core::Allocator;
 use symmalloc_core::backend::Backend;
+use symmalloc_core::generic;
 use symmalloc_core::lock::Lock;
 
 /// The rate at which ranks compare their histories. Must be the same on every rank.
@@ -32,9 +32,9 @@ pub enum Mode {
 /// # Examples
 /// ```
 /// use std::{thread, time::Duration};
-/// use symmalloc_agreement::{Agreement, Mode, ThreadTransport};
-/// use symmalloc_core::{Allocator, Config, PoolConfig};
-/// use symmalloc_sim::SimBackend;
+/// use symmalloc::agreement::{Agreement, Mode, ThreadTransport};
+/// use symmalloc::{Allocator, Config, PoolConfig};
+/// use symmalloc::sim::SimBackend;
 ///
 /// thread::scope(|scope| {
 ///     for (rank, transport) in (0..).zip(ThreadTransport::group(4, Duration::from_secs(60))) {
@@ -44,7 +44,7 @@ pub enum Mode {
 ///             let allocator = Allocator::new(SimBackend::builder().rank(rank).build(), config).unwrap();
 ///             let mut agreement = Agreement::new(Mode::AtSync, transport);
 ///             let stream = allocator.register_stream().unwrap();
-///             allocator.allocate(symmalloc_core::PoolId::DEFAULT, stream, 1 << 20).unwrap();
+///             allocator.allocate(symmalloc::PoolId::DEFAULT, stream, 1 << 20).unwrap();
 ///             // The allocation and the memory obtained for it count as two ops.
 ///             assert_eq!(agreement.at_sync(&allocator).unwrap().unwrap().ops, 2);
 ///         });
@@ -76,7 +76,7 @@ impl<T: Transport> Agreement<T> {
     /// Fails like [`agree`].
     pub fn at_sync<B: Backend, L: Lock>(
         &mut self,
-        allocator: &Allocator<B, L>,
+        allocator: &generic::Allocator<B, L>,
     ) -> Result<Option<Agreed>, AgreementError> {
         if self.mode == Mode::Off {
             return Ok(None);
@@ -93,7 +93,7 @@ impl<T: Transport> Agreement<T> {
     #[inline]
     pub fn after_op<B: Backend, L: Lock>(
         &mut self,
-        allocator: &Allocator<B, L>,
+        allocator: &generic::Allocator<B, L>,
     ) -> Result<Option<Agreed>, AgreementError> {
         let every = match self.mode {
             Mode::Off | Mode::AtSync => return Ok(None),

@@ -15,23 +15,24 @@ use super::message::{COMPARE_BYTES, HeapMessage, MESSAGE_BYTES, OpMessage, StepM
 use super::protocol::ProtocolError;
 use symmalloc_core::Digest;
 use symmalloc_core::histories::{HeapHistory, Mark, op_word, unpack_op};
-use symmalloc_core::ids::StreamId;
+use symmalloc_core::ids::{StreamGroup, StreamId};
 
 /// The identity of a heap, equal on all ranks: the symmetric pool's ordinal among symmetric pools, and the stream.
 /// Shared streams sort last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct HeapKey {
     pub(crate) pool: u32,
+    /// As in [`HeapMessage`]: `u32::MAX` if the pool's streams share one heap.
     stream: u32,
 }
 
 impl HeapKey {
-    pub(crate) fn new(pool: u32, stream: Option<StreamId>) -> Self {
-        HeapKey { pool, stream: stream.map_or(u32::MAX, |stream| stream.0.into()) }
+    pub(crate) fn new(pool: u32, group: StreamGroup) -> Self {
+        HeapKey { pool, stream: group.stream().map_or(u32::MAX, |stream| stream.0.into()) }
     }
 
-    pub(crate) fn stream(self) -> Option<StreamId> {
-        u16::try_from(self.stream).ok().map(StreamId)
+    pub(crate) fn group(self) -> StreamGroup {
+        u16::try_from(self.stream).map_or(StreamGroup::All, |stream| StreamGroup::One(StreamId(stream)))
     }
 
     fn decode(rank: u32, pool: u32, stream: u32) -> Result<Self, ProtocolError> {
@@ -99,7 +100,7 @@ pub(crate) struct HeapSummary {
 
 impl HeapSummary {
     pub(crate) fn of(heap: &HeapHistory) -> Self {
-        HeapSummary { key: HeapKey::new(heap.pool, heap.stream), digest: heap.digest, oldest: heap.oldest }
+        HeapSummary { key: HeapKey::new(heap.pool, heap.group), digest: heap.digest, oldest: heap.oldest }
     }
 
     pub(crate) fn decode(rank: u32, message: &HeapMessage) -> Result<Self, ProtocolError> {

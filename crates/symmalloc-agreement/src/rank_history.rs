@@ -11,7 +11,7 @@ use symmalloc_core::backend::Backend;
 use symmalloc_core::histories::{HistorySource, Journal, folded_multiply};
 use symmalloc_core::ids::PoolId;
 use symmalloc_core::lock::Lock;
-use symmalloc_core::{Allocator, Digest};
+use symmalloc_core::{Digest, generic};
 use zerocopy::FromZeros;
 
 /// A snapshot of one rank's history. Ops that other threads perform after its creation are not part of it.
@@ -36,7 +36,7 @@ impl fmt::Debug for RankHistory<'_> {
 
 impl<'a> RankHistory<'a> {
     /// Takes a snapshot of the history of an allocator's symmetric pools.
-    pub fn new<B: Backend, L: Lock>(allocator: &'a Allocator<B, L>, point: Point) -> Self {
+    pub fn new<B: Backend, L: Lock>(allocator: &'a generic::Allocator<B, L>, point: Point) -> Self {
         let source: &dyn HistorySource = allocator;
         let heaps = source.heap_histories().iter().map(HeapSummary::of).collect();
         RankHistory {
@@ -51,7 +51,11 @@ impl<'a> RankHistory<'a> {
 
     /// Takes a snapshot of these pools only. Use it if the ranks share no other pools, or if other threads use the
     /// other pools at the same time. Every rank must name the same pools. Pools that are not symmetric are ignored.
-    pub fn of_pools<B: Backend, L: Lock>(allocator: &'a Allocator<B, L>, point: Point, pools: &[PoolId]) -> Self {
+    pub fn of_pools<B: Backend, L: Lock>(
+        allocator: &'a generic::Allocator<B, L>,
+        point: Point,
+        pools: &[PoolId],
+    ) -> Self {
         let mut ordinals: Vec<u32> = pools.iter().filter_map(|pool| allocator.symmetric_ordinal(*pool)).collect();
         ordinals.sort_unstable();
         let mut history = RankHistory::new(allocator, point);
@@ -114,7 +118,7 @@ impl<'a> RankHistory<'a> {
             self.source.pass_sync();
         }
         let chosen = self.heaps.iter().filter(|heap| is_chosen(heap.key.pool));
-        chosen.for_each(|heap| self.source.settle(heap.key.pool, heap.key.stream(), heap.digest));
+        chosen.for_each(|heap| self.source.settle(heap.key.pool, heap.key.group(), heap.digest));
     }
 
     /// Returns the digests of the pools' policies by number, with 0 for pools that are not compared.
@@ -138,7 +142,8 @@ impl<'a> RankHistory<'a> {
         let policies = self.policy_digests();
         let mut digest = Digest { ops: 0, value: 0 };
         for HeapSummary { key, digest: heap, .. } in &self.heaps {
-            let name = (u64::from(key.pool) << 32) | key.stream().map_or(u64::from(u32::MAX), |stream| stream.0.into());
+            let name = (u64::from(key.pool) << 32)
+                | key.group().stream().map_or(u64::from(u32::MAX), |stream| stream.0.into());
             digest.value =
                 folded_multiply(digest.value ^ name ^ NAME_KEY, heap.value ^ DIGEST_KEY).wrapping_add(heap.ops);
             digest.ops += heap.ops;
@@ -160,7 +165,7 @@ impl<'a> RankHistory<'a> {
     /// Applies `look` to the journal of a heap.
     fn look_back<T>(&self, heap: HeapKey, look: impl Fn(&Journal) -> T) -> Option<T> {
         let mut found = None;
-        self.source.look_back(heap.pool, heap.stream(), &mut |journal| found = Some(look(journal)));
+        self.source.look_back(heap.pool, heap.group(), &mut |journal| found = Some(look(journal)));
         found
     }
 

@@ -5,7 +5,7 @@ use super::question::Answer;
 use super::ranks::{RankSet, Ranks};
 use std::fmt;
 use symmalloc_core::histories::{Mark, unpack_op, unpack_placement};
-use symmalloc_core::ids::{Placement, SegmentId, StreamId};
+use symmalloc_core::ids::{Placement, SegmentId, StreamGroup, StreamId};
 use symmalloc_core::op::Contents;
 
 /// A report of how the ranks differ.
@@ -57,8 +57,8 @@ pub struct HeapDifference {
     /// The pool's ordinal among symmetric pools; see
     /// [`Allocator::symmetric_pool`](symmalloc_core::Allocator::symmetric_pool).
     pub pool: u32,
-    /// The heap's stream; `None` if the pool's streams share a heap.
-    pub stream: Option<StreamId>,
+    /// The streams that share the heap.
+    pub streams: StreamGroup,
     /// The first op of the heap that differs, counted from 0. If the histories do not reach back far enough, the first
     /// op that may differ.
     pub first_op: u64,
@@ -357,7 +357,7 @@ impl Disagreement {
                 Difference::Point(_) => "point",
             },
             pool = first.map(|first| first.pool),
-            stream = first.and_then(|first| first.stream).map(|stream| stream.0),
+            stream = first.and_then(|first| first.streams.stream()).map(|stream| stream.0),
             op = first.map(|first| first.first_op),
             cause = first.map(|first| first.cause.name()),
             report = %self,
@@ -400,7 +400,7 @@ impl fmt::Display for Disagreement {
 impl fmt::Display for HeapDifference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "symmetric pool {}, ", self.pool)?;
-        match self.stream {
+        match self.streams.stream() {
             Some(stream) => write!(f, "stream {}, ", stream.0)?,
             None => write!(f, "shared streams, ")?,
         }

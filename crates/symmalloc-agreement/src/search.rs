@@ -307,7 +307,7 @@ fn heap_difference(found: &Found, cause: Cause) -> HeapDifference {
     };
     HeapDifference {
         pool: found.heap.pool,
-        stream: found.heap.stream(),
+        streams: found.heap.group(),
         first_op: found.first,
         last_op: found.last,
         order: found.order(),

@@ -14,13 +14,13 @@ use symmalloc_sim::{SimBackend, SplitMix64};
 fn a_limit_that_one_rank_changed_is_a_difference_of_configurations() {
     let ranks = [0, 1].map(|rank| {
         let pool = PoolConfig::builder().symmetric(true).build().expect("valid");
-        let config = Config::builder().default_pool(pool).limit_bytes(Some(64 << 20)).build().expect("valid");
+        let config = Config::builder().default_pool(pool).total_limit_bytes(Some(64 << 20)).build().expect("valid");
         Allocator::<_>::new(SimBackend::builder().rank(rank).build(), config).expect("valid")
     });
     let compare = || agree_in_lockstep(&ranks.each_ref().map(|allocator| RankHistory::new(allocator, Point::Sync)));
-    ranks.iter().for_each(|allocator| allocator.set_limit_bytes(Some(32 << 20)));
+    ranks.iter().for_each(|allocator| allocator.set_total_limit_bytes(Some(32 << 20)));
     assert_eq!(compare().map(|agreed| agreed.ops), Ok(0));
-    ranks[1].set_limit_bytes(None);
+    ranks[1].set_total_limit_bytes(None);
     let Err(AgreementError::Disagreed(disagreement)) = compare() else { panic!("the limits differ") };
     let text = disagreement.to_string();
     assert!(text.contains("total_limit_bytes") && text.contains("33554432") && text.contains("none"), "{text}");
@@ -37,8 +37,8 @@ fn ranks_may_agree_on_some_pools_and_exclude_the_others() {
         let other = PoolConfig::builder().symmetric(true).limit_bytes(Some(u64::from(rank) << 30)).build();
         let other = allocator.create_pool(other.expect("valid")).expect("fits");
         let shared = allocator.create_pool(alike.clone()).expect("fits");
-        allocator.allocate(other, stream, u64::from(rank) << 20).expect("fits");
-        allocator.allocate(shared, stream, 3 << 20).expect("fits");
+        let _live = allocator.allocate(other, stream, u64::from(rank) << 20).expect("fits");
+        let _live = allocator.allocate(shared, stream, 3 << 20).expect("fits");
         (allocator, other, shared)
     });
     let histories = ranks.each_ref().map(|(allocator, _, shared)| {
@@ -62,7 +62,7 @@ fn pools_that_are_not_settled_keep_their_history() {
     let stream = allocator.register_stream().expect("the first");
     let second = allocator.create_pool(pool).expect("fits");
     for pool in [PoolId::DEFAULT, second] {
-        allocator.allocate(pool, stream, 1 << 20).expect("fits");
+        let _live = allocator.allocate(pool, stream, 1 << 20).expect("fits");
     }
     let oldest = || {
         let heaps = allocator.heap_histories();
@@ -87,7 +87,7 @@ fn differing_ranks() -> Vec<Allocator<SimBackend>> {
             let stream = allocator.register_stream().expect("a stream id is available");
             for op in 0..20 {
                 let size_bytes = 512 + u64::from(rank == 1 && op == 10);
-                allocator.allocate_named(PoolId::DEFAULT, stream, size_bytes, "block").expect("fits");
+                let _live = allocator.allocate_named(PoolId::DEFAULT, stream, size_bytes, "block").expect("fits");
             }
         }
         allocator
@@ -124,7 +124,10 @@ fn all_differing_heaps_are_found_beyond_one_page_and_one_batch() {
     assert_eq!(found.len(), 40);
     for (difference, stream) in found.into_iter().zip(0..) {
         // Program order is stream by stream. The first allocation of each stream acquires memory, which is an op.
-        assert_eq!((difference.stream, difference.first_op, difference.last_op), (Some(StreamId(stream)), 11, 11));
+        assert_eq!(
+            (difference.streams.stream(), difference.first_op, difference.last_op),
+            (Some(StreamId(stream)), 11, 11)
+        );
         assert_eq!(difference.order, Some(u64::from(stream) * 21 + 11));
     }
     assert_eq!(first.cause, Cause::OtherRequest);
@@ -219,7 +222,7 @@ proptest! {
         let allocate = |rank: usize, ops: std::ops::Range<u64>| {
             for op in ops {
                 let size_bytes = 512 + u64::from(rank == 1 && op == at);
-                allocators[rank].allocate(PoolId::DEFAULT, StreamId(0), size_bytes).expect("fits");
+                let _live = allocators[rank].allocate(PoolId::DEFAULT, StreamId(0), size_bytes).expect("fits");
             }
         };
         let histories = || [0, 1].map(|rank| RankHistory::new(&allocators[rank], Point::Sync));

@@ -236,7 +236,7 @@ fn object(args: &ChartArgs, timeline: &JobCurves, op: usize, beside: Option<&Bes
     let heaps = timeline.heaps.iter().map(|(owner, curve)| {
         json!({
             "pool": owner.pool.0,
-            "stream": owner.stream.map(|stream| stream.0),
+            "stream": owner.stream().map(|stream| stream.0),
             "live": peak(curve.peaks[LIVE]),
             "allocated": peak(curve.peaks[ALLOCATED]),
             "reserved": peak(curve.peaks[RESERVED]),

@@ -40,8 +40,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy, StreamPolicy};
-use symmalloc_core::ids::AllocationId;
-use symmalloc_core::lock::Exclusive;
+use symmalloc_core::ids::{AllocationId, HeapId};
 use symmalloc_core::op::{Op, Record};
 use symmalloc_core::{Allocator, PoolId, StreamId};
 use symmalloc_import::Recording;
@@ -114,7 +113,7 @@ impl Job {
             _ => (0, config.streams()),
         };
         let mut pools = BTreeMap::from([(PoolId::DEFAULT, range_of(config.default_pool()))]);
-        let mut heaps: BTreeSet<(PoolId, Option<StreamId>)> = BTreeSet::new();
+        let mut heaps: BTreeSet<HeapId> = BTreeSet::new();
         let mut addresses = 0_u64;
         // The streams that allocate from each shared heap or use its allocations.
         let mut sharing: BTreeMap<PoolId, BTreeSet<StreamId>> = BTreeMap::new();
@@ -144,12 +143,12 @@ impl Job {
                     let range_bytes = pools.remove(pool).map_or(0, |(bytes, _)| bytes);
                     let before = heaps.len();
                     sharing.remove(pool);
-                    heaps.retain(|(of, _)| of != pool);
+                    heaps.retain(|heap| heap.pool != *pool);
                     addresses -= range_bytes * (before - heaps.len()) as u64;
                 }
                 Op::Allocate { pool, stream, size_bytes: 1.., .. } => {
                     let Some((range_bytes, streams)) = pools.get(pool) else { continue };
-                    let heap = (*pool, (*streams != StreamPolicy::Shared).then_some(*stream));
+                    let heap = HeapId { pool: *pool, group: streams.group_of(*stream) };
                     if *range_bytes > 0 && heaps.insert(heap) {
                         addresses += *range_bytes;
                     }
@@ -170,7 +169,7 @@ impl Job {
     /// Returns an error that names the op at which the steps are exhausted. All other errors are left to the simulation.
     pub(crate) fn check_work(&self, config: &Config) -> Result<(), JobError> {
         let device = SimBackend::builder().memory_bytes(u64::MAX).build();
-        let allocator = Allocator::<_, Exclusive>::new(device, config.clone())?;
+        let allocator = Allocator::new(device, config.clone())?;
         let mut replay = Replay::new(&allocator, &self.program);
         for (op, call) in self.program.ops().iter().enumerate() {
             if let Err(error @ StepError::TooMuchWork(_)) = replay.step(call) {

@@ -22,8 +22,7 @@ pub(crate) mod share;
 pub(crate) mod svg;
 pub(crate) mod timeline;
 
-use symmalloc_import::rerun::Owner;
-
+use symmalloc_core::ids::HeapId;
 /// Width of a picture for screens and paper, in CSS pixels.
 pub(crate) const WIDE: u32 = 880;
 /// Width of a picture for phones, in CSS pixels.
@@ -37,15 +36,15 @@ pub(crate) struct Selection {
 }
 
 impl Selection {
-    pub(crate) fn has(self, owner: Owner) -> bool {
+    pub(crate) fn has(self, owner: HeapId) -> bool {
         self.pool.is_none_or(|pool| pool == owner.pool.0)
-            && self.stream.is_none_or(|stream| owner.stream.is_some_and(|of| of.0 == stream))
+            && self.stream.is_none_or(|stream| owner.stream().is_some_and(|of| of.0 == stream))
     }
 }
 
 /// Returns the name of a heap in pictures.
-pub(crate) fn heap_name(owner: Owner) -> String {
-    match owner.stream {
+pub(crate) fn heap_name(owner: HeapId) -> String {
+    match owner.stream() {
         Some(stream) => format!("pool {}, stream {}", owner.pool.0, stream.0),
         None => format!("pool {}, all streams", owner.pool.0),
     }

@@ -33,8 +33,8 @@ use job_plan::JobPlan;
 use reservations::ReservationPlan;
 use serde_json::{Value, json};
 use std::path::PathBuf;
+use symmalloc_core::ids::HeapId;
 use symmalloc_core::op::Op;
-use symmalloc_import::rerun::Owner;
 use symmalloc_trace::plan::{PlanFile, to_text};
 
 /// Plans each job, or each table of rectangles. The verdict is `Differ` if a rank obtains memory despite its reservations.
@@ -174,10 +174,10 @@ fn object(args: &PlanArgs, plan: &JobPlan<'_>) -> Value {
             return object;
         }
     };
-    let heap = |(owner, heap): (&Owner, &HeapPlan)| {
+    let heap = |(owner, heap): (&HeapId, &HeapPlan)| {
         json!({
             "pool": owner.pool.0,
-            "stream": owner.stream.map(|stream| stream.0),
+            "stream": owner.stream().map(|stream| stream.0),
             "for_stream": heap.stream.0,
             "segments": if reservations.is_reserved(owner.pool) { "reserved" } else { "expandable" },
             "peak_live_bytes": heap.peak_live_bytes,

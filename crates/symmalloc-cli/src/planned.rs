@@ -144,16 +144,16 @@ fn solved(recorded: &Recorded, config: Config, Steps(mut left): Steps) -> Result
     let mut plans = Vec::new();
     for (number, step) in heap_steps.iter().enumerate() {
         let share = left / (heap_steps.len() - number) as u64;
-        let config = file.pool_config(step.pool).expect("steps are of pools of the file");
-        let plan = Plan::solve_within(config, GRANULE_BYTES, step.stream, step.key, &step.wanted, Steps(share));
-        let (plan, spent) = plan.map_err(|error| refused(recorded, step.pool, error))?;
+        let config = file.pool_config(step.heap.pool).expect("steps are of pools of the file");
+        let plan = Plan::solve_within(config, GRANULE_BYTES, step.heap.group, step.key, &step.wanted, Steps(share));
+        let (plan, spent) = plan.map_err(|error| refused(recorded, step.heap.pool, error))?;
         left = left.saturating_sub(spent.0);
-        plans.push((step.pool, plan));
+        plans.push((step.heap, plan));
         progress.step();
     }
-    plans.sort_by_key(|(pool, plan)| (*pool, plan.stream(), plan.key()));
-    for (pool, plan) in plans {
-        file.add_plan(pool, plan).map_err(|source| draft::contradicts(recorded, source))?;
+    plans.sort_by_key(|(heap, plan)| (*heap, plan.key()));
+    for (heap, plan) in plans {
+        file.add_plan(heap.pool, plan).map_err(|source| draft::contradicts(recorded, source))?;
     }
     Ok(file)
 }

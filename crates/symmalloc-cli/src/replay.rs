@@ -49,7 +49,7 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {
             options.plan = Some(Arc::new(follow(plan, path, &mut recording, &args.policy)?));
         } else if let Some(config) = args.policy.config() {
             // The question is whether the whole job fits.
-            let has_limit = config.limit_bytes().is_some() || config.default_pool().limit_bytes().is_some();
+            let has_limit = config.total_limit_bytes().is_some() || config.default_pool().limit_bytes().is_some();
             if has_limit && recording.failure.is_some() {
                 request_again(&mut recording);
             }

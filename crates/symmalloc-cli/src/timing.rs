@@ -9,7 +9,6 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 use symmalloc_core::Allocator;
 use symmalloc_core::config::Config;
-use symmalloc_core::lock::Exclusive;
 use symmalloc_sim::IdleBackend;
 use symmalloc_trace::replay::Replay;
 
@@ -21,7 +20,7 @@ use symmalloc_trace::replay::Replay;
 /// others.
 pub fn nanoseconds_per_op(job: &Job, config: &Config, options: &Options) -> Result<f64, JobError> {
     let program = job.program();
-    let allocator = Allocator::<_, Exclusive>::new(IdleBackend::default(), config.clone())?;
+    let allocator = Allocator::new(IdleBackend::default(), config.clone())?;
     let not_followed = |error| JobError::Plan { rank: 0, error };
     let mut replay = match options.plan.as_deref() {
         Some(plan) => Replay::following(&allocator, program, plan).map_err(not_followed)?,

@@ -18,11 +18,12 @@
 //! Step 3 is the same on every rank because limits are configured bytes. A driver call can fail on one rank alone. Step
 //! 3 is therefore skipped after a failed driver call, and nothing is released.
 //!
-//! Statistics over all heaps and the recording are updated after a decision, at the end of `place` and of `free`. They
+//! Statistics over all heaps and the recording are updated after a decision, at the end of `allocate_in_pool` and of `free`. They
 //! influence no decision. While a recording is active, ops pass its gate one at a time.
 
 mod destroyed;
 mod gate;
+mod guard;
 #[doc(hidden)]
 pub mod histories;
 mod lookup;
@@ -33,6 +34,7 @@ mod pool;
 mod pools;
 mod recorder;
 pub mod recording;
+mod replay;
 pub mod report;
 mod request;
 mod restore;
@@ -40,9 +42,11 @@ mod save;
 mod sleep;
 mod steps;
 
+pub use guard::AllocationGuard;
 pub use lookup::SegmentPosition;
 pub use observers::Unread;
 pub use pools::Emptied;
+pub use replay::ReplayOps;
 pub use request::Retry;
 pub use restore::{Restored, RestoredAllocation, RestoredHeap, RevivedPlace};
 pub use sleep::{Quiesced, Remapped};
@@ -53,9 +57,9 @@ use crate::config::errors::{
     AllocateError, FreeError, HandleError, OutOfMemory, RecordUseError, ReserveError, TrimError, UnknownError,
 };
 use crate::config::op::Op;
-use crate::config::{Config, ConfigError, PointerLookup, StreamPolicy, in_range};
+use crate::config::{Config, ConfigError, PointerLookup, in_range};
 use crate::heap::trim::Released;
-use crate::heap::{Freed, HeapIdentity, is_nothing};
+use crate::heap::{Freed, is_nothing};
 use crate::history::journal::ProgramOrder;
 use crate::pointers::{HeapHints, SegmentDirectory};
 use crate::stats::budget::Budget;
@@ -65,7 +69,7 @@ use crate::sync::lock::{Exclusive, Lock, LockCell, Shared};
 use crate::sync::registry::Registry;
 use crate::types::backend::{Backend, BackendError, DeviceAddress};
 use crate::types::handle::{Allocation, Handle};
-use crate::types::ids::{HeapId, PoolId, StreamId};
+use crate::types::ids::{HeapId, HeapNumber, PoolId, StreamId};
 use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
 use destroyed::Destroyed;
 use gate::{Gate, Recorder};
@@ -80,27 +84,10 @@ use std::sync::atomic::AtomicU32;
 /// The callback that runs before an allocation fails. It is called without any lock, and can free, trim and log.
 type FailureCallback<B, L> = Arc<dyn Fn(&Allocator<B, L>, &OutOfMemory) -> Retry + Send + Sync>;
 
-/// A caching device allocator over a backend, driven by one thread ([`Exclusive`]) or by many ([`Shared`]).
-///
-/// # Determinism
-/// Every placement is a function of the configuration and of the ops on its heap so far. With one host thread, a heap's
-/// ops are in program order. With several, each heap must receive the same ops in the same order on every rank: use a
-/// stream per thread, or synchronize the threads.
-///
-/// # Examples
-/// ```
-/// use symmalloc_core::{Allocator, Config, PoolId};
-/// use symmalloc_sim::SimBackend;
-///
-/// let allocator = Allocator::new(SimBackend::builder().seed(7).build(), Config::default())?;
-/// let stream = allocator.register_stream()?;
-/// let a = allocator.allocate(PoolId::DEFAULT, stream, 3 << 20)?;
-/// allocator.free(a.handle)?;
-/// let b = allocator.allocate(PoolId::DEFAULT, stream, 1 << 20)?;
-/// assert_eq!(b.placement, a.placement);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-pub struct Allocator<B: Backend, L: Lock = Exclusive> {
+/// A caching device allocator over a backend, for any [`Lock`]. Programs use its two aliases,
+/// [`symmalloc_core::Allocator`](crate::Allocator) and [`SharedAllocator`](crate::SharedAllocator); code that supports
+/// both is generic over the lock.
+pub struct Allocator<B: Backend, L: Lock> {
     /// The environment of the heaps.
     context: Context<B, L>,
     config: Config,
@@ -134,51 +121,32 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     recorder: Recorder<L>,
 }
 
-/// An [`Allocator`] that many threads drive. Create it with [`with_lock`](Allocator::with_lock) and put it into an `Arc`.
-///
-/// An [`Allocator`] from [`new`](Allocator::new) stays with one thread. The compiler rejects sharing it, and lists the type
-/// `UseSharedAllocator` among the reasons:
-/// ```compile_fail,E0277
-/// # use symmalloc_core::{Allocator, Config};
-/// # use symmalloc_sim::SimBackend;
-/// let allocator = Allocator::new(SimBackend::builder().build(), Config::default()).unwrap();
-/// std::thread::scope(|scope| {
-///     scope.spawn(|| allocator.register_stream());
-/// });
-/// ```
-pub type SharedAllocator<B> = Allocator<B, Shared>;
-
-impl<B: Backend> Allocator<B> {
-    /// Creates an allocator for one thread, with the default pool and no streams. Takes no device memory yet. See
-    /// [`with_lock`](Self::with_lock) for an allocator that many threads drive.
+impl<B: Backend> Allocator<B, Exclusive> {
+    /// Creates an allocator for one thread, with the default pool and no streams. Takes no device memory yet.
     ///
     /// # Errors
-    /// See [`with_lock`](Self::with_lock).
+    /// Returns an error if the backend's granularity is not a power of two from 512 bytes to 1 GiB.
+    pub fn new(backend: B, config: Config) -> Result<Self, ConfigError> {
+        Allocator::with_lock(backend, config)
+    }
+}
+
+impl<B: Backend> Allocator<B, Shared> {
+    /// Creates an allocator that many threads can use, with the default pool and no streams. Takes no device memory yet.
+    ///
+    /// # Errors
+    /// Returns an error if the backend's granularity is not a power of two from 512 bytes to 1 GiB.
     pub fn new(backend: B, config: Config) -> Result<Self, ConfigError> {
         Allocator::with_lock(backend, config)
     }
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Creates an allocator with the lock that the type names, with the default pool and no streams. Takes no device
-    /// memory yet.
+    /// Creates an allocator with the lock that the type names, in code that is generic over the lock. See
+    /// [`Allocator::new`](crate::Allocator::new) and [`SharedAllocator::new`](crate::SharedAllocator::new).
     ///
     /// # Errors
     /// Returns an error if the backend's granularity is not a power of two from 512 bytes to 1 GiB.
-    ///
-    /// # Examples
-    /// ```
-    /// use std::{sync::Arc, thread};
-    /// use symmalloc_core::{Config, PoolId, SharedAllocator};
-    /// use symmalloc_sim::SimBackend;
-    ///
-    /// let allocator = Arc::new(SharedAllocator::with_lock(SimBackend::builder().build(), Config::default())?);
-    /// let stream = allocator.register_stream()?;
-    /// let other = Arc::clone(&allocator);
-    /// let placed = thread::spawn(move || other.allocate(PoolId::DEFAULT, stream, 3 << 20)).join().expect("no panic")?;
-    /// allocator.free(placed.handle)?;
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
     pub fn with_lock(backend: B, config: Config) -> Result<Self, ConfigError> {
         let granularity_bytes = backend.granularity_bytes();
         if !granularity_bytes.is_power_of_two() {
@@ -194,7 +162,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 backend,
                 clocks: L::Cell::new(StreamClocks::default()),
                 directory: L::Cell::new(SegmentDirectory::default()),
-                budget: Budget::new(config.limit_bytes()),
+                budget: Budget::new(config.total_limit_bytes()),
             },
             number,
             granularity_bytes,
@@ -224,9 +192,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         &self.config
     }
 
-    /// Returns the current limit on the device memory of all pools together: [`Config::limit_bytes`], or the last value
-    /// of [`set_limit_bytes`](Self::set_limit_bytes).
-    pub fn limit_bytes(&self) -> Option<u64> {
+    /// Returns the current limit on the device memory of all pools together: [`Config::total_limit_bytes`], or the last
+    /// value of [`set_total_limit_bytes`](Self::set_total_limit_bytes).
+    pub fn total_limit_bytes(&self) -> Option<u64> {
         self.context.budget.limit_bytes()
     }
 
@@ -237,9 +205,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// The limit is an input of every later decision, like the configuration (rule D4): set the same number of bytes at
     /// the same point of the program on every rank. Agreement compares it. No op of a trace represents the change, so
     /// it ends an active [recording], and a later recording begins with the new limit.
-    pub fn set_limit_bytes(&self, limit_bytes: Option<u64>) {
+    pub fn set_total_limit_bytes(&self, limit_bytes: impl Into<Option<u64>>) {
+        let limit_bytes = limit_bytes.into();
         let mut gate = self.gate();
-        if limit_bytes != self.limit_bytes() {
+        if limit_bytes != self.total_limit_bytes() {
             self.context.budget.set_limit_bytes(limit_bytes);
             gate.end(RecordingEnd::LimitChanged);
         }
@@ -255,7 +224,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if self.is_recording() {
             return self.allocate_recorded(Request { pool, stream, size_bytes }, None);
         }
-        self.place(pool, stream, size_bytes, None, None)
+        self.allocate_in_pool(pool, stream, size_bytes, None, None)
     }
 
     /// Allocates like [`allocate`](Self::allocate), and names the allocation for snapshots and reports.
@@ -289,12 +258,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if self.is_recording() {
             return self.allocate_recorded(Request { pool, stream, size_bytes }, Some(name));
         }
-        self.place(pool, stream, size_bytes, Some(name), None)
+        self.allocate_in_pool(pool, stream, size_bytes, Some(name), None)
     }
 
     /// Performs all steps of an allocation. The gate is held while a recording is active.
     #[inline(always)]
-    fn place<'a>(
+    fn allocate_in_pool<'a>(
         &'a self,
         pool: PoolId,
         stream: StreamId,
@@ -310,7 +279,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             None => self.make_heap(pool, stream)?,
         };
         let mut locked = heap.lock();
-        if locked.identity().pool != pool {
+        if locked.id().pool != pool {
             drop(locked);
             locked = self.remake_heap(pool, stream, heap)?;
         }
@@ -436,35 +405,44 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(())
     }
 
-    /// Releases the free memory of a pool, or of all pools, to the device, in (pool, stream, sequence) order. Returns
-    /// the released bytes. Blocks the host until the streams that used the memory have completed their work. Removed
-    /// segments of an observed pool stay until the observers have acknowledged them. Reserved segments stay, and so
-    /// does a quota unless its pool is named. Retries the release of destroyed pools whose memory the driver still holds.
+    /// Releases the free memory of a pool to the device, in (stream, sequence) order. Returns the released bytes. Blocks
+    /// the host until the streams that used the memory have completed their work. Removed segments of an observed pool
+    /// stay until the observers have acknowledged them. Reserved segments stay. Of a destroyed pool, releases what the
+    /// driver still holds.
     ///
     /// # Errors
-    /// Returns an error if the pool is unknown, or was destroyed and holds no memory. Returns an error if the driver fails; every heap is
-    /// consistent then and the rest can be trimmed again.
-    pub fn trim(&self, pool: Option<PoolId>) -> Result<u64, TrimError> {
+    /// Returns an error if the pool is unknown, or was destroyed and holds no memory. Returns an error if the driver
+    /// fails; every heap is consistent then and the rest can be trimmed again.
+    pub fn trim_pool(&self, pool: PoolId) -> Result<u64, TrimError> {
         let mut gate = self.gate();
-        let released = match pool {
-            Some(pool) => match self.pool(pool) {
-                Ok(entry) => self.trim_pool(entry, None),
-                Err(unknown) => {
-                    let destroyed = self.kept_pools().find(|kept| kept.id() == pool).ok_or(unknown)?;
-                    // Not an op: in a replay, the driver released the memory when the pool was destroyed.
-                    return self.trim_destroyed(destroyed).into_result();
-                }
-            },
-            None => {
-                let pools = self.kept_pools().filter(|entry| !entry.config().has_quota() || entry.is_destroyed());
-                let trims = pools.map(|entry| match entry.is_destroyed() {
-                    true => self.trim_destroyed(entry),
-                    false => self.trim_pool(entry, None),
-                });
-                trims.fold(Released::default(), Released::plus)
+        let released = match self.pool(pool) {
+            Ok(entry) => self.release_free(entry, None),
+            Err(unknown) => {
+                let destroyed = self.kept_pools().find(|kept| kept.id() == pool).ok_or(unknown)?;
+                // Not an op: in a replay, the driver released the memory when the pool was destroyed.
+                return self.trim_destroyed(destroyed).into_result();
             }
         };
-        gate.note(Op::Trim { pool });
+        gate.note(Op::Trim { pool: Some(pool) });
+        gate.note_released(&released);
+        released.into_result()
+    }
+
+    /// Releases the free memory of all pools to the device, as [`trim_pool`](Self::trim_pool) does for one, in pool
+    /// order. Pools with a quota keep their memory. Also retries the release of destroyed pools whose memory the driver
+    /// still holds.
+    ///
+    /// # Errors
+    /// Returns an error if the driver fails; every heap is consistent then and the rest can be trimmed again.
+    pub fn trim_all(&self) -> Result<u64, TrimError> {
+        let mut gate = self.gate();
+        let pools = self.kept_pools().filter(|entry| !entry.config().has_quota() || entry.is_destroyed());
+        let trims = pools.map(|entry| match entry.is_destroyed() {
+            true => self.trim_destroyed(entry),
+            false => self.release_free(entry, None),
+        });
+        let released = trims.fold(Released::default(), Released::plus);
+        gate.note(Op::Trim { pool: None });
         gate.note_released(&released);
         released.into_result()
     }
@@ -482,14 +460,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Releases the memory of a destroyed pool that the driver still holds.
     fn trim_destroyed(&self, entry: PoolRef<'_, L>) -> Released {
-        let released = self.trim_pool(entry, None);
+        let released = self.release_free(entry, None);
         let mut heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         self.bury(entry, &mut heaps);
         released
     }
 
     /// Releases all of a pool's free memory, or `goal_bytes` of it.
-    fn trim_pool(&self, entry: PoolRef<'_, L>, goal_bytes: Option<u64>) -> Released {
+    fn release_free(&self, entry: PoolRef<'_, L>, goal_bytes: Option<u64>) -> Released {
         let (mut released, mut left_bytes) = (Released::default(), goal_bytes);
         for heap in entry.heaps() {
             if left_bytes == Some(0) {
@@ -532,7 +510,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     fn heap_for(&self, pool: PoolId, stream: StreamId) -> Result<&HeapCell<L>, UnknownError> {
         self.pool(pool)?;
         match self.find_heap(pool, stream) {
-            Some(heap) if heap.lock().identity().pool == pool => Ok(heap),
+            Some(heap) if heap.lock().id().pool == pool => Ok(heap),
             _ => self.make_heap(pool, stream),
         }
     }
@@ -548,7 +526,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         loop {
             self.make_heap(pool, stream)?;
             let locked = heap.lock();
-            if locked.identity().pool == pool {
+            if locked.id().pool == pool {
                 return Ok(locked);
             }
         }
@@ -570,9 +548,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.known_stream(stream)?;
         let step = entry.step().lock();
         let sleep = entry.sleep().lock();
-        let make = |id| {
-            let stream = (entry.config().streams() == StreamPolicy::Separate).then_some(stream);
-            let mut heap = self.empty_heap(entry, HeapIdentity { id, pool, stream });
+        let make = |number| {
+            let group = entry.config().streams().group_of(stream);
+            let mut heap = self.empty_heap(entry, HeapId { pool, group }, number);
             observers.of_pool(pool).for_each(|observer| heap.observe(observer));
             if entry.config().symmetric() && self.config.history_ops() > 0 {
                 heap.keep_journal(self.config.history_ops(), Arc::clone(&self.program_order));
@@ -590,14 +568,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             heap
         };
         let cell = entry.make_heap(stream, || {
-            let index = self.heaps.push(|index| Arc::new(LockCell::new(make(HeapId(index as u32)))));
+            let index = self.heaps.push(|index| Arc::new(LockCell::new(make(HeapNumber(index as u32)))));
             Arc::clone(self.heaps.get(index).expect("the heap was just created"))
         });
         let mut heap = cell.lock();
-        if heap.identity().pool != pool {
+        if heap.id().pool != pool {
             // Handles of the earlier pool stay stale.
-            let id = heap.identity().id;
-            heap.replace(make(id));
+            let number = heap.number();
+            heap.replace(make(number));
         }
         drop(heap);
         Ok(cell)

@@ -7,7 +7,7 @@
 //! | [`Arena`] | the place of its memory: segments, blocks, free blocks, fences |
 //! | [`Ledger`] | the record of its decisions: digest, journal, usage, names, pointers |
 //! | [`SegmentLog`] | the segment events for observers, and dead segments whose memory is not released yet |
-//! | [`HeapPlans`] | plans, and the step that follows one; optional |
+//! | [`HeapPlans`] | plans; optional |
 //! | [`StitchedRanges`] | the addresses that map memory a second time; empty unless the pool stitches |
 //! | [`Mappings`] | what a sleeping heap must map again; only while it sleeps |
 //!
@@ -49,13 +49,14 @@ use crate::history::digest::{Mark, op_word};
 use crate::history::segment_log::SegmentLog;
 use crate::ledger::Ledger;
 use crate::plans::heap_plans::HeapPlans;
+use crate::plans::step::Step;
 use crate::sleep::mappings::Mappings;
 use crate::stats::budget::Budget;
 use crate::stitching::StitchedRanges;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError, DeviceAddress};
 use crate::types::handle::{Allocation, Handle};
-use crate::types::ids::{HeapId, Placement, PoolId, StreamId};
+use crate::types::ids::{HeapId, HeapNumber, Placement, StreamId};
 use crate::types::units::{Units, bytes};
 use std::num::NonZeroU64;
 use std::sync::Arc;
@@ -104,18 +105,10 @@ impl Shortage {
 /// The slot in handles of allocations of zero bytes.
 const NO_SLOT: Slot = u32::MAX;
 
-/// The identity of a heap.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct HeapIdentity {
-    pub(crate) id: HeapId,
-    pub(crate) pool: PoolId,
-    /// The heap's stream; `None` if the pool's streams share a heap.
-    pub(crate) stream: Option<StreamId>,
-}
-
 /// One heap.
 pub(crate) struct Heap<L: Lock> {
-    identity: HeapIdentity,
+    id: HeapId,
+    number: HeapNumber,
     config: PoolConfig,
     /// The budget of the pool.
     pool_budget: Arc<Budget<L>>,
@@ -129,7 +122,7 @@ pub(crate) struct Heap<L: Lock> {
     /// The entries that observers of segments read, and dead segments whose memory is not released yet.
     log: SegmentLog,
     stitched: StitchedRanges,
-    /// The plans and the state of the step; created at the first step or plan.
+    /// The plans; created at the first step or plan.
     plans: Option<Box<HeapPlans>>,
     /// Blocks by location; created at the first revival of a single allocation.
     offsets: Option<Box<OffsetIndex>>,
@@ -138,11 +131,8 @@ pub(crate) struct Heap<L: Lock> {
 /// The mode in which a heap serves requests. Frees do not depend on it.
 #[derive(Debug)]
 enum RequestMode {
-    /// Places requests by best fit.
-    Ordinary,
-    /// Passes requests to [`HeapPlans`] first, which exist: a step is open that follows a plan or is logged. The mode
-    /// is [`Ordinary`](Self::Ordinary) again from the first request that differs from the plan.
-    Step,
+    /// Serves requests, as the step requires.
+    Serving(Step),
     /// Refuses requests: the pool sleeps.
     Asleep(Box<Mappings>),
     /// Refuses requests: the pool was destroyed.
@@ -166,20 +156,22 @@ pub(crate) struct Freed {
 
 impl<L: Lock> Heap<L> {
     pub(crate) fn new(
-        identity: HeapIdentity,
+        id: HeapId,
+        number: HeapNumber,
         config: PoolConfig,
         pool_budget: Arc<Budget<L>>,
         granularity_bytes: u64,
         log: SegmentLog,
     ) -> Self {
         let rules = SizeRules::new(&config, granularity_bytes);
-        let ledger = Ledger::new(Self::digest_before_ops(&config, bytes(rules.granule), identity.stream));
+        let ledger = Ledger::new(Self::digest_before_ops(&config, bytes(rules.granule), id.group));
         Heap {
-            identity,
+            id,
+            number,
             pool_budget,
             budget: Budget::new(None),
-            mode: RequestMode::Ordinary,
-            arena: Arena::new(rules, identity.stream),
+            mode: RequestMode::Serving(Step::None),
+            arena: Arena::new(rules, id.stream()),
             ledger,
             log,
             stitched: StitchedRanges::default(),
@@ -206,10 +198,18 @@ impl<L: Lock> Heap<L> {
         name: Option<&Arc<str>>,
     ) -> Result<Allocation, Box<Shortage>> {
         // A handle fits into two registers. An inner call would return an `Allocation` through memory.
-        let handle = match self.mode {
+        let handle = match &mut self.mode {
             _ if requested == 0 => return self.allocate_nothing(stream),
-            RequestMode::Ordinary => self.allocate_anywhere(context, stream, requested)?,
-            RequestMode::Step => self.allocate_in_step(context, stream, requested)?,
+            RequestMode::Serving(Step::None | Step::Unplanned { .. } | Step::Diverged(_)) => {
+                self.allocate_anywhere(context, stream, requested)?
+            }
+            RequestMode::Serving(Step::Following(step)) => {
+                match step.next_place(self.arena.table(), stream, requested) {
+                    Some(slot) => self.allocate_planned(slot, stream, requested),
+                    None => self.allocate_beside_plan(context, stream, requested)?,
+                }
+            }
+            RequestMode::Serving(Step::Learning { .. }) => self.allocate_logged(context, stream, requested)?,
             RequestMode::Asleep(_) | RequestMode::Closed => return Err(self.refusal()),
         };
         if let Some(name) = name {
@@ -228,14 +228,14 @@ impl<L: Lock> Heap<L> {
     ) -> Result<Handle, Box<Shortage>> {
         let size = self.arena.rules().block_size(requested);
         match self.arena.best_fit_block(size) {
-            Some((slot, block)) if block.is_ready_for(stream) => Ok(self.place(slot, stream, size, requested)),
-            fit => self.prepare_and_place(context, fit.map(|(slot, _)| slot), stream, size, requested),
+            Some((slot, block)) if block.is_ready_for(stream) => Ok(self.allocate_front(slot, stream, size, requested)),
+            fit => self.allocate_after_waits(context, fit.map(|(slot, _)| slot), stream, size, requested),
         }
     }
 
     /// Allocates if no free block fits, or if the stream must wait for the earlier users of the best fit.
     #[inline(never)]
-    fn prepare_and_place<B: Backend>(
+    fn allocate_after_waits<B: Backend>(
         &mut self,
         context: &Context<B, L>,
         fit: Option<Slot>,
@@ -248,7 +248,7 @@ impl<L: Lock> Heap<L> {
         let placed = found.and_then(|slot| {
             let waited = self.arena.wait_for_earlier_users(context, slot, stream);
             waited.map_err(|error| Box::new(Shortage::Fence(error)))?;
-            Ok(self.place(slot, stream, size, requested))
+            Ok(self.allocate_front(slot, stream, size, requested))
         });
         if self.arena.mapped_bytes() > mapped_before {
             // The acquired amount is part of the decision: a limit that several heaps share may have determined it.
@@ -259,7 +259,7 @@ impl<L: Lock> Heap<L> {
 
     /// Turns the start of a free block into an allocation. The rest stays free with the same fences.
     #[inline(always)]
-    fn place(&mut self, free: Slot, stream: StreamId, size: Units, requested: u64) -> Handle {
+    fn allocate_front(&mut self, free: Slot, stream: StreamId, size: Units, requested: u64) -> Handle {
         let serial = self.ledger.next_serial();
         let slot = self.arena.take_front(free, size, BlockState::Allocated { stream, requested, serial });
         self.note_allocation(slot, serial, stream, requested)
@@ -277,7 +277,7 @@ impl<L: Lock> Heap<L> {
     /// Returns an error if the pool sleeps or was destroyed.
     fn check_open(&self) -> Result<(), Box<Shortage>> {
         match self.mode {
-            RequestMode::Ordinary | RequestMode::Step => Ok(()),
+            RequestMode::Serving(_) => Ok(()),
             RequestMode::Asleep(_) | RequestMode::Closed => Err(self.refusal()),
         }
     }
@@ -288,7 +288,7 @@ impl<L: Lock> Heap<L> {
         match self.mode {
             RequestMode::Asleep(_) => Shortage::Asleep.boxed(),
             RequestMode::Closed => Shortage::Closed.boxed(),
-            RequestMode::Ordinary | RequestMode::Step => unreachable!("the pool serves requests"),
+            RequestMode::Serving(_) => unreachable!("the pool serves requests"),
         }
     }
 
@@ -376,7 +376,7 @@ impl<L: Lock> Heap<L> {
     #[inline(always)]
     fn make_free<B: Backend>(&mut self, context: &Context<B, L>, live: Live, is_mapped: bool) -> Freed {
         let Live { slot, stream, requested } = live;
-        let since = if self.identity.stream.is_some() { 0 } else { context.clocks.lock().now(stream) };
+        let since = if self.id.stream().is_some() { 0 } else { context.clocks.lock().now(stream) };
         let block = self.arena.release(slot, stream, since);
         let is_place = block.is_place();
         let Block { segment, location, size, .. } = *block;
@@ -434,7 +434,7 @@ impl<L: Lock> Heap<L> {
     }
 
     fn handle(&self, slot: Slot, serial: NonZeroU64) -> Handle {
-        Handle::new(self.identity.id, slot, serial)
+        Handle::new(self.number, slot, serial)
     }
 }
 

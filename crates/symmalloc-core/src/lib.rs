@@ -12,8 +12,8 @@
 //! Two ranks whose devices return addresses in different orders get the same placements:
 //!
 //! ```
-//! use symmalloc_core::{Allocator, Config, PoolId};
-//! use symmalloc_sim::SimBackend;
+//! use symmalloc::{Allocator, Config, PoolId};
+//! use symmalloc::sim::SimBackend;
 //! let mut placements = Vec::new();
 //! for rank in 0..2 {
 //!     let device = SimBackend::builder().seed(7).rank(rank).build();
@@ -65,7 +65,7 @@
 //! `arena` knows the place of memory, and `plans`, `stitching` and `sleep` are optional. `heap` composes them and makes
 //! every decision (read `heap.rs` first), and `allocator` finds the heap and handles the out-of-memory path. `metrics`,
 //! behind a feature, publishes its statistics.
-//! `docs/architecture.md` lists the functions between a call and the free index.
+//! `docs/architecture.md` describes the steps of an allocation and of a free.
 #![forbid(unsafe_code)]
 
 // The modules. Each uses only those above it, which a test checks.
@@ -103,7 +103,66 @@ mod allocator;
 pub mod metrics;
 
 // Types that every program uses.
-pub use allocator::{Allocator, SharedAllocator};
+
+/// A caching device allocator over a backend, for one thread. Its methods are those of [`generic::Allocator`]:
+///
+/// | to | call |
+/// |---|---|
+/// | register a stream | [`register_stream`](generic::Allocator::register_stream) |
+/// | allocate and free | [`allocate`](generic::Allocator::allocate), [`allocate_named`](generic::Allocator::allocate_named), [`allocate_guard`](generic::Allocator::allocate_guard), [`free`](generic::Allocator::free) |
+/// | use an allocation on another stream | [`record_use`](generic::Allocator::record_use), [`note_stream_wait`](generic::Allocator::note_stream_wait), [`note_synchronized`](generic::Allocator::note_synchronized) |
+/// | separate memory by policy | [`create_pool`](generic::Allocator::create_pool), [`destroy_pool`](generic::Allocator::destroy_pool) |
+/// | follow a plan | [`begin_step`](generic::Allocator::begin_step), [`end_step`](generic::Allocator::end_step), [`adopt_plan`](generic::Allocator::adopt_plan) |
+/// | return memory to the device | [`trim_pool`](generic::Allocator::trim_pool), [`trim_all`](generic::Allocator::trim_all), [`sleep`](generic::Allocator::sleep), [`wake`](generic::Allocator::wake) |
+/// | see what happens | [`stats`](generic::Allocator::stats), [`snapshot`](generic::Allocator::snapshot), [`digest`](generic::Allocator::digest), [`start_recording`](generic::Allocator::start_recording) |
+///
+/// # Determinism
+/// Every placement is a function of the configuration and of the ops on its heap so far. With one host thread, a heap's
+/// ops are in program order. With several ([`SharedAllocator`]), each heap must receive the same ops in the same order
+/// on every rank: use a stream per thread, or synchronize the threads.
+///
+/// # Examples
+/// ```
+/// use symmalloc::{Allocator, Config, PoolId};
+/// use symmalloc::sim::SimBackend;
+///
+/// let allocator = Allocator::new(SimBackend::builder().seed(7).build(), Config::default())?;
+/// let stream = allocator.register_stream()?;
+/// let a = allocator.allocate(PoolId::DEFAULT, stream, 3 << 20)?;
+/// allocator.free(a.handle)?;
+/// let b = allocator.allocate(PoolId::DEFAULT, stream, 1 << 20)?;
+/// assert_eq!(b.placement, a.placement);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// The compiler rejects sharing it between threads, and lists the type `UseSharedAllocator` among the reasons:
+/// ```compile_fail,E0277
+/// # use symmalloc::{Allocator, Config};
+/// # use symmalloc::sim::SimBackend;
+/// let allocator = Allocator::new(SimBackend::builder().build(), Config::default()).unwrap();
+/// std::thread::scope(|scope| {
+///     scope.spawn(|| allocator.register_stream());
+/// });
+/// ```
+pub type Allocator<B> = generic::Allocator<B, lock::Exclusive>;
+
+/// An [`Allocator`] for many threads. Put it into an `Arc`. Its methods are those of [`generic::Allocator`].
+///
+/// # Examples
+/// ```
+/// use std::{sync::Arc, thread};
+/// use symmalloc::{Config, PoolId, SharedAllocator};
+/// use symmalloc::sim::SimBackend;
+///
+/// let allocator = Arc::new(SharedAllocator::new(SimBackend::builder().build(), Config::default())?);
+/// let stream = allocator.register_stream()?;
+/// let other = Arc::clone(&allocator);
+/// let placed = thread::spawn(move || other.allocate(PoolId::DEFAULT, stream, 3 << 20)).join().expect("no panic")?;
+/// allocator.free(placed.handle)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub type SharedAllocator<B> = generic::Allocator<B, lock::Shared>;
+
 pub use config::{Config, PoolConfig};
 pub use types::handle::{Allocation, Handle};
 #[doc(no_inline)]
@@ -112,7 +171,15 @@ pub use types::{
     ids::{AllocationId, ObserverId, Placement, PoolId, SegmentId, StreamId},
 };
 
-pub use allocator::{Emptied, Quiesced, Remapped, Retry, SegmentPosition, StepGuard, Unread, recording, report};
+/// The allocator with any lock, for code that supports [`Allocator`] and [`SharedAllocator`].
+pub mod generic {
+    pub use crate::allocator::Allocator;
+}
+
+pub use allocator::{
+    AllocationGuard, Emptied, Quiesced, Remapped, ReplayOps, Retry, SegmentPosition, StepGuard, Unread, recording,
+    report,
+};
 pub use config::errors::{self, LimitScope};
 pub use config::op::{self, Op, Record};
 pub use config::size_rules::SizeClass;

@@ -13,9 +13,9 @@
 //!
 //! # Examples
 //! ```
-//! use symmalloc_core::metrics::Publisher;
-//! use symmalloc_core::{Allocator, Config, PoolId};
-//! use symmalloc_sim::SimBackend;
+//! use symmalloc::metrics::Publisher;
+//! use symmalloc::{Allocator, Config, PoolId};
+//! use symmalloc::sim::SimBackend;
 //!
 //! let allocator = Allocator::new(SimBackend::builder().build(), Config::default())?;
 //! let stream = allocator.register_stream()?;

@@ -10,9 +10,9 @@
 //! A step that occurs twice is planned. From then on it needs no more memory than its live peak:
 //!
 //! ```
-//! use symmalloc_core::config::PlanPolicy;
-//! use symmalloc_core::{Allocator, Config, PoolConfig, PoolId};
-//! use symmalloc_sim::SimBackend;
+//! use symmalloc::config::PlanPolicy;
+//! use symmalloc::{Allocator, Config, PoolConfig, PoolId};
+//! use symmalloc::sim::SimBackend;
 //!
 //! let pool = PoolConfig::builder().plan(PlanPolicy::Learn).build()?;
 //! let config = Config::builder().default_pool(pool).build()?;
@@ -40,6 +40,7 @@ pub(crate) mod plan;
 mod plan_cursor;
 pub(crate) mod prepared;
 pub(crate) mod report;
+pub(crate) mod step;
 
 pub use error::{PlanError, StepError};
 pub use plan::{ALLOCATIONS_MAX, Plan, PlannedAllocation, StepAllocation};

@@ -14,7 +14,7 @@
 
 use crate::blocks::table::Slot;
 use crate::types::backend::{DeviceAddress, Range};
-use crate::types::ids::HeapId;
+use crate::types::ids::HeapNumber;
 use crate::types::look_up::LookUp;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -28,13 +28,13 @@ pub(crate) struct SegmentDirectory {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct DirectoryEntry {
     size_bytes: u64,
-    pub(crate) heap: HeapId,
+    pub(crate) heap: HeapNumber,
     /// Slot of the segment in the heap's table.
     pub(crate) segment: u32,
 }
 
 impl SegmentDirectory {
-    pub(crate) fn insert(&mut self, range: Range, heap: HeapId, segment: u32) {
+    pub(crate) fn insert(&mut self, range: Range, heap: HeapNumber, segment: u32) {
         let entry = DirectoryEntry { size_bytes: range.size_bytes, heap, segment };
         let before = self.by_base.insert(range.base.0, entry);
         assert!(before.is_none(), "two segments have the same base");
@@ -89,11 +89,11 @@ impl HeapHints {
     }
 
     #[inline]
-    pub(crate) fn get(&self, address: DeviceAddress) -> Option<HeapId> {
-        self.hint(address).load(Ordering::Relaxed).checked_sub(1).map(HeapId)
+    pub(crate) fn get(&self, address: DeviceAddress) -> Option<HeapNumber> {
+        self.hint(address).load(Ordering::Relaxed).checked_sub(1).map(HeapNumber)
     }
 
-    pub(crate) fn set(&self, address: DeviceAddress, heap: HeapId) {
+    pub(crate) fn set(&self, address: DeviceAddress, heap: HeapNumber) {
         self.hint(address).store(heap.0 + 1, Ordering::Relaxed);
     }
 }

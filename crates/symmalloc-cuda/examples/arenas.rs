@@ -66,7 +66,7 @@ fn main() -> Outcome<()> {
 
 /// Serves requests. Returns the costs of the first and of the last thousand, or of each half of fewer requests.
 pub(crate) fn serve(device: &Arc<CudaDevice>, mode: Mode, requests: usize) -> Outcome<[Costs; 2]> {
-    let allocator = CudaAllocator::new(device, Config::builder().limit_bytes(Some(LIMIT_BYTES)).build()?)?;
+    let allocator = CudaAllocator::new(device, Config::builder().total_limit_bytes(Some(LIMIT_BYTES)).build()?)?;
     let streams = [device.context().new_stream()?, device.context().new_stream()?];
     let kept = match mode {
         Mode::Reset => Some(allocator.create_pool(PoolConfig::default())?),
@@ -103,7 +103,7 @@ pub(crate) fn serve(device: &Arc<CudaDevice>, mode: Mode, requests: usize) -> Ou
     }
     println!(
         "  {} bytes returned to the device at the end",
-        kept.map_or(Ok(0), |arena| arena.destroy())? + allocator.trim()?
+        kept.map_or(Ok(0), |arena| arena.destroy())? + allocator.trim_all()?
     );
     Ok(costs)
 }

@@ -37,6 +37,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     allocator.free(raw.handle)?;
 
     println!("{}", allocator.core().summary());
-    println!("{} bytes returned to the device", allocator.trim()?);
+    println!("{} bytes returned to the device", allocator.trim_all()?);
     Ok(())
 }

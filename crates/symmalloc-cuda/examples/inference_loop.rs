@@ -71,7 +71,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("digest {}, {} segments", allocator.digest(PoolId::DEFAULT)?, allocator.stats().segments_born);
     assert_eq!((allocator.drop_errors().count, pinned.drop_errors().count), (0, 0));
     drop((layers, lanes));
-    println!("{} bytes returned to the device", allocator.trim()? + pinned.trim()?);
+    println!("{} bytes returned to the device", allocator.trim_all()? + pinned.trim_all()?);
     Ok(())
 }
 

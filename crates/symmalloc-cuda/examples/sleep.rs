@@ -158,8 +158,8 @@ fn copies(device: &Arc<CudaDevice>, gib: usize) -> Outcome<()> {
         copied[1] = copied[1].min(back);
     }
     drop((scratch, host));
-    allocator.trim()?;
-    pinned.trim()?;
+    allocator.trim_all()?;
+    pinned.trim_all()?;
 
     let locked = seconds(|| Ok(allocator.reserve_host_memory(bytes as u64)?))?;
     print("symmalloc: reserve_host_memory", bytes as u64, locked);

@@ -19,7 +19,7 @@ use symmalloc_core::{Allocation, Digest, Handle, PoolId, Retry, SharedAllocator,
 /// A caching allocator of one device, or of pinned host memory, that threads share. Clones are cheap and refer to the same allocator.
 ///
 /// Memory is allocated for work on a stream, and can be freed while work still uses it: the next user waits on the device. Freed memory
-/// stays cached until [`trim`](Self::trim), a limit or a release threshold returns it to the device.
+/// stays cached until [`trim_all`](Self::trim_all), a limit or a release threshold returns it to the device.
 ///
 /// # Determinism
 /// The n-th allocation for a pool and a stream has the same placement on every rank that makes the same calls. Register streams in the same
@@ -288,7 +288,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     }
 
     /// Creates a pool with a separate policy. [`Pool::destroy`] destroys it. Once the returned owner, every allocator from
-    /// [`with_pool`](Self::with_pool) and all buffers of the pool are dropped, the next [`trim`](Self::trim) destroys it, or, if the pool
+    /// [`with_pool`](Self::with_pool) and all buffers of the pool are dropped, the next [`trim_all`](Self::trim_all) destroys it, or, if the pool
     /// is observed, the first trim after the observation ends. A private pool is also destroyed before the limit over all pools refuses a
     /// request.
     ///
@@ -325,8 +325,8 @@ impl<B: CudaMemory> CachingAllocator<B> {
     ///
     /// # Errors
     /// Returns an error if a driver call fails. The remaining memory can be trimmed by another call.
-    pub fn trim(&self) -> Result<u64, CudaError> {
-        self.state().trim()
+    pub fn trim_all(&self) -> Result<u64, CudaError> {
+        self.state().trim_all()
     }
 
     /// Returns statistics over all pools.

@@ -13,7 +13,7 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
-use symmalloc_core::backend::{Backend, BackendError, Event, Image, Part, Place, Range};
+use symmalloc_core::backend::{Backend, BackendError, Event, Image, Part, Range, RangeOffset};
 use symmalloc_core::ids::{PoolId, StreamId};
 
 /// Granularity, in bytes, of memory without a granularity requirement.
@@ -92,7 +92,7 @@ impl CudaBackendBuilder {
     /// After each growth the thread maps as much memory after the range's end as its current extent, up to this limit, so that the next
     /// growth finds its memory created and mapped. Prefetching changes no placement, digest, segment or reserved size.
     /// [`CudaMemory::spare_bytes`] reports the prefetched memory: it is device memory that no allocation uses yet. It is released when
-    /// memory of its range is released, in [`CachingAllocator::trim`](crate::CachingAllocator::trim), and before an allocation fails
+    /// memory of its range is released, in [`CachingAllocator::trim_all`](crate::CachingAllocator::trim_all), and before an allocation fails
     /// because the device is full. After such a failure, prefetching pauses until memory is released.
     ///
     /// A prefetched chunk is as large as all growth steps of the range allow, so configure expandable pools with a growth step
@@ -364,7 +364,7 @@ macro_rules! backend {
                 self.notify(true, range, offset_bytes, size_bytes);
                 Ok(())
             }
-            fn map_pieces(&self, at: Place, size_bytes: u64, piece_bytes: u64) -> Result<(), BackendError> {
+            fn map_pieces(&self, at: RangeOffset, size_bytes: u64, piece_bytes: u64) -> Result<(), BackendError> {
                 let map = || self.memory.map_pieces(at, size_bytes, piece_bytes);
                 self.watch(DeviceCall::Map, map)?;
                 self.notify(true, at.0, at.1, size_bytes);
@@ -373,7 +373,7 @@ macro_rules! backend {
             fn can_alias(&self) -> bool {
                 self.memory.can_alias()
             }
-            fn alias(&self, at: Place, source: Place, piece_bytes: u64) -> Result<(), BackendError> {
+            fn alias(&self, at: RangeOffset, source: RangeOffset, piece_bytes: u64) -> Result<(), BackendError> {
                 let alias = || self.memory.alias(at, source, piece_bytes);
                 self.watch(DeviceCall::Map, alias)
             }

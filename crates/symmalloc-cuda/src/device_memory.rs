@@ -63,7 +63,7 @@ impl CudaAllocator {
         for pool in core.pools() {
             let Ok(stats) = core.pool_stats(pool) else { continue };
             let bytes = match core.phase(pool) {
-                Ok(Phase::Asleep | Phase::Failed) => &mut memory.asleep_bytes,
+                Ok(Phase::Asleep | Phase::Held) => &mut memory.asleep_bytes,
                 _ if is_of_graph(pool) || state.own_observers(pool) > 0 => &mut memory.graph_bytes,
                 _ => &mut memory.awake_bytes,
             };

@@ -121,7 +121,7 @@ pub use device_memory::DeviceMemory;
 pub use driver::RelaxedCapture;
 pub use error::{CudaError, DriverError, DropError, DropErrors, LoadError};
 pub use graphs::{DeviceGraph, GraphCapture, GraphPool};
-pub use memory::{Access, ExportState, ImagePlace, ImportedMemory, MemorySource, Peer, SavedBytes};
+pub use memory::{Access, ExportState, ImageStorage, ImportedMemory, MemorySource, Peer, SavedBytes};
 pub use pools::{Pool, StreamAllocator, StreamAllocatorRef, trim_private_pools};
 pub use resize::{ResizeError, resize};
 #[doc(hidden)]

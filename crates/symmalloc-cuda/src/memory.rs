@@ -36,7 +36,7 @@ pub(crate) use driver_allocations::{AllocationKind, DriverAllocations};
 pub use exported::{Access, Peer};
 pub(crate) use exported::{ExportedList, ExportedMemory, is_held};
 pub(crate) use handle::{DmaBufRefusal, ExportedHandle, FABRIC_BYTES, HandleKind};
-pub use image_store::ImagePlace;
+pub use image_store::ImageStorage;
 pub(crate) use images::Images;
 pub use images::SavedBytes;
 pub use imported::ImportedMemory;

@@ -13,7 +13,7 @@ use symmalloc_core::lock::Lock;
 use symmalloc_core::report::BlockStateSnapshot;
 use symmalloc_core::sleep::Phase;
 use symmalloc_core::units::Counted;
-use symmalloc_core::{Allocator, Backend, PoolId, StreamId};
+use symmalloc_core::{Backend, PoolId, StreamId, generic};
 use thiserror::Error;
 
 /// The reason a pool could not be resized.
@@ -92,10 +92,10 @@ struct Held {
 }
 
 impl Held {
-    fn of<B: Backend, L: Lock>(core: &Allocator<B, L>, pool: PoolId) -> Held {
+    fn of<B: Backend, L: Lock>(core: &generic::Allocator<B, L>, pool: PoolId) -> Held {
         let granule = core.backend().granularity_bytes();
         let mut held = Held::default();
-        for segment in core.snapshot().segments.into_iter().filter(|segment| segment.pool == pool) {
+        for segment in core.snapshot().segments.into_iter().filter(|segment| segment.heap.pool == pool) {
             held.bytes += segment.mapped_bytes;
             let mut free_bytes = 0;
             for block in &segment.blocks {
@@ -129,7 +129,7 @@ impl Held {
 /// # Errors
 /// See [`ResizeError`]. For variants that leave the pool unchanged, no op was carried out.
 pub fn resize<B: Backend, L: Lock>(
-    core: &Allocator<B, L>,
+    core: &generic::Allocator<B, L>,
     pool: PoolId,
     stream: StreamId,
     quota_bytes: u64,
@@ -157,7 +157,7 @@ pub fn resize<B: Backend, L: Lock>(
     }
     // The driver may not have released a segment that an earlier resize removed.
     if held.bytes > quota_bytes || observers == 0 && core.has_retired_segments(pool)? {
-        core.trim(Some(pool))?;
+        core.trim_pool(pool)?;
         held = Held::of(core, pool);
     }
     while held.bytes < quota_bytes {

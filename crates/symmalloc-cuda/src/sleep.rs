@@ -5,7 +5,7 @@ use crate::allocator::CudaAllocator;
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
 use crate::graphs::GraphPool;
-use crate::memory::{ImagePlace, SavedBytes};
+use crate::memory::{ImageStorage, SavedBytes};
 use cudarc::driver::CudaStream;
 use std::sync::Arc;
 use symmalloc_core::backend::BackendError;
@@ -16,7 +16,7 @@ use symmalloc_core::{PoolId, Remapped};
 
 impl CudaAllocator {
     /// Puts a pool to sleep: its memory returns to the device, while buffers, addresses and graphs stay valid for use after the pool wakes.
-    /// Contents that [`Contents::Keep`] keeps are saved in the pool's [place](Self::save_in), which is pinned host memory by default, or a
+    /// Contents that [`Contents::Keep`] keeps are saved in the pool's [storage](Self::save_in), which is pinned host memory by default, or a
     /// file if the backend has a [folder](crate::CudaBackendBuilder::images_in) for them. Waits on the host for the streams that use the pool.
     ///
     /// Nothing may use the pool's memory until it is awake. Until then, allocating from it returns an error, but buffers may be dropped.
@@ -55,7 +55,7 @@ impl CudaAllocator {
 
     /// Releases the free memory of private pools, and prefetched memory. Symmetric pools, graph pools, pools with a
     /// quota and pools with windows or registered buffers are unchanged. One rank alone can therefore call it, unlike
-    /// [`trim`](Self::trim). Returns the number of bytes released.
+    /// [`trim_all`](Self::trim_all). Returns the number of bytes released.
     ///
     /// Blocks the host until the streams that used this memory have completed their work, which must therefore not wait for a rank that is
     /// in a collective wake.
@@ -104,9 +104,9 @@ impl CudaAllocator {
         Ok(crate::resize::resize(self.core(), pool, stream, quota_bytes)?)
     }
 
-    /// Sets the place of a pool's saved contents, from its next sleep on. The default is the backend's. It ends with the pool.
-    pub fn save_in(&self, pool: PoolId, place: ImagePlace) {
-        self.core().backend().images().set_place(pool, place);
+    /// Sets the storage for a pool's saved contents, from its next sleep on. The default is the backend's. It ends with the pool.
+    pub fn save_in(&self, pool: PoolId, storage: ImageStorage) {
+        self.core().backend().images().set_storage(pool, storage);
     }
 
     /// Sets whether the saved contents of a pool stay in host memory after its next wake. They remain readable with

@@ -58,9 +58,9 @@ pub use summary::ExportSummary;
 
 use std::io::{self, Write};
 
-use symmalloc_core::Allocator;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::config::Config;
+use symmalloc_core::generic;
 use symmalloc_core::ids::PoolId;
 use symmalloc_core::lock::Lock;
 use symmalloc_core::report::Snapshot;
@@ -101,7 +101,7 @@ pub fn export(program: &Program, config: &Config, sink: impl Write) -> Result<Ex
 /// # Errors
 /// Returns an error if `sink` cannot be written.
 pub fn export_allocator<B: Backend, L: Lock>(
-    allocator: &Allocator<B, L>,
+    allocator: &generic::Allocator<B, L>,
     sink: impl Write,
 ) -> io::Result<ExportSummary> {
     let mut snapshot = SnapshotWriter::new(sink)?;
@@ -119,7 +119,7 @@ pub fn export_allocator<B: Backend, L: Lock>(
 
 /// Removes the segments of pools that sleep: PyTorch's have memory.
 fn with_memory(mut snapshot: Snapshot, is_asleep: impl Fn(PoolId) -> bool) -> Snapshot {
-    snapshot.segments.retain(|segment| !is_asleep(segment.pool));
+    snapshot.segments.retain(|segment| !is_asleep(segment.heap.pool));
     snapshot
 }
 

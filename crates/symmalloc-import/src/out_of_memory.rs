@@ -20,10 +20,11 @@ use std::str::FromStr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use symmalloc_core::Allocator;
+use crate::perfetto::heap_words;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::errors::OutOfMemory;
-use symmalloc_core::ids::{PoolId, StreamId};
+use symmalloc_core::generic;
+use symmalloc_core::ids::{HeapId, StreamGroup};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::report::BlockStateSnapshot;
 use symmalloc_core::units::Amount;
@@ -88,7 +89,12 @@ impl OnOutOfMemory {
     }
 
     /// Writes the page like [`write`](Self::write), and prints where it is, or why it cannot be written.
-    pub fn report<B: Backend, L: Lock>(&self, allocator: &Allocator<B, L>, error: &OutOfMemory, device: usize) {
+    pub fn report<B: Backend, L: Lock>(
+        &self,
+        allocator: &generic::Allocator<B, L>,
+        error: &OutOfMemory,
+        device: usize,
+    ) {
         match self.write(allocator, error, device) {
             Ok(Some(path)) => say(format_args!("out of memory: {} shows what holds it", path.display())),
             Ok(None) => {}
@@ -108,7 +114,7 @@ impl OnOutOfMemory {
     /// Returns an error if the page cannot be written.
     pub fn write<B: Backend, L: Lock>(
         &self,
-        allocator: &Allocator<B, L>,
+        allocator: &generic::Allocator<B, L>,
         error: &OutOfMemory,
         device: usize,
     ) -> io::Result<Option<PathBuf>> {
@@ -132,9 +138,6 @@ impl OnOutOfMemory {
     }
 }
 
-/// A heap: its pool, and its stream unless its streams share memory.
-type HeapKey = (PoolId, Option<StreamId>);
-
 /// Memory of a heap.
 #[derive(Default)]
 struct HeapState {
@@ -145,13 +148,13 @@ struct HeapState {
 }
 
 /// Returns the page.
-fn page<B: Backend, L: Lock>(allocator: &Allocator<B, L>, error: &OutOfMemory, title: &str) -> String {
-    let mut heaps: BTreeMap<HeapKey, HeapState> = BTreeMap::new();
+fn page<B: Backend, L: Lock>(allocator: &generic::Allocator<B, L>, error: &OutOfMemory, title: &str) -> String {
+    let mut heaps: BTreeMap<HeapId, HeapState> = BTreeMap::new();
     // Live allocations by name, or by size without one.
     let mut holders: BTreeMap<String, (u64, u64)> = BTreeMap::new();
     let mut live_bytes = 0;
     for segment in allocator.snapshot().segments {
-        let heap = heaps.entry((segment.pool, segment.stream)).or_default();
+        let heap = heaps.entry(segment.heap).or_default();
         heap.reserved_bytes += segment.mapped_bytes;
         for block in &segment.blocks {
             match &block.state {
@@ -174,14 +177,10 @@ fn page<B: Backend, L: Lock>(allocator: &Allocator<B, L>, error: &OutOfMemory, t
     }
     let mut holders: Vec<(String, (u64, u64))> = holders.into_iter().collect();
     holders.sort_by(|(one, (_, bytes)), (other, (_, others))| others.cmp(bytes).then_with(|| one.cmp(other)));
-    let heap_name = |(pool, stream): HeapKey| match stream {
-        Some(stream) => format!("pool {}, stream {}", pool.0, stream.0),
-        None => format!("pool {}, all streams", pool.0),
-    };
     let sum = |of: fn(&HeapState) -> u64| heaps.values().map(of).sum::<u64>();
     let (reserved, free) = (sum(|heap| heap.reserved_bytes), sum(|heap| heap.free_bytes));
     let facts = [
-        ("failed", format!("{} for {}", Amount(error.requested_bytes), heap_name((error.pool, Some(error.stream))))),
+        ("failed", format!("{} for {}", Amount(error.requested_bytes), heap_words(HeapId { pool: error.pool, group: StreamGroup::One(error.stream) }))),
         (
             "then",
             format!(
@@ -225,7 +224,7 @@ fn page<B: Backend, L: Lock>(allocator: &Allocator<B, L>, error: &OutOfMemory, t
         let HeapState { reserved_bytes, free_bytes, free_blocks, largest_free_bytes } = heap;
         let [reserved, free, largest] =
             [reserved_bytes, free_bytes, largest_free_bytes].map(|bytes| Amount(*bytes).to_string());
-        out += &format!("<tr>{}</tr>", rows(&[heap_name(*key), reserved, free, free_blocks.to_string(), largest]));
+        out += &format!("<tr>{}</tr>", rows(&[heap_words(*key), reserved, free, free_blocks.to_string(), largest]));
     }
     out + "</table></body></html>\n"
 }
@@ -251,6 +250,7 @@ fn escaped(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use symmalloc_core::PoolId;
     use symmalloc_core::errors::AllocateError;
     use symmalloc_sim::SimBackend;
 
@@ -268,11 +268,11 @@ mod tests {
     fn the_page_states_what_failed_and_what_holds_the_memory() {
         // The free memory stays, so that the page shows it.
         let config = "total_limit_mb:64,reclaim:never".parse().unwrap();
-        let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).unwrap();
+        let allocator = symmalloc_core::Allocator::new(SimBackend::builder().build(), config).unwrap();
         let stream = allocator.register_stream().unwrap();
-        allocator.allocate_named(PoolId::DEFAULT, stream, 40 << 20, "model.py:40 <forward>").unwrap();
+        let _live = allocator.allocate_named(PoolId::DEFAULT, stream, 40 << 20, "model.py:40 <forward>").unwrap();
         let freed = allocator.allocate(PoolId::DEFAULT, stream, 8 << 20).unwrap();
-        allocator.allocate(PoolId::DEFAULT, stream, 4 << 20).unwrap();
+        let _live = allocator.allocate(PoolId::DEFAULT, stream, 4 << 20).unwrap();
         allocator.free(freed.handle).unwrap();
         let Err(AllocateError::OutOfMemory(error)) = allocator.allocate(PoolId::DEFAULT, stream, 32 << 20) else {
             panic!("44 + 32 MiB do not fit into 64");

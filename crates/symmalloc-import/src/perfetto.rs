@@ -28,10 +28,13 @@
 //! highest value of several consecutive ops. Memory: the live allocations, and a few numbers per heap.
 
 mod heap;
+
+pub(crate) use heap::heap_words;
 mod writer;
 
 use std::collections::BTreeMap;
 use std::io::Write;
+use symmalloc_core::ids::HeapId;
 
 use symmalloc_core::AllocationId;
 use symmalloc_core::config::Config;
@@ -39,7 +42,7 @@ use symmalloc_core::op::Op;
 use symmalloc_trace::replay::Program;
 
 use crate::export::ExportError;
-use crate::rerun::{Happened, Live, Moment, Owner, Rerun};
+use crate::rerun::{Happened, Live, Moment, Rerun};
 use heap::{HeapTrack, Quantity};
 use writer::{Args, EventWriter};
 
@@ -185,7 +188,7 @@ impl<W: Write> TimelineWriter<'_, W> {
     fn moment(&mut self, moment: &Moment<'_>) -> Result<(), ExportError> {
         let at = moment.number;
         for change in moment.memory {
-            let heap = self.heap(change.owner)?;
+            let heap = self.heap(change.heap)?;
             self.heaps[heap].add(Quantity::Reserved, change.is_mapped, change.size_bytes);
             let args = Args::new().number("bytes", change.size_bytes).address("address", change.address.0);
             self.instant(if change.is_mapped { "map" } else { "unmap" }, FIRST_HEAP + heap, at, &args)?;
@@ -234,7 +237,7 @@ impl<W: Write> TimelineWriter<'_, W> {
     }
 
     fn begin(&mut self, live: &Live, at: usize) -> Result<(), ExportError> {
-        let heap = self.heap(live.owner)?;
+        let heap = self.heap(live.heap)?;
         self.heaps[heap].add(Quantity::Live, true, live.requested_bytes);
         self.heaps[heap].add(Quantity::Allocated, true, live.block_bytes);
         if !self.drawn.takes(live) {
@@ -254,7 +257,7 @@ impl<W: Write> TimelineWriter<'_, W> {
     }
 
     fn end(&mut self, live: &Live, at: usize) -> Result<(), ExportError> {
-        let heap = self.heap(live.owner)?;
+        let heap = self.heap(live.heap)?;
         self.heaps[heap].add(Quantity::Live, false, live.requested_bytes);
         self.heaps[heap].add(Quantity::Allocated, false, live.block_bytes);
         let Some(process) = self.open.remove(&live.id) else { return Ok(()) };
@@ -268,7 +271,7 @@ impl<W: Write> TimelineWriter<'_, W> {
     }
 
     /// Returns the index of an owner's heap, and marks the heap as changed.
-    fn heap(&mut self, owner: Owner) -> Result<usize, ExportError> {
+    fn heap(&mut self, owner: HeapId) -> Result<usize, ExportError> {
         let known = self.heaps.iter().position(|heap| heap.owner == owner);
         let heap = match known {
             Some(heap) => heap,

@@ -38,7 +38,7 @@ mod live;
 mod pending;
 
 pub use device::MemoryChange;
-pub use live::{Live, Owner};
+pub use live::Live;
 
 use std::borrow::Cow;
 
@@ -46,7 +46,7 @@ use symmalloc_core::Allocator;
 use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy, StreamPolicy};
 use symmalloc_core::errors::{AllocateError, OutOfMemory, OutOfMemoryCause};
-use symmalloc_core::ids::{Placement, PoolId, StreamId};
+use symmalloc_core::ids::{HeapId, Placement, PoolId, StreamGroup, StreamId};
 use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
 use symmalloc_core::report::{SegmentSnapshot, Snapshot};
@@ -192,7 +192,7 @@ impl<'p> Rerun<'p> {
             {
                 pools.push(Cow::Borrowed(&**config));
             }
-            allocator.backend().begin(owner(op, pools), is_expandable(op, pools));
+            allocator.backend().begin(heap_of(op, pools), is_expandable(op, pools));
             let stays = if *with_pending_frees { program.pending(number) } else { None };
             let taken = match (op, stays) {
                 (Op::Free { id }, Some(stays)) => live[id.0 as usize].take().map(|live| (live, stays)),
@@ -206,7 +206,7 @@ impl<'p> Rerun<'p> {
             };
             if allocator.backend().has_ownerless() {
                 let segments = allocator.snapshot().segments;
-                allocator.backend().assign(|base| owner_of_segment(base, &segments, pools));
+                allocator.backend().assign(|base| heap_of_segment(base, &segments, pools));
             }
             let memory = allocator.backend().end();
             watch(&Moment { number, op, happened, memory: &memory })?;
@@ -247,18 +247,17 @@ fn started<'a>(
 }
 
 /// Returns the heap that has the segment at this address, the segment's stream, and `true` if the segment is expandable.
-fn owner_of_segment(
+fn heap_of_segment(
     base: DeviceAddress,
     segments: &[SegmentSnapshot],
     pools: &[Cow<'_, PoolConfig>],
-) -> (Owner, StreamId, bool) {
+) -> (HeapId, StreamId, bool) {
     let Some(segment) = segments.iter().find(|segment| segment.base == base) else {
-        return (Owner { pool: PoolId::DEFAULT, stream: None }, StreamId(0), false);
+        return (HeapId { pool: PoolId::DEFAULT, group: StreamGroup::All }, StreamId(0), false);
     };
-    let owner = Owner { pool: segment.pool, stream: segment.stream };
-    let config = pools.get(segment.pool.index());
+    let config = pools.get(segment.heap.pool.index());
     let is_expandable = config.is_some_and(|config| matches!(config.segments(), SegmentPolicy::Expandable(_)));
-    (owner, segment.stream.unwrap_or(StreamId(0)), is_expandable)
+    (segment.heap, segment.heap.stream().unwrap_or(StreamId(0)), is_expandable)
 }
 
 /// Executes an op and returns its outcome.
@@ -274,7 +273,7 @@ fn carried_out(
         (Ok(Some(made)), Op::Allocate { id, pool, stream, size_bytes }) if made.placement != Placement::NOWHERE => {
             let live_now = Live {
                 id: *id,
-                owner: owner_of(*pool, *stream, pools),
+                heap: heap_in(*pool, *stream, pools),
                 stream: *stream,
                 placement: made.placement,
                 address: made.address,
@@ -337,18 +336,18 @@ fn left_bytes(error: &AllocateError) -> u64 {
 }
 
 /// Returns the heap in which an op may obtain memory, and the op's stream.
-fn owner(op: &Op, pools: &[Cow<'_, PoolConfig>]) -> Option<(Owner, StreamId)> {
+fn heap_of(op: &Op, pools: &[Cow<'_, PoolConfig>]) -> Option<(HeapId, StreamId)> {
     match *op {
         Op::Allocate { pool, stream, .. } | Op::Reserve { pool, stream, .. } => {
-            Some((owner_of(pool, stream, pools), stream))
+            Some((heap_in(pool, stream, pools), stream))
         }
         _ => None,
     }
 }
 
-fn owner_of(pool: PoolId, stream: StreamId, pools: &[Cow<'_, PoolConfig>]) -> Owner {
-    let shared = pools.get(pool.index()).is_some_and(|config| config.streams() == StreamPolicy::Shared);
-    Owner { pool, stream: (!shared).then_some(stream) }
+fn heap_in(pool: PoolId, stream: StreamId, pools: &[Cow<'_, PoolConfig>]) -> HeapId {
+    let streams = pools.get(pool.index()).map_or_else(StreamPolicy::default, |config| config.streams());
+    HeapId { pool, group: streams.group_of(stream) }
 }
 
 fn is_expandable(op: &Op, pools: &[Cow<'_, PoolConfig>]) -> bool {

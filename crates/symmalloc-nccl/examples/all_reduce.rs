@@ -258,11 +258,11 @@ impl Rank {
                 self.registrar.detach(&self.comm, &[pool.id()])?;
                 drop(pool);
                 self.registrar.sync(&[&self.comm])?;
-                self.allocator.trim()?;
+                self.allocator.trim_all()?;
                 pool = self.new_pool()?;
             }
             if round.is_multiple_of(TRIM_EVERY) {
-                self.allocator.core().trim(Some(pool.id()))?;
+                self.allocator.core().trim_pool(pool.id())?;
             }
             let lengths: [usize; TENSORS] = std::array::from_fn(|_| 1 + self.random.below(MIB / 4) as usize);
             let (old, ours) = (self.old_round(round)?, self.our_round(&pool, &lengths, round)?);

@@ -29,7 +29,9 @@ use symmalloc_core::{Config, PoolConfig};
 use symmalloc_cuda::{
     Access, CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, DeviceMemory, GraphPool, Import, Pool,
 };
-use symmalloc_nccl::{Communicator, Launch, LaunchError, ReduceOp, Registrar, Registration, SleepError, UniqueId};
+use symmalloc_nccl::{
+    CollectiveSleepError, Communicator, Launch, LaunchError, ReduceOp, Registrar, Registration, UniqueId,
+};
 
 const SEGMENTS: usize = 3;
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -132,7 +134,7 @@ fn main() -> Outcome<()> {
         let slept = sleep(contents)?;
         suspended_bytes = slept.suspended_bytes;
         asleep += begun.elapsed();
-        assert_eq!(slept.released_bytes, windows_bytes as u64);
+        assert_eq!(slept.memory.released_bytes, windows_bytes as u64);
         allocator.sleep(weights.pool.id(), Contents::Keep)?;
         // Each rank has a separate device, which windows require.
         let back = device.memory_info()?.free_bytes.saturating_sub(free);
@@ -236,7 +238,7 @@ fn main() -> Outcome<()> {
     registrar.detach(&world, &[pool.id()])?;
     registrar.sync(&[&world])?;
     drop(pool);
-    allocator.trim()?;
+    allocator.trim_all()?;
     stages.record("no pools")?;
     let rank = world.rank();
     world.destroy()?;
@@ -336,7 +338,7 @@ impl Full {
         let pool = allocator.create_pool(PoolConfig::builder().fixed().build()?)?;
         let (mut buffers, mut import) = (Vec::new(), None);
         match kind {
-            Recovery::Limit => allocator.core().set_limit_bytes(Some(1)),
+            Recovery::Limit => allocator.core().set_total_limit_bytes(Some(1)),
             Recovery::Import => import = Some(other.share(allocator.device())?),
             _ => buffers = fill(allocator, stream, &pool)?,
         }
@@ -352,10 +354,10 @@ impl Full {
         drop(buffers);
         match kind {
             Recovery::Free | Recovery::Sleep => {}
-            Recovery::Limit => allocator.core().set_limit_bytes(None),
+            Recovery::Limit => allocator.core().set_total_limit_bytes(None),
             Recovery::Import => drop(import),
             Recovery::Trim => {
-                allocator.trim()?;
+                allocator.trim_all()?;
             }
             Recovery::Destroy => {
                 drop(pool);
@@ -397,7 +399,7 @@ fn wake_until_awake(
         match registrar.wake(world, pool.id()) {
             Ok(_) if full.is_some() => return Err("the pool woke on a full device".into()),
             Ok(_) => return Ok(()),
-            Err(SleepError::Refused { .. } | SleepError::NoRoom { .. }) if *attempts == 1 => {}
+            Err(CollectiveSleepError::Refused { .. } | CollectiveSleepError::NoRoom { .. }) if *attempts == 1 => {}
             Err(error) => return Err(error.into()),
         }
         if let Some(full) = full.take() {
@@ -483,7 +485,7 @@ fn be_the_other(device: usize) -> Outcome<()> {
         }
         match line.parse()? {
             0 => {
-                allocator.trim()?;
+                allocator.trim_all()?;
             }
             bytes => {
                 let held = allocator.alloc_zeroed::<u8>(&stream, bytes)?;

@@ -103,7 +103,9 @@ pub use registrar::{Registrar, RegistrarBuilder};
 pub use rendezvous::error::{EndpointAnswer, RendezvousError};
 pub use rendezvous::launch::{Launch, LaunchError, Launcher};
 pub use rendezvous::unique_id::UniqueId;
-pub use sleep::error::{Obstacle, RankObstacle, SleepDifference, SleepError, SleepField, SleepStep, Slept, Woken};
+pub use sleep::error::{
+    CollectiveSleepError, Obstacle, RankObstacle, SleepDifference, SleepField, SleepStep, Slept, Woken,
+};
 pub use sync::actions::{ChangeKind, SegmentName, WindowChange};
 pub use sync::error::{AttachError, LookupError, SyncError};
 pub use sync::message::{ChangeDifference, SyncDifference, SyncField};

@@ -15,16 +15,16 @@ mod wake;
 
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
-use crate::sleep::error::{Obstacle, SleepError, SleepStep, Slept};
+use crate::sleep::error::{CollectiveSleepError, Obstacle, SleepStep, Slept};
 use crate::sleep::run::{Member, Run};
 use std::collections::BTreeSet;
 use std::time::Instant;
 use symmalloc_agreement::RankSet;
+use symmalloc_core::PoolId;
 use symmalloc_core::errors::UnknownError;
 use symmalloc_core::lock::Shared;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::{Phase, SleepCause};
-use symmalloc_core::{PoolId, sleep as core};
 use symmalloc_cuda::{CudaBackend, CudaError};
 
 /// The core's guard over the CUDA backend.
@@ -43,8 +43,8 @@ impl Registrar {
     /// outcome.
     ///
     /// # Errors
-    /// See [`SleepError`]. `docs/sleep-protocol.md` describes the resulting state of the pool and the communicators.
-    pub fn sleep(&self, over: &Communicator, pool: PoolId, contents: Contents) -> Result<Slept, SleepError> {
+    /// See [`CollectiveSleepError`]. `docs/sleep-protocol.md` describes the resulting state of the pool and the communicators.
+    pub fn sleep(&self, over: &Communicator, pool: PoolId, contents: Contents) -> Result<Slept, CollectiveSleepError> {
         let attachments = self.begin_collective_op(over, pool, Some(contents))?;
         let outcome = Run::new(self, pool, Some(contents), &attachments).sleep(contents);
         self.sweep();
@@ -57,14 +57,14 @@ impl Registrar {
     /// these communicators must sleep.
     ///
     /// # Errors
-    /// See [`sleep`](Self::sleep). [`SleepError::Refused`] with [`Obstacle::NoSuspension`](crate::Obstacle::NoSuspension) means that NCCL is
+    /// See [`sleep`](Self::sleep). [`CollectiveSleepError::Refused`] with [`Obstacle::NoSuspension`](crate::Obstacle::NoSuspension) means that NCCL is
     /// older than 2.29.7, and with [`Obstacle::OtherWindows`](crate::Obstacle::OtherWindows) that another pool with registrations is awake.
     pub fn sleep_and_suspend(
         &self,
         over: &Communicator,
         pool: PoolId,
         contents: Contents,
-    ) -> Result<Slept, SleepError> {
+    ) -> Result<Slept, CollectiveSleepError> {
         let attachments = self.begin_collective_op(over, pool, Some(contents))?;
         let outcome = Run::new(self, pool, Some(contents), &attachments).suspending().sleep(contents);
         self.sweep();
@@ -81,7 +81,7 @@ impl Registrar {
 }
 
 impl<'a> Run<'a> {
-    fn sleep(mut self, contents: Contents) -> Result<Slept, SleepError> {
+    fn sleep(mut self, contents: Contents) -> Result<Slept, CollectiveSleepError> {
         let communicator = self.over().name().to_owned();
         self.resume_exchange()?;
         let agreed = self.agree()?;
@@ -102,7 +102,7 @@ impl<'a> Run<'a> {
             }
             Ok(ranks) if !ranks.is_empty() => {
                 drop(quiesced);
-                return Err(SleepError::Refused { communicator, ranks });
+                return Err(CollectiveSleepError::Refused { communicator, ranks });
             }
             Ok(_) => {}
         }
@@ -123,7 +123,7 @@ impl<'a> Run<'a> {
                 let failed: RankSet =
                     gathered.iter().zip(0..).filter(|(said, _)| said[0] != 0).map(|(_, rank)| rank).collect();
                 if !failed.is_empty() {
-                    return Err(SleepError::Held { communicator, ranks: failed });
+                    return Err(CollectiveSleepError::Held { communicator, ranks: failed });
                 }
                 Ok(Slept { suspended_bytes: self.suspend(&agreed.broken)?, ..slept })
             }
@@ -131,7 +131,7 @@ impl<'a> Run<'a> {
     }
 
     /// Suspends the communicators of a pool that sleeps on every rank, if the call asks for it.
-    fn suspend_asleep(mut self, broken: &BTreeSet<u64>) -> Result<Slept, SleepError> {
+    fn suspend_asleep(mut self, broken: &BTreeSet<u64>) -> Result<Slept, CollectiveSleepError> {
         let obstacle = self.check_suspension().err();
         if obstacle.is_none() {
             self.record_op();
@@ -146,7 +146,7 @@ impl<'a> Run<'a> {
                 }
                 Ok(ranks) if !ranks.is_empty() => {
                     let communicator = self.over().name().to_owned();
-                    return Err(SleepError::Refused { communicator, ranks });
+                    return Err(CollectiveSleepError::Refused { communicator, ranks });
                 }
                 Ok(_) => {}
             }
@@ -224,9 +224,7 @@ impl<'a> Run<'a> {
             return (slept, true);
         }
         match quiesced.unmap() {
-            Ok(core::Slept { released_bytes, kept_bytes, .. }) => {
-                (Slept { released_bytes, kept_bytes, ..slept }, false)
-            }
+            Ok(memory) => (Slept { memory, ..slept }, false),
             Err(error) => {
                 tracing::warn!(name: "sleep.memory_kept", target: "symmalloc", pool = self.pool.0, %error);
                 (slept, true)

@@ -49,7 +49,7 @@ impl Registrar {
             }
             None => {
                 let segment = self.key_at(address)?;
-                if self.phase(segment.generation.pool).is_ok_and(|phase| phase != Phase::Awake) {
+                if self.phase(segment.generation.heap.pool).is_ok_and(|phase| phase != Phase::Awake) {
                     return Err(LookupError::Asleep { segment, communicator: communicator() });
                 }
                 let is_capturing = self.allocator().is_capturing().unwrap_or(false);
@@ -84,7 +84,7 @@ impl Registrar {
         Ok(SegmentKey {
             base: position.base.0,
             size_bytes: position.size_bytes,
-            generation: Generation { pool: position.pool, stream: position.stream, segment: position.segment },
+            generation: Generation { heap: position.heap, segment: position.segment },
         })
     }
 

@@ -240,7 +240,7 @@ impl Context {
 
     /// Releases free memory to the device. Returns `true` if any was released.
     pub(crate) fn trim(&self) -> bool {
-        match self.allocator.core().trim(None) {
+        match self.allocator.core().trim_all() {
             Ok(released_bytes) | Err(TrimError::Backend { released_bytes, .. }) => released_bytes > 0,
             Err(_) => false,
         }

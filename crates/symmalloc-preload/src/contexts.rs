@@ -67,7 +67,7 @@ fn new(driver: &Driver, raw: usize, ordinal: c_int, settings: &Settings) -> Resu
     let allocator = CudaAllocator::new(&device, settings.config.clone())?;
     allocator.set_failure_callback(|core, _| {
         // If the driver keeps some memory, the rest may suffice.
-        let _kept = core.trim(None);
+        let _kept = core.trim_all();
         Retry::IfReleased
     });
     recordings::start(&allocator, settings);

@@ -18,7 +18,7 @@ pub(crate) fn end(context: &'static Context) {
             let _refused = context.allocator().core().free(handle);
         }
     }
-    let _refused = context.allocator().trim();
+    let _refused = context.allocator().trim_all();
     recordings::stop(context.allocator());
     context.close();
     pools::end_all_of(context.id());

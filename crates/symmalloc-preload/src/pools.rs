@@ -171,7 +171,7 @@ impl MemPool {
     pub(crate) fn trim_to(&self, keep_bytes: u64) {
         let Some(made) = self.living() else { return };
         if self.stats().is_some_and(|stats| stats.reserved_bytes.current > keep_bytes) {
-            let _refused = made.allocator.core().trim(Some(made.id));
+            let _refused = made.allocator.core().trim_pool(made.id);
         }
     }
 
@@ -197,7 +197,7 @@ impl MemPool {
     fn close(&self) {
         let Some(made) = self.made.get() else { return };
         let owner = made.owner.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let _refused = made.allocator.core().trim(Some(made.id));
+        let _refused = made.allocator.core().trim_pool(made.id);
         drop(owner);
     }
 }

@@ -68,7 +68,7 @@ impl Settings {
         let mut builder = config.to_builder().pointer_lookup(PointerLookup::Off);
         if let Some(limit) = text("SYMMALLOC_RUN_LIMIT")? {
             let limit = limit.parse().map_err(|_| SettingsError::Limit)?;
-            builder = builder.limit_bytes(Some(limit));
+            builder = builder.total_limit_bytes(Some(limit));
         }
         Ok(Settings {
             is_watched: is_set("SYMMALLOC_RUN_WATCH")?,
@@ -114,7 +114,7 @@ mod tests {
     fn a_limit_and_a_configuration_combine() {
         let variables = [("SYMMALLOC_RUN_CONFIG", "segments:fixed"), ("SYMMALLOC_RUN_LIMIT", "1048576")];
         let settings = read(&variables).expect("valid");
-        assert_eq!(settings.config.limit_bytes(), Some(1 << 20));
+        assert_eq!(settings.config.total_limit_bytes(), Some(1 << 20));
         assert_eq!(settings.config.default_pool(), "segments:fixed".parse::<Config>().expect("valid").default_pool());
     }
 

@@ -19,12 +19,12 @@
 //!
 //! ```
 //! use std::num::{NonZeroU32, NonZeroUsize};
-//! use symmalloc_sim::job::{JobPlan, Size, simulate};
+//! use symmalloc::sim::job::{JobPlan, Size, simulate};
 //!
 //! let size = Size { ranks: NonZeroU32::new(8).unwrap(), ops: 200 };
 //! let outcome = simulate(&JobPlan::from_seed(7, &size), NonZeroUsize::MIN, &mut |_| ())?;
 //! assert!(outcome.ops > 8 * 150);
-//! # Ok::<(), symmalloc_sim::job::Failure>(())
+//! # Ok::<(), symmalloc::sim::job::Failure>(())
 //! ```
 
 mod agreement;
@@ -54,7 +54,6 @@ mod swarm;
 pub use context::{AfterLoss, BadContext, Deviation, RankContext, RankFault};
 pub use decision::{DecidedRefusal, Decision};
 pub use failure::{Failure, FailureCause};
-pub use journal::HeapName;
 pub use outcome::{JobFaults, JobOutcome};
 pub use plan::{JobPlan, Size};
 pub use run::{JobProgress, simulate};

@@ -6,9 +6,9 @@
 //!   identically.
 //!
 //! ```
-//! use symmalloc_core::backend::Backend;
-//! use symmalloc_core::ids::StreamId;
-//! use symmalloc_sim::SimBackend;
+//! use symmalloc::backend::Backend;
+//! use symmalloc::ids::StreamId;
+//! use symmalloc::sim::SimBackend;
 //!
 //! let device = SimBackend::builder().seed(7).rank(3).build();
 //! let range = device.reserve(2 << 20)?;
@@ -18,7 +18,7 @@
 //! let event = device.record(StreamId(0))?;
 //! device.wait(StreamId(1), event)?;
 //! device.submit(StreamId(1), range.base, 512).unwrap();
-//! # Ok::<(), symmalloc_core::backend::BackendError>(())
+//! # Ok::<(), symmalloc::backend::BackendError>(())
 //! ```
 #![forbid(unsafe_code)]
 

@@ -37,7 +37,7 @@ int main(void) {
     void *buffers[BUFFERS];
     for (int i = 0; i < BUFFERS; ++i) {
       const uint32_t pool = i % 2 ? symmetric : 0;
-      check(symmalloc_allocate_named(allocator, pool, (size_t)(i + 1) << 20, stream, "activation", &buffers[i]),
+      check(symmalloc_allocate_named(allocator, pool, stream, (size_t)(i + 1) << 20, "activation", &buffers[i]),
             "symmalloc_allocate_named");
       check(symmalloc_placement_of(allocator, buffers[i], &now), "symmalloc_placement_of");
       if (step == 0)
@@ -58,7 +58,7 @@ int main(void) {
          (unsigned long long)released);
 
   void *none = NULL;
-  if (symmalloc_allocate(allocator, 0, (size_t)1 << 30, stream, &none) != SYMMALLOC_OUT_OF_MEMORY)
+  if (symmalloc_allocate(allocator, 0, stream, (size_t)1 << 30, &none) != SYMMALLOC_OUT_OF_MEMORY)
     return 1;
   printf("expected error: %s\n", symmalloc_error_message());
 

@@ -23,7 +23,7 @@
 #define SYMMALLOC_VERSION "0.1.0"
 
 /**
- * `contents` of a sleep: live allocations are copied to the pool's place on the host, and restored on wake.
+ * `contents` of a sleep: live allocations are copied to the storage of the pool on the host, and restored on wake.
  */
 #define SYMMALLOC_CONTENTS_KEEP 0
 
@@ -50,22 +50,22 @@
 /**
  * The pool sleeps, but the driver or a window still holds some memory. Another sleep retries the release; a wake reuses it.
  */
-#define SYMMALLOC_PHASE_FAILED 2
+#define SYMMALLOC_PHASE_HELD 2
 
 /**
- * `place` of saved contents: pinned host memory.
+ * `storage` of saved contents: pinned host memory.
  */
-#define SYMMALLOC_PLACE_PINNED 0
+#define SYMMALLOC_STORAGE_PINNED 0
 
 /**
- * `place` of saved contents: pageable host memory, which returns to the system when the pool wakes.
+ * `storage` of saved contents: pageable host memory, which returns to the system when the pool wakes.
  */
-#define SYMMALLOC_PLACE_PAGEABLE 1
+#define SYMMALLOC_STORAGE_PAGEABLE 1
 
 /**
- * `place` of saved contents: an unnamed file, which disappears with the process and is verified when it is read.
+ * `storage` of saved contents: an unnamed file, which disappears with the process and is verified when it is read.
  */
-#define SYMMALLOC_PLACE_FOLDER 2
+#define SYMMALLOC_STORAGE_FOLDER 2
 
 /**
  * `symmalloc_registrar_options.registration`: all ranks together create a symmetric window over each segment of a symmetric pool.
@@ -215,7 +215,7 @@ typedef struct symmalloc_slept {
   /**
    * Windows and buffers that were deregistered.
    */
-  uint64_t deregistered;
+  uint64_t deregistrations;
   /**
    * Bytes that NCCL released because communicators were suspended.
    */
@@ -271,7 +271,7 @@ typedef struct symmalloc_woken {
   /**
    * Windows and buffers that were registered again.
    */
-  uint64_t registered;
+  uint64_t registrations;
   /**
    * Windows whose handle changed on any rank. Recapture graphs that use them.
    */
@@ -653,8 +653,8 @@ symmalloc_status symmalloc_destroy(struct symmalloc_allocator *allocator);
  */
 symmalloc_status symmalloc_allocate(struct symmalloc_allocator *allocator,
                                     uint32_t pool,
-                                    size_t bytes,
                                     void *stream,
+                                    size_t bytes,
                                     void **out);
 
 /**
@@ -665,8 +665,8 @@ symmalloc_status symmalloc_allocate(struct symmalloc_allocator *allocator,
  */
 symmalloc_status symmalloc_allocate_named(struct symmalloc_allocator *allocator,
                                           uint32_t pool,
-                                          size_t bytes,
                                           void *stream,
+                                          size_t bytes,
                                           const char *name,
                                           void **out);
 
@@ -982,8 +982,8 @@ symmalloc_status symmalloc_release_host_memory(struct symmalloc_allocator *alloc
                                                uint64_t *released_bytes);
 
 /**
- * Sets the place of a pool's saved contents, from its next sleep on. `place` is one of `SYMMALLOC_PLACE_...`; `folder` is the folder of the
- * file, and NULL for other places. A sleep returns `SYMMALLOC_IO` if the folder does not exist or its disk is full, and leaves the pool
+ * Sets the storage for a pool's saved contents, from its next sleep on. `storage` is one of `SYMMALLOC_STORAGE_...`; `folder` is the folder of the
+ * file, and NULL for other storage. A sleep returns `SYMMALLOC_IO` if the folder does not exist or its disk is full, and leaves the pool
  * awake. A wake returns it if the file was modified, and leaves the pool asleep.
  *
  * # Safety
@@ -991,7 +991,7 @@ symmalloc_status symmalloc_release_host_memory(struct symmalloc_allocator *alloc
  */
 symmalloc_status symmalloc_save_in(struct symmalloc_allocator *allocator,
                                    uint32_t pool,
-                                   uint32_t place,
+                                   uint32_t storage,
                                    const char *folder);
 
 /**

@@ -120,7 +120,7 @@ public:
     void* allocate(Stream stream, std::size_t bytes, std::size_t alignment = alignment_bytes) {
         check_alignment(alignment);
         void* pointer = nullptr;
-        detail::check(symmalloc_allocate(allocator_, pool_, bytes, detail::handle(stream), &pointer));
+        detail::check(symmalloc_allocate(allocator_, pool_, detail::handle(stream), bytes, &pointer));
         return pointer;
     }
 

@@ -144,8 +144,8 @@ fn private_heaps(allocator: &DeviceAllocator) -> BTreeMap<PrivateHeap, History> 
             continue;
         }
         // A destroyed pool has no heaps.
-        for (stream, digest) in core.heap_digests(pool).unwrap_or_default() {
-            let stream = stream.map_or(NO_STREAM, |stream| stream.0.into());
+        for (group, digest) in core.heap_digests(pool).unwrap_or_default() {
+            let stream = group.stream().map_or(NO_STREAM, |stream| stream.0.into());
             heaps.insert((pool.0, stream), History { ops: digest.ops, value: digest.value });
         }
     }

@@ -335,7 +335,7 @@ impl DeviceAllocator {
         let allocation = core.allocation(handle).map_err(unknown)?;
         let requested_bytes = core.requested_bytes(handle).map_err(unknown)?;
         let position = core.segment_at(DeviceAddress(address)).ok_or_else(|| self.unknown_pointer(address))?;
-        Ok(FoundAllocation { pool: position.pool, allocation, position, requested_bytes })
+        Ok(FoundAllocation { pool: position.heap.pool, allocation, position, requested_bytes })
     }
 
     /// Creates a pool, whose id is the key if there is one. Without `text`, the pool has the settings of the default pool, but is private.
@@ -421,7 +421,7 @@ impl DeviceAllocator {
     /// Releases all free memory, except that of private pools in use. Returns the bytes released.
     pub(crate) fn trim(&self) -> Result<u64, Error> {
         let private = self.private_pools.give_back(self.core(), None, || self.allocator.is_capturing());
-        let others = self.allocator.trim()?;
+        let others = self.allocator.trim_all()?;
         private.failure.map_or(Ok(private.released_bytes + others), |failure| Err(failure.into()))
     }
 
@@ -442,7 +442,7 @@ impl DeviceAllocator {
             return Err(Error::Fraction { fraction });
         }
         let total_bytes = self.allocator.device().memory_info().map_err(CudaError::from)?.total_bytes;
-        self.core().set_limit_bytes(Some((fraction * total_bytes as f64) as u64));
+        self.core().set_total_limit_bytes(Some((fraction * total_bytes as f64) as u64));
         Ok(())
     }
 

@@ -218,7 +218,7 @@ pub(crate) enum Error {
     },
     /// A pool did not sleep or wake on all ranks.
     #[error(transparent)]
-    Sleep(Box<symmalloc_nccl::SleepError>),
+    Sleep(Box<symmalloc_nccl::CollectiveSleepError>),
     /// A stream capture is active.
     #[error("a stream is being captured: end the capture before the pool sleeps")]
     Capturing,
@@ -382,15 +382,19 @@ fn of_resize(error: &ResizeError) -> symmalloc_status {
     }
 }
 
-fn of_sleep_over_ranks(error: &symmalloc_nccl::SleepError) -> symmalloc_status {
-    use symmalloc_nccl::SleepError;
+fn of_sleep_over_ranks(error: &symmalloc_nccl::CollectiveSleepError) -> symmalloc_status {
+    use symmalloc_nccl::CollectiveSleepError;
     match error {
-        SleepError::Unknown(error) => of_unknown(error),
-        SleepError::Disagreed { .. } | SleepError::Differ { .. } => symmalloc_status::SYMMALLOC_MISALIGNED,
-        SleepError::Refused { ranks, .. } => of_obstacles(ranks),
-        SleepError::NoRoom { .. } => symmalloc_status::SYMMALLOC_OUT_OF_MEMORY,
-        SleepError::Held { .. } | SleepError::Cuda { .. } => symmalloc_status::SYMMALLOC_CUDA,
-        SleepError::NotAttached { .. } | SleepError::Capturing => symmalloc_status::SYMMALLOC_INVALID_STATE,
+        CollectiveSleepError::Unknown(error) => of_unknown(error),
+        CollectiveSleepError::Disagreed { .. } | CollectiveSleepError::Differ { .. } => {
+            symmalloc_status::SYMMALLOC_MISALIGNED
+        }
+        CollectiveSleepError::Refused { ranks, .. } => of_obstacles(ranks),
+        CollectiveSleepError::NoRoom { .. } => symmalloc_status::SYMMALLOC_OUT_OF_MEMORY,
+        CollectiveSleepError::Held { .. } | CollectiveSleepError::Cuda { .. } => symmalloc_status::SYMMALLOC_CUDA,
+        CollectiveSleepError::NotAttached { .. } | CollectiveSleepError::Capturing => {
+            symmalloc_status::SYMMALLOC_INVALID_STATE
+        }
         _ => symmalloc_status::SYMMALLOC_NCCL,
     }
 }
@@ -448,7 +452,7 @@ boxed! {
     Restore(RestoreError);
     Communicator(CommError);
     TorchSettings(SettingsError);
-    Sleep(symmalloc_nccl::SleepError);
+    Sleep(symmalloc_nccl::CollectiveSleepError);
     Sync(SyncError);
     Window(LookupError);
 }

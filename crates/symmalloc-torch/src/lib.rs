@@ -67,7 +67,6 @@ mod scopes;
 mod settings;
 mod shared_chunks;
 mod sleep;
-mod slept;
 mod statistics;
 mod status;
 mod streams;

@@ -237,7 +237,7 @@ impl<F: ForeignPool> PrivatePools<F> {
                 Some(PoolPlace::Own(pool)) => (core, *pool),
                 Some(PoolPlace::Foreign(allocator)) => (allocator.core(), F::POOL),
             };
-            given.add(core.trim(Some(pool)));
+            given.add(core.trim_pool(pool));
             let reserved_before = core.stats().reserved_bytes.current;
             let destroyed = core.destroy_pool(pool);
             given.released_bytes += reserved_before.saturating_sub(core.stats().reserved_bytes.current);
@@ -261,7 +261,7 @@ impl<F: ForeignPool> PrivatePools<F> {
     /// Releases the memory of destroyed pools that the driver did not release before.
     fn retry(&self, core: &SharedAllocator<CudaBackend>, given: &mut GivenBack) {
         self.unreleased().retain(|pool| {
-            let trimmed = core.trim(Some(*pool));
+            let trimmed = core.trim_pool(*pool);
             let is_held = matches!(trimmed, Err(TrimError::Backend { .. }));
             given.add(trimmed);
             is_held

@@ -8,7 +8,6 @@
 //! A pool can be registered on many communicators. The end of a scope syncs all of its registrations in that order.
 
 use crate::error::Error;
-use crate::slept::{Slept, Woken};
 use crate::streams::RawStream;
 use smallvec::SmallVec;
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,7 +22,8 @@ use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
 use symmalloc_cuda::CudaAllocator;
 use symmalloc_nccl::{
-    AllToAll, Announcement, Communicator, CommunicatorBuilder, Registrar, Registration, SyncError, Synced, WindowSpan,
+    AllToAll, Announcement, Communicator, CommunicatorBuilder, Registrar, Registration, Slept, SyncError, Synced,
+    WindowSpan, Woken,
 };
 
 /// The registrations of one allocator.
@@ -131,13 +131,13 @@ impl Registrations {
     /// Puts a pool to sleep on all ranks of its communicators. Returns `None` without communicators.
     pub(crate) fn sleep(&self, pool: PoolId, contents: Contents) -> Result<Option<Slept>, Error> {
         let Some(over) = self.over(pool)? else { return Ok(None) };
-        Ok(Some(over.registrar.sleep(&over.communicator, pool, contents)?.into()))
+        Ok(Some(over.registrar.sleep(&over.communicator, pool, contents)?))
     }
 
     /// Puts a pool to sleep like [`sleep`](Self::sleep), and suspends its communicators.
     pub(crate) fn sleep_and_suspend(&self, pool: PoolId, contents: Contents) -> Result<Option<Slept>, Error> {
         let Some(over) = self.over(pool)? else { return Ok(None) };
-        Ok(Some(over.registrar.sleep_and_suspend(&over.communicator, pool, contents)?.into()))
+        Ok(Some(over.registrar.sleep_and_suspend(&over.communicator, pool, contents)?))
     }
 
     /// Suspends the communicators of pools that sleep, on all ranks, unless a pool that is awake uses one of them. Returns the bytes that
@@ -187,7 +187,7 @@ impl Registrations {
     /// Wakes a pool on all ranks of its communicators. Returns `None` without communicators.
     pub(crate) fn wake(&self, pool: PoolId) -> Result<Option<Woken>, Error> {
         let Some(over) = self.over(pool)? else { return Ok(None) };
-        Ok(Some(over.registrar.wake(&over.communicator, pool)?.into()))
+        Ok(Some(over.registrar.wake(&over.communicator, pool)?))
     }
 
     /// Returns the communicator for a pool's collective operations: the one with the most ranks. If there are several, it is the one

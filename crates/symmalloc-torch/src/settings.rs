@@ -171,7 +171,7 @@ fn decides_stitching(item: &str) -> bool {
 fn stitched(config: Config) -> Config {
     let (pool, stitching) = (config.default_pool(), Stitching::default());
     let SegmentPolicy::Expandable(expandable) = pool.segments() else { return config };
-    let bounds = [Some(expandable.range_bytes), pool.limit_bytes(), config.limit_bytes()];
+    let bounds = [Some(expandable.range_bytes), pool.limit_bytes(), config.total_limit_bytes()];
     if pool.symmetric() || bounds.into_iter().flatten().any(|bytes| bytes < stitching.least_bytes) {
         return config;
     }

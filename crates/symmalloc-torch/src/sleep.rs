@@ -2,12 +2,12 @@
 
 use crate::device::DeviceAllocator;
 use crate::error::Error;
-use crate::slept::{Slept, Woken};
 use crate::streams::RawStream;
 use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{CudaError, DeviceMemory};
+use symmalloc_nccl::{Slept, Woken};
 
 impl DeviceAllocator {
     /// Puts a pool to sleep; if it is registered, on every rank of its communicators.

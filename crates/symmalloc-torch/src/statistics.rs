@@ -45,7 +45,7 @@ pub(crate) fn as_json(allocator: &DeviceAllocator) -> Value {
         "total": total,
         "pools": pools(allocator),
         "streams": core.stream_count(),
-        "reserved_limit_bytes": core.limit_bytes(),
+        "reserved_limit_bytes": core.total_limit_bytes(),
         "history_bytes": core.history_bytes(),
         "idle_bytes": core.backend().idle_bytes(),
         "spare_bytes": core.backend().spare_bytes(),
@@ -93,7 +93,7 @@ fn phase(phase: Phase) -> &'static str {
     match phase {
         Phase::Awake => "awake",
         Phase::Asleep => "asleep",
-        Phase::Failed => "failed",
+        Phase::Held => "held",
     }
 }
 

@@ -3,9 +3,9 @@
 //! [`symmalloc_core::layout`] defines layouts and restoration; `docs/layout.md` specifies the format.
 //!
 //! ```
-//! use symmalloc_core::{Allocator, Config, PoolId};
-//! use symmalloc_sim::SimBackend;
-//! use symmalloc_trace::layout;
+//! use symmalloc::{Allocator, Config, PoolId};
+//! use symmalloc::sim::SimBackend;
+//! use symmalloc::trace::layout;
 //!
 //! let rank = |device| Allocator::new(SimBackend::builder().rank(device).build(), Config::default());
 //! let old = rank(0)?;

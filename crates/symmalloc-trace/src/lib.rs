@@ -8,7 +8,7 @@
 //! * A [`plan`] assigns offsets to the allocations of a job.
 //!
 //! ```
-//! use symmalloc_trace::{RecordLine, Trace};
+//! use symmalloc::trace::{RecordLine, Trace};
 //!
 //! let trace = Trace::parse(r#"symmalloc-trace 1
 //! config segments:expandable,limit_mb:4096      # optional: the allocator's configuration
@@ -22,7 +22,7 @@
 //! end 7                                         # number of records
 //! "#)?;
 //! assert_eq!(RecordLine(&trace.records()[3]).to_string(), "a 0 1048576 s0");
-//! # Ok::<(), symmalloc_trace::TraceError>(())
+//! # Ok::<(), symmalloc::trace::TraceError>(())
 //! ```
 //!
 //! `docs/trace-format.md`, `docs/layout.md` and `docs/plan.md` specify the formats. Readers validate everything that the text

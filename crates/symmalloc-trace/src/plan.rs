@@ -3,16 +3,17 @@
 //! [`symmalloc_core::plans`] defines plans and their semantics; `docs/plan.md` specifies the format.
 //!
 //! ```
-//! use symmalloc_core::plans::{Plan, StepAllocation, Steps};
-//! use symmalloc_core::{Allocator, Config, PoolId, StreamId};
-//! use symmalloc_sim::SimBackend;
-//! use symmalloc_trace::plan::{self, PlanFile};
+//! use symmalloc::plans::{Plan, StepAllocation, Steps};
+//! use symmalloc::ids::StreamGroup;
+//! use symmalloc::{Allocator, Config, PoolId, StreamId};
+//! use symmalloc::sim::SimBackend;
+//! use symmalloc::trace::plan::{self, PlanFile};
 //!
 //! let config = Config::default();
 //! let stream = StreamId(0);
 //! let wanted = |requested_bytes, until| StepAllocation { stream, requested_bytes, until: Some(until) };
 //! let step = [wanted(4 << 20, 2), wanted(512, 3), wanted(6 << 20, 3)];
-//! let solved = Plan::solve(config.default_pool(), 2 << 20, Some(stream), 0, &step, Steps::default())?;
+//! let solved = Plan::solve(config.default_pool(), 2 << 20, StreamGroup::One(stream), 0, &step, Steps::default())?;
 //! let mut file = PlanFile::new(config);
 //! file.add_plan(PoolId::DEFAULT, solved)?;
 //! let text = plan::to_text(&file);
@@ -23,8 +24,8 @@
 //! let file = plan::parse(&text)?;
 //! let allocator = Allocator::new(SimBackend::builder().seed(1).build(), file.config().clone())?;
 //! allocator.register_stream()?;
-//! for (pool, plan) in file.plans() {
-//!     allocator.adopt_plan(pool, plan.clone())?;
+//! for (heap, plan) in file.plans() {
+//!     allocator.adopt_plan(heap.pool, plan.clone())?;
 //! }
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```

@@ -19,10 +19,10 @@ pub use error::{ReplayError, StepError};
 use crate::plan::PlanFile;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use symmalloc_core::Allocator;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::config::PoolConfig;
 use symmalloc_core::errors::{FreeError, UnknownError};
+use symmalloc_core::generic;
 use symmalloc_core::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::op::{Op, Pending, Record};
@@ -143,7 +143,7 @@ impl Program {
 /// One rank's run of a [`Program`].
 #[derive(Debug)]
 pub struct Replay<'a, B: Backend, L: Lock> {
-    allocator: &'a Allocator<B, L>,
+    allocator: &'a generic::Allocator<B, L>,
     program: &'a Program,
     /// Handles of the live allocations, by dense id.
     live: Vec<Option<Handle>>,
@@ -171,7 +171,7 @@ struct Following<'a> {
 
 impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
     /// Creates a run on an allocator that no other run uses at the same time.
-    pub fn new(allocator: &'a Allocator<B, L>, program: &'a Program) -> Self {
+    pub fn new(allocator: &'a generic::Allocator<B, L>, program: &'a Program) -> Self {
         let live = vec![None; program.allocation_count()];
         Replay {
             allocator,
@@ -193,7 +193,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
     /// # Errors
     /// Returns an error if a plan cannot be adopted, or there are too many streams.
     pub fn following(
-        allocator: &'a Allocator<B, L>,
+        allocator: &'a generic::Allocator<B, L>,
         program: &'a Program,
         file: &'a PlanFile,
     ) -> Result<Self, StepError> {
@@ -221,7 +221,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
     pub fn begin_pass(&mut self) -> Result<(), StepError> {
         for pool in std::mem::take(&mut self.sleeps).into_keys() {
             // A destroyed pool no longer sleeps.
-            if matches!(self.allocator.phase(pool), Ok(Phase::Asleep | Phase::Failed)) {
+            if matches!(self.allocator.phase(pool), Ok(Phase::Asleep | Phase::Held)) {
                 self.wake_for_pass(pool)?;
             }
         }
@@ -247,7 +247,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
     fn wake_for_pass(&self, pool: PoolId) -> Result<(), StepError> {
         match self.allocator.wake(pool) {
             Err(SleepError { cause: SleepCause::Memory { .. }, .. }) => {
-                self.allocator.trim(None)?;
+                self.allocator.trim_all()?;
                 self.allocator.wake(pool)?;
             }
             woken => drop(woken?),
@@ -330,7 +330,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
     #[cold]
     fn revive(&mut self, op: &Op, pool: PoolId, place: RevivedPlace) -> Result<Option<Allocation>, StepError> {
         let Op::Allocate { id, stream, size_bytes, .. } = *op else { return Ok(None) };
-        match self.allocator.replay_revival(pool, stream, size_bytes, place, self.program.name(id)) {
+        match self.allocator.replay().revive(pool, stream, size_bytes, place, self.program.name(id)) {
             Ok(allocation) => {
                 self.live[id.0 as usize] = Some(allocation.handle);
                 Ok(Some(allocation))
@@ -377,15 +377,13 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
             Op::Synchronize { stream } => {
                 self.known(*stream)?;
                 self.allocator.backend().synchronize(*stream)?;
-                self.allocator.stream_synchronized(*stream)?;
+                self.allocator.note_synchronized(*stream)?;
             }
             Op::Reserve { pool, stream, size_bytes } => {
                 self.allocator.reserve(self.pool(*pool)?, *stream, *size_bytes)?;
             }
-            Op::Trim { pool } => {
-                let pool = pool.map(|pool| self.pool(pool)).transpose()?;
-                self.allocator.trim(pool)?;
-            }
+            Op::Trim { pool: Some(pool) } => drop(self.allocator.trim_pool(self.pool(*pool)?)?),
+            Op::Trim { pool: None } => drop(self.allocator.trim_all()?),
             Op::BeginStep { pool, key } => {
                 let pool = self.pool(*pool)?;
                 self.begin_step(pool, *key)?;
@@ -406,7 +404,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
                 self.allocator.wake(pool)?;
                 self.begin_step_of_pass(pool)?;
             }
-            Op::Stay { pool, asked } => self.allocator.replay_stay(self.pool(*pool)?, *asked)?,
+            Op::Stay { pool, asked } => self.allocator.replay().stay(self.pool(*pool)?, *asked)?,
             Op::Observe { observer, pool } => {
                 if self.observers.len() <= observer.index() {
                     self.observers.resize(observer.index() + 1, None);
@@ -425,10 +423,10 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
                 self.observers[observer.index()] = None;
             }
             Op::Reclaim { pool, stream, size_bytes } => {
-                self.allocator.replay_reclaim(self.pool(*pool)?, *stream, *size_bytes)?;
+                self.allocator.replay().reclaim(self.pool(*pool)?, *stream, *size_bytes)?;
             }
             Op::Refuse { pool, stream, size_bytes, refusal } => {
-                self.allocator.replay_refusal(self.pool(*pool)?, *stream, *size_bytes, *refusal)?;
+                self.allocator.replay().refuse(self.pool(*pool)?, *stream, *size_bytes, *refusal)?;
             }
             Op::Allocate { .. } | Op::Free { .. } | Op::RecordUse { .. } | Op::Sync => {}
         }
@@ -463,7 +461,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         let waited = backend.wait(stream, event);
         backend.recycle(event);
         waited?;
-        Ok(self.allocator.stream_waits(stream, on)?)
+        Ok(self.allocator.note_stream_wait(stream, on)?)
     }
 
     fn known(&self, stream: StreamId) -> Result<(), UnknownError> {

@@ -17,6 +17,6 @@ mod name;
 pub use document::{Document, DocumentError, Format};
 pub(crate) use document::{DocumentBuilder, Line, read};
 pub use error::{LINE_BYTES_MAX, LineError};
-pub(crate) use fields::{Fields, SHARED};
+pub(crate) use fields::Fields;
 pub(crate) use lines::{Ending, FirstLine, Lines};
 pub(crate) use name::write_name;

@@ -17,7 +17,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let allocator = Allocator::new(SimBackend::builder().build(), Config::default())?;
     let stream = allocator.register_stream()?;
     let weights = allocator.allocate(PoolId::DEFAULT, stream, 48 << 20)?;
-    allocator.allocate(PoolId::DEFAULT, stream, 5 << 20)?;
+    let _live = allocator.allocate(PoolId::DEFAULT, stream, 5 << 20)?;
     allocator.free(weights.handle)?;
 
     let recorder = PrometheusBuilder::new().build_recorder();

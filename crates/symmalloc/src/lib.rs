@@ -56,16 +56,23 @@ pub use symmalloc_core::*;
 pub use symmalloc_core::{config_text, errors, op};
 
 #[cfg(feature = "agreement")]
+#[doc(inline)]
 pub use symmalloc_agreement as agreement;
 #[cfg(feature = "conformance")]
+#[doc(inline)]
 pub use symmalloc_conformance as conformance;
 #[cfg(feature = "cuda")]
+#[doc(inline)]
 pub use symmalloc_cuda as cuda;
 #[cfg(feature = "import")]
+#[doc(inline)]
 pub use symmalloc_import as import;
 #[cfg(feature = "nccl")]
+#[doc(inline)]
 pub use symmalloc_nccl as nccl;
 #[cfg(feature = "sim")]
+#[doc(inline)]
 pub use symmalloc_sim as sim;
 #[cfg(feature = "trace")]
+#[doc(inline)]
 pub use symmalloc_trace as trace;

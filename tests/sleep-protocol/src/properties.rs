@@ -104,7 +104,7 @@ pub fn all() -> Vec<Property<Job>> {
                     && other.last == Outcome::Broken
             })
         }),
-        Property::sometimes(FAILED, |_, state| living(state).any(|rank| rank.phase == Phase::Failed)),
+        Property::sometimes(FAILED, |_, state| living(state).any(|rank| rank.phase == Phase::Held)),
     ]
 }
 
@@ -196,7 +196,7 @@ fn is_whole(job: &Job, rank: &Rank) -> bool {
     match rank.phase {
         Phase::Awake => rank.memory != 0 && rank.ready().all(|(_, side)| [0, job.segments].contains(&windows(side))),
         Phase::Asleep => rank.memory == 0 && has_no_window(rank),
-        Phase::Failed => rank.memory != 0 && rank.ready().all(|(_, side)| windows(side) == 0),
+        Phase::Held => rank.memory != 0 && rank.ready().all(|(_, side)| windows(side) == 0),
     }
 }
 

@@ -99,7 +99,7 @@ impl<'a> Actor<'a> {
             Step::Unmap => {
                 let is_held = |side: &Side| side.health == Health::Lost && side.holds_memory();
                 if self.rank().sides.iter().any(is_held) && !self.job.has(Flaw::UnmapUnderLost) {
-                    self.rank().phase = Phase::Failed;
+                    self.rank().phase = Phase::Held;
                     self.rank().step = Step::Check;
                 } else {
                     self.rank().memory = 0;
@@ -112,7 +112,7 @@ impl<'a> Actor<'a> {
             }
             Step::Check => {
                 let lost = self.rank().lost;
-                self.come(self.over(), Call::Check { lost, failed: phase == Phase::Failed });
+                self.come(self.over(), Call::Check { lost, failed: phase == Phase::Held });
             }
             Step::Done => {}
         }

@@ -102,7 +102,7 @@ impl Rank {
         is_waiting: false,
         has_resumed: false,
         could: false,
-        phase: Phase::Failed,
+        phase: Phase::Held,
         memory: 0,
         last: Outcome::None,
         lost: 0,

@@ -68,7 +68,7 @@ pub enum Phase {
     Asleep,
     /// The pool can neither be used nor release its memory, because a lost communicator holds it. A later sleep may
     /// succeed.
-    Failed,
+    Held,
 }
 
 /// The outcome of a rank's last op.

@@ -72,7 +72,7 @@ fn encoded(program: &Program, stacks: Option<&Stacks>, layouts: &[Layout], op: u
         indices.into_iter().for_each(|(index, number)| *index = number);
     }
     let lanes = |layout: &Layout| {
-        let lane = |lane: &super::layout::Lane| json!({ "pool": lane.owner.pool.0, "stream": lane.owner.stream.map(|stream| stream.0), "height": lane.height_bytes });
+        let lane = |lane: &super::layout::Lane| json!({ "pool": lane.owner.pool.0, "stream": lane.owner.stream().map(|stream| stream.0), "height": lane.height_bytes });
         layout.lanes.iter().map(lane).collect::<Vec<_>>()
     };
     let header = json!({
@@ -163,8 +163,9 @@ mod tests {
     use flate2::read::DeflateDecoder;
     use std::io::Read;
     use std::path::Path;
+    use symmalloc_core::ids::HeapId;
+    use symmalloc_core::ids::StreamGroup;
     use symmalloc_core::ids::{PoolId, StreamId};
-    use symmalloc_import::rerun::Owner;
     use symmalloc_import::{ReadOptions, read_bytes, read_path};
 
     #[test]
@@ -204,7 +205,7 @@ mod tests {
         let trace = "symmalloc-trace 1\nstream s0\nstream s1\na 0 512 s0 \"b</script>\"\na 1 100000 s1\nf 0\na 2 512 s0 \"a\"\nend 6\n";
         let recording = read_bytes(trace.as_bytes(), &ReadOptions::default()).unwrap();
         let program = Program::new(&recording.records).unwrap();
-        let owner = Owner { pool: PoolId::DEFAULT, stream: Some(StreamId(0)) };
+        let owner = HeapId { pool: PoolId::DEFAULT, group: StreamGroup::One(StreamId(0)) };
         let layout = Layout {
             name: "x",
             origin: "y",

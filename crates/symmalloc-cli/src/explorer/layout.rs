@@ -13,7 +13,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::ops::Range;
 use symmalloc_core::ids::AllocationId;
-use symmalloc_import::rerun::Owner;
+use symmalloc_core::ids::HeapId;
 
 /// Upper bound of a lane's height, small enough that JavaScript's numbers are exact: 1 PiB.
 const LANE_BYTES_MAX: u64 = 1 << 50;
@@ -44,7 +44,7 @@ pub(crate) struct Position {
 /// A heap's lane.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Lane {
-    pub(crate) owner: Owner,
+    pub(crate) owner: HeapId,
     pub(crate) height_bytes: u64,
 }
 
@@ -88,11 +88,11 @@ struct AddressBlock {
 pub(super) struct LayoutDraft {
     op_count: usize,
     /// Reserved memory that still exists, by address.
-    mapped: BTreeMap<Address, (Owner, u64, usize)>,
+    mapped: BTreeMap<Address, (HeapId, u64, usize)>,
     /// Reserved memory that no longer exists.
-    unmapped: Vec<(Owner, Extent)>,
+    unmapped: Vec<(HeapId, Extent)>,
     /// Heap and extent of each allocation.
-    allocations: Vec<Option<(Owner, Extent)>>,
+    allocations: Vec<Option<(HeapId, Extent)>>,
 }
 
 impl LayoutDraft {
@@ -106,7 +106,7 @@ impl LayoutDraft {
     }
 
     /// Adds reserved memory from an op on.
-    pub(super) fn map(&mut self, owner: Owner, address: Address, size_bytes: u64, op: usize) {
+    pub(super) fn map(&mut self, owner: HeapId, address: Address, size_bytes: u64, op: usize) {
         self.mapped.insert(address, (owner, size_bytes, op));
     }
 
@@ -135,7 +135,7 @@ impl LayoutDraft {
     }
 
     /// Adds an allocation from an op on.
-    pub(super) fn allocate(&mut self, id: AllocationId, owner: Owner, address: Address, size_bytes: u64, op: usize) {
+    pub(super) fn allocate(&mut self, id: AllocationId, owner: HeapId, address: Address, size_bytes: u64, op: usize) {
         let ops = op..self.op_count;
         self.allocations[id.index()] = Some((owner, Extent { address, size_bytes, ops }));
     }
@@ -150,7 +150,7 @@ impl LayoutDraft {
     /// Reserves memory for the allocations alone: each range of addresses up to its last allocation, from its first allocation to its
     /// last free.
     pub(super) fn reserve_around_allocations(&mut self) {
-        let mut ranges: BTreeMap<(Owner, u64), Extent> = BTreeMap::new();
+        let mut ranges: BTreeMap<(HeapId, u64), Extent> = BTreeMap::new();
         for (owner, extent) in self.allocations.iter().flatten() {
             let start = Address { offset_bytes: 0, ..extent.address };
             let whole = ranges.entry((*owner, extent.address.range));
@@ -170,12 +170,12 @@ impl LayoutDraft {
                 (owner, Extent { address, size_bytes, ops: from..op_count })
             }),
         );
-        let mut by_owner: BTreeMap<Owner, Vec<&Extent>> = BTreeMap::new();
+        let mut by_owner: BTreeMap<HeapId, Vec<&Extent>> = BTreeMap::new();
         for (owner, extent) in self.unmapped.iter().chain(self.allocations.iter().flatten()) {
             by_owner.entry(*owner).or_default().push(extent);
         }
         let mut lanes = Vec::new();
-        let mut blocks: BTreeMap<Owner, (usize, Vec<AddressBlock>)> = BTreeMap::new();
+        let mut blocks: BTreeMap<HeapId, (usize, Vec<AddressBlock>)> = BTreeMap::new();
         for (number, (owner, extents)) in by_owner.into_iter().enumerate() {
             let (found, height_bytes) = positioned(extents);
             if height_bytes > LANE_BYTES_MAX {
@@ -184,7 +184,7 @@ impl LayoutDraft {
             lanes.push(Lane { owner, height_bytes });
             blocks.insert(owner, (number, found));
         }
-        let position = |owner: &Owner, address: Address| {
+        let position = |owner: &HeapId, address: Address| {
             let (lane, blocks) = &blocks[owner];
             let after = blocks.partition_point(|block| block.extent.address <= address);
             let block = &blocks[after - 1];
@@ -297,9 +297,10 @@ impl Gaps {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use symmalloc_core::ids::StreamGroup;
     use symmalloc_core::ids::{PoolId, StreamId};
 
-    const HEAP: Owner = Owner { pool: PoolId::DEFAULT, stream: Some(StreamId(0)) };
+    const HEAP: HeapId = HeapId { pool: PoolId::DEFAULT, group: StreamGroup::One(StreamId(0)) };
 
     fn at(range: u64, offset_bytes: u64) -> Address {
         Address { range, offset_bytes }

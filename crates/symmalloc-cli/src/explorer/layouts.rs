@@ -7,10 +7,10 @@ use crate::picture::memory::has_placements;
 use crate::recorded::Recorded;
 use symmalloc_core::backend::Reason;
 use symmalloc_core::config::PoolConfig;
-use symmalloc_core::ids::{Placement, SegmentId};
+use symmalloc_core::ids::{HeapId, Placement, SegmentId, StreamGroup};
 use symmalloc_core::op::Op;
 use symmalloc_core::work::Allowance;
-use symmalloc_import::rerun::{Happened, Owner, Rerun, RerunError};
+use symmalloc_import::rerun::{Happened, Rerun, RerunError};
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::Program;
 
@@ -43,14 +43,14 @@ fn rerun(
         for change in moment.memory {
             let at = address(change.address.0);
             if change.is_mapped {
-                draft.map(change.owner, at, change.size_bytes, moment.number);
+                draft.map(change.heap, at, change.size_bytes, moment.number);
             } else {
                 draft.unmap(at, change.size_bytes, moment.number);
             }
         }
         match &moment.happened {
             Happened::Allocated(live) => {
-                draft.allocate(live.id, live.owner, address(live.address.0), live.requested_bytes, moment.number);
+                draft.allocate(live.id, live.heap, address(live.address.0), live.requested_bytes, moment.number);
             }
             Happened::Freed(live) => draft.free(live.id, moment.number),
             _ => {}
@@ -74,7 +74,7 @@ fn as_recorded(recorded: &Recorded) -> Option<Layout> {
                 let Some(placement) = record.placement.filter(|placement| *placement != Placement::NOWHERE) else {
                     continue;
                 };
-                let owner = Owner { pool: *pool, stream: Some(*stream) };
+                let owner = HeapId { pool: *pool, group: StreamGroup::One(*stream) };
                 draft.allocate(*id, owner, placed(placement), *size_bytes, number);
             }
             Op::Free { id } => draft.free(*id, number),
@@ -107,7 +107,7 @@ fn model(program: &Program) -> Option<Layout> {
             (Err(_), _) => return None,
         };
         for change in model.take_changes() {
-            let owner = Owner { pool: change.pool, stream: Some(change.stream) };
+            let owner = HeapId { pool: change.pool, group: StreamGroup::One(change.stream) };
             let at = placed(Placement { segment: change.segment, offset_bytes: change.offset_bytes });
             if change.is_mapped {
                 draft.map(owner, at, change.size_bytes, number);
@@ -117,7 +117,7 @@ fn model(program: &Program) -> Option<Layout> {
         }
         match (op, placement) {
             (Op::Allocate { id, pool, stream, size_bytes }, Some(placement)) => {
-                let owner = Owner { pool: *pool, stream: Some(*stream) };
+                let owner = HeapId { pool: *pool, group: StreamGroup::One(*stream) };
                 draft.allocate(*id, owner, placed(placement), *size_bytes, number);
             }
             (Op::Free { id }, _) => draft.free(*id, number),

@@ -6,7 +6,6 @@ use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use symmalloc_core::config::{Config, StreamPolicy};
 use symmalloc_core::errors::AllocateError;
-use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
 use symmalloc_core::{Allocator, PoolId};
 use symmalloc_sim::{Call, SimBackend};
@@ -32,7 +31,7 @@ impl Sequence<'_> {
     /// Runs the program once on rank 0, up to and including an op.
     pub(super) fn attempt(&self, last_op: usize) -> Result<Attempt, JobError> {
         let device = SimBackend::builder().memory_bytes(u64::MAX).without_kernels().build();
-        let allocator = Allocator::<_, Exclusive>::new(device, self.config.clone())?;
+        let allocator = Allocator::new(device, self.config.clone())?;
         let mut replay = Replay::new(&allocator, self.program);
         let (mut attempt, mut refused) = (Attempt::default(), BTreeSet::new());
         for (op, call) in self.program.ops().iter().enumerate().take(last_op.saturating_add(1)) {
@@ -69,7 +68,7 @@ impl Rule for Sequence<'_> {
         // The device has unlimited memory, because driver refusals are not part of this comparison.
         let device =
             SimBackend::builder().seed(self.options.seed).rank(rank).memory_bytes(u64::MAX).without_kernels().build();
-        let allocator = Allocator::<_, Exclusive>::new(device, self.config.clone())?;
+        let allocator = Allocator::new(device, self.config.clone())?;
         let plan = self.options.plan.as_deref();
         let replay = plan.map_or_else(
             || Ok(Replay::new(&allocator, self.program)),
@@ -127,7 +126,7 @@ impl Rule for Sequence<'_> {
     }
 }
 
-fn maps(allocator: &Allocator<SimBackend, Exclusive>) -> u64 {
+fn maps(allocator: &Allocator<SimBackend>) -> u64 {
     let calls = allocator.backend().calls();
     calls.of(Call::Map) + calls.of(Call::Unmap)
 }
@@ -139,7 +138,7 @@ fn is_refusal(error: &AllocateError) -> bool {
 
 /// Returns the digest of the default pool, combined with those of all other pools that were not destroyed, and with `destroyed`, the
 /// combined digests of the destroyed pools.
-fn digest(allocator: &Allocator<SimBackend, Exclusive>, destroyed: u64) -> u64 {
+fn digest(allocator: &Allocator<SimBackend>, destroyed: u64) -> u64 {
     let pools = (0..allocator.pool_count()).filter_map(|pool| allocator.digest(PoolId(pool)).ok());
     let existing = pools.map(|digest| digest.value).reduce(fold).unwrap_or(0);
     if destroyed == 0 { existing } else { fold(existing, destroyed) }

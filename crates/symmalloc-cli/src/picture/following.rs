@@ -8,9 +8,7 @@ use crate::job::JobError;
 use std::collections::BTreeMap;
 use std::path::Path;
 use symmalloc_core::Allocator;
-use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
-use symmalloc_import::rerun::Owner;
 use symmalloc_sim::IdleBackend;
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::{Program, Replay, StepError};
@@ -28,7 +26,7 @@ pub(crate) fn follow(
 ) -> Result<(PlannedCurve, Memory), CliError> {
     let failed = |source| CliError::Job { path: job.to_path_buf(), source };
     let not_followed = |error| failed(JobError::Plan { rank: 0, error });
-    let allocator = Allocator::<_, Exclusive>::new(IdleBackend::default(), file.config().clone());
+    let allocator = Allocator::new(IdleBackend::default(), file.config().clone());
     let allocator = allocator.map_err(|error| failed(error.into()))?;
     let mut replay = Replay::following(&allocator, program, file).map_err(not_followed)?;
     replay.begin_pass().map_err(|error| failed(JobError::Pass { rank: 0, error }))?;
@@ -48,8 +46,8 @@ pub(crate) fn follow(
             (Err(error), _) => return Err(failed(JobError::Step { rank: 0, op: number, error })),
         }
         let heaps = allocator.stats_by_heap().into_iter();
-        let selected = heaps.filter(|(pool, stream, _)| selection.has(Owner { pool: *pool, stream: *stream }));
-        let reserved_bytes = selected.map(|(_, _, stats)| stats.reserved_bytes.current).sum();
+        let selected = heaps.filter(|(heap, _)| selection.has(*heap));
+        let reserved_bytes = selected.map(|(_, stats)| stats.reserved_bytes.current).sum();
         curve.see(number, program.ops().len(), reserved_bytes);
         if number == op {
             memory = Some(Memory::of(op, allocator.snapshot(), &ids, selection));

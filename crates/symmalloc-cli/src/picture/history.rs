@@ -15,7 +15,7 @@ use super::svg::{Anchor, BODY, Fill, HEAP_FILLS, SMALL, Svg, TITLE, fitting, sho
 use super::timeline::{ALLOCATED, Curve, JobCurves, LIVE, Peak, RESERVED, Span};
 use crate::quantity::{count, memory};
 use std::cmp::Reverse;
-use symmalloc_import::rerun::Owner;
+use symmalloc_core::ids::HeapId;
 
 const RESERVED_LINE: &str = r##"stroke="#000" stroke-width="2.4""##;
 const LIVE_LINE: &str = r##"stroke="#000" stroke-width="1.4" stroke-dasharray="5 3""##;
@@ -402,7 +402,7 @@ fn description(timeline: &JobCurves) -> String {
     text
 }
 
-fn describe_heap(owner: Owner, curve: &Curve) -> String {
+fn describe_heap(owner: HeapId, curve: &Curve) -> String {
     let [live, allocated, reserved] = curve.peaks.map(|peak| memory(peak.bytes));
     format!(" {}: {reserved} reserved, {allocated} allocated, {live} live.", heap_name(owner))
 }

@@ -15,8 +15,7 @@ use super::memory::{BlockState, DrawnBlock, DrawnHeap, LiveAllocation, Memory};
 use super::svg::{Anchor, BODY, Fill, SMALL, Svg, fitting, short, text_width, wrapped};
 use crate::quantity::{count, counted, memory};
 use std::collections::{BTreeMap, BTreeSet};
-use symmalloc_core::ids::AllocationId;
-use symmalloc_import::rerun::Owner;
+use symmalloc_core::ids::{AllocationId, HeapId};
 
 const ROW: f64 = 22.0;
 const MARGIN: f64 = 12.0;
@@ -59,7 +58,7 @@ pub(crate) fn draw_beside(
     let mut y = heading(&mut svg, words);
     y = legend(&mut svg, y, &memories, &scale);
     let left = [MARGIN, if is_narrow { MARGIN } else { half + 3.0 * MARGIN }];
-    let mut owners: Vec<Owner> = memories.iter().flat_map(|memory| &memory.heaps).map(|heap| heap.owner).collect();
+    let mut owners: Vec<HeapId> = memories.iter().flat_map(|memory| &memory.heaps).map(|heap| heap.owner).collect();
     owners.sort_unstable();
     owners.dedup();
     if is_narrow {

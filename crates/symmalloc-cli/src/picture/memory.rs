@@ -6,11 +6,11 @@ use crate::recorded::Recorded;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use symmalloc_core::config::StreamPolicy;
-use symmalloc_core::ids::{AllocationId, Placement, PoolId};
+use symmalloc_core::ids::{AllocationId, HeapId, Placement, PoolId};
 use symmalloc_core::op::Op;
 use symmalloc_core::report::{BlockStateSnapshot, SegmentSnapshot, Snapshot};
 use symmalloc_core::units::UNIT_BYTES;
-use symmalloc_import::rerun::{Happened, Owner, Rerun};
+use symmalloc_import::rerun::{Happened, Rerun};
 
 /// Upper bound of a device's memory, small enough that no sum overflows: 1 PiB.
 const DEVICE_BYTES_MAX: u64 = 1 << 50;
@@ -63,7 +63,7 @@ pub(crate) struct DrawnSegment {
 /// A heap in the picture.
 #[derive(Clone, Debug)]
 pub(crate) struct DrawnHeap {
-    pub(crate) owner: Owner,
+    pub(crate) owner: HeapId,
     pub(crate) segments: Vec<DrawnSegment>,
 }
 
@@ -108,7 +108,7 @@ impl Memory {
     pub(super) fn of(op: usize, snapshot: Snapshot, ids: &BTreeMap<u64, AllocationId>, selection: Selection) -> Self {
         let mut heaps: Vec<DrawnHeap> = Vec::new();
         for segment in snapshot.segments {
-            let owner = Owner { pool: segment.pool, stream: segment.stream };
+            let owner = segment.heap;
             if !selection.has(owner) {
                 continue;
             }
@@ -129,8 +129,8 @@ impl Memory {
     pub(crate) fn recorded(recorded: &Recorded, op: usize, selection: Selection) -> Result<Self, CliError> {
         let impossible = |op| CliError::ImpossiblePlacement { path: recorded.path.clone(), op };
         let mut total_bytes = 0;
-        let mut live: BTreeMap<AllocationId, (Owner, LiveAllocation)> = BTreeMap::new();
-        let mut ends: BTreeMap<(Owner, u32), u64> = BTreeMap::new();
+        let mut live: BTreeMap<AllocationId, (HeapId, LiveAllocation)> = BTreeMap::new();
+        let mut ends: BTreeMap<(HeapId, u32), u64> = BTreeMap::new();
         let mut pools: BTreeMap<PoolId, StreamPolicy> = BTreeMap::new();
         pools.insert(PoolId::DEFAULT, recorded.config.default_pool().streams());
         let calls = recorded.recording.records.iter().zip(recorded.program().ops());
@@ -138,8 +138,8 @@ impl Memory {
             match call {
                 Op::CreatePool { pool, config } => drop(pools.insert(*pool, config.streams())),
                 Op::Allocate { id, pool, stream, size_bytes } => {
-                    let shared = pools.get(pool) == Some(&StreamPolicy::Shared);
-                    let owner = Owner { pool: *pool, stream: (!shared).then_some(*stream) };
+                    let streams = pools.get(pool).copied().unwrap_or_default();
+                    let owner = HeapId { pool: *pool, group: streams.group_of(*stream) };
                     let Some(placement) = record.placement.filter(|_| *size_bytes > 0 && selection.has(owner)) else {
                         continue;
                     };
@@ -181,8 +181,8 @@ impl Memory {
     }
 
     /// Returns the live allocations in descending order of size.
-    pub(crate) fn largest(&self) -> Vec<(Owner, &LiveAllocation)> {
-        let mut all: Vec<(Owner, &LiveAllocation)> = Vec::new();
+    pub(crate) fn largest(&self) -> Vec<(HeapId, &LiveAllocation)> {
+        let mut all: Vec<(HeapId, &LiveAllocation)> = Vec::new();
         for heap in &self.heaps {
             all.extend(heap.blocks().filter_map(|block| block.held.as_ref()).map(|held| (heap.owner, held)));
         }
@@ -231,8 +231,11 @@ fn segment_of(segment: &SegmentSnapshot, ids: &BTreeMap<u64, AllocationId>) -> D
 }
 
 /// Returns heaps whose segments are known only by their allocations. The space between these is free.
-fn tiled(live: BTreeMap<AllocationId, (Owner, LiveAllocation)>, ends: &BTreeMap<(Owner, u32), u64>) -> Vec<DrawnHeap> {
-    let mut by_segment: BTreeMap<(Owner, u32), Vec<LiveAllocation>> = BTreeMap::new();
+fn tiled(
+    live: BTreeMap<AllocationId, (HeapId, LiveAllocation)>,
+    ends: &BTreeMap<(HeapId, u32), u64>,
+) -> Vec<DrawnHeap> {
+    let mut by_segment: BTreeMap<(HeapId, u32), Vec<LiveAllocation>> = BTreeMap::new();
     for (owner, held) in live.into_values() {
         by_segment.entry((owner, held.placement.segment.0)).or_default().push(held);
     }

@@ -10,8 +10,9 @@
 use super::Selection;
 use crate::error::CliError;
 use crate::recorded::Recorded;
+use symmalloc_core::ids::HeapId;
 use symmalloc_core::work::{self, Allowance};
-use symmalloc_import::rerun::{Happened, Moment, Owner, Rerun, RerunError};
+use symmalloc_import::rerun::{Happened, Moment, Rerun, RerunError};
 
 /// Maximum number of columns. A job with fewer ops has one column per op.
 const COLUMNS: usize = 400;
@@ -77,7 +78,7 @@ pub(crate) struct JobCurves {
     pub(crate) op_count: usize,
     pub(crate) columns: usize,
     /// Curves of the heaps, by pool and stream.
-    pub(crate) heaps: Vec<(Owner, Curve)>,
+    pub(crate) heaps: Vec<(HeapId, Curve)>,
     pub(crate) total: Curve,
     /// Allocated bytes of every heap by column, after the op with the maximum sum.
     pub(crate) stacks: Vec<Vec<u64>>,
@@ -165,16 +166,16 @@ impl Watcher {
         }
         for change in moment.memory {
             let bytes = change.size_bytes;
-            self.change(change.owner, RESERVED, op, |now| if change.is_mapped { now + bytes } else { now - bytes });
+            self.change(change.heap, RESERVED, op, |now| if change.is_mapped { now + bytes } else { now - bytes });
         }
         match &moment.happened {
             Happened::Allocated(live) => {
-                self.change(live.owner, LIVE, op, |now| now + live.requested_bytes);
-                self.change(live.owner, ALLOCATED, op, |now| now + live.block_bytes);
+                self.change(live.heap, LIVE, op, |now| now + live.requested_bytes);
+                self.change(live.heap, ALLOCATED, op, |now| now + live.block_bytes);
             }
             Happened::Freed(live) => {
-                self.change(live.owner, LIVE, op, |now| now - live.requested_bytes);
-                self.change(live.owner, ALLOCATED, op, |now| now - live.block_bytes);
+                self.change(live.heap, LIVE, op, |now| now - live.requested_bytes);
+                self.change(live.heap, ALLOCATED, op, |now| now - live.block_bytes);
             }
             Happened::Refused { .. } => self.timeline.refused += 1,
             _ => {}
@@ -185,7 +186,7 @@ impl Watcher {
         }
     }
 
-    fn change(&mut self, owner: Owner, quantity: usize, op: usize, value: impl Fn(u64) -> u64) {
+    fn change(&mut self, owner: HeapId, quantity: usize, op: usize, value: impl Fn(u64) -> u64) {
         if !self.selection.has(owner) {
             return;
         }

@@ -1,9 +1,8 @@
 //! The planned reservation of each heap.
 
 use std::collections::BTreeMap;
-use symmalloc_core::ids::{PoolId, StreamId};
+use symmalloc_core::ids::{HeapId, PoolId, StreamGroup, StreamId};
 use symmalloc_core::op::Op;
-use symmalloc_import::rerun::Owner;
 
 /// Planned reservation of a heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,7 +18,7 @@ pub(super) struct HeapPlan {
 }
 
 /// Planned reservations by owner.
-pub(super) type Heaps = BTreeMap<Owner, HeapPlan>;
+pub(super) type Heaps = BTreeMap<HeapId, HeapPlan>;
 
 impl HeapPlan {
     pub(super) fn new(stream: StreamId) -> Self {
@@ -32,6 +31,6 @@ impl HeapPlan {
 }
 
 /// Returns the reservations of one pool.
-pub(super) fn heaps_of_pool(heaps: &Heaps, pool: PoolId) -> impl Iterator<Item = (&Owner, &HeapPlan)> {
-    heaps.range(Owner { pool, stream: None }..).take_while(move |(owner, _)| owner.pool == pool)
+pub(super) fn heaps_of_pool(heaps: &Heaps, pool: PoolId) -> impl Iterator<Item = (&HeapId, &HeapPlan)> {
+    heaps.range(HeapId { pool, group: StreamGroup::All }..).take_while(move |(owner, _)| owner.pool == pool)
 }

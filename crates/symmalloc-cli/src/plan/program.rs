@@ -11,9 +11,8 @@
 use super::heap::{Heaps, heaps_of_pool};
 use std::collections::BTreeMap;
 use symmalloc_core::config::{PoolConfig, StreamPolicy};
-use symmalloc_core::ids::{PoolId, StreamId};
+use symmalloc_core::ids::{HeapId, PoolId, StreamId};
 use symmalloc_core::op::{Op, Record};
-use symmalloc_import::rerun::Owner;
 
 /// Configuration of each pool of a job, by id. The first is the default pool.
 pub(super) type Pools = BTreeMap<PoolId, PoolConfig>;
@@ -71,12 +70,12 @@ pub(super) fn stream_count(records: &[Record]) -> u32 {
 }
 
 /// Returns the heaps that hold memory, each with the lowest stream that allocates from it.
-pub(super) fn heaps_of(records: &[Record], pools: &Pools) -> BTreeMap<Owner, StreamId> {
+pub(super) fn heaps_of(records: &[Record], pools: &Pools) -> BTreeMap<HeapId, StreamId> {
     let mut heaps = BTreeMap::new();
     for record in records {
         if let Op::Allocate { pool, stream, size_bytes: 1.., .. } = record.op {
-            let is_shared = pools.get(&pool).is_some_and(|config| config.streams() == StreamPolicy::Shared);
-            let owner = Owner { pool, stream: (!is_shared).then_some(stream) };
+            let streams = pools.get(&pool).map_or_else(StreamPolicy::default, |config| config.streams());
+            let owner = HeapId { pool, group: streams.group_of(stream) };
             let lowest = heaps.entry(owner).or_insert(stream);
             *lowest = stream.min(*lowest);
         }

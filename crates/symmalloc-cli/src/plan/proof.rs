@@ -8,7 +8,6 @@ use std::collections::BTreeSet;
 use symmalloc_core::Allocator;
 use symmalloc_core::config::Config;
 use symmalloc_core::errors::AllocateError;
-use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
 use symmalloc_core::work::{Allowance, TooMuchWork};
 use symmalloc_sim::{Call, SimBackend};
@@ -62,7 +61,7 @@ impl Proof {
 /// Runs a program on a rank's device. Limits refuse requests as in the job.
 pub(super) fn prove(program: &Program, config: &Config, rank: u32) -> Result<Proof, JobError> {
     let device = SimBackend::builder().rank(rank).memory_bytes(u64::MAX).without_kernels().build();
-    let allocator = Allocator::<_, Exclusive>::new(device, config.clone())?;
+    let allocator = Allocator::new(device, config.clone())?;
     let mut replay = Replay::new(&allocator, program);
     let mut proof = Proof::default();
     let mut before = Counts::default();
@@ -117,13 +116,13 @@ fn is_refusal(error: &AllocateError) -> bool {
 }
 
 /// Returns the number of calls that reserve, map, unmap or release memory so far.
-fn memory_calls(allocator: &Allocator<SimBackend, Exclusive>) -> u64 {
+fn memory_calls(allocator: &Allocator<SimBackend>) -> u64 {
     let calls = allocator.backend().calls();
     let memory = [Call::Reserve, Call::Map, Call::Unmap, Call::Release];
     memory.into_iter().map(|call| calls.of(call)).sum()
 }
 
-fn counts(allocator: &Allocator<SimBackend, Exclusive>) -> Counts {
+fn counts(allocator: &Allocator<SimBackend>) -> Counts {
     Counts {
         memory_calls: memory_calls(allocator),
         registrations: allocator.pools().into_iter().map(|pool| allocator.segment_log_entries(pool)).sum(),

@@ -15,7 +15,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-use symmalloc_core::ids::PoolId;
+use symmalloc_core::ids::HeapId;
 use symmalloc_core::plans::{Plan, PlannedAllocation};
 use symmalloc_plan::{Problem, Solution, Steps, TableError, solve_watched, write_csv};
 use symmalloc_trace::plan::PlanFile;
@@ -77,8 +77,8 @@ pub(super) fn plan(args: &PlanArgs) -> Result<(), CliError> {
 /// Returns a job's plan as a table. It can express the plan of one heap, in which all lifetimes end with the step.
 pub(super) fn of_plan(path: &Path, file: &PlanFile) -> Result<Vec<u8>, CliError> {
     let not_a_table = |reason| CliError::PlanNotATable { path: path.to_path_buf(), reason };
-    let plans: Vec<(PoolId, &Plan)> = file.plans().collect();
-    let (pool, plan) = match plans[..] {
+    let plans: Vec<(HeapId, &Plan)> = file.plans().collect();
+    let (heap, plan) = match plans[..] {
         [] => return Err(CliError::NothingToPlan { path: path.to_path_buf() }),
         [plan] => plan,
         _ => return Err(not_a_table(NotATable::Plans(plans.len()))),
@@ -88,7 +88,7 @@ pub(super) fn of_plan(path: &Path, file: &PlanFile) -> Result<Vec<u8>, CliError>
     if let Some(allocation) = allocations.iter().position(ends_later) {
         return Err(not_a_table(NotATable::EndsLater { allocation }));
     }
-    let config = file.pool_config(pool).expect("it has a plan");
+    let config = file.pool_config(heap.pool).expect("it has a plan");
     let rows = plan.rectangles(config, GRANULE_BYTES);
     let mut table = Vec::new();
     write_csv(rows, &mut table).map_err(|source| CliError::Rectangles { path: path.to_path_buf(), source })?;

@@ -49,7 +49,7 @@ impl ReservationPlan {
             own.iter().filter(|(_, config)| is_reserved(config)).map(|(pool, _)| *pool).collect();
         let growing = own.iter().map(|(pool, config)| Ok((*pool, sizes::growing(config)?)));
         let growing: Pools = growing.collect::<Result<_, _>>().map_err(invalid)?;
-        let unlimited = jobs[0].config.to_builder().limit_bytes(None);
+        let unlimited = jobs[0].config.to_builder().total_limit_bytes(None);
         let search = sizes::Search {
             jobs,
             pools: &growing,
@@ -81,7 +81,8 @@ impl ReservationPlan {
 
     /// Runs every rank, as recorded and with the reservations.
     fn prove(&mut self, jobs: &[Recorded]) -> Result<(), CliError> {
-        let unlimited = self.config.to_builder().limit_bytes(None).build().map_err(|error| jobs[0].invalid(error))?;
+        let unlimited =
+            self.config.to_builder().total_limit_bytes(None).build().map_err(|error| jobs[0].invalid(error))?;
         for (rank, job) in (0..).zip(jobs) {
             let failed = |source| CliError::Job { path: job.path.clone(), source };
             let without = proof::prove(job.program(), &job.config, rank).map_err(failed)?;
@@ -96,7 +97,7 @@ impl ReservationPlan {
             });
             self.with = self.with.max(with.map_err(failed)?);
         }
-        within(self.config.limit_bytes(), self.with.peak_reserved_bytes, None)
+        within(self.config.total_limit_bytes(), self.with.peak_reserved_bytes, None)
     }
 
     fn program(&self, jobs: &[Recorded], job: &Recorded) -> program::PlannedProgram {

@@ -19,12 +19,10 @@ use crate::job::JobError;
 use crate::recorded::Recorded;
 use std::collections::{BTreeMap, BTreeSet};
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy};
-use symmalloc_core::ids::PoolId;
-use symmalloc_core::lock::Exclusive;
+use symmalloc_core::ids::{HeapId, PoolId, StreamGroup};
 use symmalloc_core::op::Op;
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, backend::Backend};
-use symmalloc_import::rerun::Owner;
 use symmalloc_sim::IdleBackend;
 use symmalloc_trace::replay::{Program, Replay, StepError};
 
@@ -85,15 +83,15 @@ impl Search<'_> {
     }
 
     /// Runs every job with the current reservations, and returns the maximum of each heap over all ranks.
-    fn measure(&self, heaps: &Heaps) -> Result<BTreeMap<Owner, Taken>, CliError> {
-        let mut most: BTreeMap<Owner, Taken> = heaps.keys().map(|owner| (*owner, Taken::default())).collect();
+    fn measure(&self, heaps: &Heaps) -> Result<BTreeMap<HeapId, Taken>, CliError> {
+        let mut most: BTreeMap<HeapId, Taken> = heaps.keys().map(|owner| (*owner, Taken::default())).collect();
         for (rank, job) in (0..).zip(self.jobs) {
             let failed = |source| CliError::Job { path: job.path.clone(), source };
             let streams = self.jobs.iter().map(|job| stream_count(&job.recording.records)).max().unwrap_or(0);
             let planned = planned(&job.recording.records, streams, self.pools, heaps);
             let program = Program::new(&planned.records);
             let program = program.map_err(|source| CliError::Program { path: job.path.clone(), source })?;
-            let allocator = Allocator::<_, Exclusive>::new(IdleBackend::default(), self.config.clone());
+            let allocator = Allocator::new(IdleBackend::default(), self.config.clone());
             let allocator = allocator.map_err(|error| failed(error.into()))?;
             let mut replay = Replay::new(&allocator, &program);
             for (op, origin) in program.ops().iter().zip(&planned.origins) {
@@ -117,7 +115,7 @@ impl Search<'_> {
 
     fn make_equal(&self, heaps: &mut Heaps) {
         for pool in self.equal {
-            let of_pool = |owner: &Owner| owner.pool == *pool;
+            let of_pool = |owner: &HeapId| owner.pool == *pool;
             let most = heaps.iter().filter(|(owner, _)| of_pool(owner)).map(|(_, heap)| heap.reserve_bytes).max();
             let most = most.unwrap_or(0);
             heaps.iter_mut().filter(|(owner, _)| of_pool(owner)).for_each(|(_, heap)| heap.reserve_bytes = most);
@@ -126,13 +124,8 @@ impl Search<'_> {
 }
 
 /// Records the memory of the heaps of one pool, or of all existing pools.
-fn note<B: Backend>(
-    allocator: &Allocator<B, Exclusive>,
-    heaps: &Heaps,
-    pool: Option<PoolId>,
-    most: &mut BTreeMap<Owner, Taken>,
-) {
-    let first = Owner { pool: pool.unwrap_or_default(), stream: None };
+fn note<B: Backend>(allocator: &Allocator<B>, heaps: &Heaps, pool: Option<PoolId>, most: &mut BTreeMap<HeapId, Taken>) {
+    let first = HeapId { pool: pool.unwrap_or_default(), group: StreamGroup::All };
     for (owner, heap) in heaps.range(first..).take_while(|(owner, _)| pool.is_none_or(|pool| owner.pool == pool)) {
         // A destroyed pool was recorded before its destruction. A pool that this rank does not create has no memory.
         let Ok(stats) = allocator.heap_stats(owner.pool, heap.stream) else { continue };

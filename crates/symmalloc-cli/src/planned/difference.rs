@@ -4,7 +4,7 @@ use super::steps::{self, HeapStep};
 use crate::quantity::exact_memory;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use symmalloc_core::ids::{PoolId, StreamId};
+use symmalloc_core::ids::{HeapId, PoolId};
 use symmalloc_core::plans::{Plan, StepAllocation};
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::Program;
@@ -16,36 +16,20 @@ pub(crate) enum JobDifference {
     #[error("the job creates pool {pool}, which the plan does not configure")]
     UnknownPool { pool: PoolId },
     #[error("the plan has steps {key} of {heap}, in which the job requests no memory")]
-    NoStep { heap: HeapName, key: u64 },
+    NoStep { heap: HeapId, key: u64 },
     #[error("op {op} requests memory of {heap}, which has no plan")]
-    NoPlan { heap: HeapName, op: usize },
+    NoPlan { heap: HeapId, op: usize },
     #[error(
         "allocation {number} of {heap} (op {op}) requests {} on {}, but the plan expects {}",
         exact_memory(asked.requested_bytes), asked.stream, Expected(*planned)
     )]
-    Request { heap: HeapName, number: usize, op: usize, asked: StepAllocation, planned: Option<StepAllocation> },
+    Request { heap: HeapId, number: usize, op: usize, asked: StepAllocation, planned: Option<StepAllocation> },
     #[error("the plan expects {} as allocation {number} of {heap}, but the job ends before it", Expected(Some(*planned)))]
-    Ended { heap: HeapName, number: usize, planned: StepAllocation },
+    Ended { heap: HeapId, number: usize, planned: StepAllocation },
     #[error(
         "allocation {number} of {heap} (op {op}) is freed later than the plan expects: before allocation {asked}, not {planned}"
     )]
-    Lifetime { heap: HeapName, number: usize, op: usize, asked: u32, planned: u32 },
-}
-
-/// Name of a heap in an error: its pool, and its stream unless streams share a heap.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct HeapName {
-    pool: PoolId,
-    stream: Option<StreamId>,
-}
-
-impl fmt::Display for HeapName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.stream {
-            Some(stream) => write!(f, "{} {stream}", self.pool),
-            None => self.pool.fmt(f),
-        }
-    }
+    Lifetime { heap: HeapId, number: usize, op: usize, asked: u32, planned: u32 },
 }
 
 /// Display of a planned allocation.
@@ -65,14 +49,13 @@ impl fmt::Display for Expected {
 pub(super) fn check(program: &Program, file: &PlanFile) -> Result<(), JobDifference> {
     let has_steps = program.has_steps();
     let steps = steps::of(program, file);
-    let mut alike: BTreeMap<(PoolId, Option<StreamId>, u64), Vec<&HeapStep>> = BTreeMap::new();
+    let mut alike: BTreeMap<(HeapId, u64), Vec<&HeapStep>> = BTreeMap::new();
     for step in &steps {
-        alike.entry((step.pool, step.stream, step.key)).or_default().push(step);
+        alike.entry((step.heap, step.key)).or_default().push(step);
     }
-    for (pool, plan) in file.plans() {
-        let heap = HeapName { pool, stream: plan.stream() };
+    for (heap, plan) in file.plans() {
         let mut found = Err(JobDifference::NoStep { heap, key: plan.key() });
-        for step in alike.get(&(pool, plan.stream(), plan.key())).into_iter().flatten() {
+        for step in alike.get(&(heap, plan.key())).into_iter().flatten() {
             found = compare(step, plan, has_steps);
             if found.is_ok() {
                 break;
@@ -80,20 +63,16 @@ pub(super) fn check(program: &Program, file: &PlanFile) -> Result<(), JobDiffere
         }
         found?;
     }
-    let planned: BTreeSet<(PoolId, Option<StreamId>)> =
-        file.plans().map(|(pool, plan)| (pool, plan.stream())).collect();
-    let is_planned = |step: &HeapStep| planned.contains(&(step.pool, step.stream));
-    match steps.iter().find(|step| !has_steps && !is_planned(step)) {
-        Some(HeapStep { pool, stream, ops, .. }) => {
-            Err(JobDifference::NoPlan { heap: HeapName { pool: *pool, stream: *stream }, op: ops[0] })
-        }
+    let planned: BTreeSet<HeapId> = file.plans().map(|(heap, _)| heap).collect();
+    match steps.iter().find(|step| !has_steps && !planned.contains(&step.heap)) {
+        Some(HeapStep { heap, ops, .. }) => Err(JobDifference::NoPlan { heap: *heap, op: ops[0] }),
         None => Ok(()),
     }
 }
 
 /// Compares a step with its plan: first all requests, then all lifetimes.
 fn compare(step: &HeapStep, plan: &Plan, has_steps: bool) -> Result<(), JobDifference> {
-    let heap = HeapName { pool: step.pool, stream: step.stream };
+    let heap = step.heap;
     let planned: Vec<StepAllocation> = plan.allocations().iter().map(|planned| planned.wanted).collect();
     let asked = || step.wanted.iter().zip(&step.ops).enumerate();
     for (number, (asked, op)) in asked() {

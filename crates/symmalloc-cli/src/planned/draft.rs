@@ -3,10 +3,11 @@
 use crate::error::CliError;
 use crate::recorded::Recorded;
 use std::collections::BTreeMap;
+use symmalloc_core::PoolId;
 use symmalloc_core::config::Config;
+use symmalloc_core::ids::HeapId;
 use symmalloc_core::op::Op;
 use symmalloc_core::units::MIB;
-use symmalloc_core::{PoolId, StreamId};
 use symmalloc_trace::plan::{PlanContradiction, PlanFile};
 
 /// Mapping granularity of CUDA, in bytes.
@@ -26,11 +27,11 @@ pub(super) fn empty(recorded: &Recorded, config: Config) -> Result<PlanFile, Cli
 }
 
 /// Returns the bytes of memory that the plans of each heap place allocations in. Plans of the same heap share memory.
-pub(super) fn heaps(file: &PlanFile) -> BTreeMap<(PoolId, Option<StreamId>), u64> {
+pub(super) fn heaps(file: &PlanFile) -> BTreeMap<HeapId, u64> {
     let mut heaps = BTreeMap::new();
-    for (pool, plan) in file.plans() {
-        let bytes = plan.memory_bytes(file.pool_config(pool).expect("it has plans"), GRANULE_BYTES);
-        let most: &mut u64 = heaps.entry((pool, plan.stream())).or_default();
+    for (heap, plan) in file.plans() {
+        let bytes = plan.memory_bytes(file.pool_config(heap.pool).expect("it has plans"), GRANULE_BYTES);
+        let most: &mut u64 = heaps.entry(heap).or_default();
         *most = bytes.max(*most);
     }
     heaps

@@ -7,7 +7,6 @@ use crate::error::CliError;
 use crate::input;
 use crate::recorded::reconfigure;
 use std::path::Path;
-use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
 use symmalloc_core::plans::{Plan, PlanError};
 use symmalloc_core::{Allocator, PoolId};
@@ -60,13 +59,13 @@ fn configure(recording: &mut Recording, file: &PlanFile) -> Result<(), JobDiffer
 /// Checks that an allocator with the plan's configuration adopts the plans. Each pool is tried separately, because not all pools of a
 /// program exist at the same time.
 pub(super) fn adopt(file: &PlanFile, streams: usize) -> Result<(), (PoolId, PlanError)> {
-    let mut pools: Vec<PoolId> = file.plans().map(|(pool, _)| pool).collect();
+    let mut pools: Vec<PoolId> = file.plans().map(|(heap, _)| heap.pool).collect();
     pools.dedup();
     for pool in pools {
         let settings = file.pool_config(pool).expect("it has plans").clone();
         let Ok(config) = file.config().to_builder().default_pool(settings).build() else { continue };
         // A configuration that is invalid for a device fails when the job runs.
-        let Ok(allocator) = Allocator::<_, Exclusive>::new(IdleBackend::default(), config) else { continue };
+        let Ok(allocator) = Allocator::new(IdleBackend::default(), config) else { continue };
         let of_plan = |plan: &Plan| plan.allocations().iter().map(|planned| planned.wanted.stream.index() + 1).max();
         let needed = file.plans_of(pool).filter_map(of_plan).max().unwrap_or(0);
         (0..streams.min(needed)).try_for_each(|_| allocator.register_stream().map(drop)).ok();

@@ -9,7 +9,6 @@ use crate::job::JobError;
 use crate::recorded::Recorded;
 use std::collections::BTreeMap;
 use symmalloc_core::config::{Config, ConfigError, PlanPolicy, PoolConfig, SegmentPolicy};
-use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::{Op, Record};
 use symmalloc_core::plans::Plan;
 use symmalloc_core::{Allocator, PoolId};
@@ -25,11 +24,11 @@ pub(super) fn plans(recorded: &Recorded, config: &Config) -> Result<PlanFile, Cl
     let mut file = draft::empty(recorded, config.clone())?;
     let failed = |source| CliError::Job { path: recorded.path.clone(), source };
     let learning = learning(config.default_pool());
-    let learning = learning.and_then(|pool| config.to_builder().limit_bytes(None).default_pool(pool).build());
+    let learning = learning.and_then(|pool| config.to_builder().total_limit_bytes(None).default_pool(pool).build());
     let learning = learning.map_err(|error| recorded.invalid(error))?;
     let program = program(recorded).map_err(|error| recorded.invalid(error))?;
     let device = SimBackend::builder().memory_bytes(u64::MAX).without_kernels().build();
-    let allocator = Allocator::<_, Exclusive>::new(device, learning).map_err(|error| recorded.invalid(error))?;
+    let allocator = Allocator::new(device, learning).map_err(|error| recorded.invalid(error))?;
     let mut replay = Replay::new(&allocator, &program);
     let mut learned: BTreeMap<PoolId, Vec<Plan>> = BTreeMap::new();
     let mut take = |replay: &Replay<'_, _, _>, pool: PoolId| {

@@ -16,8 +16,7 @@ use crate::job::{JobError, Options};
 use crate::recorded::Recorded;
 use std::collections::{BTreeMap, BTreeSet};
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, PoolConfigBuilder, SegmentPolicy};
-use symmalloc_core::ids::StreamId;
-use symmalloc_core::lock::Exclusive;
+use symmalloc_core::ids::{HeapId, StreamId};
 use symmalloc_core::op::Op;
 use symmalloc_core::{Allocator, PoolId};
 use symmalloc_sim::SimBackend;
@@ -35,7 +34,7 @@ type Segments = BTreeMap<PoolId, u64>;
 pub(super) fn exact(recorded: &Recorded, file: PlanFile) -> Result<PlanFile, CliError> {
     let is_reserved = |pool| matches!(config_of(&file, pool).segments(), SegmentPolicy::Reserved { .. });
     let mut segments: Segments =
-        file.plans().map(|(pool, _)| pool).filter(|pool| is_reserved(*pool)).map(|pool| (pool, 0)).collect();
+        file.plans().map(|(heap, _)| heap.pool).filter(|pool| is_reserved(*pool)).map(|pool| (pool, 0)).collect();
     if segments.is_empty() {
         return Ok(file);
     }
@@ -58,7 +57,7 @@ pub(super) fn exact(recorded: &Recorded, file: PlanFile) -> Result<PlanFile, Cli
         }
         segments.values_mut().for_each(|bytes| *bytes = (*bytes + *bytes / 8).next_multiple_of(GRANULE_BYTES));
     }
-    with_segments(&segments, file.config().limit_bytes(), true)
+    with_segments(&segments, file.config().total_limit_bytes(), true)
 }
 
 fn config_of(file: &PlanFile, pool: PoolId) -> &PoolConfig {
@@ -75,14 +74,14 @@ fn with_pools(
     let changed = |pool: PoolId, config: &PoolConfig| change(pool, config.to_builder()).build();
     let config = || -> Result<Config, ConfigError> {
         let default_pool = changed(PoolId::DEFAULT, file.config().default_pool())?;
-        file.config().to_builder().limit_bytes(limit_bytes).default_pool(default_pool).build()
+        file.config().to_builder().total_limit_bytes(limit_bytes).default_pool(default_pool).build()
     };
     let mut with_pools = PlanFile::new(config().map_err(|error| recorded.invalid(error))?);
     for (pool, config) in file.pools() {
         let config = changed(pool, config).map_err(|error| recorded.invalid(error))?;
         with_pools.add_pool(pool, config).map_err(|source| contradicts(recorded, source))?;
     }
-    for (pool, plan) in file.plans() {
+    for (HeapId { pool, .. }, plan) in file.plans() {
         with_pools.add_plan(pool, plan.clone()).map_err(|source| contradicts(recorded, source))?;
     }
     Ok(with_pools)
@@ -94,7 +93,7 @@ fn run(recorded: &Recorded, file: &PlanFile, mut most: Segments) -> Result<(Segm
     let failed = |error| not_followed(recorded, error);
     let program = recorded.program();
     let device = SimBackend::builder().memory_bytes(u64::MAX).without_kernels().build();
-    let allocator = Allocator::<_, Exclusive>::new(device, file.config().clone());
+    let allocator = Allocator::new(device, file.config().clone());
     let allocator = allocator.map_err(|error| recorded.invalid(error))?;
     let replay = Replay::following(&allocator, program, file);
     let mut replay = replay.map_err(|error| failed(JobError::Plan { rank: 0, error }))?;

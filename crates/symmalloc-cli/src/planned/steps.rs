@@ -4,8 +4,7 @@
 //! step of its pool, and the wake begins another one (see [`symmalloc_trace::replay`]).
 
 use std::collections::BTreeMap;
-use symmalloc_core::config::StreamPolicy;
-use symmalloc_core::ids::{AllocationId, PoolId, StreamId};
+use symmalloc_core::ids::{AllocationId, HeapId, PoolId, StreamGroup};
 use symmalloc_core::op::Op;
 use symmalloc_core::plans::StepAllocation;
 use symmalloc_trace::plan::PlanFile;
@@ -13,17 +12,12 @@ use symmalloc_trace::replay::Program;
 
 /// Requests to one heap in one step: at least one allocation.
 pub(super) struct HeapStep {
-    pub(super) pool: PoolId,
-    /// `None` for the heap of all streams.
-    pub(super) stream: Option<StreamId>,
+    pub(super) heap: HeapId,
     pub(super) key: u64,
     pub(super) wanted: Vec<StepAllocation>,
     /// The op of each request, counted from 0.
     pub(super) ops: Vec<usize>,
 }
-
-/// A heap of a program: its pool, and its stream unless all streams share it.
-type HeapKey = (PoolId, Option<StreamId>);
 
 /// Returns the steps of a program in the order in which they end, and those of one pool in stream order. The file determines which
 /// streams share. Requests to pools with a quota, and to pools that the file does not configure, are left out.
@@ -31,11 +25,11 @@ pub(super) fn of(program: &Program, file: &PlanFile) -> Vec<HeapStep> {
     let has_steps = program.has_steps();
     let mut steps = Vec::new();
     // The open step of each heap, with its number.
-    let mut open: BTreeMap<HeapKey, (usize, HeapStep)> = BTreeMap::new();
+    let mut open: BTreeMap<HeapId, (usize, HeapStep)> = BTreeMap::new();
     // Keys of the open steps. Without steps, the number of the part between sleeps.
     let mut keys: BTreeMap<PoolId, u64> = BTreeMap::new();
     // Live allocations: the heap, the number of the step, and the number in the step.
-    let mut live: BTreeMap<AllocationId, (HeapKey, usize, usize)> = BTreeMap::new();
+    let mut live: BTreeMap<AllocationId, (HeapId, usize, usize)> = BTreeMap::new();
     let mut begun = 0;
     for (number, op) in program.ops().iter().enumerate() {
         match *op {
@@ -46,7 +40,8 @@ pub(super) fn of(program: &Program, file: &PlanFile) -> Vec<HeapStep> {
                 } else {
                     *keys.entry(pool).or_default() += 1;
                 }
-                let of_pool = open.range((pool, None)..).take_while(|((of, _), _)| *of == pool);
+                let of_pool =
+                    open.range(HeapId { pool, group: StreamGroup::All }..).take_while(|(heap, _)| heap.pool == pool);
                 let ended: Vec<_> = of_pool.map(|(heap, _)| *heap).collect();
                 steps.extend(ended.iter().filter_map(|heap| open.remove(heap)).map(|(_, step)| step));
             }
@@ -54,10 +49,10 @@ pub(super) fn of(program: &Program, file: &PlanFile) -> Vec<HeapStep> {
                 let key = keys.get(&pool).copied().or((!has_steps).then_some(0));
                 let config = file.pool_config(pool).filter(|config| !config.has_quota());
                 let (Some(key), Some(config)) = (key, config) else { continue };
-                let heap = (pool, (config.streams() != StreamPolicy::Shared).then_some(stream));
+                let heap = HeapId { pool, group: config.streams().group_of(stream) };
                 let (number_of_step, step) = open.entry(heap).or_insert_with(|| {
                     begun += 1;
-                    (begun, HeapStep { pool, stream: heap.1, key, wanted: Vec::new(), ops: Vec::new() })
+                    (begun, HeapStep { heap, key, wanted: Vec::new(), ops: Vec::new() })
                 });
                 live.insert(id, (heap, *number_of_step, step.wanted.len()));
                 step.wanted.push(StepAllocation { stream, requested_bytes, until: None });

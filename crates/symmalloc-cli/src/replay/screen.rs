@@ -164,7 +164,7 @@ impl Screen<'_> {
         }
         let limits = std::iter::once(self.config.default_pool()).chain(self.created_pools().map(|(_, config)| config));
         let has_limit =
-            self.config.limit_bytes().is_some() || limits.into_iter().any(|pool| pool.limit_bytes().is_some());
+            self.config.total_limit_bytes().is_some() || limits.into_iter().any(|pool| pool.limit_bytes().is_some());
         if has_limit && columns().any(|outcome| outcome.order == Order::Address) {
             lines.push("The models of PyTorch have no limit: they reserve what the whole job needs.".to_owned());
         }

@@ -141,7 +141,7 @@ impl Failure {
         let capacity_bytes = match noted {
             Some(_) => from_device,
             None => [
-                recorded.config.limit_bytes(),
+                recorded.config.total_limit_bytes(),
                 recorded.config.default_pool().limit_bytes().filter(|_| pool == PoolId::DEFAULT),
             ]
             .into_iter()
@@ -182,7 +182,7 @@ impl Failure {
         }
         held.allocated_bytes = held.reserved_bytes - held.free_block_bytes;
         let is_own = |heap: &&DrawnHeap| {
-            heap.owner.pool == self.pool && heap.owner.stream.is_none_or(|stream| stream == self.stream)
+            heap.owner.pool == self.pool && heap.owner.stream().is_none_or(|stream| stream == self.stream)
         };
         let own = shown.heaps.iter().filter(is_own).flat_map(DrawnHeap::blocks);
         self.own_free_bytes = Some(own.filter(free).map(|block| block.size_bytes).sum());
@@ -380,12 +380,12 @@ pub(super) fn held_object(held: &HeldMemory) -> Value {
 /// Returns a configuration whose limit is at most this, or `None` if it is invalid.
 fn limited(config: &Config, capacity_bytes: Option<u64>) -> Option<Config> {
     let Some(capacity) = capacity_bytes else { return Some(config.clone()) };
-    let limit = config.limit_bytes().map_or(capacity, |limit| limit.min(capacity)) / MIB * MIB;
+    let limit = config.total_limit_bytes().map_or(capacity, |limit| limit.min(capacity)) / MIB * MIB;
     // The pool's own limit is the reason of the failure.
     if config.default_pool().limit_bytes() == Some(limit) {
         return Some(config.clone());
     }
-    config.to_builder().limit_bytes(Some(limit)).build().ok()
+    config.to_builder().total_limit_bytes(Some(limit)).build().ok()
 }
 
 /// Returns the records in which the refused request of an op is an allocation.

@@ -6,11 +6,9 @@
 use crate::recorded::Recorded;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use symmalloc_core::config::StreamPolicy;
-use symmalloc_core::ids::{AllocationId, Placement, PoolId};
+use symmalloc_core::ids::{AllocationId, HeapId, Placement, PoolId};
 use symmalloc_core::op::Op;
 use symmalloc_import::Recording;
-use symmalloc_import::rerun::Owner;
 
 /// Peak of the memory that the recorded allocator reserved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,7 +42,7 @@ struct Extent {
 }
 
 /// A segment. Each heap numbers its own from 0.
-type SegmentKey = (Owner, u32);
+type SegmentKey = (HeapId, u32);
 
 fn at_least(recording: &Recording) -> u64 {
     let mut pools =
@@ -57,8 +55,8 @@ fn at_least(recording: &Recording) -> u64 {
             (Op::CreatePool { pool, config }, _) => _ = pools.insert(*pool, Some(config.streams())),
             (Op::Allocate { id, pool, stream, size_bytes }, Some(placement)) if placement != Placement::NOWHERE => {
                 let Placement { segment, offset_bytes } = placement;
-                let shared = pools.get(pool) == Some(&Some(StreamPolicy::Shared));
-                let key = (Owner { pool: *pool, stream: (!shared).then_some(*stream) }, segment.0);
+                let streams = pools.get(pool).copied().flatten().unwrap_or_default();
+                let key = (HeapId { pool: *pool, group: streams.group_of(*stream) }, segment.0);
                 live.insert(*id, key);
                 let end_bytes = offset_bytes.saturating_add(*size_bytes);
                 let extent = extents.entry(key);

@@ -195,6 +195,6 @@ mod tests {
         let own: Config = "segments:reserved,segment_mb:64,total_limit_mb:512".parse().unwrap();
         let configs = candidates(&own, 2);
         assert_eq!(configs.len(), 13);
-        assert!(configs.iter().all(|config| config.limit_bytes() == Some(512 * MIB)));
+        assert!(configs.iter().all(|config| config.total_limit_bytes() == Some(512 * MIB)));
     }
 }

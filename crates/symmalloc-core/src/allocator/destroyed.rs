@@ -11,13 +11,13 @@
 
 use super::pool::PoolSlot;
 use crate::config::{PoolConfig, StreamPolicy};
+use crate::heap::Heap;
 use crate::heap::view::MemoryStats;
-use crate::heap::{Heap, HeapIdentity};
 use crate::history::digest::Digest;
 use crate::history::journal::Journal;
 use crate::stats::usage::Usage;
 use crate::sync::lock::Lock;
-use crate::types::ids::{PoolId, StreamId};
+use crate::types::ids::{HeapId, PoolId};
 use std::collections::{BTreeMap, VecDeque};
 
 /// Maximum number of histories of destroyed pools that keep their journals.
@@ -31,17 +31,14 @@ pub(super) struct Destroyed<L: Lock> {
     spare: BTreeMap<(StreamPolicy, u64), Vec<PoolSlot<L>>>,
     /// Last digests of destroyed heaps, ascending by pool and stream. The capacity grows by an eighth, because a
     /// program that never syncs keeps the history of every symmetric pool. It shrinks when three quarters are unused.
-    histories: VecDeque<(HistoryKey, Digest)>,
+    histories: VecDeque<(HeapId, Digest)>,
     /// The journals of the most recent histories, in the order of destruction.
-    journals: VecDeque<(HistoryKey, Box<Journal>)>,
+    journals: VecDeque<(HeapId, Box<Journal>)>,
     /// Usage of all removed heaps.
     pub(super) usage: Usage,
     /// Other statistics of removed heaps.
     counts: MemoryStats,
 }
-
-/// The pool and the stream of a heap.
-pub(super) type HistoryKey = (PoolId, Option<StreamId>);
 
 impl<L: Lock> Destroyed<L> {
     /// Creates the list with the default pool.
@@ -81,17 +78,17 @@ impl<L: Lock> Destroyed<L> {
 
     /// Returns the histories that ranks have not agreed on yet, in the order of pools and streams: the last digest of
     /// each heap.
-    pub(super) fn histories(&self) -> impl Iterator<Item = (HistoryKey, Digest)> {
+    pub(super) fn histories(&self) -> impl Iterator<Item = (HeapId, Digest)> {
         self.histories.iter().copied()
     }
 
     /// Returns the journal of a history. `None` if it had none, or if too many histories are more recent.
-    pub(super) fn journal(&self, key: HistoryKey) -> Option<&Journal> {
+    pub(super) fn journal(&self, key: HeapId) -> Option<&Journal> {
         self.journals.iter().find(|(known, _)| *known == key).map(|(_, journal)| &**journal)
     }
 
     /// Records that all ranks had this digest, and forgets the history if it ends there.
-    pub(super) fn settle(&mut self, key: HistoryKey, digest: Digest) {
+    pub(super) fn settle(&mut self, key: HeapId, digest: Digest) {
         let Ok(at) = self.histories.binary_search_by_key(&key, |(known, _)| *known) else { return };
         if self.histories[at].1.ops <= digest.ops {
             self.histories.remove(at);
@@ -136,16 +133,15 @@ impl<L: Lock> Destroyed<L> {
         (self.counts.usage, self.counts.steps.plans) = (Default::default(), 0);
         self.usage.absorb(heap.ledger().usage());
         if symmetric && heap.ledger().has_history() && !heap.ledger().is_settled() {
-            let HeapIdentity { pool, stream, .. } = heap.identity();
-            self.add_history((pool, stream), heap.ledger().digest());
+            self.add_history(heap.id(), heap.ledger().digest());
             if self.journals.len() == JOURNALS_MAX {
                 self.journals.pop_front();
             }
-            self.journals.extend(heap.take_journal().map(|journal| ((pool, stream), journal)));
+            self.journals.extend(heap.take_journal().map(|journal| (heap.id(), journal)));
         }
     }
 
-    fn add_history(&mut self, key: HistoryKey, digest: Digest) {
+    fn add_history(&mut self, key: HeapId, digest: Digest) {
         let len = self.histories.len();
         if len == self.histories.capacity() {
             self.histories.reserve_exact((len / 8).max(16));

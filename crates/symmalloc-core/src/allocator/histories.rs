@@ -15,7 +15,7 @@ use crate::heap::Heap;
 use crate::history::digest::Digest;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
-use crate::types::ids::{PoolId, StreamId};
+use crate::types::ids::{HeapId, PoolId, StreamGroup};
 
 /// The current history of one heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,8 +23,8 @@ use crate::types::ids::{PoolId, StreamId};
 pub struct HeapHistory {
     /// The pool's ordinal among symmetric pools.
     pub pool: u32,
-    /// The heap's stream; `None` if the pool's streams share a heap.
-    pub stream: Option<StreamId>,
+    /// The streams that share the heap.
+    pub group: StreamGroup,
     /// The digest of all ops.
     pub digest: Digest,
     /// The least number of ops for which the journal has a digest, apart from checkpoints.
@@ -41,13 +41,13 @@ pub trait HistorySource {
     /// Returns the text of one of these configurations.
     fn policy(&self, number: u32) -> Option<String>;
     /// Passes a heap's journal to `look`, if it has one.
-    fn look_back(&self, pool: u32, stream: Option<StreamId>, look: &mut dyn FnMut(&Journal));
+    fn look_back(&self, pool: u32, group: StreamGroup, look: &mut dyn FnMut(&Journal));
     /// Returns the counter of ops over all symmetric heaps.
     fn program_order(&self) -> &ProgramOrder;
     /// Records that all ranks reached this sync.
     fn pass_sync(&self);
     /// Records that all ranks had this digest in this heap, and forgets the history before it.
-    fn settle(&self, pool: u32, stream: Option<StreamId>, digest: Digest);
+    fn settle(&self, pool: u32, group: StreamGroup, digest: Digest);
 }
 
 impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
@@ -59,22 +59,22 @@ impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
         let lived = heaps.filter(|(_, heap)| heap.ledger().has_history() && !heap.ledger().is_settled());
         let lived = lived.map(|(pool, heap)| HeapHistory {
             pool,
-            stream: heap.identity().stream,
+            group: heap.id().group,
             digest: heap.ledger().digest(),
             oldest: heap.ledger().journal().map_or(heap.ledger().digest().ops, Journal::oldest),
         });
         let lived: Vec<_> = lived.collect();
         let destroyed = self.destroyed.lock();
         let mut symmetric = self.symmetric_pools().zip(0..).peekable();
-        let ended = destroyed.histories().map(|((id, stream), digest)| {
-            while symmetric.next_if(|((earlier, _), _)| *earlier < id).is_some() {}
+        let ended = destroyed.histories().map(|(heap, digest)| {
+            while symmetric.next_if(|((earlier, _), _)| *earlier < heap.pool).is_some() {}
             let (_, pool) = symmetric.peek().expect("only symmetric pools have histories");
-            let oldest = destroyed.journal((id, stream)).map_or(digest.ops, Journal::oldest);
-            HeapHistory { pool: *pool, stream, digest, oldest }
+            let oldest = destroyed.journal(heap).map_or(digest.ops, Journal::oldest);
+            HeapHistory { pool: *pool, group: heap.group, digest, oldest }
         });
         let mut histories: Vec<_> = ended.chain(lived).collect();
-        histories.sort_by_key(|history| (history.pool, history.stream));
-        histories.dedup_by_key(|history| (history.pool, history.stream));
+        histories.sort_by_key(|history| (history.pool, history.group));
+        histories.dedup_by_key(|history| (history.pool, history.group));
         histories
     }
 
@@ -91,11 +91,11 @@ impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
         }
     }
 
-    fn look_back(&self, pool: u32, stream: Option<StreamId>, look: &mut dyn FnMut(&Journal)) {
-        if let Some(heap) = self.symmetric_heap(pool, stream) {
+    fn look_back(&self, pool: u32, group: StreamGroup, look: &mut dyn FnMut(&Journal)) {
+        if let Some(heap) = self.symmetric_heap(pool, group) {
             heap.lock().ledger().journal().into_iter().for_each(look);
         } else if let Some(id) = self.symmetric_pool(pool) {
-            self.destroyed.lock().journal((id, stream)).into_iter().for_each(look);
+            self.destroyed.lock().journal(HeapId { pool: id, group }).into_iter().for_each(look);
         }
     }
 
@@ -107,11 +107,11 @@ impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
         self.gate().note(Op::Sync);
     }
 
-    fn settle(&self, pool: u32, stream: Option<StreamId>, digest: Digest) {
-        if let Some(heap) = self.symmetric_heap(pool, stream) {
+    fn settle(&self, pool: u32, group: StreamGroup, digest: Digest) {
+        if let Some(heap) = self.symmetric_heap(pool, group) {
             heap.lock().settle(digest);
         } else if let Some(id) = self.symmetric_pool(pool) {
-            self.destroyed.lock().settle((id, stream), digest);
+            self.destroyed.lock().settle(HeapId { pool: id, group }, digest);
         }
     }
 }
@@ -141,15 +141,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         slots.map(|(index, slot)| (PoolId(index as u32), slot))
     }
 
-    fn symmetric_heap(&self, pool: u32, stream: Option<StreamId>) -> Option<&HeapCell<L>> {
+    fn symmetric_heap(&self, pool: u32, group: StreamGroup) -> Option<&HeapCell<L>> {
         let (_, slot) = self.symmetric_pools().nth(pool as usize)?;
-        let is_meant = |heap: &Heap<L>| heap.identity().stream == stream && heap.ledger().has_history();
+        let is_meant = |heap: &Heap<L>| heap.id().group == group && heap.ledger().has_history();
         slot.pool()?.heaps().find(|heap| is_meant(&heap.lock()))
     }
 
     /// Returns the text of all settings that affect symmetric pools and are not in their own configurations.
     fn shared_policy(&self) -> String {
-        let limit = self.limit_bytes().map_or_else(|| "none".to_owned(), |bytes| bytes.to_string());
+        let limit = self.total_limit_bytes().map_or_else(|| "none".to_owned(), |bytes| bytes.to_string());
         let retries_max = self.config().retries_max();
         format!("granularity_bytes:{},total_limit_bytes:{limit},retries_max:{retries_max}", self.granularity_bytes)
     }

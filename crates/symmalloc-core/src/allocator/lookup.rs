@@ -9,16 +9,14 @@ use crate::pointers::HeapHints;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, DeviceAddress, Range};
 use crate::types::handle::{Allocation, Handle};
-use crate::types::ids::{PoolId, SegmentId, StreamId};
+use crate::types::ids::{HeapId, PoolId, SegmentId};
 
 /// The position of a device address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SegmentPosition {
-    /// The pool of the segment.
-    pub pool: PoolId,
-    /// The stream of its heap; `None` if the pool's streams share a heap.
-    pub stream: Option<StreamId>,
+    /// The heap of the segment.
+    pub heap: HeapId,
     /// The segment, by its ordinal in the heap.
     pub segment: SegmentId,
     /// Address of its first byte.
@@ -98,11 +96,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if self.context.directory.lock().around(address) != Some(entry) {
             return None;
         }
-        let (identity, (segment, Range { base, .. }, size_bytes)) = (heap.identity(), heap.segment(entry.segment));
+        let (segment, Range { base, .. }, size_bytes) = heap.segment(entry.segment);
         let offset_bytes = address.0 - base.0;
         (offset_bytes < size_bytes).then_some(SegmentPosition {
-            pool: identity.pool,
-            stream: identity.stream,
+            heap: heap.id(),
             segment,
             base,
             size_bytes,

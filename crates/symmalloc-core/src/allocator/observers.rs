@@ -10,7 +10,7 @@ use crate::heap::trim::Released;
 use crate::history::segment_log::SegmentEvent;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
-use crate::types::ids::{HeapId, ObserverId, PoolId};
+use crate::types::ids::{HeapNumber, ObserverId, PoolId};
 use std::sync::atomic::Ordering;
 
 /// The entries that an observer has not acknowledged yet.
@@ -22,7 +22,7 @@ pub struct Unread {
     /// The allocator and the observer that read them.
     reader: (u64, ObserverId),
     /// The end of these events in the log of each heap, by heap.
-    ends: Vec<(HeapId, u64)>,
+    ends: Vec<(HeapNumber, u64)>,
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
@@ -69,7 +69,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         for heap in self.observed_heaps(pool) {
             let heap = heap.lock();
             unread.events.extend(heap.log().unread(observer));
-            unread.ends.push((heap.identity().id, heap.log().next()));
+            unread.ends.push((heap.number(), heap.log().next()));
         }
         unread.ends.sort_unstable();
         unread
@@ -90,11 +90,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let pool = self.observers.lock().pool_of(observer);
         // A heap that was created after the read has no end.
         let end_of = |id| unread.ends.binary_search_by_key(&id, |(read, _)| *read).map_or(0, |at| unread.ends[at].1);
-        let has_death = |heap: HeapGuard<'_, L>| heap.log().has_death_since(end_of(heap.identity().id));
+        let has_death = |heap: HeapGuard<'_, L>| heap.log().has_death_since(end_of(heap.number()));
         // A replay acknowledges every event so far. If an event was added in between, this observer has not read it.
         let is_late = gate.is_recording() && self.observed_heaps(pool).map(LockCell::lock).any(has_death);
         let released = self.change_observed(pool, |heap| {
-            let end = end_of(heap.identity().id);
+            let end = end_of(heap.number());
             heap.acknowledge(&self.context, observer, end)
         });
         if is_late {

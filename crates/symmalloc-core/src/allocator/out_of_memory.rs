@@ -14,7 +14,7 @@ use crate::heap::trim::Released;
 use crate::heap::{Heap, Shortage};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
-use crate::types::ids::{PoolId, StreamId};
+use crate::types::ids::PoolId;
 use crate::types::units::bytes;
 use smallvec::SmallVec;
 use std::sync::Arc;
@@ -120,7 +120,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 after,
             );
             let mut heap = heap.lock();
-            if heap.identity().pool != pool {
+            if heap.id().pool != pool {
                 return Err(UnknownError::DestroyedPool { pool }.into());
             }
             heap.count_retry();
@@ -168,44 +168,21 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Step 3: releases the memory that `reclaim` allows, up to the missing amount. Returns the released bytes. Memory
     /// that the driver fails to release counts as reserved. The call is not repeated, and the result is 0.
-    fn reclaim(&self, entry: PoolRef<'_, L>, heap: &HeapCell<L>, missing_bytes: u64, gate: &mut Gate<'_, L>) -> u64 {
+    pub(super) fn reclaim(
+        &self,
+        entry: PoolRef<'_, L>,
+        heap: &HeapCell<L>,
+        missing_bytes: u64,
+        gate: &mut Gate<'_, L>,
+    ) -> u64 {
         let goal_bytes = Some(missing_bytes);
         let released = match entry.config().reclaim() {
             Reclaim::Never => Released::default(),
             Reclaim::Heap => heap.lock().trim(&self.context, goal_bytes),
-            Reclaim::Pool => self.trim_pool(entry, goal_bytes),
+            Reclaim::Pool => self.release_free(entry, goal_bytes),
         };
         gate.note_released(&released);
         if released.error.is_none() { released.bytes } else { 0 }
-    }
-
-    /// Replays the release of memory for a recorded request that failed: [`Op::Reclaim`].
-    ///
-    /// # Errors
-    /// Returns an error if the pool or the stream is unknown.
-    pub fn replay_reclaim(&self, pool: PoolId, stream: StreamId, size_bytes: u64) -> Result<(), UnknownError> {
-        let mut gate = self.gate();
-        let (entry, heap) = (self.pool(pool)?, self.heap_for(pool, stream)?);
-        self.reclaim(entry, heap, size_bytes, &mut gate);
-        gate.note(Op::Reclaim { pool, stream, size_bytes });
-        Ok(())
-    }
-
-    /// Replays a recorded refusal, which is in the digest: [`Op::Refuse`].
-    ///
-    /// # Errors
-    /// Returns an error if the pool or the stream is unknown.
-    pub fn replay_refusal(
-        &self,
-        pool: PoolId,
-        stream: StreamId,
-        size_bytes: u64,
-        refusal: Refusal,
-    ) -> Result<(), UnknownError> {
-        let mut gate = self.gate();
-        let heap = self.heap_for(pool, stream)?;
-        fold_refusal(heap, Request { pool, stream, size_bytes }, refusal, &mut gate);
-        Ok(())
     }
 
     fn out_of_memory(
@@ -273,7 +250,7 @@ fn remedy(config: &PoolConfig, request: Request, free_bytes: u64, free_in_heap_b
 }
 
 /// Adds the refusal of a request to the digest and the recording.
-fn fold_refusal<L: Lock>(heap: &HeapCell<L>, request: Request, refusal: Refusal, gate: &mut Gate<'_, L>) {
+pub(super) fn fold_refusal<L: Lock>(heap: &HeapCell<L>, request: Request, refusal: Refusal, gate: &mut Gate<'_, L>) {
     let Request { pool, stream, size_bytes } = request;
     heap.lock().note_refusal(refusal, stream, size_bytes);
     gate.note(Op::Refuse { pool, stream, size_bytes, refusal });

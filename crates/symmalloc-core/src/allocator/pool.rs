@@ -211,12 +211,12 @@ impl<'a, L: Lock> PoolRef<'a, L> {
     pub(super) fn heaps(self) -> impl Iterator<Item = &'a HeapCell<L>> {
         let id = self.id();
         let heaps = self.slot.pool.heaps.iter().inspect(|_| work::count(1));
-        heaps.map(|(_, heap)| &**heap).filter(move |heap| heap.lock().identity().pool == id)
+        heaps.map(|(_, heap)| &**heap).filter(move |heap| heap.lock().id().pool == id)
     }
 
     /// Returns the heap that serves a stream, if it exists.
     pub(super) fn heap(self, stream: StreamId) -> Option<&'a HeapCell<L>> {
-        self.slot.unchecked_heap(stream).filter(|heap| heap.lock().identity().pool == self.id())
+        self.slot.unchecked_heap(stream).filter(|heap| heap.lock().id().pool == self.id())
     }
 
     /// Returns the heap that serves a stream. Creates it if necessary.

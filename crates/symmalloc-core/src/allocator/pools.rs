@@ -8,11 +8,11 @@ use crate::config::PoolConfig;
 use crate::config::errors::{PoolError, StreamError, UnknownError};
 use crate::config::op::Op;
 use crate::heap::trim::Released;
-use crate::heap::{Freed, Heap, HeapIdentity};
+use crate::heap::{Freed, Heap};
 use crate::history::segment_log::SegmentLog;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
-use crate::types::ids::{PoolId, StreamId};
+use crate::types::ids::{HeapId, HeapNumber, PoolId, StreamId};
 use crate::types::work;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -50,10 +50,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Examples
     /// ```
     /// use std::thread;
-    /// use symmalloc_core::{Config, PoolConfig, PoolId, SharedAllocator};
-    /// use symmalloc_sim::SimBackend;
+    /// use symmalloc::{Config, PoolConfig, PoolId, SharedAllocator};
+    /// use symmalloc::sim::SimBackend;
     ///
-    /// let allocator = SharedAllocator::with_lock(SimBackend::builder().build(), Config::default())?;
+    /// let allocator = SharedAllocator::new(SimBackend::builder().build(), Config::default())?;
     /// thread::scope(|scope| {
     ///     for worker in 1..=4 {
     ///         let allocator = &allocator;
@@ -134,7 +134,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     ///
     /// # Errors
     /// Returns an error if the pool does not exist, is the default pool, is observed, or has live allocations; it is
-    /// unchanged then. When the driver fails, the pool is destroyed and the next [`trim`](Self::trim) of all pools
+    /// unchanged then. When the driver fails, the pool is destroyed and the next [`trim_all`](Self::trim_all)
     /// tries again.
     pub fn destroy_pool(&self, pool: PoolId) -> Result<u64, PoolError> {
         self.destroy_recorded(pool, &mut self.gate())
@@ -195,8 +195,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// the released bytes.
     ///
     /// # Errors
-    /// Returns the first error of the driver. All of these pools are destroyed, and the next [`trim`](Self::trim) of
-    /// all pools retries the release.
+    /// Returns the first error of the driver. All of these pools are destroyed, and the next
+    /// [`trim_all`](Self::trim_all) retries the release.
     pub fn destroy_abandoned(&self) -> Result<u64, PoolError> {
         self.destroy_some_abandoned(|_| true, &mut self.gate())
     }
@@ -257,8 +257,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     ///
     /// # Examples
     /// ```
-    /// use symmalloc_core::{Allocator, Config, PoolConfig};
-    /// use symmalloc_sim::SimBackend;
+    /// use symmalloc::{Allocator, Config, PoolConfig};
+    /// use symmalloc::sim::SimBackend;
     ///
     /// let allocator = Allocator::new(SimBackend::builder().build(), Config::default())?;
     /// let stream = allocator.register_stream()?;
@@ -357,7 +357,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     ///
     /// # Errors
     /// Returns an error if a stream is unknown.
-    pub fn stream_waits(&self, stream: StreamId, on: StreamId) -> Result<(), UnknownError> {
+    pub fn note_stream_wait(&self, stream: StreamId, on: StreamId) -> Result<(), UnknownError> {
         self.known_stream(stream)?;
         self.known_stream(on)?;
         let mut gate = self.gate();
@@ -375,7 +375,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     ///
     /// # Errors
     /// Returns an error if the stream is unknown.
-    pub fn stream_synchronized(&self, stream: StreamId) -> Result<(), UnknownError> {
+    pub fn note_synchronized(&self, stream: StreamId) -> Result<(), UnknownError> {
         self.known_stream(stream)?;
         let mut gate = self.gate();
         let mut clocks = self.context.clocks.lock();
@@ -428,17 +428,17 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         for heap in heaps {
             destroyed.bury(heap, entry.config().symmetric());
-            let identity = heap.identity();
-            heap.replace(self.empty_heap(entry, identity));
+            let (id, number) = (heap.id(), heap.number());
+            heap.replace(self.empty_heap(entry, id, number));
             heap.close();
         }
         destroyed.add_spare(entry.slot().clone());
     }
 
     /// Creates a heap without ops and observers.
-    pub(super) fn empty_heap(&self, entry: PoolRef<'_, L>, identity: HeapIdentity) -> Heap<L> {
+    pub(super) fn empty_heap(&self, entry: PoolRef<'_, L>, id: HeapId, number: HeapNumber) -> Heap<L> {
         let log = SegmentLog::new(Arc::clone(entry.log_entries()));
-        Heap::new(identity, entry.config().clone(), Arc::clone(entry.budget()), self.granularity_bytes, log)
+        Heap::new(id, number, entry.config().clone(), Arc::clone(entry.budget()), self.granularity_bytes, log)
     }
 }
 

@@ -59,10 +59,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let heaps: Vec<_> = self.all_heaps().map(LockCell::lock).collect();
         let clocks = self.context.clocks.lock();
         if let Some(heap) = heaps.iter().find(|heap| !heap.is_fresh()) {
-            return Err(StartRecordingError::InUse { pool: heap.identity().pool, ops: heap.ledger().digest().ops });
+            return Err(StartRecordingError::InUse { pool: heap.id().pool, ops: heap.ledger().digest().ops });
         }
         // The recording begins with the current limit.
-        let config = self.config().to_builder().limit_bytes(self.limit_bytes()).build();
+        let config = self.config().to_builder().total_limit_bytes(self.total_limit_bytes()).build();
         let config = config.expect("no limit is out of range");
         let standing = self.standing(&observers);
         let recording = Recording {
@@ -131,7 +131,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     ) -> Result<Allocation, AllocateError> {
         let mut gate = self.gate();
         let Request { pool, stream, size_bytes } = request;
-        let allocation = self.place(pool, stream, size_bytes, name, Some(&mut gate))?;
+        let allocation = self.allocate_in_pool(pool, stream, size_bytes, name, Some(&mut gate))?;
         gate.note_allocation(&allocation, request, name.map(|name| &**name));
         Ok(allocation)
     }

@@ -10,7 +10,7 @@ use crate::history::digest::Digest;
 use crate::stats::usage::{ClassStats, Stat};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
-use crate::types::ids::{PoolId, SegmentId, StreamId};
+use crate::types::ids::{HeapId, PoolId, SegmentId, StreamGroup, StreamId};
 use crate::types::units::Counted;
 use std::fmt;
 use std::ops::Add;
@@ -82,14 +82,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(digest)
     }
 
-    /// Returns the digests of a pool's heaps that have executed an op, in stream order; the stream is `None` if streams
-    /// share.
+    /// Returns the digests of a pool's heaps that have executed an op, in stream order.
     ///
     /// # Errors
     /// Returns an error if the pool is unknown.
-    pub fn heap_digests(&self, pool: PoolId) -> Result<Vec<(Option<StreamId>, Digest)>, UnknownError> {
+    pub fn heap_digests(&self, pool: PoolId) -> Result<Vec<(StreamGroup, Digest)>, UnknownError> {
         let heaps = self.pool(pool)?.heaps().map(LockCell::lock).filter(|heap| heap.ledger().has_history());
-        Ok(heaps.map(|heap| (heap.identity().stream, heap.ledger().digest())).collect())
+        Ok(heaps.map(|heap| (heap.id().group, heap.ledger().digest())).collect())
     }
 
     /// Returns statistics over all pools.
@@ -121,15 +120,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(stats_of::<L, _>(heap.map_or_else(Stat::default, |heap| heap.lock().budget().stat()), heap))
     }
 
-    /// Returns statistics of every heap of a live pool that has executed an op, in (pool, stream) order; the stream is
-    /// `None` if a pool's streams share a heap.
-    pub fn stats_by_heap(&self) -> Vec<(PoolId, Option<StreamId>, MemoryStats)> {
+    /// Returns statistics of every heap of a live pool that has executed an op, in (pool, stream) order.
+    pub fn stats_by_heap(&self) -> Vec<(HeapId, MemoryStats)> {
         let heaps = self.all_heaps().filter_map(|cell| {
             let heap = cell.lock();
-            let (identity, reserved_bytes) = (heap.identity(), heap.budget().stat());
+            let (id, reserved_bytes) = (heap.id(), heap.budget().stat());
             let has_history = heap.ledger().has_history();
             drop(heap);
-            has_history.then(|| (identity.pool, identity.stream, stats_of::<L, _>(reserved_bytes, [cell])))
+            has_history.then(|| (id, stats_of::<L, _>(reserved_bytes, [cell])))
         });
         heaps.collect()
     }
@@ -184,7 +182,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             for block in segment.blocks {
                 if let BlockStateSnapshot::Allocated { stream, requested_bytes, name, .. } = block.state {
                     leaks.push(Leak {
-                        pool: segment.pool,
+                        pool: segment.heap.pool,
                         stream,
                         segment: segment.segment,
                         offset_bytes: block.offset_bytes,

@@ -16,17 +16,16 @@ use super::Allocator;
 use super::gate::Gate;
 use super::pool::PoolRef;
 use super::recorder::RecordingEnd;
-use crate::config::restore_error::{LayoutError, RestoreError};
+use crate::config::restore_error::RestoreError;
 use crate::heap::Heap;
 use crate::heap::revive::Revived;
-use crate::history::layout::{AllocationLayout, HeapLayout, Layout};
+use crate::history::layout::{HeapLayout, Layout};
 use crate::stats::budget::Charge;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::handle::{Allocation, Handle};
-use crate::types::ids::{Placement, PoolId, SegmentId, StreamId};
+use crate::types::ids::{Placement, PoolId, SegmentId, StreamGroup, StreamId};
 use crate::types::units::units;
-use smallvec::SmallVec;
 use std::borrow::Cow;
 
 /// The placement of a revived allocation.
@@ -50,8 +49,8 @@ pub struct Restored {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RestoredHeap {
-    /// Its stream; `None` if the pool's streams share a heap.
-    pub stream: Option<StreamId>,
+    /// The streams that share it.
+    pub group: StreamGroup,
     /// A handle that represents every live allocation of zero bytes; these have no placement.
     pub nothing: Handle,
     /// The live allocations, by placement.
@@ -91,7 +90,7 @@ impl Restored {
     }
 
     fn heap_of(&self, stream: StreamId) -> Option<&RestoredHeap> {
-        self.heaps.iter().find(|heap| heap.stream.is_none_or(|own| own == stream))
+        self.heaps.iter().find(|heap| heap.group.stream().is_none_or(|own| own == stream))
     }
 }
 
@@ -115,7 +114,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return Err(RestoreError::Used { pool });
         }
         for saved in layout.heaps() {
-            self.heap_for(pool, saved.stream.unwrap_or_default())?;
+            self.heap_for(pool, saved.group.stream().unwrap_or_default())?;
         }
         // Locks all heaps together, so that the checks of one heap are still valid when the last heap changes.
         let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
@@ -150,7 +149,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.check_it_fits(entry, layout)?;
         for saved in layout.heaps().iter().filter(|saved| !saved.segments.is_empty()) {
             // Creates heaps that the pool lacks, so that they report their missing memory.
-            self.heap_for(pool, saved.stream.unwrap_or_default())?;
+            self.heap_for(pool, saved.group.stream().unwrap_or_default())?;
         }
         let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let mut heaps: Vec<_> = guards.iter_mut().map(|heap| Saved::find(heap, layout)).collect();
@@ -168,44 +167,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(Restored { heaps: restored })
     }
 
-    /// Replays a recorded revival: an allocation becomes live at its placement, in a block of `block_bytes`, and counts
-    /// as an op of the program.
-    ///
-    /// # Errors
-    /// Returns [`RestoreError::Gone`] if there is no memory at the placement, or not enough for such a block,
-    /// [`RestoreError::UnknownLive`] if another allocation is live there, and others. Nothing has changed then, unless
-    /// it is [`RestoreError::Fence`].
-    pub fn replay_revival(
-        &self,
-        pool: PoolId,
-        stream: StreamId,
-        size_bytes: u64,
-        place: RevivedPlace,
-        name: Option<&str>,
-    ) -> Result<Allocation, RestoreError> {
-        self.known_stream(stream)?;
-        let mut gate = self.gate();
-        let entry = self.pool(pool)?;
-        entry.check_layout_holds()?;
-        let mut heap = self.heap_for(pool, stream)?.lock();
-        if heap.has_stitched() {
-            return Err(LayoutError::Stitched { pool }.into());
-        }
-        let saved = AllocationLayout {
-            offset_bytes: place.placement.offset_bytes,
-            size_bytes: place.block_bytes,
-            requested_bytes: size_bytes,
-            stream,
-            used_by: SmallVec::new(),
-            name: name.map(Into::into),
-        };
-        let revived = heap.revive(&self.context, place.placement, &saved)?;
-        drop(heap);
-        self.note_revived(pool, &revived, &mut gate);
-        Ok(revived.allocation)
-    }
-
-    fn note_revived(&self, pool: PoolId, revived: &Revived, gate: &mut Gate<'_, L>) {
+    pub(super) fn note_revived(&self, pool: PoolId, revived: &Revived, gate: &mut Gate<'_, L>) {
         if revived.is_made {
             self.count_allocation(units(revived.allocation.size_bytes), revived.requested_bytes);
         }
@@ -220,7 +182,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return Err(RestoreError::Config { saved, here });
         }
         let granularity = (Some(layout.granularity_bytes()), Some(self.granularity_bytes));
-        let total_limit = (layout.total_limit_bytes(), self.limit_bytes());
+        let total_limit = (layout.total_limit_bytes(), self.total_limit_bytes());
         for (key, (saved_bytes, here_bytes)) in [("granularity", granularity), ("total_limit", total_limit)] {
             if saved_bytes != here_bytes {
                 return Err(RestoreError::Input { key, saved_bytes, here_bytes });
@@ -228,7 +190,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         for heap in layout.heaps() {
             // Free memory of a shared heap needs an owner too.
-            self.known_stream(heap.stream.unwrap_or_default())?;
+            self.known_stream(heap.group.stream().unwrap_or_default())?;
             for allocation in heap.segments.iter().flat_map(|segment| &segment.allocations) {
                 self.known_stream(allocation.stream)?;
                 allocation.used_by.iter().try_for_each(|stream| self.known_stream(*stream))?;
@@ -246,10 +208,10 @@ struct Saved<'a, L: Lock> {
 
 impl<'a, L: Lock> Saved<'a, L> {
     fn find(heap: &'a mut Heap<L>, layout: &'a Layout) -> Self {
-        let stream = heap.identity().stream;
-        let saved = layout.heaps().iter().find(|saved| saved.stream == stream);
+        let group = heap.id().group;
+        let saved = layout.heaps().iter().find(|saved| saved.group == group);
         let (digest, next_segment) = (heap.first_digest(), SegmentId(0));
-        let fresh = || Cow::Owned(HeapLayout { stream, digest, next_segment, segments: Vec::new() });
+        let fresh = || Cow::Owned(HeapLayout { group, digest, next_segment, segments: Vec::new() });
         let layout = saved.map_or_else(fresh, Cow::Borrowed);
         Saved { heap, layout }
     }
@@ -299,5 +261,5 @@ fn restored_heap<L: Lock>(heap: &mut Heap<L>) -> RestoredHeap {
         requested_bytes,
         name: name.map(Into::into),
     });
-    RestoredHeap { stream: heap.identity().stream, nothing, allocations: live.collect() }
+    RestoredHeap { group: heap.id().group, nothing, allocations: live.collect() }
 }

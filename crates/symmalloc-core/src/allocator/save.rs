@@ -34,13 +34,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return Err(LayoutError::Retired { pool, retired_bytes });
         }
         let heaps = heaps.iter().filter(|heap| !heap.is_fresh()).map(|heap| heap_layout(heap)).collect();
-        Ok(Layout::of_parts(entry.config().clone(), self.granularity_bytes, self.limit_bytes(), heaps))
+        Ok(Layout::of_parts(entry.config().clone(), self.granularity_bytes, self.total_limit_bytes(), heaps))
     }
 }
 
 fn heap_layout<L: Lock>(heap: &Heap<L>) -> HeapLayout {
     HeapLayout {
-        stream: heap.identity().stream,
+        group: heap.id().group,
         digest: heap.ledger().digest(),
         next_segment: heap.next_segment(),
         segments: heap.snapshot().into_iter().map(segment_layout).collect(),

@@ -161,7 +161,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let otherwise = match (sleep.kept.is_some(), asked) {
             (false, _) => Phase::Awake,
             (true, None) => Phase::Asleep,
-            (true, Some(_)) => Phase::Failed,
+            (true, Some(_)) => Phase::Held,
         };
         Ok(Change { allocator: self, entry, pool, asked, kept: None, otherwise, has_ended: false })
     }
@@ -177,7 +177,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(if sleep.kept.is_none() {
             Phase::Awake
         } else if is_held() {
-            Phase::Failed
+            Phase::Held
         } else {
             Phase::Asleep
         })
@@ -192,17 +192,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn pools_tagged(&self, tag: &str) -> Vec<PoolId> {
         let tagged = self.kept_pools().filter(|entry| entry.config().tag() == Some(tag) && !entry.is_destroyed());
         tagged.map(PoolRef::id).collect()
-    }
-
-    /// Replays a recorded sleep or wake that failed, which is in the digest: [`Op::Stay`].
-    ///
-    /// # Errors
-    /// Returns an error if the pool is unknown.
-    pub fn replay_stay(&self, pool: PoolId, asked: Option<Contents>) -> Result<(), UnknownError> {
-        let mut gate = self.gate();
-        self.pool(pool)?.heaps().for_each(|heap| heap.lock().note_asked(asked));
-        gate.note(Op::Stay { pool, asked });
-        Ok(())
     }
 
     /// Discards the saved contents of a pool that was destroyed or lost its memory.
@@ -245,7 +234,7 @@ struct Change<'a, B: Backend, L: Lock> {
 
 impl<B: Backend, L: Lock> Change<'_, B, L> {
     /// Ends the change, which succeeded in the phase `done`, or failed if that is `None`. The pool is then awake, or it
-    /// sleeps and its memory is released ([`Phase::Asleep`]) or stays mapped ([`Phase::Failed`]). Returns the released
+    /// sleeps and its memory is released ([`Phase::Asleep`]) or stays mapped ([`Phase::Held`]). Returns the released
     /// bytes.
     fn end(&mut self, done: Option<Phase>) -> Result<u64, SleepCause> {
         let Change { allocator, entry, pool, asked, otherwise, .. } = *self;
@@ -321,7 +310,7 @@ impl<B: Backend, L: Lock> Quiesced<'_, B, L> {
     /// Puts the pool to sleep without releasing its memory, because a window that cannot be removed holds it. The next
     /// sleep can release the memory.
     pub fn hold(mut self) {
-        let _nothing_is_unmapped = self.change.end(Some(Phase::Failed));
+        let _nothing_is_unmapped = self.change.end(Some(Phase::Held));
     }
 }
 

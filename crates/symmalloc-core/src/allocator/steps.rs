@@ -43,7 +43,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// seconds if it plans a step that has now occurred twice.
     ///
     /// The end of the first step that followed a new plan to its end releases the pool's free memory, as a
-    /// [`trim`](Self::trim) of the pool does: the plan does not need it. Observed pools and pools with a quota keep it.
+    /// [`trim_pool`](Self::trim_pool) of the pool does: the plan does not need it. Observed pools and pools with a quota keep it.
     ///
     /// # Errors
     /// Returns an error if the pool is unknown, or no step of it is open.
@@ -78,7 +78,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Adopts a plan: the heap acquires the plan's memory now, and follows the plan in steps with its key, starting
     /// with the next one. The plan replaces the heap's plan of the same key. All plans of a heap use the same memory,
     /// whose size is that of the largest plan. If no free block is large enough, free memory is released first, as in
-    /// [`trim`](Self::trim). A step without a plan uses that memory as ordinary memory.
+    /// [`trim_pool`](Self::trim_pool). A step without a plan uses that memory as ordinary memory.
     ///
     /// # Determinism
     /// The plan is part of the heap's digest: agreement detects ranks that adopt different plans.

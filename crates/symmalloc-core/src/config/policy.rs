@@ -8,6 +8,7 @@
 //! programs; [`Config::digest`] detects this.
 
 use crate::config::stitching::Stitching;
+use crate::types::ids::{StreamGroup, StreamId};
 use crate::types::units::{GIB, MIB, SEGMENT_BYTES_MAX, UNIT_BYTES};
 use std::fmt;
 
@@ -16,7 +17,11 @@ pub(crate) const LARGE_SEGMENT_BYTES: u64 = 20 * MIB;
 
 /// Generates the getters of a configuration and its builder.
 macro_rules! settings {
-    ($config:ident, $builder:ident: $($(#[$doc:meta])* $name:ident: $value:ty,)*) => {
+    (
+        $config:ident, $builder:ident
+        { $($(#[$doc:meta])* $name:ident: $value:ty,)* }
+        optional { $($(#[$optional_doc:meta])* $optional:ident: $some:ty,)* }
+    ) => {
         impl $config {
             /// Returns a builder that starts from the defaults.
             pub fn builder() -> $builder { Self::default().to_builder() }
@@ -25,6 +30,7 @@ macro_rules! settings {
             pub fn to_builder(&self) -> $builder { $builder { config: self.clone() } }
 
             $($(#[$doc])* pub fn $name(&self) -> $value { self.$name })*
+            $($(#[$optional_doc])* pub fn $optional(&self) -> Option<$some> { self.$optional })*
         }
 
         /// A builder of a configuration.
@@ -34,6 +40,13 @@ macro_rules! settings {
 
         impl $builder {
             $($(#[$doc])* pub fn $name(mut self, $name: $value) -> Self { self.config.$name = $name; self })*
+            $(
+                $(#[$optional_doc])*
+                pub fn $optional(mut self, $optional: impl Into<Option<$some>>) -> Self {
+                    self.config.$optional = $optional.into();
+                    self
+                }
+            )*
         }
     };
 }
@@ -116,6 +129,17 @@ pub enum StreamPolicy {
     /// One heap for all streams of the pool: a free block serves any stream, which waits for the earlier users on the
     /// device. For programs in which one host thread drives all streams.
     Shared,
+}
+
+impl StreamPolicy {
+    /// Returns the streams that share a heap with `stream`, which is one of them.
+    #[inline]
+    pub const fn group_of(self, stream: StreamId) -> StreamGroup {
+        match self {
+            StreamPolicy::Separate => StreamGroup::One(stream),
+            StreamPolicy::Shared => StreamGroup::All,
+        }
+    }
 }
 
 /// The policy for an allocation that would exceed a configured limit (rule D5). Before it fails, the allocator releases
@@ -245,21 +269,23 @@ impl PoolConfig {
 }
 
 settings! {
-    PoolConfig, PoolConfigBuilder:
-    /// The policy for sharing free blocks between the pool's streams.
-    streams: StreamPolicy,
-    /// `true` if all ranks must place alike in this pool. Only symmetric pools are compared between ranks.
-    symmetric: bool,
-    /// The maximum device memory that the pool may hold, in bytes.
-    limit_bytes: Option<u64>,
-    /// A heap with more free bytes than this after a free releases its free memory (CUDA's release threshold).
-    release_threshold_bytes: Option<u64>,
-    /// The policy for an allocation that would exceed a limit.
-    reclaim: Reclaim,
-    /// Rounding of requests beyond 512 bytes.
-    roundup_power2_divisions: RoundupPower2Divisions,
-    /// The source of the pool's plans.
-    plan: PlanPolicy,
+    PoolConfig, PoolConfigBuilder {
+        /// The policy for sharing free blocks between the pool's streams.
+        streams: StreamPolicy,
+        /// `true` if all ranks must place alike in this pool. Only symmetric pools are compared between ranks.
+        symmetric: bool,
+        /// The policy for an allocation that would exceed a limit.
+        reclaim: Reclaim,
+        /// Rounding of requests beyond 512 bytes.
+        roundup_power2_divisions: RoundupPower2Divisions,
+        /// The source of the pool's plans.
+        plan: PlanPolicy,
+    } optional {
+        /// The maximum device memory that the pool may hold, in bytes.
+        limit_bytes: u64,
+        /// A heap with more free bytes than this after a free releases its free memory (CUDA's release threshold).
+        release_threshold_bytes: u64,
+    }
 }
 
 impl PoolConfigBuilder {
@@ -286,15 +312,15 @@ impl PoolConfigBuilder {
     }
 
     /// Sets stitching, which makes large blocks from free pieces where no free block fits.
-    pub fn stitching(mut self, stitching: Option<Stitching>) -> Self {
-        self.config.stitching = stitching.map(Box::new);
+    pub fn stitching(mut self, stitching: impl Into<Option<Stitching>>) -> Self {
+        self.config.stitching = stitching.into().map(Box::new);
         self
     }
 
     /// Sets the purpose of the pool, for example `weights` or `kv_cache`: 1 to 24 lower-case letters, digits, `_` and
     /// `-`.
-    pub fn tag(mut self, tag: Option<Box<str>>) -> Self {
-        self.config.tag = tag;
+    pub fn tag<'a>(mut self, tag: impl Into<Option<&'a str>>) -> Self {
+        self.config.tag = tag.into().map(Into::into);
         self
     }
 
@@ -356,7 +382,7 @@ impl PoolConfigBuilder {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Config {
     default_pool: PoolConfig,
-    limit_bytes: Option<u64>,
+    total_limit_bytes: Option<u64>,
     retries_max: u32,
     pointer_lookup: PointerLookup,
     history_ops: u32,
@@ -377,7 +403,7 @@ impl Default for Config {
     fn default() -> Self {
         Config {
             default_pool: PoolConfig::default(),
-            limit_bytes: None,
+            total_limit_bytes: None,
             retries_max: 3,
             pointer_lookup: PointerLookup::Off,
             history_ops: 4096,
@@ -393,17 +419,19 @@ impl Config {
 }
 
 settings! {
-    Config, ConfigBuilder:
-    /// The maximum device memory that all pools together may hold, in bytes.
-    limit_bytes: Option<u64>,
-    /// Maximum number of retries of one allocation that the failure callback may request.
-    retries_max: u32,
-    /// Look-up of allocations by device pointer.
-    pointer_lookup: PointerLookup,
-    /// Number of ops that each heap of a symmetric pool remembers, so that agreement can name the first one that
-    /// differs: 32 bytes each, and up to 112 more if the allocation has a name. 0 disables the history. Has no effect
-    /// on placements.
-    history_ops: u32,
+    Config, ConfigBuilder {
+        /// Maximum number of retries of one allocation that the failure callback may request.
+        retries_max: u32,
+        /// Look-up of allocations by device pointer.
+        pointer_lookup: PointerLookup,
+        /// Number of ops that each heap of a symmetric pool remembers, so that agreement can name the first one that
+        /// differs: 32 bytes each, and up to 112 more if the allocation has a name. 0 disables the history. Has no effect
+        /// on placements.
+        history_ops: u32,
+    } optional {
+        /// The maximum device memory that all pools together may hold, in bytes.
+        total_limit_bytes: u64,
+    }
 }
 
 impl ConfigBuilder {

@@ -3,7 +3,7 @@
 use crate::config::errors::{OutOfMemoryCause, PoolSleeps, UnknownError};
 use crate::config::policy::PoolConfig;
 use crate::types::backend::BackendError;
-use crate::types::ids::{Placement, PoolId, SegmentId, StreamId};
+use crate::types::ids::{HeapId, Placement, PoolId, SegmentId, StreamId};
 use thiserror::Error;
 
 /// An error returned by `save_layout`: a layout cannot represent the pool's state.
@@ -105,15 +105,14 @@ pub enum RestoreError {
     },
     /// Memory of the layout was released to the device, so its old addresses are no longer valid.
     #[error(
-        "{size_bytes} bytes at {segment}@{offset_bytes} in {pool} ({}) are no longer mapped: do not trim a pool \
+        "{size_bytes} bytes at {segment}@{offset_bytes} in {} ({}) are no longer mapped: do not trim a pool \
          before reviving its allocations",
-        heap(stream)
+        heap.pool,
+        heap.group
     )]
     Gone {
-        /// The pool.
-        pool: PoolId,
-        /// The stream of the heap; `None` if the pool's streams share a heap.
-        stream: Option<StreamId>,
+        /// The heap.
+        heap: HeapId,
         /// The segment.
         segment: SegmentId,
         /// Offset of the first missing memory in it, in bytes.
@@ -142,11 +141,6 @@ pub enum RestoreError {
     /// The driver failed. The pool is fresh again.
     #[error("the driver failed, restore again later: {0}")]
     Backend(#[from] BackendError),
-}
-
-/// Returns the name of a heap in errors.
-fn heap(stream: &Option<StreamId>) -> String {
-    stream.map_or_else(|| "shared".to_owned(), |stream| stream.to_string())
 }
 
 fn limit(bytes: &Option<u64>) -> String {

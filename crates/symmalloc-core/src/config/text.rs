@@ -7,7 +7,7 @@
 //!     └──────────────────────── Display ◄───────────────────────┘
 //! ```
 //!
-//! There are two dialects. [`FromStr`] is strict: a key without effect is an error. [`Config::from_pytorch_env`] reads a
+//! There are two dialects. [`FromStr`] is strict: a key without effect is an error. [`Config::from_pytorch_text`] reads a
 //! text written for PyTorch, with PyTorch's defaults, and lists the keys without effect. `docs/configuration.md` has the
 //! table of all keys.
 //!
@@ -54,7 +54,7 @@ impl Config {
     /// # Errors
     /// Returns an error if PyTorch would refuse the text as well, if a setting cannot be equal on all ranks
     /// (`garbage_collection_threshold`), or if the text selects another allocator (`backend:cudaMallocAsync`).
-    pub fn from_pytorch_env(text: &str) -> Result<PyTorchConfig, ConfigTextError> {
+    pub fn from_pytorch_text(text: &str) -> Result<PyTorchConfig, ConfigTextError> {
         let mut settings = Settings::parse(text, Dialect::PyTorch)?;
         let config = build_config(&mut settings)?;
         let mut ignored = settings.ignored;
@@ -113,7 +113,7 @@ fn build_config(settings: &mut Settings<'_>) -> Result<Config, ConfigTextError> 
     let default = Config::default();
     let count = |key, default: u32| settings.count(key).unwrap_or(default);
     let config = Config::builder()
-        .limit_bytes(settings.number("total_limit"))
+        .total_limit_bytes(settings.number("total_limit"))
         .retries_max(count("retries_max", default.retries_max()))
         .history_ops(count("history_ops", default.history_ops()))
         .pointer_lookup(settings.one_of("pointer_lookup", [PointerLookup::Off, PointerLookup::Exact]));
@@ -124,7 +124,7 @@ fn build_pool(settings: &mut Settings<'_>) -> Result<PoolConfig, ConfigTextError
     PoolConfig::builder()
         .segments(build_segments(settings)?)
         .stitching(build_stitching(settings))
-        .tag(settings.text("tag").map(Into::into))
+        .tag(settings.text("tag"))
         .streams(settings.one_of("streams", [StreamPolicy::Separate, StreamPolicy::Shared]))
         .symmetric(settings.one_of("symmetric", [false, true]))
         .limit_bytes(settings.number("limit"))

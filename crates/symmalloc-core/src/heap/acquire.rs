@@ -25,7 +25,7 @@ use crate::history::digest::{Mark, op_word};
 use crate::history::segment_log::{SegmentEvent, SegmentEventKind};
 use crate::stats::budget::Budgets;
 use crate::sync::lock::{Lock, LockCell};
-use crate::types::backend::{BackendError, Place, Range, Reason};
+use crate::types::backend::{BackendError, Range, RangeOffset, Reason};
 use crate::types::ids::StreamId;
 use crate::types::units::{UNIT_BYTES, Units, bytes, units};
 use smallvec::SmallVec;
@@ -40,7 +40,7 @@ impl<L: Lock> Heap<L> {
         size: Units,
     ) -> Result<Slot, Box<Shortage>> {
         self.check_open()?;
-        let (pool, size_bytes) = (self.identity.pool.0, bytes(size));
+        let (pool, size_bytes) = (self.id.pool.0, bytes(size));
         let span = tracing::debug_span!(target: "symmalloc", "heap.obtain", pool, stream = stream.0, size_bytes);
         let _entered = span.enter();
         let released_bytes = context.budget.released_bytes();
@@ -202,7 +202,7 @@ impl<L: Lock> Heap<L> {
         charge.confirm();
         let slot = self.arena.add_segment(range, class, mapped, fresh(stream));
         let segment = self.arena.block(slot).segment;
-        context.directory.lock().insert(range, self.identity.id, segment);
+        context.directory.lock().insert(range, self.number, segment);
         self.log_segment(SegmentEventKind::Birth, segment, 0, size_bytes);
         Ok(slot)
     }
@@ -336,15 +336,7 @@ impl<L: Lock> Heap<L> {
         size_bytes: u64,
     ) -> SegmentEvent {
         let segment = self.arena.table().segment(segment);
-        SegmentEvent {
-            kind,
-            pool: self.identity.pool,
-            stream: self.identity.stream,
-            segment: segment.id,
-            base: segment.range.base,
-            offset_bytes,
-            size_bytes,
-        }
+        SegmentEvent { kind, heap: self.id, segment: segment.id, base: segment.range.base, offset_bytes, size_bytes }
     }
 }
 
@@ -360,7 +352,7 @@ pub(super) struct Missing {
 pub(super) fn back<L: Lock>(
     context: &DynContext<'_, L>,
     (config, rules): (&PoolConfig, &SizeRules),
-    (range, offset_bytes): Place,
+    (range, offset_bytes): RangeOffset,
     size_bytes: u64,
 ) -> Result<(), BackendError> {
     match config.stitching() {
@@ -371,8 +363,8 @@ pub(super) fn back<L: Lock>(
 
 /// Reports a segment event to `tracing`. Names and fields are stable.
 pub(super) fn trace_segment(event: &SegmentEvent) {
-    let SegmentEvent { pool, segment, offset_bytes, size_bytes, .. } = *event;
-    let (pool, stream, segment) = (pool.0, event.stream.map(|stream| stream.0), segment.0);
+    let SegmentEvent { heap, segment, offset_bytes, size_bytes, .. } = *event;
+    let (pool, stream, segment) = (heap.pool.0, heap.stream().map(|stream| stream.0), segment.0);
     macro_rules! segment {
         ($name:literal) => {
             tracing::debug!(name: $name, target: "symmalloc", pool, stream, segment, offset_bytes, size_bytes)

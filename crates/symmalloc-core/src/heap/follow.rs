@@ -10,10 +10,11 @@ use crate::blocks::table::{BlockState, Slot};
 use crate::config::op::Refusal;
 use crate::history::digest::{Mark, op_word};
 use crate::plans::error::PlanError;
-use crate::plans::heap_plans::{Answer, HeapPlans, StepMode};
+use crate::plans::heap_plans::{Answer, Course, HeapPlans};
 use crate::plans::plan::Plan;
 use crate::plans::prepared::{PlanInputs, PreparedPlans};
 use crate::plans::report::{DifferenceCause, StepReport, StepStats};
+use crate::plans::step::{Diverged, Step};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError};
 use crate::types::handle::Handle;
@@ -22,57 +23,39 @@ use crate::types::units::bytes;
 use std::sync::Arc;
 
 impl<L: Lock> Heap<L> {
-    /// Allocates while the requests of a step are compared with a plan, or logged.
-    #[inline(always)]
-    pub(super) fn allocate_in_step<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-        stream: StreamId,
-        requested: u64,
-    ) -> Result<Handle, Box<Shortage>> {
-        let plans = self.plans.as_deref_mut().expect("a step is open");
-        match plans.next_place(self.arena.table(), stream, requested) {
-            Some(slot) => Ok(self.allocate_planned(slot, stream, requested)),
-            None => self.allocate_in_step_slow(context, stream, requested),
-        }
-    }
-
     /// Turns a free place, whose users the stream waits for, into an allocation.
     #[inline(always)]
-    fn allocate_planned(&mut self, slot: Slot, stream: StreamId, requested: u64) -> Handle {
+    pub(super) fn allocate_planned(&mut self, slot: Slot, stream: StreamId, requested: u64) -> Handle {
         let serial = self.ledger.next_serial();
         self.arena.take_place(slot, stream, requested, serial);
         self.note_allocation(slot, serial, stream, requested)
     }
 
-    /// Serves requests inside a step on the slow path: a wait, an ordinary placement, a log entry, or a request that
+    /// Serves a request of a followed step that does more than take the next place: it waits first, has no place, or
     /// differs from the plan.
     #[cold]
     #[inline(never)]
-    fn allocate_in_step_slow<B: Backend>(
+    pub(super) fn allocate_beside_plan<B: Backend>(
         &mut self,
         context: &Context<B, L>,
         stream: StreamId,
         requested: u64,
     ) -> Result<Handle, Box<Shortage>> {
-        let plans = self.plans.as_deref_mut().expect("a step is open");
-        match plans.answer(self.arena.table(), stream, requested) {
+        let (Some(plans), RequestMode::Serving(Step::Following(step))) = (self.plans.as_deref(), &self.mode) else {
+            unreachable!("the step follows a plan");
+        };
+        match plans.answer(step, self.arena.table(), stream, requested) {
             Answer::Place { slot, waits } => {
                 for slot in waits {
                     self.arena.wait_for_earlier_users(context, slot, stream).map_err(Shortage::Fence)?;
                 }
                 self.arena.drop_fences(context, slot);
-                self.open_plans().note_served();
+                self.note_served();
                 Ok(self.allocate_planned(slot, stream, requested))
             }
             Answer::Unplaced => {
                 let handle = self.allocate_anywhere(context, stream, requested)?;
-                self.open_plans().note_served();
-                Ok(handle)
-            }
-            Answer::Log => {
-                let handle = self.allocate_anywhere(context, stream, requested)?;
-                self.open_plans().note_logged((stream, requested), handle.slot());
+                self.note_served();
                 Ok(handle)
             }
             Answer::Differs(cause) => {
@@ -82,73 +65,109 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Returns the plans of a heap in a step.
-    #[inline(always)]
-    fn open_plans(&mut self) -> &mut HeapPlans {
-        self.plans.as_deref_mut().expect("a step is open")
+    /// Serves a request of a step that is logged.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn allocate_logged<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        stream: StreamId,
+        requested: u64,
+    ) -> Result<Handle, Box<Shortage>> {
+        let handle = self.allocate_anywhere(context, stream, requested)?;
+        self.open_plans().note_logged((stream, requested), handle.slot());
+        Ok(handle)
     }
 
-    /// Records the first difference. The rest of the step is placed the ordinary way.
+    /// Returns the plans of a heap in a step.
+    fn open_plans(&mut self) -> &mut HeapPlans {
+        self.plans.as_deref_mut().expect("a heap in a step has plans")
+    }
+
+    /// Records that the plan's next allocation was made as expected.
+    fn note_served(&mut self) {
+        if let RequestMode::Serving(Step::Following(step)) = &mut self.mode {
+            step.note_served();
+        }
+    }
+
+    /// Ends the use of the plan in a followed step: the rest of the step is placed by best fit.
     #[cold]
     fn differ(&mut self, cause: DifferenceCause) {
-        self.mode = RequestMode::Ordinary;
-        let difference = self.open_plans().differ(cause);
+        if let RequestMode::Serving(step) = &mut self.mode
+            && let Step::Following(step) = std::mem::take(step)
+        {
+            let diverged = self.open_plans().diverge(*step, cause);
+            self.note_diverged(diverged);
+        }
+    }
+
+    /// Records the first difference of a step.
+    fn note_diverged(&mut self, step: Diverged) {
+        let difference = step.difference();
+        self.mode = RequestMode::Serving(Step::Diverged(step));
         self.ledger.fold(op_word(Mark::Differ, StreamId(0), 0), difference.number.into());
-        let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
+        let (pool, stream) = (self.id.pool.0, self.id.stream().map(|stream| stream.0));
         tracing::warn!(name: "plan.differs", target: "symmalloc", pool, stream, %difference);
     }
 
     /// Begins a step with this key. A heap whose pool another thread has destroyed stays closed.
     pub(crate) fn begin_step<B: Backend>(&mut self, context: &Context<B, L>, key: u64) {
-        if matches!(self.mode, RequestMode::Closed) {
-            return;
-        }
+        let RequestMode::Serving(_) = self.mode else { return };
         if self.ledger.has_history() {
             self.ledger.fold(op_word(Mark::BeginStep, StreamId(0), 0), key);
         }
-        let allocations = self.ledger.usage().allocations_made();
-        let step = self.plans.get_or_insert_default().begin(key, self.config.plan(), allocations);
-        self.mode = if step == StepMode::Ordinary { RequestMode::Ordinary } else { RequestMode::Step };
-        if step != StepMode::Follow {
-            // The step uses the memory of plans as ordinary memory.
-            return self.dissolve_plans(context);
+        let allocations_before = self.ledger.usage().allocations_made();
+        match self.plans.get_or_insert_default().begin(key, self.config.plan()) {
+            Course::BestFit => self.begin_without_plan(context, Step::Unplanned { allocations_before }),
+            Course::Learn => self.begin_without_plan(context, Step::Learning { allocations_before }),
+            Course::Follow(plan) => self.begin_plan(context, plan, allocations_before),
         }
-        if let Err(cause) = self.place_plans(context) {
-            return self.differ(cause);
+    }
+
+    /// Begins a step that uses the memory of plans as ordinary memory.
+    fn begin_without_plan(&mut self, context: &DynContext<'_, L>, step: Step) {
+        self.mode = RequestMode::Serving(step);
+        self.dissolve_plans(context);
+    }
+
+    /// Begins a step that follows a plan.
+    fn begin_plan<B: Backend>(&mut self, context: &Context<B, L>, plan: usize, allocations_before: u64) {
+        if !self.acquire_plan_memory(context) {
+            let diverged = self.open_plans().without_memory(allocations_before);
+            return self.note_diverged(diverged);
         }
-        let plans = self.plans.as_deref_mut().expect("a step is open");
-        if plans.follow(self.arena.table())
-            && let Err(error) = self.wait_for_all_places(context)
-        {
+        let plans = self.plans.as_deref_mut().expect("the plans have memory");
+        let (step, must_wait) = plans.follow(plan, allocations_before, self.arena.table());
+        self.mode = RequestMode::Serving(Step::Following(step));
+        if must_wait && let Err(error) = self.wait_for_all_places(context) {
             // Other ranks may follow the plan, so the digest records that this one does not.
             self.ledger.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
-            let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
+            let (pool, stream) = (self.id.pool.0, self.id.stream().map(|stream| stream.0));
             tracing::warn!(name: "plan.unordered", target: "symmalloc", pool, stream, %error);
             self.differ(DifferenceCause::Driver);
         }
     }
 
-    /// Acquires memory for the plans, unless they have it. Without memory, no plan is followed any more.
-    fn place_plans<B: Backend>(&mut self, context: &Context<B, L>) -> Result<(), DifferenceCause> {
+    /// Acquires memory for the plans, unless they have it. Returns `false` if there is none.
+    fn acquire_plan_memory<B: Backend>(&mut self, context: &Context<B, L>) -> bool {
         let inputs = self.plan_inputs();
-        let plans = self.plans.as_deref().expect("a step is open");
+        let plans = self.plans.as_deref().expect("a plan was chosen");
         if plans.memory_block().is_some() {
-            return Ok(());
+            return true;
         }
         let prepared = plans.prepare(inputs).expect("plans are checked before they are adopted");
-        self.install(context, &prepared).map_err(|shortage| {
-            let refusal = match &*shortage {
-                Shortage::Memory { cause, .. } => Refusal::from(cause),
-                Shortage::Closed | Shortage::Asleep => Refusal::Segment,
-                Shortage::Fence(_) => Refusal::Driver,
-            };
-            let size_bytes = prepared.memory_bytes();
-            self.ledger.fold_refusal(refusal, prepared.streams()[0], size_bytes);
-            let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
-            tracing::warn!(name: "plan.refused", target: "symmalloc", pool, stream, size_bytes, cause = ?shortage);
-            self.open_plans().give_up();
-            DifferenceCause::Memory
-        })
+        let Err(shortage) = self.install(context, &prepared) else { return true };
+        let refusal = match &*shortage {
+            Shortage::Memory { cause, .. } => Refusal::from(cause),
+            Shortage::Closed | Shortage::Asleep => Refusal::Segment,
+            Shortage::Fence(_) => Refusal::Driver,
+        };
+        let size_bytes = prepared.memory_bytes();
+        self.ledger.fold_refusal(refusal, prepared.streams()[0], size_bytes);
+        let (pool, stream) = (self.id.pool.0, self.id.stream().map(|stream| stream.0));
+        tracing::warn!(name: "plan.refused", target: "symmalloc", pool, stream, size_bytes, cause = ?shortage);
+        false
     }
 
     /// Orders each stream of the plans after all users of their places.
@@ -167,16 +186,13 @@ impl<L: Lock> Heap<L> {
     /// end, the heap releases the memory that it no longer needs (rule D5), unless an observer holds the memory or the
     /// pool has a quota. A heap whose pool another thread has destroyed stays closed.
     pub(crate) fn end_step(&mut self, context: &DynContext<'_, L>, key: u64) -> (StepReport, Released) {
-        if matches!(self.mode, RequestMode::Closed) {
-            return Default::default();
-        }
+        let RequestMode::Serving(step) = &mut self.mode else { return Default::default() };
+        let step = std::mem::take(step);
         let allocations = self.ledger.usage().allocations_made();
-        let (pool, stream) = (self.identity.pool, self.identity.stream);
-        let inputs = PlanInputs { pool, stream, config: &self.config, rules: self.arena.rules() };
+        let inputs = PlanInputs { heap: self.id, config: &self.config, rules: self.arena.rules() };
         let Some(plans) = self.plans.as_deref_mut() else { return Default::default() };
-        let report = plans.end(key, allocations, inputs);
+        let report = plans.end(step, key, allocations, inputs);
         let is_proven = plans.take_proof();
-        self.mode = RequestMode::Ordinary;
         if self.ledger.has_history() {
             self.ledger.fold(op_word(Mark::EndStep, StreamId(0), 0), report.planned);
         }
@@ -186,8 +202,7 @@ impl<L: Lock> Heap<L> {
     }
 
     fn plan_inputs(&self) -> PlanInputs<'_> {
-        let (pool, stream) = (self.identity.pool, self.identity.stream);
-        PlanInputs { pool, stream, config: &self.config, rules: self.arena.rules() }
+        PlanInputs { heap: self.id, config: &self.config, rules: self.arena.rules() }
     }
 
     /// Prepares a plan for adoption, together with the existing plans of other keys. Changes nothing.
@@ -202,6 +217,10 @@ impl<L: Lock> Heap<L> {
         context: &Context<B, L>,
         prepared: &PreparedPlans,
     ) -> Result<(), Box<Shortage>> {
+        // While a failure callback made room, another thread may have begun a step.
+        if let RequestMode::Serving(step) = &mut self.mode {
+            step.leave_plan();
+        }
         self.dissolve_plans(context);
         self.plans.get_or_insert_default().set_plans(prepared.plans());
         let installed = self.install(context, prepared);
@@ -253,7 +272,7 @@ impl<L: Lock> Heap<L> {
         let Some(plans) = self.plans.as_deref_mut().filter(|plans| plans.memory_block().is_some()) else { return };
         self.ledger.fold(op_word(Mark::Adopt, StreamId(0), 0), 0);
         let clocks = context.clocks.lock();
-        plans.dissolve(&mut self.arena, self.identity.stream, |stream| clocks.now(stream));
+        plans.dissolve(&mut self.arena, self.id.stream(), |stream| clocks.now(stream));
         drop(clocks);
         self.arena.recycle_spent(context);
     }

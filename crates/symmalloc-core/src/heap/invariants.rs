@@ -3,7 +3,7 @@
 //! `docs/architecture.md` lists them, with the tests that detect violations. This file reads everything and writes
 //! nothing.
 
-use super::{Heap, HeapIdentity};
+use super::Heap;
 use crate::blocks::FreeKey;
 use crate::blocks::table::{Block, BlockState, Location, Slot};
 use crate::config::SegmentPolicy;
@@ -11,24 +11,22 @@ use crate::config::size_rules::SizeClass;
 use crate::sleep::mappings::Mappings;
 use crate::stitching::Granule;
 use crate::sync::lock::Lock;
-use crate::types::ids::{PoolId, StreamId};
+use crate::types::ids::{HeapId, PoolId, StreamGroup};
 use crate::types::units::{Units, bytes};
 use std::collections::BTreeSet;
 use thiserror::Error;
 
 /// A violated invariant: the allocator has a defect, or its memory was overwritten.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("invariant {name} is violated in {pool} {}: {meaning}", .stream.map_or("(shared)".into(), |s| s.to_string()))]
+#[error("invariant {name} is violated in {} {}: {meaning}", .heap.pool, .heap.group)]
 #[non_exhaustive]
 pub struct Violation {
     /// The invariant's name in `docs/architecture.md`, for example `I2`.
     pub name: &'static str,
     /// The violated statement.
     pub meaning: &'static str,
-    /// The pool of the heap.
-    pub pool: PoolId,
-    /// The stream of the heap; `None` if the pool's streams share a heap.
-    pub stream: Option<StreamId>,
+    /// The heap.
+    pub heap: HeapId,
 }
 
 type Check<L> = fn(&Heap<L>) -> bool;
@@ -61,16 +59,16 @@ fn invariants<L: Lock>() -> [(&'static str, &'static str, Check<L>); 11] {
 impl<L: Lock> Heap<L> {
     /// Checks every invariant. Returns the bytes that the heap holds and the number of its segments.
     pub(crate) fn check(&self) -> Result<(u64, usize), Violation> {
-        let HeapIdentity { pool, stream, .. } = self.identity;
+        let heap = self.id;
         for (name, meaning, holds) in invariants::<L>() {
             if !holds(self) {
-                return Err(Violation { name, meaning, pool, stream });
+                return Err(Violation { name, meaning, heap });
             }
         }
         let live_bytes = self.asleep().map_or(self.arena.mapped_bytes(), Mappings::mapped_bytes);
         let held_bytes = live_bytes + self.log.retired_bytes();
         if held_bytes != self.budget.reserved_bytes() {
-            return Err(Violation::of_budgets(pool));
+            return Err(Violation::of_budgets(heap.pool));
         }
         Ok((held_bytes, self.arena.table().segment_count()))
     }
@@ -80,7 +78,7 @@ impl Violation {
     /// Creates the violation for a pool whose budgets or directory entries contradict its heaps.
     pub(crate) fn of_budgets(pool: PoolId) -> Self {
         let meaning = "budget charges and directory entries match the contents of the heaps";
-        Violation { name: "I10", meaning, pool, stream: None }
+        Violation { name: "I10", meaning, heap: HeapId { pool, group: StreamGroup::All } }
     }
 }
 
@@ -193,7 +191,7 @@ fn live_ones_are_sane<L: Lock>(heap: &Heap<L>) -> bool {
             requested > 0
                 && requested <= bytes(block.size)
                 && heap.ledger.has_issued(serial)
-                && heap.identity.stream.is_none_or(|own| own == stream)
+                && heap.id.stream().is_none_or(|own| own == stream)
         }
         _ => true,
     });

@@ -98,7 +98,7 @@ impl<L: Lock> Heap<L> {
 
     /// Turns the memory of a saved segment into free blocks with holes between them. Returns the segment.
     fn lay_segment(&mut self, context: &DynContext<'_, L>, saved: &SegmentLayout, range: Range) -> u32 {
-        let free = fresh(self.identity.stream.unwrap_or_default());
+        let free = fresh(self.id.stream().unwrap_or_default());
         let mut end_bytes = 0;
         let parts = saved.extents.iter().flat_map(|extent| {
             let hole_bytes = extent.offset_bytes - end_bytes;
@@ -108,7 +108,7 @@ impl<L: Lock> Heap<L> {
         let parts =
             parts.filter(|(_, size_bytes)| *size_bytes > 0).map(|(state, size_bytes)| (state, units(size_bytes)));
         let segment = self.arena.restore_segment(saved.id, range, saved.class, parts);
-        context.directory.lock().insert(range, self.identity.id, segment);
+        context.directory.lock().insert(range, self.number, segment);
         for event in self.events_of_live_segment(segment) {
             trace_segment(&event);
             self.ledger.count_growth();

@@ -17,7 +17,7 @@
 //!  revive     carve the saved allocations out of free blocks                       cannot fail
 //! ```
 
-use super::{DynContext, Heap, HeapIdentity};
+use super::{DynContext, Heap};
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::restore_error::{LayoutError, RestoreError};
 use crate::history::digest::{Mark, op_word};
@@ -48,7 +48,7 @@ impl<L: Lock> Heap<L> {
     /// block's earlier users. Returns an error if the layout cannot be revived.
     pub(crate) fn plan_revival(&self, layout: &HeapLayout) -> Result<Vec<(Slot, StreamId)>, RestoreError> {
         if self.has_stitched() {
-            return Err(LayoutError::Stitched { pool: self.identity.pool }.into());
+            return Err(LayoutError::Stitched { pool: self.id.pool }.into());
         }
         let mut waits = Vec::new();
         let mut saved = layout.segments.iter().peekable();
@@ -199,10 +199,9 @@ impl<L: Lock> Heap<L> {
 
     /// Returns the free block around a placement, or the error that names what occupies it.
     fn free_block_around(&mut self, placement: Placement, saved: &AllocationLayout) -> Result<Slot, RestoreError> {
-        let HeapIdentity { pool, stream, .. } = self.identity;
+        let heap = self.id;
         let gone = || RestoreError::Gone {
-            pool,
-            stream,
+            heap,
             segment: placement.segment,
             offset_bytes: saved.offset_bytes,
             size_bytes: saved.size_bytes,
@@ -239,8 +238,7 @@ impl<L: Lock> Heap<L> {
 
     fn gone(&self, saved: &SegmentLayout, lost: Extent) -> RestoreError {
         RestoreError::Gone {
-            pool: self.identity.pool,
-            stream: self.identity.stream,
+            heap: self.id,
             segment: saved.id,
             offset_bytes: lost.offset_bytes,
             size_bytes: lost.size_bytes,
@@ -252,7 +250,7 @@ impl<L: Lock> Heap<L> {
             unreachable!("the block is live");
         };
         RestoreError::UnknownLive {
-            pool: self.identity.pool,
+            pool: self.id.pool,
             stream,
             placement: self.placement(slot),
             requested_bytes: requested,

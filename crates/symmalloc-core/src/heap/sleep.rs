@@ -11,6 +11,7 @@ use crate::blocks::table::BlockState;
 use crate::config::errors::OutOfMemoryCause;
 use crate::config::op::Contents;
 use crate::history::digest::{Mark, op_word};
+use crate::plans::step::Step;
 use crate::sleep::mappings::{Mapping, Mappings};
 use crate::stats::budget::Budgets;
 use crate::stitching::StitchedRange;
@@ -34,7 +35,7 @@ impl<L: Lock> Heap<L> {
     /// Starts to refuse requests. The memory still exists, and no step is open.
     pub(crate) fn fall_asleep(&mut self) {
         if !self.is_asleep() {
-            debug_assert!(matches!(self.mode, RequestMode::Ordinary), "{:?}", self.mode);
+            debug_assert!(matches!(self.mode, RequestMode::Serving(Step::None)), "{:?}", self.mode);
             self.mode = RequestMode::Asleep(Box::new(Mappings::new(self.mappings())));
         }
     }
@@ -42,7 +43,7 @@ impl<L: Lock> Heap<L> {
     /// Starts to serve requests. All memory exists. In an awake heap, an open step continues.
     pub(crate) fn wake_up(&mut self) {
         if self.is_asleep() {
-            self.mode = RequestMode::Ordinary;
+            self.mode = RequestMode::Serving(Step::None);
         }
     }
 
@@ -68,7 +69,7 @@ impl<L: Lock> Heap<L> {
 
     /// Returns the streams whose work may use the heap's memory.
     pub(crate) fn users(&self) -> BTreeSet<StreamId> {
-        let mut users: BTreeSet<StreamId> = self.identity.stream.into_iter().collect();
+        let mut users: BTreeSet<StreamId> = self.id.stream().into_iter().collect();
         users.extend(self.stitched.ranges().iter().flat_map(StitchedRange::users));
         for slot in self.arena.all_blocks().into_iter().chain(self.places().iter().copied()) {
             users.extend(self.arena.streams_of(slot));

@@ -108,7 +108,7 @@ impl<L: Lock> Heap<L> {
         let free = self.free_state(context, stream);
         let slot = self.stitched.add(&mut self.arena, range, granules, free);
         let segment = self.arena.block(slot).segment;
-        context.directory.lock().insert(range, self.identity.id, segment);
+        context.directory.lock().insert(range, self.number, segment);
         // The range adds no memory, because its memory is counted at home.
         self.log_segment(SegmentEventKind::Birth, segment, 0, 0);
         Ok(slot)
@@ -151,7 +151,7 @@ impl<L: Lock> Heap<L> {
 
     /// Returns the state of a free block whose next user waits only for `stream`, which has waited for all others.
     fn free_state(&self, context: &DynContext<'_, L>, stream: StreamId) -> BlockState {
-        let since = if self.identity.stream.is_some() { 0 } else { context.clocks.lock().now(stream) };
+        let since = if self.id.stream().is_some() { 0 } else { context.clocks.lock().now(stream) };
         BlockState::Free { stream, since }
     }
 

@@ -74,7 +74,7 @@ impl<L: Lock> Heap<L> {
         if self.is_asleep() {
             return self.release_retired(context);
         }
-        let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
+        let (pool, stream) = (self.id.pool.0, self.id.stream().map(|stream| stream.0));
         let span = tracing::debug_span!(target: "symmalloc", "heap.trim", pool, stream, goal_bytes);
         let _entered = span.enter();
         self.ledger.count_trim();
@@ -241,8 +241,8 @@ impl<L: Lock> Heap<L> {
             tracing::debug!(
                 name: "segment.release",
                 target: "symmalloc",
-                pool = self.identity.pool.0,
-                stream = self.identity.stream.map(|stream| stream.0),
+                pool = self.id.pool.0,
+                stream = self.id.stream().map(|stream| stream.0),
                 size_bytes = *released_bytes - released_before,
             );
         }

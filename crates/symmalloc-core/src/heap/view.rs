@@ -1,6 +1,6 @@
 //! The state of a heap that other modules may read. Nothing here changes it.
 
-use super::{Heap, HeapIdentity};
+use super::Heap;
 use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::PoolConfig;
 use crate::config::errors::HandleError;
@@ -14,7 +14,7 @@ use crate::stats::usage::{ClassStats, RareCounts, Stat};
 use crate::sync::lock::Lock;
 use crate::types::backend::{DeviceAddress, Range};
 use crate::types::handle::{Allocation, Handle};
-use crate::types::ids::{Placement, PoolId, SegmentId, StreamId};
+use crate::types::ids::{HeapId, HeapNumber, Placement, SegmentId, StreamGroup, StreamId};
 use crate::types::units::{Units, bytes};
 use std::sync::Arc;
 
@@ -57,10 +57,8 @@ pub struct MemoryStats {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SegmentSnapshot {
-    /// Its pool.
-    pub pool: PoolId,
-    /// The stream of its heap; `None` if the pool's streams share a heap.
-    pub stream: Option<StreamId>,
+    /// Its heap.
+    pub heap: HeapId,
     /// Ordinal in its heap.
     pub segment: SegmentId,
     /// Address of its first byte. Differs between ranks.
@@ -116,8 +114,13 @@ pub enum BlockStateSnapshot {
 }
 
 impl<L: Lock> Heap<L> {
-    pub(crate) fn identity(&self) -> HeapIdentity {
-        self.identity
+    pub(crate) fn id(&self) -> HeapId {
+        self.id
+    }
+
+    /// Returns the number of the heap in its allocator.
+    pub(crate) fn number(&self) -> HeapNumber {
+        self.number
     }
 
     /// Returns the record of the heap's decisions.
@@ -127,7 +130,7 @@ impl<L: Lock> Heap<L> {
 
     /// Returns the digest before the first op.
     pub(crate) fn first_digest(&self) -> Digest {
-        Self::digest_before_ops(&self.config, bytes(self.arena.rules().granule), self.identity.stream)
+        Self::digest_before_ops(&self.config, bytes(self.arena.rules().granule), self.id.group)
     }
 
     /// Returns the handle of the live allocation whose first byte is at an address.
@@ -142,9 +145,9 @@ impl<L: Lock> Heap<L> {
 
     /// Returns the digest of an empty history. It includes all inputs of decisions other than ops, so that
     /// different configurations never agree.
-    pub(super) fn digest_before_ops(config: &PoolConfig, granularity_bytes: u64, stream: Option<StreamId>) -> Digest {
+    pub(super) fn digest_before_ops(config: &PoolConfig, granularity_bytes: u64, group: StreamGroup) -> Digest {
         let mut digest = Digest::new(config.digest());
-        digest.fold(granularity_bytes, stream.map_or(u64::MAX, |stream| stream.0.into()));
+        digest.fold(granularity_bytes, group.stream().map_or(u64::MAX, |stream| stream.0.into()));
         Digest { ops: 0, ..digest }
     }
 
@@ -251,8 +254,7 @@ impl<L: Lock> Heap<L> {
         let snapshot = |slot: u32| {
             let segment = self.arena.table().segment(slot);
             SegmentSnapshot {
-                pool: self.identity.pool,
-                stream: self.identity.stream,
+                heap: self.id,
                 segment: segment.id,
                 base: segment.range.base,
                 class: self.arena.block(self.arena.table().first(slot)).class,

@@ -25,8 +25,8 @@
 //!
 //! # Examples
 //! ```
-//! use symmalloc_core::{Allocator, Config, PoolId};
-//! use symmalloc_sim::SimBackend;
+//! use symmalloc::{Allocator, Config, PoolId};
+//! use symmalloc::sim::SimBackend;
 //!
 //! let rank = |device| Allocator::new(SimBackend::builder().rank(device).build(), Config::default());
 //! let old = rank(0)?;

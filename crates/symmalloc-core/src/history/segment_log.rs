@@ -23,7 +23,7 @@
 //! interleaving of threads, and ranks would register in different orders (rule D8).
 
 use crate::types::backend::{DeviceAddress, Range};
-use crate::types::ids::{ObserverId, PoolId, SegmentId, StreamId};
+use crate::types::ids::{HeapId, ObserverId, SegmentId, StreamId};
 use crate::types::work;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
@@ -50,10 +50,8 @@ pub enum SegmentEventKind {
 pub struct SegmentEvent {
     /// The kind.
     pub kind: SegmentEventKind,
-    /// The pool of the segment.
-    pub pool: PoolId,
-    /// The stream of its heap; `None` if the pool's streams share a heap.
-    pub stream: Option<StreamId>,
+    /// The heap of the segment.
+    pub heap: HeapId,
     /// The segment, by its ordinal in the heap.
     pub segment: SegmentId,
     /// Address of the segment's first byte. Differs between ranks.

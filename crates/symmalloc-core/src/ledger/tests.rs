@@ -1,7 +1,7 @@
 //! Unit tests of `ledger.rs`.
 
 use super::*;
-use crate::types::ids::{HeapId, SegmentId};
+use crate::types::ids::{HeapNumber, SegmentId};
 
 const S0: StreamId = StreamId(0);
 
@@ -48,7 +48,7 @@ fn equal_decisions_have_equal_digests_and_names_affect_none() {
 #[test]
 fn frees_of_zero_bytes_after_the_end_of_their_pool_are_not_recorded() {
     let mut ledger = Ledger::new(Digest::new(1));
-    let handle = |serial| Handle::new(HeapId(0), Slot::MAX, serial);
+    let handle = |serial| Handle::new(HeapNumber(0), Slot::MAX, serial);
     let [first, second] = [(); 2].map(|()| handle(ledger.allocate_nothing(S0)));
     assert_eq!(ledger.free_nothing(first), Ok(()));
     assert_eq!(ledger.free_nothing(first), Err(HandleError::Stale { handle: first }));

@@ -4,7 +4,8 @@ use super::{Metric, Publisher, Source};
 use crate::errors::UnknownError;
 use crate::lock::Lock;
 use crate::report::MemoryStats;
-use crate::{Allocator, Backend, PoolConfig, PoolId, StreamId};
+use crate::types::ids::HeapId;
+use crate::{Backend, PoolConfig, PoolId, generic::Allocator};
 use ::metrics::Unit;
 
 const BYTES: Option<Unit> = Some(Unit::Bytes);
@@ -65,9 +66,9 @@ impl<B: Backend, L: Lock> Source for Allocator<B, L> {
     /// Publishes the memory metrics of every heap, labeled `pool` and `stream` (`all` if the pool's streams share a
     /// heap), and those of the whole allocator. Locks one heap at a time while it counts that heap's free blocks.
     fn publish(&self, to: &Publisher) {
-        for (pool, stream, stats) in self.stats_by_heap() {
-            let heap = of_heap(to, pool, stream);
-            to.note_heap(&heap, pool.0);
+        for (id, stats) in self.stats_by_heap() {
+            let heap = of_heap(to, id);
+            to.note_heap(&heap, id.pool.0);
             publish_heap(&heap, &stats);
         }
         let is_gone = |pool| matches!(self.pool_config(PoolId(pool)), Err(UnknownError::DestroyedPool { .. }));
@@ -77,8 +78,8 @@ impl<B: Backend, L: Lock> Source for Allocator<B, L> {
             }
         }
         for pool in self.pools() {
-            for (stream, digest) in self.heap_digests(pool).unwrap_or_default() {
-                of_heap(to, pool, stream).record(&OPS, digest.ops as f64);
+            for (group, digest) in self.heap_digests(pool).unwrap_or_default() {
+                of_heap(to, HeapId { pool, group }).record(&OPS, digest.ops as f64);
             }
             if let Some(limit_bytes) = self.pool_config(pool).ok().and_then(PoolConfig::limit_bytes) {
                 to.with_label("pool", pool.0.to_string()).record(&POOL_LIMIT, limit_bytes as f64);
@@ -88,15 +89,15 @@ impl<B: Backend, L: Lock> Source for Allocator<B, L> {
         to.record(&TOTAL_RESERVED_PEAK, stats.reserved_bytes.peak as f64);
         to.record(&TOTAL_ALLOCATED_PEAK, stats.usage.all.allocated_bytes.peak as f64);
         to.record(&TOTAL_REQUESTED_PEAK, stats.usage.all.requested_bytes.peak as f64);
-        if let Some(limit_bytes) = self.limit_bytes() {
+        if let Some(limit_bytes) = self.total_limit_bytes() {
             to.record(&LIMIT, limit_bytes as f64);
         }
     }
 }
 
-fn of_heap(to: &Publisher, pool: PoolId, stream: Option<StreamId>) -> Publisher {
-    let stream = stream.map_or_else(|| "all".to_owned(), |stream| stream.0.to_string());
-    to.with_label("pool", pool.0.to_string()).with_label("stream", stream)
+fn of_heap(to: &Publisher, heap: HeapId) -> Publisher {
+    let stream = heap.stream().map_or_else(|| "all".to_owned(), |stream| stream.0.to_string());
+    to.with_label("pool", heap.pool.0.to_string()).with_label("stream", stream)
 }
 
 fn publish_heap(to: &Publisher, stats: &MemoryStats) {

@@ -1,7 +1,7 @@
 //! Errors of invalid plans, and of plans that cannot be followed.
 
 use crate::config::errors::{AllocateError, PoolSleeps, UnknownError};
-use crate::types::ids::{PoolId, StreamId};
+use crate::types::ids::{PoolId, StreamGroup, StreamId};
 use symmalloc_plan::ProblemError;
 use thiserror::Error;
 
@@ -47,15 +47,15 @@ pub enum PlanError {
     /// The plan is for a heap of one stream and the pool's streams share a heap, or vice versa.
     #[error(
         "the plan is for {}, but the streams of {pool} {}: plan the job with `streams:{}`",
-        .stream.map_or("shared streams".to_owned(), |stream| format!("the heap of {stream}")),
-        if .stream.is_none() { "are separate" } else { "share" },
-        if .stream.is_none() { "separate" } else { "shared" }
+        .group.stream().map_or("shared streams".to_owned(), |stream| format!("the heap of {stream}")),
+        if *.group == StreamGroup::All { "are separate" } else { "share" },
+        if *.group == StreamGroup::All { "separate" } else { "shared" }
     )]
     Streams {
         /// The pool.
         pool: PoolId,
-        /// The stream of the plan.
-        stream: Option<StreamId>,
+        /// The streams of the plan.
+        group: StreamGroup,
     },
     /// A step is open.
     #[error("a step of {pool} is open: adopt and drop plans between end_step and begin_step")]

@@ -2,17 +2,10 @@
 //!
 //! While a step is open, each request is compared with the plan's next one. If they are equal, and the earlier blocks
 //! that overlap its place are free, the allocation takes the place, without a search, a split or a later merge. The
-//! first request that differs ends this mode for the step: the rest of the step is placed the ordinary way, next to the
-//! plan memory.
+//! first request that differs ends this for the step: the rest of the step is placed by best fit, next to the plan
+//! memory.
 //!
-//! ```text
-//!             begin: a plan has the key                 the request is the plan's next, and its place is free
-//!   no step ──────────────────────────────► following ◄──────────────────────────────────────────────┐
-//!      │  ▲                                   │    └───────────────────────────────────────────────────┘
-//!      │  │                     anything else │
-//!      ▼  │ end                               ▼
-//!   learning, or nothing ◄──────── the ordinary way, to the end of the step
-//! ```
+//! [`Step`] is the state of a step.
 //!
 //! All plans of a heap share the *plan memory*, which is one block of the [`Arena`]. It exists from the first step that
 //! follows a plan until the next step that follows none, which uses it as ordinary memory. While the plan memory
@@ -45,6 +38,7 @@ use super::plan::{Plan, StepAllocation};
 use super::plan_cursor::PlanCursor;
 use super::prepared::{PlanInputs, PreparedPlans};
 use super::report::{DifferenceCause, StepDifference, StepReport, StepStats};
+use super::step::{Diverged, Following, Step};
 use crate::arena::{Arena, fresh};
 use crate::blocks::table::{Block, BlockState, BlockTable, Slot};
 use crate::config::PlanPolicy;
@@ -70,30 +64,24 @@ fn learning_budget(allocations: usize) -> Steps {
     Steps(2_000 * allocations as u64)
 }
 
-/// The use of plans in a step.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum StepMode {
-    /// None, or no step is open.
-    #[default]
-    Ordinary,
-    /// Compares requests with a plan. The rest of the step is [`Ordinary`](Self::Ordinary) from the first difference.
-    Follow,
-    /// [`Follow`](Self::Follow) in a step that began with live places that its plan does not expect. Each request
-    /// also checks these.
-    FollowAmongLive,
+/// The treatment of a step, chosen when it begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Course {
+    /// Places requests by best fit.
+    BestFit,
+    /// Follows the plan with this index.
+    Follow(usize),
     /// Logs requests, to learn a plan.
     Learn,
 }
 
-/// The placement of a request in a step.
+/// The placement of a request in a step that follows a plan.
 #[derive(Debug)]
 pub(crate) enum Answer {
     /// At this place. The stream must first wait for the earlier users of `waits`, which are free.
     Place { slot: Slot, waits: SmallVec<[Slot; 4]> },
     /// By best fit, as the plan expects. The plan is followed further.
     Unplaced,
-    /// By best fit. The allocation must be logged.
-    Log,
     /// By best fit, like the rest of the step: the request differs from the plan.
     Differs(DifferenceCause),
 }
@@ -108,8 +96,8 @@ struct Known {
 
 /// A plan in the plan memory.
 #[derive(Debug)]
-struct Placed {
-    /// The cursor, except from [`HeapPlans::follow`] to the end of the step.
+struct Installed {
+    /// The cursor; empty while a step follows the plan.
     cursor: PlanCursor,
     /// Slots of the places of allocations that live into the next step, ascending.
     carried_over: Vec<Slot>,
@@ -130,29 +118,17 @@ struct PlanMemory {
 /// The plans of one heap. Between two calls, these invariants hold:
 ///
 /// - Places lie in the plan memory, and live ones do not overlap (I12).
-/// - `placed` has one entry per plan while there is plan memory, and none otherwise.
-/// - `cursor` belongs to the plan `current` from `follow` to the end of the step, also after a difference, and is empty otherwise.
-/// - `mode` is `Ordinary` unless a step is open, and also once the step has a `difference`.
+/// - `installed` has one entry per plan while there is plan memory, and none otherwise.
 /// - `last_whole` is `None` unless every request since that step began got its planned place.
 #[derive(Debug, Default)]
 pub(crate) struct HeapPlans {
-    mode: StepMode,
-    /// Cursor of the plan that the step follows or followed; empty otherwise.
-    cursor: PlanCursor,
     plans: Vec<Known>,
     memory: Option<PlanMemory>,
     /// The plans in the plan memory, in the order of `plans`.
-    placed: Vec<Placed>,
-    /// Index of the current step's plan; `None` if no plan has its key.
-    current: Option<usize>,
+    installed: Vec<Installed>,
     /// The plan that the last step followed to its end. A plan knows the last user of each offset only after such a
     /// step.
     last_whole: Option<usize>,
-    /// Slots of places that were unexpectedly live when the step began.
-    unexpected_live: Vec<Slot>,
-    difference: Option<StepDifference>,
-    /// Number of the heap's allocations before the step.
-    allocations_before: u64,
     learner: StepLearner<Request>,
     /// `true` if there was no memory for the plans: plans are no longer followed or learned.
     has_given_up: bool,
@@ -162,32 +138,18 @@ pub(crate) struct HeapPlans {
 }
 
 impl HeapPlans {
-    /// Returns the place of a request that is the plan's next, if its stream has nothing to wait for. Advances to the
-    /// next request. Otherwise, [`answer`](Self::answer) decides.
-    #[inline(always)]
-    pub(crate) fn next_place(&mut self, table: &BlockTable, stream: StreamId, requested: u64) -> Option<Slot> {
-        if self.mode != StepMode::Follow {
-            return None;
-        }
-        self.cursor.take_if(op_word(Mark::Allocate, stream, requested), table.blocks(), stream)
-    }
-
-    /// Returns the placement of the next request. The caller reports an allocation that succeeds:
-    /// [`note_served`](Self::note_served) if the plan is followed further, or [`note_logged`](Self::note_logged).
+    /// Returns the placement of the next request of a step that follows a plan.
     #[inline]
-    pub(crate) fn answer(&self, table: &BlockTable, stream: StreamId, requested: u64) -> Answer {
-        if self.mode == StepMode::Learn {
-            return Answer::Log;
-        }
-        let Some(checks) = self.cursor.checks_of(op_word(Mark::Allocate, stream, requested)) else {
-            return Answer::Differs(self.other_request((stream, requested)));
+    pub(crate) fn answer(&self, step: &Following, table: &BlockTable, stream: StreamId, requested: u64) -> Answer {
+        let Some(checks) = step.cursor.checks_of(op_word(Mark::Allocate, stream, requested)) else {
+            return Answer::Differs(self.different_request(step, (stream, requested)));
         };
         let Some(own) = checks.last().copied() else { return Answer::Unplaced };
         // Also checks overlapping blocks that were unexpectedly live when the step began.
         let (offset, end) = (table.block(own).offset(), table.block(own).end());
         let overlaps = |block: &Block| block.offset() < end && offset < block.end();
         let mut waits: SmallVec<[Slot; 4]> = SmallVec::new();
-        for slot in checks.iter().chain(self.unexpected_live.iter().filter(|slot| overlaps(table.block(**slot)))) {
+        for slot in checks.iter().chain(step.unexpected_live.iter().filter(|slot| overlaps(table.block(**slot)))) {
             if !table.block(*slot).is_ready_for(stream) {
                 waits.push(*slot);
             }
@@ -202,12 +164,6 @@ impl HeapPlans {
         }
     }
 
-    /// Records that the plan's next allocation was made as expected.
-    #[inline]
-    pub(crate) fn note_served(&mut self) {
-        self.cursor.advance();
-    }
-
     /// Logs an allocation of the step.
     pub(crate) fn note_logged(&mut self, request: Request, slot: Slot) {
         self.learner.note_allocation(request, slot);
@@ -220,90 +176,90 @@ impl HeapPlans {
     }
 
     /// Returns the difference between a request and the plan's expectation for the next allocation.
-    fn other_request(&self, requested: Request) -> DifferenceCause {
-        let plan = self.current.map(|current| &self.plans[current].plan);
-        let planned = plan.and_then(|plan| plan.allocations().get(self.cursor.number() as usize));
+    fn different_request(&self, step: &Following, requested: Request) -> DifferenceCause {
+        let planned = self.plans[step.plan].plan.allocations().get(step.cursor.number() as usize);
         let planned = planned.map(|planned| (planned.wanted.stream, planned.wanted.requested_bytes));
         DifferenceCause::Request { planned, requested }
     }
 
-    /// Records that the step differs from its plan at the next allocation. The rest of the step is ordinary.
-    pub(crate) fn differ(&mut self, cause: DifferenceCause) -> StepDifference {
-        let difference = StepDifference { number: self.cursor.number(), cause };
-        (self.mode, self.difference, self.last_whole) = (StepMode::Ordinary, Some(difference), None);
-        difference
-    }
-
-    /// Begins a step of a heap that has made this many allocations. Returns the use of plans in it.
-    pub(crate) fn begin(&mut self, key: u64, policy: PlanPolicy, allocations: u64) -> StepMode {
-        self.difference = None;
-        self.allocations_before = allocations;
-        self.unexpected_live.clear();
-        self.current = self.plans.iter().position(|known| known.plan.key() == key);
-        self.last_whole = self.last_whole.filter(|last| self.current == Some(*last));
-        let is_good = self.current.is_some_and(|at| self.plans[at].differences < DIFFERENCES_MAX);
-        self.mode = if self.has_given_up {
-            StepMode::Ordinary
-        } else if policy == PlanPolicy::Learn && !is_good {
-            StepMode::Learn
-        } else if self.current.is_some() {
-            StepMode::Follow
-        } else {
-            StepMode::Ordinary
-        };
-        if self.mode == StepMode::Learn {
+    /// Begins a step, and chooses its treatment.
+    pub(crate) fn begin(&mut self, key: u64, policy: PlanPolicy) -> Course {
+        let plan = self.plans.iter().position(|known| known.plan.key() == key);
+        let is_good = plan.is_some_and(|plan| self.plans[plan].differences < DIFFERENCES_MAX);
+        if policy == PlanPolicy::Learn && !is_good && !self.has_given_up {
             self.learner.begin(key);
-        } else {
-            self.learner.pause();
+            return Course::Learn;
         }
-        self.mode
+        self.learner.pause();
+        plan.filter(|_| !self.has_given_up).map_or(Course::BestFit, Course::Follow)
     }
 
-    /// Starts to follow the step's plan in the plan memory, which exists. Returns `true` if each stream must first be
-    /// ordered after the earlier users of all places, because the previous step did not follow the same plan.
-    pub(crate) fn follow(&mut self, table: &BlockTable) -> bool {
-        let (Some(current), Some(memory)) = (self.current, &self.memory) else { unreachable!("the step has a plan") };
-        let placed = &mut self.placed[current];
+    /// Begins to follow a plan in the plan memory, which exists. Returns the step, and `true` if each stream must first
+    /// be ordered after the earlier users of all places, because the previous step did not follow the same plan.
+    pub(crate) fn follow(
+        &mut self,
+        plan: usize,
+        allocations_before: u64,
+        table: &BlockTable,
+    ) -> (Box<Following>, bool) {
+        let memory = self.memory.as_ref().expect("plan memory exists");
+        let installed = &mut self.installed[plan];
         let is_unexpected =
-            |slot: &&Slot| !table.block(**slot).is_free() && placed.carried_over.binary_search(slot).is_err();
-        self.unexpected_live.extend(memory.places.iter().filter(is_unexpected));
-        self.cursor = std::mem::take(&mut placed.cursor);
-        if !self.unexpected_live.is_empty() {
-            self.mode = StepMode::FollowAmongLive;
-        }
-        self.last_whole.is_none()
+            |slot: &&Slot| !table.block(**slot).is_free() && installed.carried_over.binary_search(slot).is_err();
+        let unexpected_live = memory.places.iter().filter(is_unexpected).copied().collect();
+        let cursor = std::mem::take(&mut installed.cursor);
+        let must_wait = self.last_whole.take() != Some(plan);
+        (Box::new(Following { plan, cursor, unexpected_live, allocations_before }), must_wait)
+    }
+
+    /// Stops following the plan of a step, which differs at the next allocation.
+    pub(crate) fn diverge(&mut self, step: Following, cause: DifferenceCause) -> Diverged {
+        let difference = StepDifference { number: step.cursor.number(), cause };
+        let known = &mut self.plans[step.plan];
+        known.differences = known.differences.saturating_add(1);
+        let planned = step.cursor.planned();
+        self.installed[step.plan].cursor = step.cursor.rewound();
+        Diverged { difference, planned, allocations_before: step.allocations_before }
+    }
+
+    /// Returns the state of a step whose plan there is no memory for.
+    pub(crate) fn without_memory(&mut self, allocations_before: u64) -> Diverged {
+        self.has_given_up = true;
+        let difference = StepDifference { number: 0, cause: DifferenceCause::Memory };
+        Diverged { difference, planned: 0, allocations_before }
     }
 
     /// Ends the step. A heap that learns may have new plans afterwards. Returns the report.
-    pub(crate) fn end(&mut self, key: u64, allocations: u64, inputs: PlanInputs<'_>) -> StepReport {
-        if matches!(self.mode, StepMode::Follow | StepMode::FollowAmongLive) {
-            self.last_whole = self.current;
-            if !self.cursor.is_at_end() {
-                self.differ(DifferenceCause::Ended);
+    pub(crate) fn end(&mut self, step: Step, key: u64, allocations: u64, inputs: PlanInputs<'_>) -> StepReport {
+        let is_learning = matches!(step, Step::Learning { .. });
+        let mut is_whole = false;
+        let (allocations_before, planned, difference) = match step {
+            Step::None => return StepReport::default(),
+            Step::Unplanned { allocations_before } | Step::Learning { allocations_before } => {
+                (allocations_before, 0, None)
             }
-        }
-        let mode = std::mem::take(&mut self.mode);
-        let is_followed = matches!(mode, StepMode::Follow | StepMode::FollowAmongLive);
-        let mut cursor = std::mem::take(&mut self.cursor);
+            Step::Following(step) if step.cursor.is_at_end() => {
+                is_whole = true;
+                self.last_whole = Some(step.plan);
+                self.plans[step.plan].differences = 0;
+                let planned = step.cursor.planned();
+                self.installed[step.plan].cursor = step.cursor.rewound();
+                (step.allocations_before, planned, None)
+            }
+            Step::Following(step) => self.diverge(*step, DifferenceCause::Ended).into_report(),
+            Step::Diverged(step) => step.into_report(),
+        };
         let report = StepReport {
-            allocations: allocations - self.allocations_before,
-            planned: cursor.planned(),
-            difference: self.difference,
+            allocations: allocations - allocations_before,
+            planned,
+            difference,
             plan_bytes: self.memory_bytes(),
         };
-        if let Some(current) = self.current {
-            let differences = &mut self.plans[current].differences;
-            *differences = if is_followed { 0 } else { differences.saturating_add(1) };
-            if let Some(placed) = self.placed.get_mut(current) {
-                cursor.rewind();
-                placed.cursor = cursor;
-            }
-        }
         self.stats.steps += 1;
-        self.stats.followed += u64::from(is_followed);
+        self.stats.followed += u64::from(is_whole);
         self.stats.allocations += report.allocations;
         self.stats.planned += report.planned;
-        let learned = if mode == StepMode::Learn { self.learner.end() } else { None };
+        let learned = if is_learning { self.learner.end() } else { None };
         if let Some(learned) = learned.filter(|learned| !learned.is_empty()) {
             self.plan_step(key, learned, inputs);
         }
@@ -331,12 +287,12 @@ impl HeapPlans {
             let same = known.iter().find(|plan| plan.key() == key && wanted_of(plan) == wanted);
             let budget = learning_budget(wanted.len());
             let solve =
-                || Plan::solve(inputs.config, granularity_bytes, inputs.stream, key, &wanted, budget).map(Arc::new);
+                || Plan::solve(inputs.config, granularity_bytes, inputs.heap.group, key, &wanted, budget).map(Arc::new);
             same.map_or_else(solve, |same| Ok(Arc::clone(same)))
         };
         let plans = steps.into_iter().map(solve).collect::<Result<_, _>>();
         let prepared = plans.and_then(|plans| PreparedPlans::new(plans, inputs));
-        let (pool, stream) = (inputs.pool.0, inputs.stream.map(|stream| stream.0));
+        let (pool, stream) = (inputs.heap.pool.0, inputs.heap.stream().map(|stream| stream.0));
         match prepared {
             Ok(prepared) => {
                 let plan_bytes = prepared.memory_bytes();
@@ -345,7 +301,7 @@ impl HeapPlans {
             }
             Err(error) => {
                 tracing::warn!(name: "plan.failed", target: "symmalloc", pool, stream, key, %error);
-                self.give_up();
+                self.has_given_up = true;
             }
         }
     }
@@ -370,11 +326,6 @@ impl HeapPlans {
         is_proven
     }
 
-    /// Stops following and learning plans.
-    pub(crate) fn give_up(&mut self) {
-        self.has_given_up = true;
-    }
-
     /// Returns `true` if later steps depend on known plans or on earlier, logged steps.
     pub(crate) fn remembers(&self) -> bool {
         self.has_given_up || !self.plans.is_empty() || !self.learner.is_empty()
@@ -396,7 +347,7 @@ impl HeapPlans {
         assert!(self.memory.is_none(), "plans must not change while the plan memory exists");
         self.plans = plans.iter().map(|plan| Known { plan: Arc::clone(plan), differences: 0 }).collect();
         self.stats.learned += u64::from(!self.plans.is_empty());
-        (self.current, self.last_whole, self.has_given_up) = (None, None, false);
+        (self.last_whole, self.has_given_up) = (None, false);
         self.is_unproven = !self.plans.is_empty();
     }
 
@@ -412,7 +363,7 @@ impl HeapPlans {
             let slot_of = |place: &u32| slots[&schedule.places()[*place as usize]];
             let mut carried_over: Vec<Slot> = schedule.carried().iter().map(slot_of).collect();
             carried_over.sort_unstable();
-            self.placed.push(Placed { cursor: PlanCursor::new(&known.plan, schedule, slot_of), carried_over });
+            self.installed.push(Installed { cursor: PlanCursor::new(&known.plan, schedule, slot_of), carried_over });
         }
         self.memory = Some(PlanMemory {
             block,
@@ -427,7 +378,7 @@ impl HeapPlans {
     /// `now` returns the current tick of a stream, and `owner` is the stream of the heap.
     pub(crate) fn dissolve(&mut self, arena: &mut Arena, owner: Option<StreamId>, now: impl Fn(StreamId) -> Tick) {
         let memory = self.memory.take().expect("there is plan memory");
-        self.placed.clear();
+        self.installed.clear();
         self.last_whole = None;
         let free = memory.free_state(arena, owner, now);
         arena.remove_places(memory.block, &memory.places, free);

@@ -18,7 +18,7 @@ use super::error::PlanError;
 use crate::config::PoolConfig;
 use crate::config::size_rules::SizeRules;
 use crate::history::digest::{Digest, Mark, op_word};
-use crate::types::ids::StreamId;
+use crate::types::ids::{StreamGroup, StreamId};
 use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, bytes, units};
 use symmalloc_plan::{Overlap, Place, PlacedAllocation, Problem, Rectangle, Schedule, Steps, solve};
 
@@ -50,20 +50,19 @@ pub struct PlannedAllocation {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     key: u64,
-    stream: Option<StreamId>,
+    group: StreamGroup,
     allocations: Vec<PlannedAllocation>,
 }
 
 impl Plan {
-    /// Creates a plan for steps with this key. `stream` is the stream of the plan's heap, or `None` for a heap that all
-    /// streams share. Overlaps of its offsets are checked when a heap adopts it, since they depend on the pool's
-    /// rounding of sizes.
+    /// Creates a plan for steps with this key. `group` is that of the plan's heap. Overlaps of its offsets are checked
+    /// when a heap adopts it, since they depend on the pool's rounding of sizes.
     ///
     /// # Errors
     /// Returns an error if there are no allocations or too many, or if one is impossible: zero bytes, an end before its
     /// start or more than a step later, an offset that is not a multiple of 512 or exceeds the largest segment, or a
-    /// stream that is not the heap's or does not exist.
-    pub fn new(key: u64, stream: Option<StreamId>, allocations: Vec<PlannedAllocation>) -> Result<Self, PlanError> {
+    /// stream that is not in the group or does not exist.
+    pub fn new(key: u64, group: StreamGroup, allocations: Vec<PlannedAllocation>) -> Result<Self, PlanError> {
         let count = allocations.len();
         if count == 0 || count > ALLOCATIONS_MAX {
             return Err(PlanError::Count { allocations: count, most: ALLOCATIONS_MAX });
@@ -76,12 +75,12 @@ impl Plan {
             let end = offset_bytes.unwrap_or(0).checked_add(requested_bytes);
             let is_place = offset_bytes.is_none_or(|offset| offset.is_multiple_of(UNIT_BYTES));
             let is_size = requested_bytes > 0 && end.is_some_and(|end| end <= SEGMENT_BYTES_MAX);
-            let is_stream = of <= StreamId::MAX && stream.is_none_or(|stream| stream == of);
+            let is_stream = of <= StreamId::MAX && group.stream().is_none_or(|stream| stream == of);
             if !is_time || !is_place || !is_size || !is_stream {
                 return Err(PlanError::Allocation { number });
             }
         }
-        Ok(Plan { key, stream, allocations })
+        Ok(Plan { key, group, allocations })
     }
 
     /// Computes an offset for every allocation of a step that can be planned, for a pool with this configuration on a
@@ -96,12 +95,12 @@ impl Plan {
     pub fn solve(
         config: &PoolConfig,
         granularity_bytes: u64,
-        stream: Option<StreamId>,
+        group: StreamGroup,
         key: u64,
         wanted: &[StepAllocation],
         budget: Steps,
     ) -> Result<Self, PlanError> {
-        Self::solve_within(config, granularity_bytes, stream, key, wanted, budget).map(|(plan, _)| plan)
+        Self::solve_within(config, granularity_bytes, group, key, wanted, budget).map(|(plan, _)| plan)
     }
 
     /// Computes the same plan as [`solve`](Self::solve), and returns the steps that the search took, too. It takes less than its budget if
@@ -112,14 +111,14 @@ impl Plan {
     pub fn solve_within(
         config: &PoolConfig,
         granularity_bytes: u64,
-        stream: Option<StreamId>,
+        group: StreamGroup,
         key: u64,
         wanted: &[StepAllocation],
         budget: Steps,
     ) -> Result<(Self, Steps), PlanError> {
         let rules = SizeRules::new(config, granularity_bytes);
         let unplaced = |wanted: &StepAllocation| PlannedAllocation { wanted: *wanted, offset_bytes: None };
-        let mut plan = Plan::new(key, stream, wanted.iter().map(unplaced).collect())?;
+        let mut plan = Plan::new(key, group, wanted.iter().map(unplaced).collect())?;
         let numbers: Vec<usize> = (0..wanted.len()).filter(|number| wanted[*number].until.is_some()).collect();
         if numbers.is_empty() {
             return Ok((plan, Steps(0)));
@@ -138,9 +137,9 @@ impl Plan {
         self.key
     }
 
-    /// Returns the stream of its heap; `None` for a heap that all streams share.
-    pub fn stream(&self) -> Option<StreamId> {
-        self.stream
+    /// Returns the streams that share its heap.
+    pub fn group(&self) -> StreamGroup {
+        self.group
     }
 
     /// Returns the step's allocations.

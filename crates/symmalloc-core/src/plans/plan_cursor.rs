@@ -90,8 +90,9 @@ impl PlanCursor {
         self.next == self.expected.len()
     }
 
-    pub(crate) fn rewind(&mut self) {
-        (self.next, self.checks_from) = (0, 0);
+    /// Returns the cursor before the first allocation.
+    pub(crate) fn rewound(self) -> Self {
+        PlanCursor { next: 0, checks_from: 0, ..self }
     }
 
     /// Returns the number of allocations so far that have a place.

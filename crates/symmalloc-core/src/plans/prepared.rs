@@ -2,9 +2,9 @@
 
 use super::error::PlanError;
 use super::plan::Plan;
+use crate::config::PoolConfig;
 use crate::config::size_rules::SizeRules;
-use crate::config::{PoolConfig, StreamPolicy};
-use crate::types::ids::{PoolId, StreamId};
+use crate::types::ids::{HeapId, StreamId};
 use crate::types::units::{Units, bytes};
 use smallvec::SmallVec;
 use std::sync::Arc;
@@ -13,9 +13,7 @@ use symmalloc_plan::Schedule;
 /// The properties of a heap on which its plans depend.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PlanInputs<'a> {
-    pub(crate) pool: PoolId,
-    /// The stream of the heap; `None` if the pool's streams share it.
-    pub(crate) stream: Option<StreamId>,
+    pub(crate) heap: HeapId,
     pub(crate) config: &'a PoolConfig,
     pub(crate) rules: &'a SizeRules,
 }
@@ -36,11 +34,10 @@ pub(crate) struct PreparedPlans {
 impl PreparedPlans {
     /// Checks plans for a heap.
     pub(super) fn new(plans: Vec<Arc<Plan>>, inputs: PlanInputs<'_>) -> Result<Self, PlanError> {
-        let is_shared = inputs.config.streams() == StreamPolicy::Shared;
         let (mut schedules, mut size, mut streams) = (Vec::new(), 1, SmallVec::new());
         for plan in &plans {
-            if plan.stream().is_none() != is_shared || !is_shared && plan.stream() != inputs.stream {
-                return Err(PlanError::Streams { pool: inputs.pool, stream: plan.stream() });
+            if plan.group() != inputs.heap.group {
+                return Err(PlanError::Streams { pool: inputs.heap.pool, group: plan.group() });
             }
             streams.extend(plan.allocations().iter().map(|planned| planned.wanted.stream));
             let schedule = plan.schedule(inputs.rules)?;

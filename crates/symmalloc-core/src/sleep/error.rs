@@ -4,6 +4,7 @@ use crate::config::errors::{OutOfMemoryCause, UnknownError};
 use crate::types::backend::BackendError;
 use crate::types::ids::{PoolId, StreamId};
 use crate::types::units::{Amount, Counted};
+use std::ops::AddAssign;
 use thiserror::Error;
 
 /// The phase of a pool.
@@ -13,13 +14,13 @@ pub enum Phase {
     Awake,
     /// The pool has all of its addresses and no memory.
     Asleep,
-    /// The pool sleeps, but the driver failed to release some of its memory, or a window that cannot be removed holds
-    /// it. Another sleep tries to release it; a wake reuses it.
-    Failed,
+    /// The pool sleeps, but some of its memory is held: the driver failed to release it, or there is a window on it that
+    /// cannot be removed. Another sleep tries to release it; a wake reuses it.
+    Held,
 }
 
-/// The result of a sleep.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The result of a sleep: the memory of a pool, or of several.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Slept {
     /// Released bytes.
@@ -28,7 +29,7 @@ pub struct Slept {
     pub kept_bytes: u64,
 }
 
-/// The result of a wake.
+/// The result of a wake: the memory of a pool, or of several.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Woken {
@@ -36,6 +37,20 @@ pub struct Woken {
     pub remapped_bytes: u64,
     /// Restored bytes.
     pub loaded_bytes: u64,
+}
+
+impl AddAssign for Slept {
+    fn add_assign(&mut self, other: Self) {
+        self.released_bytes += other.released_bytes;
+        self.kept_bytes += other.kept_bytes;
+    }
+}
+
+impl AddAssign for Woken {
+    fn add_assign(&mut self, other: Self) {
+        self.remapped_bytes += other.remapped_bytes;
+        self.loaded_bytes += other.loaded_bytes;
+    }
 }
 
 /// An error returned by a sleep or a wake. The pool is unchanged, except after [`Held`](SleepCause::Held): nothing is

@@ -8,17 +8,17 @@
 //! whenever an alias maps it a second time.
 
 use crate::history::segment_log::Extents;
-use crate::types::backend::{Place, Range};
+use crate::types::backend::{Range, RangeOffset};
 
 /// One mapping of a heap.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Mapping {
     /// The mapped addresses.
-    pub(crate) at: Place,
+    pub(crate) at: RangeOffset,
     /// Size in bytes.
     pub(crate) size_bytes: u64,
     /// The memory that an alias maps a second time; `None` for a mapping with its own memory.
-    pub(crate) source: Option<Place>,
+    pub(crate) source: Option<RangeOffset>,
 }
 
 impl Mapping {

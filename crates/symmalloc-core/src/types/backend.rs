@@ -52,7 +52,7 @@ pub struct Range {
 }
 
 /// A range and an offset in it, in bytes.
-pub type Place = (Range, u64);
+pub type RangeOffset = (Range, u64);
 
 /// A part of live memory and the position of its copy in an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -142,7 +142,7 @@ pub trait Backend {
     ///
     /// # Errors
     /// Returns an error if a driver call fails; nothing is mapped then.
-    fn map_pieces(&self, at: Place, size_bytes: u64, _piece_bytes: u64) -> Result<(), BackendError> {
+    fn map_pieces(&self, at: RangeOffset, size_bytes: u64, _piece_bytes: u64) -> Result<(), BackendError> {
         self.map(at.0, at.1, size_bytes)
     }
 
@@ -158,7 +158,7 @@ pub trait Backend {
     ///
     /// # Errors
     /// Returns an error if a driver call fails or the backend cannot alias; nothing is mapped then.
-    fn alias(&self, _at: Place, _source: Place, _piece_bytes: u64) -> Result<(), BackendError> {
+    fn alias(&self, _at: RangeOffset, _source: RangeOffset, _piece_bytes: u64) -> Result<(), BackendError> {
         Err(BackendError::new("Backend::alias", 0, Reason::Refused))
     }
 

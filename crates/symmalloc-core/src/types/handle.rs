@@ -11,7 +11,7 @@
 //! as a handle.
 
 use crate::types::backend::DeviceAddress;
-use crate::types::ids::{HeapId, Placement};
+use crate::types::ids::{HeapNumber, Placement};
 use smallvec::SmallVec;
 use std::fmt;
 use std::num::NonZeroU64;
@@ -27,13 +27,13 @@ pub struct Handle {
 
 impl Handle {
     #[inline]
-    pub(crate) fn new(heap: HeapId, slot: u32, serial: NonZeroU64) -> Self {
+    pub(crate) fn new(heap: HeapNumber, slot: u32, serial: NonZeroU64) -> Self {
         Handle { place: (u64::from(heap.0) << 32) | u64::from(slot), serial }
     }
 
     #[inline]
-    pub(crate) fn heap(self) -> HeapId {
-        HeapId((self.place >> 32) as u32)
+    pub(crate) fn heap(self) -> HeapNumber {
+        HeapNumber((self.place >> 32) as u32)
     }
 
     #[inline]
@@ -127,6 +127,7 @@ impl Serials {
 /// An allocation: its handle and its position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
+#[must_use = "the memory stays allocated until its handle is freed"]
 pub struct Allocation {
     /// The handle that names it in later calls.
     pub handle: Handle,

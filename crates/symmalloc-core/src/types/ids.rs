@@ -44,12 +44,11 @@ id! {
 }
 
 id! {
-    /// A heap: one (pool, stream), or one pool that all its streams share. Numbered in creation order within an
-    /// allocator.
+    /// The number of a heap in its allocator, in creation order.
     ///
-    /// If several threads create heaps at once, the numbers may differ from rank to rank. Nothing is ordered by them,
-    /// and ranks compare heaps by pool and stream.
-    pub(crate) struct HeapId(u32), "h"
+    /// If several threads create heaps at once, the numbers may differ from rank to rank. Nothing is ordered by them, and
+    /// ranks compare heaps by [`HeapId`].
+    pub(crate) struct HeapNumber(u32), "h"
 }
 
 id! {
@@ -66,6 +65,64 @@ id! {
 id! {
     /// An observer of a pool's segments, numbered in registration order. Never reused.
     pub struct ObserverId(u32), "o"
+}
+
+/// The streams that share a heap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum StreamGroup {
+    /// All streams of the pool: `streams:shared`.
+    All,
+    /// One stream: `streams:separate`.
+    One(StreamId),
+}
+
+impl StreamGroup {
+    /// Returns the only stream of the group, or `None` if it has several.
+    #[inline]
+    pub const fn stream(self) -> Option<StreamId> {
+        match self {
+            StreamGroup::All => None,
+            StreamGroup::One(stream) => Some(stream),
+        }
+    }
+}
+
+impl fmt::Display for StreamGroup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            StreamGroup::All => f.write_str("shared"),
+            StreamGroup::One(stream) => write!(f, "{stream}"),
+        }
+    }
+}
+
+/// A heap: a pool, and the streams that share the heap. The same on every rank.
+///
+/// Displayed as `p1 s0`, or `p1` if all streams share the heap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct HeapId {
+    /// The pool.
+    pub pool: PoolId,
+    /// The streams that share the heap.
+    pub group: StreamGroup,
+}
+
+impl HeapId {
+    /// Returns the only stream of the heap, or `None` if the pool's streams share it.
+    #[inline]
+    pub const fn stream(self) -> Option<StreamId> {
+        self.group.stream()
+    }
+}
+
+impl fmt::Display for HeapId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.group {
+            StreamGroup::All => write!(f, "{}", self.pool),
+            StreamGroup::One(stream) => write!(f, "{} {stream}", self.pool),
+        }
+    }
 }
 
 impl PoolId {

@@ -20,7 +20,7 @@ pub const GIB: u64 = 1 << 30;
 ///
 /// # Examples
 /// ```
-/// use symmalloc_core::units::Amount;
+/// use symmalloc::units::Amount;
 ///
 /// assert_eq!([1023, 3 << 19, 5 << 30].map(|bytes| Amount(bytes).to_string()), ["1023 B", "1.50 MiB", "5.00 GiB"]);
 /// ```

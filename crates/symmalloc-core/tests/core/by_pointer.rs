@@ -12,7 +12,7 @@ const SIZES: [u64; 6] = [1, 4096, 3 << 20, 700, 64 << 20, 21 << 20];
 
 fn allocator(config: &Config, streams: u16) -> SharedAllocator<SimBackend> {
     let backend = SimBackend::builder().seed(1).build();
-    let allocator = SharedAllocator::with_lock(backend, config.clone()).expect("valid");
+    let allocator = SharedAllocator::new(backend, config.clone()).expect("valid");
     for _ in 0..streams {
         allocator.register_stream().expect("few streams");
     }
@@ -173,7 +173,7 @@ fn a_segment_is_found_from_its_first_byte_to_its_last_and_not_beyond() {
                     (found.base, found.offset_bytes, found.size_bytes),
                     (first.address, offset_bytes, size_bytes)
                 );
-                assert_eq!((found.pool, found.stream), (PoolId::DEFAULT, Some(StreamId(0))));
+                assert_eq!((found.heap.pool, found.heap.stream()), (PoolId::DEFAULT, Some(StreamId(0))));
                 assert_eq!(found.segment, first.placement.segment);
             }
             for outside in [first.address.0 - 1, first.address.0 + size_bytes, first.address.0 + size_bytes + 1] {
@@ -189,7 +189,7 @@ fn a_segment_is_found_from_its_first_byte_to_its_last_and_not_beyond() {
             found_around(&first, 26 * MIB);
         }
         allocator.free(second.handle).expect("live");
-        allocator.trim(None).expect("no faults");
+        allocator.trim_all().expect("no faults");
         found_around(&first, 12 * MIB);
     }
 }

@@ -17,7 +17,7 @@ fn pool_error(text: &str) -> ConfigTextError {
 }
 
 fn pytorch(text: &str) -> PyTorchConfig {
-    Config::from_pytorch_env(text).unwrap_or_else(|error| panic!("{text}: {error}"))
+    Config::from_pytorch_text(text).unwrap_or_else(|error| panic!("{text}: {error}"))
 }
 
 fn fixed(config: &PoolConfig) -> &FixedSegments {
@@ -57,7 +57,7 @@ fn the_canonical_text_states_every_value() {
 #[test]
 fn the_allocators_keys_and_the_default_pools_keys_are_separate() {
     let config: Config = "total_limit_mb:4096,limit_mb:1024,retries_max:0,pointer_lookup:exact".parse().expect("valid");
-    assert_eq!(config.limit_bytes(), Some(4096 * MIB));
+    assert_eq!(config.total_limit_bytes(), Some(4096 * MIB));
     assert_eq!(config.default_pool().limit_bytes(), Some(1024 * MIB));
     assert_eq!(config.retries_max(), 0);
     assert_eq!(config.pointer_lookup(), PointerLookup::Exact);
@@ -134,7 +134,7 @@ fn settings_that_would_make_ranks_differ_are_refused() {
     for text in ["garbage_collection_threshold:0.8", "backend:cudaMallocAsync"] {
         let strict = pool_error(text);
         assert!(matches!(strict, ConfigTextError::Refused { offset: 0, .. }), "{strict}");
-        assert_eq!(Config::from_pytorch_env(text), Err(strict));
+        assert_eq!(Config::from_pytorch_text(text), Err(strict));
     }
 }
 
@@ -340,7 +340,7 @@ fn any_config() -> impl Strategy<Value = Config> {
                 .expect("in range");
             Config::builder()
                 .default_pool(pool)
-                .limit_bytes(total)
+                .total_limit_bytes(total)
                 .retries_max(retries)
                 .history_ops(history)
                 .pointer_lookup([PointerLookup::Off, PointerLookup::Exact][lookup % 2])
@@ -360,7 +360,7 @@ proptest! {
         prop_assert_eq!(back.digest(), config.digest());
         let pool_text = config.default_pool().to_string();
         prop_assert_eq!(&pool_text.parse::<PoolConfig>().expect("valid"), config.default_pool());
-        let env = Config::from_pytorch_env(&text).expect("the PyTorch dialect accepts the canonical text");
+        let env = Config::from_pytorch_text(&text).expect("the PyTorch dialect accepts the canonical text");
         prop_assert_eq!(&env.config, &config);
         prop_assert!(env.ignored.is_empty());
     }
@@ -377,7 +377,7 @@ proptest! {
             Ok(config) => prop_assert_eq!(config.to_string().parse(), Ok(config)),
             Err(error) => prop_assert!(offset(&error) <= text.len(), "{}", error),
         }
-        if let Err(error) = Config::from_pytorch_env(&text) {
+        if let Err(error) = Config::from_pytorch_text(&text) {
             prop_assert!(offset(&error) <= text.len(), "{}", error);
         }
     }

@@ -14,10 +14,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::{BackendError, Reason};
 use symmalloc_files::without_signals;
 
-/// A place for the saved contents of a pool.
+/// The storage for the saved contents of a pool.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum ImagePlace {
+pub enum ImageStorage {
     /// Pinned host memory, which is slow to allocate and fast to copy. It is reused by later images.
     #[default]
     Pinned,

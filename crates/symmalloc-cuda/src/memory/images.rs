@@ -9,12 +9,12 @@
 //! [`Images::release_idle`]. Copies use a dedicated stream and therefore wait for no other stream. The caller has waited for all users of
 //! the memory.
 //!
-//! A pool can have its own [place](ImagePlace). It can also retain its image on the host after it wakes: the image stays readable, and the
+//! A pool can have its own [storage](ImageStorage). It can also retain its image on the host after it wakes: the image stays readable, and the
 //! next one reuses its memory.
 
 use super::copies::{CHUNK_BYTES, Chunk, Copies, Direction, Piece, pieces};
 use super::fills::Fills;
-use super::image_store::{IdleChunks, ImageFile, ImagePlace, Pageable, PinnedChunks, Store};
+use super::image_store::{IdleChunks, ImageFile, ImageStorage, Pageable, PinnedChunks, Store};
 use crate::device::CudaDevice;
 use crate::driver::HOST_PORTABLE;
 use crate::error::{DriverError, INVALID_VALUE};
@@ -28,8 +28,8 @@ use symmalloc_core::ids::PoolId;
 /// The images of one backend.
 pub(crate) struct Images {
     device: Arc<CudaDevice>,
-    /// Place of the images of pools without their own place.
-    place: ImagePlace,
+    /// The storage for images of pools without their own storage.
+    storage: ImageStorage,
     kept: Mutex<KeptImages>,
     idle: IdleChunks,
     fills: Arc<Fills>,
@@ -45,7 +45,7 @@ struct KeptImages {
 /// The settings of one pool's images.
 #[derive(Default)]
 struct PoolImages {
-    place: Option<ImagePlace>,
+    storage: Option<ImageStorage>,
     /// The host keeps an image of the pool after the pool woke.
     is_retained: bool,
     retained: Option<Arc<Saved>>,
@@ -73,7 +73,7 @@ impl Saved {
 /// The host's copy of device bytes, see [`CudaAllocator::saved_at`](crate::CudaAllocator::saved_at).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SavedBytes {
-    /// Contiguous at this host address, until the pool sleeps, wakes or is destroyed, or its place changes.
+    /// Contiguous at this host address, until the pool sleeps, wakes or is destroyed, or its storage changes.
     Contiguous(*const u8),
     /// In a file, or in several pieces: they can only be copied.
     Scattered,
@@ -81,16 +81,16 @@ pub enum SavedBytes {
 
 impl Images {
     pub(crate) fn new(device: Arc<CudaDevice>, folder: Option<PathBuf>) -> Self {
-        let place = folder.map_or(ImagePlace::Pinned, ImagePlace::Folder);
-        Images { device, place, kept: Mutex::default(), idle: IdleChunks::default(), fills: Arc::default() }
+        let storage = folder.map_or(ImageStorage::Pinned, ImageStorage::Folder);
+        Images { device, storage, kept: Mutex::default(), idle: IdleChunks::default(), fills: Arc::default() }
     }
 
-    /// Sets the place of a pool's later images. If it changes, releases a retained image.
-    pub(crate) fn set_place(&self, pool: PoolId, place: ImagePlace) {
+    /// Sets the storage of a pool's later images. If it changes, releases a retained image.
+    pub(crate) fn set_storage(&self, pool: PoolId, storage: ImageStorage) {
         let mut kept = self.kept();
         let of_pool = kept.pools.entry(pool).or_default();
-        if of_pool.place.as_ref() != Some(&place) {
-            of_pool.place = Some(place);
+        if of_pool.storage.as_ref() != Some(&storage) {
+            of_pool.storage = Some(storage);
             of_pool.retained = None;
         }
     }
@@ -118,18 +118,18 @@ impl Images {
     pub(crate) fn save(&self, pool: PoolId, parts: &[Part]) -> Result<Image, BackendError> {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
-        let (place, reused) = {
+        let (storage, reused) = {
             let mut kept = self.kept();
             let of_pool = kept.pools.get_mut(&pool);
-            let (own, reused) = of_pool.map_or((None, None), |of| (of.place.clone(), of.retained.take()));
-            (own.unwrap_or_else(|| self.place.clone()), reused.and_then(Arc::into_inner).map(|saved| saved.store))
+            let (own, reused) = of_pool.map_or((None, None), |of| (of.storage.clone(), of.retained.take()));
+            (own.unwrap_or_else(|| self.storage.clone()), reused.and_then(Arc::into_inner).map(|saved| saved.store))
         };
         let pieces = pieces(parts);
         let len = pieces.last().map_or(0, |piece| piece.chunk * CHUNK_BYTES + piece.at + piece.len);
-        let store = match place {
-            ImagePlace::Pinned => self.save_pinned(&pieces, len, reused)?,
-            ImagePlace::Pageable => self.save_pageable(&pieces, len, reused)?,
-            ImagePlace::Folder(folder) => self.save_to_file(&folder, &pieces, len)?,
+        let store = match storage {
+            ImageStorage::Pinned => self.save_pinned(&pieces, len, reused)?,
+            ImageStorage::Pageable => self.save_pageable(&pieces, len, reused)?,
+            ImageStorage::Folder(folder) => self.save_to_file(&folder, &pieces, len)?,
         };
         let mut kept = self.kept();
         kept.next += 1;

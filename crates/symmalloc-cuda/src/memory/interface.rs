@@ -6,7 +6,7 @@ use super::handle::{DmaBufRefusal, ExportedHandle, HandleKind, HeldDmaBuf};
 use crate::error::{CudaError, DriverError, INVALID_VALUE};
 use std::ffi::c_ulonglong;
 use std::sync::Arc;
-use symmalloc_core::backend::{BackendError, Place, Range, Reason};
+use symmalloc_core::backend::{BackendError, Range, RangeOffset, Reason};
 
 /// Memory in ranges. The contract is that of [`symmalloc_core::backend`].
 #[doc(hidden)]
@@ -15,14 +15,14 @@ pub trait BackendMemory: Send + Sync {
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError>;
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError>;
     /// Like `map`, in pieces that can also be mapped elsewhere.
-    fn map_pieces(&self, at: Place, size_bytes: u64, _piece_bytes: u64) -> Result<(), BackendError> {
+    fn map_pieces(&self, at: RangeOffset, size_bytes: u64, _piece_bytes: u64) -> Result<(), BackendError> {
         self.map(at.0, at.1, size_bytes)
     }
     fn can_alias(&self) -> bool {
         false
     }
     /// Maps a piece of one range into another one.
-    fn alias(&self, _at: Place, _source: Place, _piece_bytes: u64) -> Result<(), BackendError> {
+    fn alias(&self, _at: RangeOffset, _source: RangeOffset, _piece_bytes: u64) -> Result<(), BackendError> {
         Err(BackendError::new("cuMemMap", INVALID_VALUE, Reason::Refused))
     }
     fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError>;

@@ -35,7 +35,7 @@ use std::ffi::{c_uint, c_ulonglong, c_void};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
-use symmalloc_core::backend::{BackendError, DeviceAddress, Place, Range};
+use symmalloc_core::backend::{BackendError, DeviceAddress, Range, RangeOffset};
 
 /// Default size in bytes of the chunks of a growth.
 const CHUNK_BYTES: u64 = 32 << 20;
@@ -430,7 +430,7 @@ impl BackendMemory for VirtualMemory {
         Ok(with_spare(&self.device, || self.map_once(range, &part, None))?)
     }
 
-    fn map_pieces(&self, at: Place, size_bytes: u64, piece_bytes: u64) -> Result<(), BackendError> {
+    fn map_pieces(&self, at: RangeOffset, size_bytes: u64, piece_bytes: u64) -> Result<(), BackendError> {
         let part = at.1..at.1 + size_bytes;
         Ok(with_spare(&self.device, || self.map_once(at.0, &part, Some(piece_bytes)))?)
     }
@@ -440,7 +440,7 @@ impl BackendMemory for VirtualMemory {
         self.rule.is_none()
     }
 
-    fn alias(&self, at: Place, source: Place, piece_bytes: u64) -> Result<(), BackendError> {
+    fn alias(&self, at: RangeOffset, source: RangeOffset, piece_bytes: u64) -> Result<(), BackendError> {
         let (range, part) = (at.0, at.1..at.1 + piece_bytes);
         let backing = self.backing(range, "cuMemMap")?;
         let mut backed = backing.lock();

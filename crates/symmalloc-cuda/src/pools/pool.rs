@@ -20,7 +20,7 @@ use symmalloc_core::{PoolId, StreamId};
 ///
 /// # Dropping
 /// Dropping a pool does not destroy it, because releasing its memory can block until the device has finished using it. Once all of its
-/// allocations and buffers are dropped as well, the pool is destroyed by the allocator's next [`trim`](crate::CachingAllocator::trim). A
+/// allocations and buffers are dropped as well, the pool is destroyed by the allocator's next [`trim_all`](crate::CachingAllocator::trim_all). A
 /// private pool is also destroyed before the limit over all pools refuses a request. A symmetric pool is not, because ranks compare its
 /// ops: destroy it explicitly.
 ///
@@ -75,7 +75,7 @@ impl<B: CudaMemory> Pool<B> {
     /// # Errors
     /// Returns [`PoolError::InUse`](symmalloc_core::errors::PoolError::InUse) if allocations or buffers of the pool are live, and an error
     /// if the pool is observed; the pool is unchanged in these cases. If a driver call fails, the pool is destroyed and
-    /// [`trim`](crate::CachingAllocator::trim) retries to release the rest.
+    /// [`trim_all`](crate::CachingAllocator::trim_all) retries to release the rest.
     pub fn destroy(&self) -> Result<u64, CudaError> {
         self.lease.state.destroy_pool(self.lease.pool)
     }

@@ -16,7 +16,7 @@ use symmalloc_core::{Handle, ObserverId, PoolId, SharedAllocator, StreamId};
 pub(crate) struct AllocatorState<B: CudaMemory> {
     core: SharedAllocator<B>,
     registration: Mutex<()>,
-    /// Pools that [`trim`](Self::trim) trims, ascending: all except graph pools and pools with a quota.
+    /// Pools that [`trim_all`](Self::trim_all) trims, ascending: all except graph pools and pools with a quota.
     trimmable: Mutex<Vec<PoolId>>,
     abandoned_graphs: Mutex<Vec<AbandonedPool>>,
     /// Pools that a graph pool of this crate observes.
@@ -42,7 +42,7 @@ impl<B: CudaMemory> AllocatorState<B> {
         let config =
             if pool == *config.default_pool() { config } else { config.to_builder().default_pool(pool).build()? };
         Ok(AllocatorState {
-            core: SharedAllocator::with_lock(backend, config)?,
+            core: SharedAllocator::new(backend, config)?,
             registration: Mutex::default(),
             trimmable: Mutex::new(vec![PoolId::DEFAULT]),
             abandoned_graphs: Mutex::default(),
@@ -126,14 +126,14 @@ impl<B: CudaMemory> AllocatorState<B> {
         self.streams().order_behind(stream, on)?;
         if !self.device().is_capturing() {
             // An order within a capture applies only to its graph.
-            let _known = self.core.stream_waits(stream, on);
+            let _known = self.core.note_stream_wait(stream, on);
         }
         Ok(())
     }
 
     pub(crate) fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
         self.streams().synchronize(stream)?;
-        let _known = self.core.stream_synchronized(stream);
+        let _known = self.core.note_synchronized(stream);
         Ok(())
     }
 
@@ -168,7 +168,7 @@ impl<B: CudaMemory> AllocatorState<B> {
         lock(&self.drop_errors).clone()
     }
 
-    /// Creates a pool. [`trim`](Self::trim) trims it, unless it has a quota.
+    /// Creates a pool. [`trim_all`](Self::trim_all) trims it, unless it has a quota.
     pub(crate) fn create_pool(&self, key: Option<PoolId>, config: PoolConfig) -> Result<PoolId, CudaError> {
         let has_quota = config.has_quota();
         let pool = match key {
@@ -198,8 +198,8 @@ impl<B: CudaMemory> AllocatorState<B> {
         u32::from(lock(&self.of_graphs).contains(&pool)).min(self.core.observer_count(pool))
     }
 
-    /// See [`CachingAllocator::trim`](crate::CachingAllocator::trim).
-    pub(crate) fn trim(&self) -> Result<u64, CudaError> {
+    /// See [`CachingAllocator::trim_all`](crate::CachingAllocator::trim_all).
+    pub(crate) fn trim_all(&self) -> Result<u64, CudaError> {
         let (mut released_bytes, mut failure, mut outcome) = (0, None, Ok(()));
         // Memory that the driver did not release when its pool was destroyed. Pools that are destroyed below are retried by the next trim.
         let retried = self.core.trim_destroyed_pools();
@@ -213,7 +213,7 @@ impl<B: CudaMemory> AllocatorState<B> {
             }
         }
         let pools = lock(&self.trimmable).clone();
-        let trims = pools.into_iter().map(|pool| (Some(pool), self.core.trim(Some(pool))));
+        let trims = pools.into_iter().map(|pool| (Some(pool), self.core.trim_pool(pool)));
         for (pool, trimmed) in std::iter::once((None, retried)).chain(trims) {
             match trimmed {
                 Ok(bytes) => released_bytes += bytes,
@@ -245,14 +245,14 @@ impl<B: CudaMemory> AllocatorState<B> {
         destroyed_bytes + released_bytes + self.core.backend().memory().release_spare()
     }
 
-    /// Marks a pool without owners. The next [`trim`](Self::trim) destroys it if possible, and so does the core before a
+    /// Marks a pool without owners. The next [`trim_all`](Self::trim_all) destroys it if possible, and so does the core before a
     /// limit refuses a request if the pool is private.
     pub(crate) fn abandon(&self, pool: PoolId) {
         lock(&self.trimmable).retain(|other| *other != pool);
         self.core.abandon_pool(pool);
     }
 
-    /// Marks a graph pool without owners. The next [`trim`](Self::trim) destroys it if possible.
+    /// Marks a graph pool without owners. The next [`trim_all`](Self::trim_all) destroys it if possible.
     pub(crate) fn abandon_graph_pool(&self, abandoned: AbandonedPool) {
         lock(&self.abandoned_graphs).push(abandoned);
     }
@@ -308,7 +308,7 @@ impl<B: CudaMemory> AllocatorState<B> {
 /// stays. Returns the number of bytes released.
 pub fn trim_private_pools<B: Backend>(core: &SharedAllocator<B>, is_kept: impl Fn(PoolId) -> bool) -> u64 {
     let pools = core.pools().into_iter().filter(|pool| is_private(core, *pool) && !is_kept(*pool));
-    let released = pools.map(|pool| match core.trim(Some(pool)) {
+    let released = pools.map(|pool| match core.trim_pool(pool) {
         Ok(bytes) => bytes,
         // The core logged the failure.
         Err(TrimError::Backend { released_bytes, .. }) => released_bytes,

@@ -87,7 +87,7 @@ impl DmaBuf {
         let Some(page_end) = end.checked_next_multiple_of(page_bytes) else { return Err(not_mapped) };
         let part = start..page_end;
 
-        let memory = ExportedMemory::held(segment.pool, SharePage::create()?, live_inside(segment, address..end));
+        let memory = ExportedMemory::held(segment.heap.pool, SharePage::create()?, live_inside(segment, address..end));
         // Frees are detected from here on.
         allocator.state().exported().add(&memory);
         let held = backend.memory().hold_dma_buf(&part, &memory);

@@ -97,7 +97,7 @@ fn report(memory: &ExportedMemory) -> ExportReport {
 /// Returns the segments of the allocator's pool that have live allocations, with only those blocks.
 fn live_segments(allocator: &CudaAllocator) -> Vec<SegmentSnapshot> {
     let mut segments = allocator.core().snapshot().segments;
-    segments.retain(|segment| segment.pool == allocator.pool());
+    segments.retain(|segment| segment.heap.pool == allocator.pool());
     for segment in &mut segments {
         segment.blocks.retain(|block| matches!(block.state, BlockStateSnapshot::Allocated { .. }));
     }

@@ -71,7 +71,7 @@ fn run(device: &Arc<CudaDevice>, job: &str, config: &Config) {
     );
     assert!(read.abs_diff(peak) <= peak / 100 + (64 << 20), "the driver's peak must match ours");
     one.free_all().expect("freed");
-    on_device.trim(None).expect("trimmed");
+    on_device.trim_all().expect("trimmed");
     let left = free_before.expect("known").saturating_sub(free_bytes());
     assert!(left <= 64 << 20, "{job}: {left} bytes were not released");
 }

@@ -70,7 +70,7 @@ fn the_failure_callback_makes_room_on_a_full_device() {
         if theirs.lock().expect("not poisoned").pop().is_none() {
             return Retry::GiveUp;
         }
-        core.trim(Some(id)).expect("trimmed");
+        core.trim_pool(id).expect("trimmed");
         Retry::Again
     });
     let large = allocator.alloc_zeroed::<u8>(&stream, 2048 * MIB).expect("the callback frees memory");

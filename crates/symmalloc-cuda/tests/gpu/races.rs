@@ -65,7 +65,7 @@ fn wrong_elements(device: &Arc<CudaDevice>, waits: bool, lasting: Duration, conf
     let (main, side) = (context.new_stream().expect("a stream"), context.new_stream().expect("a stream"));
     backend.add_stream(Arc::clone(&main));
     backend.add_stream(Arc::clone(&side));
-    let allocator = SharedAllocator::with_lock(Fenced { backend, waits }, config).expect("valid");
+    let allocator = SharedAllocator::new(Fenced { backend, waits }, config).expect("valid");
     let (main_id, side_id) = (allocator.register_stream().expect("an id"), allocator.register_stream().expect("an id"));
     let wrong = side.alloc_zeros::<u32>(1).expect("a counter");
     side.synchronize().expect("done");

@@ -155,7 +155,7 @@ impl Soak {
         }
         drop(pool);
         if self.rounds % 8 == 7 {
-            self.allocator.trim().expect("trimmed");
+            self.allocator.trim_all().expect("trimmed");
         }
         self.rounds += 1;
     }
@@ -163,7 +163,7 @@ impl Soak {
     /// Waits for all work and trims, so that only objects that live for the whole run remain.
     fn settle(&mut self) {
         self.streams.iter().for_each(|stream| self.allocator.synchronize(stream).expect("synchronized"));
-        self.allocator.trim().expect("trimmed");
+        self.allocator.trim_all().expect("trimmed");
         assert_eq!(self.allocator.stats().usage.all.allocated_bytes.current, 0, "everything is freed between rounds");
     }
 

@@ -53,7 +53,7 @@ stub_test!(dropped_symmetric_arenas_are_destroyed_explicitly, {
     serve(true).expect("the first fits");
     let refused = serve(true).expect_err("the memory of the first stays");
     assert!(matches!(refused, CudaError::Allocate(AllocateError::OutOfMemory(_))), "{refused}");
-    assert!(allocator.trim().expect("trimmed") >= 40 << 20, "the trim destroys the pool, and counts its memory");
+    assert!(allocator.trim_all().expect("trimmed") >= 40 << 20, "the trim destroys the pool, and counts its memory");
 });
 
 stub_test!(a_reset_needs_dropped_buffers_and_calls_no_driver, {
@@ -96,7 +96,7 @@ stub_test!(a_destroyed_pool_returns_its_memory_once, {
     assert!(matches!(refused, CudaError::Allocate(AllocateError::Unknown(error)) if error == gone), "{refused}");
     assert!(matches!(pool.destroy(), Err(CudaError::Pool(PoolError::Unknown(error))) if error == gone));
     drop((pool, arena));
-    assert_eq!(allocator.trim().expect("trimmed"), 0);
+    assert_eq!(allocator.trim_all().expect("trimmed"), 0);
     assert_eq!((live().device_bytes, calls("cuMemUnmap")), (0, 1));
 });
 
@@ -112,7 +112,7 @@ stub_test!(a_trim_counts_all_bytes_that_return_to_the_device, {
         drop(allocator.alloc_zeroed::<u8>(&stream, 6 * MIB).expect("allocated"));
         let held = live().device_bytes - before;
         assert!(held >= 18 << 20);
-        assert_eq!(allocator.trim().expect("trimmed"), held, "{text}");
+        assert_eq!(allocator.trim_all().expect("trimmed"), held, "{text}");
         assert_eq!(live().device_bytes, before, "{text}");
     }
 });

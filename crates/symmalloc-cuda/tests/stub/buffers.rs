@@ -232,9 +232,9 @@ stub_test!(a_stream_allocator_keeps_the_memory_and_not_the_pool, {
     assert_eq!((inside.pool(), inside.stream_id()), (pool.id(), StreamId(0)));
     let buffer = inside.alloc_zeroed::<u8>(MIB).expect("allocated");
     drop(pool);
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     drop(buffer);
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     let error = inside.alloc_zeroed::<u8>(MIB).expect_err("the pool is gone");
     assert!(matches!(error, CudaError::Allocate(AllocateError::Unknown(_))), "{error:?}");
     drop(allocator.alloc_zeroed::<u8>(&stream, MIB).expect("allocated"));
@@ -376,11 +376,11 @@ stub_test!(allocations_of_a_pool_use_its_own_memory, {
     let buffer = inside.alloc_zeroed::<u8>(&stream, 5 * MIB).expect("allocated");
     assert_eq!(allocator.core().pool_stats(id).expect("known").usage.all.allocations.current, 1);
     drop((pool, inside));
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     assert!(live().device_bytes >= 5 * MIB as u64, "a live buffer keeps the pool");
     drop(buffer);
     assert!(live().device_bytes >= 5 * MIB as u64, "dropping never releases memory to the device");
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     assert_eq!(live().device_bytes, 0);
     assert!(allocator.core().pool_stats(id).is_err(), "destroyed");
 });
@@ -391,10 +391,10 @@ stub_test!(an_abandoned_pool_that_is_observed_waits_without_an_error, {
     let id = pool.id();
     let (observer, _) = allocator.core().observe(id).expect("known");
     drop(pool);
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     assert!(allocator.core().pool_stats(id).is_ok(), "the pool is observed");
     allocator.core().forget(observer).expect("forgotten");
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     assert!(allocator.core().pool_stats(id).is_err(), "destroyed");
 });
 
@@ -429,11 +429,11 @@ stub_test!(a_trim_releases_free_memory, {
     let kept = allocator.alloc_zeroed::<u8>(&stream, MIB).expect("allocated");
     drop(allocator.alloc_zeroed::<u8>(&stream, 100 * MIB).expect("allocated"));
     assert!(free() <= before - 100 * MIB as u64);
-    let released = allocator.trim().expect("trimmed");
+    let released = allocator.trim_all().expect("trimmed");
     assert_eq!(released, 100 * MIB as u64 / (2 << 20) * (2 << 20));
     assert_eq!(free(), before - (2 << 20), "the granule of the live buffer stays");
     drop(kept);
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     assert_eq!(free(), before);
 });
 
@@ -553,7 +553,7 @@ stub_test!(without_virtual_memory_pools_get_fixed_segments, ["STUB_NO_VMM" = "1"
     let buffer = allocator.alloc_zeroed::<u8>(&stream, MIB).expect("allocated");
     assert_eq!(stream.clone_dtoh(&buffer).expect("copied"), vec![0; MIB]);
     drop(buffer);
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     assert_eq!(live().device_bytes, 0);
 });
 
@@ -568,7 +568,7 @@ stub_test!(placements_do_not_depend_on_chunks, {
             buffers.push(allocator.alloc_zeroed::<u8>(&stream, size * MIB).expect("allocated"));
         }
         buffers.remove(2);
-        allocator.trim().expect("trimmed");
+        allocator.trim_all().expect("trimmed");
         buffers.push(allocator.alloc_zeroed::<u8>(&stream, 3 * MIB).expect("allocated"));
         let places: Vec<_> = buffers.iter().map(DeviceBuffer::placement).collect();
         (places, allocator.digest(PoolId::DEFAULT).expect("known"), allocator.core().backend().idle_bytes())

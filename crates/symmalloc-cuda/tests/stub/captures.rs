@@ -27,7 +27,7 @@ fn life(allocator: &CudaAllocator) {
     // Waits for the fence of the freed block.
     let again = allocator.allocate(&stream, 50 << 20).expect("memory");
     allocator.free(again.handle).expect("live");
-    allocator.core().trim(None).expect("nothing fails");
+    allocator.core().trim_all().expect("nothing fails");
     for contents in [Contents::Keep, Contents::Drop] {
         allocator.sleep(PoolId::DEFAULT, contents).expect("the pool can sleep");
         allocator.wake(PoolId::DEFAULT).expect("memory");

@@ -88,7 +88,7 @@ stub_test!(memory_stays_until_its_dma_buf_is_dropped, {
                     allocator.free(allocation.handle).expect("freed");
                     assert_eq!(first.state(), ExportState::Freed(0), "{text}");
                     pool.take_if(|_| end == "destroy");
-                    allocator.trim().expect("trimmed");
+                    allocator.trim_all().expect("trimmed");
                 }
             }
             assert_eq!(live().device_bytes, taken, "{text}, {end}: the device has not got the memory back");
@@ -130,7 +130,7 @@ stub_test!(memory_stays_mapped_while_a_dma_buf_comes_and_goes, {
     assert_eq!(allocator.digest(pool.id()), Ok(digest), "a dma-buf is not part of the history");
     allocator.free(allocation.handle).expect("freed");
     drop(pool);
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     assert_eq!(live().device_bytes, 0);
 });
 
@@ -192,7 +192,7 @@ stub_test!(failures_leave_nothing_open_and_nothing_held, {
     assert_eq!(descriptors(), before.1);
     allocator.free(allocation.handle).expect("freed");
     drop(pool);
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     assert_eq!(live().device_bytes, 0);
 });
 
@@ -221,7 +221,7 @@ stub_test!(a_dma_buf_works_with_prefetching, {
     let before = live().device_bytes;
     let held = dma_buf_of(&allocator, &allocation).expect("a dma-buf");
     allocator.free(allocation.handle).expect("freed");
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     assert_eq!(live().device_bytes, before);
     drop(held);
     assert!(live().device_bytes < before);

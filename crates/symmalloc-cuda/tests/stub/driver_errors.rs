@@ -59,7 +59,7 @@ stub_test!(idle_memory_without_access_gets_access_before_its_reuse, {
     stream.memcpy_htod(&[7_u8; 3 << 20], &mut buffer).expect("accessible");
     assert_eq!((allocator.core().backend().idle_bytes(), live().device_bytes), (0, 6 << 20));
     drop((buffer, kept));
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     assert_eq!(live().device_bytes, 0);
 });
 

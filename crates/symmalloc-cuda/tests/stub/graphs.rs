@@ -56,7 +56,7 @@ stub_test!(memory_in_a_capture_comes_from_the_graph_pool_and_stays, {
     let (graph, mut output, _) = capture(&allocator, &pool, &streams);
     assert_eq!(allocator.core().pool_stats(pool.id()).expect("known").usage.all.allocations.current, 1);
     let before = live().device_bytes;
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     assert!(live().device_bytes + (2 << 20) > before, "the graph's memory stays");
 
     for value in [1_u8, 2] {
@@ -69,10 +69,10 @@ stub_test!(memory_in_a_capture_comes_from_the_graph_pool_and_stays, {
     }
     // The graph keeps the memory after the pool and the buffers are dropped.
     drop((pool, output));
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     graph.launch(&streams.0).expect("launched");
     drop((graph, outside));
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     assert_eq!((live().device_bytes, live().graphs), (0, 0));
 });
 
@@ -89,7 +89,7 @@ stub_test!(a_dropped_pool_waits_for_every_stream_that_launched_its_graphs, {
         }
         drop((graph, output, pool));
         let before = calls("cuStreamSynchronize");
-        allocator.trim().expect("trimmed");
+        allocator.trim_all().expect("trimmed");
         assert_eq!(live().graphs, 0);
         calls("cuStreamSynchronize") - before
     };

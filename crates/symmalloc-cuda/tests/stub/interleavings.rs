@@ -12,7 +12,7 @@ use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_core::{Allocation, PoolId, StreamId};
-use symmalloc_cuda::{CudaAllocator, CudaBackend, GraphPool, ImagePlace, LentStream, Pool};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, GraphPool, ImageStorage, LentStream, Pool};
 
 const MIB: u64 = 1 << 20;
 /// Time for the second operation, before it counts as waiting for a lock.
@@ -45,7 +45,7 @@ const OPERATIONS: &[(&str, Operation)] = &[
         Ok(it.allocator.free(again.handle)?)
     }),
     ("trim", |it| {
-        it.allocator.trim()?;
+        it.allocator.trim_all()?;
         Ok(())
     }),
     ("sleep and wake", |it| {
@@ -62,7 +62,7 @@ const OPERATIONS: &[(&str, Operation)] = &[
         let made = it.allocator.with_pool(&pool).allocate(&it.streams[0], MIB)?;
         it.allocator.free(made.handle)?;
         drop(pool);
-        it.allocator.trim()?;
+        it.allocator.trim_all()?;
         Ok(())
     }),
     ("release pinned memory", |it| {
@@ -85,8 +85,8 @@ const OPERATIONS: &[(&str, Operation)] = &[
         Ok(())
     }),
     ("change the place of contents", |it| {
-        it.allocator.save_in(it.pool.id(), ImagePlace::Pageable);
-        it.allocator.save_in(it.pool.id(), ImagePlace::Pinned);
+        it.allocator.save_in(it.pool.id(), ImageStorage::Pageable);
+        it.allocator.save_in(it.pool.id(), ImageStorage::Pinned);
         Ok(())
     }),
 ];
@@ -130,7 +130,7 @@ impl Shared {
         self.allocator.free(self.kept.handle).expect("live");
         let Shared { allocator, streams, pool, .. } = self;
         drop(pool);
-        allocator.trim().unwrap_or_else(|error| panic!("{context}: {error}"));
+        allocator.trim_all().unwrap_or_else(|error| panic!("{context}: {error}"));
         assert_eq!(allocator.stats().usage.all.allocations.current, 0, "{context}");
         drop((allocator, streams));
         let left = live();

@@ -30,7 +30,7 @@ stub_test!(calls_of_the_device_are_counted_and_measured_under_its_label, {
         fail("cuMemCreate", 1, 2);
         allocator.allocate(&a, 30 << 20).expect_err("the driver call fails");
         allocator.free(again.handle).expect("live");
-        allocator.trim().expect("trimmed");
+        allocator.trim_all().expect("trimmed");
         let publisher = Publisher::new().with_label("rank", "2");
         publisher.publish(&allocator);
         let pinned = PinnedAllocator::pinned(&device, Config::default()).expect("the stub supports it");

@@ -25,7 +25,7 @@ stub_test!(pinned_buffers_carry_data_both_ways, {
     assert_eq!(back.as_slice().expect("done")[999], 999);
     assert_eq!(calls("cuStreamSynchronize"), waits + 2, "a second read does not wait");
     drop((from, back));
-    pinned.trim().expect("trimmed");
+    pinned.trim_all().expect("trimmed");
     assert_eq!(live().host_bytes, 0);
 });
 

@@ -279,13 +279,13 @@ stub_test!(trim_releases_spare_memory, {
     let buffer = allocator.alloc_zeroed::<u8>(&stream, 20 << 20).expect("allocated");
     wait_for_spare(allocator.core().backend(), 20);
     assert_eq!(allocator.stats().reserved_bytes.current, 20 * MIB, "no allocation uses it");
-    assert_eq!(allocator.trim().expect("trimmed"), 20 * MIB, "the prefetched memory");
+    assert_eq!(allocator.trim_all().expect("trimmed"), 20 * MIB, "the prefetched memory");
     assert_eq!((allocator.core().backend().spare_bytes(), live().device_bytes), (0, 20 * MIB));
     drop(buffer);
     let buffer = allocator.alloc_zeroed::<u8>(&stream, 40 << 20).expect("allocated");
     wait_for_spare(allocator.core().backend(), 40);
     drop(buffer);
-    assert_eq!(allocator.core().trim(None).expect("trimmed"), 40 * MIB);
+    assert_eq!(allocator.core().trim_all().expect("trimmed"), 40 * MIB);
     assert_eq!(live().device_bytes, 0, "a trim of the core also releases the prefetched memory of its ranges");
 });
 
@@ -428,8 +428,9 @@ fn seen(backend: CudaBackend, config: &Config, program: &Program, mut before: im
         let outcome = replay.step(op);
         seen.outcomes.push(outcome.map(|made| made.map(|made| made.placement)).map_err(|error| error.to_string()));
         let unread = allocator.unread(observer);
-        let event =
-            |event: &SegmentEvent| (event.kind, event.stream, event.segment, event.offset_bytes, event.size_bytes);
+        let event = |event: &SegmentEvent| {
+            (event.kind, event.heap.stream(), event.segment, event.offset_bytes, event.size_bytes)
+        };
         seen.events.extend(unread.events.iter().map(event));
         allocator.acknowledge(observer, &unread).expect("faults spare this thread");
         let stats = allocator.stats();

@@ -32,7 +32,7 @@ stub_test!(recordings_of_buffers_pools_and_graphs_replay_on_the_simulator, {
     allocator.synchronize(&a).expect("done");
     allocator.free(named.handle).expect("live");
     drop((captured, graph, graphs, target, pool));
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     let recorded = core.stop_recording().expect("the recording is complete").records;
 
     let recording = read_path(&path, &ReadOptions::default()).expect("a trace");

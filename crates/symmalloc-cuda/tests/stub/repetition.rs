@@ -10,7 +10,7 @@ use symmalloc_core::PoolId;
 use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
 use symmalloc_core::op::Contents;
 use symmalloc_core::report::MemoryStats;
-use symmalloc_cuda::{CudaAllocator, DeviceBuffer, GraphPool, ImagePlace, LentStream};
+use symmalloc_cuda::{CudaAllocator, DeviceBuffer, GraphPool, ImageStorage, LentStream};
 use symmalloc_harness::levels::levels;
 
 const ROUNDS: usize = 5;
@@ -44,7 +44,7 @@ fn allocator(streams: StreamPolicy) -> CudaAllocator {
     CudaAllocator::new(&device(), config).expect("the stub supports it")
 }
 
-fn sleep_and_wake(text: &str, place: ImagePlace) {
+fn sleep_and_wake(text: &str, place: ImageStorage) {
     let mut job = Job::of(backend(), text, &[100, MIB, 3 * MIB, 5000]);
     job.allocator.save_in(job.id(), place);
     steady(ROUNDS, |_| {
@@ -65,10 +65,10 @@ fn sleep_and_wake(text: &str, place: ImagePlace) {
 }
 
 stub_test!(sleeps_and_wakes_hold_what_the_first_one_held, {
-    POLICIES.into_iter().for_each(|text| sleep_and_wake(text, ImagePlace::Pinned));
+    POLICIES.into_iter().for_each(|text| sleep_and_wake(text, ImageStorage::Pinned));
     let folder = tempfile::tempdir().expect("a temporary folder");
-    sleep_and_wake(POLICIES[0], ImagePlace::Pageable);
-    sleep_and_wake(POLICIES[0], ImagePlace::Folder(folder.path().into()));
+    sleep_and_wake(POLICIES[0], ImageStorage::Pageable);
+    sleep_and_wake(POLICIES[0], ImageStorage::Folder(folder.path().into()));
 });
 
 stub_test!(captures_hold_what_the_first_one_held, {
@@ -87,7 +87,7 @@ stub_test!(captures_hold_what_the_first_one_held, {
             (addresses([&output]), places)
         });
         drop(fresh);
-        allocator.trim().expect("trimmed");
+        allocator.trim_all().expect("trimmed");
         (captured, held(&allocator, []))
     });
 });
@@ -148,7 +148,7 @@ stub_test!(pools_that_learn_steps_hold_what_the_first_one_held, {
         let last = last.expect("four steps");
         assert_eq!((last.planned, last.difference), (3, None), "the last step follows the plan");
         drop((inside, pool));
-        allocator.trim().expect("trimmed");
+        allocator.trim_all().expect("trimmed");
         (places, held(&allocator, []))
     });
 });

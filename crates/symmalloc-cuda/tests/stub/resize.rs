@@ -68,7 +68,7 @@ impl<'a> Rank<'a> {
                 Came::Freed
             }
             8 => {
-                self.allocator.trim(None).expect("no faults");
+                self.allocator.trim_all().expect("no faults");
                 Came::Freed
             }
             _ => {
@@ -106,7 +106,7 @@ impl<'a> Rank<'a> {
         }
         let snapshot = self.allocator.snapshot();
         let spans: Vec<u64> =
-            snapshot.segments.iter().filter(|segment| segment.pool == self.pool).map(|it| it.size_bytes).collect();
+            snapshot.segments.iter().filter(|segment| segment.heap.pool == self.pool).map(|it| it.size_bytes).collect();
         assert!(spans.iter().all(|bytes| *bytes <= RANGE) && spans.len() <= 1, "one range: {spans:?}");
     }
 }
@@ -283,7 +283,7 @@ impl Cache {
     fn end(self) {
         let Cache { allocator, pool, stream, kept } = self;
         drop((kept, pool));
-        allocator.trim().expect("trimmed");
+        allocator.trim_all().expect("trimmed");
         drop((allocator, stream));
         let left = live();
         assert_eq!((left.device_bytes, left.ranges, left.mappings), (0, 0, 0));
@@ -301,7 +301,7 @@ stub_test!(a_smaller_quota_releases_memory_to_the_device, {
         matches!(cache.resize(10 << 20), Err(CudaError::Resize(error)) if matches!(*error, ResizeError::InUse { .. }))
     );
     assert_eq!(live().device_bytes, 14 << 20, "unchanged");
-    cache.allocator.trim().expect("trimmed");
+    cache.allocator.trim_all().expect("trimmed");
     assert_eq!(live().device_bytes, 14 << 20, "only a resize releases a quota");
     cache.end();
 });

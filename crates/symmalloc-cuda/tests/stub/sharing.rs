@@ -195,7 +195,7 @@ stub_test!(a_stale_import_is_an_error_and_its_memory_stays_mapped, {
     assert_eq!(served.expect_err("stale"), ShareError::Stale(ExportState::Freed(1)));
     assert_eq!(attached.expect_err("stale"), ShareError::Stale(ExportState::Freed(1)));
     drop((embedding, unnamed));
-    weights.trim().expect("trimmed");
+    weights.trim_all().expect("trimmed");
     // SAFETY: mapped by the import, regardless of the exporter's actions; the stub's device memory is host memory.
     assert_eq!(unsafe { (address as *const u8).read() }, 2, "the import keeps the last contents");
     assert_eq!(weights.exports().len(), 1, "a peer is still attached");
@@ -213,7 +213,7 @@ stub_test!(a_trim_next_to_exported_memory_keeps_imports_valid, {
     let export = allocator.export().expect("exported");
     assert_eq!(export.mapped_bytes(), 10 << 20, "whole chunks are exported");
     let import = attach(&export, &device, Access::Read).expect("attached");
-    assert_eq!(allocator.trim().expect("trimmed"), 8 << 20);
+    assert_eq!(allocator.trim_all().expect("trimmed"), 8 << 20);
     import.check().expect("free memory in the chunk is not part of the export");
     assert_eq!(content(&import, "kept", &stream), vec![7; 2 * MIB]);
     drop(kept);
@@ -413,7 +413,7 @@ stub_test!(nothing_leaks_after_any_failed_driver_call, {
             nth += 1;
         }
         assert!(nth > 1, "the program never calls {call}");
-        trainer.weights.trim().expect("failed releases are retried");
+        trainer.weights.trim_all().expect("failed releases are retried");
         assert_eq!((live(), descriptors()), before, "{call}");
     }
 });

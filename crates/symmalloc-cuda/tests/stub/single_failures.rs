@@ -17,7 +17,7 @@ use symmalloc_core::report::MemoryStats;
 use symmalloc_core::sleep::Phase;
 use symmalloc_core::{Allocation, PoolId, StreamId};
 use symmalloc_cuda::{
-    CudaAllocator, CudaBackend, CudaBackendBuilder, CudaError, CudaMemory, GraphPool, ImagePlace, LentStream, Pool,
+    CudaAllocator, CudaBackend, CudaBackendBuilder, CudaError, CudaMemory, GraphPool, ImageStorage, LentStream, Pool,
 };
 use symmalloc_harness::levels::levels;
 
@@ -54,7 +54,7 @@ enum Step {
     Relend(usize),
     Sleep(Contents),
     Wake,
-    SaveIn(ImagePlace),
+    SaveIn(ImageStorage),
     Retain(bool),
     ReserveHost(u64),
     ReleaseHost,
@@ -165,7 +165,7 @@ impl Job {
         let graph = capture.end()?;
         graph.launch(stream)?;
         drop((graph, graphs));
-        self.allocator.trim()?;
+        self.allocator.trim_all()?;
         Ok(())
     }
 }
@@ -183,7 +183,7 @@ impl Repeatable for Job {
             }
             DropPool => {
                 self.pool = None;
-                self.allocator.trim()?;
+                self.allocator.trim_all()?;
             }
             Take(block, on, size) => {
                 let made = core.allocate(self.pool_id(), self.id(*on), *size)?;
@@ -199,7 +199,7 @@ impl Repeatable for Job {
                 self.blocks.remove(block);
             }
             Wait(stream, on) => self.allocator.wait(&self.streams[*stream], &self.streams[*on])?,
-            Trim => _ = self.allocator.trim()?,
+            Trim => _ = self.allocator.trim_all()?,
             Synchronize(index) => self.allocator.synchronize(&self.streams[*index])?,
             Lend(index) => {
                 let raw = LentStream::of(self.streams[*index].cu_stream());
@@ -272,7 +272,7 @@ impl Repeatable for Job {
             self.allocator.free(made.handle).expect("the driver works again");
         }
         self.pool = None;
-        self.allocator.trim().expect("the driver works again");
+        self.allocator.trim_all().expect("the driver works again");
         let held = self.held();
         drop((self.allocator, self.streams));
         Held { live: live(), ..held }
@@ -406,7 +406,7 @@ stub_test!(lent_streams_survive_any_failed_call, {
 stub_test!(sleeping_pools_survive_any_failed_call, {
     let folder = tempfile::tempdir().expect("a folder");
     let folder: PathBuf = folder.path().into();
-    for place in [ImagePlace::Pinned, ImagePlace::Pageable, ImagePlace::Folder(folder)] {
+    for place in [ImageStorage::Pinned, ImageStorage::Pageable, ImageStorage::Folder(folder)] {
         let steps = [
             CreatePool("segments:expandable"),
             SaveIn(place.clone()),
@@ -507,7 +507,7 @@ impl Repeatable for Buffers {
             drop(inside.alloc_zeroed::<u8>(b, size / 3)?);
         }
         drop((inside, pool));
-        allocator.trim()?;
+        allocator.trim_all()?;
         allocator.core().check().unwrap_or_else(|violation| panic!("{violation}"));
         allocator.synchronize(a)
     }

@@ -72,7 +72,7 @@ impl Job {
     pub(crate) fn end(self) {
         let Job { allocator, pool, stream, buffers } = self;
         drop((buffers, pool));
-        allocator.trim().expect("trimmed");
+        allocator.trim_all().expect("trimmed");
         drop((allocator, stream));
         let left = live();
         assert_eq!((left.device_bytes, left.ranges, left.mappings, left.host_bytes), (0, 0, 0, 0));
@@ -183,7 +183,7 @@ stub_test!(contents_are_copied_while_memory_is_mapped_and_before_it_is_released,
     heal();
     job.buffers.clear();
     drop(job.pool);
-    job.allocator.trim().expect("trimmed");
+    job.allocator.trim_all().expect("trimmed");
     assert_eq!((live().device_bytes, live().ranges, live().streams), (0, 0, streams));
     drop((job.allocator, job.stream));
     // An allocator that is dropped while its pool is asleep leaves nothing behind, either.
@@ -231,7 +231,7 @@ stub_test!(pools_of_one_allocator_wake_concurrently, {
     for other in others {
         other.join().expect("the thread found all bytes");
     }
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     assert_eq!(live().device_bytes, 0);
 });
 

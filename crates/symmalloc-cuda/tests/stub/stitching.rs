@@ -47,7 +47,7 @@ stub_test!(a_stitched_buffer_is_the_memory_of_its_pieces, {
     // 8 MiB and one granule do not fit. Before the heap grows, free stitched memory returns to its original ranges, and is found there.
     let large = allocator.alloc_zeroed::<u8>(&stream, 3 * PIECE).expect("memory");
     drop(large);
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     assert_eq!(live().device_bytes, 2 * PIECE as u64);
     let zero = vec![0; PIECE];
     for buffer in &kept {

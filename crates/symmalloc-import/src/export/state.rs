@@ -67,16 +67,16 @@ impl<W: Write> SnapshotWriter<W> {
         self.pickle.open_list()?;
         for (number, stretch) in stretches.iter().enumerate() {
             self.pickle.item(number)?;
-            self.stretch(stretch, origins, pool_config(stretch.segment.pool).as_ref())?;
+            self.stretch(stretch, origins, pool_config(stretch.segment.heap.pool).as_ref())?;
         }
         self.pickle.close_list()
     }
 
     fn stretch(&mut self, stretch: &Stretch<'_>, origins: &Origins, config: Option<&PoolConfig>) -> io::Result<()> {
         self.summary.segments += 1;
-        let SegmentSnapshot { pool, stream, .. } = *stretch.segment;
+        let heap = stretch.segment.heap;
         let address = stretch.address();
-        let stream = stream.or_else(|| origins.stream(DeviceAddress(address))).unwrap_or_default();
+        let stream = heap.stream().or_else(|| origins.stream(DeviceAddress(address))).unwrap_or_default();
         let total_bytes = stretch.sum(|block| block.size_bytes);
         let active_bytes = stretch.sum(|block| if is_live(block) { block.size_bytes } else { 0 });
         let is_pending = |block: &BlockSnapshot| self.pending.contains(&block_address(block, stretch.segment));
@@ -95,7 +95,7 @@ impl<W: Write> SnapshotWriter<W> {
         self.pickle.text(if is_small { "small" } else { "large" })?;
         self.pickle.text("segment_pool_id")?;
         self.pickle.integer(0)?;
-        self.pickle.integer(pool.0.into())?;
+        self.pickle.integer(heap.pool.0.into())?;
         self.pickle.pair()?;
         self.pickle.text("is_expandable")?;
         self.pickle.boolean(matches!(policy, Some(SegmentPolicy::Expandable(_))))?;
@@ -128,7 +128,7 @@ impl<W: Write> SnapshotWriter<W> {
             BlockStateSnapshot::Allocated { name, .. } => name.as_deref(),
             _ => None,
         };
-        self.frames(name.map(|name| (segment.pool, name)))?;
+        self.frames(name.map(|name| (segment.heap.pool, name)))?;
         self.pickle.close_dict()
     }
 }

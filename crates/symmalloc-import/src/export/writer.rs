@@ -66,7 +66,7 @@ impl<W: Write> SnapshotWriter<W> {
     /// Writes the entries of one op: memory changes precede an allocation and follow any other op.
     pub(super) fn moment(&mut self, moment: &Moment<'_>, program: &Program) -> io::Result<()> {
         let number = moment.number;
-        let named = |live: &Live| program.name(live.id).map(|name| (live.owner.pool, name));
+        let named = |live: &Live| program.name(live.id).map(|name| (live.heap.pool, name));
         let entry = |action, live: &Live| EntryFields {
             action,
             address: live.address,
@@ -80,7 +80,7 @@ impl<W: Write> SnapshotWriter<W> {
             Happened::Allocated(live) => {
                 self.memory(moment.memory, number, named(live))?;
                 self.summary.allocations += 1;
-                return self.entry(&EntryFields { pool: Some(live.owner.pool), ..entry("alloc", live) });
+                return self.entry(&EntryFields { pool: Some(live.heap.pool), ..entry("alloc", live) });
             }
             Happened::Freed(live) => {
                 self.entry(&entry("free_requested", live))?;

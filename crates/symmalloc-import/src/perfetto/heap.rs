@@ -5,7 +5,7 @@
 //!  highest           ▇ |      ▁ |          if it differs from the last value written
 //! ```
 
-use crate::rerun::Owner;
+use symmalloc_core::ids::HeapId;
 
 /// A quantity in bytes.
 #[derive(Clone, Copy, Debug)]
@@ -32,23 +32,27 @@ struct Level {
 /// One heap on the timeline.
 #[derive(Debug)]
 pub(super) struct HeapTrack {
-    pub(super) owner: Owner,
+    pub(super) owner: HeapId,
     /// `true` if a counter changed, or differs from its last written value.
     pub(super) has_changed: bool,
     levels: [Level; 3],
 }
 
+/// Returns the words for a heap that reports and pictures use.
+pub(crate) fn heap_words(heap: HeapId) -> String {
+    match heap.stream() {
+        Some(stream) => format!("pool {}, stream {}", heap.pool.0, stream.0),
+        None => format!("pool {}, all streams", heap.pool.0),
+    }
+}
+
 impl HeapTrack {
-    pub(super) fn new(owner: Owner) -> Self {
+    pub(super) fn new(owner: HeapId) -> Self {
         HeapTrack { owner, has_changed: false, levels: [Level::default(); 3] }
     }
 
     pub(super) fn name(&self) -> String {
-        let Owner { pool, stream } = self.owner;
-        match stream {
-            Some(stream) => format!("pool {}, stream {}", pool.0, stream.0),
-            None => format!("pool {}, all streams", pool.0),
-        }
+        heap_words(self.owner)
     }
 
     /// Adds or subtracts bytes.

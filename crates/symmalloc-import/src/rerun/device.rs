@@ -1,13 +1,13 @@
-//! The device of a rerun: grants every request, and records the memory mapped and unmapped for each owner.
+//! The device of a rerun: grants every request, and records the memory mapped and unmapped for each heap.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Place, Range, Reason};
-use symmalloc_core::ids::{PoolId, StreamId};
+use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Range, RangeOffset, Reason};
+use symmalloc_core::ids::{PoolId, StreamGroup, StreamId};
 use symmalloc_core::units::{GIB, MIB};
 
-use super::live::Owner;
+use symmalloc_core::ids::HeapId;
 
 const GRANULARITY_BYTES: u64 = 2 * MIB;
 /// Address of the first range.
@@ -22,7 +22,7 @@ pub struct MemoryChange {
     /// `true` if the memory was mapped, `false` if it was unmapped.
     pub is_mapped: bool,
     /// Heap that the memory belongs to.
-    pub owner: Owner,
+    pub heap: HeapId,
     /// The stream for which the segment was obtained.
     pub stream: StreamId,
     /// `true` for a part of an expandable segment, `false` for a whole segment.
@@ -36,7 +36,7 @@ pub struct MemoryChange {
 /// Owner and purpose of a reserved range.
 #[derive(Clone, Copy, Debug)]
 struct Reserved {
-    owner: Owner,
+    heap: HeapId,
     stream: StreamId,
     is_expandable: bool,
     /// `true` for a stitched range, which maps memory of other ranges and owns none.
@@ -48,7 +48,7 @@ struct DeviceState {
     next_address: u64,
     /// Owner of ranges reserved now; `None` if the op does not state it.
     current: Option<Reserved>,
-    /// Base addresses of ranges reserved without a known owner.
+    /// Base addresses of ranges reserved without a known heap.
     ownerless: Vec<DeviceAddress>,
     /// Reserved ranges by base.
     ranges: BTreeMap<DeviceAddress, Reserved>,
@@ -71,30 +71,30 @@ impl NotingDevice {
         }))
     }
 
-    /// Starts an op that may obtain memory for an owner and a stream.
-    pub(super) fn begin(&self, owner: Option<(Owner, StreamId)>, is_expandable: bool) {
+    /// Starts an op that may obtain memory for an heap and a stream.
+    pub(super) fn begin(&self, heap: Option<(HeapId, StreamId)>, is_expandable: bool) {
         self.0.borrow_mut().current =
-            owner.map(|(owner, stream)| Reserved { owner, stream, is_expandable, is_stitched: false });
+            heap.map(|(heap, stream)| Reserved { heap, stream, is_expandable, is_stitched: false });
     }
 
-    /// Returns `true` if a range was reserved without a known owner. [`assign`](Self::assign) must follow.
+    /// Returns `true` if a range was reserved without a known heap. [`assign`](Self::assign) must follow.
     pub(super) fn has_ownerless(&self) -> bool {
         !self.0.borrow().ownerless.is_empty()
     }
 
-    /// Assigns the ranges that were reserved without a known owner, and the changes of their memory. Plans reserve memory outside of
+    /// Assigns the ranges that were reserved without a known heap, and the changes of their memory. Plans reserve memory outside of
     /// allocations.
-    pub(super) fn assign(&self, owner_at: impl Fn(DeviceAddress) -> (Owner, StreamId, bool)) {
+    pub(super) fn assign(&self, owner_at: impl Fn(DeviceAddress) -> (HeapId, StreamId, bool)) {
         let mut state = self.0.borrow_mut();
         let DeviceState { ownerless, ranges, changes, .. } = &mut *state;
         for base in ownerless.drain(..) {
-            let (owner, stream, is_expandable) = owner_at(base);
+            let (heap, stream, is_expandable) = owner_at(base);
             let end = ranges.range(base..).nth(1).map_or(DeviceAddress(u64::MAX), |(next, _)| *next);
             if let Some(range) = ranges.get_mut(&base) {
-                *range = Reserved { owner, stream, is_expandable, ..*range };
+                *range = Reserved { heap, stream, is_expandable, ..*range };
             }
             for change in changes.iter_mut().filter(|change| (base..end).contains(&change.address)) {
-                *change = MemoryChange { owner, stream, is_expandable, ..*change };
+                *change = MemoryChange { heap, stream, is_expandable, ..*change };
             }
         }
     }
@@ -106,12 +106,12 @@ impl NotingDevice {
 
     fn note(&self, is_mapped: bool, range: Range, offset_bytes: u64, size_bytes: u64) {
         let mut state = self.0.borrow_mut();
-        let Reserved { owner, stream, is_expandable, is_stitched } = state.ranges[&range.base];
+        let Reserved { heap, stream, is_expandable, is_stitched } = state.ranges[&range.base];
         if is_stitched {
             return;
         }
         let address = DeviceAddress(range.base.0 + offset_bytes);
-        state.changes.push(MemoryChange { is_mapped, owner, stream, is_expandable, address, size_bytes });
+        state.changes.push(MemoryChange { is_mapped, heap, stream, is_expandable, address, size_bytes });
     }
 }
 
@@ -128,8 +128,8 @@ impl Backend for NotingDevice {
         state.next_address = next.and_then(|next| next.checked_next_multiple_of(GRANULARITY_BYTES)).ok_or_else(full)?;
         let reserved = state.current.unwrap_or_else(|| {
             state.ownerless.push(DeviceAddress(base));
-            let owner = Owner { pool: PoolId::DEFAULT, stream: None };
-            Reserved { owner, stream: StreamId(0), is_expandable: false, is_stitched: false }
+            let heap = HeapId { pool: PoolId::DEFAULT, group: StreamGroup::All };
+            Reserved { heap, stream: StreamId(0), is_expandable: false, is_stitched: false }
         });
         state.ranges.insert(DeviceAddress(base), reserved);
         Ok(Range { base: DeviceAddress(base), size_bytes })
@@ -144,7 +144,7 @@ impl Backend for NotingDevice {
         true
     }
 
-    fn alias(&self, at: Place, _: Place, _: u64) -> Result<(), BackendError> {
+    fn alias(&self, at: RangeOffset, _: RangeOffset, _: u64) -> Result<(), BackendError> {
         self.0.borrow_mut().ranges.get_mut(&at.0.base).expect("reserved before").is_stitched = true;
         Ok(())
     }

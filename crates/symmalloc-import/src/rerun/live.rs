@@ -1,16 +1,7 @@
 //! Live allocations and the owners of memory.
 
 use symmalloc_core::backend::DeviceAddress;
-use symmalloc_core::ids::{AllocationId, Placement, PoolId, StreamId};
-
-/// Owner of memory: a heap.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Owner {
-    /// The pool.
-    pub pool: PoolId,
-    /// The heap's stream; `None` if the pool's streams share one heap.
-    pub stream: Option<StreamId>,
-}
+use symmalloc_core::ids::{AllocationId, HeapId, Placement, StreamId};
 
 /// A live allocation of at least one byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,7 +10,7 @@ pub struct Live {
     /// The allocation's id in the program.
     pub id: AllocationId,
     /// Heap that contains the allocation.
-    pub owner: Owner,
+    pub heap: HeapId,
     /// Stream for which the memory was allocated.
     pub stream: StreamId,
     /// Segment and offset.

@@ -1,6 +1,7 @@
 //! Tests of reruns.
 
 use symmalloc_core::config::Config;
+use symmalloc_core::ids::StreamGroup;
 use symmalloc_core::op::Record;
 use symmalloc_core::units::MIB;
 use symmalloc_trace::TraceReader;
@@ -31,7 +32,7 @@ fn told_by(mut rerun: Rerun<'_>) -> Vec<String> {
     let watch = |moment: &Moment<'_>| {
         let mut words = match &moment.happened {
             Happened::Allocated(live) => {
-                format!("allocated {} of {} for {:?}", live.requested_bytes, live.block_bytes, live.owner.stream)
+                format!("allocated {} of {} for {:?}", live.requested_bytes, live.block_bytes, live.heap.stream())
             }
             Happened::Freed(live) => format!("freed {}", live.id),
             Happened::FreeRequested(live) => format!("{} is pending at op {}", live.id, moment.number),
@@ -44,7 +45,7 @@ fn told_by(mut rerun: Rerun<'_>) -> Vec<String> {
         };
         for change in moment.memory {
             let sign = if change.is_mapped { '+' } else { '-' };
-            words += &format!(" {sign}{} MiB of {}", change.size_bytes / MIB, change.owner.pool);
+            words += &format!(" {sign}{} MiB of {}", change.size_bytes / MIB, change.heap.pool);
         }
         steps.push(words);
         Ok::<(), RerunError>(())
@@ -170,7 +171,8 @@ fn a_rerun_follows_plans_and_their_memory_has_an_owner() {
     for stream in [StreamId(0), StreamId(1)] {
         let wanted = |requested_bytes, until| StepAllocation { stream, requested_bytes, until: Some(until) };
         let step = [wanted(6 * MIB, 1), wanted(4 * MIB, 2)];
-        let plan = Plan::solve(config.default_pool(), 2 * MIB, Some(stream), 0, &step, Steps::default()).unwrap();
+        let plan =
+            Plan::solve(config.default_pool(), 2 * MIB, StreamGroup::One(stream), 0, &step, Steps::default()).unwrap();
         plans.add_plan(PoolId::DEFAULT, plan).unwrap();
     }
     let of = |stream: u16, id: u16| {
@@ -184,9 +186,9 @@ fn a_rerun_follows_plans_and_their_memory_has_an_owner() {
     let (mut mapped, mut placements) = (Vec::new(), Vec::new());
     rerun
         .run::<RerunError>(program.ops().len(), |moment| {
-            mapped.extend(moment.memory.iter().map(|change| (change.owner.stream, change.stream, change.size_bytes)));
+            mapped.extend(moment.memory.iter().map(|change| (change.heap.stream(), change.stream, change.size_bytes)));
             if let Happened::Allocated(live) = moment.happened {
-                placements.push((live.owner.stream, live.placement.offset_bytes));
+                placements.push((live.heap.stream(), live.placement.offset_bytes));
             }
             Ok(())
         })

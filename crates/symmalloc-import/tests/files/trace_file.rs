@@ -6,9 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use symmalloc_core::lock::Shared;
 use symmalloc_core::recording::{RecordingEnd, RecordingError, StartRecordingError};
-use symmalloc_core::{Allocator, Config, Op, PoolId, SharedAllocator};
+use symmalloc_core::{Config, Op, PoolId, SharedAllocator};
 use symmalloc_import::compression::{Compression, Compressor};
 use symmalloc_import::{
     ImportErrorKind, ReadOptions, TraceFile, TraceFileError, TraceFileOptions, read_bytes, read_path,
@@ -17,7 +16,7 @@ use symmalloc_sim::SimBackend;
 use symmalloc_trace::{Trace, TraceWriter};
 
 fn allocator() -> SharedAllocator<SimBackend> {
-    Allocator::<_, Shared>::with_lock(SimBackend::builder().build(), Config::default()).expect("valid")
+    SharedAllocator::new(SimBackend::builder().build(), Config::default()).expect("valid")
 }
 
 /// Allocates and frees this many times; some allocations have names that need escaping.
@@ -340,7 +339,7 @@ fn a_name_that_is_too_long_is_truncated() {
     allocator.start_recording(TraceFile::create(&path, TraceFileOptions::default()).unwrap()).unwrap();
     let stream = allocator.register_stream().unwrap();
     let name = "\u{7}".repeat(4095) + "é";
-    allocator.allocate_named(PoolId::DEFAULT, stream, 1, &name).unwrap();
+    let _live = allocator.allocate_named(PoolId::DEFAULT, stream, 1, &name).unwrap();
     allocator.stop_recording().unwrap();
     let recording = read_path(&path, &ReadOptions::default()).unwrap();
     assert_eq!(recording.records[1].name.as_deref(), Some(&name[..4095]));

@@ -195,7 +195,7 @@ impl<'a> Model<'a> {
         let allocator = self.allocator;
         drop(self);
         // The next model that wakes needs the memory.
-        allocator.trim()?;
+        allocator.trim_all()?;
         Ok(())
     }
 }

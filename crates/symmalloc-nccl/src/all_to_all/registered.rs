@@ -102,10 +102,13 @@ impl SegmentList {
 mod tests {
     use super::*;
     use crate::windows::keys::Generation;
+    use symmalloc_core::ids::HeapId;
+    use symmalloc_core::ids::StreamGroup;
     use symmalloc_core::{PoolId, SegmentId};
 
     fn key(segment: u32, base: u64) -> SegmentKey {
-        let generation = Generation { pool: PoolId::DEFAULT, stream: None, segment: SegmentId(segment) };
+        let generation =
+            Generation { heap: HeapId { pool: PoolId::DEFAULT, group: StreamGroup::All }, segment: SegmentId(segment) };
         SegmentKey { base, size_bytes: 0x1000, generation }
     }
 

@@ -234,7 +234,7 @@ impl Attachment {
                 windows = state.windows.len(),
             );
             let registered = state.windows.keys().chain(state.buffers.keys());
-            let kept = registered.map(|segment| segment.pool).collect::<BTreeSet<_>>().into_iter().collect();
+            let kept = registered.map(|segment| segment.heap.pool).collect::<BTreeSet<_>>().into_iter().collect();
             let held = std::mem::take(&mut state.pools).into_observers();
             *state = SyncState { is_dropped: true, held, kept, ..SyncState::default() };
             let mut view = self.view_mut();

@@ -199,11 +199,12 @@ pub(super) fn compare(gathered: &Gathered) -> Result<Comparison, ProtocolError> 
 mod tests {
     use super::*;
     use crate::sync::message::SyncField;
+    use symmalloc_core::ids::StreamGroup;
     use symmalloc_core::{SegmentId, StreamId};
     use zerocopy::transmute;
 
     fn call(offset_bytes: u64) -> CollectiveCall {
-        let segment = SegmentName { pool: 1, stream: Some(StreamId(2)), segment: SegmentId(3) };
+        let segment = SegmentName { pool: 1, group: StreamGroup::One(StreamId(2)), segment: SegmentId(3) };
         let place = BufferPlace::Window { segment, offset_bytes };
         let collective = Collective::AllReduce;
         CollectiveCall { collective, send_bytes: 1024, receive_bytes: 1024, send: place, receive: place }

@@ -5,35 +5,35 @@ use crate::communicator::error::CommError;
 use crate::sync::actions::SegmentName;
 use crate::sync::error::SyncError;
 use std::fmt;
+use std::ops::AddAssign;
 use std::sync::Arc;
 use std::time::Duration;
 use symmalloc_agreement::{Disagreement, RankSet, Ranks};
 use symmalloc_core::PoolId;
 use symmalloc_core::backend::Reason;
 use symmalloc_core::errors::UnknownError;
+use symmalloc_core::sleep;
 use symmalloc_cuda::CudaError;
 use thiserror::Error;
 
-/// The result of putting a pool to sleep on all ranks.
+/// The result of putting a pool to sleep on all ranks, or several pools.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Slept {
-    /// Bytes released to this rank's device.
-    pub released_bytes: u64,
-    /// Bytes of contents that this rank saved.
-    pub kept_bytes: u64,
+    /// This rank's memory.
+    pub memory: sleep::Slept,
     /// Windows and buffers of this rank that were deregistered.
     pub deregistrations: u64,
     /// Bytes that NCCL released on this rank because its communicators were suspended.
     pub suspended_bytes: u64,
 }
 
-/// The result of waking a pool on all ranks.
+/// The result of waking a pool on all ranks, or several pools.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Woken {
-    /// Bytes mapped on this rank.
-    pub remapped_bytes: u64,
+    /// This rank's memory.
+    pub memory: sleep::Woken,
     /// Windows and buffers of this rank that were registered.
     pub registrations: u64,
     /// Windows whose handle changed on any rank of their communicator, with the communicator's name: recapture the graphs that use them.
@@ -46,6 +46,40 @@ pub struct Woken {
     /// Names of this rank's communicators that ended while the pool slept, here or on another rank: connect new ones, attach the pool
     /// and sync.
     pub lost: Vec<String>,
+}
+
+impl From<sleep::Slept> for Slept {
+    /// Returns the result for a pool without windows.
+    fn from(memory: sleep::Slept) -> Self {
+        Slept { memory, ..Slept::default() }
+    }
+}
+
+impl From<sleep::Woken> for Woken {
+    /// Returns the result for a pool without windows.
+    fn from(memory: sleep::Woken) -> Self {
+        Woken { memory, ..Woken::default() }
+    }
+}
+
+impl AddAssign for Slept {
+    fn add_assign(&mut self, other: Self) {
+        let Slept { memory, deregistrations, suspended_bytes } = other;
+        self.memory += memory;
+        self.deregistrations += deregistrations;
+        self.suspended_bytes += suspended_bytes;
+    }
+}
+
+impl AddAssign for Woken {
+    fn add_assign(&mut self, other: Self) {
+        let Woken { memory, registrations, changed, resumed, lost } = other;
+        self.memory += memory;
+        self.registrations += registrations;
+        self.changed.extend(changed);
+        self.resumed.extend(resumed);
+        self.lost.extend(lost);
+    }
 }
 
 /// A step of a sleep or wake: see `docs/sleep-protocol.md`.
@@ -256,7 +290,7 @@ fn listed(ranks: &[RankObstacle]) -> String {
 /// An error returned by a collective sleep or wake. `docs/sleep-protocol.md` describes the state of the other ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
-pub enum SleepError {
+pub enum CollectiveSleepError {
     /// The pool does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),

@@ -89,7 +89,7 @@ fn number_of(phase: Phase) -> u64 {
     match phase {
         Phase::Awake => 0,
         Phase::Asleep => 1,
-        Phase::Failed => 2,
+        Phase::Held => 2,
     }
 }
 
@@ -365,6 +365,7 @@ mod tests {
     use super::*;
     use std::thread;
     use symmalloc_agreement::{ThreadTransport, Transport};
+    use symmalloc_core::ids::StreamGroup;
     use symmalloc_core::{SegmentId, StreamId};
     use zerocopy::transmute;
 
@@ -373,14 +374,8 @@ mod tests {
         assert_eq!(size_of::<VerdictMessage>(), 32);
         assert_eq!((size_of::<CommunicatorRow>(), size_of::<FindingRow>()), (32, 32));
         assert_eq!(size_of::<Page<FindingRow>>(), 8 + 8 * 32);
-        let fields = HeadFields {
-            call: WAKE,
-            number: 3,
-            pool: Some(1),
-            phase: Some(Phase::Failed),
-            windows: 5,
-            communicators: 6,
-        };
+        let fields =
+            HeadFields { call: WAKE, number: 3, pool: Some(1), phase: Some(Phase::Held), windows: 5, communicators: 6 };
         let words: [[u8; 8]; 12] = transmute!(Head::new(&fields));
         assert_eq!(words.map(u64::from_le_bytes), [PROTOCOL, 4, 3, 1, 2, 5, 6, 0, 0, 0, 0, 0]);
     }
@@ -455,11 +450,11 @@ mod tests {
 
     #[test]
     fn decoding_a_finding_inverts_encoding_it() {
-        let segment = SegmentName { pool: 3, stream: Some(StreamId(2)), segment: SegmentId(7) };
+        let segment = SegmentName { pool: 3, group: StreamGroup::One(StreamId(2)), segment: SegmentId(7) };
         let findings = [
             Finding::Lost { communicator: 9 },
             Finding::Changed { communicator: 9, segment },
-            Finding::Changed { communicator: 9, segment: SegmentName { stream: None, ..segment } },
+            Finding::Changed { communicator: 9, segment: SegmentName { group: StreamGroup::All, ..segment } },
         ];
         for finding in findings {
             assert_eq!(FindingRow::from(finding).decode(), Some(finding));

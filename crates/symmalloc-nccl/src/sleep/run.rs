@@ -4,7 +4,7 @@ use crate::communicator::{CommOrder, Communicator};
 use crate::registrar::attachment::{Attachment, SyncState};
 use crate::registrar::{Registrar, not_attached};
 use crate::sleep::communicators::{self, EndedComm, combine, id_of};
-use crate::sleep::error::{Obstacle, RankObstacle, SleepDifference, SleepError, SleepStep};
+use crate::sleep::error::{CollectiveSleepError, Obstacle, RankObstacle, SleepDifference, SleepStep};
 use crate::sleep::message::{
     CommunicatorRow, ExchangeError, Head, HeadFields, Row, SUSPENDING, VerdictMessage, WAKE, call_of, exchange,
 };
@@ -73,20 +73,20 @@ impl Registrar {
         over: &Communicator,
         pool: PoolId,
         contents: Option<Contents>,
-    ) -> Result<Vec<Arc<Attachment>>, SleepError> {
+    ) -> Result<Vec<Arc<Attachment>>, CollectiveSleepError> {
         self.allocator().core().phase(pool)?;
         let members = self.members_of(over, pool).map_err(|error| match error {
             SyncError::Gone { communicator, state, cause } => {
                 // The call is part of the history even though it fails.
                 self.record_op(pool, contents);
-                SleepError::Gone { communicator, state, cause }
+                CollectiveSleepError::Gone { communicator, state, cause }
             }
-            _ => SleepError::NotAttached { communicator: over.name().to_owned(), pool },
+            _ => CollectiveSleepError::NotAttached { communicator: over.name().to_owned(), pool },
         })?;
         let refusal = match self.allocator().is_capturing() {
             Ok(false) => return Ok(members),
-            Ok(true) => SleepError::Capturing,
-            Err(error) => SleepError::Cuda { communicator: over.name().to_owned(), error },
+            Ok(true) => CollectiveSleepError::Capturing,
+            Err(error) => CollectiveSleepError::Cuda { communicator: over.name().to_owned(), error },
         };
         self.record_op(pool, contents);
         Err(refusal)
@@ -109,7 +109,7 @@ impl Registrar {
     /// Folds an op that the core has not recorded into the digest.
     pub(super) fn record_op(&self, pool: PoolId, contents: Option<Contents>) {
         // The pool existed when the call began. If it has been removed since, so has its digest.
-        let _known = self.allocator().core().replay_stay(pool, contents);
+        let _known = self.allocator().core().replay().stay(pool, contents);
     }
 }
 
@@ -194,23 +194,25 @@ impl<'a> Run<'a> {
     }
 
     /// Ends the op because the ranks can no longer communicate.
-    pub(super) fn broken(&mut self, step: SleepStep, error: SyncError) -> SleepError {
+    pub(super) fn broken(&mut self, step: SleepStep, error: SyncError) -> CollectiveSleepError {
         self.registrar.counters().failures.add(1);
         let communicator = self.over().name();
         tracing::error!(name: "sleep.failed", target: "symmalloc", communicator, pool = self.pool.0, %step, %error);
         self.end(0);
         let is_asleep = self.registrar.phase(self.pool).is_ok_and(|phase| phase != Phase::Awake);
-        SleepError::Broken { communicator: communicator.to_owned(), step, is_asleep, error: Box::new(error) }
+        CollectiveSleepError::Broken { communicator: communicator.to_owned(), step, is_asleep, error: Box::new(error) }
     }
 
     /// Executes `Agree`. On an error, folds the op into the digest.
-    pub(super) fn agree(&mut self) -> Result<Agreed, SleepError> {
+    pub(super) fn agree(&mut self) -> Result<Agreed, CollectiveSleepError> {
         self.exchange_states().map_err(|stop| {
             self.record_op();
             let communicator = self.over().name().to_owned();
             match stop {
-                Stop::Differ(difference) => SleepError::Differ { communicator, difference: Box::new(difference) },
-                Stop::Disagreed(disagreement) => SleepError::Disagreed { communicator, disagreement },
+                Stop::Differ(difference) => {
+                    CollectiveSleepError::Differ { communicator, difference: Box::new(difference) }
+                }
+                Stop::Disagreed(disagreement) => CollectiveSleepError::Disagreed { communicator, disagreement },
                 Stop::Broken(error) => self.broken(SleepStep::Agree, error),
             }
         })

@@ -6,7 +6,7 @@
 //! ```
 //! NCCL suspends and resumes on all ranks of a communicator together, and none of them can communicate over it meanwhile.
 
-use crate::sleep::error::{Obstacle, SleepError, SleepStep};
+use crate::sleep::error::{CollectiveSleepError, Obstacle, SleepStep};
 use crate::sleep::run::Run;
 use crate::sync::error::SyncError;
 use std::collections::BTreeSet;
@@ -30,7 +30,7 @@ impl Run<'_> {
 
     /// Executes `Suspend`: the other communicators in their order, then the one of the exchange. Returns the released bytes. Ends
     /// communicators that are broken on a rank, which does not suspend them. Another communicator that fails is lost, which the wake reports.
-    pub(super) fn suspend(&mut self, broken: &BTreeSet<u64>) -> Result<u64, SleepError> {
+    pub(super) fn suspend(&mut self, broken: &BTreeSet<u64>) -> Result<u64, CollectiveSleepError> {
         let mut released_bytes = 0;
         if !self.suspends {
             return Ok(released_bytes);
@@ -60,13 +60,13 @@ impl Run<'_> {
 
     /// Executes `Resume` of the communicator of the exchange, without which the ranks cannot communicate. Checks first that its memory fits,
     /// because a rank on which NCCL has no room leaves the others waiting.
-    pub(super) fn resume_exchange(&mut self) -> Result<(), SleepError> {
+    pub(super) fn resume_exchange(&mut self) -> Result<(), CollectiveSleepError> {
         let comm = self.over();
         let Some(needed_bytes) = comm.suspended_bytes() else { return Ok(()) };
         let communicator = || comm.name().to_owned();
         let free_bytes = self.free_bytes(needed_bytes);
         if free_bytes < needed_bytes {
-            return Err(SleepError::NoRoom { communicator: communicator(), needed_bytes, free_bytes });
+            return Err(CollectiveSleepError::NoRoom { communicator: communicator(), needed_bytes, free_bytes });
         }
         match comm.resume() {
             Ok(()) => {

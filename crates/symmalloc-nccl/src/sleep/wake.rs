@@ -9,15 +9,15 @@
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
 use crate::sleep::communicators::EndedComm;
-use crate::sleep::error::{Obstacle, RankObstacle, SleepError, SleepStep, Woken};
+use crate::sleep::error::{CollectiveSleepError, Obstacle, RankObstacle, SleepStep, Woken};
 use crate::sleep::message::{Finding, FindingRow, Head};
 use crate::sleep::run::{Member, Run};
 use crate::sync::actions::SegmentName;
 use std::collections::{BTreeMap, BTreeSet};
+use symmalloc_core::PoolId;
 use symmalloc_core::errors::OutOfMemoryCause;
 use symmalloc_core::lock::Shared;
 use symmalloc_core::sleep::{Phase, SleepCause};
-use symmalloc_core::{PoolId, sleep as core};
 use symmalloc_cuda::CudaBackend;
 
 /// The core's guard over the CUDA backend.
@@ -34,8 +34,8 @@ impl Registrar {
     /// Like [`sleep`](Self::sleep), this is an op.
     ///
     /// # Errors
-    /// See [`SleepError`]. `docs/sleep-protocol.md` describes the resulting state of the pool and the communicators.
-    pub fn wake(&self, over: &Communicator, pool: PoolId) -> Result<Woken, SleepError> {
+    /// See [`CollectiveSleepError`]. `docs/sleep-protocol.md` describes the resulting state of the pool and the communicators.
+    pub fn wake(&self, over: &Communicator, pool: PoolId) -> Result<Woken, CollectiveSleepError> {
         let attachments = self.begin_collective_op(over, pool, None)?;
         let outcome = Run::new(self, pool, None, &attachments).wake();
         self.sweep();
@@ -44,19 +44,21 @@ impl Registrar {
 }
 
 impl<'a> Run<'a> {
-    fn wake(mut self) -> Result<Woken, SleepError> {
+    fn wake(mut self) -> Result<Woken, CollectiveSleepError> {
         let communicator = self.over().name().to_owned();
         self.resume_exchange()?;
         let agreed = self.agree()?;
         if !agreed.all_are(Phase::Asleep) {
             self.record_op();
             return match Head::compare_phases(&agreed.heads) {
-                Some(difference) => Err(SleepError::Differ { communicator, difference: Box::new(difference) }),
+                Some(difference) => {
+                    Err(CollectiveSleepError::Differ { communicator, difference: Box::new(difference) })
+                }
                 // The pool is already awake everywhere.
                 None if agreed.all_are(Phase::Awake) => {
                     Ok(Woken { resumed: std::mem::take(&mut self.resumed), ..Woken::default() })
                 }
-                None => Err(SleepError::Refused { communicator, ranks: self.all_lost() }),
+                None => Err(CollectiveSleepError::Refused { communicator, ranks: self.all_lost() }),
             };
         }
         let remapped = self.remap(&agreed.broken);
@@ -67,7 +69,7 @@ impl<'a> Run<'a> {
             }
             Ok(ranks) if !ranks.is_empty() => {
                 drop(remapped);
-                return Err(SleepError::Refused { communicator, ranks });
+                return Err(CollectiveSleepError::Refused { communicator, ranks });
             }
             Ok(_) => {}
         }
@@ -75,15 +77,13 @@ impl<'a> Run<'a> {
             unreachable!("a rank with an obstacle reports it, and receives its own report")
         };
         // From here on, the memory stays mapped even after an error: another rank may already be awake.
-        let core::Woken { remapped_bytes, .. } = remapped.keep();
+        let memory = remapped.keep();
         let (registrations, findings) = self.register(&agreed.broken)?;
         self.registrar.counters().registrations.add(registrations);
         let rows: Vec<FindingRow> = findings.into_iter().map(FindingRow::from).collect();
         match self.exchange(&rows) {
             Err(error) => Err(self.broken(SleepStep::Check, error)),
-            Ok(rows) => {
-                Ok(self.woken(&rows, &agreed.ended, Woken { remapped_bytes, registrations, ..Woken::default() }))
-            }
+            Ok(rows) => Ok(self.woken(&rows, &agreed.ended, Woken { memory, registrations, ..Woken::default() })),
         }
     }
 
@@ -116,7 +116,7 @@ impl<'a> Run<'a> {
 
     /// Executes `Register`: registers the windows again on the first communicator, then on the others. If the first one fails, all are
     /// ended. If another one fails, only that one is lost.
-    fn register(&mut self, broken: &BTreeSet<u64>) -> Result<(u64, Vec<Finding>), SleepError> {
+    fn register(&mut self, broken: &BTreeSet<u64>) -> Result<(u64, Vec<Finding>), CollectiveSleepError> {
         let (mut registrations, mut findings) = (0, Vec::new());
         for at in 0..self.members.len() {
             let (communicator, is_usable) =

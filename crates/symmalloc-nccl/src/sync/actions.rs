@@ -16,8 +16,9 @@ use crate::sync::fold;
 use crate::windows::keys::{Generation, SegmentKey};
 use std::collections::BTreeMap;
 use std::fmt;
+use symmalloc_core::ids::StreamGroup;
 use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
-use symmalloc_core::{PoolId, SegmentId, StreamId};
+use symmalloc_core::{PoolId, SegmentId};
 
 /// A segment's name, identical on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -25,16 +26,23 @@ use symmalloc_core::{PoolId, SegmentId, StreamId};
 pub struct SegmentName {
     /// Ordinal of the segment's pool among the symmetric pools.
     pub pool: u32,
-    /// The stream of its heap; `None` if the pool's streams share one heap.
-    pub stream: Option<StreamId>,
+    /// The streams that share its heap.
+    pub group: StreamGroup,
     /// Its birth ordinal in the heap.
     pub segment: SegmentId,
+}
+
+impl SegmentName {
+    /// Returns the name of a segment of the symmetric pool with this ordinal.
+    pub(crate) fn of(pool: u32, segment: Generation) -> Self {
+        SegmentName { pool, group: segment.heap.group, segment: segment.segment }
+    }
 }
 
 impl fmt::Display for SegmentName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "segment {} of symmetric pool {}", self.segment.0, self.pool)?;
-        self.stream.map_or(Ok(()), |stream| write!(f, ", stream {}", stream.0))
+        self.group.stream().map_or(Ok(()), |stream| write!(f, ", stream {}", stream.0))
     }
 }
 
@@ -105,7 +113,7 @@ pub(crate) type SegmentTable = BTreeMap<Generation, LiveSegment>;
 
 /// Returns the segment that an event concerns.
 pub(crate) fn generation(event: &SegmentEvent) -> Generation {
-    Generation { pool: event.pool, stream: event.stream, segment: event.segment }
+    Generation { heap: event.heap, segment: event.segment }
 }
 
 /// The actions of a sync and the resulting changes to the segment table.
@@ -156,18 +164,14 @@ impl SyncActions {
                 _ => {}
             }
         }
-        let leaves = |segment: &Generation| leaving.contains(&segment.pool);
+        let leaves = |segment: &Generation| leaving.contains(&segment.heap.pool);
         let gone = segments.keys().filter(|segment| leaves(segment) && !dead.contains(segment)).copied();
         dead.extend(gone.collect::<Vec<_>>());
         touched.retain(|segment| !leaves(segment));
         changes.retain(|segment, _| !leaves(segment));
 
         let action = |kind, segment: Generation, size_bytes, base| SyncAction {
-            change: WindowChange {
-                kind,
-                segment: SegmentName { pool: ordinal(segment.pool), stream: segment.stream, segment: segment.segment },
-                size_bytes,
-            },
+            change: WindowChange { kind, segment: SegmentName::of(ordinal(segment.heap.pool), segment), size_bytes },
             segment,
             base,
         };
@@ -247,7 +251,8 @@ pub(crate) fn invalidated_keys(
             _ => {}
         }
     }
-    let left = segments.iter().filter(|(segment, _)| leaving.contains(&segment.pool) && ends.contains_key(segment));
+    let left =
+        segments.iter().filter(|(segment, _)| leaving.contains(&segment.heap.pool) && ends.contains_key(segment));
     dead.extend(left.map(|(segment, now)| key(*segment, now.base, ends[segment])));
     dead
 }
@@ -255,7 +260,7 @@ pub(crate) fn invalidated_keys(
 impl WindowChange {
     /// Returns the change as words, for digests.
     pub(crate) fn words(&self) -> [u64; 3] {
-        let stream = self.segment.stream.map_or(u32::MAX, |stream| stream.0.into());
+        let stream = self.segment.group.stream().map_or(u32::MAX, |stream| stream.0.into());
         let kind = match self.kind {
             ChangeKind::Register => 1,
             ChangeKind::Grow => 2,
@@ -272,6 +277,7 @@ impl WindowChange {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use symmalloc_core::StreamId;
     use symmalloc_core::config::{Config, PoolConfig};
     use symmalloc_core::units::MIB;
     use symmalloc_core::{Allocator, ObserverId};
@@ -321,7 +327,7 @@ mod tests {
         }
 
         fn trim(&self) {
-            self.allocator.trim(None).expect("no faults");
+            self.allocator.trim_all().expect("no faults");
         }
     }
 

@@ -175,6 +175,8 @@ mod tests {
     use std::time::Duration;
     use symmalloc_agreement::{Point, ThreadTransport};
     use symmalloc_core::config::{Config, PoolConfig};
+    use symmalloc_core::ids::HeapId;
+    use symmalloc_core::ids::StreamGroup;
     use symmalloc_core::{PoolId, SegmentId, SharedAllocator, StreamId};
     use symmalloc_sim::SimBackend;
 
@@ -196,12 +198,11 @@ mod tests {
                     scope.spawn(move || {
                         let pool = PoolConfig::builder().fixed().symmetric(true).build().expect("valid");
                         let config = Config::builder().default_pool(pool).build().expect("valid");
-                        let allocator =
-                            SharedAllocator::with_lock(SimBackend::builder().build(), config).expect("valid");
+                        let allocator = SharedAllocator::new(SimBackend::builder().build(), config).expect("valid");
                         allocator.register_stream().expect("the first");
                         let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("exists");
                         for size in program.sizes {
-                            allocator.allocate(PoolId::DEFAULT, StreamId(0), *size).expect("fits");
+                            let _live = allocator.allocate(PoolId::DEFAULT, StreamId(0), *size).expect("fits");
                         }
                         let actions =
                             SyncActions::new(&SegmentTable::new(), &allocator.unread(observer).events, &[], |_| 0);
@@ -289,10 +290,13 @@ mod tests {
             .map(|segment| SyncAction {
                 change: WindowChange {
                     kind: ChangeKind::Register,
-                    segment: SegmentName { pool: 0, stream: None, segment: SegmentId(segment) },
+                    segment: SegmentName { pool: 0, group: StreamGroup::All, segment: SegmentId(segment) },
                     size_bytes: if segment == other { 1 } else { 2 },
                 },
-                segment: Generation { pool: PoolId::DEFAULT, stream: None, segment: SegmentId(segment) },
+                segment: Generation {
+                    heap: HeapId { pool: PoolId::DEFAULT, group: StreamGroup::All },
+                    segment: SegmentId(segment),
+                },
                 base: 0,
             })
             .collect();

@@ -13,6 +13,7 @@
 use crate::sync::actions::{ChangeKind, SegmentName, SyncActions, WindowChange};
 use std::fmt;
 use symmalloc_agreement::{RankSet, Ranks};
+use symmalloc_core::ids::StreamGroup;
 use symmalloc_core::{SegmentId, StreamId};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -110,7 +111,7 @@ pub(crate) struct SegmentNameMessage {
 impl From<SegmentName> for SegmentNameMessage {
     fn from(name: SegmentName) -> Self {
         SegmentNameMessage {
-            stream: name.stream.map_or(u32::MAX, |stream| stream.0.into()).into(),
+            stream: name.group.stream().map_or(u32::MAX, |stream| stream.0.into()).into(),
             pool: name.pool.into(),
             segment: name.segment.0.into(),
         }
@@ -121,7 +122,8 @@ impl From<SegmentNameMessage> for SegmentName {
     fn from(name: SegmentNameMessage) -> Self {
         SegmentName {
             pool: name.pool.get(),
-            stream: u16::try_from(name.stream.get()).ok().map(StreamId),
+            group: u16::try_from(name.stream.get())
+                .map_or(StreamGroup::All, |stream| StreamGroup::One(StreamId(stream))),
             segment: SegmentId(name.segment.get()),
         }
     }
@@ -314,7 +316,7 @@ mod tests {
     #[test]
     fn messages_have_the_documented_layout() {
         assert_eq!((SyncMessage::BYTES, size_of::<ChangeMessage>(), size_of::<ChangePage>()), (96, 24, 960));
-        let segment = SegmentName { pool: 3, stream: Some(StreamId(2)), segment: SegmentId(7) };
+        let segment = SegmentName { pool: 3, group: StreamGroup::One(StreamId(2)), segment: SegmentId(7) };
         let change = WindowChange { kind: ChangeKind::Deregister, segment, size_bytes: 0x0102 };
         let bytes: [u8; 24] = transmute!(ChangeMessage::from(change));
         assert_eq!(bytes, [2, 0, 0, 0, 3, 0, 0, 0, 7, 0, 0, 0, 3, 0, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0]);
@@ -336,8 +338,8 @@ mod tests {
     #[test]
     fn decoding_a_change_inverts_encoding_it() {
         for kind in [ChangeKind::Register, ChangeKind::Grow, ChangeKind::Deregister] {
-            for stream in [None, Some(StreamId(0)), Some(StreamId::MAX)] {
-                let segment = SegmentName { pool: 3, stream, segment: SegmentId(7) };
+            for group in [StreamGroup::All, StreamGroup::One(StreamId(0)), StreamGroup::One(StreamId::MAX)] {
+                let segment = SegmentName { pool: 3, group, segment: SegmentId(7) };
                 let change = WindowChange { kind, segment, size_bytes: 1 << 40 };
                 assert_eq!(ChangeMessage::from(change).decode(), Some(change));
             }

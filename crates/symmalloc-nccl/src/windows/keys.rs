@@ -10,7 +10,8 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use symmalloc_core::{PoolId, SegmentId, StreamId};
+use symmalloc_core::SegmentId;
+use symmalloc_core::ids::HeapId;
 
 /// The identity of a segment in its current extent. Equal keys denote the same memory at the same address and of the same size. A key is
 /// valid only in the process that created it, because addresses differ between ranks.
@@ -33,10 +34,8 @@ pub struct SegmentKey {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub struct Generation {
-    /// The segment's pool.
-    pub pool: PoolId,
-    /// The stream of its heap; `None` if the pool's streams share one heap.
-    pub stream: Option<StreamId>,
+    /// The segment's heap.
+    pub heap: HeapId,
     /// Its birth ordinal in the heap.
     pub segment: SegmentId,
 }
@@ -44,11 +43,7 @@ pub struct Generation {
 impl fmt::Display for Generation {
     /// Writes `p1 s0 g7`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Generation { pool, stream, segment } = self;
-        match stream {
-            Some(stream) => write!(f, "{pool} {stream} {segment}"),
-            None => write!(f, "{pool} {segment}"),
-        }
+        write!(f, "{} {}", self.heap, self.segment)
     }
 }
 
@@ -119,10 +114,12 @@ impl Invalidations {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use symmalloc_core::ids::StreamGroup;
     use symmalloc_core::{PoolId, SegmentId};
 
     fn key(segment: u32) -> SegmentKey {
-        let generation = Generation { pool: PoolId::DEFAULT, stream: None, segment: SegmentId(segment) };
+        let generation =
+            Generation { heap: HeapId { pool: PoolId::DEFAULT, group: StreamGroup::All }, segment: SegmentId(segment) };
         SegmentKey { base: 0, size_bytes: 1, generation }
     }
 

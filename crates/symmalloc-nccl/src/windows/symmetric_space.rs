@@ -98,6 +98,8 @@ pub(crate) fn configured_bytes(device_bytes: u64, win_stride: Option<&str>) -> u
 #[cfg(test)]
 mod tests {
     use super::*;
+    use symmalloc_core::ids::HeapId;
+    use symmalloc_core::ids::StreamGroup;
     use symmalloc_core::{PoolId, SegmentId};
 
     const GIB: u64 = 1 << 30;
@@ -114,7 +116,7 @@ mod tests {
     }
 
     fn segment(ordinal: u32) -> Generation {
-        Generation { pool: PoolId::DEFAULT, stream: None, segment: SegmentId(ordinal) }
+        Generation { heap: HeapId { pool: PoolId::DEFAULT, group: StreamGroup::All }, segment: SegmentId(ordinal) }
     }
 
     #[test]

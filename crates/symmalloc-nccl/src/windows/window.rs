@@ -74,10 +74,13 @@ impl WindowMap {
 mod tests {
     use super::*;
     use crate::windows::keys::Generation;
+    use symmalloc_core::ids::HeapId;
+    use symmalloc_core::ids::StreamGroup;
     use symmalloc_core::{PoolId, SegmentId};
 
     fn entry(segment: u32, base: u64, size_bytes: u64) -> Entry {
-        let generation = Generation { pool: PoolId::DEFAULT, stream: None, segment: SegmentId(segment) };
+        let generation =
+            Generation { heap: HeapId { pool: PoolId::DEFAULT, group: StreamGroup::All }, segment: SegmentId(segment) };
         Entry { segment: SegmentKey { base, size_bytes, generation }, name: None, kind: RegisteredAs::Plain }
     }
 

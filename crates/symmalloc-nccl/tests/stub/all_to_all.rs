@@ -259,7 +259,7 @@ nccl_test!(a_segment_is_cached_until_the_registrar_invalidates_it, {
 
         // The segment is released while the last call may still be running.
         drop(output);
-        allocator.core().trim(Some(pool.id())).expect("trimmed");
+        allocator.core().trim_pool(pool.id()).expect("trimmed");
         it.registrar.sync(&[&it.comm]).expect("the ranks agree");
         let mut output = allocator.alloc_zeroed::<u32>(&it.stream, 16).expect("allocated");
         it.registrar.sync(&[&it.comm]).expect("the ranks agree");

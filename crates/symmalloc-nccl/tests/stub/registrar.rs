@@ -169,7 +169,7 @@ nccl_test!(threads_with_separate_communicators_and_pools_are_independent, {
                         it.registrar.window_of(comm, &tensor).expect("it is in a window");
                         drop(tensor);
                         if round % 3 == 0 {
-                            it.allocator.core().trim(Some(pool.id())).expect("no faults");
+                            it.allocator.core().trim_pool(pool.id()).expect("no faults");
                         }
                     }
                     // Without this, the registrar would keep the communicator alive.
@@ -294,11 +294,11 @@ nccl_test!(a_detached_pool_loses_its_windows_at_the_next_sync, {
         it.registrar.detach(&it.world, &[pool.id()]).expect("it was attached");
         let id = pool.id();
         drop(pool);
-        it.allocator.trim().expect("trimming a watched pool is no error");
+        it.allocator.trim_all().expect("trimming a watched pool is no error");
         assert_eq!(it.registrar.sync(&[&it.world]).expect("the ranks agree").deregistrations, 1);
         let mut cursor = InvalidationCursor::default();
         assert_eq!(it.registrar.invalidations(&it.world, &mut cursor), Invalidated::Keys(vec![key]));
-        it.allocator.trim().expect("the pool is no longer watched");
+        it.allocator.trim_all().expect("the pool is no longer watched");
         assert!(it.allocator.core().pool_config(id).is_err(), "the pool is destroyed");
         assert!(matches!(it.registrar.detach(&it.world, &[id]), Err(SyncError::NotAttached { pool: Some(_), .. })));
         assert_eq!(it.allocator.stats().reserved_bytes.current, 0);
@@ -475,7 +475,7 @@ nccl_test!(
                                 Err(error) => panic!("{error}"),
                             }
                             if round % 4 == 3 {
-                                it.allocator.core().trim(Some(pool.id())).expect("no faults");
+                                it.allocator.core().trim_pool(pool.id()).expect("no faults");
                             }
                         }
                         left

@@ -22,7 +22,7 @@ nccl_test!(two_models_take_turns_and_every_answer_is_correct, ["STUB_NCCL_REUSE_
             let first = captured.answer(0).expect("the answer is correct");
             drop(captured);
             registrar.sync(&[world]).expect("the ranks agree");
-            allocator.trim().expect("the driver releases the memory");
+            allocator.trim_all().expect("the driver releases the memory");
             let mut models = Vec::new();
             for seed in [3, 5] {
                 let mut model = load(seed, Passes::Submitted).expect("the device has enough memory");

@@ -263,7 +263,7 @@ pub(super) unsafe fn info(driver: Info, free: *mut usize, total: *mut usize) -> 
     // SAFETY: the driver wrote to both.
     unsafe {
         free.write((free.read() + cached).min(total.read()));
-        if let Some(limit) = context.allocator().core().limit_bytes() {
+        if let Some(limit) = context.allocator().core().total_limit_bytes() {
             let left = limit.saturating_sub(stats.usage.all.allocated_bytes.current);
             free.write(free.read().min(left as usize));
             total.write(total.read().min(limit as usize));

@@ -11,7 +11,7 @@ use super::leaks::Leaks;
 use super::random::mix;
 use super::timeline::{Race, Timeline};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Place, Range};
+use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Range, RangeOffset};
 use symmalloc_core::ids::{PoolId, StreamId};
 
 /// A simulated device of one rank. Its addresses, handles, event timing and faults derive from its seed.
@@ -50,16 +50,16 @@ use symmalloc_core::ids::{PoolId, StreamId};
 ///
 /// # Examples
 /// ```
-/// use symmalloc_core::backend::Backend;
-/// use symmalloc_core::ids::StreamId;
-/// use symmalloc_sim::SimBackend;
+/// use symmalloc::backend::Backend;
+/// use symmalloc::ids::StreamId;
+/// use symmalloc::sim::SimBackend;
 ///
 /// let device = SimBackend::builder().seed(7).rank(3).build();
 /// let range = device.reserve(2 << 20)?;
 /// device.map(range, 0, 2 << 20)?;
 /// device.submit(StreamId(0), range.base, 512).unwrap();
 /// assert!(device.submit(StreamId(1), range.base, 512).is_err()); // nothing orders the streams
-/// # Ok::<(), symmalloc_core::backend::BackendError>(())
+/// # Ok::<(), symmalloc::backend::BackendError>(())
 /// ```
 ///
 /// # Panics
@@ -374,9 +374,9 @@ impl Backend for SimBackend {
 
     /// Counts as a [`Call::Map`], because a driver maps memory for an alias too.
     #[track_caller]
-    fn alias(&self, at: Place, source: Place, piece_bytes: u64) -> Result<(), BackendError> {
+    fn alias(&self, at: RangeOffset, source: RangeOffset, piece_bytes: u64) -> Result<(), BackendError> {
         let call = Call::Map;
-        let part_from = |(_, offset): Place| offset..offset.saturating_add(piece_bytes);
+        let part_from = |(_, offset): RangeOffset| offset..offset.saturating_add(piece_bytes);
         let check = |state: &SimState| {
             let (start, end) = self.part(state, call, at.0, part_from(at))?;
             let (from, to) = self.part(state, call, source.0, part_from(source))?;

@@ -2,7 +2,7 @@
 //! longer than the allocator that calls it. Placements are the same on both, as on every device (rule D1).
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Place, Range};
+use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Range, RangeOffset};
 use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::units::MIB;
 
@@ -39,7 +39,7 @@ impl Backend for IdleBackend {
         true
     }
 
-    fn alias(&self, _: Place, _: Place, _: u64) -> Result<(), BackendError> {
+    fn alias(&self, _: RangeOffset, _: RangeOffset, _: u64) -> Result<(), BackendError> {
         Ok(())
     }
 

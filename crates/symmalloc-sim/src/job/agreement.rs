@@ -8,12 +8,12 @@
 //! - and the remaining ranks agree.
 
 use crate::job::failure::FailureCause;
-use crate::job::journal::HeapName;
 use crate::job::rank::{Rank, RankJob};
 use std::collections::BTreeSet;
 use symmalloc_agreement::{
     Action, AgreementError, Difference, Disagreement, Group, HeapDifference, Point, RankHistory, agree_in_lockstep,
 };
+use symmalloc_core::ids::HeapId;
 use symmalloc_core::lock::Lock;
 
 /// A rank and its seat.
@@ -88,7 +88,7 @@ fn differing<L: Lock>(
     };
     let mut found = BTreeSet::new();
     for difference in std::iter::once(first).chain(others) {
-        let heap = HeapName { pool: job.program.policies.symmetric(difference.pool), stream: difference.stream };
+        let heap = HeapId { pool: job.program.policies.symmetric(difference.pool), group: difference.streams };
         let is_of_reference = |at: u32| ranks.get(at as usize).is_some_and(|(seat, _)| *seat == reference);
         for group in difference.groups.iter().filter(|group| !group.ranks.iter().any(is_of_reference)) {
             for at in group.ranks.iter() {
@@ -109,7 +109,7 @@ fn differing<L: Lock>(
 /// Checks the report about a heap and a group of ranks against known facts about one rank of the group.
 fn check<L: Lock>(
     job: &RankJob,
-    (heap, difference, group): (HeapName, &HeapDifference, &Group),
+    (heap, difference, group): (HeapId, &HeapDifference, &Group),
     rank: &Rank<L>,
 ) -> Result<(), (Option<usize>, FailureCause)> {
     let departure = rank.standing.departure(heap).ok_or((None, FailureCause::FalseAlarm))?;

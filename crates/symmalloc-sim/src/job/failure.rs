@@ -2,8 +2,8 @@
 
 use crate::device::{Leaks, Race};
 use crate::job::decision::Decision;
-use crate::job::journal::HeapName;
 use std::fmt;
+use symmalloc_core::ids::HeapId;
 
 /// A failed run: either a defect in the allocator, or a deviation that a test injected.
 #[derive(Clone, Debug)]
@@ -39,7 +39,7 @@ pub enum FailureCause {
     #[error("the digest of the heap of {heap} differs")]
     OtherDigest {
         /// The first heap that differs.
-        heap: HeapName,
+        heap: HeapId,
     },
     /// A use of memory that is not ordered after an earlier use.
     #[error(transparent)]
@@ -66,7 +66,7 @@ pub enum FailureCause {
     #[error("the rank differs from the others after its restart: the heap of {heap} differs")]
     Rejoined {
         /// The first heap that differs.
-        heap: HeapName,
+        heap: HeapId,
     },
     /// A rank could not be restarted.
     #[error("the rank cannot be restarted: {0}")]

@@ -2,29 +2,11 @@
 //! discarded at the sync.
 
 use crate::job::decision::Decision;
-use std::fmt;
-use symmalloc_core::{Digest, PoolId, StreamId};
-
-/// A heap, identified by the program's ids.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct HeapName {
-    /// The heap's pool.
-    pub pool: PoolId,
-    /// The heap's stream; `None` if the pool shares one heap among its streams.
-    pub stream: Option<StreamId>,
-}
-
-impl fmt::Display for HeapName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.stream {
-            Some(stream) => write!(f, "{} {stream}", self.pool),
-            None => write!(f, "{}", self.pool),
-        }
-    }
-}
+use symmalloc_core::Digest;
+use symmalloc_core::ids::HeapId;
 
 /// A heap and its digest.
-pub(crate) type HeapDigest = (HeapName, Digest);
+pub(crate) type HeapDigest = (HeapId, Digest);
 
 /// The decisions of a stretch, and the digests of the touched heaps after each step.
 #[derive(Clone, Debug, Default)]
@@ -65,7 +47,7 @@ impl DecisionJournal {
     }
 
     /// Returns the number of ops of a heap before the step. Steps that touch the same heap are in program order.
-    pub(crate) fn ops_before(&self, heap: HeapName, step: usize) -> u64 {
+    pub(crate) fn ops_before(&self, heap: HeapId, step: usize) -> u64 {
         let earlier = (0..step).rev().find_map(|earlier| digest_of(self.digests(earlier), heap));
         earlier.or_else(|| digest_of(&self.first, heap)).map_or(0, |digest| digest.ops)
     }
@@ -78,12 +60,12 @@ impl DecisionJournal {
 }
 
 /// Returns a heap's digest, or `None` if the heap has no ops or its pool is destroyed.
-pub(crate) fn digest_of(digests: &[HeapDigest], heap: HeapName) -> Option<Digest> {
+pub(crate) fn digest_of(digests: &[HeapDigest], heap: HeapId) -> Option<Digest> {
     digests.iter().find(|(name, _)| *name == heap).map(|(_, digest)| *digest)
 }
 
 /// Returns the first heap whose digest differs.
-pub(crate) fn first_difference(digests: &[HeapDigest], expected: &[HeapDigest]) -> Option<HeapName> {
+pub(crate) fn first_difference(digests: &[HeapDigest], expected: &[HeapDigest]) -> Option<HeapId> {
     if digests == expected {
         return None;
     }

@@ -138,7 +138,7 @@ impl JobPlan {
     /// Returns the rank that the others are compared with: the first without faults, restarts and private use of a
     /// limit.
     pub(crate) fn reference(&self) -> Option<usize> {
-        let is_private = |rank: &RankContext| rank.private_per_million > 0 && self.config.limit_bytes().is_some();
+        let is_private = |rank: &RankContext| rank.private_per_million > 0 && self.config.total_limit_bytes().is_some();
         self.ranks.iter().position(|rank| !rank.is_faulty() && rank.restart_at.is_none() && !is_private(rank))
     }
 

@@ -10,7 +10,7 @@ use crate::job::device_work;
 use symmalloc_core::config::{PoolConfig, StreamPolicy};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::units::{KIB, MIB};
-use symmalloc_core::{Allocation, Allocator, PoolId, StreamId};
+use symmalloc_core::{Allocation, PoolId, StreamId, generic};
 
 /// Maximum number of private pools, and of private streams, of a rank.
 const PRIVATE_MAX: usize = 2;
@@ -47,7 +47,7 @@ impl PrivateWork {
     }
 
     /// Performs one random op. Ops whose driver call fails have no effect.
-    pub(crate) fn work<L: Lock>(&mut self, allocator: &Allocator<SimBackend, L>) -> Result<(), Race> {
+    pub(crate) fn work<L: Lock>(&mut self, allocator: &generic::Allocator<SimBackend, L>) -> Result<(), Race> {
         self.ops += 1;
         if self.pools.is_empty() || self.pools.len() < PRIVATE_MAX && self.random.below(50) == 0 {
             let streams = if self.random.below(2) == 0 { StreamPolicy::Separate } else { StreamPolicy::Shared };
@@ -81,7 +81,7 @@ impl PrivateWork {
             }
             12..14 => self.share(allocator, stream)?,
             14 => drop(allocator.reserve(pool, stream, SIZES[self.random.below(6) as usize])),
-            _ => drop(allocator.trim(Some(pool))),
+            _ => drop(allocator.trim_pool(pool)),
         }
         Ok(())
     }
@@ -95,7 +95,7 @@ impl PrivateWork {
     }
 
     /// Lets another stream use one private allocation, at most once.
-    fn share<L: Lock>(&mut self, allocator: &Allocator<SimBackend, L>, stream: StreamId) -> Result<(), Race> {
+    fn share<L: Lock>(&mut self, allocator: &generic::Allocator<SimBackend, L>, stream: StreamId) -> Result<(), Race> {
         let count = self.live.len() as u64;
         let Some(own) = self.live.get_mut(self.random.below(count) as usize).filter(|own| !own.is_shared) else {
             return Ok(());
@@ -111,7 +111,7 @@ impl PrivateWork {
     }
 
     /// Frees all private allocations and destroys all private pools. All faults must be removed before.
-    pub(crate) fn end<L: Lock>(&mut self, allocator: &Allocator<SimBackend, L>) {
+    pub(crate) fn end<L: Lock>(&mut self, allocator: &generic::Allocator<SimBackend, L>) {
         for own in self.live.drain(..) {
             allocator.free(own.allocation.handle).expect("the allocation is live and the driver works");
         }

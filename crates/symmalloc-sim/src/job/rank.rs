@@ -10,7 +10,7 @@ use crate::job::context::{Purpose, RankContext, RankFault, sequence};
 use crate::job::decision::{DecidedRefusal, Decision};
 use crate::job::device_work::LiveBlock;
 use crate::job::failure::FailureCause;
-use crate::job::journal::{DecisionJournal, HeapDigest, HeapName, first_difference};
+use crate::job::journal::{DecisionJournal, HeapDigest, first_difference};
 use crate::job::outcome::JobFaults;
 use crate::job::private_work::PrivateWork;
 use crate::job::program::{JobProgram, Stretch};
@@ -18,8 +18,9 @@ use crate::job::schedule::Scheduler;
 use crate::job::standing::RankStanding;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::config::{Config, PointerLookup, SegmentPolicy, StreamPolicy};
+use symmalloc_core::ids::{HeapId, StreamGroup};
 use symmalloc_core::lock::Lock;
-use symmalloc_core::{Allocator, Op, PoolId, StreamId};
+use symmalloc_core::{Op, PoolId, StreamId, generic};
 
 /// The properties that all ranks of a job have in common.
 #[derive(Clone, Debug)]
@@ -69,7 +70,7 @@ pub(crate) struct Rank<L: Lock> {
     pub(crate) context: RankContext,
     /// Number of restarts so far.
     pub(crate) incarnation: u32,
-    pub(crate) allocator: Allocator<SimBackend, L>,
+    pub(crate) allocator: generic::Allocator<SimBackend, L>,
     /// Live allocations, by slot.
     pub(crate) live: Vec<Option<LiveBlock>>,
     /// The allocator's pools, by the program's pool ids.
@@ -112,7 +113,7 @@ impl<L: Lock> Rank<L> {
         let sequence_of = |purpose| sequence(job.seed, purpose, u64::from(context.rank)).split(incarnation.into());
         Rank {
             incarnation,
-            allocator: Allocator::with_lock(device.build(), config).expect("a valid granularity"),
+            allocator: generic::Allocator::with_lock(device.build(), config).expect("a valid granularity"),
             live: vec![None; job.program.slot_count],
             pools: vec![PoolId::DEFAULT],
             streams: 0,
@@ -342,7 +343,7 @@ impl<L: Lock> Rank<L> {
                 let is_shared = policies.of(pool).streams() == StreamPolicy::Shared;
                 let is_whole = is_shared || policies.reclaims_as_a_whole(pool);
                 if job.compares(pool) {
-                    self.add_digests(pool, |heap| is_whole || heap == Some(stream), &mut digests);
+                    self.add_digests(pool, |heap| is_whole || heap == StreamGroup::One(stream), &mut digests);
                 }
             }
             _ => {}
@@ -350,11 +351,11 @@ impl<L: Lock> Rank<L> {
         digests
     }
 
-    fn add_digests(&self, pool: PoolId, wanted: impl Fn(Option<StreamId>) -> bool, digests: &mut Vec<HeapDigest>) {
+    fn add_digests(&self, pool: PoolId, wanted: impl Fn(StreamGroup) -> bool, digests: &mut Vec<HeapDigest>) {
         let Some(own) = self.pools.get(pool.index()) else { return };
         let all = self.allocator.heap_digests(*own).unwrap_or_default();
-        let wanted = all.into_iter().filter(|(stream, _)| wanted(*stream));
-        digests.extend(wanted.map(|(stream, digest)| (HeapName { pool, stream }, digest)));
+        let wanted = all.into_iter().filter(|(group, _)| wanted(*group));
+        digests.extend(wanted.map(|(group, digest)| (HeapId { pool, group }, digest)));
     }
 
     /// Removes all faults and ends private work.
@@ -377,7 +378,7 @@ impl<L: Lock> Rank<L> {
         // Waits for the fences of the last users of remaining segments, and then drops the fences.
         for stream in (0..self.allocator.stream_count() as u16).map(StreamId) {
             self.allocator.backend().synchronize(stream).expect("the driver works");
-            self.allocator.stream_synchronized(stream).expect("the stream is registered");
+            self.allocator.note_synchronized(stream).expect("the stream is registered");
         }
         self.allocator.drop_completed_fences().expect("the driver works");
         self.allocator.check().map_err(|violation| FailureCause::Violation(violation.to_string().into()))?;

@@ -86,7 +86,7 @@ fn run(
         config: plan.config.clone(),
         granularity_bytes: plan.granularity_bytes,
         program: plan.program(),
-        may_starve: has_private && plan.config.limit_bytes().is_some(),
+        may_starve: has_private && plan.config.total_limit_bytes().is_some(),
         watched,
     };
     let run = AssertUnwindSafe(|| match workers.get() {

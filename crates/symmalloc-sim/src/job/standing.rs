@@ -7,9 +7,10 @@
 //! A rank without faults must decide like the reference. A rank with faults may diverge. The simulator follows its
 //! digests, so that it knows the step at which each heap diverged, and checks the agreement's report against that step.
 
-use crate::job::journal::{DecisionJournal, HeapDigest, HeapName, digest_of};
+use crate::job::journal::{DecisionJournal, HeapDigest, digest_of};
 use std::collections::BTreeMap;
 use std::ops::Range;
+use symmalloc_core::ids::HeapId;
 
 /// The standing of a rank relative to the reference.
 #[derive(Clone, Debug)]
@@ -17,7 +18,7 @@ pub(crate) enum RankStanding {
     Alike,
     /// A fault occurred. Holds the departures of heaps that differ now, or that differed when their pool was destroyed.
     Followed {
-        departed: BTreeMap<HeapName, Departure>,
+        departed: BTreeMap<HeapId, Departure>,
     },
 }
 
@@ -63,16 +64,16 @@ impl RankStanding {
     }
 
     /// Returns the heaps that differ, with their departures.
-    pub(crate) fn departed(&self) -> impl Iterator<Item = (&HeapName, &Departure)> {
+    pub(crate) fn departed(&self) -> impl Iterator<Item = (&HeapId, &Departure)> {
         let departed = if let RankStanding::Followed { departed } = self { Some(departed) } else { None };
         departed.into_iter().flatten()
     }
 
-    pub(crate) fn departure(&self, heap: HeapName) -> Option<&Departure> {
+    pub(crate) fn departure(&self, heap: HeapId) -> Option<&Departure> {
         self.departed().find(|(name, _)| **name == heap).map(|(_, departure)| departure)
     }
 
-    pub(crate) fn first_departed(&self) -> Option<HeapName> {
+    pub(crate) fn first_departed(&self) -> Option<HeapId> {
         self.departed().next().map(|(heap, _)| *heap)
     }
 }

@@ -82,13 +82,13 @@ impl<L: Lock> Rank<L> {
             Op::Wait { stream, on } => {
                 let backend = self.allocator.backend();
                 if (0..ATTEMPTS_MAX).any(|_| waits(backend, stream, on)) {
-                    self.allocator.stream_waits(stream, on).expect("both streams are registered");
+                    self.allocator.note_stream_wait(stream, on).expect("both streams are registered");
                 }
             }
             Op::Synchronize { stream } => {
                 let backend = self.allocator.backend();
                 if retry(|| backend.synchronize(stream), |_| true).is_ok() {
-                    self.allocator.stream_synchronized(stream).expect("the stream is registered");
+                    self.allocator.note_synchronized(stream).expect("the stream is registered");
                 }
             }
             _ => return Ok(self.step_uncommon(op)),
@@ -113,10 +113,16 @@ impl<L: Lock> Rank<L> {
                     Err(error) => refused(DecidedRefusal::from(&error)),
                 }
             }
-            Op::Trim { pool } => match self.allocator.trim(pool.map(|pool| self.pools[pool.index()])) {
-                Ok(_) => Decision::Done,
-                Err(error) => refused(DecidedRefusal::from(&error)),
-            },
+            Op::Trim { pool } => {
+                let trimmed = match pool {
+                    Some(pool) => self.allocator.trim_pool(self.pools[pool.index()]),
+                    None => self.allocator.trim_all(),
+                };
+                match trimmed {
+                    Ok(_) => Decision::Done,
+                    Err(error) => refused(DecidedRefusal::from(&error)),
+                }
+            }
             Op::RegisterStream { .. } => {
                 self.register_stream();
                 Decision::Done

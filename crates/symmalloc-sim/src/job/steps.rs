@@ -36,7 +36,7 @@ impl PoolPolicies {
             _ => None,
         });
         let pools = std::iter::once(config.default_pool().clone()).chain(created).collect();
-        PoolPolicies { pools, limit_bytes: config.limit_bytes() }
+        PoolPolicies { pools, limit_bytes: config.total_limit_bytes() }
     }
 
     pub(crate) fn of(&self, pool: PoolId) -> &PoolConfig {

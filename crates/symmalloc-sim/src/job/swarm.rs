@@ -97,7 +97,7 @@ pub(crate) fn draw(seed: u64, ops: usize) -> Drawn {
     let limit_bytes = pick(&mut random, &[None, None, None, Some(90 * MIB), Some(200 * MIB + 1)]);
     let mut repeats = Repeats::draw(seed);
     let default_pool = repeats.plan(PoolId::DEFAULT, pool_config(&mut random));
-    let config = Config::builder().default_pool(default_pool).limit_bytes(limit_bytes).build().expect("in range");
+    let config = Config::builder().default_pool(default_pool).total_limit_bytes(limit_bytes).build().expect("in range");
     let mut writer = Writer::new(seed, &mut random, repeats, limit_bytes.is_none());
     while writer.steps.len() < ops {
         writer.write();

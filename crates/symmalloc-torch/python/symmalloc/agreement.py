@@ -78,7 +78,7 @@ def _exchange_bytes(device: int, size_bytes: int) -> Iterator[torch.Tensor]:
     import torch
 
     memory = _exchange_allocator(device)
-    address = memory.allocate(size_bytes, torch.cuda.current_stream(device).cuda_stream)
+    address = memory.allocate(size_bytes, stream=torch.cuda.current_stream(device).cuda_stream)
     yield torch.as_tensor(_DeviceBytes(address, size_bytes), device=torch.device("cuda", device))
     memory.free(address)
 

@@ -73,8 +73,8 @@ class Contents(enum.Enum):
     """Discarded, and zero after wake."""
 
 
-class Place(enum.Enum):
-    """The place of a sleeping pool's kept contents."""
+class Storage(enum.Enum):
+    """The storage for a sleeping pool's kept contents."""
 
     PINNED = 0
     """Pinned host memory: the fastest copies. It is reused by later sleeps."""
@@ -91,7 +91,7 @@ class Phase(enum.Enum):
     """The pool has its memory."""
     ASLEEP = 1
     """The pool has no memory, but keeps its addresses."""
-    FAILED = 2
+    HELD = 2
     """The pool sleeps, but the driver or a window holds some memory. Another sleep retries the release; a wake reuses it."""
 
 
@@ -103,7 +103,7 @@ class Slept:
     """Bytes released to the device."""
     kept_bytes: int = 0
     """Bytes copied to the host."""
-    deregistered: int = 0
+    deregistrations: int = 0
     """Windows and buffers that were deregistered."""
     suspended_bytes: int = 0
     """Bytes that NCCL released because communicators were suspended."""
@@ -112,7 +112,7 @@ class Slept:
         return Slept(
             self.released_bytes + other.released_bytes,
             self.kept_bytes + other.kept_bytes,
-            self.deregistered + other.deregistered,
+            self.deregistrations + other.deregistrations,
             self.suspended_bytes + other.suspended_bytes,
         )
 
@@ -123,7 +123,7 @@ class Woken:
 
     remapped_bytes: int = 0
     """Bytes that were mapped to memory again."""
-    registered: int = 0
+    registrations: int = 0
     """Windows and buffers that were registered again."""
     changed: int = 0
     """Windows whose handle changed on any rank: recapture graphs that use them."""
@@ -135,7 +135,7 @@ class Woken:
     def __add__(self, other: Woken) -> Woken:
         return Woken(
             self.remapped_bytes + other.remapped_bytes,
-            self.registered + other.registered,
+            self.registrations + other.registrations,
             self.changed + other.changed,
             self.lost + other.lost,
             self.resumed + other.resumed,
@@ -249,13 +249,13 @@ class Allocator:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def allocate(self, size_bytes: int, stream: int = 0, pool: int = DEFAULT_POOL, name: str | None = None) -> int:
+    def allocate(self, size_bytes: int, *, pool: int = DEFAULT_POOL, stream: int = 0, name: str | None = None) -> int:
         """Allocates memory for use on a stream, and returns its device address. Raises `OutOfMemory` and `UnknownPool`."""
         out = c_void_p()
         if name is None:
-            call("allocate", self._handle, pool, size_bytes, stream, byref(out))
+            call("allocate", self._handle, pool, stream, size_bytes, byref(out))
         else:
-            call("allocate_named", self._handle, pool, size_bytes, stream, name.encode(), byref(out))
+            call("allocate_named", self._handle, pool, stream, size_bytes, name.encode(), byref(out))
         return out.value or 0
 
     def free(self, pointer: int) -> None:
@@ -308,7 +308,7 @@ class Allocator:
         """Destroys a pool. The first trim after its last allocation was freed releases its memory."""
         call("pool_destroy", self._handle, pool)
 
-    def reserve(self, size_bytes: int, stream: int = 0, pool: int = DEFAULT_POOL) -> None:
+    def reserve(self, size_bytes: int, *, pool: int = DEFAULT_POOL, stream: int = 0) -> None:
         """Reserves memory for later allocations of a pool on a stream. Raises `OutOfMemory`."""
         call("reserve", self._handle, pool, stream, size_bytes)
 
@@ -333,7 +333,7 @@ class Allocator:
     def _sleep(self, function: str, pool: int, contents: Contents) -> Slept:
         out = SleptStruct()
         call(function, self._handle, pool, contents.value, byref(out))
-        return Slept(out.released_bytes, out.kept_bytes, out.deregistered, out.suspended_bytes)
+        return Slept(out.released_bytes, out.kept_bytes, out.deregistrations, out.suspended_bytes)
 
     def suspend(self) -> int:
         """Suspends the communicators of all registered pools that sleep. Returns the bytes that NCCL released.
@@ -361,7 +361,7 @@ class Allocator:
         """
         out = WokenStruct()
         call("wake", self._handle, pool, byref(out))
-        return Woken(out.remapped_bytes, out.registered, out.changed, out.lost, out.resumed)
+        return Woken(out.remapped_bytes, out.registrations, out.changed, out.lost, out.resumed)
 
     def phase(self, pool: int = DEFAULT_POOL) -> Phase:
         """Returns the sleep state of a pool."""
@@ -369,13 +369,13 @@ class Allocator:
         call("phase", self._handle, pool, byref(out))
         return Phase(out.value)
 
-    def save_in(self, place: Place, folder: str | None = None, pool: int = DEFAULT_POOL) -> None:
-        """Sets the place of a pool's kept contents, from its next sleep on. `folder` is for `Place.FOLDER` only.
+    def save_in(self, storage: Storage, folder: str | None = None, pool: int = DEFAULT_POOL) -> None:
+        """Sets the storage for a pool's kept contents, from its next sleep on. `folder` is for `Storage.FOLDER` only.
 
         A sleep raises `FileError` if the folder is missing or its disk is full, and the pool stays awake. A wake raises it if the
         file was modified, and the pool stays asleep.
         """
-        call("save_in", self._handle, pool, place.value, encoded(folder))
+        call("save_in", self._handle, pool, storage.value, encoded(folder))
 
     def retain_saved(self, retain: bool, pool: int = DEFAULT_POOL) -> None:
         """Sets whether a pool's kept contents stay on the host after its next wake. The next sleep then reuses their memory.
@@ -400,7 +400,7 @@ class Allocator:
         call("saved_copy", self._handle, pointer, size_bytes, to, byref(found))
         return found.value != 0
 
-    def resize(self, size_bytes: int, pool: int, stream: int = 0) -> int:
+    def resize(self, size_bytes: int, *, pool: int, stream: int = 0) -> int:
         """Sets the memory of a pool with a quota (`growth_mb:0,streams:shared`) to a size in bytes, rounded up to granules.
 
         Live allocations stay in place. Returns the bytes that the pool now holds. Raises `InvalidState` if live allocations need

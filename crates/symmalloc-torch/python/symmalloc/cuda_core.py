@@ -10,7 +10,7 @@ from typing import Any
 
 from cuda import core
 
-from .allocator import DEFAULT_POOL, Allocator
+from .allocator import Allocator
 from .library import call, encoded
 
 
@@ -30,7 +30,7 @@ class MemoryResource(core.MemoryResource):  # type: ignore[misc]
 
     def allocate(self, size: int, *, stream: Any) -> core.Buffer:
         """Allocates a buffer for work on a stream. Raises `OutOfMemory`."""
-        pointer = self._allocator.allocate(size, int(stream.handle), DEFAULT_POOL)
+        pointer = self._allocator.allocate(size, stream=int(stream.handle))
         return core.Buffer.from_handle(pointer, size, mr=self, stream=stream)
 
     def deallocate(self, ptr: Any, size: int, *, stream: Any) -> None:

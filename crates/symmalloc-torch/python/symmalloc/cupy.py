@@ -33,7 +33,7 @@ def install(conf: str | None = None) -> None:
     def malloc(size_bytes: int, device: int) -> int:
         pointer = out()
         status = allocate(
-            _handle(device), DEFAULT_POOL, size_bytes, get_current_stream(device).ptr, ctypes.byref(pointer)
+            _handle(device), DEFAULT_POOL, get_current_stream(device).ptr, size_bytes, ctypes.byref(pointer)
         )
         if status:
             raise failure("allocate", status)

@@ -48,7 +48,7 @@ class SleptStruct(ctypes.Structure):
     _fields_ = [
         ("released_bytes", c_uint64),
         ("kept_bytes", c_uint64),
-        ("deregistered", c_uint64),
+        ("deregistrations", c_uint64),
         ("suspended_bytes", c_uint64),
     ]
 
@@ -58,7 +58,7 @@ class WokenStruct(ctypes.Structure):
 
     _fields_ = [
         ("remapped_bytes", c_uint64),
-        ("registered", c_uint64),
+        ("registrations", c_uint64),
         ("changed", c_uint64),
         ("lost", c_uint64),
         ("resumed", c_uint64),
@@ -104,8 +104,8 @@ class RegistrarOptionsStruct(ctypes.Structure):
 CALLS: dict[str, list[Any]] = {
     "create": [c_int32, c_char_p, POINTER(c_void_p)],
     "destroy": [c_void_p],
-    "allocate": [c_void_p, c_uint32, c_size_t, c_void_p, POINTER(c_void_p)],
-    "allocate_named": [c_void_p, c_uint32, c_size_t, c_void_p, c_char_p, POINTER(c_void_p)],
+    "allocate": [c_void_p, c_uint32, c_void_p, c_size_t, POINTER(c_void_p)],
+    "allocate_named": [c_void_p, c_uint32, c_void_p, c_size_t, c_char_p, POINTER(c_void_p)],
     "free": [c_void_p, c_void_p],
     "record_use": [c_void_p, c_void_p, c_void_p],
     "allocate_unordered": [c_void_p, c_size_t, POINTER(c_void_p)],

@@ -58,7 +58,7 @@ class MemoryManager(cuda.HostOnlyCUDAMemoryManager):  # type: ignore[misc]
                 pointer = allocator.allocate_unordered(size)
             finalizer = _free_later(self.deallocations, allocator.free_unordered, pointer, size)
         else:
-            pointer = allocator.allocate(size, stream)
+            pointer = allocator.allocate(size, stream=stream)
             finalizer = _free_now(allocator.free, pointer)
         return cuda.MemoryPointer(self.context, ctypes.c_void_p(pointer), size, finalizer=finalizer)
 

@@ -169,7 +169,7 @@ class MemPool:
 
         A capture cannot create windows: before it, reserve the memory that it will allocate, and sync. Raises `OutOfMemory`.
         """
-        self._allocator.reserve(size_bytes, self._raw_stream(stream), self.id)
+        self._allocator.reserve(size_bytes, pool=self.id, stream=self._raw_stream(stream))
 
     def resize(self, size_bytes: int, stream: torch.cuda.Stream | None = None) -> int:
         """Sets the size in bytes of a pool with a `quota`, rounded up to granules (2 MiB). The size is fixed until the next call.
@@ -182,7 +182,7 @@ class MemPool:
         `InvalidArgument` for a size beyond `quota`. The pool is unchanged after these two. Raises `OutOfMemory` if there is no
         memory for the full size; call it again to retry.
         """
-        return self._allocator.resize(size_bytes, self.id, self._raw_stream(stream))
+        return self._allocator.resize(size_bytes, pool=self.id, stream=self._raw_stream(stream))
 
     def _raw_stream(self, stream: torch.cuda.Stream | None) -> int:
         if stream is None:

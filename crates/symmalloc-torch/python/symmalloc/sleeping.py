@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from .allocator import Allocator, Contents, DeviceMemory, Place, Slept, Woken
+from .allocator import Allocator, Contents, DeviceMemory, Storage, Slept, Woken
 from .devices import Device, device_index
 from .errors import FileError, InvalidArgument, UnknownPool
 from .pool import MemPool, tagged_devices
@@ -31,15 +31,15 @@ from .private_folder import PrivateFolder, Untrusted
 from .scopes import use_mem_pool
 from .state import allocator
 
-BACKENDS = {"pinned": Place.PINNED, "mmap": Place.PAGEABLE}
+BACKENDS = {"pinned": Storage.PINNED, "mmap": Storage.PAGEABLE}
 
 
 @dataclass(frozen=True)
 class Backup:
-    """The treatment of a pool's contents during a pause, and their place on the host."""
+    """The treatment of a pool's contents during a pause, and the storage for them on the host."""
 
     contents: Contents
-    place: Place = Place.PINNED
+    storage: Storage = Storage.PINNED
 
 
 # The pools of regions, by tag, backup and device.
@@ -158,7 +158,7 @@ def backup_of(cpu: bool, disk: bool, backend: str | None) -> Backup:
     if disk and _backup_folder is None:
         raise InvalidArgument("a backup on disk needs a folder: call torch_memory_saver.set_disk_backup_dir() or symmalloc.sleeping.set_backup_folder(), or set TMS_DISK_BACKUP_DIR")
     if disk:
-        return Backup(Contents.KEEP, Place.FOLDER)
+        return Backup(Contents.KEEP, Storage.FOLDER)
     return Backup(Contents.KEEP, BACKENDS[backend or "pinned"]) if cpu else Backup(Contents.DROP)
 
 
@@ -166,7 +166,7 @@ def keep_in(of: Allocator, device: int, pool: int, backup: Backup) -> None:
     """Sets the backup of a pool."""
     _backups[device, pool] = backup
     if backup.contents is Contents.KEEP:
-        of.save_in(backup.place, _backup_folder if backup.place is Place.FOLDER else None, pool)
+        of.save_in(backup.storage, _backup_folder if backup.storage is Storage.FOLDER else None, pool)
 
 
 def has_backup(device: int, pool: int) -> bool:
@@ -194,8 +194,8 @@ def set_backup_folder(path: str | os.PathLike[str]) -> None:
         raise FileError(f"{folder} cannot hold backups: {why}") from why
     _backup_folder = str(folder)
     for (device, pool), backup in _backups.items():
-        if backup.place is Place.FOLDER:
-            allocator(device).save_in(Place.FOLDER, _backup_folder, pool)
+        if backup.storage is Storage.FOLDER:
+            allocator(device).save_in(Storage.FOLDER, _backup_folder, pool)
 
 
 def pause(tag: str | None = None) -> None:

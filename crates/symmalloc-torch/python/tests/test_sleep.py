@@ -48,11 +48,11 @@ held = {pool: inside(pool) for pool in (weights, cache, plain)}
 for pointer in held.values():
     fill(pointer, 7)
 slept = symmalloc.sleep(["kv_cache", "weights"], keep="weights")
-assert slept.kept_bytes == MIB and slept.released_bytes >= 2 * MIB and slept.deregistered == 0, slept
+assert slept.kept_bytes == MIB and slept.released_bytes >= 2 * MIB and slept.deregistrations == 0, slept
 assert [pool.phase for pool in held] == [Phase.ASLEEP, Phase.ASLEEP, Phase.AWAKE]
 assert "sleeps" in str(raises(symmalloc.InvalidState, "sleeps", lambda: ours.allocate(MIB, pool=weights.id)))
 woken = symmalloc.wake("weights")
-assert woken.remapped_bytes >= MIB and (woken.registered, woken.changed, woken.lost) == (0, 0, 0), woken
+assert woken.remapped_bytes >= MIB and (woken.registrations, woken.changed, woken.lost) == (0, 0, 0), woken
 assert [pool.phase for pool in held] == [Phase.AWAKE, Phase.ASLEEP, Phase.AWAKE]
 symmalloc.wake()
 assert holds(held[weights], 7) and holds(held[plain], 7) and cache.phase is Phase.AWAKE
@@ -152,12 +152,12 @@ def program(rank):
     assert nccl.stub_nccl_live(1) == 2
     rank.wait()
     slept = symmalloc.sleep("weights", device=rank.number)
-    assert (slept.deregistered, slept.kept_bytes) == (1, 4 * MIB), slept
+    assert (slept.deregistrations, slept.kept_bytes) == (1, 4 * MIB), slept
     rank.wait()
     assert nccl.stub_nccl_live(1) == 0, "windows are deregistered on all ranks"
     rank.wait()
     woken = symmalloc.wake("weights", device=rank.number)
-    assert (woken.registered, woken.changed, woken.lost) == (1, 0, 0), woken
+    assert (woken.registrations, woken.changed, woken.lost) == (1, 0, 0), woken
     assert set(ctypes.string_at(pointer, 4 * MIB)) == {rank.number + 1}
     assert pool.sync() == (0, 0)
     rank.wait()
@@ -189,9 +189,9 @@ def program(rank):
     raises(symmalloc.InvalidState, "windows of other pools", lambda: pools[0].sleep(suspend=True))
     assert symmalloc.sleep("weights", suspend=True, device=rank.number).suspended_bytes == 0, "another pool is awake"
     slept = symmalloc.sleep(suspend=True, device=rank.number)
-    assert (slept.deregistered, slept.suspended_bytes, held()) == (1, 64 * MIB, 0), slept
+    assert (slept.deregistrations, slept.suspended_bytes, held()) == (1, 64 * MIB, 0), slept
     woken = symmalloc.wake("kv_cache", device=rank.number)
-    assert (woken.registered, woken.resumed, held()) == (1, 1, 64 * MIB), woken
+    assert (woken.registrations, woken.resumed, held()) == (1, 1, 64 * MIB), woken
     assert symmalloc.wake(device=rank.number).resumed == 0
     symmalloc.sleep("kv_cache", device=rank.number)
     assert pools[0].sleep(suspend=True).suspended_bytes == 64 * MIB

@@ -22,41 +22,41 @@ class Backups(unittest.TestCase):
     def test_a_backup_in_each_place_is_readable_and_is_restored(self) -> None:
         self.succeeds("""
 import tempfile
-from symmalloc.allocator import Place
-for place in Place:
+from symmalloc.allocator import Storage
+for place in Storage:
     with tempfile.TemporaryDirectory() as folder:
         pool = ours.create_pool("segments:expandable,tag:weights")
-        ours.save_in(place, folder if place is Place.FOLDER else None, pool)
+        ours.save_in(place, folder if place is Storage.FOLDER else None, pool)
         pointer = ours.allocate(3 * MIB, pool=pool)
         fill(pointer, 7, 3 * MIB)
         copy = ctypes.create_string_buffer(MIB)
         assert not ours.saved_copy(pointer, MIB, ctypes.addressof(copy)) and ours.saved_pointer(pointer, MIB) == 0
         ours.sleep(pool)
         assert ours.saved_copy(pointer + MIB, MIB, ctypes.addressof(copy)) and set(copy.raw) == {7}
-        if place is Place.FOLDER:
+        if place is Storage.FOLDER:
             raises(symmalloc.InvalidState, "copy them instead", lambda: ours.saved_pointer(pointer, MIB))
         else:
             assert holds(ours.saved_pointer(pointer, MIB), 7)
         ours.retain_saved(True, pool)
         ours.wake(pool)
         assert holds(pointer, 7, 3 * MIB)
-        assert ours.saved_copy(pointer, MIB, ctypes.addressof(copy)) == (place is not Place.FOLDER), "files are not retained"
+        assert ours.saved_copy(pointer, MIB, ctypes.addressof(copy)) == (place is not Storage.FOLDER), "files are not retained"
         ours.free(pointer)
         ours.destroy_pool(pool)
         assert not ours.saved_copy(pointer, MIB, ctypes.addressof(copy))
-raises(symmalloc.InvalidArgument, "folder", lambda: ours.save_in(Place.FOLDER))
-raises(symmalloc.UnknownPool, "99", lambda: ours.save_in(Place.PINNED, None, 99))
+raises(symmalloc.InvalidArgument, "folder", lambda: ours.save_in(Storage.FOLDER))
+raises(symmalloc.UnknownPool, "99", lambda: ours.save_in(Storage.PINNED, None, 99))
 """)
 
     def test_a_modified_or_impossible_file_is_a_file_error_and_nothing_is_lost(self) -> None:
         self.succeeds("""
 import os, resource, tempfile
-from symmalloc.allocator import Place
+from symmalloc.allocator import Storage
 folder = tempfile.mkdtemp()
 pool = ours.create_pool("segments:expandable")
 pointer = ours.allocate(3 * MIB, pool=pool)
 fill(pointer, 7, 3 * MIB)
-ours.save_in(Place.FOLDER, folder, pool)
+ours.save_in(Storage.FOLDER, folder, pool)
 resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, resource.RLIM_INFINITY))
 raises(symmalloc.FileError, "check the folder, and the free space", lambda: ours.sleep(pool))
 assert ours.phase(pool) is Phase.AWAKE and holds(pointer, 7, 3 * MIB)
@@ -74,7 +74,7 @@ with open(file, "r+b") as it:
     it.seek(2 * MIB); it.write(bytes([7]))
 ours.wake(pool)
 assert holds(pointer, 7, 3 * MIB)
-ours.save_in(Place.FOLDER, folder + "/missing", pool)
+ours.save_in(Storage.FOLDER, folder + "/missing", pool)
 raises(symmalloc.FileError, "open failed with 2", lambda: ours.sleep(pool))
 assert ours.phase(pool) is Phase.AWAKE
 os.rmdir(folder)

@@ -62,8 +62,8 @@ pub unsafe extern "C" fn symmalloc_destroy(allocator: *mut DeviceAllocator) -> s
 pub unsafe extern "C" fn symmalloc_allocate(
     allocator: *mut DeviceAllocator,
     pool: u32,
-    bytes: usize,
     stream: *mut c_void,
+    bytes: usize,
     out: *mut *mut c_void,
 ) -> symmalloc_status {
     report(|| {
@@ -87,8 +87,8 @@ pub unsafe extern "C" fn symmalloc_allocate(
 pub unsafe extern "C" fn symmalloc_allocate_named(
     allocator: *mut DeviceAllocator,
     pool: u32,
-    bytes: usize,
     stream: *mut c_void,
+    bytes: usize,
     name: *const c_char,
     out: *mut *mut c_void,
 ) -> symmalloc_status {

@@ -45,7 +45,7 @@ pub unsafe extern "C" fn symmalloc_placement_of(
         let found = unsafe { living(allocator) }?.find(pointer)?;
         let placement = symmalloc_placement {
             pool: found.pool.0,
-            stream: found.position.stream.map_or(u32::MAX, |stream| stream.0.into()),
+            stream: found.position.heap.stream().map_or(u32::MAX, |stream| stream.0.into()),
             segment: found.allocation.placement.segment.0.into(),
             offset_bytes: found.allocation.placement.offset_bytes,
             size_bytes: found.allocation.size_bytes,

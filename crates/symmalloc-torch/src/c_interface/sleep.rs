@@ -5,16 +5,16 @@ use crate::device::DeviceAllocator;
 use crate::error::Error;
 use crate::forks;
 use crate::guard::report;
-use crate::slept::{Slept, Woken};
 use crate::status::symmalloc_status;
 use crate::streams::RawStream;
 use std::ffi::{c_char, c_void};
 use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
-use symmalloc_cuda::{DeviceMemory, ImagePlace, SavedBytes};
+use symmalloc_cuda::{DeviceMemory, ImageStorage, SavedBytes};
+use symmalloc_nccl::{Slept, Woken};
 
-/// `contents` of a sleep: live allocations are copied to the pool's place on the host, and restored on wake.
+/// `contents` of a sleep: live allocations are copied to the storage of the pool on the host, and restored on wake.
 pub const SYMMALLOC_CONTENTS_KEEP: u32 = 0;
 
 /// `contents` of a sleep: live allocations are discarded, and undefined after wake.
@@ -30,7 +30,7 @@ pub const SYMMALLOC_PHASE_AWAKE: u32 = 0;
 pub const SYMMALLOC_PHASE_ASLEEP: u32 = 1;
 
 /// The pool sleeps, but the driver or a window still holds some memory. Another sleep retries the release; a wake reuses it.
-pub const SYMMALLOC_PHASE_FAILED: u32 = 2;
+pub const SYMMALLOC_PHASE_HELD: u32 = 2;
 
 /// The result of a sleep.
 #[allow(non_camel_case_types, reason = "C's names")]
@@ -42,7 +42,7 @@ pub struct symmalloc_slept {
     /// Bytes copied to the host.
     pub kept_bytes: u64,
     /// Windows and buffers that were deregistered.
-    pub deregistered: u64,
+    pub deregistrations: u64,
     /// Bytes that NCCL released because communicators were suspended.
     pub suspended_bytes: u64,
 }
@@ -55,7 +55,7 @@ pub struct symmalloc_woken {
     /// Bytes that were mapped to memory again.
     pub remapped_bytes: u64,
     /// Windows and buffers that were registered again.
-    pub registered: u64,
+    pub registrations: u64,
     /// Windows whose handle changed on any rank. Recapture graphs that use them.
     pub changed: u64,
     /// Communicators that failed during the sleep. Register on new ones.
@@ -108,7 +108,7 @@ pub unsafe extern "C" fn symmalloc_sleep(
         // SAFETY: the caller's contract.
         let slept = unsafe { living(allocator) }?.sleep(PoolId(pool), contents_of(contents)?)?;
         // SAFETY: the caller's contract.
-        unsafe { write_out(out, slept_of(slept)) };
+        unsafe { write_out(out, slept_of(&slept)) };
         Ok(())
     })
 }
@@ -133,7 +133,7 @@ pub unsafe extern "C" fn symmalloc_sleep_and_suspend(
         // SAFETY: the caller's contract.
         let slept = unsafe { living(allocator) }?.sleep_and_suspend(PoolId(pool), contents_of(contents)?)?;
         // SAFETY: the caller's contract.
-        unsafe { write_out(out, slept_of(slept)) };
+        unsafe { write_out(out, slept_of(&slept)) };
         Ok(())
     })
 }
@@ -192,7 +192,7 @@ pub unsafe extern "C" fn symmalloc_wake(
         // SAFETY: the caller's contract.
         let woken = unsafe { living(allocator) }?.wake(PoolId(pool))?;
         // SAFETY: the caller's contract.
-        unsafe { write_out(out, woken_of(woken)) };
+        unsafe { write_out(out, woken_of(&woken)) };
         Ok(())
     })
 }
@@ -214,7 +214,7 @@ pub unsafe extern "C" fn symmalloc_sleep_tagged(
         let (allocator, tag) = unsafe { (living(allocator)?, required_text(tag, "tag")?) };
         let slept = allocator.sleep_tagged(tag, contents_of(contents)?)?;
         // SAFETY: the caller's contract.
-        unsafe { write_out(out, slept_of(slept)) };
+        unsafe { write_out(out, slept_of(&slept)) };
         Ok(())
     })
 }
@@ -235,7 +235,7 @@ pub unsafe extern "C" fn symmalloc_wake_tagged(
         let (allocator, tag) = unsafe { (living(allocator)?, required_text(tag, "tag")?) };
         let woken = allocator.wake_tagged(tag)?;
         // SAFETY: the caller's contract.
-        unsafe { write_out(out, woken_of(woken)) };
+        unsafe { write_out(out, woken_of(&woken)) };
         Ok(())
     })
 }
@@ -255,7 +255,7 @@ pub unsafe extern "C" fn symmalloc_phase(
         let phase = match unsafe { living(allocator) }?.phase(PoolId(pool))? {
             Phase::Awake => SYMMALLOC_PHASE_AWAKE,
             Phase::Asleep => SYMMALLOC_PHASE_ASLEEP,
-            Phase::Failed => SYMMALLOC_PHASE_FAILED,
+            Phase::Held => SYMMALLOC_PHASE_HELD,
         };
         // SAFETY: the caller's contract.
         unsafe { write(out, "out", phase) }
@@ -324,17 +324,17 @@ pub unsafe extern "C" fn symmalloc_release_host_memory(
     })
 }
 
-/// `place` of saved contents: pinned host memory.
-pub const SYMMALLOC_PLACE_PINNED: u32 = 0;
+/// `storage` of saved contents: pinned host memory.
+pub const SYMMALLOC_STORAGE_PINNED: u32 = 0;
 
-/// `place` of saved contents: pageable host memory, which returns to the system when the pool wakes.
-pub const SYMMALLOC_PLACE_PAGEABLE: u32 = 1;
+/// `storage` of saved contents: pageable host memory, which returns to the system when the pool wakes.
+pub const SYMMALLOC_STORAGE_PAGEABLE: u32 = 1;
 
-/// `place` of saved contents: an unnamed file, which disappears with the process and is verified when it is read.
-pub const SYMMALLOC_PLACE_FOLDER: u32 = 2;
+/// `storage` of saved contents: an unnamed file, which disappears with the process and is verified when it is read.
+pub const SYMMALLOC_STORAGE_FOLDER: u32 = 2;
 
-/// Sets the place of a pool's saved contents, from its next sleep on. `place` is one of `SYMMALLOC_PLACE_...`; `folder` is the folder of the
-/// file, and NULL for other places. A sleep returns `SYMMALLOC_IO` if the folder does not exist or its disk is full, and leaves the pool
+/// Sets the storage for a pool's saved contents, from its next sleep on. `storage` is one of `SYMMALLOC_STORAGE_...`; `folder` is the folder of the
+/// file, and NULL for other storage. A sleep returns `SYMMALLOC_IO` if the folder does not exist or its disk is full, and leaves the pool
 /// awake. A wake returns it if the file was modified, and leaves the pool asleep.
 ///
 /// # Safety
@@ -343,24 +343,24 @@ pub const SYMMALLOC_PLACE_FOLDER: u32 = 2;
 pub unsafe extern "C" fn symmalloc_save_in(
     allocator: *mut DeviceAllocator,
     pool: u32,
-    place: u32,
+    storage: u32,
     folder: *const c_char,
 ) -> symmalloc_status {
     report(|| {
         // SAFETY: the caller's contract.
         let allocator = unsafe { living(allocator) }?;
-        let place = match place {
-            SYMMALLOC_PLACE_PINNED => ImagePlace::Pinned,
-            SYMMALLOC_PLACE_PAGEABLE => ImagePlace::Pageable,
+        let storage = match storage {
+            SYMMALLOC_STORAGE_PINNED => ImageStorage::Pinned,
+            SYMMALLOC_STORAGE_PAGEABLE => ImageStorage::Pageable,
             // SAFETY: the caller's contract.
-            SYMMALLOC_PLACE_FOLDER => ImagePlace::Folder(unsafe { required_text(folder, "folder") }?.into()),
+            SYMMALLOC_STORAGE_FOLDER => ImageStorage::Folder(unsafe { required_text(folder, "folder") }?.into()),
             value => {
-                let expected = "one of SYMMALLOC_PLACE_PINNED, _PAGEABLE and _FOLDER";
-                return Err(Error::Argument { argument: "place", value: value.into(), expected });
+                let expected = "one of SYMMALLOC_STORAGE_PINNED, _PAGEABLE and _FOLDER";
+                return Err(Error::Argument { argument: "storage", value: value.into(), expected });
             }
         };
         allocator.phase(PoolId(pool))?;
-        allocator.allocator().save_in(PoolId(pool), place);
+        allocator.allocator().save_in(PoolId(pool), storage);
         Ok(())
     })
 }
@@ -448,14 +448,23 @@ fn contents_of(contents: u32) -> Result<Contents, Error> {
     }
 }
 
-fn slept_of(slept: Slept) -> symmalloc_slept {
-    let Slept { released_bytes, kept_bytes, deregistered, suspended_bytes } = slept;
-    symmalloc_slept { released_bytes, kept_bytes, deregistered, suspended_bytes }
+fn slept_of(slept: &Slept) -> symmalloc_slept {
+    symmalloc_slept {
+        released_bytes: slept.memory.released_bytes,
+        kept_bytes: slept.memory.kept_bytes,
+        deregistrations: slept.deregistrations,
+        suspended_bytes: slept.suspended_bytes,
+    }
 }
 
-fn woken_of(woken: Woken) -> symmalloc_woken {
-    let Woken { remapped_bytes, registered, changed, lost, resumed } = woken;
-    symmalloc_woken { remapped_bytes, registered, changed, lost, resumed }
+fn woken_of(woken: &Woken) -> symmalloc_woken {
+    symmalloc_woken {
+        remapped_bytes: woken.memory.remapped_bytes,
+        registrations: woken.registrations,
+        changed: woken.changed.len() as u64,
+        lost: woken.lost.len() as u64,
+        resumed: woken.resumed.len() as u64,
+    }
 }
 
 fn memory_of(memory: DeviceMemory) -> symmalloc_memory {
@@ -486,21 +495,16 @@ mod tests {
 
     #[test]
     fn each_number_of_a_sleep_and_a_wake_has_its_own_field() {
-        let slept = slept_of(Slept { released_bytes: 1, kept_bytes: 2, deregistered: 3, suspended_bytes: 4 });
-        let expected = symmalloc_slept { released_bytes: 1, kept_bytes: 2, deregistered: 3, suspended_bytes: 4 };
-        assert_eq!(slept, expected);
-        let woken = woken_of(Woken { remapped_bytes: 4, registered: 5, changed: 6, lost: 7, resumed: 8 });
-        let expected = symmalloc_woken { remapped_bytes: 4, registered: 5, changed: 6, lost: 7, resumed: 8 };
-        assert_eq!(woken, expected);
-    }
-
-    #[test]
-    fn numbers_of_several_registrars_add_up() {
-        let mut slept = Slept { released_bytes: 1, kept_bytes: 2, deregistered: 3, suspended_bytes: 4 };
-        slept += Slept { released_bytes: 10, kept_bytes: 20, deregistered: 30, suspended_bytes: 40 };
-        assert_eq!(slept, Slept { released_bytes: 11, kept_bytes: 22, deregistered: 33, suspended_bytes: 44 });
-        let mut woken = Woken { remapped_bytes: 1, registered: 2, changed: 3, lost: 4, resumed: 5 };
-        woken += Woken { remapped_bytes: 10, registered: 20, changed: 30, lost: 40, resumed: 50 };
-        assert_eq!(woken, Woken { remapped_bytes: 11, registered: 22, changed: 33, lost: 44, resumed: 55 });
+        let mut slept = Slept::default();
+        (slept.memory.released_bytes, slept.memory.kept_bytes) = (1, 2);
+        (slept.deregistrations, slept.suspended_bytes) = (3, 4);
+        let expected = symmalloc_slept { released_bytes: 1, kept_bytes: 2, deregistrations: 3, suspended_bytes: 4 };
+        assert_eq!(slept_of(&slept), expected);
+        let mut woken = Woken::default();
+        (woken.memory.remapped_bytes, woken.registrations) = (4, 5);
+        woken.lost = vec!["lost".to_owned(); 2];
+        woken.resumed = vec!["resumed".to_owned(); 3];
+        let expected = symmalloc_woken { remapped_bytes: 4, registrations: 5, changed: 0, lost: 2, resumed: 3 };
+        assert_eq!(woken_of(&woken), expected);
     }
 }

@@ -103,18 +103,18 @@ fn show(
     emit: &mut dyn FnMut(*const symmalloc_segment, *const symmalloc_block),
 ) {
     for segment in allocator.core().snapshot().segments {
-        let id = id_of(segment.pool);
+        let id = id_of(segment.heap.pool);
         if only.is_some_and(|only| only != id) {
             continue;
         }
         let is_expandable = allocator
             .core()
-            .pool_config(segment.pool)
+            .pool_config(segment.heap.pool)
             .is_ok_and(|config| matches!(config.segments(), SegmentPolicy::Expandable(_)));
         for part in parts(&segment) {
             let first = &part[0];
             let bytes: u64 = part.iter().map(|block| block.size_bytes).sum();
-            let stream = segment.stream.or_else(|| part.iter().find_map(stream_of));
+            let stream = segment.heap.stream().or_else(|| part.iter().find_map(stream_of));
             let is_large = is_expandable || bytes > 2 * SMALL_BYTES_MAX || part.iter().any(is_large);
             let shown = symmalloc_segment {
                 address: segment.base.0 + first.offset_bytes,

@@ -148,7 +148,7 @@ struct Live {
 
 impl Live {
     fn is_in(&self, layout: &Layout) -> bool {
-        let heap = layout.heaps().iter().find(|heap| heap.stream == self.stream);
+        let heap = layout.heaps().iter().find(|heap| heap.group.stream() == self.stream);
         let segment = heap.and_then(|heap| heap.segments.iter().find(|segment| segment.id == self.segment));
         segment.is_some_and(|segment| {
             segment.allocations.iter().any(|saved| {
@@ -160,9 +160,9 @@ impl Live {
 }
 
 fn live_in(allocator: &DeviceAllocator, pool: PoolId) -> Vec<Live> {
-    let segments = allocator.core().snapshot().segments.into_iter().filter(|segment| segment.pool == pool);
+    let segments = allocator.core().snapshot().segments.into_iter().filter(|segment| segment.heap.pool == pool);
     let live = segments.flat_map(|segment| {
-        let (base, id, stream) = (segment.base.0, segment.segment, segment.stream);
+        let (base, id, stream) = (segment.base.0, segment.segment, segment.heap.stream());
         segment.blocks.into_iter().filter_map(move |block| match block.state {
             BlockStateSnapshot::Allocated { stream: owner, requested_bytes, .. } => Some(Live {
                 address: base + block.offset_bytes,

@@ -70,7 +70,7 @@ pub unsafe extern "C" fn symmalloc_torch_counts(device: i32, out: *mut symmalloc
             }
             counts.retries = allocator.refusals().retries();
             counts.failures = allocator.refusals().failures();
-            counts.limit_bytes = core.limit_bytes().unwrap_or(0);
+            counts.limit_bytes = core.total_limit_bytes().unwrap_or(0);
             counts.total_bytes = allocator.allocator().device().memory_info().map_or(0, |info| info.total_bytes);
         }
         // SAFETY: the caller's contract.

@@ -201,7 +201,7 @@ fn found(allocator: &DeviceAllocator, pointer: *const c_void) -> Result<symmallo
     Ok(symmalloc_found {
         device: allocator.ordinal() as i32,
         is_expandable: config.is_ok_and(|config| matches!(config.segments(), SegmentPolicy::Expandable(_))),
-        stream: known.position.stream.map_or(std::ptr::null_mut(), |stream| owner.raw_stream(stream)),
+        stream: known.position.heap.stream().map_or(std::ptr::null_mut(), |stream| owner.raw_stream(stream)),
         bytes: known.allocation.size_bytes,
         requested_bytes: known.requested_bytes,
         id_first,
@@ -274,7 +274,7 @@ pub unsafe extern "C" fn symmalloc_torch_largest_block(device: i32, largest: *mu
         not_null(largest, "largest")?;
         let allocator = process::allocator(device)?;
         let total_bytes = allocator.allocator().device().memory_info().map_err(CudaError::from)?.total_bytes;
-        let limit_bytes = allocator.core().limit_bytes().map_or(total_bytes, |limit| limit.min(total_bytes));
+        let limit_bytes = allocator.core().total_limit_bytes().map_or(total_bytes, |limit| limit.min(total_bytes));
         let stats = allocator.core().stats();
         let bytes = limit_bytes.saturating_sub(stats.reserved_bytes.current) + stats.largest_free_bytes;
         // SAFETY: the caller's contract.

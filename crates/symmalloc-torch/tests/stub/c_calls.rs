@@ -184,7 +184,7 @@ stub_test!(reports_are_returned_as_owned_strings, {
     let (allocator, streams) = (Allocator::new("out_of_memory:fail,total_limit_mb:64"), Streams::new(1));
     let (name, mut pointer) = (c_text("weights"), null_mut());
     // SAFETY: a live allocator and stream, a C string, and an output pointer.
-    done(unsafe { symmalloc_allocate_named(allocator.0, 0, MIB, streams.get(0), name.as_ptr(), &raw mut pointer) });
+    done(unsafe { symmalloc_allocate_named(allocator.0, 0, streams.get(0), MIB, name.as_ptr(), &raw mut pointer) });
     let (mut leaks, mut config) = (null_mut(), null_mut());
     // SAFETY: a live allocator, and an output pointer.
     done(unsafe { symmalloc_leak_report(allocator.0, &raw mut leaks) });
@@ -229,8 +229,8 @@ stub_test!(invalid_arguments_are_refused, {
             symmalloc_create(-1, null(), &raw mut out),
             symmalloc_create(0, null(), null_mut()),
             symmalloc_create(0, c"\xff".as_ptr(), &raw mut out),
-            symmalloc_allocate(null_mut(), 0, 512, null_mut(), null_mut()),
-            symmalloc_allocate(allocator.0, 0, 512, null_mut(), null_mut()),
+            symmalloc_allocate(null_mut(), 0, null_mut(), 512, null_mut()),
+            symmalloc_allocate(allocator.0, 0, null_mut(), 512, null_mut()),
             symmalloc_free(null_mut(), null_mut()),
             symmalloc_agree(allocator.0, 2, 2, None, null_mut()),
             symmalloc_registrar_create(allocator.0, 0, null_mut(), 0, null(), null_mut()),

@@ -74,7 +74,7 @@ impl Allocator {
     ) -> Result<Pointer, symmalloc_status> {
         let mut out = null_mut();
         // SAFETY: a live allocator and stream, and an output pointer.
-        match unsafe { symmalloc_allocate(self.0, pool, bytes, stream, &raw mut out) } {
+        match unsafe { symmalloc_allocate(self.0, pool, stream, bytes, &raw mut out) } {
             SYMMALLOC_OK => Ok(out as Pointer),
             status => Err(status),
         }

@@ -192,9 +192,9 @@ const REJECTED: &[Rejected] = &[
     // SAFETY: see above.
     ("save in no place", |it| unsafe { symmalloc_save_in(it.one(), it.pool, 9, null()) }),
     // SAFETY: see above.
-    ("save in no folder", |it| unsafe { symmalloc_save_in(it.one(), it.pool, SYMMALLOC_PLACE_FOLDER, null()) }),
+    ("save in no folder", |it| unsafe { symmalloc_save_in(it.one(), it.pool, SYMMALLOC_STORAGE_FOLDER, null()) }),
     // SAFETY: see above.
-    ("save no pool", |it| unsafe { symmalloc_save_in(it.one(), UNKNOWN, SYMMALLOC_PLACE_PAGEABLE, null()) }),
+    ("save no pool", |it| unsafe { symmalloc_save_in(it.one(), UNKNOWN, SYMMALLOC_STORAGE_PAGEABLE, null()) }),
     // SAFETY: see above.
     ("retain no pool", |it| unsafe { symmalloc_retain_saved(it.one(), UNKNOWN, 1) }),
     // SAFETY: see above.

@@ -307,12 +307,12 @@ nccl_test!(a_pool_sleeps_on_all_ranks_and_gets_its_windows_back, ["STUB_NCCL_REU
         bytes(pointer, 4 * MIB).fill(rank as u8 + 1);
         barrier.wait();
         let slept = allocator.sleep(pool, KEEP);
-        assert_eq!((slept.kept_bytes, slept.deregistered), (4 << 20, 1));
+        assert_eq!((slept.kept_bytes, slept.deregistrations), (4 << 20, 1));
         barrier.wait();
         assert_eq!((nccl::live().windows, live().device_bytes), (0, 0), "all ranks released their windows and memory");
         barrier.wait();
         let woken = allocator.wake(pool);
-        assert_eq!((woken.registered, woken.changed, woken.lost), (1, 0, 0));
+        assert_eq!((woken.registrations, woken.changed, woken.lost), (1, 0, 0));
         assert!(bytes(pointer, 4 * MIB).iter().all(|byte| *byte == rank as u8 + 1));
         assert_eq!(windows.sync(), (0, 0), "there are no new segments");
         barrier.wait();
@@ -375,9 +375,9 @@ nccl_test!(a_pool_with_a_communicator_of_some_ranks_sleeps_on_all_ranks, {
         let alone = alone_of(comm);
         let part = named(allocator, pool, &alone, &format!("part {rank}"), 0);
         assert_eq!((world.sync(), part.sync()), ((1, 0), (1, 0)));
-        assert_eq!(allocator.sleep(pool, DROP).deregistered, 2);
+        assert_eq!(allocator.sleep(pool, DROP).deregistrations, 2);
         barrier.wait();
-        assert_eq!(allocator.wake(pool).registered, 2);
+        assert_eq!(allocator.wake(pool).registrations, 2);
         assert_eq!((part.sync(), world.sync()), ((0, 0), (0, 0)));
         done(part.destroy());
         done(world.destroy());
@@ -437,14 +437,14 @@ nccl_test!(
                     assert_eq!(allocator.suspend(), Ok(64 << 20));
                 } else {
                     let slept = allocator.try_sleep_and_suspend(pools[1], KEEP).expect("the other pool sleeps");
-                    assert_eq!((slept.suspended_bytes, slept.deregistered), (64 << 20, 1));
+                    assert_eq!((slept.suspended_bytes, slept.deregistrations), (64 << 20, 1));
                 }
                 assert_eq!((held(allocator), allocator.suspend()), (0, Ok(0)));
                 assert_eq!(windows[0].try_sync(), SYMMALLOC_INVALID_STATE);
                 assert!(message().contains("suspended"), "{}", message());
                 let woken = allocator.wake(pools[1]);
                 // The stub gives the first pool that wakes the first place, so the handle may differ.
-                assert_eq!((woken.registered, woken.lost, woken.resumed), (1, 0, 1));
+                assert_eq!((woken.registrations, woken.lost, woken.resumed), (1, 0, 1));
                 assert!(bytes(pointers[1], 4 * MIB).iter().all(|byte| *byte == rank as u8 + 1));
                 assert_eq!((windows[1].sync(), held(allocator)), ((0, 0), 64 << 20));
                 assert_eq!(allocator.wake(pools[0]).resumed, 0);

@@ -12,7 +12,11 @@ fn recorded(path: &Path) -> (usize, usize, Option<u64>) {
     let recording = read_path(path, &ReadOptions::default()).expect("the trace is complete");
     let count = |is: fn(&Op) -> bool| recording.records.iter().filter(|record| is(&record.op)).count();
     let allocations = count(|op| matches!(op, Op::Allocate { .. }));
-    (allocations, count(|op| matches!(op, Op::Free { .. })), recording.config.and_then(|config| config.limit_bytes()))
+    (
+        allocations,
+        count(|op| matches!(op, Op::Free { .. })),
+        recording.config.and_then(|config| config.total_limit_bytes()),
+    )
 }
 
 stub_test!(a_program_records_what_it_does, {

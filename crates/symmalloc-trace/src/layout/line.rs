@@ -30,7 +30,7 @@ pub(super) fn parse(line: u64, text: &str) -> Result<Line<LayoutItem>, LineError
         "granularity" => LayoutItem::Granularity(fields.bytes()?),
         "total_limit" => LayoutItem::TotalLimit(fields.bytes()?),
         "heap" => LayoutItem::Heap {
-            stream: fields.heap_stream()?,
+            group: fields.stream_group()?,
             digest: Digest { ops: fields.number("the number of ops", u64::MAX)?, value: fields.hexadecimal()? },
             next_segment: fields.segment()?,
         },

@@ -2,7 +2,7 @@
 
 use super::contradiction::Contradiction;
 use symmalloc_core::config::{PoolConfig, SegmentPolicy, StreamPolicy};
-use symmalloc_core::ids::{SegmentId, StreamId};
+use symmalloc_core::ids::{SegmentId, StreamGroup, StreamId};
 use symmalloc_core::layout::{AllocationLayout, Extent, HeapLayout, Layout, SegmentLayout};
 use symmalloc_core::op::NAME_BYTES_MAX;
 use symmalloc_core::units::{SEGMENT_BYTES_MAX, UNIT_BYTES};
@@ -26,8 +26,8 @@ pub(super) enum LayoutItem {
     TotalLimit(u64),
     /// The next heap.
     Heap {
-        /// The heap's stream; `None` when the pool's streams share one heap.
-        stream: Option<StreamId>,
+        /// The streams that share the heap.
+        group: StreamGroup,
         /// Digest of the heap's history.
         digest: Digest,
         /// Id of the next segment that the heap creates.
@@ -88,9 +88,9 @@ impl LayoutBuilder {
             LayoutItem::TotalLimit(limit) if self.heaps.is_empty() && self.total_limit_bytes.is_none() => {
                 self.total_limit_bytes = Some(limit);
             }
-            LayoutItem::Heap { stream, digest, next_segment } => {
+            LayoutItem::Heap { group, digest, next_segment } => {
                 close_segment(self.heaps.last())?;
-                let heap = HeapLayout { stream, digest, next_segment, segments: Vec::new() };
+                let heap = HeapLayout { group, digest, next_segment, segments: Vec::new() };
                 check_heap(config, self.heaps.last(), &heap)?;
                 self.heaps.push(heap);
             }
@@ -109,10 +109,10 @@ impl LayoutBuilder {
                 segment.extents.push(extent);
             }
             LayoutItem::Allocation(allocation) => {
-                let heap = self.heaps.last().and_then(|heap| heap.stream);
+                let only = self.heaps.last().and_then(|heap| heap.group.stream());
                 let segment = open_segment(&mut self.heaps).filter(|segment| !segment.extents.is_empty());
                 let segment = segment.ok_or(misplaced("`memory`"))?;
-                check_allocation(heap, segment, &allocation)?;
+                check_allocation(only, segment, &allocation)?;
                 segment.allocations.push(allocation);
             }
             LayoutItem::Use(stream) => {
@@ -171,10 +171,10 @@ fn close_segment(heap: Option<&HeapLayout>) -> Result<(), Contradiction> {
 }
 
 fn check_heap(config: &PoolConfig, before: Option<&HeapLayout>, heap: &HeapLayout) -> Result<(), Contradiction> {
-    match (config.streams(), heap.stream, before) {
+    match (config.streams(), heap.group.stream(), before) {
         (StreamPolicy::Shared, None, None) | (StreamPolicy::Separate, Some(_), None) => {}
         (StreamPolicy::Separate, Some(stream), Some(before)) => {
-            if before.stream >= Some(stream) {
+            if before.group >= heap.group {
                 return Err(Contradiction::HeapOutOfOrder { stream });
             }
         }
@@ -240,8 +240,9 @@ fn check_memory(
     end.map(drop).ok_or(Contradiction::MemoryOutOfRange { expected_bytes })
 }
 
+/// Checks an allocation of a heap that belongs to `only` this stream, or to several.
 fn check_allocation(
-    heap: Option<StreamId>,
+    only: Option<StreamId>,
     segment: &SegmentLayout,
     allocation: &AllocationLayout,
 ) -> Result<(), Contradiction> {
@@ -261,7 +262,7 @@ fn check_allocation(
     if !(1..=size_bytes).contains(&requested_bytes) {
         return Err(Contradiction::Request { size_bytes });
     }
-    if heap.is_some_and(|own| own != stream) {
+    if only.is_some_and(|own| own != stream) {
         return Err(Contradiction::OtherStream { stream });
     }
     match allocation.name.as_ref().map(|name| name.len()) {

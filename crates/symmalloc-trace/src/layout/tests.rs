@@ -39,7 +39,7 @@ fn a_written_layout_reads_back() {
     let text = [HEAD, HEAP, BLOCK, "u s0\nu s3 # used by both\n\na 2096640 512 1 s1 \"last\"\r\nend 9\n"].concat();
     let layout = parse(&text).expect("a layout");
     let heap = &layout.heaps()[0];
-    assert_eq!((heap.stream, heap.digest.ops, heap.digest.value), (Some(StreamId(1)), 7, 0xaf));
+    assert_eq!((heap.group.stream(), heap.digest.ops, heap.digest.value), (Some(StreamId(1)), 7, 0xaf));
     let [first, last] = &heap.segments[0].allocations[..] else { panic!("{layout:?}") };
     assert_eq!(first.used_by[..], [StreamId(0), StreamId(3)]);
     assert_eq!((last.name.as_deref(), last.offset_bytes + last.size_bytes), (Some("last"), 2 << 20));

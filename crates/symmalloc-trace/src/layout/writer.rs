@@ -1,7 +1,7 @@
 //! Writer for layouts. The spelling is canonical: equal layouts produce equal bytes.
 
 use super::line::{CLASSES, MAGIC, VERSION};
-use crate::text::{SHARED, write_name};
+use crate::text::write_name;
 use std::fmt::{self, Write};
 use symmalloc_core::layout::{AllocationLayout, HeapLayout, Layout, SegmentLayout};
 
@@ -36,11 +36,8 @@ fn write_layout(out: &mut Counted, layout: &Layout) -> fmt::Result {
 }
 
 fn write_heap(out: &mut Counted, heap: &HeapLayout) -> fmt::Result {
-    let HeapLayout { stream, digest, next_segment, segments, .. } = heap;
-    match stream {
-        Some(stream) => out.line(format_args!("heap {stream} {} {digest} {}", digest.ops, next_segment.0))?,
-        None => out.line(format_args!("heap {SHARED} {} {digest} {}", digest.ops, next_segment.0))?,
-    }
+    let HeapLayout { group, digest, next_segment, segments, .. } = heap;
+    out.line(format_args!("heap {group} {} {digest} {}", digest.ops, next_segment.0))?;
     segments.iter().try_for_each(|segment| write_segment(out, segment))
 }
 

@@ -1,7 +1,6 @@
 //! Contradictions between the statements of a plan.
 
-use crate::text::SHARED;
-use symmalloc_core::ids::{PoolId, StreamId};
+use symmalloc_core::ids::{HeapId, PoolId};
 use symmalloc_core::plans::PlanError;
 
 /// A pool or a plan that contradicts earlier statements.
@@ -21,12 +20,10 @@ pub enum PlanContradiction {
         pool: PoolId,
     },
     /// A heap has two plans for the same steps.
-    #[error("step key {key} of {pool} {} already has a plan; keep one of the two", heap_word(*stream))]
+    #[error("step key {key} of {} {} already has a plan; keep one of the two", .heap.pool, .heap.group)]
     PlanTwice {
-        /// The pool.
-        pool: PoolId,
-        /// The heap's stream; `None` for the heap that all streams share.
-        stream: Option<StreamId>,
+        /// The heap.
+        heap: HeapId,
         /// The key of the steps.
         key: u64,
     },
@@ -41,9 +38,4 @@ pub enum PlanContradiction {
     /// The plan is impossible, or its streams do not match the pool's stream policy.
     #[error(transparent)]
     Plan(#[from] PlanError),
-}
-
-/// Returns the word for a heap in a plan.
-pub(super) fn heap_word(stream: Option<StreamId>) -> String {
-    stream.map_or_else(|| SHARED.to_owned(), |stream| stream.to_string())
 }

@@ -3,7 +3,7 @@
 use super::contradiction::PlanContradiction;
 use std::collections::BTreeMap;
 use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
-use symmalloc_core::ids::{PoolId, StreamId};
+use symmalloc_core::ids::{HeapId, PoolId, StreamGroup};
 use symmalloc_core::plans::{Plan, PlanError};
 
 /// The plans of a job, and the configuration that they apply to. Pools have the ids that the program gives them.
@@ -15,8 +15,8 @@ pub struct PlanFile {
     config: Config,
     /// Configurations of the other pools.
     pools: BTreeMap<PoolId, PoolConfig>,
-    /// Plans by pool, heap and key. Every pool is configured. A plan has no stream if and only if the pool's streams share a heap.
-    plans: BTreeMap<(PoolId, Option<StreamId>, u64), Plan>,
+    /// Plans by heap and key. Every pool is configured, and its stream policy fits the group of its plans.
+    plans: BTreeMap<(HeapId, u64), Plan>,
 }
 
 impl PlanFile {
@@ -40,18 +40,18 @@ impl PlanFile {
     /// Adds a plan for a heap of a configured pool.
     ///
     /// # Errors
-    /// Returns an error if the pool is not configured, if the plan's stream contradicts the pool's stream policy, or if the heap
+    /// Returns an error if the pool is not configured, if the plan's streams contradict the pool's stream policy, or if the heap
     /// already has a plan for this key.
     pub fn add_plan(&mut self, pool: PoolId, plan: Plan) -> Result<(), PlanContradiction> {
         let config = self.pool_config(pool).ok_or(PlanContradiction::UnknownPool { pool })?;
-        let (stream, key) = (plan.stream(), plan.key());
-        if stream.is_none() != (config.streams() == StreamPolicy::Shared) {
-            return Err(PlanError::Streams { pool, stream }.into());
+        let (heap, key) = (HeapId { pool, group: plan.group() }, plan.key());
+        if (heap.group == StreamGroup::All) != (config.streams() == StreamPolicy::Shared) {
+            return Err(PlanError::Streams { pool, group: heap.group }.into());
         }
-        if self.plans.contains_key(&(pool, stream, key)) {
-            return Err(PlanContradiction::PlanTwice { pool, stream, key });
+        if self.plans.contains_key(&(heap, key)) {
+            return Err(PlanContradiction::PlanTwice { heap, key });
         }
-        self.plans.insert((pool, stream, key), plan);
+        self.plans.insert((heap, key), plan);
         Ok(())
     }
 
@@ -70,13 +70,14 @@ impl PlanFile {
         self.pools.iter().map(|(pool, config)| (*pool, config))
     }
 
-    /// Returns the plans by pool, heap and key, which is the order in which they are adopted.
-    pub fn plans(&self) -> impl Iterator<Item = (PoolId, &Plan)> {
-        self.plans.iter().map(|((pool, ..), plan)| (*pool, plan))
+    /// Returns the plans by heap and key, which is the order in which they are adopted.
+    pub fn plans(&self) -> impl Iterator<Item = (HeapId, &Plan)> {
+        self.plans.iter().map(|((heap, _), plan)| (*heap, plan))
     }
 
     /// Returns the plans of one pool, in the same order.
     pub fn plans_of(&self, pool: PoolId) -> impl Iterator<Item = &Plan> {
-        self.plans.range((pool, None, 0)..).take_while(move |((of, ..), _)| *of == pool).map(|(_, plan)| plan)
+        let first = HeapId { pool, group: StreamGroup::All };
+        self.plans.range((first, 0)..).take_while(move |((heap, _), _)| heap.pool == pool).map(|(_, plan)| plan)
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::text::{Fields, Line, LineError};
 use symmalloc_core::config::{Config, PoolConfig};
-use symmalloc_core::ids::{PoolId, StreamId};
+use symmalloc_core::ids::{HeapId, PoolId};
 use symmalloc_core::plans::{PlannedAllocation, StepAllocation};
 
 /// First word of every plan's text.
@@ -20,8 +20,7 @@ pub(super) const NEVER: &str = "never";
 /// First line of a plan: its heap and the key of its steps.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PlanHead {
-    pub(super) pool: PoolId,
-    pub(super) stream: Option<StreamId>,
+    pub(super) heap: HeapId,
     pub(super) key: u64,
     /// Number of allocation lines that follow.
     pub(super) allocations: u64,
@@ -59,12 +58,12 @@ pub(super) fn parse(line: u64, text: &str) -> Result<Line<PlanStatement>, LineEr
 impl Fields<'_> {
     /// Parses `pN sN|shared key K allocations N`.
     fn head(&mut self) -> Result<PlanHead, LineError> {
-        let (pool, stream) = (self.pool()?, self.heap_stream()?);
+        let heap = HeapId { pool: self.pool()?, group: self.stream_group()? };
         self.word("key", "`key` and the key of the steps")?;
         let key = self.number("the key of the steps, a number", u64::MAX)?;
         self.word("allocations", "`allocations` and their number")?;
         let allocations = self.number("the number of allocations", u64::MAX)?;
-        Ok(PlanHead { pool, stream, key, allocations })
+        Ok(PlanHead { heap, key, allocations })
     }
 
     fn word(&mut self, word: &str, expected: &'static str) -> Result<(), LineError> {

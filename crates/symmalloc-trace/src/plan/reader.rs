@@ -103,13 +103,13 @@ impl Draft {
             let source = PlanContradiction::Allocations { stated: head.allocations, found };
             return Err(PlanTextError::Contradiction { line, source });
         }
-        let plan = Plan::new(head.key, head.stream, allocations).map_err(|error| {
+        let plan = Plan::new(head.key, head.heap.group, allocations).map_err(|error| {
             let line = match error {
                 PlanError::Allocation { number } => lines[number as usize],
                 _ => line,
             };
             PlanTextError::Contradiction { line, source: error.into() }
         })?;
-        file.add_plan(head.pool, plan).map_err(|source| PlanTextError::Contradiction { line, source })
+        file.add_plan(head.heap.pool, plan).map_err(|source| PlanTextError::Contradiction { line, source })
     }
 }

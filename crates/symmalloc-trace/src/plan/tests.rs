@@ -4,7 +4,7 @@ use super::line::KEYWORDS;
 use super::*;
 use proptest::prelude::*;
 use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
-use symmalloc_core::ids::{PoolId, StreamId};
+use symmalloc_core::ids::{HeapId, PoolId, StreamGroup, StreamId};
 use symmalloc_core::plans::{Plan, PlannedAllocation, StepAllocation};
 
 const HEAD: &str = "symmalloc-plan 1\nconfig streams:shared\n";
@@ -34,10 +34,12 @@ fn a_written_plan_reads_back() {
     let text =
         [HEAD, "pool p3 limit_mb:4 # separate\n\n", PLAN, "plan\tp3 s7 key 9 allocations 1\r\na 5 s7 never\nend 7"];
     let file = parse(&text.concat()).expect("a plan");
-    let plans: Vec<(PoolId, &Plan)> = file.plans().collect();
-    let [(PoolId(0), shared), (PoolId(3), own)] = plans[..] else { panic!("{plans:?}") };
-    assert_eq!((shared.stream(), shared.key(), shared.allocations().len()), (None, 0, 2));
-    assert_eq!((own.stream(), own.key(), own.allocations()[0].offset_bytes), (Some(StreamId(7)), 9, None));
+    let plans: Vec<(HeapId, &Plan)> = file.plans().collect();
+    let [(HeapId { pool: PoolId(0), .. }, shared), (HeapId { pool: PoolId(3), .. }, own)] = plans[..] else {
+        panic!("{plans:?}")
+    };
+    assert_eq!((shared.group().stream(), shared.key(), shared.allocations().len()), (None, 0, 2));
+    assert_eq!((own.group().stream(), own.key(), own.allocations()[0].offset_bytes), (Some(StreamId(7)), 9, None));
     assert_eq!(file.plans_of(PoolId(3)).collect::<Vec<_>>(), [own]);
     assert_eq!(file.plans_of(PoolId(1)).count(), 0);
     let written = to_text(&file);
@@ -93,7 +95,7 @@ fn impossible_plans_are_refused() {
     assert_eq!(contradiction(&[HEAD, "pool p1\npool p1\n"], 4), PlanContradiction::PoolTwice { pool: PoolId(1) });
     let unknown = PlanContradiction::UnknownPool { pool: PoolId(1) };
     assert_eq!(contradiction(&[HEAD, "plan p1 s0 key 0 allocations 1\na 1 s0 1 @0\nend 3\n"], 3), unknown);
-    let twice = PlanContradiction::PlanTwice { pool, stream: None, key: 0 };
+    let twice = PlanContradiction::PlanTwice { heap: HeapId { pool, group: StreamGroup::All }, key: 0 };
     assert_eq!(contradiction(&[HEAD, PLAN, PLAN, "end 7\n"], 6), twice);
     let short = PlanContradiction::Allocations { stated: 2, found: 1 };
     assert_eq!(contradiction(&[HEAD, "plan p0 shared key 0 allocations 2\na 1 s0 1 @0\nend 3\n"], 3), short);
@@ -136,7 +138,11 @@ fn missing_lines_are_detected() {
 fn a_stream_without_an_id_has_no_plan() {
     let plan = |stream, shared: bool| {
         let wanted = StepAllocation { stream, requested_bytes: 1, until: None };
-        Plan::new(0, (!shared).then_some(stream), vec![PlannedAllocation { wanted, offset_bytes: None }])
+        Plan::new(
+            0,
+            if shared { StreamGroup::All } else { StreamGroup::One(stream) },
+            vec![PlannedAllocation { wanted, offset_bytes: None }],
+        )
     };
     for shared in [false, true] {
         plan(StreamId::MAX, shared).expect("the last stream");
@@ -172,13 +178,13 @@ prop_compose! {
     ) -> PlanFile {
         let policy = |pool: usize| if shares[pool] { StreamPolicy::Shared } else { StreamPolicy::Separate };
         let pool = |pool: usize| PoolConfig::builder().streams(policy(pool)).limit_bytes(limit).build().expect("valid");
-        let config = Config::builder().default_pool(pool(0)).limit_bytes(limit).build().expect("valid");
+        let config = Config::builder().default_pool(pool(0)).total_limit_bytes(limit).build().expect("valid");
         let mut file = PlanFile::new(config);
         (1..3).for_each(|id| file.add_pool(PoolId(id), pool(id as usize)).expect("new"));
         for (pool, stream, key, raw) in plans {
-            let stream = (!shares[pool as usize]).then_some(StreamId(stream % u16::MAX));
+            let group = policy(pool as usize).group_of(StreamId(stream % u16::MAX));
             // A second plan for the same steps is rejected without other effects.
-            let _ = file.add_plan(PoolId(pool), Plan::new(key, stream, allocations(stream, raw)).expect("a plan"));
+            let _ = file.add_plan(PoolId(pool), Plan::new(key, group, allocations(group.stream(), raw)).expect("a plan"));
         }
         file
     }

@@ -5,7 +5,7 @@
 use super::document::Line;
 use super::error::LineError;
 use symmalloc_core::config_text::{ConfigTextError, nearest};
-use symmalloc_core::ids::{PoolId, StreamId};
+use symmalloc_core::ids::{PoolId, StreamGroup, StreamId};
 
 /// Word for the heap of a pool whose streams share one heap.
 pub(crate) const SHARED: &str = "shared";
@@ -128,14 +128,14 @@ impl<'a> Fields<'a> {
         Ok(PoolId(self.decimal(digits, field.column, EXPECTED, u32::MAX.into())? as u32))
     }
 
-    /// Parses the stream of a heap, or `shared`.
-    pub(crate) fn heap_stream(&mut self) -> Result<Option<StreamId>, LineError> {
+    /// Parses the streams of a heap: one of them, or `shared`.
+    pub(crate) fn stream_group(&mut self) -> Result<StreamGroup, LineError> {
         const EXPECTED: &str = "a stream (s0, s1, ...), or `shared`";
         if self.ahead() == Some(b's') && self.clone().expect(EXPECTED)?.text == SHARED {
             self.next();
-            return Ok(None);
+            return Ok(StreamGroup::All);
         }
-        self.stream().map(Some)
+        self.stream().map(StreamGroup::One)
     }
 
     /// Parses a name in double quotes. The caller has seen the opening quote.

@@ -21,12 +21,12 @@ use symmalloc_core::op::Record;
 /// of the recorded trace.
 ///
 /// ```
-/// use symmalloc_trace::TraceReader;
+/// use symmalloc::trace::TraceReader;
 ///
 /// let text = "symmalloc-trace 1\nstream s0\na 0 1048576 s0\nf 0\nend 3\n";
 /// let reader = TraceReader::new(text.as_bytes())?;
 /// assert_eq!(reader.collect::<Result<Vec<_>, _>>()?.len(), 3);
-/// # Ok::<(), symmalloc_trace::TraceError>(())
+/// # Ok::<(), symmalloc::trace::TraceError>(())
 /// ```
 #[derive(Debug)]
 pub struct TraceReader<R> {

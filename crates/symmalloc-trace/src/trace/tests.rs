@@ -87,7 +87,7 @@ end 19
         Op::Sync.into(),
     ];
     assert_eq!(trace.records(), expected);
-    assert_eq!(trace.config().and_then(Config::limit_bytes), Some(4096 << 20));
+    assert_eq!(trace.config().and_then(Config::total_limit_bytes), Some(4096 << 20));
     assert_eq!(Trace::parse(&trace.to_text()).expect("the canonical text is valid"), trace);
 }
 

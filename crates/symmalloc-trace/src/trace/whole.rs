@@ -15,7 +15,7 @@ use symmalloc_core::op::Record;
 ///
 /// # Examples
 /// ```
-/// use symmalloc_trace::Trace;
+/// use symmalloc::trace::Trace;
 ///
 /// let trace = Trace::parse("symmalloc-trace 1\nstream s0\na 0 512 s0\nf 0\nend 3\n")?;
 /// assert_eq!(trace.records().len(), 3);

@@ -52,7 +52,7 @@ impl fmt::Display for Config {
     /// Writes the canonical text: the default pool's settings, then those of the allocator.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.default_pool())?;
-        write_bytes(f, "total_limit", self.limit_bytes())?;
+        write_bytes(f, "total_limit", self.total_limit_bytes())?;
         let lookup = POINTER_LOOKUP[self.pointer_lookup() as usize];
         write!(f, ",retries_max:{},pointer_lookup:{lookup},history_ops:{}", self.retries_max(), self.history_ops())
     }

@@ -3,7 +3,7 @@
 use crate::config::PoolConfig;
 use crate::config::size_rules::SizeClass;
 use crate::history::digest::Digest;
-use crate::types::ids::{SegmentId, StreamId};
+use crate::types::ids::{SegmentId, StreamGroup, StreamId};
 use smallvec::SmallVec;
 
 /// The state that determines a pool's future. See the [module documentation](crate::history::layout).
@@ -19,8 +19,8 @@ pub struct Layout {
 #[doc(hidden)]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HeapLayout {
-    /// Its stream; `None` if the pool's streams share a heap.
-    pub stream: Option<StreamId>,
+    /// The streams that share it.
+    pub group: StreamGroup,
     /// The digest of its history.
     pub digest: Digest,
     /// The id that its next segment gets.

@@ -5,18 +5,20 @@ use crate::config::PoolConfig;
 use crate::config::size_rules::{SizeClass, SizeRules};
 use crate::plans::plan::PlannedAllocation;
 use crate::types::backend::{DeviceAddress, Range};
-use crate::types::ids::PoolId;
+use crate::types::ids::{HeapId, PoolId, StreamGroup};
 use crate::types::units::{MIB, units};
 use std::num::NonZeroU64;
 
 const S0: StreamId = StreamId(0);
 const KEY: u64 = 7;
+const HEAP: HeapId = HeapId { pool: PoolId(0), group: StreamGroup::One(S0) };
 
 /// A component with its arena, without a heap: one segment of 64 MiB.
 struct Job {
     config: PoolConfig,
     arena: Arena,
     plans: HeapPlans,
+    step: Step,
     made: u64,
 }
 
@@ -26,7 +28,7 @@ impl Job {
         let mut arena = Arena::new(SizeRules::new(&config, 2 * MIB), Some(S0));
         let range = Range { base: DeviceAddress(1 << 40), size_bytes: 64 * MIB };
         arena.add_segment(range, SizeClass::Large, units(64 * MIB), fresh(S0));
-        Job { config, arena, plans: HeapPlans::default(), made: 0 }
+        Job { config, arena, plans: HeapPlans::default(), step: Step::None, made: 0 }
     }
 
     /// Adopts a plan of two requests. The second is placed over the first, which is freed before it.
@@ -41,8 +43,8 @@ impl Job {
             wanted: StepAllocation { stream: S0, requested_bytes: mib * MIB, until: Some(until) },
             offset_bytes: Some(0),
         };
-        let plan = Plan::new(KEY, Some(S0), mib.iter().zip(1..).map(planned).collect()).expect("valid");
-        let inputs = PlanInputs { pool: PoolId(0), stream: Some(S0), config: &job.config, rules: job.arena.rules() };
+        let plan = Plan::new(KEY, HEAP.group, mib.iter().zip(1..).map(planned).collect()).expect("valid");
+        let inputs = PlanInputs { heap: HEAP, config: &job.config, rules: job.arena.rules() };
         let prepared = job.plans.prepare_with(plan, inputs).expect("it fits the pool");
         assert_eq!((prepared.memory_bytes(), prepared.streams()), (5 * MIB, &[S0][..]));
         let free = job.arena.best_fit(prepared.size()).expect("64 MiB are free");
@@ -52,17 +54,30 @@ impl Job {
         job
     }
 
-    fn begin(&mut self, policy: PlanPolicy) -> StepMode {
-        let mode = self.plans.begin(KEY, policy, self.made);
-        if mode == StepMode::Follow {
-            self.plans.follow(self.arena.table());
-        }
-        mode
+    /// Begins a step. Returns `true` if streams must wait for all places of its plan.
+    fn begin(&mut self, policy: PlanPolicy) -> bool {
+        let allocations_before = self.made;
+        let (step, must_wait) = match self.plans.begin(KEY, policy) {
+            Course::BestFit => (Step::Unplanned { allocations_before }, false),
+            Course::Learn => (Step::Learning { allocations_before }, false),
+            Course::Follow(plan) => {
+                let (step, must_wait) = self.plans.follow(plan, allocations_before, self.arena.table());
+                (Step::Following(step), must_wait)
+            }
+        };
+        self.step = step;
+        must_wait
+    }
+
+    fn differ(&mut self, cause: DifferenceCause) {
+        let Step::Following(step) = std::mem::take(&mut self.step) else { panic!("the step follows its plan") };
+        self.step = Step::Diverged(self.plans.diverge(*step, cause));
     }
 
     /// Makes the next allocation of the step where the component places it, without its slow path. Returns its slot.
     fn next(&mut self, requested: u64) -> Option<Slot> {
-        let slot = self.plans.next_place(self.arena.table(), S0, requested)?;
+        let Step::Following(step) = &mut self.step else { panic!("the step follows its plan") };
+        let slot = step.next_place(self.arena.table(), S0, requested)?;
         self.take(slot, requested);
         Some(slot)
     }
@@ -73,7 +88,8 @@ impl Job {
     }
 
     fn answer(&self, requested: u64) -> Answer {
-        self.plans.answer(self.arena.table(), S0, requested)
+        let Step::Following(step) = &self.step else { panic!("the step follows its plan") };
+        self.plans.answer(step, self.arena.table(), S0, requested)
     }
 
     fn free(&mut self, slot: Slot) {
@@ -81,8 +97,8 @@ impl Job {
     }
 
     fn end(&mut self) -> StepReport {
-        let inputs = PlanInputs { pool: PoolId(0), stream: Some(S0), config: &self.config, rules: self.arena.rules() };
-        self.plans.end(KEY, self.made, inputs)
+        let inputs = PlanInputs { heap: HEAP, config: &self.config, rules: self.arena.rules() };
+        self.plans.end(std::mem::take(&mut self.step), KEY, self.made, inputs)
     }
 }
 
@@ -90,7 +106,7 @@ impl Job {
 fn a_step_that_matches_its_plan_gets_the_planned_placements() {
     let mut job = Job::with_plan();
     for _ in 0..2 {
-        assert_eq!(job.begin(PlanPolicy::Off), StepMode::Follow);
+        job.begin(PlanPolicy::Off);
         let first = job.next(3 * MIB).expect("the plan's first request");
         job.free(first);
         let second = job.next(5 * MIB).expect("the plan's second request");
@@ -111,11 +127,12 @@ fn after_its_first_difference_a_step_is_placed_without_the_plan() {
     let Answer::Differs(cause) = job.answer(4 * MIB) else { panic!("the plan expects 5 MiB") };
     let planned = Some((S0, 5 * MIB));
     assert_eq!(cause, DifferenceCause::Request { planned, requested: (S0, 4 * MIB) });
-    assert_eq!(job.plans.differ(cause).number, 1);
+    job.differ(cause);
     job.free(first);
-    assert_eq!(job.next(5 * MIB), None, "the plan is not followed any more");
-    assert_eq!(job.end().difference.map(|difference| difference.cause), Some(cause));
-    assert_eq!(job.begin(PlanPolicy::Off), StepMode::Follow, "the next step follows it again");
+    assert!(matches!(job.step, Step::Diverged(_)), "the plan is not followed any more");
+    assert_eq!(job.end().difference, Some(StepDifference { number: 1, cause }));
+    job.begin(PlanPolicy::Off);
+    assert!(matches!(job.step, Step::Following(_)), "the next step follows it again");
 }
 
 #[test]
@@ -137,8 +154,7 @@ fn a_step_that_ends_early_differs() {
     let difference = job.end().difference.expect("the second request is missing");
     assert_eq!((difference.number, difference.cause), (1, DifferenceCause::Ended));
     // The last users of the places are unknown after such a step.
-    job.plans.begin(KEY, PlanPolicy::Off, job.made);
-    assert!(job.plans.follow(job.arena.table()), "streams must wait for all places");
+    assert!(job.begin(PlanPolicy::Off), "streams must wait for all places");
 }
 
 /// The first allocation checks only its own place, because the third, which has the same place, checks that of the second.
@@ -150,7 +166,7 @@ fn each_request_also_checks_what_is_unexpectedly_live() {
     job.free(first);
     let late = job.next(5 * MIB).expect("the plan's second request");
     let Answer::Differs(cause) = job.answer(3 * MIB) else { panic!("the second allocation is live") };
-    job.plans.differ(cause);
+    job.differ(cause);
     job.end();
     job.begin(PlanPolicy::Off);
     assert_eq!(job.next(3 * MIB), None, "the fast path does not look at it");
@@ -163,9 +179,9 @@ fn each_request_also_checks_what_is_unexpectedly_live() {
 fn a_step_that_occurs_twice_is_planned_and_the_third_follows() {
     let mut job = Job::new();
     for _ in 0..2 {
-        assert_eq!(job.begin(PlanPolicy::Learn), StepMode::Learn);
+        job.begin(PlanPolicy::Learn);
+        assert!(matches!(job.step, Step::Learning { .. }));
         for requested in [3 * MIB, 5 * MIB] {
-            assert!(matches!(job.answer(requested), Answer::Log));
             let size = job.arena.rules().block_size(requested);
             let free = job.arena.best_fit(size).expect("memory is free");
             let state = BlockState::Allocated { stream: S0, requested, serial: NonZeroU64::MIN };
@@ -178,7 +194,7 @@ fn a_step_that_occurs_twice_is_planned_and_the_third_follows() {
         job.end();
     }
     // The plan is known, but its memory does not exist yet.
-    assert_eq!(job.plans.begin(KEY, PlanPolicy::Learn, job.made), StepMode::Follow);
+    assert_eq!(job.plans.begin(KEY, PlanPolicy::Learn), Course::Follow(0));
     let plan = &job.plans.plans()[0];
     assert_eq!(plan.allocations().iter().map(|planned| planned.offset_bytes).collect::<Vec<_>>(), [Some(0); 2]);
 }

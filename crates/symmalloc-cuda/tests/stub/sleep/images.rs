@@ -10,10 +10,10 @@ use symmalloc_core::backend::{BackendError, Reason};
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::{Phase, SleepCause};
 use symmalloc_core::units::MIB;
-use symmalloc_cuda::{CudaBackend, CudaError, ImagePlace, SavedBytes};
+use symmalloc_cuda::{CudaBackend, CudaError, ImageStorage, SavedBytes};
 
 /// A job whose pool keeps its contents in `place`.
-fn job_in(place: ImagePlace) -> Job {
+fn job_in(place: ImageStorage) -> Job {
     let job = Job::new(backend(), "segments:expandable");
     job.allocator.save_in(job.id(), place);
     job
@@ -74,7 +74,7 @@ stub_test!(staged_contents_are_copied_before_their_memory_is_reused, ["STUB_LAZY
 
 fn contents_in_every_place() {
     let folder = tempfile::tempdir().expect("a folder");
-    for place in [ImagePlace::Pinned, ImagePlace::Pageable, ImagePlace::Folder(folder.path().into())] {
+    for place in [ImageStorage::Pinned, ImageStorage::Pageable, ImageStorage::Folder(folder.path().into())] {
         let job = job_in(place.clone());
         let (buffer, pattern) = &job.buffers[3];
         let (address, len) = (buffer.device_ptr(&job.stream).0, pattern.len());
@@ -83,19 +83,19 @@ fn contents_in_every_place() {
             job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
             assert_eq!(live().device_bytes, 0);
             // Other places than pinned memory need two chunks to copy through.
-            let chunks = if place == ImagePlace::Pinned { 3 } else { 2 };
+            let chunks = if place == ImageStorage::Pinned { 3 } else { 2 };
             assert_eq!(job.allocator.host_bytes(), chunks * 32 * MIB, "{place:?}");
             let mut copy = vec![0; len];
             assert_eq!(job.allocator.copy_saved(address, &mut copy), Ok(true));
             assert!(copy == *pattern, "{place:?}");
             let at = job.allocator.saved_at(address, len as u64).expect("saved");
             match (&place, at) {
-                (ImagePlace::Pageable, SavedBytes::Contiguous(at)) => {
+                (ImageStorage::Pageable, SavedBytes::Contiguous(at)) => {
                     // SAFETY: the bytes are saved there until the pool wakes.
                     assert!(unsafe { std::slice::from_raw_parts(at, len) } == pattern.as_slice());
                 }
                 // The buffer is larger than a chunk.
-                (ImagePlace::Pinned | ImagePlace::Folder(_), SavedBytes::Scattered) => {}
+                (ImageStorage::Pinned | ImageStorage::Folder(_), SavedBytes::Scattered) => {}
                 other => panic!("{other:?}"),
             }
             job.allocator.wake(job.id()).expect("woken");
@@ -107,7 +107,7 @@ fn contents_in_every_place() {
 }
 
 stub_test!(retained_contents_stay_readable_and_their_memory_is_reused, {
-    for place in [ImagePlace::Pinned, ImagePlace::Pageable] {
+    for place in [ImageStorage::Pinned, ImageStorage::Pageable] {
         let job = job_in(place);
         let address = job.buffers[0].0.device_ptr(&job.stream).0;
         let saved = || match job.allocator.saved_at(address, 100) {
@@ -135,7 +135,7 @@ stub_test!(retained_contents_stay_readable_and_their_memory_is_reused, {
         let Job { allocator, pool, buffers, .. } = job;
         drop((buffers, pool));
         assert!(allocator.saved_at(address, 100).is_some(), "the pool still exists");
-        allocator.trim().expect("the pool is destroyed");
+        allocator.trim_all().expect("the pool is destroyed");
         assert!(allocator.saved_at(address, 100).is_none(), "settings and contents end with the pool");
         allocator.release_host_memory().expect("released");
         assert_eq!((live().device_bytes, live().host_bytes), (0, 0));
@@ -143,7 +143,7 @@ stub_test!(retained_contents_stay_readable_and_their_memory_is_reused, {
 });
 
 stub_test!(pinned_memory_becomes_idle_when_the_place_changes_during_sleep, {
-    let job = job_in(ImagePlace::Pinned);
+    let job = job_in(ImageStorage::Pinned);
     let there_and_back = || {
         job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
         job.allocator.wake(job.id()).expect("woken");
@@ -152,7 +152,7 @@ stub_test!(pinned_memory_becomes_idle_when_the_place_changes_during_sleep, {
     job.allocator.retain_saved(job.id(), true);
     there_and_back();
     job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
-    job.allocator.save_in(job.id(), ImagePlace::Pageable);
+    job.allocator.save_in(job.id(), ImageStorage::Pageable);
     job.allocator.wake(job.id()).expect("woken");
     job.holds_what_it_held();
     there_and_back();
@@ -162,7 +162,7 @@ stub_test!(pinned_memory_becomes_idle_when_the_place_changes_during_sleep, {
 });
 
 stub_test!(setting_the_same_place_again_keeps_the_retained_contents, {
-    for place in [ImagePlace::Pinned, ImagePlace::Pageable] {
+    for place in [ImageStorage::Pinned, ImageStorage::Pageable] {
         let job = job_in(place.clone());
         let address = job.buffers[0].0.device_ptr(&job.stream).0;
         job.allocator.retain_saved(job.id(), true);
@@ -180,7 +180,7 @@ stub_test!(setting_the_same_place_again_keeps_the_retained_contents, {
 
 stub_test!(a_modified_file_is_found_and_the_pool_stays_asleep_until_it_is_whole_again, {
     let folder = tempfile::tempdir().expect("a folder");
-    let job = job_in(ImagePlace::Folder(folder.path().into()));
+    let job = job_in(ImageStorage::Folder(folder.path().into()));
     job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
     let file = OpenOptions::new().read(true).write(true).open(unnamed_file(folder.path())).expect("the file");
     assert_eq!(file.metadata().expect("metadata").mode() & 0o777, 0o600);
@@ -207,7 +207,7 @@ stub_test!(a_modified_file_is_found_and_the_pool_stays_asleep_until_it_is_whole_
 
 stub_test!(a_full_disk_leaves_the_pool_awake_and_another_place_serves_it, {
     let folder = tempfile::tempdir().expect("a folder");
-    let job = job_in(ImagePlace::Folder(folder.path().into()));
+    let job = job_in(ImageStorage::Folder(folder.path().into()));
     // A limit on the size of files fails writes as a full disk does.
     let limit = |bytes| {
         let limit = libc::rlimit { rlim_cur: bytes, rlim_max: libc::RLIM_INFINITY };
@@ -220,7 +220,7 @@ stub_test!(a_full_disk_leaves_the_pool_awake_and_another_place_serves_it, {
     assert_eq!((error.call, error.code, error.reason), ("write", libc::EFBIG, Reason::File));
     assert_eq!(job.phase(), Phase::Awake);
     job.holds_what_it_held();
-    job.allocator.save_in(job.id(), ImagePlace::Pageable);
+    job.allocator.save_in(job.id(), ImageStorage::Pageable);
     job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
     limit(libc::RLIM_INFINITY);
     job.allocator.wake(job.id()).expect("woken");

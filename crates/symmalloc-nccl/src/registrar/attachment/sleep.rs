@@ -58,7 +58,7 @@ impl Attachment {
         let mut saved = SavedRegistrations { windows: state.restorable_windows(allocator, pool), buffers: Vec::new() };
         let mut synced = Synced::default();
         // This includes dead segments with windows, which are not restored.
-        for segment in state.order.iter().filter(|segment| segment.pool == pool).copied().collect::<Vec<_>>() {
+        for segment in state.order.iter().filter(|segment| segment.heap.pool == pool).copied().collect::<Vec<_>>() {
             let Some(registered) = state.windows.get(&segment) else { continue };
             let action = action_of(state.pools.ordinal(pool), segment, registered);
             if let Some(space) = &mut state.space {
@@ -66,7 +66,8 @@ impl Attachment {
             }
             self.deregister(state, &action, &mut synced).map_err(|error| self.failed(error))?;
         }
-        let segments: Vec<Generation> = state.buffers.keys().filter(|segment| segment.pool == pool).copied().collect();
+        let segments: Vec<Generation> =
+            state.buffers.keys().filter(|segment| segment.heap.pool == pool).copied().collect();
         for segment in segments {
             let registrations = state.buffers.remove(&segment).unwrap_or_default();
             let pieces: Vec<(u64, u64)> =
@@ -124,11 +125,7 @@ impl Attachment {
 
     /// Invalidates the keys of these segments.
     pub(crate) fn invalidate(&self, state: &SyncState, segments: &BTreeSet<SegmentName>) {
-        let named = |segment: &Generation| SegmentName {
-            pool: state.pools.ordinal(segment.pool),
-            stream: segment.stream,
-            segment: segment.segment,
-        };
+        let named = |segment: &Generation| SegmentName::of(state.pools.ordinal(segment.heap.pool), *segment);
         let keys: Vec<SegmentKey> = state
             .order
             .iter()
@@ -146,14 +143,14 @@ impl Attachment {
 impl SyncState {
     /// Returns `true` if any memory of the pool is registered.
     fn has_registered(&self, pool: PoolId) -> bool {
-        self.windows.keys().chain(self.buffers.keys()).any(|segment| segment.pool == pool)
+        self.windows.keys().chain(self.buffers.keys()).any(|segment| segment.heap.pool == pool)
     }
 
     /// Returns the number of NCCL's registrations of the pool.
     pub(crate) fn registrations_of(&self, pool: PoolId) -> usize {
-        let windows = self.windows.iter().filter(|(segment, _)| segment.pool == pool);
+        let windows = self.windows.iter().filter(|(segment, _)| segment.heap.pool == pool);
         let windows = windows.filter(|(_, registered)| registered.has_handle()).count();
-        let buffers = self.buffers.iter().filter(|(segment, _)| segment.pool == pool);
+        let buffers = self.buffers.iter().filter(|(segment, _)| segment.heap.pool == pool);
         windows + buffers.flat_map(|(_, pieces)| pieces).filter(|piece| piece.has_handle()).count()
     }
 
@@ -169,7 +166,7 @@ impl SyncState {
             .map(crate::registrar::attachment::generation)
             .collect();
         let ordinal = self.pools.ordinal(pool);
-        let live = self.order.iter().filter(|segment| segment.pool == pool && !dead.contains(segment));
+        let live = self.order.iter().filter(|segment| segment.heap.pool == pool && !dead.contains(segment));
         live.filter_map(|segment| {
             let registered = self.windows.get(segment)?;
             Some(SavedWindow { action: action_of(ordinal, *segment, registered), handle: handle_of(registered) })
@@ -179,7 +176,7 @@ impl SyncState {
 }
 
 fn action_of(ordinal: u32, segment: Generation, registered: &Registered) -> SyncAction {
-    let name = SegmentName { pool: ordinal, stream: segment.stream, segment: segment.segment };
+    let name = SegmentName::of(ordinal, segment);
     let change = WindowChange { kind: ChangeKind::Register, segment: name, size_bytes: registered.size_bytes() };
     SyncAction { change, segment, base: registered.base() }
 }

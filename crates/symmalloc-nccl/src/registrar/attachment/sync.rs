@@ -183,7 +183,7 @@ impl Attachment {
         action: &SyncAction,
         synced: &mut Synced,
     ) -> Result<(), CommError> {
-        let flags = state.pools.flags(action.segment.pool);
+        let flags = state.pools.flags(action.segment.heap.pool);
         let registered = self.comm.register_window_with(action.base, action.change.size_bytes, flags)?;
         let kind = match &registered {
             Registered::Window(window) => RegisteredAs::Window(window.handle()),
@@ -233,7 +233,7 @@ impl Attachment {
         for event in &changes.events {
             let segment = generation(event);
             match event.kind {
-                SegmentEventKind::Birth | SegmentEventKind::Growth if !changes.leaving.contains(&event.pool) => {
+                SegmentEventKind::Birth | SegmentEventKind::Growth if !changes.leaving.contains(&event.heap.pool) => {
                     if changes.dies(segment) {
                         continue;
                     }
@@ -252,7 +252,7 @@ impl Attachment {
                 _ => {}
             }
         }
-        gone.extend(state.buffers.keys().filter(|segment| changes.leaving.contains(&segment.pool)));
+        gone.extend(state.buffers.keys().filter(|segment| changes.leaving.contains(&segment.heap.pool)));
         for segment in gone {
             let Some(registrations) = state.buffers.remove(&segment) else { continue };
             for registration in registrations {
@@ -268,7 +268,7 @@ impl Attachment {
 
 /// Emits a `tracing` event. Its names and fields are stable.
 fn trace_step(communicator: &str, action: &SyncAction, is_registered: bool) {
-    let SegmentName { pool, stream, segment } = action.change.segment;
+    let SegmentName { pool, group, segment } = action.change.segment;
     macro_rules! window {
         ($name:literal) => {
             tracing::debug!(
@@ -276,7 +276,7 @@ fn trace_step(communicator: &str, action: &SyncAction, is_registered: bool) {
                 target: "symmalloc",
                 communicator,
                 symmetric_pool = pool,
-                stream = stream.map(|stream| stream.0),
+                stream = group.stream().map(|stream| stream.0),
                 segment = segment.0,
                 size_bytes = action.change.size_bytes,
             )

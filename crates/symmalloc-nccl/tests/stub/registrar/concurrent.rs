@@ -67,7 +67,7 @@ nccl_test!(
             let sleep_and_wake = || {
                 let slept = registrar.sleep(&other, beside.id(), Contents::Drop).expect("all ranks sleep");
                 let woken = registrar.wake(&other, beside.id()).expect("all ranks wake");
-                (slept.deregistrations, slept.released_bytes, woken.registrations, woken.changed.len())
+                (slept.deregistrations, slept.memory.released_bytes, woken.registrations, woken.changed.len())
             };
 
             let sync = || registrar.sync(&[&it.world]).expect("the ranks agree");
@@ -82,7 +82,7 @@ nccl_test!(
                 it.offset_of(&other, &more);
                 more
             });
-            assert_eq!((slept.deregistrations, slept.released_bytes), (1, 20 * MIB));
+            assert_eq!((slept.deregistrations, slept.memory.released_bytes), (1, 20 * MIB));
             drop(more);
             it.trim(&beside);
 
@@ -180,9 +180,9 @@ nccl_test!(calls_over_the_communicators_of_a_sleep_wait_for_it, ["STUB_NCCL_REUS
             drop(work);
             let [first, again, crossed] =
                 [first, again, crossed].map(|call| call.join().expect("no panic").expect("one rank sleeps"));
-            assert_eq!((first.deregistrations, first.released_bytes), (2, 20 * MIB));
-            assert_eq!((again.deregistrations, again.released_bytes), (0, 0), "it already slept");
-            assert_eq!((crossed.deregistrations, crossed.released_bytes), (2, 50 * MIB));
+            assert_eq!((first.deregistrations, first.memory.released_bytes), (2, 20 * MIB));
+            assert_eq!((again.deregistrations, again.memory.released_bytes), (0, 0), "it already slept");
+            assert_eq!((crossed.deregistrations, crossed.memory.released_bytes), (2, 50 * MIB));
         });
         for pool in both {
             assert_eq!(registrar.wake(&it.world, pool).expect("one rank wakes").registrations, 2);
@@ -207,7 +207,11 @@ nccl_test!(a_communicator_that_is_destroyed_during_a_sleep_is_left_out_of_the_wa
             assert_eq!((other.state(), registrar.sweep()), (CommState::Destroyed, 0), "the sleep has locked it");
         };
         let (slept, ()) = overlap(sleep, destroy, || drop(work));
-        assert_eq!((slept.deregistrations, slept.released_bytes), (1, 20 * MIB), "the other window ended earlier");
+        assert_eq!(
+            (slept.deregistrations, slept.memory.released_bytes),
+            (1, 20 * MIB),
+            "the other window ended earlier"
+        );
         let woken = registrar.wake(&it.world, pool.id()).expect("one rank wakes");
         assert_eq!((woken.registrations, woken.lost), (1, Vec::<String>::new()), "all ranks know that it ended");
         it.reduce_right(&it.world, &mut tensor);

@@ -6,7 +6,7 @@ use symmalloc_core::PoolConfig;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
-use symmalloc_nccl::{Obstacle, SleepError};
+use symmalloc_nccl::{CollectiveSleepError, Obstacle};
 
 const WINDOWS: u64 = 90 * MIB;
 /// So much that the rest of a device of 256 MiB has no room for the windows.
@@ -49,7 +49,7 @@ type Private = (Pool<CudaBackend>, Vec<DeviceBuffer<f32>>);
 fn fill(it: &Rank, kind: Recovery) -> Private {
     let pool = it.allocator.create_pool(PoolConfig::builder().fixed().build().expect("valid")).expect("it fits");
     if let Recovery::Limit = kind {
-        it.allocator.core().set_limit_bytes(Some(WINDOWS - MIB));
+        it.allocator.core().set_total_limit_bytes(Some(WINDOWS - MIB));
         return (pool, Vec::new());
     }
     let buffers = vec![it.take(&pool, PRIVATE)];
@@ -63,17 +63,17 @@ fn recover(it: &Rank, kind: Recovery, asleep: &Pool<CudaBackend>, (pool, buffers
             it.allocator.sleep(pool.id(), Contents::Drop).expect("no work uses it");
             return Some((pool, buffers));
         }
-        Recovery::Limit => it.allocator.core().set_limit_bytes(None),
+        Recovery::Limit => it.allocator.core().set_total_limit_bytes(None),
         _ => drop(buffers),
     }
     match kind {
-        Recovery::Trim => assert_eq!(it.allocator.trim(), Ok(PRIVATE)),
-        Recovery::CoreTrim => assert_eq!(it.allocator.core().trim(None), Ok(PRIVATE)),
-        Recovery::TrimAsleep => assert_eq!(it.allocator.core().trim(Some(asleep.id())), Ok(0)),
+        Recovery::Trim => assert_eq!(it.allocator.trim_all(), Ok(PRIVATE)),
+        Recovery::CoreTrim => assert_eq!(it.allocator.core().trim_all(), Ok(PRIVATE)),
+        Recovery::TrimAsleep => assert_eq!(it.allocator.core().trim_pool(asleep.id()), Ok(0)),
         Recovery::Drop => return None,
         Recovery::Destroy => {
             drop(pool);
-            it.allocator.trim().expect("it is destroyed");
+            it.allocator.trim_all().expect("it is destroyed");
             return None;
         }
         Recovery::Free | Recovery::Sleep | Recovery::Limit => {}
@@ -94,7 +94,7 @@ fn recovers(ranks: usize) {
                 let digest = it.allocator.digest(pool.id());
                 let private = is_full.then(|| fill(it, kind));
                 let error = it.registrar.wake(&it.world, pool.id()).expect_err("one device is full");
-                let SleepError::Refused { ranks: refused, .. } = error else { panic!("{kind:?}: {error}") };
+                let CollectiveSleepError::Refused { ranks: refused, .. } = error else { panic!("{kind:?}: {error}") };
                 assert_eq!(refused.len(), 1, "{kind:?}");
                 assert_eq!(refused[0].rank as usize, ranks - 1, "{kind:?}");
                 assert!(matches!(refused[0].obstacle, Obstacle::Memory { .. } | Obstacle::Limit { .. }), "{kind:?}");
@@ -105,7 +105,7 @@ fn recovers(ranks: usize) {
                 assert_eq!(it.allocator.digest(pool.id()), refused, "{kind:?}: a recovery is no op of the pool");
                 let woken = it.registrar.wake(&it.world, pool.id());
                 let woken = woken.unwrap_or_else(|error| panic!("{kind:?}, round {round}: {error}"));
-                assert_eq!((woken.remapped_bytes, woken.registrations), (WINDOWS, 3));
+                assert_eq!((woken.memory.remapped_bytes, woken.registrations), (WINDOWS, 3));
                 drop(kept);
                 if is_full {
                     it.allocator.trim_private();

@@ -9,8 +9,8 @@ use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, DriverError, GraphPool, Pool};
 use symmalloc_nccl::{
-    CommState, Communicator, Invalidated, InvalidationCursor, LookupError, Obstacle, RankObstacle, Registration,
-    SleepError, SleepField, SyncError, WindowHandle,
+    CollectiveSleepError, CommState, Communicator, Invalidated, InvalidationCursor, LookupError, Obstacle,
+    RankObstacle, Registration, SleepField, SyncError, WindowHandle,
 };
 
 fn window(it: &Rank, comm: &Communicator, buffer: &DeviceBuffer<f32>) -> WindowHandle {
@@ -47,7 +47,7 @@ nccl_test!(a_pool_wakes_in_place_with_the_windows_that_it_had, ["STUB_NCCL_REUSE
         let stats_before = stats();
         for _ in 0..20 {
             let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
-            assert_eq!((slept.released_bytes, slept.kept_bytes, slept.deregistrations), (90 * MIB, 0, 6));
+            assert_eq!((slept.memory.released_bytes, slept.memory.kept_bytes, slept.deregistrations), (90 * MIB, 0, 6));
             assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Asleep));
             assert_eq!(it.registrar.stats().windows, 1, "only the window of the other pool is left");
             // The pool cannot be used while it sleeps; other memory can.
@@ -59,10 +59,10 @@ nccl_test!(a_pool_wakes_in_place_with_the_windows_that_it_had, ["STUB_NCCL_REUSE
             assert_eq!(it.registrar.sync(&[&it.world, &pair]).expect("the sleeping pool is skipped").registrations, 0);
             it.reduce_right(&it.world, &mut other_tensor);
             let again = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("nothing to do");
-            assert_eq!(again.released_bytes, 0);
+            assert_eq!(again.memory.released_bytes, 0);
 
             let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
-            assert_eq!((woken.remapped_bytes, woken.registrations), (90 * MIB, 6));
+            assert_eq!((woken.memory.remapped_bytes, woken.registrations), (90 * MIB, 6));
             assert_eq!((woken.changed, woken.lost), (vec![], Vec::<String>::new()));
             assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Awake));
             assert_eq!(handles(&tensors), before, "the same windows");
@@ -146,7 +146,7 @@ nccl_test!(a_wake_restores_kept_contents_and_zeroes_the_others, {
         let content: Vec<f32> = (0..tensors[0].len()).map(|at| (at % 1013 + it.rank) as f32).collect();
         it.stream.memcpy_htod(&content, &mut tensors[0]).expect("copied");
         let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect("all ranks sleep");
-        assert_eq!((slept.kept_bytes, slept.released_bytes), (90 * MIB, 90 * MIB));
+        assert_eq!((slept.memory.kept_bytes, slept.memory.released_bytes), (90 * MIB, 90 * MIB));
         it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
         assert_eq!(it.stream.clone_dtoh(&tensors[0]).expect("copied"), content);
         it.registrar.sleep(&it.world, pool.id(), Contents::Zero).expect("all ranks sleep");
@@ -205,7 +205,7 @@ nccl_test!(a_refused_allocation_is_reported_on_all_ranks_and_all_stay_asleep, {
             it.meet();
             let error = it.registrar.wake(&it.world, pool.id()).expect_err("rank 1 has no memory");
             let obstacle = Obstacle::Memory { needed_bytes: 90 * MIB, code: 2 };
-            let SleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
+            let CollectiveSleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
             assert_eq!(ranks.iter().map(|of| (of.rank, of.obstacle)).collect::<Vec<_>>(), [(1, obstacle)], "{nth}");
             assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Asleep));
             it.meet();
@@ -227,14 +227,14 @@ nccl_test!(a_failed_capture_query_is_an_error, {
         let streams = cuda::calls(call) - before;
         let error = DriverError { call, code: 700 };
         cuda::fail(call, 1, 700);
-        let expected = SleepError::Cuda { communicator: it.world.name().to_owned(), error: error.into() };
+        let expected = CollectiveSleepError::Cuda { communicator: it.world.name().to_owned(), error: error.into() };
         assert_eq!(it.registrar.wake(&it.world, pool.id()), Err(expected.clone()));
         cuda::fail(call, 1, 700);
         assert_eq!(it.registrar.sleep(&it.world, pool.id(), Contents::Drop), Err(expected));
         // The second query runs after the ranks have started to exchange messages, so all ranks get the error.
         cuda::fail(call, streams + 1, 700);
         let error = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect_err("the query fails");
-        let SleepError::Refused { ranks, .. } = error else { panic!("{error}") };
+        let CollectiveSleepError::Refused { ranks, .. } = error else { panic!("{error}") };
         assert_eq!((ranks.len(), ranks[0].obstacle), (1, Obstacle::Stream { code: 700 }));
         cuda::heal();
         it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
@@ -246,15 +246,15 @@ nccl_test!(unfinished_work_is_reported_on_all_ranks_and_all_stay_awake, {
     Job::new(2).impatient().run(|it| {
         let (pool, mut tensors) = registered(it);
         let graphs = GraphPool::new(&it.allocator, symmalloc_core::PoolConfig::default()).expect("fits the device");
-        let obstacles = |error: SleepError| -> Vec<(u32, Obstacle)> {
-            let SleepError::Refused { ranks, .. } = error else { panic!("{error}") };
+        let obstacles = |error: CollectiveSleepError| -> Vec<(u32, Obstacle)> {
+            let CollectiveSleepError::Refused { ranks, .. } = error else { panic!("{error}") };
             ranks.iter().map(|RankObstacle { rank, obstacle, .. }| (*rank, *obstacle)).collect()
         };
         // Ranks cannot communicate during a capture, so the call fails before they exchange messages.
         let capture = graphs.begin(&it.stream).expect("no other capture is active");
         let error = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect_err("a graph is being captured");
-        assert_eq!(error, SleepError::Capturing);
-        assert_eq!(it.registrar.wake(&it.world, pool.id()), Err(SleepError::Capturing));
+        assert_eq!(error, CollectiveSleepError::Capturing);
+        assert_eq!(it.registrar.wake(&it.world, pool.id()), Err(CollectiveSleepError::Capturing));
         drop(capture);
         let work = (it.rank == 0).then(|| cuda::hold(it.stream.cu_stream() as u64));
         let error = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect_err("rank 0 is busy");
@@ -276,8 +276,8 @@ nccl_test!(different_calls_are_reported_on_all_ranks_and_change_nothing, {
         let _kept = it.take(&second, 20 * MIB);
         it.registrar.sync(&[&it.world]).expect("the ranks agree");
         let sleep = |pool: PoolId, contents| it.registrar.sleep(&it.world, pool, contents);
-        let field = |error: SleepError| {
-            let SleepError::Differ { difference, .. } = error else { panic!("{error}") };
+        let field = |error: CollectiveSleepError| {
+            let CollectiveSleepError::Differ { difference, .. } = error else { panic!("{error}") };
             difference.field
         };
         let is_second = it.rank == 1;
@@ -287,7 +287,7 @@ nccl_test!(different_calls_are_reported_on_all_ranks_and_change_nothing, {
         assert_eq!(field(sleep(one, Contents::Drop).expect_err("the pools differ")), SleepField::Pool);
         // One rank sleeps while the other wakes.
         let differs = if is_second {
-            matches!(it.registrar.wake(&it.world, pool.id()), Err(SleepError::Differ { .. }))
+            matches!(it.registrar.wake(&it.world, pool.id()), Err(CollectiveSleepError::Differ { .. }))
         } else {
             field(sleep(pool.id(), Contents::Drop).expect_err("the other rank wakes the pool")) == SleepField::Call
         };
@@ -315,7 +315,7 @@ nccl_test!(ranks_whose_histories_differ_do_not_sleep, {
             drop(tensors.pop());
         }
         let error = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect_err("they differ");
-        assert!(matches!(error, SleepError::Disagreed { .. }), "{error}");
+        assert!(matches!(error, CollectiveSleepError::Disagreed { .. }), "{error}");
         assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Awake));
     });
     nothing_is_left();
@@ -326,12 +326,12 @@ nccl_test!(a_communicator_with_absent_ranks_keeps_the_pool_awake, {
         let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks split").expect("with a color");
         let (pool, mut tensors) = registered(it);
         let error = it.registrar.sleep(&pair, pool.id(), Contents::Drop).expect_err("it is not attached");
-        assert!(matches!(error, SleepError::NotAttached { .. }), "{error}");
+        assert!(matches!(error, CollectiveSleepError::NotAttached { .. }), "{error}");
         it.registrar
             .attach(&pair, &[pool.id()], Registration::Windows)
             .expect("the pool is not attached to this communicator yet");
         let error = it.registrar.sleep(&pair, pool.id(), Contents::Drop).expect_err("the world has other ranks");
-        let SleepError::Differ { difference, .. } = error else { panic!("{error}") };
+        let CollectiveSleepError::Differ { difference, .. } = error else { panic!("{error}") };
         assert_eq!((difference.field, difference.groups.len()), (SleepField::Communicators, 1));
         assert_eq!(difference.groups[0].1, 4, "the communicator has four ranks, two of which take part");
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
@@ -404,7 +404,7 @@ nccl_test!(communicators_that_ended_are_forgotten_with_their_pools, {
             );
             drop((tensor, pool));
             // A trim releases the memory of a dropped pool, if it was not released before.
-            it.allocator.trim().expect("no faults");
+            it.allocator.trim_all().expect("no faults");
         }
         it.registrar.sweep();
         assert!(!format!("{:?}", it.registrar).contains("EndedComm {"), "{:?}", it.registrar);
@@ -442,7 +442,7 @@ nccl_test!(a_pool_that_is_detached_during_a_sleep_has_nothing_to_register, {
         it.registrar.detach(&it.world, &[pool.id()]).expect("attached");
         assert_eq!(it.registrar.sync(&[&it.world]).expect("the ranks agree").deregistrations, 0);
         let error = it.registrar.wake(&it.world, pool.id()).expect_err("it is not attached");
-        assert!(matches!(error, SleepError::NotAttached { .. }), "{error}");
+        assert!(matches!(error, CollectiveSleepError::NotAttached { .. }), "{error}");
         it.allocator.core().wake(pool.id()).expect("the pool is no longer registered");
         drop(tensors);
     });
@@ -461,7 +461,7 @@ nccl_test!(a_pool_that_was_detached_during_a_sleep_sleeps_with_its_next_windows,
         it.registrar.attach(&it.world, &[pool.id()], Registration::Windows).expect("not attached anymore");
         assert_eq!(it.registrar.sync(&[&it.world]).expect("the ranks agree").registrations, 2);
         let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
-        assert_eq!((slept.deregistrations, slept.released_bytes), (2, 50 * MIB));
+        assert_eq!((slept.deregistrations, slept.memory.released_bytes), (2, 50 * MIB));
         assert_eq!(it.registrar.wake(&it.world, pool.id()).expect("all ranks wake").registrations, 2);
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
     });
@@ -477,7 +477,7 @@ nccl_test!(
             assert!(matches!(it.registrar.window_of(&it.world, &tensors[0]), Err(LookupError::Plain { .. })));
             for _ in 0..5 {
                 let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
-                assert_eq!((slept.deregistrations, slept.released_bytes), (3, 90 * MIB));
+                assert_eq!((slept.deregistrations, slept.memory.released_bytes), (3, 90 * MIB));
                 let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
                 assert_eq!((woken.registrations, woken.changed), (3, vec![]));
                 tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));

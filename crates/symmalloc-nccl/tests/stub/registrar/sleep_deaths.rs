@@ -8,7 +8,9 @@ use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_core::{Config, PoolConfig};
 use symmalloc_cuda::{CudaAllocator, CudaDevice};
-use symmalloc_nccl::{CommState, Communicator, Launch, Registrar, Registration, SleepError, SleepStep, WatchdogMode};
+use symmalloc_nccl::{
+    CollectiveSleepError, CommState, Communicator, Launch, Registrar, Registration, SleepStep, WatchdogMode,
+};
 
 const DEADLINE: Duration = Duration::from_secs(3);
 const RANKS: usize = 3;
@@ -75,10 +77,10 @@ fn sleep_and_wake(registrar: &Registrar, world: &Communicator, pool: symmalloc_c
     let phase = || registrar.phase(pool).expect("the pool exists");
     match registrar.sleep(world, pool, Contents::Drop) {
         Ok(_) => assert_eq!(phase(), Phase::Asleep),
-        Err(SleepError::Broken { step, is_asleep, error, .. }) => {
+        Err(CollectiveSleepError::Broken { step, is_asleep, error, .. }) => {
             // A lost communicator may hold the memory. Then the pool has failed, which counts as asleep.
             let allowed: &[Phase] =
-                if step == SleepStep::Check { &[Phase::Asleep, Phase::Failed] } else { &[Phase::Awake] };
+                if step == SleepStep::Check { &[Phase::Asleep, Phase::Held] } else { &[Phase::Awake] };
             assert!(allowed.contains(&phase()), "{step:?}, {:?}: {error}", phase());
             assert_eq!(is_asleep, step == SleepStep::Check, "{step:?}: {error}");
             assert_ne!(world.state(), CommState::Ready, "{error}");
@@ -91,14 +93,14 @@ fn sleep_and_wake(registrar: &Registrar, world: &Communicator, pool: symmalloc_c
             assert_eq!(phase(), Phase::Awake);
             "done".to_owned()
         }
-        Err(SleepError::Broken { step, is_asleep, error, .. }) => {
+        Err(CollectiveSleepError::Broken { step, is_asleep, error, .. }) => {
             assert_eq!(phase() == Phase::Asleep, is_asleep, "{error}");
             assert_eq!(is_asleep, matches!(step, SleepStep::Agree | SleepStep::Decide), "{step:?}: {error}");
             assert_ne!(world.state(), CommState::Ready, "{error}");
             format!("wake broken in {step:?}, asleep {is_asleep}")
         }
         // The watchdog ended the communicator before the call.
-        Err(SleepError::Gone { .. }) => {
+        Err(CollectiveSleepError::Gone { .. }) => {
             assert_eq!(phase(), Phase::Asleep);
             "gone before the wake".to_owned()
         }

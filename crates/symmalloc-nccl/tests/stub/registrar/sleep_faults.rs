@@ -9,7 +9,7 @@ use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
-use symmalloc_nccl::{CommState, Communicator, Obstacle, Registration, SleepError, SleepStep, UniqueId};
+use symmalloc_nccl::{CollectiveSleepError, CommState, Communicator, Obstacle, Registration, SleepStep, UniqueId};
 
 /// A fault on rank 1.
 #[derive(Clone, Copy, Debug)]
@@ -88,21 +88,22 @@ fn sleep_and_wake(it: &Rank, other: &Communicator, pool: PoolId, fault: Fault) -
         Ok(_) => assert_eq!(phase(), Phase::Asleep, "{fault:?}"),
         Err(error) => {
             let is_asleep = match &error {
-                SleepError::Refused { .. } | SleepError::Broken { step: SleepStep::Agree | SleepStep::Decide, .. } => {
-                    false
-                }
-                SleepError::Broken { step: SleepStep::Check, .. } | SleepError::Held { .. } => true,
+                CollectiveSleepError::Refused { .. }
+                | CollectiveSleepError::Broken { step: SleepStep::Agree | SleepStep::Decide, .. } => false,
+                CollectiveSleepError::Broken { step: SleepStep::Check, .. } | CollectiveSleepError::Held { .. } => true,
                 error => panic!("{fault:?}: {error}"),
             };
             assert_eq!(phase() != Phase::Awake, is_asleep, "{fault:?}: {error}");
             match &error {
                 // A refusal has no effect.
-                SleepError::Refused { .. } => assert!(is_ready(&it.world) && is_ready(other), "{fault:?}: {error}"),
-                SleepError::Broken { step: SleepStep::Decide, .. } => {
+                CollectiveSleepError::Refused { .. } => {
+                    assert!(is_ready(&it.world) && is_ready(other), "{fault:?}: {error}")
+                }
+                CollectiveSleepError::Broken { step: SleepStep::Decide, .. } => {
                     // Other ranks may have put the pool to sleep, so no rank may use windows that a peer has deregistered.
                     assert!(!is_ready(&it.world) && !is_ready(other), "{fault:?}: {error}");
                 }
-                SleepError::Broken { .. } => assert!(!is_ready(&it.world), "{fault:?}: {error}"),
+                CollectiveSleepError::Broken { .. } => assert!(!is_ready(&it.world), "{fault:?}: {error}"),
                 _ => {}
             }
             return End::Sleep(kind_of(&error));
@@ -117,15 +118,14 @@ fn sleep_and_wake(it: &Rank, other: &Communicator, pool: PoolId, fault: Fault) -
         }
         Err(error) => {
             let is_asleep = match &error {
-                SleepError::Refused { .. } | SleepError::Broken { step: SleepStep::Agree | SleepStep::Decide, .. } => {
-                    true
-                }
-                SleepError::Broken { step: SleepStep::Register | SleepStep::Check, .. } => false,
-                SleepError::Gone { .. } => true,
+                CollectiveSleepError::Refused { .. }
+                | CollectiveSleepError::Broken { step: SleepStep::Agree | SleepStep::Decide, .. } => true,
+                CollectiveSleepError::Broken { step: SleepStep::Register | SleepStep::Check, .. } => false,
+                CollectiveSleepError::Gone { .. } => true,
                 error => panic!("{fault:?}: {error}"),
             };
             assert_eq!(phase() != Phase::Awake, is_asleep, "{fault:?}: {error}");
-            if let SleepError::Broken { step: SleepStep::Register, .. } = &error {
+            if let CollectiveSleepError::Broken { step: SleepStep::Register, .. } = &error {
                 assert!(!is_ready(&it.world) && !is_ready(other), "{fault:?}: {error}");
             }
             End::Wake(kind_of(&error))
@@ -246,13 +246,13 @@ nccl_test!(a_window_of_a_lost_communicator_keeps_its_memory_until_the_communicat
         it.meet();
         let phase = || it.registrar.phase(pool.id()).expect("the pool exists");
         let error = it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect_err("a window is left");
-        let SleepError::Held { ranks, .. } = &error else { panic!("{error}") };
+        let CollectiveSleepError::Held { ranks, .. } = &error else { panic!("{error}") };
         assert_eq!(ranks.to_string(), "1");
-        let (state, held) = [(CommState::Ready, Phase::Asleep), (CommState::Lost, Phase::Failed)][it.rank];
+        let (state, held) = [(CommState::Ready, Phase::Asleep), (CommState::Lost, Phase::Held)][it.rank];
         assert_eq!((other.state(), phase()), (state, held));
         // Another attempt fails with the reason on all ranks, and no pool changes.
         let error = it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect_err("it is still lost");
-        let SleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
+        let CollectiveSleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
         assert_eq!(ranks.iter().map(|of| (of.rank, of.obstacle)).collect::<Vec<_>>(), [(1, Obstacle::Lost)]);
         assert_eq!(phase(), held);
         until(|| other.state() != CommState::Lost);

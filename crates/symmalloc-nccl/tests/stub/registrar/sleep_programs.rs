@@ -9,7 +9,7 @@ use symmalloc_core::PoolConfig;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
-use symmalloc_nccl::{Communicator, Registration, SleepError, SyncError};
+use symmalloc_nccl::{CollectiveSleepError, Communicator, Registration, SyncError};
 use symmalloc_sim::SplitMix64;
 
 /// Number of programs; `SYMMALLOC_SEEDS` overrides it.
@@ -111,7 +111,7 @@ impl Program<'_> {
             if is_unused {
                 assert_eq!(slept.expect("all pools sleep").suspended_bytes, 2 * 64 * MIB);
             } else {
-                assert!(matches!(slept, Err(SleepError::Refused { .. })), "{slept:?}");
+                assert!(matches!(slept, Err(CollectiveSleepError::Refused { .. })), "{slept:?}");
             }
         }
         let is_suspended = self.comms[0].is_suspended();
@@ -166,11 +166,13 @@ impl Program<'_> {
             let before = self.it.allocator.digest(pool);
             match self.it.registrar.wake(comm, pool) {
                 Ok(_) => break,
-                Err(SleepError::NoRoom { .. }) => {
+                Err(CollectiveSleepError::NoRoom { .. }) => {
                     assert!(full.is_some(), "only the full device has no room");
                     assert_eq!(self.it.allocator.digest(pool), before, "the call is no op");
                 }
-                Err(SleepError::Refused { ranks, .. }) => assert_eq!((ranks.len(), attempt), (1, 0), "{ranks:?}"),
+                Err(CollectiveSleepError::Refused { ranks, .. }) => {
+                    assert_eq!((ranks.len(), attempt), (1, 0), "{ranks:?}")
+                }
                 Err(error) => panic!("{error}"),
             }
             assert_eq!(self.it.registrar.phase(pool), Ok(Phase::Asleep));
@@ -199,7 +201,7 @@ impl Program<'_> {
             }
             2 if may_trim => {
                 drop(buffers);
-                self.it.allocator.trim().expect("trimmed");
+                self.it.allocator.trim_all().expect("trimmed");
             }
             3 => {
                 drop(buffers);

@@ -133,7 +133,7 @@ impl Rank {
 
     /// Trims a pool. Returns the number of bytes released.
     pub(crate) fn trim(&self, pool: &Pool<CudaBackend>) -> u64 {
-        self.allocator.core().trim(Some(pool.id())).expect("no faults")
+        self.allocator.core().trim_pool(pool.id()).expect("no faults")
     }
 
     /// Returns a buffer's offset in its window, which must be equal on all ranks.

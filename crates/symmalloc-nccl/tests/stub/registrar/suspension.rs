@@ -7,7 +7,7 @@ use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
 use symmalloc_nccl::{
-    CommError, CommState, Obstacle, ReduceOp, Registration, SleepError, SleepField, SleepStep, SyncError,
+    CollectiveSleepError, CommError, CommState, Obstacle, ReduceOp, Registration, SleepField, SleepStep, SyncError,
 };
 
 fn registered(it: &Rank) -> (Pool<CudaBackend>, Vec<DeviceBuffer<f32>>) {
@@ -83,7 +83,7 @@ nccl_test!(an_older_nccl_refuses_to_suspend_and_the_pool_stays_awake, ["STUB_NCC
     Job::new(2).run(|it| {
         let (pool, mut tensors) = registered(it);
         let error = it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop).expect_err("it is too old");
-        let SleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
+        let CollectiveSleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
         assert!(ranks.len() == 2 && ranks.iter().all(|of| of.obstacle == Obstacle::NoSuspension), "{error}");
         assert!(error.to_string().contains("2.29.7"), "{error}");
         assert!(matches!(it.world.memory(), Err(CommError::Unsupported { .. })));
@@ -100,14 +100,14 @@ nccl_test!(other_windows_prevent_a_suspension, ["STUB_NCCL_VERSION" = "23007"], 
         let mut tensor = it.take(&other, 20 * MIB);
         it.registrar.sync(&[&it.world]).expect("the ranks agree");
         let error = it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop).expect_err("it has windows");
-        let SleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
+        let CollectiveSleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
         assert!(ranks.len() == 2 && ranks.iter().all(|of| of.obstacle == Obstacle::OtherWindows), "{error}");
         it.reduce_right(&it.world, &mut tensor);
         it.registrar.sleep(&it.world, other.id(), Contents::Drop).expect("all ranks sleep");
         it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop).expect("the other pool sleeps");
         it.registrar.wake(&it.world, other.id()).expect("all ranks wake");
         let error = it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop).expect_err("it has windows");
-        assert!(matches!(error, SleepError::Refused { .. }), "{error}");
+        assert!(matches!(error, CollectiveSleepError::Refused { .. }), "{error}");
         it.reduce_right(&it.world, &mut tensor);
         it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
         it.reduce_right(&it.world, &mut tensor);
@@ -130,7 +130,7 @@ nccl_test!(a_communicator_with_registrations_is_not_suspended, ["STUB_NCCL_VERSI
         let error = it.world.suspend().expect_err("it has a buffer");
         assert!(matches!(error, CommError::Registered { registrations: 1, .. }), "{error}");
         let error = it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop).expect_err("it has a buffer");
-        let SleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
+        let CollectiveSleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
         assert!(ranks.iter().all(|of| of.obstacle == Obstacle::OtherWindows), "{error}");
         it.world.deregister_buffer(buffer).expect("it is registered");
         it.world.suspend().expect("nothing is registered");
@@ -173,7 +173,7 @@ nccl_test!(a_sleep_that_suspends_on_one_rank_alone_changes_nothing, ["STUB_NCCL_
             it.registrar.sleep(&it.world, pool.id(), Contents::Drop)
         };
         let error = outcome.expect_err("the calls differ");
-        let SleepError::Differ { difference, .. } = error else { panic!("{error}") };
+        let CollectiveSleepError::Differ { difference, .. } = error else { panic!("{error}") };
         assert_eq!(difference.field, SleepField::Call);
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
     });
@@ -194,7 +194,7 @@ nccl_test!(
                     let full = it.allocator.create_pool(symmalloc_core::PoolConfig::default()).expect("it fits");
                     let private = it.take(&full, 210 * MIB);
                     let error = it.registrar.wake(&it.world, pool.id()).expect_err("the device is full");
-                    assert!(matches!(error, SleepError::NoRoom { .. }), "{error}");
+                    assert!(matches!(error, CollectiveSleepError::NoRoom { .. }), "{error}");
                     assert_eq!(it.allocator.digest(pool.id()), digest, "the call was no op");
                     drop(private);
                 }
@@ -227,7 +227,7 @@ fn survives_a_failed(call: &'static str, is_hung: bool) {
             Err(error) => error,
             Ok(_) => it.registrar.wake(&it.world, pool.id()).expect_err("a rank fails"),
         };
-        let SleepError::Broken { step, is_asleep, .. } = &error else { panic!("{error}") };
+        let CollectiveSleepError::Broken { step, is_asleep, .. } = &error else { panic!("{error}") };
         let expected = if call == "ncclCommSuspend" { SleepStep::Suspend } else { SleepStep::Resume };
         assert_eq!((*step, *is_asleep), (expected, true), "{error}");
         assert_ne!(it.world.state(), CommState::Ready);

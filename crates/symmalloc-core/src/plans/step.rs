@@ -1,0 +1,97 @@
+//! The step of a heap, which decides what happens to its requests.
+//!
+//! ```text
+//!             begin: a plan has the key                 the request is the plan's next, and its place is free
+//!   no step ──────────────────────────────► following ◄──────────────────────────────────────────────┐
+//!      │  ▲                                   │    └───────────────────────────────────────────────────┘
+//!      │  │ end                 anything else │
+//!      │  └───────────────────────────────────┤
+//!      ▼                                      ▼
+//!   learning, or unplanned                 diverged
+//! ```
+
+use super::plan_cursor::PlanCursor;
+use super::report::StepDifference;
+use crate::blocks::table::{BlockTable, Slot};
+use crate::history::digest::{Mark, op_word};
+use crate::types::ids::StreamId;
+
+/// The state of a heap's step. The first three place requests by best fit.
+#[derive(Debug, Default)]
+pub(crate) enum Step {
+    /// No step is open.
+    #[default]
+    None,
+    /// The step has no plan and is not logged.
+    Unplanned {
+        /// Number of the heap's allocations before the step.
+        allocations_before: u64,
+    },
+    /// The step differed from its plan.
+    Diverged(Diverged),
+    /// Each request is compared with the plan's next one.
+    Following(Box<Following>),
+    /// Each request is placed by best fit and logged, to learn a plan.
+    Learning {
+        /// Number of the heap's allocations before the step.
+        allocations_before: u64,
+    },
+}
+
+impl Step {
+    /// Stops following the plan, which is being replaced: the rest of the step is placed by best fit.
+    pub(crate) fn leave_plan(&mut self) {
+        if let Step::Following(step) = self {
+            *self = Step::Unplanned { allocations_before: step.allocations_before };
+        }
+    }
+}
+
+/// A step that follows a plan.
+#[derive(Debug)]
+pub(crate) struct Following {
+    /// Index of the plan in its heap.
+    pub(super) plan: usize,
+    pub(super) cursor: PlanCursor,
+    /// Slots of places that were unexpectedly live when the step began, which every request also checks.
+    pub(super) unexpected_live: Vec<Slot>,
+    pub(super) allocations_before: u64,
+}
+
+impl Following {
+    /// Returns the place of a request that is the plan's next, if its stream has nothing to wait for. Advances to the
+    /// next request. Otherwise, [`HeapPlans::answer`](super::heap_plans::HeapPlans::answer) decides.
+    #[inline(always)]
+    pub(crate) fn next_place(&mut self, table: &BlockTable, stream: StreamId, requested: u64) -> Option<Slot> {
+        if !self.unexpected_live.is_empty() {
+            return None;
+        }
+        self.cursor.take_if(op_word(Mark::Allocate, stream, requested), table.blocks(), stream)
+    }
+
+    /// Records that the plan's next allocation was made as expected.
+    #[inline]
+    pub(crate) fn note_served(&mut self) {
+        self.cursor.advance();
+    }
+}
+
+/// A step that differed from its plan, and is no longer compared with it.
+#[derive(Debug)]
+pub(crate) struct Diverged {
+    pub(super) difference: StepDifference,
+    /// Number of allocations that the plan placed before the difference.
+    pub(super) planned: u64,
+    pub(super) allocations_before: u64,
+}
+
+impl Diverged {
+    pub(crate) fn difference(&self) -> StepDifference {
+        self.difference
+    }
+
+    /// Returns the number of allocations before the step, and the report's numbers of planned allocations and difference.
+    pub(super) fn into_report(self) -> (u64, u64, Option<StepDifference>) {
+        (self.allocations_before, self.planned, Some(self.difference))
+    }
+}
