@@ -15,7 +15,7 @@ use crate::heap::{Heap, Shortage};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::{PoolId, StreamId};
-use crate::types::units::bytes;
+use crate::types::units::{SEGMENT_BYTES_MAX, bytes};
 use smallvec::SmallVec;
 use std::sync::Arc;
 
@@ -179,11 +179,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if released.error.is_none() { released.bytes } else { 0 }
     }
 
-    /// Replays the release of memory for a recorded request that failed: [`Op::Reclaim`].
+    /// Replays the release of memory for a recorded request that failed: [`Op::Reclaim`]. Has no effect for a request above the maximum size
+    /// of a segment, as in [`replay_refusal`](Self::replay_refusal).
     ///
     /// # Errors
     /// Returns an error if the pool or the stream is unknown.
     pub fn replay_reclaim(&self, pool: PoolId, stream: StreamId, size_bytes: u64) -> Result<(), UnknownError> {
+        if size_bytes > SEGMENT_BYTES_MAX {
+            return Ok(());
+        }
         let mut gate = self.gate();
         let (entry, heap) = (self.pool(pool)?, self.heap_for(pool, stream)?);
         self.reclaim(entry, heap, size_bytes, &mut gate);
@@ -191,7 +195,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(())
     }
 
-    /// Replays a recorded refusal, which is in the digest: [`Op::Refuse`].
+    /// Replays a recorded refusal, which is in the digest: [`Op::Refuse`]. Has no effect for a request above the maximum size of a segment:
+    /// such a request is an error before it is an op ([`AllocateError::TooLarge`]), and a digest has no room for its size. Recordings of other
+    /// allocators contain such requests.
     ///
     /// # Errors
     /// Returns an error if the pool or the stream is unknown.
@@ -202,6 +208,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         size_bytes: u64,
         refusal: Refusal,
     ) -> Result<(), UnknownError> {
+        if size_bytes > SEGMENT_BYTES_MAX {
+            return Ok(());
+        }
         let mut gate = self.gate();
         let heap = self.heap_for(pool, stream)?;
         fold_refusal(heap, Request { pool, stream, size_bytes }, refusal, &mut gate);
