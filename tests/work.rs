@@ -120,6 +120,21 @@ fn growth_does_not_visit_all_segments() {
     assert!(steps < 100, "{steps} steps");
 }
 
+/// Regression test: each request that could be stitched listed and sorted all free granules, of which a free block has up to half a million.
+#[test]
+fn a_stitched_request_does_not_visit_the_granules_of_free_blocks() {
+    let allocator = allocator("segments:expandable,range_mb:1048576,stitching_granule_mb:2,stitching_least_mb:4");
+    let (large, stays) = (allocate(&allocator, 256 << 30), allocate(&allocator, 2 * MIB));
+    let blocks: Vec<Handle> = (0..64).map(|_| allocate(&allocator, 2 * MIB)).collect();
+    blocks.iter().step_by(2).chain([&large]).for_each(|block| allocator.free(*block).expect("live"));
+    for _ in 0..4 {
+        // The free blocks cannot serve it, so the heap looks for granules and grows.
+        let steps = steps_of(|| allocate(&allocator, 300 << 30));
+        assert!(steps < 2000, "{steps} steps");
+    }
+    allocator.free(stays).expect("live");
+}
+
 /// Regression test: the device's clocks had an entry for each stream.
 #[test]
 fn a_device_without_kernels_orders_streams_in_constant_time() {
