@@ -119,6 +119,21 @@ fn growth_does_not_visit_all_segments() {
     assert!(steps < 100, "{steps} steps");
 }
 
+/// Regression test: each request that could be stitched listed and sorted all free granules, of which a free block has up to half a million.
+#[test]
+fn a_stitched_request_does_not_visit_the_granules_of_free_blocks() {
+    let allocator = allocator("segments:expandable,range_mb:1048576,stitching_granule_mb:2,stitching_least_mb:4");
+    let (large, stays) = (allocate(&allocator, 256 << 30), allocate(&allocator, 2 * MIB));
+    let blocks: Vec<Handle> = (0..64).map(|_| allocate(&allocator, 2 * MIB)).collect();
+    blocks.iter().step_by(2).chain([&large]).for_each(|block| allocator.free(*block).expect("live"));
+    for _ in 0..4 {
+        // The free blocks cannot serve it, so the heap looks for granules and grows.
+        let steps = steps_of(|| allocate(&allocator, 300 << 30));
+        assert!(steps < 2000, "{steps} steps");
+    }
+    allocator.free(stays).expect("live");
+}
+
 /// Regression test: the device's clocks had an entry for each stream.
 #[test]
 fn a_device_without_kernels_orders_streams_in_constant_time() {
@@ -237,6 +252,37 @@ fn recorded_jobs_take_a_small_part_of_their_allowance() {
         {
             let debt = debt_max(&program, config);
             assert!(debt < work::STEPS_AT_ONCE / 8, "{job}, {config}: {debt} steps");
+        }
+    }
+}
+
+/// Regression test: a recording of another allocator contains requests of any size. Those above the size of a segment had no room in a
+/// digest.
+#[test]
+fn sizes_beyond_a_segment_can_be_replayed() {
+    let digest_of = |line: &str| {
+        let text = format!("symmalloc-trace 1\nstream s0\na 0 512 s0\n{line}\nend 3\n");
+        let recording = read_bytes(text.as_bytes(), &ReadOptions::default()).expect("a valid trace");
+        let program = Program::new(&recording.records).expect("a valid program");
+        let allocator = allocator("segments:expandable");
+        let mut replay = Replay::new(&allocator, &program);
+        for op in program.ops() {
+            let _refused = replay.step(op);
+        }
+        allocator.digest(POOL).expect("the pool exists")
+    };
+    let lines = ["a 1 SIZE s0", "reserve SIZE s0", "reclaim SIZE s0"].map(str::to_owned).into_iter();
+    let refusals = ["limit", "segment", "driver"].map(|cause| format!("refuse SIZE s0 {cause}"));
+    let unchanged = digest_of("sync");
+    for line in lines.chain(refusals) {
+        let is_refusal = line.starts_with("refuse");
+        for size_bytes in [1 << 40, (1 << 40) + 1, 1 << 42, 1 << 58, u64::MAX] {
+            let digest = digest_of(&line.replace("SIZE", &size_bytes.to_string()));
+            if size_bytes > 1 << 40 {
+                assert_eq!(digest, unchanged, "{line}, {size_bytes}: it is rejected before it is an op");
+            } else if is_refusal {
+                assert_ne!(digest, unchanged, "{line}, {size_bytes}");
+            }
         }
     }
 }

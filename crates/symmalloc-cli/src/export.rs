@@ -27,20 +27,21 @@ pub(crate) fn export(args: &ExportArgs) -> Result<Verdict, CliError> {
     if format == ExportFormat::Perfetto {
         return timeline::export(args, &recorded, &out);
     }
-    // The file is written at the end, so a job that fails leaves none.
-    let mut snapshot = Vec::new();
     let program = match args.free_at_once {
         true => Cow::Owned(recorded.program().clone().without_pending()),
         false => Cow::Borrowed(recorded.program()),
     };
-    let exported = export_program(&program, &recorded.config, &mut snapshot);
     let unwritten = |source| out.failed(source);
+    // A job that fails leaves no file. A snapshot has an entry for each memory change, of which a sleep makes many, so it is not collected in
+    // memory first.
+    let mut file = out.create().map_err(unwritten)?;
+    let exported = export_program(&program, &recorded.config, &mut file);
     let summary = exported.map_err(|error| match error {
         ExportError::Rerun(source) => recorded.failed(source),
         ExportError::Write(source) => unwritten(source),
         other => unwritten(std::io::Error::other(other)),
     })?;
-    out.write(&snapshot)?;
+    file.finish().map_err(unwritten)?;
     let channel = Channel::beside(&out);
     if args.json {
         channel.print_json(object(args, &recorded, &summary))?;

@@ -18,8 +18,7 @@
 //! Step 3 is the same on every rank because limits are configured bytes. A driver call can fail on one rank alone. Step
 //! 3 is therefore skipped after a failed driver call, and nothing is released.
 //!
-//! Statistics over all heaps and the recording are updated after a decision, at the end of `allocate_in_pool` and of `free`. They
-//! influence no decision. While a recording is active, ops pass its gate one at a time.
+//! Statistics over all heaps and the recording are updated after a decision. They influence none. While a recording is active, ops pass its gate one at a time.
 
 mod destroyed;
 mod gate;
@@ -560,7 +559,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             }
             (0..*open_scopes).for_each(|_| heap.open_stat_scope());
             if let Some(key) = *step {
-                heap.begin_step(&self.context, key);
+                let _nothing_is_free = heap.begin_step(&self.context, key);
             }
             if !sleep.is_awake() {
                 heap.fall_asleep();

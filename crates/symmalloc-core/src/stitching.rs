@@ -94,10 +94,37 @@ pub(crate) struct Home {
     /// The largest free run.
     pub(crate) largest: Units,
     /// All whole free granules.
-    pub(crate) free: Vec<Granule>,
+    pub(crate) free: FreeGranules,
 }
 
-/// Number of granules in a list that cost one step.
+/// A set of free granules at home, as runs. A free block has up to half a million granules, and is one run.
+#[derive(Debug, Default)]
+pub(crate) struct FreeGranules {
+    /// The first granule of each run and the offset at its end; ascending, and without overlap.
+    runs: Vec<(Granule, Units)>,
+    /// Number of granules in all runs.
+    count: usize,
+}
+
+impl FreeGranules {
+    fn new(mut runs: Vec<(Granule, Units)>, granule: Units) -> Self {
+        runs.sort_unstable();
+        let count = runs.iter().map(|(first, end)| ((end - first.offset) / granule) as usize).sum();
+        FreeGranules { runs, count }
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.count
+    }
+
+    fn contains(&self, granule: Granule) -> bool {
+        let after = self.runs.partition_point(|(first, _)| *first <= granule);
+        let run = after.checked_sub(1).map(|before| self.runs[before]);
+        run.is_some_and(|(first, end)| first.segment == granule.segment && granule.offset < end)
+    }
+}
+
+/// Number of granules that are counted in one step.
 const GRANULES_PER_STEP: usize = 16;
 
 /// The stitched ranges of a heap. Between two calls, these invariants hold:
@@ -139,9 +166,12 @@ impl StitchedRanges {
 
     /// Returns the free memory at home as it would be after [`gather`](Self::gather).
     pub(crate) fn look_home(&self, arena: &Arena) -> Home {
+        let granule_size = arena.rules().granule;
         let free_blocks = self.free_blocks(arena).into_iter();
         let mut free: Vec<_> =
             free_blocks.flat_map(|(at, _, part)| self.ranges[at].home(part).unwrap_or_default()).collect();
+        // Sorting a granule takes longer than counting one.
+        work::count(free.len());
         free.sort_unstable();
         let mut largest = 0;
         for segment in arena.table().backed_segments() {
@@ -153,9 +183,10 @@ impl StitchedRanges {
                 largest = largest.max(run);
             }
         }
-        free.extend(free_granules(arena));
-        work::count(free.len() / GRANULES_PER_STEP);
-        Home { largest, free }
+        let single = free.into_iter().map(|granule| (granule, granule.offset + granule_size));
+        let runs: Vec<_> = single.chain(free_runs(arena)).collect();
+        work::count(runs.len());
+        Home { largest, free: FreeGranules::new(runs, granule_size) }
     }
 
     /// Returns the free blocks of stitched ranges, oldest range first: each with the index of its range and the
@@ -191,9 +222,8 @@ impl StitchedRanges {
     }
 
     /// Returns the first `count` granules of the oldest range in which all of these are `free` at home.
-    pub(crate) fn find_again(&self, count: usize, mut free: Vec<Granule>) -> Option<(u32, Vec<Granule>)> {
-        free.sort_unstable();
-        let is_free = |granule: &Granule| free.binary_search(granule).is_ok();
+    pub(crate) fn find_again(&self, count: usize, free: &FreeGranules) -> Option<(u32, Vec<Granule>)> {
+        let is_free = |granule: &Granule| free.contains(*granule);
         let found = |range: &StitchedRange| {
             let home = range.home(0..count);
             work::count(home.as_ref().map_or(1, |home| 1 + home.len() / GRANULES_PER_STEP));
@@ -271,13 +301,23 @@ impl StitchedRanges {
 }
 
 /// Returns every granule that is entirely free at home, in the order of rule D2's blocks.
-pub(crate) fn free_granules(arena: &Arena) -> Vec<Granule> {
+pub(crate) fn free_granules(arena: &Arena) -> impl Iterator<Item = Granule> + '_ {
+    let granule = arena.rules().granule;
+    free_runs(arena).flat_map(move |(Granule { segment, offset }, end)| {
+        (offset..end).step_by(granule as usize).map(move |offset| Granule { segment, offset })
+    })
+}
+
+/// Returns the whole granules of each free block at home, in the order of rule D2's blocks: the first one and the offset at their end.
+fn free_runs(arena: &Arena) -> impl Iterator<Item = (Granule, Units)> + '_ {
     let slots = arena.free().keys(arena.table().blocks(), SizeClass::Large).map(FreeKey::slot);
-    let granules = slots.flat_map(|slot| {
-        let (granules, segment) = (whole_granules_of(arena, slot), arena.block(slot).segment);
-        granules.map(move |at| Granule { segment, offset: at as Units * arena.rules().granule })
+    let at_home = slots.filter(|slot| !arena.table().segment(arena.block(*slot).segment).is_stitched);
+    let runs = at_home.map(|slot| {
+        let (part, granule) = (whole_granules_of(arena, slot), arena.rules().granule);
+        let first = Granule { segment: arena.block(slot).segment, offset: part.start as Units * granule };
+        (first, part.end as Units * granule)
     });
-    granules.filter(|granule| !arena.table().segment(granule.segment).is_stitched).collect()
+    runs.filter(|(first, end)| first.offset < *end)
 }
 
 /// Returns the granules of its segment that a block covers entirely.

@@ -13,6 +13,7 @@ use std::marker::PhantomData;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use symmalloc_files::watch_forks;
 
 /// A device and the context in which its memory is allocated.
 pub struct CudaDevice {
@@ -82,6 +83,8 @@ impl CudaDevice {
             gpu_direct_rdma: has(attribute::GPU_DIRECT_RDMA),
             dma_buf: has(attribute::DMA_BUF) && driver.has_dma_buf(),
         };
+        // From here on, objects exist that a forked child must not release.
+        watch_forks();
         Ok(Arc::new(CudaDevice { driver, captures: AtomicUsize::new(0), context, features }))
     }
 

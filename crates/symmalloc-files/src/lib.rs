@@ -16,6 +16,11 @@
 //! - [`without_signals`] makes such writes return an error instead. [`Draft`] and [`write_whole`] use it.
 //! - [`say`] writes a message to standard error in this way, for at most about a second.
 //!
+//! A library's descriptors must not outlive its process, and what it releases must not change what another process owns.
+//!
+//! - [`KeptFromChildren`] keeps a connection from forked children.
+//! - [`is_forked`] tells destructors that the objects belong to the parent.
+//!
 //! The crate trusts root and other processes of the same user, because both can change this process in other ways.
 //!
 //! # Examples
@@ -29,16 +34,18 @@
 //!
 //! # Platforms
 //! On systems other than Unix, the crate creates folders but checks neither owners nor permissions. On systems other than Linux, writes may
-//! raise signals.
+//! raise signals, and forked children are not detected.
 
 #![deny(unsafe_code)]
 
 mod draft;
+mod forks;
 mod private_folder;
 mod signals;
 mod stderr;
 
 pub use draft::{Draft, write_whole};
+pub use forks::{KeptFromChildren, is_forked, watch_forks};
 pub use private_folder::{PrivateFolderError, TemporaryFolder, private_folder, private_folder_at};
 pub use signals::without_signals;
 pub use stderr::say;

@@ -133,10 +133,11 @@ fn places() -> Vec<PathBuf> {
     state.into_iter().chain(variable("XDG_RUNTIME_DIR").map(PathBuf::from)).collect()
 }
 
-/// Creates a private folder, or checks an existing one: it belongs to this user, has mode 0700, and no third user can write it or a folder
-/// above it. Returns its path without symbolic links.
+/// Creates a private folder, or checks an existing one: it belongs to this user, and no third user can write it or a folder above
+/// it. Returns its path without symbolic links.
 ///
-/// Changes a folder of this user that others can read to mode 0700.
+/// Changes a folder of this user that others can read to mode 0700, unless a symbolic link leads to it: it may have other uses, such as
+/// `/etc` for root.
 ///
 /// # Errors
 /// Returns an error if a part of the path belongs to a third user, is writable by one, or cannot be created.
@@ -158,6 +159,7 @@ mod check {
     const LINKS_MAX: u32 = 40;
 
     pub(super) fn private(path: &Path) -> Result<PathBuf, PrivateFolderError> {
+        let is_linked = fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink());
         let (folder, metadata) = walk(path)?;
         if metadata.uid() != user() {
             return Err(PrivateFolderError::OtherOwner { path: folder, user: metadata.uid() });
@@ -165,7 +167,7 @@ mod check {
         if metadata.mode() & OTHERS_WRITE != 0 {
             return Err(PrivateFolderError::OthersWrite { path: folder });
         }
-        if metadata.mode() & 0o777 != 0o700 {
+        if metadata.mode() & 0o777 != 0o700 && !is_linked {
             let changed = fs::set_permissions(&folder, Permissions::from_mode(0o700));
             changed.map_err(|source| PrivateFolderError::Io { path: folder.clone(), source })?;
         }

@@ -154,6 +154,20 @@ fn a_private_folder_is_created_for_this_user_alone() {
     assert_eq!(mode(&created), 0o700, "others cannot read it any longer");
 }
 
+/// Regression test: a link in the place of the folder let root's flight record make `/etc` unreadable for all others.
+#[test]
+fn a_folder_behind_a_link_keeps_its_mode() {
+    let base = folder();
+    let (shared, link) = (base.path().join("shared"), base.path().join("symmalloc"));
+    fs::create_dir(&shared).expect("created");
+    set_mode(&shared, 0o755);
+    symlink(&shared, &link).expect("planted");
+    let found = private_folder_at(&link).expect("nobody else can write it");
+    assert_eq!((found.file_name(), mode(&shared)), (shared.file_name(), 0o755));
+    set_mode(&shared, 0o775);
+    private_folder_at(&link).expect_err("a group can write it");
+}
+
 #[test]
 fn a_temporary_folder_is_private_and_removed_on_drop() {
     let folder = TemporaryFolder::new().expect("created");

@@ -53,6 +53,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, TryLockError};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
+use symmalloc_files::is_forked;
 
 /// A safe wrapper of `ncclComm_t`. Clones are cheap and refer to the same communicator.
 ///
@@ -165,7 +166,7 @@ impl Communicator {
     /// Destroys the communicator and its remaining windows after all its work has completed. Then waits,
     /// normally for less than a millisecond and at most for the deadline, until the watchdog has notified the other ranks. A revoked
     /// communicator is aborted instead, which does not wait for other ranks. Does nothing if
-    /// the communicator has already ended. Dropping the last clone also destroys it.
+    /// the communicator has already ended, or in a forked child. Dropping the last clone also destroys it.
     ///
     /// Destroy graphs that contain its collectives first, because NCCL waits for them.
     ///
@@ -176,7 +177,7 @@ impl Communicator {
     }
 
     /// Ends the communicator and all of its work, including work on the device, and unblocks other threads that are inside calls with it.
-    /// The watchdogs of other ranks end it on those ranks. Does nothing if it has already ended.
+    /// The watchdogs of other ranks end it on those ranks. Does nothing if it has already ended, or in a forked child.
     ///
     /// Takes at most five seconds. Without `ncclCommRevoke` (before 2.28.7), NCCL retains the memory of remaining windows: deregister them
     /// first.
@@ -193,6 +194,9 @@ impl Communicator {
     }
 
     fn abort_within(&self, limit: Duration) -> Result<(), CommError> {
+        if is_forked() {
+            return Ok(());
+        }
         self.shared.abort_requested.store(true, Ordering::Release);
         let inner = self.shared.lock_or_revoke(limit)?;
         if let Ok(mut access) = self.shared.access_even_revoked_with(inner) {
@@ -309,6 +313,10 @@ impl Shared {
 
 impl Drop for Owner {
     fn drop(&mut self) {
+        if is_forked() {
+            // NCCL's threads and connections belong to the parent.
+            return;
+        }
         if std::thread::panicking() {
             if let Ok(mut access) = self.access_even_revoked() {
                 end_all(from_mut(&mut access), Ending::Idle, None, ABORT_LIMIT);

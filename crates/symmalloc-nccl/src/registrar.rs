@@ -46,6 +46,7 @@ use symmalloc_agreement::{Mode, Point, RankHistory};
 use symmalloc_core::PoolId;
 use symmalloc_core::config::SegmentPolicy;
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaError, DeviceMemory, Pool};
+use symmalloc_files::is_forked;
 
 /// A registrar of the memory of an allocator's pools on communicators. It can be shared between threads. Use one per allocator.
 ///
@@ -396,6 +397,9 @@ pub(crate) fn not_attached(comm: &Communicator) -> SyncError {
 
 impl Drop for Registrar {
     fn drop(&mut self) {
+        if is_forked() {
+            return;
+        }
         let attachments = std::mem::take(&mut *self.write());
         attachments.iter().for_each(|attachment| attachment.close(&self.allocator));
     }

@@ -71,7 +71,7 @@ impl Registrar {
         outcome
     }
 
-    /// Returns the phase of a pool on this rank: awake, asleep or failed.
+    /// Returns the phase of a pool on this rank: awake, asleep or held.
     ///
     /// # Errors
     /// Returns an error if the pool is unknown.

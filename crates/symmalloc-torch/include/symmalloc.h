@@ -48,7 +48,8 @@
 #define SYMMALLOC_PHASE_ASLEEP 1
 
 /**
- * The pool sleeps, but the driver or a window still holds some memory. Another sleep retries the release; a wake reuses it.
+ * The pool sleeps, but the driver or a window still holds some memory. Another sleep releases it. A wake reuses it, unless the pool is
+ * registered: then it needs a sleep first.
  */
 #define SYMMALLOC_PHASE_HELD 2
 

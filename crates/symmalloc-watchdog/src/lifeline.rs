@@ -23,8 +23,10 @@ use crate::endpoint::{Endpoint, HUB};
 use crate::ids::ProcessId;
 use crate::message::{Departure, LINE_BYTES_FROM_HUB_MAX, LINE_BYTES_TO_HUB_MAX, Message};
 use rustix::event::{PollFd, PollFlags};
+use rustix::fd::AsFd;
 use std::io::{self, ErrorKind, Read, Write};
 use std::time::Duration;
+use symmalloc_files::KeptFromChildren;
 
 /// Bytes that a turn reads from one process: more than all beats between two turns, yet few enough to read from many processes in a turn.
 /// The system buffers the rest, which the next poll reports.
@@ -62,6 +64,8 @@ pub struct Lifeline {
 #[derive(Debug)]
 struct Link {
     process: ProcessId,
+    /// Otherwise a child that outlives this process would hide its end from the others. Dropped before the connection.
+    _kept: KeptFromChildren,
     connection: Connection,
     /// The beginning of an incomplete message; contains no newline.
     inbox: Vec<u8>,
@@ -85,7 +89,8 @@ impl Lifeline {
         let mut links = Vec::with_capacity(connections.len());
         for (process, connection) in connections {
             connection.set_prompt()?;
-            links.push(Link { process, connection, inbox: Vec::new(), outbox: Vec::new(), write_error: None });
+            let _kept = KeptFromChildren::new(connection.as_fd());
+            links.push(Link { process, _kept, connection, inbox: Vec::new(), outbox: Vec::new(), write_error: None });
         }
         links.sort_by_key(|link: &Link| link.process);
         let line_bytes_max = if own == HUB { LINE_BYTES_TO_HUB_MAX } else { LINE_BYTES_FROM_HUB_MAX };

@@ -2,6 +2,7 @@
 
 use std::io::Read;
 use std::os::unix::process::CommandExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -77,4 +78,25 @@ fn read_all(mut from: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
         from.read_to_end(&mut bytes).expect("a pipe");
         bytes
     })
+}
+
+/// Runs `body` in a forked child. Returns its exit code; `None` if a signal ended it, as for a crash or a call that blocks.
+pub fn in_child(body: impl FnOnce()) -> Option<i32> {
+    // SAFETY: the child runs `body` and exits, without returning to the test.
+    match unsafe { libc::fork() } {
+        0 => {
+            // SAFETY: no preconditions.
+            unsafe { libc::alarm(60) };
+            let is_done = catch_unwind(AssertUnwindSafe(body)).is_ok();
+            // SAFETY: as above.
+            unsafe { libc::_exit(i32::from(!is_done)) }
+        }
+        child => {
+            assert!(child > 0, "fork failed");
+            let mut status = 0;
+            // SAFETY: a child of this process, and an output pointer.
+            assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+            libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status))
+        }
+    }
 }

@@ -21,6 +21,7 @@ mod sweep;
 mod threads;
 
 pub use captures::{Captured, while_captured};
+pub use child::in_child;
 pub use library::Library;
 pub use ranks::{RankOutput, ranks};
 pub use steady::{descriptors, difference, steady};

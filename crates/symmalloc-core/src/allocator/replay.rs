@@ -12,6 +12,7 @@ use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::handle::Allocation;
 use crate::types::ids::{PoolId, StreamId};
+use crate::types::units::SEGMENT_BYTES_MAX;
 use smallvec::SmallVec;
 
 /// The ops of a recording that no program calls, because the allocator made them itself: recovery from a failed request,
@@ -28,11 +29,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 }
 
 impl<B: Backend, L: Lock> ReplayOps<'_, B, L> {
-    /// Releases memory for a recorded request that failed: [`Op::Reclaim`].
+    /// Releases memory for a recorded request that failed: [`Op::Reclaim`]. Has no effect for a request above the
+    /// maximum size of a segment, as in [`refuse`](Self::refuse).
     ///
     /// # Errors
     /// Returns an error if the pool or the stream is unknown.
     pub fn reclaim(&self, pool: PoolId, stream: StreamId, size_bytes: u64) -> Result<(), UnknownError> {
+        if size_bytes > SEGMENT_BYTES_MAX {
+            return Ok(());
+        }
         let allocator = self.allocator;
         let mut gate = allocator.gate();
         let (entry, heap) = (allocator.pool(pool)?, allocator.heap_for(pool, stream)?);
@@ -41,7 +46,10 @@ impl<B: Backend, L: Lock> ReplayOps<'_, B, L> {
         Ok(())
     }
 
-    /// Records a request that failed, which is in the digest: [`Op::Refuse`].
+    /// Records a request that failed, which is in the digest: [`Op::Refuse`]. Has no effect for a request above the
+    /// maximum size of a segment: such a request is an error before it is an op
+    /// ([`AllocateError::TooLarge`](crate::config::errors::AllocateError::TooLarge)), and a digest has no room for its
+    /// size. Recordings of other allocators contain such requests.
     ///
     /// # Errors
     /// Returns an error if the pool or the stream is unknown.
@@ -52,6 +60,9 @@ impl<B: Backend, L: Lock> ReplayOps<'_, B, L> {
         size_bytes: u64,
         refusal: Refusal,
     ) -> Result<(), UnknownError> {
+        if size_bytes > SEGMENT_BYTES_MAX {
+            return Ok(());
+        }
         let mut gate = self.allocator.gate();
         let heap = self.allocator.heap_for(pool, stream)?;
         fold_refusal(heap, Request { pool, stream, size_bytes }, refusal, &mut gate);

@@ -15,14 +15,14 @@ use crate::types::ids::PoolId;
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Begins a step of a pool: a part of the program that repeats, for example a training step. From then on, each
-    /// heap of the pool compares its requests with its plan of this key. A heap that learns and has no plan of this key
-    /// logs them instead. Call it at the same point of the program on every rank, while no other thread uses the pool.
+    /// heap of the pool compares its requests with its plan of this key. A heap that learns logs them instead if it has no
+    /// plan of this key, or the last two steps differed from it. Call it at the same point of the program on every rank, while no other thread uses the pool.
     ///
     /// Steps with the same `key` are alike. The key can be the shape of a batch or a bucket of sequence lengths; use 0
     /// if all steps are alike.
     ///
     /// # Errors
-    /// Returns an error if the pool is unknown, or a step of it is open.
+    /// Returns an error if the pool is unknown or sleeps, or a step of it is open.
     pub fn begin_step(&self, pool: PoolId, key: u64) -> Result<(), StepError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
@@ -33,9 +33,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         entry.check_awake()?;
         *step = Some(key);
-        entry.heaps().for_each(|heap| heap.lock().begin_step(&self.context, key));
+        let begun = entry.heaps().map(|heap| heap.lock().begin_step(&self.context, key));
+        let released = begun.fold(Released::default(), Released::plus);
         drop(step);
         gate.note(Op::BeginStep { pool, key });
+        gate.note_released(&released);
         Ok(())
     }
 
@@ -55,9 +57,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let key = step.take().ok_or(StepError::NotOpen { pool })?;
         let (mut report, mut released) = (StepReport::default(), Released::default());
         for heap in entry.heaps() {
-            let (followed, given) = heap.lock().end_step(&self.context, key);
-            report.add(followed);
-            released = released.plus(given);
+            let (heap_report, heap_released) = heap.lock().end_step(&self.context, key);
+            report.add(heap_report);
+            released = released.plus(heap_released);
         }
         drop(step);
         gate.note(Op::EndStep { pool });

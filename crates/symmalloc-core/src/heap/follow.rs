@@ -111,9 +111,10 @@ impl<L: Lock> Heap<L> {
         tracing::warn!(name: "plan.differs", target: "symmalloc", pool, stream, %difference);
     }
 
-    /// Begins a step with this key. A heap whose pool another thread has destroyed stays closed.
-    pub(crate) fn begin_step<B: Backend>(&mut self, context: &Context<B, L>, key: u64) {
-        let RequestMode::Serving(_) = self.mode else { return };
+    /// Begins a step with this key. A heap whose pool another thread has destroyed stays closed. Returns what was released
+    /// to make room for plans.
+    pub(crate) fn begin_step<B: Backend>(&mut self, context: &Context<B, L>, key: u64) -> Released {
+        let RequestMode::Serving(_) = self.mode else { return Released::default() };
         if self.ledger.has_history() {
             self.ledger.fold(op_word(Mark::BeginStep, StreamId(0), 0), key);
         }
@@ -126,16 +127,19 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Begins a step that uses the memory of plans as ordinary memory.
-    fn begin_without_plan(&mut self, context: &DynContext<'_, L>, step: Step) {
+    fn begin_without_plan(&mut self, context: &DynContext<'_, L>, step: Step) -> Released {
         self.mode = RequestMode::Serving(step);
         self.dissolve_plans(context);
+        Released::default()
     }
 
     /// Begins a step that follows a plan.
-    fn begin_plan<B: Backend>(&mut self, context: &Context<B, L>, plan: usize, allocations_before: u64) {
-        if !self.acquire_plan_memory(context) {
-            let diverged = self.open_plans().without_memory(allocations_before);
-            return self.note_diverged(diverged);
+    fn begin_plan<B: Backend>(&mut self, context: &Context<B, L>, plan: usize, allocations_before: u64) -> Released {
+        let mut released = Released::default();
+        if !self.acquire_plan_memory(context, &mut released) {
+            let diverged = self.open_plans().give_up(allocations_before);
+            self.note_diverged(diverged);
+            return released;
         }
         let plans = self.plans.as_deref_mut().expect("the plans have memory");
         let (step, must_wait) = plans.follow(plan, allocations_before, self.arena.table());
@@ -147,17 +151,18 @@ impl<L: Lock> Heap<L> {
             tracing::warn!(name: "plan.unordered", target: "symmalloc", pool, stream, %error);
             self.differ(DifferenceCause::Driver);
         }
+        released
     }
 
     /// Acquires memory for the plans, unless they have it. Returns `false` if there is none.
-    fn acquire_plan_memory<B: Backend>(&mut self, context: &Context<B, L>) -> bool {
+    fn acquire_plan_memory<B: Backend>(&mut self, context: &Context<B, L>, released: &mut Released) -> bool {
         let inputs = self.plan_inputs();
         let plans = self.plans.as_deref().expect("a plan was chosen");
         if plans.memory_block().is_some() {
             return true;
         }
         let prepared = plans.prepare(inputs).expect("plans are checked before they are adopted");
-        let Err(shortage) = self.install(context, &prepared) else { return true };
+        let Err(shortage) = self.install(context, &prepared, released) else { return true };
         let refusal = match &*shortage {
             Shortage::Memory { cause, .. } => Refusal::from(cause),
             Shortage::Closed | Shortage::Asleep => Refusal::Segment,
@@ -223,7 +228,8 @@ impl<L: Lock> Heap<L> {
         }
         self.dissolve_plans(context);
         self.plans.get_or_insert_default().set_plans(prepared.plans());
-        let installed = self.install(context, prepared);
+        // The adoption ends a recording, whether or not the driver released the memory.
+        let installed = self.install(context, prepared, &mut Released::default());
         if installed.is_err() {
             self.drop_plans(context);
         }
@@ -239,12 +245,17 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Acquires memory for the known plans, which are `prepared`. If no free block is large enough, free memory lies in
-    /// pieces between live allocations. It is then released first, and the memory of the plans replaces it.
-    fn install<B: Backend>(&mut self, context: &Context<B, L>, prepared: &PreparedPlans) -> Result<(), Box<Shortage>> {
+    /// pieces between live allocations. It is then `released` first, and the memory of the plans replaces it.
+    fn install<B: Backend>(
+        &mut self,
+        context: &Context<B, L>,
+        prepared: &PreparedPlans,
+        released: &mut Released,
+    ) -> Result<(), Box<Shortage>> {
         let (size, streams) = (prepared.size(), prepared.streams());
         let fit = self.arena.best_fit(size);
         if fit.is_none() {
-            let _kept_by_the_driver = self.trim(context, None);
+            *released = self.trim(context, None);
         }
         let mapped_before = self.arena.mapped_bytes();
         let found = fit.map_or_else(|| self.acquire_memory(context, streams[0], size), Ok);

@@ -52,13 +52,13 @@ impl<L: Lock> Heap<L> {
             return Ok(self.arena.free().best_fit(self.arena.table().blocks(), SizeClass::Large, size));
         }
         let count = size.div_ceil(granule) as usize;
-        let missing = count.saturating_sub(free.len()) as Units * granule;
+        let missing = count.saturating_sub(free.count()) as Units * granule;
         let at_end = self.arena.rules().whole_granules(size - self.arena.free_at_end().min(size));
         if bytes(size) < stitching.least_bytes || missing >= at_end || self.log.is_observed() {
             return Ok(None);
         }
         if missing == 0
-            && let Some((segment, home)) = self.stitched.find_again(count, free)
+            && let Some((segment, home)) = self.stitched.find_again(count, &free)
         {
             self.stitched.gather(&mut self.arena);
             let again = self.stitch_again(context, stream, segment, home);
@@ -101,8 +101,7 @@ impl<L: Lock> Heap<L> {
         stream: StreamId,
         count: usize,
     ) -> Result<Slot, BackendError> {
-        let mut granules = free_granules(&self.arena);
-        granules.truncate(count);
+        let granules: Vec<_> = free_granules(&self.arena).take(count).collect();
         let range =
             self.take_from_home(context, stream, granules.clone(), |heap| heap.map_aliases(context, &granules))?;
         let free = self.free_state(context, stream);

@@ -119,7 +119,7 @@ struct PlanMemory {
 ///
 /// - Places lie in the plan memory, and live ones do not overlap (I12).
 /// - `installed` has one entry per plan while there is plan memory, and none otherwise.
-/// - `last_whole` is `None` unless every request since that step began got its planned place.
+/// - `last_whole` is `Some` only between a step that followed a plan to its end and the next step.
 #[derive(Debug, Default)]
 pub(crate) struct HeapPlans {
     plans: Vec<Known>,
@@ -130,7 +130,8 @@ pub(crate) struct HeapPlans {
     /// step.
     last_whole: Option<usize>,
     learner: StepLearner<Request>,
-    /// `true` if there was no memory for the plans: plans are no longer followed or learned.
+    /// `true` if there was no memory for the plans, or a learned step could not be planned: plans are no longer followed
+    /// or learned.
     has_given_up: bool,
     /// `true` from a change of the plans to the end of the first step that follows one to its end.
     is_unproven: bool,
@@ -222,8 +223,8 @@ impl HeapPlans {
         Diverged { difference, planned, allocations_before: step.allocations_before }
     }
 
-    /// Returns the state of a step whose plan there is no memory for.
-    pub(crate) fn without_memory(&mut self, allocations_before: u64) -> Diverged {
+    /// Stops following and learning plans, because there is no memory for them. Returns the state of the step.
+    pub(crate) fn give_up(&mut self, allocations_before: u64) -> Diverged {
         self.has_given_up = true;
         let difference = StepDifference { number: 0, cause: DifferenceCause::Memory };
         Diverged { difference, planned: 0, allocations_before }

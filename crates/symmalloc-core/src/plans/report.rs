@@ -39,7 +39,7 @@ pub struct StepStats {
     pub allocations: u64,
     /// Number of those allocations that a plan placed.
     pub planned: u64,
-    /// Number of adopted plans.
+    /// Number of plans, adopted or learned.
     pub plans: u64,
     /// Number of times that plans were adopted or learned.
     pub learned: u64,

@@ -3,11 +3,9 @@
 //! ```text
 //!             begin: a plan has the key                 the request is the plan's next, and its place is free
 //!   no step ──────────────────────────────► following ◄──────────────────────────────────────────────┐
-//!      │  ▲                                   │    └───────────────────────────────────────────────────┘
-//!      │  │ end                 anything else │
-//!      │  └───────────────────────────────────┤
-//!      ▼                                      ▼
-//!   learning, or unplanned                 diverged
+//!      │ begin: no plan, or no memory for it  │    └───────────────────────────────────────────────────┘
+//!      ▼                                      │ anything else
+//!   learning, unplanned, diverged ◄───────────┘                     end: from every state to no step
 //! ```
 
 use super::plan_cursor::PlanCursor;
@@ -16,7 +14,7 @@ use crate::blocks::table::{BlockTable, Slot};
 use crate::history::digest::{Mark, op_word};
 use crate::types::ids::StreamId;
 
-/// The state of a heap's step. The first three place requests by best fit.
+/// The state of a heap's step. Only [`Following`](Self::Following) places requests otherwise than by best fit.
 #[derive(Debug, Default)]
 pub(crate) enum Step {
     /// No step is open.
@@ -31,7 +29,7 @@ pub(crate) enum Step {
     Diverged(Diverged),
     /// Each request is compared with the plan's next one.
     Following(Box<Following>),
-    /// Each request is placed by best fit and logged, to learn a plan.
+    /// Each request is logged, to learn a plan.
     Learning {
         /// Number of the heap's allocations before the step.
         allocations_before: u64,

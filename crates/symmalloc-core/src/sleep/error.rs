@@ -15,7 +15,7 @@ pub enum Phase {
     /// The pool has all of its addresses and no memory.
     Asleep,
     /// The pool sleeps, but some of its memory is held: the driver failed to release it, or there is a window on it that
-    /// cannot be removed. Another sleep tries to release it; a wake reuses it.
+    /// cannot be removed. Another sleep releases it. A wake reuses it; a wake through a registrar needs a sleep first.
     Held,
 }
 

@@ -25,7 +25,7 @@ pub(crate) struct Kept {
     contents: Contents,
     /// The image that contains them; `None` if there was nothing to save.
     image: Option<Image>,
-    /// The saved parts, in the order of pools, segments and offsets.
+    /// The saved parts, in the order of streams, segments and offsets.
     saved: Vec<Part>,
 }
 

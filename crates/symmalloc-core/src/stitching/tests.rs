@@ -39,8 +39,7 @@ fn free(arena: &mut Arena, slot: Slot) {
 
 /// Stitches the first free granules into a new range, as a heap does. Returns its free block.
 fn stitch(stitched: &mut StitchedRanges, arena: &mut Arena, count: usize) -> Slot {
-    let mut granules = free_granules(arena);
-    granules.truncate(count);
+    let granules: Vec<_> = free_granules(arena).take(count).collect();
     assert_eq!(granules.len(), count);
     stitched.leave_home(arena, &granules);
     let range = Range { base: DeviceAddress(1 << 41), size_bytes: count as u64 * 2 * MIB };
@@ -52,10 +51,10 @@ fn free_pieces_form_one_block_and_are_marked_in_their_own_segments() {
     let (mut arena, _) = arena();
     let mut stitched = StitchedRanges::default();
     let home = stitched.look_home(&arena);
-    assert_eq!((home.largest, home.free.len()), (GRANULE, 4));
+    assert_eq!((home.largest, home.free.count()), (GRANULE, 4));
     let block = stitch(&mut stitched, &mut arena, 3);
     assert_eq!((arena.block(block).size, arena.best_fit(3 * GRANULE)), (3 * GRANULE, Some(block)));
-    assert_eq!((stitched.aliases(), free_granules(&arena).len()), (3, 1));
+    assert_eq!((stitched.aliases(), free_granules(&arena).count()), (3, 1));
     let elsewhere = arena.all_blocks().into_iter().filter(|slot| arena.block(*slot).is_elsewhere()).count();
     assert_eq!(elsewhere, 3);
 }
@@ -66,12 +65,12 @@ fn gathered_granules_return_to_their_segments_and_their_range_is_reusable() {
     let mut stitched = StitchedRanges::default();
     let block = stitch(&mut stitched, &mut arena, 3);
     let segment = arena.block(block).segment;
-    assert_eq!(stitched.look_home(&arena).free.len(), 4, "as if all were at home");
+    assert_eq!(stitched.look_home(&arena).free.count(), 4, "as if all were at home");
     stitched.gather(&mut arena);
-    assert_eq!((free_granules(&arena).len(), arena.best_fit(2 * GRANULE)), (4, None));
+    assert_eq!((free_granules(&arena).count(), arena.best_fit(2 * GRANULE)), (4, None));
     assert_eq!(stitched.ranges()[0].users(), [S0], "the addresses were used");
 
-    let (found, home) = stitched.find_again(3, free_granules(&arena)).expect("all three are free at home");
+    let (found, home) = stitched.find_again(3, &stitched.look_home(&arena).free).expect("all three are free at home");
     assert_eq!(found, segment);
     stitched.leave_home(&mut arena, &home);
     let again = stitched.reuse(&mut arena, segment, 3, fresh(S0));
@@ -81,7 +80,7 @@ fn gathered_granules_return_to_their_segments_and_their_range_is_reusable() {
     stitched.gather(&mut arena);
     let taken = arena.best_fit(GRANULE).expect("four are free");
     arena.take_front(taken, GRANULE, BlockState::Allocated { stream: S0, requested: 1, serial: NonZeroU64::MIN });
-    assert_eq!(stitched.find_again(3, free_granules(&arena)), None);
+    assert_eq!(stitched.find_again(3, &stitched.look_home(&arena).free), None);
     free(&mut arena, slots[0]);
 }
 
@@ -119,5 +118,5 @@ fn a_range_is_unused_once_no_block_of_it_is_in_use() {
     let removed = stitched.remove(segment).expect("it is stitched");
     assert_eq!((removed.mapped(GRANULE).to_vec(), stitched.is_empty()), (vec![(0, 2 * MIB)], true));
     arena.remove_segment(segment);
-    assert_eq!(free_granules(&arena).len(), 4);
+    assert_eq!(free_granules(&arena).count(), 4);
 }

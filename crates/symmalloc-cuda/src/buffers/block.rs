@@ -2,7 +2,9 @@
 
 use crate::error::{CudaError, DropError};
 use crate::pools::{AllocatorState, StreamAllocator, StreamAllocatorRef};
+use std::mem;
 use symmalloc_core::Handle;
+use symmalloc_files::is_forked;
 
 /// An allocation that is freed when it is dropped. If freeing fails, the error is counted and the memory stays allocated.
 pub(super) struct OwnedBlock<A: StreamAllocatorRef> {
@@ -87,6 +89,10 @@ impl<A: StreamAllocatorRef> Drop for OwnedBlock<A> {
     #[inline]
     fn drop(&mut self) {
         let Some(allocator) = &self.allocator else { return };
+        if is_forked() {
+            // The block and its allocator belong to the parent. A thread that the child lacks may hold the heap's lock.
+            return mem::forget(allocator.clone());
+        }
         let state = allocator.stream_allocator().state();
         if let Err(error) = state.free(self.handle, self.address) {
             state.note_drop_error(DropError::Free(error));

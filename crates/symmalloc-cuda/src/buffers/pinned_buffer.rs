@@ -14,6 +14,7 @@ use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, PoisonError};
 use symmalloc_core::config::Config;
 use symmalloc_core::{Handle, StreamId};
+use symmalloc_files::is_forked;
 
 /// An allocator of pinned host memory.
 ///
@@ -166,6 +167,9 @@ impl<T> PinnedBuffer<T> {
 impl<T> Drop for PinnedBuffer<T> {
     /// Leaves the memory allocated if work of an unregistered stream may still use it and the driver cannot wait for that work.
     fn drop(&mut self) {
+        if is_forked() {
+            return;
+        }
         let pending = self.pending.get_mut().unwrap_or_else(PoisonError::into_inner);
         for one in pending.drain(..) {
             if let PendingUse::Unwatched(context) = one

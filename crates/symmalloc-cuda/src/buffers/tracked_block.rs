@@ -16,6 +16,7 @@ use std::mem;
 use std::sync::Arc;
 use symmalloc_core::Handle;
 use symmalloc_core::backend::BackendError;
+use symmalloc_files::is_forked;
 
 pub(super) struct TrackedBlock<A: StreamAllocatorRef<Memory = CudaBackend>> {
     block: OwnedBlock<A>,
@@ -160,7 +161,7 @@ impl<A: StreamAllocatorRef<Memory = CudaBackend>> TrackedBlock<A> {
 impl<A: StreamAllocatorRef<Memory = CudaBackend>> Drop for TrackedBlock<A> {
     #[inline]
     fn drop(&mut self) {
-        if self.uses.get().is_some() {
+        if self.uses.get().is_some() && !is_forked() {
             self.settle_or_keep();
         }
     }
@@ -203,6 +204,9 @@ impl<A: StreamAllocatorRef<Memory = CudaBackend>> TrackedPart<A> {
 
 impl<A: StreamAllocatorRef<Memory = CudaBackend>> Drop for TrackedPart<A> {
     fn drop(&mut self) {
+        if is_forked() {
+            return;
+        }
         if let Err(error) = self.as_ref().settle() {
             self.block.state().note_drop_error(DropError::Order(error));
             // The next user of the memory cannot be ordered after this part's uses, so the block is never freed.

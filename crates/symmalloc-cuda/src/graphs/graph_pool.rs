@@ -12,11 +12,12 @@ use crate::pools::{AbandonedPool, AllocatorState, lock};
 use crate::streams::{CaptureId, CaptureWatch, capture_of};
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use cudarc::driver::{CudaGraph, CudaStream};
-use std::fmt;
 use std::sync::{Arc, Mutex};
+use std::{fmt, mem};
 use symmalloc_core::config::{PoolConfig, Reclaim};
 use symmalloc_core::sleep::Phase;
 use symmalloc_core::{ObserverId, PoolId, StreamId};
+use symmalloc_files::is_forked;
 
 /// A memory pool for graphs. Clones refer to the same pool.
 ///
@@ -145,9 +146,13 @@ impl GraphPool {
 }
 
 impl Drop for GraphPoolState {
-    /// Leaves the memory for the allocator's next trim: releasing it may block, and dropping must not.
+    /// Leaves the memory for the allocator's next trim: releasing it may block, and dropping must not. In a forked child, it belongs to the
+    /// parent.
     fn drop(&mut self) {
-        let streams = std::mem::take(&mut *lock(&self.launched_on));
+        if is_forked() {
+            return mem::forget(Arc::clone(&self.state));
+        }
+        let streams = mem::take(&mut *lock(&self.launched_on));
         self.state.abandon_graph_pool(AbandonedPool { pool: self.pool, observer: Some(self.observer), streams });
     }
 }
@@ -181,7 +186,7 @@ impl GraphCapture {
     }
 
     fn end_capture(&mut self) -> Result<Option<CudaGraph>, DriverError> {
-        if std::mem::replace(&mut self.is_ended, true) {
+        if mem::replace(&mut self.is_ended, true) {
             return Ok(None);
         }
         let state = &self.pool.inner.state;
@@ -210,6 +215,9 @@ impl GraphCapture {
 
 impl Drop for GraphCapture {
     fn drop(&mut self) {
+        if is_forked() {
+            return;
+        }
         // On error, the driver has already ended the capture.
         let _graph = self.end_capture();
     }

@@ -16,6 +16,7 @@ use std::fmt;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
+use symmalloc_files::is_forked;
 
 /// Reserved addresses and the memory of other processes that is mapped there. Dropping waits until the device has finished the work that
 /// was submitted in this context, and unmaps the memory. Memory that the driver fails to unmap stays mapped, and a warning is logged.
@@ -145,6 +146,9 @@ impl ImportedMemory {
 
 impl Drop for ImportedMemory {
     fn drop(&mut self) {
+        if is_forked() {
+            return;
+        }
         if let Err(error) = self.unmap() {
             tracing::warn!(name: "memory.import_kept", target: "symmalloc", size_bytes = self.size_bytes, %error);
         }

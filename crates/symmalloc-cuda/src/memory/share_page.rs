@@ -14,6 +14,7 @@ use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
+use symmalloc_files::is_forked;
 
 const PAGE_BYTES: usize = 4096;
 
@@ -122,8 +123,12 @@ impl SharePage {
         ExportState::of_word(self.word().load(Ordering::Acquire))
     }
 
-    /// Changes the state from live to `state`. Later changes have no effect.
+    /// Changes the state from live to `state`. Later changes have no effect, nor have those of a forked child, whose copy of the exporter does
+    /// not own the memory.
     pub(crate) fn leave_live(&self, state: ExportState) {
+        if is_forked() {
+            return;
+        }
         let live = ExportState::Live.to_word();
         let _first = self.word().compare_exchange(live, state.to_word(), Ordering::AcqRel, Ordering::Acquire);
     }

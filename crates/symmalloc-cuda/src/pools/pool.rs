@@ -6,9 +6,10 @@ use super::stream_table::StreamTable;
 use crate::backend::CudaMemory;
 use crate::error::CudaError;
 use cudarc::driver::CudaStream;
-use std::fmt;
 use std::sync::Arc;
+use std::{fmt, mem};
 use symmalloc_core::{PoolId, StreamId};
+use symmalloc_files::is_forked;
 
 /// A pool of an allocator: memory with a separate policy. Returned by
 /// [`CachingAllocator::create_pool`](crate::CachingAllocator::create_pool).
@@ -143,7 +144,10 @@ impl<B: CudaMemory> PoolLease<B> {
 
 impl<B: CudaMemory> Drop for PoolLease<B> {
     fn drop(&mut self) {
-        if self.pool != PoolId::DEFAULT {
+        if is_forked() {
+            // The allocator belongs to the parent, so it never ends in a child.
+            mem::forget(Arc::clone(&self.state));
+        } else if self.pool != PoolId::DEFAULT {
             self.state.abandon(self.pool);
         }
     }

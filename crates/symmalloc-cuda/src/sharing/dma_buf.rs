@@ -9,6 +9,7 @@ use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use symmalloc_core::report::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot};
+use symmalloc_files::is_forked;
 
 /// A dma-buf of a range of an allocator's memory, which RDMA transports register (`ibv_reg_dmabuf_mr`).
 ///
@@ -150,6 +151,9 @@ impl AsFd for DmaBuf {
 
 impl Drop for DmaBuf {
     fn drop(&mut self) {
+        if is_forked() {
+            return;
+        }
         self.allocator.state().exported().end(&self.memory);
         self.allocator.core().backend().memory().release_held(&self.handles);
     }

@@ -17,6 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use symmalloc_core::PoolId;
 use symmalloc_core::report::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot};
+use symmalloc_files::is_forked;
 
 /// The allocations of a pool at the time of the export, for other processes on the same device.
 ///
@@ -311,6 +312,9 @@ impl Export {
 
 impl Drop for Export {
     fn drop(&mut self) {
+        if is_forked() {
+            return;
+        }
         self.allocator.state().exported().end(&self.memory);
     }
 }

@@ -19,6 +19,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use symmalloc_core::{Digest, PoolId, StreamId};
+use symmalloc_files::is_forked;
 
 /// Memory of another process that is mapped into this one, without a copy. Its addresses are valid only in this process.
 ///
@@ -355,6 +356,9 @@ impl Import {
 
 impl Drop for Import {
     fn drop(&mut self) {
+        if is_forked() {
+            return;
+        }
         if let Err(error) = self.unmap() {
             let size_bytes = self.layout.mapped_bytes();
             tracing::warn!(name: "memory.import_kept", target: "symmalloc", size_bytes, %error);

@@ -10,6 +10,7 @@ mod dma_buf;
 mod driver_errors;
 mod drops;
 mod forgotten;
+mod forks;
 mod graphs;
 mod interleavings;
 mod lazy;

@@ -20,7 +20,7 @@ const LONG: Duration = Duration::from_secs(60);
 const MIB: usize = 1 << 20;
 
 /// Runs both sides of an attachment in two threads.
-fn attach(export: &Export, device: &Arc<CudaDevice>, access: Access) -> Result<Import, ShareError> {
+pub(super) fn attach(export: &Export, device: &Arc<CudaDevice>, access: Access) -> Result<Import, ShareError> {
     both(export, device, access).1
 }
 

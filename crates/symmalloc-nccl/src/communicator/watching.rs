@@ -16,6 +16,7 @@ use std::slice::from_mut;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use symmalloc_cuda::RelaxedCapture;
+use symmalloc_files::is_forked;
 use symmalloc_watchdog::CommunicatorId;
 
 /// Announced work that the program submits to a stream itself. The work must be in its stream when this value is dropped. See
@@ -30,6 +31,9 @@ pub struct Announcement {
 
 impl Drop for Announcement {
     fn drop(&mut self) {
+        if is_forked() {
+            return;
+        }
         self.communicator.note_submitted(self.entry, &self.stream);
     }
 }

@@ -125,7 +125,7 @@ pub enum SleepField {
     Number,
     /// The symmetric pool.
     Pool,
-    /// The phase of the pool: 0 awake, 1 asleep, 2 failed.
+    /// The phase of the pool: 0 awake, 1 asleep, 2 held.
     Phase,
     /// The windows of the pool.
     Windows,
@@ -142,7 +142,7 @@ impl fmt::Display for SleepField {
             }
             SleepField::Number => "the number of sleeps and wakes so far",
             SleepField::Pool => "the pool",
-            SleepField::Phase => "the phase of the pool (0: awake, 1: asleep, 2: failed)",
+            SleepField::Phase => "the phase of the pool (0: awake, 1: asleep, 2: held)",
             SleepField::Windows => "the pool's windows",
             SleepField::Communicators => "a communicator of the pool, which has ranks outside the given one",
         })
@@ -214,6 +214,9 @@ pub enum Obstacle {
     /// A communicator with windows on the pool is lost, because an NCCL call on it has not returned.
     #[error("a lost communicator has windows on the pool: end the processes that it waits for, and try again")]
     Lost,
+    /// Memory of the pool is still held, by the driver or by a lost communicator.
+    #[error("memory of the pool is still held: put the pool to sleep again, which reports the cause, and then wake it")]
+    Held,
     /// The device is out of memory.
     #[error(
         "the device is out of memory ({needed_bytes} bytes needed, code {code}): free memory of other pools or processes there, and wake \
@@ -370,7 +373,7 @@ pub enum CollectiveSleepError {
     },
     /// The communicator ended during the op. If that happened in `Decide` of a sleep to which this rank had agreed, or in `Register`, all
     /// communicators of the pool have ended on this rank, and the pool has no windows; it is awake if it was awake before the sleep. In
-    /// `Check` of a sleep, the pool is asleep, or has failed if a window or the driver still holds its memory; in `Check` of a wake, it is
+    /// `Check` of a sleep, the pool is asleep, or held if a window or the driver still holds its memory; in `Check` of a wake, it is
     /// awake with its windows on other communicators. In `Suspend`, the pool is asleep. Otherwise the pool is unchanged.
     #[error("communicator \"{communicator}\" ended {step}, and the pool is {}: {error}", if *.is_asleep { "asleep" } else { "awake" })]
     Broken {

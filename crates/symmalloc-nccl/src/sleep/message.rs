@@ -284,6 +284,7 @@ impl VerdictMessage {
             Some(Obstacle::Retired) => (13, 0, 0),
             Some(Obstacle::NoSuspension) => (14, 0, 0),
             Some(Obstacle::OtherWindows) => (15, 0, 0),
+            Some(Obstacle::Held) => (16, 0, 0),
         };
         VerdictMessage { number: number.into(), first: first.into(), second: second.into(), third: third.into() }
     }
@@ -309,6 +310,7 @@ impl VerdictMessage {
             13 => Obstacle::Retired,
             14 => Obstacle::NoSuspension,
             15 => Obstacle::OtherWindows,
+            16 => Obstacle::Held,
             number => Obstacle::Other { number },
         })
     }
@@ -428,6 +430,7 @@ mod tests {
             Obstacle::Save { live_bytes: 1 << 40, reason: Reason::OutOfMemory, code: 2 },
             Obstacle::Save { live_bytes: 1, reason: Reason::File, code: 28 },
             Obstacle::Lost,
+            Obstacle::Held,
             Obstacle::Retired,
             Obstacle::Memory { needed_bytes: 9, code: 2 },
             Obstacle::Limit { needed_bytes: 9, limit_bytes: 8 },

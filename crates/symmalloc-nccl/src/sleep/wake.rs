@@ -58,7 +58,7 @@ impl<'a> Run<'a> {
                 None if agreed.all_are(Phase::Awake) => {
                     Ok(Woken { resumed: std::mem::take(&mut self.resumed), ..Woken::default() })
                 }
-                None => Err(CollectiveSleepError::Refused { communicator, ranks: self.all_lost() }),
+                None => Err(CollectiveSleepError::Refused { communicator, ranks: self.all_held() }),
             };
         }
         let remapped = self.remap(&agreed.broken);
@@ -87,9 +87,9 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Returns the obstacles of a pool that failed on every rank because a lost communicator holds its memory.
-    fn all_lost(&self) -> Vec<RankObstacle> {
-        (0..self.over().ranks()).map(|rank| RankObstacle { rank, obstacle: Obstacle::Lost }).collect()
+    /// Returns the obstacles of a pool whose memory is held on every rank.
+    fn all_held(&self) -> Vec<RankObstacle> {
+        (0..self.over().ranks()).map(|rank| RankObstacle { rank, obstacle: Obstacle::Held }).collect()
     }
 
     /// Executes `Remap`: maps memory at the old addresses and restores the saved contents. First checks that the windows fit.

@@ -3,6 +3,7 @@
 use crate::watchdog::connecting::Connecting;
 use crate::watchdog::thread::{announce_pending, fail_pending, withdraw_pending};
 use std::sync::Arc;
+use symmalloc_files::is_forked;
 use symmalloc_watchdog::FailureReport;
 
 /// Announces to the other ranks, until it is dropped, that this rank is creating a communicator.
@@ -29,6 +30,9 @@ impl Announced {
 
 impl Drop for Announced {
     fn drop(&mut self) {
+        if is_forked() {
+            return;
+        }
         withdraw_pending(&self.0);
     }
 }

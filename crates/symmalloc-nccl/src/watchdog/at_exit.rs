@@ -9,6 +9,7 @@ use crate::ffi::driver;
 use std::sync::mpsc::channel;
 use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::time::Duration;
+use symmalloc_files::is_forked;
 
 /// Longest time for which the end of the process waits for reports, because a disk may be slow or gone.
 const REPORT_LIMIT: Duration = Duration::from_secs(1);
@@ -61,8 +62,12 @@ impl Drop for Unfinished {
     }
 }
 
-/// Waits for the work of other threads. Ends the process with this status if a communicator does not end in time.
+/// Waits for the work of other threads, which a forked child does not have. Ends the process with this status if a communicator does not end
+/// in time.
 fn finish(status: i32) {
+    if is_forked() {
+        return;
+    }
     wait(REPORT_LIMIT, |counts| counts.reports > 0);
     if wait(ENDING_LIMIT, |counts| counts.endings > 0) {
         flush_output();

@@ -1,6 +1,7 @@
 //! Tests with ranks as processes that die, stop, skip collectives or are slow, on the stubs.
 
 mod endings;
+mod forks;
 mod programs;
 mod several;
 mod stops;

@@ -92,7 +92,7 @@ class Phase(enum.Enum):
     ASLEEP = 1
     """The pool has no memory, but keeps its addresses."""
     HELD = 2
-    """The pool sleeps, but the driver or a window holds some memory. Another sleep retries the release; a wake reuses it."""
+    """The pool sleeps, but the driver or a window holds some memory. Another sleep releases it. Only a pool without windows wakes first."""
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,8 @@ class Allocator:
 
         Blocks until the device is idle. Until the pool wakes, no work may use its memory. A registered pool sleeps on all ranks
         together, and raises `MisalignedError` and `NcclError` as a sync does. Raises `InvalidState` during a stream capture or an
-        open step, and `CudaError` if the host lacks memory for the kept contents. The pool is unchanged after these two.
+        open step, and `CudaError` if the host lacks memory for the kept contents. The pool is unchanged after these two. Also
+        raises `CudaError` if the driver keeps some of the memory: the pool then sleeps (`Phase.HELD`), and another call releases the rest.
         """
         return self._sleep("sleep", pool, contents)
 

@@ -29,7 +29,8 @@ pub const SYMMALLOC_PHASE_AWAKE: u32 = 0;
 /// The pool sleeps: it has no memory, but keeps its addresses.
 pub const SYMMALLOC_PHASE_ASLEEP: u32 = 1;
 
-/// The pool sleeps, but the driver or a window still holds some memory. Another sleep retries the release; a wake reuses it.
+/// The pool sleeps, but the driver or a window still holds some memory. Another sleep releases it. A wake reuses it, unless the pool is
+/// registered: then it needs a sleep first.
 pub const SYMMALLOC_PHASE_HELD: u32 = 2;
 
 /// The result of a sleep.

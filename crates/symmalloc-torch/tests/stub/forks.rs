@@ -6,36 +6,14 @@ use crate::header::{Function, Kind, call, functions, valid};
 use crate::library::*;
 use crate::registrar::{POOL, Windows, allocator_of_torch, ranks_of};
 use std::ffi::{CStr, c_char, c_void};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use stub_process::{nccl_test, until};
+use stub_process::{in_child, nccl_test, until};
 use symmalloc_torch::*;
 
 const GRAPH: (u64, u64) = (0, 7);
 const BLOCKED: (u64, u64) = (0, 8);
-
-/// Runs `body` in a forked child. Returns its exit code; `None` if a signal ended it, as for a crash or a call that blocks.
-fn in_child(body: impl FnOnce()) -> Option<i32> {
-    // SAFETY: the child runs `body` and exits, without returning to the test.
-    match unsafe { libc::fork() } {
-        0 => {
-            // SAFETY: no preconditions.
-            unsafe { libc::alarm(60) };
-            let is_done = catch_unwind(AssertUnwindSafe(body)).is_ok();
-            // SAFETY: as above.
-            unsafe { libc::_exit(i32::from(!is_done)) }
-        }
-        child => {
-            assert!(child > 0, "fork failed");
-            let mut status = 0;
-            // SAFETY: a child of this process, and an output pointer.
-            assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-            libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status))
-        }
-    }
-}
 
 static IS_ALLOCATING: AtomicBool = AtomicBool::new(false);
 static MAY_RETURN: AtomicBool = AtomicBool::new(false);

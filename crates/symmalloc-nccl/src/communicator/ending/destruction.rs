@@ -12,10 +12,14 @@ use crate::watchdog::at_exit::Unfinished;
 use crate::watchdog::{self, ERROR_LIMIT};
 use std::slice::from_mut;
 use std::sync::Arc;
+use symmalloc_files::is_forked;
 
 impl Shared {
-    /// Destroys the communicator and its remaining registrations. Does nothing if it has already ended.
+    /// Destroys the communicator and its remaining registrations. Does nothing if it has already ended, or in a forked child.
     pub(in crate::communicator) fn destroy(&self) -> Result<(), CommError> {
+        if is_forked() {
+            return Ok(());
+        }
         let Ok(mut access) = self.access_even_revoked() else { return Ok(()) };
         if self.state() == CommState::Revoked {
             // NCCL's destruction may wait for ranks that are gone.

@@ -269,6 +269,25 @@ nccl_test!(a_window_of_a_lost_communicator_keeps_its_memory_until_the_communicat
     nccl::assert_clean();
 });
 
+nccl_test!(a_pool_whose_memory_the_driver_holds_sleeps_again_before_it_wakes, {
+    Job::new(1).run(|it| {
+        let (other, pool, _tensors) = with_windows(it);
+        let phase = || it.registrar.phase(pool.id()).expect("the pool exists");
+        cuda::fail("cuMemUnmap", 0, 700);
+        let error = it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect_err("the driver fails");
+        assert!(matches!(error, CollectiveSleepError::Held { .. }), "{error}");
+        assert_eq!(phase(), Phase::Held);
+        let error = it.registrar.wake(&it.world, pool.id()).expect_err("its memory is held");
+        let CollectiveSleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
+        assert_eq!(ranks.iter().map(|of| of.obstacle).collect::<Vec<_>>(), [Obstacle::Held], "{error}");
+        it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect("the driver releases it");
+        assert_eq!(phase(), Phase::Asleep);
+        it.registrar.wake(&it.world, pool.id()).expect("it sleeps");
+        other.abort().expect("ended");
+        it.registrar.sweep();
+    });
+});
+
 nccl_test!(driver_calls_that_fail_at_any_point_end_in_the_documented_state, {
     for call in ["cuMemCreate", "cuMemMap", "cuMemSetAccess"] {
         let ends = strike_all(|nth| Fault::Driver(call, nth));

@@ -1,0 +1,144 @@
+//! Forked children of a program with threads and connections.
+//!
+//! A child has a copy of all objects, but none of the threads, and cannot use CUDA. Its copies share descriptors and shared memory with the
+//! parent. Releasing them in the child would block on a lock that a missing thread holds, or would change what belongs to the parent.
+//!
+//! ```text
+//!  parent          fork ──► continues; a release has its effect
+//!  child                └─► is_forked(): a release has no effect
+//!                           KeptFromChildren: the descriptor no longer refers to the parent's connection
+//! ```
+//!
+//! A child that executes another program keeps no descriptor, because all are opened with `O_CLOEXEC`.
+
+use std::os::fd::{AsRawFd, BorrowedFd};
+#[cfg(target_os = "linux")]
+use std::sync::Once;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+static IS_FORKED: AtomicBool = AtomicBool::new(false);
+
+/// Returns `true` in a child that was forked after [`watch_forks`]. Costs a load.
+#[inline]
+pub fn is_forked() -> bool {
+    IS_FORKED.load(Ordering::Relaxed)
+}
+
+/// Marks children that are forked from now on. Later calls have no effect.
+pub fn watch_forks() {
+    #[cfg(target_os = "linux")]
+    {
+        static WATCHING: Once = Once::new();
+        WATCHING.call_once(handler::install);
+    }
+}
+
+/// Keeps a connection from forked children until this value is dropped.
+///
+/// Peers notice the end of a process by the end of its connection, which stays open while any process has it. Without this type, a child
+/// that outlives its parent would hide the parent's death. In a child, the descriptor becomes an unconnected one, so that closing it later
+/// has no effect on other descriptors.
+#[derive(Debug)]
+pub struct KeptFromChildren(#[cfg(target_os = "linux")] &'static slots::Slot);
+
+impl KeptFromChildren {
+    /// Keeps a descriptor from children. Drop the returned value before the descriptor is closed.
+    pub fn new(descriptor: BorrowedFd<'_>) -> Self {
+        watch_forks();
+        let number = descriptor.as_raw_fd();
+        #[cfg(target_os = "linux")]
+        return KeptFromChildren(slots::take(number));
+        #[cfg(not(target_os = "linux"))]
+        {
+            let _unused = number;
+            KeptFromChildren()
+        }
+    }
+}
+
+#[cfg(target_os = "linux")]
+impl Drop for KeptFromChildren {
+    fn drop(&mut self) {
+        self.0.give_back();
+    }
+}
+
+/// A list of descriptor numbers that a fork handler can read at any moment: it only grows, and takes no lock.
+#[cfg(target_os = "linux")]
+mod slots {
+    use std::sync::OnceLock;
+    use std::sync::atomic::{AtomicI32, Ordering};
+
+    /// Value of a slot without a descriptor.
+    const NONE: i32 = -1;
+
+    /// A slot for a descriptor, and the rest of the list.
+    #[derive(Debug)]
+    pub(super) struct Slot {
+        number: AtomicI32,
+        next: OnceLock<&'static Slot>,
+    }
+
+    static FIRST: Slot = Slot { number: AtomicI32::new(NONE), next: OnceLock::new() };
+
+    impl Slot {
+        fn try_take(&self, number: i32) -> bool {
+            self.number.compare_exchange(NONE, number, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+        }
+
+        pub(super) fn give_back(&self) {
+            self.number.store(NONE, Ordering::Release);
+        }
+    }
+
+    /// Returns the first free slot, filled. The list never shrinks, and has at most as many slots as the process had descriptors at once.
+    pub(super) fn take(number: i32) -> &'static Slot {
+        let mut slot = &FIRST;
+        while !slot.try_take(number) {
+            let add = || &*Box::leak(Box::new(Slot { number: AtomicI32::new(NONE), next: OnceLock::new() }));
+            slot = slot.next.get_or_init(add);
+        }
+        slot
+    }
+
+    /// Returns the descriptors. Takes no lock and allocates nothing.
+    pub(super) fn numbers() -> impl Iterator<Item = i32> {
+        std::iter::successors(Some(&FIRST), |slot| slot.next.get().copied())
+            .map(|slot| slot.number.load(Ordering::Acquire))
+            .filter(|number| *number != NONE)
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[allow(unsafe_code)]
+mod handler {
+    use super::{IS_FORKED, slots};
+    use std::sync::atomic::Ordering;
+
+    pub(super) fn install() {
+        // SAFETY: the handler stores to an atomic and makes system calls, which a child of a process with threads may do. If the C library
+        // has no memory for it, children are not marked.
+        let _refused = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+    }
+
+    /// Runs in a child, before `fork` returns there.
+    unsafe extern "C" fn in_child() {
+        IS_FORKED.store(true, Ordering::Relaxed);
+        let mut unconnected = -1;
+        for number in slots::numbers() {
+            if unconnected < 0 {
+                // SAFETY: takes no pointers.
+                unconnected = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
+            }
+            if unconnected < 0 {
+                return;
+            }
+            // SAFETY: takes no pointers. The descriptor is one of this list, whose owner in this process keeps it open.
+            let _replaced = unsafe { libc::dup3(unconnected, number, libc::O_CLOEXEC) };
+        }
+        if unconnected >= 0 {
+            // SAFETY: opened above.
+            let _closed = unsafe { libc::close(unconnected) };
+        }
+    }
+}
