@@ -79,8 +79,10 @@ JSON of two recordings: schema_version, same_ops, compared_ops, uses_left_out (n
 otherwise their number in each recording, {a, b}), allocs, differing_placements (null if a recording has no placements), first
 (null, or {allocation, op, a: {segment, offset}, b: {segment, offset}}; counted from 0, op in A). A segment is the ordinal
 of its birth. If the ops differ, placements are compared up to the first difference, and first_op_difference has both ops, each with
-the name of its allocation. Recordings that begin in the middle of the job are compared from their first common op on; late then states
-for each, {a, b}, {is_late, ops_before}: the ops before that op.
+the name of its allocation. Recordings that begin in the middle of the job are compared from their first common op on, up to the earlier
+end; late then states for each, {a, b}, {is_late, ops_before}: the ops before that op. It has is_aligned (they have enough ops in common),
+other_alignments (at which they agree as well, because the job repeats itself) and nearest_alignment (null, or the ops before, {a, b}).
+ops_after, {a, b}, counts ops after the end of the other recording, if that one begins late or is torn.
 
 Uses by other streams are compared only if both recordings were written by `replay --record`. A snapshot shows a use only if
 event polling noticed it late, and that differs between ranks that make the same calls.
