@@ -218,12 +218,15 @@ impl<'a> DeviceTrace<'a> {
                         name: entry.name().as_deref(),
                     });
                     outcome.map_err(|overflow| overflow_at(overflow, entry.device, entry.number))?;
+                    let device_free_bytes = entry.integer(DEVICE_FREE).ok();
+                    let record = transcript.failure.map(|failure| failure.record);
+                    transcript.device_free_bytes.extend(record.zip(device_free_bytes));
                     if failed == Some(entry.number) {
                         let stack = stacks.as_mut().map(|stacks| stacks.stack_of(entry.frames())).transpose();
                         let too_large = |_| self.stacks_too_large(&stacks, entry.number);
                         let failure = transcript.failure.as_mut().expect("the request was refused above");
                         failure.stack = stack.map_err(too_large)?.flatten();
-                        failure.device_free_bytes = entry.integer(DEVICE_FREE).ok();
+                        failure.device_free_bytes = device_free_bytes;
                         failure.held = Some(failure::held_at(self, &before, entry.number)?);
                     }
                 }

@@ -9,6 +9,7 @@
 //! Input is streamed. Memory holds the records (80 bytes each) and, for a snapshot, the parts that [`pickle`](crate::pickle) keeps while it
 //! is read.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, Read};
 use std::path::Path;
@@ -61,6 +62,8 @@ pub struct Recording {
     pub stream_names: Vec<Option<String>>,
     /// The last request that the recorded allocator refused.
     pub failure: Option<RecordedFailure>,
+    /// By index of a [`Refuse`](Op::Refuse) record: bytes that were free on the device, if the recording states it (PyTorch snapshots).
+    pub device_free_bytes: BTreeMap<usize, u64>,
     /// Counts of the ops found and of the parts omitted.
     pub summary: Summary,
 }
@@ -116,11 +119,13 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
         return Err(ImportErrorKind::NoDevices);
     }
     let (mut stacks, mut failure, mut stream_names) = (None, None, Vec::new());
+    let mut device_free_bytes = BTreeMap::new();
     let (records, config, summary) = match format {
         Format::Trace => read_trace(source, compression, options)?,
         Format::PyTorchSnapshot => {
             let mut transcript = pytorch::read(source, options)?;
             (stacks, failure) = (transcript.stacks.take(), transcript.failure.take());
+            device_free_bytes = std::mem::take(&mut transcript.device_free_bytes);
             stream_names = names_of(&transcript);
             without_config(transcript.finish())
         }
@@ -132,7 +137,7 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
         }
     };
     failure = failure.or_else(|| last_refusal(&records));
-    Ok(Recording { records, format, compression, config, stacks, stream_names, failure, summary })
+    Ok(Recording { records, format, compression, config, stacks, stream_names, failure, device_free_bytes, summary })
 }
 
 /// Returns what the recorded program calls its streams. A number of more than 64 bits is the per-thread default stream of a thread.

@@ -98,6 +98,15 @@ pub enum Happened {
         /// Remaining bytes of the limit.
         left_bytes: u64,
     },
+    /// The program shows the request as refused: [`Op::Refuse`].
+    WasRefused {
+        /// Requested bytes.
+        requested_bytes: u64,
+        /// The request's stream.
+        stream: StreamId,
+        /// Remaining bytes of the pool's limit or the total limit, whichever are fewer. `None` without a limit.
+        left_bytes: Option<u64>,
+    },
     /// Any other outcome: an allocation of zero bytes, an op on a refused allocation, or an op on streams or pools.
     Nothing,
 }
@@ -198,7 +207,11 @@ impl<'p> Rerun<'p> {
                 (Op::Free { id }, Some(stays)) => live[id.0 as usize].take().map(|live| (live, stays)),
                 _ => None,
             };
-            let happened = if let Some((live, stays)) = taken {
+            let happened = if let Op::Refuse { pool, stream, size_bytes, .. } = *op {
+                replay.step(op).map_err(|error| RerunError::Step { op: number, error })?;
+                let left_bytes = bytes_left(allocator, pool, pools);
+                Happened::WasRefused { requested_bytes: size_bytes, stream, left_bytes }
+            } else if let Some((live, stays)) = taken {
                 pending.push(number, live, stays);
                 Happened::FreeRequested(live)
             } else {
@@ -334,6 +347,17 @@ fn left_bytes(error: &AllocateError) -> u64 {
         },
         _ => 0,
     }
+}
+
+/// Returns the remainder of the limits that apply to a pool.
+fn bytes_left(allocator: &Allocator<NotingDevice>, pool: PoolId, pools: &[Cow<'_, PoolConfig>]) -> Option<u64> {
+    let left = |limit: Option<u64>, reserved: u64| limit.map(|limit| limit.saturating_sub(reserved));
+    let of_pool = pools.get(pool.index()).and_then(|config| {
+        let reserved = allocator.pool_stats(pool).map_or(0, |stats| stats.reserved_bytes.current);
+        left(config.limit_bytes(), reserved)
+    });
+    let of_all = left(allocator.config().limit_bytes(), allocator.stats().reserved_bytes.current);
+    of_pool.into_iter().chain(of_all).min()
 }
 
 /// Returns the heap in which an op may obtain memory, and the op's stream.

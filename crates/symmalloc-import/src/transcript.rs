@@ -9,7 +9,7 @@
 //!
 //! The raw default stream (handle 0) is treated like any other handle.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use symmalloc_core::ids::{AllocationId, Placement, PoolId, StreamId};
 use symmalloc_core::op::{Op, Pending, Record, Refusal};
@@ -105,6 +105,8 @@ pub(crate) struct Transcript {
     pub(crate) stacks: Option<Stacks>,
     /// The last request that the allocator refused.
     pub(crate) failure: Option<RecordedFailure>,
+    /// By record of a refused request: bytes that were free on the device, if the log states it.
+    pub(crate) device_free_bytes: BTreeMap<usize, u64>,
     /// Never iterated, so its order does not affect decisions.
     streams: HashMap<RawStream, StreamId>,
     /// All pools except the default one. Never iterated.
@@ -124,6 +126,7 @@ impl Transcript {
             summary: Summary::default(),
             stacks: None,
             failure: None,
+            device_free_bytes: BTreeMap::new(),
             streams: HashMap::new(),
             pools: HashMap::new(),
             live: HashMap::new(),
