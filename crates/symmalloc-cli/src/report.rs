@@ -76,7 +76,7 @@ fn make(args: &ReportArgs, print: impl FnOnce(&Findings<'_>) -> Result<(), CliEr
     let op = op_of(op, &recorded, &timeline)?;
     let memory = Memory::replayed(&recorded, op, Selection::default())?;
     if let Some(failure) = &mut failure {
-        failure.add_state(&recorded, &memory);
+        failure.add_state(&memory);
     }
     let holders = holders::of(&memory);
     let (trials, impossible) = settings::trials(&recorded, &args.reading)?;
@@ -163,7 +163,7 @@ impl Findings<'_> {
         let mut out = format!("{}\n", palette.title(&args.input.display().to_string()));
         let summary = &self.recorded.recording.summary;
         if let Some(failure) = &self.failure {
-            for (word, text) in failure.lines(&self.holders, self.pools.as_ref()) {
+            for (word, text) in failure.lines(&self.recorded.recording, &self.holders, self.pools.as_ref()) {
                 let word = format!("{word}:");
                 out += &format!("{word:<8}{text}\n");
             }

@@ -20,7 +20,7 @@ use symmalloc_trace::{LineError, TraceError, TraceReader};
 
 use crate::compression::{self, Compression};
 use crate::error::{ImportError, ImportErrorKind};
-use crate::held_memory::RecordedFailure;
+use crate::held_memory::{HeldHeap, RecordedFailure};
 use crate::held_records::{HeldRecords, LimitExceeded};
 use crate::options::ReadOptions;
 use crate::stacks::Stacks;
@@ -62,6 +62,8 @@ pub struct Recording {
     pub stream_names: Vec<Option<String>>,
     /// The last request that the recorded allocator refused.
     pub failure: Option<RecordedFailure>,
+    /// The memory of each heap then, if the recording shows it (PyTorch snapshots).
+    pub failure_heaps: Vec<HeldHeap>,
     /// By index of a [`Refuse`](Op::Refuse) record: bytes that were free on the device, if the recording states it (PyTorch snapshots).
     pub device_free_bytes: BTreeMap<usize, u64>,
     /// Counts of the ops found and of the parts omitted.
@@ -119,13 +121,14 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
         return Err(ImportErrorKind::NoDevices);
     }
     let (mut stacks, mut failure, mut stream_names) = (None, None, Vec::new());
-    let mut device_free_bytes = BTreeMap::new();
+    let (mut device_free_bytes, mut failure_heaps) = (BTreeMap::new(), Vec::new());
     let (records, config, summary) = match format {
         Format::Trace => read_trace(source, compression, options)?,
         Format::PyTorchSnapshot => {
             let mut transcript = pytorch::read(source, options)?;
             (stacks, failure) = (transcript.stacks.take(), transcript.failure.take());
             device_free_bytes = std::mem::take(&mut transcript.device_free_bytes);
+            failure_heaps = std::mem::take(&mut transcript.failure_heaps);
             stream_names = names_of(&transcript);
             without_config(transcript.finish())
         }
@@ -137,7 +140,18 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
         }
     };
     failure = failure.or_else(|| last_refusal(&records));
-    Ok(Recording { records, format, compression, config, stacks, stream_names, failure, device_free_bytes, summary })
+    Ok(Recording {
+        records,
+        format,
+        compression,
+        config,
+        stacks,
+        stream_names,
+        failure,
+        failure_heaps,
+        device_free_bytes,
+        summary,
+    })
 }
 
 /// Returns what the recorded program calls its streams. A number of more than 64 bits is the per-thread default stream of a thread.

@@ -45,7 +45,7 @@ use std::borrow::Cow;
 use symmalloc_core::Allocator;
 use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy, StreamPolicy};
-use symmalloc_core::errors::{AllocateError, OutOfMemory, OutOfMemoryCause};
+use symmalloc_core::errors::{AllocateError, OutOfMemoryCause};
 use symmalloc_core::ids::{Placement, PoolId, StreamId};
 use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
@@ -215,7 +215,7 @@ impl<'p> Rerun<'p> {
                 pending.push(number, live, stays);
                 Happened::FreeRequested(live)
             } else {
-                carried_out(&mut replay, number, op, &mut live, &mut refused, pools)?
+                carried_out(allocator, &mut replay, number, op, (&mut live, &mut refused), pools)?
             };
             if allocator.backend().has_ownerless() {
                 let segments = allocator.snapshot().segments;
@@ -276,11 +276,11 @@ fn owner_of_segment(
 
 /// Executes an op and returns its outcome.
 fn carried_out(
+    allocator: &Allocator<NotingDevice>,
     replay: &mut Replay<'_, NotingDevice, Exclusive>,
     number: usize,
     op: &Op,
-    live: &mut [Option<Live>],
-    refused: &mut [bool],
+    (live, refused): (&mut [Option<Live>], &mut [bool]),
     pools: &[Cow<'_, PoolConfig>],
 ) -> Result<Happened, RerunError> {
     let happened = match (replay.step(op), op) {
@@ -303,9 +303,9 @@ fn carried_out(
         }
         (Ok(_), _) => Happened::Nothing,
         (Err(StepError::Allocate(error)), op) if is_refusal(&error) => match op {
-            Op::Allocate { id, stream, size_bytes, .. } => {
+            Op::Allocate { id, pool, stream, size_bytes } => {
                 refused[id.0 as usize] = true;
-                let left_bytes = left_bytes(&error);
+                let left_bytes = bytes_left(allocator, *pool, pools).filter(|_| is_of_limit(&error)).unwrap_or(0);
                 Happened::Refused { requested_bytes: *size_bytes, stream: *stream, left_bytes }
             }
             _ => Happened::Nothing,
@@ -336,17 +336,9 @@ fn is_refusal(error: &AllocateError) -> bool {
     matches!(error, AllocateError::OutOfMemory(_) | AllocateError::TooLarge { .. })
 }
 
-/// Returns the remainder of the limit that refused the request. The device itself refuses nothing.
-fn left_bytes(error: &AllocateError) -> u64 {
-    match error {
-        AllocateError::OutOfMemory(refusal) => match &**refusal {
-            OutOfMemory { cause: OutOfMemoryCause::Limit { limit_bytes, .. }, reserved_bytes, .. } => {
-                limit_bytes.saturating_sub(*reserved_bytes)
-            }
-            _ => 0,
-        },
-        _ => 0,
-    }
+/// Returns `true` if a limit refused the request. The device itself refuses nothing.
+fn is_of_limit(error: &AllocateError) -> bool {
+    matches!(error, AllocateError::OutOfMemory(refusal) if matches!(refusal.cause, OutOfMemoryCause::Limit { .. }))
 }
 
 /// Returns the remainder of the limits that apply to a pool.

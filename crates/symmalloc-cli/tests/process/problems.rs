@@ -115,6 +115,124 @@ fn failures_of_logs_and_of_traces_are_found_too() {
     assert_eq!(report(&reported("cached_full_history.pickle")).0["failure"], Value::Null);
 }
 
+/// A failed request is judged by the limits that apply to it, each with the memory that counts under it, and in any pool.
+#[test]
+fn a_request_is_judged_by_the_limits_of_its_pool() {
+    let folder = Folder::new();
+    // The settings; pool 1's settings; the size of the request in MiB, and its pool; the expected limit and cause.
+    let cases = [
+        // 60 MiB are live in pool 0, and 20 MiB in pool 1.
+        ("total_limit_mb:1000", "limit_mb:40", 30, 1, "pool", "too much", "limit_mb of pool 1 to at least 50"),
+        ("total_limit_mb:1000,limit_mb:64", "", 30, 0, "pool", "too much", "limit_mb of pool 0 to at least 90"),
+        // The limit of one pool is none of the other.
+        ("total_limit_mb:100,limit_mb:64", "", 30, 1, "total", "too much", "total_limit_mb to at least 110"),
+        (
+            "total_limit_mb:100,limit_mb:64",
+            "limit_mb:200",
+            30,
+            1,
+            "total",
+            "too much",
+            "total_limit_mb to at least 110",
+        ),
+        // Both are exceeded; the one that lacks more decides, and both must be raised.
+        (
+            "total_limit_mb:100",
+            "limit_mb:30",
+            30,
+            1,
+            "pool",
+            "too much",
+            "limit_mb of pool 1 to at least 50 and total_limit_mb to at least 110",
+        ),
+        ("", "segments:reserved,segment_mb:32", 30, 1, "segment", "too much", "segment_mb of pool 1 to at least 50"),
+    ];
+    for (config, pool, size, of, limit, cause, setting) in cases {
+        for recorded in [false, true] {
+            let config = format!("config {}", if config.is_empty() { "segments:expandable" } else { config });
+            let pool = format!("pool p1 {}", if pool.is_empty() { "segments:expandable" } else { pool });
+            let bytes = size << 20;
+            let request = match recorded {
+                true => format!("refuse {bytes} s0 p{of} limit"),
+                false => format!("a 9 {bytes} s0 p{of}"),
+            };
+            let lines = [&config, "stream s0", &pool, "a 0 62914560 s0", "a 1 20971520 s0 p1", &request];
+            let (object, text, page) = report(&folder.trace("limits.trace", &lines));
+            let failure = &object["failure"];
+            let told = format!("{lines:?}: {failure}\n{text}");
+            assert_eq!((&failure["limit"], &failure["cause"]), (&json!(limit), &json!(cause)), "{told}");
+            assert_eq!(failure["pool_live_bytes"], [60 << 20, 20 << 20][of], "{told}");
+            assert_eq!(failure["live_bytes"], 80 << 20, "{told}");
+            let wanted = format!("remedy: raise {setting}, free ");
+            assert!(text.contains(&wanted) && page.contains(setting), "no {wanted:?} in {told}");
+            let places = ["pool 0: 60.00 MiB live", "pool 1: 20.00 MiB live", ", of the request: "];
+            let [zero, one, own] = places.map(|place| text.contains(place));
+            assert!(own && (zero || of == 0) && (one || of == 1), "{told}");
+        }
+    }
+}
+
+/// Free memory that the request cannot use: in pieces, in other streams, or in another pool. The settings of its own pool are tried.
+#[test]
+fn a_request_in_any_pool_gets_the_settings_of_its_pool() {
+    let folder = Folder::new();
+    for pool in [0, 1] {
+        // 32 MiB are free in stream 0, and stream 1 requests 40 of the pool's 64.
+        let settings = "segments:expandable,limit_mb:64,reclaim:never";
+        let config = format!("config {settings}");
+        let of_pool = format!("pool p1 {settings}");
+        let [kept, freed] = [0, 1].map(|id| format!("a {id} 33554432 s0 p{pool}"));
+        let request = format!("a 2 25165824 s1 p{pool}");
+        let lines = [&config, "stream s0", "stream s1", &of_pool, &kept, &freed, "f 1", &request];
+        let (object, text, page) = report(&folder.trace("streams.trace", &lines));
+        let failure = &object["failure"];
+        assert_eq!((&failure["limit"], &failure["cause"]), (&json!("pool"), &json!("fragmentation")), "{failure}");
+        for wanted in [
+            "most free memory is in heaps of other streams of the pool",
+            "symmalloc serves it within the pool's 64 MiB",
+        ] {
+            assert!(text.contains(wanted) && page.contains(wanted), "no {wanted:?} in:\n{text}");
+        }
+        assert!(text.contains("streams:shared"), "{text}");
+        assert_eq!(text.contains("for pool 1"), pool == 1, "{text}");
+        assert_eq!(failure["attempts"][0]["is_served"], false);
+    }
+    // Another pool holds what the total limit lacks.
+    let lines = [
+        "config total_limit_mb:64,reclaim:never",
+        "stream s0",
+        "pool p1 reclaim:never",
+        "a 0 41943040 s0 p1",
+        "f 0",
+        "a 1 33554432 s0",
+    ];
+    let (object, text, _) = report(&folder.trace("pools.trace", &lines));
+    assert_eq!((&object["failure"]["limit"], &object["failure"]["cause"]), (&json!("total"), &json!("fragmentation")));
+    for wanted in [
+        "most free memory is in heaps of other streams or pools",
+        "pool 0, of the request: 0 B live, 0 B free; pool 1: 0 B live, 40.00 MiB free",
+        "trim pool 1, which holds 40.00 MiB free",
+    ] {
+        assert!(text.contains(wanted), "no {wanted:?} in:\n{text}");
+    }
+}
+
+/// `--config` replaces the default pool's line, and thereby moves the numbers of all later ops.
+#[test]
+fn a_failure_is_found_under_another_configuration() {
+    let folder = Folder::new();
+    let lines = ["pool p0 segments:fixed", "stream s0", "a 0 1048576 s0", "refuse 4194304 s0 driver \"late\""];
+    let trace = folder.trace("job.trace", &lines);
+    let out = folder.path("out.html");
+    for config in ["", " --config segments:expandable", " --config total_limit_mb:2"] {
+        let object = symmalloc(&format!("report {{}} -o {{}} --json{config}"), &[&trace, &out]).json(0);
+        let failure = &object["failure"];
+        assert_eq!((&failure["name"], &failure["size_bytes"]), (&json!("late"), &json!(4 << 20)), "{config}: {object}");
+        let limit = if config.contains("limit") { json!("total") } else { Value::Null };
+        assert_eq!(failure["limit"], limit, "{config}: {failure}");
+    }
+}
+
 #[test]
 fn a_state_without_history_is_not_compared() {
     let (object, text, page) = report(&reported("cached_state_only.pickle"));
@@ -143,7 +261,12 @@ fn fewer_refusals_are_better_than_fewer_bytes() {
     for wanted in ["nothing refused instead of 5 in all passes", "segments:expandable,streams:shared,limit_mb:64"] {
         assert!(text.contains(wanted) && page.contains(wanted), "no {wanted:?} in:\n{text}");
     }
-    assert!(text.contains("most free memory is in heaps of other streams or pools"), "{text}");
+    for wanted in [
+        "most free memory is in heaps of other streams of the pool",
+        "stream 1, of the request: 0 B live, 0 B free; stream 0: 0 B live, 64.00 MiB free",
+    ] {
+        assert!(text.contains(wanted) && page.contains(wanted), "no {wanted:?} in:\n{text}");
+    }
 }
 
 #[test]
