@@ -176,8 +176,10 @@ If a request failed, the report is about it: what failed, what was held then, wh
 the recorded allocator could have.
 
 JSON: schema_version, trace, report, ops, op (of holders and fragmentation), failure (null, or {op, size_bytes, pool, stream, name,
-stack, others (requests that failed before), live_bytes, held (null, or as in state), device_free_bytes, capacity_bytes (null if
-unknown), cause (too much, fragmentation, unknown), attempts ([{settings, command, is_served, refused, reserved_bytes}])}), state (of a
+stack, others (requests that failed before), live_bytes, pool_live_bytes (in its pool), held (null, or as in state), heaps ([{pool,
+stream (null if shared), live_bytes, reserved_bytes, free_bytes, largest_free_bytes (null if unknown)}]), device_free_bytes,
+growth (null, or the live bytes after each quarter of the ops of a holder that grows all the time), capacity_bytes and limit (of segment, pool, total or device: the one that decides; null if unknown), cause (too much, fragmentation,
+unknown), attempts ([{settings, command (null if it changes a pool that the program creates), is_served, refused, reserved_bytes}])}), state (of a
 snapshot without history: null, or {reserved_bytes, allocated_bytes, free_segments, free_segment_bytes, free_blocks,
 free_block_bytes, largest_free_bytes}), private_pools (null, or {pools, reserved_bytes, live_bytes, peak_reserved_bytes,
 peak_reserved_bytes_as_one}), refused, lived_before, lived_before_bytes (at the start

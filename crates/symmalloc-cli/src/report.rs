@@ -163,7 +163,7 @@ impl Findings<'_> {
         let mut out = format!("{}\n", palette.title(&args.input.display().to_string()));
         let summary = &self.recorded.recording.summary;
         if let Some(failure) = &self.failure {
-            for (word, text) in failure.lines(&self.recorded.recording, &self.holders, self.pools.as_ref()) {
+            for (word, text) in failure.lines(&self.recorded.recording, &self.memory, self.pools.as_ref()) {
                 let word = format!("{word}:");
                 out += &format!("{word:<8}{text}\n");
             }

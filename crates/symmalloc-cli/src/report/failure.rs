@@ -9,9 +9,10 @@
 //! those of the job, and the memory that the recorded allocator could have: what it held, and what was free on the device.
 
 mod bound;
+mod growth;
 mod places;
 
-use super::holders::Holder;
+use super::holders::{self, Holder};
 use super::pools::PrivatePools;
 use super::settings;
 use crate::args::ReadingArgs;
@@ -22,6 +23,7 @@ use crate::quantity::{count, counted, memory};
 use crate::recorded::Recorded;
 use crate::streams;
 use bound::{Bound, LiveBytes, Scope, bounds, pool_config};
+use growth::Growth;
 use places::{Place, Places};
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -68,6 +70,8 @@ pub(super) struct Failure {
     bounds: Vec<Bound>,
     /// The limit that decides, if one is known.
     bound: Option<Bound>,
+    /// A holder that grows through the whole job.
+    growth: Option<Growth>,
     /// Settings of the request's pool.
     pool_config: PoolConfig,
     pub(super) attempts: Vec<Attempt>,
@@ -180,7 +184,7 @@ impl Failure {
         let device_bytes = held.zip(device_free_bytes).map(|(held, free)| held.reserved_bytes.saturating_add(free));
         let bounds = bounds(recorded, (pool, stream), op, &live, cause.as_ref(), device_bytes);
         let by_driver = matches!(ops[op], Op::Refuse { refusal: Refusal::Driver, .. }) && device_bytes.is_none();
-        Ok(Some(Failure {
+        let mut failure = Failure {
             op,
             size_bytes,
             stream,
@@ -198,9 +202,12 @@ impl Failure {
             device_free_bytes,
             bound: deciding(&bounds, size_bytes, cause.as_ref(), by_driver),
             bounds,
+            growth: None,
             pool_config: pool_config(recorded, pool, op),
             attempts: Vec::new(),
-        }))
+        };
+        failure.growth = Growth::of(&recording.records, op, failure.of_pool_alone());
+        Ok(Some(failure))
     }
 
     /// Adds the memory that symmalloc holds then, if symmalloc refused the request.
@@ -214,6 +221,12 @@ impl Failure {
     /// Returns the memory that the recorded allocator could have.
     fn device_bytes(&self) -> Option<u64> {
         self.bounds.iter().find(|bound| bound.scope == Scope::Device).map(|bound| bound.capacity_bytes)
+    }
+
+    /// Returns the pool whose memory alone matters, because its limit decides.
+    fn of_pool_alone(&self) -> Option<PoolId> {
+        let is_own = |bound: &Bound| matches!(bound.scope, Scope::Pool | Scope::Segment);
+        self.bound.filter(is_own).map(|_| self.pool)
     }
 
     fn cause(&self) -> Cause {
@@ -242,15 +255,21 @@ impl Failure {
     pub(super) fn lines(
         &self,
         recording: &Recording,
-        holders: &[Holder],
+        shown: &Memory,
         pools: Option<&PrivatePools>,
     ) -> Vec<(&'static str, String)> {
         let mut lines = vec![("failed", self.request()), ("then", self.state()), ("why", self.reason())];
         lines.extend(self.places.text(recording, (self.pool, self.stream)).map(|text| ("where", text)));
+        let holders = match self.of_pool_alone() {
+            Some(pool) => holders::of_pool(shown, pool),
+            None => holders::of(shown),
+        };
         if !holders.is_empty() {
-            lines.push(("held", largest(holders)));
+            lines.push(("held", largest(&holders)));
         }
-        lines.push(("remedy", self.remedy(pools)));
+        lines.extend(self.growth.as_ref().map(|growth| ("grows", growth.text())));
+        let remedy = self.remedy(pools);
+        lines.push(("remedy", self.growth.as_ref().map_or(remedy.clone(), |growth| growth.remedy(&remedy))));
         lines
     }
 
@@ -338,7 +357,10 @@ impl Failure {
 
     fn remedy(&self, pools: Option<&PrivatePools>) -> String {
         if let Cause::TooMuch { missing_bytes } = self.cause() {
-            let missing = memory(missing_bytes);
+            let missing = match self.of_pool_alone() {
+                Some(pool) => format!("{} of pool {}", memory(missing_bytes), pool.0),
+                None => memory(missing_bytes),
+            };
             let exceeded = self.bounds.iter().filter(|bound| bound.missing_bytes(self.size_bytes) > 0);
             let settings: Option<Vec<String>> =
                 exceeded.map(|bound| bound.setting(self.pool, &self.pool_config, self.size_bytes)).collect();
@@ -354,7 +376,7 @@ impl Failure {
             let share = if pools.is_some() { "share the private pools (below), " } else { "" };
             // PyTorch has released its free segments before it fails.
             let is_over_all = self.bound.is_some_and(|bound| bound.scope == Scope::Total);
-            let freest = self.places.freest(self.pool).filter(|_| is_over_all && self.is_replayed);
+            let freest = self.places.freest(self.pool).filter(|_| is_over_all && self.is_replayed && pools.is_none());
             let trim = freest.map_or_else(String::new, |(pool, free_bytes)| {
                 format!("trim pool {}, which holds {} free, ", pool.0, memory(free_bytes))
             });
@@ -413,6 +435,7 @@ impl Failure {
             "heaps": self.places.object(),
             "device_free_bytes": self.device_free_bytes,
             "capacity_bytes": self.bound.map(|bound| bound.capacity_bytes),
+            "growth": self.growth.as_ref().map(|growth| growth.quarters),
             "limit": self.bound.map(|bound| bound.scope.word()),
             "cause": cause,
             "attempts": self.attempts.iter().map(attempt).collect::<Vec<_>>(),

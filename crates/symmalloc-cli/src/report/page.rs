@@ -53,7 +53,7 @@ fn failure(findings: &Findings<'_>) -> Markup {
         h2 { "The request that failed" }
         table.stacked {
             tbody {
-                @for (word, text) in failure.lines(&findings.recorded.recording, &findings.holders, findings.pools.as_ref()) {
+                @for (word, text) in failure.lines(&findings.recorded.recording, &findings.memory, findings.pools.as_ref()) {
                     tr { th { (word) } td { (text) } }
                 }
             }

@@ -16,6 +16,7 @@ mod replay;
 mod report;
 mod run;
 mod simulate;
+mod six;
 
 use serde_json::Value;
 use std::fs;
