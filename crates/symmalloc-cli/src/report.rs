@@ -23,7 +23,6 @@ use crate::content::Content;
 use crate::destination::{Destination, shown};
 use crate::error::CliError;
 use crate::explorer::layouts;
-use crate::job::Options;
 use crate::output::{self, Palette};
 use crate::picture::Selection;
 use crate::picture::memory::Memory;
@@ -174,7 +173,7 @@ impl Findings<'_> {
         if summary.state_only.is_some() {
             return out + &format!("written to {}\n", shown(&args.output));
         }
-        let passes = Options::default().passes;
+        let passes = self.recorded.job.steady_passes();
         if recorded_failure(self.recorded) {
             out += "the job without that request:\n";
         }

@@ -58,7 +58,7 @@ pub struct Recording {
     /// The Python stacks of the allocations, if the [options](ReadOptions::stacks) ask for them and the recording has any.
     pub stacks: Option<Stacks>,
     /// The recorded program's name of each stream, by number: [`DEFAULT_STREAM`] or a handle. `None` for a stream without a handle. Empty
-    /// for a trace, which has no handles.
+    /// for a trace that names no stream.
     pub stream_names: Vec<Option<String>>,
     /// The last request that the recorded allocator refused.
     pub failure: Option<RecordedFailure>,
@@ -123,7 +123,11 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
     let (mut stacks, mut failure, mut stream_names) = (None, None, Vec::new());
     let (mut device_free_bytes, mut failure_heaps) = (BTreeMap::new(), Vec::new());
     let (records, config, summary) = match format {
-        Format::Trace => read_trace(source, compression, options)?,
+        Format::Trace => {
+            let parts = read_trace(source, compression, options)?;
+            stream_names = named_streams(&parts.0);
+            parts
+        }
         Format::PyTorchSnapshot => {
             let mut transcript = pytorch::read(source, options)?;
             (stacks, failure) = (transcript.stacks.take(), transcript.failure.take());
@@ -162,6 +166,13 @@ fn names_of(transcript: &Transcript) -> Vec<Option<String>> {
         Err(_) => format!("the default stream of thread {}", raw & u128::from(u64::MAX)),
     };
     transcript.raw_streams().into_iter().map(|raw| raw.map(name)).collect()
+}
+
+/// Returns the names of the streams that a trace registers. Empty if none has a name.
+fn named_streams(records: &[Record]) -> Vec<Option<String>> {
+    let registered = records.iter().filter(|record| matches!(record.op, Op::RegisterStream { .. }));
+    let names: Vec<Option<String>> = registered.map(|record| record.name.as_deref().map(str::to_owned)).collect();
+    if names.iter().all(Option::is_none) { Vec::new() } else { names }
 }
 
 /// Returns the last request that a trace shows as refused.

@@ -243,18 +243,18 @@ impl Alignment {
 pub(super) fn aligned(is_late: [bool; 2], windows: &[Window<'_>; 2]) -> LateBeginning {
     let lengths = [0, 1].map(|rank| windows[rank].shapes.len());
     let shorter = lengths[0].min(lengths[1]);
-    let mut candidates = alignments(&windows[0].shapes, &windows[1].shapes);
+    let candidates = alignments(&windows[0].shapes, &windows[1].shapes);
     // Ops of equal shapes can free different allocations, so the best are compared exactly.
     let mut found: Vec<Alignment> = Vec::new();
     let mut compared = 0;
-    for candidate in &mut candidates {
+    for candidate in &candidates {
         let best_run = found.iter().map(|it| it.run).max().unwrap_or(0);
         if compared > OPS_COMPARED_MAX || 2 * candidate.run < best_run {
             break;
         }
-        candidate.run = common(windows, candidate.skipped);
-        compared += candidate.run + 1;
-        found.push(*candidate);
+        let run = common(windows, candidate.skipped);
+        compared += run + 1;
+        found.push(Alignment { run, ..*candidate });
     }
     let least = COMMON_OPS_MIN.min(shorter.div_ceil(2));
     let voted = most_voted(&windows[0].shapes, &windows[1].shapes).filter(|(_, equal)| *equal >= least);
@@ -272,7 +272,8 @@ pub(super) fn aligned(is_late: [bool; 2], windows: &[Window<'_>; 2]) -> LateBegi
     let agrees = |other: &&Alignment| {
         other.skipped != best.skipped && (other.fits() && 2 * other.run >= best.run || other.run >= best.run)
     };
-    let others: Vec<&Alignment> = found.iter().filter(agrees).collect();
+    // The rest is known by the shapes of the ops alone.
+    let others: Vec<&Alignment> = found.iter().chain(&candidates[found.len()..]).filter(agrees).collect();
     let nearest = others.iter().min_by_key(|other| (other.shift() - best.shift()).unsigned_abs());
     LateBeginning {
         is_late,

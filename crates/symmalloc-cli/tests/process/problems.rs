@@ -490,6 +490,20 @@ fn texts_say_which_numbers_they_are() {
     assert!(text.contains(wanted) && page.contains(wanted), "{text}");
     let replayed = symmalloc("replay {}", &[&log]).exited(0).stdout.clone();
     assert!(replayed.contains(&wanted[1..]), "{replayed}");
+    // An import keeps the names, and a trace may state any. A job with the default stream alone needs none.
+    let trace = folder.path("log.trace");
+    symmalloc("import {} {}", &[&log, &trace]).exited(0);
+    assert!(fs::read_to_string(&trace).unwrap().contains("stream s0 \"0x5581\"\n"), "{trace:?}");
+    assert!(report(&trace).1.contains(wanted));
+    let named =
+        folder.trace("named.trace", &["stream s0 \"prefetch\"", "stream s1", "a 0 512 s1", "refuse 512 s0 driver"]);
+    let (_, text, _) = report(&named);
+    for wanted in ["streams, by first use: 0 is prefetch, 1 is not named", "in pool 0 on stream 0 (prefetch)"] {
+        assert!(text.contains(wanted), "no {wanted:?} in:\n{text}");
+    }
+    let plain = folder.file("plain.csv", "Action,Pointer,Size,Stream\nallocate,0x100,4096,0x0\n");
+    symmalloc("import {} {}", &[&plain, &trace]).exited(0);
+    assert!(fs::read_to_string(&trace).unwrap().contains("stream s0\n"), "{trace:?}");
 }
 
 #[test]
