@@ -120,7 +120,8 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
     if options.device.is_some() && format != Format::PyTorchSnapshot {
         return Err(ImportErrorKind::NoDevices);
     }
-    let (mut stacks, mut failure, mut stream_names) = (None, None, Vec::new());
+    let (mut stacks, mut failure) = (None, None);
+    let stream_names;
     let (mut device_free_bytes, mut failure_heaps) = (BTreeMap::new(), Vec::new());
     let (records, config, summary) = match format {
         Format::Trace => {

@@ -17,6 +17,7 @@ mod report;
 mod run;
 mod simulate;
 mod six;
+mod snapshots;
 
 use serde_json::Value;
 use std::fs;
