@@ -79,8 +79,10 @@ JSON of two recordings: schema_version, same_ops, compared_ops, uses_left_out (n
 otherwise their number in each recording, {a, b}), allocs, differing_placements (null if a recording has no placements), first
 (null, or {allocation, op, a: {segment, offset}, b: {segment, offset}}; counted from 0, op in A). A segment is the ordinal
 of its birth. If the ops differ, placements are compared up to the first difference, and first_op_difference has both ops, each with
-the name of its allocation. Recordings that begin in the middle of the job are compared from their first common op on; late then states
-for each, {a, b}, {is_late, ops_before}: the ops before that op.
+the name of its allocation. Recordings that begin in the middle of the job are compared from their first common op on, up to the earlier
+end; late then states for each, {a, b}, {is_late, ops_before}: the ops before that op. It has is_aligned (they have enough ops in common),
+other_alignments (at which they agree as well, because the job repeats itself) and nearest_alignment (null, or the ops before, {a, b}).
+ops_after, {a, b}, counts ops after the end of the other recording, if that one begins late or is torn.
 
 Uses by other streams are compared only if both recordings were written by `replay --record`. A snapshot shows a use only if
 event polling noticed it late, and that differs between ranks that make the same calls.
@@ -174,8 +176,10 @@ If a request failed, the report is about it: what failed, what was held then, wh
 the recorded allocator could have.
 
 JSON: schema_version, trace, report, ops, op (of holders and fragmentation), failure (null, or {op, size_bytes, pool, stream, name,
-stack, others (requests that failed before), live_bytes, held (null, or as in state), device_free_bytes, capacity_bytes (null if
-unknown), cause (too much, fragmentation, unknown), attempts ([{settings, command, is_served, refused, reserved_bytes}])}), state (of a
+stack, others (requests that failed before), live_bytes, pool_live_bytes (in its pool), held (null, or as in state), heaps ([{pool,
+stream (null if shared), live_bytes, reserved_bytes, free_bytes, largest_free_bytes (null if unknown)}]), device_free_bytes,
+growth (null, or the live bytes after each quarter of the ops of a holder that grows all the time), capacity_bytes and limit (of segment, pool, total or device: the one that decides; null if unknown), cause (too much, fragmentation,
+unknown), attempts ([{settings, command (null if it changes a pool that the program creates), is_served, refused, reserved_bytes}])}), state (of a
 snapshot without history: null, or {reserved_bytes, allocated_bytes, free_segments, free_segment_bytes, free_blocks,
 free_block_bytes, largest_free_bytes}), private_pools (null, or {pools, reserved_bytes, live_bytes, peak_reserved_bytes,
 peak_reserved_bytes_as_one}), refused, lived_before, lived_before_bytes (at the start
@@ -187,7 +191,7 @@ refused (requests in all passes), maps (map and unmap calls per pass), waits (of
 settings_impossible ([{settings, reason}]: the job stops under them), plan (null, or what a plan needs: {command, planned_bytes,
 efficiency, refused (in all passes)}), no_plan (the reason, or null).
 
-Numbers of settings and plans are the maximum over five passes. The pictures and the holders show the first pass.
+Numbers of settings and plans are the maximum over five passes, or two for more than 200,000 ops. The pictures and the holders show the first pass.
 
 Exit codes: 0 success, 2 invalid input.";
 

@@ -23,7 +23,8 @@ pub use late::LateBeginning;
 pub(crate) use report::position_without_size;
 
 use calls::{ComparedOps, ProgramCall, calls};
-use late::{Correspondence, Window};
+use late::{Correspondence, Window, is_late};
+use std::borrow::Borrow;
 use symmalloc_core::config::PoolConfig;
 use symmalloc_core::ids::Placement;
 use symmalloc_core::op::Op;
@@ -47,6 +48,9 @@ pub struct Diff {
     pub first: Option<PlacementDifference>,
     /// The beginnings of the recordings, if one of them begins in the middle of the job.
     pub late: Option<LateBeginning>,
+    /// Number of ops of A, and of B, after the end of the other recording. They are no difference, because the other is known to show a
+    /// part of the job: it begins late, or is torn.
+    pub ops_after: [usize; 2],
 }
 
 /// A call that differs between the recordings.
@@ -86,56 +90,67 @@ pub struct PlacementDifference {
 }
 
 impl Diff {
-    /// Compares two recordings. If one of them begins in the middle of the job, they are compared from their first common op on.
+    /// Compares two recordings. If one of them begins in the middle of the job, they are compared from their first common op on, up to the
+    /// earlier end.
     pub fn new(a: &Recording, b: &Recording) -> Self {
-        if late::is_late(a) || late::is_late(b) {
+        if is_late(a) || is_late(b) {
             return Diff::of_late(a, b);
         }
         let mut diff = Diff::empty(a, b);
         let detail = if diff.uses_left_out.is_none() { ComparedOps::Everything } else { ComparedOps::WithoutUses };
-        let (mut calls_a, mut calls_b) = (calls(&a.records, detail), calls(&b.records, detail));
-        loop {
-            let (one, other) = match (calls_a.next(), calls_b.next()) {
-                (None, None) => return diff,
-                (Some(one), Some(other)) if one.op == other.op => (one, other),
-                (one, other) => {
-                    diff.first_op = Some(OpDifference::of(one.as_ref(), other.as_ref()));
-                    return diff;
-                }
-            };
-            diff.compared_ops += 1;
-            if matches!(one.op, Op::Allocate { .. }) {
-                diff.compare_placements(&one, &other);
-                diff.allocations += 1;
-            }
-        }
+        let calls = [a, b].map(|one| calls(&one.records, detail));
+        let is_partial = [a, b].map(|one| one.summary.torn_at_line.is_some());
+        diff.compare(calls, is_partial, |one, other| one == other);
+        diff
     }
 
     /// Compares two recordings, of which at least one begins late.
     fn of_late(a: &Recording, b: &Recording) -> Self {
         let windows = [a, b].map(Window::of);
-        let ops_before = late::ops_before(&windows);
+        let late = late::aligned([a, b].map(is_late), &windows);
         let mut diff = Diff::empty(a, b);
-        diff.late = Some(LateBeginning { is_late: [late::is_late(a), late::is_late(b)], ops_before });
-        if ops_before != [0, 0] {
+        diff.late = Some(late);
+        if late.ops_before != [0, 0] {
             // Segments are numbered from the beginning of each recording.
             diff.differing_placements = None;
         }
         let mut same = Correspondence::default();
-        let [mut one, mut other] = [0, 1].map(|rank| windows[rank].calls[ops_before[rank]..].iter());
+        let [calls_a, calls_b] = windows.each_ref().map(|window| window.calls.as_slice());
+        let calls = [&calls_a[late.ops_before[0]..], &calls_b[late.ops_before[1]..]].map(|calls| calls.iter());
+        diff.compare(calls, [true, true], |one, other| same.admits(&windows, one, other));
+        diff
+    }
+
+    /// Compares calls up to the first difference, or up to the end of a recording that is partial.
+    fn compare<'a, C: Borrow<ProgramCall<'a>>>(
+        &mut self,
+        [mut calls_a, mut calls_b]: [impl Iterator<Item = C>; 2],
+        is_partial: [bool; 2],
+        mut is_same: impl FnMut(&Op, &Op) -> bool,
+    ) {
         loop {
-            let (one, other) = match (one.next(), other.next()) {
-                (None, None) => return diff,
-                (Some(one), Some(other)) if same.admits(&windows, &one.op, &other.op) => (one, other),
+            let (one, other) = match (calls_a.next(), calls_b.next()) {
+                (None, None) => return,
+                (Some(_), None) if is_partial[1] => {
+                    self.ops_after[0] = 1 + calls_a.count();
+                    return;
+                }
+                (None, Some(_)) if is_partial[0] => {
+                    self.ops_after[1] = 1 + calls_b.count();
+                    return;
+                }
+                (Some(one), Some(other)) if is_same(&one.borrow().op, &other.borrow().op) => (one, other),
                 (one, other) => {
-                    diff.first_op = Some(OpDifference::of(one, other));
-                    return diff;
+                    let [one, other] = [&one, &other].map(|call| call.as_ref().map(Borrow::borrow));
+                    self.first_op = Some(OpDifference::of(one, other));
+                    return;
                 }
             };
-            diff.compared_ops += 1;
+            let (one, other) = (one.borrow(), other.borrow());
+            self.compared_ops += 1;
             if matches!(one.op, Op::Allocate { .. }) {
-                diff.compare_placements(one, other);
-                diff.allocations += 1;
+                self.compare_placements(one, other);
+                self.allocations += 1;
             }
         }
     }
@@ -151,6 +166,7 @@ impl Diff {
             differing_placements: (has_placements(a) && has_placements(b)).then_some(0),
             first: None,
             late: None,
+            ops_after: [0, 0],
         }
     }
 

@@ -84,6 +84,8 @@ pub(crate) enum CliError {
     FlightRecord(FlightRecordError),
     #[error("{} is a flight record, and {} is a recording", record.display(), recording.display())]
     DiffOfBoth { record: PathBuf, recording: PathBuf },
+    #[error("{}: a state without history has no ops to compare", path.display())]
+    DiffOfState { path: PathBuf },
     #[error("diff compares two recordings, but {recordings} are given")]
     DiffOfNotTwo { recordings: usize },
     #[error("--record writes the decisions of one trace, but {traces} are given")]
@@ -194,6 +196,10 @@ impl CliError {
             CliError::FlightRecord(FlightRecordError::Version { .. }) => "read it with the version that wrote it",
             CliError::FlightRecord(_) => {
                 "give flight records as the ranks wrote them (symmalloc-flight-*.json), or two recordings"
+            }
+            CliError::DiffOfState { .. } => {
+                "call torch.cuda.memory._record_memory_history() before the job, so that the snapshot has a history; `symmalloc \
+                 report` shows a state"
             }
             CliError::DiffOfBoth { .. } | CliError::DiffOfNotTwo { .. } => {
                 "give two recordings, or flight records alone, one per rank"

@@ -15,7 +15,7 @@ use crate::verdict::Verdict;
 use serde_json::{Value, json};
 use std::borrow::Cow;
 use std::fmt::Write as _;
-use symmalloc_import::export::{ExportError, ExportSummary, export as export_program};
+use symmalloc_import::export::{ExportError, ExportSummary, export_with};
 
 /// Reads a recording, replays it, and writes the result.
 pub(crate) fn export(args: &ExportArgs) -> Result<Verdict, CliError> {
@@ -31,11 +31,12 @@ pub(crate) fn export(args: &ExportArgs) -> Result<Verdict, CliError> {
         true => Cow::Owned(recorded.program().clone().without_pending()),
         false => Cow::Borrowed(recorded.program()),
     };
+    let device_free_bytes = &recorded.recording.device_free_bytes;
     let unwritten = |source| out.failed(source);
     // A job that fails leaves no file. A snapshot has an entry for each memory change, of which a sleep makes many, so it is not collected in
     // memory first.
     let mut file = out.create().map_err(unwritten)?;
-    let exported = export_program(&program, &recorded.config, &mut file);
+    let exported = export_with(&program, &recorded.config, device_free_bytes, &mut file);
     let summary = exported.map_err(|error| match error {
         ExportError::Rerun(source) => recorded.failed(source),
         ExportError::Write(source) => unwritten(source),
@@ -94,7 +95,7 @@ fn screen(args: &ExportArgs, recorded: &Recorded, summary: &ExportSummary, palet
         counted(summary.blocks, "block"),
     );
     for (number, what) in [
-        (summary.refused, "allocations refused by a limit"),
+        (summary.refused, "failed requests, shown as out of memory"),
         (summary.pending_frees, "frees that complete later, as recorded (--free-at-once completes them at once)"),
         (summary.ops_without_entry, "left out: ops that PyTorch's allocator lacks"),
     ] {

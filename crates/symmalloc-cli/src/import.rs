@@ -19,7 +19,8 @@ use symmalloc_text::visible_line;
 /// Reads a recording and writes it as a trace.
 pub(crate) fn import(args: &ImportArgs) -> Result<Verdict, CliError> {
     let out = Destination::file_or_stream(args.output.path(), Some(Content::Trace), [&args.input])?;
-    let recording = input::records(&args.input, &args.reading)?;
+    let mut recording = input::records(&args.input, &args.reading)?;
+    streams::name_records(&mut recording);
     out.write_trace(recording.config.as_ref(), &recording.records)?;
     let channel = Channel::beside(&out);
     if args.json {

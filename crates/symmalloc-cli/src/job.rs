@@ -37,6 +37,7 @@ pub(crate) use unknown::{UnknownToModel, keys};
 use ranks::{Report, Rule};
 pub(crate) use sequence::Attempt;
 use std::collections::{BTreeMap, BTreeSet};
+use std::num::NonZeroU32;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy, StreamPolicy};
@@ -47,6 +48,12 @@ use symmalloc_import::Recording;
 use symmalloc_sim::SimBackend;
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::{Program, Replay, ReplayError, StepError};
+
+/// Number of ops from which on a job is long.
+const LONG_JOB_OPS: usize = 200_000;
+
+/// Passes over a long job.
+const LONG_JOB_PASSES: NonZeroU32 = NonZeroU32::new(2).expect("2 is not zero");
 
 /// A program and the configuration of its allocator.
 #[derive(Clone, Debug)]
@@ -181,7 +188,7 @@ impl Job {
 
     /// Returns the peaks and counters of one rank that repeats the job under a configuration, with or without a plan.
     pub(crate) fn steady(&self, config: &Config, plan: Option<&Arc<PlanFile>>) -> Result<Steady, JobError> {
-        let options = Options { plan: plan.cloned(), ..Options::default() };
+        let options = Options { plan: plan.cloned(), passes: self.steady_passes(), ..Options::default() };
         let rule = sequence::Sequence { program: &self.program, config, options: &options };
         let mut refused = 0;
         let report = rule.run(0, |_, decision| {
@@ -192,12 +199,21 @@ impl Job {
         Ok(Steady { peaks, passes: options.passes.get(), refused, planned, waits, maps })
     }
 
+    /// Returns the number of passes that show the job's needs when it repeats. Reports run a long job under many settings, and its second
+    /// pass shows what the first one hides.
+    pub(crate) fn steady_passes(&self) -> NonZeroU32 {
+        match self.program.ops().len() {
+            0..LONG_JOB_OPS => Options::default().passes,
+            _ => LONG_JOB_PASSES,
+        }
+    }
+
     /// Runs a program of this job once under a configuration, up to and including an op.
     ///
     /// # Errors
     /// Returns an error if an op fails. A refusal of memory is not a failure.
     pub(crate) fn attempt(&self, program: &Program, config: &Config, last_op: usize) -> Result<Attempt, JobError> {
-        let options = Options { passes: std::num::NonZeroU32::MIN, ..Options::default() };
+        let options = Options { passes: NonZeroU32::MIN, ..Options::default() };
         let rule = sequence::Sequence { program, config, options: &options };
         rule.attempt(last_op)
     }

@@ -7,7 +7,7 @@ use crate::job::{Job, JobError, Options};
 use std::path::{Path, PathBuf};
 use symmalloc_core::PoolId;
 use symmalloc_core::config::{Config, ConfigError};
-use symmalloc_core::op::Op;
+use symmalloc_core::op::{Op, Record};
 use symmalloc_import::Recording;
 use symmalloc_import::rerun::RerunError;
 use symmalloc_trace::replay::Program;
@@ -69,5 +69,21 @@ fn invalid(path: &Path, error: ConfigError) -> CliError {
 /// Replaces the recording's configuration, including all settings of its default pool and limits.
 pub(crate) fn reconfigure(recording: &mut Recording, config: &Config) {
     recording.config = Some(config.clone());
-    recording.records.retain(|record| !matches!(record.op, Op::CreatePool { pool: PoolId::DEFAULT, .. }));
+    let is_replaced = |record: &Record| matches!(record.op, Op::CreatePool { pool: PoolId::DEFAULT, .. });
+    // The numbers of later records change.
+    let numbers: Vec<usize> = recording
+        .records
+        .iter()
+        .scan(0, |kept, record| {
+            let number = *kept;
+            *kept += usize::from(!is_replaced(record));
+            Some(number)
+        })
+        .collect();
+    recording.records.retain(|record| !is_replaced(record));
+    if let Some(failure) = &mut recording.failure {
+        failure.record = numbers[failure.record];
+    }
+    let free = std::mem::take(&mut recording.device_free_bytes);
+    recording.device_free_bytes = free.into_iter().map(|(record, bytes)| (numbers[record], bytes)).collect();
 }

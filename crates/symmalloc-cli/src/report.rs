@@ -23,7 +23,6 @@ use crate::content::Content;
 use crate::destination::{Destination, shown};
 use crate::error::CliError;
 use crate::explorer::layouts;
-use crate::job::Options;
 use crate::output::{self, Palette};
 use crate::picture::Selection;
 use crate::picture::memory::Memory;
@@ -76,7 +75,7 @@ fn make(args: &ReportArgs, print: impl FnOnce(&Findings<'_>) -> Result<(), CliEr
     let op = op_of(op, &recorded, &timeline)?;
     let memory = Memory::replayed(&recorded, op, Selection::default())?;
     if let Some(failure) = &mut failure {
-        failure.add_state(&recorded, &memory);
+        failure.add_state(&memory);
     }
     let holders = holders::of(&memory);
     let (trials, impossible) = settings::trials(&recorded, &args.reading)?;
@@ -163,7 +162,7 @@ impl Findings<'_> {
         let mut out = format!("{}\n", palette.title(&args.input.display().to_string()));
         let summary = &self.recorded.recording.summary;
         if let Some(failure) = &self.failure {
-            for (word, text) in failure.lines(&self.holders, self.pools.as_ref()) {
+            for (word, text) in failure.lines(&self.recorded.recording, &self.memory, self.pools.as_ref()) {
                 let word = format!("{word}:");
                 out += &format!("{word:<8}{text}\n");
             }
@@ -174,7 +173,7 @@ impl Findings<'_> {
         if summary.state_only.is_some() {
             return out + &format!("written to {}\n", shown(&args.output));
         }
-        let passes = Options::default().passes;
+        let passes = self.recorded.job.steady_passes();
         if recorded_failure(self.recorded) {
             out += "the job without that request:\n";
         }

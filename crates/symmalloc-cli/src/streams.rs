@@ -1,6 +1,7 @@
 //! Names of streams. Ops number streams by first appearance, so stream 0 need not be the default stream of the program.
 
 use symmalloc_core::ids::StreamId;
+use symmalloc_core::op::Op;
 use symmalloc_import::Recording;
 use symmalloc_text::visible_line;
 
@@ -12,6 +13,17 @@ pub(crate) fn name(recording: &Recording, stream: StreamId) -> String {
     match recording.stream_names.get(stream.index()).and_then(Option::as_deref) {
         Some(name) => format!("stream {} ({})", stream.0, visible_line(name)),
         None => format!("stream {}", stream.0),
+    }
+}
+
+/// Gives the records that register streams the names of these, if the numbers alone may mislead.
+pub(crate) fn name_records(recording: &mut Recording) {
+    if legend(recording).is_none() {
+        return;
+    }
+    let registrations = recording.records.iter_mut().filter(|record| matches!(record.op, Op::RegisterStream { .. }));
+    for (record, name) in registrations.zip(&recording.stream_names) {
+        record.name = name.as_deref().map(Into::into);
     }
 }
 

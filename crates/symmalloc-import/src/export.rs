@@ -22,7 +22,7 @@
 //! | `free_requested`, `free_completed` | both at the free, because a block used by other streams is free at once (rule D3). If the recording states how long a free was [pending], the memory stays in use until then |
 //! | `state` | `active_allocated`, `inactive`, and `active_pending_free` for frees still pending at the end |
 //! | `record_use` | symmalloc only: `stream` also uses the allocation at `addr`. PyTorch's tools ignore it |
-//! | `oom` | an allocation that a limit refused; `device_free` is the remainder of the limit |
+//! | `oom` | a request that a limit refuses, or that the recording shows as refused. `device_free` is what the recording states, or else the remainder of the limit, or else 0 |
 //!
 //! [pending]: symmalloc_core::op::Pending
 //!
@@ -56,6 +56,7 @@ mod writer;
 pub use error::ExportError;
 pub use summary::ExportSummary;
 
+use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 use symmalloc_core::backend::Backend;
@@ -78,8 +79,22 @@ use writer::SnapshotWriter;
 /// # Errors
 /// Returns an error if the program cannot be executed, or `sink` cannot be written.
 pub fn export(program: &Program, config: &Config, sink: impl Write) -> Result<ExportSummary, ExportError> {
+    export_with(program, config, &BTreeMap::new(), sink)
+}
+
+/// Exports a program like [`export`]. `device_free_bytes` states, by op of a request that the recording shows as refused, how much memory
+/// was free on the device: [`Recording::device_free_bytes`](crate::Recording::device_free_bytes).
+///
+/// # Errors
+/// Returns an error if the program cannot be executed, or `sink` cannot be written.
+pub fn export_with(
+    program: &Program,
+    config: &Config,
+    device_free_bytes: &BTreeMap<usize, u64>,
+    sink: impl Write,
+) -> Result<ExportSummary, ExportError> {
     let mut rerun = Rerun::new(program, config)?.with_pending_frees();
-    let mut snapshot = SnapshotWriter::new(sink)?;
+    let mut snapshot = SnapshotWriter::new(sink, device_free_bytes)?;
     let mut origins = Origins::default();
     snapshot.pickle.text("device_traces")?;
     snapshot.pickle.open_list()?;
@@ -104,7 +119,8 @@ pub fn export_allocator<B: Backend, L: Lock>(
     allocator: &generic::Allocator<B, L>,
     sink: impl Write,
 ) -> io::Result<ExportSummary> {
-    let mut snapshot = SnapshotWriter::new(sink)?;
+    let none = BTreeMap::new();
+    let mut snapshot = SnapshotWriter::new(sink, &none)?;
     snapshot.pickle.text("device_traces")?;
     snapshot.pickle.open_list()?;
     snapshot.pickle.open_list()?;

@@ -1,5 +1,7 @@
 //! The memory that a recorded allocator held from the device at one moment, and how it was free.
 
+use symmalloc_core::ids::{PoolId, StreamId};
+
 /// Device memory of a recorded allocator at one moment. A block counts with its size, which is the requested size rounded up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -24,6 +26,17 @@ impl HeldMemory {
     /// Returns the bytes that are reserved but not in use.
     pub fn free_bytes(&self) -> u64 {
         self.free_segment_bytes + self.free_block_bytes
+    }
+
+    /// Adds the memory of another heap.
+    pub(crate) fn add(&mut self, other: &HeldMemory) {
+        self.reserved_bytes = self.reserved_bytes.saturating_add(other.reserved_bytes);
+        self.allocated_bytes = self.allocated_bytes.saturating_add(other.allocated_bytes);
+        self.free_segments += other.free_segments;
+        self.free_segment_bytes = self.free_segment_bytes.saturating_add(other.free_segment_bytes);
+        self.free_blocks += other.free_blocks;
+        self.free_block_bytes = self.free_block_bytes.saturating_add(other.free_block_bytes);
+        self.largest_free_bytes = self.largest_free_bytes.max(other.largest_free_bytes);
     }
 
     /// Adds a segment of `size_bytes` whose used blocks are the items of `used`: their starts and sizes in bytes, in ascending order,
@@ -53,6 +66,18 @@ impl HeldMemory {
             self.largest_free_bytes = self.largest_free_bytes.max(bytes);
         }
     }
+}
+
+/// Memory of one heap of a recorded allocator: a pool, and in it the stream for which the memory was obtained.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct HeldHeap {
+    /// The pool; `None` if no op of the recording uses it.
+    pub pool: Option<PoolId>,
+    /// The stream; `None` if no op of the recording uses it.
+    pub stream: Option<StreamId>,
+    /// Its memory.
+    pub held: HeldMemory,
 }
 
 /// The last request that a recorded allocator refused.

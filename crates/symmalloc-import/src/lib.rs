@@ -51,7 +51,7 @@ mod trace_naming;
 mod transcript;
 
 pub use error::{ImportError, ImportErrorKind};
-pub use held_memory::{HeldMemory, RecordedFailure};
+pub use held_memory::{HeldHeap, HeldMemory, RecordedFailure};
 pub use options::{LIBRARIES, MEMORY_LIMIT_BYTES, ReadOptions};
 pub use out_of_memory::{ON_OUT_OF_MEMORY_VARIABLE, OnOutOfMemory, OnOutOfMemoryError};
 pub use pickle::PickleError;

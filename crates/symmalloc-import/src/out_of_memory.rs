@@ -10,6 +10,7 @@
 //! FOLDER/out-of-memory.rank3.device1.html         its second device
 //! ```
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::env;
 use std::fmt::Write as _;
@@ -24,7 +25,7 @@ use crate::perfetto::heap_words;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::errors::OutOfMemory;
 use symmalloc_core::generic;
-use symmalloc_core::ids::{HeapId, StreamGroup};
+use symmalloc_core::ids::{HeapId, PoolId, StreamGroup};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::report::BlockStateSnapshot;
 use symmalloc_core::units::Amount;
@@ -38,6 +39,9 @@ const PAGES_MAX: u32 = 64;
 
 /// Number of holders that a page lists.
 const HOLDERS_MAX: usize = 40;
+
+/// Number of pools that the description lists.
+const POOLS_MAX: usize = 5;
 
 /// Pages of this process so far.
 static PAGES: AtomicU32 = AtomicU32::new(0);
@@ -141,6 +145,7 @@ impl OnOutOfMemory {
 /// Memory of a heap.
 #[derive(Default)]
 struct HeapState {
+    live_bytes: u64,
     reserved_bytes: u64,
     free_bytes: u64,
     free_blocks: u64,
@@ -152,7 +157,6 @@ fn page<B: Backend, L: Lock>(allocator: &generic::Allocator<B, L>, error: &OutOf
     let mut heaps: BTreeMap<HeapId, HeapState> = BTreeMap::new();
     // Live allocations by name, or by size without one.
     let mut holders: BTreeMap<String, (u64, u64)> = BTreeMap::new();
-    let mut live_bytes = 0;
     for segment in allocator.snapshot().segments {
         let heap = heaps.entry(segment.heap).or_default();
         heap.reserved_bytes += segment.mapped_bytes;
@@ -164,7 +168,7 @@ fn page<B: Backend, L: Lock>(allocator: &generic::Allocator<B, L>, error: &OutOf
                         .map_or_else(|| format!("without a name, {} each", Amount(*requested_bytes)), str::to_owned);
                     let (number, bytes) = holders.entry(label).or_default();
                     (*number, *bytes) = (*number + 1, *bytes + requested_bytes);
-                    live_bytes += requested_bytes;
+                    heap.live_bytes += requested_bytes;
                 }
                 BlockStateSnapshot::Free { .. } => {
                     heap.free_bytes += block.size_bytes;
@@ -179,7 +183,8 @@ fn page<B: Backend, L: Lock>(allocator: &generic::Allocator<B, L>, error: &OutOf
     holders.sort_by(|(one, (_, bytes)), (other, (_, others))| others.cmp(bytes).then_with(|| one.cmp(other)));
     let sum = |of: fn(&HeapState) -> u64| heaps.values().map(of).sum::<u64>();
     let (reserved, free) = (sum(|heap| heap.reserved_bytes), sum(|heap| heap.free_bytes));
-    let facts = [
+    let live_bytes = sum(|heap| heap.live_bytes);
+    let mut facts = vec![
         ("failed", format!("{} for {}", Amount(error.requested_bytes), heap_words(HeapId { pool: error.pool, group: StreamGroup::One(error.stream) }))),
         (
             "then",
@@ -200,6 +205,7 @@ fn page<B: Backend, L: Lock>(allocator: &generic::Allocator<B, L>, error: &OutOf
                 .to_owned(),
         ),
     ];
+    facts.extend(pools_text(&heaps, error.pool).map(|text| ("where", text)));
     let rows =
         |cells: &[String]| cells.iter().fold(String::new(), |row, cell| row + &format!("<td>{}</td>", escaped(cell)));
     let mut out = format!(
@@ -219,14 +225,49 @@ fn page<B: Backend, L: Lock>(allocator: &generic::Allocator<B, L>, error: &OutOf
     for (label, (number, bytes)) in holders {
         out += &format!("<tr>{}</tr>", rows(&[label, number.to_string(), Amount(bytes).to_string()]));
     }
-    out += "</table><h2>Free memory</h2><table><tr><th>heap</th><th>reserved</th><th>free</th><th>blocks</th><th>largest</th></tr>";
+    out += "</table><h2>Free memory</h2><table><tr><th>heap</th><th>live</th><th>reserved</th><th>free</th><th>blocks</th><th>largest</th></tr>";
     for (key, heap) in &heaps {
-        let HeapState { reserved_bytes, free_bytes, free_blocks, largest_free_bytes } = heap;
-        let [reserved, free, largest] =
-            [reserved_bytes, free_bytes, largest_free_bytes].map(|bytes| Amount(*bytes).to_string());
-        out += &format!("<tr>{}</tr>", rows(&[heap_words(*key), reserved, free, free_blocks.to_string(), largest]));
+        let HeapState { live_bytes, reserved_bytes, free_bytes, free_blocks, largest_free_bytes } = heap;
+        let [live, reserved, free, largest] =
+            [live_bytes, reserved_bytes, free_bytes, largest_free_bytes].map(|bytes| Amount(*bytes).to_string());
+        let cells = [heap_words(*key), live, reserved, free, free_blocks.to_string(), largest];
+        out += &format!("<tr>{}</tr>", rows(&cells));
     }
     out + "</table></body></html>\n"
+}
+
+/// Describes what each pool holds, that of the request first, then those that hold most. `None` for one pool.
+fn pools_text(heaps: &BTreeMap<HeapId, HeapState>, own: PoolId) -> Option<String> {
+    // By pool: live, reserved and free bytes.
+    let mut pools: BTreeMap<PoolId, [u64; 3]> = BTreeMap::from([(own, [0; 3])]);
+    for (HeapId { pool, .. }, heap) in heaps {
+        let sums = pools.entry(*pool).or_default();
+        let bytes = [heap.live_bytes, heap.reserved_bytes, heap.free_bytes];
+        sums.iter_mut().zip(bytes).for_each(|(sum, bytes)| *sum += bytes);
+    }
+    if pools.len() < 2 {
+        return None;
+    }
+    let mut pools: Vec<(PoolId, [u64; 3])> = pools.into_iter().collect();
+    pools.sort_by_key(|(pool, [_, reserved, _])| (*pool != own, Reverse(*reserved), *pool));
+    let others = pools.split_off(pools.len().min(POOLS_MAX));
+    let amounts = |[live, reserved, free]: [u64; 3]| {
+        format!("{} live, {} reserved, {} free", Amount(live), Amount(reserved), Amount(free))
+    };
+    let mut parts: Vec<String> = pools
+        .iter()
+        .map(|(pool, sums)| {
+            let of_request = if *pool == own { ", of the request" } else { "" };
+            format!("pool {}{of_request}: {}", pool.0, amounts(*sums))
+        })
+        .collect();
+    if !others.is_empty() {
+        let add = |[live, reserved, free]: [u64; 3], (_, sums): &(PoolId, [u64; 3])| {
+            [live + sums[0], reserved + sums[1], free + sums[2]]
+        };
+        parts.push(format!("other pools ({}): {}", others.len(), amounts(others.iter().fold([0; 3], add))));
+    }
+    Some(parts.join("; "))
 }
 
 const STYLE: &str = "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:1rem auto;padding:0 1rem}\
@@ -296,5 +337,34 @@ mod tests {
             action.write(&allocator, &error, 1).unwrap();
         }
         assert_eq!(action.write(&allocator, &error, 1).unwrap(), None, "pages are limited");
+    }
+
+    #[test]
+    fn the_page_states_which_pools_hold_the_memory() {
+        let config = "total_limit_mb:256,reclaim:never".parse().unwrap();
+        let allocator = symmalloc_core::Allocator::new(SimBackend::builder().build(), config).unwrap();
+        let stream = allocator.register_stream().unwrap();
+        let mut pools = vec![PoolId::DEFAULT];
+        pools.extend((0..7).map(|_| allocator.create_pool("reclaim:never".parse().unwrap()).unwrap()));
+        for (pool, mib) in pools.iter().zip([4_u64, 8, 16, 2, 2, 2, 2, 2]) {
+            let freed = allocator.allocate(*pool, stream, mib << 20).unwrap();
+            let _live = allocator.allocate(*pool, stream, 2 << 20).unwrap();
+            allocator.free(freed.handle).unwrap();
+        }
+        let refused = |pool| match allocator.allocate(pool, stream, 250 << 20) {
+            Err(AllocateError::OutOfMemory(error)) => error,
+            other => panic!("{other:?}"),
+        };
+        let page = page(&allocator, &refused(pools[1]), "Out of memory");
+        let wanted = "pool 1, of the request: 2.00 MiB live, 10.00 MiB reserved, 8.00 MiB free; \
+                      pool 2: 2.00 MiB live, 18.00 MiB reserved, 16.00 MiB free; \
+                      pool 0: 2.00 MiB live, 6.00 MiB reserved, 4.00 MiB free";
+        assert!(page.contains(wanted), "no {wanted:?} in {page}");
+        assert!(page.contains("other pools (3): 6.00 MiB live, 12.00 MiB reserved, 6.00 MiB free"), "{page}");
+        assert!(page.contains("pool 2, stream 0</td><td>2.00 MiB</td><td>18.00 MiB</td><td>16.00 MiB"), "{page}");
+        // A pool that holds nothing yet is listed, too.
+        let empty = allocator.create_pool("reclaim:never".parse().unwrap()).unwrap();
+        let text = super::page(&allocator, &refused(empty), "Out of memory");
+        assert!(text.contains("pool 8, of the request: 0 B live, 0 B reserved, 0 B free"), "{text}");
     }
 }

@@ -204,6 +204,17 @@ impl<W: Write> TimelineWriter<'_, W> {
                 let args = args.number("stream", stream.0.into()).number("requested_bytes", *requested_bytes);
                 self.instant("out of memory", JOB, at, &args.number("left_bytes", *left_bytes))?;
             }
+            Happened::WasRefused { requested_bytes, stream, left_bytes } => {
+                let mut args = Args::new();
+                if let Op::Refuse { pool, .. } = moment.op {
+                    args = args.number("pool", pool.0.into());
+                }
+                args = args.number("stream", stream.0.into()).number("requested_bytes", *requested_bytes);
+                if let Some(left_bytes) = left_bytes {
+                    args = args.number("left_bytes", *left_bytes);
+                }
+                self.instant("out of memory", JOB, at, &args)?;
+            }
             _ => {}
         }
         match moment.op {

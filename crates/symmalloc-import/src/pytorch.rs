@@ -54,6 +54,7 @@ mod words;
 
 pub use error::{DeviceContents, Found, SnapshotError};
 
+use crate::held_memory::HeldMemory;
 use crate::options::ReadOptions;
 use crate::pickle::{self, Document, Item, List, Value, Vocabulary};
 use crate::stacks::TooLarge;
@@ -173,6 +174,7 @@ impl<'a> DeviceTrace<'a> {
         if !self.has_history() && !before.at_end.is_empty() {
             transcript.summary.state_only = Some(failure::held_at_end(&before));
         }
+        let mut failure_heaps = BTreeMap::new();
         let mut entries = self.entries().peekable();
         while let Some(entry) = entries.next() {
             let entry = entry?;
@@ -218,13 +220,20 @@ impl<'a> DeviceTrace<'a> {
                         name: entry.name().as_deref(),
                     });
                     outcome.map_err(|overflow| overflow_at(overflow, entry.device, entry.number))?;
+                    let device_free_bytes = entry.integer(DEVICE_FREE).ok();
+                    let record = transcript.failure.map(|failure| failure.record);
+                    transcript.device_free_bytes.extend(record.zip(device_free_bytes));
                     if failed == Some(entry.number) {
                         let stack = stacks.as_mut().map(|stacks| stacks.stack_of(entry.frames())).transpose();
                         let too_large = |_| self.stacks_too_large(&stacks, entry.number);
                         let failure = transcript.failure.as_mut().expect("the request was refused above");
                         failure.stack = stack.map_err(too_large)?.flatten();
-                        failure.device_free_bytes = entry.integer(DEVICE_FREE).ok();
-                        failure.held = Some(failure::held_at(self, &before, entry.number)?);
+                        failure.device_free_bytes = device_free_bytes;
+                        let heaps = failure::held_at(self, &before, entry.number)?;
+                        let mut held = HeldMemory::default();
+                        heaps.values().for_each(|heap| held.add(heap));
+                        failure.held = Some(held);
+                        failure_heaps = heaps;
                     }
                 }
                 Value::Word(SNAPSHOT) => transcript.summary.snapshot_marks += 1,
@@ -234,6 +243,7 @@ impl<'a> DeviceTrace<'a> {
                 _ => return Err(entry.bad_field(ACTION)),
             }
         }
+        transcript.set_failure_heaps(failure_heaps);
         transcript.stacks = stacks.and_then(StackReader::finish);
         Ok(transcript)
     }

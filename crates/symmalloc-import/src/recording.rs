@@ -9,6 +9,7 @@
 //! Input is streamed. Memory holds the records (80 bytes each) and, for a snapshot, the parts that [`pickle`](crate::pickle) keeps while it
 //! is read.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, Read};
 use std::path::Path;
@@ -19,7 +20,7 @@ use symmalloc_trace::{LineError, TraceError, TraceReader};
 
 use crate::compression::{self, Compression};
 use crate::error::{ImportError, ImportErrorKind};
-use crate::held_memory::RecordedFailure;
+use crate::held_memory::{HeldHeap, RecordedFailure};
 use crate::held_records::{HeldRecords, LimitExceeded};
 use crate::options::ReadOptions;
 use crate::stacks::Stacks;
@@ -57,10 +58,14 @@ pub struct Recording {
     /// The Python stacks of the allocations, if the [options](ReadOptions::stacks) ask for them and the recording has any.
     pub stacks: Option<Stacks>,
     /// The recorded program's name of each stream, by number: [`DEFAULT_STREAM`] or a handle. `None` for a stream without a handle. Empty
-    /// for a trace, which has no handles.
+    /// for a trace that names no stream.
     pub stream_names: Vec<Option<String>>,
     /// The last request that the recorded allocator refused.
     pub failure: Option<RecordedFailure>,
+    /// The memory of each heap then, if the recording shows it (PyTorch snapshots).
+    pub failure_heaps: Vec<HeldHeap>,
+    /// By index of a [`Refuse`](Op::Refuse) record: bytes that were free on the device, if the recording states it (PyTorch snapshots).
+    pub device_free_bytes: BTreeMap<usize, u64>,
     /// Counts of the ops found and of the parts omitted.
     pub summary: Summary,
 }
@@ -115,12 +120,20 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
     if options.device.is_some() && format != Format::PyTorchSnapshot {
         return Err(ImportErrorKind::NoDevices);
     }
-    let (mut stacks, mut failure, mut stream_names) = (None, None, Vec::new());
+    let (mut stacks, mut failure) = (None, None);
+    let stream_names;
+    let (mut device_free_bytes, mut failure_heaps) = (BTreeMap::new(), Vec::new());
     let (records, config, summary) = match format {
-        Format::Trace => read_trace(source, compression, options)?,
+        Format::Trace => {
+            let parts = read_trace(source, compression, options)?;
+            stream_names = named_streams(&parts.0);
+            parts
+        }
         Format::PyTorchSnapshot => {
             let mut transcript = pytorch::read(source, options)?;
             (stacks, failure) = (transcript.stacks.take(), transcript.failure.take());
+            device_free_bytes = std::mem::take(&mut transcript.device_free_bytes);
+            failure_heaps = std::mem::take(&mut transcript.failure_heaps);
             stream_names = names_of(&transcript);
             without_config(transcript.finish())
         }
@@ -132,7 +145,18 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
         }
     };
     failure = failure.or_else(|| last_refusal(&records));
-    Ok(Recording { records, format, compression, config, stacks, stream_names, failure, summary })
+    Ok(Recording {
+        records,
+        format,
+        compression,
+        config,
+        stacks,
+        stream_names,
+        failure,
+        failure_heaps,
+        device_free_bytes,
+        summary,
+    })
 }
 
 /// Returns what the recorded program calls its streams. A number of more than 64 bits is the per-thread default stream of a thread.
@@ -143,6 +167,13 @@ fn names_of(transcript: &Transcript) -> Vec<Option<String>> {
         Err(_) => format!("the default stream of thread {}", raw & u128::from(u64::MAX)),
     };
     transcript.raw_streams().into_iter().map(|raw| raw.map(name)).collect()
+}
+
+/// Returns the names of the streams that a trace registers. Empty if none has a name.
+fn named_streams(records: &[Record]) -> Vec<Option<String>> {
+    let registered = records.iter().filter(|record| matches!(record.op, Op::RegisterStream { .. }));
+    let names: Vec<Option<String>> = registered.map(|record| record.name.as_deref().map(str::to_owned)).collect();
+    if names.iter().all(Option::is_none) { Vec::new() } else { names }
 }
 
 /// Returns the last request that a trace shows as refused.

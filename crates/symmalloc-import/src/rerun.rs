@@ -45,7 +45,7 @@ use std::borrow::Cow;
 use symmalloc_core::Allocator;
 use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy, StreamPolicy};
-use symmalloc_core::errors::{AllocateError, OutOfMemory, OutOfMemoryCause};
+use symmalloc_core::errors::{AllocateError, OutOfMemoryCause};
 use symmalloc_core::ids::{HeapId, Placement, PoolId, StreamGroup, StreamId};
 use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
@@ -97,6 +97,15 @@ pub enum Happened {
         stream: StreamId,
         /// Remaining bytes of the limit.
         left_bytes: u64,
+    },
+    /// The program shows the request as refused: [`Op::Refuse`].
+    WasRefused {
+        /// Requested bytes.
+        requested_bytes: u64,
+        /// The request's stream.
+        stream: StreamId,
+        /// Remaining bytes of the pool's limit or the total limit, whichever are fewer. `None` without a limit.
+        left_bytes: Option<u64>,
     },
     /// Any other outcome: an allocation of zero bytes, an op on a refused allocation, or an op on streams or pools.
     Nothing,
@@ -198,11 +207,15 @@ impl<'p> Rerun<'p> {
                 (Op::Free { id }, Some(stays)) => live[id.0 as usize].take().map(|live| (live, stays)),
                 _ => None,
             };
-            let happened = if let Some((live, stays)) = taken {
+            let happened = if let Op::Refuse { pool, stream, size_bytes, .. } = *op {
+                replay.step(op).map_err(|error| RerunError::Step { op: number, error })?;
+                let left_bytes = bytes_left(allocator, pool, pools);
+                Happened::WasRefused { requested_bytes: size_bytes, stream, left_bytes }
+            } else if let Some((live, stays)) = taken {
                 pending.push(number, live, stays);
                 Happened::FreeRequested(live)
             } else {
-                carried_out(&mut replay, number, op, &mut live, &mut refused, pools)?
+                carried_out(allocator, &mut replay, number, op, (&mut live, &mut refused), pools)?
             };
             if allocator.backend().has_ownerless() {
                 let segments = allocator.snapshot().segments;
@@ -262,11 +275,11 @@ fn heap_of_segment(
 
 /// Executes an op and returns its outcome.
 fn carried_out(
+    allocator: &Allocator<NotingDevice>,
     replay: &mut Replay<'_, NotingDevice, Exclusive>,
     number: usize,
     op: &Op,
-    live: &mut [Option<Live>],
-    refused: &mut [bool],
+    (live, refused): (&mut [Option<Live>], &mut [bool]),
     pools: &[Cow<'_, PoolConfig>],
 ) -> Result<Happened, RerunError> {
     let happened = match (replay.step(op), op) {
@@ -289,9 +302,9 @@ fn carried_out(
         }
         (Ok(_), _) => Happened::Nothing,
         (Err(StepError::Allocate(error)), op) if is_refusal(&error) => match op {
-            Op::Allocate { id, stream, size_bytes, .. } => {
+            Op::Allocate { id, pool, stream, size_bytes } => {
                 refused[id.0 as usize] = true;
-                let left_bytes = left_bytes(&error);
+                let left_bytes = bytes_left(allocator, *pool, pools).filter(|_| is_of_limit(&error)).unwrap_or(0);
                 Happened::Refused { requested_bytes: *size_bytes, stream: *stream, left_bytes }
             }
             _ => Happened::Nothing,
@@ -322,17 +335,20 @@ fn is_refusal(error: &AllocateError) -> bool {
     matches!(error, AllocateError::OutOfMemory(_) | AllocateError::TooLarge { .. })
 }
 
-/// Returns the remainder of the limit that refused the request. The device itself refuses nothing.
-fn left_bytes(error: &AllocateError) -> u64 {
-    match error {
-        AllocateError::OutOfMemory(refusal) => match &**refusal {
-            OutOfMemory { cause: OutOfMemoryCause::Limit { limit_bytes, .. }, reserved_bytes, .. } => {
-                limit_bytes.saturating_sub(*reserved_bytes)
-            }
-            _ => 0,
-        },
-        _ => 0,
-    }
+/// Returns `true` if a limit refused the request. The device itself refuses nothing.
+fn is_of_limit(error: &AllocateError) -> bool {
+    matches!(error, AllocateError::OutOfMemory(refusal) if matches!(refusal.cause, OutOfMemoryCause::Limit { .. }))
+}
+
+/// Returns the remainder of the limits that apply to a pool.
+fn bytes_left(allocator: &Allocator<NotingDevice>, pool: PoolId, pools: &[Cow<'_, PoolConfig>]) -> Option<u64> {
+    let left = |limit: Option<u64>, reserved: u64| limit.map(|limit| limit.saturating_sub(reserved));
+    let of_pool = pools.get(pool.index()).and_then(|config| {
+        let reserved = allocator.pool_stats(pool).map_or(0, |stats| stats.reserved_bytes.current);
+        left(config.limit_bytes(), reserved)
+    });
+    let of_all = left(allocator.config().total_limit_bytes(), allocator.stats().reserved_bytes.current);
+    of_pool.into_iter().chain(of_all).min()
 }
 
 /// Returns the heap in which an op may obtain memory, and the op's stream.

@@ -9,13 +9,13 @@
 //!
 //! The raw default stream (handle 0) is treated like any other handle.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use symmalloc_core::ids::{AllocationId, Placement, PoolId, StreamId};
 use symmalloc_core::op::{Op, Pending, Record, Refusal};
 use symmalloc_core::units::SEGMENT_BYTES_MAX;
 
-use crate::held_memory::RecordedFailure;
+use crate::held_memory::{HeldHeap, HeldMemory, RecordedFailure};
 use crate::held_records::{HeldRecords, LimitExceeded};
 use crate::options::ReadOptions;
 use crate::stacks::Stacks;
@@ -26,7 +26,7 @@ use crate::summary::Summary;
 pub(crate) struct Address(pub(crate) u64);
 
 /// A stream in a log: a 64-bit handle, or a larger number for a stream that its handle does not identify.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct RawStream(pub(crate) u128);
 
 /// A pool in a log: one number or a pair of numbers; 0 is the default pool.
@@ -105,6 +105,10 @@ pub(crate) struct Transcript {
     pub(crate) stacks: Option<Stacks>,
     /// The last request that the allocator refused.
     pub(crate) failure: Option<RecordedFailure>,
+    /// The memory of each heap then, if the log shows it.
+    pub(crate) failure_heaps: Vec<HeldHeap>,
+    /// By record of a refused request: bytes that were free on the device, if the log states it.
+    pub(crate) device_free_bytes: BTreeMap<usize, u64>,
     /// Never iterated, so its order does not affect decisions.
     streams: HashMap<RawStream, StreamId>,
     /// All pools except the default one. Never iterated.
@@ -124,6 +128,8 @@ impl Transcript {
             summary: Summary::default(),
             stacks: None,
             failure: None,
+            failure_heaps: Vec::new(),
+            device_free_bytes: BTreeMap::new(),
             streams: HashMap::new(),
             pools: HashMap::new(),
             live: HashMap::new(),
@@ -278,6 +284,17 @@ impl Transcript {
         self.pools.insert(raw, pool);
         self.push(Op::CreatePool { pool, config: Box::default() }.into())?;
         Ok(pool)
+    }
+
+    /// Sets the memory of each heap at the failed request. All ops must be known, because they number pools and streams.
+    pub(crate) fn set_failure_heaps(&mut self, heaps: BTreeMap<(RawPool, RawStream), HeldMemory>) {
+        let known = |((pool, stream), held): ((RawPool, RawStream), HeldMemory)| HeldHeap {
+            pool: if pool == RawPool::default() { Some(PoolId::DEFAULT) } else { self.pools.get(&pool).copied() },
+            stream: self.streams.get(&stream).copied(),
+            held,
+        };
+        self.failure_heaps = heaps.into_iter().map(known).collect();
+        self.failure_heaps.sort_by_key(|heap| (heap.pool, heap.stream));
     }
 
     fn register_up_to(&mut self, stream: StreamId) -> Result<(), Overflow> {

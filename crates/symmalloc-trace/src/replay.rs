@@ -39,6 +39,8 @@ pub struct Program {
     allocation_count: usize,
     /// Names of named allocations, ascending by id.
     names: Vec<(AllocationId, Arc<str>)>,
+    /// Names of named requests that were refused, ascending by op index.
+    refused_names: Vec<(usize, Arc<str>)>,
     /// Frees that completed later in the recording, ascending by op index.
     pending: Vec<(usize, Pending)>,
     /// Placements of revived allocations, ascending by id.
@@ -72,6 +74,7 @@ impl Program {
                     let known = dense.get(id).copied();
                     *id = known.ok_or(ReplayError { op: index, error: StepError::NotLive { id: *id } })?;
                 }
+                Op::Refuse { .. } => program.refused_names.extend(record.name.clone().map(|name| (index, name))),
                 _ => {}
             }
             program.pending.extend(record.pending.map(|pending| (index, pending)));
@@ -111,6 +114,12 @@ impl Program {
     pub fn shared_name(&self, id: AllocationId) -> Option<&Arc<str>> {
         let at = self.names.binary_search_by_key(&id, |(id, _)| *id).ok()?;
         Some(&self.names[at].1)
+    }
+
+    /// Returns the name of the request that this [`Op::Refuse`] shows as refused.
+    pub fn refused_name(&self, op: usize) -> Option<&str> {
+        let at = self.refused_names.binary_search_by_key(&op, |(op, _)| *op).ok()?;
+        Some(&self.refused_names[at].1)
     }
 
     /// Returns the placement at which the program revived an allocation, if it did.

@@ -1,22 +1,40 @@
-//! Comparison of recordings that begin in the middle of a job.
+//! Comparison of recordings that show a part of a job.
 //!
 //! Ranks do not begin to record at the same op, and a ring of entries keeps another part of the job on each rank. The recordings are
-//! therefore aligned by the ops that they have in common. Streams, pools, and allocations from before the first common op are numbered
-//! by each recording on its own. They are equal if one mapping of A's numbers to B's explains all common ops.
+//! therefore aligned by the ops that they have in common, and compared up to the earlier end. Streams, pools, and allocations from before
+//! the first common op are numbered by each recording on its own. They are equal if one mapping of A's numbers to B's explains all common
+//! ops.
 //!
 //! ```text
 //! A   live before │ f a a f a f a a f ...
 //! B           live before │ a f a a f ...      B begins 4 ops after A
 //! ```
+//!
+//! A job that repeats itself fits at several alignments. One that aligns the ends of both recordings is preferred, because ranks mostly
+//! save them at the same point. The others are counted, so that the answer states them.
 
 use super::calls::{ComparedOps, ProgramCall, calls};
-use std::collections::HashMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
-use symmalloc_core::ids::{AllocationId, PoolId, StreamId};
+use std::mem::take;
+use symmalloc_core::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use symmalloc_core::op::Op;
 use symmalloc_import::Recording;
 
-/// The beginnings of two recordings, of which at least one begins in the middle of the job.
+/// Number of common ops that an alignment needs, unless half of the shorter recording is less. Fewer can be equal by chance.
+const COMMON_OPS_MIN: usize = 8;
+
+/// A sequence of ops that occurs more often in a recording says nothing about its alignment.
+const PLACES_MAX: usize = 4;
+
+/// An alignment at which this many times as many ops are equal is better than the one with the longest run. The run is then accidental.
+const MISLEADING_RATIO: usize = 4;
+
+/// Number of ops that are compared to find the alignment. The comparison of one costs tens of nanoseconds.
+const OPS_COMPARED_MAX: usize = 8_000_000;
+
+/// The beginnings and ends of two recordings, of which at least one begins in the middle of the job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LateBeginning {
@@ -24,6 +42,12 @@ pub struct LateBeginning {
     pub is_late: [bool; 2],
     /// Number of ops of A, and of B, before the first op that both recordings have.
     pub ops_before: [usize; 2],
+    /// Number of other alignments at which the recordings agree as well.
+    pub other_alignments: usize,
+    /// The nearest of them: the number of ops of A, and of B, before the first common op.
+    pub nearest_alignment: Option<[usize; 2]>,
+    /// `false` if the recordings have no part in common that is long enough to align them.
+    pub is_aligned: bool,
 }
 
 /// Returns `true` if the recording begins in the middle of a job.
@@ -79,42 +103,85 @@ pub(super) struct Correspondence {
     allocations: Pairs<AllocationId>,
     streams: Pairs<StreamId>,
     pools: Pairs<PoolId>,
+    observers: Pairs<ObserverId>,
 }
 
 impl Correspondence {
     /// Returns `true` if two ops are the same under the mapping, which grows by their numbers.
     pub(super) fn admits(&mut self, windows: &[Window<'_>; 2], a: &Op, b: &Op) -> bool {
+        let ((op_a, one), (op_b, other)) = (split(a), split(b));
+        if op_a != op_b || !self.admits_numbers(&one, &other) {
+            return false;
+        }
+        let of = |rank: usize, id: AllocationId| windows[rank].allocations.get(id.index()).copied();
         match (a, b) {
-            (
-                Op::Allocate { id, pool, stream, size_bytes },
-                Op::Allocate { id: id_b, pool: pool_b, stream: stream_b, size_bytes: size_b },
-            ) => {
-                size_bytes == size_b
-                    && self.streams.admit(*stream, *stream_b)
-                    && self.pools.admit(*pool, *pool_b)
-                    && self.allocations.admit(*id, *id_b)
+            // An allocation from before the first common op is known by its size, its stream and its pool.
+            (Op::Free { id } | Op::RecordUse { id, .. }, Op::Free { id: id_b } | Op::RecordUse { id: id_b, .. }) => {
+                match (of(0, *id), of(1, *id_b)) {
+                    (Some(one), Some(other)) => {
+                        one.size_bytes == other.size_bytes
+                            && self.streams.admit(one.stream, other.stream)
+                            && self.pools.admit(one.pool, other.pool)
+                    }
+                    (one, other) => one.is_none() && other.is_none(),
+                }
             }
-            (Op::Free { id }, Op::Free { id: id_b }) => {
-                let of = |rank: usize, id: AllocationId| windows[rank].allocations.get(id.index()).copied();
-                let (Some(one), Some(other)) = (of(0, *id), of(1, *id_b)) else { return a == b };
-                one.size_bytes == other.size_bytes
-                    && self.streams.admit(one.stream, other.stream)
-                    && self.pools.admit(one.pool, other.pool)
-                    && self.allocations.admit(*id, *id_b)
-            }
-            (
-                Op::Refuse { pool, stream, size_bytes, .. } | Op::Reserve { pool, stream, size_bytes },
-                Op::Refuse { pool: pool_b, stream: stream_b, size_bytes: size_b, .. }
-                | Op::Reserve { pool: pool_b, stream: stream_b, size_bytes: size_b },
-            ) => {
-                std::mem::discriminant(a) == std::mem::discriminant(b)
-                    && size_bytes == size_b
-                    && self.streams.admit(*stream, *stream_b)
-                    && self.pools.admit(*pool, *pool_b)
-            }
-            _ => a == b,
+            _ => true,
         }
     }
+
+    fn admits_numbers(&mut self, one: &Numbers, other: &Numbers) -> bool {
+        let Numbers { allocation, streams: [stream, on], pool, observer } = one;
+        self.streams.admit(*stream, other.streams[0])
+            && self.streams.admit(*on, other.streams[1])
+            && self.pools.admit(*pool, other.pool)
+            && self.allocations.admit(*allocation, other.allocation)
+            && self.observers.admit(*observer, other.observer)
+    }
+}
+
+/// The numbers in an op; `None` for kinds that it has not.
+#[derive(Default)]
+struct Numbers {
+    allocation: Option<AllocationId>,
+    streams: [Option<StreamId>; 2],
+    pool: Option<PoolId>,
+    observer: Option<ObserverId>,
+}
+
+/// Returns an op without its numbers, and the numbers.
+fn split(op: &Op) -> (Op, Numbers) {
+    let (mut op, mut numbers) = (op.clone(), Numbers::default());
+    match &mut op {
+        Op::RegisterStream { stream } | Op::Synchronize { stream } => numbers.streams[0] = Some(take(stream)),
+        Op::CreatePool { pool, .. }
+        | Op::DestroyPool { pool }
+        | Op::ResetPool { pool }
+        | Op::Trim { pool: Some(pool) }
+        | Op::BeginStep { pool, .. }
+        | Op::EndStep { pool }
+        | Op::Sleep { pool, .. }
+        | Op::Wake { pool }
+        | Op::Stay { pool, .. } => numbers.pool = Some(take(pool)),
+        Op::Allocate { id, pool, stream, .. } => {
+            numbers.allocation = Some(take(id));
+            (numbers.pool, numbers.streams[0]) = (Some(take(pool)), Some(take(stream)));
+        }
+        Op::Reserve { pool, stream, .. } | Op::Reclaim { pool, stream, .. } | Op::Refuse { pool, stream, .. } => {
+            (numbers.pool, numbers.streams[0]) = (Some(take(pool)), Some(take(stream)));
+        }
+        Op::Free { id } => numbers.allocation = Some(take(id)),
+        Op::RecordUse { id, stream } => {
+            (numbers.allocation, numbers.streams[0]) = (Some(take(id)), Some(take(stream)));
+        }
+        Op::Wait { stream, on } => numbers.streams = [Some(take(stream)), Some(take(on))],
+        Op::Observe { observer, pool } => {
+            (numbers.observer, numbers.pool) = (Some(take(observer)), Some(take(pool)));
+        }
+        Op::Acknowledge { observer } | Op::Forget { observer } => numbers.observer = Some(take(observer)),
+        Op::Trim { pool: None } | Op::Sync => {}
+    }
+    (op, numbers)
 }
 
 /// Pairs of numbers, none of which is in two pairs. Looked up only.
@@ -130,35 +197,134 @@ impl<T> Default for Pairs<T> {
 }
 
 impl<T: Copy + Eq + Hash> Pairs<T> {
-    fn admit(&mut self, a: T, b: T) -> bool {
+    /// Returns `true` if both ops have the same number, or none.
+    fn admit(&mut self, a: impl Into<Option<T>>, b: impl Into<Option<T>>) -> bool {
+        let (a, b) = match (a.into(), b.into()) {
+            (Some(a), Some(b)) => (a, b),
+            (a, b) => return a.is_none() && b.is_none(),
+        };
         *self.of_a.entry(a).or_insert(b) == b && *self.of_b.entry(b).or_insert(a) == a
     }
 }
 
-/// Returns the number of ops of A, and of B, before the first op that both recordings have.
-pub(super) fn ops_before(windows: &[Window<'_>; 2]) -> [usize; 2] {
-    alignment(&windows[0].shapes, &windows[1].shapes)
+/// An alignment of two recordings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Alignment {
+    /// Number of ops of A, and of B, before the first common one. One of them is 0.
+    skipped: [usize; 2],
+    /// Number of equal ops from there on.
+    run: usize,
+    /// Number of ops that both recordings have from there on.
+    overlap: usize,
+    /// `true` if both recordings end together.
+    has_equal_ends: bool,
 }
 
-/// Returns the number of items of A, and of B, before the first common one. One of them is 0. Recordings that are the same up to the end of
-/// both are aligned at their ends, because ranks save them at the same time. Otherwise, the longest run of common ops decides, and among
-/// equal runs the earliest.
-fn alignment(a: &[(u8, u64)], b: &[(u8, u64)]) -> [usize; 2] {
-    let (longer, shorter) = if a.len() >= b.len() { (a, b) } else { (b, a) };
-    let surplus = longer.len() - shorter.len();
-    if longer[surplus..] == *shorter {
-        return if a.len() >= b.len() { [surplus, 0] } else { [0, surplus] };
+impl Alignment {
+    /// Returns `true` if the recordings agree up to the end of one of them.
+    fn fits(&self) -> bool {
+        self.run == self.overlap
     }
-    let best = |runs: &[usize]| {
-        let longest = runs.iter().copied().max().unwrap_or(0);
-        (longest, runs.iter().position(|run| *run == longest).unwrap_or(0))
+
+    /// Returns a key that is greater for better alignments: ranks that agree up to a common end, then the longest run. Of equal runs, one
+    /// that ends at a difference is better than one at which a recording ends, so that a difference is not hidden.
+    fn merit(&self) -> (bool, usize, bool, usize, Reverse<usize>) {
+        let [a, b] = self.skipped;
+        (self.fits() && self.has_equal_ends, self.run, self.has_equal_ends, self.overlap, Reverse(a + b))
+    }
+
+    /// Returns the op of B, relative to A's first.
+    fn shift(&self) -> isize {
+        self.skipped[0] as isize - self.skipped[1] as isize
+    }
+}
+
+/// Aligns two recordings, of which at least one begins late.
+pub(super) fn aligned(is_late: [bool; 2], windows: &[Window<'_>; 2]) -> LateBeginning {
+    let lengths = [0, 1].map(|rank| windows[rank].shapes.len());
+    let shorter = lengths[0].min(lengths[1]);
+    let candidates = alignments(&windows[0].shapes, &windows[1].shapes);
+    // Ops of equal shapes can free different allocations, so the best are compared exactly.
+    let mut found: Vec<Alignment> = Vec::new();
+    let mut compared = 0;
+    for candidate in &candidates {
+        let best_run = found.iter().map(|it| it.run).max().unwrap_or(0);
+        if compared > OPS_COMPARED_MAX || 2 * candidate.run < best_run {
+            break;
+        }
+        let run = common(windows, candidate.skipped);
+        compared += run + 1;
+        found.push(Alignment { run, ..*candidate });
+    }
+    let least = COMMON_OPS_MIN.min(shorter.div_ceil(2));
+    let voted = most_voted(&windows[0].shapes, &windows[1].shapes).filter(|(_, equal)| *equal >= least);
+    let votes = voted.map_or(0, |(_, equal)| equal);
+    let best = found.iter().max_by_key(|it| it.merit()).copied();
+    let Some(best) = best.filter(|best| best.run >= least && MISLEADING_RATIO * best.run >= votes) else {
+        return LateBeginning {
+            is_late,
+            ops_before: voted.map_or([0, 0], |(skipped, _)| skipped),
+            other_alignments: 0,
+            nearest_alignment: None,
+            is_aligned: voted.is_some(),
+        };
     };
-    let ((of_a, skipped_a), (of_b, skipped_b)) = (best(&runs(b, a)), best(&runs(a, b)));
-    match (of_a, of_b) {
-        (0, 0) => [0, 0],
-        _ if of_a >= of_b => [skipped_a, 0],
-        _ => [0, skipped_b],
+    let agrees = |other: &&Alignment| {
+        other.skipped != best.skipped && (other.fits() && 2 * other.run >= best.run || other.run >= best.run)
+    };
+    // The rest is known by the shapes of the ops alone.
+    let others: Vec<&Alignment> = found.iter().chain(&candidates[found.len()..]).filter(agrees).collect();
+    let nearest = others.iter().min_by_key(|other| (other.shift() - best.shift()).unsigned_abs());
+    LateBeginning {
+        is_late,
+        ops_before: best.skipped,
+        other_alignments: others.len(),
+        nearest_alignment: nearest.map(|other| other.skipped),
+        is_aligned: true,
     }
+}
+
+/// Returns all alignments of which the first ops are equal, those with the longest runs first.
+fn alignments<T: Copy + Eq>(a: &[T], b: &[T]) -> Vec<Alignment> {
+    let of = |skipped: [usize; 2], run: usize| {
+        let rest = [a.len() - skipped[0], b.len() - skipped[1]];
+        Alignment { skipped, run, overlap: rest[0].min(rest[1]), has_equal_ends: rest[0] == rest[1] }
+    };
+    let of_a = runs(b, a).into_iter().enumerate().map(|(skipped, run)| of([skipped, 0], run));
+    let of_b = runs(a, b).into_iter().enumerate().skip(1).map(|(skipped, run)| of([0, skipped], run));
+    let mut alignments: Vec<Alignment> = of_a.chain(of_b).filter(|it| it.run > 0).collect();
+    alignments.sort_by_key(|it| Reverse((it.run, it.merit())));
+    alignments
+}
+
+/// Returns the alignment that the most short sequences of ops support, and the number of its equal ops. It finds the common part if the
+/// recordings differ near its beginning. `None` if no sequence occurs in both.
+fn most_voted<T: Copy + Eq + Hash>(a: &[T], b: &[T]) -> Option<([usize; 2], usize)> {
+    let mut places: HashMap<&[T], Vec<usize>> = HashMap::new();
+    for (at, sequence) in a.windows(COMMON_OPS_MIN).enumerate() {
+        let places = places.entry(sequence).or_default();
+        if places.len() <= PLACES_MAX {
+            places.push(at);
+        }
+    }
+    let mut votes: BTreeMap<isize, usize> = BTreeMap::new();
+    for (at, sequence) in b.windows(COMMON_OPS_MIN).enumerate() {
+        // Sequences that occur often say little.
+        for place in places.get(sequence).into_iter().filter(|places| places.len() <= PLACES_MAX).flatten() {
+            *votes.entry(*place as isize - at as isize).or_default() += 1;
+        }
+    }
+    let (shift, _) = votes.into_iter().max_by_key(|(shift, votes)| (*votes, Reverse(shift.unsigned_abs())))?;
+    let skipped = [shift.max(0), (-shift).max(0)].map(isize::unsigned_abs);
+    let equal = a[skipped[0]..].iter().zip(&b[skipped[1]..]).filter(|(one, other)| one == other).count();
+    Some((skipped, equal))
+}
+
+/// Returns the number of equal ops from these ops on.
+fn common(windows: &[Window<'_>; 2], skipped: [usize; 2]) -> usize {
+    let mut same = Correspondence::default();
+    let [one, other] = [0, 1].map(|rank| &windows[rank].calls[skipped[rank]..]);
+    one.iter().zip(other).take_while(|(one, other)| same.admits(windows, &one.op, &other.op)).count()
 }
 
 /// Returns, for each position of `text`, the length of the run from there that equals the beginning of `pattern`: the Z-algorithm, in
@@ -197,20 +363,94 @@ mod tests {
         }
     }
 
+    /// Returns the best alignment of two texts by their letters alone.
+    fn alignment(a: &str, b: &str) -> [usize; 2] {
+        let alignments = alignments(a.as_bytes(), b.as_bytes());
+        alignments.iter().max_by_key(|it| it.merit()).map_or([0, 0], |best| best.skipped)
+    }
+
     #[test]
     fn the_ends_decide_and_otherwise_the_longest_common_run() {
-        let shapes = |text: &str| text.bytes().map(|letter| (letter, 0)).collect::<Vec<_>>();
         for (a, b, expected) in [
             ("xyzabc", "abc", [3, 0]),
             ("abc", "xyzabc", [0, 3]),
             ("abcabcabc", "abc", [6, 0]),
             ("abcabcabc", "bcabcx", [1, 0]),
             ("xxabcdef", "abcdeg", [2, 0]),
+            ("xxabcdef", "abcdefgh", [2, 0]),
+            ("abcdefgh", "xxabcdef", [0, 2]),
             ("abc", "abx", [0, 0]),
             ("abc", "xyz", [0, 0]),
-            ("", "xyz", [0, 3]),
+            ("", "xyz", [0, 0]),
         ] {
-            assert_eq!(alignment(&shapes(a), &shapes(b)), expected, "{a} {b}");
+            assert_eq!(alignment(a, b), expected, "{a} {b}");
+        }
+    }
+
+    /// Each alignment is found with the length of its run, as a naive comparison finds it.
+    #[test]
+    fn alignments_are_those_of_the_definition() {
+        let mut random = SplitMix64::new(2);
+        for _ in 0..300 {
+            let mut some = || (0..random.below(9)).map(|_| random.below(2)).collect::<Vec<_>>();
+            let (a, b) = (some(), some());
+            let mut found: Vec<([usize; 2], usize)> =
+                alignments(&a, &b).into_iter().map(|it| (it.skipped, it.run)).collect();
+            found.sort_unstable();
+            let skips = (0..a.len()).map(|skip| [skip, 0]).chain((1..b.len()).map(|skip| [0, skip]));
+            let run = |[skip, skip_b]: [usize; 2]| {
+                a[skip..].iter().zip(&b[skip_b..]).take_while(|(one, other)| one == other).count()
+            };
+            let mut expected: Vec<_> = skips.map(|skip| (skip, run(skip))).filter(|(_, run)| *run > 0).collect();
+            expected.sort_unstable();
+            assert_eq!(found, expected, "{a:?} {b:?}");
+        }
+    }
+
+    /// An op has the same text with all of its numbers changed, and another one with its amounts changed.
+    #[test]
+    fn every_number_of_an_op_is_mapped() {
+        let (stream, on, pool, observer) = (StreamId(3), StreamId(4), PoolId(5), ObserverId(6));
+        let id = AllocationId(7);
+        let contents = symmalloc_core::op::Contents::Keep;
+        let refusal = symmalloc_core::op::Refusal::Driver;
+        let ops = [
+            Op::RegisterStream { stream },
+            Op::CreatePool { pool, config: Box::default() },
+            Op::DestroyPool { pool },
+            Op::ResetPool { pool },
+            Op::Allocate { id, pool, stream, size_bytes: 512 },
+            Op::Free { id },
+            Op::RecordUse { id, stream },
+            Op::Wait { stream, on },
+            Op::Synchronize { stream },
+            Op::Reserve { pool, stream, size_bytes: 512 },
+            Op::Trim { pool: Some(pool) },
+            Op::Trim { pool: None },
+            Op::Sync,
+            Op::BeginStep { pool, key: 9 },
+            Op::EndStep { pool },
+            Op::Sleep { pool, contents },
+            Op::Wake { pool },
+            Op::Stay { pool, asked: None },
+            Op::Observe { observer, pool },
+            Op::Acknowledge { observer },
+            Op::Forget { observer },
+            Op::Reclaim { pool, stream, size_bytes: 512 },
+            Op::Refuse { pool, stream, size_bytes: 512, refusal },
+        ];
+        let is_number = |word: &str| ["3", "4", "5", "6", "7"].iter().any(|number| word == *number);
+        for op in &ops {
+            let (without, _) = split(op);
+            let text = format!("{without:?}");
+            let words: Vec<&str> = text.split(|c: char| !c.is_alphanumeric()).collect();
+            assert!(!words.iter().any(|word| is_number(word)), "a number is left in {text}");
+        }
+        for (at, op) in ops.iter().enumerate() {
+            for (other_at, other) in ops.iter().enumerate() {
+                let windows = [0, 1].map(|_| Window { calls: Vec::new(), shapes: Vec::new(), allocations: Vec::new() });
+                assert_eq!(Correspondence::default().admits(&windows, op, other), at == other_at, "{op:?} {other:?}");
+            }
         }
     }
 }

@@ -19,6 +19,9 @@ use symmalloc_text::visible_line;
 /// Compares two recordings. The verdict is `Differ` if ops or placements differ.
 pub(super) fn run(path_a: &Path, path_b: &Path, args: &DiffArgs) -> Result<Verdict, CliError> {
     let (a, b) = (input::recording(path_a, &args.reading)?, input::recording(path_b, &args.reading)?);
+    if let Some((path, _)) = [(path_a, &a), (path_b, &b)].iter().find(|(_, one)| one.summary.state_only.is_some()) {
+        return Err(CliError::DiffOfState { path: path.to_path_buf() });
+    }
     let diff = Diff::new(&a, &b);
     if args.json {
         output::print_json(object(&diff))?;
@@ -47,7 +50,7 @@ fn findings(diff: &Diff, palette: Palette) -> String {
     let others = diff.compared_ops - diff.allocations;
     let compared = format!("{} and {}", counted(diff.allocations, "allocation"), counted(others, "other op"));
     let _ = match &diff.first_op {
-        None => writeln!(out, "\nops         {}: {compared}", palette.good("the same")),
+        None => writeln!(out, "\nops         {}: {compared}{}", palette.good("the same"), end(diff.ops_after)),
         Some(difference) => writeln!(
             out,
             "\nops         {} after {compared}\n            A {}\n            B {}",
@@ -93,11 +96,41 @@ fn beginning(late: &LateBeginning) -> String {
         _ => "B begins",
     };
     let from = match late.ops_before {
+        _ if !late.is_aligned => {
+            ";\n            they have too few ops in common to be aligned: record more of the job (max_entries)"
+                .to_owned()
+        }
         [0, 0] => "; both have the same first op".to_owned(),
-        [ops, 0] => format!(";\n            B begins {} after A, and they are compared from there", counted(ops, "op")),
-        [_, ops] => format!(";\n            A begins {} after B, and they are compared from there", counted(ops, "op")),
+        skipped => format!(";\n            {}, and they are compared from there", begins_after(skipped)),
     };
-    format!("\nbeginning   {which} in the middle of the job{from}")
+    let others = late.nearest_alignment.map_or_else(String::new, |nearest| {
+        let number = counted(late.other_alignments, "other alignment");
+        let verb = if late.other_alignments == 1 { "fits" } else { "fit" };
+        let nearest = begins_after(nearest);
+        format!(
+            "\n            {number} {verb} as well, because the job repeats itself. In the nearest, {nearest}.\n            \
+             If the ranks are whole repetitions apart, record more of the job (max_entries) to see it"
+        )
+    });
+    format!("\nbeginning   {which} in the middle of the job{from}{others}")
+}
+
+/// Describes an alignment by the numbers of ops of A, and of B, before the first common op.
+fn begins_after(skipped: [usize; 2]) -> String {
+    match skipped {
+        [0, 0] => "both begin at the same op".to_owned(),
+        [ops, 0] => format!("B begins {} after A", counted(ops, "op")),
+        [_, ops] => format!("A begins {} after B", counted(ops, "op")),
+    }
+}
+
+/// Describes which recording ends earlier.
+fn end(ops_after: [usize; 2]) -> String {
+    match ops_after {
+        [0, 0] => String::new(),
+        [ops, 0] => format!("\nend         B ends {} earlier", counted(ops, "op")),
+        [_, ops] => format!("\nend         A ends {} earlier", counted(ops, "op")),
+    }
 }
 
 /// Adds the name of the allocation.
@@ -181,9 +214,19 @@ fn object(diff: &Diff) -> Value {
         "differing_placements": diff.differing_placements,
         "first": diff.first.as_ref().map(first),
     });
-    if let Some(LateBeginning { ops_before: [a, b], is_late: [a_is_late, b_is_late] }) = diff.late {
-        object["late"] =
-            json!({ "a": { "is_late": a_is_late, "ops_before": a }, "b": { "is_late": b_is_late, "ops_before": b } });
+    if diff.ops_after != [0, 0] {
+        let [a, b] = diff.ops_after;
+        object["ops_after"] = json!({ "a": a, "b": b });
+    }
+    if let Some(late) = diff.late {
+        let LateBeginning { ops_before: [a, b], is_late: [a_is_late, b_is_late], .. } = late;
+        object["late"] = json!({
+            "a": { "is_late": a_is_late, "ops_before": a },
+            "b": { "is_late": b_is_late, "ops_before": b },
+            "is_aligned": late.is_aligned,
+            "other_alignments": late.other_alignments,
+            "nearest_alignment": late.nearest_alignment.map(|[a, b]| json!({ "a": a, "b": b })),
+        });
     }
     if let Some(OpDifference { a, b, names: [name_a, name_b] }) = &diff.first_op {
         let call = |of: &Option<(usize, Op)>, name: &Option<Box<str>>| {

@@ -5,7 +5,7 @@ use super::{Decision, JobError, Options, Peaks, Segments};
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use symmalloc_core::config::{Config, StreamPolicy};
-use symmalloc_core::errors::AllocateError;
+use symmalloc_core::errors::{AllocateError, OutOfMemoryCause};
 use symmalloc_core::op::Op;
 use symmalloc_core::{Allocator, PoolId};
 use symmalloc_sim::{Call, SimBackend};
@@ -21,8 +21,8 @@ pub(super) struct Sequence<'a> {
 /// Outcome of running a program once.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Attempt {
-    /// Ops whose requests were refused.
-    pub(crate) refused: Vec<usize>,
+    /// Ops whose requests were refused, and why. `None` for a request that is larger than any segment.
+    pub(crate) refused: Vec<(usize, Option<OutOfMemoryCause>)>,
     /// Peak of reserved memory.
     pub(crate) reserved_bytes: u64,
 }
@@ -37,11 +37,16 @@ impl Sequence<'_> {
         for (op, call) in self.program.ops().iter().enumerate().take(last_op.saturating_add(1)) {
             match (replay.step(call), call) {
                 (Ok(_), _) => {}
-                (Err(StepError::Allocate(error)), Op::Allocate { id, .. }) if is_refusal(&error) => {
-                    refused.insert(*id);
-                    attempt.refused.push(op);
+                (Err(StepError::Allocate(error)), Op::Allocate { .. } | Op::Reserve { .. }) if is_refusal(&error) => {
+                    if let Op::Allocate { id, .. } = call {
+                        refused.insert(*id);
+                    }
+                    let cause = match error {
+                        AllocateError::OutOfMemory(error) => Some(error.cause),
+                        _ => None,
+                    };
+                    attempt.refused.push((op, cause));
                 }
-                (Err(StepError::Allocate(error)), Op::Reserve { .. }) if is_refusal(&error) => attempt.refused.push(op),
                 (Err(StepError::NotLive { id }), _) if refused.contains(&id) => {}
                 (Err(error), _) => return Err(JobError::Step { rank: 0, op, error }),
             }

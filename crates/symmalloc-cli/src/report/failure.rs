@@ -5,24 +5,32 @@
 //! else: the first request that the report's settings refuse ───────┴─► state then ─► cause ─► each setting, up to this request
 //! ```
 //!
-//! The request takes part in each attempt as an allocation at its op. The limit of an attempt is the memory that the recorded allocator
-//! could have: what it held, and what was free on the device.
+//! The request takes part in each attempt as an allocation at its op. Attempts vary the settings of the request's pool. Their limits are
+//! those of the job, and the memory that the recorded allocator could have: what it held, and what was free on the device.
 
-use super::holders::Holder;
+mod bound;
+mod growth;
+mod places;
+
+use super::holders::{self, Holder};
 use super::pools::PrivatePools;
 use super::settings;
 use crate::args::ReadingArgs;
 use crate::error::CliError;
 use crate::escape::quoted;
-use crate::picture::memory::{BlockState, DrawnBlock, DrawnHeap, Memory};
+use crate::picture::memory::Memory;
 use crate::quantity::{count, counted, memory};
 use crate::recorded::Recorded;
 use crate::streams;
+use bound::{Bound, LiveBytes, Scope, bounds, pool_config};
+use growth::Growth;
+use places::{Place, Places};
 use serde_json::{Value, json};
 use std::sync::Arc;
-use symmalloc_core::config::Config;
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::errors::{LimitScope, OutOfMemoryCause};
 use symmalloc_core::ids::{PoolId, StreamId};
-use symmalloc_core::op::{Op, Record};
+use symmalloc_core::op::{Op, Record, Refusal};
 use symmalloc_core::units::MIB;
 use symmalloc_import::{Format, HeldMemory, Recording};
 use symmalloc_text::visible_line;
@@ -45,17 +53,27 @@ pub(super) struct Failure {
     stream_name: String,
     /// The name of the allocator that refused it.
     by: &'static str,
-    /// Free memory in the heap that the request is for, if the report's own settings refuse it.
-    own_free_bytes: Option<u64>,
     /// Number of other requests that failed.
     pub(super) others: u64,
-    /// Bytes that the program had requested and not freed.
+    /// `true` if the memory is that of symmalloc's replay.
+    is_replayed: bool,
+    /// Bytes that the program had requested and not freed, in all pools.
     pub(super) live_bytes: u64,
-    /// Memory that the recorded allocator held.
+    /// The same in the request's pool.
+    pool_live_bytes: u64,
+    /// Memory that the allocator held.
     pub(super) held: Option<HeldMemory>,
+    /// Memory of each heap.
+    places: Places,
     pub(super) device_free_bytes: Option<u64>,
-    /// Memory that the allocator could have.
-    pub(super) capacity_bytes: Option<u64>,
+    /// Limits that apply to the request, the narrowest first.
+    bounds: Vec<Bound>,
+    /// The limit that decides, if one is known.
+    bound: Option<Bound>,
+    /// A holder that grows through the whole job.
+    growth: Option<Growth>,
+    /// Settings of the request's pool.
+    pool_config: PoolConfig,
     pub(super) attempts: Vec<Attempt>,
 }
 
@@ -63,7 +81,8 @@ pub(super) struct Failure {
 #[derive(Clone, Debug)]
 pub(super) struct Attempt {
     settings: String,
-    command: String,
+    /// Command that reproduces the attempt. `None` if it changes a pool that the program creates.
+    command: Option<String>,
     /// Requests refused up to this one, which is included.
     refused: usize,
     reserved_bytes: u64,
@@ -85,21 +104,43 @@ impl Failure {
     pub(super) fn of(recorded: &Recorded, reading: &ReadingArgs) -> Result<Option<Self>, CliError> {
         let Some(mut failure) = Self::found(recorded)? else { return Ok(None) };
         let records = with_request(&recorded.recording, failure.op);
-        let program = Program::new(&records);
-        let program = program.map_err(|source| CliError::Program { path: recorded.path.clone(), source })?;
-        let mut configs = vec![recorded.config.clone()];
-        for config in settings::candidates(&recorded.config, recorded.job.stream_count()) {
+        let of_default = failure.pool == PoolId::DEFAULT;
+        // The same candidates for any pool: in place of the default pool.
+        let as_default = recorded.config.to_builder().default_pool(failure.pool_config.clone()).build();
+        let mut configs: Vec<Config> = as_default.into_iter().collect();
+        let candidates = configs.first().map(|own| settings::candidates(own, recorded.job.stream_count()));
+        for config in candidates.into_iter().flatten() {
             if !configs.contains(&config) {
                 configs.push(config);
             }
         }
-        for config in configs {
-            let Some(config) = limited(&config, failure.capacity_bytes) else { continue };
+        let device_bytes = failure.device_bytes();
+        for (index, candidate) in configs.iter().enumerate() {
+            let (config, changed_records) = match of_default {
+                true => (candidate.clone(), None),
+                false if index == 0 => (recorded.config.clone(), None),
+                false => {
+                    let pool = candidate.default_pool();
+                    (recorded.config.clone(), Some(with_pool(&records, failure.pool, pool)))
+                }
+            };
+            let Some(config) = limited(&config, device_bytes) else { continue };
+            let program = Program::new(changed_records.as_ref().unwrap_or(&records));
+            let program = program.map_err(|source| CliError::Program { path: recorded.path.clone(), source })?;
             // Settings under which the job stops serve nothing.
             let Ok(outcome) = recorded.job.attempt(&program, &config, failure.op) else { continue };
-            let settings = settings::text(&config);
+            let changed = settings::text(&config);
             let (path, flags) = (quoted(&recorded.path.to_string_lossy()), reading.flags());
-            let command = format!("symmalloc replay {path}{flags} --ranks 1 --passes 1 --config {}", quoted(&settings));
+            let command =
+                || format!("symmalloc replay {path}{flags} --ranks 1 --passes 1 --config {}", quoted(&changed));
+            let (settings, command) = match of_default || index == 0 {
+                true => (changed.clone(), Some(command())),
+                false => {
+                    let own =
+                        candidate.to_builder().total_limit_bytes(None).build().unwrap_or_else(|_| candidate.clone());
+                    (format!("{} for pool {}", settings::text(&own), failure.pool.0), None)
+                }
+            };
             let (refused, reserved_bytes) = (outcome.refused.len(), outcome.reserved_bytes);
             failure.attempts.push(Attempt { settings, command, refused, reserved_bytes });
         }
@@ -110,13 +151,16 @@ impl Failure {
     fn found(recorded: &Recorded) -> Result<Option<Self>, CliError> {
         let recording = &recorded.recording;
         let ops = recorded.program().ops();
-        let (op, noted) = match recording.failure {
-            Some(failure) => (failure.record, Some(failure)),
+        let attempt = |program: &Program, op: usize| {
+            let attempt = recorded.job.attempt(program, &recorded.config, op);
+            attempt.map_err(|source| CliError::Job { path: recorded.path.clone(), source })
+        };
+        let (op, noted, cause) = match recording.failure {
+            Some(failure) => (failure.record, Some(failure), refusal_of(recorded, failure.record)),
             None => {
-                let attempt = recorded.job.attempt(recorded.program(), &recorded.config, ops.len());
-                let attempt = attempt.map_err(|source| CliError::Job { path: recorded.path.clone(), source })?;
-                let Some(op) = attempt.refused.first() else { return Ok(None) };
-                (*op, None)
+                let attempt = attempt(recorded.program(), ops.len())?;
+                let Some((op, cause)) = attempt.refused.into_iter().next() else { return Ok(None) };
+                (op, None, cause)
             }
         };
         let (pool, stream, size_bytes) = match ops[op] {
@@ -135,20 +179,13 @@ impl Failure {
         let frames = recording.stacks.as_ref().zip(stack).map_or_else(Vec::new, |(stacks, stack)| {
             stacks.stacks()[stack].frames.iter().map(|frame| stacks.frames()[*frame as usize].clone()).collect()
         });
+        let live = LiveBytes::after(&ops[..op]);
         let held = noted.and_then(|failure| failure.held);
         let device_free_bytes = noted.and_then(|failure| failure.device_free_bytes);
-        let from_device = held.zip(device_free_bytes).map(|(held, free)| held.reserved_bytes.saturating_add(free));
-        let capacity_bytes = match noted {
-            Some(_) => from_device,
-            None => [
-                recorded.config.total_limit_bytes(),
-                recorded.config.default_pool().limit_bytes().filter(|_| pool == PoolId::DEFAULT),
-            ]
-            .into_iter()
-            .flatten()
-            .min(),
-        };
-        Ok(Some(Failure {
+        let device_bytes = held.zip(device_free_bytes).map(|(held, free)| held.reserved_bytes.saturating_add(free));
+        let bounds = bounds(recorded, (pool, stream), op, &live, cause.as_ref(), device_bytes);
+        let by_driver = matches!(ops[op], Op::Refuse { refusal: Refusal::Driver, .. }) && device_bytes.is_none();
+        let mut failure = Failure {
             op,
             size_bytes,
             stream,
@@ -157,43 +194,46 @@ impl Failure {
             frames,
             stream_name: streams::name(recording, stream),
             by,
-            own_free_bytes: None,
             others: noted.map_or(0, |_| recording.summary.failed_allocations.saturating_sub(1)),
-            live_bytes: live_bytes(&ops[..op]),
+            is_replayed: noted.is_none() || is_ours(recording),
+            live_bytes: live.all(),
+            pool_live_bytes: live.of_pool(pool),
             held,
+            places: Places::recorded(&recording.failure_heaps, &live),
             device_free_bytes,
-            capacity_bytes,
+            bound: deciding(&bounds, size_bytes, cause.as_ref(), by_driver),
+            bounds,
+            growth: None,
+            pool_config: pool_config(recorded, pool, op),
             attempts: Vec::new(),
-        }))
+        };
+        failure.growth = Growth::of(&recording.records, op, failure.of_pool_alone());
+        Ok(Some(failure))
     }
 
-    /// Adds the memory that symmalloc holds then, if its settings refuse the request.
-    pub(super) fn add_state(&mut self, recorded: &Recorded, shown: &Memory) {
-        if recorded.recording.failure.is_some() || shown.op != self.op {
-            return;
+    /// Adds the memory that symmalloc holds then, if symmalloc refused the request.
+    pub(super) fn add_state(&mut self, shown: &Memory) {
+        if self.is_replayed && shown.op == self.op {
+            self.places = Places::replayed(shown);
+            self.held = Some(self.places.held());
         }
-        let free = |block: &&DrawnBlock| matches!(block.state, BlockState::Free | BlockState::Fenced);
-        let mut held = HeldMemory::default();
-        held.reserved_bytes = shown.size_bytes();
-        for block in shown.blocks().filter(free) {
-            held.free_blocks += 1;
-            held.free_block_bytes += block.size_bytes;
-            held.largest_free_bytes = held.largest_free_bytes.max(block.size_bytes);
-        }
-        held.allocated_bytes = held.reserved_bytes - held.free_block_bytes;
-        let is_own = |heap: &&DrawnHeap| {
-            heap.owner.pool == self.pool && heap.owner.stream().is_none_or(|stream| stream == self.stream)
-        };
-        let own = shown.heaps.iter().filter(is_own).flat_map(DrawnHeap::blocks);
-        self.own_free_bytes = Some(own.filter(free).map(|block| block.size_bytes).sum());
-        self.held = Some(held);
+    }
+
+    /// Returns the memory that the recorded allocator could have.
+    fn device_bytes(&self) -> Option<u64> {
+        self.bounds.iter().find(|bound| bound.scope == Scope::Device).map(|bound| bound.capacity_bytes)
+    }
+
+    /// Returns the pool whose memory alone matters, because its limit decides.
+    fn of_pool_alone(&self) -> Option<PoolId> {
+        let is_own = |bound: &Bound| matches!(bound.scope, Scope::Pool | Scope::Segment);
+        self.bound.filter(is_own).map(|_| self.pool)
     }
 
     fn cause(&self) -> Cause {
-        let needed = self.live_bytes.saturating_add(self.size_bytes);
-        match self.capacity_bytes {
-            Some(capacity) if needed > capacity => Cause::TooMuch { missing_bytes: needed - capacity },
-            Some(_) => Cause::Fragmentation,
+        match self.bound.map(|bound| bound.missing_bytes(self.size_bytes)) {
+            Some(0) => Cause::Fragmentation,
+            Some(missing_bytes) => Cause::TooMuch { missing_bytes },
             None => Cause::Unknown,
         }
     }
@@ -212,13 +252,25 @@ impl Failure {
         self.op
     }
 
-    /// Describes the failure in sentences: what failed, the state then, the cause, the largest holders and the remedy.
-    pub(super) fn lines(&self, holders: &[Holder], pools: Option<&PrivatePools>) -> Vec<(&'static str, String)> {
+    /// Describes the failure in sentences: what failed, the state then, the cause, where memory is, the largest holders and the remedy.
+    pub(super) fn lines(
+        &self,
+        recording: &Recording,
+        shown: &Memory,
+        pools: Option<&PrivatePools>,
+    ) -> Vec<(&'static str, String)> {
         let mut lines = vec![("failed", self.request()), ("then", self.state()), ("why", self.reason())];
+        lines.extend(self.places.text(recording, (self.pool, self.stream)).map(|text| ("where", text)));
+        let holders = match self.of_pool_alone() {
+            Some(pool) => holders::of_pool(shown, pool),
+            None => holders::of(shown),
+        };
         if !holders.is_empty() {
-            lines.push(("held", largest(holders)));
+            lines.push(("held", largest(&holders)));
         }
-        lines.push(("remedy", self.remedy(pools)));
+        lines.extend(self.growth.as_ref().map(|growth| ("grows", growth.text())));
+        let remedy = self.remedy(pools);
+        lines.push(("remedy", self.growth.as_ref().map_or(remedy.clone(), |growth| growth.remedy(&remedy))));
         lines
     }
 
@@ -235,11 +287,20 @@ impl Failure {
     }
 
     fn state(&self) -> String {
-        let live = format!("{} live", memory(self.live_bytes));
+        let live = match self.live_bytes == self.pool_live_bytes {
+            true => format!("{} live", memory(self.live_bytes)),
+            false => {
+                format!(
+                    "{} live, {} of it in pool {}",
+                    memory(self.live_bytes),
+                    memory(self.pool_live_bytes),
+                    self.pool.0
+                )
+            }
+        };
         let Some(held) = self.held else {
-            let limit =
-                self.capacity_bytes.map_or_else(String::new, |limit| format!(", under a limit of {}", memory(limit)));
-            return format!("{live}{limit}");
+            let limit = self.bound.map(|bound| memory(bound.capacity_bytes));
+            return limit.map_or_else(|| live.clone(), |limit| format!("{live}, under a limit of {limit}"));
         };
         let pieces = held.free_segments + held.free_blocks;
         let free = match pieces {
@@ -258,47 +319,78 @@ impl Failure {
     }
 
     fn reason(&self) -> String {
-        let needed = memory(self.live_bytes.saturating_add(self.size_bytes));
-        match (self.cause(), self.capacity_bytes) {
-            (Cause::TooMuch { missing_bytes }, Some(capacity)) => format!(
-                "live memory and the request need {needed}, but only {} can be had: {} are missing",
-                memory(capacity),
-                memory(missing_bytes)
-            ),
-            (_, Some(capacity))
-                if self.own_free_bytes.zip(self.held).is_some_and(|(own, held)| {
-                    held.free_bytes() - own >= held.free_bytes().div_ceil(2) && held.free_bytes() > 0
-                }) =>
-            {
-                format!(
-                    "live memory and the request need {needed} of {}, but most free memory is in heaps of other streams or pools",
-                    memory(capacity)
-                )
-            }
-            (_, Some(capacity)) => format!(
-                "fragmentation: live memory and the request need {needed} of {}, but no free piece holds the request",
-                memory(capacity)
-            ),
-            (_, None) => format!(
+        let Some(bound) = self.bound else {
+            let needed = memory(self.live_bytes.saturating_add(self.size_bytes));
+            return format!(
                 "the recording does not state how much memory there was; live memory and the request need {needed}"
-            ),
+            );
+        };
+        let (live, needed) = (bound.live_memory(self.pool), memory(bound.needed_bytes(self.size_bytes)));
+        if let Cause::TooMuch { missing_bytes } = self.cause() {
+            return format!(
+                "{live} and the request need {needed}, but {}: {} are missing",
+                bound.capacity(),
+                memory(missing_bytes)
+            );
         }
+        let of = memory(bound.capacity_bytes);
+        if let Some(elsewhere) = self.elsewhere(&bound) {
+            return format!(
+                "{live} and the request need {needed} of {of}, but most free memory is in heaps of {elsewhere}"
+            );
+        }
+        format!("fragmentation: {live} and the request need {needed} of {of}, but no free piece holds the request")
+    }
+
+    /// Describes the heaps that hold most of the free memory that counts for a limit, if the request cannot use them.
+    fn elsewhere(&self, bound: &Bound) -> Option<&'static str> {
+        let is_own =
+            |place: &Place| place.pool == Some(self.pool) && place.stream().is_none_or(|stream| stream == self.stream);
+        let (counts, name): (fn(&Place, PoolId) -> bool, _) = match bound.scope {
+            Scope::Segment => return None,
+            Scope::Pool => (|place, pool| place.pool == Some(pool), "other streams of the pool"),
+            Scope::Total | Scope::Device => (|_, _| true, "other streams or pools"),
+        };
+        let all = self.places.free_bytes(|place| counts(place, self.pool));
+        let own = self.places.free_bytes(is_own);
+        (all > 0 && all - own >= all.div_ceil(2)).then_some(name)
     }
 
     fn remedy(&self, pools: Option<&PrivatePools>) -> String {
         if let Cause::TooMuch { missing_bytes } = self.cause() {
-            let missing = memory(missing_bytes);
-            return format!("no allocator can serve it: free {missing} before this op, or request less");
+            let missing = match self.of_pool_alone() {
+                Some(pool) => format!("{} of pool {}", memory(missing_bytes), pool.0),
+                None => memory(missing_bytes),
+            };
+            let exceeded = self.bounds.iter().filter(|bound| bound.missing_bytes(self.size_bytes) > 0);
+            let settings: Option<Vec<String>> =
+                exceeded.map(|bound| bound.setting(self.pool, &self.pool_config, self.size_bytes)).collect();
+            return match settings {
+                None => format!("no allocator can serve it: free {missing} before this op, or request less"),
+                Some(settings) => {
+                    format!("raise {}, free {missing} before this op, or request less", settings.join(" and "))
+                }
+            };
         }
         let served = self.served();
         let Some(best) = served.first() else {
-            let other = if pools.is_some() { "share the private pools (below), " } else { "" };
+            let share = if pools.is_some() { "share the private pools (below), " } else { "" };
+            // PyTorch has released its free segments before it fails.
+            let is_over_all = self.bound.is_some_and(|bound| bound.scope == Scope::Total);
+            let freest = self.places.freest(self.pool).filter(|_| is_over_all && self.is_replayed && pools.is_none());
+            let trim = freest.map_or_else(String::new, |(pool, free_bytes)| {
+                format!("trim pool {}, which holds {} free, ", pool.0, memory(free_bytes))
+            });
             return format!(
-                "none of the tested settings serves it: {other}free memory before this op, or request less"
+                "none of the tested settings serves it: {share}{trim}free memory before this op, or request less"
             );
         };
-        let within = match self.capacity_bytes {
-            Some(capacity) => format!("within the same {} MiB", count(capacity / MIB)),
+        let command = best.command.as_ref().map_or_else(String::new, |command| format!(" ({command})"));
+        let within = match self.bound {
+            Some(bound) if bound.scope == Scope::Pool => {
+                format!("within the pool's {} MiB", count(bound.capacity_bytes / MIB))
+            }
+            Some(bound) => format!("within the same {} MiB", count(bound.capacity_bytes / MIB)),
             None => {
                 return format!(
                     "with {}, symmalloc reserves {} to serve it; `--config total_limit_mb:N` of `symmalloc replay` tells whether it fits into N MiB",
@@ -308,10 +400,9 @@ impl Failure {
             }
         };
         format!(
-            "symmalloc serves it {within} with {}, {} reserved ({})",
+            "symmalloc serves it {within} with {}, {} reserved{command}",
             best.settings,
-            memory(best.reserved_bytes),
-            best.command
+            memory(best.reserved_bytes)
         )
     }
 
@@ -340,9 +431,13 @@ impl Failure {
             "stack": self.frames,
             "others": self.others,
             "live_bytes": self.live_bytes,
+            "pool_live_bytes": self.pool_live_bytes,
             "held": held,
+            "heaps": self.places.object(),
             "device_free_bytes": self.device_free_bytes,
-            "capacity_bytes": self.capacity_bytes,
+            "capacity_bytes": self.bound.map(|bound| bound.capacity_bytes),
+            "growth": self.growth.as_ref().map(|growth| growth.quarters),
+            "limit": self.bound.map(|bound| bound.scope.word()),
             "cause": cause,
             "attempts": self.attempts.iter().map(attempt).collect::<Vec<_>>(),
         })
@@ -377,15 +472,47 @@ pub(super) fn held_object(held: &HeldMemory) -> Value {
     })
 }
 
-/// Returns a configuration whose limit is at most this, or `None` if it is invalid.
-fn limited(config: &Config, capacity_bytes: Option<u64>) -> Option<Config> {
-    let Some(capacity) = capacity_bytes else { return Some(config.clone()) };
-    let limit = config.total_limit_bytes().map_or(capacity, |limit| limit.min(capacity)) / MIB * MIB;
-    // The pool's own limit is the reason of the failure.
-    if config.default_pool().limit_bytes() == Some(limit) {
-        return Some(config.clone());
+/// Returns a configuration whose limit is at most the memory of the device, or `None` if it is invalid.
+fn limited(config: &Config, device_bytes: Option<u64>) -> Option<Config> {
+    let Some(device_bytes) = device_bytes else { return Some(config.clone()) };
+    let limit = config.total_limit_bytes().map_or(device_bytes, |limit| limit.min(device_bytes)) / MIB * MIB;
+    config.to_builder().total_limit_bytes(limit).build().ok()
+}
+
+/// Returns the limit that decides about a request: the one that lacks most, or else the one that the allocator named, or else the tightest.
+/// A driver refuses for reasons that no setting states.
+fn deciding(bounds: &[Bound], size_bytes: u64, cause: Option<&OutOfMemoryCause>, by_driver: bool) -> Option<Bound> {
+    let lacking = bounds.iter().filter(|bound| bound.missing_bytes(size_bytes) > 0);
+    if let Some(bound) = lacking.rev().max_by_key(|bound| bound.missing_bytes(size_bytes)) {
+        return Some(*bound);
     }
-    config.to_builder().total_limit_bytes(Some(limit)).build().ok()
+    if by_driver {
+        return None;
+    }
+    let named = match cause {
+        Some(OutOfMemoryCause::SegmentFull { .. }) => Some(Scope::Segment),
+        Some(OutOfMemoryCause::Limit { scope: LimitScope::Pool, .. }) => Some(Scope::Pool),
+        Some(OutOfMemoryCause::Limit { .. }) => Some(Scope::Total),
+        _ => None,
+    };
+    let named = bounds.iter().find(|bound| Some(bound.scope) == named);
+    named.or(bounds.iter().min_by_key(|bound| bound.capacity_bytes - bound.live_bytes)).copied()
+}
+
+/// Returns `true` if symmalloc recorded the job itself: the trace states the configuration, and a replay has the same memory.
+fn is_ours(recording: &Recording) -> bool {
+    recording.format == Format::Trace && recording.config.is_some()
+}
+
+/// Returns the cause for which symmalloc refuses the recorded request of an op. `None` if it serves the request, or another allocator
+/// refused it.
+fn refusal_of(recorded: &Recorded, op: usize) -> Option<OutOfMemoryCause> {
+    if !is_ours(&recorded.recording) {
+        return None;
+    }
+    let program = Program::new(&with_request(&recorded.recording, op)).ok()?;
+    let attempt = recorded.job.attempt(&program, &recorded.config, op).ok()?;
+    attempt.refused.into_iter().find(|(refused, _)| *refused == op)?.1
 }
 
 /// Returns the records in which the refused request of an op is an allocation.
@@ -398,19 +525,15 @@ fn with_request(recording: &Recording, op: usize) -> Vec<Record> {
     records
 }
 
-/// Returns the bytes that are live after these ops.
-fn live_bytes(ops: &[Op]) -> u64 {
-    let mut sizes = Vec::new();
-    let mut live = 0u64;
-    for op in ops {
-        match op {
-            Op::Allocate { size_bytes, .. } => {
-                sizes.push(*size_bytes);
-                live = live.saturating_add(*size_bytes);
-            }
-            Op::Free { id } => live = live.saturating_sub(sizes.get(id.index()).copied().unwrap_or(0)),
-            _ => {}
+/// Returns the records in which a pool has other settings.
+fn with_pool(records: &[Record], pool: PoolId, settings: &PoolConfig) -> Vec<Record> {
+    let mut records = records.to_vec();
+    for record in &mut records {
+        if let Op::CreatePool { pool: of, config } = &mut record.op
+            && *of == pool
+        {
+            **config = settings.clone();
         }
     }
-    live
+    records
 }

@@ -1,11 +1,12 @@
 //! Holders of memory: live allocations grouped by name, or by size if they have no name.
 
-use crate::picture::memory::Memory;
+use crate::picture::memory::{DrawnBlock, DrawnHeap, Memory};
 use crate::quantity::memory;
 use serde::Serialize;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use symmalloc_core::PoolId;
 
 /// Live allocations with the same name, or without a name and with the same size.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -38,8 +39,17 @@ impl Holder {
 
 /// Returns the holders in descending order of bytes.
 pub(super) fn of(memory: &Memory) -> Vec<Holder> {
+    of_blocks(memory.blocks())
+}
+
+/// Returns the holders in one pool in descending order of bytes.
+pub(super) fn of_pool(memory: &Memory, pool: PoolId) -> Vec<Holder> {
+    of_blocks(memory.heaps.iter().filter(|heap| heap.owner.pool == pool).flat_map(DrawnHeap::blocks))
+}
+
+fn of_blocks<'a>(blocks: impl Iterator<Item = &'a DrawnBlock>) -> Vec<Holder> {
     let mut holders: BTreeMap<(Option<Arc<str>>, Option<u64>), Holder> = BTreeMap::new();
-    for held in memory.blocks().filter_map(|block| block.held.as_ref()) {
+    for held in blocks.filter_map(|block| block.held.as_ref()) {
         let each_bytes = held.name.is_none().then_some(held.requested_bytes);
         let holder = holders.entry((held.name.clone(), each_bytes)).or_insert_with(|| Holder {
             name: held.name.as_deref().map(Into::into),

@@ -6,7 +6,6 @@ use super::settings::Trial;
 use crate::beginning::lived_before;
 use crate::chart::{file_name, history_figure, map_figure};
 use crate::explorer;
-use crate::job::Options;
 use crate::picture::timeline::{ALLOCATED, LIVE, RESERVED};
 use crate::picture::{heap_name, page};
 use crate::quantity::{count, counted, memory};
@@ -53,7 +52,7 @@ fn failure(findings: &Findings<'_>) -> Markup {
         h2 { "The request that failed" }
         table.stacked {
             tbody {
-                @for (word, text) in failure.lines(&findings.holders, findings.pools.as_ref()) {
+                @for (word, text) in failure.lines(&findings.recorded.recording, &findings.memory, findings.pools.as_ref()) {
                     tr { th { (word) } td { (text) } }
                 }
             }
@@ -121,7 +120,7 @@ fn figures(findings: &Findings<'_>) -> Markup {
             }
             div {
                 b { (memory(findings.steady_bytes())) }
-                "peak reserved" br; "over " (Options::default().passes) " passes"
+                "peak reserved" br; "over " (findings.recorded.job.steady_passes()) " passes"
             }
             @for (word, quantity) in of_op {
                 div { b { (memory(peaks[quantity].bytes)) } (word) br; "after op " (count(peaks[quantity].op)) }
@@ -229,7 +228,7 @@ fn fragmentation(findings: &Findings<'_>) -> Markup {
 }
 
 fn settings(findings: &Findings<'_>) -> Markup {
-    let passes = Options::default().passes;
+    let passes = findings.recorded.job.steady_passes();
     let better: Vec<&Trial> = findings.better().collect();
     let others: Vec<&Trial> =
         findings.trials.iter().filter(|trial| !trial.is_own && !trial.is_better_than(findings.own())).collect();

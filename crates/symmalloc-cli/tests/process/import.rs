@@ -22,7 +22,7 @@ fn an_rmm_log_becomes_a_trace_and_omissions_are_reported() {
     assert!(words.contains("RMM log") && words.contains("1 allocation of 512 B already live"), "{words}");
     assert_eq!(
         fs::read_to_string(&trace).unwrap(),
-        "symmalloc-trace 1\nstream s0\na 0 512 s0\na 1 1048576 s0\nf 0\nf 1\nend 5\n"
+        "symmalloc-trace 1\nstream s0 \"the default stream of thread 0\"\na 0 512 s0\na 1 1048576 s0\nf 0\nf 1\nend 5\n"
     );
 }
 
@@ -40,9 +40,19 @@ fn the_extension_selects_the_compression_and_every_format_reads_back() {
     let (again, kept) = (folder.path("again.trace"), folder.path("kept.trace"));
     symmalloc("import {} {}", &[&zstd, &again]).exited(0);
     symmalloc("import {} {}", &[&recorded("fsdp1_train_rank1.trace.zst"), &kept]).exited(0);
-    for path in [&again, &kept] {
-        assert!(fs::read(path).unwrap() == fs::read(&plain).unwrap(), "{}", path.display());
-    }
+    assert!(fs::read(&again).unwrap() == fs::read(&plain).unwrap(), "{}", again.display());
+    // That copy has no names of streams.
+    let names = ["\"the default stream\"", "\"0x"];
+    let text = fs::read_to_string(&plain).unwrap();
+    let (registered, others): (Vec<&str>, Vec<&str>) = text.lines().partition(|line| line.starts_with("stream "));
+    assert!(
+        registered.len() > 1 && registered.iter().all(|line| names.iter().any(|name| line.contains(name))),
+        "{registered:?}"
+    );
+    let text = fs::read_to_string(&kept).unwrap();
+    let (of_kept, others_kept): (Vec<&str>, Vec<&str>) = text.lines().partition(|line| line.starts_with("stream "));
+    let unnamed: Vec<&str> = registered.iter().map(|line| line.split(" \"").next().unwrap()).collect();
+    assert!(unnamed == of_kept && others == others_kept, "{}", kept.display());
 }
 
 #[test]

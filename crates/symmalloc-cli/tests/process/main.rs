@@ -16,6 +16,8 @@ mod replay;
 mod report;
 mod run;
 mod simulate;
+mod six;
+mod snapshots;
 
 use serde_json::Value;
 use std::fs;

@@ -115,6 +115,124 @@ fn failures_of_logs_and_of_traces_are_found_too() {
     assert_eq!(report(&reported("cached_full_history.pickle")).0["failure"], Value::Null);
 }
 
+/// A failed request is judged by the limits that apply to it, each with the memory that counts under it, and in any pool.
+#[test]
+fn a_request_is_judged_by_the_limits_of_its_pool() {
+    let folder = Folder::new();
+    // The settings; pool 1's settings; the size of the request in MiB, and its pool; the expected limit and cause.
+    let cases = [
+        // 60 MiB are live in pool 0, and 20 MiB in pool 1.
+        ("total_limit_mb:1000", "limit_mb:40", 30, 1, "pool", "too much", "limit_mb of pool 1 to at least 50"),
+        ("total_limit_mb:1000,limit_mb:64", "", 30, 0, "pool", "too much", "limit_mb of pool 0 to at least 90"),
+        // The limit of one pool is none of the other.
+        ("total_limit_mb:100,limit_mb:64", "", 30, 1, "total", "too much", "total_limit_mb to at least 110"),
+        (
+            "total_limit_mb:100,limit_mb:64",
+            "limit_mb:200",
+            30,
+            1,
+            "total",
+            "too much",
+            "total_limit_mb to at least 110",
+        ),
+        // Both are exceeded; the one that lacks more decides, and both must be raised.
+        (
+            "total_limit_mb:100",
+            "limit_mb:30",
+            30,
+            1,
+            "pool",
+            "too much",
+            "limit_mb of pool 1 to at least 50 and total_limit_mb to at least 110",
+        ),
+        ("", "segments:reserved,segment_mb:32", 30, 1, "segment", "too much", "segment_mb of pool 1 to at least 50"),
+    ];
+    for (config, pool, size, of, limit, cause, setting) in cases {
+        for recorded in [false, true] {
+            let config = format!("config {}", if config.is_empty() { "segments:expandable" } else { config });
+            let pool = format!("pool p1 {}", if pool.is_empty() { "segments:expandable" } else { pool });
+            let bytes = size << 20;
+            let request = match recorded {
+                true => format!("refuse {bytes} s0 p{of} limit"),
+                false => format!("a 9 {bytes} s0 p{of}"),
+            };
+            let lines = [&config, "stream s0", &pool, "a 0 62914560 s0", "a 1 20971520 s0 p1", &request];
+            let (object, text, page) = report(&folder.trace("limits.trace", &lines));
+            let failure = &object["failure"];
+            let told = format!("{lines:?}: {failure}\n{text}");
+            assert_eq!((&failure["limit"], &failure["cause"]), (&json!(limit), &json!(cause)), "{told}");
+            assert_eq!(failure["pool_live_bytes"], [60 << 20, 20 << 20][of], "{told}");
+            assert_eq!(failure["live_bytes"], 80 << 20, "{told}");
+            let wanted = format!("remedy: raise {setting}, free ");
+            assert!(text.contains(&wanted) && page.contains(setting), "no {wanted:?} in {told}");
+            let places = ["pool 0: 60.00 MiB live", "pool 1: 20.00 MiB live", ", of the request: "];
+            let [zero, one, own] = places.map(|place| text.contains(place));
+            assert!(own && (zero || of == 0) && (one || of == 1), "{told}");
+        }
+    }
+}
+
+/// Free memory that the request cannot use: in pieces, in other streams, or in another pool. The settings of its own pool are tried.
+#[test]
+fn a_request_in_any_pool_gets_the_settings_of_its_pool() {
+    let folder = Folder::new();
+    for pool in [0, 1] {
+        // 32 MiB are free in stream 0, and stream 1 requests 40 of the pool's 64.
+        let settings = "segments:expandable,limit_mb:64,reclaim:never";
+        let config = format!("config {settings}");
+        let of_pool = format!("pool p1 {settings}");
+        let [kept, freed] = [0, 1].map(|id| format!("a {id} 33554432 s0 p{pool}"));
+        let request = format!("a 2 25165824 s1 p{pool}");
+        let lines = [&config, "stream s0", "stream s1", &of_pool, &kept, &freed, "f 1", &request];
+        let (object, text, page) = report(&folder.trace("streams.trace", &lines));
+        let failure = &object["failure"];
+        assert_eq!((&failure["limit"], &failure["cause"]), (&json!("pool"), &json!("fragmentation")), "{failure}");
+        for wanted in [
+            "most free memory is in heaps of other streams of the pool",
+            "symmalloc serves it within the pool's 64 MiB",
+        ] {
+            assert!(text.contains(wanted) && page.contains(wanted), "no {wanted:?} in:\n{text}");
+        }
+        assert!(text.contains("streams:shared"), "{text}");
+        assert_eq!(text.contains("for pool 1"), pool == 1, "{text}");
+        assert_eq!(failure["attempts"][0]["is_served"], false);
+    }
+    // Another pool holds what the total limit lacks.
+    let lines = [
+        "config total_limit_mb:64,reclaim:never",
+        "stream s0",
+        "pool p1 reclaim:never",
+        "a 0 41943040 s0 p1",
+        "f 0",
+        "a 1 33554432 s0",
+    ];
+    let (object, text, _) = report(&folder.trace("pools.trace", &lines));
+    assert_eq!((&object["failure"]["limit"], &object["failure"]["cause"]), (&json!("total"), &json!("fragmentation")));
+    for wanted in [
+        "most free memory is in heaps of other streams or pools",
+        "pool 0, of the request: 0 B live, 0 B free; pool 1: 0 B live, 40.00 MiB free",
+        "trim pool 1, which holds 40.00 MiB free",
+    ] {
+        assert!(text.contains(wanted), "no {wanted:?} in:\n{text}");
+    }
+}
+
+/// `--config` replaces the default pool's line, and thereby moves the numbers of all later ops.
+#[test]
+fn a_failure_is_found_under_another_configuration() {
+    let folder = Folder::new();
+    let lines = ["pool p0 segments:fixed", "stream s0", "a 0 1048576 s0", "refuse 4194304 s0 driver \"late\""];
+    let trace = folder.trace("job.trace", &lines);
+    let out = folder.path("out.html");
+    for config in ["", " --config segments:expandable", " --config total_limit_mb:2"] {
+        let object = symmalloc(&format!("report {{}} -o {{}} --json{config}"), &[&trace, &out]).json(0);
+        let failure = &object["failure"];
+        assert_eq!((&failure["name"], &failure["size_bytes"]), (&json!("late"), &json!(4 << 20)), "{config}: {object}");
+        let limit = if config.contains("limit") { json!("total") } else { Value::Null };
+        assert_eq!(failure["limit"], limit, "{config}: {failure}");
+    }
+}
+
 #[test]
 fn a_state_without_history_is_not_compared() {
     let (object, text, page) = report(&reported("cached_state_only.pickle"));
@@ -143,7 +261,12 @@ fn fewer_refusals_are_better_than_fewer_bytes() {
     for wanted in ["nothing refused instead of 5 in all passes", "segments:expandable,streams:shared,limit_mb:64"] {
         assert!(text.contains(wanted) && page.contains(wanted), "no {wanted:?} in:\n{text}");
     }
-    assert!(text.contains("most free memory is in heaps of other streams or pools"), "{text}");
+    for wanted in [
+        "most free memory is in heaps of other streams of the pool",
+        "stream 1, of the request: 0 B live, 0 B free; stream 0: 0 B live, 64.00 MiB free",
+    ] {
+        assert!(text.contains(wanted) && page.contains(wanted), "no {wanted:?} in:\n{text}");
+    }
 }
 
 #[test]
@@ -153,7 +276,13 @@ fn recordings_that_begin_late_are_aligned() {
     assert_eq!((&object["same_ops"], &object["compared_ops"]), (&json!(true), &json!(90)));
     assert_eq!(
         object["late"],
-        json!({ "a": { "is_late": true, "ops_before": 7 }, "b": { "is_late": true, "ops_before": 0 } })
+        json!({
+            "a": { "is_late": true, "ops_before": 7 },
+            "b": { "is_late": true, "ops_before": 0 },
+            "is_aligned": true,
+            "other_alignments": 0,
+            "nearest_alignment": null,
+        })
     );
     let text = symmalloc("diff {} {}", &[&a, &b]).exited(0).stdout.clone();
     for wanted in
@@ -167,37 +296,139 @@ fn recordings_that_begin_late_are_aligned() {
     assert!(text.contains("both have the same first op"), "{text}");
 }
 
-/// Logs of one job on two streams, each of which begins at another line, with other handles and addresses.
-#[test]
-fn late_logs_differ_only_where_the_job_does() {
-    let folder = Folder::new();
-    let log = |name: &str, from: usize, changed: Option<usize>, base: u64| {
+/// A rank's part of a job on two streams: a log with handles and addresses of its own. Each step allocates, and frees an older
+/// allocation.
+struct Part {
+    /// The steps in the log.
+    steps: std::ops::Range<usize>,
+    /// A step whose allocation has another size.
+    changed: Option<usize>,
+    /// The job repeats itself after so many steps.
+    period: usize,
+}
+
+impl Part {
+    fn write(&self, folder: &Folder, name: &str, base: u64) -> PathBuf {
         let mut lines = vec!["Action,Pointer,Size,Stream".to_owned()];
-        for n in from..200 {
-            let (step, size) = (n / 4, 1000 + (n / 4 * 37 % 29) * 512 + usize::from(changed == Some(n)));
-            let stream = base + step as u64 % 2;
-            let at = |step: usize| base * 0x10000 + 0x1000 * (step as u64 % 7 + 1);
-            let size_of = |step: usize| 1000 + (step * 37 % 29) * 512;
-            match n % 4 {
-                0 => lines.push(format!("allocate,{:#x},{size},{stream:#x}", at(step))),
-                2 if step >= 5 => lines.push(format!(
-                    "free,{:#x},{},{:#x}",
-                    at(step - 5),
-                    size_of(step - 5),
-                    base + (step as u64 - 5) % 2
-                )),
-                _ => {}
+        let at = |step: usize| base * 0x10000 + 0x1000 * (step as u64 % 7 + 1);
+        let stream = |step: usize| base + step as u64 % 2;
+        let size = |step: usize| {
+            let kind = step % self.period;
+            1000 + (kind * kind % 1009) * 512 + usize::from(self.changed == Some(step))
+        };
+        for step in self.steps.clone() {
+            lines.push(format!("allocate,{:#x},{},{:#x}", at(step), size(step), stream(step)));
+            if let Some(old) = step.checked_sub(5) {
+                lines.push(format!("free,{:#x},{},{:#x}", at(old), size(old), stream(old)));
             }
         }
         folder.file(name, lines.join("\n") + "\n")
-    };
-    let a = log("a.csv", 40, None, 0x50);
-    for (from, changed, same) in [(40, None, true), (80, None, true), (120, None, true), (80, Some(160), false)] {
-        let b = log("b.csv", from, changed, 0x90);
-        let object = symmalloc("diff {} {} --json", &[&a, &b]).json(if same { 0 } else { 3 });
-        assert_eq!(object["same_ops"], same, "from line {from}: {object}");
-        assert_eq!(object["late"]["a"]["ops_before"], (from - 40) / 2, "{object}");
-        assert!(object["compared_ops"].as_u64().unwrap() >= 38, "{object}");
+    }
+}
+
+/// The ranks of a job record any parts of it. The comparison covers exactly the common steps, whichever rank begins or ends first.
+#[test]
+fn late_recordings_differ_only_where_the_job_does() {
+    let folder = Folder::new();
+    let never = usize::MAX;
+    for (a, b, changed) in [
+        (100..400, 100..400, never),
+        (100..400, 180..400, never),
+        (180..400, 100..400, never),
+        // One ends earlier.
+        (100..400, 180..390, never),
+        (100..390, 180..400, never),
+        (180..400, 100..390, never),
+        // One lies in the other, or begins at its beginning.
+        (100..400, 200..300, never),
+        (200..300, 100..400, never),
+        (100..300, 100..400, never),
+        (0..300, 100..400, never),
+        // They have only a small part in common.
+        (100..300, 290..500, never),
+        // The job differs at a common step, or before or after all of them.
+        (100..400, 180..390, 300),
+        (180..390, 100..400, 181),
+        (100..400, 180..390, 389),
+        (100..400, 180..390, 120),
+        (100..390, 180..400, 395),
+    ] {
+        let part = |steps: &std::ops::Range<usize>, changed| Part { steps: steps.clone(), changed, period: never };
+        let path_a = part(&a, None).write(&folder, "a.csv", 0x50);
+        let path_b = part(&b, Some(changed)).write(&folder, "b.csv", 0x90);
+        let common = a.start.max(b.start)..a.end.min(b.end);
+        let is_same = !common.contains(&changed);
+        let object = symmalloc("diff {} {} --json", &[&path_a, &path_b]).json(if is_same { 0 } else { 3 });
+        let told = format!("{a:?} {b:?}, changed {changed}: {object}");
+        assert_eq!(object["same_ops"], is_same, "{told}");
+        // Each step is two ops, except the first five of the job.
+        let ops = |from: usize, to: usize| (from..to).map(|step| 1 + usize::from(step >= 5)).sum::<usize>();
+        let before = [a.start, b.start].map(|start| ops(start, common.start));
+        let late = &object["late"];
+        assert_eq!(
+            (&late["a"]["ops_before"], &late["b"]["ops_before"]),
+            (&json!(before[0]), &json!(before[1])),
+            "{told}"
+        );
+        assert_eq!((&late["is_aligned"], &late["other_alignments"]), (&json!(true), &json!(0)), "{told}");
+        let compared = if is_same { ops(common.start, common.end) } else { ops(common.start, changed) };
+        assert_eq!(object["compared_ops"], compared, "{told}");
+        let after = [a.end, b.end].map(|end| ops(common.end, end));
+        let expected = if is_same && after != [0, 0] { json!({ "a": after[0], "b": after[1] }) } else { Value::Null };
+        assert_eq!(object["ops_after"], expected, "{told}");
+    }
+    // Parts without a common step are not aligned.
+    let [a, b] = [("a.csv", 100..200), ("b.csv", 300..400)]
+        .map(|(name, steps)| Part { steps, changed: None, period: never }.write(&folder, name, 0x50));
+    let text = symmalloc("diff {} {}", &[&a, &b]).exited(3).stdout.clone();
+    assert!(text.contains("they have too few ops in common to be aligned"), "{text}");
+}
+
+/// A job that repeats itself fits at several alignments. The answer says so, also if it is right.
+#[test]
+fn alignments_of_a_job_that_repeats_itself_are_not_unique() {
+    let folder = Folder::new();
+    let part = |name: &str, steps, changed| Part { steps, changed, period: 10 }.write(&folder, name, 0x50);
+    for (a, b, changed, chosen, is_same) in [
+        // The ends decide.
+        (100..200, 123..200, None, 23, true),
+        // Else the largest common part: B ends 40 steps earlier than A, and seems to begin 3 steps after it.
+        (100..200, 123..160, None, 3, true),
+        // A difference is seen at every alignment.
+        (100..200, 123..200, Some(170), 23, false),
+    ] {
+        let (path_a, path_b) = (part("a.csv", a.clone(), None), part("b.csv", b.clone(), changed));
+        let output = symmalloc("diff {} {} --json", &[&path_a, &path_b]).json(if is_same { 0 } else { 3 });
+        let late = &output["late"];
+        assert_eq!(output["same_ops"], is_same, "{output}");
+        let ops = late["a"]["ops_before"].as_u64().unwrap();
+        assert_eq!((ops / 2 % 10, late["b"]["ops_before"].as_u64()), (chosen % 10, Some(0)), "{output}");
+        assert!(late["other_alignments"].as_u64().unwrap() > 0, "{output}");
+        assert_ne!(late["nearest_alignment"], Value::Null, "{output}");
+        let text = symmalloc("diff {} {}", &[&path_a, &path_b]).exited(if is_same { 0 } else { 3 }).stdout.clone();
+        assert!(text.contains("as well, because the job repeats itself"), "{text}");
+    }
+}
+
+/// A state without history cannot be compared, and a torn recording is compared up to its end.
+#[test]
+fn states_are_not_compared_and_torn_recordings_are_up_to_their_end() {
+    let folder = Folder::new();
+    let (state, history) = (reported("cached_state_only.pickle"), reported("cached_full_history.pickle"));
+    for files in [[&state, &history], [&history, &state], [&state, &state]] {
+        let output = symmalloc("diff {} {}", &[files[0], files[1]]);
+        assert_eq!(output.code, Some(2));
+        assert!(output.stderr.contains("a state without history has no ops to compare"), "{}", output.stderr);
+    }
+    let lines = ["stream s0", "a 0 512 s0", "a 1 1024 s0", "f 0", "f 1"];
+    let whole = folder.trace("whole.trace", &lines);
+    for kept in 1..lines.len() {
+        let torn = folder.file("torn.trace", format!("symmalloc-trace 1\n{}\n", lines[..kept].join("\n")));
+        let object = symmalloc("diff {} {} --accept-torn --json", &[&whole, &torn]).json(0);
+        assert_eq!((&object["same_ops"], &object["ops_after"]["a"]), (&json!(true), &json!(lines.len() - kept)));
+        // A recording that is not torn ends where its rank does.
+        let ended = folder.trace("ended.trace", &lines[..kept]);
+        symmalloc("diff {} {}", &[&whole, &ended]).exited(3);
     }
 }
 
@@ -259,6 +490,20 @@ fn texts_say_which_numbers_they_are() {
     assert!(text.contains(wanted) && page.contains(wanted), "{text}");
     let replayed = symmalloc("replay {}", &[&log]).exited(0).stdout.clone();
     assert!(replayed.contains(&wanted[1..]), "{replayed}");
+    // An import keeps the names, and a trace may state any. A job with the default stream alone needs none.
+    let trace = folder.path("log.trace");
+    symmalloc("import {} {}", &[&log, &trace]).exited(0);
+    assert!(fs::read_to_string(&trace).unwrap().contains("stream s0 \"0x5581\"\n"), "{trace:?}");
+    assert!(report(&trace).1.contains(wanted));
+    let named =
+        folder.trace("named.trace", &["stream s0 \"prefetch\"", "stream s1", "a 0 512 s1", "refuse 512 s0 driver"]);
+    let (_, text, _) = report(&named);
+    for wanted in ["streams, by first use: 0 is prefetch, 1 is not named", "in pool 0 on stream 0 (prefetch)"] {
+        assert!(text.contains(wanted), "no {wanted:?} in:\n{text}");
+    }
+    let plain = folder.file("plain.csv", "Action,Pointer,Size,Stream\nallocate,0x100,4096,0x0\n");
+    symmalloc("import {} {}", &[&plain, &trace]).exited(0);
+    assert!(fs::read_to_string(&trace).unwrap().contains("stream s0\n"), "{trace:?}");
 }
 
 #[test]

@@ -224,7 +224,7 @@ impl From<&OutOfMemoryCause> for Refusal {
 pub struct Record {
     /// The op.
     pub op: Op,
-    /// The program's name of the allocation (allocate and refuse only). Readers share one text among all records with this name.
+    /// The program's name of the allocation, or of the stream (allocate, refuse and register stream only). Readers share one text among all records with this name.
     pub name: Option<Arc<str>>,
     /// The recorded placement (allocate only).
     pub placement: Option<Placement>,

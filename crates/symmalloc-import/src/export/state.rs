@@ -53,7 +53,7 @@ impl Stretch<'_> {
     }
 }
 
-impl<W: Write> SnapshotWriter<W> {
+impl<W: Write> SnapshotWriter<'_, W> {
     /// Writes `segments`, sorted by address as in PyTorch.
     pub(super) fn state(
         &mut self,

@@ -8,7 +8,7 @@ pub struct ExportSummary {
     pub entries: u64,
     /// Allocations of at least one byte.
     pub allocations: u64,
-    /// Allocations that a limit refused.
+    /// Requests that a limit refused, or that the recording shows as refused.
     pub refused: u64,
     /// Frees whose memory stayed in use for a while, as recorded.
     pub pending_frees: u64,

@@ -6,6 +6,7 @@ use symmalloc_sim::SimBackend;
 
 use super::*;
 use crate::{ReadOptions, Recording, read_bytes};
+use std::collections::BTreeMap;
 
 fn read(bytes: &[u8]) -> Recording {
     read_bytes(bytes, &ReadOptions::default()).unwrap_or_else(|error| panic!("{error}"))
@@ -47,6 +48,34 @@ fn a_refused_allocation_is_out_of_memory() {
     let (bytes, summary) = exported(&["stream s0", "a 0 5000000 s0", "f 0"], "limit_mb:2");
     assert_eq!((summary.refused, summary.entries), (1, 1));
     assert_eq!(read(&bytes).summary.failed_allocations, 1);
+}
+
+/// Requests that the recording shows as refused stay so: each with its bytes, its pool, its name, and what was free.
+#[test]
+fn recorded_failures_survive_a_round_trip() {
+    let lines = [
+        "stream s0",
+        "pool p1",
+        "a 0 4194304 s0 p1",
+        "refuse 30000000 s0 p1 driver \"model.py:40 forward\"",
+        "refuse 512 s0 driver",
+    ];
+    let recording = read(format!("symmalloc-trace 1\n{}\nend {}\n", lines.join("\n"), lines.len()).as_bytes());
+    let program = Program::new(&recording.records).unwrap();
+    let free = BTreeMap::from([(3, 1000), (4, 7)]);
+    let mut bytes = Vec::new();
+    let summary = export_with(&program, &Config::default(), &free, &mut bytes).unwrap();
+    assert_eq!((summary.refused, summary.ops_without_entry), (2, 2));
+    let again = read(&bytes);
+    let refused: Vec<String> = again
+        .records
+        .iter()
+        .filter(|record| matches!(record.op, Op::Refuse { .. }))
+        .map(|record| symmalloc_trace::RecordLine(record).to_string())
+        .collect();
+    assert_eq!(refused, ["refuse 30000000 s0 p1 driver \"model.py:40 forward\"", "refuse 512 s0 driver"]);
+    assert_eq!(again.device_free_bytes.into_values().collect::<Vec<_>>(), [1000, 7]);
+    assert_eq!(again.failure.unwrap().device_free_bytes, Some(7));
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! The entries of a snapshot, and the state that all parts share.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::{self, Write};
 
 use symmalloc_core::backend::DeviceAddress;
@@ -15,8 +15,10 @@ use crate::pickle::{Memo, PickleWriter};
 use crate::rerun::{Happened, Live, MemoryChange, Moment};
 
 /// A writer of the parts of a snapshot, in sequence.
-pub(super) struct SnapshotWriter<W> {
+pub(super) struct SnapshotWriter<'a, W> {
     pub(super) pickle: PickleWriter<W>,
+    /// By op of a request that the recording shows as refused: bytes that were free on the device.
+    device_free_bytes: &'a BTreeMap<usize, u64>,
     /// Frames already written. Looked up only.
     frames: HashMap<(PoolId, Box<str>), Memo>,
     no_frames: Option<Memo>,
@@ -39,12 +41,13 @@ struct EntryFields<'a> {
     name: Option<(PoolId, &'a str)>,
 }
 
-impl<W: Write> SnapshotWriter<W> {
-    pub(super) fn new(sink: W) -> io::Result<Self> {
+impl<'a, W: Write> SnapshotWriter<'a, W> {
+    pub(super) fn new(sink: W, device_free_bytes: &'a BTreeMap<usize, u64>) -> io::Result<Self> {
         let mut pickle = PickleWriter::new(sink)?;
         pickle.open_dict()?;
         Ok(SnapshotWriter {
             pickle,
+            device_free_bytes,
             frames: HashMap::new(),
             no_frames: None,
             names: HashMap::new(),
@@ -99,17 +102,11 @@ impl<W: Write> SnapshotWriter<W> {
                 self.entry(&EntryFields { stream: *stream, ..entry("record_use", live) })?;
             }
             Happened::Refused { requested_bytes, stream, left_bytes } => {
-                self.memory(moment.memory, number, None)?;
-                self.summary.refused += 1;
-                return self.entry(&EntryFields {
-                    action: "oom",
-                    address: DeviceAddress(*left_bytes),
-                    size_bytes: *requested_bytes,
-                    stream: *stream,
-                    number,
-                    pool: None,
-                    name: None,
-                });
+                return self.refused(moment, program, *left_bytes, (*requested_bytes, *stream));
+            }
+            Happened::WasRefused { requested_bytes, stream, left_bytes } => {
+                let left_bytes = self.device_free_bytes.get(&number).copied().or(*left_bytes).unwrap_or(0);
+                return self.refused(moment, program, left_bytes, (*requested_bytes, *stream));
             }
             Happened::Nothing => {
                 let is_known = matches!(moment.op, Op::Allocate { .. } | Op::Free { .. } | Op::RecordUse { .. });
@@ -117,6 +114,32 @@ impl<W: Write> SnapshotWriter<W> {
             }
         }
         self.memory(moment.memory, number, None)
+    }
+
+    /// Writes a failed request: its bytes and its stream. Memory that it obtained or released precedes it.
+    fn refused(
+        &mut self,
+        moment: &Moment<'_>,
+        program: &Program,
+        left_bytes: u64,
+        (size_bytes, stream): (u64, StreamId),
+    ) -> io::Result<()> {
+        self.memory(moment.memory, moment.number, None)?;
+        self.summary.refused += 1;
+        let (pool, name) = match moment.op {
+            Op::Allocate { id, pool, .. } => (Some(*pool), program.name(*id)),
+            Op::Refuse { pool, .. } => (Some(*pool), program.refused_name(moment.number)),
+            _ => (None, None),
+        };
+        self.entry(&EntryFields {
+            action: "oom",
+            address: DeviceAddress(left_bytes),
+            size_bytes,
+            stream,
+            number: moment.number,
+            pool,
+            name: pool.zip(name),
+        })
     }
 
     fn memory(&mut self, changes: &[MemoryChange], number: usize, name: Option<(PoolId, &str)>) -> io::Result<()> {

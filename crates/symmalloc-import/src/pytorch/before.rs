@@ -47,6 +47,8 @@ pub(super) struct SegmentAtEnd {
     pub(super) end: u64,
     /// `true` for an expandable segment.
     pub(super) grows: bool,
+    pub(super) pool: RawPool,
+    pub(super) stream: RawStream,
     /// Address and size of each block that is not free, in ascending order.
     pub(super) used: Vec<(u64, u64)>,
 }
@@ -261,8 +263,14 @@ impl SegmentDict<'_> {
         };
         let mut live = Vec::new();
         let grows = self.field(IS_EXPANDABLE) == Some(Value::True);
-        let mut range =
-            SegmentAtEnd { start: address, end: address.saturating_add(total_bytes), grows, used: Vec::new() };
+        let mut range = SegmentAtEnd {
+            start: address,
+            end: address.saturating_add(total_bytes),
+            grows,
+            pool,
+            stream,
+            used: Vec::new(),
+        };
         let blocks = match self.field(BLOCKS) {
             Some(Value::List(blocks)) if !seen.lists.insert(blocks) => {
                 return Ok(Segment { address, total_bytes, pool, range, live });

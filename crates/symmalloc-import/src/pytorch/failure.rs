@@ -13,6 +13,7 @@ use super::trace::{DeviceTrace, TraceEntry};
 use super::words::{ACTION, ALLOC, FREE_COMPLETED, OOM, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, SIZE};
 use crate::held_memory::HeldMemory;
 use crate::pickle::Value;
+use crate::transcript::{RawPool, RawStream};
 
 /// Multiple to which PyTorch rounds every size, in bytes.
 const UNIT_BYTES: u64 = 512;
@@ -23,13 +24,16 @@ pub(super) fn last(trace: &DeviceTrace<'_>) -> Option<u64> {
     trace.entries().filter_map(Result::ok).filter(is_failure).last().map(|entry| entry.number)
 }
 
+/// The memory of each heap.
+pub(super) type Heaps = BTreeMap<(RawPool, RawStream), HeldMemory>;
+
 /// Returns the memory that the allocator held at an entry.
-pub(super) fn held_at(trace: &DeviceTrace<'_>, before: &Before, number: u64) -> Result<HeldMemory, SnapshotError> {
+pub(super) fn held_at(trace: &DeviceTrace<'_>, before: &Before, number: u64) -> Result<Heaps, SnapshotError> {
     let entries = trace.entries().collect::<Result<Vec<_>, _>>()?;
     let mut ranges = Ranges::default();
     before.at_end.iter().for_each(|segment| ranges.insert(segment));
     for entry in entries.iter().rev() {
-        match action(entry) {
+        match action(entry, before) {
             Change::Obtained(segment) => ranges.remove(&segment),
             Change::Released(segment) => ranges.insert(&segment),
             _ => {}
@@ -38,7 +42,7 @@ pub(super) fn held_at(trace: &DeviceTrace<'_>, before: &Before, number: u64) -> 
     let mut used: BTreeMap<u64, u64> =
         before.lived.iter().map(|lived| (lived.address, rounded(lived.size_bytes))).collect();
     for entry in &entries[..entries.len().min(number as usize)] {
-        match action(entry) {
+        match action(entry, before) {
             Change::Obtained(segment) => ranges.insert(&segment),
             Change::Released(segment) => ranges.remove(&segment),
             Change::Allocated { address, size_bytes } => _ = used.insert(address, rounded(size_bytes)),
@@ -72,10 +76,11 @@ enum Change {
 }
 
 /// Returns the effect of an entry. An entry without an address or a size has none; reading the trace reports the error.
-fn action(entry: &TraceEntry<'_>) -> Change {
+fn action(entry: &TraceEntry<'_>, before: &Before) -> Change {
     let (Ok(address), Ok(size_bytes)) = (entry.address(), entry.integer(SIZE)) else { return Change::None };
     let (address, end) = (address.0, address.0.saturating_add(size_bytes));
-    let range = |grows| SegmentAtEnd { start: address, end, grows, used: Vec::new() };
+    let (pool, stream) = (before.pool(entry).unwrap_or_default(), entry.stream().unwrap_or_default());
+    let range = |grows| SegmentAtEnd { start: address, end, grows, pool, stream, used: Vec::new() };
     match entry.field(ACTION) {
         Some(Value::Word(SEGMENT_ALLOC)) => Change::Obtained(range(false)),
         Some(Value::Word(SEGMENT_MAP)) => Change::Obtained(range(true)),
@@ -87,45 +92,56 @@ fn action(entry: &TraceEntry<'_>) -> Change {
     }
 }
 
-/// Disjoint ranges of addresses that have memory.
+/// A range of addresses that has memory.
+#[derive(Clone, Copy)]
+struct Range {
+    end: u64,
+    /// `true` for an expandable segment, whose touching ranges are contiguous.
+    grows: bool,
+    heap: (RawPool, RawStream),
+}
+
+/// Disjoint ranges of addresses that have memory, by start.
 #[derive(Default)]
 struct Ranges {
-    /// By start: the end, and whether the range belongs to an expandable segment. Touching ranges of one are contiguous.
-    by_start: BTreeMap<u64, (u64, bool)>,
+    by_start: BTreeMap<u64, Range>,
 }
 
 impl Ranges {
     fn insert(&mut self, segment: &SegmentAtEnd) {
         self.remove(segment);
         if segment.end > segment.start {
-            self.by_start.insert(segment.start, (segment.end, segment.grows));
+            let SegmentAtEnd { start, end, grows, pool, stream, .. } = *segment;
+            self.by_start.insert(start, Range { end, grows, heap: (pool, stream) });
         }
     }
 
     fn remove(&mut self, segment: &SegmentAtEnd) {
-        while let Some((&start, &(end, grows))) = self.by_start.range(..segment.end).next_back()
-            && end > segment.start
+        while let Some((&start, &range)) = self.by_start.range(..segment.end).next_back()
+            && range.end > segment.start
         {
             self.by_start.remove(&start);
-            if end > segment.end {
-                self.by_start.insert(segment.end, (end, grows));
+            if range.end > segment.end {
+                self.by_start.insert(segment.end, range);
             }
             if start < segment.start {
-                self.by_start.insert(start, (segment.start, grows));
+                self.by_start.insert(start, Range { end: segment.start, ..range });
             }
         }
     }
 
-    fn held(&self, used: &BTreeMap<u64, u64>) -> HeldMemory {
-        let mut held = HeldMemory::default();
-        let mut ranges = self.by_start.iter().map(|(start, (end, grows))| (*start, *end, *grows)).peekable();
-        while let Some((start, mut end, grows)) = ranges.next() {
-            while let Some((_, next_end, true)) = ranges.next_if(|(next, _, also)| grows && *also && *next == end) {
-                end = next_end;
+    fn held(&self, used: &BTreeMap<u64, u64>) -> Heaps {
+        let mut heaps = Heaps::new();
+        let mut ranges = self.by_start.iter().map(|(start, range)| (*start, *range)).peekable();
+        while let Some((start, Range { mut end, grows, heap })) = ranges.next() {
+            let continues =
+                |next: u64, range: &Range, end: u64| grows && range.grows && range.heap == heap && next == end;
+            while let Some((_, next)) = ranges.next_if(|(next, range)| continues(*next, range, end)) {
+                end = next.end;
             }
             let blocks = used.range(start..end).map(|(address, bytes)| (address - start, *bytes));
-            held.add_segment(end - start, blocks);
+            heaps.entry(heap).or_default().add_segment(end - start, blocks);
         }
-        held
+        heaps
     }
 }

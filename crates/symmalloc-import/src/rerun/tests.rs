@@ -41,6 +41,9 @@ fn told_by(mut rerun: Rerun<'_>) -> Vec<String> {
             Happened::Refused { requested_bytes, left_bytes, .. } => {
                 format!("refused {requested_bytes}, {left_bytes} left")
             }
+            Happened::WasRefused { requested_bytes, left_bytes, .. } => {
+                format!("was refused {requested_bytes}, {left_bytes:?} left")
+            }
             Happened::Nothing => "nothing".to_owned(),
         };
         for change in moment.memory {
@@ -196,4 +199,22 @@ fn a_rerun_follows_plans_and_their_memory_has_an_owner() {
     let [one, other] = [StreamId(0), StreamId(1)];
     assert_eq!(mapped, [(Some(one), one, 6 * MIB), (Some(other), other, 6 * MIB)]);
     assert_eq!(placements, [(Some(one), 0), (Some(one), 0), (Some(other), 0), (Some(other), 0)]);
+}
+
+#[test]
+fn a_recorded_refusal_states_what_the_limits_left() {
+    let lines = [
+        "stream s0",
+        "pool p1 limit_mb:8",
+        "a 0 4194304 s0 p1",
+        "a 1 2097152 s0",
+        "refuse 9000000 s0 p1 limit",
+        "refuse 9000000 s0 driver",
+    ];
+    let left = |config: &str| steps(&lines, config)[4..].to_vec();
+    let mib = |mib: u64| format!("was refused 9000000, Some({}) left", mib * MIB);
+    assert_eq!(left("total_limit_mb:64"), [mib(4), mib(58)]);
+    assert_eq!(left("total_limit_mb:8"), [mib(2), mib(2)]);
+    assert_eq!(left("limit_mb:32"), [mib(4), mib(30)]);
+    assert_eq!(left("segments:expandable"), [mib(4), "was refused 9000000, None left".to_owned()]);
 }

@@ -182,10 +182,10 @@ pub enum Inconsistency {
         /// Size of the block in bytes.
         block_bytes: u64,
     },
-    /// A record other than an allocation has a placement or is marked as revived, or a record other than an allocation or a refused
-    /// request has a name.
+    /// A record other than an allocation has a placement or is marked as revived, or a record other than an allocation, a refused request
+    /// or a stream has a name.
     #[error(
-        "only an allocation has a placement or is revived, and only it or a refused request has a name; remove them"
+        "only an allocation has a placement or is revived, and only it, a refused request or a stream has a name; remove them"
     )]
     NotAnAllocation,
     /// A record other than a free is marked as pending.

@@ -47,7 +47,7 @@ impl Ledger {
             return Err(Inconsistency::NotAnAllocation);
         }
         if let Some(name) = &record.name {
-            if !matches!(record.op, Op::Allocate { .. } | Op::Refuse { .. }) {
+            if !matches!(record.op, Op::Allocate { .. } | Op::Refuse { .. } | Op::RegisterStream { .. }) {
                 return Err(Inconsistency::NotAnAllocation);
             }
             if name.len() > NAME_BYTES_MAX {

@@ -119,7 +119,11 @@ pub(super) fn parse(line: u64, text: &str) -> Result<Statement, LineError> {
             record.name = if fields.ahead() == Some(b'"') { Some(fields.name()?.into()) } else { None };
             Statement::Record(record)
         }
-        "stream" => Op::RegisterStream { stream: fields.stream()? }.into(),
+        "stream" => {
+            let mut record = Record::from(Op::RegisterStream { stream: fields.stream()? });
+            record.name = if fields.ahead() == Some(b'"') { Some(fields.name()?.into()) } else { None };
+            Statement::Record(record)
+        }
         "pool" => Op::CreatePool { pool: fields.pool()?, config: Box::new(fields.config::<PoolConfig>()?) }.into(),
         "destroy" => Op::DestroyPool { pool: fields.pool()? }.into(),
         "reset" => Op::ResetPool { pool: fields.pool()? }.into(),

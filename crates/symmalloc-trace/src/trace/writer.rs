@@ -92,7 +92,10 @@ impl fmt::Display for RecordLine<'_> {
 
 fn write_record(line: &mut impl fmt::Write, record: &Record) -> fmt::Result {
     match &record.op {
-        Op::RegisterStream { stream } => write!(line, "stream {stream}"),
+        Op::RegisterStream { stream } => {
+            write!(line, "stream {stream}")?;
+            record.name.as_ref().map_or(Ok(()), |name| write_name(line, name))
+        }
         Op::CreatePool { pool, config } => write!(line, "pool {pool} {config}"),
         Op::DestroyPool { pool } => write!(line, "destroy {pool}"),
         Op::ResetPool { pool } => write!(line, "reset {pool}"),

@@ -1,0 +1,189 @@
+//! Where memory is when a request fails: in which pools, and in which of their streams.
+
+use crate::picture::memory::{BlockState, Memory};
+use crate::quantity::{counted, memory};
+use crate::streams;
+use serde_json::{Value, json};
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use symmalloc_core::ids::{PoolId, StreamId};
+use symmalloc_import::{HeldHeap, HeldMemory, Recording};
+
+use super::bound::LiveBytes;
+
+/// Number of places that the description lists.
+const PLACES_SHOWN: usize = 5;
+
+/// Memory of a heap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    /// `None` for a pool of the recorded allocator that no op uses.
+    pub(super) pool: Option<PoolId>,
+    /// `None` if the streams of the pool share memory, or for a stream that no op uses.
+    stream: Option<StreamId>,
+    /// Bytes of live allocations.
+    live_bytes: u64,
+    /// Memory that the allocator holds for the heap, if it is known.
+    pub(super) held: Option<HeldMemory>,
+}
+
+/// Memory of all heaps.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Places(pub(super) Vec<Place>);
+
+impl Place {
+    pub(super) fn stream(&self) -> Option<StreamId> {
+        self.stream
+    }
+}
+
+impl Places {
+    /// Returns the heaps of symmalloc.
+    pub(super) fn replayed(shown: &Memory) -> Self {
+        let place = |heap: &crate::picture::memory::DrawnHeap| {
+            let (mut held, mut live_bytes) = (HeldMemory::default(), 0);
+            held.reserved_bytes = heap.size_bytes();
+            for block in heap.blocks() {
+                if matches!(block.state, BlockState::Free | BlockState::Fenced) {
+                    held.free_blocks += 1;
+                    held.free_block_bytes += block.size_bytes;
+                    held.largest_free_bytes = held.largest_free_bytes.max(block.size_bytes);
+                }
+                live_bytes += block.held.as_ref().map_or(0, |held| held.requested_bytes);
+            }
+            held.allocated_bytes = held.reserved_bytes - held.free_block_bytes;
+            Place { pool: Some(heap.owner.pool), stream: heap.owner.stream(), live_bytes, held: Some(held) }
+        };
+        Places(shown.heaps.iter().map(place).collect())
+    }
+
+    /// Returns the heaps of the recorded allocator. If the recording does not show its memory, live memory alone is known.
+    pub(super) fn recorded(heaps: &[HeldHeap], live: &LiveBytes) -> Self {
+        let of = |heap: &HeldHeap| {
+            let live_bytes = heap.pool.zip(heap.stream).and_then(|heap| live.by_heap.get(&heap)).copied();
+            Place {
+                pool: heap.pool,
+                stream: heap.stream,
+                live_bytes: live_bytes.unwrap_or(heap.held.allocated_bytes),
+                held: Some(heap.held),
+            }
+        };
+        let mut places: Vec<Place> = heaps.iter().map(of).collect();
+        for (&(pool, stream), &live_bytes) in live.by_heap.iter().filter(|(_, live_bytes)| **live_bytes > 0) {
+            if !places.iter().any(|place| (place.pool, place.stream) == (Some(pool), Some(stream))) {
+                places.push(Place { pool: Some(pool), stream: Some(stream), live_bytes, held: None });
+            }
+        }
+        Places(places)
+    }
+
+    /// Returns the sum of all heaps that are known.
+    pub(super) fn held(&self) -> HeldMemory {
+        let mut sum = HeldMemory::default();
+        for held in self.0.iter().filter_map(|place| place.held) {
+            sum.reserved_bytes += held.reserved_bytes;
+            sum.allocated_bytes += held.allocated_bytes;
+            sum.free_segments += held.free_segments;
+            sum.free_segment_bytes += held.free_segment_bytes;
+            sum.free_blocks += held.free_blocks;
+            sum.free_block_bytes += held.free_block_bytes;
+            sum.largest_free_bytes = sum.largest_free_bytes.max(held.largest_free_bytes);
+        }
+        sum
+    }
+
+    /// Returns the free bytes of the heaps that are meant.
+    pub(super) fn free_bytes(&self, is_meant: impl Fn(&Place) -> bool) -> u64 {
+        let meant = self.0.iter().filter(|place| is_meant(place));
+        meant.filter_map(|place| place.held).map(|held| held.free_bytes()).sum()
+    }
+
+    /// Returns the pool with the most free memory, apart from one, and its free bytes.
+    pub(super) fn freest(&self, apart: PoolId) -> Option<(PoolId, u64)> {
+        let mut by_pool: BTreeMap<PoolId, u64> = BTreeMap::new();
+        for place in &self.0 {
+            if let (Some(pool), Some(held)) = (place.pool.filter(|pool| *pool != apart), place.held) {
+                *by_pool.entry(pool).or_default() += held.free_bytes();
+            }
+        }
+        by_pool.into_iter().filter(|(_, free)| *free > 0).max_by_key(|(pool, free)| (*free, Reverse(*pool)))
+    }
+
+    /// Describes which pools hold memory; if there is one pool, which of its streams. The one of the request comes first. `None` if all
+    /// memory is in one place.
+    pub(super) fn text(&self, recording: &Recording, (pool, stream): (PoolId, StreamId)) -> Option<String> {
+        let has_pools = self.0.iter().any(|place| place.pool != Some(pool));
+        let label = |place: &Place| match (place.pool, place.stream) {
+            (None, _) => "other pools".to_owned(),
+            (Some(pool), _) if has_pools => format!("pool {}", pool.0),
+            (_, Some(stream)) => streams::name(recording, stream),
+            (_, None) => "other streams".to_owned(),
+        };
+        let mut groups: Vec<(bool, String, u64, Option<HeldMemory>)> = Vec::new();
+        for place in &self.0 {
+            let is_own = place.pool == Some(pool) && (has_pools || place.stream.is_none_or(|of| of == stream));
+            let label = label(place);
+            let known = groups.iter_mut().find(|(_, of, ..)| *of == label);
+            let Some((_, _, live_bytes, held)) = known else {
+                groups.push((is_own, label, place.live_bytes, place.held));
+                continue;
+            };
+            *live_bytes += place.live_bytes;
+            *held = match (*held, place.held) {
+                (Some(one), Some(other)) => Some(
+                    Places(vec![Place { held: Some(one), ..*place }, Place { held: Some(other), ..*place }]).held(),
+                ),
+                (one, other) => one.or(other),
+            };
+        }
+        if !groups.iter().any(|(is_own, ..)| *is_own) {
+            let own = Place { pool: Some(pool), stream: Some(stream), live_bytes: 0, held: None };
+            groups.push((
+                true,
+                label(&own),
+                0,
+                self.0.iter().any(|place| place.held.is_some()).then(HeldMemory::default),
+            ));
+        }
+        if groups.len() < 2 {
+            return None;
+        }
+        groups
+            .sort_by_key(|(is_own, _, live, held)| (!is_own, Reverse(held.map_or(*live, |held| held.reserved_bytes))));
+        let amounts = |live_bytes: u64, held: Option<HeldMemory>| {
+            let free = held.map_or_else(String::new, |held| format!(", {} free", memory(held.free_bytes())));
+            format!("{} live{free}", memory(live_bytes))
+        };
+        let others = groups.split_off(groups.len().min(PLACES_SHOWN));
+        let mut parts: Vec<String> = groups
+            .iter()
+            .map(|(is_own, label, live, held)| {
+                let of_request = if *is_own { ", of the request" } else { "" };
+                format!("{label}{of_request}: {}", amounts(*live, *held))
+            })
+            .collect();
+        if !others.is_empty() {
+            let live = others.iter().map(|(_, _, live, _)| live).sum();
+            let free: u64 = others.iter().filter_map(|(.., held)| *held).map(|held| held.free_bytes()).sum();
+            let mut held = HeldMemory::default();
+            held.free_block_bytes = free;
+            let known = others.iter().any(|(.., held)| held.is_some());
+            parts.push(format!("{}: {}", counted(others.len(), "other"), amounts(live, known.then_some(held))));
+        }
+        Some(parts.join("; "))
+    }
+
+    pub(super) fn object(&self) -> Value {
+        let place = |place: &Place| {
+            json!({
+                "pool": place.pool.map(|pool| pool.0),
+                "stream": place.stream.map(|stream| stream.0),
+                "live_bytes": place.live_bytes,
+                "reserved_bytes": place.held.map(|held| held.reserved_bytes),
+                "free_bytes": place.held.map(|held| held.free_bytes()),
+                "largest_free_bytes": place.held.map(|held| held.largest_free_bytes),
+            })
+        };
+        self.0.iter().map(place).collect()
+    }
+}
