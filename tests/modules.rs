@@ -38,7 +38,7 @@ const PLAIN_DATA: [(&str, &str); 19] = [
     ("blocks/table.rs Segment", "a row of the table"),
     ("config/size_rules.rs SizeRules", "immutable once created"),
     ("heap.rs Freed", "a result"),
-    ("heap.rs HeapIdentity", "immutable"),
+    ("heap.rs HeapId", "immutable"),
     ("heap/revive.rs Revived", "a result"),
     ("heap/trim.rs Released", "a result"),
     ("history/segment_log.rs Retired", "the remainder of a dead segment"),

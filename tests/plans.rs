@@ -123,6 +123,35 @@ fn a_failure_callback_may_use_the_pool_whose_plan_has_no_memory() {
     allocator.check().expect("the state is consistent");
 }
 
+/// The second of two equal steps would be planned at its end, but the pool has other plans by then.
+#[test]
+fn a_plan_replaces_what_a_step_of_the_failure_callback_learns() {
+    let pool = PoolConfig::builder().limit_bytes(160 * MIB).plan(PlanPolicy::Learn).build().expect("valid");
+    let config = Config::builder().default_pool(pool).build().expect("valid");
+    let allocator = Allocator::new(SimBackend::builder().build(), config).expect("valid");
+    let stream = allocator.register_stream().expect("a stream id is available");
+    let blocking = allocator.allocate(PoolId::DEFAULT, stream, 96 * MIB).expect("it fits");
+    allocator.set_failure_callback(move |allocator, _| {
+        for number in 0..2 {
+            allocator.begin_step(PoolId::DEFAULT, 7).expect("none is open");
+            let made = allocator.allocate(PoolId::DEFAULT, stream, 4 * MIB).expect("it fits");
+            allocator.free(made.handle).expect("live");
+            if number == 0 {
+                allocator.end_step(PoolId::DEFAULT).expect("it is open");
+            }
+        }
+        allocator.free(blocking.handle).expect("live");
+        Retry::Again
+    });
+    let wanted = StepAllocation { stream, requested_bytes: 128 * MIB, until: Some(1) };
+    let plan = Plan::new(0, StreamGroup::One(stream), vec![PlannedAllocation { wanted, offset_bytes: Some(0) }]);
+    allocator.adopt_plan(PoolId::DEFAULT, plan.expect("it is one")).expect("the callback made room");
+    let report = allocator.end_step(PoolId::DEFAULT).expect("the callback left it open");
+    assert_eq!((report.allocations, report.planned, report.difference), (1, 0, None));
+    assert_eq!(allocator.plans(PoolId::DEFAULT).expect("the pool exists").len(), 1);
+    allocator.check().expect("the state is consistent");
+}
+
 /// A pool that rounds sizes to the device's granules plans with those sizes, both for learned and for adopted plans.
 #[test]
 fn plans_of_an_unsplit_pool_round_to_granules() {

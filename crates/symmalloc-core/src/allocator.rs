@@ -18,7 +18,8 @@
 //! Step 3 is the same on every rank because limits are configured bytes. A driver call can fail on one rank alone. Step
 //! 3 is therefore skipped after a failed driver call, and nothing is released.
 //!
-//! Statistics over all heaps and the recording are updated after a decision. They influence none. While a recording is active, ops pass its gate one at a time.
+//! Statistics over all heaps and the recording are updated after a decision. They influence none. While a recording is
+//! active, ops pass its gate one at a time.
 
 mod destroyed;
 mod gate;
@@ -406,7 +407,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Releases the free memory of a pool to the device, in (stream, sequence) order. Returns the released bytes. Blocks
     /// the host until the streams that used the memory have completed their work. Removed segments of an observed pool
-    /// stay until the observers have acknowledged them. Reserved segments stay. Of a destroyed pool, releases what the
+    /// stay until the observers have acknowledged them. Reserved segments stay, and a quota is released. Of a destroyed pool, releases what the
     /// driver still holds.
     ///
     /// # Errors

@@ -34,7 +34,7 @@ mod virtual_memory;
 pub use driver_allocations::MemorySource;
 pub(crate) use driver_allocations::{AllocationKind, DriverAllocations};
 pub use exported::{Access, Peer};
-pub(crate) use exported::{ExportedList, ExportedMemory, is_held};
+pub(crate) use exported::{ExportedList, ExportedMemory, Lease, is_held};
 pub(crate) use handle::{DmaBufRefusal, ExportedHandle, FABRIC_BYTES, HandleKind};
 pub use image_store::ImageStorage;
 pub(crate) use images::Images;

@@ -47,7 +47,10 @@ impl KeptFromChildren {
         watch_forks();
         let number = descriptor.as_raw_fd();
         #[cfg(target_os = "linux")]
-        return KeptFromChildren(slots::take(number));
+        {
+            handler::open_unconnected();
+            KeptFromChildren(slots::take(number))
+        }
         #[cfg(not(target_os = "linux"))]
         {
             let _unused = number;
@@ -101,10 +104,10 @@ mod slots {
         slot
     }
 
-    /// Returns the descriptors. Takes no lock and allocates nothing.
-    pub(super) fn numbers() -> impl Iterator<Item = i32> {
+    /// Empties the list, and returns its descriptors. Takes no lock and allocates nothing.
+    pub(super) fn take_all() -> impl Iterator<Item = i32> {
         std::iter::successors(Some(&FIRST), |slot| slot.next.get().copied())
-            .map(|slot| slot.number.load(Ordering::Acquire))
+            .map(|slot| slot.number.swap(NONE, Ordering::AcqRel))
             .filter(|number| *number != NONE)
     }
 }
@@ -113,32 +116,43 @@ mod slots {
 #[allow(unsafe_code)]
 mod handler {
     use super::{IS_FORKED, slots};
-    use std::sync::atomic::Ordering;
+    use std::sync::atomic::{AtomicI32, Ordering};
+
+    /// A descriptor that is connected to nothing; negative before the first connection. Opened in advance, because a child may have no
+    /// descriptor left.
+    static UNCONNECTED: AtomicI32 = AtomicI32::new(-1);
 
     pub(super) fn install() {
-        // SAFETY: the handler stores to an atomic and makes system calls, which a child of a process with threads may do. If the C library
-        // has no memory for it, children are not marked.
-        let _refused = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+        // SAFETY: the handler stores to atomics and makes system calls, which a child of a process with threads may do.
+        let code = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+        if code != 0 {
+            tracing::warn!(name: "fork.unwatched", target: "symmalloc", code);
+        }
     }
 
-    /// Runs in a child, before `fork` returns there.
+    /// Opens the unconnected descriptor, if there is none. Without one, children keep the connections.
+    pub(super) fn open_unconnected() {
+        if UNCONNECTED.load(Ordering::Acquire) >= 0 {
+            return;
+        }
+        // SAFETY: takes no pointers.
+        let opened = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
+        let lost = UNCONNECTED.compare_exchange(-1, opened, Ordering::AcqRel, Ordering::Acquire).is_err();
+        if lost && opened >= 0 {
+            // SAFETY: opened above; another thread was first.
+            let _closed = unsafe { libc::close(opened) };
+        }
+    }
+
+    /// Runs in a child, before `fork` returns there. A grandchild has nothing left to do, and the child may reuse the numbers.
     unsafe extern "C" fn in_child() {
         IS_FORKED.store(true, Ordering::Relaxed);
-        let mut unconnected = -1;
-        for number in slots::numbers() {
-            if unconnected < 0 {
-                // SAFETY: takes no pointers.
-                unconnected = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
+        let unconnected = UNCONNECTED.load(Ordering::Acquire);
+        for number in slots::take_all() {
+            if unconnected >= 0 {
+                // SAFETY: takes no pointers. The descriptor is one of this list, whose owner in this process keeps it open.
+                let _replaced = unsafe { libc::dup3(unconnected, number, libc::O_CLOEXEC) };
             }
-            if unconnected < 0 {
-                return;
-            }
-            // SAFETY: takes no pointers. The descriptor is one of this list, whose owner in this process keeps it open.
-            let _replaced = unsafe { libc::dup3(unconnected, number, libc::O_CLOEXEC) };
-        }
-        if unconnected >= 0 {
-            // SAFETY: opened above.
-            let _closed = unsafe { libc::close(unconnected) };
         }
     }
 }

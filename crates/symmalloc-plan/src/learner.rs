@@ -8,7 +8,7 @@
 //!
 //! An allocation that one step leaves live and the next step frees is *carried* if both steps have the same key and
 //! follow each other directly. Its lifetime extends into the next step. An allocation that lives longer is not part of
-//! the step and is placed the ordinary way. All of this follows from the ops.
+//! the step and is placed by best fit. All of this follows from the ops.
 
 use std::collections::BTreeMap;
 

@@ -48,7 +48,7 @@
 #define SYMMALLOC_PHASE_ASLEEP 1
 
 /**
- * The pool sleeps, but the driver or a window still holds some memory. Another sleep releases it. A wake reuses it, unless the pool is
+ * The pool sleeps, but the driver or a window still holds some memory. Another sleep tries to release it. A wake reuses it, unless the pool is
  * registered: then it needs a sleep first.
  */
 #define SYMMALLOC_PHASE_HELD 2
@@ -984,7 +984,7 @@ symmalloc_status symmalloc_release_host_memory(struct symmalloc_allocator *alloc
 
 /**
  * Sets the storage for a pool's saved contents, from its next sleep on. `storage` is one of `SYMMALLOC_STORAGE_...`; `folder` is the folder of the
- * file, and NULL for other storage. A sleep returns `SYMMALLOC_IO` if the folder does not exist or its disk is full, and leaves the pool
+ * file, and must be NULL for the other kinds of storage. A sleep returns `SYMMALLOC_IO` if the folder does not exist or its disk is full, and leaves the pool
  * awake. A wake returns it if the file was modified, and leaves the pool asleep.
  *
  * # Safety

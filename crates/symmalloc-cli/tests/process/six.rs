@@ -151,7 +151,7 @@ fn two_a_list_that_grows() {
         "two",
         &[
             "in 370 allocations by train.py:88 losses.append",
-            "free what train.py:88 losses.append keeps, which grows all the time",
+            "train.py:88 losses.append grows through the whole job: free what is no longer needed",
             "1.62 GiB live after a quarter of these ops",
             "the limit of all pools is 8.00 GiB",
         ],

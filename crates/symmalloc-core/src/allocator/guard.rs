@@ -53,11 +53,16 @@ impl<B: Backend, L: Lock> AllocationGuard<'_, B, L> {
     /// Frees the allocation.
     ///
     /// # Errors
-    /// Returns an error if the allocation was freed by its handle, or a driver call fails. It is still live in the
-    /// second case.
-    pub fn free(self) -> Result<(), FreeError> {
-        let allocator = self.allocator;
-        allocator.free(self.into_allocation().handle)
+    /// Returns an error if the allocation was freed by its handle, or a driver call fails. In the second case it is still
+    /// live, and the guard, which is returned with the error, can free it later.
+    pub fn free(self) -> Result<(), (Self, FreeError)> {
+        match self.allocator.free(self.allocation.handle) {
+            Ok(()) => {
+                let _freed = self.into_allocation();
+                Ok(())
+            }
+            Err(error) => Err((self, error)),
+        }
     }
 
     /// Returns the allocation, which the program then frees by its handle.

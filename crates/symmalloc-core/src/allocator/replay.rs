@@ -15,8 +15,8 @@ use crate::types::ids::{PoolId, StreamId};
 use crate::types::units::SEGMENT_BYTES_MAX;
 use smallvec::SmallVec;
 
-/// The ops of a recording that no program calls, because the allocator made them itself: recovery from a failed request,
-/// failures that are in the digest, and revivals.
+/// The ops that no program calls: recovery from a failed request, failures that are in the digest, and revivals. A replay
+/// makes them, and so do layers that fail before they reach the allocator on one rank, such as a registrar.
 pub struct ReplayOps<'a, B: Backend, L: Lock> {
     allocator: &'a Allocator<B, L>,
 }
@@ -33,7 +33,7 @@ impl<B: Backend, L: Lock> ReplayOps<'_, B, L> {
     /// maximum size of a segment, as in [`refuse`](Self::refuse).
     ///
     /// # Errors
-    /// Returns an error if the pool or the stream is unknown.
+    /// Returns an error if the pool or the stream of a smaller request is unknown.
     pub fn reclaim(&self, pool: PoolId, stream: StreamId, size_bytes: u64) -> Result<(), UnknownError> {
         if size_bytes > SEGMENT_BYTES_MAX {
             return Ok(());
@@ -52,7 +52,7 @@ impl<B: Backend, L: Lock> ReplayOps<'_, B, L> {
     /// size. Recordings of other allocators contain such requests.
     ///
     /// # Errors
-    /// Returns an error if the pool or the stream is unknown.
+    /// Returns an error if the pool or the stream of a smaller request is unknown.
     pub fn refuse(
         &self,
         pool: PoolId,

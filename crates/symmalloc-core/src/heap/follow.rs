@@ -10,7 +10,7 @@ use crate::blocks::table::{BlockState, Slot};
 use crate::config::op::Refusal;
 use crate::history::digest::{Mark, op_word};
 use crate::plans::error::PlanError;
-use crate::plans::heap_plans::{Answer, Course, HeapPlans};
+use crate::plans::heap_plans::{Answer, HeapPlans, Treatment};
 use crate::plans::plan::Plan;
 use crate::plans::prepared::{PlanInputs, PreparedPlans};
 use crate::plans::report::{DifferenceCause, StepReport, StepStats};
@@ -120,9 +120,9 @@ impl<L: Lock> Heap<L> {
         }
         let allocations_before = self.ledger.usage().allocations_made();
         match self.plans.get_or_insert_default().begin(key, self.config.plan()) {
-            Course::BestFit => self.begin_without_plan(context, Step::Unplanned { allocations_before }),
-            Course::Learn => self.begin_without_plan(context, Step::Learning { allocations_before }),
-            Course::Follow(plan) => self.begin_plan(context, plan, allocations_before),
+            Treatment::BestFit => self.begin_without_plan(context, Step::Unplanned { allocations_before }),
+            Treatment::Learn => self.begin_without_plan(context, Step::Learning { allocations_before }),
+            Treatment::Follow(plan) => self.begin_plan(context, plan, allocations_before),
         }
     }
 
@@ -222,12 +222,13 @@ impl<L: Lock> Heap<L> {
         context: &Context<B, L>,
         prepared: &PreparedPlans,
     ) -> Result<(), Box<Shortage>> {
-        // While a failure callback made room, another thread may have begun a step.
-        if let RequestMode::Serving(step) = &mut self.mode {
-            step.leave_plan();
-        }
         self.dissolve_plans(context);
-        self.plans.get_or_insert_default().set_plans(prepared.plans());
+        let plans = self.plans.get_or_insert_default();
+        // A failure callback that made room may have begun a step.
+        if let RequestMode::Serving(step) = &mut self.mode {
+            plans.leave(step);
+        }
+        plans.set_plans(prepared.plans());
         // The adoption ends a recording, whether or not the driver released the memory.
         let installed = self.install(context, prepared, &mut Released::default());
         if installed.is_err() {

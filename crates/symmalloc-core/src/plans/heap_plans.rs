@@ -64,9 +64,9 @@ fn learning_budget(allocations: usize) -> Steps {
     Steps(2_000 * allocations as u64)
 }
 
-/// The treatment of a step, chosen when it begins.
+/// The treatment of a step, which is chosen when it begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Course {
+pub(crate) enum Treatment {
     /// Places requests by best fit.
     BestFit,
     /// Follows the plan with this index.
@@ -184,15 +184,15 @@ impl HeapPlans {
     }
 
     /// Begins a step, and chooses its treatment.
-    pub(crate) fn begin(&mut self, key: u64, policy: PlanPolicy) -> Course {
+    pub(crate) fn begin(&mut self, key: u64, policy: PlanPolicy) -> Treatment {
         let plan = self.plans.iter().position(|known| known.plan.key() == key);
         let is_good = plan.is_some_and(|plan| self.plans[plan].differences < DIFFERENCES_MAX);
         if policy == PlanPolicy::Learn && !is_good && !self.has_given_up {
             self.learner.begin(key);
-            return Course::Learn;
+            return Treatment::Learn;
         }
         self.learner.pause();
-        plan.filter(|_| !self.has_given_up).map_or(Course::BestFit, Course::Follow)
+        plan.filter(|_| !self.has_given_up).map_or(Treatment::BestFit, Treatment::Follow)
     }
 
     /// Begins to follow a plan in the plan memory, which exists. Returns the step, and `true` if each stream must first
@@ -211,6 +211,20 @@ impl HeapPlans {
         let cursor = std::mem::take(&mut installed.cursor);
         let must_wait = self.last_whole.take() != Some(plan);
         (Box::new(Following { plan, cursor, unexpected_live, allocations_before }), must_wait)
+    }
+
+    /// Leaves an open step without a plan and without a log, because other plans replace these.
+    pub(crate) fn leave(&mut self, step: &mut Step) {
+        match *step {
+            Step::Following(ref following) => {
+                *step = Step::Unplanned { allocations_before: following.allocations_before }
+            }
+            Step::Learning { allocations_before } => {
+                self.learner.pause();
+                *step = Step::Unplanned { allocations_before };
+            }
+            Step::None | Step::Unplanned { .. } | Step::Diverged(_) => {}
+        }
     }
 
     /// Stops following the plan of a step, which differs at the next allocation.

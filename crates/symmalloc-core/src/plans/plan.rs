@@ -42,7 +42,7 @@ pub struct StepAllocation {
 pub struct PlannedAllocation {
     /// The request.
     pub wanted: StepAllocation,
-    /// Offset in the plan's memory, in bytes; `None` for an allocation that is placed the ordinary way.
+    /// Offset in the plan's memory, in bytes; `None` for an allocation that is placed by best fit.
     pub offset_bytes: Option<u64>,
 }
 

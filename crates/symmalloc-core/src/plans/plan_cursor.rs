@@ -22,7 +22,7 @@ pub(crate) struct PlanCursor {
     /// Slots of the places that must be free for each allocation, in allocation order. The last slot of an allocation
     /// is its own place. An allocation without a place has no slots.
     checks: Vec<Slot>,
-    /// Numbers of the allocations that are placed the ordinary way, ascending.
+    /// Numbers of the allocations that are placed by best fit, ascending.
     unplaced: Vec<u32>,
     /// Number of the next allocation.
     next: usize,
@@ -67,7 +67,7 @@ impl PlanCursor {
     }
 
     /// Returns the slots of the places that must be free for the next allocation, or `None` if `op` is not the expected
-    /// request. The last slot is the allocation's own place; there are no slots if it is placed the ordinary way.
+    /// request. The last slot is the allocation's own place; there are no slots if it is placed by best fit.
     #[inline]
     pub(crate) fn checks_of(&self, op: u64) -> Option<&[Slot]> {
         let expected = self.expected.get(self.next).filter(|expected| expected.op == op)?;

@@ -51,7 +51,7 @@ pub struct StepStats {
 
 add_fields!(StepStats { steps, followed, allocations, planned, plans, learned, placed, plan_bytes });
 
-/// The first allocation of a step that differed from the plan. The rest of the step was placed the ordinary way.
+/// The first allocation of a step that differed from the plan. The rest of the step was placed by best fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("allocation {number} of the step {cause}")]
 #[non_exhaustive]
@@ -89,7 +89,7 @@ pub enum DifferenceCause {
     /// There was no memory for the plans, which are no longer followed.
     #[error("has no place: there was no memory for the plans, which are no longer followed")]
     Memory,
-    /// The driver could not order the plan's streams, so only this rank placed the ordinary way.
+    /// The driver could not order the plan's streams, so only this rank placed by best fit.
     #[error("has no place: the driver could not order the plan's streams")]
     Driver,
 }

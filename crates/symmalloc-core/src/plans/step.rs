@@ -1,12 +1,12 @@
 //! The step of a heap, which decides what happens to its requests.
 //!
-//! ```text
-//!             begin: a plan has the key                 the request is the plan's next, and its place is free
-//!   no step ──────────────────────────────► following ◄──────────────────────────────────────────────┐
-//!      │ begin: no plan, or no memory for it  │    └───────────────────────────────────────────────────┘
-//!      ▼                                      │ anything else
-//!   learning, unplanned, diverged ◄───────────┘                     end: from every state to no step
-//! ```
+//! | state | begins | ends |
+//! |---|---|---|
+//! | none | | with the next step |
+//! | following | with a step whose key has a plan, if there is memory for the plans | at the first difference, or with the step |
+//! | diverged | at a difference from the plan, or with the step if there is no memory | with the step |
+//! | learning | with a step that a learning heap has no good plan for | with the step |
+//! | unplanned | with any other step, or when other plans replace the plans of an open step | with the step |
 
 use super::plan_cursor::PlanCursor;
 use super::report::StepDifference;
@@ -34,15 +34,6 @@ pub(crate) enum Step {
         /// Number of the heap's allocations before the step.
         allocations_before: u64,
     },
-}
-
-impl Step {
-    /// Stops following the plan, which is being replaced: the rest of the step is placed by best fit.
-    pub(crate) fn leave_plan(&mut self) {
-        if let Step::Following(step) = self {
-            *self = Step::Unplanned { allocations_before: step.allocations_before };
-        }
-    }
 }
 
 /// A step that follows a plan.

@@ -15,7 +15,7 @@ pub enum Phase {
     /// The pool has all of its addresses and no memory.
     Asleep,
     /// The pool sleeps, but some of its memory is held: the driver failed to release it, or there is a window on it that
-    /// cannot be removed. Another sleep releases it. A wake reuses it; a wake through a registrar needs a sleep first.
+    /// cannot be removed. Another sleep tries to release it. A wake reuses it; a wake through a registrar needs a sleep first.
     Held,
 }
 
@@ -53,8 +53,8 @@ impl AddAssign for Woken {
     }
 }
 
-/// An error returned by a sleep or a wake. The pool is unchanged, except after [`Held`](SleepCause::Held): nothing is
-/// lost, and another attempt may succeed.
+/// An error returned by a sleep or a wake. Nothing is lost, and another attempt may succeed. The pool is unchanged,
+/// except after [`Held`](SleepCause::Held).
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{pool}: {cause}")]
 pub struct SleepError {

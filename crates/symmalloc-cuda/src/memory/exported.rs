@@ -10,10 +10,11 @@ use super::chunks::Part;
 use super::share_page::{ExportState, SharePage};
 use rustix::net::RecvFlags;
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use symmalloc_core::PoolId;
+use symmalloc_files::KeptFromChildren;
 
 /// The access that an importer has to the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -48,7 +49,7 @@ pub struct ExportedMemory {
     /// `true` if this process holds the chunks itself until the export ends, for a dma-buf.
     is_held: bool,
     /// Processes that received an offer, each with a socket whose other end the process holds while it is attached.
-    peers: Mutex<Vec<(Peer, OwnedFd)>>,
+    peers: Mutex<Vec<(Peer, Lease)>>,
 }
 
 impl ExportedMemory {
@@ -84,7 +85,7 @@ impl ExportedMemory {
         self.page.state()
     }
 
-    pub(crate) fn add_peer(&self, peer: Peer, lease: OwnedFd) {
+    pub(crate) fn add_peer(&self, peer: Peer, lease: Lease) {
         self.attached().push((peer, lease));
     }
 
@@ -99,10 +100,31 @@ impl ExportedMemory {
     }
 
     /// Locks the list of peers and removes those whose end of the lease is closed.
-    fn attached(&self) -> MutexGuard<'_, Vec<(Peer, OwnedFd)>> {
+    fn attached(&self) -> MutexGuard<'_, Vec<(Peer, Lease)>> {
         let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
         peers.retain(|(_, lease)| is_held(lease));
         peers
+    }
+}
+
+/// One end of a lease, a socket. The other process notices when this end is closed or this process dies, also if a forked
+/// child lives on.
+#[derive(Debug)]
+pub(crate) struct Lease {
+    // Dropped before the descriptor is closed.
+    _kept: KeptFromChildren,
+    end: OwnedFd,
+}
+
+impl Lease {
+    pub(crate) fn new(end: OwnedFd) -> Self {
+        Lease { _kept: KeptFromChildren::new(end.as_fd()), end }
+    }
+}
+
+impl AsFd for Lease {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.end.as_fd()
     }
 }
 

@@ -8,7 +8,7 @@ use super::message::{
 };
 use crate::allocator::CudaAllocator;
 use crate::backend::sealed::BackendParts;
-use crate::memory::{Access, ExportState, ExportedHandle, ExportedMemory, HandleKind, Peer, SharePage};
+use crate::memory::{Access, ExportState, ExportedHandle, ExportedMemory, HandleKind, Lease, Peer, SharePage};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -221,7 +221,7 @@ impl Export {
         // If a later step fails, the process that received the lease may have mapped everything. It counts as a peer until it closes the
         // lease.
         let (lease, theirs) = lease()?;
-        self.memory.add_peer(peer, lease);
+        self.memory.add_peer(peer, Lease::new(lease));
         let descriptors = [self.memory.page().file(), theirs.as_fd()];
         let header = Header::new(OFFER, descriptors.len(), &self.body).write();
         channel.send(&header, &descriptors)?;

@@ -10,7 +10,7 @@ use super::view::{ImportedView, ImportedViewMut};
 use crate::device::CudaDevice;
 use crate::driver::{Driver, MemLocation, MemProperties};
 use crate::error::{CudaError, DriverError};
-use crate::memory::{Access, ExportState, HandleKind, ImportedMemory, SharePage, is_held};
+use crate::memory::{Access, ExportState, HandleKind, ImportedMemory, Lease, SharePage, is_held};
 use cudarc::driver::{CudaStream, DeviceRepr};
 use std::fmt;
 use std::ops::Range;
@@ -56,7 +56,7 @@ pub struct Import {
     access: Access,
     page: SharePage,
     /// This process's end of the lease, whose closing the exporter detects. `None` once detached.
-    lease: Mutex<Option<OwnedFd>>,
+    lease: Mutex<Option<Lease>>,
 }
 
 /// An allocation of the exporter.
@@ -140,7 +140,7 @@ impl Import {
         let page = SharePage::open(page).ok_or(MessageError::Descriptor)?;
         // From here on, dropping `import` unmaps everything that is mapped.
         let segments = Mutex::new(Vec::new());
-        let lease = Mutex::new(Some(lease));
+        let lease = Mutex::new(Some(Lease::new(lease)));
         let import = Import { device: Arc::clone(device), segments, layout, access, page, lease };
         for segment in &import.layout.segments {
             import.segments().push(ImportedMemory::reserve(device, segment.size_bytes)?);

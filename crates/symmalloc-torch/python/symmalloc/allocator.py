@@ -92,7 +92,8 @@ class Phase(enum.Enum):
     ASLEEP = 1
     """The pool has no memory, but keeps its addresses."""
     HELD = 2
-    """The pool sleeps, but the driver or a window holds some memory. Another sleep releases it. Only a pool without windows wakes first."""
+    """The pool sleeps, but the driver or a window holds some memory. Another sleep tries to release it. A wake reuses it, but a
+    registered pool must sleep again before it wakes."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ pub const SYMMALLOC_PHASE_AWAKE: u32 = 0;
 /// The pool sleeps: it has no memory, but keeps its addresses.
 pub const SYMMALLOC_PHASE_ASLEEP: u32 = 1;
 
-/// The pool sleeps, but the driver or a window still holds some memory. Another sleep releases it. A wake reuses it, unless the pool is
+/// The pool sleeps, but the driver or a window still holds some memory. Another sleep tries to release it. A wake reuses it, unless the pool is
 /// registered: then it needs a sleep first.
 pub const SYMMALLOC_PHASE_HELD: u32 = 2;
 
@@ -335,7 +335,7 @@ pub const SYMMALLOC_STORAGE_PAGEABLE: u32 = 1;
 pub const SYMMALLOC_STORAGE_FOLDER: u32 = 2;
 
 /// Sets the storage for a pool's saved contents, from its next sleep on. `storage` is one of `SYMMALLOC_STORAGE_...`; `folder` is the folder of the
-/// file, and NULL for other storage. A sleep returns `SYMMALLOC_IO` if the folder does not exist or its disk is full, and leaves the pool
+/// file, and must be NULL for the other kinds of storage. A sleep returns `SYMMALLOC_IO` if the folder does not exist or its disk is full, and leaves the pool
 /// awake. A wake returns it if the file was modified, and leaves the pool asleep.
 ///
 /// # Safety

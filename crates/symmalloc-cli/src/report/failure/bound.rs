@@ -47,6 +47,8 @@ pub(super) struct Bound {
 pub(super) struct LiveBytes {
     /// By pool and stream.
     pub(super) by_heap: std::collections::BTreeMap<(PoolId, StreamId), u64>,
+    /// Pools that sleep. Their memory counts toward no limit.
+    asleep: std::collections::BTreeSet<PoolId>,
 }
 
 impl LiveBytes {
@@ -67,6 +69,8 @@ impl LiveBytes {
                         *heap = heap.saturating_sub(*size_bytes);
                     }
                 }
+                Op::Sleep { pool, .. } => _ = live.asleep.insert(*pool),
+                Op::Wake { pool } => _ = live.asleep.remove(pool),
                 _ => {}
             }
         }
@@ -82,7 +86,8 @@ impl LiveBytes {
     }
 
     fn sum(&self, is_meant: impl Fn(PoolId, StreamId) -> bool) -> u64 {
-        let meant = self.by_heap.iter().filter(|((pool, stream), _)| is_meant(*pool, *stream));
+        let is_awake = |pool: &PoolId| !self.asleep.contains(pool);
+        let meant = self.by_heap.iter().filter(|((pool, stream), _)| is_awake(pool) && is_meant(*pool, *stream));
         meant.fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
     }
 }

@@ -95,7 +95,8 @@ impl Growth {
     /// Describes the remedy, and what only postpones the failure.
     pub(super) fn remedy(&self, postponing: &str) -> String {
         format!(
-            "free what {} keeps, which grows all the time. This only postpones the failure: {postponing}",
+            "{} grows through the whole job: free what is no longer needed. If all of it is needed, {postponing}; otherwise, that \
+             only postpones the failure",
             self.label
         )
     }

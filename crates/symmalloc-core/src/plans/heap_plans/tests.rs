@@ -58,9 +58,9 @@ impl Job {
     fn begin(&mut self, policy: PlanPolicy) -> bool {
         let allocations_before = self.made;
         let (step, must_wait) = match self.plans.begin(KEY, policy) {
-            Course::BestFit => (Step::Unplanned { allocations_before }, false),
-            Course::Learn => (Step::Learning { allocations_before }, false),
-            Course::Follow(plan) => {
+            Treatment::BestFit => (Step::Unplanned { allocations_before }, false),
+            Treatment::Learn => (Step::Learning { allocations_before }, false),
+            Treatment::Follow(plan) => {
                 let (step, must_wait) = self.plans.follow(plan, allocations_before, self.arena.table());
                 (Step::Following(step), must_wait)
             }
@@ -194,7 +194,7 @@ fn a_step_that_occurs_twice_is_planned_and_the_third_follows() {
         job.end();
     }
     // The plan is known, but its memory does not exist yet.
-    assert_eq!(job.plans.begin(KEY, PlanPolicy::Learn), Course::Follow(0));
+    assert_eq!(job.plans.begin(KEY, PlanPolicy::Learn), Treatment::Follow(0));
     let plan = &job.plans.plans()[0];
     assert_eq!(plan.allocations().iter().map(|planned| planned.offset_bytes).collect::<Vec<_>>(), [Some(0); 2]);
 }
