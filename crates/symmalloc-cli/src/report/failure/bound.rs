@@ -177,3 +177,26 @@ impl Bound {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use symmalloc_core::ids::AllocationId;
+    use symmalloc_core::op::Contents;
+
+    #[test]
+    fn memory_of_a_sleeping_pool_counts_toward_no_limit() {
+        let (pool, stream) = (PoolId(1), StreamId(0));
+        let allocate = |id, pool, size_bytes| Op::Allocate { id: AllocationId(id), pool, stream, size_bytes };
+        let mut ops = vec![allocate(0, pool, 50 * MIB), allocate(1, PoolId::DEFAULT, 5 * MIB)];
+        let live = |ops: &[Op]| {
+            let live = LiveBytes::after(ops);
+            (live.all() / MIB, live.of_pool(pool) / MIB)
+        };
+        assert_eq!(live(&ops), (55, 50));
+        ops.push(Op::Sleep { pool, contents: Contents::Keep });
+        assert_eq!(live(&ops), (5, 0));
+        ops.extend([Op::Free { id: AllocationId(1) }, Op::Wake { pool }]);
+        assert_eq!(live(&ops), (50, 50));
+    }
+}
