@@ -57,7 +57,7 @@ fn two_devices_in_one_thread_are_independent() {
     // The first work of a context allocates additional memory.
     for (allocator, stream) in allocators.iter().zip(&streams) {
         drop(allocator.alloc_zeroed::<u8>(stream, MIB).expect("allocated"));
-        allocator.trim().expect("trimmed");
+        allocator.trim_all().expect("trimmed");
     }
     let (current, before) = (|| ctx::get_current().expect("queried"), free());
     for (here, there) in [(0, 1), (1, 0)] {
@@ -72,7 +72,7 @@ fn two_devices_in_one_thread_are_independent() {
         );
         assert_eq!((before[here] - during[here], during[there]), (512 << 20, before[there]));
         drop(buffer);
-        assert_eq!(allocators[here].trim().expect("trimmed"), 512 << 20);
+        assert_eq!(allocators[here].trim_all().expect("trimmed"), 512 << 20);
         assert_eq!(current(), context, "the other device's context is still current");
         let error =
             allocators[here].register_stream(&streams[there]).expect_err("the stream belongs to the other device");

@@ -81,7 +81,7 @@ fn memory_stays_until_its_dma_buf_is_dropped() {
         } else {
             allocator.free(allocation.handle).expect("freed");
             pool.take_if(|_| end == "destroy");
-            allocator.trim().expect("trimmed");
+            allocator.trim_all().expect("trimmed");
         }
         assert_ne!(dma_buf.state(), ExportState::Live);
         let held = free();

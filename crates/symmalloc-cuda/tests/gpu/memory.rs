@@ -41,7 +41,7 @@ fn a_trim_releases_memory_to_the_device() {
     let before = free();
     drop(allocator.alloc_zeroed::<u8>(&stream, 4096 * MIB).expect("allocated"));
     let held = before - free();
-    let released = allocator.trim().expect("trimmed");
+    let released = allocator.trim_all().expect("trimmed");
     let left = before.saturating_sub(free());
     println!("4 GiB: the driver reports {held} bytes held, trim released {released}, {left} left");
     assert!(held >= 4096 * MIB as u64 - (2 << 20) && released >= 4094 * MIB as u64 && left <= 2 << 20);
@@ -88,7 +88,7 @@ fn a_stitched_buffer_is_the_memory_of_its_pieces_and_no_other() {
             assert!(bytes.iter().all(|byte| usize::from(*byte) == *value), "only its neighbors were written");
         }
         drop((again, kept));
-        let released = allocator.trim().expect("trimmed");
+        let released = allocator.trim_all().expect("trimmed");
         assert_eq!(released, 32 * piece as u64);
     }
 }
@@ -103,7 +103,7 @@ fn prefetched_memory_is_usable_and_is_released() {
     let stream = device.context().new_stream().expect("a stream");
     let small = allocator.alloc_zeroed::<u8>(&stream, 20 * MIB).expect("allocated");
     stream.synchronize().expect("done");
-    assert_eq!(allocator.trim().expect("trimmed"), 0);
+    assert_eq!(allocator.trim_all().expect("trimmed"), 0);
     let before = free();
     let mut buffers = Vec::new();
     for value in 0..12_u8 {
@@ -121,7 +121,7 @@ fn prefetched_memory_is_usable_and_is_released() {
         assert!(stream.clone_dtoh(buffer).expect("copied").iter().all(|byte| byte == value), "buffer {value}");
     }
     drop(buffers);
-    println!("{} bytes prefetched, {} released by a trim", spare_bytes(), allocator.trim().expect("trimmed"));
+    println!("{} bytes prefetched, {} released by a trim", spare_bytes(), allocator.trim_all().expect("trimmed"));
     assert!(spare_bytes() == 0 && before.saturating_sub(free()) <= 2 << 20);
     drop(small);
 }
@@ -139,7 +139,7 @@ fn without_virtual_memory_segments_are_fixed_and_are_released() {
     assert_eq!(stream.clone_dtoh(&large.slice(1023 * MIB..)).expect("copied"), vec![0; MIB]);
     drop(large);
     let held = before - free();
-    let released = allocator.trim().expect("trimmed");
+    let released = allocator.trim_all().expect("trimmed");
     println!("1 GiB of cuMemAlloc: {held} bytes held, trim released {released}, {} left", before - free());
     assert_eq!((held, released, free()), (1 << 30, 1 << 30, before));
     assert_eq!(stream.clone_dtoh(&small).expect("copied"), vec![0; MIB / 2]);
@@ -225,7 +225,7 @@ fn calls_leave_a_thread_without_a_context() {
         drop(buffer);
         allocator.wait(&a, &b).expect("ordered");
         allocator.synchronize(&a).expect("done");
-        allocator.trim().expect("trimmed");
+        allocator.trim_all().expect("trimmed");
         assert!(is_without());
         drop((allocator, a, b));
         device.memory_info().expect("queried");
@@ -358,7 +358,7 @@ fn a_graph_keeps_its_memory_and_a_second_capture_gets_the_same_placements() {
     assert_eq!(places, again);
     // Eager work and a trim in between must not touch the graphs' memory.
     drop(allocator.alloc_zeroed::<u8>(&a, 512 * MIB).expect("allocated"));
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     for _ in 0..20 {
         for (graph, value) in [(&first, 7), (&second, 8)] {
             a.memset_zeros(&mut output).expect("set");

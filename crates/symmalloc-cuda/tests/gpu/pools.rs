@@ -37,12 +37,12 @@ fn a_pool_enforces_its_limit_and_releases_its_memory() {
     assert_eq!((error.pool, before - free()), (id, 200 << 20), "a failed request allocates nothing");
     drop(allocator.alloc_zeroed::<u8>(&stream, 400 * MIB).expect("the limit applies only to the pool"));
     drop((pool, inside));
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     assert_eq!(before - free(), 200 << 20, "a live buffer keeps the pool");
     assert_eq!(stream.clone_dtoh(&first.slice(199 * MIB..)).expect("copied"), vec![0; MIB]);
     drop(first);
     assert_eq!(before - free(), 200 << 20, "dropping never releases memory to the device");
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     assert_eq!(free(), before);
     assert!(allocator.core().pool_stats(id).is_err(), "destroyed");
     assert_eq!(stream.clone_dtoh(&outside).expect("copied"), vec![0; 8 * MIB]);
@@ -86,7 +86,7 @@ fn the_failure_callback_makes_room_on_a_full_device() {
     assert!((1..4).contains(&cache.lock().expect("not poisoned").len()), "the callback runs as often as necessary");
     assert_eq!(stream.clone_dtoh(&large.slice(2047 * MIB..)).expect("copied"), vec![0; MIB]);
     cache.lock().expect("not poisoned").clear();
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     let (before, times) = (free(), asked().len());
     let error = out_of_memory(
         allocator.alloc_zeroed::<u8>(&stream, 8192 * MIB).expect_err("the callback has nothing left to free"),

@@ -99,7 +99,7 @@ fn leaked_memory_is_kept_until_the_allocator_is_dropped() {
         let mut other = allocator.alloc_zeroed::<u32>(&worker.stream, 4 * MIB + round).expect("allocated");
         worker.fill(&mut other, 8);
     }
-    allocator.trim().expect("trimmed");
+    allocator.trim_all().expect("trimmed");
     // SAFETY: leaked, so the elements exist and nobody writes them.
     unsafe { worker.expect_at(pointer, 7, 4 << 20) };
     assert_eq!(worker.wrong_elements(), 0);

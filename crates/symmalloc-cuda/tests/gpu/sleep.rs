@@ -41,7 +41,7 @@ fn sleeps_on(backend: CudaBackend) {
         let refused = allocator.wake(pool.id()).expect_err("the device is full");
         assert!(matches!(refused, CudaError::Sleep(SleepError { cause: SleepCause::Memory { .. }, .. })), "{refused}");
         drop(taken);
-        allocator.trim().expect("trimmed");
+        allocator.trim_all().expect("trimmed");
         allocator.wake(pool.id()).expect("woken");
         assert_eq!([0, 1, 2].map(address_of), addresses);
         for buffer in &buffers {

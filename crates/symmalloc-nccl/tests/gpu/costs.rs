@@ -132,7 +132,7 @@ fn a_registration_costs_what_nccls_own_does() {
             assert_eq!(registrar.sync(&[&comm]).expect("registered").registrations, WINDOWS as u64);
             let ours = begun.elapsed().as_secs_f64() * 1e6 / WINDOWS as f64;
             blocks.into_iter().for_each(|block| allocator.free(block).expect("freed"));
-            allocator.trim().expect("the driver releases the memory");
+            allocator.trim_all().expect("the driver releases the memory");
             rank.meet();
             let begun = Instant::now();
             let synced = registrar.sync(&[&comm]).expect("deregistered");

@@ -174,7 +174,7 @@ fn a_rank_that_stops_ends_the_others_sync_within_the_deadline() {
                 std::thread::sleep(Duration::from_millis(20));
             }
             registrar.sweep();
-            allocator.trim().expect("the driver releases the memory");
+            allocator.trim_all().expect("the driver releases the memory");
             println!("{calls:?}: {} after {} ms more", comm.state(), begun.elapsed().as_millis());
             assert_eq!((comm.state(), registrar.stats().dead_bytes), (CommState::Aborted, 0));
         });

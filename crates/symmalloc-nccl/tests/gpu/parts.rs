@@ -52,7 +52,7 @@ fn communicators_that_overlap_in_half_of_the_ranks_reduce_correctly() {
                     }
                 }
                 if round % 10 == 9 {
-                    allocator.trim().expect("the driver releases the memory");
+                    allocator.trim_all().expect("the driver releases the memory");
                 }
                 // Ranks pass their communicators in different orders.
                 let mut order: Vec<&Communicator> = comms.iter().flatten().collect();
