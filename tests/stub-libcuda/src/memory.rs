@@ -451,6 +451,9 @@ impl State {
         map_nothing(address - shift, (size + shift).next_multiple_of(4096))?;
         *self.memory.used.get_mut(&device).expect("the device has memory in use") += shift;
         self.memory.give_file(offset, size + shift, device);
+        // As with the driver, the next allocation may get these addresses.
+        let arena = self.memory.arena(device, &self.options);
+        arena.space.give(address - shift - arena.base, (size + shift).next_multiple_of(GRANULARITY));
         Some(())
     }
 }

@@ -24,7 +24,7 @@ pub use captures::{Captured, while_captured};
 pub use child::in_child;
 pub use library::Library;
 pub use ranks::{RankOutput, ranks};
-pub use steady::{descriptors, difference, steady};
+pub use steady::{descriptors, difference, keeps_no_host_memory, steady};
 pub use sweep::{Repeatable, sweep};
 pub use threads::{Barrier, ExitOnPanic, WAIT_MAX, scaled_to_load, threads, until, until_some};
 

@@ -30,3 +30,36 @@ pub fn difference<S: Debug>(first: &S, later: &S) -> String {
 pub fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("Linux").count()
 }
+
+/// Host memory in bytes that a round may keep. The process also allocates for itself, in its threads and in the stubs.
+const KEPT_MAX: usize = 32;
+
+/// Number of times that rounds are repeated. A table that doubles its size grows in some repetitions only.
+const REPETITIONS: usize = 4;
+
+/// Runs rounds again and again, and checks that the host memory in use does not grow each time. Finds lists and tables that grow with every
+/// round, which no count of objects contains.
+///
+/// # Panics
+/// Panics if every repetition keeps more than a few bytes per round.
+#[track_caller]
+pub fn keeps_no_host_memory(what: &str, rounds: usize, mut round: impl FnMut(usize)) {
+    (0..rounds).for_each(&mut round);
+    let repetitions = (1..=REPETITIONS).map(|repetition| {
+        let before = heap_bytes();
+        (repetition * rounds..(repetition + 1) * rounds).for_each(&mut round);
+        heap_bytes().saturating_sub(before)
+    });
+    let kept: Vec<usize> = repetitions.collect();
+    assert!(
+        kept.iter().any(|bytes| *bytes < rounds * KEPT_MAX),
+        "{what}: {rounds} rounds keep {kept:?} bytes of host memory"
+    );
+}
+
+/// Returns the bytes of host memory in use, of all libraries of this process.
+fn heap_bytes() -> usize {
+    // SAFETY: takes and changes nothing.
+    let info = unsafe { libc::mallinfo2() };
+    info.uordblks + info.hblkhd
+}

@@ -3,7 +3,7 @@
 
 use crate::process::{device, live, stub_test};
 use cudarc::driver::CudaStream;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use stub_process::cuda::{calls_by_name, is_paused, pause, resume};
@@ -11,13 +11,17 @@ use stub_process::until;
 use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
-use symmalloc_core::{Allocation, PoolId, StreamId};
-use symmalloc_cuda::{CudaAllocator, CudaBackend, GraphPool, ImageStorage, LentStream, Pool};
+use symmalloc_core::{Allocation, Handle, PoolId, StreamId};
+use symmalloc_cuda::{
+    CudaAllocator, CudaBackend, GraphPool, ImageStorage, LentStream, PinnedAllocator, PinnedBackend, Pool,
+};
 
 const MIB: u64 = 1 << 20;
 /// Time for the second operation, before it counts as waiting for a lock.
 const GRACE: Duration = Duration::from_millis(4);
 const VALUE: u8 = 7;
+/// The stream of pinned memory.
+const HOST: StreamId = StreamId(0);
 
 /// An allocator that both threads use.
 struct Shared {
@@ -27,12 +31,40 @@ struct Shared {
     pool: Pool<CudaBackend>,
     kept: Allocation,
     lent: StreamId,
+    /// Allocators of whole driver allocations, each with a pool whose memory one operation keeps.
+    plain: (CudaAllocator, Pool<CudaBackend>),
+    pinned: (PinnedAllocator, Pool<PinnedBackend>),
+    kept_plain: Mutex<Vec<Handle>>,
+    kept_pinned: Mutex<Vec<Handle>>,
 }
 
 /// An operation. A typed error is possible if the other operation is in its way.
 type Operation = fn(&Shared) -> Result<(), Box<dyn std::error::Error>>;
 
 const OPERATIONS: &[(&str, Operation)] = &[
+    // First, because the operations that release memory wait for each other.
+    ("keep plain memory", |it| {
+        let made = it.plain.0.with_pool(&it.plain.1).allocate(&it.streams[1], 9 * MIB)?;
+        it.kept_plain.lock().expect("no panic").push(made.handle);
+        Ok(())
+    }),
+    ("keep pinned memory", |it| {
+        let made = it.pinned.0.core().allocate(it.pinned.1.id(), HOST, 9 * MIB)?;
+        it.kept_pinned.lock().expect("no panic").push(made.handle);
+        Ok(())
+    }),
+    ("release plain memory", |it| {
+        let made = it.plain.0.allocate(&it.streams[0], 9 * MIB)?;
+        it.plain.0.free(made.handle)?;
+        it.plain.0.trim()?;
+        Ok(())
+    }),
+    ("release pinned memory of a buffer", |it| {
+        let made = it.pinned.0.core().allocate(PoolId::DEFAULT, HOST, 9 * MIB)?;
+        it.pinned.0.free(made.handle)?;
+        it.pinned.0.trim()?;
+        Ok(())
+    }),
     ("grow", |it| {
         let made = it.allocator.allocate(&it.streams[0], 9 * MIB)?;
         Ok(it.allocator.free(made.handle)?)
@@ -109,7 +141,15 @@ impl Shared {
         let lent = unsafe { allocator.lend_stream(LentStream::of(streams[2].cu_stream())) }.expect("lent");
         let block = allocator.core().allocate(PoolId::DEFAULT, lent, MIB).expect("memory");
         allocator.core().free(block.handle).expect("freed");
-        Shared { allocator, streams, pool, kept, lent }
+        let fixed = || Config::builder().default_pool("segments:fixed".parse().expect("valid")).build().expect("valid");
+        let plain = CudaBackend::builder(allocator.device()).plain().build().expect("made");
+        let plain = CudaAllocator::with_backend(plain, fixed()).expect("made");
+        let pinned = PinnedAllocator::pinned(allocator.device(), fixed()).expect("made");
+        let of_plain = plain.create_pool("segments:fixed".parse().expect("valid")).expect("made");
+        let of_pinned = pinned.create_pool("segments:fixed".parse().expect("valid")).expect("made");
+        let (plain, pinned) = ((plain, of_plain), (pinned, of_pinned));
+        let (kept_plain, kept_pinned) = (Mutex::default(), Mutex::default());
+        Shared { allocator, streams, pool, kept, lent, plain, pinned, kept_plain, kept_pinned }
     }
 
     /// Checks that nothing is lost, and ends the allocator.
@@ -128,11 +168,22 @@ impl Shared {
         }
         check();
         self.allocator.free(self.kept.handle).expect("live");
-        let Shared { allocator, streams, pool, .. } = self;
-        drop(pool);
-        allocator.trim_all().unwrap_or_else(|error| panic!("{context}: {error}"));
+        let Shared { allocator, streams, pool, kept_plain, kept_pinned, .. } = self;
+        let ((plain, plain_pool), (pinned, pinned_pool)) = (self.plain, self.pinned);
+        for handle in kept_plain.into_inner().expect("no panic") {
+            plain.free(handle).expect("live");
+        }
+        for handle in kept_pinned.into_inner().expect("no panic") {
+            pinned.free(handle).expect("live");
+        }
+        plain.core().check().unwrap_or_else(|violation| panic!("{context}: {violation}"));
+        pinned.core().check().unwrap_or_else(|violation| panic!("{context}: {violation}"));
+        drop((plain_pool, pinned_pool, pool));
+        for trimmed in [allocator.trim_all(), plain.trim_all(), pinned.trim_all()] {
+            trimmed.unwrap_or_else(|error| panic!("{context}: {error}"));
+        }
         assert_eq!(allocator.stats().usage.all.allocations.current, 0, "{context}");
-        drop((allocator, streams));
+        drop((allocator, plain, pinned, streams));
         let left = live();
         let left = (left.device_bytes, left.ranges, left.mappings, left.events, left.streams, left.host_bytes);
         assert_eq!(left, (0, 0, 0, 0, 0, 0), "{context}");

@@ -218,6 +218,43 @@ stub_test!(spare_memory_is_released_before_an_allocation_fails, ["STUB_MEMORY_BY
     }
 });
 
+stub_test!(
+    a_full_device_leaves_the_spare_memory_of_another_one,
+    ["STUB_DEVICES" = "2", "STUB_MEMORY_BYTES" = "104857600"],
+    {
+        let devices = [0, 1].map(|ordinal| CudaDevice::new(ordinal).expect("a stub device"));
+        for (full, other) in [(&devices[0], &devices[1]), (&devices[1], &devices[0])] {
+            let (backend, range) = grown(other);
+            let plain = CudaBackend::builder(full).build().expect("supported");
+            let prefetched = grown(full);
+            let rest = plain.reserve(1 << 30).expect("reserve");
+            // The spare memory of the full device suffices, then nothing does.
+            plain.map(rest, 0, 60 * MIB).expect("60 MiB are available");
+            let error = plain.map(rest, 60 * MIB, 2 * MIB).expect_err("the device is full");
+            assert_eq!(error.reason, Reason::OutOfMemory);
+            assert_eq!((prefetched.0.spare_bytes(), backend.spare_bytes()), (0, 40 * MIB));
+            // Prefetching continues on the other device.
+            assert_eq!(map(&backend, range, 40, 20), 0);
+            wait_for_spare(&backend, 40);
+            give_back(&plain, rest, 60);
+            give_back(&prefetched.0, prefetched.1, 40);
+            give_back(&backend, range, 60);
+        }
+        assert_eq!(live().device_bytes, 0);
+    }
+);
+
+/// Returns a backend that has prefetched 40 MiB behind a range of 40 MiB.
+fn grown(device: &Arc<CudaDevice>) -> (CudaBackend, Range) {
+    let backend = prefetching(device, 40);
+    let range = backend.reserve(1 << 30).expect("reserve");
+    map(&backend, range, 0, 20);
+    wait_for_spare(&backend, 20);
+    map(&backend, range, 20, 20);
+    wait_for_spare(&backend, 40);
+    (backend, range)
+}
+
 stub_test!(prefetching_pauses_on_a_full_device_until_memory_is_released, ["STUB_MEMORY_BYTES" = "104857600"], {
     let device = device();
     let backend = prefetching(&device, 40);

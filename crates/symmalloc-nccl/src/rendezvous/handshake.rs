@@ -263,4 +263,46 @@ mod tests {
         head[8] = Verdict::ALL.len() as u8;
         assert_eq!(Verdict::from_head(head), Err(DecodeError::Foreign));
     }
+
+    const EXCHANGE: Exchange = Exchange { hello: HELLO, nonce: [7; NONCE_BYTES], endpoint: 29500 };
+
+    /// Exchanges that differ from [`EXCHANGE`] in one argument.
+    fn other_exchanges() -> [(&'static str, Exchange); 8] {
+        let hello = |hello| Exchange { hello, ..EXCHANGE };
+        [
+            ("job", hello(Hello { job: 0x0103, ..HELLO })),
+            ("ranks", hello(Hello { ranks: 4, ..HELLO })),
+            ("rank", hello(Hello { rank: 1, ..HELLO })),
+            ("session", hello(Hello { session: 5, ..HELLO })),
+            ("has_secret", hello(Hello { has_secret: false, ..HELLO })),
+            ("the rank's nonce", hello(Hello { nonce: [8; NONCE_BYTES], ..HELLO })),
+            ("rank 0's nonce", Exchange { nonce: [8; NONCE_BYTES], ..EXCHANGE }),
+            ("endpoint", Exchange { endpoint: 29501, ..EXCHANGE }),
+        ]
+    }
+
+    #[test]
+    fn each_argument_of_an_exchange_is_in_both_proofs() {
+        let [secret, other] =
+            ["sixteen or more bytes", "another long secret"].map(|text| Secret::new(text.into()).expect("long enough"));
+        let id = |byte| UniqueId::from_bytes([byte; UniqueId::BYTES]);
+        let proof = EXCHANGE.proof(&secret);
+        let answer = EXCHANGE.answer_proof(&secret, Verdict::Welcome, &id(1));
+        let is_answer = |exchange: &Exchange, secret: &Secret, verdict, id: &UniqueId| {
+            exchange.is_answer_proof(secret, &answer, verdict, id)
+        };
+        assert!(EXCHANGE.is_proof(&secret, &proof) && is_answer(&EXCHANGE, &secret, Verdict::Welcome, &id(1)));
+        for (what, exchange) in other_exchanges() {
+            assert!(!exchange.is_proof(&secret, &proof), "{what} is not in the proof");
+            assert!(!is_answer(&exchange, &secret, Verdict::Welcome, &id(1)), "{what} is not in the answer's proof");
+        }
+        assert!(!EXCHANGE.is_proof(&other, &proof) && !is_answer(&EXCHANGE, &other, Verdict::Welcome, &id(1)));
+        assert!(!is_answer(&EXCHANGE, &secret, Verdict::Welcome, &id(2)), "the id");
+        for verdict in Verdict::ALL.into_iter().filter(|verdict| *verdict != Verdict::Welcome) {
+            assert!(!is_answer(&EXCHANGE, &secret, verdict, &id(1)), "{verdict:?} passes with the proof of a welcome");
+        }
+        // Neither proof passes for the other one.
+        assert!(!EXCHANGE.is_proof(&secret, &answer));
+        assert!(!EXCHANGE.is_answer_proof(&secret, &proof, Verdict::Welcome, &id(1)));
+    }
 }

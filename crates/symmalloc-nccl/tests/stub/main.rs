@@ -4,6 +4,7 @@
 mod all_reduce;
 mod all_to_all;
 mod communicator;
+mod interleavings;
 mod launched;
 mod long_runs;
 mod raw;

@@ -12,6 +12,7 @@ mod growth;
 mod metrics;
 mod programs;
 mod recovery;
+mod rejected;
 mod repetition;
 mod revocation;
 mod shrink;
@@ -21,6 +22,7 @@ mod sleep_faults;
 mod sleep_programs;
 pub(crate) mod support;
 mod suspension;
+mod waits;
 mod window_flags;
 
 use std::sync::Mutex;

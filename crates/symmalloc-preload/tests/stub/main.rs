@@ -6,4 +6,5 @@ mod programs;
 mod promises;
 mod rejected;
 mod serving;
+mod single_failures;
 mod storm;

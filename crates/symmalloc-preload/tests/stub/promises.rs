@@ -222,3 +222,48 @@ stub_test!(a_forked_child_is_not_served, ["LD_PRELOAD" = &preload()], {
     assert_eq!(status, 0, "the child was served by the driver");
     assert_eq!(mem_free(pointer), 0);
 });
+
+stub_test!(a_trim_keeps_what_the_program_keeps, ["LD_PRELOAD" = &preload()], {
+    begin(0);
+    let (stream, pool) = (stream(), make_pool(0));
+    // For each number of bytes to keep, in relation to those that are reserved: whether free memory stays.
+    for (more, stays) in [(1 << 40, true), (1, true), (0, true), (-1, false), (i64::MIN, false)] {
+        let live = from_pool(MIB, pool, stream);
+        let free = from_pool(70 * MIB, pool, stream);
+        assert_eq!(mem_free_async(free, stream), 0);
+        let reserved = pool_bytes(pool, 5);
+        assert_eq!(pool_trim(pool, reserved.saturating_add_signed(more) as usize), 0);
+        assert_eq!(pool_bytes(pool, 5) == reserved, stays, "{reserved} bytes are reserved, and {more} more are kept");
+        assert_eq!(mem_free_async(live, stream), 0);
+    }
+});
+
+stub_test!(an_allocation_has_exactly_its_own_addresses, ["LD_PRELOAD" = &preload()], {
+    begin(0);
+    // Around the sizes and addresses at which the way to look up an allocation changes.
+    let region = 32 * MIB;
+    let sizes = [512, 2 * MIB, region - 512, region, region + 512, 3 * region];
+    let mut blocks: Vec<(u64, usize)> =
+        sizes.iter().chain(&sizes).map(|size| (alloc(*size).expect("memory"), *size)).collect();
+    // Neighbors on both sides are live, then free.
+    for _ in 0..2 {
+        for (start, size) in &blocks {
+            let (start, end) = (*start, start + *size as u64);
+            for inside in [start, start + 1, start + *size as u64 / 2, end - 1] {
+                assert_eq!((attribute::<u64>(11, inside), attribute::<u64>(12, inside)), (Ok(start), Ok(*size as u64)));
+            }
+            for outside in [start - 1, end] {
+                assert_ne!(
+                    attribute::<u64>(11, outside),
+                    Ok(start),
+                    "{outside:#x} is outside of {size} bytes at {start:#x}"
+                );
+            }
+        }
+        let mut is_kept = false;
+        blocks.retain(|(start, _)| {
+            is_kept = !is_kept;
+            is_kept || mem_free(*start) != 0
+        });
+    }
+});

@@ -87,6 +87,55 @@ stub_test!(heaps_of_private_pools_that_differ_are_named, {
     assert_eq!(text, same);
 });
 
+/// The ops of a rank on its private pools, of which there are three, on two streams.
+type Ops = fn(Allocator, &Streams, [u32; 3]);
+
+/// Two lists of ops that differ in one respect. Each rank runs one of them.
+const DIFFERENCES: &[(&str, Ops, Ops)] = &[
+    ("the size", |it, on, [a, ..]| take(it, a, MIB, on.get(0)), |it, on, [a, ..]| take(it, a, MIB + 512, on.get(0))),
+    ("the stream", |it, on, [a, ..]| take(it, a, MIB, on.get(0)), |it, on, [a, ..]| take(it, a, MIB, on.get(1))),
+    ("the pool", |it, on, [a, ..]| take(it, a, MIB, on.get(0)), |it, on, [_, b, _]| take(it, b, MIB, on.get(0))),
+    ("the number of ops", |it, on, [a, ..]| take(it, a, MIB, on.get(0)), |_, _, _| ()),
+    ("the pools in use", |_, _, _| (), |it, on, [.., c]| take(it, c, MIB, on.get(0))),
+    (
+        "the order",
+        |it, on, [a, ..]| [1, 2].into_iter().for_each(|size| take(it, a, size * MIB, on.get(0))),
+        |it, on, [a, ..]| [2, 1].into_iter().for_each(|size| take(it, a, size * MIB, on.get(0))),
+    ),
+    ("what is freed", |it, on, [a, ..]| free_one(it, a, on.get(0), 0), |it, on, [a, ..]| free_one(it, a, on.get(0), 1)),
+];
+
+/// Allocates two blocks, and frees one of them.
+fn free_one(allocator: Allocator, pool: u32, stream: *mut c_void, which: usize) {
+    let blocks = [0, 1].map(|_| allocator.allocate(pool, MIB, stream));
+    allocator.free(blocks[which]);
+}
+
+fn take(allocator: Allocator, pool: u32, bytes: usize, stream: *mut c_void) {
+    allocator.allocate(pool, bytes, stream);
+}
+
+stub_test!(ranks_that_differ_in_anything_in_private_pools_are_told, {
+    let streams = Streams::new(2);
+    for (what, one, other) in DIFFERENCES {
+        for ops in [[one, one], [other, other], [one, other], [other, one]] {
+            let ranks = ops.map(|ops| {
+                let allocator = Allocator::new("stitching:false");
+                let pools = [0, allocator.create_pool(None), allocator.create_pool(None)];
+                for stream in [0, 1] {
+                    pools[..2].iter().for_each(|pool| take(allocator, *pool, MIB, streams.get(stream)));
+                }
+                ops(allocator, &streams, pools);
+                allocator
+            });
+            let expected = if std::ptr::eq(ops[0], ops[1]) { SYMMALLOC_OK } else { SYMMALLOC_MISALIGNED };
+            let outcome = compared(ranks, symmalloc_agree_all);
+            assert_eq!(outcome.clone().map(|(status, _)| status), [expected; 2], "{what}: {outcome:?}");
+            ranks.into_iter().for_each(Allocator::destroy);
+        }
+    }
+});
+
 stub_test!(a_gather_that_fails_is_a_transport_error, {
     let allocator = Allocator::new("");
     // SAFETY: a live allocator, and a gather that needs no context.

@@ -156,6 +156,60 @@ stub_test!(the_peak_over_all_heaps_is_exact, {
     assert_eq!(allocator.total("reserved_bytes/all/peak"), 16 << 20);
 });
 
+/// Numbers below `end` from a seed.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (self.0 >> 33) as usize % end
+    }
+}
+
+stub_test!(current_and_peak_bytes_of_generated_programs_are_exact, {
+    let streams = Streams::new(2);
+    for seed in 0..20 {
+        let (allocator, mut random) = (Allocator::new("stitching:false"), Random(seed));
+        let pools = [0, allocator.create_pool(None), allocator.create_pool(Some("segments:expandable"))];
+        // Live blocks with their pools and sizes, and the largest sum of the sizes.
+        let (mut blocks, mut peak) = (Vec::<(u32, Pointer, u64)>::new(), 0);
+        for step in 0..120 {
+            let pool = pools[random.below(3)];
+            let what = random.below(12);
+            match what {
+                0..5 => {
+                    let pointer = allocator.allocate(pool, 1 + random.below(3 * MIB), streams.get(random.below(2)));
+                    blocks.push((pool, pointer, allocator.placement(pointer).size_bytes));
+                }
+                5..9 if !blocks.is_empty() => {
+                    let (_, pointer, _) = blocks.swap_remove(random.below(blocks.len()));
+                    allocator.free(pointer);
+                }
+                9 => {
+                    let mut freed = 0;
+                    // SAFETY: a live allocator, and an output pointer. Nothing uses the allocations afterwards.
+                    done(unsafe { symmalloc_pool_reset(allocator.0, pool, &raw mut freed) });
+                    let before = blocks.len();
+                    blocks.retain(|(of, ..)| *of != pool);
+                    assert_eq!(freed, (before - blocks.len()) as u64);
+                }
+                10 => {
+                    // SAFETY: a live allocator.
+                    done(unsafe { symmalloc_reset_peaks(allocator.0) });
+                    peak = 0;
+                }
+                11 => _ = allocator.trim(),
+                _ => {}
+            }
+            let current: u64 = blocks.iter().map(|(.., size_bytes)| size_bytes).sum();
+            peak = current.max(peak);
+            let counted = ["allocated_bytes/all/current", "allocated_bytes/all/peak"].map(|path| allocator.total(path));
+            assert_eq!(counted, [current, peak], "seed {seed}, step {step}, op {what}");
+        }
+        allocator.destroy();
+    }
+});
+
 stub_test!(memory_that_the_driver_cannot_release_yet_is_counted, {
     let allocator = Allocator::new("stitching:false");
     let whole = allocator.allocate(0, 10 * MIB, null_mut());

@@ -15,6 +15,7 @@ mod numbers;
 mod pools;
 mod registrar;
 mod rejected;
+mod repetition;
 mod runtimes;
 mod scopes;
 mod sharing;

@@ -257,4 +257,33 @@ stub_test!(rejected_calls_change_nothing, ["STUB_DEVICES" = "2", "SYMMALLOC_CONF
     done(symmalloc_torch_push_pool(1, 0));
     assert_eq!(program.probes(), probes);
     done(symmalloc_torch_pop_pool(1));
+    // A pool that gets the number is like any other: nothing was kept for it.
+    let [other, named] = [UNKNOWN - 1, UNKNOWN].map(|key| new_pool(&program, key));
+    assert_eq!(named, other, "pool {UNKNOWN} was named by rejected calls");
 });
+
+/// Creates a pool with a number, and returns what it does: its phase, host memory for its contents during and after a sleep, and its digest.
+fn new_pool(program: &Program, key: u32) -> (u32, [u64; 3], Option<u64>) {
+    let (allocator, mut phase) = (program.allocators[0], 9);
+    let release = || {
+        let mut bytes = 0;
+        // SAFETY: a live allocator, and an output pointer.
+        done(unsafe { symmalloc_release_host_memory(allocator.0, &raw mut bytes) });
+        bytes
+    };
+    // SAFETY: a live allocator, and an output pointer.
+    unsafe {
+        done(symmalloc_pool_create_with_key(allocator.0, key, null()));
+        done(symmalloc_phase(allocator.0, key, &raw mut phase));
+    }
+    allocator.allocate(key, MIB, program.stream());
+    let digest = allocator.try_digest(key);
+    release();
+    let before = live().host_bytes;
+    // SAFETY: a live allocator.
+    done(unsafe { symmalloc_sleep(allocator.0, key, SYMMALLOC_CONTENTS_KEEP, null_mut()) });
+    let asleep = live().host_bytes - before;
+    // SAFETY: as above.
+    done(unsafe { symmalloc_wake(allocator.0, key, null_mut()) });
+    (phase, [asleep, release(), live().host_bytes - before], digest)
+}

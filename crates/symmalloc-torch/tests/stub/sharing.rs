@@ -18,7 +18,7 @@ use symmalloc_torch::*;
 /// A timeout that is longer than all later steps.
 const PATIENT: Duration = Duration::from_secs(60);
 
-fn shared(pointer: Pointer) -> Result<(String, u64), symmalloc_status> {
+pub(crate) fn shared(pointer: Pointer) -> Result<(String, u64), symmalloc_status> {
     let (mut text, mut offset) = (null_mut::<c_char>(), 0);
     // SAFETY: output pointers.
     match unsafe { symmalloc_torch_share(pointer as *mut c_void, &raw mut text, &raw mut offset) } {
@@ -27,7 +27,7 @@ fn shared(pointer: Pointer) -> Result<(String, u64), symmalloc_status> {
     }
 }
 
-fn opened(text: &str) -> Result<(Pointer, *const OpenedMemory), symmalloc_status> {
+pub(crate) fn opened(text: &str) -> Result<(Pointer, *const OpenedMemory), symmalloc_status> {
     let (text, mut base, mut opened) = (c_text(text), null_mut(), null());
     // SAFETY: a C string, and output pointers.
     match unsafe { symmalloc_torch_open(0, text.as_ptr(), &raw mut base, &raw mut opened) } {

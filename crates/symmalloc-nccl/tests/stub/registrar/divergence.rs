@@ -5,7 +5,7 @@ use std::time::Instant;
 use stub_process::{cuda, nccl, nccl_test};
 use symmalloc_agreement::Cause;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
-use symmalloc_nccl::{ReduceOp, Registration, SyncError, SyncField};
+use symmalloc_nccl::{CheckedCollectives, ReduceOp, Registration, SyncError, SyncField};
 
 /// Runs a program in which rank 1 diverges. Returns the error of the sync on each rank, after which nothing new may be registered.
 fn injected(
@@ -98,6 +98,39 @@ nccl_test!(without_agreement_plans_that_differ_are_reported_on_all, {
 });
 
 // A failed sync does not consume the segment events that it read.
+// Two of three ranks sync among themselves, once or more often, before all three compare their histories.
+nccl_test!(a_difference_from_before_a_sync_of_other_ranks_is_named, {
+    for syncs in 0..3 {
+        let outcomes = Job::new(3).run(|it| {
+            let pair = it.world.split((it.rank < 2).then_some(0), 0).expect("all ranks split");
+            let pool = it.attached_pool();
+            if let Some(pair) = &pair {
+                it.registrar.attach(pair, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+            }
+            let mut tensors = vec![it.take(&pool, MIB)];
+            it.registrar.sync(&[&it.world]).expect("the ranks agree so far");
+            for round in 0..=syncs {
+                tensors.push(it.take(&pool, if it.rank == 2 && round == 0 { 30 * MIB + 512 } else { 30 * MIB }));
+                if let Some(pair) = pair.as_ref().filter(|_| round < syncs) {
+                    it.registrar.sync(&[pair]).expect("these two agree");
+                }
+            }
+            let error = it.registrar.sync(&[&it.world]).expect_err("the third rank differs");
+            drop(tensors);
+            if let Some(pair) = pair {
+                pair.destroy().expect("idle");
+            }
+            error
+        });
+        let SyncError::Disagreed { disagreement, .. } = &outcomes[0] else { panic!("{}", outcomes[0]) };
+        let first = disagreement.first_heap().expect("a heap differs");
+        assert_eq!(first.cause, Cause::OtherRequest, "after {syncs} syncs of two ranks: {disagreement}");
+        assert!(first.groups.iter().any(|group| group.ranks.to_string() == "2"), "{disagreement}");
+        assert!(outcomes.iter().all(|error| *error == outcomes[0]), "all ranks have the same report");
+        nothing_is_left();
+    }
+});
+
 nccl_test!(ranks_sync_once_their_segments_are_equal_again, {
     Job::new(2).quiet().run(|it| {
         let pool = it.attached_pool();
@@ -177,6 +210,84 @@ nccl_test!(a_rank_that_dies_is_an_error_on_the_others_and_other_communicators_co
         it.meet();
     });
     nccl::assert_clean();
+});
+
+/// A checked collective on two of four buffers of 1 MiB, or on a part of one.
+type Call = fn(&CheckedCollectives, &[DeviceBuffer<f32>; 4], &mut DeviceBuffer<f32>, &Rank) -> Result<(), SyncError>;
+
+/// A collective, and others that differ from it in one argument that ranks compare. The last buffer of the list is passed in place of the
+/// one that is passed for writing.
+const CALLS: &[(&str, Call, Call)] = &[
+    (
+        "the send buffer of an all-reduce",
+        |it, from, to, rank| it.all_reduce(&from[0], to, ReduceOp::Sum, &rank.stream),
+        |it, from, to, rank| it.all_reduce(&from[1], to, ReduceOp::Sum, &rank.stream),
+    ),
+    (
+        "the length of an all-reduce",
+        |it, from, to, rank| it.all_reduce(&from[0], to, ReduceOp::Sum, &rank.stream),
+        |it, from, to, rank| it.all_reduce(&from[0].slice(..8), &mut to.slice_mut(..8), ReduceOp::Sum, &rank.stream),
+    ),
+    (
+        "the start of an all-reduce",
+        |it, from, to, rank| it.all_reduce(&from[0].slice(..8), &mut to.slice_mut(..8), ReduceOp::Sum, &rank.stream),
+        |it, from, to, rank| it.all_reduce(&from[0].slice(8..16), &mut to.slice_mut(..8), ReduceOp::Sum, &rank.stream),
+    ),
+    (
+        "the receive buffer of an all-reduce",
+        |it, from, to, rank| it.all_reduce(&from[0].slice(..8), &mut to.slice_mut(..8), ReduceOp::Sum, &rank.stream),
+        |it, from, to, rank| it.all_reduce(&from[0].slice(..8), &mut to.slice_mut(8..16), ReduceOp::Sum, &rank.stream),
+    ),
+    (
+        "the receive buffer of an all-gather",
+        |it, from, to, rank| it.all_gather(&from[0].slice(..8), &mut to.slice_mut(..24), &rank.stream),
+        |it, from, to, rank| it.all_gather(&from[0].slice(..8), &mut to.slice_mut(8..32), &rank.stream),
+    ),
+    (
+        "the receive buffer of a reduce-scatter",
+        |it, from, to, rank| {
+            it.reduce_scatter(&from[0].slice(..24), &mut to.slice_mut(..8), ReduceOp::Sum, &rank.stream)
+        },
+        |it, from, to, rank| {
+            it.reduce_scatter(&from[0].slice(..24), &mut to.slice_mut(8..16), ReduceOp::Sum, &rank.stream)
+        },
+    ),
+    (
+        "the buffer of a broadcast",
+        |it, _, to, rank| it.broadcast(&mut to.slice_mut(..8), 0, &rank.stream),
+        |it, _, to, rank| it.broadcast(&mut to.slice_mut(8..16), 0, &rank.stream),
+    ),
+    (
+        "the receive buffer of a reduction",
+        |it, from, to, rank| it.reduce(&from[0].slice(..8), &mut to.slice_mut(..8), ReduceOp::Sum, 0, &rank.stream),
+        |it, from, to, rank| it.reduce(&from[0].slice(..8), &mut to.slice_mut(8..16), ReduceOp::Sum, 0, &rank.stream),
+    ),
+    (
+        "the collective",
+        |it, from, to, rank| it.all_reduce(&from[0], to, ReduceOp::Sum, &rank.stream),
+        |it, from, to, rank| it.reduce(&from[0], to, ReduceOp::Sum, 0, &rank.stream),
+    ),
+];
+
+nccl_test!(each_argument_of_a_checked_collective_is_compared, {
+    Job::new(3).checking_offsets().run(|it| {
+        let pool = it.attached_pool();
+        let from = [(); 4].map(|()| it.take(&pool, MIB));
+        let mut to = it.take(&pool, MIB);
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
+        let checked = it.registrar.checked(&it.world);
+        for (what, one, other) in CALLS {
+            for call in [one, other] {
+                call(&checked, &from, &mut to, it).unwrap_or_else(|error| panic!("{what} is equal: {error}"));
+            }
+            let call = if it.rank == 1 { other } else { one };
+            let error = call(&checked, &from, &mut to, it).expect_err(what);
+            let SyncError::OffsetsDiffer { difference, .. } = &error else { panic!("{what}: {error}") };
+            assert_eq!(difference.groups.len(), 2, "{what}");
+        }
+        it.stream.synchronize().expect("done");
+    });
+    nothing_is_left();
 });
 
 nccl_test!(buffers_that_differ_are_reported_before_the_collective_runs, {

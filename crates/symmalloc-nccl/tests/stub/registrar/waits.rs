@@ -1,0 +1,94 @@
+//! A registration ends after the work that was submitted before, whatever ends it.
+
+use super::support::{Job, MIB, Rank, nothing_is_left};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+use stub_process::{cuda, nccl_test};
+use symmalloc_core::op::Contents;
+use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
+use symmalloc_nccl::Registration;
+
+/// What ends a registration. The last step is the one that must wait.
+type End = fn(&Rank, &Pool<CudaBackend>, DeviceBuffer<f32>);
+
+const ENDS: &[(&str, End)] = &[
+    ("a sync after the death of the segment", |it, pool, tensor| {
+        drop(tensor);
+        it.allocator.core().trim_pool(pool.id()).expect("no faults");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
+    }),
+    ("a sync after the pool was detached", |it, pool, _tensor| {
+        it.registrar.detach(&it.world, &[pool.id()]).expect("it is attached");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
+    }),
+    ("a sync with other changes after the pool was detached", |it, pool, _tensor| {
+        let other = it.attached_pool();
+        let _new = it.take(&other, 30 * MIB);
+        it.registrar.detach(&it.world, &[pool.id()]).expect("it is attached");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
+    }),
+];
+
+fn check(what: &str, registration: Registration, end: End) {
+    Job::new(2).run(|it| {
+        let pool = match registration {
+            Registration::Windows => it.pool(),
+            _ => it.allocator.create_pool("segments:fixed".parse().expect("valid")).expect("made"),
+        };
+        it.registrar.attach(&it.world, &[pool.id()], registration).expect("not attached yet");
+        let mut tensor = it.take(&pool, 30 * MIB);
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
+        let is_done = Arc::new(AtomicBool::new(false));
+        let work = cuda::hold(it.stream.cu_stream() as u64);
+        it.stream.memset_zeros(&mut tensor).expect("submitted");
+        let release = thread::spawn({
+            let is_done = Arc::clone(&is_done);
+            move || {
+                thread::sleep(Duration::from_millis(50));
+                is_done.store(true, Ordering::Release);
+                drop(work);
+            }
+        });
+        end(it, &pool, tensor);
+        assert!(is_done.load(Ordering::Acquire), "{registration:?}, {what}: it did not wait");
+        release.join().expect("no panic");
+        it.stream.synchronize().expect("done");
+    });
+    nothing_is_left();
+}
+
+nccl_test!(registrations_end_after_the_work_that_was_submitted, {
+    for (what, end) in ENDS {
+        for registration in [Registration::Windows, Registration::Buffers] {
+            check(what, registration, *end);
+        }
+    }
+});
+
+nccl_test!(a_sleep_begins_after_the_work_that_was_submitted, {
+    for contents in [Contents::Keep, Contents::Drop, Contents::Zero] {
+        Job::new(2).run(|it| {
+            let pool = it.attached_pool();
+            let mut tensor = it.take(&pool, 30 * MIB);
+            it.registrar.sync(&[&it.world]).expect("the ranks agree");
+            let is_done = Arc::new(AtomicBool::new(false));
+            let work = cuda::hold(it.stream.cu_stream() as u64);
+            it.stream.memset_zeros(&mut tensor).expect("submitted");
+            let release = thread::spawn({
+                let is_done = Arc::clone(&is_done);
+                move || {
+                    thread::sleep(Duration::from_millis(50));
+                    is_done.store(true, Ordering::Release);
+                    drop(work);
+                }
+            });
+            it.registrar.sleep(&it.world, pool.id(), contents).expect("all ranks sleep");
+            assert!(is_done.load(Ordering::Acquire), "{contents:?}: it did not wait");
+            release.join().expect("no panic");
+            it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+        });
+        nothing_is_left();
+    }
+});
