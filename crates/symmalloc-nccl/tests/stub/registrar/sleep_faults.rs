@@ -273,7 +273,7 @@ nccl_test!(a_pool_whose_memory_the_driver_holds_sleeps_again_before_it_wakes, {
     Job::new(1).run(|it| {
         let (other, pool, _tensors) = with_windows(it);
         let phase = || it.registrar.phase(pool.id()).expect("the pool exists");
-        cuda::fail("cuMemUnmap", 0, 700);
+        cuda::fail("cuMemUnmap", 1, 700);
         let error = it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect_err("the driver fails");
         assert!(matches!(error, CollectiveSleepError::Held { .. }), "{error}");
         assert_eq!(phase(), Phase::Held);
