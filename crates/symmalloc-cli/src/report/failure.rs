@@ -27,7 +27,7 @@ use growth::Growth;
 use places::{Place, Places};
 use serde_json::{Value, json};
 use std::sync::Arc;
-use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::config::{Config, PoolConfig, Reclaim};
 use symmalloc_core::errors::{LimitScope, OutOfMemoryCause};
 use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::op::{Op, Record, Refusal};
@@ -86,8 +86,8 @@ pub(super) struct Attempt {
     /// Requests refused up to this one, which is included.
     refused: usize,
     reserved_bytes: u64,
-    /// `true` if the attempt differs from the job's own settings in `reclaim` alone.
-    is_reclaim: bool,
+    /// The value of `reclaim`, if the attempt differs from the job's own settings in it alone.
+    reclaim: Option<&'static str>,
 }
 
 /// Cause of a failure.
@@ -143,8 +143,8 @@ impl Failure {
                 }
             };
             let (refused, reserved_bytes) = (outcome.refused.len(), outcome.reserved_bytes);
-            let is_reclaim = index > 0 && differs_in_reclaim(&configs[0], candidate);
-            failure.attempts.push(Attempt { settings, command, refused, reserved_bytes, is_reclaim });
+            let reclaim = changed_reclaim(&configs[0], candidate);
+            failure.attempts.push(Attempt { settings, command, refused, reserved_bytes, reclaim });
         }
         Ok(Some(failure))
     }
@@ -246,7 +246,7 @@ impl Failure {
         let mut served: Vec<&Attempt> = self.attempts.iter().filter(|attempt| attempt.refused == 0).collect();
         let own = self.attempts.first().map(|own| own.settings.as_str());
         served.sort_by_key(|attempt| {
-            (Some(attempt.settings.as_str()) != own, !attempt.is_reclaim, attempt.reserved_bytes)
+            (Some(attempt.settings.as_str()) != own, attempt.reclaim.is_none(), attempt.reserved_bytes)
         });
         served
     }
@@ -357,7 +357,7 @@ impl Failure {
             );
         }
         let keeps = match self.served().first() {
-            Some(best) if best.is_reclaim => ". reclaim:never keeps the free segments",
+            Some(best) if best.reclaim.is_some() => ". reclaim:never keeps the free segments",
             _ => "",
         };
         match self.held_under(&bound) {
@@ -470,8 +470,8 @@ impl Failure {
             return match settings {
                 None => format!("no allocator can serve it: free {missing} before this op, or request less"),
                 Some(settings) => {
-                    let raise = format!("raise {}{}", settings.join(" and "), self.left_in_total());
-                    format!("{raise}, free {missing} before this op, or request less")
+                    let (raise, left) = (settings.join(" and "), self.left_in_total());
+                    format!("raise {raise}, free {missing} before this op, or request less{left}")
                 }
             };
         }
@@ -502,8 +502,9 @@ impl Failure {
                 );
             }
         };
+        let instead = best.reclaim.map_or_else(String::new, |reclaim| format!("{reclaim} instead of reclaim:never, "));
         format!(
-            "symmalloc serves it {within} with {}, {} reserved{command}",
+            "symmalloc serves it {within} with {instead}{}, {} reserved{command}",
             best.settings,
             memory(best.reserved_bytes)
         )
@@ -515,7 +516,7 @@ impl Failure {
         let Some(total) = total.filter(|total| total.missing_bytes(self.size_bytes) == 0) else { return String::new() };
         let used_bytes = self.held.map_or(total.live_bytes, |held| held.reserved_bytes);
         let left = memory(total.capacity_bytes.saturating_sub(used_bytes));
-        format!(" (total_limit_mb leaves {left} of {})", memory(total.capacity_bytes))
+        format!("; the limit of all pools leaves {left} of {}", memory(total.capacity_bytes))
     }
 
     pub(super) fn object(&self) -> Value {
@@ -591,10 +592,16 @@ fn limited(config: &Config, device_bytes: Option<u64>) -> Option<Config> {
     config.to_builder().limit_bytes(Some(limit)).build().ok()
 }
 
-/// Returns `true` if the default pools of two configurations differ in `reclaim` alone.
-fn differs_in_reclaim(own: &Config, other: &Config) -> bool {
+/// Returns the value of `reclaim` in another configuration, if the default pool of this one never releases memory and differs in nothing
+/// else.
+fn changed_reclaim(own: &Config, other: &Config) -> Option<&'static str> {
     let (own, other) = (own.default_pool(), other.default_pool());
-    own != other && other.to_builder().reclaim(own.reclaim()).build().as_ref() == Ok(own)
+    let is_alone = other.to_builder().reclaim(own.reclaim()).build().as_ref() == Ok(own);
+    match (own.reclaim(), other.reclaim()) {
+        (Reclaim::Never, Reclaim::Heap) if is_alone => Some("reclaim:heap"),
+        (Reclaim::Never, Reclaim::Pool) if is_alone => Some("reclaim:pool"),
+        _ => None,
+    }
 }
 
 /// Returns the limit that decides about a request: the one that lacks most, or else the one that the allocator named, or else the tightest.
