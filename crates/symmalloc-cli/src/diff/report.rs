@@ -116,10 +116,11 @@ fn cause(diff: &Diff, difference: &OpDifference, paths: [&Path; 2]) -> Option<St
     let frame = difference.names[0].as_deref().map_or_else(String::new, |name| format!(", {}", visible_line(name)));
     let others = match diff.differing_sizes {
         None | Some(0) => "",
-        Some(1) => "; all other ops are the same",
-        Some(sizes) => {
-            &format!("; {} differ in size, and all other ops are the same", counted(sizes - 1, "later request"))
-        }
+        Some(1) => "\n            All other ops are the same",
+        Some(sizes) => &format!(
+            "\n            {} differ in size, and all other ops are the same",
+            counted(sizes - 1, "later request")
+        ),
     };
     // Sizes that differ by little look alike.
     let amount = |bytes: u64| match memory(*a_bytes) == memory(*b_bytes) {
@@ -127,8 +128,8 @@ fn cause(diff: &Diff, difference: &OpDifference, paths: [&Path; 2]) -> Option<St
         false => memory(bytes),
     };
     Some(format!(
-        "ranks must make the same requests. The first difference is op {}{frame}: {} in {a_name} and {} in {b_name}{others}. \
-         Make it equal on all ranks",
+        "ranks must make the same requests. The first difference is op {}{frame}:\n            \
+         {} in {a_name} and {} in {b_name}. Make it equal on all ranks{others}",
         count(*number),
         amount(*a_bytes),
         amount(*b_bytes)

@@ -502,9 +502,9 @@ impl Failure {
                 );
             }
         };
-        let instead = best.reclaim.map_or_else(String::new, |reclaim| format!("{reclaim} instead of reclaim:never, "));
+        let instead = best.reclaim.map_or_else(String::new, |reclaim| format!(" ({reclaim} instead of reclaim:never)"));
         format!(
-            "symmalloc serves it {within} with {instead}{}, {} reserved{command}",
+            "symmalloc serves it {within} with {}{instead}, {} reserved{command}",
             best.settings,
             memory(best.reserved_bytes)
         )

@@ -226,7 +226,14 @@ fn a_request_in_any_pool_gets_the_settings_of_its_pool() {
         ] {
             assert!(text.contains(wanted) && page.contains(wanted), "no {wanted:?} in:\n{text}");
         }
-        assert!(text.contains("streams:shared"), "{text}");
+        assert!(text.contains("(reclaim:pool instead of reclaim:never)"), "{text}");
+        assert!(text.contains("reclaim:never keeps the free segments"), "{text}");
+        let attempts = failure["attempts"].as_array().unwrap();
+        let is_served = |settings: &str| {
+            let tried = attempts.iter().find(|attempt| attempt["settings"].as_str().unwrap().contains(settings));
+            tried.unwrap_or_else(|| panic!("{settings} is not tried: {failure}"))["is_served"] == true
+        };
+        assert!(is_served("streams:shared") && is_served("reclaim:pool"), "{failure}");
         assert_eq!(text.contains("for pool 1"), pool == 1, "{text}");
         assert_eq!(failure["attempts"][0]["is_served"], false);
     }
