@@ -51,6 +51,10 @@ pub struct Diff {
     /// Number of ops of A, and of B, after the end of the other recording. They are no difference, because the other is known to show a
     /// part of the job: it begins late, or is torn.
     pub ops_after: [usize; 2],
+    /// `true` for A, and for B, if the recording contains placements, or no allocations.
+    pub with_placements: [bool; 2],
+    /// Number of requests whose sizes differ, if nothing else differs. `None` if other ops differ, or a recording begins late.
+    pub differing_sizes: Option<usize>,
 }
 
 /// A call that differs between the recordings.
@@ -101,6 +105,7 @@ impl Diff {
         let calls = [a, b].map(|one| calls(&one.records, detail));
         let is_partial = [a, b].map(|one| one.summary.torn_at_line.is_some());
         diff.compare(calls, is_partial, |one, other| one == other);
+        diff.differing_sizes = differing_sizes(a, b);
         diff
     }
 
@@ -167,6 +172,8 @@ impl Diff {
             first: None,
             late: None,
             ops_after: [0, 0],
+            with_placements: [has_placements(a), has_placements(b)],
+            differing_sizes: None,
         }
     }
 
@@ -199,6 +206,26 @@ impl Diff {
 
 fn has_placements(recording: &Recording) -> bool {
     recording.summary.allocations == 0 || recording.summary.placements > 0
+}
+
+/// Returns the number of requests whose sizes differ. `None` if anything else differs.
+fn differing_sizes(a: &Recording, b: &Recording) -> Option<usize> {
+    let with_size = |mut call: ProgramCall<'_>| {
+        let size_bytes = match &mut call.op {
+            Op::Allocate { size_bytes, .. } | Op::Reserve { size_bytes, .. } => std::mem::take(size_bytes),
+            _ => 0,
+        };
+        (call.op, size_bytes)
+    };
+    let [mut calls_a, mut calls_b] = [a, b].map(|one| calls(&one.records, ComparedOps::WithoutUses).map(with_size));
+    let mut differing = 0;
+    loop {
+        match (calls_a.next(), calls_b.next()) {
+            (None, None) => return Some(differing),
+            (Some((one, size_a)), Some((other, size_b))) if one == other => differing += usize::from(size_a != size_b),
+            _ => return None,
+        }
+    }
 }
 
 /// Returns the first call that differs, ignoring sizes and settings of pools. Returns `None` if the recordings can be ranks of one

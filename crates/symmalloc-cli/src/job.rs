@@ -190,13 +190,15 @@ impl Job {
     pub(crate) fn steady(&self, config: &Config, plan: Option<&Arc<PlanFile>>) -> Result<Steady, JobError> {
         let options = Options { plan: plan.cloned(), passes: self.steady_passes(), ..Options::default() };
         let rule = sequence::Sequence { program: &self.program, config, options: &options };
-        let mut refused = 0;
-        let report = rule.run(0, |_, decision| {
-            refused += u64::from(decision.is_none());
+        let mut of_passes = vec![0; options.passes.get() as usize];
+        let report = rule.run(0, |at, decision| {
+            of_passes[at.pass as usize] += u64::from(decision.is_none());
             ControlFlow::Continue(())
         })?;
         let Report { peaks, planned, waits, maps, .. } = report;
-        Ok(Steady { peaks, passes: options.passes.get(), refused, planned, waits, maps })
+        let refused = of_passes.iter().sum();
+        let refused_each = of_passes.iter().all(|some| *some == of_passes[0]).then_some(of_passes[0]);
+        Ok(Steady { peaks, passes: options.passes.get(), refused, refused_each, planned, waits, maps })
     }
 
     /// Returns the number of passes that show the job's needs when it repeats. Reports run a long job under many settings, and its second

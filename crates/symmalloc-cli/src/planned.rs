@@ -26,15 +26,16 @@ use crate::error::CliError;
 use crate::job::Steady;
 use crate::output::reason;
 use crate::progress::Progress;
-use crate::quantity::{count, counted};
+use crate::quantity::{count, counted, memory};
 use crate::recorded::Recorded;
 use refusal::{not_followed, refused};
 use std::sync::Arc;
 use std::time::Instant;
 use symmalloc_core::PoolId;
 use symmalloc_core::config::{Config, StreamPolicy};
+use symmalloc_core::errors::{AllocateError, LimitScope, OutOfMemoryCause};
 use symmalloc_core::op::Op;
-use symmalloc_core::plans::{Plan, Steps};
+use symmalloc_core::plans::{Plan, PlanError, Steps};
 use symmalloc_trace::plan::PlanFile;
 
 /// Steps of the search that stand for a second: fewer than one core examines in a second. Steps are counted instead of time, so that every
@@ -56,6 +57,33 @@ pub(crate) struct PlannedJob {
     pub(crate) followed: Steady,
     /// Time that planning took.
     pub(crate) seconds: f64,
+}
+
+/// The reason why there is no plan.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct NoPlan {
+    pub(crate) reason: String,
+    /// `true` if the reason is a limit that is less than the plan's memory.
+    pub(crate) exceeds_limit: bool,
+}
+
+impl NoPlan {
+    /// Returns the reason of an error. A limit that a plan exceeds is stated with the memory that the plan needs.
+    fn of(error: CliError) -> Self {
+        if let CliError::NotPlanned { pool, source: PlanError::Memory(AllocateError::OutOfMemory(lack)), .. } = &error
+            && let OutOfMemoryCause::Limit { scope, limit_bytes } = lack.cause
+            && lack.reserved_bytes.saturating_add(lack.missing_bytes) > limit_bytes
+        {
+            let needed = memory(lack.reserved_bytes.saturating_add(lack.missing_bytes));
+            let limit = match scope {
+                LimitScope::Pool => format!("the limit of pool {}", pool.0),
+                _ => "the limit of all pools".to_owned(),
+            };
+            let reason = format!("a plan needs at least {needed}, and {limit} is {}", memory(limit_bytes));
+            return NoPlan { reason, exceeds_limit: true };
+        }
+        NoPlan { reason: reason(&error), exceeds_limit: false }
+    }
 }
 
 impl PlannedJob {
@@ -83,9 +111,9 @@ impl PlannedJob {
     /// is nothing to plan.
     ///
     /// # Errors
-    /// Returns a sentence that states why there is no plan, or why every plan refuses more requests.
-    pub(crate) fn of_use(recorded: &Recorded, policy: &PolicyArgs, own_refused: u64) -> Result<Option<Self>, String> {
-        let planned = PlannedJob::of(recorded, policy, budget(SECONDS_IN_REPORTS)).map_err(|error| reason(&error))?;
+    /// Returns a reason that states why there is no plan, or why every plan refuses more requests.
+    pub(crate) fn of_use(recorded: &Recorded, policy: &PolicyArgs, own_refused: u64) -> Result<Option<Self>, NoPlan> {
+        let planned = PlannedJob::of(recorded, policy, budget(SECONDS_IN_REPORTS)).map_err(NoPlan::of)?;
         let refused = planned.followed.refused;
         if refused > own_refused {
             let passes = match planned.followed.passes {
@@ -97,10 +125,9 @@ impl PlannedJob {
                 1 => "1 is".to_owned(),
                 own => format!("{} are", count(own)),
             };
-            return Err(format!(
-                "in {passes}, the plan refuses {}; without a plan, {own} refused",
-                counted(refused, "request")
-            ));
+            let refused = counted(refused, "request");
+            let reason = format!("in {passes}, the plan refuses {refused}; without a plan, {own} refused");
+            return Err(NoPlan { reason, exceeds_limit: false });
         }
         Ok((planned.plan_count() > 0).then_some(planned))
     }

@@ -32,7 +32,7 @@ use crate::recorded::Recorded;
 use crate::streams;
 use crate::verdict::Verdict;
 use failure::{Failure, held_object};
-use findings::{Findings, Fragmentation, PlanOutcome, PlanTrial};
+use findings::{Findings, Fragmentation, PlanOutcome, PlanTrial, UNSERVED};
 use pools::PrivatePools;
 use recorded_reserved::RecordedReserved;
 use serde_json::{Value, json};
@@ -84,7 +84,7 @@ fn make(args: &ReportArgs, print: impl FnOnce(&Findings<'_>) -> Result<(), CliEr
     let (planned, plan) =
         if has_history { PlanOutcome::of(&recorded, args, own_refused) } else { (PlanOutcome::Empty, None) };
     let layouts = layouts(&recorded, plan.as_deref())?;
-    let pools = PrivatePools::of(&recorded, &memory);
+    let pools = PrivatePools::of(&recorded, &memory, failure.as_ref());
     let recorded_reserved = RecordedReserved::of(&recorded);
     let findings = Findings {
         recorded: &recorded,
@@ -189,7 +189,9 @@ impl Findings<'_> {
         if let Some(legend) = streams::legend(&self.recorded.recording) {
             out += &format!("{legend}\n");
         }
-        if let Some(best) = self.better().next() {
+        if self.is_unserved() {
+            out += &format!("{UNSERVED}\n");
+        } else if let Some(best) = self.best() {
             let cost = self.cost(best).map_or_else(String::new, |cost| format!(", at the cost of {cost}"));
             let refused = self.refusals(best).map_or_else(String::new, |refused| format!("{refused}, "));
             out += &format!(
@@ -205,8 +207,8 @@ impl Findings<'_> {
             PlanOutcome::Planned(PlanTrial { planned_bytes, command, .. }) => {
                 out += &format!("with a plan: {} reserved ({command})\n", memory(*planned_bytes));
             }
-            PlanOutcome::Failed(reason) => out += &format!("no plan: {reason}\n"),
-            PlanOutcome::Empty => {}
+            PlanOutcome::Failed(no_plan) if self.tells(no_plan) => out += &format!("no plan: {}\n", no_plan.reason),
+            PlanOutcome::Failed(_) | PlanOutcome::Empty => {}
         }
         let trials = count(self.trials.len());
         out + &format!("{trials} settings tried; written to {}\n", shown(&args.output))

@@ -24,7 +24,7 @@ pub(super) fn share(args: &ChartArgs, recorded: &Recorded, out: &Destination) ->
     let ours = recorded.job.steady(&recorded.config, None).map_err(failed)?;
     let (planned, no_plan) = match PlannedJob::of_use(recorded, &args.policy, ours.refused) {
         Ok(planned) => (planned, None),
-        Err(reason) => (None, Some(reason)),
+        Err(no_plan) => (None, Some(no_plan.reason)),
     };
     let planned_bytes = planned.map(|planned| planned.followed.peaks.reserved_bytes);
     let symmalloc_bytes = ours.peaks.reserved_bytes;

@@ -439,7 +439,7 @@ mod tests {
             Op::Reclaim { pool, stream, size_bytes: 512 },
             Op::Refuse { pool, stream, size_bytes: 512, refusal },
         ];
-        let is_number = |word: &str| ["3", "4", "5", "6", "7"].iter().any(|number| word == *number);
+        let is_number = |word: &str| ["3", "4", "5", "6", "7"].contains(&word);
         for op in &ops {
             let (without, _) = split(op);
             let text = format!("{without:?}");

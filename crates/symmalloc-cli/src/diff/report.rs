@@ -5,7 +5,7 @@ use crate::args::DiffArgs;
 use crate::error::CliError;
 use crate::input;
 use crate::output::{self, Palette};
-use crate::quantity::{count, counted, exact_memory, op_of_allocation};
+use crate::quantity::{count, counted, exact_memory, memory, op_of_allocation};
 use crate::replay::describe;
 use crate::verdict::Verdict;
 use serde_json::{Value, json};
@@ -15,6 +15,9 @@ use symmalloc_core::ids::Placement;
 use symmalloc_core::op::Op;
 use symmalloc_import::Recording;
 use symmalloc_text::visible_line;
+
+/// Maximum length of a file's name that stands for the letter of a recording.
+const NAME_CHARS_MAX: usize = 32;
 
 /// Compares two recordings. The verdict is `Differ` if ops or placements differ.
 pub(super) fn run(path_a: &Path, path_b: &Path, args: &DiffArgs) -> Result<Verdict, CliError> {
@@ -29,7 +32,7 @@ pub(super) fn run(path_a: &Path, path_b: &Path, args: &DiffArgs) -> Result<Verdi
         let palette = Palette::of_stdout();
         let mut text = header("A", path_a, &a, palette);
         text.push_str(&header("B", path_b, &b, palette));
-        text.push_str(&findings(&diff, palette));
+        text.push_str(&findings(&diff, [path_a, path_b], palette));
         output::print(&text)?;
     }
     Ok(if diff.is_same() { Verdict::Agree } else { Verdict::Differ })
@@ -45,7 +48,7 @@ fn header(letter: &str, path: &Path, recording: &Recording, palette: Palette) ->
     )
 }
 
-fn findings(diff: &Diff, palette: Palette) -> String {
+fn findings(diff: &Diff, paths: [&Path; 2], palette: Palette) -> String {
     let mut out = diff.late.map_or_else(String::new, |late| beginning(&late));
     let others = diff.compared_ops - diff.allocations;
     let compared = format!("{} and {}", counted(diff.allocations, "allocation"), counted(others, "other op"));
@@ -59,6 +62,9 @@ fn findings(diff: &Diff, palette: Palette) -> String {
             named(position(difference.b.as_ref()), difference.names[1].as_deref())
         ),
     };
+    if let Some(cause) = diff.first_op.as_ref().and_then(|difference| cause(diff, difference, paths)) {
+        let _ = writeln!(out, "cause       {cause}");
+    }
     if let Some([a, b]) = diff.uses_left_out.filter(|uses| uses.iter().any(|uses| *uses > 0)) {
         let _ = writeln!(
             out,
@@ -75,7 +81,12 @@ fn findings(diff: &Diff, palette: Palette) -> String {
             writeln!(out, "placements  not compared: each recording numbers segments from its own beginning")
         }
         (None, _) => {
-            writeln!(out, "placements  not recorded in both; `symmalloc replay --record` writes our decisions")
+            let which = match diff.with_placements {
+                [false, false] => "neither recording contains placements",
+                [true, false] => "B contains no placements",
+                _ => "A contains no placements",
+            };
+            writeln!(out, "placements  {which}; `symmalloc replay --record` adds those of symmalloc, to compare them")
         }
         (Some(differing), Some(first)) => writeln!(
             out,
@@ -86,6 +97,52 @@ fn findings(diff: &Diff, palette: Palette) -> String {
         (Some(_), None) => writeln!(out, "placements  {} of {allocations}{before}", palette.good("0 differ")),
     };
     out
+}
+
+/// Explains a difference between requests, and what to do about it. `None` if the first op that differs is no request of both.
+fn cause(diff: &Diff, difference: &OpDifference, paths: [&Path; 2]) -> Option<String> {
+    let (Some((number, a)), Some((_, b))) = (&difference.a, &difference.b) else { return None };
+    let (
+        Op::Allocate { size_bytes: a_bytes, .. } | Op::Reserve { size_bytes: a_bytes, .. },
+        Op::Allocate { size_bytes: b_bytes, .. } | Op::Reserve { size_bytes: b_bytes, .. },
+    ) = (a, b)
+    else {
+        return None;
+    };
+    if a_bytes == b_bytes {
+        return None;
+    }
+    let [a_name, b_name] = names(paths);
+    let frame = difference.names[0].as_deref().map_or_else(String::new, |name| format!(", {}", visible_line(name)));
+    let others = match diff.differing_sizes {
+        None | Some(0) => "",
+        Some(1) => "\n            All other ops are the same",
+        Some(sizes) => &format!(
+            "\n            {} differ in size, and all other ops are the same",
+            counted(sizes - 1, "later request")
+        ),
+    };
+    // Sizes that differ by little look alike.
+    let amount = |bytes: u64| match memory(*a_bytes) == memory(*b_bytes) {
+        true => exact_memory(bytes),
+        false => memory(bytes),
+    };
+    Some(format!(
+        "ranks must make the same requests. The first difference is op {}{frame}:\n            \
+         {} in {a_name} and {} in {b_name}. Make it equal on all ranks{others}",
+        count(*number),
+        amount(*a_bytes),
+        amount(*b_bytes)
+    ))
+}
+
+/// Returns the names of the files, if they are short and differ, or else the letters of the recordings.
+fn names(paths: [&Path; 2]) -> [String; 2] {
+    let [a, b] = paths.map(|path| path.file_name().unwrap_or_default().to_string_lossy());
+    if a == b || [&a, &b].iter().any(|name| name.is_empty() || name.chars().count() > NAME_CHARS_MAX) {
+        return ["A", "B"].map(str::to_owned);
+    }
+    [a, b].map(|name| visible_line(&name).into_owned())
 }
 
 /// Describes where recordings begin that begin late.

@@ -93,6 +93,8 @@ pub(crate) struct Steady {
     pub(crate) passes: u32,
     /// Requests refused by a limit or a full segment.
     pub(crate) refused: u64,
+    /// Requests that each pass refuses, if it is the same number.
+    pub(crate) refused_each: Option<u64>,
     /// Allocations placed by a plan.
     pub(crate) planned: u64,
     /// Map and unmap calls in the last pass.

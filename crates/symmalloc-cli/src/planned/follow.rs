@@ -7,6 +7,7 @@ use crate::error::CliError;
 use crate::input;
 use crate::recorded::reconfigure;
 use std::path::Path;
+use symmalloc_core::errors::AllocateError;
 use symmalloc_core::op::Op;
 use symmalloc_core::plans::{Plan, PlanError};
 use symmalloc_core::{Allocator, PoolId};
@@ -56,6 +57,14 @@ fn configure(recording: &mut Recording, file: &PlanFile) -> Result<(), JobDiffer
     Ok(())
 }
 
+/// Returns the error with the pool of the program, which its check replaces by the default pool.
+fn named(mut error: PlanError, pool: PoolId) -> PlanError {
+    if let PlanError::Memory(AllocateError::OutOfMemory(lack)) = &mut error {
+        lack.pool = pool;
+    }
+    error
+}
+
 /// Checks that an allocator with the plan's configuration adopts the plans. Each pool is tried separately, because not all pools of a
 /// program exist at the same time.
 pub(super) fn adopt(file: &PlanFile, streams: usize) -> Result<(), (PoolId, PlanError)> {
@@ -70,7 +79,7 @@ pub(super) fn adopt(file: &PlanFile, streams: usize) -> Result<(), (PoolId, Plan
         let needed = file.plans_of(pool).filter_map(of_plan).max().unwrap_or(0);
         (0..streams.min(needed)).try_for_each(|_| allocator.register_stream().map(drop)).ok();
         let adopted = file.plans_of(pool).try_for_each(|plan| allocator.adopt_plan(PoolId::DEFAULT, plan.clone()));
-        adopted.map_err(|error| (pool, error))?;
+        adopted.map_err(|error| (pool, named(error, pool)))?;
     }
     Ok(())
 }

@@ -27,7 +27,7 @@ use growth::Growth;
 use places::{Place, Places};
 use serde_json::{Value, json};
 use std::sync::Arc;
-use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::config::{Config, PoolConfig, Reclaim};
 use symmalloc_core::errors::{LimitScope, OutOfMemoryCause};
 use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::op::{Op, Record, Refusal};
@@ -86,6 +86,8 @@ pub(super) struct Attempt {
     /// Requests refused up to this one, which is included.
     refused: usize,
     reserved_bytes: u64,
+    /// The value of `reclaim`, if the attempt differs from the job's own settings in it alone.
+    reclaim: Option<&'static str>,
 }
 
 /// Cause of a failure.
@@ -142,7 +144,8 @@ impl Failure {
                 }
             };
             let (refused, reserved_bytes) = (outcome.refused.len(), outcome.reserved_bytes);
-            failure.attempts.push(Attempt { settings, command, refused, reserved_bytes });
+            let reclaim = changed_reclaim(&configs[0], candidate);
+            failure.attempts.push(Attempt { settings, command, refused, reserved_bytes, reclaim });
         }
         Ok(Some(failure))
     }
@@ -238,13 +241,33 @@ impl Failure {
         }
     }
 
-    /// Returns the attempts that serve the request and refuse nothing before, the least memory first and the job's own settings before
-    /// all others.
+    /// Returns the attempts that serve the request and refuse nothing before, the least memory first. The job's own settings precede all
+    /// others, and a change of `reclaim` alone precedes other changes.
     fn served(&self) -> Vec<&Attempt> {
         let mut served: Vec<&Attempt> = self.attempts.iter().filter(|attempt| attempt.refused == 0).collect();
         let own = self.attempts.first().map(|own| own.settings.as_str());
-        served.sort_by_key(|attempt| (Some(attempt.settings.as_str()) != own, attempt.reserved_bytes));
+        served.sort_by_key(|attempt| {
+            (Some(attempt.settings.as_str()) != own, attempt.reclaim.is_none(), attempt.reserved_bytes)
+        });
         served
+    }
+
+    /// Returns `true` if a tested setting serves the request.
+    pub(super) fn is_served(&self) -> bool {
+        !self.served().is_empty()
+    }
+
+    /// Returns `true` if the job's own settings serve the request in a changed program. `change` changes the records up to the request.
+    pub(super) fn serves(
+        &self,
+        recorded: &Recorded,
+        change: impl FnOnce(&[Record]) -> Option<Vec<Record>>,
+    ) -> Option<bool> {
+        let records = with_request(&recorded.recording, self.op);
+        let changed = change(&records[..=self.op])?;
+        let config = limited(&recorded.config, self.device_bytes())?;
+        let attempt = recorded.job.attempt(&Program::new(&changed).ok()?, &config, changed.len()).ok()?;
+        Some(attempt.refused.is_empty())
     }
 
     /// Returns the op of the memory that the report shows: the state before the request.
@@ -265,8 +288,9 @@ impl Failure {
             Some(pool) => holders::of_pool(shown, pool),
             None => holders::of(shown),
         };
-        if !holders.is_empty() {
-            lines.push(("held", largest(&holders)));
+        let held: Vec<String> = [largest(&holders), self.free_memory()].into_iter().flatten().collect();
+        if !held.is_empty() {
+            lines.push(("held", held.join("; ")));
         }
         lines.extend(self.growth.as_ref().map(|growth| ("grows", growth.text())));
         let remedy = self.remedy(pools);
@@ -333,27 +357,106 @@ impl Failure {
                 memory(missing_bytes)
             );
         }
-        let of = memory(bound.capacity_bytes);
-        if let Some(elsewhere) = self.elsewhere(&bound) {
-            return format!(
-                "{live} and the request need {needed} of {of}, but most free memory is in heaps of {elsewhere}"
-            );
+        let keeps = match self.served().first() {
+            Some(best) if best.reclaim.is_some() => ". reclaim:never keeps the free segments",
+            _ => "",
+        };
+        match self.held_under(&bound) {
+            Some(held) => format!("{}{keeps}", self.unusable(&bound, &held)),
+            None => format!(
+                "fragmentation: {live} and the request need {needed} of {}, but no free piece holds the request",
+                memory(bound.capacity_bytes)
+            ),
         }
-        format!("fragmentation: {live} and the request need {needed} of {of}, but no free piece holds the request")
+    }
+
+    /// Returns the memory that counts for a limit, if the recording shows it.
+    fn held_under(&self, bound: &Bound) -> Option<HeldMemory> {
+        let all = self.held?;
+        match bound.scope {
+            Scope::Total | Scope::Device => Some(all),
+            Scope::Pool => self.places.held_by(|place| place.pool == Some(self.pool)),
+            Scope::Segment => self.places.held_by(|place| self.is_own(place)),
+        }
+    }
+
+    /// Returns `true` if the request can use the free memory of this heap.
+    fn is_own(&self, place: &Place) -> bool {
+        place.pool == Some(self.pool) && place.stream().is_none_or(|stream| stream == self.stream)
+    }
+
+    /// Explains why neither the unreserved memory under a limit nor the free memory serves the request.
+    fn unusable(&self, bound: &Bound, held: &HeldMemory) -> String {
+        let unreserved_bytes = match (bound.scope, self.device_free_bytes) {
+            (Scope::Device, Some(free_bytes)) => free_bytes,
+            _ => bound.capacity_bytes.saturating_sub(held.reserved_bytes),
+        };
+        let unreserved = match unreserved_bytes {
+            0 => format!("{} is reserved as a whole", bound.limit()),
+            bytes => format!("{} of {} are unreserved", memory(bytes), bound.limit()),
+        };
+        let request = match unreserved_bytes < self.size_bytes {
+            true => format!("the request needs {}", memory(self.size_bytes)),
+            false => format!("the request of {} needs a larger segment", memory(self.size_bytes)),
+        };
+        let pieces = |held: &HeldMemory| match held.free_segments + held.free_blocks {
+            1 => "in one piece".to_owned(),
+            pieces => format!("in {} pieces of at most {}", count(pieces), memory(held.largest_free_bytes)),
+        };
+        let free_bytes = held.free_bytes();
+        let own = self.places.held_by(|place| self.is_own(place)).unwrap_or_default();
+        let other_bytes = free_bytes.saturating_sub(own.free_bytes());
+        match self.elsewhere(bound) {
+            _ if free_bytes == 0 => format!("{unreserved}, and {request}; none of the reserved memory is free"),
+            Some(elsewhere) if own.free_bytes() == 0 => format!(
+                "{unreserved}, and {request}; the {} that are free are in {elsewhere}, where it cannot use them",
+                memory(free_bytes)
+            ),
+            Some(elsewhere) => format!(
+                "{unreserved}, and {request}; of the {} that are free, {} are in {elsewhere}, where it cannot use them, and {} are {}",
+                memory(free_bytes),
+                memory(other_bytes),
+                memory(own.free_bytes()),
+                pieces(&own)
+            ),
+            None => format!(
+                "fragmentation: {unreserved}, and {request}; the {} that are free are {}",
+                memory(free_bytes),
+                pieces(held)
+            ),
+        }
     }
 
     /// Describes the heaps that hold most of the free memory that counts for a limit, if the request cannot use them.
-    fn elsewhere(&self, bound: &Bound) -> Option<&'static str> {
-        let is_own =
-            |place: &Place| place.pool == Some(self.pool) && place.stream().is_none_or(|stream| stream == self.stream);
-        let (counts, name): (fn(&Place, PoolId) -> bool, _) = match bound.scope {
-            Scope::Segment => return None,
-            Scope::Pool => (|place, pool| place.pool == Some(pool), "other streams of the pool"),
-            Scope::Total | Scope::Device => (|_, _| true, "other streams or pools"),
+    fn elsewhere(&self, bound: &Bound) -> Option<String> {
+        let is_other_stream = |place: &Place| place.pool == Some(self.pool) && !self.is_own(place);
+        let is_other_pool = |place: &Place| place.pool != Some(self.pool) && !matches!(bound.scope, Scope::Pool);
+        if bound.scope == Scope::Segment {
+            return None;
+        }
+        let [own_bytes, streams_bytes, pools_bytes] = [
+            self.places.free_bytes(|place| self.is_own(place)),
+            self.places.free_bytes(is_other_stream),
+            self.places.free_bytes(is_other_pool),
+        ];
+        let streams = (streams_bytes > 0).then(|| "other streams of the pool".to_owned());
+        let pools = (pools_bytes > 0).then(|| counted(self.places.pools_with_free(is_other_pool), "other pool"));
+        let names: Vec<String> = streams.into_iter().chain(pools).collect();
+        (!names.is_empty() && streams_bytes + pools_bytes >= own_bytes).then(|| names.join(" and "))
+    }
+
+    /// Describes the free memory and its holders, if it is the problem.
+    fn free_memory(&self) -> Option<String> {
+        let held = self.bound.and_then(|bound| self.held_under(&bound))?;
+        let counts = |place: &Place| self.of_pool_alone().is_none_or(|pool| place.pool == Some(pool));
+        let [pools, heaps] = [self.places.pools_with_free(counts), self.places.heaps_with_free(counts)];
+        let holders = match (pools, heaps) {
+            (2.., _) => counted(pools, "pool"),
+            (_, 2..) => counted(heaps, "stream"),
+            _ => counted(held.free_segments + held.free_blocks, "piece"),
         };
-        let all = self.places.free_bytes(|place| counts(place, self.pool));
-        let own = self.places.free_bytes(is_own);
-        (all > 0 && all - own >= all.div_ceil(2)).then_some(name)
+        let is_problem = self.cause() == Cause::Fragmentation && held.free_bytes() > 0;
+        is_problem.then(|| format!("free: {} in {holders}", memory(held.free_bytes())))
     }
 
     fn remedy(&self, pools: Option<&PrivatePools>) -> String {
@@ -368,22 +471,23 @@ impl Failure {
             return match settings {
                 None => format!("no allocator can serve it: free {missing} before this op, or request less"),
                 Some(settings) => {
-                    format!("raise {}, free {missing} before this op, or request less", settings.join(" and "))
+                    let (raise, left) = (settings.join(" and "), self.left_in_total());
+                    format!("raise {raise}, free {missing} before this op, or request less{left}")
                 }
             };
         }
         let served = self.served();
         let Some(best) = served.first() else {
-            let share = if pools.is_some() { "share the private pools (below), " } else { "" };
+            if let Some(pools) = pools.filter(|pools| pools.serves_request()) {
+                return pools.remedy();
+            }
             // PyTorch has released its free segments before it fails.
             let is_over_all = self.bound.is_some_and(|bound| bound.scope == Scope::Total);
-            let freest = self.places.freest(self.pool).filter(|_| is_over_all && self.is_replayed && pools.is_none());
+            let freest = self.places.freest(self.pool).filter(|_| is_over_all && self.is_replayed);
             let trim = freest.map_or_else(String::new, |(pool, free_bytes)| {
                 format!("trim pool {}, which holds {} free, ", pool.0, memory(free_bytes))
             });
-            return format!(
-                "none of the tested settings serves it: {share}{trim}free memory before this op, or request less"
-            );
+            return format!("{trim}free memory before this op, or request less: no tested setting serves it");
         };
         let command = best.command.as_ref().map_or_else(String::new, |command| format!(" ({command})"));
         let within = match self.bound {
@@ -399,11 +503,21 @@ impl Failure {
                 );
             }
         };
+        let instead = best.reclaim.map_or_else(String::new, |reclaim| format!(" ({reclaim} instead of reclaim:never)"));
         format!(
-            "symmalloc serves it {within} with {}, {} reserved{command}",
+            "symmalloc serves it {within} with {}{instead}, {} reserved{command}",
             best.settings,
             memory(best.reserved_bytes)
         )
+    }
+
+    /// States what the limit of all pools leaves, if a pool's limit decides.
+    fn left_in_total(&self) -> String {
+        let total = self.bounds.iter().find(|bound| bound.scope == Scope::Total);
+        let Some(total) = total.filter(|total| total.missing_bytes(self.size_bytes) == 0) else { return String::new() };
+        let used_bytes = self.held.map_or(total.live_bytes, |held| held.reserved_bytes);
+        let left = memory(total.capacity_bytes.saturating_sub(used_bytes));
+        format!("; the limit of all pools leaves {left} of {}", memory(total.capacity_bytes))
     }
 
     pub(super) fn object(&self) -> Value {
@@ -445,7 +559,7 @@ impl Failure {
 }
 
 /// Describes the largest holders of memory.
-fn largest(holders: &[Holder]) -> String {
+fn largest(holders: &[Holder]) -> Option<String> {
     let of = |holder: &Holder| {
         let number = counted(holder.allocations, "allocation");
         format!("{} in {number} {}", memory(holder.requested_bytes), visible_line(&holder.origin()))
@@ -456,7 +570,7 @@ fn largest(holders: &[Holder]) -> String {
     if rest_bytes > 0 {
         parts.push(format!("{} in others", memory(rest_bytes)));
     }
-    parts.join("; ")
+    (!parts.is_empty()).then(|| parts.join("; "))
 }
 
 /// Returns the memory of a recorded allocator as JSON.
@@ -477,6 +591,18 @@ fn limited(config: &Config, device_bytes: Option<u64>) -> Option<Config> {
     let Some(device_bytes) = device_bytes else { return Some(config.clone()) };
     let limit = config.total_limit_bytes().map_or(device_bytes, |limit| limit.min(device_bytes)) / MIB * MIB;
     config.to_builder().total_limit_bytes(limit).build().ok()
+}
+
+/// Returns the value of `reclaim` in another configuration, if the default pool of this one never releases memory and differs in nothing
+/// else.
+fn changed_reclaim(own: &Config, other: &Config) -> Option<&'static str> {
+    let (own, other) = (own.default_pool(), other.default_pool());
+    let is_alone = other.to_builder().reclaim(own.reclaim()).build().as_ref() == Ok(own);
+    match (own.reclaim(), other.reclaim()) {
+        (Reclaim::Never, Reclaim::Heap) if is_alone => Some("reclaim:heap"),
+        (Reclaim::Never, Reclaim::Pool) if is_alone => Some("reclaim:pool"),
+        _ => None,
+    }
 }
 
 /// Returns the limit that decides about a request: the one that lacks most, or else the one that the allocator named, or else the tightest.

@@ -11,12 +11,15 @@ use crate::explorer::Layout;
 use crate::job::Steady;
 use crate::picture::memory::{BlockState, DrawnBlock, Memory};
 use crate::picture::timeline::{JobCurves, LIVE};
-use crate::planned::PlannedJob;
+use crate::planned::{NoPlan, PlannedJob};
 use crate::quantity::{count, counted};
 use crate::recorded::Recorded;
 use serde::Serialize;
 use std::sync::Arc;
 use symmalloc_trace::plan::PlanFile;
+
+/// States that no tested setting is a cure.
+pub(super) const UNSERVED: &str = "no tested setting serves the request";
 
 /// Results for a job.
 pub(super) struct Findings<'a> {
@@ -46,7 +49,7 @@ pub(super) enum PlanOutcome {
     /// There is nothing to plan.
     Empty,
     /// There is no plan, for this reason.
-    Failed(String),
+    Failed(NoPlan),
 }
 
 /// The needs of a plan of the job.
@@ -74,7 +77,7 @@ impl PlanOutcome {
     /// Plans the job, and returns the plan too. If planning fails, the page has no plan.
     pub(super) fn of(recorded: &Recorded, args: &ReportArgs, own_refused: u64) -> (Self, Option<Arc<PlanFile>>) {
         match PlannedJob::of_use(recorded, &args.policy, own_refused) {
-            Err(reason) => (PlanOutcome::Failed(reason), None),
+            Err(no_plan) => (PlanOutcome::Failed(no_plan), None),
             Ok(None) => (PlanOutcome::Empty, None),
             Ok(Some(planned)) => {
                 let path = quoted(&args.input.to_string_lossy());
@@ -94,7 +97,7 @@ impl PlanOutcome {
 
     /// Returns the reason why there is no plan.
     pub(super) fn failure(&self) -> Option<&str> {
-        if let PlanOutcome::Failed(reason) = self { Some(reason) } else { None }
+        if let PlanOutcome::Failed(no_plan) = self { Some(&no_plan.reason) } else { None }
     }
 }
 
@@ -129,14 +132,33 @@ impl Findings<'_> {
         self.trials.iter().filter(|trial| trial.is_better_than(self.own()))
     }
 
+    /// Returns the setting to recommend. If a request failed, settings that refuse as many requests do not help.
+    pub(super) fn best(&self) -> Option<&Trial> {
+        let helps = |best: &&Trial| match &self.failure {
+            None => true,
+            Some(failure) => best.refused < self.own().refused || (self.own().refused == 0 && failure.is_served()),
+        };
+        self.better().next().filter(helps)
+    }
+
+    /// Returns `true` if a request failed that no tested setting serves.
+    pub(super) fn is_unserved(&self) -> bool {
+        self.best().is_none() && self.failure.as_ref().is_some_and(|failure| !failure.is_served())
+    }
+
+    /// Returns `true` if the report states why there is no plan. After a failed request, only the memory that a plan needs matters.
+    pub(super) fn tells(&self, no_plan: &NoPlan) -> bool {
+        self.failure.is_none() || no_plan.exceeds_limit
+    }
+
     /// Compares the refusals of a setting with those of the job's own, if they differ.
     pub(super) fn refusals(&self, trial: &Trial) -> Option<String> {
-        let own = self.own().refused;
+        let own = self.own();
         let refused = match trial.refused {
             0 => "nothing refused".to_owned(),
-            refused => format!("{} refused", counted(refused, "request")),
+            _ => trial.refusals(" refused"),
         };
-        (trial.refused != own).then(|| format!("{refused} instead of {} in all passes", count(own)))
+        (trial.refused != own.refused).then(|| format!("{refused} instead of {}", own.refusals("")))
     }
 
     /// Describes the cost of a setting compared with the job's own: waits of streams for each other, and map calls. Returns `None` if it

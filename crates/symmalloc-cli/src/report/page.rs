@@ -1,6 +1,6 @@
 //! The HTML page of a report.
 
-use super::findings::{Findings, Fragmentation, PlanOutcome, PlanTrial};
+use super::findings::{Findings, Fragmentation, PlanOutcome, PlanTrial, UNSERVED};
 use super::recorded_reserved::RecordedReserved;
 use super::settings::Trial;
 use crate::beginning::lived_before;
@@ -127,7 +127,11 @@ fn figures(findings: &Findings<'_>) -> Markup {
             }
             div { b { (format!("{:.1} %", findings.efficiency() * 100.0)) } "peak live" br; "of peak reserved" }
             @if findings.timeline.refused > 0 {
-                div { b { (count(findings.timeline.refused)) } "allocations refused" br; "in the first pass" }
+                div {
+                    b { (count(findings.timeline.refused)) }
+                    @if findings.timeline.refused == 1 { "allocation refused" } @else { "allocations refused" }
+                    br; "in the first pass"
+                }
             }
         }
     }
@@ -138,7 +142,8 @@ fn advice(findings: &Findings<'_>) -> Markup {
     let own = findings.steady_bytes();
     html! {
         p {
-            @match findings.better().next() {
+            @match findings.best() {
+                _ if findings.is_unserved() => { (UNSERVED) ". All tested settings are listed below." }
                 Some(best) => {
                     "With " code { (best.settings) }
                     @if let Some(refused) = findings.refusals(best) { ", " (refused) ", and" }
@@ -156,7 +161,9 @@ fn advice(findings: &Findings<'_>) -> Markup {
                 "With a plan, the job would need " (memory(*planned_bytes)) ", of which "
                 (format!("{:.1} %", efficiency * 100.0)) " is live at the peak. To write the plan: " code { (command) }
             },
-            PlanOutcome::Failed(reason) => p { "There is no plan of this job: " (reason) "." },
+            PlanOutcome::Failed(no_plan) => @if findings.tells(no_plan) {
+                p { "There is no plan of this job: " (no_plan.reason) "." }
+            },
             PlanOutcome::Empty => {}
         }
     }
@@ -280,7 +287,7 @@ fn trials<'a>(
                         td.n data-of="peak reserved" { (memory(trial.peak_reserved_bytes)) }
                         td.n data-of="compared" {
                             (compared(trial.peak_reserved_bytes, findings.steady_bytes()))
-                            @if trial.refused > 0 { br; (count(trial.refused)) " refused in all passes" }
+                            @if trial.refused > 0 { br; (trial.refusals(" refused")) }
                         }
                         td.n data-of="waits" { (count(trial.waits)) }
                         td.n data-of="maps" { (count(trial.maps)) }

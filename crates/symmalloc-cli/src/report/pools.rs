@@ -1,5 +1,6 @@
 //! Private pools: many pools of one kind, such as one per captured graph, each hold free memory that the others cannot use.
 
+use super::failure::Failure;
 use crate::picture::memory::{DrawnHeap, Memory};
 use crate::quantity::{count, memory};
 use crate::recorded::Recorded;
@@ -12,6 +13,13 @@ use symmalloc_trace::replay::Program;
 /// Number of pools of one kind from which on they deserve advice.
 const POOLS_MIN: usize = 4;
 
+/// How programs let pools share.
+const SHARING: &str = "torch.cuda.graph(..., pool=...), or one MemPool";
+
+/// The condition under which graphs may share a pool.
+const CONDITION: &str = "Graphs that share a pool must be replayed in the order of their capture, never at the same time, and a later \
+                         replay may overwrite the outputs of an earlier graph";
+
 /// Private pools with equal settings.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PrivatePools {
@@ -22,11 +30,13 @@ pub(super) struct PrivatePools {
     /// Peak of reserved memory in the first pass, now and if the pools are one.
     now_bytes: u64,
     as_one_bytes: u64,
+    /// `true` if the request that failed is served if the pools are one.
+    serves_request: bool,
 }
 
 impl PrivatePools {
     /// Returns the largest group of private pools with equal settings, if one pool in their place holds less.
-    pub(super) fn of(recorded: &Recorded, shown: &Memory) -> Option<Self> {
+    pub(super) fn of(recorded: &Recorded, shown: &Memory, failure: Option<&Failure>) -> Option<Self> {
         let mut kinds: BTreeMap<String, Vec<PoolId>> = BTreeMap::new();
         for record in &recorded.recording.records {
             if let Op::CreatePool { pool, config } = &record.op
@@ -47,25 +57,41 @@ impl PrivatePools {
         let all = recorded.op_count();
         let now_bytes = recorded.job.attempt(recorded.program(), &recorded.config, all).ok()?.reserved_bytes;
         let as_one_bytes = recorded.job.attempt(&program, &recorded.config, all).ok()?.reserved_bytes;
-        (as_one_bytes < now_bytes).then_some(PrivatePools {
+        let serves = |failure: &Failure| failure.serves(recorded, |records| as_one(records, &of_kind));
+        let serves_request = failure.and_then(serves).unwrap_or(false);
+        (as_one_bytes < now_bytes || serves_request).then_some(PrivatePools {
             pools,
             reserved_bytes,
             live_bytes,
             now_bytes,
             as_one_bytes,
+            serves_request,
         })
     }
 
     /// Describes the pools, and what sharing one saves.
     pub(super) fn advice(&self) -> String {
         format!(
-            "{} with equal settings hold {} at this op, {} of it live; if they share one (torch.cuda.graph(..., pool=...), or one MemPool), \
-             the peak of the first pass is {} instead of {}",
+            "{} with equal settings hold {} at this op, {} of it live; if they share one ({SHARING}), the peak of the first pass is {} \
+             instead of {}. {CONDITION}",
             count(self.pools),
             memory(self.reserved_bytes),
             memory(self.live_bytes),
             memory(self.as_one_bytes),
             memory(self.now_bytes)
+        )
+    }
+
+    /// Returns `true` if the request that failed is served if the pools are one.
+    pub(super) fn serves_request(&self) -> bool {
+        self.serves_request
+    }
+
+    /// Describes the cure of a request that sharing serves.
+    pub(super) fn remedy(&self) -> String {
+        format!(
+            "let the {} private pools with equal settings share one ({SHARING}): the request is then served. {CONDITION}",
+            count(self.pools)
         )
     }
 

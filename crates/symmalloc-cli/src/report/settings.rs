@@ -6,11 +6,12 @@ use crate::escape::quoted;
 use crate::job::{Steady, keys};
 use crate::output::reason;
 use crate::progress::Progress;
+use crate::quantity::count;
 use crate::recorded::Recorded;
 use serde::Serialize;
 use std::thread;
 use symmalloc_core::config::{
-    Config, ConfigError, FixedSegments, PoolConfigBuilder, RoundupPower2Divisions, SegmentPolicy, Stitching,
+    Config, ConfigError, FixedSegments, PoolConfigBuilder, Reclaim, RoundupPower2Divisions, SegmentPolicy, Stitching,
     StreamPolicy,
 };
 use symmalloc_core::units::MIB;
@@ -30,6 +31,12 @@ pub(crate) struct Trial {
     pub(super) peak_reserved_bytes: u64,
     /// Requests that a limit or a full segment refuses in all passes.
     pub(super) refused: u64,
+    /// Requests that each pass refuses, if it is the same number.
+    #[serde(skip)]
+    pub(super) refused_each: Option<u64>,
+    /// Number of passes.
+    #[serde(skip)]
+    pub(super) passes: u32,
     /// Cross-stream waits per pass that the reuse of memory requires. Each is a fence on the device.
     pub(super) waits: u64,
     /// Map and unmap calls in a pass. Each takes a real driver several microseconds.
@@ -41,6 +48,18 @@ impl Trial {
     /// jobs, so no saving outweighs one.
     pub(super) fn is_better_than(&self, own: &Trial) -> bool {
         self.rank() < own.rank()
+    }
+
+    /// Describes the refusals: `30 refused per pass (150 in 5 passes)`. `verb` follows the number.
+    pub(super) fn refusals(&self, verb: &str) -> String {
+        let passes = match self.passes {
+            1 => "1 pass".to_owned(),
+            passes => format!("{} passes", count(passes)),
+        };
+        match self.refused_each {
+            Some(each) => format!("{}{verb} per pass ({} in {passes})", count(each), count(self.refused)),
+            None => format!("{}{verb} in {passes}", count(self.refused)),
+        }
     }
 
     /// Returns the key that orders trials, the best first.
@@ -91,7 +110,7 @@ pub(super) fn trials(
     let (mut trials, mut impossible) = (Vec::new(), Vec::new());
     for (index, (config, measured)) in configs.iter().zip(measured).enumerate() {
         let settings = text(config);
-        let Steady { peaks, refused, passes, waits, maps, .. } = match measured {
+        let Steady { peaks, refused, refused_each, passes, waits, maps, .. } = match measured {
             // Other settings may need more memory than a limit allows, for example to wake a pool.
             Err(error) if index > 0 => {
                 impossible.push(ImpossibleTrial { settings, reason: reason(&error) });
@@ -106,7 +125,18 @@ pub(super) fn trials(
             quoted(&settings)
         );
         let peak_reserved_bytes = peaks.reserved_bytes;
-        trials.push(Trial { settings, command, is_own: index == 0, peak_reserved_bytes, refused, waits, maps });
+        let is_own = index == 0;
+        trials.push(Trial {
+            settings,
+            command,
+            is_own,
+            peak_reserved_bytes,
+            refused,
+            refused_each,
+            passes,
+            waits,
+            maps,
+        });
     }
     trials.sort_by_key(Trial::rank);
     Ok((trials, impossible))
@@ -142,6 +172,13 @@ pub(super) fn candidates(own: &Config, streams: usize) -> Vec<Config> {
         configs.push(with(own, |pool| Ok(pool.expandable().streams(StreamPolicy::Shared))));
         configs.extend(granules().map(|some| with(own, stitching(StreamPolicy::Shared, some))));
         configs.push(with(own, |pool| Ok(pool.fixed().streams(StreamPolicy::Shared))));
+    }
+    if own.default_pool().reclaim() == Reclaim::Never {
+        configs.push(with(own, |pool| Ok(pool.reclaim(Reclaim::Heap))));
+        configs.push(with(own, |pool| Ok(pool.expandable().reclaim(Reclaim::Heap))));
+        if streams > 1 {
+            configs.push(with(own, |pool| Ok(pool.reclaim(Reclaim::Pool))));
+        }
     }
     // Invalid combinations are dropped.
     configs.into_iter().flatten().collect()

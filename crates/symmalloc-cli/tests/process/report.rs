@@ -107,7 +107,7 @@ fn requests_refused_by_a_limit_are_reported() {
     assert!(!words.contains("best settings"), "settings that refuse more are recommended: {words}");
     let text = fs::read_to_string(&out).unwrap();
     assert!(
-        text.contains("5 refused in all passes")
+        text.contains("1 refused per pass (5 in 5 passes)")
             && text.contains("a job.trace' --ranks 1 --passes 5 --config segments:expandable,limit_mb:4"),
         "{text}"
     );

@@ -73,20 +73,20 @@ fn keep(name: &str, recordings: &[&Path], said: &str, page: Option<&Path>) {
     for recording in recordings {
         fs::copy(recording, folder.join(recording.file_name().unwrap())).unwrap();
     }
+    // A person runs the commands in the folder of the recordings.
+    let parents: Vec<String> =
+        recordings.iter().filter_map(|path| path.parent()).map(|parent| format!("{}/", parent.display())).collect();
+    let without_folder = |text: &str| parents.iter().fold(text.to_owned(), |text, parent| text.replace(parent, ""));
     if let Some(page) = page {
-        fs::copy(page, folder.join(format!("{name}.html"))).unwrap();
+        fs::write(folder.join(format!("{name}.html")), without_folder(&fs::read_to_string(page).unwrap())).unwrap();
     }
-    let mut said = said.to_owned();
-    for parent in recordings.iter().chain(&page).filter_map(|path| path.parent()) {
-        said = said.replace(&format!("{}/", parent.display()), "");
-    }
-    fs::write(folder.join(format!("{name}.txt")), said).unwrap();
+    fs::write(folder.join(format!("{name}.txt")), without_folder(said)).unwrap();
 }
 
 /// Returns the JSON and the text of the report of a job, and asserts that text and page contain the wanted sentences.
 #[track_caller]
 fn reported(folder: &Folder, job: &Job, name: &str, wanted: &[&str]) -> Value {
-    let (trace, page) = (job.write(folder, &format!("{name}.trace")), folder.path("page.html"));
+    let (trace, page) = (job.write(folder, &format!("{name}.trace")), folder.path(&format!("{name}.html")));
     let object = symmalloc("report {} -o {} --json", &[&trace, &page]).json(0);
     let text = symmalloc("report {} -o {}", &[&trace, &page]).exited(0).stdout.clone();
     keep(name, &[&trace], &text, Some(&page));
@@ -127,8 +127,11 @@ fn one_lengths_that_vary() {
         "one",
         &[
             "requested 2.54 GiB by model.py:90 logits",
-            "fragmentation: live memory of all pools and the request need 3.83 GiB of 6.00 GiB",
-            "symmalloc serves it within the same 6,144 MiB with segments:expandable",
+            "fragmentation: 2.15 GiB of the limit of all pools (6.00 GiB) are unreserved, and the request needs 2.54 GiB; \
+             the 2.55 GiB that are free are in 40 pieces of at most 106.00 MiB. reclaim:never keeps the free segments",
+            "free: 2.55 GiB in 40 pieces",
+            "symmalloc serves it within the same 6,144 MiB with segments:fixed,total_limit_mb:6144 (reclaim:heap instead of reclaim:never)",
+            "nothing refused instead of 1 per pass (5 in 5 passes)",
         ],
     );
     assert_eq!((&failure["cause"], &failure["attempts"][0]["is_served"]), (&json!("fragmentation"), &json!(false)));
@@ -154,6 +157,9 @@ fn two_a_list_that_grows() {
             "train.py:88 losses.append grows through the whole job: free what is no longer needed",
             "1.62 GiB live after a quarter of these ops",
             "the limit of all pools is 8.00 GiB",
+            "raise total_limit_mb from 8,192 to at least 8,198 (8.01 GiB)",
+            "no tested setting serves the request",
+            "a plan needs at least 8.52 GiB, and the limit of all pools is 8.00 GiB",
         ],
     );
     assert_eq!(failure["cause"], "too much");
@@ -188,7 +194,10 @@ fn three_a_limit_of_a_pool() {
         &job,
         "three",
         &[
-            "raise limit_mb of pool 1 to at least 1,120, free 96.00 MiB of pool 1",
+            "raise limit_mb of pool 1 from 1,024 to at least 1,120 (1.09 GiB), free 96.00 MiB of pool 1",
+            "; the limit of all pools leaves 14.31 GiB of 20.00 GiB",
+            "no tested setting serves the request",
+            "a plan needs at least 1.09 GiB, and the limit of pool 1 is 1.00 GiB",
             "960.00 MiB in 60 allocations by cache.py:45 append_block",
             "live memory of pool 1 and the request need 1.09 GiB, but the pool's limit is 1.00 GiB",
         ],
@@ -216,8 +225,12 @@ fn four_private_pools() {
         "four",
         &[
             "if they share one",
-            "most free memory is in heaps of other streams or pools",
-            "share the private pools (below)",
+            "1.88 GiB of the limit of all pools (10.00 GiB) are unreserved, and the request needs 2.93 GiB; \
+             the 6.67 GiB that are free are in 32 other pools, where it cannot use them",
+            "free: 6.67 GiB in 32 pools",
+            "let the 32 private pools with equal settings share one",
+            "the request is then served. Graphs that share a pool must be replayed in the order of their capture",
+            "no tested setting serves the request",
         ],
     );
     assert_eq!(failure["limit"], "total");
@@ -248,7 +261,14 @@ fn five_streams_that_hold_memory_of_each_other() {
         &folder,
         &job,
         "five",
-        &["most free memory is in heaps of other streams of the pool", "streams:shared"],
+        &[
+            "1.55 GiB of the pool's limit (4.00 GiB) are unreserved, and the request needs 1.95 GiB",
+            "of the 1.75 GiB that are free, 1.51 GiB are in other streams of the pool, where it cannot use them",
+            "reclaim:never keeps the free segments",
+            "free: 1.75 GiB in 3 streams",
+            "with segments:expandable,limit_mb:4096,reclaim:pool (reclaim:pool instead of reclaim:never)",
+            "streams:shared",
+        ],
     );
     assert_eq!((&failure["cause"], &failure["limit"]), (&json!("fragmentation"), &json!("pool")));
 }
@@ -278,7 +298,15 @@ fn six_a_rank_that_diverges() {
         .collect();
     let text = symmalloc("diff {} {}", &[&ranks[0], &ranks[1]]).exited(3).stdout.clone();
     keep("six", &[&ranks[0], &ranks[1]], &text, None);
-    assert_eq!(text.matches("data.py:31 collate").count(), 2, "{text}");
+    assert_eq!(text.matches("data.py:31 collate").count(), 3, "{text}");
+    for wanted in [
+        "ranks must make the same requests. The first difference is op 1,411, data.py:31 collate:",
+        "3.50 MiB in six-rank0.trace and 3.00 MiB in six-rank1.trace. Make it equal on all ranks",
+        "8 later requests differ in size, and all other ops are the same",
+        "placements  neither recording contains placements",
+    ] {
+        assert!(text.contains(wanted), "no {wanted:?} in:\n{text}");
+    }
     let object = symmalloc("diff {} {} --json", &[&ranks[0], &ranks[1]]).json(3);
     // A stream, 24 allocations of the model, and 18 ops in each of 77 steps.
     assert_eq!(object["first_op_difference"]["a"]["op"], 1 + 24 + 18 * 77);

@@ -152,6 +152,17 @@ impl Bound {
         }
     }
 
+    /// Names the limit.
+    pub(super) fn limit(&self) -> String {
+        let capacity = memory(self.capacity_bytes);
+        match self.scope {
+            Scope::Segment => format!("the heap's segment ({capacity})"),
+            Scope::Pool => format!("the pool's limit ({capacity})"),
+            Scope::Total => format!("the limit of all pools ({capacity})"),
+            Scope::Device => format!("the memory that can be had ({capacity})"),
+        }
+    }
+
     /// States the limit.
     pub(super) fn capacity(&self) -> String {
         let capacity = memory(self.capacity_bytes);
@@ -163,16 +174,18 @@ impl Bound {
         }
     }
 
-    /// Returns the setting to change so that a request fits, and the least value; `None` for a device.
+    /// Returns the setting to change so that a request fits, its value and the least new value; `None` for a device.
     pub(super) fn setting(&self, pool: PoolId, config: &PoolConfig, size_bytes: u64) -> Option<String> {
-        let mib = count(self.needed_bytes(size_bytes).div_ceil(MIB));
+        let mib = self.needed_bytes(size_bytes).div_ceil(MIB);
+        let raised = format!("to at least {} ({})", count(mib), memory(mib.saturating_mul(MIB)));
+        let change = format!("from {} {raised}", count(self.capacity_bytes / MIB));
         let pool = pool.0;
         Some(match (self.scope, config.segments()) {
-            (Scope::Segment, SegmentPolicy::Reserved { .. }) => format!("segment_mb of pool {pool} to at least {mib}"),
-            (Scope::Segment, _) if config.has_quota() => format!("the quota of pool {pool} to at least {mib} MiB"),
-            (Scope::Segment, _) => format!("range_mb of pool {pool} to at least {mib}"),
-            (Scope::Pool, _) => format!("limit_mb of pool {pool} to at least {mib}"),
-            (Scope::Total, _) => format!("total_limit_mb to at least {mib}"),
+            (Scope::Segment, SegmentPolicy::Reserved { .. }) => format!("segment_mb of pool {pool} {change}"),
+            (Scope::Segment, _) if config.has_quota() => format!("the quota of pool {pool} (in MiB) {raised}"),
+            (Scope::Segment, _) => format!("range_mb of pool {pool} {change}"),
+            (Scope::Pool, _) => format!("limit_mb of pool {pool} {change}"),
+            (Scope::Total, _) => format!("total_limit_mb {change}"),
             (Scope::Device, _) => return None,
         })
     }

@@ -5,7 +5,7 @@ use crate::quantity::{counted, memory};
 use crate::streams;
 use serde_json::{Value, json};
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_import::{HeldHeap, HeldMemory, Recording};
 
@@ -79,8 +79,15 @@ impl Places {
 
     /// Returns the sum of all heaps that are known.
     pub(super) fn held(&self) -> HeldMemory {
+        self.held_by(|_| true).unwrap_or_default()
+    }
+
+    /// Returns the sum of the heaps that are meant. `None` if nothing is known about them.
+    pub(super) fn held_by(&self, is_meant: impl Fn(&Place) -> bool) -> Option<HeldMemory> {
+        let mut known = self.0.iter().filter(|place| is_meant(place)).filter_map(|place| place.held).peekable();
+        known.peek()?;
         let mut sum = HeldMemory::default();
-        for held in self.0.iter().filter_map(|place| place.held) {
+        for held in known {
             sum.reserved_bytes += held.reserved_bytes;
             sum.allocated_bytes += held.allocated_bytes;
             sum.free_segments += held.free_segments;
@@ -89,7 +96,23 @@ impl Places {
             sum.free_block_bytes += held.free_block_bytes;
             sum.largest_free_bytes = sum.largest_free_bytes.max(held.largest_free_bytes);
         }
-        sum
+        Some(sum)
+    }
+
+    /// Returns the number of pools that are meant and have free memory. Pools that no op uses count as one.
+    pub(super) fn pools_with_free(&self, is_meant: impl Fn(&Place) -> bool) -> usize {
+        let pools: BTreeSet<_> = self.with_free(is_meant).map(|place| place.pool).collect();
+        pools.len()
+    }
+
+    /// Returns the number of heaps that are meant and have free memory.
+    pub(super) fn heaps_with_free(&self, is_meant: impl Fn(&Place) -> bool) -> usize {
+        self.with_free(is_meant).count()
+    }
+
+    fn with_free(&self, is_meant: impl Fn(&Place) -> bool) -> impl Iterator<Item = &Place> {
+        let is_free = |place: &Place| place.held.is_some_and(|held| held.free_bytes() > 0);
+        self.0.iter().filter(move |place| is_free(place) && is_meant(place))
     }
 
     /// Returns the free bytes of the heaps that are meant.
