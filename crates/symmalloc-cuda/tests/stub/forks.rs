@@ -37,7 +37,7 @@ fn everything(allocator: &CudaAllocator, [a, b]: &[Arc<CudaStream>; 2]) -> Vec<B
 }
 
 // Regression test: a child's drops marked exports as ended, made driver calls, and blocked on locks.
-stub_test!(a_childs_drops_return_and_change_nothing_of_the_parent, {
+stub_test!(the_drops_of_a_child_return_and_change_nothing_of_the_parent, {
     let device = device();
     let allocator = CudaAllocator::new(&device, Config::default()).expect("an allocator");
     let streams = [(); 2].map(|()| device.context().new_stream().expect("a stream"));
