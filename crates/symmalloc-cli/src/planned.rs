@@ -69,8 +69,8 @@ pub(crate) struct NoPlan {
 
 impl NoPlan {
     /// Returns the reason of an error. A limit that a plan exceeds is stated with the memory that the plan needs.
-    fn of(error: CliError) -> Self {
-        if let CliError::NotPlanned { pool, source: PlanError::Memory(AllocateError::OutOfMemory(lack)), .. } = &error
+    fn of(error: &CliError) -> Self {
+        if let CliError::NotPlanned { pool, source: PlanError::Memory(AllocateError::OutOfMemory(lack)), .. } = error
             && let OutOfMemoryCause::Limit { scope, limit_bytes } = lack.cause
             && lack.reserved_bytes.saturating_add(lack.missing_bytes) > limit_bytes
         {
@@ -82,7 +82,7 @@ impl NoPlan {
             let reason = format!("a plan needs at least {needed}, and {limit} is {}", memory(limit_bytes));
             return NoPlan { reason, exceeds_limit: true };
         }
-        NoPlan { reason: reason(&error), exceeds_limit: false }
+        NoPlan { reason: reason(error), exceeds_limit: false }
     }
 }
 
@@ -113,7 +113,8 @@ impl PlannedJob {
     /// # Errors
     /// Returns a reason that states why there is no plan, or why every plan refuses more requests.
     pub(crate) fn of_use(recorded: &Recorded, policy: &PolicyArgs, own_refused: u64) -> Result<Option<Self>, NoPlan> {
-        let planned = PlannedJob::of(recorded, policy, budget(SECONDS_IN_REPORTS)).map_err(NoPlan::of)?;
+        let planned =
+            PlannedJob::of(recorded, policy, budget(SECONDS_IN_REPORTS)).map_err(|error| NoPlan::of(&error))?;
         let refused = planned.followed.refused;
         if refused > own_refused {
             let passes = match planned.followed.passes {
