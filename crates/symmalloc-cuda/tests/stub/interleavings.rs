@@ -56,13 +56,13 @@ const OPERATIONS: &[(&str, Operation)] = &[
     ("release plain memory", |it| {
         let made = it.plain.0.allocate(&it.streams[0], 9 * MIB)?;
         it.plain.0.free(made.handle)?;
-        it.plain.0.trim()?;
+        it.plain.0.trim_all()?;
         Ok(())
     }),
     ("release pinned memory of a buffer", |it| {
         let made = it.pinned.0.core().allocate(PoolId::DEFAULT, HOST, 9 * MIB)?;
         it.pinned.0.free(made.handle)?;
-        it.pinned.0.trim()?;
+        it.pinned.0.trim_all()?;
         Ok(())
     }),
     ("grow", |it| {
