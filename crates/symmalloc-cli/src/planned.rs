@@ -69,7 +69,7 @@ pub(crate) struct NoPlan {
 
 impl NoPlan {
     /// Returns the reason of an error. A limit that a plan exceeds is stated with the memory that the plan needs.
-    fn of(error: &CliError) -> Self {
+    pub(crate) fn of(error: &CliError) -> Self {
         if let CliError::NotPlanned { pool, source: PlanError::Memory(AllocateError::OutOfMemory(lack)), .. } = error
             && let OutOfMemoryCause::Limit { scope, limit_bytes } = lack.cause
             && lack.reserved_bytes.saturating_add(lack.missing_bytes) > limit_bytes

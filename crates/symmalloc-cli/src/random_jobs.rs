@@ -20,6 +20,7 @@ mod late;
 use crate::args::{Args, PolicyArgs, ReportArgs};
 use crate::error::CliError;
 use crate::output::{reason, take_printed};
+use crate::planned::NoPlan;
 use crate::recorded::Recorded;
 use crate::{Command, Verdict, carry_out};
 use clap::Parser;
@@ -201,7 +202,7 @@ impl<'a> Job<'a> {
         let planned = match run(&["plan", self.path]) {
             Err(error @ (CliError::NotPlanned { .. } | CliError::NotFollowed { .. })) => {
                 *tally.entry("cannot be planned").or_default() += 1;
-                assert_eq!(*no_plan, reason(&error), "report and plan");
+                assert_eq!(*no_plan, NoPlan::of(&error).reason, "report and plan");
                 let written = run(&["plan", self.path, "-o", &self.file("job.plan")]);
                 assert_eq!(written.err().map(|error| reason(&error)), Some(reason(&error)), "plan and plan -o");
                 return;

@@ -47,10 +47,7 @@ impl KeptFromChildren {
         watch_forks();
         let number = descriptor.as_raw_fd();
         #[cfg(target_os = "linux")]
-        {
-            handler::open_unconnected();
-            KeptFromChildren(slots::take(number))
-        }
+        return KeptFromChildren(slots::take(number));
         #[cfg(not(target_os = "linux"))]
         {
             let _unused = number;
@@ -118,29 +115,18 @@ mod handler {
     use super::{IS_FORKED, slots};
     use std::sync::atomic::{AtomicI32, Ordering};
 
-    /// A descriptor that is connected to nothing; negative before the first connection. Opened in advance, because a child may have no
-    /// descriptor left.
+    /// A descriptor that is connected to nothing; negative if there is none. Opened in advance, because a child may have no descriptor
+    /// left. Without it, children keep the connections.
     static UNCONNECTED: AtomicI32 = AtomicI32::new(-1);
 
+    /// Runs once.
     pub(super) fn install() {
+        // SAFETY: takes no pointers.
+        UNCONNECTED.store(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) }, Ordering::Release);
         // SAFETY: the handler stores to atomics and makes system calls, which a child of a process with threads may do.
         let code = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
         if code != 0 {
             tracing::warn!(name: "fork.unwatched", target: "symmalloc", code);
-        }
-    }
-
-    /// Opens the unconnected descriptor, if there is none. Without one, children keep the connections.
-    pub(super) fn open_unconnected() {
-        if UNCONNECTED.load(Ordering::Acquire) >= 0 {
-            return;
-        }
-        // SAFETY: takes no pointers.
-        let opened = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
-        let lost = UNCONNECTED.compare_exchange(-1, opened, Ordering::AcqRel, Ordering::Acquire).is_err();
-        if lost && opened >= 0 {
-            // SAFETY: opened above; another thread was first.
-            let _closed = unsafe { libc::close(opened) };
         }
     }
 
