@@ -33,7 +33,7 @@ use crate::streams;
 use crate::verdict::Verdict;
 use failure::{Failure, held_object};
 use findings::{Findings, Fragmentation, PlanOutcome, PlanTrial, UNSERVED};
-use pools::PrivatePools;
+use pools::{Change, PrivatePools};
 use recorded_reserved::RecordedReserved;
 use serde_json::{Value, json};
 use settings::Trial;
@@ -84,7 +84,8 @@ fn make(args: &ReportArgs, print: impl FnOnce(&Findings<'_>) -> Result<(), CliEr
     let (planned, plan) =
         if has_history { PlanOutcome::of(&recorded, args, own_refused) } else { (PlanOutcome::Empty, None) };
     let layouts = layouts(&recorded, plan.as_deref())?;
-    let pools = PrivatePools::of(&recorded, &memory, failure.as_ref());
+    let serves = |change: Change<'_>| failure.as_ref().and_then(|failure| failure.serves(&recorded, change));
+    let pools = PrivatePools::of(&recorded, &memory, |change| serves(change).unwrap_or(false));
     let recorded_reserved = RecordedReserved::of(&recorded);
     let findings = Findings {
         recorded: &recorded,

@@ -124,9 +124,9 @@ mod handler {
         // SAFETY: takes no pointers.
         UNCONNECTED.store(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) }, Ordering::Release);
         // SAFETY: the handler stores to atomics and makes system calls, which a child of a process with threads may do.
-        let code = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
-        if code != 0 {
-            tracing::warn!(name: "fork.unwatched", target: "symmalloc", code);
+        let is_refused = unsafe { libc::pthread_atfork(None, None, Some(in_child)) } != 0;
+        if is_refused {
+            tracing::warn!(name: "fork.unwatched", target: "symmalloc");
         }
     }
 

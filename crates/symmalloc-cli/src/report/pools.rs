@@ -1,6 +1,5 @@
 //! Private pools: many pools of one kind, such as one per captured graph, each hold free memory that the others cannot use.
 
-use super::failure::Failure;
 use crate::picture::memory::{DrawnHeap, Memory};
 use crate::quantity::{count, memory};
 use crate::recorded::Recorded;
@@ -20,6 +19,9 @@ const SHARING: &str = "torch.cuda.graph(..., pool=...), or one MemPool";
 const CONDITION: &str = "Graphs that share a pool must be replayed in the order of their capture, never at the same time, and a later \
                          replay may overwrite the outputs of an earlier graph";
 
+/// A change of a job, or `None` if it is impossible.
+pub(super) type Change<'a> = &'a dyn Fn(&[Record]) -> Option<Vec<Record>>;
+
 /// Private pools with equal settings.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PrivatePools {
@@ -35,8 +37,9 @@ pub(super) struct PrivatePools {
 }
 
 impl PrivatePools {
-    /// Returns the largest group of private pools with equal settings, if one pool in their place holds less.
-    pub(super) fn of(recorded: &Recorded, shown: &Memory, failure: Option<&Failure>) -> Option<Self> {
+    /// Returns the largest group of private pools with equal settings, if one pool in their place holds less, or `serves` the
+    /// request that failed. `serves` gets a function that changes the records before the request.
+    pub(super) fn of(recorded: &Recorded, shown: &Memory, serves: impl FnOnce(Change<'_>) -> bool) -> Option<Self> {
         let mut kinds: BTreeMap<String, Vec<PoolId>> = BTreeMap::new();
         for record in &recorded.recording.records {
             if let Op::CreatePool { pool, config } = &record.op
@@ -57,8 +60,7 @@ impl PrivatePools {
         let all = recorded.op_count();
         let now_bytes = recorded.job.attempt(recorded.program(), &recorded.config, all).ok()?.reserved_bytes;
         let as_one_bytes = recorded.job.attempt(&program, &recorded.config, all).ok()?.reserved_bytes;
-        let serves = |failure: &Failure| failure.serves(recorded, |records| as_one(records, &of_kind));
-        let serves_request = failure.and_then(serves).unwrap_or(false);
+        let serves_request = serves(&|records| as_one(records, &of_kind));
         (as_one_bytes < now_bytes || serves_request).then_some(PrivatePools {
             pools,
             reserved_bytes,

@@ -1,11 +1,12 @@
 //! The metrics of an allocator: one series per heap for additive values, and one per allocator for the others.
 
 use super::{Metric, Publisher, Source};
+use crate::allocator::Allocator;
 use crate::errors::UnknownError;
 use crate::lock::Lock;
 use crate::report::MemoryStats;
 use crate::types::ids::HeapId;
-use crate::{Backend, PoolConfig, PoolId, generic::Allocator};
+use crate::{Backend, PoolConfig, PoolId};
 use ::metrics::Unit;
 
 const BYTES: Option<Unit> = Some(Unit::Bytes);
