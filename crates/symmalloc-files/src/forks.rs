@@ -126,7 +126,7 @@ mod handler {
         // SAFETY: the handler stores to atomics and makes system calls, which a child of a process with threads may do.
         let is_refused = unsafe { libc::pthread_atfork(None, None, Some(in_child)) } != 0;
         if is_refused {
-            tracing::warn!(name: "fork.unwatched", target: "symmalloc");
+            tracing::warn!(name: "fork.unwatched", target: "symmalloc", "out of memory: forked processes are not detected");
         }
     }
 
