@@ -113,16 +113,10 @@ mod slots {
 #[allow(unsafe_code)]
 mod handler {
     use super::{IS_FORKED, slots};
-    use std::sync::atomic::{AtomicI32, Ordering};
-
-    /// A descriptor that is connected to nothing; negative if there is none. Opened in advance, because a child may have no descriptor
-    /// left. Without it, children keep the connections.
-    static UNCONNECTED: AtomicI32 = AtomicI32::new(-1);
+    use std::sync::atomic::Ordering;
 
     /// Runs once.
     pub(super) fn install() {
-        // SAFETY: takes no pointers.
-        UNCONNECTED.store(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) }, Ordering::Release);
         // SAFETY: the handler stores to atomics and makes system calls, which a child of a process with threads may do.
         let is_refused = unsafe { libc::pthread_atfork(None, None, Some(in_child)) } != 0;
         if is_refused {
@@ -133,12 +127,33 @@ mod handler {
     /// Runs in a child, before `fork` returns there. A grandchild has nothing left to do, and the child may reuse the numbers.
     unsafe extern "C" fn in_child() {
         IS_FORKED.store(true, Ordering::Relaxed);
-        let unconnected = UNCONNECTED.load(Ordering::Acquire);
+        let mut unconnected = -1;
+        let mut is_replacement = false;
         for number in slots::take_all() {
-            if unconnected >= 0 {
-                // SAFETY: takes no pointers. The descriptor is one of this list, whose owner in this process keeps it open.
+            if unconnected < 0 {
+                unconnected = open_unconnected();
+            }
+            if unconnected < 0 {
+                // The process has no descriptor left, except by closing this one.
+                // SAFETY: takes no pointers. The owner of the descriptor in this process closes whatever has its number next.
+                let _closed = unsafe { libc::close(number) };
+                unconnected = open_unconnected();
+                is_replacement = unconnected == number;
+            }
+            if unconnected >= 0 && unconnected != number {
+                // SAFETY: takes no pointers. The descriptor is one of the list, whose owner in this process keeps it open.
                 let _replaced = unsafe { libc::dup3(unconnected, number, libc::O_CLOEXEC) };
             }
         }
+        if unconnected >= 0 && !is_replacement {
+            // SAFETY: opened above.
+            let _closed = unsafe { libc::close(unconnected) };
+        }
+    }
+
+    /// Opens a descriptor that is connected to nothing. Negative if there is none left.
+    fn open_unconnected() -> i32 {
+        // SAFETY: takes no pointers.
+        unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) }
     }
 }
