@@ -500,7 +500,7 @@ fn pools_of_a_tag_are_found_in_order() {
     assert_eq!(tagged("weights"), [pools[2]]);
     assert_eq!(allocator.pool_config(pools[2]).expect("known").to_string().matches("tag:weights").count(), 1);
     for wrong in ["", "Weights", "a b", "a_name_of_twenty_five_bytes", "kv:cache"] {
-        assert_eq!(PoolConfig::builder().tag(Some(wrong.into())).build(), Err(ConfigError::NotATag), "{wrong}");
+        assert_eq!(PoolConfig::builder().tag(Some(wrong)).build(), Err(ConfigError::NotATag), "{wrong}");
     }
     let error = "tag:KV".parse::<PoolConfig>().unwrap_err().to_string();
     assert!(error.contains("1 to 24 lower-case letters"), "{error}");

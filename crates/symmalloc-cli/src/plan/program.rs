@@ -74,7 +74,7 @@ pub(super) fn heaps_of(records: &[Record], pools: &Pools) -> BTreeMap<HeapId, St
     let mut heaps = BTreeMap::new();
     for record in records {
         if let Op::Allocate { pool, stream, size_bytes: 1.., .. } = record.op {
-            let streams = pools.get(&pool).map_or_else(StreamPolicy::default, |config| config.streams());
+            let streams = pools.get(&pool).map_or_else(StreamPolicy::default, PoolConfig::streams);
             let owner = HeapId { pool, group: streams.group_of(stream) };
             let lowest = heaps.entry(owner).or_insert(stream);
             *lowest = stream.min(*lowest);

@@ -97,7 +97,7 @@ fn sleep_and_wake(it: &Rank, other: &Communicator, pool: PoolId, fault: Fault) -
             match &error {
                 // A refusal has no effect.
                 CollectiveSleepError::Refused { .. } => {
-                    assert!(is_ready(&it.world) && is_ready(other), "{fault:?}: {error}")
+                    assert!(is_ready(&it.world) && is_ready(other), "{fault:?}: {error}");
                 }
                 CollectiveSleepError::Broken { step: SleepStep::Decide, .. } => {
                     // Other ranks may have put the pool to sleep, so no rank may use windows that a peer has deregistered.

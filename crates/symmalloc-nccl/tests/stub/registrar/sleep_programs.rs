@@ -171,7 +171,7 @@ impl Program<'_> {
                     assert_eq!(self.it.allocator.digest(pool), before, "the call is no op");
                 }
                 Err(CollectiveSleepError::Refused { ranks, .. }) => {
-                    assert_eq!((ranks.len(), attempt), (1, 0), "{ranks:?}")
+                    assert_eq!((ranks.len(), attempt), (1, 0), "{ranks:?}");
                 }
                 Err(error) => panic!("{error}"),
             }
