@@ -22,7 +22,7 @@ use symmalloc_core::ids::{StreamGroup, StreamId};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct HeapKey {
     pub(crate) pool: u32,
-    /// As in [`HeapMessage`]: `u32::MAX` if the pool's streams share one heap.
+    /// `u32::MAX` if the pool's streams share one heap, like in [`HeapMessage`].
     stream: u32,
 }
 

@@ -206,7 +206,7 @@ impl<L: Lock> Heap<L> {
             RequestMode::Serving(Step::Following(step)) => {
                 match step.next_place(self.arena.table(), stream, requested) {
                     Some(slot) => self.allocate_planned(slot, stream, requested),
-                    None => self.allocate_beside_plan(context, stream, requested)?,
+                    None => self.allocate_following_slow(context, stream, requested)?,
                 }
             }
             RequestMode::Serving(Step::Learning { .. }) => self.allocate_logged(context, stream, requested)?,

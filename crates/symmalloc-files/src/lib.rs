@@ -19,7 +19,7 @@
 //! A library's descriptors must not outlive its process, and what it releases must not change what another process owns.
 //!
 //! - [`KeptFromChildren`] keeps a connection from forked children.
-//! - [`is_forked`] tells destructors that the objects belong to the parent.
+//! - [`is_forked`] returns `true` in a forked child, where destructors must leave the parent's objects alone.
 //!
 //! The crate trusts root and other processes of the same user, because both can change this process in other ways.
 //!

@@ -25,7 +25,7 @@ use symmalloc_import::Recording;
 /// Number of common ops that an alignment needs, unless half of the shorter recording is less. Fewer can be equal by chance.
 const COMMON_OPS_MIN: usize = 8;
 
-/// A sequence of ops that occurs more often in a recording says nothing about its alignment.
+/// A sequence of ops that occurs more often in a recording is ignored, because it fits at too many alignments.
 const PLACES_MAX: usize = 4;
 
 /// An alignment at which this many times as many ops are equal is better than the one with the longest run. The run is then accidental.

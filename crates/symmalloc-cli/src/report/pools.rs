@@ -12,7 +12,7 @@ use symmalloc_trace::replay::Program;
 /// Number of pools of one kind from which on they deserve advice.
 const POOLS_MIN: usize = 4;
 
-/// How programs let pools share.
+/// The PyTorch calls with which graphs share a pool.
 const SHARING: &str = "torch.cuda.graph(..., pool=...), or one MemPool";
 
 /// The condition under which graphs may share a pool.

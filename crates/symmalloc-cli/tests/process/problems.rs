@@ -204,7 +204,7 @@ fn a_request_is_judged_by_the_limits_of_its_pool() {
     }
 }
 
-/// Free memory that the request cannot use: in pieces, in other streams, or in another pool. The settings of its own pool are tried.
+/// Free memory that the request cannot use: in pieces, in other streams, or in another pool. The replay varies the settings of the request's pool.
 #[test]
 fn a_request_in_any_pool_gets_the_settings_of_its_pool() {
     let folder = Folder::new();
@@ -338,7 +338,7 @@ fn recordings_that_begin_late_are_aligned() {
     assert!(text.contains("both have the same first op"), "{text}");
 }
 
-/// A rank's part of a job on two streams: a log with handles and addresses of its own. Each step allocates, and frees an older
+/// A rank's part of a job on two streams: a log with separate handles and addresses. Each step allocates, and frees an older
 /// allocation.
 struct Part {
     /// The steps in the log.
@@ -426,7 +426,7 @@ fn late_recordings_differ_only_where_the_job_does() {
     assert!(text.contains("they have too few ops in common to be aligned"), "{text}");
 }
 
-/// A job that repeats itself fits at several alignments. The answer says so, also if it is right.
+/// A job that repeats itself fits at several alignments. The output mentions them, even if the chosen one is right.
 #[test]
 fn alignments_of_a_job_that_repeats_itself_are_not_unique() {
     let folder = Folder::new();

@@ -1,6 +1,6 @@
 //! Six jobs that fail as jobs often do. Each report must state what failed, why, and what to change.
 //!
-//! `SYMMALLOC_SIX=FOLDER` keeps the recordings, and what the program says about them, for a person to read.
+//! `SYMMALLOC_SIX=FOLDER` keeps the recordings, and the reports, for a person to read.
 
 use crate::{Folder, symmalloc};
 use serde_json::{Value, json};

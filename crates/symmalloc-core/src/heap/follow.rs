@@ -35,7 +35,7 @@ impl<L: Lock> Heap<L> {
     /// differs from the plan.
     #[cold]
     #[inline(never)]
-    pub(super) fn allocate_beside_plan<B: Backend>(
+    pub(super) fn allocate_following_slow<B: Backend>(
         &mut self,
         context: &Context<B, L>,
         stream: StreamId,

@@ -8,7 +8,7 @@ use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::op::Op;
 use symmalloc_core::units::MIB;
 
-/// What a limit is about, from the narrowest to the widest.
+/// The scope of a limit, from the narrowest to the widest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Scope {
     /// The only segment of a heap, its range, or a quota.

@@ -1,4 +1,4 @@
-//! Where memory is when a request fails: in which pools, and in which of their streams.
+//! The memory of each pool, and of its streams, at the time of a failed request.
 
 use crate::picture::memory::{BlockState, Memory};
 use crate::quantity::{counted, memory};

@@ -10,7 +10,7 @@ use symmalloc_core::op::Contents;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
 use symmalloc_nccl::Registration;
 
-/// What ends a registration. The last step is the one that must wait.
+/// A call that ends a registration. The last step is the one that must wait.
 type End = fn(&Rank, &Pool<CudaBackend>, DeviceBuffer<f32>);
 
 const ENDS: &[(&str, End)] = &[
