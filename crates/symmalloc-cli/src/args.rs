@@ -173,7 +173,7 @@ planned, what holds memory at the peak, fragmentation, and the results of the sa
 that reproduces it. Without scripts, the pictures are still ones.
 
 If a request failed, the report is about it: what failed, what was held then, why, and which settings serve it within the memory that
-the recorded allocator could have.
+is available to the recorded allocator.
 
 JSON: schema_version, trace, report, ops, op (of holders and fragmentation), failure (null, or {op, size_bytes, pool, stream, name,
 stack, others (requests that failed before), live_bytes, pool_live_bytes (in its pool), held (null, or as in state), heaps ([{pool,

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! The request takes part in each attempt as an allocation at its op. Attempts vary the settings of the request's pool. Their limits are
-//! those of the job, and the memory that the recorded allocator could have: what it held, and what was free on the device.
+//! those of the job, and the memory available to the recorded allocator: what it held, and what was free on the device.
 
 mod bound;
 mod growth;
@@ -93,7 +93,7 @@ pub(super) struct Attempt {
 /// Cause of a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Cause {
-    /// Live memory and the request exceed the memory that the allocator could have.
+    /// Live memory and the request exceed the memory available to the allocator.
     TooMuch { missing_bytes: u64 },
     /// Enough memory was free, but not for this request.
     Fragmentation,
@@ -222,7 +222,7 @@ impl Failure {
         }
     }
 
-    /// Returns the memory that the recorded allocator could have.
+    /// Returns the memory available to the recorded allocator.
     fn device_bytes(&self) -> Option<u64> {
         self.bounds.iter().find(|bound| bound.scope == Scope::Device).map(|bound| bound.capacity_bytes)
     }

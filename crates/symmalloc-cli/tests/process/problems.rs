@@ -32,7 +32,7 @@ fn a_request_that_cannot_fit_is_the_center_of_the_report() {
     for wanted in [
         "requested 10.00 GiB in pool 0 on stream 0 (the default stream), and PyTorch refused it",
         "2.00 GiB live, 2.00 GiB reserved, nothing of it free; 512.00 MiB free on the device",
-        "need 12.00 GiB, but only 2.50 GiB can be had: 9.50 GiB are missing",
+        "need 12.00 GiB, but only 2.50 GiB is available to the allocator: 9.50 GiB are missing",
         "no allocator can serve it: free 9.50 GiB before this op, or request less",
         "2.00 GiB in 1 allocation of 2.00 GiB without a name",
     ] {

@@ -2,6 +2,7 @@
 
 use crate::quantity::{count, memory};
 use crate::recorded::Recorded;
+use std::collections::{BTreeMap, BTreeSet};
 use symmalloc_core::config::{PoolConfig, SegmentPolicy};
 use symmalloc_core::errors::OutOfMemoryCause;
 use symmalloc_core::ids::{PoolId, StreamId};
@@ -46,9 +47,9 @@ pub(super) struct Bound {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct LiveBytes {
     /// By pool and stream.
-    pub(super) by_heap: std::collections::BTreeMap<(PoolId, StreamId), u64>,
+    pub(super) by_heap: BTreeMap<(PoolId, StreamId), u64>,
     /// Pools that sleep. Their memory counts toward no limit.
-    asleep: std::collections::BTreeSet<PoolId>,
+    asleep: BTreeSet<PoolId>,
 }
 
 impl LiveBytes {
@@ -85,10 +86,10 @@ impl LiveBytes {
         self.sum(|of, _| of == pool)
     }
 
-    fn sum(&self, is_meant: impl Fn(PoolId, StreamId) -> bool) -> u64 {
+    fn sum(&self, includes: impl Fn(PoolId, StreamId) -> bool) -> u64 {
         let is_awake = |pool: &PoolId| !self.asleep.contains(pool);
-        let meant = self.by_heap.iter().filter(|((pool, stream), _)| is_awake(pool) && is_meant(*pool, *stream));
-        meant.fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
+        let included = self.by_heap.iter().filter(|((pool, stream), _)| is_awake(pool) && includes(*pool, *stream));
+        included.fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
     }
 }
 
@@ -103,7 +104,7 @@ pub(super) fn pool_config(recorded: &Recorded, pool: PoolId, op: usize) -> PoolC
 }
 
 /// Returns the limits that apply to a request in a pool, the narrowest first. `cause` is the reason of symmalloc's refusal, and
-/// `device_bytes` the memory that the recorded allocator could have.
+/// `device_bytes` the memory available to the recorded allocator.
 pub(super) fn bounds(
     recorded: &Recorded,
     (pool, stream): (PoolId, StreamId),
@@ -159,7 +160,7 @@ impl Bound {
             Scope::Segment => format!("the heap's segment ({capacity})"),
             Scope::Pool => format!("the pool's limit ({capacity})"),
             Scope::Total => format!("the limit of all pools ({capacity})"),
-            Scope::Device => format!("the memory that can be had ({capacity})"),
+            Scope::Device => format!("the memory available to the allocator ({capacity})"),
         }
     }
 
@@ -170,7 +171,7 @@ impl Bound {
             Scope::Segment => format!("the heap's segment has {capacity}"),
             Scope::Pool => format!("the pool's limit is {capacity}"),
             Scope::Total => format!("the limit of all pools is {capacity}"),
-            Scope::Device => format!("only {capacity} can be had"),
+            Scope::Device => format!("only {capacity} is available to the allocator"),
         }
     }
 
