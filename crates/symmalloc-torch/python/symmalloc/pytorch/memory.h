@@ -249,7 +249,7 @@ class Memory {
     symmalloc_found found{};
     check(symmalloc_torch_find(pointer, &found));
     const Noted noted{bytes, found.stream, {found.id_first, found.id_second}, context, found.is_expandable};
-    history.segments_came(noted, context);
+    history.segments_came(reinterpret_cast<size_t>(pointer), found.bytes, noted);
     history.allocated(pointer, noted);
   }
 
