@@ -1,9 +1,11 @@
 //! The command-line arguments: all commands and their flags.
 
+mod plan_contradiction;
 mod policy;
 mod reading;
 mod run;
 
+pub(crate) use plan_contradiction::PlanFlagContradiction;
 pub(crate) use policy::{FlagContradiction, PolicyArgs};
 pub(crate) use reading::ReadingArgs;
 pub(crate) use run::RunArgs;

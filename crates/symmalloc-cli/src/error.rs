@@ -1,12 +1,13 @@
 //! The error type of the program. Each error states how to fix it, and the program exits with code 2 unless noted.
 
-use crate::args::FlagContradiction;
+mod job_difference;
+
+pub(crate) use job_difference::JobDifference;
+
+use crate::args::{FlagContradiction, PlanFlagContradiction};
 use crate::collection;
 use crate::content::Content;
 use crate::job::{JobError, UnknownToModel};
-use crate::plan::not_a_table::NotATable;
-use crate::planned::contradiction::Contradiction;
-use crate::planned::difference::JobDifference;
 use crate::quantity::memory;
 use std::borrow::Cow;
 use std::ffi::OsString;
@@ -48,7 +49,7 @@ pub(crate) enum CliError {
     #[error("{}: cannot be read as a plan", path.display())]
     PlanText { path: PathBuf, source: PlanTextError },
     #[error("{}: made for a different configuration", path.display())]
-    PlanContradicted { path: PathBuf, source: Contradiction },
+    PlanContradicted { path: PathBuf, source: PlanFlagContradiction },
     #[error("{} is not a plan of {}", plan.display(), job.display())]
     PlanOfAnotherJob { plan: PathBuf, job: PathBuf, source: JobDifference },
     #[error("{}: cannot be followed, in pool {pool}", path.display())]
@@ -132,6 +133,15 @@ pub(crate) enum CliError {
     NothingToCheck { ranks: usize },
     #[error("the result cannot be written to stdout")]
     Print(#[source] io::Error),
+}
+
+/// A reason for which a table of rectangles cannot express the plan of a job.
+#[derive(Debug, Error)]
+pub(crate) enum NotATable {
+    #[error("the job has {0} plans")]
+    Plans(usize),
+    #[error("allocation {allocation} of a step does not end with the step")]
+    EndsLater { allocation: usize },
 }
 
 /// Joins paths with "nor".

@@ -9,8 +9,7 @@
 //! PlanFile, and a recording ──► follow    fails unless job and configuration match and the plan fits
 //! ```
 
-pub(crate) mod contradiction;
-pub(crate) mod difference;
+mod difference;
 mod draft;
 mod follow;
 mod learned;

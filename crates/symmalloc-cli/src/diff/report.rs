@@ -3,10 +3,10 @@
 use super::{Diff, LateBeginning, OpDifference, PlacementDifference};
 use crate::args::DiffArgs;
 use crate::error::CliError;
+use crate::format;
 use crate::input;
 use crate::output::{self, Palette};
 use crate::quantity::{count, counted, exact_memory, memory, op_of_allocation};
-use crate::replay::describe;
 use crate::verdict::Verdict;
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -42,7 +42,7 @@ fn header(letter: &str, path: &Path, recording: &Recording, palette: Palette) ->
     format!(
         "{letter}  {}  {}\n   {}, {}\n",
         palette.title(&path.display().to_string()),
-        palette.aside(&describe(recording)),
+        palette.aside(&format::describe(recording)),
         counted(recording.records.len(), "op"),
         counted(recording.summary.allocations, "allocation"),
     )

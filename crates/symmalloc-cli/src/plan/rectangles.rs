@@ -4,9 +4,8 @@
 use crate::args::PlanArgs;
 use crate::content::Content;
 use crate::destination::{Destination, shown};
-use crate::error::CliError;
+use crate::error::{CliError, NotATable};
 use crate::output;
-use crate::plan::not_a_table::NotATable;
 use crate::planned::{self, GRANULE_BYTES};
 use crate::progress::Progress;
 use crate::quantity::{count, counted, rounded};

@@ -1,9 +1,8 @@
 //! Reading a plan for a recording, and validating it against flags, job and pools before anything runs.
 
-use super::contradiction::Contradiction;
-use super::difference::{self, JobDifference};
-use crate::args::PolicyArgs;
-use crate::error::CliError;
+use super::difference;
+use crate::args::{PlanFlagContradiction, PolicyArgs};
+use crate::error::{CliError, JobDifference};
 use crate::input;
 use crate::recorded::reconfigure;
 use std::path::Path;
@@ -30,7 +29,7 @@ pub(crate) fn follow(
     let open = |source| CliError::OpenPlan { path: path.to_path_buf(), source };
     let file = plan::read(compression::decompress(input::open(path).map_err(open)?).map_err(open)?);
     let file = file.map_err(|source| CliError::PlanText { path: path.to_path_buf(), source })?;
-    Contradiction::of(policy, file.config())
+    PlanFlagContradiction::of(policy, file.config())
         .map_or(Ok(()), |source| Err(CliError::PlanContradicted { path: path.to_path_buf(), source }))?;
     let another = |source| CliError::PlanOfAnotherJob { plan: path.to_path_buf(), job: job.to_path_buf(), source };
     configure(recording, &file).map_err(another)?;

@@ -16,6 +16,7 @@ use super::holders::{self, Holder};
 use super::pools::PrivatePools;
 use super::settings;
 use crate::args::ReadingArgs;
+use crate::config_text;
 use crate::error::CliError;
 use crate::escape::quoted;
 use crate::picture::memory::Memory;
@@ -131,7 +132,7 @@ impl Failure {
             let program = program.map_err(|source| CliError::Program { path: recorded.path.clone(), source })?;
             // Settings under which the job stops serve nothing.
             let Ok(outcome) = recorded.job.attempt(&program, &config, failure.op) else { continue };
-            let changed = settings::text(&config);
+            let changed = config_text::shortest(&config);
             let (path, flags) = (quoted(&recorded.path.to_string_lossy()), reading.flags());
             let command =
                 || format!("symmalloc replay {path}{flags} --ranks 1 --passes 1 --config {}", quoted(&changed));
@@ -140,7 +141,7 @@ impl Failure {
                 false => {
                     let own =
                         candidate.to_builder().total_limit_bytes(None).build().unwrap_or_else(|_| candidate.clone());
-                    (format!("{} for pool {}", settings::text(&own), failure.pool.0), None)
+                    (format!("{} for pool {}", config_text::shortest(&own), failure.pool.0), None)
                 }
             };
             let (refused, reserved_bytes) = (outcome.refused.len(), outcome.reserved_bytes);

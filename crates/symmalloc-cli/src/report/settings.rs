@@ -1,9 +1,10 @@
 //! Settings to try: the same ops under other configurations of the default pool.
 
 use crate::args::ReadingArgs;
+use crate::config_text;
 use crate::error::CliError;
 use crate::escape::quoted;
-use crate::job::{Steady, keys};
+use crate::job::Steady;
 use crate::output::reason;
 use crate::progress::Progress;
 use crate::quantity::count;
@@ -109,7 +110,7 @@ pub(super) fn trials(
     }
     let (mut trials, mut impossible) = (Vec::new(), Vec::new());
     for (index, (config, measured)) in configs.iter().zip(measured).enumerate() {
-        let settings = text(config);
+        let settings = config_text::shortest(config);
         let Steady { peaks, refused, refused_each, passes, waits, maps, .. } = match measured {
             // Other settings may need more memory than a limit allows, for example to wake a pool.
             Err(error) if index > 0 => {
@@ -192,40 +193,9 @@ fn with(
     own.to_builder().default_pool(pool).build()
 }
 
-/// Returns the shortest text of this configuration that states the kind of segments: the canonical text without other keys
-/// that have default values.
-pub(crate) fn text(config: &Config) -> String {
-    let canonical = config.to_string();
-    let mut kept: Vec<&str> = keys(&canonical);
-    // Start at the end: a key precedes the keys that refine it, and is clearer without them.
-    for index in (0..kept.len()).rev() {
-        let mut fewer = kept.clone();
-        fewer.remove(index);
-        if !kept[index].starts_with("segments:") && fewer.join(",").parse::<Config>().as_ref() == Ok(config) {
-            kept = fewer;
-        }
-    }
-    kept.join(",")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn settings_are_printed_without_defaults() {
-        for (long, short) in [
-            ("", "segments:expandable"),
-            ("streams:shared", "segments:expandable,streams:shared"),
-            ("stitching_aliases:65536", "segments:expandable,stitching:true"),
-            ("max_split_size_mb:256,segments:fixed,streams:separate", "segments:fixed,max_split_size_mb:256"),
-            ("retries_max:3,total_limit_mb:64", "segments:expandable,total_limit_mb:64"),
-        ] {
-            assert_eq!(text(&long.parse().unwrap()), short);
-        }
-        let listed: Config = "roundup_power2_divisions:[256:1,512:2,1024:4,>:8]".parse().unwrap();
-        assert_eq!(text(&listed).parse::<Config>().unwrap(), listed);
-    }
 
     #[test]
     fn candidates_are_valid_and_keep_the_limits() {

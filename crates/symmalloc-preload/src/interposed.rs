@@ -15,10 +15,8 @@
 //!
 //! Callers inside this library (cudarc, the allocator's table of driver calls, Rust's standard library) get the C library's result.
 
-use super::libc_symbols;
-use super::served::{self, ServedCall};
-use crate::calls;
-use crate::libcuda;
+use crate::served_call::{self, ServedCall};
+use crate::{calls, libc_symbols, libcuda};
 use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_void};
 
@@ -196,7 +194,7 @@ unsafe fn asked_for(name: *const c_char, caller: usize) -> Option<&'static Serve
         return None;
     }
     // SAFETY: the caller's contract.
-    served::by_symbol(&calls::ALL, unsafe { CStr::from_ptr(name) }.to_bytes())
+    served_call::by_symbol(&calls::ALL, unsafe { CStr::from_ptr(name) }.to_bytes())
 }
 
 fn is_search(handle: *mut c_void) -> bool {
@@ -209,8 +207,8 @@ fn answer_search(call: &'static ServedCall) -> Answer {
         Some(library) if !call.driver(library).is_null() => Answer::of(call.served()),
         // The driver is too old to have the call.
         Some(library) => {
-            // SAFETY: a library that stays open, and a C string.
-            Answer::of(unsafe { libc_symbols::dlsym()(library.handle(), call.symbol().as_ptr()) })
+            // SAFETY: the library is never closed.
+            Answer::of(unsafe { libc_symbols::look_up(library.handle(), call.symbol()) })
         }
         None => {
             // SAFETY: looks up a name that no library has, so that `dlerror` reports it.

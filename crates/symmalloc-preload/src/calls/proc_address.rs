@@ -1,20 +1,20 @@
 //! `cuGetProcAddress`, through which the CUDA runtime looks up nearly all calls. The driver answers first. If its answer is a served call,
 //! the program gets our function instead.
 
-use super::served::{self, ServedCall};
 use crate::libcuda;
+use crate::served_call::{self, ServedCall};
 use std::ffi::{CStr, c_char, c_int, c_void};
 
 /// `cuGetProcAddress` before CUDA 12.
-pub(crate) type FirstCall = unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_int, u64) -> c_int;
+pub(super) type FirstCall = unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_int, u64) -> c_int;
 /// `cuGetProcAddress_v2`.
-pub(crate) type SecondCall = unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_int, u64, *mut c_int) -> c_int;
+pub(super) type SecondCall = unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_int, u64, *mut c_int) -> c_int;
 
 /// Serves `cuGetProcAddress`.
 ///
 /// # Safety
 /// See the driver's call.
-pub(crate) unsafe fn first(
+pub(super) unsafe fn first(
     all: &[&'static ServedCall],
     driver: FirstCall,
     symbol: *const c_char,
@@ -35,7 +35,7 @@ pub(crate) unsafe fn first(
 /// # Safety
 /// See the driver's call.
 #[allow(clippy::too_many_arguments, reason = "the driver's signature, and the served calls")]
-pub(crate) unsafe fn second(
+pub(super) unsafe fn second(
     all: &[&'static ServedCall],
     driver: SecondCall,
     symbol: *const c_char,
@@ -70,7 +70,7 @@ unsafe fn put_ours(
     // SAFETY: the driver accepted both pointers.
     let (name, found) = unsafe { (CStr::from_ptr(symbol), function.read()) };
     let (Ok(name), false, Some(library)) = (name.to_str(), found.is_null(), libcuda::if_loaded()) else { return };
-    if let Some(call) = served::by_request(all, library, name, version, flags, found) {
+    if let Some(call) = served_call::by_request(all, library, name, version, flags, found) {
         // SAFETY: the driver wrote to the pointer.
         unsafe { function.write(call.served()) };
     }

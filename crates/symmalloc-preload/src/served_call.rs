@@ -1,7 +1,7 @@
 //! A served driver call: its names, our function, and the driver's function.
 
+use crate::libc_symbols;
 use crate::libcuda::Library;
-use crate::symbols::real_dlsym;
 use std::ffi::{CStr, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
 
@@ -55,7 +55,7 @@ impl ServedCall {
     #[cold]
     fn look_up(&self, library: Library) -> *mut c_void {
         // SAFETY: libcuda is never closed.
-        let found = unsafe { real_dlsym(library.handle(), self.symbol) };
+        let found = unsafe { libc_symbols::look_up(library.handle(), self.symbol) };
         self.driver.store(found, Ordering::Relaxed);
         found
     }
@@ -96,7 +96,7 @@ pub(crate) fn by_request(
     let is_unknown_version = (2..10).any(|number| {
         let newer = std::ffi::CString::new(format!("{name}_v{number}{}", if per_thread { "_ptsz" } else { "" }));
         // SAFETY: libcuda is never closed.
-        newer.is_ok_and(|newer| unsafe { real_dlsym(library.handle(), &newer) } == found)
+        newer.is_ok_and(|newer| unsafe { libc_symbols::look_up(library.handle(), &newer) } == found)
     });
     (!call.driver(library).is_null() && !is_unknown_version).then_some(call)
 }

@@ -1,4 +1,4 @@
-//! A page: one file that fetches nothing, with wide pictures for screens and paper and narrow ones for phones.
+//! The HTML document around a report: one file that fetches nothing, and shows wide pictures on screens and paper and narrow ones on phones.
 
 use crate::explorer;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
@@ -26,8 +26,8 @@ svg.wide{display:none}svg.narrow{display:block;margin:0 auto}\
 code{font-size:11px}figure{margin:.5rem 0}svg{max-height:20cm}h2{margin:1rem 0 .3rem;break-after:avoid}\
 tr{break-inside:avoid}th,td{padding:.2rem .5rem .2rem 0}}";
 
-/// Returns a page with a title and a body. Hidden characters are escaped.
-pub(crate) fn html(title: &str, body: &Markup) -> String {
+/// Returns a document with a title and a body. Hidden characters are escaped.
+pub(super) fn html(title: &str, body: &Markup) -> String {
     let page = html! {
         (DOCTYPE)
         html lang="en" {
@@ -43,9 +43,4 @@ pub(crate) fn html(title: &str, body: &Markup) -> String {
     };
     // The page's own markup has no hidden characters, so only foreign text changes.
     visible(&page.into_string()).into_owned()
-}
-
-/// Returns a figure with a picture in both widths.
-pub(crate) fn figure(wide: &str, narrow: &str) -> String {
-    html! { figure { (PreEscaped(wide)) (PreEscaped(narrow)) } }.into_string()
 }

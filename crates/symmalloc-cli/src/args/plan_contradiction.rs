@@ -1,13 +1,13 @@
 //! Flags that contradict the configuration of a plan.
 
-use crate::args::PolicyArgs;
+use super::policy::PolicyArgs;
 use crate::job::Segments;
-use symmalloc_core::config::{Config, SegmentPolicy, StreamPolicy};
+use symmalloc_core::config::{Config, StreamPolicy};
 
 /// A flag that contradicts the configuration of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{flag} contradicts the plan, which has {}", settings.word())]
-pub(crate) struct Contradiction {
+pub(crate) struct PlanFlagContradiction {
     flag: &'static str,
     settings: Setting,
 }
@@ -33,22 +33,18 @@ impl Setting {
     }
 }
 
-impl Contradiction {
+impl PlanFlagContradiction {
     /// Returns the first flag that contradicts the plan's configuration.
-    pub(super) fn of(policy: &PolicyArgs, config: &Config) -> Option<Self> {
+    pub(crate) fn of(policy: &PolicyArgs, config: &Config) -> Option<Self> {
         let pool = config.default_pool();
-        let segments = match pool.segments() {
-            SegmentPolicy::Expandable(_) => Some(Segments::Expandable),
-            SegmentPolicy::Fixed(_) => Some(Segments::Fixed),
-            _ => None,
-        };
+        let segments = Segments::of(pool.segments());
         let streams = policy.streams.map(StreamPolicy::from);
         if policy.config().is_some_and(|wanted| wanted != config) {
-            Some(Contradiction { flag: "--config", settings: Setting::Config })
+            Some(PlanFlagContradiction { flag: "--config", settings: Setting::Config })
         } else if policy.segments.is_some_and(|wanted| Some(wanted) != segments) {
-            Some(Contradiction { flag: "--segments", settings: Setting::Segments(segments) })
+            Some(PlanFlagContradiction { flag: "--segments", settings: Setting::Segments(segments) })
         } else if streams.is_some_and(|wanted| wanted != pool.streams()) {
-            Some(Contradiction { flag: "--streams", settings: Setting::Streams(pool.streams()) })
+            Some(PlanFlagContradiction { flag: "--streams", settings: Setting::Streams(pool.streams()) })
         } else {
             None
         }

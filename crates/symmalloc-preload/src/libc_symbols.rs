@@ -13,33 +13,42 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 /// `dlsym`.
-pub(super) type Dlsym = unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void;
+pub(crate) type Dlsym = unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void;
 /// `dlvsym`.
-pub(super) type Dlvsym = unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char) -> *mut c_void;
+pub(crate) type Dlvsym = unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char) -> *mut c_void;
 
 static DLSYM: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 static DLVSYM: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
 /// Returns the address of the C library's `dlsym`, to jump to.
-pub(super) fn dlsym_address() -> *mut c_void {
+pub(crate) fn dlsym_address() -> *mut c_void {
     found(&DLSYM, c"dlsym")
 }
 
 /// Returns the address of the C library's `dlvsym`, to jump to.
-pub(super) fn dlvsym_address() -> *mut c_void {
+pub(crate) fn dlvsym_address() -> *mut c_void {
     found(&DLVSYM, c"dlvsym")
 }
 
 /// Returns the C library's `dlsym`.
-pub(super) fn dlsym() -> Dlsym {
+pub(crate) fn dlsym() -> Dlsym {
     // SAFETY: the type of the C library's function of this name.
     unsafe { std::mem::transmute::<*mut c_void, Dlsym>(dlsym_address()) }
 }
 
 /// Returns the C library's `dlvsym`.
-pub(super) fn dlvsym() -> Dlvsym {
+pub(crate) fn dlvsym() -> Dlvsym {
     // SAFETY: the type of the C library's function of this name.
     unsafe { std::mem::transmute::<*mut c_void, Dlvsym>(dlvsym_address()) }
+}
+
+/// Looks up a symbol of a library with the C library's `dlsym`.
+///
+/// # Safety
+/// The handle must belong to an open library.
+pub(crate) unsafe fn look_up(library: *mut c_void, name: &CStr) -> *mut c_void {
+    // SAFETY: the caller's contract, and a C string.
+    unsafe { dlsym()(library, name.as_ptr()) }
 }
 
 /// Looks up a function once. Concurrent lookups find the same address.
