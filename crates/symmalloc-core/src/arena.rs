@@ -17,13 +17,14 @@
 pub(crate) mod context;
 pub(crate) mod fencing;
 
-use crate::blocks::FreeIndex;
-use crate::blocks::table::{Block, BlockState, BlockTable, Segment, Slot};
+use crate::blocks::offsets::OffsetIndex;
+use crate::blocks::table::{Block, BlockState, BlockTable, Location, Segment, Slot};
+use crate::blocks::{FreeIndex, FreeKey};
 use crate::config::size_rules::{SizeClass, SizeRules};
 use crate::history::segment_log::Extents;
 use crate::streams::clocks::Tick;
 use crate::streams::fences::{Fence, FenceSetId, FenceTable, Fences};
-use crate::types::backend::Range;
+use crate::types::backend::{DeviceAddress, Range};
 use crate::types::ids::{SegmentId, StreamId};
 use crate::types::units::{Units, bytes};
 use crate::types::work;
@@ -54,6 +55,8 @@ pub(crate) struct Arena {
     mapped_bytes: u64,
     /// Units of all holes.
     hole_units: u64,
+    /// Blocks by location; created at the first revival of a single allocation.
+    offsets: Option<Box<OffsetIndex>>,
 }
 
 /// A removed segment.
@@ -76,6 +79,7 @@ impl Arena {
             next_segment: SegmentId(0),
             mapped_bytes: 0,
             hole_units: 0,
+            offsets: None,
         }
     }
 
@@ -84,19 +88,98 @@ impl Arena {
         &self.rules
     }
 
-    #[inline(always)]
-    pub(crate) fn table(&self) -> &BlockTable {
-        &self.table
-    }
-
     /// Returns a block, or a place of a plan.
     #[inline(always)]
     pub(crate) fn block(&self, slot: Slot) -> &Block {
         self.table.block(slot)
     }
 
-    pub(crate) fn free(&self) -> &FreeIndex {
-        &self.free
+    /// Returns the block in a slot that may be stale or vacant.
+    #[inline(always)]
+    pub(crate) fn find_block(&self, slot: Slot) -> Option<&Block> {
+        self.table.find(slot)
+    }
+
+    /// Returns the block that contains an offset of a live segment.
+    pub(crate) fn block_at(&mut self, id: SegmentId, offset: Units) -> Option<Slot> {
+        let segment = self.table.segment_of(id)?;
+        self.offsets.get_or_insert_default().find(&self.table, segment, offset)
+    }
+
+    /// Returns the first address of a block, or of a place of a plan.
+    #[inline(always)]
+    pub(crate) fn address(&self, slot: Slot) -> DeviceAddress {
+        self.table.address(slot)
+    }
+
+    /// Returns the address of a location in a segment.
+    #[inline(always)]
+    pub(crate) fn address_at(&self, segment: u32, location: Location) -> DeviceAddress {
+        self.table.address_at(segment, location)
+    }
+
+    /// Returns the size of a block if it is free, and 0 otherwise.
+    pub(crate) fn free_size(&self, slot: Slot) -> Units {
+        self.table.free_size(slot)
+    }
+
+    /// Returns the number of blocks. O(blocks), for the invariants.
+    pub(crate) fn block_count(&self) -> usize {
+        self.table.block_count()
+    }
+
+    #[inline(always)]
+    pub(crate) fn segment(&self, segment: u32) -> &Segment {
+        self.table.segment(segment)
+    }
+
+    pub(crate) fn segment_count(&self) -> usize {
+        self.table.segment_count()
+    }
+
+    /// Returns the slots of all segments in sequence order.
+    pub(crate) fn segments_in_order(&self) -> Vec<u32> {
+        self.table.segments_in_order()
+    }
+
+    /// Returns the slots of all segments with their own memory, in sequence order.
+    pub(crate) fn backed_segments(&self) -> Vec<u32> {
+        self.table.backed_segments()
+    }
+
+    /// Returns the slots of a segment's blocks in offset order.
+    pub(crate) fn blocks_of(&self, segment: u32) -> impl Iterator<Item = Slot> + '_ {
+        self.table.blocks_of(segment)
+    }
+
+    /// Returns the first block of a segment.
+    pub(crate) fn first_block(&self, segment: u32) -> Slot {
+        self.table.first(segment)
+    }
+
+    /// Returns the last block of a segment.
+    pub(crate) fn last_block(&self, segment: u32) -> Slot {
+        self.table.last(segment)
+    }
+
+    /// Returns `true` if a block is the last in its segment.
+    pub(crate) fn is_last(&self, slot: Slot) -> bool {
+        self.table.is_last(slot)
+    }
+
+    /// Returns the keys of all free blocks of a class, in ascending order.
+    pub(crate) fn free_keys(&self, class: SizeClass) -> impl Iterator<Item = FreeKey> + '_ {
+        self.free.keys(self.table.blocks(), class)
+    }
+
+    /// Returns the size of the largest free block.
+    pub(crate) fn largest_free(&self) -> Option<Units> {
+        self.free.largest(self.table.blocks())
+    }
+
+    /// Returns `true` if the lists of the free index are linked in both directions, for the invariants.
+    pub(crate) fn free_index_is_linked(&self) -> bool {
+        self.free.is_linked(self.table.blocks())
     }
 
     /// Returns the number of sets of fences, for the invariants.
@@ -192,6 +275,11 @@ impl Arena {
     /// Returns the free block from which the rules serve a request of `size`.
     pub(crate) fn best_fit(&self, size: Units) -> Option<Slot> {
         self.best_fit_block(size).map(|(slot, _)| slot)
+    }
+
+    /// Returns the least large free block of at least `size`, also where the rules would not split it for a request.
+    pub(crate) fn smallest_free(&self, size: Units) -> Option<Slot> {
+        self.free.best_fit(self.table.blocks(), SizeClass::Large, size)
     }
 
     /// Returns the free block from which the rules serve a request of `size`, and its slot.

@@ -67,7 +67,7 @@ fn a_hole_at_the_end_shortens_the_segment() {
     let free = arena.best_fit(units(5)).expect("the rest");
     arena.cut_hole(free, units(4), units(8));
     let segment = arena.block(kept).segment;
-    assert_eq!((arena.table().segment(segment).end, arena.mapped_bytes()), (units(4), 4 * MIB));
+    assert_eq!((arena.segment(segment).end, arena.mapped_bytes()), (units(4), 4 * MIB));
     assert_eq!(tiling(&arena), [(3, false), (1, true)]);
     arena.extend(segment, units(2), fresh(S0));
     assert_eq!((tiling(&arena), arena.free_at_end()), (vec![(3, false), (3, true)], units(3)));

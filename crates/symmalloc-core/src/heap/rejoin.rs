@@ -81,7 +81,7 @@ impl<L: Lock> Heap<L> {
         let mut made = Vec::new();
         for (saved, AcquiredRange { range, .. }) in layout.segments.iter().zip(acquired) {
             let segment = self.lay_segment(context, saved, range);
-            let mut slot = self.arena.table().first(segment);
+            let mut slot = self.arena.first_block(segment);
             for allocation in &saved.allocations {
                 let (offset, end) = (units(allocation.offset_bytes), units(allocation.end_bytes()));
                 while self.arena.block(slot).end() < end {
@@ -124,7 +124,7 @@ impl<L: Lock> Heap<L> {
         let state = BlockState::Allocated { stream, requested, serial: self.ledger.next_serial() };
         let slot = self.arena.carve(free, offset, end, state);
         self.ledger.note_restored(end - offset, requested);
-        self.ledger.note_pointer(slot, || self.arena.table().address(slot));
+        self.ledger.note_pointer(slot, || self.arena.address(slot));
         self.note_uses_and_name(slot, saved);
         slot
     }

@@ -1,7 +1,8 @@
 //! The cursor of a plan: the expected requests of a step, and the position in them.
 
 use super::plan::Plan;
-use crate::blocks::table::{Block, Slot};
+use crate::arena::Arena;
+use crate::blocks::table::Slot;
 use crate::history::digest::{Mark, op_word};
 use crate::types::ids::StreamId;
 use symmalloc_plan::Schedule;
@@ -49,16 +50,16 @@ impl PlanCursor {
     /// Returns the place of the next allocation and advances, if `op` is the expected request and all places that must
     /// be free are ready for its stream.
     #[inline(always)]
-    pub(crate) fn take_if(&mut self, op: u64, blocks: &[Block], stream: StreamId) -> Option<Slot> {
+    pub(crate) fn take_if(&mut self, op: u64, arena: &Arena, stream: StreamId) -> Option<Slot> {
         let checks_end = self.expected.get(self.next).filter(|expected| expected.op == op)?.checks_end as usize;
         let [others @ .., own] = self.checks.get(self.checks_from..checks_end)? else { return None };
         let own = *own;
         for slot in others {
-            if !blocks[*slot as usize].is_ready_for(stream) {
+            if !arena.block(*slot).is_ready_for(stream) {
                 return None;
             }
         }
-        if !blocks[own as usize].is_ready_for(stream) {
+        if !arena.block(own).is_ready_for(stream) {
             return None;
         }
         self.next += 1;

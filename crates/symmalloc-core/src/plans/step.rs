@@ -10,7 +10,8 @@
 
 use super::plan_cursor::PlanCursor;
 use super::report::StepDifference;
-use crate::blocks::table::{BlockTable, Slot};
+use crate::arena::Arena;
+use crate::blocks::table::Slot;
 use crate::history::digest::{Mark, op_word};
 use crate::types::ids::StreamId;
 
@@ -51,11 +52,11 @@ impl Following {
     /// Returns the place of a request that is the plan's next, if its stream has nothing to wait for. Advances to the
     /// next request. Otherwise, [`HeapPlans::answer`](super::heap_plans::HeapPlans::answer) decides.
     #[inline(always)]
-    pub(crate) fn next_place(&mut self, table: &BlockTable, stream: StreamId, requested: u64) -> Option<Slot> {
+    pub(crate) fn next_place(&mut self, arena: &Arena, stream: StreamId, requested: u64) -> Option<Slot> {
         if !self.unexpected_live.is_empty() {
             return None;
         }
-        self.cursor.take_if(op_word(Mark::Allocate, stream, requested), table.blocks(), stream)
+        self.cursor.take_if(op_word(Mark::Allocate, stream, requested), arena, stream)
     }
 
     /// Records that the plan's next allocation was made as expected.
