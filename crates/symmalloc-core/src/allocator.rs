@@ -27,7 +27,6 @@ mod guard;
 #[doc(hidden)]
 pub mod histories;
 mod lookup;
-mod observer_list;
 mod observers;
 mod out_of_memory;
 mod pool;
@@ -36,7 +35,6 @@ mod recorder;
 pub mod recording;
 mod replay;
 pub mod report;
-mod request;
 mod restore;
 mod save;
 mod sleep;
@@ -45,14 +43,15 @@ mod steps;
 pub use guard::AllocationGuard;
 pub use lookup::SegmentPosition;
 pub use observers::Unread;
+pub use out_of_memory::Retry;
 pub use pools::Emptied;
 pub use replay::ReplayOps;
-pub use request::Retry;
+
 pub use restore::{Restored, RestoredAllocation, RestoredHeap, RevivedPlace};
 pub use sleep::{Quiesced, Remapped};
 pub use steps::StepGuard;
 
-use crate::arena::context::Context;
+use crate::arena::fencing::Context;
 use crate::config::errors::{
     AllocateError, FreeError, HandleError, OutOfMemory, RecordUseError, ReserveError, TrimError, UnknownError,
 };
@@ -72,14 +71,13 @@ use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{HeapId, HeapNumber, PoolId, StreamId};
 use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
 use destroyed::Destroyed;
-use gate::{Gate, Recorder};
-use observer_list::Observers;
+use gate::{Gate, Recorder, Request};
+use observers::Observers;
 use pool::{HeapCell, HeapGuard, PoolRef, PoolSlot};
 use recorder::RecordingEnd;
-use request::Request;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 /// The callback that runs before an allocation fails. It is called without any lock, and can free, trim and log.
 type FailureCallback<B, L> = Arc<dyn Fn(&Allocator<B, L>, &OutOfMemory) -> Retry + Send + Sync>;
@@ -154,7 +152,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         in_range("granularity", granularity_bytes, UNIT_BYTES, 1 << 30)?;
         let can_alias = backend.can_alias();
-        let number = observer_list::next_allocator();
+        let number = next_number();
         let pools = Registry::new();
         pools.push(|_| PoolSlot::new(PoolId::DEFAULT, config.default_pool().clone().that_works(can_alias)));
         Ok(Allocator {
@@ -607,4 +605,10 @@ impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
         self.all_heaps().for_each(|heap| heap.lock().abandon(&self.context));
         self.kept_pools().for_each(|entry| self.end_sleep(&mut entry.sleep().lock()));
     }
+}
+
+/// Returns a number for a new allocator, unique in this process.
+fn next_number() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
 }

@@ -14,7 +14,6 @@
 //! A heap acquires and releases memory, and records every decision; see [`Heap`](crate::heap::Heap). Only
 //! [`fencing`] calls the driver.
 
-pub(crate) mod context;
 pub(crate) mod fencing;
 
 use crate::blocks::offsets::OffsetIndex;

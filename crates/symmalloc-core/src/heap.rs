@@ -40,7 +40,7 @@ pub(crate) mod trim;
 pub(crate) mod view;
 
 use crate::arena::Arena;
-use crate::arena::context::{Context, DynContext};
+use crate::arena::fencing::{Context, DynContext};
 use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::PoolConfig;
 use crate::config::errors::{FreeError, HandleError, OutOfMemoryCause};

@@ -37,8 +37,6 @@
 pub(crate) mod error;
 pub(crate) mod heap_plans;
 pub(crate) mod plan;
-mod plan_cursor;
-pub(crate) mod prepared;
 pub(crate) mod report;
 pub(crate) mod step;
 

@@ -28,10 +28,9 @@
 pub use super::recorder::{Recorded, RecordingEnd, RecordingError, Sink, SinkError, StartRecordingError};
 
 use super::Allocator;
-use super::gate::Gate;
-use super::observer_list::Observers;
+use super::gate::{Gate, Request};
+use super::observers::Observers;
 use super::recorder::Recording;
-use super::request::Request;
 use crate::config::errors::{AllocateError, FreeError};
 use crate::config::op::{Op, Record};
 use crate::heap::Freed;

@@ -1,8 +1,8 @@
 //! Steps and plans: the repeated parts of a program, and the planned placements in them. See [`crate::plans`].
 
 use super::Allocator;
+use super::gate::Request;
 use super::recorder::RecordingEnd;
-use super::request::Request;
 use crate::config::errors::UnknownError;
 use crate::config::op::Op;
 use crate::heap::trim::Released;

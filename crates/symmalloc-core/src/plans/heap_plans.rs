@@ -34,11 +34,9 @@
 //! goes, and reports steps and frees to it. Nothing here calls the driver.
 
 use super::error::PlanError;
-use super::plan::{Plan, StepAllocation};
-use super::plan_cursor::PlanCursor;
-use super::prepared::{PlanInputs, PreparedPlans};
+use super::plan::{Plan, PlanInputs, PreparedPlans, StepAllocation};
 use super::report::{DifferenceCause, StepDifference, StepReport, StepStats};
-use super::step::{Diverged, Following, Step};
+use super::step::{Diverged, Following, PlanCursor, Step};
 use crate::arena::{Arena, fresh};
 use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::PlanPolicy;
