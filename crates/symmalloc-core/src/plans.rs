@@ -43,4 +43,4 @@ pub(crate) mod step;
 pub use error::{PlanError, StepError};
 pub use plan::{ALLOCATIONS_MAX, Plan, PlannedAllocation, StepAllocation};
 pub use report::{DifferenceCause, StepDifference, StepReport, StepStats};
-pub use symmalloc_plan::Steps;
+pub use symmalloc_plan::SearchBudget;

@@ -124,8 +124,8 @@ impl FreeGranules {
     }
 }
 
-/// Number of granules that are counted in one step.
-const GRANULES_PER_STEP: usize = 16;
+/// Number of granules that count as one unit of work.
+const GRANULES_PER_UNIT: usize = 16;
 
 /// The stitched ranges of a heap. Between two calls, these invariants hold:
 ///
@@ -152,7 +152,7 @@ impl StitchedRanges {
     pub(crate) fn aliases(&self) -> usize {
         self.ranges
             .iter()
-            .inspect(|range| work::count(1 + range.granules.len() / GRANULES_PER_STEP))
+            .inspect(|range| work::count(1 + range.granules.len() / GRANULES_PER_UNIT))
             .map(StitchedRange::aliases)
             .sum()
     }
@@ -226,7 +226,7 @@ impl StitchedRanges {
         let is_free = |granule: &Granule| free.contains(*granule);
         let found = |range: &StitchedRange| {
             let home = range.home(0..count);
-            work::count(home.as_ref().map_or(1, |home| 1 + home.len() / GRANULES_PER_STEP));
+            work::count(home.as_ref().map_or(1, |home| 1 + home.len() / GRANULES_PER_UNIT));
             Some((range.segment, home?))
         };
         self.ranges.iter().filter_map(found).find(|(_, home)| home.iter().all(is_free))

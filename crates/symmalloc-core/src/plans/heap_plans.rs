@@ -48,7 +48,7 @@ use crate::types::units::bytes;
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use symmalloc_plan::{Lived, Place, Schedule, StepLearner, Steps};
+use symmalloc_plan::{Lived, Place, Schedule, SearchBudget, StepLearner};
 
 /// A request: a stream and bytes.
 type Request = (StreamId, u64);
@@ -58,8 +58,8 @@ const DIFFERENCES_MAX: u32 = 2;
 
 /// Returns the budget of the search for a learned plan. It is proportional to the number of planned allocations: a few
 /// seconds for 50,000 of them.
-fn learning_budget(allocations: usize) -> Steps {
-    Steps(2_000 * allocations as u64)
+fn learning_budget(allocations: usize) -> SearchBudget {
+    SearchBudget(2_000 * allocations as u64)
 }
 
 /// The treatment of a step, which is chosen when it begins.

@@ -23,7 +23,7 @@ use crate::types::ids::{HeapId, StreamGroup, StreamId};
 use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
 use smallvec::SmallVec;
 use std::sync::Arc;
-use symmalloc_plan::{Overlap, Place, PlacedAllocation, Problem, Rectangle, Schedule, Steps, solve};
+use symmalloc_plan::{Overlap, Place, PlacedAllocation, Problem, Rectangle, Schedule, SearchBudget, solve};
 
 /// Maximum number of allocations in a step of a plan.
 pub const ALLOCATIONS_MAX: usize = 1 << 24;
@@ -101,12 +101,12 @@ impl Plan {
         group: StreamGroup,
         key: u64,
         wanted: &[StepAllocation],
-        budget: Steps,
+        budget: SearchBudget,
     ) -> Result<Self, PlanError> {
         Self::solve_within(config, granularity_bytes, group, key, wanted, budget).map(|(plan, _)| plan)
     }
 
-    /// Computes the same plan as [`solve`](Self::solve), and returns the steps that the search took, too. It takes less than its budget if
+    /// Computes the same plan as [`solve`](Self::solve), and also returns the work of the search, which is less than its budget if
     /// it finds a plan of the least possible size.
     ///
     /// # Errors
@@ -117,14 +117,14 @@ impl Plan {
         group: StreamGroup,
         key: u64,
         wanted: &[StepAllocation],
-        budget: Steps,
-    ) -> Result<(Self, Steps), PlanError> {
+        budget: SearchBudget,
+    ) -> Result<(Self, u64), PlanError> {
         let rules = SizeRules::new(config, granularity_bytes);
         let unplaced = |wanted: &StepAllocation| PlannedAllocation { wanted: *wanted, offset_bytes: None };
         let mut plan = Plan::new(key, group, wanted.iter().map(unplaced).collect())?;
         let numbers: Vec<usize> = (0..wanted.len()).filter(|number| wanted[*number].until.is_some()).collect();
         if numbers.is_empty() {
-            return Ok((plan, Steps(0)));
+            return Ok((plan, 0));
         }
         let rectangle = |number: &usize| rectangle(*number, &wanted[*number], &rules).expect("filtered");
         let problem = Problem::periodic(wanted.len() as u64, numbers.iter().map(rectangle).collect());
@@ -132,7 +132,7 @@ impl Plan {
         for (number, offset) in numbers.into_iter().zip(solution.offsets()) {
             plan.allocations[number].offset_bytes = Some(offset * UNIT_BYTES);
         }
-        Ok((plan, Steps(solution.steps())))
+        Ok((plan, solution.work()))
     }
 
     /// Returns the key of the plan's steps, which the program passes to `begin_step`.
