@@ -43,7 +43,6 @@ mod steps;
 pub use guard::AllocationGuard;
 pub use lookup::SegmentPosition;
 pub use observers::Unread;
-pub use out_of_memory::Retry;
 pub use pools::Emptied;
 pub use replay::ReplayOps;
 
@@ -60,6 +59,7 @@ use crate::config::{Config, ConfigError, PointerLookup, in_range};
 use crate::heap::trim::Released;
 use crate::heap::{Freed, is_nothing};
 use crate::history::journal::ProgramOrder;
+use crate::history::segment_log::Observers;
 use crate::pointers::{HeapHints, SegmentDirectory};
 use crate::stats::budget::Budget;
 use crate::stats::usage::TotalUsage;
@@ -72,12 +72,24 @@ use crate::types::ids::{HeapId, HeapNumber, PoolId, StreamId};
 use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
 use destroyed::Destroyed;
 use gate::{Gate, Recorder, Request};
-use observers::Observers;
 use pool::{HeapCell, HeapGuard, PoolRef, PoolSlot};
 use recorder::RecordingEnd;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+/// The answer of a failure callback.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Retry {
+    /// Memory was made available: retry.
+    Again,
+    /// Retry if the allocator released memory since the request failed, in the callback or on another thread. A callback
+    /// that only trims returns this: if threads run out of memory together, one of them releases what the others need.
+    /// Which of their requests succeed may then depend on timing, as with any limit that threads share.
+    IfReleased,
+    /// Let the allocation fail.
+    GiveUp,
+}
 
 /// The callback that runs before an allocation fails. It is called without any lock, and can free, trim and log.
 type FailureCallback<B, L> = Arc<dyn Fn(&Allocator<B, L>, &OutOfMemory) -> Retry + Send + Sync>;

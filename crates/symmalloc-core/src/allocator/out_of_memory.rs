@@ -1,9 +1,9 @@
 //! The out-of-memory path: steps 3 to 5 of an allocation. [`crate::allocator`] lists all steps.
 
-use super::Allocator;
 use super::gate::{Gate, Request};
 use super::pool::{HeapCell, PoolRef};
 use super::recorder::RecordingEnd;
+use super::{Allocator, Retry};
 use crate::config::errors::{
     AllocateError, LimitScope, OutOfMemory, OutOfMemoryCause, PoolSleeps, Remedy, UnknownError,
 };
@@ -17,19 +17,6 @@ use crate::types::ids::PoolId;
 use crate::types::units::bytes;
 use smallvec::SmallVec;
 use std::sync::Arc;
-
-/// The answer of a failure callback.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Retry {
-    /// Memory was made available: retry.
-    Again,
-    /// Retry if the allocator released memory since the request failed, in the callback or on another thread. A callback
-    /// that only trims returns this: if threads run out of memory together, one of them releases what the others need.
-    /// Which of their requests succeed may then depend on timing, as with any limit that threads share.
-    IfReleased,
-    /// Let the allocation fail.
-    GiveUp,
-}
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Sets the callback that runs before an allocation fails. It is called without any lock and can use the allocator.

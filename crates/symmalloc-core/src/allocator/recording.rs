@@ -29,11 +29,11 @@ pub use super::recorder::{Recorded, RecordingEnd, RecordingError, Sink, SinkErro
 
 use super::Allocator;
 use super::gate::{Gate, Request};
-use super::observers::Observers;
 use super::recorder::Recording;
 use crate::config::errors::{AllocateError, FreeError};
 use crate::config::op::{Op, Record};
 use crate::heap::Freed;
+use crate::history::segment_log::Observers;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::handle::{Allocation, Handle};

@@ -23,7 +23,7 @@
 //! interleaving of threads, and ranks would register in different orders (rule D8).
 
 use crate::types::backend::{DeviceAddress, Range};
-use crate::types::ids::{HeapId, ObserverId, SegmentId, StreamId};
+use crate::types::ids::{HeapId, ObserverId, PoolId, SegmentId, StreamId};
 use crate::types::work;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
@@ -199,5 +199,43 @@ impl SegmentLog {
             self.entries.pop_front();
             self.base += 1;
         }
+    }
+}
+
+/// The observers and their pools.
+#[derive(Debug, Default)]
+pub(crate) struct Observers {
+    next: u32,
+    live: Vec<(ObserverId, PoolId)>,
+}
+
+impl Observers {
+    pub(crate) fn add(&mut self, pool: PoolId) -> ObserverId {
+        let observer = ObserverId(self.next);
+        self.next += 1;
+        self.live.push((observer, pool));
+        observer
+    }
+
+    pub(crate) fn remove(&mut self, observer: ObserverId) {
+        work::count(self.live.len());
+        self.live.retain(|(id, _)| *id != observer);
+    }
+
+    /// Returns all observers in the order of their registration.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (ObserverId, PoolId)> + '_ {
+        self.live.iter().inspect(|_| work::count(1)).copied()
+    }
+
+    pub(crate) fn count(&self, pool: PoolId) -> u32 {
+        self.of_pool(pool).count() as u32
+    }
+
+    pub(crate) fn of_pool(&self, pool: PoolId) -> impl Iterator<Item = ObserverId> + '_ {
+        self.iter().filter(move |(_, watched)| *watched == pool).map(|(observer, _)| observer)
+    }
+
+    pub(crate) fn pool_of(&self, observer: ObserverId) -> Option<PoolId> {
+        self.iter().find(|(id, _)| *id == observer).map(|(_, pool)| pool)
     }
 }

@@ -3,7 +3,6 @@
 use super::arguments::{living, not_null, required_text, write};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
-use crate::forks;
 use crate::guard::report;
 use crate::status::symmalloc_status;
 use crate::streams::RawStream;
@@ -12,6 +11,7 @@ use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{DeviceMemory, ImageStorage, SavedBytes};
+use symmalloc_files::is_forked;
 use symmalloc_nccl::{Slept, Woken};
 
 /// `contents` of a sleep: live allocations are copied to the storage of the pool on the host, and restored on wake.
@@ -314,7 +314,7 @@ pub unsafe extern "C" fn symmalloc_release_host_memory(
     released_bytes: *mut u64,
 ) -> symmalloc_status {
     report(|| {
-        let bytes = match forks::is_forked() {
+        let bytes = match is_forked() {
             true => 0,
             // SAFETY: the caller's contract.
             false => unsafe { living(allocator) }?.allocator().release_host_memory()?,

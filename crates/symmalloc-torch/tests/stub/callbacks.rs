@@ -8,7 +8,7 @@ use std::ptr::{null, null_mut};
 use std::sync::Mutex;
 use symmalloc_torch::*;
 
-/// Id of a private pool.
+/// Id of a mempool.
 const A: (u64, u64) = (0, 7);
 
 /// The results of the callbacks' calls.

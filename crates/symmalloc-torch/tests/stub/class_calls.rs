@@ -251,7 +251,7 @@ stub_test!(a_pool_with_a_source_caches_memory_of_the_source, {
     assert!(GIVEN_UP.lock().expect("no panic").contains(&5), "the source was destroyed with the pool");
 });
 
-stub_test!(a_private_pool_returns_to_its_checkpoint_and_keeps_its_memory, {
+stub_test!(a_mempool_returns_to_its_checkpoint_and_keeps_its_memory, {
     unsafe extern "C" fn collect(context: *mut c_void, pointer: *mut c_void, bytes: u64, is_live: u32) {
         // SAFETY: the list below.
         unsafe { &mut *context.cast::<Vec<(usize, u64, bool)>>() }.push((pointer as usize, bytes, is_live == 1));

@@ -47,7 +47,7 @@ struct DeviceState {
   std::atomic<int64_t> releases{0};
 };
 
-// The allocations of a private pool before and after a restore.
+// The allocations of a mempool before and after a restore.
 struct Restored {
   std::vector<void*> freed;
   std::vector<std::pair<void*, uint64_t>> live;
@@ -118,7 +118,7 @@ class Memory {
     }
   }
 
-  // Restores the allocations of a private pool at a checkpoint.
+  // Restores the allocations of a mempool at a checkpoint.
   Restored restore(DeviceIndex device, const symmalloc_checkpoint* checkpoint) {
     Restored restored;
     const auto collect = [](void* context, void* pointer, uint64_t bytes, uint32_t is_live) {
