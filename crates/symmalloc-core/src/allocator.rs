@@ -318,7 +318,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         let mut heap = self.heap_of(handle)?.lock();
         let freed = heap.free(&self.context, handle)?;
-        self.note_free(heap, freed, None);
+        self.finish_free(heap, freed, None);
         Ok(())
     }
 
@@ -333,13 +333,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         let (heap, freed) = self.at(address, |heap| heap.free_at(&self.context, address))?;
         let freed = freed?;
-        self.note_free(heap, freed, None);
+        self.finish_free(heap, freed, None);
         Ok(bytes(freed.size))
     }
 
     /// Completes a free: releases memory above the threshold, unlocks the heap, and updates the usage over all heaps.
     #[inline(always)]
-    fn note_free(&self, mut heap: HeapGuard<'_, L>, freed: Freed, gate: Option<&mut Gate<'_, L>>) {
+    fn finish_free(&self, mut heap: HeapGuard<'_, L>, freed: Freed, gate: Option<&mut Gate<'_, L>>) {
         let failure = heap.release_above_threshold(&self.context);
         drop(heap);
         if L::IS_EXCLUSIVE && freed.size > 0 {
@@ -428,7 +428,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let released = match self.pool(pool) {
             Ok(entry) => self.release_free(entry, None),
             Err(unknown) => {
-                let destroyed = self.kept_pools().find(|kept| kept.id() == pool).ok_or(unknown)?;
+                let destroyed = self.listed_pools().find(|entry| entry.id() == pool).ok_or(unknown)?;
                 // Not an op: in a replay, the driver released the memory when the pool was destroyed.
                 return self.trim_destroyed(destroyed).into_result();
             }
@@ -446,7 +446,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns an error if the driver fails; every heap is consistent then and the rest can be trimmed again.
     pub fn trim_all(&self) -> Result<u64, TrimError> {
         let mut gate = self.gate();
-        let pools = self.kept_pools().filter(|entry| !entry.config().has_quota() || entry.is_destroyed());
+        let pools = self.listed_pools().filter(|entry| !entry.config().has_quota() || entry.is_destroyed());
         let trims = pools.map(|entry| match entry.is_destroyed() {
             true => self.trim_destroyed(entry),
             false => self.release_free(entry, None),
@@ -464,7 +464,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns an error if the driver fails again.
     pub fn trim_destroyed_pools(&self) -> Result<u64, TrimError> {
         let _gate = self.gate();
-        let trims = self.kept_pools().filter(|entry| entry.is_destroyed()).map(|entry| self.trim_destroyed(entry));
+        let trims = self.listed_pools().filter(|entry| entry.is_destroyed()).map(|entry| self.trim_destroyed(entry));
         trims.fold(Released::default(), Released::plus).into_result()
     }
 
@@ -563,10 +563,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             let mut heap = self.empty_heap(entry, HeapId { pool, group }, number);
             observers.of_pool(pool).for_each(|observer| heap.observe(observer));
             if entry.config().symmetric() && self.config.history_ops() > 0 {
-                heap.keep_journal(self.config.history_ops(), Arc::clone(&self.program_order));
+                heap.enable_journal(self.config.history_ops(), Arc::clone(&self.program_order));
             }
             if self.hints.is_some() {
-                heap.keep_pointers();
+                heap.enable_pointers();
             }
             (0..*open_scopes).for_each(|_| heap.open_stat_scope());
             if let Some(key) = *step {
@@ -593,7 +593,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Returns all heaps in (pool, stream) order.
     fn all_heaps(&self) -> impl Iterator<Item = &HeapCell<L>> {
-        self.kept_pools().flat_map(PoolRef::heaps)
+        self.listed_pools().flat_map(PoolRef::heaps)
     }
 }
 
@@ -615,7 +615,7 @@ impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
     fn drop(&mut self) {
         self.end_recording();
         self.all_heaps().for_each(|heap| heap.lock().abandon(&self.context));
-        self.kept_pools().for_each(|entry| self.end_sleep(&mut entry.sleep().lock()));
+        self.listed_pools().for_each(|entry| self.end_sleep(&mut entry.sleep().lock()));
     }
 }
 

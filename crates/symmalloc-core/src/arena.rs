@@ -7,7 +7,7 @@
 //!
 //! ```text
 //!  take_front   out of the free index ─► split ─► allocated, or the memory of plans
-//!  release      allocated ─► free; then coalesce: merge with free neighbors ─► into the free index
+//!  mark_free    allocated ─► free; then coalesce: merge with free neighbors ─► into the free index
 //!  add_segment, extend, fill_hole     memory that the heap acquired becomes free blocks
 //!  cut_hole, remove_segment           free blocks whose memory the heap releases become holes, or disappear
 //! ```
@@ -34,7 +34,7 @@ use std::num::NonZeroU64;
 /// The memory of a heap. Between two calls, these invariants hold (`docs/architecture.md` lists their names):
 ///
 /// - The blocks of each segment tile it, and no two free neighbors exist (I1, I2).
-/// - The free index contains exactly the free blocks, except for places of plans (I3) and a block between `release` and `coalesce`.
+/// - The free index contains exactly the free blocks, except for places of plans (I3) and a block between `mark_free` and `coalesce`.
 /// - `mapped_bytes` is the sum of the mapped bytes of all segments (I4).
 /// - Every set of fences belongs to one block (I6).
 /// - Every segment's ordinal is less than `next_segment`.
@@ -315,7 +315,7 @@ impl Arena {
     /// Turns an allocated block, or a place of a plan, into a free one that is not in the free index yet. Returns it.
     /// The caller merges a block with its neighbors: [`coalesce`](Self::coalesce).
     #[inline(always)]
-    pub(crate) fn release(&mut self, slot: Slot, stream: StreamId, since: Tick) -> &Block {
+    pub(crate) fn mark_free(&mut self, slot: Slot, stream: StreamId, since: Tick) -> &Block {
         let block = self.table.block_mut(slot);
         block.state = BlockState::Free { stream, since };
         block

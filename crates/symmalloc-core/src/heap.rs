@@ -377,7 +377,7 @@ impl<L: Lock> Heap<L> {
     fn make_free<B: Backend>(&mut self, context: &Context<B, L>, live: Live, is_mapped: bool) -> Freed {
         let Live { slot, stream, requested } = live;
         let since = if self.id.stream().is_some() { 0 } else { context.clocks.lock().now(stream) };
-        let block = self.arena.release(slot, stream, since);
+        let block = self.arena.mark_free(slot, stream, since);
         let is_place = block.is_place();
         let Block { segment, location, size, .. } = *block;
         if is_mapped {

@@ -4,9 +4,9 @@
 //!  quiesce   refuse allocations ─► wait for the streams ─► save the contents      dropped: awake, unchanged
 //!  unmap     release the memory                                                   asleep
 //!  remap     map memory at the old addresses ─► load the contents                 dropped: asleep again
-//!  keep      serve allocations                                                    awake
+//!  resume    serve allocations                                                    awake
 //! ```
-//! The allocator's `sleep` is quiesce followed by unmap, and its `wake` is remap followed by keep. A holder of windows
+//! The allocator's `sleep` is quiesce followed by unmap, and its `wake` is remap followed by resume. A holder of windows
 //! on the memory acts between these steps: `docs/sleep-protocol.md`.
 
 pub(crate) mod mappings;
@@ -141,7 +141,7 @@ pub enum SleepCause {
 #[derive(Debug, Default)]
 pub(crate) struct State {
     /// The saved contents; `None` while the pool is awake.
-    pub(crate) kept: Option<Kept>,
+    pub(crate) saved: Option<SavedContents>,
     /// `true` while a sleep or a wake is in progress.
     pub(crate) is_changing: bool,
 }
@@ -149,24 +149,24 @@ pub(crate) struct State {
 impl State {
     /// Returns `true` if the pool's heaps serve requests.
     pub(crate) fn is_awake(&self) -> bool {
-        self.kept.is_none() && !self.is_changing
+        self.saved.is_none() && !self.is_changing
     }
 }
 
-/// The contents of a sleeping pool.
+/// The saved contents of a sleeping pool.
 #[derive(Debug)]
-pub(crate) struct Kept {
+pub(crate) struct SavedContents {
     contents: Contents,
     /// The image that contains them; `None` if there was nothing to save.
     image: Option<Image>,
     /// The saved parts, in the order of streams, segments and offsets.
-    saved: Vec<Part>,
+    parts: Vec<Part>,
 }
 
-impl Kept {
+impl SavedContents {
     /// Creates the record of these parts, which the image contains if there is one.
-    pub(crate) fn new(contents: Contents, image: Option<Image>, saved: Vec<Part>) -> Self {
-        Kept { contents, image, saved }
+    pub(crate) fn new(contents: Contents, image: Option<Image>, parts: Vec<Part>) -> Self {
+        SavedContents { contents, image, parts }
     }
 
     pub(crate) fn image(&self) -> Option<Image> {
@@ -176,7 +176,7 @@ impl Kept {
     /// Returns the parts of `live` to restore, with their positions in the image, or all of `live` to zero them. Each
     /// is one of the saved parts or lies within one, because nothing is allocated while a pool sleeps.
     pub(crate) fn parts_to_fill(&self, live: Vec<Part>) -> Vec<Part> {
-        let mut saved = self.saved.iter().peekable();
+        let mut saved = self.parts.iter().peekable();
         let find = |Part { address, size_bytes, .. }: Part| {
             let holds = |part: &Part| part.address <= address && address.0 - part.address.0 < part.size_bytes;
             while saved.next_if(|part| !holds(part)).is_some() {}

@@ -140,7 +140,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut gate = self.gate();
         let mut heap = self.heap_of(handle)?.lock();
         let freed = heap.free(&self.context, handle)?;
-        self.note_free(heap, freed, Some(&mut gate));
+        self.finish_free(heap, freed, Some(&mut gate));
         gate.note_free(handle);
         Ok(freed)
     }

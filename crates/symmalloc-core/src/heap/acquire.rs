@@ -195,7 +195,7 @@ impl<L: Lock> Heap<L> {
             drop(charge);
             if context.backend.release(range).is_err() {
                 // This costs only addresses; the next trim tries again.
-                self.log.keep_stray(range, SmallVec::new(), false);
+                self.log.add_stray(range, SmallVec::new(), false);
             }
             return Err(driver(error));
         }

@@ -66,11 +66,11 @@ impl<L: Lock> Heap<L> {
             }
         }
         let live_bytes = self.asleep().map_or(self.arena.mapped_bytes(), Mappings::mapped_bytes);
-        let held_bytes = live_bytes + self.log.retired_bytes();
-        if held_bytes != self.budget.reserved_bytes() {
+        let reserved_bytes = live_bytes + self.log.retired_bytes();
+        if reserved_bytes != self.budget.reserved_bytes() {
             return Err(Violation::of_budgets(heap.pool));
         }
-        Ok((held_bytes, self.arena.segment_count()))
+        Ok((reserved_bytes, self.arena.segment_count()))
     }
 }
 

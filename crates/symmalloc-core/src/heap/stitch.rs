@@ -138,7 +138,7 @@ impl<L: Lock> Heap<L> {
             if let Err(error) = context.backend.alias((range, offset_bytes), home, size_bytes) {
                 let mut mapped: SmallVec<_> = (at > 0).then_some((0, offset_bytes)).into_iter().collect();
                 if give_back(&context.backend, range, &mut mapped).is_err() {
-                    self.log.keep_stray(range, mapped, true);
+                    self.log.add_stray(range, mapped, true);
                 }
                 return Err(error);
             }

@@ -188,8 +188,8 @@ impl<L: Lock> Heap<L> {
         self.retire_with(context, segment, None);
     }
 
-    /// Removes a segment whose mapped parts are `held`, or all parts that its blocks have.
-    fn retire_with(&mut self, context: &DynContext<'_, L>, segment: u32, held: Option<Extents>) {
+    /// Removes a segment of which the parts `left` are still mapped, or all parts that its blocks have.
+    fn retire_with(&mut self, context: &DynContext<'_, L>, segment: u32, left: Option<Extents>) {
         let mut mapped = self.arena.extents_of(segment);
         let stitched = self.stitched.remove(segment);
         let size_bytes = if stitched.is_some() { 0 } else { mapped.iter().map(|(_, size)| size).sum() };
@@ -199,7 +199,7 @@ impl<L: Lock> Heap<L> {
             mapped = range.mapped(self.arena.rules().granule);
             streams.extend_from_slice(range.users());
         }
-        mapped = held.unwrap_or(mapped);
+        mapped = left.unwrap_or(mapped);
         streams.sort_unstable();
         streams.dedup();
         trace_segment(&event);

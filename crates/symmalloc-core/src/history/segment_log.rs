@@ -69,7 +69,7 @@ pub(crate) type Extents = SmallVec<[(u64, u64); 1]>;
 #[derive(Debug)]
 pub(crate) struct Retired {
     /// Length of the log after the death. The memory is released when all cursors have reached it.
-    held_until: u64,
+    released_after: u64,
     pub(crate) range: Range,
     /// The parts that are still backed by memory.
     pub(crate) mapped: Extents,
@@ -121,13 +121,13 @@ impl SegmentLog {
         is_stitched: bool,
         streams: SmallVec<[StreamId; 2]>,
     ) {
-        self.retired.push_back(Retired { held_until: self.next() + 1, range, mapped, is_stitched, streams });
+        self.retired.push_back(Retired { released_after: self.next() + 1, range, mapped, is_stitched, streams });
         self.append(event);
     }
 
     /// Keeps a range that never became a segment and that the driver failed to release. No observer knows of it.
-    pub(crate) fn keep_stray(&mut self, range: Range, mapped: Extents, is_stitched: bool) {
-        self.retired.push_front(Retired { held_until: 0, range, mapped, is_stitched, streams: SmallVec::new() });
+    pub(crate) fn add_stray(&mut self, range: Range, mapped: Extents, is_stitched: bool) {
+        self.retired.push_front(Retired { released_after: 0, range, mapped, is_stitched, streams: SmallVec::new() });
     }
 
     /// Adds an observer at the end of the log. It learns of the existing segments separately.
@@ -173,7 +173,7 @@ impl SegmentLog {
     /// Returns the oldest removed segment that every observer has acknowledged.
     pub(crate) fn first_released(&mut self) -> Option<&mut Retired> {
         let base = self.base;
-        self.retired.front_mut().filter(|retired| retired.held_until <= base)
+        self.retired.front_mut().filter(|retired| retired.released_after <= base)
     }
 
     /// Removes [`first_released`](Self::first_released), whose memory was released.

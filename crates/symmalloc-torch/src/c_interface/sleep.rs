@@ -266,26 +266,26 @@ pub unsafe extern "C" fn symmalloc_phase(
 /// Sets the memory of a pool with a quota to `bytes`, rounded up to granules. The size is fixed until the next call. A pool created with
 /// `growth_mb:0,streams:shared` has a quota; `range_mb` is its maximum. Such a pool starts empty. Live allocations stay in place. Returns
 /// `SYMMALLOC_INVALID_STATE` if they need more memory, and leaves the pool unchanged. A shrinking pool waits for the streams that used its
-/// free memory. `held_bytes` may be NULL.
+/// free memory. `reserved_bytes` may be NULL.
 ///
 /// # Safety
-/// As `symmalloc_allocate`; `held_bytes` is NULL or valid for writing.
+/// As `symmalloc_allocate`; `reserved_bytes` is NULL or valid for writing.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_resize(
     allocator: *mut DeviceAllocator,
     pool: u32,
     stream: *mut c_void,
     bytes: usize,
-    held_bytes: *mut u64,
+    reserved_bytes: *mut u64,
 ) -> symmalloc_status {
     report(|| {
         // SAFETY: the caller's contract.
         let allocator = unsafe { living(allocator) }?;
         let pool = allocator.known_pool(pool)?;
         // SAFETY: the caller's contract.
-        let held = unsafe { allocator.resize(pool, RawStream::new(stream), bytes as u64) }?;
+        let reserved = unsafe { allocator.resize(pool, RawStream::new(stream), bytes as u64) }?;
         // SAFETY: the caller's contract.
-        unsafe { write_out(held_bytes, held) };
+        unsafe { write_out(reserved_bytes, reserved) };
         Ok(())
     })
 }

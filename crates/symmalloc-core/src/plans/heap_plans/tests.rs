@@ -93,7 +93,7 @@ impl Job {
     }
 
     fn free(&mut self, slot: Slot) {
-        self.arena.release(slot, S0, 0);
+        self.arena.mark_free(slot, S0, 0);
     }
 
     fn end(&mut self) -> StepReport {
@@ -188,7 +188,7 @@ fn a_step_that_occurs_twice_is_planned_and_the_third_follows() {
             let slot = job.arena.take_front(free, size, state);
             job.plans.note_logged((S0, requested), slot);
             job.plans.note_free(slot);
-            job.arena.release(slot, S0, 0);
+            job.arena.mark_free(slot, S0, 0);
             job.arena.coalesce(slot);
         }
         job.end();
