@@ -198,8 +198,8 @@ impl DeviceAllocator {
     pub(crate) unsafe fn allocate(
         &self,
         pool: PoolId,
-        size_bytes: u64,
         stream: RawStream,
+        size_bytes: u64,
         name: Option<&str>,
     ) -> Result<*mut c_void, Error> {
         if size_bytes == 0 {

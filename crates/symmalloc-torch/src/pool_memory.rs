@@ -45,15 +45,15 @@ impl DeviceAllocator {
     pub(crate) unsafe fn allocate_at(
         &self,
         target: Target,
-        size_bytes: u64,
         stream: RawStream,
+        size_bytes: u64,
         name: Option<&str>,
     ) -> Result<*mut c_void, Error> {
         match target {
             // SAFETY: the caller's contract.
-            PoolTarget::Own(pool) => unsafe { self.allocate(pool, size_bytes, stream, name) },
+            PoolTarget::Own(pool) => unsafe { self.allocate(pool, stream, size_bytes, name) },
             // SAFETY: the caller's contract; the allocator is of the same device.
-            PoolTarget::Foreign(other) => unsafe { other.allocate(DeviceAllocator::POOL, size_bytes, stream, name) },
+            PoolTarget::Foreign(other) => unsafe { other.allocate(DeviceAllocator::POOL, stream, size_bytes, name) },
         }
     }
 
@@ -61,11 +61,11 @@ impl DeviceAllocator {
     ///
     /// # Safety
     /// As [`allocate`](Self::allocate).
-    pub(crate) unsafe fn allocate_from_helpers(&self, size_bytes: u64, stream: RawStream) -> Option<*mut c_void> {
+    pub(crate) unsafe fn allocate_from_helpers(&self, stream: RawStream, size_bytes: u64) -> Option<*mut c_void> {
         let helpers = self.mempools().list().into_iter().filter(|known| known.wishes.helps_out);
         helpers.filter_map(|known| known.target).find_map(|target| {
             // SAFETY: the caller's contract.
-            unsafe { self.allocate_at(target, size_bytes, stream, None) }.ok()
+            unsafe { self.allocate_at(target, stream, size_bytes, None) }.ok()
         })
     }
 
@@ -226,7 +226,7 @@ mod tests {
                         left.last().into_iter().for_each(|id| begin(kind, *id));
                         ids.set(left);
                         // SAFETY: the default stream.
-                        unsafe { allocator.allocate_at(target, 512, stream(), None) }
+                        unsafe { allocator.allocate_at(target, stream(), 512, None) }
                     });
                     let pointer = allocated.expect("placed as after the end");
                     assert_eq!(attempts.get(), scopes + 1, "{kind:?}");
@@ -245,7 +245,7 @@ mod tests {
             // The second attempt finds the pool destroyed.
             let _destroyed = allocator.core().destroy_pool(target.own().expect("a pool of the device"));
             // SAFETY: the default stream.
-            unsafe { allocator.allocate_at(target, 512, stream(), None) }
+            unsafe { allocator.allocate_at(target, stream(), 512, None) }
         });
         let error = allocated.expect_err("the scope has no pool");
         assert!(error.is_destroyed_pool() && error.to_string().contains("was destroyed"), "{error}");

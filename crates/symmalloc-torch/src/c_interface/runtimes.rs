@@ -110,7 +110,7 @@ pub extern "C" fn symmalloc_ort_alloc(bytes: usize) -> *mut c_void {
             let stream = ort_streams().get(&allocator.ordinal()).copied();
             let allocated = match stream {
                 // SAFETY: the contract of `symmalloc_ort_use_stream`.
-                Some(stream) => unsafe { allocator.allocate(PoolId::DEFAULT, bytes as u64, stream, None) },
+                Some(stream) => unsafe { allocator.allocate(PoolId::DEFAULT, stream, bytes as u64, None) },
                 None => allocator.allocate_unordered(bytes as u64),
             };
             allocated.or_else(|error| {

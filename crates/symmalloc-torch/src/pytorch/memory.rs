@@ -27,8 +27,8 @@ use symmalloc_files::is_forked;
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn symmalloc_torch_allocate(
     device: i32,
-    bytes: usize,
     stream: *mut c_void,
+    bytes: usize,
     inherited: u64,
     name: *const c_char,
     out: *mut *mut c_void,
@@ -41,10 +41,10 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate(
         return report(|| {
             let allocator = process::allocator(device)?;
             // SAFETY: the caller's contract.
-            let pointer = match unsafe { allocator.allocate(PoolId::DEFAULT, size_bytes, stream, None) } {
+            let pointer = match unsafe { allocator.allocate(PoolId::DEFAULT, stream, size_bytes, None) } {
                 Ok(pointer) => pointer,
                 // SAFETY: the caller's contract.
-                Err(error) => unsafe { helped_out(allocator, size_bytes, stream, error) }?,
+                Err(error) => unsafe { helped_out(allocator, stream, size_bytes, error) }?,
             };
             // SAFETY: the caller's contract, and it is not null.
             unsafe { out.write(pointer) };
@@ -58,7 +58,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate(
     let given = (!name.is_null()).then(|| unsafe { CStr::from_ptr(name) }.to_string_lossy());
     let name = pushed.as_deref().or(given.as_deref());
     // SAFETY: the caller's contract.
-    let allocate = |target| unsafe { allocate(allocator, target, size_bytes, stream, name) };
+    let allocate = |target| unsafe { allocate(allocator, target, stream, size_bytes, name) };
     // This is outside the guard, because a PyTorch filter may throw.
     let allocated = allocator.allocate_in_scope(stream, (inherited > 0).then_some(inherited), allocate);
     // SAFETY: the caller's contract.
@@ -71,15 +71,15 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate(
 unsafe fn allocate(
     allocator: &DeviceAllocator,
     target: Target,
-    size_bytes: u64,
     stream: RawStream,
+    size_bytes: u64,
     name: Option<&str>,
 ) -> Result<*mut c_void, Error> {
     let is_default = matches!(target, PoolTarget::Own(PoolId::DEFAULT));
     // SAFETY: the caller's contract.
-    match unsafe { allocator.allocate_at(target, size_bytes, stream, name) } {
+    match unsafe { allocator.allocate_at(target, stream, size_bytes, name) } {
         // SAFETY: the caller's contract.
-        Err(error) if is_default => unsafe { helped_out(allocator, size_bytes, stream, error) },
+        Err(error) if is_default => unsafe { helped_out(allocator, stream, size_bytes, error) },
         outcome => outcome,
     }
 }
@@ -89,15 +89,15 @@ unsafe fn allocate(
 #[cold]
 unsafe fn helped_out(
     allocator: &DeviceAllocator,
-    size_bytes: u64,
     stream: RawStream,
+    size_bytes: u64,
     error: Error,
 ) -> Result<*mut c_void, Error> {
     if error.status() != symmalloc_status::SYMMALLOC_OUT_OF_MEMORY {
         return Err(error);
     }
     // SAFETY: the caller's contract.
-    unsafe { allocator.allocate_from_helpers(size_bytes, stream) }.ok_or(error)
+    unsafe { allocator.allocate_from_helpers(stream, size_bytes) }.ok_or(error)
 }
 
 /// Returns `true` in a process that was forked from one that used CUDA memory. There, calls that release something have no effect, and most

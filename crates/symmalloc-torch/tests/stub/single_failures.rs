@@ -137,7 +137,7 @@ impl Repeatable for Program {
                 let mut made = std::ptr::null_mut();
                 // SAFETY: a live stream, and an output pointer.
                 outcome(unsafe {
-                    symmalloc_torch_allocate(0, size, self.streams.get(stream), 0, std::ptr::null(), &raw mut made)
+                    symmalloc_torch_allocate(0, self.streams.get(stream), size, 0, std::ptr::null(), &raw mut made)
                 })?;
                 self.blocks.insert(block, made as Pointer);
                 Ok(())

@@ -225,7 +225,7 @@ class Memory {
     if (C10_UNLIKELY(symmalloc_torch_is_forked())) {
       // The locks below may be held by a thread that this child does not have.
       void* nothing = nullptr;
-      check(symmalloc_torch_allocate(device, bytes, stream, 0, nullptr, &nothing));
+      check(symmalloc_torch_allocate(device, stream, bytes, 0, nullptr, &nothing));
     }
     auto& history = of(device).history;
     const auto context = history.gather(RecordContext::STATE);
@@ -292,7 +292,7 @@ class Memory {
   }
 
   symmalloc_status ask(DeviceIndex device, size_t bytes, cudaStream_t stream, const char* name, void** pointer) {
-    return symmalloc_torch_allocate(device, bytes, stream, scopes_.number(device), name, pointer);
+    return symmalloc_torch_allocate(device, stream, bytes, scopes_.number(device), name, pointer);
   }
 
   // Asks other parts of PyTorch to free memory and retries the allocation if they did. Otherwise notifies the observers.
