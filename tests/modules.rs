@@ -74,7 +74,7 @@ const CORE_MODULES_MAX: usize = 16;
 /// Structs of the core whose fields are visible in the whole crate, each with the reason. All other structs keep their fields private to
 /// their file.
 const PLAIN_DATA: [(&str, &str); 18] = [
-    ("arena/context.rs Context", "parameters of heap operations"),
+    ("arena/fencing.rs Context", "parameters of heap operations"),
     ("arena.rs Removed", "a result"),
     ("blocks/table.rs Block", "a row of the table, filled in by the arena and the free index"),
     ("blocks/table.rs Segment", "a row of the table"),
@@ -83,10 +83,10 @@ const PLAIN_DATA: [(&str, &str); 18] = [
     ("heap/revive.rs Revived", "a result"),
     ("heap/trim.rs Released", "a result"),
     ("history/segment_log.rs Retired", "the remainder of a dead segment"),
-    ("plans/prepared.rs PlanInputs", "parameters"),
+    ("plans/plan.rs PlanInputs", "parameters"),
     ("pointers.rs DirectoryEntry", "a result of a look-up"),
     ("sleep/mappings.rs Mapping", "a value"),
-    ("sleep/state.rs State", "the state of a pool, protected by its lock"),
+    ("sleep.rs State", "the state of a pool, protected by its lock"),
     ("stats/budget.rs Budgets", "references that are passed together"),
     ("stats/usage.rs RareCounts", "independent numbers"),
     ("stitching.rs Granule", "a value"),

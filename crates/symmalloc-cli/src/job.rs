@@ -173,7 +173,7 @@ impl Job {
     /// each rank about as much.
     ///
     /// # Errors
-    /// Returns an error that names the op at which the steps are exhausted. All other errors are left to the simulation.
+    /// Returns an error that names the op at which the allowance is exhausted. All other errors are left to the simulation.
     pub(crate) fn check_work(&self, config: &Config) -> Result<(), JobError> {
         let device = SimBackend::builder().memory_bytes(u64::MAX).build();
         let allocator = Allocator::new(device, config.clone())?;

@@ -29,7 +29,7 @@
 //!
 //! Allocations live at the beginning of the trace come first, see `before.rs`. Streams are numbered by the first appearance of their handle
 //! in an allocation. An allocation's name is its `user_metadata`, which a program sets with `torch.cuda.memory._set_memory_metadata`, or
-//! else the Python frame that requested it, see `frames.rs`, which also reads [`Stacks`](crate::Stacks). An entry names its private pool
+//! else the Python frame that requested it, see `frames.rs`, which also reads [`Stacks`](crate::Stacks). An entry names its mempool
 //! (`pool_id`), or its segment does in older versions (`segment_pool_id`); entries of symmalloc's [export](crate::export) have
 //! `symmalloc_pool`. Pools get the default configuration, because a snapshot does not contain their settings.
 //!

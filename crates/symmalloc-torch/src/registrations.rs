@@ -59,7 +59,7 @@ pub(crate) struct RegistrationOptions<'a> {
     pub(crate) registration: Registration,
     pub(crate) agreement: AgreementMode,
     /// The expected rank and number of ranks, if the program states them.
-    pub(crate) place: Option<(u32, u32)>,
+    pub(crate) rank_and_world: Option<(u32, u32)>,
 }
 
 /// The memory that an all-to-all accepts.
@@ -107,15 +107,15 @@ impl Registrations {
     }
 
     fn registrar(&self, agreement: AgreementMode) -> Result<&Arc<Registrar>, Error> {
-        let (place, mode) = match agreement {
+        let (cell, mode) = match agreement {
             AgreementMode::AtSync => (&self.at_sync, Mode::AtSync),
             AgreementMode::ByHand | AgreementMode::EverySyncs(_) => (&self.off, Mode::Off),
         };
-        if let Some(registrar) = place.get() {
+        if let Some(registrar) = cell.get() {
             return Ok(registrar);
         }
         let registrar = Arc::new(Registrar::builder(&self.allocator).agreement(mode).build()?);
-        Ok(place.get_or_init(|| registrar))
+        Ok(cell.get_or_init(|| registrar))
     }
 
     /// Syncs all registrations of a pool, even after a failure, because the other ranks of each wait for this one. Returns the first error.
@@ -335,7 +335,7 @@ impl PoolRegistration {
         let address = communicator.addr();
         // SAFETY: the caller's contract.
         let communicator = unsafe { builder.borrow(communicator) }?;
-        if let Some((rank, world)) = options.place {
+        if let Some((rank, world)) = options.rank_and_world {
             check(
                 "rank",
                 rank,
@@ -368,7 +368,7 @@ impl PoolRegistration {
     }
 
     /// Returns this rank, and the number of ranks.
-    pub(crate) fn place(&self) -> (u32, u32) {
+    pub(crate) fn rank_and_world(&self) -> (u32, u32) {
         (self.of.communicator.rank(), self.of.communicator.ranks())
     }
 

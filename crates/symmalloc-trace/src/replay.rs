@@ -215,7 +215,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         Ok(replay)
     }
 
-    /// Replaces the steps that the program may take; see [`StepError::TooMuchWork`].
+    /// Replaces the work that the program may do; see [`StepError::TooMuchWork`].
     #[must_use]
     pub fn with_allowance(mut self, allowance: Allowance) -> Self {
         self.allowance = allowance;

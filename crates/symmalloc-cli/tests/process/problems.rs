@@ -634,8 +634,8 @@ fn unknown_actions_are_listed_by_name() {
 fn a_hard_table_is_planned_within_its_seconds() {
     let table = reported("plan_perfect400.csv");
     let output = symmalloc("plan {} --seconds 1 --json", &[&table]).json(0);
-    let steps = output[0]["steps"].as_u64().unwrap();
-    assert!(steps <= 3_000_000, "{steps}");
+    let work = output[0]["work"].as_u64().unwrap();
+    assert!(work <= 3_000_000, "{work}");
     assert_eq!(symmalloc("plan {} --seconds 1 --json", &[&table]).json(0)[0]["height"], output[0]["height"]);
     assert!(output[0]["quality"].as_f64().unwrap() > 0.7, "{output}");
 }

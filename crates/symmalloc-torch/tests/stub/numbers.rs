@@ -44,7 +44,7 @@ unsafe extern "C" fn lies(_context: *mut c_void, mine: *const u8, len: usize, al
     let (mine, all) = unsafe { (std::slice::from_raw_parts(mine, len), std::slice::from_raw_parts_mut(all, 2 * len)) };
     all[..len].copy_from_slice(mine);
     all[len..].copy_from_slice(mine);
-    // The first round of private pools starts with the number of heaps.
+    // The first round of mempools starts with the number of heaps.
     if len == 16 {
         all[len..len + 8].copy_from_slice(&u64::MAX.to_le_bytes());
     }

@@ -28,7 +28,7 @@ using c10::DataPtr;
 using c10::cuda::CUDAStream;
 using caching::StreamSegmentSize;
 
-void note_free(void* pointer) noexcept;
+void free_cached(void* pointer) noexcept;
 void free_uncached(void* pointer) noexcept;
 
 // Returns true if the program disables caching, by the same variable as for PyTorch's own allocator.
@@ -98,11 +98,11 @@ class Allocator final : public caching::AllocatorBase {
       return {pointer, pointer, &free_uncached, place};
     }
     void* pointer = memory_.allocate(device, bytes, c10::cuda::getCurrentCUDAStream(device).stream());
-    return {pointer, pointer, &note_free, place};
+    return {pointer, pointer, &free_cached, place};
   }
 
   c10::DeleterFnPtr raw_deleter() const override {
-    return is_uncached() ? &free_uncached : &note_free;
+    return is_uncached() ? &free_uncached : &free_cached;
   }
 
   void* raw_alloc(size_t bytes) override {
@@ -149,7 +149,7 @@ class Allocator final : public caching::AllocatorBase {
 
   void recordStream(const DataPtr& data, CUDAStream stream) override {
     // Ignores memory of other processes, and of pools with another allocator.
-    if (data.get() != nullptr && data.get_deleter() == &note_free) {
+    if (data.get() != nullptr && data.get_deleter() == &free_cached) {
       check(symmalloc_torch_record_use(data.get(), stream.stream()));
     }
   }
@@ -416,7 +416,7 @@ class Allocator final : public caching::AllocatorBase {
   }
 #endif
 
-  // ---- Private pools
+  // ---- Mempools
 
   void beginAllocateToPool(DeviceIndex device, MempoolId_t pool, Filter filter) override {
     const bool is_inherited = takes_this_thread(filter, device);
@@ -501,7 +501,7 @@ class Allocator final : public caching::AllocatorBase {
     caching::CheckpointDelta delta;
     delta.ptrs_freed = std::move(restored.freed);
     for (const auto& [pointer, bytes] : restored.live) {
-      delta.dataptrs_allocd.emplace_back(pointer, pointer, &note_free, Device(c10::DeviceType::CUDA, device));
+      delta.dataptrs_allocd.emplace_back(pointer, pointer, &free_cached, Device(c10::DeviceType::CUDA, device));
     }
     return delta;
   }
@@ -584,7 +584,7 @@ Allocator& allocator() {
   return *allocator;
 }
 
-void note_free(void* pointer) noexcept {
+void free_cached(void* pointer) noexcept {
   allocator().memory().free(pointer);
 }
 

@@ -1,4 +1,4 @@
-//! Private pools, which PyTorch identifies by a `MempoolId`, for graphs and for its `MemPool`.
+//! Mempools: the pools that PyTorch identifies by a `MempoolId`, for graphs and for its `MemPool`.
 //!
 //! ```text
 //!  begin ──► uses 1 ── end ──► uses 1 ── begin again ──► uses 2 ── release, release ──► uses 0 ──► empty_cache
@@ -22,7 +22,7 @@ use symmalloc_core::errors::{PoolError, TrimError};
 use symmalloc_core::{PoolId, SharedAllocator};
 use symmalloc_cuda::{CudaBackend, CudaError, CudaMemory, MemorySource};
 
-/// PyTorch's id of a private pool.
+/// PyTorch's id of a mempool.
 pub(crate) type MempoolId = (u64, u64);
 
 /// An allocator over the program's memory, as far as this file and `scopes.rs` need it.
@@ -35,39 +35,39 @@ pub(crate) trait ForeignPool: Sized {
     fn core(&self) -> &SharedAllocator<CudaBackend>;
 }
 
-/// The owner of a pool's memory.
-pub(crate) enum PoolPlace<F> {
+/// The pool to allocate from.
+pub(crate) enum PoolTarget<F> {
     /// A pool of the device's allocator.
     Own(PoolId),
     /// An allocator over the program's memory.
     Foreign(Arc<F>),
 }
 
-impl<F> Clone for PoolPlace<F> {
+impl<F> Clone for PoolTarget<F> {
     fn clone(&self) -> Self {
         match self {
-            PoolPlace::Own(pool) => PoolPlace::Own(*pool),
-            PoolPlace::Foreign(other) => PoolPlace::Foreign(Arc::clone(other)),
+            PoolTarget::Own(pool) => PoolTarget::Own(*pool),
+            PoolTarget::Foreign(other) => PoolTarget::Foreign(Arc::clone(other)),
         }
     }
 }
 
-impl<F> PartialEq for PoolPlace<F> {
+impl<F> PartialEq for PoolTarget<F> {
     fn eq(&self, other: &Self) -> bool {
         match (self, other) {
-            (PoolPlace::Own(pool), PoolPlace::Own(other)) => pool == other,
-            (PoolPlace::Foreign(allocator), PoolPlace::Foreign(other)) => Arc::ptr_eq(allocator, other),
+            (PoolTarget::Own(pool), PoolTarget::Own(other)) => pool == other,
+            (PoolTarget::Foreign(allocator), PoolTarget::Foreign(other)) => Arc::ptr_eq(allocator, other),
             _ => false,
         }
     }
 }
 
-impl<F> PoolPlace<F> {
+impl<F> PoolTarget<F> {
     /// Returns the pool's id if it belongs to the device's allocator.
     pub(crate) fn own(&self) -> Option<PoolId> {
         match self {
-            PoolPlace::Own(pool) => Some(*pool),
-            PoolPlace::Foreign(_) => None,
+            PoolTarget::Own(pool) => Some(*pool),
+            PoolTarget::Foreign(_) => None,
         }
     }
 }
@@ -85,39 +85,39 @@ pub(crate) struct PoolWishes {
     pub(crate) source: Option<Arc<dyn MemorySource>>,
 }
 
-/// The private pools of one allocator.
-pub(crate) struct PrivatePools<F> {
+/// The mempools of one allocator.
+pub(crate) struct Mempools<F> {
     /// In order of creation.
-    all: Mutex<Vec<PrivatePool<F>>>,
+    all: Mutex<Vec<Mempool<F>>>,
     /// Destroyed pools of the device's allocator whose memory the driver did not release.
     unreleased: Mutex<Vec<PoolId>>,
 }
 
-impl<F> Default for PrivatePools<F> {
+impl<F> Default for Mempools<F> {
     fn default() -> Self {
-        PrivatePools { all: Mutex::default(), unreleased: Mutex::default() }
+        Mempools { all: Mutex::default(), unreleased: Mutex::default() }
     }
 }
 
-pub(crate) struct PrivatePool<F> {
+pub(crate) struct Mempool<F> {
     pub(crate) id: MempoolId,
     /// `None` until the first allocation there.
-    pub(crate) place: Option<PoolPlace<F>>,
+    pub(crate) target: Option<PoolTarget<F>>,
     /// The number of begins and retains without a release.
     pub(crate) uses: u32,
     pub(crate) wishes: PoolWishes,
 }
 
-impl<F> Clone for PrivatePool<F> {
+impl<F> Clone for Mempool<F> {
     fn clone(&self) -> Self {
-        PrivatePool { id: self.id, place: self.place.clone(), uses: self.uses, wishes: self.wishes.clone() }
+        Mempool { id: self.id, target: self.target.clone(), uses: self.uses, wishes: self.wishes.clone() }
     }
 }
 
-impl<F> PrivatePool<F> {
+impl<F> Mempool<F> {
     /// Returns the id of its pool in the device's allocator, if it has one.
     pub(crate) fn own(&self) -> Option<PoolId> {
-        self.place.as_ref().and_then(PoolPlace::own)
+        self.target.as_ref().and_then(PoolTarget::own)
     }
 }
 
@@ -145,15 +145,15 @@ impl GivenBack {
     }
 }
 
-impl<F: ForeignPool> PrivatePools<F> {
+impl<F: ForeignPool> Mempools<F> {
     /// Adds a use to a pool, and creates it if there is none with this id.
-    pub(crate) fn begin(&self, core: &SharedAllocator<CudaBackend>, id: MempoolId) -> Result<PoolPlace<F>, Error> {
+    pub(crate) fn begin(&self, core: &SharedAllocator<CudaBackend>, id: MempoolId) -> Result<PoolTarget<F>, Error> {
         let mut all = self.lock();
         let at = find_or_add(&mut all, id, PoolWishes::default());
-        let place = match &all[at].place {
-            Some(place) => place.clone(),
+        let target = match &all[at].target {
+            Some(target) => target.clone(),
             None => match make(core, &all[at].wishes) {
-                Ok(place) => all[at].place.insert(place).clone(),
+                Ok(target) => all[at].target.insert(target).clone(),
                 Err(error) => {
                     all.retain(|known| known.id != id || known.uses > 0);
                     return Err(error);
@@ -161,7 +161,7 @@ impl<F: ForeignPool> PrivatePools<F> {
             },
         };
         all[at].uses += 1;
-        Ok(place)
+        Ok(target)
     }
 
     /// Adds a use to a `MemPool`, and stores the source of its memory.
@@ -191,15 +191,15 @@ impl<F: ForeignPool> PrivatePools<F> {
         known.map(|known| known.uses -= 1).is_some()
     }
 
-    /// Returns the current private pools.
-    pub(crate) fn list(&self) -> Vec<PrivatePool<F>> {
+    /// Returns the current mempools.
+    pub(crate) fn list(&self) -> Vec<Mempool<F>> {
         self.lock().clone()
     }
 
     /// Returns the allocators over the program's memory, with their pools' ids.
     pub(crate) fn foreign(&self) -> Vec<(MempoolId, Arc<F>)> {
-        let foreign = |known: &PrivatePool<F>| match &known.place {
-            Some(PoolPlace::Foreign(allocator)) => Some((known.id, Arc::clone(allocator))),
+        let foreign = |known: &Mempool<F>| match &known.target {
+            Some(PoolTarget::Foreign(allocator)) => Some((known.id, Arc::clone(allocator))),
             _ => None,
         };
         self.lock().iter().filter_map(foreign).collect()
@@ -216,7 +216,7 @@ impl<F: ForeignPool> PrivatePools<F> {
         let mut given = GivenBack::default();
         self.retry(core, &mut given);
         let mut all = self.lock();
-        let is_meant = |entry: &PrivatePool<F>| entry.uses == 0 && only.is_none_or(|id| entry.id == id);
+        let is_meant = |entry: &Mempool<F>| entry.uses == 0 && only.is_none_or(|id| entry.id == id);
         if !all.iter().any(is_meant) {
             return given;
         }
@@ -232,10 +232,10 @@ impl<F: ForeignPool> PrivatePools<F> {
             if !is_meant(entry) {
                 return true;
             }
-            let (core, pool) = match &entry.place {
+            let (core, pool) = match &entry.target {
                 None => return false,
-                Some(PoolPlace::Own(pool)) => (core, *pool),
-                Some(PoolPlace::Foreign(allocator)) => (allocator.core(), F::POOL),
+                Some(PoolTarget::Own(pool)) => (core, *pool),
+                Some(PoolTarget::Foreign(allocator)) => (allocator.core(), F::POOL),
             };
             given.add(core.trim_pool(pool));
             let reserved_before = core.stats().reserved_bytes.current;
@@ -247,7 +247,7 @@ impl<F: ForeignPool> PrivatePools<F> {
                 Err(PoolError::Backend(error)) => {
                     given.failure.get_or_insert(PoolError::Backend(error).into());
                     // An allocator over the program's memory ends with its entry.
-                    if let Some(PoolPlace::Own(pool)) = entry.place {
+                    if let Some(PoolTarget::Own(pool)) = entry.target {
                         self.unreleased().push(pool);
                     }
                 }
@@ -272,26 +272,26 @@ impl<F: ForeignPool> PrivatePools<F> {
         self.unreleased.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<PrivatePool<F>>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<Mempool<F>>> {
         self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn find_or_add<F>(all: &mut Vec<PrivatePool<F>>, id: MempoolId, wishes: PoolWishes) -> usize {
+fn find_or_add<F>(all: &mut Vec<Mempool<F>>, id: MempoolId, wishes: PoolWishes) -> usize {
     all.iter().position(|known| known.id == id).unwrap_or_else(|| {
-        all.push(PrivatePool { id, place: None, uses: 0, wishes });
+        all.push(Mempool { id, target: None, uses: 0, wishes });
         all.len() - 1
     })
 }
 
-fn make<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, wishes: &PoolWishes) -> Result<PoolPlace<F>, Error> {
+fn make<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, wishes: &PoolWishes) -> Result<PoolTarget<F>, Error> {
     if let Some(source) = &wishes.source {
         let ordinal = core.backend().device().ordinal();
         let conf = if wishes.is_unsplit { "segments:fixed,unsplit:true" } else { "segments:fixed" };
-        return Ok(PoolPlace::Foreign(Arc::new(F::over(ordinal, Arc::clone(source), conf)?)));
+        return Ok(PoolTarget::Foreign(Arc::new(F::over(ordinal, Arc::clone(source), conf)?)));
     }
     let pool = core.create_pool(policy(core.config().default_pool(), wishes)?).map_err(CudaError::from)?;
-    Ok(PoolPlace::Own(pool))
+    Ok(PoolTarget::Own(pool))
 }
 
 /// Returns the default pool's policy without reclaim and stitching, because graphs have captured the addresses, and without symmetry,

@@ -1,7 +1,7 @@
-//! Long runs of private pools on the stub of libcuda, compared with a model after every step: a pool stays as long as it has uses,
+//! Long runs of mempools on the stub of libcuda, compared with a model after every step: a pool stays as long as it has uses,
 //! allocations or observers, and its memory returns with the next release.
 
-use super::{ForeignPool, PoolPlace, PrivatePools};
+use super::{ForeignPool, Mempools, PoolTarget};
 use crate::error::Error;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -40,7 +40,7 @@ impl MemorySource for Failing {
     fn free(&self, _: u64) {}
 }
 
-/// A private pool of the model.
+/// A mempool of the model.
 struct Known {
     pool: PoolId,
     uses: u32,
@@ -68,7 +68,7 @@ impl Random {
 /// The real pools and their model.
 struct Run {
     allocator: CudaAllocator,
-    pools: PrivatePools<Never>,
+    pools: Mempools<Never>,
     known: BTreeMap<u64, Known>,
     stream: StreamId,
 }
@@ -80,8 +80,8 @@ impl Run {
 
     /// Uses a pool and allocates in it.
     fn begin(&mut self, id: u64, size_bytes: u64) {
-        let place = self.pools.begin(self.core(), (id, 0)).unwrap_or_else(|error| panic!("{error}"));
-        let PoolPlace::Own(pool) = place else { panic!("no pool has a source") };
+        let target = self.pools.begin(self.core(), (id, 0)).unwrap_or_else(|error| panic!("{error}"));
+        let PoolTarget::Own(pool) = target else { panic!("no pool has a source") };
         let made = self.core().allocate(pool, self.stream, size_bytes).expect("memory");
         let known = self.known.entry(id);
         let known = known.or_insert_with(|| Known { pool, uses: 0, blocks: Vec::new(), observer: None });
@@ -152,12 +152,12 @@ impl Run {
     }
 }
 
-stub_test!(a_private_pool_exists_as_long_as_something_needs_it, {
+stub_test!(a_mempool_exists_as_long_as_something_needs_it, {
     let device = CudaDevice::new(0).expect("the stub has a device");
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
     let stream = device.context().new_stream().expect("a stream");
     let stream = allocator.register_stream(&stream).expect("registered");
-    let mut run = Run { allocator, pools: PrivatePools::default(), known: BTreeMap::new(), stream };
+    let mut run = Run { allocator, pools: Mempools::default(), known: BTreeMap::new(), stream };
     let mut random = Random(67);
     for step in 0..STEPS {
         let id = 1 + random.below(POOLS);
