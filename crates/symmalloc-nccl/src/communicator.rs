@@ -3,9 +3,11 @@
 //! ```text
 //!  communicator.rs      the public type
 //!    builder.rs         creation: connect, connect_env, split, shrink, borrow
+//!    meeting.rs         ids that ranks share, and meetings whose connections the watchdog keeps
 //!    shared.rs          state shared by the clones, the call lock
 //!    call.rs            NCCL calls: their thread (threads.rs) and deadline
 //!    submission.rs      collectives: their buffers, and groups of them
+//!    shapes.rs          calls for which NCCL has connected the ranks
 //!    registration.rs    windows and buffers: registration and deregistration
 //!    suspension.rs      release and restoration of NCCL's memory
 //!    growth.rs          more ranks: the id of a grow, grow, join
@@ -21,8 +23,10 @@ mod call;
 mod ending;
 pub(crate) mod error;
 mod growth;
+mod meeting;
 pub(crate) mod order;
 pub(crate) mod registration;
+mod shapes;
 mod shared;
 pub(crate) mod submission;
 mod suspension;

@@ -13,11 +13,11 @@
 //! means that another rank has ended the communicator.
 
 use crate::backoff::Backoff;
-use crate::collectives::operation::{DataType, NcclCall};
 use crate::communicator::error::CommError;
 use crate::communicator::submission::{Buffers, Elements};
 use crate::communicator::{Communicator, Stage};
 use crate::ffi::driver::refused;
+use crate::ffi::operation::{DataType, NcclCall};
 use crate::watchdog::Tick;
 use cudarc::driver::{CudaEvent, CudaStream};
 use std::fmt;

@@ -4,18 +4,20 @@ use crate::backoff::Backoff;
 use crate::communicator::call::{CallThread, HostEntry, attribute, creation_failure, perform, poll_until_done};
 use crate::communicator::ending::{Ending, GRACE, end_all};
 use crate::communicator::error::{CommError, CommState, Stage};
-use crate::communicator::order::{CommOrder, SequenceCounter};
+use crate::communicator::meeting;
+use crate::communicator::order::CommOrder;
 use crate::communicator::shared::{Inner, Life, Mode, Ownership, Shared, Usage};
-use crate::communicator::threads::{self, CallError, CallResult, KeepAlive, Waited, start, wait_for};
+use crate::communicator::threads::{CallError, CallResult, KeepAlive, Waited, start, wait_for};
 use crate::communicator::{Communicator, Owner};
 use crate::ffi::calls::{Calls, NO_COLOR, Outcome};
 use crate::ffi::driver;
 use crate::ffi::handles::{CommHandle, NewHandle};
 use crate::ffi::library::Nccl;
 use crate::ffi::version::Capability;
-use crate::rendezvous;
 use crate::rendezvous::launch::Launch;
 use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
+use crate::sequence::SequenceCounter;
+use crate::threads;
 use crate::watchdog::at_exit::Unfinished;
 use crate::watchdog::{
     self, ATTRIBUTION_LIMIT, Announced, Connecting, Failure, MeetingId, WatchSettings, WatchdogMode,
@@ -271,7 +273,7 @@ impl CommunicatorBuilder {
 
     pub(super) fn meet(&self, rank: u32, ranks: u32, backoff: &Backoff) -> Result<Option<MeetingId>, CommError> {
         match &self.rendezvous {
-            Some(address) => rendezvous::meet(address, &self.name, rank, ranks, backoff),
+            Some(address) => meeting::meet(address, &self.name, rank, ranks, backoff),
             None => Ok(None),
         }
     }

@@ -8,10 +8,10 @@
 //! ```
 
 use crate::backoff::Backoff;
-use crate::collectives::operation::KnownShapes;
 use crate::communicator::error::CommError;
 use crate::communicator::error::CommState;
 use crate::communicator::order::CommOrder;
+use crate::communicator::shapes::KnownShapes;
 use crate::ffi::handles::{CommHandle, RegistrationHandle, WindowHandle};
 use crate::ffi::library::Nccl;
 use crate::rendezvous::unique_id::UniqueId;

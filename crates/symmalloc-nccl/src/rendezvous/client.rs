@@ -13,7 +13,6 @@
 //! may arrive at another address until the deadline. The error then contains the answer of each address.
 
 use crate::backoff::Backoff;
-use crate::communicator::threads;
 use crate::logging::log;
 use crate::rendezvous::endpoint::{ConnectError, Endpoint, read_until, write_until};
 use crate::rendezvous::error::{EndpointAnswer, RendezvousError};
@@ -22,6 +21,7 @@ use crate::rendezvous::meeting::{HANDSHAKE_LIMIT, Meeting};
 use crate::rendezvous::secret::random;
 use crate::rendezvous::unique_id::UniqueId;
 use crate::rendezvous::version::VERSION;
+use crate::threads;
 use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;

@@ -9,8 +9,8 @@
 //! An event per collective would cost more than everything else (130 ns of host time). One event per stream and tick gives the same
 //! information with the resolution of a tick.
 
-use crate::collectives::operation::DataType;
-use crate::collectives::operation::{NcclCall, Operation};
+use crate::ffi::operation::DataType;
+use crate::ffi::operation::{NcclCall, Operation};
 use crate::watchdog::clock::Tick;
 use cudarc::driver::CudaStream;
 use std::borrow::Cow;
@@ -396,7 +396,7 @@ impl Work {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::collectives::operation::ReduceOp;
+    use crate::ffi::operation::ReduceOp;
 
     fn all_reduce(count: usize) -> Work {
         Work::Call { call: NcclCall::AllReduce { op: ReduceOp::Sum }, count, data_type: DataType::Float32 }

@@ -1,8 +1,8 @@
 //! The response to a failure: a report, a flight record, the program's callback, the end of the communicator, and, if a kernel cannot be
 //! stopped, the end of the process.
 
-use crate::communicator::threads;
 use crate::logging::log;
+use crate::threads;
 use crate::watchdog::at_exit::Unfinished;
 use crate::watchdog::clock::POLL_INTERVAL;
 use crate::watchdog::failure::Failure;

@@ -1,8 +1,8 @@
 //! The watchdog's thread. There is one per process. It polls lifelines, advances the clock and detects stalled communicators. It calls
 //! neither the driver nor NCCL.
 
-use crate::communicator::threads;
 use crate::rendezvous::unique_id::UniqueId;
+use crate::threads;
 use crate::watchdog::clock::{POLL_INTERVAL, Tick};
 use crate::watchdog::connecting::Connecting;
 use crate::watchdog::failure::FailureCause;
