@@ -47,7 +47,7 @@ use crate::communicator::threads::start;
 use crate::ffi::library::Nccl;
 use crate::ffi::version::Capability;
 use crate::logging::log;
-use crate::watchdog::{ERROR_LIMIT, Watched};
+use crate::watchdog::Observed;
 use cudarc::driver::CudaStream;
 use std::ffi::c_void;
 use std::fmt;
@@ -58,6 +58,7 @@ use std::sync::{Arc, MutexGuard, TryLockError};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
 use symmalloc_files::is_forked;
+use symmalloc_watchdog::ERROR_LIMIT;
 
 /// A safe wrapper of `ncclComm_t`. Clones are cheap and refer to the same communicator.
 ///
@@ -254,7 +255,7 @@ impl Communicator {
         lock(&self.shared.life).cause.clone()
     }
 
-    pub(crate) fn watched(&self) -> &Watched {
+    pub(crate) fn watched(&self) -> &Observed {
         self.shared.watched()
     }
 

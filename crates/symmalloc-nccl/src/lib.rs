@@ -56,7 +56,7 @@
 //! | `sync` | changes to segments, the actions that follow from them, and their comparison across ranks |
 //! | `windows` | lookup of windows, cache keys, and NCCL's symmetric address space |
 //! | `sleep` | sleep and wake of a pool on all ranks |
-//! | `watchdog` | detection of ranks that are gone, stopped or stuck; `at_exit.rs` delays the end of the process while threads of this crate still work |
+//! | `watchdog` | what the watchdog (`symmalloc-watchdog`) needs of the driver and NCCL: `marker.rs` polls the progress of the device; `at_exit.rs` delays the end of the process while threads of this crate still work |
 //! | `rendezvous` | how the ranks of a job find each other |
 //! | `all_to_all` | all-to-all-v |
 //!
@@ -75,7 +75,6 @@ mod rendezvous;
 mod sequence;
 mod sleep;
 mod sync;
-mod threads;
 mod watchdog;
 mod windows;
 
@@ -108,10 +107,12 @@ pub use rendezvous::unique_id::UniqueId;
 pub use sleep::error::{
     CollectiveSleepError, Obstacle, RankObstacle, SleepDifference, SleepField, SleepStep, Slept, Woken,
 };
+pub use symmalloc_watchdog::{
+    FAILURE_EXIT_CODE, Failure, FailureCause, LocalError, WatchdogMode, flight_record, write_flight_record,
+};
 pub use sync::actions::{ChangeKind, SegmentName, WindowChange};
 pub use sync::error::{AttachError, LookupError, SyncError};
 pub use sync::message::{ChangeDifference, SyncDifference, SyncField};
-pub use watchdog::{FAILURE_EXIT_CODE, Failure, FailureCause, WatchdogMode, flight_record, write_flight_record};
 pub use windows::keys::{Generation, SegmentKey};
 pub use windows::keys::{Invalidated, InvalidationCursor};
 pub use windows::window::WindowSpan;

@@ -41,6 +41,8 @@ mod ids;
 mod lifeline;
 mod message;
 mod roster;
+pub mod threads;
+mod watching;
 
 pub use connection::Connection;
 pub use endpoint::{Endpoint, PeerEvent, SILENT_AFTER};
@@ -51,3 +53,9 @@ pub use flight_record::{
 pub use ids::{CommunicatorId, ProcessId, Progress, RankId};
 pub use lifeline::Lifeline;
 pub use message::{Departure, FailureReport, Member};
+pub use watching::{
+    ATTRIBUTION_LIMIT, Announced, Call, Callback, Connecting, ERROR_LIMIT, EntryNumber, FAILURE_EXIT_CODE, Failure,
+    FailureCause, Flight, FlightRecorder, Identity, LocalError, Marked, MeetingId, NamedRank, POLL_INTERVAL, Process,
+    StreamRef, Tick, UnfinishedWork, Unmarked, WatchSettings, Watchable, WatchdogMode, Watched, Work, flight_record,
+    is_running, write_flight_record,
+};

@@ -17,11 +17,7 @@ use crate::ffi::version::Capability;
 use crate::rendezvous::launch::Launch;
 use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
 use crate::sequence::SequenceCounter;
-use crate::threads;
 use crate::watchdog::at_exit::Unfinished;
-use crate::watchdog::{
-    self, ATTRIBUTION_LIMIT, Announced, Connecting, Failure, MeetingId, WatchSettings, WatchdogMode,
-};
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::slice::from_mut;
 use std::sync::atomic::AtomicBool;
@@ -29,7 +25,9 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
-use symmalloc_watchdog::CommunicatorId;
+use symmalloc_watchdog::{
+    ATTRIBUTION_LIMIT, Announced, CommunicatorId, Connecting, Failure, MeetingId, WatchSettings, WatchdogMode, threads,
+};
 
 /// NCCL's environment variable for the blocking mode, which takes precedence over the program's choice.
 const BLOCKING_VARIABLE: &str = "NCCL_COMM_BLOCKING";
@@ -171,7 +169,7 @@ impl CommunicatorBuilder {
     fn connect_until(self, id: UniqueId, rank: u32, ranks: u32, backoff: &Backoff) -> Result<Communicator, CommError> {
         let nccl = self.nccl()?;
         let order = |name: &str| CommOrder::connected(name, &id, ordinal_of(&id, rank));
-        let meeting = watchdog::meeting_of(&id, rank);
+        let meeting = MeetingId::find(id.as_bytes(), rank);
         let call = move |calls: &Calls, new: &NewHandle, [rank, ranks]: [c_int; 2], blocking| {
             calls.init(new, ranks, *id.as_bytes(), rank, blocking)
         };

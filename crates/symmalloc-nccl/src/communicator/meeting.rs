@@ -6,8 +6,8 @@ use crate::ffi::library::Nccl;
 use crate::rendezvous::launch::Launch;
 use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
 use crate::rendezvous::{self, Met};
-use crate::watchdog::{self, MeetingId};
 use std::time::Duration;
+use symmalloc_watchdog::MeetingId;
 
 impl UniqueId {
     /// Returns a new id from NCCL. If `NCCL_COMM_ID` is set, every call on every rank returns the same id. Otherwise each call returns a
@@ -67,5 +67,5 @@ pub(super) fn meet(
 }
 
 fn register(Met { id, connections }: Met, rank: u32, ranks: u32) -> MeetingId {
-    watchdog::register_meeting(&id, rank, ranks, connections)
+    MeetingId::register(id.as_bytes(), rank, ranks, connections)
 }

@@ -10,11 +10,11 @@ use crate::communicator::shapes::ConnectionShape;
 use crate::communicator::shared::{Access, Mode};
 use crate::ffi::handles::{CommHandle, StreamHandle};
 use crate::ffi::operation::{DataType, NcclCall, NcclType, Operation, ReduceOp};
-use crate::watchdog::{EntryNumber, Tick, Work};
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use smallvec::SmallVec;
 use std::fmt;
 use std::sync::Arc;
+use symmalloc_watchdog::{EntryNumber, Tick};
 
 /// A collective with its communicator and its stream.
 pub(crate) type Submission<'a> = (&'a Communicator, Operation, &'a Arc<CudaStream>);
@@ -51,9 +51,7 @@ type Entries = SmallVec<[EntryNumber; 2]>;
 
 fn begin(operations: &[Submission<'_>]) -> Entries {
     let now = Tick::now();
-    let entry = |(comm, operation, stream): &Submission<'_>| {
-        comm.watched().flight().begin(Work::of(operation), Some(*stream), now)
-    };
+    let entry = |(comm, operation, stream): &Submission<'_>| comm.watched().begin(operation, stream, now);
     operations.iter().map(entry).collect()
 }
 

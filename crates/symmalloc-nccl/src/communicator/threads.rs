@@ -4,13 +4,13 @@ use crate::backoff::Backoff;
 use crate::communicator::error::CommError;
 use crate::ffi::calls::{CallProgress, Outcome};
 use crate::ffi::error::NcclError;
-use crate::threads::run;
 use std::any::Any;
 use std::io::ErrorKind;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 use symmalloc_cuda::{CudaDevice, DriverError};
+use symmalloc_watchdog::threads::run;
 
 /// Interval at which a thread that waits for another one checks whether to stop.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);

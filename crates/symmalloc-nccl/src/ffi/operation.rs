@@ -92,18 +92,6 @@ impl NcclCall {
         }
     }
 
-    /// Returns the reduction, root or peer of the call, for reports.
-    pub(crate) fn detail(self) -> Option<String> {
-        match self {
-            NcclCall::AllReduce { op } | NcclCall::ReduceScatter { op } => Some(op.word()),
-            NcclCall::Reduce { op, root } => Some(format!("{}, root {root}", op.word())),
-            NcclCall::Broadcast { root } => Some(format!("root {root}")),
-            NcclCall::Send { peer } => Some(format!("to {peer}")),
-            NcclCall::Receive { peer } => Some(format!("from {peer}")),
-            NcclCall::AllGather => None,
-        }
-    }
-
     /// Returns the reduction of the call, if it has one.
     pub(crate) fn reduction(self) -> Option<ReduceOp> {
         match self {
@@ -159,8 +147,21 @@ pub enum DataType {
 
 impl DataType {
     /// Returns the name used in flight records: "float32".
-    pub(crate) fn word(self) -> String {
-        format!("{self:?}").to_lowercase()
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            DataType::Int8 => "int8",
+            DataType::Uint8 => "uint8",
+            DataType::Int32 => "int32",
+            DataType::Uint32 => "uint32",
+            DataType::Int64 => "int64",
+            DataType::Uint64 => "uint64",
+            DataType::Float16 => "float16",
+            DataType::Float32 => "float32",
+            DataType::Float64 => "float64",
+            DataType::Bfloat16 => "bfloat16",
+            DataType::Float8E4M3 => "float8e4m3",
+            DataType::Float8E5M2 => "float8e5m2",
+        }
     }
 
     /// Returns the size of one element in bytes.
@@ -209,8 +210,14 @@ pub enum ReduceOp {
 
 impl ReduceOp {
     /// Returns the name used in flight records: "sum".
-    pub(crate) fn word(self) -> String {
-        format!("{self:?}").to_lowercase()
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            ReduceOp::Sum => "sum",
+            ReduceOp::Product => "product",
+            ReduceOp::Max => "max",
+            ReduceOp::Min => "min",
+            ReduceOp::Average => "average",
+        }
     }
 
     pub(crate) const fn raw(self) -> c_int {

@@ -21,13 +21,12 @@ use crate::rendezvous::meeting::{HANDSHAKE_LIMIT, Meeting};
 use crate::rendezvous::secret::random;
 use crate::rendezvous::unique_id::UniqueId;
 use crate::rendezvous::version::VERSION;
-use crate::threads;
 use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-use symmalloc_watchdog::Connection;
+use symmalloc_watchdog::{Connection, threads};
 use zerocopy::{FromZeros, IntoBytes};
 
 /// A practically unlimited time.

@@ -19,7 +19,7 @@ const IDLE_MAX: usize = 16;
 ///
 /// # Errors
 /// Returns an error if the system cannot create a thread. The job then has not run.
-pub(crate) fn run(job: impl FnOnce() + Send + 'static) -> io::Result<()> {
+pub fn run(job: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let mut job: Job = Box::new(job);
     while let Some(thread) = pop() {
         match thread.send(job) {
@@ -28,7 +28,7 @@ pub(crate) fn run(job: impl FnOnce() + Send + 'static) -> io::Result<()> {
             Err(SendError(refused)) => job = refused,
         }
     }
-    std::thread::Builder::new().name("symmalloc-nccl".to_owned()).spawn(move || work(job)).map(drop)
+    std::thread::Builder::new().name("symmalloc-worker".to_owned()).spawn(move || work(job)).map(drop)
 }
 
 fn work(first: Job) {
