@@ -1,13 +1,14 @@
 //! The last collectives of a communicator, and the progress of the device in them.
 //!
 //! ```text
-//!  submitting thread    one entry per collective: number, call, size, stream; occasionally an event after it
-//!  marker thread        periodically an event after the last entry of each stream, which it polls
+//!  submitting thread    one entry per collective: number, call, size, stream; occasionally a mark after it
+//!  marker thread        periodically a mark after the last entry of each stream, which it polls
 //!  watchdog thread      unfinished work, and the time without progress
 //! ```
 //!
-//! An event per collective would cost more than everything else (130 ns of host time). One event per stream and tick gives the same
-//! information with the resolution of a tick.
+//! A mark is an event of the driver. The owner of the device records it in the [`Unmarked`] stream, and reports that the device has passed it
+//! ([`done`](FlightRecorder::done)). A mark per collective would cost more than everything else (130 ns of host time). One mark per stream and
+//! tick gives the same information with the resolution of a tick.
 
 use crate::flight_record::{CollectiveRecord, CollectiveState};
 use crate::ids::Progress;
@@ -47,7 +48,7 @@ pub trait Flight: Send + Sync {
 pub struct StreamRef<'a, S> {
     /// The number.
     pub key: u64,
-    /// The stream. The recorder keeps a clone.
+    /// The stream. The recorder keeps a clone, so that no other stream gets its number.
     pub stream: &'a S,
 }
 
