@@ -62,6 +62,8 @@ fn push(thread: Sender<Job>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::mpsc::Receiver;
+    use std::time::Duration;
 
     #[test]
     fn a_thread_that_hangs_does_not_delay_other_calls() {

@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::time::Duration;
 use symmalloc_watchdog::{
     CommunicatorId, Failure, FailureCause, FlightRecord, FlightRecorder, Identity, LocalError, Process, StreamRef,
-    Tick, WatchSettings, Watchable, Watched, WatchdogMode, Work,
+    Tick, WatchSettings, Watchable, WatchdogMode, Watched, Work,
 };
 
 const DEADLINE: Duration = Duration::from_millis(300);
@@ -74,14 +74,8 @@ struct Rank {
 
 impl Rank {
     fn new(rank: u32, hangs: bool, mode: WatchdogMode) -> Self {
-        let identity = Identity {
-            id: CommunicatorId(7),
-            name: "world".into(),
-            rank,
-            ranks: 2,
-            deadline: DEADLINE,
-            meeting: None,
-        };
+        let identity =
+            Identity { id: CommunicatorId(7), name: "world".into(), rank, ranks: 2, deadline: DEADLINE, meeting: None };
         let mut settings = WatchSettings::default();
         settings.set_mode(mode);
         let flight = Arc::<FlightRecorder<u64>>::default();
