@@ -4,22 +4,20 @@ use crate::backoff::Backoff;
 use crate::communicator::call::{CallThread, HostEntry, attribute, creation_failure, perform, poll_until_done};
 use crate::communicator::ending::{Ending, GRACE, end_all};
 use crate::communicator::error::{CommError, CommState, Stage};
-use crate::communicator::order::{CommOrder, SequenceCounter};
+use crate::communicator::meeting;
+use crate::communicator::order::CommOrder;
 use crate::communicator::shared::{Inner, Life, Mode, Ownership, Shared, Usage};
-use crate::communicator::threads::{self, CallError, CallResult, KeepAlive, Waited, start, wait_for};
+use crate::communicator::threads::{CallError, CallResult, KeepAlive, Waited, start, wait_for};
 use crate::communicator::{Communicator, Owner};
 use crate::ffi::calls::{Calls, NO_COLOR, Outcome};
 use crate::ffi::driver;
 use crate::ffi::handles::{CommHandle, NewHandle};
 use crate::ffi::library::Nccl;
 use crate::ffi::version::Capability;
-use crate::rendezvous;
 use crate::rendezvous::launch::Launch;
 use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
+use crate::sequence::SequenceCounter;
 use crate::watchdog::at_exit::Unfinished;
-use crate::watchdog::{
-    self, ATTRIBUTION_LIMIT, Announced, Connecting, Failure, MeetingId, WatchSettings, WatchdogMode,
-};
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::slice::from_mut;
 use std::sync::atomic::AtomicBool;
@@ -27,7 +25,9 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
-use symmalloc_watchdog::CommunicatorId;
+use symmalloc_watchdog::{
+    ATTRIBUTION_LIMIT, Announced, CommunicatorId, Connecting, Failure, MeetingId, WatchSettings, WatchdogMode, threads,
+};
 
 /// NCCL's environment variable for the blocking mode, which takes precedence over the program's choice.
 const BLOCKING_VARIABLE: &str = "NCCL_COMM_BLOCKING";
@@ -169,7 +169,7 @@ impl CommunicatorBuilder {
     fn connect_until(self, id: UniqueId, rank: u32, ranks: u32, backoff: &Backoff) -> Result<Communicator, CommError> {
         let nccl = self.nccl()?;
         let order = |name: &str| CommOrder::connected(name, &id, ordinal_of(&id, rank));
-        let meeting = watchdog::meeting_of(&id, rank);
+        let meeting = MeetingId::find(id.as_bytes(), rank);
         let call = move |calls: &Calls, new: &NewHandle, [rank, ranks]: [c_int; 2], blocking| {
             calls.init(new, ranks, *id.as_bytes(), rank, blocking)
         };
@@ -271,7 +271,7 @@ impl CommunicatorBuilder {
 
     pub(super) fn meet(&self, rank: u32, ranks: u32, backoff: &Backoff) -> Result<Option<MeetingId>, CommError> {
         match &self.rendezvous {
-            Some(address) => rendezvous::meet(address, &self.name, rank, ranks, backoff),
+            Some(address) => meeting::meet(address, &self.name, rank, ranks, backoff),
             None => Ok(None),
         }
     }

@@ -5,12 +5,11 @@ use crate::ffi::error::{LoadError, NcclError};
 use crate::ffi::version::{Capability, NcclVersion};
 use crate::rendezvous::error::RendezvousError;
 use crate::rendezvous::launch::LaunchError;
-use crate::watchdog::Failure;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 use symmalloc_cuda::{CudaError, DriverError};
-use symmalloc_watchdog::FailureReport;
+use symmalloc_watchdog::{Failure, FailureReport};
 use thiserror::Error;
 
 /// An error returned by an operation on a communicator.

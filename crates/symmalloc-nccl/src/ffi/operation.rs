@@ -92,19 +92,8 @@ impl NcclCall {
         }
     }
 
-    /// Returns the reduction, root or peer of the call, for reports.
-    pub(crate) fn detail(self) -> Option<String> {
-        match self {
-            NcclCall::AllReduce { op } | NcclCall::ReduceScatter { op } => Some(op.word()),
-            NcclCall::Reduce { op, root } => Some(format!("{}, root {root}", op.word())),
-            NcclCall::Broadcast { root } => Some(format!("root {root}")),
-            NcclCall::Send { peer } => Some(format!("to {peer}")),
-            NcclCall::Receive { peer } => Some(format!("from {peer}")),
-            NcclCall::AllGather => None,
-        }
-    }
-
-    fn reduction(self) -> Option<ReduceOp> {
+    /// Returns the reduction of the call, if it has one.
+    pub(crate) fn reduction(self) -> Option<ReduceOp> {
         match self {
             NcclCall::AllReduce { op } | NcclCall::ReduceScatter { op } | NcclCall::Reduce { op, .. } => Some(op),
             _ => None,
@@ -124,79 +113,6 @@ pub(crate) struct Operation {
     pub(crate) count: usize,
     pub(crate) data_type: DataType,
     pub(crate) stream: StreamHandle,
-}
-
-impl Operation {
-    /// Returns the shape for which NCCL establishes connections on first use.
-    pub(crate) fn shape(&self) -> ConnectionShape {
-        let bytes = self.count.saturating_mul(self.data_type.size_bytes());
-        let magnitude = bytes.checked_ilog2().map_or(0, |log| log + 1);
-        match (self.call, self.call.collective()) {
-            (NcclCall::Send { peer }, _) => ConnectionShape::Send { peer },
-            (NcclCall::Receive { peer }, _) => ConnectionShape::Receive { peer },
-            (call, collective) => {
-                let algorithm = (collective, call.reduction(), self.data_type);
-                ConnectionShape::Collective { algorithm, magnitude }
-            }
-        }
-    }
-}
-
-/// The properties by which NCCL selects an algorithm and connects ranks. For a collective, these are its kind, reduction, type and order of
-/// magnitude. For a send or receive, it is the peer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ConnectionShape {
-    Collective { algorithm: Algorithm, magnitude: u32 },
-    Send { peer: u32 },
-    Receive { peer: u32 },
-}
-
-/// Collective, reduction and type.
-type Algorithm = (Option<Collective>, Option<ReduceOp>, DataType);
-
-/// The shapes that have run on a communicator, whose connections therefore exist.
-#[derive(Debug, Default)]
-pub(crate) struct KnownShapes {
-    /// Magnitudes as bits, for every combination of kind, reduction and type.
-    collectives: Vec<(Algorithm, u128)>,
-    /// Peers as bits.
-    sent: Vec<u64>,
-    /// Peers as bits.
-    received: Vec<u64>,
-}
-
-impl KnownShapes {
-    /// Returns `true` if this shape has run.
-    pub(crate) fn contains(&self, shape: ConnectionShape) -> bool {
-        let has =
-            |peers: &[u64], peer: u32| peers.get(peer as usize / 64).is_some_and(|bits| bits & (1 << (peer % 64)) != 0);
-        match shape {
-            ConnectionShape::Collective { algorithm, magnitude } => {
-                self.collectives.iter().any(|known| known.0 == algorithm && known.1 & (1 << magnitude) != 0)
-            }
-            ConnectionShape::Send { peer } => has(&self.sent, peer),
-            ConnectionShape::Receive { peer } => has(&self.received, peer),
-        }
-    }
-
-    /// Records that this shape has run.
-    pub(crate) fn insert(&mut self, shape: ConnectionShape) {
-        let add = |peers: &mut Vec<u64>, peer: u32| {
-            let word = peer as usize / 64;
-            peers.resize(peers.len().max(word + 1), 0);
-            peers[word] |= 1 << (peer % 64);
-        };
-        match shape {
-            ConnectionShape::Collective { algorithm, magnitude } => {
-                match self.collectives.iter_mut().find(|known| known.0 == algorithm) {
-                    Some(known) => known.1 |= 1 << magnitude,
-                    None => self.collectives.push((algorithm, 1 << magnitude)),
-                }
-            }
-            ConnectionShape::Send { peer } => add(&mut self.sent, peer),
-            ConnectionShape::Receive { peer } => add(&mut self.received, peer),
-        }
-    }
 }
 
 /// An element type of NCCL (`ncclDataType_t`).
@@ -231,8 +147,21 @@ pub enum DataType {
 
 impl DataType {
     /// Returns the name used in flight records: "float32".
-    pub(crate) fn word(self) -> String {
-        format!("{self:?}").to_lowercase()
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            DataType::Int8 => "int8",
+            DataType::Uint8 => "uint8",
+            DataType::Int32 => "int32",
+            DataType::Uint32 => "uint32",
+            DataType::Int64 => "int64",
+            DataType::Uint64 => "uint64",
+            DataType::Float16 => "float16",
+            DataType::Float32 => "float32",
+            DataType::Float64 => "float64",
+            DataType::Bfloat16 => "bfloat16",
+            DataType::Float8E4M3 => "float8e4m3",
+            DataType::Float8E5M2 => "float8e5m2",
+        }
     }
 
     /// Returns the size of one element in bytes.
@@ -281,8 +210,14 @@ pub enum ReduceOp {
 
 impl ReduceOp {
     /// Returns the name used in flight records: "sum".
-    pub(crate) fn word(self) -> String {
-        format!("{self:?}").to_lowercase()
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            ReduceOp::Sum => "sum",
+            ReduceOp::Product => "product",
+            ReduceOp::Max => "max",
+            ReduceOp::Min => "min",
+            ReduceOp::Average => "average",
+        }
     }
 
     pub(crate) const fn raw(self) -> c_int {
@@ -323,45 +258,6 @@ nccl_types!(half::f16 = Float16, half::bf16 = Bfloat16);
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn all_reduce(count: usize) -> ConnectionShape {
-        operation(NcclCall::AllReduce { op: ReduceOp::Sum }, count).shape()
-    }
-
-    fn operation(call: NcclCall, count: usize) -> Operation {
-        Operation { call, send: 0, receive: 0, count, data_type: DataType::Float32, stream: StreamHandle::NULL }
-    }
-
-    #[test]
-    fn a_known_shape_covers_its_kind_type_and_magnitude_only() {
-        let mut shapes = KnownShapes::default();
-        assert!(!shapes.contains(all_reduce(1000)));
-        shapes.insert(all_reduce(1000));
-        assert!(shapes.contains(all_reduce(1000)) && shapes.contains(all_reduce(600)));
-        assert!(!shapes.contains(all_reduce(2000)) && !shapes.contains(all_reduce(0)));
-        assert!(!shapes.contains(operation(NcclCall::AllReduce { op: ReduceOp::Max }, 1000).shape()));
-        assert!(!shapes.contains(operation(NcclCall::AllGather, 1000).shape()));
-        shapes.insert(all_reduce(2000));
-        assert!(shapes.contains(all_reduce(2000)));
-    }
-
-    #[test]
-    fn every_peer_has_its_own_connection_and_a_root_has_none() {
-        let mut shapes = KnownShapes::default();
-        shapes.insert(operation(NcclCall::Send { peer: 100 }, 8).shape());
-        assert!(shapes.contains(operation(NcclCall::Send { peer: 100 }, 1 << 20).shape()), "whatever its size");
-        assert!(!shapes.contains(operation(NcclCall::Send { peer: 2 }, 8).shape()));
-        assert!(!shapes.contains(operation(NcclCall::Receive { peer: 100 }, 8).shape()));
-        shapes.insert(operation(NcclCall::Broadcast { root: 0 }, 8).shape());
-        assert!(shapes.contains(operation(NcclCall::Broadcast { root: 3 }, 8).shape()));
-    }
-
-    #[test]
-    fn the_largest_size_has_a_magnitude() {
-        let mut shapes = KnownShapes::default();
-        shapes.insert(all_reduce(usize::MAX));
-        assert!(shapes.contains(all_reduce(usize::MAX)));
-    }
 
     #[test]
     fn types_have_the_numbers_and_sizes_of_nccl_h() {

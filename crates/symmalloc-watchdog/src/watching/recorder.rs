@@ -1,22 +1,22 @@
 //! The last collectives of a communicator, and the progress of the device in them.
 //!
 //! ```text
-//!  submitting thread    one entry per collective: number, call, size, stream; occasionally an event after it
-//!  marker thread        periodically an event after the last entry of each stream, which it polls
+//!  submitting thread    one entry per collective: number, call, size, stream; occasionally a mark after it
+//!  marker thread        periodically a mark after the last entry of each stream, which it polls
 //!  watchdog thread      unfinished work, and the time without progress
 //! ```
 //!
-//! An event per collective would cost more than everything else (130 ns of host time). One event per stream and tick gives the same
-//! information with the resolution of a tick.
+//! A mark is an event of the driver. The owner of the device records it in the [`Unmarked`] stream, and reports that the device has passed it
+//! ([`done`](FlightRecorder::done)). A mark per collective would cost more than everything else (130 ns of host time). One mark per stream and
+//! tick gives the same information with the resolution of a tick.
 
-use crate::collectives::operation::DataType;
-use crate::collectives::operation::{NcclCall, Operation};
-use crate::watchdog::clock::Tick;
-use cudarc::driver::CudaStream;
-use std::borrow::Cow;
+use crate::flight_record::{CollectiveRecord, CollectiveState};
+use crate::ids::Progress;
+use crate::watching::clock::Tick;
+use crate::watching::work::Work;
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use symmalloc_watchdog::{CollectiveRecord, CollectiveState, Progress, Signature};
+use std::fmt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Number of collectives kept.
 const ENTRIES_MAX: usize = 256;
@@ -25,16 +25,31 @@ const ENTRIES_MAX: usize = 256;
 /// progress is visible even in a program that runs far ahead of the device.
 const MARK_EVERY: u64 = 64;
 
-/// Work submitted to a communicator.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Work {
-    /// An NCCL collective.
-    Call { call: NcclCall, count: usize, data_type: DataType },
-    /// Another operation that every rank performs: a registration, a split, or work that the program announced.
-    Named { kind: Cow<'static, str>, elements: Option<u64> },
-    /// The destruction of the communicator. It has the next collective's number and does not count: another rank may still submit that
-    /// collective.
-    Destruction,
+/// The progress of a communicator and its last collectives, as the watchdog reads them.
+pub trait Flight: Send + Sync {
+    /// Returns this rank's progress.
+    fn progress(&self) -> Progress;
+
+    /// Returns the unfinished work, or `None` if everything has completed.
+    fn unfinished(&self, now: Tick) -> Option<UnfinishedWork>;
+
+    /// Returns the collective with this number, if it is still kept.
+    fn find_collective(&self, number: u64, now: Tick) -> Option<CollectiveRecord>;
+
+    /// Returns the last collectives, oldest first.
+    fn collectives(&self, now: Tick) -> Vec<CollectiveRecord>;
+
+    /// Returns `true` if no work can run on the device. A graph may be running, and so may work whose call failed.
+    fn is_off_device(&self) -> bool;
+}
+
+/// A stream of the device, with a number that identifies it as long as it exists.
+#[derive(Clone, Copy, Debug)]
+pub struct StreamRef<'a, S> {
+    /// The number.
+    pub key: u64,
+    /// The stream. The recorder keeps a clone, so that no other stream gets its number.
+    pub stream: &'a S,
 }
 
 /// The number of an entry's stream, in the order in which streams were first used with the communicator.
@@ -43,15 +58,14 @@ struct StreamNumber(u32);
 
 /// The number of an entry, counted from 1 over everything submitted to the communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct EntryNumber(u64);
+pub struct EntryNumber(u64);
 
-#[derive(Default)]
-pub(crate) struct FlightRecorder {
-    ring: Mutex<Ring>,
+/// The recorder of a communicator's last collectives, which names streams of type `S`.
+pub struct FlightRecorder<S> {
+    ring: Mutex<Ring<S>>,
 }
 
-#[derive(Default)]
-struct Ring {
+struct Ring<S> {
     /// The last entries, oldest first.
     entries: VecDeque<Entry>,
     /// Total number of entries.
@@ -59,7 +73,7 @@ struct Ring {
     /// Number of entries that every rank submits.
     collectives: u64,
     is_destroying: bool,
-    streams: Vec<StreamProgress>,
+    streams: Vec<StreamProgress<S>>,
     /// Time at which work last completed, or at which no work was pending.
     moved: Tick,
     /// `true` if a graph contains entries, possibly including dropped ones.
@@ -90,8 +104,9 @@ enum EntryStage {
 }
 
 /// A stream with collectives of the communicator.
-struct StreamProgress {
-    stream: Arc<CudaStream>,
+struct StreamProgress<S> {
+    key: u64,
+    stream: S,
     /// Its last entry.
     last: EntryNumber,
     /// The last entry that a mark follows.
@@ -103,14 +118,17 @@ struct StreamProgress {
 }
 
 /// A stream with entries that no mark follows.
-pub(crate) struct Unmarked {
-    pub(crate) stream: Arc<CudaStream>,
-    pub(crate) upto: Marked,
+#[derive(Clone, Copy, Debug)]
+pub struct Unmarked<S> {
+    /// The stream.
+    pub stream: S,
+    /// Its last entry.
+    pub upto: Marked,
 }
 
 /// An entry of a stream that a mark follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Marked {
+pub struct Marked {
     stream: StreamNumber,
     entry: EntryNumber,
     /// The number of the entry's collective.
@@ -119,22 +137,22 @@ pub(crate) struct Marked {
 
 /// Unfinished work.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct UnfinishedWork {
+pub struct UnfinishedWork {
     /// The first unfinished collective.
-    pub(crate) first: CollectiveRecord,
+    pub first: CollectiveRecord,
     /// The number of the last submitted collective.
-    pub(crate) last: u64,
+    pub last: u64,
     /// The other rank of a send or receive.
-    pub(crate) peer: Option<u32>,
+    pub peer: Option<u32>,
     /// `true` if the first unfinished work is the communicator's destruction.
-    pub(crate) is_destruction: bool,
+    pub is_destruction: bool,
     /// Time of the last progress.
-    pub(crate) since: Tick,
+    pub since: Tick,
 }
 
-impl FlightRecorder {
+impl<S: Clone> FlightRecorder<S> {
     /// Records work that is about to be submitted to NCCL.
-    pub(crate) fn begin(&self, work: Work, stream: Option<&Arc<CudaStream>>, now: Tick) -> EntryNumber {
+    pub fn begin(&self, work: Work, stream: Option<StreamRef<'_, S>>, now: Tick) -> EntryNumber {
         let mut ring = self.lock();
         let stream = stream.map(|stream| ring.number_of(stream));
         if ring.is_idle() {
@@ -154,7 +172,7 @@ impl FlightRecorder {
     }
 
     /// Records that work was submitted to its stream, or captured. Returns the position of a mark if one is due.
-    pub(crate) fn submitted(&self, entry: EntryNumber, is_captured: bool) -> Option<Unmarked> {
+    pub fn submitted(&self, entry: EntryNumber, is_captured: bool) -> Option<Unmarked<S>> {
         let mut ring = self.lock();
         let at = ring.place(entry)?;
         ring.entries[at].stage = if is_captured { EntryStage::Captured } else { EntryStage::InStream };
@@ -167,7 +185,7 @@ impl FlightRecorder {
     }
 
     /// Records that work completed on the host or was not submitted: none of it is on the device.
-    pub(crate) fn complete_on_host(&self, entry: EntryNumber, now: Tick) {
+    pub fn complete_on_host(&self, entry: EntryNumber, now: Tick) {
         let mut ring = self.lock();
         if let Some(at) = ring.place(entry) {
             ring.entries[at].stage = EntryStage::Over;
@@ -177,7 +195,7 @@ impl FlightRecorder {
 
     /// Records that the call of an entry was rejected and had no effect. If no later collective exists, the next one gets its number, as on the
     /// other ranks.
-    pub(crate) fn rejected(&self, entry: EntryNumber, now: Tick) {
+    pub fn rejected(&self, entry: EntryNumber, now: Tick) {
         self.complete_on_host(entry, now);
         let mut ring = self.lock();
         if let Some(at) = ring.place(entry)
@@ -189,33 +207,33 @@ impl FlightRecorder {
     }
 
     /// Records that the call of an entry failed. NCCL may have submitted a part of the work before.
-    pub(crate) fn call_failed(&self, entry: EntryNumber, now: Tick) {
+    pub fn call_failed(&self, entry: EntryNumber, now: Tick) {
         self.lock().has_failed_call = true;
         self.complete_on_host(entry, now);
     }
 
     /// Returns the streams with entries that no mark follows. They count as marked until [`mark_failed`](Self::mark_failed).
-    pub(crate) fn unmarked(&self) -> Vec<Unmarked> {
+    pub fn unmarked(&self) -> Vec<Unmarked<S>> {
         let mut ring = self.lock();
         (0..ring.streams.len()).filter_map(|stream| ring.unmarked(stream)).collect()
     }
 
     /// Returns the last entry of a stream, for a thread that waits for it.
-    pub(crate) fn end_of(&self, stream: &Arc<CudaStream>) -> Marked {
+    pub fn end_of(&self, stream: StreamRef<'_, S>) -> Marked {
         let mut ring = self.lock();
         let stream = ring.number_of(stream);
         ring.end_of(stream)
     }
 
     /// Handles a mark that could not be recorded.
-    pub(crate) fn mark_failed(&self, Marked { stream: StreamNumber(stream), .. }: Marked) {
+    pub fn mark_failed(&self, Marked { stream: StreamNumber(stream), .. }: Marked) {
         let mut ring = self.lock();
         let followed = &mut ring.streams[stream as usize];
         followed.marked = followed.done;
     }
 
     /// Records that the device has passed a mark.
-    pub(crate) fn done(&self, Marked { stream: StreamNumber(stream), entry, number }: Marked, now: Tick) {
+    pub fn done(&self, Marked { stream: StreamNumber(stream), entry, number }: Marked, now: Tick) {
         let mut ring = self.lock();
         let followed = &mut ring.streams[stream as usize];
         if followed.done < entry {
@@ -224,14 +242,13 @@ impl FlightRecorder {
         }
     }
 
-    /// Returns `true` if no work can run on the device. A graph may be running, and so may work whose call failed.
-    pub(crate) fn is_off_device(&self) -> bool {
-        let ring = self.lock();
-        let is_done = |followed: &StreamProgress| followed.done == followed.last;
-        !ring.has_captured && !ring.has_failed_call && ring.streams.iter().all(is_done)
+    fn lock(&self) -> MutexGuard<'_, Ring<S>> {
+        self.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
 
-    pub(crate) fn progress(&self) -> Progress {
+impl<S: Clone + Send> Flight for FlightRecorder<S> {
+    fn progress(&self) -> Progress {
         let ring = self.lock();
         let first_open = ring.records().find(|(_, state)| is_open(*state)).map(|(entry, _)| entry);
         let finished =
@@ -243,8 +260,7 @@ impl FlightRecorder {
         Progress { submitted: ring.collectives, finished, is_destroying: ring.is_destroying }
     }
 
-    /// Returns the unfinished work, or `None` if everything has completed.
-    pub(crate) fn unfinished(&self, now: Tick) -> Option<UnfinishedWork> {
+    fn unfinished(&self, now: Tick) -> Option<UnfinishedWork> {
         let ring = self.lock();
         let (entry, state) = ring.records().find(|(_, state)| is_open(*state))?;
         let (first, peer) = (entry.record(state, now), entry.work.peer());
@@ -252,8 +268,7 @@ impl FlightRecorder {
         Some(UnfinishedWork { first, last: ring.collectives, peer, is_destruction, since: ring.moved })
     }
 
-    /// Returns the collective with this number, if it is still kept.
-    pub(crate) fn find_collective(&self, number: u64, now: Tick) -> Option<CollectiveRecord> {
+    fn find_collective(&self, number: u64, now: Tick) -> Option<CollectiveRecord> {
         let ring = self.lock();
         // A rejected call before it has the same number.
         let is_it = |(entry, _): &(&Entry, CollectiveState)| entry.number == number && entry.work.is_collective();
@@ -261,13 +276,37 @@ impl FlightRecorder {
         Some(entry.record(state, now))
     }
 
-    /// Returns the last collectives, oldest first.
-    pub(crate) fn collectives(&self, now: Tick) -> Vec<CollectiveRecord> {
+    fn collectives(&self, now: Tick) -> Vec<CollectiveRecord> {
         self.lock().records().map(|(entry, state)| entry.record(state, now)).collect()
     }
 
-    fn lock(&self) -> MutexGuard<'_, Ring> {
-        self.ring.lock().unwrap_or_else(PoisonError::into_inner)
+    fn is_off_device(&self) -> bool {
+        let ring = self.lock();
+        let is_done = |followed: &StreamProgress<S>| followed.done == followed.last;
+        !ring.has_captured && !ring.has_failed_call && ring.streams.iter().all(is_done)
+    }
+}
+
+impl<S> Default for FlightRecorder<S> {
+    fn default() -> Self {
+        FlightRecorder {
+            ring: Mutex::new(Ring {
+                entries: VecDeque::new(),
+                given: 0,
+                collectives: 0,
+                is_destroying: false,
+                streams: Vec::new(),
+                moved: Tick::default(),
+                has_captured: false,
+                has_failed_call: false,
+            }),
+        }
+    }
+}
+
+impl<S> fmt::Debug for FlightRecorder<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FlightRecorder").finish_non_exhaustive()
     }
 }
 
@@ -275,18 +314,18 @@ fn is_open(state: CollectiveState) -> bool {
     !matches!(state, CollectiveState::Finished | CollectiveState::Captured)
 }
 
-impl Ring {
+impl<S: Clone> Ring<S> {
     fn place(&self, EntryNumber(entry): EntryNumber) -> Option<usize> {
         let age = self.given.checked_sub(entry)? as usize;
         self.entries.len().checked_sub(age + 1)
     }
 
-    fn number_of(&mut self, stream: &Arc<CudaStream>) -> StreamNumber {
-        let known = self.streams.iter().position(|followed| followed.stream.cu_stream() == stream.cu_stream());
+    fn number_of(&mut self, StreamRef { key, stream }: StreamRef<'_, S>) -> StreamNumber {
+        let known = self.streams.iter().position(|followed| followed.key == key);
         let number = known.unwrap_or_else(|| {
             let none = EntryNumber(0);
-            let stream = Arc::clone(stream);
-            self.streams.push(StreamProgress { stream, last: none, marked: none, done: none, done_number: 0 });
+            let stream = stream.clone();
+            self.streams.push(StreamProgress { key, stream, last: none, marked: none, done: none, done_number: 0 });
             self.streams.len() - 1
         });
         StreamNumber(number as u32)
@@ -298,13 +337,13 @@ impl Ring {
     }
 
     /// Returns the entries of a stream that no mark follows. They count as marked from here on.
-    fn unmarked(&mut self, at: usize) -> Option<Unmarked> {
+    fn unmarked(&mut self, at: usize) -> Option<Unmarked<S>> {
         let followed = &mut self.streams[at];
         if followed.marked >= followed.last {
             return None;
         }
         followed.marked = followed.last;
-        let stream = Arc::clone(&followed.stream);
+        let stream = followed.stream.clone();
         Some(Unmarked { stream, upto: self.end_of(StreamNumber(at as u32)) })
     }
 
@@ -352,58 +391,22 @@ impl Entry {
     }
 }
 
-impl Work {
-    pub(crate) fn of(operation: &Operation) -> Self {
-        let Operation { call, count, data_type, .. } = *operation;
-        Work::Call { call, count, data_type }
-    }
-
-    /// Returns `true` if every rank submits the entry.
-    fn is_collective(&self) -> bool {
-        match self {
-            Work::Call { call, .. } => call.collective().is_some(),
-            Work::Named { .. } | Work::Destruction => true,
-        }
-    }
-
-    /// Returns the other rank of a send or receive.
-    fn peer(&self) -> Option<u32> {
-        match self {
-            Work::Call { call, .. } if call.collective().is_none() => call.named_rank(),
-            _ => None,
-        }
-    }
-
-    fn signature(&self) -> Signature {
-        match self {
-            Work::Call { call, count, data_type } => Signature {
-                kind: call.symbol().to_owned(),
-                elements: Some(*count as u64),
-                data_type: Some(data_type.word()),
-                detail: call.detail(),
-            },
-            Work::Named { kind, elements } => {
-                Signature { kind: kind.clone().into_owned(), elements: *elements, data_type: None, detail: None }
-            }
-            Work::Destruction => {
-                let kind = "ncclCommFinalize".to_owned();
-                Signature { kind, elements: None, data_type: None, detail: None }
-            }
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::collectives::operation::ReduceOp;
+    use crate::watching::work::{Call, NamedRank};
 
-    fn all_reduce(count: usize) -> Work {
-        Work::Call { call: NcclCall::AllReduce { op: ReduceOp::Sum }, count, data_type: DataType::Float32 }
+    /// A recorder for streams that are numbers.
+    type FlightRecorder = super::FlightRecorder<u64>;
+
+    fn all_reduce(count: u64) -> Work {
+        let call = Call { symbol: "ncclAllReduce", count, data_type: "float32", reduction: Some("sum"), rank: None };
+        Work::Call(call)
     }
 
     fn send() -> Work {
-        Work::Call { call: NcclCall::Send { peer: 1 }, count: 1, data_type: DataType::Uint8 }
+        let rank = Some(NamedRank::To(1));
+        Work::Call(Call { symbol: "ncclSend", count: 1, data_type: "uint8", reduction: None, rank })
     }
 
     fn states(flight: &FlightRecorder) -> Vec<(u64, CollectiveState)> {

@@ -1,13 +1,13 @@
 //! Flight records of this process: written at a failure, on request, and on a signal.
 
-use crate::watchdog::handle;
-use crate::watchdog::watched::{self, Identity};
+use crate::flight_record::{FlightRecord, FlightRecordError};
+use crate::watching::handle;
+use crate::watching::watched::{self, Identity};
 use signal_hook::consts::{SIGUSR1, SIGUSR2};
 use std::env;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
-use symmalloc_watchdog::{FlightRecord, FlightRecordError};
 
 /// The environment variable with the folder of flight records. The default is the user's private folder.
 const FOLDER_VARIABLE: &str = "SYMMALLOC_FLIGHT_RECORDS";
@@ -19,7 +19,7 @@ const SIGNAL_VARIABLE: &str = "SYMMALLOC_FLIGHT_SIGNAL";
 ///
 /// # Examples
 /// ```
-/// let record = symmalloc_nccl::flight_record("asked for by the operator");
+/// let record = symmalloc_watchdog::flight_record("asked for by the operator");
 /// assert_eq!(record.communicators, []);
 /// ```
 pub fn flight_record(reason: &str) -> FlightRecord {

@@ -1,15 +1,15 @@
 //! The failures for which the watchdog ends a communicator.
 
-use crate::ffi::error::NcclError;
+use crate::flight_record::CollectiveRecord;
+use crate::message::{Departure, FailureReport};
+use crate::watching::local_error::LocalError;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
-use symmalloc_cuda::DriverError;
-use symmalloc_watchdog::{CollectiveRecord, Departure, FailureReport};
 
 /// Flag in the number of a rank whose communicator does not exist yet, so that other ranks are notified if the rank fails. In a split, the
 /// number is that in the parent; while connecting, it is the rank's own.
-pub(crate) const PENDING_COMM: u32 = 1 << 31;
+pub(super) const PENDING_COMM: u32 = 1 << 31;
 
 /// Maximum number of ranks that a message names. A peer reports the ranks, so the message must not grow with them.
 const RANKS_SHOWN: usize = 64;
@@ -79,9 +79,9 @@ pub enum FailureCause {
     /// There is no progress, and the cause is unknown because some ranks are not connected.
     Unknown,
     /// NCCL reported an error.
-    Nccl(NcclError),
+    Nccl(LocalError),
     /// The driver reported an error.
-    Driver(DriverError),
+    Driver(LocalError),
 }
 
 impl Failure {
@@ -211,7 +211,7 @@ impl FailureCause {
     }
 
     /// Returns the silence of the rank to look at first in milliseconds, if that rank is stopped.
-    pub(crate) fn stopped_ms(&self) -> Option<u64> {
+    pub fn stopped_ms(&self) -> Option<u64> {
         match self {
             FailureCause::RankStopped { silent, .. } => Some(silent.as_millis() as u64),
             FailureCause::RankFailed { report, .. } => report.stopped_ms,

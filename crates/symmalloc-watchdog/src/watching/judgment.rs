@@ -1,10 +1,11 @@
 //! Determines why a collective missed its deadline, from the known state of all ranks.
 
-use crate::watchdog::failure::FailureCause;
-use crate::watchdog::flight::UnfinishedWork;
-use crate::watchdog::watched::Identity;
+use crate::endpoint::SILENT_AFTER;
+use crate::message::Member;
+use crate::watching::failure::FailureCause;
+use crate::watching::recorder::UnfinishedWork;
+use crate::watching::watched::Identity;
 use std::time::Duration;
-use symmalloc_watchdog::{Member, SILENT_AFTER};
 
 /// The decision about unfinished work.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -103,11 +104,11 @@ fn cause(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::watchdog::Tick;
+    use crate::flight_record::{CollectiveRecord, CollectiveState, Signature};
+    use crate::ids::{CommunicatorId, ProcessId, Progress};
+    use crate::message::Departure;
+    use crate::watching::clock::Tick;
     use std::sync::Arc;
-    use symmalloc_watchdog::{
-        CollectiveRecord, CollectiveState, CommunicatorId, Departure, ProcessId, Progress, Signature,
-    };
 
     const DEADLINE: Duration = Duration::from_secs(5);
 

@@ -1,6 +1,6 @@
 //! The settings of the watchdog for a communicator, which the program and the environment choose.
 
-use crate::watchdog::failure::Failure;
+use crate::watching::failure::Failure;
 use std::env;
 use std::fmt;
 use std::sync::{Arc, LazyLock};
@@ -34,22 +34,24 @@ impl WatchdogMode {
     }
 }
 
-type Callback = Arc<dyn Fn(&Failure) + Send + Sync>;
+/// A callback that is called once, on a separate thread, when the watchdog ends the communicator.
+pub type Callback = Arc<dyn Fn(&Failure) + Send + Sync>;
 
 /// The watchdog's mode and the program's callback, see [`WatchdogMode`].
 #[derive(Clone, Default)]
-pub(crate) struct WatchSettings {
+pub struct WatchSettings {
     mode: WatchdogMode,
     callback: Option<Callback>,
 }
 
 impl WatchSettings {
     /// Sets the program's choice, which the environment can override.
-    pub(crate) fn set_mode(&mut self, mode: WatchdogMode) {
+    pub fn set_mode(&mut self, mode: WatchdogMode) {
         self.mode = mode;
     }
 
-    pub(crate) fn set_callback(&mut self, callback: Callback) {
+    /// Sets the program's callback.
+    pub fn set_callback(&mut self, callback: Callback) {
         self.callback = Some(callback);
     }
 
@@ -59,7 +61,7 @@ impl WatchSettings {
 
     /// Returns the mode. It is needed for every collective, so the environment is read once.
     #[inline]
-    pub(crate) fn mode(&self) -> WatchdogMode {
+    pub fn mode(&self) -> WatchdogMode {
         static FROM_ENV: LazyLock<Option<WatchdogMode>> = LazyLock::new(|| {
             let word = env::var(MODE_VARIABLE).ok()?;
             let mode = WatchdogMode::from_word(&word);

@@ -1,65 +1,80 @@
-//! The watchdog's view of a communicator: its identity, its flight record, and the events that are pending in its streams.
+//! The watchdog's view of a communicator: its identity, its flight record, and why it ended.
 
-use crate::rendezvous::unique_id::UniqueId;
-use crate::watchdog::clock::Tick;
-use crate::watchdog::failure::{Failure, FailureCause, PENDING_COMM};
-use crate::watchdog::flight::{FlightRecorder, Marked};
-use crate::watchdog::settings::WatchSettings;
-use cudarc::driver::CudaEvent;
+use crate::flight_record::{CollectiveRecord, CommunicatorRecord, PeerRecord};
+use crate::ids::{CommunicatorId, RankId};
+use crate::message::Member;
+use crate::watching::clock::Tick;
+use crate::watching::failure::{Failure, FailureCause, PENDING_COMM};
+use crate::watching::recorder::Flight;
+use crate::watching::settings::WatchSettings;
+use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
-use symmalloc_cuda::RelaxedCapture;
-use symmalloc_watchdog::{CollectiveRecord, CommunicatorId, CommunicatorRecord, Member, PeerRecord, RankId};
 
-/// The watchdog's interface to a communicator. It is called on threads that may block indefinitely.
-pub(crate) trait Watchable: Send + Sync {
+/// A communicator that the watchdog can end. It is called on threads that may block indefinitely.
+pub trait Watchable: Send + Sync {
     /// Ends the communicator because of the failure. All threads that wait inside its calls or for its work must return.
     fn end(&self, failure: &Arc<Failure>);
-
-    /// Returns an error that NCCL reports, without waiting for a thread that is in NCCL.
-    fn poll_error(&self) -> Option<FailureCause>;
 
     /// Returns `true` if none of its work runs any more, or if another owner has to end it.
     fn is_ended(&self) -> bool;
 
     /// Returns the communicator's state, such as "ready" or "aborted".
     fn state_text(&self) -> String;
+}
 
-    /// Lets this thread query streams and events while another thread captures.
-    fn relax_capture(&self) -> RelaxedCapture;
+/// The end of the process, for which the owner of the device has rules.
+pub trait Process: Sync {
+    /// Lets `exit` wait for a report that is being written, until the returned value is dropped.
+    fn delay_exit(&self) -> Box<dyn Send>;
+
+    /// Ends the process immediately, without the handlers of `exit`.
+    fn exit_now(&self, code: i32) -> !;
 }
 
 /// The id of a meeting, in which the processes of a communicator connect to each other. It includes this rank's number, because ranks can
 /// be threads of one process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct MeetingId {
-    pub(super) id: UniqueId,
+pub struct MeetingId {
+    pub(super) id: [u8; MeetingId::BYTES],
     pub(super) own: u32,
+}
+
+impl MeetingId {
+    /// Size in bytes of the id that the processes share.
+    pub const BYTES: usize = 128;
 }
 
 /// The constant properties of a communicator.
 #[derive(Clone, Debug)]
-pub(crate) struct Identity {
-    pub(crate) id: CommunicatorId,
-    pub(crate) name: Arc<str>,
-    pub(crate) rank: u32,
-    pub(crate) ranks: u32,
-    pub(crate) deadline: Duration,
+pub struct Identity {
+    /// Its id, equal on all ranks.
+    pub id: CommunicatorId,
+    /// Its name, for reports.
+    pub name: Arc<str>,
+    /// This rank.
+    pub rank: u32,
+    /// Number of ranks.
+    pub ranks: u32,
+    /// Longest time without progress.
+    pub deadline: Duration,
     /// The meeting of its processes; `None` if there was none and only ranks of this process know of each other.
-    pub(crate) meeting: Option<MeetingId>,
+    pub meeting: Option<MeetingId>,
 }
 
 impl Identity {
-    pub(crate) fn rank_id(&self) -> RankId {
+    /// Returns this rank of the communicator.
+    pub fn rank_id(&self) -> RankId {
         RankId { communicator: self.id, rank: self.rank }
     }
 }
 
-pub(crate) struct Watched {
+/// A communicator that the watchdog watches, on one rank. It may outlive the communicator, whose record it keeps.
+pub struct Watched {
     identity: Identity,
     settings: WatchSettings,
-    flight: FlightRecorder,
+    flight: Arc<dyn Flight>,
     /// The failure for which the watchdog ended the communicator, and its time.
     failure: OnceLock<(Arc<Failure>, Instant)>,
     /// Time at which the watchdog learned that the process of another rank is gone or stopped while this rank destroys the communicator.
@@ -68,50 +83,60 @@ pub(crate) struct Watched {
     is_closed: AtomicBool,
     /// `true` once a thread ensures that the communicator ends.
     is_end_ensured: AtomicBool,
-    /// Pending events in its streams.
-    marks: Mutex<Marks>,
-    /// An error that the marker thread detected, with its time.
+    /// An error of the driver or NCCL that ended no call of the program, with its time.
     error: Mutex<Option<(FailureCause, Tick)>>,
     communicator: Weak<dyn Watchable>,
+    process: &'static dyn Process,
 }
 
 impl Watched {
-    pub(crate) fn new(identity: Identity, settings: WatchSettings, communicator: Weak<dyn Watchable>) -> Self {
+    /// Creates the watchdog's view of a communicator. [`watch`](Self::watch) starts to watch it.
+    pub fn new(
+        identity: Identity,
+        settings: WatchSettings,
+        flight: Arc<dyn Flight>,
+        communicator: Weak<dyn Watchable>,
+        process: &'static dyn Process,
+    ) -> Self {
         Watched {
             identity,
             settings,
-            flight: FlightRecorder::default(),
+            flight,
             failure: OnceLock::new(),
             peer_lost: OnceLock::new(),
             is_closed: AtomicBool::new(false),
             is_end_ensured: AtomicBool::new(false),
-            marks: Mutex::default(),
             error: Mutex::default(),
             communicator,
+            process,
         }
     }
 
-    pub(crate) fn identity(&self) -> &Identity {
+    /// Returns the communicator's constant properties.
+    pub fn identity(&self) -> &Identity {
         &self.identity
     }
 
-    pub(crate) fn settings(&self) -> &WatchSettings {
+    pub(super) fn settings(&self) -> &WatchSettings {
         &self.settings
     }
 
-    /// Returns the communicator's last collectives.
-    #[inline]
-    pub(crate) fn flight(&self) -> &FlightRecorder {
-        &self.flight
+    pub(super) fn process(&self) -> &'static dyn Process {
+        self.process
+    }
+
+    /// Returns the communicator's progress and its last collectives.
+    pub(super) fn flight(&self) -> &dyn Flight {
+        &*self.flight
     }
 
     /// Returns the failure for which the watchdog ended the communicator, if any.
-    pub(crate) fn failure(&self) -> Option<&Arc<Failure>> {
+    pub fn failure(&self) -> Option<&Arc<Failure>> {
         self.failure.get().map(|(failure, _)| failure)
     }
 
     /// Returns the time since the failure.
-    pub(crate) fn since_failure(&self) -> Option<Duration> {
+    pub fn since_failure(&self) -> Option<Duration> {
         self.failure.get().map(|(_, since)| since.elapsed())
     }
 
@@ -121,16 +146,17 @@ impl Watched {
     }
 
     /// Returns the time since the process of another rank was known to be gone or stopped, if the communicator is being destroyed.
-    pub(crate) fn since_peer_lost(&self) -> Option<Duration> {
+    pub fn since_peer_lost(&self) -> Option<Duration> {
         self.peer_lost.get().map(Instant::elapsed)
     }
 
-    pub(super) fn is_closed(&self) -> bool {
+    /// Returns `true` if the communicator is no longer checked for stalls.
+    pub fn is_closed(&self) -> bool {
         self.is_closed.load(Ordering::Acquire)
     }
 
     /// Stops checking the communicator for stalls.
-    pub(crate) fn close(&self) {
+    pub fn close(&self) {
         self.is_closed.store(true, Ordering::Release);
     }
 
@@ -139,17 +165,13 @@ impl Watched {
         !self.is_end_ensured.swap(true, Ordering::AcqRel)
     }
 
-    pub(super) fn marks(&self) -> MutexGuard<'_, Marks> {
-        self.marks.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Returns the communicator, or `None` if the program has dropped it.
     pub(super) fn communicator(&self) -> Option<Arc<dyn Watchable>> {
         self.communicator.upgrade()
     }
 
-    /// Records an error of the driver or NCCL for the watchdog.
-    pub(super) fn record_error(&self, cause: FailureCause) {
+    /// Records an error of the driver or NCCL, for which the watchdog ends the communicator unless it finds the cause on another rank.
+    pub fn record_error(&self, cause: FailureCause) {
         self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert((cause, Tick::now()));
     }
 
@@ -159,7 +181,7 @@ impl Watched {
     }
 
     /// Records the failure and returns it if it is the communicator's first.
-    pub(super) fn fail(
+    pub(super) fn record_failure(
         &self,
         cause: FailureCause,
         collective: Option<CollectiveRecord>,
@@ -203,41 +225,9 @@ fn peer(member: &Member) -> PeerRecord {
     PeerRecord { rank: member.rank & !PENDING_COMM, progress: member.progress, condition }
 }
 
-/// Maximum number of unused events that are kept for reuse.
-const FREE_MAX: usize = 16;
-
-/// The pending events of a communicator's streams.
-#[derive(Default)]
-pub(super) struct Marks {
-    waiting: Vec<Mark>,
-    free: Vec<CudaEvent>,
-}
-
-/// An event that was recorded in a stream after some collectives.
-pub(super) struct Mark {
-    pub(super) upto: Marked,
-    pub(super) event: CudaEvent,
-}
-
-impl Marks {
-    pub(super) fn add(&mut self, mark: Mark) {
-        self.waiting.push(mark);
-    }
-
-    pub(super) fn take_waiting(&mut self) -> Vec<Mark> {
-        std::mem::take(&mut self.waiting)
-    }
-
-    /// Returns an unused event.
-    pub(super) fn free_event(&mut self) -> Option<CudaEvent> {
-        self.free.pop()
-    }
-
-    /// Keeps an event for reuse, unless there are [`FREE_MAX`] already.
-    pub(super) fn keep(&mut self, event: CudaEvent) {
-        if self.free.len() < FREE_MAX {
-            self.free.push(event);
-        }
+impl fmt::Debug for Watched {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Watched").field("identity", &self.identity).finish_non_exhaustive()
     }
 }
 

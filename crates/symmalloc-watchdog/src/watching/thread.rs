@@ -1,68 +1,91 @@
 //! The watchdog's thread. There is one per process. It polls lifelines, advances the clock and detects stalled communicators. It calls
 //! neither the driver nor NCCL.
 
-use crate::communicator::threads;
-use crate::rendezvous::unique_id::UniqueId;
-use crate::watchdog::clock::{POLL_INTERVAL, Tick};
-use crate::watchdog::connecting::Connecting;
-use crate::watchdog::failure::FailureCause;
-use crate::watchdog::handle::{COMMAND_LIMIT, Command, Handle};
-use crate::watchdog::judgment::Judgment;
-use crate::watchdog::marker;
-use crate::watchdog::record;
-use crate::watchdog::response;
-use crate::watchdog::settings::WatchdogMode;
-use crate::watchdog::watched::{self, Identity, MeetingId, Watched};
+use crate::connection::Connection;
+use crate::endpoint::{PeerEvent, SILENT_AFTER};
+use crate::ids::{ProcessId, RankId};
+use crate::lifeline::Lifeline;
+use crate::message::{Departure, FailureReport, Member};
+use crate::threads;
+use crate::watching::clock::{POLL_INTERVAL, Tick};
+use crate::watching::connecting::Connecting;
+use crate::watching::failure::FailureCause;
+use crate::watching::handle::{COMMAND_LIMIT, Command, Handle};
+use crate::watching::judgment::Judgment;
+use crate::watching::process_record;
+use crate::watching::response;
+use crate::watching::settings::WatchdogMode;
+use crate::watching::watched::{self, Identity, MeetingId, Watched};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
-use symmalloc_watchdog::{
-    Connection, Departure, FailureReport, Lifeline, Member, PeerEvent, ProcessId, RankId, SILENT_AFTER,
-};
 
 /// Longest time to wait for news of other ranks after an error of NCCL or the driver, which often means that another rank is gone.
-pub(crate) const ATTRIBUTION_LIMIT: Duration = Duration::from_millis(500);
+pub const ATTRIBUTION_LIMIT: Duration = Duration::from_millis(500);
 
-/// Registers the connections of this process from a meeting of the job's processes.
-pub(crate) fn register_meeting(
-    id: &UniqueId,
-    own: u32,
-    processes: u32,
-    connections: Vec<(u32, Connection)>,
-) -> MeetingId {
-    let meeting = MeetingId { id: *id, own };
-    let connections = connections.into_iter().map(|(process, stream)| (ProcessId(process), stream)).collect();
-    match Lifeline::new(ProcessId(own), processes, connections, Tick::now().time()) {
-        Ok(lifeline) => {
-            if let Some(watchdog) = watchdog() {
-                watchdog.note_meeting(meeting);
-                watchdog.command(Command::Met(meeting, Box::new(lifeline)));
+impl MeetingId {
+    /// Registers the connections of this process from a meeting of the job's processes. `own` is the process's number among `processes`.
+    pub fn register(
+        id: &[u8; MeetingId::BYTES],
+        own: u32,
+        processes: u32,
+        connections: Vec<(u32, Connection)>,
+    ) -> MeetingId {
+        let meeting = MeetingId { id: *id, own };
+        let connections = connections.into_iter().map(|(process, stream)| (ProcessId(process), stream)).collect();
+        match Lifeline::new(ProcessId(own), processes, connections, Tick::now().time()) {
+            Ok(lifeline) => {
+                if let Some(watchdog) = watchdog() {
+                    watchdog.note_meeting(meeting);
+                    watchdog.command(Command::Met(meeting, Box::new(lifeline)));
+                }
             }
+            Err(error) => tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error),
         }
-        Err(error) => tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error),
+        meeting
     }
-    meeting
+
+    /// Returns the registered meeting with this id: as this rank, if ranks are threads that each met separately.
+    pub fn find(id: &[u8; MeetingId::BYTES], rank: u32) -> Option<MeetingId> {
+        watchdog()?.meeting_of(id, rank)
+    }
 }
 
-/// Returns `true` if the watchdog runs.
-pub(crate) fn is_on() -> bool {
+/// Returns `true` if the watchdog runs. Starts it if necessary.
+pub fn is_running() -> bool {
     watchdog().is_some()
 }
 
-/// Returns the meeting with this id: as this rank, if ranks are threads that each met separately.
-pub(crate) fn meeting_of(id: &UniqueId, rank: u32) -> Option<MeetingId> {
-    watchdog()?.meeting_of(id, rank)
-}
+impl Watched {
+    /// Watches the communicator until it is dropped.
+    pub fn watch(self: &Arc<Self>) {
+        if let Some(watchdog) = watchdog() {
+            watched::add(self);
+            watchdog.command(Command::Watch(self.identity().clone()));
+        }
+    }
 
-/// Watches a communicator until it is dropped.
-pub(crate) fn watch(watched: &Arc<Watched>) {
-    if let Some(watchdog) = watchdog() {
-        watched::add(watched);
-        watchdog.command(Command::Watch(watched.identity().clone()));
-        marker::start();
+    /// Notifies the other ranks that the communicator was destroyed normally, so that they no longer watch this process for it. On return,
+    /// the notification has been sent.
+    pub fn leave(&self) {
+        self.close();
+        if let Some(watchdog) = watchdog() {
+            watchdog.command(Command::Leave(self.identity().clone()));
+            // Without the notification, the end of the process looks like a failure to the other ranks.
+            watchdog.flush(self.identity().deadline.max(COMMAND_LIMIT));
+        }
+    }
+
+    /// Notifies the other ranks that the communicator was ended because of an error. On return, the notification has been sent.
+    pub fn fail(&self, report: FailureReport) {
+        self.close();
+        if let Some(watchdog) = watchdog() {
+            watchdog.command(Command::Fail(self.identity().clone(), report));
+            watchdog.flush(COMMAND_LIMIT);
+        }
     }
 }
 
@@ -87,26 +110,6 @@ pub(super) fn withdraw_pending(connecting: &Arc<Connecting>) {
 pub(super) fn fail_pending(connecting: &Arc<Connecting>, report: FailureReport) {
     if let Some(watchdog) = watchdog() {
         watchdog.command(Command::FailToConnect(Arc::clone(connecting), report));
-        watchdog.flush(COMMAND_LIMIT);
-    }
-}
-
-/// Notifies the other ranks that the communicator was destroyed normally, so that they no longer watch this process for it. On return, the
-/// notification has been sent.
-pub(crate) fn leave(watched: &Watched) {
-    watched.close();
-    if let Some(watchdog) = watchdog() {
-        watchdog.command(Command::Leave(watched.identity().clone()));
-        // Without the notification, the end of the process looks like a failure to the other ranks.
-        watchdog.flush(watched.identity().deadline.max(COMMAND_LIMIT));
-    }
-}
-
-/// Notifies the other ranks that the communicator was ended because of an error. On return, the notification has been sent.
-pub(crate) fn fail(watched: &Watched, report: FailureReport) {
-    watched.close();
-    if let Some(watchdog) = watchdog() {
-        watchdog.command(Command::Fail(watched.identity().clone(), report));
         watchdog.flush(COMMAND_LIMIT);
     }
 }
@@ -193,9 +196,9 @@ impl WatchdogThread {
             for one in &watched {
                 self.find_stopped(one, now);
             }
-            if record::has_signal_arrived() {
+            if process_record::has_signal_arrived() {
                 let _started = threads::run(|| {
-                    if let Err(error) = record::write_flight_record("a signal arrived") {
+                    if let Err(error) = process_record::write_flight_record("a signal arrived") {
                         tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
                     }
                 });
@@ -338,7 +341,6 @@ impl WatchdogThread {
                         }
                     }
                 }
-                _ => {}
             }
         }
     }
@@ -451,7 +453,7 @@ impl WatchdogThread {
         // The first collective that the other rank missed, or otherwise the first unfinished one.
         let missed = cause.last_submitted().and_then(|last| flight.find_collective(last + 1, now));
         let collective = missed.or_else(|| Some(flight.unfinished(now)?.first));
-        if let Some(failure) = watched.fail(cause.with_parent_ranks(), collective, waited) {
+        if let Some(failure) = watched.record_failure(cause.with_parent_ranks(), collective, waited) {
             let (identity, report) = (watched.identity(), failure.report());
             self.with_lifeline(identity.meeting, |lifeline| {
                 lifeline.endpoint().fail(identity.rank_id(), &report, now.time());

@@ -1,15 +1,15 @@
 //! The interface through which other threads send requests to the watchdog's thread.
 
-use crate::rendezvous::unique_id::UniqueId;
-use crate::watchdog::connecting::Connecting;
-use crate::watchdog::watched::{Identity, MeetingId};
+use crate::lifeline::Lifeline;
+use crate::message::{FailureReport, Member};
+use crate::watching::connecting::Connecting;
+use crate::watching::watched::{Identity, MeetingId};
 use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
-use symmalloc_watchdog::{FailureReport, Lifeline, Member};
 
 /// Longest time for which other threads wait for the watchdog's answer.
 pub(super) const COMMAND_LIMIT: Duration = Duration::from_secs(1);
@@ -85,7 +85,7 @@ impl Handle {
     }
 
     /// Returns the meeting with this id. If ranks are threads that met separately, returns the meeting of this rank.
-    pub(super) fn meeting_of(&self, id: &UniqueId, rank: u32) -> Option<MeetingId> {
+    pub(super) fn meeting_of(&self, id: &[u8; MeetingId::BYTES], rank: u32) -> Option<MeetingId> {
         let meetings = lock(&self.meetings);
         let of_id = || meetings.iter().filter(|meeting| meeting.id == *id);
         of_id().find(|meeting| meeting.own == rank).or_else(|| of_id().next()).copied()

@@ -1,18 +1,18 @@
 //! Communicators that are being created.
 //!
 //! NCCL's initialization waits for all ranks without a limit, and a communicator is watched only once it exists. Until then, each rank
-//! [announces](crate::watchdog::Announced) that it is connecting. If its process ends or its call fails, the others stop waiting.
+//! [announces](crate::Announced) that it is connecting. If its process ends or its call fails, the others stop waiting.
 
-use crate::watchdog::failure::{Failure, FailureCause, PENDING_COMM};
-use crate::watchdog::settings::{WatchSettings, WatchdogMode};
-use crate::watchdog::watched::MeetingId;
+use crate::ids::{CommunicatorId, RankId};
+use crate::watching::failure::{Failure, FailureCause, PENDING_COMM};
+use crate::watching::settings::{WatchSettings, WatchdogMode};
+use crate::watching::watched::MeetingId;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
-use symmalloc_watchdog::{CommunicatorId, RankId};
 
 /// A communicator that this rank is creating.
 #[derive(Debug)]
-pub(crate) struct Connecting {
+pub struct Connecting {
     name: Arc<str>,
     meeting: Option<MeetingId>,
     /// This rank, with [`PENDING_COMM`]: its number in the communicator, or in the one that is split.
@@ -27,7 +27,7 @@ pub(crate) struct Connecting {
 
 impl Connecting {
     /// Creates the state of a creation. `rank` is this rank's number in the communicator, or in the one that is split.
-    pub(crate) fn new(
+    pub fn new(
         name: &Arc<str>,
         meeting: Option<MeetingId>,
         rank: u32,
@@ -46,12 +46,12 @@ impl Connecting {
     }
 
     /// Returns the failure of another rank that ends the creation.
-    pub(crate) fn failure(&self) -> Option<&Arc<Failure>> {
+    pub fn failure(&self) -> Option<&Arc<Failure>> {
         self.failure.get()
     }
 
     /// Returns the meeting of the ranks, if any.
-    pub(crate) fn meeting(&self) -> Option<MeetingId> {
+    pub fn meeting(&self) -> Option<MeetingId> {
         self.meeting
     }
 

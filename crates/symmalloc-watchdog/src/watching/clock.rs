@@ -9,21 +9,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// Interval between two checks of the watchdog and of the marker.
-pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(100);
+pub const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Maximum time that one tick adds.
 const STEP_MAX: Duration = Duration::from_secs(1);
 
 /// Time from the start of the watchdog to its last tick.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Tick(u64);
+pub struct Tick(u64);
 
 static NOW: AtomicU64 = AtomicU64::new(0);
 
 impl Tick {
     /// Returns the current tick with a single load. It runs for every collective, and a system call would take 20 ns.
     #[inline]
-    pub(crate) fn now() -> Self {
+    pub fn now() -> Self {
         Tick(NOW.load(Ordering::Relaxed))
     }
 
@@ -39,12 +39,13 @@ impl Tick {
         Tick(sum)
     }
 
-    pub(crate) fn since(self, earlier: Tick) -> Duration {
+    /// Returns the time from an earlier tick to this one.
+    pub(super) fn since(self, earlier: Tick) -> Duration {
         self.time().saturating_sub(earlier.time())
     }
 
     /// Returns the time in the unit of lifelines.
-    pub(crate) fn time(self) -> Duration {
+    pub(super) fn time(self) -> Duration {
         Duration::from_micros(self.0)
     }
 }

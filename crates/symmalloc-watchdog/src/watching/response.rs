@@ -1,14 +1,12 @@
 //! The response to a failure: a report, a flight record, the program's callback, the end of the communicator, and, if a kernel cannot be
 //! stopped, the end of the process.
 
-use crate::communicator::threads;
-use crate::logging::log;
-use crate::watchdog::at_exit::Unfinished;
-use crate::watchdog::clock::POLL_INTERVAL;
-use crate::watchdog::failure::Failure;
-use crate::watchdog::record::write_flight_record;
-use crate::watchdog::settings::{MODE_VARIABLE, WatchdogMode};
-use crate::watchdog::watched::{self, Watched};
+use crate::threads;
+use crate::watching::clock::POLL_INTERVAL;
+use crate::watching::failure::Failure;
+use crate::watching::process_record::write_flight_record;
+use crate::watching::settings::{MODE_VARIABLE, WatchdogMode};
+use crate::watching::watched::{self, Watched};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -23,14 +21,14 @@ const END_LIMIT: Duration = Duration::from_secs(2);
 
 /// Longest time for which an error waits for the communicator's end. NCCL's abort takes up to a second, and never
 /// returns under a kernel that it cannot stop.
-pub(crate) const ERROR_LIMIT: Duration = Duration::from_millis(1500);
+pub const ERROR_LIMIT: Duration = Duration::from_millis(1500);
 
 /// Longest time for which the end of the process waits for its message: standard error may have no reader.
 const MESSAGE_LIMIT: Duration = Duration::from_millis(250);
 
 /// Responds on separate threads, because each part may block indefinitely.
 pub(super) fn begin(watched: &Arc<Watched>, failure: &Arc<Failure>) {
-    ensure_end(watched);
+    watched.ensure_end();
     let (of_end, cause) = (Arc::clone(watched), Arc::clone(failure));
     spawn(move || {
         if let Some(communicator) = of_end.communicator() {
@@ -38,7 +36,7 @@ pub(super) fn begin(watched: &Arc<Watched>, failure: &Arc<Failure>) {
         }
     });
     // The record has every communicator, also those that the program drops as soon as a call returns the error.
-    let (cause, unfinished, recorded) = (Arc::clone(failure), Unfinished::report(), watched::all());
+    let (cause, unfinished, recorded) = (Arc::clone(failure), watched.process().delay_exit(), watched::all());
     spawn(move || {
         report(&cause);
         drop((recorded, unfinished));
@@ -57,6 +55,11 @@ fn spawn(job: impl FnOnce() + Send + 'static) {
     }
 }
 
+/// Emits an event. The program's subscriber may panic, for example because standard error is closed.
+fn log(event: impl FnOnce()) {
+    let _panicked = catch_unwind(AssertUnwindSafe(event));
+}
+
 fn report(failure: &Failure) {
     let written = match write_flight_record(&failure.to_string()) {
         Ok(path) => format!("the flight record is {}", path.display()),
@@ -68,24 +71,26 @@ fn report(failure: &Failure) {
     log(|| tracing::error!(name: "communicator.failed", target: "symmalloc", communicator, %failure));
 }
 
-/// Ends the process if an abort that has begun does not finish within [`END_LIMIT`]. Keeps the communicator until then, because the
-/// program may drop it and then wait for its streams.
-pub(crate) fn ensure_end(watched: &Arc<Watched>) {
-    let Some(communicator) = watched.communicator() else { return };
-    if watched.settings().mode() != WatchdogMode::Exit || !watched.claim_end() {
-        return;
-    }
-    let watched = Arc::clone(watched);
-    spawn(move || {
-        let begun = Instant::now();
-        while !communicator.is_ended() {
-            if begun.elapsed() > END_LIMIT {
-                end_process(&watched);
-                return;
-            }
-            std::thread::sleep(POLL_INTERVAL / 4);
+impl Watched {
+    /// Ends the process if an abort that has begun does not finish within two seconds. Keeps the communicator until then, because the
+    /// program may drop it and then wait for its streams.
+    pub fn ensure_end(self: &Arc<Self>) {
+        let Some(communicator) = self.communicator() else { return };
+        if self.settings().mode() != WatchdogMode::Exit || !self.claim_end() {
+            return;
         }
-    });
+        let watched = Arc::clone(self);
+        spawn(move || {
+            let begun = Instant::now();
+            while !communicator.is_ended() {
+                if begun.elapsed() > END_LIMIT {
+                    end_process(&watched);
+                    return;
+                }
+                std::thread::sleep(POLL_INTERVAL / 4);
+            }
+        });
+    }
 }
 
 /// Ends the process, unless all work on the device is known to have completed before the failure. A thread of this crate that hangs in
@@ -105,5 +110,5 @@ fn end_process(watched: &Watched) {
         let _heard = sender.send(());
     });
     let _in_time = written.recv_timeout(MESSAGE_LIMIT);
-    crate::ffi::driver::exit_now(FAILURE_EXIT_CODE);
+    watched.process().exit_now(FAILURE_EXIT_CODE);
 }
