@@ -105,12 +105,13 @@ impl Failure {
     /// Returns the failure of a job, and tries which settings serve the request. `None` if nothing failed.
     pub(super) fn of(recorded: &Recorded, reading: &ReadingArgs) -> Result<Option<Self>, CliError> {
         let Some(mut failure) = Self::found(recorded)? else { return Ok(None) };
-        let records = with_request(&recorded.recording, failure.op);
+        let program = Program::new(&with_request(&recorded.recording, failure.op));
+        let program = program.map_err(|source| CliError::Program { path: recorded.path.clone(), source })?;
         let of_default = failure.pool == PoolId::DEFAULT;
         // The same candidates for any pool: in place of the default pool.
         let as_default = recorded.config.to_builder().default_pool(failure.pool_config.clone()).build();
         let mut configs: Vec<Config> = as_default.into_iter().collect();
-        let candidates = configs.first().map(|own| settings::candidates(own, recorded.job.stream_count()));
+        let candidates = configs.first().map(|own| settings::candidates(recorded, own));
         for config in candidates.into_iter().flatten() {
             if !configs.contains(&config) {
                 configs.push(config);
@@ -118,19 +119,13 @@ impl Failure {
         }
         let device_bytes = failure.device_bytes();
         for (index, candidate) in configs.iter().enumerate() {
-            let (config, changed_records) = match of_default {
-                true => (candidate.clone(), None),
-                false if index == 0 => (recorded.config.clone(), None),
-                false => {
-                    let pool = candidate.default_pool();
-                    (recorded.config.clone(), Some(with_pool(&records, failure.pool, pool)))
-                }
-            };
-            let Some(config) = limited(&config, device_bytes) else { continue };
-            let program = Program::new(changed_records.as_ref().unwrap_or(&records));
-            let program = program.map_err(|source| CliError::Program { path: recorded.path.clone(), source })?;
+            let changed = (!of_default && index > 0)
+                .then(|| program.clone().with_pool_config(failure.pool, candidate.default_pool()));
+            let config = if of_default { candidate } else { &recorded.config };
+            let Some(config) = limited(config, device_bytes) else { continue };
             // Settings under which the job stops serve nothing.
-            let Ok(outcome) = recorded.job.attempt(&program, &config, failure.op) else { continue };
+            let attempt = recorded.job.attempt(changed.as_ref().unwrap_or(&program), &config, failure.op);
+            let Ok(outcome) = attempt else { continue };
             let changed = settings::text(&config);
             let (path, flags) = (quoted(&recorded.path.to_string_lossy()), reading.flags());
             let command =
@@ -154,15 +149,12 @@ impl Failure {
     fn found(recorded: &Recorded) -> Result<Option<Self>, CliError> {
         let recording = &recorded.recording;
         let ops = recorded.program().ops();
-        let attempt = |program: &Program, op: usize| {
-            let attempt = recorded.job.attempt(program, &recorded.config, op);
-            attempt.map_err(|source| CliError::Job { path: recorded.path.clone(), source })
-        };
         let (op, noted, cause) = match recording.failure {
             Some(failure) => (failure.record, Some(failure), refusal_of(recorded, failure.record)),
             None => {
-                let attempt = attempt(recorded.program(), ops.len())?;
-                let Some((op, cause)) = attempt.refused.into_iter().next() else { return Ok(None) };
+                let refusal = recorded.job.first_refusal(&recorded.config);
+                let refusal = refusal.map_err(|source| CliError::Job { path: recorded.path.clone(), source })?;
+                let Some((op, cause)) = refusal else { return Ok(None) };
                 (op, None, cause)
             }
         };
@@ -647,19 +639,6 @@ fn with_request(recording: &Recording, op: usize) -> Vec<Record> {
     if let Op::Refuse { pool, stream, size_bytes, .. } = records[op].op {
         let id = crate::job::unused_id(&records);
         records[op].op = Op::Allocate { id, pool, stream, size_bytes };
-    }
-    records
-}
-
-/// Returns the records in which a pool has other settings.
-fn with_pool(records: &[Record], pool: PoolId, settings: &PoolConfig) -> Vec<Record> {
-    let mut records = records.to_vec();
-    for record in &mut records {
-        if let Op::CreatePool { pool: of, config } = &mut record.op
-            && *of == pool
-        {
-            **config = settings.clone();
-        }
     }
     records
 }
