@@ -26,12 +26,13 @@ use bound::{Bound, LiveBytes, Scope, bounds, pool_config};
 use growth::Growth;
 use places::{Place, Places};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use symmalloc_core::config::{Config, PoolConfig, Reclaim};
 use symmalloc_core::errors::{LimitScope, OutOfMemoryCause};
 use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::op::{Op, Record, Refusal};
-use symmalloc_core::units::MIB;
+use symmalloc_core::units::{MIB, SEGMENT_BYTES_MAX};
 use symmalloc_import::{Format, HeldMemory, Recording};
 use symmalloc_text::visible_line;
 use symmalloc_trace::replay::Program;
@@ -65,6 +66,8 @@ pub(super) struct Failure {
     pub(super) held: Option<HeldMemory>,
     /// Memory of each heap.
     places: Places,
+    /// Pools that sleep.
+    asleep: BTreeSet<PoolId>,
     pub(super) device_free_bytes: Option<u64>,
     /// Limits that apply to the request, the narrowest first.
     bounds: Vec<Bound>,
@@ -195,6 +198,7 @@ impl Failure {
             pool_live_bytes: live.of_pool(pool),
             held,
             places: Places::recorded(&recording.failure_heaps, &live),
+            asleep: live.asleep,
             device_free_bytes,
             bound: deciding(&bounds, size_bytes, cause.as_ref(), by_driver),
             bounds,
@@ -209,7 +213,7 @@ impl Failure {
     /// Adds the memory that symmalloc holds then, if symmalloc refused the request.
     pub(super) fn add_state(&mut self, shown: &Memory) {
         if self.is_replayed && shown.op == self.op {
-            self.places = Places::replayed(shown);
+            self.places = Places::replayed(shown, &self.asleep);
             self.held = Some(self.places.held());
         }
     }
@@ -277,16 +281,18 @@ impl Failure {
         let mut lines = vec![("failed", self.request()), ("then", self.state()), ("why", self.reason())];
         lines.extend(self.places.text(recording, (self.pool, self.stream)).map(|text| ("where", text)));
         let holders = match self.of_pool_alone() {
-            Some(pool) => holders::of_pool(shown, pool),
-            None => holders::of(shown),
+            Some(pool) => holders::of_pools(shown, |of| of == pool),
+            None => holders::of_pools(shown, |of| !self.asleep.contains(&of)),
         };
         let held: Vec<String> = [largest(&holders), self.free_memory()].into_iter().flatten().collect();
         if !held.is_empty() {
             lines.push(("held", held.join("; ")));
         }
-        lines.extend(self.growth.as_ref().map(|growth| ("grows", growth.text())));
+        // What grows is not the problem of a request that no device could serve.
+        let growth = self.growth.as_ref().filter(|_| !self.is_larger_than_devices());
+        lines.extend(growth.map(|growth| ("grows", growth.text())));
         let remedy = self.remedy(pools);
-        lines.push(("remedy", self.growth.as_ref().map_or(remedy.clone(), |growth| growth.remedy(&remedy))));
+        lines.push(("remedy", growth.map_or(remedy.clone(), |growth| growth.remedy(&remedy))));
         lines
     }
 
@@ -452,6 +458,12 @@ impl Failure {
     }
 
     fn remedy(&self, pools: Option<&PrivatePools>) -> String {
+        if self.is_larger_than_devices() {
+            return format!(
+                "no device has {}: the size is probably a bug of the program, such as a negative number or an overflow",
+                memory(self.size_bytes)
+            );
+        }
         if let Cause::TooMuch { missing_bytes } = self.cause() {
             let missing = match self.of_pool_alone() {
                 Some(pool) => format!("{} of pool {}", memory(missing_bytes), pool.0),
@@ -501,6 +513,11 @@ impl Failure {
             best.settings,
             memory(best.reserved_bytes)
         )
+    }
+
+    /// Returns `true` if no device could serve the request.
+    fn is_larger_than_devices(&self) -> bool {
+        self.size_bytes > SEGMENT_BYTES_MAX
     }
 
     /// States what the limit of all pools leaves, if a pool's limit decides.
