@@ -46,7 +46,7 @@ const ORDER: [(&str, &str); 16] = [
     ),
     (
         "symmalloc-plan",
-        "problem schedule random learner check decode online sections orders failures repair solution table exact solve",
+        "problem schedule random learner solution decode online sections repair table exact corners solve",
     ),
     (
         "symmalloc-preload",

@@ -16,7 +16,7 @@
 //! ```
 //!
 //! [`solve`] places rectangles that live all the time at the bottom, and searches for the others: it tries several orders,
-//! then alternates exact search and repair of the best placement until its budget is spent. The budget counts work, and no
+//! then alternates corner search, exact search and repair of the best placement until its budget is spent. The budget counts work, and no
 //! clock is read: the same problem and the same budget give the same offsets on every machine.
 //!
 //! **Time is an order.** Only the order of beginnings and ends matters. The search replaces times by the
@@ -24,6 +24,9 @@
 //!
 //! **Repair** takes the rectangles around one at the top and places them again, lower. It examines few rectangles at a time,
 //! so it improves placements of tens of thousands.
+//!
+//! **Corner search** continues where the fewest rectangles can be placed without unused memory. It solves problems of hundreds of rectangles that
+//! fill the whole height.
 //!
 //! **Exact search** places up to 4096 rectangles, the largest ones of a larger problem. The others go into the gaps, or on top. It can
 //! prove that no smaller height is feasible, so [`Solution::is_optimal`] can also be `true` for a height above the peak.
@@ -48,11 +51,13 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod corners;
 mod decode;
 mod exact;
 mod learner;
 mod online;
 mod problem;
+mod random;
 mod repair;
 mod schedule;
 mod sections;

@@ -14,6 +14,7 @@
 //! otherwise. It examines only rectangles that overlap the removed ones, so it costs a small part of decoding an order.
 
 use crate::decode::{Decoded, Decoder, Fit, Placement};
+use crate::random::Random;
 
 /// Maximum number of rectangles that an attempt places again. With more, an attempt rarely succeeds and costs as much as many small ones.
 const WINDOW_MAX: usize = 400;
@@ -120,25 +121,6 @@ impl<'a> Repair<'a> {
             order.insert(self.random.below(at as u64 + 1) as usize, item);
         }
         order
-    }
-}
-
-/// A xorshift generator with a fixed seed.
-struct Random(u64);
-
-impl Default for Random {
-    fn default() -> Self {
-        Random(0x9e37_79b9_7f4a_7c15)
-    }
-}
-
-impl Random {
-    /// Returns a number below `bound`.
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        ((u128::from(self.0) * u128::from(bound)) >> 64) as u64
     }
 }
 

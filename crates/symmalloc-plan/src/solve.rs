@@ -1,14 +1,16 @@
-//! The search: a first placement, several orders, then exact search and repair in turn.
+//! The search: a first placement, several orders, then corner search, exact search and repair in turn.
 //!
 //! ```text
-//!  in order of time ──► orders, best fit and lowest fit ──► round: exact search of the cores: at the bound, then between it and the best
-//!                                                             ▲    repair of the best placement
+//!  in order of time ──► orders, best fit and lowest fit ──► round: corner search of all rectangles, exact search of the cores:
+//!                                                             ▲    each at the bound, then between it and the best
+//!                                                             │    repair of the best placement
 //!                          one reaches the bound: done        └─── twice the work
 //! ```
 //!
 //! Random choices come from a generator with a fixed seed. The budget ends the search but does not influence its course. A
 //! larger budget is therefore never worse.
 
+use crate::corners::CornerSearch;
 use crate::decode::{Decoded, Decoder, Fit};
 use crate::exact::{ExactSearch, Preference, RECTANGLES_MAX, Verdict};
 use crate::online::best_fit_by_time;
@@ -38,6 +40,15 @@ const REPAIR_SHARE: u64 = 16;
 
 /// Work of the varied preferences of a round, in multiples of those of one exact search.
 const VARIED_SHARE: u64 = 12;
+
+/// Work of the corner search of a core in a round, in multiples of that of one exact search.
+const CORNER_SHARE: u64 = 2;
+
+/// Work per rectangle of the shortest corner search. A search that never backtracks takes less.
+const CORNER_WORK: u64 = 50;
+
+/// Corner search returns to the bound when the heights that failed are within this part of the best one.
+const CORNER_PRECISION: u64 = 512;
 
 /// Work of the shortest attempt with a varied preference.
 const ATTEMPT_WORK: u64 = 10_000;
@@ -134,6 +145,7 @@ fn search(problem: &Problem, proofs: Proofs, budget: SearchBudget, watch: &mut d
         let mut limit = FIRST_ROUND_WORK;
         while !search.is_over() {
             for core in &mut cores {
+                search.search_corners(core, limit.saturating_mul(CORNER_SHARE));
                 if !search.is_over() {
                     search.search_exactly(core, limit);
                     watch(search.state());
@@ -211,6 +223,45 @@ impl<'a> Search<'a> {
         self.left += within;
     }
 
+    /// Searches from corners within about this much work: at the least height that is not ruled out, then halfway between the last failure and
+    /// the best, and so on. Restarts of varied length take care of unlucky choices. Ends early if the search of
+    /// the least height had an end.
+    fn search_corners(&mut self, core: &mut Core, steps: u64) {
+        let end = self.left.saturating_sub(steps);
+        let shortest = ATTEMPT_WORK.max(core.items.len() as u64 * CORNER_WORK);
+        // Large cores wait for a later round, because one attempt takes most of its steps.
+        if steps / 4 < shortest {
+            return;
+        }
+        let (mut capacity, mut failed, mut is_exhausted) = (self.least, self.least, false);
+        while self.left > end && !self.is_over() {
+            let Some(corners) = &mut core.corners else { return };
+            let steps = (shortest << luby(core.corner_attempts + 1)).min(self.left);
+            core.corner_attempts += 1;
+            let mut unused = steps;
+            let placed = corners.place_below(capacity, &mut unused);
+            self.left -= (steps - unused).max(1);
+            let has_ended = placed.is_some() || unused > 0;
+            if let Some(offsets) = placed {
+                self.attempt(&core.order(&offsets), Fit::Lowest);
+            }
+            if self.best.height > capacity {
+                failed = capacity;
+                is_exhausted |= has_ended && capacity == self.least;
+            }
+            let last = self.best.height - self.unit;
+            if last <= failed || last - failed <= self.best.height / CORNER_PRECISION {
+                if is_exhausted {
+                    return;
+                }
+                (capacity, failed) = (self.least, self.least);
+            } else {
+                capacity = failed + self.unit + (last - failed) / self.unit / 2 * self.unit;
+            }
+            capacity = capacity.min(last.max(self.least));
+        }
+    }
+
     /// Tries the least height that is not ruled out, then others between it and the best. The least height gets most of
     /// the budget, because most solvable problems reach it.
     fn search_exactly(&mut self, core: &mut Core, limit: u64) {
@@ -241,15 +292,19 @@ impl<'a> Search<'a> {
     }
 }
 
-/// Some rectangles, which exact search places. The others fit into the gaps above them or on top.
+/// Some rectangles, which corner search and exact search place. The others fit into the gaps above them or on top.
 struct Core {
     exact: ExactSearch,
+    /// `None` for a part of the problem, and for a repeated step in which a rectangle lives into the next one.
+    corners: Option<CornerSearch>,
     /// By rectangle of the core: its item.
     items: Vec<u32>,
     /// The other items in decreasing order of size.
     others: Vec<u32>,
     /// Number of attempts with varied preferences.
     attempts: u32,
+    /// Number of corner searches.
+    corner_attempts: u32,
 }
 
 impl Core {
@@ -277,7 +332,10 @@ impl Core {
         items.sort_unstable();
         let rectangles = items.iter().map(|item| problem.rectangles()[decoder.place(*item) as usize]).collect();
         let part = problem.part(rectangles);
-        Core { exact: ExactSearch::new(&part), items, others, attempts: 0 }
+        // A part that leaves no memory unused says little about the gaps that remain for the others.
+        let corners = if others.is_empty() { CornerSearch::new(&part) } else { None };
+        let exact = ExactSearch::new(&part);
+        Core { exact, corners, items, others, attempts: 0, corner_attempts: 0 }
     }
 
     /// Tries to place the core within the capacity by each fixed preference and by as many varied ones as their share of

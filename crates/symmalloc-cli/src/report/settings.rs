@@ -12,9 +12,10 @@ use crate::recorded::Recorded;
 use serde::Serialize;
 use std::thread;
 use symmalloc_core::config::{
-    Config, ConfigError, FixedSegments, PoolConfigBuilder, Reclaim, RoundupPower2Divisions, SegmentPolicy, Stitching,
-    StreamPolicy,
+    Config, ConfigError, FixedSegments, PoolConfig, PoolConfigBuilder, Reclaim, RoundupPower2Divisions, SegmentPolicy,
+    Stitching, StreamPolicy,
 };
+use symmalloc_core::op::Op;
 use symmalloc_core::units::MIB;
 
 /// A granule for jobs whose large blocks are too small for the default one. It takes more map calls.
@@ -89,7 +90,7 @@ pub(super) fn trials(
     let mut configs = vec![recorded.config.clone()];
     // A state without history shows nothing about settings.
     let has_history = recorded.recording.summary.state_only.is_none();
-    for config in candidates(&recorded.config, recorded.job.stream_count()).into_iter().filter(|_| has_history) {
+    for config in candidates(recorded, &recorded.config).into_iter().filter(|_| has_history) {
         if !configs.contains(&config) {
             configs.push(config);
         }
@@ -149,8 +150,38 @@ fn measure(recorded: &Recorded, config: &Config) -> Result<Steady, CliError> {
     steady.map_err(|source| CliError::Job { path: recorded.path.clone(), source })
 }
 
-/// Returns configurations that differ from the job's own in how the default pool obtains, splits and rounds memory.
-pub(super) fn candidates(own: &Config, streams: usize) -> Vec<Config> {
+/// Returns configurations that differ from the job's own in how the default pool obtains, splits and rounds memory, apart from those that
+/// differ from others only for larger requests than the job makes.
+pub(super) fn candidates(recorded: &Recorded, own: &Config) -> Vec<Config> {
+    let streams = recorded.job.stream_count();
+    let bytes_of = |op: &Op| match *op {
+        Op::Allocate { size_bytes, .. } | Op::Reserve { size_bytes, .. } | Op::Refuse { size_bytes, .. } => size_bytes,
+        _ => 0,
+    };
+    let largest_bytes = recorded.program().ops().iter().map(bytes_of).max().unwrap_or(0);
+    let mut configs = candidates_for(own, streams);
+    configs.retain(|config| matters(config.default_pool(), largest_bytes));
+    configs
+}
+
+/// Returns `false` if a bound on splitting, or stitching, has no effect on requests of at most this many bytes.
+fn matters(pool: &PoolConfig, largest_bytes: u64) -> bool {
+    let is_rounded = pool.roundup_power2_divisions() != RoundupPower2Divisions::default();
+    let largest_bytes = if is_rounded { largest_bytes.saturating_mul(2) } else { largest_bytes };
+    if let Some(stitching) = pool.stitching() {
+        return largest_bytes >= stitching.least_bytes;
+    }
+    match pool.segments() {
+        SegmentPolicy::Fixed(fixed) => fixed.max_split_size_bytes.is_none_or(|bound_bytes| {
+            // The largest segment, in PyTorch's sizes.
+            let segment_bytes = largest_bytes.saturating_add(2 * MIB).max(fixed.large_segment_bytes);
+            segment_bytes >= bound_bytes
+        }),
+        _ => true,
+    }
+}
+
+fn candidates_for(own: &Config, streams: usize) -> Vec<Config> {
     let fixed = |max_split_size_mb: Option<u64>| {
         move |pool: PoolConfigBuilder| {
             let mut fixed = FixedSegments::default();
@@ -200,7 +231,7 @@ mod tests {
     #[test]
     fn candidates_are_valid_and_keep_the_limits() {
         let own: Config = "segments:reserved,segment_mb:64,total_limit_mb:512".parse().unwrap();
-        let configs = candidates(&own, 2);
+        let configs = candidates_for(&own, 2);
         assert_eq!(configs.len(), 13);
         assert!(configs.iter().all(|config| config.total_limit_bytes() == Some(512 * MIB)));
     }

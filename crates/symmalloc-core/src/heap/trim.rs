@@ -85,8 +85,10 @@ impl<L: Lock> Heap<L> {
             self.ledger.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
             failure = Some(error);
         }
-        // Memory cannot be released while a stitched range aliases it.
-        let segments = if failure.is_none() { self.arena.backed_segments() } else { Vec::new() };
+        // Memory cannot be released while a stitched range aliases it. A trim without effect does not look at the segments: a limit may
+        // cause one for each request that it refuses.
+        let may_release = failure.is_none() && self.may_hold_free_granule();
+        let segments = if may_release { self.arena.backed_segments() } else { Vec::new() };
         let granule = self.arena.rules().granule;
         let is_expandable = matches!(self.config.segments(), SegmentPolicy::Expandable(_));
         let whole = if is_expandable { self.arena.free_from(granule) } else { Vec::new() };
@@ -171,6 +173,12 @@ impl<L: Lock> Heap<L> {
         self.log.forget_all();
         // A failure stops the attempt: a lost device fails every further call as well.
         let _released = self.release_retired(context);
+    }
+
+    /// Returns `false` if no free block is as large as a granule of the device. Nothing can be released then: the free blocks of an unused
+    /// segment are as large, because neighbors are merged (I2).
+    fn may_hold_free_granule(&self) -> bool {
+        self.largest_free_bytes() >= bytes(self.arena.rules().tight_size(1))
     }
 
     fn is_unused(&self, segment: u32) -> bool {
