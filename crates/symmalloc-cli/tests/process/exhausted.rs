@@ -27,7 +27,12 @@ fn of(args: &str, job: &Path) -> Command {
 
 fn without_threads(command: &mut Command) -> CommandOutput {
     // SAFETY: the function makes two system calls and allocates nothing.
-    unsafe { command.pre_exec(|| Ok(refuse_threads())) };
+    unsafe {
+        command.pre_exec(|| {
+            refuse_threads();
+            Ok(())
+        })
+    };
     command.output().expect("the program starts").into()
 }
 
