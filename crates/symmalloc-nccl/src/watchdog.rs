@@ -38,5 +38,5 @@ pub use response::FAILURE_EXIT_CODE;
 pub(crate) use response::{ERROR_LIMIT, ensure_end};
 pub(crate) use settings::WatchSettings;
 pub use settings::WatchdogMode;
-pub(crate) use thread::{ATTRIBUTION_LIMIT, fail, is_on, leave, meeting_of, register_meeting, watch};
+pub(crate) use thread::{ATTRIBUTION_LIMIT, fail, is_on, leave, meeting_of, register_meeting, start, watch};
 pub(crate) use watched::{Identity, MeetingId, Watchable, Watched};

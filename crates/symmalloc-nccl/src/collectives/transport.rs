@@ -178,6 +178,7 @@ fn transport_error(error: &CommError) -> TransportError {
         CommError::Cuda(CudaError::Driver(error)) => {
             TransportError::Failed { call: error.call, code: error.code.into() }
         }
+        CommError::Thread { .. } => TransportError::Failed { call: "pthread_create", code: libc::EAGAIN.into() },
         CommError::Gone { cause: Some(cause), .. } => transport_error(cause),
         _ => TransportError::Closed,
     }

@@ -194,6 +194,7 @@ impl CommunicatorBuilder {
             (Ok(raw_rank), Ok(raw_ranks)) if rank < ranks => [raw_rank, raw_ranks],
             _ => return Err(CommError::NoSuchRank { rank, ranks }),
         };
+        watchdog::start(&self.watch_settings)?;
         let meeting = match meeting {
             Some(meeting) => Some(meeting),
             None => self.meet(rank, ranks, backoff)?,
@@ -263,6 +264,7 @@ impl CommunicatorBuilder {
         if usize::try_from(actual) != Ok(ordinal) {
             return Err(CommError::OtherDevice { ordinal, actual });
         }
+        watchdog::start(&self.watch_settings)?;
         let (order, backoff) = (CommOrder::borrowed(&names.0), Backoff::new(self.deadline));
         let meeting = self.meet(rank, ranks, &backoff)?;
         let shared = self.shared(nccl, names, order, Ownership::Borrowed, comm, (meeting, None));
@@ -489,7 +491,7 @@ pub(super) fn abort_when_returned(
     let device = Arc::clone(device);
     let (sender, aborted) = channel();
     let unfinished = Unfinished::ending();
-    let _started = threads::run(move || {
+    let _started = threads::run_when_possible(move || {
         let (answer, comm) = (caller.recv(), new.comm());
         if let (Some(comm), Ok(_current)) = (comm, device.enter()) {
             let _relaxed = device.relax_capture();

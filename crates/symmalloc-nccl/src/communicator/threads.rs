@@ -8,9 +8,10 @@ use crate::communicator::error::CommError;
 use crate::ffi::calls::{CallProgress, Outcome};
 use crate::ffi::error::NcclError;
 use std::any::Any;
+use std::collections::VecDeque;
 use std::io::{self, ErrorKind};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SendError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use symmalloc_cuda::{CudaDevice, DriverError};
 
@@ -18,6 +19,9 @@ type Job = Box<dyn FnOnce() + Send>;
 
 /// Idle threads.
 static IDLE: Mutex<Vec<Sender<Job>>> = Mutex::new(Vec::new());
+
+/// Jobs for which no thread could be created, see [`run_when_possible`].
+static REFUSED: Mutex<VecDeque<Job>> = Mutex::new(VecDeque::new());
 
 /// Maximum number of idle threads. Further threads exit.
 const IDLE_MAX: usize = 16;
@@ -27,7 +31,37 @@ const IDLE_MAX: usize = 16;
 /// # Errors
 /// Returns an error if the system cannot create a thread. The job then has not run.
 pub(crate) fn run(job: impl FnOnce() + Send + 'static) -> io::Result<()> {
-    let mut job: Job = Box::new(job);
+    hand_over(Box::new(job)).map_err(|(_job, error)| error)
+}
+
+/// Runs a job on a separate thread. If the system cannot create one now, the job runs as soon as a thread of this crate is idle or can be
+/// created. The watchdog's thread tries that repeatedly.
+///
+/// # Errors
+/// Returns an error if the job has to wait.
+pub(crate) fn run_when_possible(job: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    hand_over(Box::new(job)).map_err(|(job, error)| {
+        lock(&REFUSED).push_back(job);
+        error
+    })
+}
+
+/// Tries again to run the jobs for which no thread could be created.
+pub(crate) fn retry_refused() {
+    while let Some(job) = next_refused() {
+        if let Err((job, _error)) = hand_over(job) {
+            lock(&REFUSED).push_front(job);
+            return;
+        }
+    }
+}
+
+fn next_refused() -> Option<Job> {
+    lock(&REFUSED).pop_front()
+}
+
+/// Runs a job on an idle thread or a new one. If the system cannot create one, returns the job.
+fn hand_over(mut job: Job) -> Result<(), (Job, io::Error)> {
     while let Some(thread) = pop() {
         match thread.send(job) {
             Ok(()) => return Ok(()),
@@ -35,7 +69,19 @@ pub(crate) fn run(job: impl FnOnce() + Send + 'static) -> io::Result<()> {
             Err(SendError(refused)) => job = refused,
         }
     }
-    std::thread::Builder::new().name("symmalloc-nccl".to_owned()).spawn(move || work(job)).map(drop)
+    // A thread that cannot be created drops its closure, but not the job.
+    let slot = Arc::new(Mutex::new(Some(job)));
+    let taken = Arc::clone(&slot);
+    let started = std::thread::Builder::new().name("symmalloc-nccl".to_owned()).spawn(move || {
+        let job = lock(&taken).take();
+        if let Some(job) = job {
+            work(job);
+        }
+    });
+    match (started, slot) {
+        (Ok(_thread), _) => Ok(()),
+        (Err(error), slot) => Err((lock(&slot).take().expect("no thread took the job"), error)),
+    }
 }
 
 fn work(first: Job) {
@@ -43,6 +89,9 @@ fn work(first: Job) {
     let mut job = first;
     loop {
         job();
+        while let Some(refused) = next_refused() {
+            refused();
+        }
         if !push(sender.clone()) {
             return;
         }
@@ -54,16 +103,20 @@ fn work(first: Job) {
 }
 
 fn pop() -> Option<Sender<Job>> {
-    IDLE.lock().unwrap_or_else(PoisonError::into_inner).pop()
+    lock(&IDLE).pop()
 }
 
 fn push(thread: Sender<Job>) -> bool {
-    let mut idle = IDLE.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut idle = lock(&IDLE);
     let is_wanted = idle.len() < IDLE_MAX;
     if is_wanted {
         idle.push(thread);
     }
     is_wanted
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Interval at which a thread that waits for another one checks whether to stop.

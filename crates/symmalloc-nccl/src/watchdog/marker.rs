@@ -11,17 +11,22 @@ use crate::watchdog::failure::FailureCause;
 use crate::watchdog::flight::Unmarked;
 use crate::watchdog::watched::{self, Mark, Watched};
 use cudarc::driver::CudaEvent;
+use std::io;
+use std::sync::{Mutex, PoisonError};
 use symmalloc_cuda::{DriverError, RelaxedCapture};
 
-/// Starts the thread once.
-pub(super) fn start() {
-    static STARTED: std::sync::Once = std::sync::Once::new();
-    STARTED.call_once(|| {
-        let thread = std::thread::Builder::new().name("symmalloc-marker".to_owned()).spawn(run);
-        if let Err(error) = thread {
-            tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
-        }
-    });
+/// Starts the thread once. After an error, the next call tries again.
+///
+/// # Errors
+/// Returns an error if the system cannot create a thread.
+pub(super) fn start() -> io::Result<()> {
+    static IS_STARTED: Mutex<bool> = Mutex::new(false);
+    let mut is_started = IS_STARTED.lock().unwrap_or_else(PoisonError::into_inner);
+    if !*is_started {
+        std::thread::Builder::new().name("symmalloc-marker".to_owned()).spawn(run)?;
+        *is_started = true;
+    }
+    Ok(())
 }
 
 fn run() {

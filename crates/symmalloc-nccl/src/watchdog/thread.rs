@@ -1,7 +1,9 @@
 //! The watchdog's thread. There is one per process. It polls lifelines, advances the clock and detects stalled communicators. It calls
 //! neither the driver nor NCCL.
 
+use crate::communicator::error::CommError;
 use crate::communicator::threads;
+use crate::logging::log;
 use crate::rendezvous::unique_id::UniqueId;
 use crate::watchdog::clock::{POLL_INTERVAL, Tick};
 use crate::watchdog::connecting::Connecting;
@@ -11,10 +13,11 @@ use crate::watchdog::judgment::Judgment;
 use crate::watchdog::marker;
 use crate::watchdog::record;
 use crate::watchdog::response;
-use crate::watchdog::settings::WatchdogMode;
+use crate::watchdog::settings::{WatchSettings, WatchdogMode};
 use crate::watchdog::watched::{self, Identity, MeetingId, Watched};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::collections::BTreeMap;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
@@ -49,7 +52,18 @@ pub(crate) fn register_meeting(
 
 /// Returns `true` if the watchdog runs.
 pub(crate) fn is_on() -> bool {
-    watchdog().is_some()
+    Handle::get().is_some()
+}
+
+/// Starts the watchdog, unless the program turned it off.
+///
+/// # Errors
+/// Returns an error if the system cannot create a thread or a descriptor. A communicator without a watchdog could hang indefinitely.
+pub(crate) fn start(settings: &WatchSettings) -> Result<(), CommError> {
+    match start_handle() {
+        Err(error) if settings.mode() != WatchdogMode::Off => Err(CommError::Watchdog { kind: error.kind() }),
+        _ => Ok(()),
+    }
 }
 
 /// Returns the meeting with this id: as this rank, if ranks are threads that each met separately.
@@ -62,7 +76,6 @@ pub(crate) fn watch(watched: &Arc<Watched>) {
     if let Some(watchdog) = watchdog() {
         watched::add(watched);
         watchdog.command(Command::Watch(watched.identity().clone()));
-        marker::start();
     }
 }
 
@@ -121,10 +134,20 @@ fn forget(meeting: Option<&MeetingId>) {
 /// Returns the watchdog, or `None` if the system cannot create a thread or a descriptor. In that case, nothing is watched, and the log
 /// reports the error.
 fn watchdog() -> Option<&'static Handle> {
+    let handle = start_handle();
+    if let Err(error) = &handle {
+        log(|| tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error));
+    }
+    handle.ok()
+}
+
+fn start_handle() -> io::Result<&'static Handle> {
     Handle::get_or_start(|| {
         let (sender, commands) = channel();
         let wakeup = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
         let heard = wakeup.try_clone()?;
+        // First, because without the device's progress all work would seem to be late.
+        marker::start()?;
         let thread = std::thread::Builder::new().name("symmalloc-watchdog".to_owned());
         thread.spawn(move || WatchdogThread::new().run(&commands, &heard))?;
         Ok(Handle::new(sender, wakeup))
@@ -193,8 +216,9 @@ impl WatchdogThread {
             for one in &watched {
                 self.find_stopped(one, now);
             }
+            threads::retry_refused();
             if record::has_signal_arrived() {
-                let _started = threads::run(|| {
+                let _started = threads::run_when_possible(|| {
                     if let Err(error) = record::write_flight_record("a signal arrived") {
                         tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
                     }

@@ -44,7 +44,14 @@ pub(crate) struct Rank {
 
 impl Job {
     pub(crate) fn new(ranks: usize) -> Self {
-        Job { ranks, mode: Mode::AtSync, deadline: PATIENT, check_offsets: false, prefetch_bytes: 0, on_default_stream: false }
+        Job {
+            ranks,
+            mode: Mode::AtSync,
+            deadline: PATIENT,
+            check_offsets: false,
+            prefetch_bytes: 0,
+            on_default_stream: false,
+        }
     }
 
     pub(crate) fn quiet(mut self) -> Self {
