@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use symmalloc_core::ids::PoolId;
 use symmalloc_core::plans::PlanError;
 use symmalloc_import::rerun::RerunError;
-use symmalloc_import::{ImportError, ImportErrorKind, SnapshotError};
+use symmalloc_import::{ImportError, ImportErrorKind, PickleError, RmmError, SnapshotError};
 use symmalloc_plan::TableError;
 use symmalloc_sim::job::story::StoryError;
 use symmalloc_trace::plan::{PlanContradiction, PlanTextError};
@@ -123,6 +123,8 @@ pub(crate) enum CliError {
     PreloadPath { path: PathBuf },
     #[error("{} cannot be started", program.display())]
     NotStarted { program: OsString, source: io::Error },
+    #[error("no thread can be started")]
+    Thread { source: io::Error },
     #[error("{}: the processes of the run could not write their statistics", path.display())]
     RunFolder { path: PathBuf, source: io::Error },
     #[error("{}: the statistics of a process are damaged", path.display())]
@@ -163,7 +165,7 @@ impl CliError {
         match self {
             // The exit codes of a shell.
             CliError::NotStarted { source, .. } if source.kind() == io::ErrorKind::NotFound => 127,
-            CliError::NotStarted { .. } => 126,
+            CliError::NotStarted { .. } | CliError::Thread { .. } => 126,
             _ => 2,
         }
     }
@@ -261,6 +263,7 @@ impl CliError {
                 "build it with `cargo build --release -p symmalloc-preload`, or give its path with --library or SYMMALLOC_PRELOAD"
             }
             CliError::PreloadPath { .. } => "move the library, or give a link to it with --library",
+            CliError::Thread { .. } => "raise the limit on threads: `ulimit -u`, or `pids.max` of the cgroup",
             CliError::NotStarted { .. } => "give the program and its arguments after `--`",
             CliError::RunFolder { .. } | CliError::RunSummary { .. } => {
                 "set TMPDIR to a folder that the program can write to"
@@ -289,7 +292,13 @@ fn import_help(error: &ImportError) -> Option<Cow<'static, str>> {
         ImportErrorKind::Snapshot(SnapshotError::NoSuchTrace { .. } | SnapshotError::SeveralDevices { .. }) => {
             "select one of them with --device"
         }
-        ImportErrorKind::TooLarge { .. } => "raise --memory-limit-mb",
+        ImportErrorKind::TooLarge { .. }
+        | ImportErrorKind::Rmm(RmmError::TooLarge { .. })
+        | ImportErrorKind::Snapshot(
+            SnapshotError::TooLarge { .. }
+            | SnapshotError::StacksTooLarge { .. }
+            | SnapshotError::Pickle(PickleError::TooLarge { .. }),
+        ) => "raise --memory-limit-mb",
         ImportErrorKind::Trace(TraceError::Torn { .. }) | ImportErrorKind::TornTrace { .. } => {
             "or use --accept-torn to accept the part before the break"
         }

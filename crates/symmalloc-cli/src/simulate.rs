@@ -22,7 +22,7 @@ use std::thread;
 use std::time::Instant;
 use symmalloc_files::Draft;
 use symmalloc_sim::job::shrink::shrink;
-use symmalloc_sim::job::{Failure, JobOutcome, JobPlan, simulate as run_plan, story};
+use symmalloc_sim::job::{Failure, JobOutcome, JobPlan, on_threads, simulate as run_plan, story};
 use symmalloc_trace::MAGIC;
 
 /// Approximate budget for shrinking a failure, in steps times ranks. It takes some minutes.
@@ -145,10 +145,7 @@ fn many(source: &ProgramSource, args: &SimulateArgs, runs: u64) -> Ran {
             ran.push((run, result.map_err(|failure| (plan, failure))));
         }
     };
-    let mut ran: Vec<_> = thread::scope(|scope| {
-        let workers: Vec<_> = (0..cores().get()).map(|_| scope.spawn(work)).collect();
-        workers.into_iter().flat_map(|worker| worker.join().expect("a run catches its panics")).collect()
-    });
+    let mut ran: Vec<_> = on_threads(cores(), work).into_iter().flatten().collect();
     ran.sort_by_key(|(run, _)| *run);
     let mut outcome = JobOutcome::default();
     for (_, result) in ran {

@@ -82,7 +82,7 @@ pub(crate) fn read(source: impl Read, options: &ReadOptions) -> Result<Transcrip
         vocabulary.shared_lists_of = &[FRAMES];
         vocabulary.keeps = &keeps_stacks;
     }
-    let document = pickle::read(source, vocabulary, options.memory_limit_bytes)?;
+    let document = pickle::read(source, vocabulary, options.memory_limit())?;
     let mut traces = device_traces(&document)?;
     let live = live_bytes(&document);
     let empty = List::default();
@@ -164,7 +164,7 @@ fn select_device(
 
 impl<'a> DeviceTrace<'a> {
     fn retell(&self, options: &ReadOptions) -> Result<Transcript, SnapshotError> {
-        let limit_bytes = options.memory_limit_bytes;
+        let limit_bytes = options.memory_limit().bytes();
         let mut transcript = Transcript::new(options);
         let mut stacks = options.stacks.then(|| StackReader::new(self.document, limit_bytes));
         let mut segments = LiveSegments::default();

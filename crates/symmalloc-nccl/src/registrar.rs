@@ -114,6 +114,9 @@ impl Registrar {
     /// shrunk. A pool can be attached to any number of communicators and has separate windows on each: use one pool for all communicators,
     /// or one per communicator. The pools of a [`GraphPool`](symmalloc_cuda::GraphPool) can also be attached.
     ///
+    /// The first attachment to a communicator creates a stream. If that is the first stream of the device's context, the call waits for the
+    /// device's work. Syncs create no stream.
+    ///
     /// # Errors
     /// See [`AttachError`]. After an error, none of the pools is attached.
     pub fn attach(&self, comm: &Communicator, pools: &[PoolId], registration: Registration) -> Result<(), AttachError> {

@@ -13,5 +13,5 @@ pub(crate) mod at_exit;
 mod marker;
 mod observed;
 
-pub(crate) use marker::mark;
+pub(crate) use marker::{mark, start};
 pub(crate) use observed::{Observed, Polled, keyed};

@@ -73,5 +73,5 @@ pub use watching::{
     ATTRIBUTION_LIMIT, Announced, Call, Callback, Connecting, ERROR_LIMIT, EntryNumber, FAILURE_EXIT_CODE, Failure,
     FailureCause, Flight, FlightRecorder, Identity, LocalError, Marked, MeetingId, NamedRank, POLL_INTERVAL, Process,
     StreamRef, Tick, UnfinishedWork, Unmarked, WatchSettings, Watchable, WatchdogMode, Watched, Work, flight_record,
-    is_running, write_flight_record,
+    is_running, start, write_flight_record,
 };

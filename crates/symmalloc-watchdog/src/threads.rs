@@ -3,14 +3,18 @@
 //! A thread that has finished its call waits for the next one: creating a thread costs about 50 us, and so does the first CUDA call on it.
 //! A thread that hangs in a call is never reused. A new thread replaces it.
 
+use std::collections::VecDeque;
 use std::io;
 use std::sync::mpsc::{SendError, Sender, channel};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 type Job = Box<dyn FnOnce() + Send>;
 
 /// Idle threads.
 static IDLE: Mutex<Vec<Sender<Job>>> = Mutex::new(Vec::new());
+
+/// Jobs for which no thread could be created, see [`run_when_possible`].
+static REFUSED: Mutex<VecDeque<Job>> = Mutex::new(VecDeque::new());
 
 /// Maximum number of idle threads. Further threads exit.
 const IDLE_MAX: usize = 16;
@@ -20,7 +24,37 @@ const IDLE_MAX: usize = 16;
 /// # Errors
 /// Returns an error if the system cannot create a thread. The job then has not run.
 pub fn run(job: impl FnOnce() + Send + 'static) -> io::Result<()> {
-    let mut job: Job = Box::new(job);
+    hand_over(Box::new(job)).map_err(|(_job, error)| error)
+}
+
+/// Runs a job on a separate thread. If the system cannot create one now, the job runs as soon as a thread of this crate is idle or can be
+/// created. The watchdog's thread tries that repeatedly.
+///
+/// # Errors
+/// Returns an error if the job has to wait.
+pub fn run_when_possible(job: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    hand_over(Box::new(job)).map_err(|(job, error)| {
+        lock(&REFUSED).push_back(job);
+        error
+    })
+}
+
+/// Tries again to run the jobs for which no thread could be created.
+pub fn retry_refused() {
+    while let Some(job) = next_refused() {
+        if let Err((job, _error)) = hand_over(job) {
+            lock(&REFUSED).push_front(job);
+            return;
+        }
+    }
+}
+
+fn next_refused() -> Option<Job> {
+    lock(&REFUSED).pop_front()
+}
+
+/// Runs a job on an idle thread or a new one. If the system cannot create one, returns the job.
+fn hand_over(mut job: Job) -> Result<(), (Job, io::Error)> {
     while let Some(thread) = pop() {
         match thread.send(job) {
             Ok(()) => return Ok(()),
@@ -28,7 +62,19 @@ pub fn run(job: impl FnOnce() + Send + 'static) -> io::Result<()> {
             Err(SendError(refused)) => job = refused,
         }
     }
-    std::thread::Builder::new().name("symmalloc-worker".to_owned()).spawn(move || work(job)).map(drop)
+    // A thread that cannot be created drops its closure, but not the job.
+    let slot = Arc::new(Mutex::new(Some(job)));
+    let taken = Arc::clone(&slot);
+    let started = std::thread::Builder::new().name("symmalloc-worker".to_owned()).spawn(move || {
+        let job = lock(&taken).take();
+        if let Some(job) = job {
+            work(job);
+        }
+    });
+    match (started, slot) {
+        (Ok(_thread), _) => Ok(()),
+        (Err(error), slot) => Err((lock(&slot).take().expect("no thread took the job"), error)),
+    }
 }
 
 fn work(first: Job) {
@@ -36,6 +82,9 @@ fn work(first: Job) {
     let mut job = first;
     loop {
         job();
+        while let Some(refused) = next_refused() {
+            refused();
+        }
         if !push(sender.clone()) {
             return;
         }
@@ -47,16 +96,20 @@ fn work(first: Job) {
 }
 
 fn pop() -> Option<Sender<Job>> {
-    IDLE.lock().unwrap_or_else(PoisonError::into_inner).pop()
+    lock(&IDLE).pop()
 }
 
 fn push(thread: Sender<Job>) -> bool {
-    let mut idle = IDLE.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut idle = lock(&IDLE);
     let is_wanted = idle.len() < IDLE_MAX;
     if is_wanted {
         idle.push(thread);
     }
     is_wanted
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

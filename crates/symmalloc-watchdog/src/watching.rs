@@ -36,6 +36,6 @@ pub use process_record::{flight_record, write_flight_record};
 pub use recorder::{EntryNumber, Flight, FlightRecorder, Marked, StreamRef, UnfinishedWork, Unmarked};
 pub use response::{ERROR_LIMIT, FAILURE_EXIT_CODE};
 pub use settings::{Callback, WatchSettings, WatchdogMode};
-pub use thread::{ATTRIBUTION_LIMIT, is_running};
+pub use thread::{ATTRIBUTION_LIMIT, is_running, start};
 pub use watched::{Identity, MeetingId, Process, Watchable, Watched};
 pub use work::{Call, NamedRank, Work};

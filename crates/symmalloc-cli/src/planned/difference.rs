@@ -34,22 +34,23 @@ pub(super) fn check(program: &Program, file: &PlanFile) -> Result<(), JobDiffere
     }
 }
 
-/// Compares a step with its plan: first all requests, then all lifetimes.
+/// Compares a step with its plan: first all requests, then all lifetimes. Takes time for the step only, because many steps can have one plan.
 fn compare(step: &HeapStep, plan: &Plan, has_steps: bool) -> Result<(), JobDifference> {
     let heap = step.heap;
-    let planned: Vec<StepAllocation> = plan.allocations().iter().map(|planned| planned.wanted).collect();
+    let planned = |number: usize| plan.allocations().get(number).map(|planned| planned.wanted);
     let asked = || step.wanted.iter().zip(&step.ops).enumerate();
     for (number, (asked, op)) in asked() {
-        let (asked, op, planned) = (*asked, *op, planned.get(number).copied());
+        let (asked, op, planned) = (*asked, *op, planned(number));
         let is_same = |it: StepAllocation| (it.stream, it.requested_bytes) == (asked.stream, asked.requested_bytes);
         if !planned.is_some_and(is_same) {
             return Err(JobDifference::Request { heap, number, op, asked, planned });
         }
     }
-    if let Some(planned) = planned.get(step.wanted.len()).copied() {
+    if let Some(planned) = planned(step.wanted.len()) {
         return Err(JobDifference::Ended { heap, number: step.wanted.len(), planned });
     }
-    for ((number, (asked, op)), planned) in asked().zip(&planned) {
+    for (number, (asked, op)) in asked() {
+        let planned = planned(number).expect("the plan has the step's requests");
         // Allocations that outlive a step of the program are unknown here. Only a learning pool sees them.
         if let (false, Some(asked), Some(planned)) = (has_steps, asked.until, planned.until)
             && asked > planned

@@ -10,6 +10,10 @@ use crate::progress::Progress;
 use crate::quantity::count;
 use crate::recorded::Recorded;
 use serde::Serialize;
+use std::collections::BTreeMap;
+use std::iter;
+use std::num::NonZeroUsize;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use symmalloc_core::config::{
     Config, ConfigError, FixedSegments, PoolConfig, PoolConfigBuilder, Reclaim, RoundupPower2Divisions, SegmentPolicy,
@@ -17,6 +21,7 @@ use symmalloc_core::config::{
 };
 use symmalloc_core::op::Op;
 use symmalloc_core::units::MIB;
+use symmalloc_sim::job::on_threads;
 
 /// A granule for jobs whose large blocks are too small for the default one. It takes more map calls.
 const SMALL_GRANULE_BYTES: u64 = 2 * MIB;
@@ -96,21 +101,17 @@ pub(super) fn trials(
         }
     }
     let progress = Progress::new(&recorded.path.to_string_lossy(), configs.len() as u64, "settings");
-    let run = |config: &Config| {
-        let measured = measure(recorded, config);
+    let (next, cores) = (AtomicUsize::new(0), thread::available_parallelism().unwrap_or(NonZeroUsize::MIN));
+    let run_next = || {
+        let index = next.fetch_add(1, Ordering::Relaxed);
+        let measured = measure(recorded, configs.get(index)?);
         progress.step();
-        measured
+        Some((index, measured))
     };
-    let cores = thread::available_parallelism().map_or(1, usize::from);
-    let mut measured = Vec::new();
-    for some in configs.chunks(cores) {
-        thread::scope(|scope| {
-            let workers: Vec<_> = some.iter().map(|config| scope.spawn(|| run(config))).collect();
-            measured.extend(workers.into_iter().map(|worker| worker.join().expect("a rerun does not panic")));
-        });
-    }
+    let some = on_threads(cores, || iter::from_fn(run_next).collect::<Vec<_>>());
+    let measured: BTreeMap<usize, _> = some.into_iter().flatten().collect();
     let (mut trials, mut impossible) = (Vec::new(), Vec::new());
-    for (index, (config, measured)) in configs.iter().zip(measured).enumerate() {
+    for (index, (config, measured)) in configs.iter().zip(measured.into_values()).enumerate() {
         let settings = config_text::shortest(config);
         let Steady { peaks, refused, refused_each, passes, waits, maps, .. } = match measured {
             // Other settings may need more memory than a limit allows, for example to wake a pool.

@@ -54,13 +54,15 @@ struct Staging {
 }
 
 impl NcclTransport {
-    /// Creates a transport over this communicator.
+    /// Creates a transport over this communicator. If its stream is the context's first one, cudarc waits for the device's work, so create
+    /// the transport before any collective that may not complete.
     ///
     /// # Errors
     /// Returns an error if a stream, an event or pinned memory cannot be allocated.
     pub fn new(comm: &Communicator) -> Result<Self, CommError> {
         let device = comm.device();
         let _current = device.enter()?;
+        let _relaxed = device.relax_capture();
         let stream = device.context().new_stream().map_err(refused("cuStreamCreate"))?;
         let event = device.context().new_event(None).map_err(refused("cuEventCreate"))?;
         let memory = PinnedAllocator::pinned(device, Config::default())?;
@@ -177,6 +179,7 @@ fn transport_error(error: &CommError) -> TransportError {
         CommError::Cuda(CudaError::Driver(error)) => {
             TransportError::Failed { call: error.call, code: error.code.into() }
         }
+        CommError::Thread { .. } => TransportError::Failed { call: "pthread_create", code: libc::EAGAIN.into() },
         CommError::Gone { cause: Some(cause), .. } => transport_error(cause),
         _ => TransportError::Closed,
     }

@@ -17,7 +17,7 @@ use crate::ffi::version::Capability;
 use crate::rendezvous::launch::Launch;
 use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
 use crate::sequence::SequenceCounter;
-use crate::watchdog::at_exit::Unfinished;
+use crate::watchdog::{self, at_exit::Unfinished};
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::slice::from_mut;
 use std::sync::atomic::AtomicBool;
@@ -194,6 +194,7 @@ impl CommunicatorBuilder {
             (Ok(raw_rank), Ok(raw_ranks)) if rank < ranks => [raw_rank, raw_ranks],
             _ => return Err(CommError::NoSuchRank { rank, ranks }),
         };
+        self.start_watchdog()?;
         let meeting = match meeting {
             Some(meeting) => Some(meeting),
             None => self.meet(rank, ranks, backoff)?,
@@ -263,10 +264,15 @@ impl CommunicatorBuilder {
         if usize::try_from(actual) != Ok(ordinal) {
             return Err(CommError::OtherDevice { ordinal, actual });
         }
+        self.start_watchdog()?;
         let (order, backoff) = (CommOrder::borrowed(&names.0), Backoff::new(self.deadline));
         let meeting = self.meet(rank, ranks, &backoff)?;
         let shared = self.shared(nccl, names, order, Ownership::Borrowed, comm, (meeting, None));
         Communicator::finish_connecting(shared, &backoff)
+    }
+
+    fn start_watchdog(&self) -> Result<(), CommError> {
+        watchdog::start(&self.watch_settings).map_err(|error| CommError::Watchdog { kind: error.kind() })
     }
 
     pub(super) fn meet(&self, rank: u32, ranks: u32, backoff: &Backoff) -> Result<Option<MeetingId>, CommError> {
@@ -489,7 +495,7 @@ pub(super) fn abort_when_returned(
     let device = Arc::clone(device);
     let (sender, aborted) = channel();
     let unfinished = Unfinished::ending();
-    let _started = threads::run(move || {
+    let _started = threads::run_when_possible(move || {
         let (answer, comm) = (caller.recv(), new.comm());
         if let (Some(comm), Ok(_current)) = (comm, device.enter()) {
             let _relaxed = device.relax_capture();

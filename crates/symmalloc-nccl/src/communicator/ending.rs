@@ -118,7 +118,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
     let resources: Vec<Resources> = accesses.iter().map(resources).collect();
     let (sender, through) = channel();
     let unfinished = Unfinished::ending();
-    let started = threads::run(move || {
+    let started = threads::run_when_possible(move || {
         // Without a context, the device is unusable, so there is nothing to end.
         if let Ok(_current) = device.enter() {
             let _relaxed = device.relax_capture();

@@ -245,6 +245,15 @@ pub enum CommError {
         /// The system's reason.
         kind: std::io::ErrorKind,
     },
+    /// The system cannot create a thread or a descriptor for the watchdog.
+    #[error(
+        "the watchdog cannot start ({kind}): raise the limits on threads (ulimit -u, cgroup pids) and descriptors (ulimit -n), or set \
+         SYMMALLOC_WATCHDOG=off"
+    )]
+    Watchdog {
+        /// The system's reason.
+        kind: std::io::ErrorKind,
+    },
     /// The name is empty or contains a zero byte.
     #[error("a communicator's name must not be empty or contain a zero byte")]
     Name,

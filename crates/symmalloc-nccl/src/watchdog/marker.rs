@@ -8,9 +8,10 @@
 use crate::ffi::driver::{self, refused};
 use crate::watchdog::observed::{self, Mark, Observed};
 use cudarc::driver::{CudaEvent, CudaStream};
-use std::sync::Arc;
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
 use symmalloc_cuda::{DriverError, RelaxedCapture};
-use symmalloc_watchdog::{FailureCause, LocalError, POLL_INTERVAL, Tick, Unmarked};
+use symmalloc_watchdog::{FailureCause, LocalError, POLL_INTERVAL, Tick, Unmarked, WatchSettings, WatchdogMode};
 
 impl Observed {
     /// Watches the communicator, and polls its streams, until it is dropped.
@@ -18,20 +19,30 @@ impl Observed {
         self.watched().watch();
         if symmalloc_watchdog::is_running() {
             observed::add(self);
-            start();
         }
     }
 }
 
-/// Starts the thread once.
-fn start() {
-    static STARTED: std::sync::Once = std::sync::Once::new();
-    STARTED.call_once(|| {
-        let thread = std::thread::Builder::new().name("symmalloc-marker".to_owned()).spawn(run);
-        if let Err(error) = thread {
-            tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
-        }
-    });
+/// Starts the watchdog and the marker, unless they run already.
+///
+/// # Errors
+/// Returns an error if the system cannot create a thread or a descriptor, unless the program turned the watchdog off. A communicator without
+/// a watchdog can hang indefinitely. After an error, the next call tries again.
+pub(crate) fn start(settings: &WatchSettings) -> io::Result<()> {
+    // The marker is first, because without the device's progress all work would seem to be late.
+    let started = start_marker().and_then(|()| symmalloc_watchdog::start());
+    if settings.mode() == WatchdogMode::Off { Ok(()) } else { started }
+}
+
+/// Starts the thread once. After an error, the next call tries again.
+fn start_marker() -> io::Result<()> {
+    static IS_STARTED: Mutex<bool> = Mutex::new(false);
+    let mut is_started = IS_STARTED.lock().unwrap_or_else(PoisonError::into_inner);
+    if !*is_started {
+        std::thread::Builder::new().name("symmalloc-marker".to_owned()).spawn(run)?;
+        *is_started = true;
+    }
+    Ok(())
 }
 
 fn run() {

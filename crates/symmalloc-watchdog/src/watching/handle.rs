@@ -44,23 +44,35 @@ pub(super) struct Handle {
     meetings: Mutex<BTreeSet<MeetingId>>,
 }
 
-static HANDLE: OnceLock<Option<Handle>> = OnceLock::new();
+static HANDLE: OnceLock<Handle> = OnceLock::new();
 
 impl Handle {
     pub(super) fn new(commands: Sender<Command>, wakeup: OwnedFd) -> Self {
         Handle { commands: Mutex::new(commands), wakeup, meetings: Mutex::default() }
     }
 
-    /// Returns the handle of the process. The first call starts the thread.
-    pub(super) fn get_or_start(start: impl FnOnce() -> io::Result<Self>) -> Option<&'static Self> {
-        let started = || match start() {
-            Ok(handle) => Some(handle),
-            Err(error) => {
-                tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
-                None
+    /// Returns the handle of the process, and starts the threads if they do not run yet. After an error, the next call tries again.
+    ///
+    /// # Errors
+    /// Returns an error if the system cannot create a thread or a descriptor.
+    pub(super) fn get_or_start(start: impl FnOnce() -> io::Result<Self>) -> io::Result<&'static Self> {
+        static STARTING: Mutex<()> = Mutex::new(());
+        if let Some(handle) = HANDLE.get() {
+            return Ok(handle);
+        }
+        let _starting = lock(&STARTING);
+        match HANDLE.get() {
+            Some(handle) => Ok(handle),
+            None => {
+                let handle = start()?;
+                Ok(HANDLE.get_or_init(|| handle))
             }
-        };
-        HANDLE.get_or_init(started).as_ref()
+        }
+    }
+
+    /// Returns the handle of the process, or `None` if the watchdog does not run.
+    pub(super) fn get() -> Option<&'static Self> {
+        HANDLE.get()
     }
 
     pub(super) fn command(&self, command: Command) {
@@ -94,7 +106,7 @@ impl Handle {
 
 /// Returns the known state of a communicator's ranks, or an empty list if nothing was ever watched.
 pub(super) fn members(identity: &Identity) -> Vec<Member> {
-    let Some(Some(watchdog)) = HANDLE.get() else { return Vec::new() };
+    let Some(watchdog) = HANDLE.get() else { return Vec::new() };
     let (sender, answer) = channel();
     watchdog.command(Command::Members(identity.clone(), sender));
     answer.recv_timeout(COMMAND_LIMIT).unwrap_or_default()

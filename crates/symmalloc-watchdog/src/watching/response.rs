@@ -6,7 +6,7 @@ use crate::watching::clock::POLL_INTERVAL;
 use crate::watching::failure::Failure;
 use crate::watching::process_record::write_flight_record;
 use crate::watching::settings::{MODE_VARIABLE, WatchdogMode};
-use crate::watching::watched::{self, Watched};
+use crate::watching::watched::{self, Watchable, Watched};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -26,37 +26,44 @@ pub const ERROR_LIMIT: Duration = Duration::from_millis(1500);
 /// Longest time for which the end of the process waits for its message: standard error may have no reader.
 const MESSAGE_LIMIT: Duration = Duration::from_millis(250);
 
-/// Responds on separate threads, because each part may block indefinitely.
+/// Responds on separate threads, because each part may block indefinitely. If the system creates no thread, this thread lets the program's
+/// calls return and ends the process in time. The other parts follow as soon as a thread is available.
 pub(super) fn begin(watched: &Arc<Watched>, failure: &Arc<Failure>) {
-    watched.ensure_end();
+    let end_limit = EndLimit::claim(watched);
     let (of_end, cause) = (Arc::clone(watched), Arc::clone(failure));
-    spawn(move || {
+    let end = move || {
         if let Some(communicator) = of_end.communicator() {
             communicator.end(&cause);
         }
-    });
+    };
+    if threads::run(end.clone()).is_err() {
+        // It calls NCCL on a separate thread only, so it ends in time.
+        end();
+    }
     // The record has every communicator, also those that the program drops as soon as a call returns the error.
     let (cause, unfinished, recorded) = (Arc::clone(failure), watched.process().delay_exit(), watched::all());
-    spawn(move || {
+    let reporting = threads::run(move || {
         report(&cause);
         drop((recorded, unfinished));
     });
+    if let Err(error) = reporting {
+        // A disk or the program's subscriber may block this thread, but a message does not.
+        say(format_args!("{failure}; there is no flight record, because no thread can be started: {error}"));
+    }
     if let Some(callback) = watched.settings().callback() {
         let cause = Arc::clone(failure);
-        spawn(move || {
+        let _started = threads::run_when_possible(move || {
             let _panicked = catch_unwind(AssertUnwindSafe(|| callback(&cause)));
         });
     }
-}
-
-fn spawn(job: impl FnOnce() + Send + 'static) {
-    if let Err(error) = threads::run(job) {
-        log(|| tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error));
+    // Last, because it blocks this thread if no other can be created.
+    if let Some(end_limit) = end_limit {
+        end_limit.enforce();
     }
 }
 
 /// Emits an event. The program's subscriber may panic, for example because standard error is closed.
-fn log(event: impl FnOnce()) {
+pub(super) fn log(event: impl FnOnce()) {
     let _panicked = catch_unwind(AssertUnwindSafe(event));
 }
 
@@ -72,24 +79,49 @@ fn report(failure: &Failure) {
 }
 
 impl Watched {
-    /// Ends the process if an abort that has begun does not finish within two seconds. Keeps the communicator until then, because the
-    /// program may drop it and then wait for its streams.
+    /// Ends the process if an abort that has begun does not finish within two seconds. If the system creates no thread, the calling thread
+    /// waits for that.
     pub fn ensure_end(self: &Arc<Self>) {
-        let Some(communicator) = self.communicator() else { return };
-        if self.settings().mode() != WatchdogMode::Exit || !self.claim_end() {
-            return;
+        if let Some(end_limit) = EndLimit::claim(self) {
+            end_limit.enforce();
         }
-        let watched = Arc::clone(self);
-        spawn(move || {
-            let begun = Instant::now();
-            while !communicator.is_ended() {
-                if begun.elapsed() > END_LIMIT {
-                    end_process(&watched);
-                    return;
-                }
-                std::thread::sleep(POLL_INTERVAL / 4);
+    }
+}
+
+/// The duty to end the process if a communicator does not end in time. Keeps the communicator until then, because the program may drop it
+/// and then wait for its streams.
+struct EndLimit {
+    watched: Arc<Watched>,
+    communicator: Arc<dyn Watchable>,
+    begun: Instant,
+}
+
+impl EndLimit {
+    /// Returns the duty to the first caller, unless the program excludes such an end.
+    fn claim(watched: &Arc<Watched>) -> Option<Self> {
+        let communicator = watched.communicator()?;
+        let is_claimed = watched.settings().mode() == WatchdogMode::Exit && watched.claim_end();
+        is_claimed.then(|| EndLimit { watched: Arc::clone(watched), communicator, begun: Instant::now() })
+    }
+
+    /// Waits on a separate thread, or on this one if the system creates none.
+    fn enforce(self) {
+        let ours = Arc::new(self);
+        let theirs = Arc::clone(&ours);
+        if threads::run(move || theirs.wait()).is_err() {
+            ours.wait();
+        }
+    }
+
+    fn wait(&self) {
+        while !self.communicator.is_ended() {
+            if self.begun.elapsed() > END_LIMIT {
+                end_process(&self.watched);
+                return;
             }
-        });
+            threads::retry_refused();
+            std::thread::sleep(POLL_INTERVAL / 4);
+        }
     }
 }
 
@@ -100,15 +132,20 @@ fn end_process(watched: &Watched) {
         return;
     }
     let (sender, written) = channel();
-    let communicator = Arc::clone(&watched.identity().name);
-    spawn(move || {
-        say(format_args!(
-            "communicator \"{communicator}\" cannot be ended: an NCCL kernel waits indefinitely. The process exits with \
-             {FAILURE_EXIT_CODE}; {MODE_VARIABLE}=abort prevents that"
-        ));
+    let message = format!(
+        "communicator \"{}\" cannot be ended: an NCCL kernel waits indefinitely. The process exits with {FAILURE_EXIT_CODE}; \
+         {MODE_VARIABLE}=abort prevents that",
+        watched.identity().name
+    );
+    let said = message.clone();
+    let speaking = threads::run(move || {
+        say(format_args!("{said}"));
         // After the time limit, the process has ended.
         let _heard = sender.send(());
     });
-    let _in_time = written.recv_timeout(MESSAGE_LIMIT);
+    match speaking {
+        Ok(()) => drop(written.recv_timeout(MESSAGE_LIMIT)),
+        Err(_refused) => say(format_args!("{message}")),
+    }
     watched.process().exit_now(FAILURE_EXIT_CODE);
 }

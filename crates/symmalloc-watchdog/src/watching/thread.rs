@@ -13,11 +13,12 @@ use crate::watching::failure::FailureCause;
 use crate::watching::handle::{COMMAND_LIMIT, Command, Handle};
 use crate::watching::judgment::Judgment;
 use crate::watching::process_record;
-use crate::watching::response;
+use crate::watching::response::{self, log};
 use crate::watching::settings::WatchdogMode;
 use crate::watching::watched::{self, Identity, MeetingId, Watched};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::collections::BTreeMap;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
@@ -54,9 +55,17 @@ impl MeetingId {
     }
 }
 
-/// Returns `true` if the watchdog runs. Starts it if necessary.
+/// Returns `true` if the watchdog runs.
 pub fn is_running() -> bool {
-    watchdog().is_some()
+    Handle::get().is_some()
+}
+
+/// Starts the watchdog if it does not run yet. After an error, the next call tries again.
+///
+/// # Errors
+/// Returns an error if the system cannot create a thread or a descriptor. A communicator without a watchdog can hang indefinitely.
+pub fn start() -> io::Result<()> {
+    start_handle().map(drop)
 }
 
 impl Watched {
@@ -124,6 +133,14 @@ fn forget(meeting: Option<&MeetingId>) {
 /// Returns the watchdog, or `None` if the system cannot create a thread or a descriptor. In that case, nothing is watched, and the log
 /// reports the error.
 fn watchdog() -> Option<&'static Handle> {
+    let handle = start_handle();
+    if let Err(error) = &handle {
+        log(|| tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error));
+    }
+    handle.ok()
+}
+
+fn start_handle() -> io::Result<&'static Handle> {
     Handle::get_or_start(|| {
         let (sender, commands) = channel();
         let wakeup = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
@@ -196,8 +213,9 @@ impl WatchdogThread {
             for one in &watched {
                 self.find_stopped(one, now);
             }
+            threads::retry_refused();
             if process_record::has_signal_arrived() {
-                let _started = threads::run(|| {
+                let _started = threads::run_when_possible(|| {
                     if let Err(error) = process_record::write_flight_record("a signal arrived") {
                         tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
                     }
