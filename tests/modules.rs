@@ -32,7 +32,7 @@ const ORDER: [(&str, &str); 16] = [
     (
         "symmalloc-cuda",
         "call_counters error_names loading resize error library driver device memory streams backend pools allocator device_memory \
-         buffers graphs sharing steps sleep metrics",
+         buffers graphs sharing sleep metrics",
     ),
     ("symmalloc-files", "forks private_folder signals draft stderr"),
     (
@@ -42,7 +42,7 @@ const ORDER: [(&str, &str); 16] = [
     ),
     (
         "symmalloc-nccl",
-        "ffi backoff logging rendezvous watchdog communicator collectives windows sync registrar sleep all_to_all",
+        "ffi backoff logging sequence rendezvous watchdog communicator collectives windows sync registrar sleep all_to_all",
     ),
     (
         "symmalloc-plan",
@@ -62,7 +62,7 @@ const ORDER: [(&str, &str); 16] = [
          pytorch",
     ),
     ("symmalloc-trace", "text trace layout plan replay"),
-    ("symmalloc-watchdog", "ids connection message flight_record findings roster endpoint lifeline"),
+    ("symmalloc-watchdog", "ids connection threads message flight_record findings roster endpoint lifeline watching"),
 ];
 
 /// The crate whose modules do not keep their order yet.

@@ -358,6 +358,36 @@ fn small_compressed_recordings_take_little_memory() {
     assert_eq!(printed.code, Some(0), "the limit can be raised: {}", printed.stderr);
 }
 
+/// Regression test: a trace with lines for the simulator had no bounds on its work, its memory and its ranks.
+#[test]
+fn a_saved_failure_has_the_bounds_of_a_trace() {
+    let folder = Folder::new();
+    let marked = |ranks: u64, trace: &str| {
+        let lines: String = (0..ranks).map(|rank| format!("#! rank:{rank} schedule:program\n")).collect();
+        let (first, rest) = trace.split_once('\n').expect("several lines");
+        format!("{first}\n#! seed:7 granularity:2097152\n{lines}{rest}")
+    };
+    let small = "symmalloc-trace 1\nstream s0\na 0 1048576 s0\nf 0\nend 3\n";
+    let expensive = hostile_trace("gaps", "trim", 600_000).text;
+    let many = format!("symmalloc-trace 1\n{}end 20000\n", "sync\n".repeat(20_000));
+    let jobs = [
+        (marked(20_000, small), "20000 ranks"),
+        (marked(1000, &many), "20000 steps on 1000 ranks"),
+        (marked(2, &expensive), "steps"),
+        (marked(2, &many), "raise --memory-limit-mb"),
+    ];
+    for (text, expected) in jobs {
+        let job = folder.file("failure.trace", text);
+        let printed = limited("-t 30 -v 900000", &["simulate", "--memory-limit-mb", "1"], &[&job]);
+        assert_eq!(printed.code, Some(2), "{expected}: {}", printed.stderr);
+        let without = limited("-t 30 -v 900000", &["simulate"], &[&job]);
+        let told = printed.stderr + &without.stderr;
+        assert!(told.contains(expected), "{expected}: {told}");
+    }
+    let job = folder.file("failure.trace", marked(2, small));
+    limited("-t 30", &["simulate"], &[&job]).exited(0);
+}
+
 /// Regression test: the check of a plan took time for each step times each allocation of the plan, and for each pool times each stream.
 #[test]
 fn hostile_plans_are_checked_in_linear_time() {
