@@ -37,7 +37,7 @@ const ORDER: [(&str, &str); 16] = [
     ("symmalloc-files", "forks private_folder signals draft stderr"),
     (
         "symmalloc-import",
-        "compression stacks trace_naming held_memory held_records options pickle rerun export summary trace_file perfetto transcript \
+        "options compression stacks trace_naming held_memory held_records pickle rerun export summary trace_file perfetto transcript \
          out_of_memory pytorch rmm error recording",
     ),
     (
@@ -57,8 +57,7 @@ const ORDER: [(&str, &str); 16] = [
     ("symmalloc-text", ""),
     (
         "symmalloc-torch",
-        "status settings forks peak shared_chunks error complaints guard handles private_pools streams unordered_pool filter \
-         memory_events refusal trace registrations scopes device alignment pool_memory process sleep statistics unordered c_interface \
+        "status settings peak shared_chunks error guard handles mempools streams memory_events refusal trace registrations scopes device alignment pool_memory process sleep statistics unordered c_interface \
          pytorch",
     ),
     ("symmalloc-trace", "text trace layout plan replay"),
