@@ -7,6 +7,8 @@
 //   memory   ──► SEGMENT_ALLOC, SEGMENT_MAP when the pool is known; SEGMENT_FREE, SEGMENT_UNMAP before the unmapping
 #pragma once
 
+#include "status.h"
+
 #include <c10/cuda/CUDACachingAllocator.h>
 
 #include <algorithm>
