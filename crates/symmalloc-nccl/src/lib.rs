@@ -52,9 +52,9 @@
 //! | `ffi` | the calls of libnccl and the driver, each with its safety contract |
 //! | `communicator` | communicators; `submission.rs` submits collectives and groups, `call.rs` selects the thread and the deadline of an NCCL call, `ending.rs` handles calls that do not return |
 //! | `collectives` | the collectives, defined once for plain and checked use, and the transport of messages between ranks |
-//! | `registrar` | the [`Registrar`]: one attachment per communicator |
+//! | `windows` | the names of segments, cache keys, a map of windows, and NCCL's symmetric address space |
 //! | `sync` | changes to segments, the actions that follow from them, and their comparison across ranks |
-//! | `windows` | lookup of windows, cache keys, and NCCL's symmetric address space |
+//! | `registrar` | the [`Registrar`]: one attachment per communicator |
 //! | `sleep` | sleep and wake of a pool on all ranks |
 //! | `watchdog` | detection of ranks that are gone, stopped or stuck; `at_exit.rs` delays the end of the process while threads of this crate still work |
 //! | `rendezvous` | how the ranks of a job find each other |
@@ -96,8 +96,6 @@ pub use ffi::window_flags::WindowFlags;
 pub use registrar::checked::CheckedCollectives;
 #[cfg(feature = "metrics")]
 pub use registrar::metrics;
-pub use registrar::offset_difference::{BufferPlace, CollectiveCall, OffsetDifference};
-pub use registrar::settings::{Registration, Synced};
 pub use registrar::stats::{CommunicatorStats, RegistrarStats};
 pub use registrar::{Registrar, RegistrarBuilder};
 pub use rendezvous::error::{EndpointAnswer, RendezvousError};
@@ -106,12 +104,15 @@ pub use rendezvous::unique_id::UniqueId;
 pub use sleep::error::{
     CollectiveSleepError, Obstacle, RankObstacle, SleepDifference, SleepField, SleepStep, Slept, Woken,
 };
-pub use sync::actions::{ChangeKind, SegmentName, WindowChange};
+pub use sync::actions::{ChangeKind, WindowChange};
 pub use sync::error::{AttachError, LookupError, SyncError};
 pub use sync::message::{ChangeDifference, SyncDifference, SyncField};
+pub use sync::offset_difference::{BufferPlace, CollectiveCall, OffsetDifference};
+pub use sync::settings::{Registration, Synced};
 pub use watchdog::{FAILURE_EXIT_CODE, Failure, FailureCause, WatchdogMode, flight_record, write_flight_record};
 pub use windows::keys::{Generation, SegmentKey};
 pub use windows::keys::{Invalidated, InvalidationCursor};
+pub use windows::name::SegmentName;
 pub use windows::window::WindowSpan;
 
 /// Types that must be usable from several threads.

@@ -8,11 +8,13 @@
 //!
 //! | file | contents |
 //! |---|---|
-//! | `settings.rs`, `stats.rs` | configuration and results, counters |
+//! | `stats.rs` | counters |
 //! | `attachment.rs` | state of one communicator |
 //! | `attachment/sync.rs` | one sync of a communicator; see `sync/` |
 //! | `attachment/sleep.rs` | deregistering and restoring a pool's windows on one communicator; see `sleep/` |
-//! | `checked.rs`, `offset_difference.rs` | offset checks before collectives, and their reports |
+//! | `lookups.rs` | windows and cache keys of buffers |
+//! | `checked.rs` | offset checks before collectives |
+//! | `ended.rs` | communicators that ended on this rank |
 //!
 //! The allocator never calls the registrar. A program attaches pools to communicators, allocates and frees freely, and calls
 //! [`sync`](Registrar::sync) on every rank wherever windows must be current: after a warm-up, at the end of a scope, before a capture. A
@@ -21,10 +23,10 @@
 
 pub(crate) mod attachment;
 pub(crate) mod checked;
+pub(crate) mod ended;
+mod lookups;
 #[cfg(feature = "metrics")]
 pub mod metrics;
-pub(crate) mod offset_difference;
-pub(crate) mod settings;
 pub(crate) mod stats;
 #[cfg(feature = "metrics")]
 mod sync_time;
@@ -34,10 +36,10 @@ use crate::communicator::{CommState, Communicator};
 use crate::ffi::version::{Capability, NcclVersion};
 use crate::ffi::window_flags::WindowFlags;
 use crate::registrar::attachment::{Attachment, SyncJob};
-use crate::registrar::settings::{Registration, Settings, Synced};
+use crate::registrar::ended::{EndedComm, EndedComms, id_of};
 use crate::registrar::stats::{CommunicatorStats, Counters, RegistrarStats};
-use crate::sleep::communicators::{EndedComm, EndedComms, id_of};
 use crate::sync::error::{AttachError, SyncError};
+use crate::sync::settings::{Registration, Settings, Synced};
 use crate::windows::symmetric_space::configured_bytes;
 use smallvec::SmallVec;
 use std::fmt;

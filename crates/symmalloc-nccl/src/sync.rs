@@ -6,6 +6,8 @@ pub(crate) mod agreement;
 pub(crate) mod changes;
 pub(crate) mod error;
 pub(crate) mod message;
+pub(crate) mod offset_difference;
+pub(crate) mod settings;
 
 use std::collections::BTreeMap;
 use symmalloc_agreement::RankSet;

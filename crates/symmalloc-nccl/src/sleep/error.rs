@@ -2,8 +2,8 @@
 
 use crate::communicator::CommState;
 use crate::communicator::error::CommError;
-use crate::sync::actions::SegmentName;
 use crate::sync::error::SyncError;
+use crate::windows::name::SegmentName;
 use std::fmt;
 use std::ops::AddAssign;
 use std::sync::Arc;

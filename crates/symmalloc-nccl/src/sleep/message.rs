@@ -11,9 +11,9 @@
 //! A message from another rank is untrusted. Every bit pattern is a valid struct; unknown numbers are decoded as stated at each one.
 
 use crate::sleep::error::{Obstacle, SleepDifference, SleepField};
-use crate::sync::actions::SegmentName;
 use crate::sync::groups;
 use crate::sync::message::{SegmentNameMessage, SyncMessage, VERSION};
+use crate::windows::name::SegmentName;
 use std::time::Duration;
 use symmalloc_agreement::{Gathered, ProtocolError};
 use symmalloc_core::backend::Reason;

@@ -2,8 +2,9 @@
 
 use crate::communicator::{CommOrder, Communicator};
 use crate::registrar::attachment::{Attachment, SyncState};
+use crate::registrar::ended::{EndedComm, id_of};
 use crate::registrar::{Registrar, not_attached};
-use crate::sleep::communicators::{self, EndedComm, combine, id_of};
+use crate::sleep::communicators::{self, combine};
 use crate::sleep::error::{CollectiveSleepError, Obstacle, RankObstacle, SleepDifference, SleepStep};
 use crate::sleep::message::{
     CommunicatorRow, ExchangeError, Head, HeadFields, Row, SUSPENDING, VerdictMessage, WAKE, call_of, exchange,

@@ -8,11 +8,11 @@
 
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
-use crate::sleep::communicators::EndedComm;
+use crate::registrar::ended::EndedComm;
 use crate::sleep::error::{CollectiveSleepError, Obstacle, RankObstacle, SleepStep, Woken};
 use crate::sleep::message::{Finding, FindingRow, Head};
 use crate::sleep::run::{Member, Run};
-use crate::sync::actions::SegmentName;
+use crate::windows::name::SegmentName;
 use std::collections::{BTreeMap, BTreeSet};
 use symmalloc_core::PoolId;
 use symmalloc_core::errors::OutOfMemoryCause;

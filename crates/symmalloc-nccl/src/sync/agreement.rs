@@ -168,9 +168,10 @@ impl ChangeSearch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sync::actions::{ChangeKind, SegmentName, SegmentTable, SyncAction, WindowChange};
+    use crate::sync::actions::{ChangeKind, SegmentTable, SyncAction, WindowChange};
     use crate::sync::message::SyncContext;
     use crate::windows::keys::Generation;
+    use crate::windows::name::SegmentName;
     use std::thread;
     use std::time::Duration;
     use symmalloc_agreement::{Point, ThreadTransport};

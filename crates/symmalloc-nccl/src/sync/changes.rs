@@ -1,10 +1,10 @@
 //! The pools observed for one communicator, each with an observer and the log entries since the last sync.
 
 use crate::ffi::window_flags::WindowFlags;
-use crate::registrar::settings::{Registration, Synced};
 use crate::sync::actions::generation;
 use crate::sync::error::AttachError;
 use crate::sync::fold;
+use crate::sync::settings::{Registration, Synced};
 use crate::windows::keys::Generation;
 use smallvec::SmallVec;
 use symmalloc_core::errors::UnknownError;

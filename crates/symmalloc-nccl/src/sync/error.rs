@@ -3,8 +3,8 @@
 use crate::communicator::CommState;
 use crate::communicator::error::CommError;
 use crate::ffi::version::NcclVersion;
-use crate::registrar::offset_difference::OffsetDifference;
 use crate::sync::message::SyncDifference;
+use crate::sync::offset_difference::OffsetDifference;
 use crate::windows::keys::SegmentKey;
 use std::sync::Arc;
 use symmalloc_agreement::{Disagreement, ProtocolError, TransportError};

@@ -10,7 +10,8 @@
 //!
 //! A message from another rank is untrusted. Every bit pattern is a valid [`SyncMessage`]; a [`ChangeMessage`] with an unknown kind is none.
 
-use crate::sync::actions::{ChangeKind, SegmentName, SyncActions, WindowChange};
+use crate::sync::actions::{ChangeKind, SyncActions, WindowChange};
+use crate::windows::name::SegmentName;
 use std::fmt;
 use symmalloc_agreement::{RankSet, Ranks};
 use symmalloc_core::ids::StreamGroup;

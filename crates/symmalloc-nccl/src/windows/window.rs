@@ -1,8 +1,8 @@
 //! Lookup of a buffer's position in a window, by which NCCL's device code and peer mappings address it.
 
 use crate::ffi::handles::WindowHandle;
-use crate::sync::actions::SegmentName;
 use crate::windows::keys::SegmentKey;
+use crate::windows::name::SegmentName;
 
 /// A position in a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

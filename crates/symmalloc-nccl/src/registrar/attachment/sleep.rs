@@ -3,10 +3,11 @@
 use crate::communicator::CommState;
 use crate::communicator::registration::Registered;
 use crate::registrar::attachment::{Attachment, SavedBuffers, SavedRegistrations, SavedWindow, SyncState, digest};
-use crate::registrar::settings::{Registration, Synced};
-use crate::sync::actions::{ChangeKind, SegmentName, SyncAction, WindowChange};
+use crate::sync::actions::{ChangeKind, SyncAction, WindowChange};
 use crate::sync::error::SyncError;
+use crate::sync::settings::{Registration, Synced};
 use crate::windows::keys::{Generation, SegmentKey};
+use crate::windows::name::SegmentName;
 use crate::windows::symmetric_space::SymmetricSpace;
 use std::collections::BTreeSet;
 use symmalloc_core::PoolId;

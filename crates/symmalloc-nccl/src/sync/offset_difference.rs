@@ -3,9 +3,9 @@
 //! A message from another rank is untrusted. Every bit pattern is a valid struct. A call with an unknown collective is an error.
 
 use crate::collectives::operation::Collective;
-use crate::sync::actions::SegmentName;
 use crate::sync::groups;
 use crate::sync::message::{SegmentNameMessage, SyncDifference, VERSION};
+use crate::windows::name::SegmentName;
 use crate::windows::window::{Entry, RegisteredAs};
 use std::fmt;
 use symmalloc_agreement::{Gathered, ProtocolError, RankSet, Ranks};
@@ -81,7 +81,7 @@ impl fmt::Display for OffsetDifference {
 }
 
 impl BufferPlace {
-    pub(super) fn of(entry: Option<&Entry>, address: u64) -> Self {
+    pub(crate) fn of(entry: Option<&Entry>, address: u64) -> Self {
         match entry {
             Some(Entry { segment, name: Some(name), kind: RegisteredAs::Window(_) }) => {
                 BufferPlace::Window { segment: *name, offset_bytes: address - segment.base }
@@ -97,7 +97,7 @@ const PROTOCOL: u64 = 2 << 32 | VERSION as u64;
 /// One rank's call. 80 bytes. All integers are little-endian.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-pub(super) struct CallMessage {
+pub(crate) struct CallMessage {
     /// [`PROTOCOL`].
     protocol: U64,
     /// [`Collective`] as a number.
@@ -111,7 +111,7 @@ pub(super) struct CallMessage {
 /// The location of a buffer. 24 bytes; all zeros stand for a buffer outside all windows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-pub(super) struct PlaceMessage {
+pub(crate) struct PlaceMessage {
     segment: SegmentNameMessage,
     /// 1: in a window.
     kind: U32,
@@ -168,7 +168,7 @@ impl CallMessage {
 
 /// The result of comparing the calls of all ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Comparison {
+pub(crate) enum Comparison {
     Equal,
     /// The calls differ.
     Calls(OffsetDifference),
@@ -180,7 +180,7 @@ pub(super) enum Comparison {
 ///
 /// # Errors
 /// Returns an error if a message has another length, or its collective is unknown.
-pub(super) fn compare(gathered: &Gathered) -> Result<Comparison, ProtocolError> {
+pub(crate) fn compare(gathered: &Gathered) -> Result<Comparison, ProtocolError> {
     let decode = |(rank, message): (u32, &[u8])| {
         CallMessage::read_from_bytes(message).map_err(|_| ProtocolError::Garbled { rank })
     };

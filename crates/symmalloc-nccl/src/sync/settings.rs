@@ -53,7 +53,7 @@ impl Settings {
 }
 
 impl Synced {
-    pub(super) fn add(&mut self, other: Synced) {
+    pub(crate) fn add(&mut self, other: Synced) {
         self.registrations += other.registrations;
         self.deregistrations += other.deregistrations;
         self.released_bytes += other.released_bytes;
