@@ -110,9 +110,9 @@ pub use sync::message::{ChangeDifference, SyncDifference, SyncField};
 pub use sync::offset_difference::{BufferPlace, CollectiveCall, OffsetDifference};
 pub use sync::settings::{Registration, Synced};
 pub use watchdog::{FAILURE_EXIT_CODE, Failure, FailureCause, WatchdogMode, flight_record, write_flight_record};
-pub use windows::keys::{Generation, SegmentKey};
+pub use windows::keys::SegmentKey;
 pub use windows::keys::{Invalidated, InvalidationCursor};
-pub use windows::name::SegmentName;
+pub use windows::segment::{HeapSegment, SymmetricSegment};
 pub use windows::window::WindowSpan;
 
 /// Types that must be usable from several threads.

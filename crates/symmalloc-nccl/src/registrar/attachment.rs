@@ -25,12 +25,13 @@ use crate::communicator::{CommState, Communicator};
 use crate::ffi::handles::WindowHandle;
 use crate::ffi::window_flags::WindowFlags;
 use crate::registrar::stats::CommunicatorStats;
-use crate::sync::actions::{SegmentTable, SyncAction, generation};
+use crate::sync::actions::{SegmentTable, SyncAction};
 use crate::sync::changes::ObservedPools;
 use crate::sync::error::{AttachError, SyncError};
 use crate::sync::fold;
 use crate::sync::settings::Registration;
-use crate::windows::keys::{Generation, Invalidations};
+use crate::windows::keys::Invalidations;
+use crate::windows::segment::HeapSegment;
 use crate::windows::symmetric_space::SymmetricSpace;
 use crate::windows::window::{Entry, WindowMap};
 use smallvec::SmallVec;
@@ -51,16 +52,16 @@ pub(crate) struct SyncState {
     pools: ObservedPools,
     segments: SegmentTable,
     /// Registrations of pools that are attached for windows.
-    windows: BTreeMap<Generation, Registered>,
+    windows: BTreeMap<HeapSegment, Registered>,
     window_bytes: u64,
     /// Segments with windows, in registration order.
-    order: Vec<Generation>,
+    order: Vec<HeapSegment>,
     /// Sleeping pools, with the registrations to restore on wake.
     saved: BTreeMap<PoolId, SavedRegistrations>,
     /// Number of sleeps and wakes that the ranks agreed on over this communicator: equal on all ranks.
     sleeps: u64,
     /// Registrations of pools that are attached for buffers, one per piece of memory.
-    buffers: BTreeMap<Generation, SmallVec<[BufferRegistration; 1]>>,
+    buffers: BTreeMap<HeapSegment, SmallVec<[BufferRegistration; 1]>>,
     /// `None` until the first window is registered.
     space: Option<SymmetricSpace>,
     transport: Option<NcclTransport>,
@@ -311,7 +312,7 @@ pub(crate) struct SavedWindow {
 /// The pieces of a segment, each with a registration local to this rank.
 #[derive(Debug)]
 pub(crate) struct SavedBuffers {
-    pub(crate) segment: Generation,
+    pub(crate) segment: HeapSegment,
     /// Address and size in bytes of each piece.
     pub(crate) pieces: Vec<(u64, u64)>,
     pub(crate) entry: Option<Entry>,

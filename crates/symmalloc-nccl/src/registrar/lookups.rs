@@ -3,7 +3,8 @@
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
 use crate::sync::error::LookupError;
-use crate::windows::keys::{Generation, Invalidated, InvalidationCursor, SegmentKey};
+use crate::windows::keys::{Invalidated, InvalidationCursor, SegmentKey};
+use crate::windows::segment::HeapSegment;
 use crate::windows::window::{Entry, RegisteredAs, WindowSpan};
 use symmalloc_core::Handle;
 use symmalloc_core::backend::DeviceAddress;
@@ -43,7 +44,7 @@ impl Registrar {
             }
             None => {
                 let segment = self.key_at(address)?;
-                if self.phase(segment.generation.heap.pool).is_ok_and(|phase| phase != Phase::Awake) {
+                if self.phase(segment.segment.heap.pool).is_ok_and(|phase| phase != Phase::Awake) {
                     return Err(LookupError::Asleep { segment, communicator: communicator() });
                 }
                 let is_capturing = self.allocator().is_capturing().unwrap_or(false);
@@ -78,7 +79,7 @@ impl Registrar {
         Ok(SegmentKey {
             base: position.base.0,
             size_bytes: position.size_bytes,
-            generation: Generation { heap: position.heap, segment: position.segment },
+            segment: HeapSegment { heap: position.heap, id: position.segment },
         })
     }
 

@@ -12,8 +12,8 @@
 
 use crate::sleep::error::{Obstacle, SleepDifference, SleepField};
 use crate::sync::groups;
-use crate::sync::message::{SegmentNameMessage, SyncMessage, VERSION};
-use crate::windows::name::SegmentName;
+use crate::sync::message::{SegmentMessage, SyncMessage, VERSION};
+use crate::windows::segment::SymmetricSegment;
 use std::time::Duration;
 use symmalloc_agreement::{Gathered, ProtocolError};
 use symmalloc_core::backend::Reason;
@@ -322,7 +322,7 @@ pub(super) enum Finding {
     /// A communicator that has ended.
     Lost { communicator: u64 },
     /// A window whose handle changed.
-    Changed { communicator: u64, segment: SegmentName },
+    Changed { communicator: u64, segment: SymmetricSegment },
 }
 
 /// The message of a [`Finding`].
@@ -330,7 +330,7 @@ pub(super) enum Finding {
 #[repr(C)]
 pub(super) struct FindingRow {
     communicator: U64,
-    segment: SegmentNameMessage,
+    segment: SegmentMessage,
     /// 1: lost, 2: changed.
     kind: U32,
     reserved: U64,
@@ -453,11 +453,11 @@ mod tests {
 
     #[test]
     fn decoding_a_finding_inverts_encoding_it() {
-        let segment = SegmentName { pool: 3, group: StreamGroup::One(StreamId(2)), segment: SegmentId(7) };
+        let segment = SymmetricSegment { pool: 3, group: StreamGroup::One(StreamId(2)), id: SegmentId(7) };
         let findings = [
             Finding::Lost { communicator: 9 },
             Finding::Changed { communicator: 9, segment },
-            Finding::Changed { communicator: 9, segment: SegmentName { group: StreamGroup::All, ..segment } },
+            Finding::Changed { communicator: 9, segment: SymmetricSegment { group: StreamGroup::All, ..segment } },
         ];
         for finding in findings {
             assert_eq!(FindingRow::from(finding).decode(), Some(finding));

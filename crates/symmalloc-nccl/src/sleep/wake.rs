@@ -12,7 +12,7 @@ use crate::registrar::ended::EndedComm;
 use crate::sleep::error::{CollectiveSleepError, Obstacle, RankObstacle, SleepStep, Woken};
 use crate::sleep::message::{Finding, FindingRow, Head};
 use crate::sleep::run::{Member, Run};
-use crate::windows::name::SegmentName;
+use crate::windows::segment::SymmetricSegment;
 use std::collections::{BTreeMap, BTreeSet};
 use symmalloc_core::PoolId;
 use symmalloc_core::errors::OutOfMemoryCause;
@@ -151,7 +151,7 @@ impl<'a> Run<'a> {
     /// Applies the result of `Check`: a window or communicator that changed or was lost on one rank counts as changed or lost on all.
     fn woken(&mut self, rows: &[Vec<FindingRow>], ended: &[EndedComm], mut woken: Woken) -> Woken {
         let mut lost: BTreeSet<u64> = BTreeSet::new();
-        let mut changed: BTreeMap<u64, BTreeSet<SegmentName>> = BTreeMap::new();
+        let mut changed: BTreeMap<u64, BTreeSet<SymmetricSegment>> = BTreeMap::new();
         for finding in rows.iter().flatten().filter_map(FindingRow::decode) {
             match finding {
                 Finding::Lost { communicator } => {

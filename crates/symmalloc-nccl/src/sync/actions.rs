@@ -13,8 +13,8 @@
 //! changes nothing: a sync that fails leaves the log and the segment table unchanged, and the next sync computes its actions again.
 
 use crate::sync::fold;
-use crate::windows::keys::{Generation, SegmentKey};
-use crate::windows::name::SegmentName;
+use crate::windows::keys::SegmentKey;
+use crate::windows::segment::{HeapSegment, SymmetricSegment};
 use std::collections::BTreeMap;
 use std::fmt;
 use symmalloc_core::PoolId;
@@ -39,7 +39,7 @@ pub struct WindowChange {
     /// The kind of change.
     pub kind: ChangeKind,
     /// The affected segment.
-    pub segment: SegmentName,
+    pub segment: SymmetricSegment,
     /// Size of the window in bytes.
     pub size_bytes: u64,
 }
@@ -60,7 +60,7 @@ impl fmt::Display for WindowChange {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SyncAction {
     pub(crate) change: WindowChange,
-    pub(crate) segment: Generation,
+    pub(crate) segment: HeapSegment,
     pub(crate) base: u64,
 }
 
@@ -83,12 +83,7 @@ impl LiveSegment {
 }
 
 /// The live segments of the pools that an attachment observes.
-pub(crate) type SegmentTable = BTreeMap<Generation, LiveSegment>;
-
-/// Returns the segment that an event concerns.
-pub(crate) fn generation(event: &SegmentEvent) -> Generation {
-    Generation { heap: event.heap, segment: event.segment }
-}
+pub(crate) type SegmentTable = BTreeMap<HeapSegment, LiveSegment>;
 
 /// The actions of a sync and the resulting changes to the segment table.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -96,7 +91,7 @@ pub(crate) struct SyncActions {
     /// Registrations in log order, then deregistrations in log order.
     pub(crate) list: Vec<SyncAction>,
     /// Changed segments; `None` if dead.
-    segments: BTreeMap<Generation, Option<LiveSegment>>,
+    segments: BTreeMap<HeapSegment, Option<LiveSegment>>,
 }
 
 impl SyncActions {
@@ -107,10 +102,10 @@ impl SyncActions {
         leaving: &[PoolId],
         ordinal: impl Fn(PoolId) -> u32,
     ) -> Self {
-        let mut changes: BTreeMap<Generation, Option<LiveSegment>> = BTreeMap::new();
+        let mut changes: BTreeMap<HeapSegment, Option<LiveSegment>> = BTreeMap::new();
         let (mut touched, mut dead) = (Vec::new(), Vec::new());
         for event in events {
-            let segment = generation(event);
+            let segment = HeapSegment::of(event);
             let now = changes.entry(segment).or_insert_with(|| {
                 touched.push(segment);
                 segments.get(&segment).copied()
@@ -138,14 +133,18 @@ impl SyncActions {
                 _ => {}
             }
         }
-        let leaves = |segment: &Generation| leaving.contains(&segment.heap.pool);
+        let leaves = |segment: &HeapSegment| leaving.contains(&segment.heap.pool);
         let gone = segments.keys().filter(|segment| leaves(segment) && !dead.contains(segment)).copied();
         dead.extend(gone.collect::<Vec<_>>());
         touched.retain(|segment| !leaves(segment));
         changes.retain(|segment, _| !leaves(segment));
 
-        let action = |kind, segment: Generation, size_bytes, base| SyncAction {
-            change: WindowChange { kind, segment: SegmentName::of(ordinal(segment.heap.pool), segment), size_bytes },
+        let action = |kind, segment: HeapSegment, size_bytes, base| SyncAction {
+            change: WindowChange {
+                kind,
+                segment: SymmetricSegment::of(ordinal(segment.heap.pool), segment),
+                size_bytes,
+            },
             segment,
             base,
         };
@@ -204,11 +203,12 @@ pub(crate) fn invalidated_keys(
     events: &[SegmentEvent],
     leaving: &[PoolId],
 ) -> Vec<SegmentKey> {
-    let key = |generation, base, size_bytes| SegmentKey { base, size_bytes, generation };
-    let mut ends: BTreeMap<Generation, u64> = segments.iter().map(|(segment, now)| (*segment, now.end_bytes)).collect();
+    let key = |segment, base, size_bytes| SegmentKey { base, size_bytes, segment };
+    let mut ends: BTreeMap<HeapSegment, u64> =
+        segments.iter().map(|(segment, now)| (*segment, now.end_bytes)).collect();
     let mut dead = Vec::new();
     for event in events {
-        let (segment, base) = (generation(event), event.base.0);
+        let (segment, base) = (HeapSegment::of(event), event.base.0);
         match event.kind {
             SegmentEventKind::Birth => {
                 ends.insert(segment, event.size_bytes);
@@ -242,7 +242,7 @@ impl WindowChange {
         };
         [
             (u64::from(self.segment.pool) << 32) | u64::from(stream),
-            (u64::from(self.segment.segment.0) << 32) | kind,
+            (u64::from(self.segment.id.0) << 32) | kind,
             self.size_bytes,
         ]
     }
@@ -287,8 +287,7 @@ mod tests {
             actions.write_to(&mut self.segments);
             self.allocator.acknowledge(self.observer, &self.allocator.unread(self.observer)).expect("no faults");
             assert!(self.actions().list.is_empty(), "never twice");
-            let seen =
-                |action: &SyncAction| (action.change.kind, action.change.segment.segment.0, action.change.size_bytes);
+            let seen = |action: &SyncAction| (action.change.kind, action.change.segment.id.0, action.change.size_bytes);
             actions.list.iter().map(seen).collect()
         }
 
@@ -325,7 +324,7 @@ mod tests {
             (ChangeKind::Deregister, 0, 30 * MIB),
         ];
         assert_eq!(watched.sync(), expected);
-        let dead: Vec<_> = watched.dead.iter().map(|key| (key.generation.segment.0, key.size_bytes)).collect();
+        let dead: Vec<_> = watched.dead.iter().map(|key| (key.segment.id.0, key.size_bytes)).collect();
         assert_eq!(dead, [(1, 40 * MIB), (0, 30 * MIB)]);
     }
 

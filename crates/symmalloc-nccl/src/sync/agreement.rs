@@ -170,8 +170,7 @@ mod tests {
     use super::*;
     use crate::sync::actions::{ChangeKind, SegmentTable, SyncAction, WindowChange};
     use crate::sync::message::SyncContext;
-    use crate::windows::keys::Generation;
-    use crate::windows::name::SegmentName;
+    use crate::windows::segment::{HeapSegment, SymmetricSegment};
     use std::thread;
     use std::time::Duration;
     use symmalloc_agreement::{Point, ThreadTransport};
@@ -291,12 +290,12 @@ mod tests {
             .map(|segment| SyncAction {
                 change: WindowChange {
                     kind: ChangeKind::Register,
-                    segment: SegmentName { pool: 0, group: StreamGroup::All, segment: SegmentId(segment) },
+                    segment: SymmetricSegment { pool: 0, group: StreamGroup::All, id: SegmentId(segment) },
                     size_bytes: if segment == other { 1 } else { 2 },
                 },
-                segment: Generation {
+                segment: HeapSegment {
                     heap: HeapId { pool: PoolId::DEFAULT, group: StreamGroup::All },
-                    segment: SegmentId(segment),
+                    id: SegmentId(segment),
                 },
                 base: 0,
             })

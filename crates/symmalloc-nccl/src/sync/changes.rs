@@ -1,11 +1,10 @@
 //! The pools observed for one communicator, each with an observer and the log entries since the last sync.
 
 use crate::ffi::window_flags::WindowFlags;
-use crate::sync::actions::generation;
 use crate::sync::error::AttachError;
 use crate::sync::fold;
 use crate::sync::settings::{Registration, Synced};
-use crate::windows::keys::Generation;
+use crate::windows::segment::HeapSegment;
 use smallvec::SmallVec;
 use symmalloc_core::errors::UnknownError;
 use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
@@ -228,7 +227,7 @@ impl SegmentChanges {
         !self.leaving.is_empty() || self.events.iter().any(|event| event.kind == SegmentEventKind::Death)
     }
 
-    pub(crate) fn dies(&self, segment: Generation) -> bool {
-        self.events.iter().any(|event| event.kind == SegmentEventKind::Death && generation(event) == segment)
+    pub(crate) fn dies(&self, segment: HeapSegment) -> bool {
+        self.events.iter().any(|event| event.kind == SegmentEventKind::Death && HeapSegment::of(event) == segment)
     }
 }

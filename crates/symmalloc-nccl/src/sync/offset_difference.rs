@@ -4,8 +4,8 @@
 
 use crate::collectives::operation::Collective;
 use crate::sync::groups;
-use crate::sync::message::{SegmentNameMessage, SyncDifference, VERSION};
-use crate::windows::name::SegmentName;
+use crate::sync::message::{SegmentMessage, SyncDifference, VERSION};
+use crate::windows::segment::SymmetricSegment;
 use crate::windows::window::{Entry, RegisteredAs};
 use std::fmt;
 use symmalloc_agreement::{Gathered, ProtocolError, RankSet, Ranks};
@@ -19,7 +19,7 @@ pub enum BufferPlace {
     /// In a window.
     Window {
         /// The segment.
-        segment: SegmentName,
+        segment: SymmetricSegment,
         /// Offset in bytes from the segment's start.
         offset_bytes: u64,
     },
@@ -112,7 +112,7 @@ pub(crate) struct CallMessage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
 pub(crate) struct PlaceMessage {
-    segment: SegmentNameMessage,
+    segment: SegmentMessage,
     /// 1: in a window.
     kind: U32,
     offset_bytes: U64,
@@ -204,7 +204,7 @@ mod tests {
     use zerocopy::transmute;
 
     fn call(offset_bytes: u64) -> CollectiveCall {
-        let segment = SegmentName { pool: 1, group: StreamGroup::One(StreamId(2)), segment: SegmentId(3) };
+        let segment = SymmetricSegment { pool: 1, group: StreamGroup::One(StreamId(2)), id: SegmentId(3) };
         let place = BufferPlace::Window { segment, offset_bytes };
         let collective = Collective::AllReduce;
         CollectiveCall { collective, send_bytes: 1024, receive_bytes: 1024, send: place, receive: place }

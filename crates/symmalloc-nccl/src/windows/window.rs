@@ -2,7 +2,7 @@
 
 use crate::ffi::handles::WindowHandle;
 use crate::windows::keys::SegmentKey;
-use crate::windows::name::SegmentName;
+use crate::windows::segment::SymmetricSegment;
 
 /// A position in a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -29,7 +29,7 @@ pub(crate) enum RegisteredAs {
 pub(crate) struct Entry {
     pub(crate) segment: SegmentKey,
     /// Name that all ranks share; `None` if it belongs to a private pool.
-    pub(crate) name: Option<SegmentName>,
+    pub(crate) name: Option<SymmetricSegment>,
     pub(crate) kind: RegisteredAs,
 }
 
@@ -73,15 +73,15 @@ impl WindowMap {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::windows::keys::Generation;
+    use crate::windows::segment::HeapSegment;
     use symmalloc_core::ids::HeapId;
     use symmalloc_core::ids::StreamGroup;
     use symmalloc_core::{PoolId, SegmentId};
 
     fn entry(segment: u32, base: u64, size_bytes: u64) -> Entry {
-        let generation =
-            Generation { heap: HeapId { pool: PoolId::DEFAULT, group: StreamGroup::All }, segment: SegmentId(segment) };
-        Entry { segment: SegmentKey { base, size_bytes, generation }, name: None, kind: RegisteredAs::Plain }
+        let segment =
+            HeapSegment { heap: HeapId { pool: PoolId::DEFAULT, group: StreamGroup::All }, id: SegmentId(segment) };
+        Entry { segment: SegmentKey { base, size_bytes, segment }, name: None, kind: RegisteredAs::Plain }
     }
 
     #[test]
@@ -89,7 +89,7 @@ mod tests {
         let mut map = WindowMap::default();
         map.insert(entry(1, 0x4000, 0x1000));
         map.insert(entry(0, 0x1000, 0x1000));
-        let found = |address, size_bytes| map.find(address, size_bytes).map(|entry| entry.segment.generation.segment.0);
+        let found = |address, size_bytes| map.find(address, size_bytes).map(|entry| entry.segment.segment.id.0);
         assert_eq!(found(0x1000, 0x1000), Some(0));
         assert_eq!(found(0x1fff, 1), Some(0));
         assert_eq!(found(0x1fff, 2), None, "beyond the end");

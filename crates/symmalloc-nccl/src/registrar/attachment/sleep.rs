@@ -6,8 +6,8 @@ use crate::registrar::attachment::{Attachment, SavedBuffers, SavedRegistrations,
 use crate::sync::actions::{ChangeKind, SyncAction, WindowChange};
 use crate::sync::error::SyncError;
 use crate::sync::settings::{Registration, Synced};
-use crate::windows::keys::{Generation, SegmentKey};
-use crate::windows::name::SegmentName;
+use crate::windows::keys::SegmentKey;
+use crate::windows::segment::{HeapSegment, SymmetricSegment};
 use crate::windows::symmetric_space::SymmetricSpace;
 use std::collections::BTreeSet;
 use symmalloc_core::PoolId;
@@ -19,7 +19,7 @@ use symmalloc_cuda::CudaAllocator;
 pub(crate) struct Restored {
     pub(crate) registrations: u64,
     /// Windows whose handle differs from the one before the sleep.
-    pub(crate) changed: Vec<SegmentName>,
+    pub(crate) changed: Vec<SymmetricSegment>,
 }
 
 impl Attachment {
@@ -67,7 +67,7 @@ impl Attachment {
             }
             self.deregister(state, &action, &mut synced).map_err(|error| self.failed(error))?;
         }
-        let segments: Vec<Generation> =
+        let segments: Vec<HeapSegment> =
             state.buffers.keys().filter(|segment| segment.heap.pool == pool).copied().collect();
         for segment in segments {
             let registrations = state.buffers.remove(&segment).unwrap_or_default();
@@ -125,8 +125,8 @@ impl Attachment {
     }
 
     /// Invalidates the keys of these segments.
-    pub(crate) fn invalidate(&self, state: &SyncState, segments: &BTreeSet<SegmentName>) {
-        let named = |segment: &Generation| SegmentName::of(state.pools.ordinal(segment.heap.pool), *segment);
+    pub(crate) fn invalidate(&self, state: &SyncState, segments: &BTreeSet<SymmetricSegment>) {
+        let named = |segment: &HeapSegment| SymmetricSegment::of(state.pools.ordinal(segment.heap.pool), *segment);
         let keys: Vec<SegmentKey> = state
             .order
             .iter()
@@ -134,7 +134,7 @@ impl Attachment {
             .filter_map(|segment| {
                 let registered = state.windows.get(segment)?;
                 let (base, size_bytes) = (registered.base(), registered.size_bytes());
-                Some(SegmentKey { base, size_bytes, generation: *segment })
+                Some(SegmentKey { base, size_bytes, segment: *segment })
             })
             .collect();
         self.view_mut().invalidations.extend(keys);
@@ -158,13 +158,13 @@ impl SyncState {
     /// Returns the windows of the pool's live segments, in registration order.
     fn restorable_windows(&self, allocator: &CudaAllocator, pool: PoolId) -> Vec<SavedWindow> {
         let snapshots = self.pools.read(allocator);
-        let dead: BTreeSet<Generation> = self
+        let dead: BTreeSet<HeapSegment> = self
             .pools
             .changes(&snapshots, Registration::Windows)
             .events
             .iter()
             .filter(|event| event.kind == SegmentEventKind::Death)
-            .map(crate::registrar::attachment::generation)
+            .map(HeapSegment::of)
             .collect();
         let ordinal = self.pools.ordinal(pool);
         let live = self.order.iter().filter(|segment| segment.heap.pool == pool && !dead.contains(segment));
@@ -176,8 +176,8 @@ impl SyncState {
     }
 }
 
-fn action_of(ordinal: u32, segment: Generation, registered: &Registered) -> SyncAction {
-    let name = SegmentName::of(ordinal, segment);
+fn action_of(ordinal: u32, segment: HeapSegment, registered: &Registered) -> SyncAction {
+    let name = SymmetricSegment::of(ordinal, segment);
     let change = WindowChange { kind: ChangeKind::Register, segment: name, size_bytes: registered.size_bytes() };
     SyncAction { change, segment, base: registered.base() }
 }

@@ -6,14 +6,14 @@ use crate::communicator::error::CommError;
 use crate::communicator::registration::Registered;
 use crate::communicator::{CommState, Stage};
 use crate::registrar::stats::Counters;
-use crate::sync::actions::{ChangeKind, SyncAction, SyncActions, generation, invalidated_keys};
+use crate::sync::actions::{ChangeKind, SyncAction, SyncActions, invalidated_keys};
 use crate::sync::agreement::agree_on_sync;
 use crate::sync::changes::SegmentChanges;
 use crate::sync::error::SyncError;
 use crate::sync::message::{SyncContext, SyncMessage};
 use crate::sync::settings::{Registration, Settings, Synced};
-use crate::windows::keys::{Generation, SegmentKey};
-use crate::windows::name::SegmentName;
+use crate::windows::keys::SegmentKey;
+use crate::windows::segment::{HeapSegment, SymmetricSegment};
 use crate::windows::symmetric_space::SymmetricSpace;
 use crate::windows::window::{Entry, RegisteredAs};
 use std::time::Instant;
@@ -190,7 +190,7 @@ impl Attachment {
             Registered::Window(window) => RegisteredAs::Window(window.handle()),
             Registered::Plain(_) => RegisteredAs::Plain,
         };
-        let key = SegmentKey { base: action.base, size_bytes: action.change.size_bytes, generation: action.segment };
+        let key = SegmentKey { base: action.base, size_bytes: action.change.size_bytes, segment: action.segment };
         self.view_mut().windows.insert(Entry { segment: key, name: Some(action.change.segment), kind });
         state.windows.insert(action.segment, registered);
         state.order.push(action.segment);
@@ -230,9 +230,9 @@ impl Attachment {
         changes: &SegmentChanges,
         synced: &mut Synced,
     ) -> Result<(), SyncError> {
-        let mut gone: Vec<Generation> = Vec::new();
+        let mut gone: Vec<HeapSegment> = Vec::new();
         for event in &changes.events {
-            let segment = generation(event);
+            let segment = HeapSegment::of(event);
             match event.kind {
                 SegmentEventKind::Birth | SegmentEventKind::Growth if !changes.leaving.contains(&event.heap.pool) => {
                     if changes.dies(segment) {
@@ -246,7 +246,7 @@ impl Attachment {
                     let mut view = self.view_mut();
                     let known = view.windows.find(event.base.0, 0).map_or(0, |entry| entry.segment.size_bytes);
                     let size_bytes = known.max(event.offset_bytes + event.size_bytes);
-                    let key = SegmentKey { base: event.base.0, size_bytes, generation: segment };
+                    let key = SegmentKey { base: event.base.0, size_bytes, segment };
                     view.windows.insert(Entry { segment: key, name: None, kind: RegisteredAs::Plain });
                 }
                 SegmentEventKind::Death => gone.push(segment),
@@ -269,7 +269,7 @@ impl Attachment {
 
 /// Emits a `tracing` event. Its names and fields are stable.
 fn trace_step(communicator: &str, action: &SyncAction, is_registered: bool) {
-    let SegmentName { pool, group, segment } = action.change.segment;
+    let SymmetricSegment { pool, group, id } = action.change.segment;
     macro_rules! window {
         ($name:literal) => {
             tracing::debug!(
@@ -278,7 +278,7 @@ fn trace_step(communicator: &str, action: &SyncAction, is_registered: bool) {
                 communicator,
                 symmetric_pool = pool,
                 stream = group.stream().map(|stream| stream.0),
-                segment = segment.0,
+                segment = id.0,
                 size_bytes = action.change.size_bytes,
             )
         };

@@ -423,13 +423,13 @@ nccl_test!(windows_with_new_handles_are_reported_on_all_ranks, ["STUB_NCCL_REUSE
         let mut cursor = InvalidationCursor::default();
         let _none = it.registrar.invalidations(&it.world, &mut cursor);
         let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
-        let segments: Vec<u32> = woken.changed.iter().map(|(_, segment)| segment.segment.0).collect();
+        let segments: Vec<u32> = woken.changed.iter().map(|(_, segment)| segment.id.0).collect();
         assert!(!segments.is_empty(), "the windows' addresses are in use");
         assert!(woken.changed.iter().all(|(communicator, _)| communicator == it.world.name()));
         let Invalidated::Keys(keys) = it.registrar.invalidations(&it.world, &mut cursor) else {
             panic!("the communicator is ready")
         };
-        assert_eq!(keys.iter().map(|key| key.generation.segment.0).collect::<Vec<_>>(), segments);
+        assert_eq!(keys.iter().map(|key| key.segment.id.0).collect::<Vec<_>>(), segments);
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
     });
     nothing_is_left();
