@@ -61,7 +61,7 @@
 //! | `all_to_all` | all-to-all-v |
 //!
 //! To follow one sync from a segment's birth to its window, read `registrar.rs` (`sync_all`: the communicators in their global order),
-//! `registrar/attachment/sync.rs` (`sync_ready`: the steps of one communicator), `sync/changes.rs` (segment events), `sync/actions.rs`
+//! `registrar/attachment/sync.rs` (`sync_ready`: the steps of one communicator), `windows/table.rs` (segment events), `sync/actions.rs`
 //! (actions) and `sync/agreement.rs` (comparison across ranks).
 
 mod all_to_all;
@@ -112,8 +112,8 @@ pub use sync::settings::{Registration, Synced};
 pub use watchdog::{FAILURE_EXIT_CODE, Failure, FailureCause, WatchdogMode, flight_record, write_flight_record};
 pub use windows::keys::SegmentKey;
 pub use windows::keys::{Invalidated, InvalidationCursor};
+pub use windows::registrations::WindowSpan;
 pub use windows::segment::{HeapSegment, SymmetricSegment};
-pub use windows::window::WindowSpan;
 
 /// Types that must be usable from several threads.
 const _: () = {

@@ -334,9 +334,9 @@ impl Registrar {
         for attachment in self.read().iter().filter(|attachment| attachment.comm.state() == CommState::Ready) {
             let view = attachment.view();
             stats.communicators += 1;
-            stats.windows += view.window_count;
-            stats.window_bytes += view.window_bytes;
-            stats.buffers += view.buffer_count;
+            stats.windows += view.registered.windows();
+            stats.window_bytes += view.registered.window_bytes();
+            stats.buffers += view.registered.buffers();
         }
         stats
     }

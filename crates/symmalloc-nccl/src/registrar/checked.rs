@@ -68,7 +68,7 @@ impl CheckedCollectives<'_> {
         let attachment = self.registrar.attachment(self.comm)?;
         let bytes = |elements: Elements| (elements.count * buffers.data_type.size_bytes()) as u64;
         let place = |elements: Elements| {
-            BufferPlace::of(attachment.view().windows.find(elements.address, bytes(elements)), elements.address)
+            BufferPlace::of(attachment.view().registered.find(elements.address, bytes(elements)), elements.address)
         };
         let call = CollectiveCall {
             collective,

@@ -4,8 +4,8 @@ use crate::communicator::Communicator;
 use crate::registrar::Registrar;
 use crate::sync::error::LookupError;
 use crate::windows::keys::{Invalidated, InvalidationCursor, SegmentKey};
+use crate::windows::registrations::WindowSpan;
 use crate::windows::segment::HeapSegment;
-use crate::windows::window::{Entry, RegisteredAs, WindowSpan};
 use symmalloc_core::Handle;
 use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::sleep::Phase;
@@ -34,14 +34,10 @@ impl Registrar {
         let Some(attachment) = self.find(comm) else {
             return Err(LookupError::NotAttached { communicator: communicator() });
         };
-        let entry = attachment.view().windows.find(address, size_bytes).copied();
-        match entry {
-            Some(Entry { segment, kind: RegisteredAs::Window(window), .. }) => {
-                Ok(WindowSpan { window, offset_bytes: address - segment.base, segment })
-            }
-            Some(Entry { segment, kind: RegisteredAs::Plain, .. }) => {
-                Err(LookupError::Plain { segment, communicator: communicator() })
-            }
+        let found = attachment.view().registered.find(address, size_bytes).map(|entry| (entry.key, entry.handle()));
+        match found {
+            Some((segment, Some(window))) => Ok(WindowSpan { window, offset_bytes: address - segment.base, segment }),
+            Some((segment, None)) => Err(LookupError::Plain { segment, communicator: communicator() }),
             None => {
                 let segment = self.key_at(address)?;
                 if self.phase(segment.segment.heap.pool).is_ok_and(|phase| phase != Phase::Awake) {

@@ -21,7 +21,7 @@ impl Run<'_> {
             if member.attachment.comm.memory().is_err() {
                 return Err(self.record_obstacle(Obstacle::NoSuspension));
             }
-            if member.attachment.comm.registrations() > member.state.registrations_of(self.pool) {
+            if member.attachment.comm.registrations() > member.attachment.registrations_of(self.pool) {
                 return Err(self.record_obstacle(Obstacle::OtherWindows));
             }
         }

@@ -168,8 +168,7 @@ impl<'a> Run<'a> {
                 self.end(at);
                 woken.lost.push(communicator);
             } else if let Some(segments) = changed.get(&id) {
-                let Member { attachment, state, .. } = &self.members[at];
-                attachment.invalidate(state, segments);
+                self.members[at].attachment.invalidate(segments);
                 woken.changed.extend(segments.iter().map(|segment| (communicator.clone(), *segment)));
             }
         }

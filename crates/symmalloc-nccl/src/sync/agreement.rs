@@ -168,9 +168,12 @@ impl ChangeSearch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sync::actions::{ChangeKind, SegmentTable, SyncAction, WindowChange};
+    use crate::sync::actions::{ChangeKind, SyncAction, WindowChange};
+    use crate::sync::events::PoolEvents;
     use crate::sync::message::SyncContext;
+    use crate::windows::registrations::Registrations;
     use crate::windows::segment::{HeapSegment, SymmetricSegment};
+    use crate::windows::table::SegmentTable;
     use std::thread;
     use std::time::Duration;
     use symmalloc_agreement::{Point, ThreadTransport};
@@ -204,8 +207,11 @@ mod tests {
                         for size in program.sizes {
                             let _live = allocator.allocate(PoolId::DEFAULT, StreamId(0), *size).expect("fits");
                         }
-                        let actions =
-                            SyncActions::new(&SegmentTable::new(), &allocator.unread(observer).events, &[], |_| 0);
+                        let actions = {
+                            let events = PoolEvents { events: allocator.unread(observer).events, leaving: Vec::new() };
+                            let (segments, registered) = (SegmentTable::default(), Registrations::default());
+                            SyncActions::new(&segments, &registered, &events, &PoolEvents::default(), |_| 0)
+                        };
                         let context = SyncContext {
                             mode: program.agrees.into(),
                             offset_checks: false,
@@ -286,7 +292,7 @@ mod tests {
     /// Returns actions that register this many segments, one of them with another size.
     fn actions(segments: u32, other: u32) -> SyncActions {
         let mut actions = SyncActions::default();
-        actions.list = (0..segments)
+        actions.windows = (0..segments)
             .map(|segment| SyncAction {
                 change: WindowChange {
                     kind: ChangeKind::Register,

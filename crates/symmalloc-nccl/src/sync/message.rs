@@ -175,7 +175,7 @@ pub(crate) struct ChangePage([ChangeMessage; CHANGES_PER_PAGE]);
 impl ChangePage {
     /// Returns the page with this number, from 0.
     pub(crate) fn new(actions: &SyncActions, page: usize) -> Self {
-        let mut changes = actions.list.iter().skip(page * CHANGES_PER_PAGE).map(|action| action.change);
+        let mut changes = actions.windows.iter().skip(page * CHANGES_PER_PAGE).map(|action| action.change);
         let none = ChangeMessage::new_zeroed();
         ChangePage(std::array::from_fn(|_| changes.next().map_or(none, ChangeMessage::from)))
     }

@@ -5,8 +5,8 @@
 use crate::collectives::operation::Collective;
 use crate::sync::groups;
 use crate::sync::message::{SegmentMessage, SyncDifference, VERSION};
+use crate::windows::registrations::Entry;
 use crate::windows::segment::SymmetricSegment;
-use crate::windows::window::{Entry, RegisteredAs};
 use std::fmt;
 use symmalloc_agreement::{Gathered, ProtocolError, RankSet, Ranks};
 use zerocopy::little_endian::{U32, U64};
@@ -82,9 +82,9 @@ impl fmt::Display for OffsetDifference {
 
 impl BufferPlace {
     pub(crate) fn of(entry: Option<&Entry>, address: u64) -> Self {
-        match entry {
-            Some(Entry { segment, name: Some(name), kind: RegisteredAs::Window(_) }) => {
-                BufferPlace::Window { segment: *name, offset_bytes: address - segment.base }
+        match entry.and_then(|entry| Some((entry.key.base, entry.window()?))) {
+            Some((base, window)) if window.handle().is_some() => {
+                BufferPlace::Window { segment: window.name, offset_bytes: address - base }
             }
             _ => BufferPlace::NoWindow,
         }

@@ -78,6 +78,11 @@ impl SymmetricSpace {
         }
     }
 
+    /// Returns the segments whose windows have space.
+    pub(crate) fn segments(&self) -> impl Iterator<Item = HeapSegment> {
+        self.offsets.keys().copied()
+    }
+
     /// Returns the bytes in use by windows and NCCL itself.
     pub(crate) fn used_bytes(&self) -> u64 {
         self.reserved_bytes + self.taken.values().sum::<u64>()

@@ -2,12 +2,12 @@
 
 use crate::ffi::window_flags::WindowFlags;
 use crate::sync::error::AttachError;
+use crate::sync::events::PoolEvents;
 use crate::sync::fold;
 use crate::sync::settings::{Registration, Synced};
-use crate::windows::segment::HeapSegment;
 use smallvec::SmallVec;
 use symmalloc_core::errors::UnknownError;
-use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
+use symmalloc_core::segment_log::SegmentEvent;
 use symmalloc_core::sleep::Phase;
 use symmalloc_core::{ObserverId, PoolId, Unread};
 use symmalloc_cuda::CudaAllocator;
@@ -43,12 +43,6 @@ pub(crate) struct LogSnapshot {
     unread: Unread,
     /// `true` if the pool sleeps: nothing is registered until it wakes.
     is_asleep: bool,
-}
-
-/// Changes since the last sync to the pools of one registration kind.
-pub(crate) struct SegmentChanges {
-    pub(crate) events: Vec<SegmentEvent>,
-    pub(crate) leaving: Vec<PoolId>,
 }
 
 impl ObservedPools {
@@ -134,15 +128,16 @@ impl ObservedPools {
         self.pools.iter().map(read).collect()
     }
 
-    pub(crate) fn changes(&self, snapshots: &[LogSnapshot], registration: Registration) -> SegmentChanges {
-        let mut changes = SegmentChanges { events: Vec::new(), leaving: Vec::new() };
+    /// Returns the events of the pools that are attached for this kind of registration. Skips pools that sleep.
+    pub(crate) fn events(&self, snapshots: &[LogSnapshot], registration: Registration) -> PoolEvents {
+        let mut pools = PoolEvents::default();
         for (observed, snapshot) in self.pools.iter().zip(snapshots) {
             if observed.registration == registration && !snapshot.is_asleep {
-                changes.events.extend(observed.births.iter().chain(&snapshot.unread.events));
-                changes.leaving.extend(observed.is_leaving.then_some(observed.pool));
+                pools.events.extend(observed.births.iter().chain(&snapshot.unread.events));
+                pools.leaving.extend(observed.is_leaving.then_some(observed.pool));
             }
         }
-        changes
+        pools
     }
 
     pub(crate) fn ordinal(&self, pool: PoolId) -> u32 {
@@ -214,20 +209,5 @@ impl ObservedPool {
             births,
             is_leaving: false,
         })
-    }
-}
-
-impl SegmentChanges {
-    pub(crate) fn is_empty(&self) -> bool {
-        self.events.is_empty() && self.leaving.is_empty()
-    }
-
-    /// Returns `true` if the changes include a deregistration of memory that work on the device may use.
-    pub(crate) fn removes_registrations(&self) -> bool {
-        !self.leaving.is_empty() || self.events.iter().any(|event| event.kind == SegmentEventKind::Death)
-    }
-
-    pub(crate) fn dies(&self, segment: HeapSegment) -> bool {
-        self.events.iter().any(|event| event.kind == SegmentEventKind::Death && HeapSegment::of(event) == segment)
     }
 }
