@@ -9,12 +9,11 @@ use crate::sleep::error::{CollectiveSleepError, Obstacle, RankObstacle, SleepDif
 use crate::sleep::message::{
     CommunicatorRow, ExchangeError, Head, HeadFields, Row, SUSPENDING, VerdictMessage, WAKE, call_of, exchange,
 };
-use crate::sync::agreement::check_shape;
 use crate::sync::error::SyncError;
 use std::collections::BTreeSet;
 use std::sync::{Arc, MutexGuard};
 use symmalloc_agreement::{
-    Disagreement, Gathered, Inquiry, Mode, Point, Progress, ProtocolError, RankHistory, Transport,
+    AgreementError, Disagreement, Exchange, Gathered, Mode, Point, ProtocolError, RankHistory, Transport,
 };
 use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
@@ -167,7 +166,8 @@ impl<'a> Run<'a> {
         let transport = attachment.transport(state)?;
         let gathered = transport.all_gather(message);
         let gathered = gathered.map_err(|error| SyncError::Transport { communicator: communicator(), error })?;
-        check_shape(&gathered, transport.ranks(), message.len())
+        gathered
+            .check_shape(transport.ranks(), message.len())
             .map_err(|error| SyncError::Protocol { communicator: communicator(), error })?;
         self.registrar.counters().rounds.add(1);
         Ok(gathered)
@@ -262,41 +262,29 @@ impl<'a> Run<'a> {
         let history = is_compared.then(|| RankHistory::of_pools(core, Point::Sync, &[pool]));
         // One rank alone may have raised the allocator's limit to make room for the wake.
         let history = if self.contents.is_none() { history.map(RankHistory::without_shared_settings) } else { history };
-        let mut inquiry = Inquiry::new(self.over().ranks());
-        let answer_bytes = inquiry.question().message_bytes();
-        let mut message = Vec::new();
-        match &history {
-            Some(history) => history.answer(inquiry.question(), &mut message),
-            None => message.resize(answer_bytes, 0),
+        let counters = registrar.counters();
+        let Member { attachment, state, .. } = &mut self.members[0];
+        if !attachment.is_ready(state) {
+            return Err(Stop::Broken(attachment.gone()));
         }
-        message.extend_from_slice(head.as_bytes());
-        let gathered = self.all_gather(&message).map_err(Stop::Broken)?;
-        let decode = |(rank, message): (u32, &[u8])| {
-            Head::read_from_bytes(&message[answer_bytes..]).map_err(|_| self.invalid(ProtocolError::Garbled { rank }))
+        let name = attachment.comm.name();
+        let failed = |error| match error {
+            AgreementError::Disagreed(disagreement) => Stop::Disagreed(disagreement),
+            error => Stop::Broken(SyncError::of_exchange(name, error)),
         };
-        let heads: Vec<Head> =
-            (0..).zip(gathered.iter()).map(decode).collect::<Result<_, _>>().map_err(Stop::Broken)?;
+        let transport = attachment.transport(state).map_err(Stop::Broken)?;
+        let exchange = Exchange::begin(transport, history.as_ref(), head.as_bytes()).map_err(failed)?;
+        counters.rounds.add(1);
+        let decode = |(rank, message): (u32, &[u8])| {
+            Head::read_from_bytes(message).map_err(|_| failed(ProtocolError::Garbled { rank }.into()))
+        };
+        let heads: Vec<Head> = (0..).zip(exchange.extras()).map(decode).collect::<Result<_, _>>()?;
         if let Some(difference) = Head::compare(&heads) {
             return Err(Stop::Differ(difference));
         }
-        let answers: Vec<u8> = gathered.iter().flat_map(|message| &message[..answer_bytes]).copied().collect();
-        let mut gathered = Gathered::new(answers, answer_bytes);
-        let Some(history) = history.filter(|_| gathered.iter().any(|answer| answer != &message[..answer_bytes])) else {
-            return Ok(heads);
-        };
-        loop {
-            match inquiry.advance(&gathered).map_err(|error| Stop::Broken(self.invalid(error)))? {
-                Progress::Asked => {}
-                Progress::Disagreed(disagreement) => {
-                    disagreement.trace(self.over().rank());
-                    return Err(Stop::Disagreed(disagreement));
-                }
-                _ => return Ok(heads),
-            }
-            message.clear();
-            history.answer(inquiry.question(), &mut message);
-            gathered = self.all_gather(&message).map_err(Stop::Broken)?;
-        }
+        let exchanged = exchange.finish().map_err(failed)?;
+        counters.rounds.add(exchanged.rounds - 1);
+        Ok(heads)
     }
 
     fn windows_digest(&self, member: usize) -> u64 {
