@@ -30,7 +30,7 @@
 //! | [`Launch`], [`UniqueId`] | this process's rank, and an id shared by all ranks without a side channel |
 //! | [`Communicator`] | a group of ranks that call the same collectives: connect, split, shrink, grow, register, destroy, revoke, abort |
 //! | [`Group`] | several collectives that are submitted together |
-//! | [`Registrar`] | windows over the segments of pools, synchronized across ranks |
+//! | [`Registrar`], [`Attachment`] | windows over the segments of pools, synchronized across ranks |
 //! | [`Window`], [`WindowSpan`], [`SegmentKey`] | a window, a buffer's offset in it, and a cache key |
 //! | [`NcclTransport`] | transport of the core's agreement protocol over NCCL |
 //! | [`CheckedCollectives`] | a debug mode that compares the offsets of each call across ranks |
@@ -54,14 +54,14 @@
 //! | `collectives` | the collectives, defined once for plain and checked use, and the transport of messages between ranks |
 //! | `windows` | the names of segments, cache keys, a map of windows, and NCCL's symmetric address space |
 //! | `sync` | changes to segments, the actions that follow from them, and their comparison across ranks |
-//! | `registrar` | the [`Registrar`]: one attachment per communicator |
+//! | `registrar` | the [`Registrar`]: its state per communicator, syncs and lookups |
 //! | `sleep` | sleep and wake of a pool on all ranks |
 //! | `watchdog` | detection of ranks that are gone, stopped or stuck; `at_exit.rs` delays the end of the process while threads of this crate still work |
 //! | `rendezvous` | how the ranks of a job find each other |
 //! | `all_to_all` | all-to-all-v |
 //!
 //! To follow one sync from a segment's birth to its window, read `registrar.rs` (`sync_all`: the communicators in their global order),
-//! `registrar/attachment/sync.rs` (`sync_ready`: the steps of one communicator), `windows/table.rs` (segment events), `sync/actions.rs`
+//! `registrar/attached_comm/sync.rs` (`sync_ready`: the steps of one communicator), `windows/table.rs` (segment events), `sync/actions.rs`
 //! (actions) and `sync/agreement.rs` (comparison across ranks).
 
 mod all_to_all;
@@ -108,7 +108,7 @@ pub use sync::actions::{ChangeKind, WindowChange};
 pub use sync::error::{AttachError, LookupError, SyncError};
 pub use sync::message::{ChangeDifference, SyncDifference, SyncField};
 pub use sync::offset_difference::{BufferPlace, CollectiveCall, OffsetDifference};
-pub use sync::settings::{Registration, Synced};
+pub use sync::settings::{Attachment, Registration, Synced};
 pub use watchdog::{FAILURE_EXIT_CODE, Failure, FailureCause, WatchdogMode, flight_record, write_flight_record};
 pub use windows::keys::SegmentKey;
 pub use windows::keys::{Invalidated, InvalidationCursor};

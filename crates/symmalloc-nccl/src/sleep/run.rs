@@ -1,7 +1,7 @@
 //! State and message exchange of a sleep or wake in progress on one rank.
 
 use crate::communicator::{CommOrder, Communicator};
-use crate::registrar::attachment::{Attachment, SyncState};
+use crate::registrar::attached_comm::{AttachedComm, SyncState};
 use crate::registrar::ended::{EndedComm, id_of};
 use crate::registrar::{Registrar, not_attached};
 use crate::sleep::communicators::{self, combine};
@@ -13,7 +13,7 @@ use crate::sync::error::SyncError;
 use std::collections::BTreeSet;
 use std::sync::{Arc, MutexGuard};
 use symmalloc_agreement::{
-    AgreementError, Disagreement, Exchange, Gathered, Mode, Point, ProtocolError, RankHistory, Transport,
+    AgreementError, Disagreement, Exchange, Gathered, Point, ProtocolError, RankHistory, Transport,
 };
 use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
@@ -45,7 +45,7 @@ impl Agreed {
 
 /// One communicator of the op.
 pub(super) struct Member<'a> {
-    pub(super) attachment: &'a Attachment,
+    pub(super) attachment: &'a AttachedComm,
     /// Identifier in messages to other ranks.
     pub(super) id: u64,
     pub(super) state: MutexGuard<'a, SyncState>,
@@ -73,7 +73,7 @@ impl Registrar {
         over: &Communicator,
         pool: PoolId,
         contents: Option<Contents>,
-    ) -> Result<Vec<Arc<Attachment>>, CollectiveSleepError> {
+    ) -> Result<Vec<Arc<AttachedComm>>, CollectiveSleepError> {
         self.allocator().core().phase(pool)?;
         let members = self.members_of(over, pool).map_err(|error| match error {
             SyncError::Gone { communicator, state, cause } => {
@@ -92,7 +92,7 @@ impl Registrar {
         Err(refusal)
     }
 
-    fn members_of(&self, over: &Communicator, pool: PoolId) -> Result<Vec<Arc<Attachment>>, SyncError> {
+    fn members_of(&self, over: &Communicator, pool: PoolId) -> Result<Vec<Arc<AttachedComm>>, SyncError> {
         let first = self.attachment(over)?;
         if !first.view().pools.contains(&pool) {
             return Err(SyncError::NotAttached { communicator: over.name().to_owned(), pool: Some(pool) });
@@ -119,7 +119,7 @@ impl<'a> Run<'a> {
         registrar: &'a Registrar,
         pool: PoolId,
         contents: Option<Contents>,
-        attachments: &'a [Arc<Attachment>],
+        attachments: &'a [Arc<AttachedComm>],
     ) -> Self {
         let orders: Vec<&CommOrder> = attachments.iter().map(|attachment| attachment.comm.order()).collect();
         let mut locked: Vec<(usize, Member<'a>)> = lock_order(&orders)
@@ -258,7 +258,8 @@ impl<'a> Run<'a> {
     fn compare(&mut self, head: &Head) -> Result<Vec<Head>, Stop> {
         let (registrar, pool) = (self.registrar, self.pool);
         let core = registrar.allocator().core();
-        let is_compared = registrar.settings().mode != Mode::Off && core.symmetric_ordinal(pool).is_some();
+        let Member { attachment, state, .. } = &self.members[0];
+        let is_compared = attachment.compares(state, pool) && core.symmetric_ordinal(pool).is_some();
         let history = is_compared.then(|| RankHistory::of_pools(core, Point::Sync, &[pool]));
         // One rank alone may have raised the allocator's limit to make room for the wake.
         let history = if self.contents.is_none() { history.map(RankHistory::without_shared_settings) } else { history };

@@ -1,7 +1,7 @@
 //! The registrar's state for one communicator: the observed pools, and their registrations.
 //!
 //! ```text
-//!  Attachment ── Communicator
+//!  AttachedComm ── Communicator
 //!    ├── State, behind the sync lock: one sync at a time per communicator
 //!    │     ├── pools         one observer each: its cursor in the segment log, which also retains dead memory
 //!    │     ├── segments      the live segments as of the last sync
@@ -23,13 +23,12 @@ use crate::collectives::transport::NcclTransport;
 use crate::communicator::error::CommError;
 use crate::communicator::{CommState, Communicator};
 use crate::ffi::handles::WindowHandle;
-use crate::ffi::window_flags::WindowFlags;
 use crate::registrar::stats::CommunicatorStats;
 use crate::sync::actions::SyncAction;
 use crate::sync::error::{AttachError, SyncError};
 use crate::sync::fold;
 use crate::sync::observed::ObservedPools;
-use crate::sync::settings::Registration;
+use crate::sync::settings::{Attachment, Registration};
 use crate::windows::keys::{Invalidations, SegmentKey};
 use crate::windows::registrations::Registrations;
 use crate::windows::segment::HeapSegment;
@@ -41,7 +40,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockW
 use symmalloc_core::{ObserverId, PoolId};
 use symmalloc_cuda::CudaAllocator;
 
-pub(crate) struct Attachment {
+pub(crate) struct AttachedComm {
     pub(crate) comm: Communicator,
     state: Mutex<SyncState>,
     view: RwLock<View>,
@@ -114,9 +113,9 @@ impl View {
     }
 }
 
-impl Attachment {
+impl AttachedComm {
     pub(crate) fn new(comm: &Communicator) -> Self {
-        Attachment { comm: comm.clone(), state: Mutex::default(), view: RwLock::default() }
+        AttachedComm { comm: comm.clone(), state: Mutex::default(), view: RwLock::default() }
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, SyncState> {
@@ -155,13 +154,20 @@ impl Attachment {
         &self,
         allocator: &CudaAllocator,
         pools: &[PoolId],
-        registration: Registration,
-        flags: WindowFlags,
+        attachment: Attachment,
     ) -> Result<(), AttachError> {
         let mut state = self.lock();
-        state.pools.observe(allocator, self.comm.name(), pools, registration, flags)?;
+        state.pools.observe(allocator, self.comm.name(), pools, attachment)?;
         self.publish_view(&state);
         Ok(())
+    }
+
+    /// Counts a sync. Returns the pools whose histories the ranks compare in it, or `None` if they exchange no messages for that, and
+    /// `true` if there is [nothing to do](Self::is_current).
+    pub(crate) fn begin_sync(&self, allocator: &CudaAllocator) -> (Option<SmallVec<[PoolId; 4]>>, bool) {
+        let mut state = self.lock();
+        let compared = state.pools.count_sync();
+        (compared, self.is_ready(&state) && state.pools.has_no_changes(allocator))
     }
 
     /// Returns the kind of registration for which a pool is observed, or `None` if it is not observed.

@@ -1,7 +1,7 @@
 //! One communicator's part in a pool's sleep: deregisters its windows and restores them, in the same order on all ranks.
 
 use crate::communicator::CommState;
-use crate::registrar::attachment::{Attachment, SavedBuffers, SavedRegistrations, SavedWindow, SyncState, digest};
+use crate::registrar::attached_comm::{AttachedComm, SavedBuffers, SavedRegistrations, SavedWindow, SyncState, digest};
 use crate::sync::actions::{ChangeKind, SyncAction, WindowChange};
 use crate::sync::error::SyncError;
 use crate::sync::settings::{Registration, Synced};
@@ -10,6 +10,7 @@ use crate::windows::registrations::{Entry, WindowEntry};
 use crate::windows::segment::SymmetricSegment;
 use crate::windows::symmetric_space::SymmetricSpace;
 use std::collections::BTreeSet;
+use symmalloc_agreement::Mode;
 use symmalloc_core::PoolId;
 use symmalloc_cuda::CudaAllocator;
 
@@ -21,9 +22,14 @@ pub(crate) struct Restored {
     pub(crate) changed: Vec<SymmetricSegment>,
 }
 
-impl Attachment {
+impl AttachedComm {
     pub(crate) fn is_ready(&self, state: &SyncState) -> bool {
         state.ended.is_none() && self.comm.state() == CommState::Ready
+    }
+
+    /// Returns `true` if the ranks compare the pool's history before they put it to sleep or wake it.
+    pub(crate) fn compares(&self, state: &SyncState, pool: PoolId) -> bool {
+        state.pools.agreement_of(pool) != Mode::Off
     }
 
     /// Returns `true` if the communicator ended with windows of the pool and an NCCL call on it still runs.

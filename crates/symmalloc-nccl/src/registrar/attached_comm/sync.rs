@@ -1,7 +1,7 @@
 //! One sync of a communicator: reads the changes to the segments, agrees on the actions with the other ranks, executes them, and
 //! acknowledges the changes, which releases the memory of dead segments.
 
-use super::{Attachment, SyncState};
+use super::{AttachedComm, SyncState};
 use crate::communicator::Stage;
 use crate::communicator::error::CommError;
 use crate::communicator::registration::Registered;
@@ -27,7 +27,7 @@ pub(crate) struct SyncJob<'a> {
     pub(crate) counters: &'a Counters,
 }
 
-impl Attachment {
+impl AttachedComm {
     /// Registers new segments and deregisters dead ones, in the same order as all other ranks. Compares histories if `history` is given.
     pub(crate) fn sync(&self, job: &SyncJob<'_>, history: Option<&RankHistory<'_>>) -> Result<Synced, SyncError> {
         let name = self.comm.name();
@@ -116,7 +116,7 @@ impl Attachment {
             (view.registered.windows(), view.registered.window_bytes())
         };
         let context = SyncContext {
-            mode: job.settings.mode_word(),
+            mode: state.pools.mode_word(),
             offset_checks: job.settings.check_offsets,
             library: u64::from(library.major) * 10_000 + u64::from(library.minor) * 100 + u64::from(library.patch),
             sync_number: state.exchanges.syncs,
