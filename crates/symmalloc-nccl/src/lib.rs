@@ -60,9 +60,15 @@
 //! | `rendezvous` | how the ranks of a job find each other |
 //! | `all_to_all` | all-to-all-v |
 //!
-//! To follow one sync from a segment's birth to its window, read `registrar.rs` (`sync_all`: the communicators in their global order),
-//! `registrar/attached_comm/sync.rs` (`sync_ready`: the steps of one communicator), `windows/table.rs` (segment events), `sync/actions.rs`
-//! (actions) and `sync/agreement.rs` (comparison across ranks).
+//! To follow one sync from a segment's birth to its window, read:
+//! 1. `registrar.rs`, `sync_all`: the communicators in their global order.
+//! 2. `registrar/attached_comm/sync.rs`, `sync_ready`: the steps of one communicator.
+//! 3. `sync/observed.rs`: the events since the last sync. `windows/table.rs`: what each of them changes.
+//! 4. `sync/actions.rs`: the actions that follow. `sync/agreement.rs`: their comparison across ranks.
+//! 5. `windows/registrations.rs`: the registered segments. `communicator/registration.rs`: the call to NCCL.
+//!
+//! A segment that grows takes the same path: its change has a larger extent, and the action replaces the window. A registration that fails
+//! ends the communicator in `AttachedComm::sync`, and its windows with it.
 
 mod all_to_all;
 mod backoff;

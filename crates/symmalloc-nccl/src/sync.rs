@@ -1,10 +1,9 @@
 //! The parts of a sync: the events of the observed pools, the actions that follow from them, and their comparison across ranks.
-//! `registrar/attachment/sync.rs` puts them together.
+//! `registrar/attached_comm/sync.rs` puts them together.
 
 pub(crate) mod actions;
 pub(crate) mod agreement;
 pub(crate) mod error;
-pub(crate) mod events;
 pub(crate) mod message;
 pub(crate) mod observed;
 pub(crate) mod offset_difference;

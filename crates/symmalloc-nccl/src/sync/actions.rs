@@ -13,8 +13,8 @@
 //! equal actions on every rank. Computing them changes nothing: a sync that fails leaves the log and the table unchanged, and the next sync
 //! computes its actions again.
 
-use crate::sync::events::PoolEvents;
 use crate::sync::fold;
+use crate::sync::observed::PoolEvents;
 use crate::windows::keys::SegmentKey;
 use crate::windows::registrations::Registrations;
 use crate::windows::segment::{HeapSegment, SymmetricSegment};

@@ -133,8 +133,8 @@ impl ChangeSearch {
 mod tests {
     use super::*;
     use crate::sync::actions::{ChangeKind, SyncAction, WindowChange};
-    use crate::sync::events::PoolEvents;
     use crate::sync::message::SyncContext;
+    use crate::sync::observed::PoolEvents;
     use crate::windows::registrations::Registrations;
     use crate::windows::segment::{HeapSegment, SymmetricSegment};
     use crate::windows::table::SegmentTable;
@@ -255,8 +255,7 @@ mod tests {
 
     /// Returns actions that register this many segments, one of them with another size.
     fn actions(segments: u32, other: u32) -> SyncActions {
-        let mut actions = SyncActions::default();
-        actions.windows = (0..segments)
+        let windows = (0..segments)
             .map(|segment| SyncAction {
                 change: WindowChange {
                     kind: ChangeKind::Register,
@@ -270,7 +269,7 @@ mod tests {
                 base: 0,
             })
             .collect();
-        actions
+        SyncActions { windows, ..SyncActions::default() }
     }
 
     fn search(ranks: &[SyncActions]) -> Option<ChangeDifference> {

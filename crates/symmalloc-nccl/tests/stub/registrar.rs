@@ -34,7 +34,7 @@ use symmalloc_core::PoolId;
 use symmalloc_core::config::PoolConfig;
 use symmalloc_core::errors::AllocateError;
 use symmalloc_core::op::Contents;
-use symmalloc_cuda::{CudaError, CudaMemory};
+use symmalloc_cuda::{CudaError, CudaMemory, Pool};
 use symmalloc_nccl::{
     AttachError, Attachment, Invalidated, InvalidationCursor, LookupError, Registrar, Registration, SyncError,
 };
@@ -102,7 +102,7 @@ nccl_test!(ranks_compare_as_often_as_the_attachments_require, {
             let rounds = expected.map(|_| it.registrar.sync(&[&it.world]).expect("the ranks agree").rounds);
             assert_eq!(rounds, expected, "{modes:?}");
             assert_eq!(it.registrar.agree(&[&it.world]).expect("the ranks agree").rounds, 1, "on request");
-            let ids: Vec<_> = pools.iter().map(|pool| pool.id()).collect();
+            let ids: Vec<_> = pools.iter().map(Pool::id).collect();
             it.registrar.detach(&it.world, &ids).expect("attached");
             if it.rank == 1 {
                 it.registrar.detach(&it.world, &[private.id()]).expect("attached");
