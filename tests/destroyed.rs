@@ -158,24 +158,24 @@ fn visits() {
             allocator.register_stream().expect("a stream id is available");
         }
         let pools: Vec<_> = (0..500).map(|_| live_and_die(&allocator, "", false)).collect();
-        assert_eq!(allocator.kept_pool_count(), 1, "the default pool");
+        assert_eq!(allocator.listed_pool_count(), 1, "the default pool");
         let stats = allocator.stats();
         assert_eq!(stats.usage.all.allocations.allocated, 500 * 4 * 16, "the statistics still include them");
         assert_eq!(stats.usage.all.allocations.freed, 500 * 4 * 16);
         let live = allocator.create_pool(PoolConfig::default()).expect("valid");
-        assert_eq!((allocator.kept_pool_count(), live.0), (2, 501));
+        assert_eq!((allocator.listed_pool_count(), live.0), (2, 501));
         if keeps_memory {
             let made = allocator.allocate(live, StreamId(0), 1 << 20).expect("memory");
             allocator.free(made.handle).expect("live");
             let ordinal = allocator.backend().calls().of(Call::Unmap);
             allocator.backend().inject(Some(Call::Unmap), FaultRule::At { ordinal }, Fault::Refused);
             allocator.destroy_pool(live).expect_err("the driver keeps the memory");
-            assert_eq!(allocator.kept_pool_count(), 2);
+            assert_eq!(allocator.listed_pool_count(), 2);
             allocator.trim_all().expect("the driver works again");
         } else {
             allocator.destroy_pool(live).expect("empty");
         }
-        assert_eq!(allocator.kept_pool_count(), 1);
+        assert_eq!(allocator.listed_pool_count(), 1);
         assert_eq!(allocator.backend().mapped_bytes(), 0);
         assert!(pools.iter().all(|pool| allocator.pool_stats(*pool).is_err()));
         assert_eq!(allocator.summary().lines().count(), 3, "a header, all pools, the default pool");

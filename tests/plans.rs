@@ -5,7 +5,7 @@ use symmalloc_core::backend::Backend;
 use symmalloc_core::config::{Config, PlanPolicy, PoolConfig};
 use symmalloc_core::ids::StreamGroup;
 use symmalloc_core::lock::Exclusive;
-use symmalloc_core::plans::{DifferenceCause, Plan, PlanError, PlannedAllocation, StepAllocation, Steps};
+use symmalloc_core::plans::{DifferenceCause, Plan, PlanError, PlannedAllocation, SearchBudget, StepAllocation};
 use symmalloc_core::restore::{LayoutError, RestoreError};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, PoolId, Retry, StreamId};
@@ -170,7 +170,7 @@ fn plans_of_an_unsplit_pool_round_to_granules() {
                 StreamGroup::One(stream),
                 0,
                 &[wanted; 2],
-                Steps::default(),
+                SearchBudget::default(),
             );
             allocator.adopt_plan(PoolId::DEFAULT, plan.expect("a plan")).expect("its placements do not overlap");
         }

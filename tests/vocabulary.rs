@@ -1,5 +1,5 @@
 //! The names in the code equal those in `docs/events.md`: events, spans and metrics with their levels, fields, kinds and units. Programs,
-//! dashboards and alerts rely on them.
+//! dashboards and alerts rely on them. The search through the library code also checks a rule for threads.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -181,4 +181,24 @@ fn every_metric_is_documented_with_its_kind_and_unit() {
 #[test]
 fn arguments_are_split_at_top_level_commas() {
     assert_eq!(arguments("a, b = f(1, 2), \"c, (d\", %e) rest)"), ["a", "b = f(1, 2)", "\"c, (d\"", "%e"]);
+}
+
+/// At the limit on threads, `std::thread::spawn` and `Scope::spawn` panic, and the methods of `std::thread::Builder` return an error.
+#[test]
+fn every_thread_of_a_library_may_be_refused() {
+    let is_of_tests = |path: &Path| {
+        path.components().any(|part| part.as_os_str() == "symmalloc-conformance")
+            || path.file_stem().is_some_and(|name| name == "tests" || name == "random_jobs")
+    };
+    let mut builders = 0;
+    for (path, text) in sources().into_iter().filter(|(path, _)| !is_of_tests(path)) {
+        let code = text.split("#[cfg(test)]\nmod tests").next().expect("a first part");
+        let lines = code.lines().filter(|line| !line.trim_start().starts_with("//"));
+        for line in lines {
+            builders += usize::from(line.contains("thread::Builder::new()"));
+            let panics = line.contains("thread::spawn(") || line.contains("scope.spawn(");
+            assert!(!panics, "{}: use std::thread::Builder, and handle its error: {line}", path.display());
+        }
+    }
+    assert!(builders > 5, "the threads were not found");
 }

@@ -1,4 +1,4 @@
-//! The work of ops, in steps that the core counts: which ops cost more the more memory a pool has, and where a replay ends because of that.
+//! The work of ops, as the core counts it: which ops cost more the more memory a pool has, and where a replay ends because of that.
 
 use symmalloc_core::ids::{Placement, PoolId, SegmentId, StreamId};
 use symmalloc_core::op::Op;
@@ -22,11 +22,11 @@ fn allocator(config: &str) -> Allocator<SimBackend> {
     allocator
 }
 
-/// Returns the steps that a call takes.
-fn steps_of<T>(call: impl FnOnce() -> T) -> u64 {
-    let before = work::steps();
+/// Returns the units of work that a call does.
+fn work_of<T>(call: impl FnOnce() -> T) -> u64 {
+    let before = work::so_far();
     let _done = call();
-    work::steps() - before
+    work::so_far() - before
 }
 
 fn allocate(allocator: &Allocator<SimBackend>, size_bytes: u64) -> Handle {
@@ -42,20 +42,20 @@ fn a_trim_does_not_visit_live_blocks() {
         allocator.free(*block).expect("live");
     }
     allocator.trim_all().expect("the device does not fail");
-    let steps = steps_of(|| allocator.trim_all());
-    assert!(steps < 100, "{steps} steps");
+    let units = work_of(|| allocator.trim_all());
+    assert!(units < 100, "{units} units");
 }
 
 /// Regression test: a revival walked from the start of its segment.
 #[test]
-fn revivals_in_any_order_find_their_blocks_in_few_steps() {
+fn revivals_in_any_order_find_their_blocks_with_little_work() {
     const BLOCKS: u64 = 20_000;
     let allocator = allocator("segments:expandable");
     let blocks: Vec<Handle> = (0..2 * BLOCKS).map(|_| allocate(&allocator, 512)).collect();
     for block in blocks.iter().step_by(2) {
         allocator.free(*block).expect("live");
     }
-    let steps = steps_of(|| {
+    let units = work_of(|| {
         for number in 0..BLOCKS {
             // 7919 is prime, so this visits each gap once.
             let gap = number * 7919 % BLOCKS;
@@ -68,7 +68,7 @@ fn revivals_in_any_order_find_their_blocks_in_few_steps() {
             }
         }
     });
-    assert!(steps < 10 * BLOCKS, "{steps} steps");
+    assert!(units < 10 * BLOCKS, "{units} units");
 }
 
 /// A search that starts at a remembered block must find the same block as one from the start, whatever happened in between.
@@ -115,8 +115,8 @@ fn growth_does_not_visit_all_segments() {
     for _ in 0..5000 {
         allocate(&allocator, 2 * MIB);
     }
-    let steps = steps_of(|| allocate(&allocator, 2 * MIB));
-    assert!(steps < 100, "{steps} steps");
+    let units = work_of(|| allocate(&allocator, 2 * MIB));
+    assert!(units < 100, "{units} units");
 }
 
 /// Regression test: each request that could be stitched listed and sorted all free granules, of which a free block has up to half a million.
@@ -128,8 +128,8 @@ fn a_stitched_request_does_not_visit_the_granules_of_free_blocks() {
     blocks.iter().step_by(2).chain([&large]).for_each(|block| allocator.free(*block).expect("live"));
     for _ in 0..4 {
         // The free blocks cannot serve it, so the heap looks for granules and grows.
-        let steps = steps_of(|| allocate(&allocator, 300 << 30));
-        assert!(steps < 2000, "{steps} steps");
+        let units = work_of(|| allocate(&allocator, 300 << 30));
+        assert!(units < 2000, "{units} units");
     }
     allocator.free(stays).expect("live");
 }
@@ -142,12 +142,12 @@ fn a_device_without_kernels_orders_streams_in_constant_time() {
         let event = device.record(stream).expect("no fault");
         device.wait(StreamId(stream.0 + 1), event).expect("no fault");
     }
-    let steps = steps_of(|| {
+    let units = work_of(|| {
         let event = device.record(StreamId(2000)).expect("no fault");
         device.wait(StreamId(0), event).expect("no fault");
         device.synchronize(StreamId(0)).expect("no fault");
     });
-    assert!(steps < 10, "{steps} steps");
+    assert!(units < 10, "{units} units");
 }
 
 #[test]
@@ -159,7 +159,7 @@ fn a_device_without_kernels_runs_none() {
     let _panics = device.submit(S0, range.base, 512);
 }
 
-/// Replays a trace to its end, or until it has taken too much work. Returns the number of its ops and its steps.
+/// Replays a trace to its end, or until it has done too much work. Returns the number of its ops and its work.
 fn replayed(trace: &HostileTrace) -> (u64, u64) {
     let recording = read_bytes(trace.text.as_bytes(), &ReadOptions::default());
     let recording = recording.unwrap_or_else(|error| panic!("{}: {error}", trace.name));
@@ -167,7 +167,7 @@ fn replayed(trace: &HostileTrace) -> (u64, u64) {
     let config = recording.config.unwrap_or_default();
     let allocator: Allocator<_> = Allocator::new(IdleBackend::default(), config).expect("a valid allocator");
     let mut replay = Replay::new(&allocator, &program);
-    let steps = steps_of(|| {
+    let units = work_of(|| {
         for (number, op) in program.ops().iter().enumerate() {
             match replay.step(op) {
                 Err(StepError::TooMuchWork(_)) => break,
@@ -176,11 +176,11 @@ fn replayed(trace: &HostileTrace) -> (u64, u64) {
             }
         }
     });
-    (program.ops().len() as u64, steps)
+    (program.ops().len() as u64, units)
 }
 
-/// Lines whose steps grow with the state, because their effect concerns all memory, heaps, streams or observers that exist. The allowance
-/// of a replay bounds them. All other lines take few steps, whatever preceded them.
+/// Lines whose work grows with the state, because their effect concerns all memory, heaps, streams or observers that exist. The allowance
+/// of a replay bounds them. All other lines do little work, whatever preceded them.
 const GROWING: [(&str, &[&str]); 12] = [
     (ANY, &["sleep keep wake", "sleep drop wake", "observe", "observe forget"]),
     ("holes", &["a huge"]),
@@ -200,15 +200,15 @@ const ANY: &str = "any";
 
 #[test]
 fn only_known_lines_cost_more_after_more_lines() {
-    const STEPS_PER_OP_MAX: u64 = 60;
+    const WORK_PER_OP_MAX: u64 = 60;
     let mut unknown = Vec::new();
     for trace in hostile::traces(48 << 10) {
-        let (ops, steps) = replayed(&trace);
+        let (ops, units) = replayed(&trace);
         let (state, line) = trace.name.split_once(", ").expect("a state and a line");
         let has = |names: &[&str], name: &str| names.contains(&name) || names.contains(&ANY);
         let is_known = GROWING.iter().any(|(known, lines)| has(&[known], state) && has(lines, line));
-        if steps > STEPS_PER_OP_MAX * ops && !is_known {
-            unknown.push(format!("{}: {} steps per op", trace.name, steps / ops));
+        if units > WORK_PER_OP_MAX * ops && !is_known {
+            unknown.push(format!("{}: {} units per op", trace.name, units / ops));
         }
     }
     assert!(unknown.is_empty(), "{}", unknown.join("\n"));
@@ -217,16 +217,16 @@ fn only_known_lines_cost_more_after_more_lines() {
 #[test]
 fn a_program_that_takes_too_much_work_ends_with_an_error() {
     let trace = hostile::trace("live blocks", "sleep drop wake", 2 << 20);
-    let (_, steps) = replayed(&trace);
+    let (_, units) = replayed(&trace);
     let program_ops = trace.text.lines().count() as u64;
-    assert!(steps > work::STEPS_AT_ONCE, "it ends too early");
+    assert!(units > work::WORK_AT_ONCE, "it ends too early");
     assert!(
-        steps < work::STEPS_AT_ONCE + work::STEPS_PER_OP * program_ops + 1_000_000,
-        "it ends too late: {steps} steps"
+        units < work::WORK_AT_ONCE + work::WORK_PER_OP * program_ops + 1_000_000,
+        "it ends too late: {units} units"
     );
 }
 
-/// Returns the steps that ops of a program take beyond [`work::STEPS_PER_OP`] each, at most at any time.
+/// Returns the work that ops of a program do beyond [`work::WORK_PER_OP`] each, at most at any time.
 fn debt_max(program: &Program, config: &str) -> u64 {
     let allocator: Allocator<_> =
         Allocator::new(IdleBackend::default(), config.parse().expect("a valid configuration")).expect("valid");
@@ -235,7 +235,7 @@ fn debt_max(program: &Program, config: &str) -> u64 {
     for op in program.ops() {
         // The recorded settings of pools replace those that are tried.
         if !matches!(op, Op::CreatePool { pool: PoolId::DEFAULT, .. }) {
-            debt = (debt + steps_of(|| replay.step(op))).saturating_sub(work::STEPS_PER_OP);
+            debt = (debt + work_of(|| replay.step(op))).saturating_sub(work::WORK_PER_OP);
             most = debt.max(most);
         }
     }
@@ -251,7 +251,7 @@ fn recorded_jobs_take_a_small_part_of_their_allowance() {
             ["segments:expandable", "segments:fixed", "streams:shared", "stitching:true", "stitching_granule_mb:2"]
         {
             let debt = debt_max(&program, config);
-            assert!(debt < work::STEPS_AT_ONCE / 8, "{job}, {config}: {debt} steps");
+            assert!(debt < work::WORK_AT_ONCE / 8, "{job}, {config}: {debt} units");
         }
     }
 }

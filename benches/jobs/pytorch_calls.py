@@ -444,6 +444,36 @@ def nccl_group() -> Iterator[Any]:
             dist.destroy_process_group()
 
 
+@check("process groups before and after memory is released (NCCL)")
+def groups_around_a_release() -> Any:
+    """NCCL's backend registers the present segments with each new group."""
+    import torch
+    import torch.distributed as dist
+
+    def tensors() -> list[Any]:
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
+            private = torch.ones(33 * MIB, device="cuda")
+        return [torch.ones(MIB, device="cuda"), torch.ones(65 * MIB, device="cuda"), private]
+
+    results = []
+    for _ in range(3):
+        before = tensors()
+        with nccl_group():
+            during = tensors()
+            for tensor in before + during:
+                dist.all_reduce(tensor)
+            results += [tensor.sum() for tensor in before + during]
+            torch.cuda.synchronize()
+            del before, tensor
+            gc.collect()
+            torch.cuda.empty_cache()
+        del during
+        gc.collect()
+        torch.cuda.empty_cache()
+    return results
+
+
 @check("register_mem_pool (NCCL)")
 def registered_pool() -> Any:
     import torch

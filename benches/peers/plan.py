@@ -9,7 +9,7 @@ Usage:
   python3 benches/peers/plan.py --idealloc idealloc/target/release/idealloc \\
       minimalloc/benchmarks/challenging/*.csv idealloc/benchmarks/*/*.csv vit.trace tests/traces/*_rank0.trace.zst
 
-Each planner runs alone on one thread. Our search has a budget of steps. The others get as many seconds as it took, but at least
+Each planner runs alone on one thread. Our search has a budget of work. The others get as many seconds as it took, but at least
 `--at-least`: omnimalloc as its time limit, and idealloc by running again with twice the number of tries until its time is over, so its
 last run may exceed it. The seconds are those of user time; omnimalloc's include the start of Python. The over-live column is the height
 divided by the peak of live sizes, a lower bound; `inf` means that a planner failed, or was stopped after three times its time plus ten
@@ -98,10 +98,10 @@ def write(rows, folder):
     return path
 
 
-def ours(rows, steps):
+def ours(rows, budget):
     """Returns the height and the user seconds of our search."""
     with tempfile.TemporaryDirectory() as folder:
-        output, seconds = timed([RELEASE / "examples/solve", "--steps", str(steps), "--offsets", write(rows, folder)])
+        output, seconds = timed([RELEASE / "examples/solve", "--budget", str(budget), "--offsets", write(rows, folder)])
     if output is None:
         raise ValueError("our search failed")
     placed = csv.DictReader(output.splitlines())
@@ -133,7 +133,7 @@ def idealloc(program, rows, limit):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=pathlib.Path, metavar="FILE", help="a table or a recorded job")
-    parser.add_argument("--steps", type=int, default=200_000_000, help="the budget of our search")
+    parser.add_argument("--budget", type=int, default=200_000_000, help="the budget of our search")
     parser.add_argument("--at-least", type=float, default=1.0, metavar="SECONDS", help="the least time of the other planners")
     parser.add_argument("--idealloc", metavar="PROGRAM", help="the built program; without it, idealloc is left out")
     parser.add_argument("--without-omnimalloc", action="store_true", help="leave omnimalloc out")
@@ -158,10 +158,10 @@ def compare(path, args):
     def show(planner, height, seconds):
         print(f"{path.name.split('.')[0]:<24}{len(rows):>11}  {planner:<12}{height / live:>10.4f}{seconds:>9.1f}", flush=True)
 
-    height, seconds = ours(rows, args.steps)
+    height, seconds = ours(rows, args.budget)
     show("symmalloc", height, seconds)
     if args.renumbered:
-        show("renumbered", *ours(renumbered(rows), args.steps))
+        show("renumbered", *ours(renumbered(rows), args.budget))
     limit = max(seconds, args.at_least)
     if not args.without_omnimalloc:
         show("omnimalloc", *omnimalloc(rows, limit))

@@ -128,6 +128,6 @@ fn wake_when_full(
         1
     });
     device.heal();
-    let _woken = woken.map_err(StepError::Sleep)?.keep();
+    let _woken = woken.map_err(StepError::Sleep)?.resume();
     Ok(None)
 }

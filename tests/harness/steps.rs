@@ -16,7 +16,9 @@ use symmalloc_core::backend::Backend as _;
 use symmalloc_core::config::{Config, PlanPolicy, PoolConfig, Stitching, StreamPolicy};
 use symmalloc_core::ids::StreamGroup;
 use symmalloc_core::lock::Lock;
-use symmalloc_core::plans::{DifferenceCause, Plan, PlannedAllocation, StepAllocation, StepReport, StepStats, Steps};
+use symmalloc_core::plans::{
+    DifferenceCause, Plan, PlannedAllocation, SearchBudget, StepAllocation, StepReport, StepStats,
+};
 use symmalloc_core::units::{MIB, UNIT_BYTES};
 use symmalloc_core::{Allocation, AllocationId, Digest, Op, Placement, PoolId, SegmentId, StreamId, generic};
 use symmalloc_sim::SimBackend;
@@ -24,7 +26,7 @@ use symmalloc_sim::SimBackend;
 const POOL: PoolId = PoolId::DEFAULT;
 
 /// Budget of the planner's search: enough for a few dozen allocations.
-const BUDGET: Steps = Steps(20_000);
+const BUDGET: SearchBudget = SearchBudget(20_000);
 
 /// An op of a step. Allocations are numbered by step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -304,29 +304,29 @@ pub fn snapshot_reader(bytes: &[u8]) -> u64 {
     import(bytes, b"\x80")
 }
 
-/// Steps that a replay of [`work`] may take at once.
-const STEPS_AT_ONCE: u64 = 50_000;
-/// Steps of one op and of reading, at most.
-const STEPS_OF_AN_OP: u64 = 1_000_000;
+/// Work that a replay of [`work`] may do at once.
+const WORK_AT_ONCE: u64 = 50_000;
+/// Work of one op and of reading, at most.
+const WORK_OF_AN_OP: u64 = 1_000_000;
 
-/// Reads and executes a hostile trace made from bytes, and counts the steps.
+/// Reads and executes a hostile trace made from bytes, and counts its work.
 ///
 /// # Panics
-/// Panics if the trace takes more steps than its ops allow, or is not a trace.
+/// Panics if the trace does more work than its ops allow, or is not a trace.
 pub fn work(bytes: &[u8]) -> u64 {
     let trace = hostile::mixed(bytes);
-    let before = work::steps();
+    let before = work::so_far();
     let recording = read_bytes(trace.text.as_bytes(), &ReadOptions::default()).expect("a valid trace");
     let program = Program::new(&recording.records).expect("a recording is consistent");
     let config = recording.config.unwrap_or_default();
     let device = SimBackend::builder().memory_bytes(u64::MAX).without_kernels().build();
     let allocator: Allocator<_> = Allocator::new(device, config).expect("a valid configuration");
-    let mut replay = Replay::new(&allocator, &program).with_allowance(Allowance::of(STEPS_AT_ONCE));
+    let mut replay = Replay::new(&allocator, &program).with_allowance(Allowance::of(WORK_AT_ONCE));
     let is_too_much = |op: &Op| matches!(replay.step(op), Err(StepError::TooMuchWork(_)));
     let _ends_early = program.ops().iter().any(is_too_much);
-    let (steps, ops) = (work::steps() - before, program.ops().len() as u64);
-    let allowed = STEPS_AT_ONCE + work::STEPS_PER_OP * ops + STEPS_OF_AN_OP;
-    assert!(steps <= allowed, "{steps} steps for {ops} ops: at most {allowed} are expected");
+    let (units, ops) = (work::so_far() - before, program.ops().len() as u64);
+    let allowed = WORK_AT_ONCE + work::WORK_PER_OP * ops + WORK_OF_AN_OP;
+    assert!(units <= allowed, "{units} units of work for {ops} ops: at most {allowed} are expected");
     ops
 }
 

@@ -55,7 +55,7 @@ fn a_wake_that_a_limit_refuses_maps_nothing() {
     assert_eq!((device.calls().of(Call::Map), allocator.stats().reserved_bytes), (maps, reserved));
     others.into_iter().for_each(|other| allocator.free(other.handle).expect("live"));
     let make_room = || allocator.trim_all().expect("no faults");
-    let woken = allocator.remap_with(pool, make_room).expect("there is room").keep();
+    let woken = allocator.remap_with(pool, make_room).expect("there is room").resume();
     assert_eq!(woken.remapped_bytes, 20 * MIB);
     live.into_iter().for_each(|live| allocator.free(live.handle).expect("live"));
     allocator.check().expect("consistent");
@@ -167,7 +167,7 @@ fn wake_with_room(text: &str, fault: Option<Fault>, room_bytes: u64, helps: bool
         room_bytes
     };
     match job.allocator.remap_with(job.pool, make_room) {
-        Ok(remapped) => drop(remapped.keep()),
+        Ok(remapped) => drop(remapped.resume()),
         Err(error) => assert!(matches!(error.cause, SleepCause::Memory { .. }), "{error}"),
     };
     let (digest, phase) = (job.allocator.digest(job.pool).expect("known"), job.phase());

@@ -1,9 +1,11 @@
 //! The command-line arguments: all commands and their flags.
 
+mod plan_contradiction;
 mod policy;
 mod reading;
 mod run;
 
+pub(crate) use plan_contradiction::PlanFlagContradiction;
 pub(crate) use policy::{FlagContradiction, PolicyArgs};
 pub(crate) use reading::ReadingArgs;
 pub(crate) use run::RunArgs;
@@ -236,7 +238,7 @@ A table has the columns id, lower, upper and size, as MiniMalloc and TelaMalloc 
   lower_bound           peak of the live sizes; no placement is lower
   height, quality       the height found, and lower_bound / height
   is_optimal            true if no lower placement exists
-  steps, seconds        cost of the search
+  work, seconds         cost of the search
   plan                  the file that was written, or null
 
 Exit codes: 0 success, 3 the reservations are too small, 2 invalid input, such as a limit below what a plan needs.";

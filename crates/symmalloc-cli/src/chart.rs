@@ -14,7 +14,7 @@ use crate::output::{self, Palette};
 use crate::picture::history::{self, Words};
 use crate::picture::memory::{Memory, has_placements, same_point};
 use crate::picture::timeline::{ALLOCATED, JobCurves, LIVE, Peak, PlannedCurve, RESERVED};
-use crate::picture::{NARROW, Selection, WIDE, following, heap_name, map, page};
+use crate::picture::{NARROW, Selection, WIDE, figure, following, heap_name, map};
 use crate::planned;
 use crate::quantity::{count, memory};
 use crate::recorded::Recorded;
@@ -171,13 +171,13 @@ fn placements(recorded: &Recorded) -> Result<Vec<Option<Placement>>, CliError> {
 pub(crate) fn history_figure(name: &str, recorded: &Recorded, timeline: &JobCurves) -> String {
     let [wide, narrow] = [(WIDE, "hw", "wide"), (NARROW, "hn", "narrow")]
         .map(|(width, prefix, class)| history_of(name, recorded, timeline, width, prefix, class));
-    page::figure(&wide, &narrow)
+    figure(&wide, &narrow)
 }
 
 pub(crate) fn map_figure(name: &str, recorded: &Recorded, memory: &Memory) -> String {
     let [wide, narrow] = [(WIDE, "mw", "wide"), (NARROW, "mn", "narrow")]
         .map(|(width, prefix, class)| map_of(name, recorded, memory, width, prefix, class));
-    page::figure(&wide, &narrow)
+    figure(&wide, &narrow)
 }
 
 fn history_of(

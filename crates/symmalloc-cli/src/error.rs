@@ -1,12 +1,13 @@
 //! The error type of the program. Each error states how to fix it, and the program exits with code 2 unless noted.
 
-use crate::args::FlagContradiction;
+mod job_difference;
+
+pub(crate) use job_difference::JobDifference;
+
+use crate::args::{FlagContradiction, PlanFlagContradiction};
 use crate::collection;
 use crate::content::Content;
 use crate::job::{JobError, UnknownToModel};
-use crate::plan::not_a_table::NotATable;
-use crate::planned::contradiction::Contradiction;
-use crate::planned::difference::JobDifference;
 use crate::quantity::memory;
 use std::borrow::Cow;
 use std::ffi::OsString;
@@ -15,7 +16,7 @@ use std::path::{Path, PathBuf};
 use symmalloc_core::ids::PoolId;
 use symmalloc_core::plans::PlanError;
 use symmalloc_import::rerun::RerunError;
-use symmalloc_import::{ImportError, ImportErrorKind, SnapshotError};
+use symmalloc_import::{ImportError, ImportErrorKind, PickleError, RmmError, SnapshotError};
 use symmalloc_plan::TableError;
 use symmalloc_sim::job::story::StoryError;
 use symmalloc_trace::plan::{PlanContradiction, PlanTextError};
@@ -48,7 +49,7 @@ pub(crate) enum CliError {
     #[error("{}: cannot be read as a plan", path.display())]
     PlanText { path: PathBuf, source: PlanTextError },
     #[error("{}: made for a different configuration", path.display())]
-    PlanContradicted { path: PathBuf, source: Contradiction },
+    PlanContradicted { path: PathBuf, source: PlanFlagContradiction },
     #[error("{} is not a plan of {}", plan.display(), job.display())]
     PlanOfAnotherJob { plan: PathBuf, job: PathBuf, source: JobDifference },
     #[error("{}: cannot be followed, in pool {pool}", path.display())]
@@ -122,6 +123,8 @@ pub(crate) enum CliError {
     PreloadPath { path: PathBuf },
     #[error("{} cannot be started", program.display())]
     NotStarted { program: OsString, source: io::Error },
+    #[error("no thread can be started")]
+    Thread { source: io::Error },
     #[error("{}: the processes of the run could not write their statistics", path.display())]
     RunFolder { path: PathBuf, source: io::Error },
     #[error("{}: the statistics of a process are damaged", path.display())]
@@ -132,6 +135,15 @@ pub(crate) enum CliError {
     NothingToCheck { ranks: usize },
     #[error("the result cannot be written to stdout")]
     Print(#[source] io::Error),
+}
+
+/// A reason for which a table of rectangles cannot express the plan of a job.
+#[derive(Debug, Error)]
+pub(crate) enum NotATable {
+    #[error("the job has {0} plans")]
+    Plans(usize),
+    #[error("allocation {allocation} of a step does not end with the step")]
+    EndsLater { allocation: usize },
 }
 
 /// Joins paths with "nor".
@@ -153,7 +165,7 @@ impl CliError {
         match self {
             // The exit codes of a shell.
             CliError::NotStarted { source, .. } if source.kind() == io::ErrorKind::NotFound => 127,
-            CliError::NotStarted { .. } => 126,
+            CliError::NotStarted { .. } | CliError::Thread { .. } => 126,
             _ => 2,
         }
     }
@@ -251,6 +263,7 @@ impl CliError {
                 "build it with `cargo build --release -p symmalloc-preload`, or give its path with --library or SYMMALLOC_PRELOAD"
             }
             CliError::PreloadPath { .. } => "move the library, or give a link to it with --library",
+            CliError::Thread { .. } => "raise the limit on threads: `ulimit -u`, or `pids.max` of the cgroup",
             CliError::NotStarted { .. } => "give the program and its arguments after `--`",
             CliError::RunFolder { .. } | CliError::RunSummary { .. } => {
                 "set TMPDIR to a folder that the program can write to"
@@ -279,7 +292,13 @@ fn import_help(error: &ImportError) -> Option<Cow<'static, str>> {
         ImportErrorKind::Snapshot(SnapshotError::NoSuchTrace { .. } | SnapshotError::SeveralDevices { .. }) => {
             "select one of them with --device"
         }
-        ImportErrorKind::TooLarge { .. } => "raise --memory-limit-mb",
+        ImportErrorKind::TooLarge { .. }
+        | ImportErrorKind::Rmm(RmmError::TooLarge { .. })
+        | ImportErrorKind::Snapshot(
+            SnapshotError::TooLarge { .. }
+            | SnapshotError::StacksTooLarge { .. }
+            | SnapshotError::Pickle(PickleError::TooLarge { .. }),
+        ) => "raise --memory-limit-mb",
         ImportErrorKind::Trace(TraceError::Torn { .. }) | ImportErrorKind::TornTrace { .. } => {
             "or use --accept-torn to accept the part before the break"
         }

@@ -5,10 +5,10 @@ use crate::beginning::lived_before;
 use crate::content::Content;
 use crate::destination::{Destination, shown};
 use crate::error::CliError;
+use crate::format;
 use crate::input;
 use crate::output::{Channel, Palette};
 use crate::quantity::{count, counted};
-use crate::replay::{describe, format_name};
 use crate::streams;
 use crate::verdict::Verdict;
 use serde_json::{Value, json};
@@ -37,7 +37,7 @@ fn object(args: &ImportArgs, recording: &Recording) -> Value {
     json!({
         "input": args.input.display().to_string(),
         "trace": args.output.path().display().to_string(),
-        "format": format_name(recording),
+        "format": format::name(recording),
         "device": found.device,
         "ops": recording.records.len(),
         "streams": found.streams,
@@ -65,7 +65,7 @@ fn summary(args: &ImportArgs, recording: &Recording, palette: Palette) -> String
     let mut out = format!(
         "{}  {}\n{}: {}, {}, {}, {}\nplacements recorded: {} of {}\n",
         palette.title(&args.input.display().to_string()),
-        palette.aside(&describe(recording)),
+        palette.aside(&format::describe(recording)),
         counted(recording.records.len(), "op"),
         counted(found.streams, "stream"),
         counted(found.allocations, "allocation"),

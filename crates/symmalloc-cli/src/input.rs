@@ -76,7 +76,12 @@ pub(crate) fn open_pipe(
 ) -> io::Result<File> {
     let (opened, opening) = mpsc::channel();
     let pipe = path.to_path_buf();
-    thread::Builder::new().name("open-pipe".to_owned()).spawn(move || opened.send(opens(&pipe)))?;
+    let waiting = thread::Builder::new().name("open-pipe".to_owned()).spawn(move || opened.send(opens(&pipe)));
+    waiting.map_err(|error| {
+        let message =
+            "no thread can be started that waits for the pipe: raise the limit on threads (ulimit -u, cgroup pids)";
+        io::Error::new(error.kind(), format!("{message}: {error}"))
+    })?;
     if let Ok(file) = opening.recv_timeout(PIPE_PATIENCE) {
         return file;
     }

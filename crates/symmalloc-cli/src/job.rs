@@ -35,7 +35,7 @@ pub use outcome::{Decision, Divergence, Outcome, Peaks, PlannedOps};
 pub(crate) use unknown::{UnknownToModel, keys};
 
 use ranks::{Report, Rule};
-pub(crate) use sequence::Attempt;
+pub(crate) use sequence::{Attempt, Refused};
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
 use std::ops::ControlFlow;
@@ -173,7 +173,7 @@ impl Job {
     /// each rank about as much.
     ///
     /// # Errors
-    /// Returns an error that names the op at which the steps are exhausted. All other errors are left to the simulation.
+    /// Returns an error that names the op at which the allowance is exhausted. All other errors are left to the simulation.
     pub(crate) fn check_work(&self, config: &Config) -> Result<(), JobError> {
         let device = SimBackend::builder().memory_bytes(u64::MAX).build();
         let allocator = Allocator::new(device, config.clone())?;
@@ -217,7 +217,18 @@ impl Job {
     pub(crate) fn attempt(&self, program: &Program, config: &Config, last_op: usize) -> Result<Attempt, JobError> {
         let options = Options { passes: NonZeroU32::MIN, ..Options::default() };
         let rule = sequence::Sequence { program, config, options: &options };
-        rule.attempt(last_op)
+        rule.attempt(last_op, |_| ControlFlow::Continue(()))
+    }
+
+    /// Returns the first op whose request is refused under a configuration, and why.
+    ///
+    /// # Errors
+    /// Returns an error if an op before it fails.
+    pub(crate) fn first_refusal(&self, config: &Config) -> Result<Option<Refused>, JobError> {
+        let options = Options { passes: NonZeroU32::MIN, ..Options::default() };
+        let rule = sequence::Sequence { program: &self.program, config, options: &options };
+        let attempt = rule.attempt(self.program.ops().len(), |_| ControlFlow::Break(()))?;
+        Ok(attempt.refused.into_iter().next())
     }
 
     /// Runs the program on every rank, on all cores, and compares the ranks. Calls `rank_done`, from any thread, whenever a rank

@@ -36,6 +36,7 @@ mod args;
 mod beginning;
 mod chart;
 mod collection;
+mod config_text;
 mod content;
 mod destination;
 pub mod diff;
@@ -43,6 +44,7 @@ mod error;
 mod escape;
 mod explorer;
 mod export;
+mod format;
 mod import;
 mod input;
 pub mod job;
@@ -68,7 +70,9 @@ use args::{Args, Command};
 use clap::Parser;
 use error::CliError;
 use std::ffi::OsString;
+use std::io::{self, Write};
 use std::process::ExitCode;
+use symmalloc_files::block_write_signals;
 use verdict::Verdict;
 
 /// Runs the program with these arguments, whose first is the program's name, and returns its exit code.
@@ -78,6 +82,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let args = match Args::try_parse_from(&arguments) {
         Ok(args) => args,
         Err(error) => {
+            block_write_signals();
             if error.use_stderr() {
                 // The message repeats arguments, which may be file names. A line break in one must not start a new line of output. The
                 // message's plain text has no styles.
@@ -87,8 +92,13 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
                 let text = text.as_ref().unwrap_or(&error).render().to_string();
                 output::write_stderr(&text);
             } else {
-                // Help and version are "errors" that go to stdout. A closed pipe is not a failure.
-                let _ = error.print();
+                // Help and version are "errors" that go to stdout.
+                let printed = error.print().and_then(|()| io::stdout().flush());
+                if let Err(error) = printed
+                    && error.kind() != io::ErrorKind::BrokenPipe
+                {
+                    return failed(&CliError::Print(error), false);
+                }
             }
             if wants_json && error.use_stderr() {
                 output::report_json(error.to_string().trim_end(), &[], None);
@@ -97,8 +107,13 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         }
     };
     if let Command::Run(args) = &args.command {
-        return run::run(args).unwrap_or_else(|error| failed(&error, false));
+        return run::run(args).unwrap_or_else(|error| {
+            block_write_signals();
+            failed(&error, false)
+        });
     }
+    // A write beyond the limit on file sizes is an error. The program of `run` would inherit this.
+    block_write_signals();
     let done = carry_out(&args.command);
     done.map_or_else(|error| failed(&error, wants_json && !args.command.writes_stdout()), ExitCode::from)
 }

@@ -6,7 +6,7 @@
 //!            └─► memory ────► map         segments and blocks after one op, of one rank or of two next to each other
 //! PlanFile ──► following ──► both         the same with a plan
 //!                                │
-//!                svg, page ◄─────┘
+//!                      svg ◄─────┘
 //! ```
 //!
 //! Every picture is drawn at a width in CSS pixels and never scaled down, so that text keeps its size: wide for screens
@@ -17,12 +17,13 @@ pub(crate) mod following;
 pub(crate) mod history;
 pub(crate) mod map;
 pub(crate) mod memory;
-pub(crate) mod page;
 pub(crate) mod share;
 pub(crate) mod svg;
 pub(crate) mod timeline;
 
+use maud::{PreEscaped, html};
 use symmalloc_core::ids::HeapId;
+
 /// Width of a picture for screens and paper, in CSS pixels.
 pub(crate) const WIDE: u32 = 880;
 /// Width of a picture for phones, in CSS pixels.
@@ -48,4 +49,9 @@ pub(crate) fn heap_name(owner: HeapId) -> String {
         Some(stream) => format!("pool {}, stream {}", owner.pool.0, stream.0),
         None => format!("pool {}, all streams", owner.pool.0),
     }
+}
+
+/// Returns a figure with a picture in both widths.
+pub(crate) fn figure(wide: &str, narrow: &str) -> String {
+    html! { figure { (PreEscaped(wide)) (PreEscaped(narrow)) } }.into_string()
 }

@@ -9,7 +9,6 @@
 mod figures;
 mod heap;
 mod job_plan;
-pub(crate) mod not_a_table;
 mod program;
 mod proof;
 mod rectangles;

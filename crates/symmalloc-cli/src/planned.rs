@@ -9,8 +9,7 @@
 //! PlanFile, and a recording ──► follow    fails unless job and configuration match and the plan fits
 //! ```
 
-pub(crate) mod contradiction;
-pub(crate) mod difference;
+mod difference;
 mod draft;
 mod follow;
 mod learned;
@@ -35,19 +34,19 @@ use symmalloc_core::PoolId;
 use symmalloc_core::config::{Config, StreamPolicy};
 use symmalloc_core::errors::{AllocateError, LimitScope, OutOfMemoryCause};
 use symmalloc_core::op::Op;
-use symmalloc_core::plans::{Plan, PlanError, Steps};
+use symmalloc_core::plans::{Plan, PlanError, SearchBudget};
 use symmalloc_trace::plan::PlanFile;
 
-/// Steps of the search that stand for a second: fewer than one core examines in a second. Steps are counted instead of time, so that every
+/// Work of the search that stands for a second: less than one core does in a second. Work is counted instead of time, so that every
 /// machine finds the same plan.
-const STEPS_PER_SECOND: u64 = 3_000_000;
+const WORK_PER_SECOND: u64 = 3_000_000;
 
 /// Seconds of search for a plan that is a part of another answer.
 pub(crate) const SECONDS_IN_REPORTS: u64 = 2;
 
 /// Returns the search budget for about this many seconds of processor time.
-pub(crate) fn budget(seconds: u64) -> Steps {
-    Steps(seconds.saturating_mul(STEPS_PER_SECOND))
+pub(crate) fn budget(seconds: u64) -> SearchBudget {
+    SearchBudget(seconds.saturating_mul(WORK_PER_SECOND))
 }
 
 /// The plans of a job, and the results of following them.
@@ -91,7 +90,7 @@ impl PlannedJob {
     ///
     /// # Errors
     /// Returns an error if the job cannot be planned, or fails when it follows the plan. It may still run without a plan.
-    pub(crate) fn of(recorded: &Recorded, policy: &PolicyArgs, budget: Steps) -> Result<Self, CliError> {
+    pub(crate) fn of(recorded: &Recorded, policy: &PolicyArgs, budget: SearchBudget) -> Result<Self, CliError> {
         let config = config_of(recorded, policy)?;
         let begun = Instant::now();
         let file = if recorded.program().has_steps() {
@@ -163,7 +162,7 @@ fn config_of(recorded: &Recorded, policy: &PolicyArgs) -> Result<Config, CliErro
 }
 
 /// Plans the whole job as one step. The heaps share the budget: each gets its share of what the previous ones left.
-fn solved(recorded: &Recorded, config: Config, Steps(mut left): Steps) -> Result<PlanFile, CliError> {
+fn solved(recorded: &Recorded, config: Config, SearchBudget(mut left): SearchBudget) -> Result<PlanFile, CliError> {
     let mut file = draft::empty(recorded, config)?;
     let mut heap_steps = steps::of(recorded.program(), &file);
     // Small heaps leave most of their share to the others. The order of plans in the file does not depend on it.
@@ -173,9 +172,10 @@ fn solved(recorded: &Recorded, config: Config, Steps(mut left): Steps) -> Result
     for (number, step) in heap_steps.iter().enumerate() {
         let share = left / (heap_steps.len() - number) as u64;
         let config = file.pool_config(step.heap.pool).expect("steps are of pools of the file");
-        let plan = Plan::solve_within(config, GRANULE_BYTES, step.heap.group, step.key, &step.wanted, Steps(share));
+        let plan =
+            Plan::solve_within(config, GRANULE_BYTES, step.heap.group, step.key, &step.wanted, SearchBudget(share));
         let (plan, spent) = plan.map_err(|error| refused(recorded, step.heap.pool, error))?;
-        left = left.saturating_sub(spent.0);
+        left = left.saturating_sub(spent);
         plans.push((step.heap, plan));
         progress.step();
     }

@@ -18,7 +18,6 @@ use crate::timing;
 use crate::verdict::Verdict;
 use finding::ReplayFinding;
 use screen::Screen;
-pub(crate) use screen::{format_name, kind_of as describe};
 use std::num::NonZeroU32;
 use std::path::Path;
 use std::sync::Arc;

@@ -8,13 +8,14 @@
 //!            └─► planned: the memory needed with a plan, and one more layout
 //! ```
 
+mod document;
 mod failure;
 mod findings;
 mod holders;
 mod page;
 mod pools;
 pub(crate) mod recorded_reserved;
-pub(crate) mod settings;
+mod settings;
 
 use crate::args::{PolicyArgs, ReadingArgs, ReportArgs};
 use crate::beginning::lived_before;

@@ -24,7 +24,7 @@ use process::Ended;
 use std::path::Path;
 use std::process::ExitCode;
 use summary::Summaries;
-use symmalloc_files::TemporaryFolder;
+use symmalloc_files::{TemporaryFolder, block_write_signals};
 
 /// Runs the program and prints its results. The exit code is the program's. If that is 0, it is 2 if a process could not write its
 /// recording or its summary, and 3 if a comparison finds that ranks differ.
@@ -44,6 +44,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<ExitCode, CliError> {
     let folder = folder.map_err(|source| CliError::Create { path: std::env::temp_dir(), source })?;
     let environment = Environment::new(args, &library, Some(folder.path()))?;
     let ended = process::run(args, &environment)?;
+    block_write_signals();
     let summaries = Summaries::read(folder.path())?;
     output::write_stderr(&table::text(&summaries, args, &ended));
     if let Some(page) = &args.report {

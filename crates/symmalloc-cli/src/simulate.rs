@@ -22,7 +22,7 @@ use std::thread;
 use std::time::Instant;
 use symmalloc_files::Draft;
 use symmalloc_sim::job::shrink::shrink;
-use symmalloc_sim::job::{Failure, JobOutcome, JobPlan, simulate as run_plan, story};
+use symmalloc_sim::job::{Failure, JobOutcome, JobPlan, on_threads, simulate as run_plan, story};
 use symmalloc_trace::MAGIC;
 
 /// Approximate budget for shrinking a failure, in steps times ranks. It takes some minutes.
@@ -71,17 +71,19 @@ fn sources(args: &SimulateArgs) -> Result<Vec<ProgramSource>, CliError> {
 
 fn source(path: &Path, args: &SimulateArgs) -> Result<ProgramSource, CliError> {
     let path = path.to_path_buf();
-    if let Some(text) = story_text(&path)
-        && let Some(plan) = story::read(&text).map_err(|source| CliError::Story { path: path.clone(), source })?
-    {
-        return Ok(ProgramSource::Story { path, plan: Box::new(plan) });
-    }
+    let text = story_text(&path);
+    let story = text.as_deref().map_or(Ok(None), story::read);
+    let story = story.map_err(|source| CliError::Story { path: path.clone(), source })?;
+    // A saved failure is a trace, too, with the same bounds.
     let recording = Box::new(input::recording(&path, &args.reading)?);
     let job = Job::new(&recording).map_err(|source| CliError::Program { path: path.clone(), source })?;
     let config = job.config(&Options::default()).map_err(JobError::from);
     let checked = config.and_then(|config| job.check_addresses(&config).and_then(|()| job.check_work(&config)));
     checked.map_err(|source| CliError::Job { path: path.clone(), source })?;
-    Ok(ProgramSource::Recorded { path, recording })
+    Ok(match story {
+        Some(plan) => ProgramSource::Story { path, plan: Box::new(plan) },
+        None => ProgramSource::Recorded { path, recording },
+    })
 }
 
 /// Returns the text of a file that may be a saved failure. Other files are left to the reader of recordings, which reports errors.
@@ -145,10 +147,7 @@ fn many(source: &ProgramSource, args: &SimulateArgs, runs: u64) -> Ran {
             ran.push((run, result.map_err(|failure| (plan, failure))));
         }
     };
-    let mut ran: Vec<_> = thread::scope(|scope| {
-        let workers: Vec<_> = (0..cores().get()).map(|_| scope.spawn(work)).collect();
-        workers.into_iter().flat_map(|worker| worker.join().expect("a run catches its panics")).collect()
-    });
+    let mut ran: Vec<_> = on_threads(cores(), work).into_iter().flatten().collect();
     ran.sort_by_key(|(run, _)| *run);
     let mut outcome = JobOutcome::default();
     for (_, result) in ran {

@@ -27,7 +27,6 @@ mod guard;
 #[doc(hidden)]
 pub mod histories;
 mod lookup;
-mod observer_list;
 mod observers;
 mod out_of_memory;
 mod pool;
@@ -36,7 +35,6 @@ mod recorder;
 pub mod recording;
 mod replay;
 pub mod report;
-mod request;
 mod restore;
 mod save;
 mod sleep;
@@ -47,12 +45,12 @@ pub use lookup::SegmentPosition;
 pub use observers::Unread;
 pub use pools::Emptied;
 pub use replay::ReplayOps;
-pub use request::Retry;
+
 pub use restore::{Restored, RestoredAllocation, RestoredHeap, RevivedPlace};
 pub use sleep::{Quiesced, Remapped};
 pub use steps::StepGuard;
 
-use crate::arena::context::Context;
+use crate::arena::fencing::Context;
 use crate::config::errors::{
     AllocateError, FreeError, HandleError, OutOfMemory, RecordUseError, ReserveError, TrimError, UnknownError,
 };
@@ -61,6 +59,7 @@ use crate::config::{Config, ConfigError, PointerLookup, in_range};
 use crate::heap::trim::Released;
 use crate::heap::{Freed, is_nothing};
 use crate::history::journal::ProgramOrder;
+use crate::history::segment_log::Observers;
 use crate::pointers::{HeapHints, SegmentDirectory};
 use crate::stats::budget::Budget;
 use crate::stats::usage::TotalUsage;
@@ -72,14 +71,25 @@ use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{HeapId, HeapNumber, PoolId, StreamId};
 use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
 use destroyed::Destroyed;
-use gate::{Gate, Recorder};
-use observer_list::Observers;
+use gate::{Gate, Recorder, Request};
 use pool::{HeapCell, HeapGuard, PoolRef, PoolSlot};
 use recorder::RecordingEnd;
-use request::Request;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+/// The answer of a failure callback.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Retry {
+    /// Memory was made available: retry.
+    Again,
+    /// Retry if the allocator released memory since the request failed, in the callback or on another thread. A callback
+    /// that only trims returns this: if threads run out of memory together, one of them releases what the others need.
+    /// Which of their requests succeed may then depend on timing, as with any limit that threads share.
+    IfReleased,
+    /// Let the allocation fail.
+    GiveUp,
+}
 
 /// The callback that runs before an allocation fails. It is called without any lock, and can free, trim and log.
 type FailureCallback<B, L> = Arc<dyn Fn(&Allocator<B, L>, &OutOfMemory) -> Retry + Send + Sync>;
@@ -154,7 +164,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         in_range("granularity", granularity_bytes, UNIT_BYTES, 1 << 30)?;
         let can_alias = backend.can_alias();
-        let number = observer_list::next_allocator();
+        let number = next_number();
         let pools = Registry::new();
         pools.push(|_| PoolSlot::new(PoolId::DEFAULT, config.default_pool().clone().that_works(can_alias)));
         Ok(Allocator {
@@ -308,7 +318,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         let mut heap = self.heap_of(handle)?.lock();
         let freed = heap.free(&self.context, handle)?;
-        self.note_free(heap, freed, None);
+        self.finish_free(heap, freed, None);
         Ok(())
     }
 
@@ -323,13 +333,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         let (heap, freed) = self.at(address, |heap| heap.free_at(&self.context, address))?;
         let freed = freed?;
-        self.note_free(heap, freed, None);
+        self.finish_free(heap, freed, None);
         Ok(bytes(freed.size))
     }
 
     /// Completes a free: releases memory above the threshold, unlocks the heap, and updates the usage over all heaps.
     #[inline(always)]
-    fn note_free(&self, mut heap: HeapGuard<'_, L>, freed: Freed, gate: Option<&mut Gate<'_, L>>) {
+    fn finish_free(&self, mut heap: HeapGuard<'_, L>, freed: Freed, gate: Option<&mut Gate<'_, L>>) {
         let failure = heap.release_above_threshold(&self.context);
         drop(heap);
         if L::IS_EXCLUSIVE && freed.size > 0 {
@@ -418,7 +428,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let released = match self.pool(pool) {
             Ok(entry) => self.release_free(entry, None),
             Err(unknown) => {
-                let destroyed = self.kept_pools().find(|kept| kept.id() == pool).ok_or(unknown)?;
+                let destroyed = self.listed_pools().find(|entry| entry.id() == pool).ok_or(unknown)?;
                 // Not an op: in a replay, the driver released the memory when the pool was destroyed.
                 return self.trim_destroyed(destroyed).into_result();
             }
@@ -436,7 +446,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns an error if the driver fails; every heap is consistent then and the rest can be trimmed again.
     pub fn trim_all(&self) -> Result<u64, TrimError> {
         let mut gate = self.gate();
-        let pools = self.kept_pools().filter(|entry| !entry.config().has_quota() || entry.is_destroyed());
+        let pools = self.listed_pools().filter(|entry| !entry.config().has_quota() || entry.is_destroyed());
         let trims = pools.map(|entry| match entry.is_destroyed() {
             true => self.trim_destroyed(entry),
             false => self.release_free(entry, None),
@@ -454,7 +464,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns an error if the driver fails again.
     pub fn trim_destroyed_pools(&self) -> Result<u64, TrimError> {
         let _gate = self.gate();
-        let trims = self.kept_pools().filter(|entry| entry.is_destroyed()).map(|entry| self.trim_destroyed(entry));
+        let trims = self.listed_pools().filter(|entry| entry.is_destroyed()).map(|entry| self.trim_destroyed(entry));
         trims.fold(Released::default(), Released::plus).into_result()
     }
 
@@ -553,10 +563,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             let mut heap = self.empty_heap(entry, HeapId { pool, group }, number);
             observers.of_pool(pool).for_each(|observer| heap.observe(observer));
             if entry.config().symmetric() && self.config.history_ops() > 0 {
-                heap.keep_journal(self.config.history_ops(), Arc::clone(&self.program_order));
+                heap.enable_journal(self.config.history_ops(), Arc::clone(&self.program_order));
             }
             if self.hints.is_some() {
-                heap.keep_pointers();
+                heap.enable_pointers();
             }
             (0..*open_scopes).for_each(|_| heap.open_stat_scope());
             if let Some(key) = *step {
@@ -583,7 +593,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Returns all heaps in (pool, stream) order.
     fn all_heaps(&self) -> impl Iterator<Item = &HeapCell<L>> {
-        self.kept_pools().flat_map(PoolRef::heaps)
+        self.listed_pools().flat_map(PoolRef::heaps)
     }
 }
 
@@ -605,6 +615,12 @@ impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
     fn drop(&mut self) {
         self.end_recording();
         self.all_heaps().for_each(|heap| heap.lock().abandon(&self.context));
-        self.kept_pools().for_each(|entry| self.end_sleep(&mut entry.sleep().lock()));
+        self.listed_pools().for_each(|entry| self.end_sleep(&mut entry.sleep().lock()));
     }
+}
+
+/// Returns a number for a new allocator, unique in this process.
+fn next_number() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
 }

@@ -7,23 +7,23 @@
 //!
 //! ```text
 //!  take_front   out of the free index ─► split ─► allocated, or the memory of plans
-//!  release      allocated ─► free; then coalesce: merge with free neighbors ─► into the free index
+//!  mark_free    allocated ─► free; then coalesce: merge with free neighbors ─► into the free index
 //!  add_segment, extend, fill_hole     memory that the heap acquired becomes free blocks
 //!  cut_hole, remove_segment           free blocks whose memory the heap releases become holes, or disappear
 //! ```
 //! A heap acquires and releases memory, and records every decision; see [`Heap`](crate::heap::Heap). Only
 //! [`fencing`] calls the driver.
 
-pub(crate) mod context;
 pub(crate) mod fencing;
 
-use crate::blocks::FreeIndex;
-use crate::blocks::table::{Block, BlockState, BlockTable, Segment, Slot};
+use crate::blocks::offsets::OffsetIndex;
+use crate::blocks::table::{Block, BlockState, BlockTable, Location, Segment, Slot};
+use crate::blocks::{FreeIndex, FreeKey};
 use crate::config::size_rules::{SizeClass, SizeRules};
 use crate::history::segment_log::Extents;
 use crate::streams::clocks::Tick;
 use crate::streams::fences::{Fence, FenceSetId, FenceTable, Fences};
-use crate::types::backend::Range;
+use crate::types::backend::{DeviceAddress, Range};
 use crate::types::ids::{SegmentId, StreamId};
 use crate::types::units::{Units, bytes};
 use crate::types::work;
@@ -34,7 +34,7 @@ use std::num::NonZeroU64;
 /// The memory of a heap. Between two calls, these invariants hold (`docs/architecture.md` lists their names):
 ///
 /// - The blocks of each segment tile it, and no two free neighbors exist (I1, I2).
-/// - The free index contains exactly the free blocks, except for places of plans (I3) and a block between `release` and `coalesce`.
+/// - The free index contains exactly the free blocks, except for places of plans (I3) and a block between `mark_free` and `coalesce`.
 /// - `mapped_bytes` is the sum of the mapped bytes of all segments (I4).
 /// - Every set of fences belongs to one block (I6).
 /// - Every segment's ordinal is less than `next_segment`.
@@ -54,6 +54,8 @@ pub(crate) struct Arena {
     mapped_bytes: u64,
     /// Units of all holes.
     hole_units: u64,
+    /// Blocks by location; created at the first revival of a single allocation.
+    offsets: Option<Box<OffsetIndex>>,
 }
 
 /// A removed segment.
@@ -76,6 +78,7 @@ impl Arena {
             next_segment: SegmentId(0),
             mapped_bytes: 0,
             hole_units: 0,
+            offsets: None,
         }
     }
 
@@ -84,19 +87,98 @@ impl Arena {
         &self.rules
     }
 
-    #[inline(always)]
-    pub(crate) fn table(&self) -> &BlockTable {
-        &self.table
-    }
-
     /// Returns a block, or a place of a plan.
     #[inline(always)]
     pub(crate) fn block(&self, slot: Slot) -> &Block {
         self.table.block(slot)
     }
 
-    pub(crate) fn free(&self) -> &FreeIndex {
-        &self.free
+    /// Returns the block in a slot that may be stale or vacant.
+    #[inline(always)]
+    pub(crate) fn find_block(&self, slot: Slot) -> Option<&Block> {
+        self.table.find(slot)
+    }
+
+    /// Returns the block that contains an offset of a live segment.
+    pub(crate) fn block_at(&mut self, id: SegmentId, offset: Units) -> Option<Slot> {
+        let segment = self.table.segment_of(id)?;
+        self.offsets.get_or_insert_default().find(&self.table, segment, offset)
+    }
+
+    /// Returns the first address of a block, or of a place of a plan.
+    #[inline(always)]
+    pub(crate) fn address(&self, slot: Slot) -> DeviceAddress {
+        self.table.address(slot)
+    }
+
+    /// Returns the address of a location in a segment.
+    #[inline(always)]
+    pub(crate) fn address_at(&self, segment: u32, location: Location) -> DeviceAddress {
+        self.table.address_at(segment, location)
+    }
+
+    /// Returns the size of a block if it is free, and 0 otherwise.
+    pub(crate) fn free_size(&self, slot: Slot) -> Units {
+        self.table.free_size(slot)
+    }
+
+    /// Returns the number of blocks. O(blocks), for the invariants.
+    pub(crate) fn block_count(&self) -> usize {
+        self.table.block_count()
+    }
+
+    #[inline(always)]
+    pub(crate) fn segment(&self, segment: u32) -> &Segment {
+        self.table.segment(segment)
+    }
+
+    pub(crate) fn segment_count(&self) -> usize {
+        self.table.segment_count()
+    }
+
+    /// Returns the slots of all segments in sequence order.
+    pub(crate) fn segments_in_order(&self) -> Vec<u32> {
+        self.table.segments_in_order()
+    }
+
+    /// Returns the slots of all segments with their own memory, in sequence order.
+    pub(crate) fn backed_segments(&self) -> Vec<u32> {
+        self.table.backed_segments()
+    }
+
+    /// Returns the slots of a segment's blocks in offset order.
+    pub(crate) fn blocks_of(&self, segment: u32) -> impl Iterator<Item = Slot> + '_ {
+        self.table.blocks_of(segment)
+    }
+
+    /// Returns the first block of a segment.
+    pub(crate) fn first_block(&self, segment: u32) -> Slot {
+        self.table.first(segment)
+    }
+
+    /// Returns the last block of a segment.
+    pub(crate) fn last_block(&self, segment: u32) -> Slot {
+        self.table.last(segment)
+    }
+
+    /// Returns `true` if a block is the last in its segment.
+    pub(crate) fn is_last(&self, slot: Slot) -> bool {
+        self.table.is_last(slot)
+    }
+
+    /// Returns the keys of all free blocks of a class, in ascending order.
+    pub(crate) fn free_keys(&self, class: SizeClass) -> impl Iterator<Item = FreeKey> + '_ {
+        self.free.keys(self.table.blocks(), class)
+    }
+
+    /// Returns the size of the largest free block.
+    pub(crate) fn largest_free(&self) -> Option<Units> {
+        self.free.largest(self.table.blocks())
+    }
+
+    /// Returns `true` if the lists of the free index are linked in both directions, for the invariants.
+    pub(crate) fn free_index_is_linked(&self) -> bool {
+        self.free.is_linked(self.table.blocks())
     }
 
     /// Returns the number of sets of fences, for the invariants.
@@ -194,6 +276,11 @@ impl Arena {
         self.best_fit_block(size).map(|(slot, _)| slot)
     }
 
+    /// Returns the least large free block of at least `size`, also where the rules would not split it for a request.
+    pub(crate) fn smallest_free(&self, size: Units) -> Option<Slot> {
+        self.free.best_fit(self.table.blocks(), SizeClass::Large, size)
+    }
+
     /// Returns the free block from which the rules serve a request of `size`, and its slot.
     #[inline(always)]
     pub(crate) fn best_fit_block(&self, size: Units) -> Option<(Slot, &Block)> {
@@ -228,7 +315,7 @@ impl Arena {
     /// Turns an allocated block, or a place of a plan, into a free one that is not in the free index yet. Returns it.
     /// The caller merges a block with its neighbors: [`coalesce`](Self::coalesce).
     #[inline(always)]
-    pub(crate) fn release(&mut self, slot: Slot, stream: StreamId, since: Tick) -> &Block {
+    pub(crate) fn mark_free(&mut self, slot: Slot, stream: StreamId, since: Tick) -> &Block {
         let block = self.table.block_mut(slot);
         block.state = BlockState::Free { stream, since };
         block

@@ -25,7 +25,8 @@
 //! fails after the heap grew, the heap stays grown, as on the ranks whose wait succeeded.
 //!
 //! Everything that a decision reads is in the heap or in its pool's configuration. That makes heaps independent (rule
-//! D8) and the heap's lock the only lock of a cache hit. The fields are private to this module.
+//! D8) and the heap's lock the only lock of a cache hit. The fields are visible in this folder only (`heap/`), and each part
+//! keeps its own fields to itself: other modules call methods.
 
 mod acquire;
 mod follow;
@@ -39,8 +40,7 @@ pub(crate) mod trim;
 pub(crate) mod view;
 
 use crate::arena::Arena;
-use crate::arena::context::{Context, DynContext};
-use crate::blocks::offsets::OffsetIndex;
+use crate::arena::fencing::{Context, DynContext};
 use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::PoolConfig;
 use crate::config::errors::{FreeError, HandleError, OutOfMemoryCause};
@@ -124,8 +124,6 @@ pub(crate) struct Heap<L: Lock> {
     stitched: StitchedRanges,
     /// The plans; created at the first step or plan.
     plans: Option<Box<HeapPlans>>,
-    /// Blocks by location; created at the first revival of a single allocation.
-    offsets: Option<Box<OffsetIndex>>,
 }
 
 /// The mode in which a heap serves requests. Frees do not depend on it.
@@ -176,7 +174,6 @@ impl<L: Lock> Heap<L> {
             log,
             stitched: StitchedRanges::default(),
             plans: None,
-            offsets: None,
             config,
         }
     }
@@ -203,12 +200,10 @@ impl<L: Lock> Heap<L> {
             RequestMode::Serving(Step::None | Step::Unplanned { .. } | Step::Diverged(_)) => {
                 self.allocate_anywhere(context, stream, requested)?
             }
-            RequestMode::Serving(Step::Following(step)) => {
-                match step.next_place(self.arena.table(), stream, requested) {
-                    Some(slot) => self.allocate_planned(slot, stream, requested),
-                    None => self.allocate_following_slow(context, stream, requested)?,
-                }
-            }
+            RequestMode::Serving(Step::Following(step)) => match step.next_place(&self.arena, stream, requested) {
+                Some(slot) => self.allocate_planned(slot, stream, requested),
+                None => self.allocate_following_slow(context, stream, requested)?,
+            },
             RequestMode::Serving(Step::Learning { .. }) => self.allocate_logged(context, stream, requested)?,
             RequestMode::Asleep(_) | RequestMode::Closed => return Err(self.refusal()),
         };
@@ -270,8 +265,13 @@ impl<L: Lock> Heap<L> {
     fn note_allocation(&mut self, slot: Slot, serial: NonZeroU64, stream: StreamId, requested: u64) -> Handle {
         let Block { location, size, .. } = *self.arena.block(slot);
         self.ledger.note_allocation(location, size, stream, requested);
-        self.ledger.note_pointer(slot, || self.arena.table().address(slot));
+        self.ledger.note_pointer(slot, || self.arena.address(slot));
         self.handle(slot, serial)
+    }
+
+    /// Names a live allocation.
+    fn set_name(&mut self, slot: Slot, name: &Arc<str>) {
+        self.ledger.set_name((slot, self.arena.block(slot).location), name);
     }
 
     /// Returns an error if the pool sleeps or was destroyed.
@@ -377,11 +377,11 @@ impl<L: Lock> Heap<L> {
     fn make_free<B: Backend>(&mut self, context: &Context<B, L>, live: Live, is_mapped: bool) -> Freed {
         let Live { slot, stream, requested } = live;
         let since = if self.id.stream().is_some() { 0 } else { context.clocks.lock().now(stream) };
-        let block = self.arena.release(slot, stream, since);
+        let block = self.arena.mark_free(slot, stream, since);
         let is_place = block.is_place();
         let Block { segment, location, size, .. } = *block;
         if is_mapped {
-            self.ledger.forget_pointer(|| self.arena.table().address_at(segment, location));
+            self.ledger.forget_pointer(|| self.arena.address_at(segment, location));
         }
         self.ledger.note_free((slot, location), size, stream, requested);
         if !is_place {
@@ -425,7 +425,7 @@ impl<L: Lock> Heap<L> {
     #[inline(always)]
     fn live(&self, handle: Handle) -> Result<Live, HandleError> {
         let slot = handle.slot();
-        match self.arena.table().find(slot).map(|block| block.state) {
+        match self.arena.find_block(slot).map(|block| block.state) {
             Some(BlockState::Allocated { stream, requested, serial }) if serial == handle.serial() => {
                 Ok(Live { slot, stream, requested })
             }

@@ -95,12 +95,12 @@ impl Ledger {
     }
 
     /// Starts to index allocations by address.
-    pub(crate) fn keep_pointers(&mut self) {
+    pub(crate) fn enable_pointers(&mut self) {
         self.pointers = Some(PointerMap::default());
     }
 
     /// Starts to remember the last ops, for agreement.
-    pub(crate) fn keep_journal(&mut self, history_ops: u32, order: Arc<ProgramOrder>) {
+    pub(crate) fn enable_journal(&mut self, history_ops: u32, order: Arc<ProgramOrder>) {
         self.journal = Some(Box::new(Journal::new(history_ops, self.digest, order)));
     }
 

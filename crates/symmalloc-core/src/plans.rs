@@ -37,12 +37,10 @@
 pub(crate) mod error;
 pub(crate) mod heap_plans;
 pub(crate) mod plan;
-mod plan_cursor;
-pub(crate) mod prepared;
 pub(crate) mod report;
 pub(crate) mod step;
 
 pub use error::{PlanError, StepError};
 pub use plan::{ALLOCATIONS_MAX, Plan, PlannedAllocation, StepAllocation};
 pub use report::{DifferenceCause, StepDifference, StepReport, StepStats};
-pub use symmalloc_plan::Steps;
+pub use symmalloc_plan::SearchBudget;

@@ -124,8 +124,8 @@ impl FreeGranules {
     }
 }
 
-/// Number of granules that are counted in one step.
-const GRANULES_PER_STEP: usize = 16;
+/// Number of granules that count as one unit of work.
+const GRANULES_PER_UNIT: usize = 16;
 
 /// The stitched ranges of a heap. Between two calls, these invariants hold:
 ///
@@ -152,7 +152,7 @@ impl StitchedRanges {
     pub(crate) fn aliases(&self) -> usize {
         self.ranges
             .iter()
-            .inspect(|range| work::count(1 + range.granules.len() / GRANULES_PER_STEP))
+            .inspect(|range| work::count(1 + range.granules.len() / GRANULES_PER_UNIT))
             .map(StitchedRange::aliases)
             .sum()
     }
@@ -160,7 +160,7 @@ impl StitchedRanges {
     /// Returns the segments of unused ranges, oldest first, each with the number of its mapped granules.
     pub(crate) fn unused(&self, arena: &Arena) -> Vec<(u32, usize)> {
         let is_in_use = |slot| matches!(arena.block(slot).state, BlockState::Allocated { .. } | BlockState::Planned);
-        let unused = self.ranges.iter().filter(|range| !arena.table().blocks_of(range.segment).any(is_in_use));
+        let unused = self.ranges.iter().filter(|range| !arena.blocks_of(range.segment).any(is_in_use));
         unused.map(|range| (range.segment, range.aliases())).collect()
     }
 
@@ -174,9 +174,9 @@ impl StitchedRanges {
         work::count(free.len());
         free.sort_unstable();
         let mut largest = 0;
-        for segment in arena.table().backed_segments() {
+        for segment in arena.backed_segments() {
             let mut run = 0;
-            for block in arena.table().blocks_of(segment).map(|slot| arena.block(slot)) {
+            for block in arena.blocks_of(segment).map(|slot| arena.block(slot)) {
                 let granule = Granule { segment, offset: block.offset() };
                 let is_free = block.is_free() || block.is_elsewhere() && free.binary_search(&granule).is_ok();
                 run = if is_free { run + block.size } else { 0 };
@@ -193,7 +193,7 @@ impl StitchedRanges {
     /// granules that it covers entirely.
     fn free_blocks(&self, arena: &Arena) -> Vec<(usize, Slot, Part)> {
         let free = |(at, range): (usize, &StitchedRange)| {
-            let slots = arena.table().blocks_of(range.segment).filter(|slot| arena.block(*slot).is_free());
+            let slots = arena.blocks_of(range.segment).filter(|slot| arena.block(*slot).is_free());
             slots.map(move |slot| (at, slot, whole_granules_of(arena, slot))).collect::<Vec<_>>()
         };
         self.ranges.iter().enumerate().flat_map(free).filter(|(.., part)| !part.is_empty()).collect()
@@ -226,7 +226,7 @@ impl StitchedRanges {
         let is_free = |granule: &Granule| free.contains(*granule);
         let found = |range: &StitchedRange| {
             let home = range.home(0..count);
-            work::count(home.as_ref().map_or(1, |home| 1 + home.len() / GRANULES_PER_STEP));
+            work::count(home.as_ref().map_or(1, |home| 1 + home.len() / GRANULES_PER_UNIT));
             Some((range.segment, home?))
         };
         self.ranges.iter().filter_map(found).find(|(_, home)| home.iter().all(is_free))
@@ -250,7 +250,7 @@ impl StitchedRanges {
 
     /// Makes the first `count` granules of a range one free block. They have left home. Returns the block.
     pub(crate) fn reuse(&mut self, arena: &mut Arena, segment: u32, count: usize, free: BlockState) -> Slot {
-        let mut slot = arena.bring_back(arena.table().first(segment), free, FenceSetId::EMPTY);
+        let mut slot = arena.bring_back(arena.first_block(segment), free, FenceSetId::EMPTY);
         for _ in 1..count {
             slot = arena.bring_back(arena.block(slot).next, free, FenceSetId::EMPTY);
         }
@@ -282,8 +282,8 @@ impl StitchedRanges {
         mut unmap: impl FnMut(Range, Units) -> Result<(), E>,
     ) -> Result<(), E> {
         for StitchedRange { segment, granules, users } in &mut self.ranges {
-            let range = arena.table().segment(*segment).range;
-            for slot in arena.table().blocks_of(*segment).filter(|slot| arena.block(*slot).is_elsewhere()) {
+            let range = arena.segment(*segment).range;
+            for slot in arena.blocks_of(*segment).filter(|slot| arena.block(*slot).is_elsewhere()) {
                 let offset = arena.block(slot).offset();
                 let granule = &mut granules[(offset / arena.rules().granule) as usize];
                 if granule.is_some() {
@@ -310,8 +310,8 @@ pub(crate) fn free_granules(arena: &Arena) -> impl Iterator<Item = Granule> + '_
 
 /// Returns the whole granules of each free block at home, in the order of rule D2's blocks: the first one and the offset at their end.
 fn free_runs(arena: &Arena) -> impl Iterator<Item = (Granule, Units)> + '_ {
-    let slots = arena.free().keys(arena.table().blocks(), SizeClass::Large).map(FreeKey::slot);
-    let at_home = slots.filter(|slot| !arena.table().segment(arena.block(*slot).segment).is_stitched);
+    let slots = arena.free_keys(SizeClass::Large).map(FreeKey::slot);
+    let at_home = slots.filter(|slot| !arena.segment(arena.block(*slot).segment).is_stitched);
     let runs = at_home.map(|slot| {
         let (part, granule) = (whole_granules_of(arena, slot), arena.rules().granule);
         let first = Granule { segment: arena.block(slot).segment, offset: part.start as Units * granule };
@@ -329,7 +329,7 @@ fn whole_granules_of(arena: &Arena, slot: Slot) -> Part {
 /// Returns the block that contains a granule. The search starts at `lower`, the block of a lower granule.
 fn block_around(arena: &Arena, lower: Option<Slot>, granule: Granule) -> Slot {
     let lower = lower.filter(|slot| arena.block(*slot).segment == granule.segment);
-    let mut slot = lower.unwrap_or_else(|| arena.table().first(granule.segment));
+    let mut slot = lower.unwrap_or_else(|| arena.first_block(granule.segment));
     while arena.block(slot).end() <= granule.offset {
         slot = arena.block(slot).next;
     }

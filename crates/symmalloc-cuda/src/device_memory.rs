@@ -34,9 +34,9 @@ pub struct DeviceMemory {
 impl DeviceMemory {
     /// Moves the bytes of communicators from [`other_bytes`](Self::other_bytes) to [`communicators_bytes`](Self::communicators_bytes).
     #[must_use]
-    pub fn with_communicators(mut self, held_bytes: u64) -> Self {
-        self.communicators_bytes += held_bytes;
-        self.other_bytes = self.other_bytes.saturating_sub(held_bytes);
+    pub fn with_communicators(mut self, communicators_bytes: u64) -> Self {
+        self.communicators_bytes += communicators_bytes;
+        self.other_bytes = self.other_bytes.saturating_sub(communicators_bytes);
         self
     }
 }
@@ -69,7 +69,7 @@ impl CudaAllocator {
             };
             *bytes += stats.reserved_bytes.current;
         }
-        memory.exported_bytes = state.exported().kept_bytes(|pool| core.phase(pool) == Ok(Phase::Asleep));
+        memory.exported_bytes = state.exported().exported_bytes(|pool| core.phase(pool) == Ok(Phase::Asleep));
         memory.idle_bytes = core.backend().idle_bytes() + core.backend().spare_bytes();
         let known =
             [memory.awake_bytes, memory.graph_bytes, memory.asleep_bytes, memory.exported_bytes, memory.idle_bytes];

@@ -76,7 +76,7 @@
 //! | `streams/` | registered streams, events, captures |
 //! | `backend.rs` | memory and streams together: the core's backend |
 //! | `pools/` | the core's allocator with CUDA's streams, pools as scopes |
-//! | `allocator.rs`, `steps.rs` | the public allocator types; steps that follow plans |
+//! | `allocator.rs` | the public allocator types |
 //! | `sleep.rs`, `device_memory.rs` (after `graphs/`) | pools that release their memory temporarily; the used memory of the device by owner |
 //! | `resize.rs` | pools with a memory quota |
 //! | `buffers/` | device and pinned buffers, their views, and the tracking of their uses |
@@ -106,7 +106,6 @@ mod pools;
 mod resize;
 mod sharing;
 mod sleep;
-mod steps;
 mod streams;
 
 pub use allocator::{CachingAllocator, CudaAllocator};
@@ -130,5 +129,4 @@ pub use sharing::{
     DeviceUuid, DmaBuf, Export, ExportReport, Import, ImportError, ImportReport, ImportedAllocation, ImportedView,
     ImportedViewMut, MessageError, ShareError,
 };
-pub use steps::Step;
 pub use streams::{CaptureWatch, LentStream};

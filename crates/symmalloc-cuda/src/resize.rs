@@ -68,12 +68,12 @@ pub enum ResizeError {
     #[error(transparent)]
     Trim(#[from] TrimError),
     /// Memory could not be allocated. The pool holds less than its quota, but at least its live allocations. The call can be repeated.
-    #[error("{pool} holds {held_bytes} of {quota_bytes} bytes; resize it again when memory is available: {error}")]
+    #[error("{pool} holds {reserved_bytes} of {quota_bytes} bytes; resize it again when memory is available: {error}")]
     Reserve {
         /// The pool.
         pool: PoolId,
         /// Number of bytes that the pool holds now.
-        held_bytes: u64,
+        reserved_bytes: u64,
         /// Requested size in bytes.
         quota_bytes: u64,
         /// The cause.
@@ -83,7 +83,7 @@ pub enum ResizeError {
 
 /// Memory of a pool with one heap.
 #[derive(Clone, Copy, Debug, Default)]
-struct Held {
+struct Reserved {
     bytes: u64,
     /// Size in bytes of the granules under live allocations.
     needed_bytes: u64,
@@ -91,12 +91,12 @@ struct Held {
     hole_bytes: Option<u64>,
 }
 
-impl Held {
-    fn of<B: Backend, L: Lock>(core: &generic::Allocator<B, L>, pool: PoolId) -> Held {
+impl Reserved {
+    fn of<B: Backend, L: Lock>(core: &generic::Allocator<B, L>, pool: PoolId) -> Reserved {
         let granule = core.backend().granularity_bytes();
-        let mut held = Held::default();
+        let mut reserved = Reserved::default();
         for segment in core.snapshot().segments.into_iter().filter(|segment| segment.heap.pool == pool) {
-            held.bytes += segment.mapped_bytes;
+            reserved.bytes += segment.mapped_bytes;
             let mut free_bytes = 0;
             for block in &segment.blocks {
                 let (from, to) = (block.offset_bytes, block.offset_bytes + block.size_bytes);
@@ -104,13 +104,13 @@ impl Held {
                     BlockStateSnapshot::Free { .. } => {
                         free_bytes += (to / granule * granule).saturating_sub(from.next_multiple_of(granule));
                     }
-                    BlockStateSnapshot::Hole => held.hole_bytes = held.hole_bytes.or(Some(block.size_bytes)),
+                    BlockStateSnapshot::Hole => reserved.hole_bytes = reserved.hole_bytes.or(Some(block.size_bytes)),
                     _ => {}
                 }
             }
-            held.needed_bytes += segment.mapped_bytes - free_bytes;
+            reserved.needed_bytes += segment.mapped_bytes - free_bytes;
         }
-        held
+        reserved
     }
 }
 
@@ -147,27 +147,27 @@ pub fn resize<B: Backend, L: Lock>(
         .checked_next_multiple_of(granule)
         .filter(|bytes| *bytes <= range_bytes)
         .ok_or(ResizeError::OutOfRange { pool, quota_bytes, range_bytes })?;
-    let mut held = Held::of(core, pool);
-    if held.needed_bytes > quota_bytes {
-        return Err(ResizeError::InUse { pool, quota_bytes, needed_bytes: held.needed_bytes });
+    let mut reserved = Reserved::of(core, pool);
+    if reserved.needed_bytes > quota_bytes {
+        return Err(ResizeError::InUse { pool, quota_bytes, needed_bytes: reserved.needed_bytes });
     }
     let observers = core.observer_count(pool);
-    if held.bytes > quota_bytes && observers > 0 {
+    if reserved.bytes > quota_bytes && observers > 0 {
         return Err(ResizeError::Observed { pool, observers });
     }
     // The driver may not have released a segment that an earlier resize removed.
-    if held.bytes > quota_bytes || observers == 0 && core.has_retired_segments(pool)? {
+    if reserved.bytes > quota_bytes || observers == 0 && core.has_retired_segments(pool)? {
         core.trim_pool(pool)?;
-        held = Held::of(core, pool);
+        reserved = Reserved::of(core, pool);
     }
-    while held.bytes < quota_bytes {
-        let missing = quota_bytes - held.bytes;
-        let step = held.hole_bytes.map_or(missing, |hole| hole.min(missing));
-        if let Err(error) = core.reserve(pool, stream, held.bytes + step) {
-            let held_bytes = Held::of(core, pool).bytes;
-            return Err(ResizeError::Reserve { pool, held_bytes, quota_bytes, error: Box::new(error) });
+    while reserved.bytes < quota_bytes {
+        let missing = quota_bytes - reserved.bytes;
+        let step = reserved.hole_bytes.map_or(missing, |hole| hole.min(missing));
+        if let Err(error) = core.reserve(pool, stream, reserved.bytes + step) {
+            let reserved_bytes = Reserved::of(core, pool).bytes;
+            return Err(ResizeError::Reserve { pool, reserved_bytes, quota_bytes, error: Box::new(error) });
         }
-        held = Held::of(core, pool);
+        reserved = Reserved::of(core, pool);
     }
-    Ok(held.bytes)
+    Ok(reserved.bytes)
 }

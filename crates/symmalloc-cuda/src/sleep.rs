@@ -41,11 +41,11 @@ impl CudaAllocator {
     /// # Errors
     /// See [`SleepError`]. The pool stays asleep, nothing is lost, and another attempt may succeed.
     pub fn wake(&self, pool: PoolId) -> Result<Woken, CudaError> {
-        Ok(self.remap(pool)?.keep())
+        Ok(self.remap(pool)?.resume())
     }
 
     /// Starts a wake: maps memory at the pool's previous addresses and restores the contents that were kept. Until
-    /// [`Remapped::keep`], allocations are refused. Obtains memory like [`wake`](Self::wake).
+    /// [`Remapped::resume`], allocations are refused. Obtains memory like [`wake`](Self::wake).
     ///
     /// # Errors
     /// See [`SleepError`]. The pool stays asleep.

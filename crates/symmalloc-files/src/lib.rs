@@ -14,6 +14,7 @@
 //! signal that ends programs that do not handle it.
 //!
 //! - [`without_signals`] makes such writes return an error instead. [`Draft`] and [`write_whole`] use it.
+//!   [`block_write_signals`] does so for a whole program.
 //! - [`say`] writes a message to standard error in this way, for at most about a second.
 //!
 //! A library's descriptors must not outlive its process, and what it releases must not change what another process owns.
@@ -47,5 +48,5 @@ mod stderr;
 pub use draft::{Draft, write_whole};
 pub use forks::{KeptFromChildren, is_forked, watch_forks};
 pub use private_folder::{PrivateFolderError, TemporaryFolder, private_folder, private_folder_at};
-pub use signals::without_signals;
+pub use signals::{block_write_signals, without_signals};
 pub use stderr::say;

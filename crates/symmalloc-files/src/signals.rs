@@ -30,6 +30,13 @@ pub fn without_signals<T>(write: impl FnOnce() -> T) -> T {
     write()
 }
 
+/// Like [`without_signals`], but for all further writes of this thread and of threads that it starts, until the process ends. For programs,
+/// whose buffered output is written after `main`. Programs that the process executes inherit the blocked signals.
+pub fn block_write_signals() {
+    #[cfg(target_os = "linux")]
+    std::mem::forget(blocked::Blocked::new());
+}
+
 #[cfg(target_os = "linux")]
 #[allow(unsafe_code)]
 mod blocked {

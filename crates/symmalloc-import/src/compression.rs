@@ -20,6 +20,8 @@ use std::path::Path;
 
 use symmalloc_core::units::Amount;
 
+use crate::options::CompressedBytes;
+
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 /// Higher levels save 15 % on a trace and take 50 times as long.
@@ -140,13 +142,13 @@ type Source<R> = BufReader<Chain<Cursor<Vec<u8>>, Counted<R>>>;
 /// A source that counts the bytes read from it.
 struct Counted<R> {
     source: R,
-    bytes: u64,
+    bytes: CompressedBytes,
 }
 
 impl<R: Read> Read for Counted<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let bytes = self.source.read(buffer)?;
-        self.bytes += bytes as u64;
+        self.bytes.add(bytes as u64);
         Ok(bytes)
     }
 }
@@ -169,11 +171,6 @@ impl<S: BufRead> Members<S> {
     fn new(source: S) -> Self {
         let member = flate2::bufread::GzDecoder::new(Pushed { pushed: Vec::new(), source });
         Members { member: Some(member), rest: None }
-    }
-
-    fn source(&self) -> &S {
-        let member = self.member.as_ref().map(flate2::bufread::GzDecoder::get_ref);
-        &member.or(self.rest.as_ref()).expect("a source is in a member, or is the rest").source
     }
 
     /// Starts the next member, if the source continues with one.
@@ -238,6 +235,7 @@ impl<S: BufRead> Read for Pushed<S> {
 pub struct Decompressor<R: Read> {
     decoder: Decoder<R>,
     compression: Compression,
+    compressed: CompressedBytes,
     decompressed_bytes: u64,
 }
 
@@ -250,13 +248,18 @@ impl<R: Read> Decompressor<R> {
         let mut start = Vec::with_capacity(ZSTD_MAGIC.len());
         source.by_ref().take(ZSTD_MAGIC.len() as u64).read_to_end(&mut start)?;
         let compression = Compression::of_content(&start);
-        let source = BufReader::with_capacity(BUFFER_BYTES, Cursor::new(start).chain(Counted { source, bytes: 0 }));
+        let compressed = CompressedBytes::default();
+        compressed.add(start.len() as u64);
+        let source = BufReader::with_capacity(
+            BUFFER_BYTES,
+            Cursor::new(start).chain(Counted { source, bytes: compressed.clone() }),
+        );
         let decoder = match compression {
             Compression::Plain => Decoder::Plain(source),
             Compression::Gzip => Decoder::Gzip(Box::new(Members::new(source))),
             Compression::Zstd => Decoder::Zstd(zstd::stream::read::Decoder::with_buffer(source)?),
         };
-        Ok(Decompressor { decoder, compression, decompressed_bytes: 0 })
+        Ok(Decompressor { decoder, compression, compressed, decompressed_bytes: 0 })
     }
 
     /// Returns the detected compression.
@@ -264,16 +267,18 @@ impl<R: Read> Decompressor<R> {
         self.compression
     }
 
+    /// Returns the number of bytes read so far, before decompression. `None` for plain data.
+    pub(crate) fn compressed(&self) -> Option<CompressedBytes> {
+        (self.compression != Compression::Plain).then(|| self.compressed.clone())
+    }
+
     /// Checks that the data has not grown more than any recording.
     fn check_growth(&self) -> io::Result<()> {
-        let source = match &self.decoder {
-            Decoder::Plain(_) => return Ok(()),
-            Decoder::Gzip(members) => members.source(),
-            Decoder::Zstd(decoder) => decoder.get_ref(),
-        };
         let (compression, decompressed_bytes) = (self.compression, self.decompressed_bytes);
-        let compressed_bytes = source.get_ref().get_ref().1.bytes + ZSTD_MAGIC.len() as u64;
-        if decompressed_bytes <= UNSUSPICIOUS_BYTES.max(compressed_bytes.saturating_mul(GROWTH_MAX)) {
+        let compressed_bytes = self.compressed.bytes();
+        if compression == Compression::Plain
+            || decompressed_bytes <= UNSUSPICIOUS_BYTES.max(compressed_bytes.saturating_mul(GROWTH_MAX))
+        {
             return Ok(());
         }
         let bomb = CompressionError::Bomb { compression, compressed_bytes, decompressed_bytes };

@@ -6,6 +6,8 @@ use std::sync::Arc;
 use symmalloc_core::config::PoolConfig;
 use symmalloc_core::op::{Op, Record};
 
+use crate::options::MemoryLimit;
+
 /// Bytes that a name takes beside its text: the counters of its allocation, and its entry in the table of names.
 const NAME_BYTES: u64 = 48;
 
@@ -18,6 +20,8 @@ pub(crate) struct HeldRecords {
     record_bytes: u64,
     /// Bytes held so far.
     held_bytes: u64,
+    limit: MemoryLimit,
+    /// The limit when it was last computed.
     limit_bytes: u64,
 }
 
@@ -29,9 +33,10 @@ pub(crate) struct LimitExceeded {
 
 impl HeldRecords {
     /// Creates an empty list. The caller makes this many further copies of each record, which share its name.
-    pub(crate) fn new(limit_bytes: u64, copies: u32) -> Self {
+    pub(crate) fn new(limit: MemoryLimit, copies: u32) -> Self {
         let record_bytes = size_of::<Record>() as u64 * (1 + u64::from(copies));
-        HeldRecords { records: Vec::new(), names: HashSet::new(), record_bytes, held_bytes: 0, limit_bytes }
+        let (records, names, limit_bytes) = (Vec::new(), HashSet::new(), limit.bytes());
+        HeldRecords { records, names, record_bytes, held_bytes: 0, limit, limit_bytes }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -64,6 +69,9 @@ impl HeldRecords {
         }
         self.held_bytes += bytes;
         if self.held_bytes > self.limit_bytes {
+            self.limit_bytes = self.limit.bytes();
+        }
+        if self.held_bytes > self.limit_bytes {
             return Err(LimitExceeded { limit_bytes: self.limit_bytes });
         }
         self.names.extend(new_name);
@@ -85,7 +93,7 @@ mod tests {
     #[test]
     fn records_with_one_name_share_its_text_and_count_it_once() {
         let name = "x".repeat(4096);
-        let mut held = HeldRecords::new(100 * size_of::<Record>() as u64 + 4096 + NAME_BYTES, 0);
+        let mut held = HeldRecords::new((100 * size_of::<Record>() as u64 + 4096 + NAME_BYTES).into(), 0);
         (0..100).for_each(|id| held.push(named(id, &name)).unwrap());
         assert!(held.push(Op::Sync.into()).is_err(), "the limit is exact");
         let records = held.into_records();
@@ -96,7 +104,7 @@ mod tests {
     #[test]
     fn distinct_names_and_copies_of_records_count() {
         for (copies, fit) in [(0, 12), (3, 4)] {
-            let mut held = HeldRecords::new(12 * (size_of::<Record>() as u64 + NAME_BYTES + 4), copies);
+            let mut held = HeldRecords::new((12 * (size_of::<Record>() as u64 + NAME_BYTES + 4)).into(), copies);
             let pushed = (0..100).map_while(|id| held.push(named(id, &format!("{id:04}"))).ok()).count();
             assert_eq!(pushed, fit, "with {copies} copies");
         }

@@ -1,8 +1,15 @@
 //! Options for reading a recording: the device, the tolerance for truncated text, stacks, and the memory limit.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
 /// Default memory limit in bytes. It suffices for snapshots of 500 MB without stack frames, or 2 GB with them, and three copies of each
-/// record.
+/// record. It is lower for small compressed files, see [`ReadOptions::memory_limit_bytes`].
 pub const MEMORY_LIMIT_BYTES: u64 = 4 << 30;
+/// Lowest default memory limit in bytes, for compressed files of up to 256 KiB.
+const COMPRESSED_LIMIT_BYTES: u64 = 256 << 20;
+/// Default memory limit of larger compressed files per byte. Reports of recordings take up to 150 bytes for each.
+const COMPRESSED_LIMIT_FACTOR: u64 = 1024;
 
 /// The entry of [`ReadOptions::libraries`] that stands for every installed package.
 pub(crate) const ALL_LIBRARIES: &str = "all";
@@ -26,9 +33,14 @@ pub struct ReadOptions {
     /// Memory limit in bytes. It applies once to the records with their [`copies`](Self::copies), once to the stacks, and once to
     /// the parts kept of a snapshot's pickle while it is read. Records with the same name share its text, which counts once. Only
     /// used bytes count; spare capacity of tables can take as much again.
-    pub memory_limit_bytes: u64,
+    ///
+    /// `None` selects [`MEMORY_LIMIT_BYTES`]. For a compressed file, it selects 1,024 times the compressed size if that is less, but at
+    /// least 256 MiB: a few kilobytes must not take gigabytes.
+    pub memory_limit_bytes: Option<u64>,
     /// Number of further copies of each record that the caller makes. They count toward the limit. Copies share names.
     pub copies: u32,
+    /// The compressed bytes read so far; `None` for plain data.
+    pub(crate) compressed: Option<CompressedBytes>,
 }
 
 impl Default for ReadOptions {
@@ -38,8 +50,9 @@ impl Default for ReadOptions {
             accept_torn: false,
             stacks: false,
             libraries: LIBRARIES.map(str::to_owned).to_vec(),
-            memory_limit_bytes: MEMORY_LIMIT_BYTES,
+            memory_limit_bytes: None,
             copies: 0,
+            compressed: None,
         }
     }
 }
@@ -76,7 +89,7 @@ impl ReadOptions {
     /// Sets the memory limit ([`memory_limit_bytes`](ReadOptions::memory_limit_bytes)), in bytes.
     #[must_use]
     pub fn memory_limit_bytes(mut self, limit_bytes: u64) -> Self {
-        self.memory_limit_bytes = limit_bytes;
+        self.memory_limit_bytes = Some(limit_bytes);
         self
     }
 
@@ -85,5 +98,78 @@ impl ReadOptions {
     pub fn copies(mut self, copies: u32) -> Self {
         self.copies = copies;
         self
+    }
+
+    /// Returns the limit for the data read so far.
+    pub(crate) fn memory_limit(&self) -> MemoryLimit {
+        MemoryLimit { stated_bytes: self.memory_limit_bytes, compressed: self.compressed.clone() }
+    }
+}
+
+/// Number of compressed bytes that a reader has consumed so far, shared with it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct CompressedBytes(Arc<AtomicU64>);
+
+impl CompressedBytes {
+    pub(crate) fn add(&self, bytes: u64) {
+        self.0.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+impl PartialEq for CompressedBytes {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for CompressedBytes {}
+
+/// A limit on memory. The default for compressed data grows with the data.
+#[derive(Clone, Debug)]
+pub(crate) struct MemoryLimit {
+    stated_bytes: Option<u64>,
+    compressed: Option<CompressedBytes>,
+}
+
+impl MemoryLimit {
+    /// Returns the current limit in bytes.
+    pub(crate) fn bytes(&self) -> u64 {
+        let of_compressed = |compressed: &CompressedBytes| {
+            let bytes = compressed.bytes().saturating_mul(COMPRESSED_LIMIT_FACTOR);
+            bytes.clamp(COMPRESSED_LIMIT_BYTES, MEMORY_LIMIT_BYTES)
+        };
+        let default_bytes = || self.compressed.as_ref().map_or(MEMORY_LIMIT_BYTES, of_compressed);
+        self.stated_bytes.unwrap_or_else(default_bytes)
+    }
+}
+
+impl From<u64> for MemoryLimit {
+    fn from(bytes: u64) -> Self {
+        MemoryLimit { stated_bytes: Some(bytes), compressed: None }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_default_limit_grows_with_the_compressed_size() {
+        let compressed = CompressedBytes::default();
+        let options = ReadOptions { compressed: Some(compressed.clone()), ..ReadOptions::default() };
+        let limit = options.memory_limit();
+        assert_eq!(limit.bytes(), 256 << 20);
+        for (bytes, expected) in
+            [(256 << 10, 256 << 20), (256 << 10, 512 << 20), (1 << 30, 4 << 30), (u64::MAX / 2, 4 << 30)]
+        {
+            compressed.add(bytes);
+            assert_eq!(limit.bytes(), expected, "{bytes} bytes more");
+        }
+        assert_eq!(ReadOptions::default().memory_limit().bytes(), 4 << 30, "plain data");
+        assert_eq!(options.memory_limit_bytes(8 << 30).memory_limit().bytes(), 8 << 30, "a stated limit");
     }
 }

@@ -35,6 +35,7 @@ pub use error::PickleError;
 pub(crate) use output::{Memo, PickleWriter};
 pub(crate) use values::{DictId, Item, Keeps, Kept, LEADING_MAX, List, ListId, Value, Values, Word};
 
+use crate::options::MemoryLimit;
 use input::Input;
 use values::ArenaFull;
 
@@ -66,9 +67,13 @@ pub(crate) struct Vocabulary<'a> {
     pub(crate) keeps: Keeps<'a>,
 }
 
-/// Reads a pickle that fills `source` to its end. `limit_bytes` limits the memory.
-pub(crate) fn read<R: Read>(source: R, vocabulary: Vocabulary<'_>, limit_bytes: u64) -> Result<Document, PickleError> {
-    Machine::new(source, vocabulary, limit_bytes).run()
+/// Reads a pickle that fills `source` to its end, within a limit on memory.
+pub(crate) fn read<R: Read>(
+    source: R,
+    vocabulary: Vocabulary<'_>,
+    limit: impl Into<MemoryLimit>,
+) -> Result<Document, PickleError> {
+    Machine::new(source, vocabulary, limit.into()).run()
 }
 
 /// A frame of protocol 4 or 5: a number of bytes that contain whole opcodes.
@@ -92,7 +97,7 @@ struct Machine<'a, R> {
     vocabulary: Vocabulary<'a>,
     /// Length of the longest word in bytes.
     word_bytes_max: usize,
-    limit_bytes: u64,
+    limit: MemoryLimit,
     /// Offset of the current opcode.
     offset: u64,
     frame: Option<Frame>,
@@ -104,13 +109,13 @@ struct Machine<'a, R> {
 }
 
 impl<'a, R: Read> Machine<'a, R> {
-    fn new(source: R, vocabulary: Vocabulary<'a>, limit_bytes: u64) -> Self {
+    fn new(source: R, vocabulary: Vocabulary<'a>, limit: MemoryLimit) -> Self {
         assert!(vocabulary.words.len() <= 256, "a word's number has 8 bits");
         Machine {
             input: Input::new(source),
             vocabulary,
             word_bytes_max: vocabulary.words.iter().map(|word| word.len()).max().unwrap_or(0),
-            limit_bytes,
+            limit,
             offset: 0,
             frame: None,
             stack: Vec::new(),
@@ -317,11 +322,11 @@ impl<'a, R: Read> Machine<'a, R> {
         let stack = self.stack.len() * size_of::<Value>() + self.marks.len() * size_of::<usize>();
         let memo = self.memo.len() * size_of::<Option<Value>>();
         let held_bytes = (stack + memo) as u64 + self.values.held_bytes();
-        if held_bytes > self.limit_bytes { Err(self.too_large()) } else { Ok(()) }
+        if held_bytes > self.limit.bytes() { Err(self.too_large()) } else { Ok(()) }
     }
 
     fn too_large(&self) -> PickleError {
-        PickleError::TooLarge { limit_bytes: self.limit_bytes, offset: self.offset }
+        PickleError::TooLarge { limit_bytes: self.limit.bytes(), offset: self.offset }
     }
 
     // The stack.

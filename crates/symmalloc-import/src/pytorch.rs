@@ -29,7 +29,7 @@
 //!
 //! Allocations live at the beginning of the trace come first, see `before.rs`. Streams are numbered by the first appearance of their handle
 //! in an allocation. An allocation's name is its `user_metadata`, which a program sets with `torch.cuda.memory._set_memory_metadata`, or
-//! else the Python frame that requested it, see `frames.rs`, which also reads [`Stacks`](crate::Stacks). An entry names its private pool
+//! else the Python frame that requested it, see `frames.rs`, which also reads [`Stacks`](crate::Stacks). An entry names its mempool
 //! (`pool_id`), or its segment does in older versions (`segment_pool_id`); entries of symmalloc's [export](crate::export) have
 //! `symmalloc_pool`. Pools get the default configuration, because a snapshot does not contain their settings.
 //!
@@ -82,7 +82,7 @@ pub(crate) fn read(source: impl Read, options: &ReadOptions) -> Result<Transcrip
         vocabulary.shared_lists_of = &[FRAMES];
         vocabulary.keeps = &keeps_stacks;
     }
-    let document = pickle::read(source, vocabulary, options.memory_limit_bytes)?;
+    let document = pickle::read(source, vocabulary, options.memory_limit())?;
     let mut traces = device_traces(&document)?;
     let live = live_bytes(&document);
     let empty = List::default();
@@ -164,7 +164,7 @@ fn select_device(
 
 impl<'a> DeviceTrace<'a> {
     fn retell(&self, options: &ReadOptions) -> Result<Transcript, SnapshotError> {
-        let limit_bytes = options.memory_limit_bytes;
+        let limit_bytes = options.memory_limit().bytes();
         let mut transcript = Transcript::new(options);
         let mut stacks = options.stacks.then(|| StackReader::new(self.document, limit_bytes));
         let mut segments = LiveSegments::default();

@@ -102,6 +102,7 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
     let source: &mut dyn Read = &mut source;
     let mut source = compression::decompress(source)?;
     let compression = source.get_ref().compression();
+    let options = &ReadOptions { compressed: source.get_ref().compressed(), ..options.clone() };
     let mut start = Vec::new();
     let format = match format_of(source.fill_buf()?) {
         // The columns of a log may be in any order, and the buffer may end before them.
@@ -204,7 +205,7 @@ fn format_of(start: &[u8]) -> Result<Format, ImportErrorKind> {
 
 fn read_trace(source: impl BufRead, compression: Compression, options: &ReadOptions) -> Result<Parts, ImportErrorKind> {
     let mut reader = TraceReader::new(source)?;
-    let mut records = HeldRecords::new(options.memory_limit_bytes, options.copies);
+    let mut records = HeldRecords::new(options.memory_limit(), options.copies);
     let mut summary = Summary::default();
     for record in reader.by_ref() {
         match record {

@@ -340,14 +340,13 @@ fn is_of_limit(error: &AllocateError) -> bool {
     matches!(error, AllocateError::OutOfMemory(refusal) if matches!(refusal.cause, OutOfMemoryCause::Limit { .. }))
 }
 
-/// Returns the remainder of the limits that apply to a pool.
+/// Returns the remainder of the limits that apply to a pool. A job may be refused at every other op, so the device counts its memory: the
+/// allocator's statistics would look at all free blocks.
 fn bytes_left(allocator: &Allocator<NotingDevice>, pool: PoolId, pools: &[Cow<'_, PoolConfig>]) -> Option<u64> {
     let left = |limit: Option<u64>, reserved: u64| limit.map(|limit| limit.saturating_sub(reserved));
-    let of_pool = pools.get(pool.index()).and_then(|config| {
-        let reserved = allocator.pool_stats(pool).map_or(0, |stats| stats.reserved_bytes.current);
-        left(config.limit_bytes(), reserved)
-    });
-    let of_all = left(allocator.config().total_limit_bytes(), allocator.stats().reserved_bytes.current);
+    let device = allocator.backend();
+    let of_pool = pools.get(pool.index()).and_then(|config| left(config.limit_bytes(), device.mapped_bytes_of(pool)));
+    let of_all = left(allocator.config().total_limit_bytes(), device.mapped_bytes());
     of_pool.into_iter().chain(of_all).min()
 }
 

@@ -32,7 +32,7 @@ mod error;
 pub use error::RmmError;
 
 use self::error::LINE_BYTES_MAX;
-use crate::options::ReadOptions;
+use crate::options::{MemoryLimit, ReadOptions};
 use crate::transcript::{Address, Allocated, Overflow, RawPool, RawStream, Refused, Transcript};
 
 /// The required columns.
@@ -62,7 +62,7 @@ pub(crate) fn read(source: impl BufRead, options: &ReadOptions) -> Result<Transc
     let source = LogText { source, line: 1, line_bytes: 0, blank: 0, ends_in_line: false };
     let mut reader = ReaderBuilder::new().flexible(true).from_reader(source);
     let columns = Columns::find(reader.headers().map_err(|error| explained(error, 1))?)?;
-    let mut events = Events::new(options.memory_limit_bytes);
+    let mut events = Events::new(options.memory_limit());
     // The last line counts only once its line break has been seen.
     let mut held: Option<(u64, StringRecord)> = None;
     let torn = loop {
@@ -240,12 +240,12 @@ struct Events {
     threads: HashMap<String, u128>,
     /// Bytes of the threads' names.
     name_bytes: usize,
-    limit_bytes: u64,
+    limit: MemoryLimit,
 }
 
 impl Events {
-    fn new(limit_bytes: u64) -> Self {
-        Events { events: Vec::new(), threads: HashMap::new(), name_bytes: 0, limit_bytes }
+    fn new(limit: MemoryLimit) -> Self {
+        Events { events: Vec::new(), threads: HashMap::new(), name_bytes: 0, limit }
     }
 
     /// Returns the stream of a handle in a thread.
@@ -268,8 +268,9 @@ impl Events {
     }
 
     fn push(&mut self, event: Event) -> Result<(), RmmError> {
-        if (self.events.len() * size_of::<Event>() + self.name_bytes) as u64 >= self.limit_bytes {
-            return Err(RmmError::TooLarge { line: event.line, limit_bytes: self.limit_bytes });
+        let limit_bytes = self.limit.bytes();
+        if (self.events.len() * size_of::<Event>() + self.name_bytes) as u64 >= limit_bytes {
+            return Err(RmmError::TooLarge { line: event.line, limit_bytes });
         }
         self.events.push(event);
         Ok(())

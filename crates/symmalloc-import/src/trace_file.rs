@@ -67,7 +67,10 @@ pub enum TraceFileError {
         source: io::Error,
     },
     /// The writing thread cannot be started.
-    #[error("{}: the thread that writes it cannot be started: {source}", path.display())]
+    #[error(
+        "{}: the thread that writes it cannot be started, raise the limit on threads (ulimit -u, cgroup pids): {source}",
+        path.display()
+    )]
     Thread {
         /// The file.
         path: PathBuf,

@@ -124,7 +124,7 @@ pub(crate) struct Transcript {
 impl Transcript {
     pub(crate) fn new(options: &ReadOptions) -> Self {
         Transcript {
-            records: HeldRecords::new(options.memory_limit_bytes, options.copies),
+            records: HeldRecords::new(options.memory_limit(), options.copies),
             summary: Summary::default(),
             stacks: None,
             failure: None,

@@ -6,13 +6,12 @@
 //!
 //! Collectives that only move elements (gather, broadcast, send) support every type, by moving its bytes.
 
-pub(crate) mod operation;
 pub(crate) mod transport;
 
-use crate::collectives::operation::{NcclCall, NcclType, ReduceOp};
 use crate::communicator::Communicator;
 use crate::communicator::error::CommError;
 use crate::communicator::submission::{Buffers, submit};
+use crate::ffi::operation::{NcclCall, NcclType, ReduceOp};
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::sync::Arc;
 

@@ -3,9 +3,11 @@
 //! ```text
 //!  communicator.rs      the public type
 //!    builder.rs         creation: connect, connect_env, split, shrink, borrow
+//!    meeting.rs         ids that ranks share, and meetings whose connections the watchdog keeps
 //!    shared.rs          state shared by the clones, the call lock
 //!    call.rs            NCCL calls: their thread (threads.rs) and deadline
 //!    submission.rs      collectives: their buffers, and groups of them
+//!    shapes.rs          calls for which NCCL has connected the ranks
 //!    registration.rs    windows and buffers: registration and deregistration
 //!    suspension.rs      release and restoration of NCCL's memory
 //!    growth.rs          more ranks: the id of a grow, grow, join
@@ -21,8 +23,10 @@ mod call;
 mod ending;
 pub(crate) mod error;
 mod growth;
+mod meeting;
 pub(crate) mod order;
 pub(crate) mod registration;
+mod shapes;
 mod shared;
 pub(crate) mod submission;
 mod suspension;
@@ -43,7 +47,7 @@ use crate::communicator::threads::start;
 use crate::ffi::library::Nccl;
 use crate::ffi::version::Capability;
 use crate::logging::log;
-use crate::watchdog::{ERROR_LIMIT, Watched};
+use crate::watchdog::Observed;
 use cudarc::driver::CudaStream;
 use std::ffi::c_void;
 use std::fmt;
@@ -54,6 +58,7 @@ use std::sync::{Arc, MutexGuard, TryLockError};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
 use symmalloc_files::is_forked;
+use symmalloc_watchdog::ERROR_LIMIT;
 
 /// A safe wrapper of `ncclComm_t`. Clones are cheap and refer to the same communicator.
 ///
@@ -250,7 +255,7 @@ impl Communicator {
         lock(&self.shared.life).cause.clone()
     }
 
-    pub(crate) fn watched(&self) -> &Watched {
+    pub(crate) fn watched(&self) -> &Observed {
         self.shared.watched()
     }
 

@@ -56,7 +56,7 @@
 //! | `sync` | changes to segments, the actions that follow from them, and their comparison across ranks |
 //! | `registrar` | the [`Registrar`]: its state per communicator, syncs and lookups |
 //! | `sleep` | sleep and wake of a pool on all ranks |
-//! | `watchdog` | detection of ranks that are gone, stopped or stuck; `at_exit.rs` delays the end of the process while threads of this crate still work |
+//! | `watchdog` | what the watchdog (`symmalloc-watchdog`) needs of the driver and NCCL: `marker.rs` polls the progress of the device; `at_exit.rs` delays the end of the process while threads of this crate still work |
 //! | `rendezvous` | how the ranks of a job find each other |
 //! | `all_to_all` | all-to-all-v |
 //!
@@ -78,6 +78,7 @@ mod ffi;
 mod logging;
 mod registrar;
 mod rendezvous;
+mod sequence;
 mod sleep;
 mod sync;
 mod watchdog;
@@ -85,8 +86,6 @@ mod windows;
 
 pub use all_to_all::splits::{Sending, Side, Split, Splits, SplitsError};
 pub use all_to_all::{AllToAll, AllToAllBuilder, AllToAllError};
-pub use collectives::operation::Collective;
-pub use collectives::operation::{DataType, NcclType, ReduceOp};
 pub use collectives::transport::NcclTransport;
 pub use communicator::error::CommError;
 pub use communicator::registration::{BufferRegistration, Registered, Window};
@@ -97,6 +96,8 @@ pub use ffi::calls::WINDOW_ALIGNMENT;
 pub use ffi::error::{LoadError, NcclError};
 pub use ffi::handles::WindowHandle;
 pub use ffi::library::Nccl;
+pub use ffi::operation::Collective;
+pub use ffi::operation::{DataType, NcclType, ReduceOp};
 pub use ffi::version::{Capability, NcclVersion};
 pub use ffi::window_flags::WindowFlags;
 pub use registrar::checked::CheckedCollectives;
@@ -110,12 +111,14 @@ pub use rendezvous::unique_id::UniqueId;
 pub use sleep::error::{
     CollectiveSleepError, Obstacle, RankObstacle, SleepDifference, SleepField, SleepStep, Slept, Woken,
 };
+pub use symmalloc_watchdog::{
+    FAILURE_EXIT_CODE, Failure, FailureCause, LocalError, WatchdogMode, flight_record, write_flight_record,
+};
 pub use sync::actions::{ChangeKind, WindowChange};
 pub use sync::error::{AttachError, LookupError, SyncError};
 pub use sync::message::{ChangeDifference, SyncDifference, SyncField};
 pub use sync::offset_difference::{BufferPlace, CollectiveCall, OffsetDifference};
 pub use sync::settings::{Attachment, Registration, Synced};
-pub use watchdog::{FAILURE_EXIT_CODE, Failure, FailureCause, WatchdogMode, flight_record, write_flight_record};
 pub use windows::keys::SegmentKey;
 pub use windows::keys::{Invalidated, InvalidationCursor};
 pub use windows::registrations::WindowSpan;

@@ -138,6 +138,9 @@ impl Registrar {
     /// The [`Attachment`] states the kind of registration, the flags of the windows, and when ranks compare histories. A [`Registration`]
     /// stands for an attachment with the defaults.
     ///
+    /// The first attachment to a communicator creates a stream. If that is the first stream of the device's context, the call waits for the
+    /// device's work. Syncs create no stream.
+    ///
     /// # Errors
     /// See [`AttachError`]. After an error, none of the pools is attached.
     pub fn attach(

@@ -17,7 +17,7 @@
 //!
 //! If rank 0 cannot use an address, it tries the next one. The other ranks try [all addresses at the same time](client) until the right
 //! rank 0 answers. Strangers, other jobs and ranks without the secret are rejected and do not delay the meeting. The connections stay open:
-//! they are the [lifeline](crate::watchdog) by which each rank learns the state of the others.
+//! the caller gives them to the watchdog, whose [lifeline](symmalloc_watchdog::Lifeline) uses them to learn the state of the other ranks.
 
 mod client;
 pub(crate) mod error;
@@ -30,52 +30,37 @@ pub(crate) mod unique_id;
 mod version;
 
 use crate::backoff::Backoff;
-use crate::communicator::error::CommError;
-use crate::communicator::order::SequenceCounter;
-use crate::ffi::library::Nccl;
 use crate::rendezvous::endpoint::hash;
+use crate::rendezvous::error::RendezvousError;
 use crate::rendezvous::launch::Launch;
 use crate::rendezvous::meeting::{EndpointList, Meeting, job_of};
 use crate::rendezvous::secret::{Secret, random};
-use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
-use crate::watchdog::{self, MeetingId};
-use std::time::Duration;
+use crate::rendezvous::unique_id::UniqueId;
+use crate::sequence::SequenceCounter;
+use symmalloc_watchdog::Connection;
 
-impl Launch {
-    /// Returns an id that is the same on all ranks of this job. Every rank must call this function equally often.
-    ///
-    /// If `NCCL_COMM_ID` is set, NCCL provides it. Otherwise rank 0 sends it to the others: on a socket of this machine if all ranks are on
-    /// it, and otherwise over TCP, at `SYMMALLOC_RENDEZVOUS` (host:port) or near `MASTER_ADDR` and `MASTER_PORT`. Ranks with a
-    /// `SYMMALLOC_JOB_SECRET` prove to each other that they know it.
-    ///
-    /// # Errors
-    /// Returns an error if libnccl cannot be used, or the ranks do not find each other within the deadline.
-    pub fn unique_id(&self, deadline: Duration) -> Result<UniqueId, CommError> {
-        self.unique_id_from(Nccl::load()?, &Backoff::new(deadline))
-    }
+/// The result of a meeting.
+#[derive(Debug)]
+pub(crate) struct Met {
+    /// The id that rank 0 distributed.
+    pub(crate) id: UniqueId,
+    /// Connections by the other rank: those to all ranks on rank 0, and the one to rank 0 on the others.
+    pub(crate) connections: Vec<(u32, Connection)>,
+}
 
-    pub(crate) fn unique_id_from(&self, nccl: &Nccl, backoff: &Backoff) -> Result<UniqueId, CommError> {
-        static COUNTER: SequenceCounter<u64> = SequenceCounter::new();
-        if self.ranks == 1 || std::env::var_os(COMM_ID_VARIABLE).is_some() {
-            return UniqueId::from_nccl(nccl);
-        }
-        let secret = Secret::from_env()?;
-        // The n-th meeting of one rank is the n-th of every other rank.
-        let turn = COUNTER.next(hash(job_of(self).as_bytes()), self.rank);
-        let meeting = Meeting::new(self, turn, secret);
-        let list = EndpointList::of(self, &meeting, |name| std::env::var(name).ok())?;
-        if self.rank == 0 {
-            // Listen first, so that peers can already connect.
-            let listener = list.listen()?;
-            let id = UniqueId::from_nccl(nccl)?;
-            let connections = meeting.serve_id(&listener, &id, backoff)?;
-            watchdog::register_meeting(&id, self.rank, self.ranks, connections);
-            return Ok(id);
-        }
-        let (id, connection) = meeting.request_id(&list.endpoints, self.rank, backoff)?;
-        watchdog::register_meeting(&id, self.rank, self.ranks, vec![(0, connection)]);
-        Ok(id)
-    }
+/// Distributes the id that `create` returns on rank 0 to all ranks of the job. Every rank must call this function equally often.
+pub(crate) fn share_id<E: From<RendezvousError>>(
+    launch: &Launch,
+    create: impl FnOnce() -> Result<UniqueId, E>,
+    backoff: &Backoff,
+) -> Result<Met, E> {
+    static COUNTER: SequenceCounter<u64> = SequenceCounter::new();
+    let secret = Secret::from_env()?;
+    // The n-th meeting of one rank is the n-th of every other rank.
+    let turn = COUNTER.next(hash(job_of(launch).as_bytes()), launch.rank);
+    let meeting = Meeting::new(launch, turn, secret);
+    let list = EndpointList::of(launch, &meeting, |name| std::env::var(name).ok())?;
+    meet_at(&list, &meeting, launch.rank, create, backoff)
 }
 
 /// Connects ranks that already have an id, at the address of rank 0 ("host:port"). Every rank must call this function equally often.
@@ -86,7 +71,7 @@ pub(crate) fn meet(
     rank: u32,
     ranks: u32,
     backoff: &Backoff,
-) -> Result<Option<MeetingId>, CommError> {
+) -> Result<Option<Met>, RendezvousError> {
     static COUNTER: SequenceCounter<u64> = SequenceCounter::new();
     if ranks < 2 {
         return Ok(None);
@@ -95,16 +80,30 @@ pub(crate) fn meet(
     let job = hash(format!("{address} {name} {turn}").as_bytes());
     let meeting = Meeting { job, ranks, secret: Secret::from_env()? };
     let list = EndpointList::at(address, &meeting)?;
-    if rank == 0 {
-        let listener = list.listen()?;
+    let create = || {
         let mut bytes = [0; UniqueId::BYTES];
         bytes[..32].copy_from_slice(&random::<32>()?);
-        let id = UniqueId::from_bytes(bytes);
+        Ok(UniqueId::from_bytes(bytes))
+    };
+    meet_at(&list, &meeting, rank, create, backoff).map(Some)
+}
+
+fn meet_at<E: From<RendezvousError>>(
+    list: &EndpointList,
+    meeting: &Meeting,
+    rank: u32,
+    create: impl FnOnce() -> Result<UniqueId, E>,
+    backoff: &Backoff,
+) -> Result<Met, E> {
+    if rank == 0 {
+        // Listen first, so that peers can already connect.
+        let listener = list.listen()?;
+        let id = create()?;
         let connections = meeting.serve_id(&listener, &id, backoff)?;
-        return Ok(Some(watchdog::register_meeting(&id, rank, ranks, connections)));
+        return Ok(Met { id, connections });
     }
     let (id, connection) = meeting.request_id(&list.endpoints, rank, backoff)?;
-    Ok(Some(watchdog::register_meeting(&id, rank, ranks, vec![(0, connection)])))
+    Ok(Met { id, connections: vec![(0, connection)] })
 }
 
 mod endpoint;

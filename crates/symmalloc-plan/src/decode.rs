@@ -12,7 +12,7 @@
 //! A rectangle that lives into the next step has two intervals and therefore two births. Both are looked up.
 //!
 //! The gaps between these rectangles are scanned from below. [`Fit::Best`] takes the smallest gap that is large enough,
-//! [`Fit::Lowest`] the lowest. Examining one placed rectangle costs one step, and so does examining 32 words of bits or
+//! [`Fit::Lowest`] the lowest. Examining one placed rectangle costs one unit of work, and so does examining 32 words of bits or
 //! 32 births in the tree.
 
 use crate::problem::Problem;
@@ -117,10 +117,10 @@ impl Decoder {
         std::iter::once(first).chain((first != last).then_some(last))
     }
 
-    /// Places the items in this order. Returns `None` if an item would reach above `limit` or the steps run out.
-    pub(crate) fn decode(&self, order: &[u32], fit: Fit, limit: u64, steps: &mut u64) -> Option<Decoded> {
+    /// Places the items in this order. Returns `None` if an item would reach above `limit` or the budget runs out.
+    pub(crate) fn decode(&self, order: &[u32], fit: Fit, limit: u64, budget: &mut u64) -> Option<Decoded> {
         let mut placement = Placement::empty(self);
-        order.iter().all(|item| placement.place(*item, fit, limit, steps)).then(|| placement.into_decoded())
+        order.iter().all(|item| placement.place(*item, fit, limit, budget)).then(|| placement.into_decoded())
     }
 
     /// Adds an interval to the nodes that cover it.
@@ -249,8 +249,8 @@ impl<'a> Placement<'a> {
         births.for_each(|birth| self.born[birth as usize / 64] &= !(1 << (birth % 64)));
     }
 
-    /// Places an item that is not placed. Returns `false` if it would reach above `limit` or the steps run out.
-    pub(crate) fn place(&mut self, item: u32, fit: Fit, limit: u64, steps: &mut u64) -> bool {
+    /// Places an item that is not placed. Returns `false` if it would reach above `limit` or the budget runs out.
+    pub(crate) fn place(&mut self, item: u32, fit: Fit, limit: u64, budget: &mut u64) -> bool {
         let Placement { decoder, offsets, born, taken } = self;
         taken.clear();
         let mut looked_at = 0;
@@ -269,11 +269,11 @@ impl<'a> Placement<'a> {
             looked_at += u64::from((end - birth) / 64);
         }
         let cost = taken.len() as u64 + 1 + looked_at / 32;
-        if *steps < cost {
-            *steps = 0;
+        if *budget < cost {
+            *budget = 0;
             return false;
         }
-        *steps -= cost;
+        *budget -= cost;
         let size = decoder.size[item as usize];
         let offset = free_place(taken, size, fit);
         if offset + size > limit {

@@ -28,19 +28,18 @@
 //!   wrong, and no other solution of the finished parts is tried.
 //!
 //! The ideas come from MiniMalloc (Moffitt, ASPLOS 2023). The preference changes the duration of a search by orders of
-//! magnitude and unpredictably, so the caller tries many, and each attempt counts its [failures](crate::failures) for the next
+//! magnitude and unpredictably, so the caller tries many, and each attempt counts its [failures](Failures) for the next
 //! ones. Overlapping pairs and lists of unplaced rectangles take O(n²) memory in the worst case, about 150 MiB.
 
-use crate::failures::Failures;
 use crate::problem::Problem;
 use crate::sections::{Run, Sections};
 use std::cmp::Reverse;
 
-/// Maximum number of rectangles. Its time per step and its memory grow with them.
+/// Maximum number of rectangles. The time per unit of work and the memory grow with them.
 pub(crate) const RECTANGLES_MAX: usize = 4096;
 
-/// Number of rectangles, or of runs of few sections, examined per step.
-const LOOKS_PER_STEP: u64 = 8;
+/// Number of rectangles, or of runs of few sections, examined per unit of work.
+const LOOKS_PER_UNIT: u64 = 8;
 
 /// The order in which rectangles are tried at the same offset. The first few orders are sorted by fixed criteria. Each of the
 /// others combines past failures with pseudorandom lengths of sections or lifetimes.
@@ -59,7 +58,7 @@ pub(crate) enum Verdict {
     Placed(Vec<u64>),
     /// No such placement exists.
     Impossible,
-    OutOfSteps,
+    OutOfWork,
 }
 
 /// The search and its current placement. Rectangles are numbered by index in the problem.
@@ -178,15 +177,15 @@ impl ExactSearch {
     }
 
     /// Searches for a placement that reaches no higher than the capacity.
-    pub(crate) fn place_below(&mut self, capacity: u64, preference: Preference, steps: &mut u64) -> Verdict {
+    pub(crate) fn place_below(&mut self, capacity: u64, preference: Preference, budget: &mut u64) -> Verdict {
         if self.unplaced.iter().any(|sum| *sum > capacity) {
             return Verdict::Impossible;
         }
         (self.capacity, self.preference) = (capacity, preference);
-        self.left = steps.saturating_mul(LOOKS_PER_STEP);
+        self.left = budget.saturating_mul(LOOKS_PER_UNIT);
         self.begin_root();
         let verdict = self.run();
-        *steps = self.left / LOOKS_PER_STEP;
+        *budget = self.left / LOOKS_PER_UNIT;
         self.take_back(0);
         self.failures.fade();
         self.nodes.clear();
@@ -229,7 +228,7 @@ impl ExactSearch {
                 continue;
             }
             if self.left == 0 {
-                return Verdict::OutOfSteps;
+                return Verdict::OutOfWork;
             }
             let changes_end = node.changes_end;
             self.take_back(changes_end);
@@ -487,6 +486,45 @@ fn inner(run: Run) -> Run {
     run.start..run.end.max(1) - 1
 }
 
+/// The weight of a section without failures.
+const UNIT: u64 = 1024;
+
+/// Sections in which the search failed: a weight for each, which past failures raise.
+///
+/// A search that places rectangles of a difficult section late explores all placements of the others before it
+/// discovers that the section cannot be filled. Attempts that begin with the sections of past failures avoid this. The
+/// idea is known from constraint solvers as weighted degrees (Boussemart et al., ECAI 2004).
+struct Failures {
+    weights: Vec<u64>,
+}
+
+impl Failures {
+    fn new(sections: usize) -> Self {
+        Failures { weights: vec![UNIT; sections] }
+    }
+
+    /// Returns the weight of a section: at least 1024.
+    fn weight(&self, section: usize) -> u64 {
+        self.weights[section]
+    }
+
+    /// Adds a failure of a section whose rectangles do not fit.
+    fn add(&mut self, section: usize) {
+        self.weights[section] += UNIT;
+    }
+
+    /// Adds a failure of a rectangle that does not fit in its sections. It counts less, because only one of them is to
+    /// blame.
+    fn add_run(&mut self, run: Run) {
+        self.weights[run].iter_mut().for_each(|weight| *weight += UNIT / 10);
+    }
+
+    /// Makes past failures count less than future ones.
+    fn fade(&mut self) {
+        self.weights.iter_mut().for_each(|weight| *weight = UNIT + (*weight - UNIT) / 5 * 4);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -516,7 +554,7 @@ mod tests {
             });
             let heights = least.map(|found| {
                 let (capacity, offsets) = found.expect("high enough");
-                crate::check::check(&problem, &offsets, capacity).expect("a placement");
+                crate::solution::check(&problem, &offsets, capacity).expect("a placement");
                 capacity
             });
             prop_assert_eq!(heights, [heights[0]; 15]);

@@ -16,14 +16,17 @@
 //! ```
 //!
 //! [`solve`] places rectangles that live all the time at the bottom, and searches for the others: it tries several orders,
-//! then alternates exact search and repair of the best placement until its budget of steps is spent. Steps are counted and no
-//! clock is read: the same problem and the same steps give the same offsets on every machine.
+//! then alternates corner search, exact search and repair of the best placement until its budget is spent. The budget counts work, and no
+//! clock is read: the same problem and the same budget give the same offsets on every machine.
 //!
 //! **Time is an order.** Only the order of beginnings and ends matters. The search replaces times by the
 //! sections that determine which rectangles overlap, so the unit of time and the numbering of events do not change its result.
 //!
 //! **Repair** takes the rectangles around one at the top and places them again, lower. It examines few rectangles at a time,
 //! so it improves placements of tens of thousands.
+//!
+//! **Corner search** continues where the fewest rectangles can be placed without unused memory. It solves problems of hundreds of rectangles that
+//! fill the whole height.
 //!
 //! **Exact search** places up to 4096 rectangles, the largest ones of a larger problem. The others go into the gaps, or on top. It can
 //! prove that no smaller height is feasible, so [`Solution::is_optimal`] can also be `true` for a height above the peak.
@@ -37,24 +40,22 @@
 //!
 //! # Examples
 //! ```
-//! use symmalloc_plan::{Problem, Rectangle, Steps, solve};
+//! use symmalloc_plan::{Problem, Rectangle, SearchBudget, solve};
 //!
 //! let rectangle = |lower, upper, size| Rectangle { lower, upper, size };
 //! let problem = Problem::new(vec![rectangle(0, 2, 4), rectangle(1, 4, 2), rectangle(3, 6, 4)])?;
-//! let solution = solve(&problem, Steps::default());
+//! let solution = solve(&problem, SearchBudget::default());
 //! assert_eq!((solution.height(), solution.is_optimal()), (6, true));
 //! assert_eq!(solution.check(&problem), Ok(()));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 #![forbid(unsafe_code)]
 
-mod check;
+mod corners;
 mod decode;
 mod exact;
-mod failures;
 mod learner;
 mod online;
-mod orders;
 mod problem;
 mod random;
 mod repair;
@@ -65,11 +66,10 @@ mod solve;
 #[cfg(feature = "csv")]
 mod table;
 
-pub use check::PlacementError;
 pub use learner::{Lived, StepLearner};
 pub use problem::{Problem, ProblemError, Rectangle};
 pub use schedule::{Overlap, Place, PlacedAllocation, Schedule};
-pub use solution::Solution;
-pub use solve::{SearchState, Steps, solve, solve_watched};
+pub use solution::{PlacementError, Solution};
+pub use solve::{SearchBudget, SearchState, solve, solve_watched};
 #[cfg(feature = "csv")]
 pub use table::{TableError, write_csv};

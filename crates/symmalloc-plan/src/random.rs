@@ -1,4 +1,4 @@
-//! Pseudorandom numbers with a fixed seed.
+//! Numbers that look random, and are equal in every run.
 
 /// A xorshift generator with a fixed seed.
 pub(crate) struct Random(u64);

@@ -39,25 +39,25 @@ impl<'a> Repair<'a> {
         Repair { decoder, random: Random::default() }
     }
 
-    /// Lowers a placement until its height is `least`, the steps are spent, or too many rectangles surround those at the top.
-    pub(crate) fn lower(&mut self, best: &mut Decoded, least: u64, steps: &mut u64) {
+    /// Lowers a placement until its height is `least`, the budget is spent, or too many rectangles surround those at the top.
+    pub(crate) fn lower(&mut self, best: &mut Decoded, least: u64, budget: &mut u64) {
         let mut placement = Placement::whole(self.decoder, best);
         let items = 0..self.decoder.len() as u32;
         let (mut height, mut too_large) = (best.height, 0);
-        while height > least && *steps > 0 && too_large < TOO_LARGE_MAX {
-            *steps = steps.saturating_sub(1 + items.len() as u64 / 32);
+        while height > least && *budget > 0 && too_large < TOO_LARGE_MAX {
+            *budget = budget.saturating_sub(1 + items.len() as u64 / 32);
             let mut at_top: Vec<u32> = items.clone().filter(|item| placement.end(*item) == height).collect();
-            while !at_top.is_empty() && *steps > 0 && too_large < TOO_LARGE_MAX {
+            while !at_top.is_empty() && *budget > 0 && too_large < TOO_LARGE_MAX {
                 let item = at_top[self.random.below(at_top.len() as u64) as usize];
                 let window = self.window(item);
-                *steps = steps.saturating_sub(1 + window.len() as u64);
+                *budget = budget.saturating_sub(1 + window.len() as u64);
                 if window.len() > WINDOW_MAX {
                     too_large += 1;
                     continue;
                 }
                 too_large = 0;
                 let order = self.order(&placement, height, window, item);
-                if self.place_below(&mut placement, height, &order, steps) {
+                if self.place_below(&mut placement, height, &order, budget) {
                     at_top.retain(|item| placement.end(*item) == height);
                 }
             }
@@ -67,11 +67,11 @@ impl<'a> Repair<'a> {
     }
 
     /// Places the items of a window again, in this order. Returns `false` and changes nothing if one of them would reach the height.
-    fn place_below(&mut self, placement: &mut Placement<'_>, height: u64, order: &[u32], steps: &mut u64) -> bool {
+    fn place_below(&mut self, placement: &mut Placement<'_>, height: u64, order: &[u32], budget: &mut u64) -> bool {
         let before: Vec<u64> = order.iter().map(|item| placement.offset(*item)).collect();
         let fit = if self.random.below(2) == 0 { Fit::Best } else { Fit::Lowest };
         order.iter().for_each(|item| placement.remove(*item));
-        let is_lower = order.iter().all(|item| placement.place(*item, fit, height - 1, steps));
+        let is_lower = order.iter().all(|item| placement.place(*item, fit, height - 1, budget));
         if !is_lower {
             order.iter().zip(before).for_each(|(item, offset)| placement.put(*item, offset));
         }
@@ -130,7 +130,7 @@ mod tests {
     use crate::problem::{Problem, Rectangle};
     use proptest::prelude::*;
 
-    /// More steps continue the same repair, so the heights fall with the budget.
+    /// A larger budget continues the same repair, so the heights fall with the budget.
     #[test]
     fn more_steps_never_give_a_higher_placement() {
         let mut random = Random::default();
@@ -142,9 +142,9 @@ mod tests {
         let decoder = Decoder::new(&problem);
         let order: Vec<u32> = (0..decoder.len() as u32).collect();
         let before = decoder.decode(&order, Fit::Lowest, u64::MAX, &mut { u64::MAX }).expect("no limit");
-        let repaired = |mut steps: u64| {
+        let repaired = |mut budget: u64| {
             let mut repaired = before.clone();
-            Repair::new(&decoder).lower(&mut repaired, problem.lower_bound(), &mut steps);
+            Repair::new(&decoder).lower(&mut repaired, problem.lower_bound(), &mut budget);
             repaired
         };
         let heights: Vec<u64> = (0..30).map(|times| repaired(times * 2_000).height).collect();
@@ -159,7 +159,7 @@ mod tests {
         #[test]
         fn repaired_placements_are_valid(
             rectangles in prop::collection::vec((0..64_u64, 1..=64_u64, 1..99_u64), 1..60),
-            steps in 0..20_000_u64,
+            budget in 0..20_000_u64,
         ) {
             let rectangle = |(lower, life, size)| Rectangle { lower, upper: lower + life, size };
             let problem = Problem::periodic(64, rectangles.into_iter().map(rectangle).collect()).expect("the problem is valid");
@@ -167,9 +167,9 @@ mod tests {
             let order: Vec<u32> = (0..decoder.len() as u32).collect();
             let before = decoder.decode(&order, Fit::Lowest, u64::MAX, &mut { u64::MAX }).expect("no limit");
             let mut repaired = before.clone();
-            Repair::new(&decoder).lower(&mut repaired, problem.lower_bound(), &mut { steps });
+            Repair::new(&decoder).lower(&mut repaired, problem.lower_bound(), &mut { budget });
             prop_assert!(problem.lower_bound() <= repaired.height && repaired.height <= before.height);
-            let checked = crate::check::check(&problem, &decoder.by_place(&repaired), repaired.height);
+            let checked = crate::solution::check(&problem, &decoder.by_place(&repaired), repaired.height);
             prop_assert_eq!(checked, Ok(()));
         }
     }

@@ -1,7 +1,12 @@
-//! A solution: an offset for every rectangle.
+//! A solution: an offset for every rectangle; and its check, by a sweep over time that is independent of the search.
+//!
+//! The sweep keeps the live rectangles by offset. Two of them overlap exactly if two neighbors do, which is detected
+//! when the later one begins. A rectangle that lives into the next step of a repeated one is also live at the beginning
+//! of the step. It takes O(n log n).
 
-use crate::check::{self, PlacementError};
 use crate::problem::Problem;
+use std::collections::BTreeMap;
+use thiserror::Error;
 
 /// A placement of all rectangles of a problem.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -9,19 +14,19 @@ pub struct Solution {
     offsets: Vec<u64>,
     height: u64,
     is_optimal: bool,
-    steps: u64,
+    work: u64,
 }
 
 impl Solution {
     /// Creates a solution. `least` is a height below which no placement exists.
-    pub(crate) fn new(offsets: Vec<u64>, least: u64, steps: u64, height: u64) -> Self {
-        Solution { offsets, height, is_optimal: height == least, steps }
+    pub(crate) fn new(offsets: Vec<u64>, least: u64, work: u64, height: u64) -> Self {
+        Solution { offsets, height, is_optimal: height == least, work }
     }
 
-    /// Returns the solution of a problem with more rectangles, each placed in one step: those of this one lie `base` higher.
+    /// Returns the solution of a problem with more rectangles, each placed with one unit of work: those of this one lie `base` higher.
     pub(crate) fn raised(self, base: u64, offsets: Vec<u64>) -> Self {
-        let steps = self.steps + (offsets.len() - self.offsets.len()) as u64;
-        Solution { offsets, height: base + self.height, steps, ..self }
+        let work = self.work + (offsets.len() - self.offsets.len()) as u64;
+        Solution { offsets, height: base + self.height, work, ..self }
     }
 
     /// Returns the offsets by rectangle.
@@ -40,9 +45,9 @@ impl Solution {
         self.is_optimal
     }
 
-    /// Returns the number of steps that the search took.
-    pub fn steps(&self) -> u64 {
-        self.steps
+    /// Returns the work of the search, in units of its [budget](crate::SearchBudget).
+    pub fn work(&self) -> u64 {
+        self.work
     }
 
     /// Checks that no two rectangles of the problem overlap and that none reaches above [`height`](Self::height). Shares no code
@@ -51,6 +56,74 @@ impl Solution {
     /// # Errors
     /// Returns [`PlacementError`] if this is not a solution of the problem.
     pub fn check(&self, problem: &Problem) -> Result<(), PlacementError> {
-        check::check(problem, &self.offsets, self.height)
+        check(problem, &self.offsets, self.height)
     }
+}
+
+/// An invalid set of offsets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum PlacementError {
+    /// Two rectangles overlap in lifetime and offset.
+    #[error("rectangles {first} and {second} overlap in time and place")]
+    Overlap {
+        /// Index of the earlier rectangle.
+        first: usize,
+        /// Index of the later rectangle.
+        second: usize,
+    },
+    /// A rectangle ends above the height of the solution.
+    #[error("rectangle {index} reaches up to {end}, above the height of {height}")]
+    TooHigh {
+        /// Index of the rectangle.
+        index: usize,
+        /// End of the rectangle.
+        end: u64,
+        /// Height of the solution.
+        height: u64,
+    },
+    /// The number of offsets differs from the number of rectangles.
+    #[error("{offsets} offsets for {rectangles} rectangles: each rectangle needs one")]
+    Count {
+        /// Number of offsets.
+        offsets: usize,
+        /// Number of rectangles.
+        rectangles: usize,
+    },
+}
+
+/// Checks the offsets, which are indexed by rectangle.
+pub(crate) fn check(problem: &Problem, offsets: &[u64], height: u64) -> Result<(), PlacementError> {
+    let rectangles = problem.rectangles();
+    if offsets.len() != rectangles.len() {
+        return Err(PlacementError::Count { offsets: offsets.len(), rectangles: rectangles.len() });
+    }
+    for (index, (rectangle, offset)) in rectangles.iter().zip(offsets).enumerate() {
+        let end = offset.saturating_add(rectangle.size);
+        if end > height {
+            return Err(PlacementError::TooHigh { index, end, height });
+        }
+    }
+    // Ends are processed before beginnings at the same time.
+    let begins = problem.intervals().map(|it| (it.lower, true, it.owner as usize));
+    let ends = problem.intervals().map(|it| (it.upper, false, it.owner as usize));
+    let mut changes: Vec<(u64, bool, usize)> = begins.chain(ends).collect();
+    changes.sort_unstable();
+    let mut live: BTreeMap<u64, usize> = BTreeMap::new();
+    for (_, begins, second) in changes {
+        let offset = offsets[second];
+        if !begins {
+            live.remove(&offset);
+            continue;
+        }
+        let end = offset + rectangles[second].size;
+        // The highest live rectangle that begins below the end of the new one.
+        if let Some((&there, &first)) = live.range(..end).next_back()
+            && there + rectangles[first].size > offset
+        {
+            return Err(PlacementError::Overlap { first, second });
+        }
+        live.insert(offset, second);
+    }
+    Ok(())
 }

@@ -1,18 +1,19 @@
-//! The search: a first placement, several orders, then exact search and repair in turn.
+//! The search: a first placement, several orders, then corner search, exact search and repair in turn.
 //!
 //! ```text
-//!  in order of time ──► orders, best fit and lowest fit ──► round: exact search of the cores: at the bound, then between it and the best
-//!                                                             ▲    repair of the best placement
-//!                          one reaches the bound: done        └─── twice the steps
+//!  in order of time ──► orders, best fit and lowest fit ──► round: corner search of all rectangles, exact search of the cores:
+//!                                                             ▲    each at the bound, then between it and the best
+//!                                                             │    repair of the best placement
+//!                          one reaches the bound: done        └─── twice the work
 //! ```
 //!
-//! Random choices come from a generator with a fixed seed. The number of steps ends the search but does not influence its course. More
-//! steps are therefore never worse.
+//! Random choices come from a generator with a fixed seed. The budget ends the search but does not influence its course. A
+//! larger budget is therefore never worse.
 
+use crate::corners::CornerSearch;
 use crate::decode::{Decoded, Decoder, Fit};
 use crate::exact::{ExactSearch, Preference, RECTANGLES_MAX, Verdict};
 use crate::online::best_fit_by_time;
-use crate::orders::{PEAK_SHARES, at_peak, orders};
 use crate::problem::{Problem, Rectangle};
 use crate::repair::Repair;
 use crate::sections::canonical;
@@ -22,43 +23,55 @@ use std::cmp::Reverse;
 /// The search budget: about the number of rectangles examined. Orders of large problems examine ten to thirty million per
 /// second, repair and exact search three to five million.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Steps(pub u64);
+pub struct SearchBudget(pub u64);
 
-impl Default for Steps {
+impl Default for SearchBudget {
     /// Returns a budget of about a minute for hard problems.
     fn default() -> Self {
-        Steps(200_000_000)
+        SearchBudget(200_000_000)
     }
 }
 
 /// Budget of one exact search in the first round.
-const FIRST_ROUND_STEPS: u64 = 50_000;
+const FIRST_ROUND_WORK: u64 = 50_000;
 
-/// Steps of the repair in a round, in multiples of those of one exact search.
+/// Work of the repair in a round, in multiples of those of one exact search.
 const REPAIR_SHARE: u64 = 16;
 
-/// Steps of the varied preferences of a round, in multiples of those of one exact search.
+/// Work of the varied preferences of a round, in multiples of those of one exact search.
 const VARIED_SHARE: u64 = 12;
 
-/// Steps of the shortest attempt with a varied preference.
-const ATTEMPT_STEPS: u64 = 10_000;
+/// Work of the corner search of a core in a round, in multiples of that of one exact search.
+const CORNER_SHARE: u64 = 2;
 
-/// Places the rectangles of a problem as low as the search finds within `steps`. The first placement, in order of time,
-/// takes one step per rectangle and is always made, so there is always a solution.
+/// Work per rectangle of the shortest corner search. A search that never backtracks takes less.
+const CORNER_WORK: u64 = 50;
+
+/// Corner search returns to the bound when the heights that failed are within this part of the best one.
+const CORNER_PRECISION: u64 = 512;
+
+/// Work of the shortest attempt with a varied preference.
+const ATTEMPT_WORK: u64 = 10_000;
+
+/// Shares of the peak: rectangles that live while the load is within a share of its peak are the hard ones.
+const PEAK_SHARES: [u64; 4] = [50, 20, 10, 5];
+
+/// Places the rectangles of a problem as low as the search finds within the budget. The first placement, in order of time,
+/// takes one unit of work per rectangle and is always made, so there is always a solution.
 ///
 /// # Determinism
-/// The solution is a function of the problem and the steps, and more steps are never worse. The search takes O(n log n)
+/// The solution is a function of the problem and the budget, and a larger budget is never worse. The search takes O(n log n)
 /// memory for n rectangles, and up to 150 MiB more if exact search is used.
-pub fn solve(problem: &Problem, steps: Steps) -> Solution {
-    solve_watched(problem, steps, |_| ())
+pub fn solve(problem: &Problem, budget: SearchBudget) -> Solution {
+    solve_watched(problem, budget, |_| ())
 }
 
 /// The state of a search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SearchState {
-    /// Steps so far.
-    pub steps: u64,
+    /// Work so far, in units of the budget.
+    pub work: u64,
     /// Height of the best placement so far.
     pub height: u64,
     /// Height below which no placement exists, as far as it is known.
@@ -66,7 +79,7 @@ pub struct SearchState {
 }
 
 /// Places the rectangles like [`solve`], and calls `watch` now and then.
-pub fn solve_watched(problem: &Problem, steps: Steps, mut watch: impl FnMut(SearchState)) -> Solution {
+pub fn solve_watched(problem: &Problem, budget: SearchBudget, mut watch: impl FnMut(SearchState)) -> Solution {
     let (canonical, order) = canonical(problem);
     let end = canonical.rectangles().iter().map(|it| it.upper).max().unwrap_or(0);
     let whole = canonical.period().unwrap_or(end);
@@ -88,10 +101,11 @@ pub fn solve_watched(problem: &Problem, steps: Steps, mut watch: impl FnMut(Sear
     }
     let at_bottom = (offsets.len() - rest.len()) as u64;
     let proofs = if is_extended { Proofs::OfExtended } else { Proofs::Valid };
-    let solution = search(&canonical.part(rest), proofs, Steps(steps.0.saturating_sub(at_bottom)), &mut |state| {
-        let SearchState { steps, height, lower_bound } = state;
-        watch(SearchState { steps: steps + at_bottom, height: height + base, lower_bound: lower_bound + base });
-    });
+    let solution =
+        search(&canonical.part(rest), proofs, SearchBudget(budget.0.saturating_sub(at_bottom)), &mut |state| {
+            let SearchState { work, height, lower_bound } = state;
+            watch(SearchState { work: work + at_bottom, height: height + base, lower_bound: lower_bound + base });
+        });
     rest_order.into_iter().zip(solution.offsets()).for_each(|(index, offset)| offsets[index as usize] = base + *offset);
     solution.raised(base, offsets)
 }
@@ -119,18 +133,19 @@ fn extended(problem: Problem, whole: u64) -> Problem {
 }
 
 /// Places the rectangles of a canonical problem.
-fn search(problem: &Problem, proofs: Proofs, steps: Steps, watch: &mut dyn FnMut(SearchState)) -> Solution {
+fn search(problem: &Problem, proofs: Proofs, budget: SearchBudget, watch: &mut dyn FnMut(SearchState)) -> Solution {
     let decoder = Decoder::new(problem);
-    let mut search = Search::new(problem, &decoder, proofs, steps);
+    let mut search = Search::new(problem, &decoder, proofs, budget);
     let orders = orders(&decoder);
     search.try_orders(&orders);
     watch(search.state());
     if !search.is_over() {
         let mut repair = Repair::new(&decoder);
         let mut cores = Core::all(problem, &decoder);
-        let mut limit = FIRST_ROUND_STEPS;
+        let mut limit = FIRST_ROUND_WORK;
         while !search.is_over() {
             for core in &mut cores {
+                search.search_corners(core, limit.saturating_mul(CORNER_SHARE));
                 if !search.is_over() {
                     search.search_exactly(core, limit);
                     watch(search.state());
@@ -158,7 +173,7 @@ struct Search<'a> {
     decoder: &'a Decoder,
     proofs: Proofs,
     budget: u64,
-    /// Remaining steps.
+    /// Remaining work.
     left: u64,
     best: Decoded,
     /// A height below which no placement exists.
@@ -168,9 +183,9 @@ struct Search<'a> {
 }
 
 impl<'a> Search<'a> {
-    fn new(problem: &Problem, decoder: &'a Decoder, proofs: Proofs, Steps(steps): Steps) -> Self {
+    fn new(problem: &Problem, decoder: &'a Decoder, proofs: Proofs, SearchBudget(units): SearchBudget) -> Self {
         let best = decoder.by_item(&best_fit_by_time(problem));
-        let budget = steps.saturating_sub(problem.rectangles().len() as u64);
+        let budget = units.saturating_sub(problem.rectangles().len() as u64);
         let unit = problem.rectangles().iter().fold(0, |unit, it| greatest_common_divisor(unit, it.size));
         Search { decoder, proofs, budget, left: budget, best, least: problem.lower_bound(), unit }
     }
@@ -180,7 +195,7 @@ impl<'a> Search<'a> {
     }
 
     fn state(&self) -> SearchState {
-        SearchState { steps: self.budget - self.left, height: self.best.height, lower_bound: self.least }
+        SearchState { work: self.budget - self.left, height: self.best.height, lower_bound: self.least }
     }
 
     fn try_orders(&mut self, orders: &[Vec<u32>]) {
@@ -200,16 +215,55 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Repairs the best placement for at most `steps` steps.
-    fn repair(&mut self, repair: &mut Repair<'_>, steps: u64) {
-        let mut within = steps.min(self.left);
+    /// Repairs the best placement with at most this much work.
+    fn repair(&mut self, repair: &mut Repair<'_>, work: u64) {
+        let mut within = work.min(self.left);
         self.left -= within;
         repair.lower(&mut self.best, self.least, &mut within);
         self.left += within;
     }
 
+    /// Searches from corners within about this much work: at the least height that is not ruled out, then halfway between the last failure and
+    /// the best, and so on. Restarts of varied length take care of unlucky choices. Ends early if the search of
+    /// the least height had an end.
+    fn search_corners(&mut self, core: &mut Core, steps: u64) {
+        let end = self.left.saturating_sub(steps);
+        let shortest = ATTEMPT_WORK.max(core.items.len() as u64 * CORNER_WORK);
+        // Large cores wait for a later round, because one attempt takes most of its steps.
+        if steps / 4 < shortest {
+            return;
+        }
+        let (mut capacity, mut failed, mut is_exhausted) = (self.least, self.least, false);
+        while self.left > end && !self.is_over() {
+            let Some(corners) = &mut core.corners else { return };
+            let steps = (shortest << luby(core.corner_attempts + 1)).min(self.left);
+            core.corner_attempts += 1;
+            let mut unused = steps;
+            let placed = corners.place_below(capacity, &mut unused);
+            self.left -= (steps - unused).max(1);
+            let has_ended = placed.is_some() || unused > 0;
+            if let Some(offsets) = placed {
+                self.attempt(&core.order(&offsets), Fit::Lowest);
+            }
+            if self.best.height > capacity {
+                failed = capacity;
+                is_exhausted |= has_ended && capacity == self.least;
+            }
+            let last = self.best.height - self.unit;
+            if last <= failed || last - failed <= self.best.height / CORNER_PRECISION {
+                if is_exhausted {
+                    return;
+                }
+                (capacity, failed) = (self.least, self.least);
+            } else {
+                capacity = failed + self.unit + (last - failed) / self.unit / 2 * self.unit;
+            }
+            capacity = capacity.min(last.max(self.least));
+        }
+    }
+
     /// Tries the least height that is not ruled out, then others between it and the best. The least height gets most of
-    /// the steps, because most solvable problems reach it.
+    /// the budget, because most solvable problems reach it.
     fn search_exactly(&mut self, core: &mut Core, limit: u64) {
         let mut capacity = self.least;
         // Heights below `from` are ruled out or undecided within the limit.
@@ -227,7 +281,7 @@ impl<'a> Search<'a> {
                     self.least = capacity + self.unit;
                     from = self.least;
                 }
-                Verdict::Impossible | Verdict::OutOfSteps => from = capacity + self.unit,
+                Verdict::Impossible | Verdict::OutOfWork => from = capacity + self.unit,
             }
             if from >= self.best.height {
                 break;
@@ -238,15 +292,19 @@ impl<'a> Search<'a> {
     }
 }
 
-/// Some rectangles, which exact search places. The others fit into the gaps above them or on top.
+/// Some rectangles, which corner search and exact search place. The others fit into the gaps above them or on top.
 struct Core {
     exact: ExactSearch,
+    /// `None` for a part of the problem, and for a repeated step in which a rectangle lives into the next one.
+    corners: Option<CornerSearch>,
     /// By rectangle of the core: its item.
     items: Vec<u32>,
     /// The other items in decreasing order of size.
     others: Vec<u32>,
     /// Number of attempts with varied preferences.
     attempts: u32,
+    /// Number of corner searches.
+    corner_attempts: u32,
 }
 
 impl Core {
@@ -274,35 +332,38 @@ impl Core {
         items.sort_unstable();
         let rectangles = items.iter().map(|item| problem.rectangles()[decoder.place(*item) as usize]).collect();
         let part = problem.part(rectangles);
-        Core { exact: ExactSearch::new(&part), items, others, attempts: 0 }
+        // A part that leaves no memory unused says little about the gaps that remain for the others.
+        let corners = if others.is_empty() { CornerSearch::new(&part) } else { None };
+        let exact = ExactSearch::new(&part);
+        Core { exact, corners, items, others, attempts: 0, corner_attempts: 0 }
     }
 
     /// Tries to place the core within the capacity by each fixed preference and by as many varied ones as their share of
-    /// steps allows. A case that one preference cannot decide is often easy for another.
+    /// the budget allows. A case that one preference cannot decide is often easy for another.
     fn decide(&mut self, capacity: u64, limit: u64, left: &mut u64) -> Verdict {
         for number in 0..Preference::FIXED {
             let verdict = self.attempt(capacity, Preference(number), limit, left);
-            if verdict != Verdict::OutOfSteps {
+            if verdict != Verdict::OutOfWork {
                 return verdict;
             }
         }
         let end = left.saturating_sub(limit.saturating_mul(VARIED_SHARE));
         while *left > end {
-            let limit = ATTEMPT_STEPS << luby(self.attempts + 1);
+            let limit = ATTEMPT_WORK << luby(self.attempts + 1);
             let verdict = self.attempt(capacity, Preference(Preference::FIXED + self.attempts), limit, left);
             self.attempts += 1;
-            if verdict != Verdict::OutOfSteps {
+            if verdict != Verdict::OutOfWork {
                 return verdict;
             }
         }
-        Verdict::OutOfSteps
+        Verdict::OutOfWork
     }
 
     fn attempt(&mut self, capacity: u64, preference: Preference, limit: u64, left: &mut u64) -> Verdict {
-        let mut steps = limit.min(*left);
-        *left -= steps;
-        let verdict = self.exact.place_below(capacity, preference, &mut steps);
-        *left += steps;
+        let mut work = limit.min(*left);
+        *left -= work;
+        let verdict = self.exact.place_below(capacity, preference, &mut work);
+        *left += work;
         verdict
     }
 
@@ -315,7 +376,7 @@ impl Core {
 }
 
 /// Returns the exponents of the sequence of Luby, Sinclair and Zuckerman (1993): 0, 0, 1, 0, 0, 1, 2 and so on. Most attempts
-/// are short, and all lengths get the same number of steps in total. `number` begins at 1.
+/// are short, and all lengths get the same amount of work in total. `number` begins at 1.
 fn luby(mut number: u32) -> u32 {
     while !(number + 1).is_power_of_two() {
         number -= (1 << number.ilog2()) - 1;
@@ -329,6 +390,42 @@ fn greatest_common_divisor(mut one: u64, mut other: u64) -> u64 {
         (one, other) = (other, one % other);
     }
     one
+}
+
+/// Returns orders of placement that usually do well, the best first: large rectangles while there is space, and long ones because they block
+/// many others. Then the same orders, but with the rectangles first that live while the load is near its peak. The others have space.
+/// Ties are broken by birth, so an order is a function of the problem.
+fn orders(decoder: &Decoder) -> Vec<Vec<u32>> {
+    let area = |(size, life): (u64, u64)| u128::from(size) * u128::from(life);
+    let mut orders = vec![
+        descending(decoder, |extent| (u128::from(extent.0), extent.1)),
+        descending(decoder, |extent| (area(extent), extent.1)),
+        descending(decoder, |extent| (u128::from(extent.1), extent.0)),
+        (0..decoder.len() as u32).collect(),
+    ];
+    // Most orders of this kind fail after few rectangles, so that they cost little.
+    let loads = decoder.loads();
+    for share in PEAK_SHARES {
+        let is_at_peak = at_peak(&loads, share);
+        for order in 0..3 {
+            let mut first = orders[order].clone();
+            first.sort_by_key(|item| !is_at_peak[*item as usize]);
+            orders.push(first);
+        }
+    }
+    orders
+}
+
+/// Returns, by item, `true` if the item lives while the load is above the peak minus one `share`-th of it.
+fn at_peak(loads: &[u64], share: u64) -> Vec<bool> {
+    let peak = loads.iter().copied().max().unwrap_or(0);
+    loads.iter().map(|load| *load >= peak - peak / share).collect()
+}
+
+fn descending<K: Ord>(decoder: &Decoder, key: impl Fn((u64, u64)) -> K) -> Vec<u32> {
+    let mut order: Vec<u32> = (0..decoder.len() as u32).collect();
+    order.sort_by_cached_key(|item| Reverse(key(decoder.extent(*item))));
+    order
 }
 
 #[cfg(test)]
@@ -345,12 +442,12 @@ mod tests {
     fn exact_search_solves_problems_that_heuristics_do_not() {
         let problem = filled();
         let decoder = Decoder::new(&problem);
-        let mut heuristics = Search::new(&problem, &decoder, Proofs::Valid, Steps(3_000_000));
+        let mut heuristics = Search::new(&problem, &decoder, Proofs::Valid, SearchBudget(3_000_000));
         let orders = orders(&decoder);
         heuristics.try_orders(&orders);
         heuristics.repair(&mut Repair::new(&decoder), u64::MAX);
         assert!(heuristics.best.height > 1_000, "the heuristics solve it");
-        let solution = solve(&problem, Steps(100_000));
+        let solution = solve(&problem, SearchBudget(100_000));
         assert_eq!((solution.height(), solution.is_optimal(), solution.check(&problem)), (1_000, true, Ok(())));
     }
 }

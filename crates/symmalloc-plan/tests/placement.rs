@@ -1,7 +1,7 @@
 //! Tests the solver against an exhaustive search on small problems, and its handling of invalid input.
 
 use proptest::prelude::*;
-use symmalloc_plan::{PlacementError, Problem, ProblemError, Rectangle, Steps, TableError, solve};
+use symmalloc_plan::{PlacementError, Problem, ProblemError, Rectangle, SearchBudget, TableError, solve};
 
 fn rectangle() -> impl Strategy<Value = Rectangle> {
     (0..12_u64, 1..8_u64, 1..6_u64).prop_map(|(lower, life, size)| Rectangle { lower, upper: lower + life, size })
@@ -22,7 +22,7 @@ fn problem(count: std::ops::Range<usize>) -> impl Strategy<Value = Problem> {
     ]
 }
 
-/// Returns `true` if two rectangles live at the same time, in one step or across adjacent steps.
+/// Returns `true` if two rectangles live at the same time, in one step or across adjacent budget.
 fn live_together(problem: &Problem, one: Rectangle, other: Rectangle) -> bool {
     let period = problem.period().unwrap_or(0);
     let meet = |later: u64| one.lower < other.upper + later && other.lower + later < one.upper;
@@ -73,17 +73,17 @@ proptest! {
 
     #[test]
     fn a_solution_is_deterministic(problem in problem(0..60)) {
-        let solution = solve(&problem, Steps(20_000));
+        let solution = solve(&problem, SearchBudget(20_000));
         prop_assert_eq!(solution.check(&problem), Ok(()));
         prop_assert!(solution.height() >= problem.lower_bound());
-        prop_assert!(solution.steps() <= 20_000);
-        prop_assert_eq!(solve(&problem, Steps(20_000)), solution);
+        prop_assert!(solution.work() <= 20_000);
+        prop_assert_eq!(solve(&problem, SearchBudget(20_000)), solution);
     }
 
     /// `check` has its own definition of overlap, so this test compares every pair.
     #[test]
-    fn rectangles_that_live_together_do_not_overlap(problem in problem(0..40), steps in 0..10_000_u64) {
-        let solution = solve(&problem, Steps(steps));
+    fn rectangles_that_live_together_do_not_overlap(problem in problem(0..40), budget in 0..10_000_u64) {
+        let solution = solve(&problem, SearchBudget(budget));
         let all: Vec<(Rectangle, u64)> =
             problem.rectangles().iter().copied().zip(solution.offsets().iter().copied()).collect();
         for (number, (one, at)) in all.iter().enumerate() {
@@ -95,12 +95,12 @@ proptest! {
     }
 
     #[test]
-    fn more_search_steps_never_give_a_worse_solution(problem in problem(1..40)) {
-        let heights = [0, 1_000, 10_000, 100_000, 500_000].map(|steps| solve(&problem, Steps(steps)).height());
+    fn a_larger_search_budget_never_gives_a_worse_solution(problem in problem(1..40)) {
+        let heights = [0, 1_000, 10_000, 100_000, 500_000].map(|budget| solve(&problem, SearchBudget(budget)).height());
         prop_assert!(heights.is_sorted_by(|less, more| less >= more), "{:?}", heights);
     }
 
-    /// No solution below the optimum, and no solution above it that claims to be optimal, at any budget. With enough steps, the solver
+    /// No solution below the optimum, and no solution above it that claims to be optimal, at any budget. With a large enough budget, the solver
     /// proves the optimum even if no placement reaches the lower bound.
     #[test]
     fn a_solution_is_called_optimal_only_if_it_is(
@@ -108,11 +108,11 @@ proptest! {
         budgets in prop::collection::vec(0..20_000_u64, 8),
     ) {
         let least = least_height(&problem);
-        for steps in (0..40).chain(budgets).chain([100_000]) {
-            let solution = solve(&problem, Steps(steps));
-            prop_assert!(problem.lower_bound() <= least && least <= solution.height(), "{steps} steps");
-            prop_assert!(!solution.is_optimal() || solution.height() == least, "{steps} steps");
-            prop_assert!(steps < 100_000 || solution.is_optimal(), "{steps} steps");
+        for budget in (0..40).chain(budgets).chain([100_000]) {
+            let solution = solve(&problem, SearchBudget(budget));
+            prop_assert!(problem.lower_bound() <= least && least <= solution.height(), "{budget} budget");
+            prop_assert!(!solution.is_optimal() || solution.height() == least, "{budget} budget");
+            prop_assert!(budget < 100_000 || solution.is_optimal(), "{budget} budget");
         }
     }
 }
@@ -153,7 +153,7 @@ fn filled(seed: u64) -> Problem {
 fn problems_without_gaps_are_solved() {
     for seed in 0..20 {
         let problem = filled(seed);
-        let solution = solve(&problem, Steps(300_000));
+        let solution = solve(&problem, SearchBudget(300_000));
         assert_eq!((problem.lower_bound(), solution.height()), (10_000, 10_000), "seed {seed}");
         assert_eq!(solution.check(&problem), Ok(()), "seed {seed}");
     }
@@ -163,10 +163,10 @@ fn problems_without_gaps_are_solved() {
 fn the_step_limit_bounds_problems_with_many_overlaps() {
     let rectangles = (0..100_000).map(|it| Rectangle { lower: it, upper: it + 90_000, size: 1 + it % 7 }).collect();
     let problem = Problem::new(rectangles).expect("the problem is valid");
-    for steps in [0, 3_000_000] {
-        let solution = solve(&problem, Steps(steps));
+    for budget in [0, 3_000_000] {
+        let solution = solve(&problem, SearchBudget(budget));
         assert_eq!(solution.check(&problem), Ok(()));
-        assert!(solution.steps() <= steps.max(100_000), "{} steps", solution.steps());
+        assert!(solution.work() <= budget.max(100_000), "{} budget", solution.work());
         assert!(solution.height() < 2 * problem.lower_bound(), "{} for {}", solution.height(), problem.lower_bound());
     }
 }
@@ -181,17 +181,17 @@ fn rectangles_that_live_into_the_next_step_keep_their_offset() {
         Problem::periodic(2 * count, rectangles).expect("the problem is valid")
     };
     let heights = [4, 5].map(|count| {
-        let solution = solve(&ring(count), Steps::default());
+        let solution = solve(&ring(count), SearchBudget::default());
         assert_eq!(solution.check(&ring(count)), Ok(()));
         (ring(count).lower_bound(), solution.height(), solution.is_optimal())
     });
     assert_eq!(heights, [(8, 8, true), (8, 12, true)]);
     let whole = Problem::periodic(6, vec![at(4, 10, 3), at(0, 1, 2), at(5, 7, 1)]).expect("the problem is valid");
-    let solution = solve(&whole, Steps::default());
+    let solution = solve(&whole, SearchBudget::default());
     assert_eq!((solution.height(), solution.check(&whole)), (6, Ok(())));
     let two = Problem::periodic(6, vec![at(4, 8, 3), at(1, 2, 3)]).expect("the problem is valid");
     let apart = Problem::new(vec![at(4, 8, 3), at(1, 2, 3)]).expect("the problem is valid");
-    let low = solve(&apart, Steps::default());
+    let low = solve(&apart, SearchBudget::default());
     assert_eq!((low.height(), low.check(&two)), (3, Err(PlacementError::Overlap { first: 0, second: 1 })));
 }
 
@@ -219,7 +219,7 @@ fn pieces_cut_from_a_rectangle_fit_into_it_again() {
         cut(0, 1000, 10_000, &mut seed.wrapping_mul(77), &mut pieces);
         // The order of the pieces is a solution. The search does not depend on it.
         let problem = Problem::new(pieces).expect("the problem is valid");
-        let solution = solve(&problem, Steps(3_000_000));
+        let solution = solve(&problem, SearchBudget(3_000_000));
         assert_eq!((problem.lower_bound(), solution.check(&problem)), (10_000, Ok(())));
         assert_eq!(solution.height(), 10_000, "seed {seed}, {} pieces", problem.rectangles().len());
     }
@@ -230,7 +230,7 @@ fn offsets_that_are_not_a_solution_are_refused() {
     let at = |lower, upper, size| Rectangle { lower, upper, size };
     let apart = Problem::new(vec![at(0, 2, 4), at(2, 4, 4)]).expect("the problem is valid");
     let together = Problem::new(vec![at(0, 3, 4), at(2, 4, 4)]).expect("the problem is valid");
-    let low = solve(&apart, Steps::default());
+    let low = solve(&apart, SearchBudget::default());
     assert_eq!(low.offsets(), [0, 0]);
     assert_eq!(low.check(&together), Err(PlacementError::Overlap { first: 0, second: 1 }));
     let larger = Problem::new(vec![at(0, 2, 4), at(2, 4, 5)]).expect("the problem is valid");
@@ -249,14 +249,14 @@ fn invalid_problems_are_refused() {
     assert_eq!(Problem::periodic(6, vec![at(6, 7, 1)]), Err(outside(6, 7)));
     assert_eq!(Problem::periodic(6, vec![at(2, 9, 1)]), Err(outside(2, 9)));
     let nothing = Problem::new(Vec::new()).expect("nothing is easy");
-    assert_eq!((solve(&nothing, Steps::default()).height(), nothing.lower_bound()), (0, 0));
+    assert_eq!((solve(&nothing, SearchBudget::default()).height(), nothing.lower_bound()), (0, 0));
 }
 
 #[test]
 fn tables_survive_a_round_trip_in_any_column_order() {
     let (problem, names) = Problem::read_csv("id, size ,start,upper\nb1,4,0,2\nb2,2,1,4\n".as_bytes()).expect("read");
     assert_eq!(names, ["b1", "b2"]);
-    let solution = solve(&problem, Steps::default());
+    let solution = solve(&problem, SearchBudget::default());
     let mut out = Vec::new();
     solution.write_csv(&problem, &names, &mut out).expect("written");
     assert_eq!(String::from_utf8_lossy(&out), "id,lower,upper,size,offset\nb1,0,2,4,2\nb2,1,4,2,0\n");
@@ -308,15 +308,15 @@ proptest! {
     #[test]
     fn equal_conflicts_are_solved_equally(
         all in prop::collection::vec(rectangle(), 1..40).prop_shuffle(),
-        steps in 0..30_000_u64,
+        budget in 0..30_000_u64,
     ) {
         let problem = Problem::new(all.clone()).expect("the problem is valid");
-        let solution = solve(&problem, Steps(steps));
+        let solution = solve(&problem, SearchBudget(budget));
         let numbered = renumbered(&problem);
-        prop_assert_eq!(&solve(&numbered, Steps(steps)), &solution);
+        prop_assert_eq!(&solve(&numbered, SearchBudget(budget)), &solution);
         let reversed = Problem::new(numbered.rectangles().iter().rev().copied().collect()).expect("the problem is valid");
-        let of_reversed = solve(&reversed, Steps(steps));
-        prop_assert_eq!((of_reversed.height(), of_reversed.steps()), (solution.height(), solution.steps()));
+        let of_reversed = solve(&reversed, SearchBudget(budget));
+        prop_assert_eq!((of_reversed.height(), of_reversed.work()), (solution.height(), solution.work()));
     }
 }
 
@@ -327,10 +327,10 @@ fn the_numbering_of_time_does_not_change_the_search() {
         let sparse =
             |it: &Rectangle| Rectangle { lower: it.lower.pow(2) * 7, upper: it.upper.pow(2) * 7, size: it.size };
         let stretched = Problem::new(problem.rectangles().iter().map(sparse).collect()).expect("the problem is valid");
-        for steps in [0, 1_000, 20_000, 300_000] {
-            let solution = solve(&problem, Steps(steps));
+        for budget in [0, 1_000, 20_000, 300_000] {
+            let solution = solve(&problem, SearchBudget(budget));
             for other in [renumbered(&problem), stretched.clone()] {
-                assert_eq!(solve(&other, Steps(steps)), solution, "seed {seed}, {steps} steps");
+                assert_eq!(solve(&other, SearchBudget(budget)), solution, "seed {seed}, {budget} budget");
             }
         }
     }
@@ -351,7 +351,7 @@ fn the_largest_rectangles_of_a_large_problem_are_placed_exactly() {
     }
     rectangles.extend((0..8_000).map(|it| Rectangle { lower: it % 400, upper: it % 400 + 1, size: 1 + it / 2_000 }));
     let problem = Problem::new(rectangles).expect("the problem is valid");
-    let solution = solve(&problem, Steps(30_000_000));
+    let solution = solve(&problem, SearchBudget(30_000_000));
     assert_eq!(solution.check(&problem), Ok(()));
     assert!(problem.rectangles().len() > 8_192);
     assert_eq!(solution.height(), problem.lower_bound());

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use std::collections::BTreeSet;
-use symmalloc_plan::{Place, PlacedAllocation, Problem, Rectangle, Schedule, Steps, solve};
+use symmalloc_plan::{Place, PlacedAllocation, Problem, Rectangle, Schedule, SearchBudget, solve};
 
 /// Generates a step of allocations, each with a lifetime in allocations, a size and a stream; some have no place.
 fn step(streams: u16) -> impl Strategy<Value = Vec<Option<PlacedAllocation>>> {
@@ -19,7 +19,7 @@ fn step(streams: u16) -> impl Strategy<Value = Vec<Option<PlacedAllocation>>> {
         };
         let problem =
             Problem::periodic(count.into(), placed.iter().map(rectangle).collect()).expect("the problem is valid");
-        let solution = solve(&problem, Steps(2_000));
+        let solution = solve(&problem, SearchBudget(2_000));
         let mut allocations = vec![None; step.len()];
         for (number, offset) in placed.into_iter().zip(solution.offsets()) {
             let (_, size, stream, _) = step[number as usize];

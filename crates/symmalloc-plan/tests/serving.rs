@@ -1,6 +1,6 @@
 //! A serving job: weights, and then batches of 1 to 64 images in random order on five streams that share memory.
 
-use symmalloc_plan::{Problem, Rectangle, Steps, solve, solve_watched};
+use symmalloc_plan::{Problem, Rectangle, SearchBudget, solve, solve_watched};
 
 /// xorshift64*, so that the job is the same everywhere.
 struct Random(u64);
@@ -152,7 +152,7 @@ fn a_plan_of_a_serving_job_needs_little_more_than_its_live_memory() {
     for loading in [Loading::Direct, Loading::Converted] {
         for seed in 1..=3 {
             let problem = Problem::new(serving(seed, 20, loading)).expect("a valid job");
-            let solution = solve(&problem, Steps(4_000_000));
+            let solution = solve(&problem, SearchBudget(4_000_000));
             assert_eq!(solution.check(&problem), Ok(()));
             let share = problem.lower_bound() as f64 / solution.height() as f64;
             assert!(share >= 0.98, "{loading:?}, seed {seed}: live memory is {share:.4} of the plan");
@@ -164,9 +164,9 @@ fn a_plan_of_a_serving_job_needs_little_more_than_its_live_memory() {
 fn a_watched_search_finds_the_same_and_improves() {
     let problem = Problem::new(serving(1, 10, Loading::Converted)).expect("a valid job");
     let mut states = Vec::new();
-    let solution = solve_watched(&problem, Steps(1_000_000), |state| states.push(state));
-    assert_eq!(solution, solve(&problem, Steps(1_000_000)));
-    assert!(states.is_sorted_by(|one, next| one.steps <= next.steps && one.height >= next.height), "{states:?}");
+    let solution = solve_watched(&problem, SearchBudget(1_000_000), |state| states.push(state));
+    assert_eq!(solution, solve(&problem, SearchBudget(1_000_000)));
+    assert!(states.is_sorted_by(|one, next| one.work <= next.work && one.height >= next.height), "{states:?}");
     let last = states.last().expect("the search was watched");
     assert_eq!((last.height, last.lower_bound), (solution.height(), problem.lower_bound()));
 }

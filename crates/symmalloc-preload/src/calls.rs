@@ -11,15 +11,15 @@ mod contexts;
 mod memory;
 mod pointers;
 mod pools;
+mod proc_address;
 mod streams;
 
 use crate::forks;
 use crate::libcuda::{self, NOT_FOUND};
 use crate::outcome::UNKNOWN;
 use crate::pools::PoolProperties;
+use crate::served_call::ServedCall;
 use crate::settings::settings;
-use crate::symbols::proc_address;
-use crate::symbols::served::ServedCall;
 use std::cell::Cell;
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -58,7 +58,7 @@ macro_rules! served {
         /// Names and addresses of each call.
         #[allow(non_upper_case_globals, reason = "the driver's names")]
         mod known {
-            use super::ServedCall;
+            use crate::served_call::ServedCall;
 
             $(
                 pub(super) static $symbol: ServedCall = {

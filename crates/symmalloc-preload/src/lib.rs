@@ -12,18 +12,26 @@
 //! # Implementation
 //! ```text
 //!             linked symbol, dlsym, cuGetProcAddress                  libcuda
-//!   program ───────── symbols/ ─────────► calls/ ─┬─ not served ──────────────► driver
+//!   program ────────────────────────────► calls/ ─┬─ not served ──────────────► driver
 //!                                                 ├─ served.rs ─► contexts.rs ─► symmalloc-cuda ─► driver
 //!                                                 ╰─ watch.rs: only recorded ─► driver
 //! ```
+//!
+//! A program looks up driver calls in three ways. Each of them finds this library's function for a served call:
+//!
+//! | lookup | interposed by |
+//! |---|---|
+//! | a linked symbol | this library exports the name, and is searched before libcuda |
+//! | `dlsym`, `dlvsym` | `interposed.rs` |
+//! | `cuGetProcAddress`, `cuGetProcAddress_v2` | `calls/proc_address.rs` |
 //!
 //! Loading the library has no effect, and neither does running a program that never requests a call of libcuda.
 //!
 //! # Modules
 //! | | |
 //! |---|---|
-//! | `symbols/` | all ways to look up a driver call |
-//! | `calls/` | the served calls, each with the driver's signature |
+//! | `interposed.rs`, `libc_symbols.rs` | the `dlsym` and `dlvsym` that a program finds; those of the C library |
+//! | `calls/`, `served_call.rs` | the served calls, each with the driver's signature; the names and addresses of a call |
 //! | `served.rs`, `pools.rs`, `peers.rs` | allocating and freeing; memory pools; peer access |
 //! | `context.rs`, `contexts.rs`, `ending.rs` | a context's allocator; lookup and creation of contexts; the end of a context |
 //! | `streams.rs`, `numbers.rs`, `captures.rs` | raw streams and their numbers; captures in progress |
@@ -44,7 +52,9 @@ mod contexts;
 mod ending;
 mod exit;
 mod forks;
+mod interposed;
 mod ledger;
+mod libc_symbols;
 mod libcuda;
 mod live;
 mod numbers;
@@ -53,8 +63,8 @@ mod peers;
 mod pools;
 mod recordings;
 mod served;
+mod served_call;
 mod settings;
 mod streams;
-mod symbols;
 mod tally;
 mod watch;

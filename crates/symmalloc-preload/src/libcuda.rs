@@ -3,7 +3,7 @@
 //! `symmalloc-cuda` makes the allocator's own calls. The few calls here query the state that a call depends on: the current context, the
 //! context of a stream, and whether a stream is captured.
 
-use crate::symbols::real_dlsym;
+use crate::libc_symbols;
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -50,7 +50,7 @@ macro_rules! driver_calls {
                 Driver {
                     $($name: {
                         // SAFETY: libcuda is never closed.
-                        let found = unsafe { real_dlsym(library.handle(), $symbol) };
+                        let found = unsafe { libc_symbols::look_up(library.handle(), $symbol) };
                         (!found.is_null()).then(|| {
                             // SAFETY: the signature in cuda.h, with integers for enums and handles.
                             unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> c_int>(found) }

@@ -52,6 +52,8 @@ pub mod story;
 mod swarm;
 
 pub use context::{AfterLoss, BadContext, Deviation, RankContext, RankFault};
+#[doc(hidden)]
+pub use crew::on_threads;
 pub use decision::{DecidedRefusal, Decision};
 pub use failure::{Failure, FailureCause};
 pub use outcome::{JobFaults, JobOutcome};

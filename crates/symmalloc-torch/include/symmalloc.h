@@ -182,7 +182,7 @@ typedef struct symmalloc_dma_buf symmalloc_dma_buf;
 typedef struct symmalloc_opened symmalloc_opened;
 
 /**
- * A checkpoint of a private pool's allocations.
+ * A checkpoint of a mempool's allocations.
  */
 typedef struct symmalloc_checkpoint symmalloc_checkpoint;
 
@@ -822,7 +822,7 @@ symmalloc_status symmalloc_reserve(struct symmalloc_allocator *allocator,
                                    size_t bytes);
 
 /**
- * Releases the free memory of all pools to the device, except that of private pools that a graph uses. Waits for streams that used
+ * Releases the free memory of all pools to the device, except that of mempools that a graph uses. Waits for streams that used
  * it. `released_bytes` may be NULL.
  *
  * This is an op of symmetric pools that are awake: call it at the same point on every rank. One rank alone calls `symmalloc_trim_private`.
@@ -952,16 +952,16 @@ symmalloc_status symmalloc_phase(struct symmalloc_allocator *allocator, uint32_t
  * Sets the memory of a pool with a quota to `bytes`, rounded up to granules. The size is fixed until the next call. A pool created with
  * `growth_mb:0,streams:shared` has a quota; `range_mb` is its maximum. Such a pool starts empty. Live allocations stay in place. Returns
  * `SYMMALLOC_INVALID_STATE` if they need more memory, and leaves the pool unchanged. A shrinking pool waits for the streams that used its
- * free memory. `held_bytes` may be NULL.
+ * free memory. `reserved_bytes` may be NULL.
  *
  * # Safety
- * As `symmalloc_allocate`; `held_bytes` is NULL or valid for writing.
+ * As `symmalloc_allocate`; `reserved_bytes` is NULL or valid for writing.
  */
 symmalloc_status symmalloc_resize(struct symmalloc_allocator *allocator,
                                   uint32_t pool,
                                   void *stream,
                                   size_t bytes,
-                                  uint64_t *held_bytes);
+                                  uint64_t *reserved_bytes);
 
 /**
  * Reserves pinned host memory for the kept contents of sleeping pools, so that the first sleep does not have to. Reserving takes much
@@ -1459,8 +1459,8 @@ symmalloc_status symmalloc_flight_record(const char *reason,
  * writing.
  */
 symmalloc_status symmalloc_torch_allocate(int32_t device,
-                                          size_t bytes,
                                           void *stream,
+                                          size_t bytes,
                                           uint64_t inherited,
                                           const char *name,
                                           void **out);
@@ -1514,7 +1514,7 @@ void *symmalloc_torch_base_alloc(void *pointer,
 symmalloc_status symmalloc_torch_record_use(void *pointer, void *stream);
 
 /**
- * Releases free memory. The id (0, 0) selects all memory of all devices, except private pools in use. Any other id selects that private
+ * Releases free memory. The id (0, 0) selects all memory of all devices, except mempools in use. Any other id selects that
  * pool, if the program has released it.
  */
 symmalloc_status symmalloc_torch_trim(uint64_t id_first,
@@ -1541,7 +1541,7 @@ symmalloc_status symmalloc_torch_set_fraction(int32_t device, double fraction);
 symmalloc_status symmalloc_torch_enable_peer(int32_t device, int32_t owner);
 
 /**
- * Directs later allocations on the streams that the filter accepts to the private pool of this id, and creates the pool if necessary.
+ * Directs later allocations on the streams that the filter accepts to the mempool with this id, and creates the pool if necessary.
  * Writes the number of the scope, which is above 0. `destroy` runs when the scope ends, or if the call fails.
  *
  * # Safety
@@ -1556,12 +1556,12 @@ symmalloc_status symmalloc_torch_begin_scope(int32_t device,
                                              uint64_t *number);
 
 /**
- * Ends the last scope of the private pool of this id.
+ * Ends the last scope of the mempool with this id.
  */
 symmalloc_status symmalloc_torch_end_scope(int32_t device, uint64_t id_first, uint64_t id_second);
 
 /**
- * Adds a use to the private pool of this id, as PyTorch's `MemPool` does. A new pool takes its memory from the source, if there is one.
+ * Adds a use to the mempool with this id, as PyTorch's `MemPool` does. A new pool takes its memory from the source, if there is one.
  *
  * # Safety
  * `source` is NULL or valid for reading, and its functions may be called with its context on any thread until `destroy` runs.
@@ -1572,7 +1572,7 @@ symmalloc_status symmalloc_torch_retain_pool(int32_t device,
                                              const struct symmalloc_source *source);
 
 /**
- * Releases one use of the private pool of this id. After the last one, the next trim releases its memory, or an allocation that would fail
+ * Releases one use of the mempool with this id. After the last one, the next trim releases its memory, or an allocation that would fail
  * otherwise. Failures are counted, and standard error shows the first one, because PyTorch calls it in destructors.
  */
 symmalloc_status symmalloc_torch_release_use(int32_t device,
@@ -1580,12 +1580,12 @@ symmalloc_status symmalloc_torch_release_use(int32_t device,
                                              uint64_t id_second);
 
 /**
- * Returns the number of uses of the private pool of this id, or 0 inside a callback.
+ * Returns the number of uses of the mempool with this id, or 0 inside a callback.
  */
 uint32_t symmalloc_torch_pool_uses(int32_t device, uint64_t id_first, uint64_t id_second);
 
 /**
- * Sets whether allocations outside of the private pool of this id may use its free memory before they fail. PyTorch calls it with `false`
+ * Sets whether allocations outside of the mempool with this id may use its free memory before they fail. PyTorch calls it with `false`
  * in destructors.
  */
 symmalloc_status symmalloc_torch_pool_helps_out(int32_t device,
@@ -1594,11 +1594,9 @@ symmalloc_status symmalloc_torch_pool_helps_out(int32_t device,
                                                 bool helps_out);
 
 /**
- * Gives every allocation in the private pool of this id a separate segment. Call it before the first allocation.
+ * Gives every allocation in the mempool with this id a separate segment. Call it before the first allocation.
  */
-symmalloc_status symmalloc_torch_pool_unsplit(int32_t device,
-                                              uint64_t id_first,
-                                              uint64_t id_second);
+symmalloc_status symmalloc_torch_pool_unsplit(int32_t device, uint64_t id_first, uint64_t id_second);
 
 /**
  * Directs this thread's allocations on the device without an explicit pool to this one, until `symmalloc_torch_pop_pool`. Calls nest. As
@@ -1671,7 +1669,7 @@ symmalloc_status symmalloc_torch_counts(int32_t device, struct symmalloc_counts 
 symmalloc_status symmalloc_torch_reset_peaks(int32_t device);
 
 /**
- * Visits every segment and block of a device, pool by pool. With an id other than (0, 0), visits only those of one private pool.
+ * Visits every segment and block of a device, pool by pool. With an id other than (0, 0), visits only those of one mempool.
  *
  * # Safety
  * `visit` may be called with `context` until the call returns.
@@ -1683,7 +1681,7 @@ symmalloc_status symmalloc_torch_visit(int32_t device,
                                        void *context);
 
 /**
- * Writes a checkpoint of the private pool of this id. Destroy it with `symmalloc_torch_checkpoint_destroy`.
+ * Writes a checkpoint of the mempool with this id. Destroy it with `symmalloc_torch_checkpoint_destroy`.
  *
  * # Safety
  * `out` is valid for writing.
@@ -1702,7 +1700,7 @@ symmalloc_status symmalloc_torch_checkpoint(int32_t device,
 void symmalloc_torch_checkpoint_destroy(struct symmalloc_checkpoint *checkpoint);
 
 /**
- * Restores exactly the allocations that the private pool had at the checkpoint. The pool keeps memory that it reserved since. Reports
+ * Restores exactly the allocations that the mempool had at the checkpoint. The pool keeps memory that it reserved since. Reports
  * every allocation that was live before, and then every allocation that is live after the call.
  *
  * # Safety

@@ -94,8 +94,10 @@ const NO_STREAM: u32 = u32::MAX;
 
 const ENTRY_BYTES: usize = 24;
 
-/// The maximum number of heaps per rank in the second round. It bounds the memory that the counts of other ranks can request.
+/// The maximum number of heaps per rank in the second round, and the maximum number of bytes of all ranks' messages. They bound the memory
+/// that the counts of other ranks can request.
 const HEAPS_MAX: u64 = 1 << 16;
+const ROUND_BYTES_MAX: u64 = 256 << 20;
 
 /// A heap's history: ops and digest.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -120,9 +122,10 @@ pub(crate) fn compare_private(allocator: &DeviceAllocator, transport: &Gathering
     }
     let counts = (0_u32..).zip(first.iter().map(|theirs| word(theirs, 0)));
     let (rank, most) = counts.max_by_key(|(_, heaps)| *heaps).unwrap_or_default();
-    if most > HEAPS_MAX {
+    let heaps_max = HEAPS_MAX.min(ROUND_BYTES_MAX / (ENTRY_BYTES as u64 * u64::from(transport.ranks)));
+    if most > heaps_max {
         return Err(Error::Heaps(format!(
-            "the ranks differ in pools that are not symmetric, and rank {rank} reports {most} heaps: at most {HEAPS_MAX} can be compared"
+            "the ranks differ in pools that are not symmetric, and rank {rank} reports {most} heaps: at most {heaps_max} can be compared"
         )));
     }
     let most = most as usize;

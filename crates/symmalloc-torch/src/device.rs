@@ -9,18 +9,16 @@
 //!
 //! The core makes all decisions and finds allocations by pointer. This file resolves names: the stream and the pool of a call.
 
-use crate::complaints;
-use crate::error::Error;
+use crate::error::{Error, complain};
 use crate::memory_events;
+use crate::mempools::{Mempools, PoolTarget};
 use crate::peak::BytesPeak;
-use crate::private_pools::{PoolPlace, PrivatePools};
 use crate::refusal::{Refusals, make_room};
 use crate::registrations::{PoolRegistration, Registrations};
 use crate::scopes::Scopes;
 use crate::settings::{OutOfMemoryPolicy, TorchSettings};
 use crate::streams::{KnownStream, RawStream, StreamRegistry};
 use crate::trace;
-use crate::unordered_pool::UnorderedPool;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::path::Path;
@@ -45,15 +43,15 @@ pub struct DeviceAllocator {
     peak: BytesPeak,
     /// Pools that the program created, by id.
     user_pools: Mutex<BTreeMap<PoolId, Pool<CudaBackend>>>,
-    private_pools: Arc<PrivatePools<DeviceAllocator>>,
+    mempools: Arc<Mempools<DeviceAllocator>>,
     refusals: Arc<Refusals>,
     pub(crate) unordered: UnorderedPool,
     pub(crate) registrations: Registrations,
     pub(crate) failures: Failures,
 }
 
-/// The destination of an allocation on a device.
-pub(crate) type Place = PoolPlace<DeviceAllocator>;
+/// The pool to allocate from on a device.
+pub(crate) type Target = PoolTarget<DeviceAllocator>;
 
 /// Threads share these types through raw pointers, which the compiler does not check.
 const _: () = {
@@ -111,9 +109,9 @@ impl DeviceAllocator {
         let ordinal = backend.ordinal();
         let backend = backend.listener(move |change| memory_events::notify(ordinal, change));
         let allocator = CudaAllocator::with_backend(backend.build()?, config)?;
-        let (private_pools, refusals) = (Arc::<PrivatePools<_>>::default(), Arc::<Refusals>::default());
+        let (mempools, refusals) = (Arc::<Mempools<_>>::default(), Arc::<Refusals>::default());
         if settings.out_of_memory == OutOfMemoryPolicy::Trim {
-            Refusals::trim_when_refused(&refusals, &allocator, &private_pools);
+            Refusals::trim_when_refused(&refusals, &allocator, &mempools);
         }
         Ok(DeviceAllocator {
             streams: StreamRegistry::new(allocator.clone()),
@@ -124,7 +122,7 @@ impl DeviceAllocator {
             tracing,
             peak: BytesPeak::default(),
             user_pools: Mutex::default(),
-            private_pools,
+            mempools,
             refusals,
             unordered: UnorderedPool::default(),
             failures: Failures::default(),
@@ -151,8 +149,8 @@ impl DeviceAllocator {
         &self.refusals
     }
 
-    pub(crate) fn private_pools(&self) -> &PrivatePools<DeviceAllocator> {
-        &self.private_pools
+    pub(crate) fn mempools(&self) -> &Mempools<DeviceAllocator> {
+        &self.mempools
     }
 
     /// Returns a stream, and registers it at its first use.
@@ -200,8 +198,8 @@ impl DeviceAllocator {
     pub(crate) unsafe fn allocate(
         &self,
         pool: PoolId,
-        size_bytes: u64,
         stream: RawStream,
+        size_bytes: u64,
         name: Option<&str>,
     ) -> Result<*mut c_void, Error> {
         if size_bytes == 0 {
@@ -418,16 +416,16 @@ impl DeviceAllocator {
         Ok(count)
     }
 
-    /// Releases all free memory, except that of private pools in use. Returns the bytes released.
+    /// Releases all free memory, except that of mempools in use. Returns the bytes released.
     pub(crate) fn trim(&self) -> Result<u64, Error> {
-        let private = self.private_pools.give_back(self.core(), None, || self.allocator.is_capturing());
+        let mempools = self.mempools.give_back(self.core(), None, || self.allocator.is_capturing());
         let others = self.allocator.trim_all()?;
-        private.failure.map_or(Ok(private.released_bytes + others), |failure| Err(failure.into()))
+        mempools.failure.map_or(Ok(mempools.released_bytes + others), |failure| Err(failure.into()))
     }
 
     /// Releases the free memory of pools that are neither symmetric nor a graph's. Returns the bytes released.
     pub(crate) fn trim_private(&self) -> u64 {
-        make_room(self.core(), &self.private_pools)
+        make_room(self.core(), &self.mempools)
     }
 
     /// Grants another device read and write access to present and future memory.
@@ -454,7 +452,29 @@ impl DeviceAllocator {
         }
         self.failures.failed_calls.fetch_add(1, Ordering::Relaxed);
         *self.failures.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
-        complaints::complain(error);
+        complain(error);
+    }
+}
+
+/// The pool for memory without a stream, see `unordered.rs`. Created at its first allocation.
+#[derive(Default)]
+pub(crate) struct UnorderedPool(Mutex<Option<PoolId>>);
+
+impl UnorderedPool {
+    pub(crate) fn get_or_make(&self, make: impl FnOnce() -> Result<PoolId, Error>) -> Result<PoolId, Error> {
+        let mut pool = self.pool();
+        match *pool {
+            Some(pool) => Ok(pool),
+            None => Ok(*pool.insert(make()?)),
+        }
+    }
+
+    pub(crate) fn is(&self, pool: PoolId) -> bool {
+        *self.pool() == Some(pool)
+    }
+
+    fn pool(&self) -> MutexGuard<'_, Option<PoolId>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

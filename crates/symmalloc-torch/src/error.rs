@@ -3,6 +3,7 @@
 use crate::settings::SettingsError;
 use crate::status::symmalloc_status;
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use symmalloc_agreement::AgreementError;
 use symmalloc_core::backend::{BackendError, Reason};
 use symmalloc_core::errors::{AllocateError, FreeError, PoolError, RecordUseError, TrimError, UnknownError};
@@ -11,6 +12,7 @@ use symmalloc_core::recording::{RecordingEnd, RecordingError, StartRecordingErro
 use symmalloc_core::restore::{LayoutError, RestoreError};
 use symmalloc_core::sleep::{SleepCause, SleepError};
 use symmalloc_cuda::{CudaError, ResizeError, ShareError};
+use symmalloc_files::say;
 use symmalloc_nccl::{
     AllToAllError, AttachError, CommError, LookupError, Obstacle, RankObstacle, SplitsError, SyncError,
 };
@@ -183,11 +185,11 @@ pub(crate) enum Error {
     /// A trace ended early, or there is none.
     #[error(transparent)]
     Recording(#[from] RecordingError),
-    /// A private pool cannot be checkpointed.
+    /// A mempool cannot be checkpointed.
     #[error(transparent)]
     Checkpoint(Box<LayoutError>),
-    /// A private pool cannot be restored to a checkpoint.
-    #[error("a private pool cannot be restored to its checkpoint: {0}")]
+    /// A mempool cannot be restored to a checkpoint.
+    #[error("a mempool cannot be restored to its checkpoint: {0}")]
     Restore(Box<RestoreError>),
     /// The memory cannot be shared with another process.
     #[error(
@@ -456,3 +458,14 @@ impl From<SplitsError> for Error {
 
 /// Every allocation and free returns a `Result` with this error, so it must stay small.
 const _: () = assert!(size_of::<Error>() <= 88);
+
+/// `true` after the first message about an error that a call could not return.
+static HAS_COMPLAINED: AtomicBool = AtomicBool::new(false);
+
+/// Reports an error that a call cannot return. Logs every such error, and writes the first to standard error.
+pub(crate) fn complain(error: &Error) {
+    tracing::warn!(name: "call.failed", target: "symmalloc", %error);
+    if !HAS_COMPLAINED.swap(true, Ordering::Relaxed) {
+        say(format_args!("{error} (reported once; symmalloc.stats()['errors'] counts all)"));
+    }
+}

@@ -1,13 +1,13 @@
 //! The boundary of the C interface: it contains panics, and stores the messages of errors.
 
 use crate::error::Error;
-use crate::forks;
 use crate::status::symmalloc_status;
 use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::ffi::{CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use symmalloc_files::is_forked;
 
 thread_local! {
     static MESSAGE: RefCell<CString> = RefCell::default();
@@ -46,7 +46,7 @@ pub(crate) fn not_in_callback() -> Result<(), Error> {
 /// and threads that the child does not have may hold its locks. Destructors also run in a child, and cannot handle an error.
 #[inline]
 pub(crate) fn release(act: impl FnOnce() -> Result<(), Error>) -> symmalloc_status {
-    if forks::is_forked() { symmalloc_status::SYMMALLOC_OK } else { report(act) }
+    if is_forked() { symmalloc_status::SYMMALLOC_OK } else { report(act) }
 }
 
 /// Runs a call of the C interface. Converts a panic to an error, and stores the message of an error.
@@ -100,7 +100,7 @@ fn text_of(panic: &(dyn Any + Send)) -> String {
 fn remember(message: &str) {
     let text = CString::new(message.replace('\0', " ")).unwrap_or_default();
     // The storage of an exiting thread may be destroyed already.
-    let _kept = MESSAGE.try_with(|place| place.replace(text));
+    let _kept = MESSAGE.try_with(|message| message.replace(text));
 }
 
 /// Returns the message of the calling thread's last error; empty if there was none. It stays valid until this thread's next error.

@@ -42,23 +42,20 @@
 //!
 //! # Implementation
 //! `device.rs` is one device's allocator. `streams.rs` maps raw streams to ids, `scopes.rs` selects the pool of an allocation, and
-//! `private_pools.rs` resolves PyTorch's pool ids. The core finds allocations by pointer. `process.rs` holds the allocators behind
-//! PyTorch's calls (`pytorch/`), and `pool_memory.rs` adds private pools to them. `c_interface/` contains the other functions of the header.
+//! `mempools.rs` resolves PyTorch's pool ids. The core finds allocations by pointer. `process.rs` holds the allocators behind
+//! PyTorch's calls (`pytorch/`), and `pool_memory.rs` adds mempools to them. `c_interface/` contains the other functions of the header.
 //! cbindgen generates `include/symmalloc.h` from both, and a test fails if the header is stale.
 
 mod alignment;
 mod c_interface;
-mod complaints;
 mod device;
 mod error;
-mod filter;
-mod forks;
 mod guard;
 mod handles;
 mod memory_events;
+mod mempools;
 mod peak;
 mod pool_memory;
-mod private_pools;
 mod process;
 mod pytorch;
 mod refusal;
@@ -72,14 +69,13 @@ mod status;
 mod streams;
 mod trace;
 mod unordered;
-mod unordered_pool;
 
 pub use alignment::symmalloc_gather_fn;
 pub use c_interface::*;
 pub use device::DeviceAllocator;
-pub use filter::{symmalloc_destroy_fn, symmalloc_filter_fn};
 pub use guard::symmalloc_error_message;
 pub use memory_events::{symmalloc_memory_fn, symmalloc_torch_on_memory};
 pub use pytorch::*;
 pub use registrations::{PoolRegistration, RankAnnouncement};
+pub use scopes::{symmalloc_destroy_fn, symmalloc_filter_fn};
 pub use status::symmalloc_status;

@@ -1,11 +1,10 @@
-//! Allocations in private pools: selection by scopes, and memory that the program's own allocator provides.
+//! Allocations in mempools: selection by scopes, and memory that the program's own allocator provides.
 
-use crate::device::{DeviceAllocator, Place, Tracing};
+use crate::device::{DeviceAllocator, Target, Tracing};
 use crate::error::Error;
-use crate::filter::StreamFilter;
 use crate::guard::guarded;
-use crate::private_pools::{ForeignPool, MempoolId, PoolPlace};
-use crate::scopes::ScopePurpose;
+use crate::mempools::{ForeignPool, MempoolId, PoolTarget};
+use crate::scopes::{ScopePurpose, StreamFilter};
 use crate::streams::RawStream;
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -25,14 +24,14 @@ impl DeviceAllocator {
         &self,
         stream: RawStream,
         inherited: Option<u64>,
-        allocate: impl Fn(Place) -> Result<*mut c_void, Error>,
+        allocate: impl Fn(Target) -> Result<*mut c_void, Error>,
     ) -> Result<*mut c_void, Error> {
         let mut destroyed = None;
         loop {
-            let place = self.scopes().place_for(stream, inherited);
-            match guarded(|| allocate(place.clone())) {
-                Err(error) if error.is_destroyed_pool() && destroyed.as_ref() != Some(&place) => {
-                    destroyed = Some(place);
+            let target = self.scopes().target_for(stream, inherited);
+            match guarded(|| allocate(target.clone())) {
+                Err(error) if error.is_destroyed_pool() && destroyed.as_ref() != Some(&target) => {
+                    destroyed = Some(target);
                 }
                 outcome => return outcome,
             }
@@ -45,35 +44,35 @@ impl DeviceAllocator {
     /// As [`allocate`](Self::allocate).
     pub(crate) unsafe fn allocate_at(
         &self,
-        place: Place,
-        size_bytes: u64,
+        target: Target,
         stream: RawStream,
+        size_bytes: u64,
         name: Option<&str>,
     ) -> Result<*mut c_void, Error> {
-        match place {
+        match target {
             // SAFETY: the caller's contract.
-            PoolPlace::Own(pool) => unsafe { self.allocate(pool, size_bytes, stream, name) },
+            PoolTarget::Own(pool) => unsafe { self.allocate(pool, stream, size_bytes, name) },
             // SAFETY: the caller's contract; the allocator is of the same device.
-            PoolPlace::Foreign(other) => unsafe { other.allocate(DeviceAllocator::POOL, size_bytes, stream, name) },
+            PoolTarget::Foreign(other) => unsafe { other.allocate(DeviceAllocator::POOL, stream, size_bytes, name) },
         }
     }
 
-    /// Allocates from the free memory of private pools that may help out, as the last resort.
+    /// Allocates from the free memory of mempools that may help out, as the last resort.
     ///
     /// # Safety
     /// As [`allocate`](Self::allocate).
-    pub(crate) unsafe fn allocate_from_helpers(&self, size_bytes: u64, stream: RawStream) -> Option<*mut c_void> {
-        let helpers = self.private_pools().list().into_iter().filter(|known| known.wishes.helps_out);
-        helpers.filter_map(|known| known.place).find_map(|place| {
+    pub(crate) unsafe fn allocate_from_helpers(&self, stream: RawStream, size_bytes: u64) -> Option<*mut c_void> {
+        let helpers = self.mempools().list().into_iter().filter(|known| known.wishes.helps_out);
+        helpers.filter_map(|known| known.target).find_map(|target| {
             // SAFETY: the caller's contract.
-            unsafe { self.allocate_at(place, size_bytes, stream, None) }.ok()
+            unsafe { self.allocate_at(target, stream, size_bytes, None) }.ok()
         })
     }
 
     /// Returns the allocator over the program's memory in which the pointer is a live allocation.
     #[cold]
     pub(crate) fn foreign_owner(&self, pointer: *const c_void) -> Option<Arc<DeviceAllocator>> {
-        self.private_pools().foreign().into_iter().map(|(_, allocator)| allocator).find(|other| other.owns(pointer))
+        self.mempools().foreign().into_iter().map(|(_, allocator)| allocator).find(|other| other.owns(pointer))
     }
 
     /// Returns `true` if the pointer is a live allocation here, or in the program's memory.
@@ -83,7 +82,7 @@ impl DeviceAllocator {
 
     /// Returns the segment that contains an address, here or in the program's memory.
     pub(crate) fn segment_at(&self, address: DeviceAddress) -> Option<SegmentPosition> {
-        let foreign = || self.private_pools().foreign().into_iter().find_map(|(_, other)| other.segment_at(address));
+        let foreign = || self.mempools().foreign().into_iter().find_map(|(_, other)| other.segment_at(address));
         self.core().segment_at(address).or_else(foreign)
     }
 
@@ -98,15 +97,15 @@ impl DeviceAllocator {
         }
     }
 
-    /// Releases the free memory of one private pool without uses. Returns the bytes released.
+    /// Releases the free memory of one mempool without uses. Returns the bytes released.
     pub(crate) fn trim_pool(&self, id: MempoolId) -> Result<u64, Error> {
-        let given = self.private_pools().give_back(self.core(), Some(id), || self.allocator().is_capturing());
+        let given = self.mempools().give_back(self.core(), Some(id), || self.allocator().is_capturing());
         given.failure.map_or(Ok(given.released_bytes), |failure| Err(failure.into()))
     }
 
-    /// Directs allocations on the streams that the filter accepts to a private pool. Propagates exceptions of the filter. Returns the
+    /// Directs allocations on the streams that the filter accepts to a mempool. Propagates exceptions of the filter. Returns the
     /// number of the scope.
-    pub(crate) fn begin_private(&self, id: MempoolId, filter: StreamFilter) -> Result<u64, Error> {
+    pub(crate) fn begin_mempool(&self, id: MempoolId, filter: StreamFilter) -> Result<u64, Error> {
         let watch = self.allocator().device().watch_captures();
         // SAFETY: the streams of allocations live as long as the allocator.
         self.scopes().end_failed(|stream| unsafe { watch.is_captured(stream.handle().cast()) }.unwrap_or(true));
@@ -119,18 +118,18 @@ impl DeviceAllocator {
             self.allocator().synchronize_uncaptured()?;
         }
         let purpose = if may_capture && !known.is_empty() { ScopePurpose::Capture } else { ScopePurpose::Unknown };
-        let place = self.private_pools().begin(self.core(), id)?;
-        Ok(self.scopes().begin((id, place), filter, purpose, watch))
+        let target = self.mempools().begin(self.core(), id)?;
+        Ok(self.scopes().begin((id, target), filter, purpose, watch))
     }
 
-    pub(crate) fn end_private(&self, id: MempoolId) -> Result<(), Error> {
-        let error = Error::NoScope { device: self.ordinal(), scope: "private pool" };
+    pub(crate) fn end_mempool(&self, id: MempoolId) -> Result<(), Error> {
+        let error = Error::NoScope { device: self.ordinal(), scope: "mempool" };
         if self.scopes().end(id) { Ok(()) } else { Err(error) }
     }
 
-    pub(crate) fn release_private(&self, id: MempoolId) -> Result<(), Error> {
-        let error = Error::NoScope { device: self.ordinal(), scope: "use of a private pool" };
-        if self.private_pools().release(id) { Ok(()) } else { Err(error) }
+    pub(crate) fn release_mempool(&self, id: MempoolId) -> Result<(), Error> {
+        let error = Error::NoScope { device: self.ordinal(), scope: "use of a mempool" };
+        if self.mempools().release(id) { Ok(()) } else { Err(error) }
     }
 }
 
@@ -165,7 +164,7 @@ mod tests {
     use std::ptr::{null, null_mut};
     use stub_process::stub_test;
 
-    /// The owner of a private pool's memory.
+    /// The owner of a mempool's memory.
     #[derive(Clone, Copy, Debug)]
     enum Kind {
         Graph,
@@ -197,7 +196,7 @@ mod tests {
     /// Ends the scope, releases the pool and its memory.
     fn end(id: MempoolId) {
         assert_eq!(symmalloc_torch_end_scope(0, id.0, id.1), SYMMALLOC_OK);
-        let pools = process::existing(0).expect("used above").private_pools();
+        let pools = process::existing(0).expect("used above").mempools();
         while pools.uses(id) > 0 {
             assert_eq!(symmalloc_torch_release_use(0, id.0, id.1), SYMMALLOC_OK);
         }
@@ -220,14 +219,14 @@ mod tests {
                     let mut ids: Vec<MempoolId> = (0..scopes).map(|_| next()).collect();
                     begin(kind, ids[scopes - 1]);
                     let (ids, attempts) = (Cell::new(std::mem::take(&mut ids)), Cell::new(0));
-                    let allocated = allocator.allocate_in_scope(stream(), None, |place| {
+                    let allocated = allocator.allocate_in_scope(stream(), None, |target| {
                         attempts.set(attempts.get() + 1);
                         let mut left = ids.take();
                         left.pop().into_iter().for_each(end);
                         left.last().into_iter().for_each(|id| begin(kind, *id));
                         ids.set(left);
                         // SAFETY: the default stream.
-                        unsafe { allocator.allocate_at(place, 512, stream(), None) }
+                        unsafe { allocator.allocate_at(target, stream(), 512, None) }
                     });
                     let pointer = allocated.expect("placed as after the end");
                     assert_eq!(attempts.get(), scopes + 1, "{kind:?}");
@@ -242,11 +241,11 @@ mod tests {
     stub_test!(a_scope_that_stays_open_without_its_pool_is_an_error, {
         let allocator = process::allocator(0).expect("the stub has a device");
         begin(Kind::Graph, (1, 1));
-        let allocated = allocator.allocate_in_scope(stream(), None, |place| {
+        let allocated = allocator.allocate_in_scope(stream(), None, |target| {
             // The second attempt finds the pool destroyed.
-            let _destroyed = allocator.core().destroy_pool(place.own().expect("a pool of the device"));
+            let _destroyed = allocator.core().destroy_pool(target.own().expect("a pool of the device"));
             // SAFETY: the default stream.
-            unsafe { allocator.allocate_at(place, 512, stream(), None) }
+            unsafe { allocator.allocate_at(target, stream(), 512, None) }
         });
         let error = allocated.expect_err("the scope has no pool");
         assert!(error.is_destroyed_pool() && error.to_string().contains("was destroyed"), "{error}");

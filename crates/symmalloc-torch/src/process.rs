@@ -8,11 +8,11 @@
 
 use crate::device::{DeviceAllocator, Tracing};
 use crate::error::Error;
-use crate::forks;
 use crate::settings::TorchSettings;
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, PoisonError};
+use symmalloc_files::is_forked;
 
 /// The environment variable with the settings.
 pub(crate) const CONF_VARIABLE: &str = "SYMMALLOC_CONF";
@@ -29,9 +29,9 @@ static SETTINGS: Mutex<Option<TorchSettings>> = Mutex::new(None);
 /// Returns the allocator of a device, if it was created.
 #[inline]
 pub(crate) fn existing(device: c_int) -> Option<&'static DeviceAllocator> {
-    let place = DEVICES.get(usize::try_from(device).ok()?)?;
+    let slot = DEVICES.get(usize::try_from(device).ok()?)?;
     // SAFETY: null, or a leaked allocator.
-    unsafe { place.load(Ordering::Acquire).as_ref() }
+    unsafe { slot.load(Ordering::Acquire).as_ref() }
 }
 
 /// Returns the existing allocators in order of their devices.
@@ -50,13 +50,13 @@ pub(crate) fn allocator(device: c_int) -> Result<&'static DeviceAllocator, Error
 
 #[cold]
 fn make(device: c_int) -> Result<&'static DeviceAllocator, Error> {
-    if forks::is_forked() {
+    if is_forked() {
         return Err(Error::Forked);
     }
     let expected = "a device number";
     let out_of_range = || Error::Argument { argument: "device", value: device.into(), expected };
     let ordinal = usize::try_from(device).map_err(|_| out_of_range())?;
-    let place = DEVICES.get(ordinal).ok_or_else(out_of_range)?;
+    let slot = DEVICES.get(ordinal).ok_or_else(out_of_range)?;
     let mut settings = SETTINGS.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(allocator) = existing(device) {
         return Ok(allocator);
@@ -67,13 +67,13 @@ fn make(device: c_int) -> Result<&'static DeviceAllocator, Error> {
     };
     watch_forks();
     let allocator = Box::leak(Box::new(DeviceAllocator::new(ordinal, current, Tracing::FromFirstUse)?));
-    place.store(allocator, Ordering::Release);
+    slot.store(allocator, Ordering::Release);
     Ok(allocator)
 }
 
 /// Configures allocators that are created later. Overrides the environment.
 pub(crate) fn configure(text: &str) -> Result<(), Error> {
-    if forks::is_forked() {
+    if is_forked() {
         return Err(Error::Forked);
     }
     let settings: TorchSettings = text.parse()?;
@@ -87,7 +87,7 @@ pub(crate) fn configure(text: &str) -> Result<(), Error> {
 
 /// Returns the current settings, which are fixed from then on.
 pub(crate) fn settings() -> Result<TorchSettings, Error> {
-    if forks::is_forked() {
+    if is_forked() {
         return Err(Error::Forked);
     }
     let mut settings = SETTINGS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -105,10 +105,11 @@ pub(crate) fn from_environment() -> Result<TorchSettings, Error> {
     }
 }
 
-/// Detects processes that are forked later.
+/// Detects processes that are forked later, and removes the allocators from them.
 pub(crate) fn watch_forks() {
     static IS_WATCHING: std::sync::Once = std::sync::Once::new();
     IS_WATCHING.call_once(|| {
+        symmalloc_files::watch_forks();
         // SAFETY: the function only stores to atomics, which a child of a process with threads may do.
         let refused = unsafe { libc::pthread_atfork(None, None, Some(forget_all)) };
         if refused != 0 {
@@ -119,6 +120,5 @@ pub(crate) fn watch_forks() {
 
 /// Runs in a child. The allocators belong to the parent, and threads that the child does not have may hold their locks.
 unsafe extern "C" fn forget_all() {
-    forks::note_fork();
-    DEVICES.iter().for_each(|place| place.store(std::ptr::null_mut(), Ordering::Relaxed));
+    DEVICES.iter().for_each(|slot| slot.store(std::ptr::null_mut(), Ordering::Relaxed));
 }

@@ -8,11 +8,11 @@
 //! | file | calls |
 //! |---|---|
 //! | `memory.rs` | allocate, free, streams, caches |
-//! | `pools.rs` | private pools and their scopes, the program's memory |
+//! | `pools.rs` | mempools and their scopes, the program's memory |
 //! | `scopes.rs` | pool and name of a thread's allocations |
 //! | `settings.rs` | the settings of all allocators |
 //! | `counts.rs`, `blocks.rs` | statistics; segments and blocks |
-//! | `checkpoints.rs` | checkpoint and restore of private pools |
+//! | `checkpoints.rs` | checkpoint and restore of mempools |
 //! | `sharing.rs`, `channel.rs` | memory of other processes |
 //!
 //! These calls are stable only within one version, because the class ships with the library.

@@ -4,7 +4,7 @@
 //! Symmetric pools must not do so on one rank only (rule D4). Therefore only the *other* pools release their free memory, in order of
 //! their ids, and the allocation is retried. Symmetric pools keep their placements; ranks do not compare private pools.
 
-use crate::private_pools::{ForeignPool, PrivatePools};
+use crate::mempools::{ForeignPool, Mempools};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use symmalloc_core::{Retry, SharedAllocator};
@@ -22,11 +22,11 @@ impl Refusals {
     pub(crate) fn trim_when_refused<F: ForeignPool + Send + Sync + 'static>(
         refusals: &Arc<Self>,
         allocator: &CudaAllocator,
-        private: &Arc<PrivatePools<F>>,
+        mempools: &Arc<Mempools<F>>,
     ) {
-        let (refusals, private) = (Arc::clone(refusals), Arc::clone(private));
+        let (refusals, mempools) = (Arc::clone(refusals), Arc::clone(mempools));
         allocator.set_failure_callback(move |core, _| {
-            let released_bytes = make_room(core, &private);
+            let released_bytes = make_room(core, &mempools);
             tracing::info!(name: "memory.trimmed", target: "symmalloc", released_bytes);
             if released_bytes == 0 {
                 return Retry::IfReleased;
@@ -54,11 +54,11 @@ impl Refusals {
 
 /// Releases the free memory of all private pools, except those that graphs use. Memory that cannot be released stays. Returns the bytes
 /// released.
-pub(crate) fn make_room<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, private: &PrivatePools<F>) -> u64 {
+pub(crate) fn make_room<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, mempools: &Mempools<F>) -> u64 {
     let is_capturing = core.backend().device().is_capturing();
     // The core logged the failure.
-    let given_back = private.give_back(core, None, || Ok(is_capturing)).released_bytes;
+    let given_back = mempools.give_back(core, None, || Ok(is_capturing)).released_bytes;
     // The graphs' pools are listed for each pool: another thread may create one meanwhile.
-    let is_of_graph = |pool| private.list().iter().any(|entry| entry.own() == Some(pool));
+    let is_of_graph = |pool| mempools.list().iter().any(|entry| entry.own() == Some(pool));
     given_back + trim_private_pools(core, is_of_graph)
 }

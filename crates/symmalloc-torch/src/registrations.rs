@@ -43,7 +43,7 @@ pub(crate) struct RegistrationOptions<'a> {
     pub(crate) name: Option<&'a str>,
     pub(crate) attachment: Attachment,
     /// The expected rank and number of ranks, if the program states them.
-    pub(crate) place: Option<(u32, u32)>,
+    pub(crate) rank_and_world: Option<(u32, u32)>,
 }
 
 /// The memory that an all-to-all accepts.
@@ -276,7 +276,7 @@ impl PoolRegistration {
         let address = communicator.addr();
         // SAFETY: the caller's contract.
         let communicator = unsafe { builder.borrow(communicator) }?;
-        if let Some((rank, world)) = options.place {
+        if let Some((rank, world)) = options.rank_and_world {
             check(
                 "rank",
                 rank,
@@ -308,7 +308,7 @@ impl PoolRegistration {
     }
 
     /// Returns this rank, and the number of ranks.
-    pub(crate) fn place(&self) -> (u32, u32) {
+    pub(crate) fn rank_and_world(&self) -> (u32, u32) {
         (self.of.communicator.rank(), self.of.communicator.ranks())
     }
 

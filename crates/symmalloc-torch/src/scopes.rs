@@ -14,15 +14,63 @@
 //! allocated memory here. Otherwise its stream is unknown, and the scope stays open. Its pool stays in use, as in PyTorch's own allocator.
 
 use crate::error::Error;
-use crate::filter::StreamFilter;
-use crate::guard::not_in_callback;
-use crate::private_pools::{MempoolId, PoolPlace};
+use crate::guard::{call_back, not_in_callback};
+use crate::mempools::{MempoolId, PoolTarget};
 use crate::streams::RawStream;
 use std::cell::RefCell;
+use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::PoolId;
 use symmalloc_cuda::CaptureWatch;
+
+/// Returns `true` if the scope covers allocations on a stream. May throw a C++ exception. Allocations call it, so calls of this
+/// library inside it return an error.
+#[allow(non_camel_case_types, reason = "C's names")]
+pub type symmalloc_filter_fn = Option<unsafe extern "C-unwind" fn(context: *mut c_void, stream: *mut c_void) -> bool>;
+
+/// Destroys the context of a callback.
+#[allow(non_camel_case_types, reason = "C's names")]
+pub type symmalloc_destroy_fn = Option<unsafe extern "C-unwind" fn(context: *mut c_void)>;
+
+/// The filter of an open scope.
+pub(crate) struct StreamFilter {
+    accepts: symmalloc_filter_fn,
+    context: *mut c_void,
+    destroy: symmalloc_destroy_fn,
+}
+
+// SAFETY: PyTorch's own allocator keeps and calls its filters on any thread.
+unsafe impl Send for StreamFilter {}
+// SAFETY: as above; a filter mutates nothing.
+unsafe impl Sync for StreamFilter {}
+
+impl StreamFilter {
+    /// # Safety
+    /// The functions may be called with the context on any thread until the destructor has run.
+    pub(crate) unsafe fn new(
+        accepts: symmalloc_filter_fn,
+        context: *mut c_void,
+        destroy: symmalloc_destroy_fn,
+    ) -> Self {
+        StreamFilter { accepts, context, destroy }
+    }
+
+    /// Returns `true` if the filter accepts the stream. Without a function, it accepts all. Propagates exceptions of the filter.
+    pub(crate) fn accepts(&self, stream: *mut c_void) -> bool {
+        // SAFETY: the contract of `new`.
+        self.accepts.is_none_or(|accepts| call_back(|| unsafe { accepts(self.context, stream) }))
+    }
+}
+
+impl Drop for StreamFilter {
+    fn drop(&mut self) {
+        if let Some(destroy) = self.destroy {
+            // SAFETY: the contract of `new`; the filter is not called after this.
+            call_back(|| unsafe { destroy(self.context) });
+        }
+    }
+}
 
 /// The purpose of a begun scope, inferred from its filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +85,7 @@ pub(crate) enum ScopePurpose {
 struct Begun<F> {
     order: u64,
     id: MempoolId,
-    place: PoolPlace<F>,
+    target: PoolTarget<F>,
     filter: StreamFilter,
     purpose: ScopePurpose,
     /// The last stream that the filter accepted.
@@ -123,9 +171,9 @@ impl<F> Scopes<F> {
     ///
     /// Inside a callback, calls no filter and returns any pool, because the allocation returns an error.
     #[cold]
-    pub(crate) fn place_for(&self, stream: RawStream, inherited: Option<u64>) -> PoolPlace<F> {
+    pub(crate) fn target_for(&self, stream: RawStream, inherited: Option<u64>) -> PoolTarget<F> {
         if not_in_callback().is_err() {
-            return PoolPlace::Own(PoolId::DEFAULT);
+            return PoolTarget::Own(PoolId::DEFAULT);
         }
         let pushed = self.last(|pushed| match pushed.what {
             What::Pool(pool) => Some((pushed.order, pool)),
@@ -135,20 +183,20 @@ impl<F> Scopes<F> {
         let mut since = begun.iter().rev().take_while(|begun| pushed.is_none_or(|(order, _)| begun.order > order));
         let taker = since.find(|begun| inherited == Some(begun.order) || begun.takes(stream));
         let pool = pushed.map_or(PoolId::DEFAULT, |(_, pool)| pool);
-        taker.map_or(PoolPlace::Own(pool), |begun| begun.place.clone())
+        taker.map_or(PoolTarget::Own(pool), |begun| begun.target.clone())
     }
 
     /// Opens a scope for PyTorch. Returns its number.
     pub(crate) fn begin(
         &self,
-        (id, place): (MempoolId, PoolPlace<F>),
+        (id, target): (MempoolId, PoolTarget<F>),
         filter: StreamFilter,
         purpose: ScopePurpose,
         watch: CaptureWatch,
     ) -> u64 {
         let mut all = self.begun();
         let order = self.next();
-        let begun = Begun { order, id, place, filter, purpose, taken: Mutex::default(), _watch: watch };
+        let begun = Begun { order, id, target, filter, purpose, taken: Mutex::default(), _watch: watch };
         all.push(Arc::new(begun));
         self.open.fetch_add(1, Ordering::Relaxed);
         order

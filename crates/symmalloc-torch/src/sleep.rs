@@ -39,9 +39,9 @@ impl DeviceAllocator {
 
     /// Returns the used memory of the device by owner.
     pub(crate) fn device_memory(&self) -> Result<DeviceMemory, Error> {
-        let private = self.private_pools().list();
+        let mempools = self.mempools().list();
         let memory =
-            self.allocator().device_memory_with(|pool| private.iter().any(|entry| entry.own() == Some(pool)))?;
+            self.allocator().device_memory_with(|pool| mempools.iter().any(|entry| entry.own() == Some(pool)))?;
         Ok(memory.with_communicators(self.registrations.held_bytes()))
     }
 

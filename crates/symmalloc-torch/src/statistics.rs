@@ -61,11 +61,11 @@ pub(crate) fn as_json(allocator: &DeviceAllocator) -> Value {
 /// Returns the statistics of the existing pools, by id.
 fn pools(allocator: &DeviceAllocator) -> Vec<Value> {
     let core = allocator.core();
-    let (private, user) = (allocator.private_pools().list(), allocator.user_pool_ids());
+    let (mempools, user) = (allocator.mempools().list(), allocator.user_pool_ids());
     let describe = |pool: PoolId| {
         let (config, stats, digest) =
             (core.pool_config(pool).ok()?, core.pool_stats(pool).ok()?, core.digest(pool).ok()?);
-        let graph = private.iter().find(|entry| entry.own() == Some(pool));
+        let graph = mempools.iter().find(|entry| entry.own() == Some(pool));
         let kind = match graph {
             _ if pool == PoolId::DEFAULT => "default",
             Some(_) => "graph",

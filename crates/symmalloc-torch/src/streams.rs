@@ -38,7 +38,7 @@ impl RawStream {
     }
 
     #[inline]
-    fn place(self) -> usize {
+    fn slot(self) -> usize {
         ((self.0 as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (u64::BITS - CACHE_BITS)) as usize
     }
 }
@@ -66,7 +66,7 @@ impl StreamRegistry {
     /// Returns a stream that is in the cache.
     #[inline]
     pub(crate) fn cached(&self, raw: RawStream) -> Option<&KnownStream> {
-        let cached = self.cache[raw.place()].load(Ordering::Acquire);
+        let cached = self.cache[raw.slot()].load(Ordering::Acquire);
         // SAFETY: null, or a stream of `known`, which is boxed and lives as long as `self`.
         unsafe { cached.as_ref() }.filter(|stream| stream.raw == raw)
     }
@@ -91,7 +91,7 @@ impl StreamRegistry {
             // SAFETY: the caller's contract.
             Entry::Vacant(entry) => &raw const **entry.insert(Box::new(unsafe { self.register(raw) }?)),
         };
-        self.cache[raw.place()].store(stream.cast_mut(), Ordering::Release);
+        self.cache[raw.slot()].store(stream.cast_mut(), Ordering::Release);
         // SAFETY: boxed, never removed, and `self` is borrowed for as long as the result.
         Ok(unsafe { &*stream })
     }

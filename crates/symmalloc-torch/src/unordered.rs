@@ -16,7 +16,7 @@ impl DeviceAllocator {
         let pool = self.unordered.get_or_make(|| self.create_pool(None, None))?;
         // All of this memory is in the heap of the default stream.
         // SAFETY: every context has the default stream.
-        unsafe { self.allocate(pool, size_bytes, RawStream::new(std::ptr::null_mut()), None) }
+        unsafe { self.allocate(pool, RawStream::new(std::ptr::null_mut()), size_bytes, None) }
     }
 
     /// Blocks until all submitted work of the device has completed, and frees an allocation of any kind. Ignores a null pointer. If it

@@ -93,7 +93,7 @@ fn run(built: &Built, case: &str) {
         .arg(library)
         .env("LD_LIBRARY_PATH", paths)
         // The program counts reserved bytes in units of 2 MiB.
-        .env("SYMMALLOC_CONF", "stitching:false")
+        .env("SYMMALLOC_CONF", if case == "fixed registrations" { "segments:fixed" } else { "stitching:false" })
         .env("STUB_DEVICES", if case == "devices" { "2" } else { "1" })
         .output()
         .expect("the program starts");
@@ -111,6 +111,8 @@ fn the_class_behaves_under_libc10_as_extensions_expect() {
     for case in [
         "memory",
         "trackers",
+        "registrations",
+        "fixed registrations",
         "histories",
         "refusals",
         "uncached",

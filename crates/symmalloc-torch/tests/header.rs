@@ -24,7 +24,7 @@ fn the_header_matches_the_sources() {
         "c_interface/registrars.rs",
         "c_interface/all_to_all.rs",
         "c_interface/ranks.rs",
-        "filter.rs",
+        "scopes.rs",
         "pytorch/memory.rs",
         "pytorch/pools.rs",
         "pytorch/scopes.rs",

@@ -3,7 +3,7 @@
 //! [`symmalloc_core::plans`] defines plans and their semantics; `docs/plan.md` specifies the format.
 //!
 //! ```
-//! use symmalloc::plans::{Plan, StepAllocation, Steps};
+//! use symmalloc::plans::{Plan, StepAllocation, SearchBudget};
 //! use symmalloc::ids::StreamGroup;
 //! use symmalloc::{Allocator, Config, PoolId, StreamId};
 //! use symmalloc::sim::SimBackend;
@@ -13,7 +13,7 @@
 //! let stream = StreamId(0);
 //! let wanted = |requested_bytes, until| StepAllocation { stream, requested_bytes, until: Some(until) };
 //! let step = [wanted(4 << 20, 2), wanted(512, 3), wanted(6 << 20, 3)];
-//! let solved = Plan::solve(config.default_pool(), 2 << 20, StreamGroup::One(stream), 0, &step, Steps::default())?;
+//! let solved = Plan::solve(config.default_pool(), 2 << 20, StreamGroup::One(stream), 0, &step, SearchBudget::default())?;
 //! let mut file = PlanFile::new(config);
 //! file.add_plan(PoolId::DEFAULT, solved)?;
 //! let text = plan::to_text(&file);

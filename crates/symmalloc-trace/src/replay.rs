@@ -54,15 +54,13 @@ impl Program {
     /// Returns an error if an op names an allocation that does not exist yet, or creates one a second time.
     pub fn new<'a>(records: impl IntoIterator<Item = &'a Record>) -> Result<Self, ReplayError> {
         let mut program = Program::default();
-        let mut dense = BTreeMap::new();
+        let mut dense = DenseIds::default();
         for (index, record) in records.into_iter().enumerate() {
             let mut op = record.op.clone();
             match &mut op {
                 Op::Allocate { id, .. } => {
-                    let next = AllocationId(dense.len() as u64);
-                    if dense.insert(*id, next).is_some() {
-                        return Err(ReplayError { op: index, error: StepError::MadeTwice { id: *id } });
-                    }
+                    let next =
+                        dense.add(*id).ok_or(ReplayError { op: index, error: StepError::MadeTwice { id: *id } })?;
                     *id = next;
                     program.allocation_count += 1;
                     program.names.extend(record.name.clone().map(|name| (next, name)));
@@ -71,7 +69,7 @@ impl Program {
                     }
                 }
                 Op::Free { id } | Op::RecordUse { id, .. } => {
-                    let known = dense.get(id).copied();
+                    let known = dense.of(*id);
                     *id = known.ok_or(ReplayError { op: index, error: StepError::NotLive { id: *id } })?;
                 }
                 Op::Refuse { .. } => program.refused_names.extend(record.name.clone().map(|name| (index, name))),
@@ -86,6 +84,19 @@ impl Program {
     /// Returns the ops. Their allocations are numbered in order of creation.
     pub fn ops(&self) -> &[Op] {
         &self.ops
+    }
+
+    /// Returns the program with other settings of a pool that it creates.
+    #[must_use]
+    pub fn with_pool_config(mut self, pool: PoolId, settings: &PoolConfig) -> Self {
+        for op in &mut self.ops {
+            if let Op::CreatePool { pool: of, config } = op
+                && *of == pool
+            {
+                **config = settings.clone();
+            }
+        }
+        self
     }
 
     /// Returns the number of allocations that the program makes.
@@ -112,7 +123,11 @@ impl Program {
     /// Returns the name of an allocation, which all allocations with this name share.
     #[inline]
     pub fn shared_name(&self, id: AllocationId) -> Option<&Arc<str>> {
-        let at = self.names.binary_search_by_key(&id, |(id, _)| *id).ok()?;
+        // Most programs name all their allocations, or none.
+        let at = match self.names.get(id.index()) {
+            Some((of, _)) if *of == id => id.index(),
+            _ => self.names.binary_search_by_key(&id, |(id, _)| *id).ok()?,
+        };
         Some(&self.names[at].1)
     }
 
@@ -146,6 +161,48 @@ impl Program {
     pub fn pending(&self, op: usize) -> Option<Pending> {
         let at = self.pending.binary_search_by_key(&op, |(op, _)| *op).ok()?;
         Some(self.pending[at].1)
+    }
+}
+
+/// The numbers of allocations by their recorded ids. Most recordings count them upwards, and need no tree.
+#[derive(Debug, Default)]
+struct DenseIds {
+    /// Ids in ascending order with their numbers.
+    ascending: Vec<(AllocationId, AllocationId)>,
+    /// The other ids.
+    others: BTreeMap<AllocationId, AllocationId>,
+}
+
+impl DenseIds {
+    /// Numbers the next allocation. Returns `None` if the id has a number.
+    fn add(&mut self, id: AllocationId) -> Option<AllocationId> {
+        let next = AllocationId((self.ascending.len() + self.others.len()) as u64);
+        if self.ascending.last().is_none_or(|(last, _)| *last < id) {
+            // The other ids are lower than an earlier ascending one.
+            self.ascending.push((id, next));
+            return Some(next);
+        }
+        if self.of(id).is_some() {
+            return None;
+        }
+        self.others.insert(id, next);
+        Some(next)
+    }
+
+    /// Returns the number of an allocation.
+    fn of(&self, id: AllocationId) -> Option<AllocationId> {
+        // Without gaps, the ids are positions.
+        let (first, _) = self.ascending.first()?;
+        let at = usize::try_from(id.0.wrapping_sub(first.0)).ok();
+        if let Some((of, number)) = at.and_then(|at| self.ascending.get(at))
+            && *of == id
+        {
+            return Some(*number);
+        }
+        match self.ascending.binary_search_by_key(&id, |(of, _)| *of) {
+            Ok(at) => Some(self.ascending[at].1),
+            Err(_) => self.others.get(&id).copied(),
+        }
     }
 }
 
@@ -215,7 +272,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         Ok(replay)
     }
 
-    /// Replaces the steps that the program may take; see [`StepError::TooMuchWork`].
+    /// Replaces the work that the program may do; see [`StepError::TooMuchWork`].
     #[must_use]
     pub fn with_allowance(mut self, allowance: Allowance) -> Self {
         self.allowance = allowance;

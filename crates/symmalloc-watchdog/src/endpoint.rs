@@ -187,7 +187,7 @@ impl Endpoint {
     /// Returns `true` if this endpoint is no longer needed: its process was part of communicators and has left them all. The hub is needed
     /// as long as other processes communicate through it.
     pub fn is_over(&self) -> bool {
-        self.has_joined && self.memberships.is_empty() && (self.own != HUB || self.roster.are_through())
+        self.has_joined && self.memberships.is_empty() && (self.own != HUB || self.roster.have_all_left())
     }
 
     /// Advances the time and sends any heartbeat that is due.

@@ -1,16 +1,32 @@
-//! Liveness, progress and flight records of the processes of a job.
+//! A watchdog for communicators: it finds the rank that is gone, stopped or stuck, and ends what waits for it.
 //!
-//! This crate depends on neither CUDA nor NCCL and influences no placement. It is the foundation of the watchdog of communicators.
+//! This crate depends on neither CUDA nor NCCL and influences no placement. It watches whatever implements a small trait.
 //!
 //! ```text
 //!  process 1 ──┐  beats, joins, departures           Endpoint   the protocol without I/O; its Roster holds the state of each process
 //!  process 2 ──┼─────────► process 0, the hub        Lifeline   the protocol over connections, within bounds
 //!  process 3 ──┘
+//!                                                    Watched        a communicator that this process's watchdog watches
 //!                                                    FlightRecord   a process's view of its communicators, as a file
 //!                                                    Findings       a comparison of the records of all ranks
 //! ```
 //!
+//! # Watching a communicator
+//! | type | purpose |
+//! |---|---|
+//! | [`Identity`] | which rank of which communicator it is, and its deadline |
+//! | [`FlightRecorder`] | records the work that is submitted and how far the device is. The watchdog reads it through [`Flight`] |
+//! | [`Watchable`] | ends the communicator |
+//! | [`Process`] | ends the process if the communicator cannot be ended |
+//! | [`Watched`] | all of these together: [`watch`](Watched::watch) it, and [`leave`](Watched::leave) or [`fail`](Watched::fail) at its end |
+//! | [`MeetingId`] | the connections to the processes of the other ranks, which the caller opened |
+//! | [`Connecting`], [`Announced`] | a communicator that is being created, so that the death of a rank ends the creation |
+//!
+//! One thread watches all communicators of the process. The methods of [`Watchable`] run on other threads, because they may block. This crate
+//! polls no driver: the owner of the device tells the recorder which work has completed.
+//!
 //! # Examples
+//! Compare flight records:
 //! ```
 //! use std::path::Path;
 //! use symmalloc_watchdog::{Finding, Findings, FlightRecord};
@@ -41,6 +57,8 @@ mod ids;
 mod lifeline;
 mod message;
 mod roster;
+pub mod threads;
+mod watching;
 
 pub use connection::Connection;
 pub use endpoint::{Endpoint, PeerEvent, SILENT_AFTER};
@@ -51,3 +69,9 @@ pub use flight_record::{
 pub use ids::{CommunicatorId, ProcessId, Progress, RankId};
 pub use lifeline::Lifeline;
 pub use message::{Departure, FailureReport, Member};
+pub use watching::{
+    ATTRIBUTION_LIMIT, Announced, Call, Callback, Connecting, ERROR_LIMIT, EntryNumber, FAILURE_EXIT_CODE, Failure,
+    FailureCause, Flight, FlightRecorder, Identity, LocalError, Marked, MeetingId, NamedRank, POLL_INTERVAL, Process,
+    StreamRef, Tick, UnfinishedWork, Unmarked, WatchSettings, Watchable, WatchdogMode, Watched, Work, flight_record,
+    is_running, start, write_flight_record,
+};

@@ -109,7 +109,8 @@ impl Known {
         self.memberships.values().find_map(|it| it.failure.clone())
     }
 
-    fn is_through(&self) -> bool {
+    /// Returns `true` if the process is part of no communicator any longer: it is gone, or has left or failed each one that it joined.
+    fn has_left_all(&self) -> bool {
         self.departure.is_some() || self.has_joined && !self.memberships.values().any(Membership::is_live)
     }
 }
@@ -140,8 +141,8 @@ impl Roster {
     }
 
     /// Returns `true` if no process is part of a communicator any longer.
-    pub(crate) fn are_through(&self) -> bool {
-        self.processes.values().all(Known::is_through)
+    pub(crate) fn have_all_left(&self) -> bool {
+        self.processes.values().all(Known::has_left_all)
     }
 
     /// Records that a process has a rank of a communicator. A repeated join resets the rank, except for a failure.

@@ -1,10 +1,10 @@
 //! The flags that control how recordings are read.
 
 use crate::escape::quoted;
-use symmalloc_import::{MEMORY_LIMIT_BYTES, ReadOptions};
+use symmalloc_import::ReadOptions;
 
-/// Options for reading recordings.
-#[derive(Clone, Debug, clap::Args)]
+/// Options for reading recordings. The defaults are those of a command line without these flags.
+#[derive(Clone, Debug, Default, clap::Args)]
 pub(crate) struct ReadingArgs {
     /// Device to read from a PyTorch snapshot with several devices
     #[arg(long, value_name = "D")]
@@ -15,22 +15,9 @@ pub(crate) struct ReadingArgs {
     /// Installed packages whose Python frames do not name allocations, besides PyTorch: `einops,transformers`, or `all`
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     libraries: Vec<String>,
-    /// Memory limit for one recording and its copies, in MiB
-    #[arg(long, value_name = "M", default_value_t = MEMORY_LIMIT_BYTES >> 20,
-          value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
-    memory_limit_mb: u64,
-}
-
-impl Default for ReadingArgs {
-    /// Returns the options of a command line without these flags.
-    fn default() -> Self {
-        ReadingArgs {
-            device: None,
-            accept_torn: false,
-            libraries: Vec::new(),
-            memory_limit_mb: MEMORY_LIMIT_BYTES >> 20,
-        }
-    }
+    /// Memory limit for one recording and its copies, in MiB [default: 4096; less for a small compressed file]
+    #[arg(long, value_name = "M", value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
+    memory_limit_mb: Option<u64>,
 }
 
 impl ReadingArgs {
@@ -43,8 +30,8 @@ impl ReadingArgs {
         if !self.libraries.is_empty() {
             flags += &format!(" --libraries {}", quoted(&self.libraries.join(",")));
         }
-        if self.memory_limit_mb != MEMORY_LIMIT_BYTES >> 20 {
-            flags += &format!(" --memory-limit-mb {}", self.memory_limit_mb);
+        if let Some(limit_mb) = self.memory_limit_mb {
+            flags += &format!(" --memory-limit-mb {limit_mb}");
         }
         flags
     }
@@ -52,7 +39,8 @@ impl ReadingArgs {
 
 impl From<&ReadingArgs> for ReadOptions {
     fn from(args: &ReadingArgs) -> Self {
-        let mut options = ReadOptions::default().memory_limit_bytes(args.memory_limit_mb << 20);
+        let mut options = ReadOptions::default();
+        options.memory_limit_bytes = args.memory_limit_mb.map(|limit_mb| limit_mb << 20);
         options.device = args.device;
         options.accept_torn = args.accept_torn;
         options.libraries.extend(args.libraries.iter().cloned());

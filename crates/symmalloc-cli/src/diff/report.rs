@@ -3,10 +3,10 @@
 use super::{Diff, LateBeginning, OpDifference, PlacementDifference};
 use crate::args::DiffArgs;
 use crate::error::CliError;
+use crate::format;
 use crate::input;
 use crate::output::{self, Palette};
 use crate::quantity::{count, counted, exact_memory, memory, op_of_allocation};
-use crate::replay::describe;
 use crate::verdict::Verdict;
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -18,6 +18,12 @@ use symmalloc_text::visible_line;
 
 /// Maximum length of a file's name that stands for the letter of a recording.
 const NAME_CHARS_MAX: usize = 32;
+
+/// Number of common ops from which on parts of a job that are the same say something about the job.
+const OPS_MIN: usize = 100;
+
+/// States that the result says little.
+const FEW: &str = "\n            These are few ops, and the rest of the job is not compared: record more of it to tell whether the ranks are alike";
 
 /// Compares two recordings. The verdict is `Differ` if ops or placements differ.
 pub(super) fn run(path_a: &Path, path_b: &Path, args: &DiffArgs) -> Result<Verdict, CliError> {
@@ -38,11 +44,19 @@ pub(super) fn run(path_a: &Path, path_b: &Path, args: &DiffArgs) -> Result<Verdi
     Ok(if diff.is_same() { Verdict::Agree } else { Verdict::Differ })
 }
 
+impl Diff {
+    /// Returns `true` if the recordings show different parts of a job and have few ops in common.
+    fn is_of_few_ops(&self) -> bool {
+        let is_part = self.ops_after != [0, 0] || self.late.is_some_and(|late| late.ops_before != [0, 0]);
+        is_part && self.compared_ops < OPS_MIN
+    }
+}
+
 fn header(letter: &str, path: &Path, recording: &Recording, palette: Palette) -> String {
     format!(
         "{letter}  {}  {}\n   {}, {}\n",
         palette.title(&path.display().to_string()),
-        palette.aside(&describe(recording)),
+        palette.aside(&format::describe(recording)),
         counted(recording.records.len(), "op"),
         counted(recording.summary.allocations, "allocation"),
     )
@@ -53,7 +67,10 @@ fn findings(diff: &Diff, paths: [&Path; 2], palette: Palette) -> String {
     let others = diff.compared_ops - diff.allocations;
     let compared = format!("{} and {}", counted(diff.allocations, "allocation"), counted(others, "other op"));
     let _ = match &diff.first_op {
-        None => writeln!(out, "\nops         {}: {compared}{}", palette.good("the same"), end(diff.ops_after)),
+        None => {
+            let few = if diff.is_of_few_ops() { FEW } else { "" };
+            writeln!(out, "\nops         {}: {compared}{few}{}", palette.good("the same"), end(diff.ops_after))
+        }
         Some(difference) => writeln!(
             out,
             "\nops         {} after {compared}\n            A {}\n            B {}",

@@ -19,6 +19,7 @@ use std::thread;
 use symmalloc_core::config::StreamPolicy;
 use symmalloc_core::ids::AllocationId;
 use symmalloc_core::op::Op;
+use symmalloc_sim::job::on_threads;
 use symmalloc_trace::replay::Program;
 
 /// A placement rule.
@@ -263,18 +264,9 @@ fn claim(next: &AtomicU32, ranks: u32) -> Option<u32> {
 
 /// Runs `work` on as many threads as there are cores, but on at most `at_most`, and returns the first error.
 fn workers<T: Send>(at_most: u32, work: impl Fn() -> Result<T, JobError> + Sync) -> Result<Vec<T>, JobError> {
-    let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
-    let threads = cores.min(at_most as usize);
-    if threads <= 1 {
-        return Ok(vec![work()?]);
-    }
-    thread::scope(|scope| {
-        let threads: Vec<_> = (0..threads).map(|_| scope.spawn(&work)).collect();
-        let join = |thread: thread::ScopedJoinHandle<'_, Result<T, JobError>>| {
-            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        };
-        threads.into_iter().map(join).collect()
-    })
+    let cores = thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
+    let at_most = NonZeroUsize::new(at_most as usize).unwrap_or(NonZeroUsize::MIN);
+    on_threads(cores.min(at_most), work).into_iter().collect()
 }
 
 #[cfg(test)]

@@ -18,18 +18,24 @@ pub(super) struct Sequence<'a> {
     pub(super) options: &'a Options,
 }
 
+/// An op whose request was refused, and why. `None` for a request that is larger than any segment.
+pub(crate) type Refused = (usize, Option<OutOfMemoryCause>);
+
 /// Outcome of running a program once.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Attempt {
-    /// Ops whose requests were refused, and why. `None` for a request that is larger than any segment.
-    pub(crate) refused: Vec<(usize, Option<OutOfMemoryCause>)>,
+    pub(crate) refused: Vec<Refused>,
     /// Peak of reserved memory.
     pub(crate) reserved_bytes: u64,
 }
 
 impl Sequence<'_> {
-    /// Runs the program once on rank 0, up to and including an op.
-    pub(super) fn attempt(&self, last_op: usize) -> Result<Attempt, JobError> {
+    /// Runs the program once on rank 0, up to and including an op, or until `is_refused` ends it at a refusal.
+    pub(super) fn attempt(
+        &self,
+        last_op: usize,
+        is_refused: impl Fn(&Refused) -> ControlFlow<()>,
+    ) -> Result<Attempt, JobError> {
         let device = SimBackend::builder().memory_bytes(u64::MAX).without_kernels().build();
         let allocator = Allocator::new(device, self.config.clone())?;
         let mut replay = Replay::new(&allocator, self.program);
@@ -46,6 +52,9 @@ impl Sequence<'_> {
                         _ => None,
                     };
                     attempt.refused.push((op, cause));
+                    if attempt.refused.last().is_some_and(|refused| is_refused(refused).is_break()) {
+                        break;
+                    }
                 }
                 (Err(StepError::NotLive { id }), _) if refused.contains(&id) => {}
                 (Err(error), _) => return Err(JobError::Step { rank: 0, op, error }),

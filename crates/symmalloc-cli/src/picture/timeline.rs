@@ -17,8 +17,8 @@ use symmalloc_import::rerun::{Happened, Moment, Rerun, RerunError};
 /// Maximum number of columns. A job with fewer ops has one column per op.
 const COLUMNS: usize = 400;
 
-/// Steps that a heap costs in a column: three spans, which also take memory.
-const STEPS_PER_COLUMN: usize = 2;
+/// Work that a heap costs in a column: three spans, which also take memory.
+const WORK_PER_COLUMN: usize = 2;
 
 /// Quantities: requested bytes, bytes of the blocks that serve them, bytes reserved from the device.
 pub(crate) const LIVE: usize = 0;
@@ -193,7 +193,7 @@ impl Watcher {
         let heaps = &mut self.timeline.heaps;
         let index = heaps.binary_search_by_key(&owner, |(owner, _)| *owner).unwrap_or_else(|index| {
             let columns = self.timeline.stacks.len();
-            work::count(STEPS_PER_COLUMN * columns + heaps.len());
+            work::count(WORK_PER_COLUMN * columns + heaps.len());
             let mut curve = Curve::after(columns - 1);
             curve.begin_column();
             heaps.insert(index, (owner, curve));
@@ -207,7 +207,7 @@ impl Watcher {
     }
 
     fn begin_column(&mut self) {
-        work::count(STEPS_PER_COLUMN * self.timeline.heaps.len());
+        work::count(WORK_PER_COLUMN * self.timeline.heaps.len());
         let curves = self.timeline.heaps.iter_mut().map(|(_, curve)| curve);
         curves.chain([&mut self.timeline.total]).for_each(Curve::begin_column);
         self.push_stack();

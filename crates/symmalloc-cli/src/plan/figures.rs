@@ -8,7 +8,7 @@ use crate::recorded::Recorded;
 use std::sync::Arc;
 use symmalloc_core::config::StreamPolicy;
 use symmalloc_core::op::Op;
-use symmalloc_core::plans::Steps;
+use symmalloc_core::plans::SearchBudget;
 use symmalloc_trace::plan::PlanFile;
 
 /// Numbers of a job over all passes. With several ranks, the maximum.
@@ -41,7 +41,11 @@ pub(super) struct Figures {
 
 impl Figures {
     /// Plans a job, and runs it with its plan and without.
-    pub(super) fn of(job: &Recorded, policy: &PolicyArgs, budget: Steps) -> Result<(Arc<PlanFile>, Self), CliError> {
+    pub(super) fn of(
+        job: &Recorded,
+        policy: &PolicyArgs,
+        budget: SearchBudget,
+    ) -> Result<(Arc<PlanFile>, Self), CliError> {
         // A job that fails even without a plan cannot be planned.
         let online = job.job.steady(&job.config, None);
         let online = online.map_err(|source| CliError::Job { path: job.path.clone(), source })?;

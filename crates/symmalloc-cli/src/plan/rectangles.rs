@@ -4,9 +4,8 @@
 use crate::args::PlanArgs;
 use crate::content::Content;
 use crate::destination::{Destination, shown};
-use crate::error::CliError;
+use crate::error::{CliError, NotATable};
 use crate::output;
-use crate::plan::not_a_table::NotATable;
 use crate::planned::{self, GRANULE_BYTES};
 use crate::progress::Progress;
 use crate::quantity::{count, counted, rounded};
@@ -17,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 use symmalloc_core::ids::HeapId;
 use symmalloc_core::plans::{Plan, PlannedAllocation};
-use symmalloc_plan::{Problem, Solution, Steps, TableError, solve_watched, write_csv};
+use symmalloc_plan::{Problem, SearchBudget, Solution, TableError, solve_watched, write_csv};
 use symmalloc_trace::plan::PlanFile;
 
 /// Maximum length of the header line.
@@ -119,13 +118,13 @@ struct Planned<'a> {
 }
 
 impl<'a> Planned<'a> {
-    fn new(path: &'a PathBuf, budget: Steps) -> Result<Self, CliError> {
+    fn new(path: &'a PathBuf, budget: SearchBudget) -> Result<Self, CliError> {
         let failed = |source| CliError::Rectangles { path: path.clone(), source };
         let file = File::open(path).map_err(|error| failed(TableError::Csv(error.into())))?;
         let (problem, names) = Problem::read_csv(file).map_err(failed)?;
         let begun = Instant::now();
-        let progress = Progress::new(&path.to_string_lossy(), budget.0, "steps");
-        let solution = solve_watched(&problem, budget, |search| progress.set(search.steps, budget.0));
+        let progress = Progress::new(&path.to_string_lossy(), budget.0, "units of work");
+        let solution = solve_watched(&problem, budget, |search| progress.set(search.work, budget.0));
         drop(progress);
         let seconds = begun.elapsed().as_secs_f64();
         let checked = solution.check(&problem);
@@ -151,14 +150,14 @@ impl<'a> Planned<'a> {
     fn render(&self) -> String {
         let remark = if self.solution.is_optimal() { ": optimal" } else { "" };
         format!(
-            "{}\n{}\nlower bound {:>22}\nheight      {:>22}   lower bound / height {:.4}{remark}\nfound in {:.1} s, {}\n",
+            "{}\n{}\nlower bound {:>22}\nheight      {:>22}   lower bound / height {:.4}{remark}\nfound in {:.1} s, {} units of work\n",
             shown(self.path),
             counted(self.names.len(), "rectangle"),
             count(self.problem.lower_bound()),
             count(self.solution.height()),
             self.quality(),
             self.seconds,
-            counted(self.solution.steps(), "step"),
+            count(self.solution.work()),
         )
     }
 
@@ -171,7 +170,7 @@ impl<'a> Planned<'a> {
             "height": self.solution.height(),
             "quality": rounded(self.quality()),
             "is_optimal": self.solution.is_optimal(),
-            "steps": self.solution.steps(),
+            "work": self.solution.work(),
             "seconds": rounded(self.seconds),
             "plan": out.map(|path| path.display().to_string()),
         })

@@ -14,11 +14,11 @@ use super::program::{self, Pools};
 use super::proof::{self, Proof};
 use super::sizes;
 use crate::args::PlanArgs;
+use crate::config_text;
 use crate::destination::Destination;
 use crate::error::CliError;
 use crate::job::JobError;
 use crate::recorded::Recorded;
-use crate::report::settings;
 use std::collections::BTreeSet;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy};
 use symmalloc_core::ids::PoolId;
@@ -131,7 +131,7 @@ impl ReservationPlan {
 
     /// Returns the configuration in its shortest form.
     pub(super) fn settings(&self) -> String {
-        settings::text(&self.config)
+        config_text::shortest(&self.config)
     }
 
     pub(super) fn is_reserved(&self, pool: PoolId) -> bool {

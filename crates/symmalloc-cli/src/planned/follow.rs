@@ -1,9 +1,8 @@
 //! Reading a plan for a recording, and validating it against flags, job and pools before anything runs.
 
-use super::contradiction::Contradiction;
-use super::difference::{self, JobDifference};
-use crate::args::PolicyArgs;
-use crate::error::CliError;
+use super::difference;
+use crate::args::{PlanFlagContradiction, PolicyArgs};
+use crate::error::{CliError, JobDifference};
 use crate::input;
 use crate::recorded::reconfigure;
 use std::path::Path;
@@ -30,7 +29,7 @@ pub(crate) fn follow(
     let open = |source| CliError::OpenPlan { path: path.to_path_buf(), source };
     let file = plan::read(compression::decompress(input::open(path).map_err(open)?).map_err(open)?);
     let file = file.map_err(|source| CliError::PlanText { path: path.to_path_buf(), source })?;
-    Contradiction::of(policy, file.config())
+    PlanFlagContradiction::of(policy, file.config())
         .map_or(Ok(()), |source| Err(CliError::PlanContradicted { path: path.to_path_buf(), source }))?;
     let another = |source| CliError::PlanOfAnotherJob { plan: path.to_path_buf(), job: job.to_path_buf(), source };
     configure(recording, &file).map_err(another)?;
@@ -66,19 +65,22 @@ fn named(mut error: PlanError, pool: PoolId) -> PlanError {
 }
 
 /// Checks that an allocator with the plan's configuration adopts the plans. Each pool is tried separately, because not all pools of a
-/// program exist at the same time.
+/// program exist at the same time. They share one allocator, because registering all streams for each pool would take quadratic time.
 pub(super) fn adopt(file: &PlanFile, streams: usize) -> Result<(), (PoolId, PlanError)> {
     let mut pools: Vec<PoolId> = file.plans().map(|(heap, _)| heap.pool).collect();
     pools.dedup();
+    // A configuration that is invalid for a device fails when the job runs.
+    let Ok(allocator) = Allocator::new(IdleBackend::default(), file.config().clone()) else { return Ok(()) };
+    let of_plan =
+        |(_, plan): (_, &Plan)| plan.allocations().iter().map(|planned| planned.wanted.stream.index() + 1).max();
+    let needed = file.plans().filter_map(of_plan).max().unwrap_or(0);
+    (0..streams.min(needed)).try_for_each(|_| allocator.register_stream().map(drop)).ok();
     for pool in pools {
         let settings = file.pool_config(pool).expect("it has plans").clone();
-        let Ok(config) = file.config().to_builder().default_pool(settings).build() else { continue };
-        // A configuration that is invalid for a device fails when the job runs.
-        let Ok(allocator) = Allocator::new(IdleBackend::default(), config) else { continue };
-        let of_plan = |plan: &Plan| plan.allocations().iter().map(|planned| planned.wanted.stream.index() + 1).max();
-        let needed = file.plans_of(pool).filter_map(of_plan).max().unwrap_or(0);
-        (0..streams.min(needed)).try_for_each(|_| allocator.register_stream().map(drop)).ok();
-        let adopted = file.plans_of(pool).try_for_each(|plan| allocator.adopt_plan(PoolId::DEFAULT, plan.clone()));
+        let Ok(trial) = allocator.create_pool(settings) else { continue };
+        let adopted = file.plans_of(pool).try_for_each(|plan| allocator.adopt_plan(trial, plan.clone()));
+        // The next pool gets the address space and the budget of this one.
+        let _destroyed = allocator.destroy_pool(trial);
         adopted.map_err(|error| (pool, named(error, pool)))?;
     }
     Ok(())

@@ -3,16 +3,17 @@
 use super::finding::ReplayFinding;
 use super::json::{segments_name, streams_name};
 use crate::beginning::lived_before;
+use crate::config_text;
+use crate::format;
 use crate::job::{Decision, Divergence, Order, Outcome, Segments};
 use crate::output::{Cell, Palette, Table};
 use crate::quantity::{count, counted, memory, op_of_allocation};
-use crate::report::settings::text;
 use crate::streams;
 use std::fmt::Write;
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::ids::{Placement, PoolId};
 use symmalloc_core::op::Op;
-use symmalloc_import::{Format, Recording};
+use symmalloc_import::Recording;
 
 /// Data for the output of one trace.
 pub(super) struct Screen<'a> {
@@ -48,7 +49,7 @@ impl Screen<'_> {
         let mut out = format!(
             "{}  {}\n{}\n",
             palette.title(&path.display().to_string()),
-            palette.aside(&kind_of(self.recording)),
+            palette.aside(&format::describe(self.recording)),
             facts.join(", ")
         );
         let ours = if outcome.order == Order::Sequence { self.settings() } else { Vec::new() };
@@ -60,9 +61,9 @@ impl Screen<'_> {
     fn settings(&self) -> Vec<String> {
         let pools = self.created_pools().map(|(pool, config)| {
             let alone = Config::builder().default_pool(config.clone()).build();
-            (pool.to_string(), alone.map_or_else(|_| config.to_string(), |config| text(&config)))
+            (pool.to_string(), alone.map_or_else(|_| config.to_string(), |config| config_text::shortest(&config)))
         });
-        let default_pool = ("settings".to_owned(), text(self.config));
+        let default_pool = ("settings".to_owned(), config_text::shortest(self.config));
         let mut groups: Vec<(String, String, usize)> = Vec::new();
         for (pool, settings) in std::iter::once(default_pool).chain(pools) {
             let alike = groups.iter_mut().skip(1).find(|(_, known, _)| *known == settings);
@@ -236,24 +237,5 @@ fn place(decision: &Decision) -> String {
         None => "no placement (refused)".to_owned(),
         Some(Placement::NOWHERE) => "no placement (no bytes)".to_owned(),
         Some(Placement { segment, offset_bytes }) => format!("segment {} offset {}", segment.0, count(*offset_bytes)),
-    }
-}
-
-/// Returns the kind of recording and its device.
-pub(crate) fn kind_of(recording: &Recording) -> String {
-    let kind = format_name(recording);
-    match recording.summary.device {
-        Some(device) => format!("{kind}, device {device}"),
-        None => kind.to_owned(),
-    }
-}
-
-/// Returns the name of the recording's format.
-pub(crate) fn format_name(recording: &Recording) -> &'static str {
-    match recording.format {
-        Format::PyTorchSnapshot => "PyTorch snapshot",
-        Format::RmmLog => "RMM log",
-        Format::Trace => "symmalloc trace",
-        _ => "recording",
     }
 }

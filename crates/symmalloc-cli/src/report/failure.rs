@@ -16,6 +16,7 @@ use super::holders::{self, Holder};
 use super::pools::PrivatePools;
 use super::settings;
 use crate::args::ReadingArgs;
+use crate::config_text;
 use crate::error::CliError;
 use crate::escape::quoted;
 use crate::picture::memory::Memory;
@@ -26,12 +27,13 @@ use bound::{Bound, LiveBytes, Scope, bounds, pool_config};
 use growth::Growth;
 use places::{Place, Places};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use symmalloc_core::config::{Config, PoolConfig, Reclaim};
 use symmalloc_core::errors::{LimitScope, OutOfMemoryCause};
 use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::op::{Op, Record, Refusal};
-use symmalloc_core::units::MIB;
+use symmalloc_core::units::{MIB, SEGMENT_BYTES_MAX};
 use symmalloc_import::{Format, HeldMemory, Recording};
 use symmalloc_text::visible_line;
 use symmalloc_trace::replay::Program;
@@ -65,6 +67,8 @@ pub(super) struct Failure {
     pub(super) held: Option<HeldMemory>,
     /// Memory of each heap.
     places: Places,
+    /// Pools that sleep.
+    asleep: BTreeSet<PoolId>,
     pub(super) device_free_bytes: Option<u64>,
     /// Limits that apply to the request, the narrowest first.
     bounds: Vec<Bound>,
@@ -105,12 +109,13 @@ impl Failure {
     /// Returns the failure of a job, and tries which settings serve the request. `None` if nothing failed.
     pub(super) fn of(recorded: &Recorded, reading: &ReadingArgs) -> Result<Option<Self>, CliError> {
         let Some(mut failure) = Self::found(recorded)? else { return Ok(None) };
-        let records = with_request(&recorded.recording, failure.op);
+        let program = Program::new(&with_request(&recorded.recording, failure.op));
+        let program = program.map_err(|source| CliError::Program { path: recorded.path.clone(), source })?;
         let of_default = failure.pool == PoolId::DEFAULT;
         // The same candidates for any pool: in place of the default pool.
         let as_default = recorded.config.to_builder().default_pool(failure.pool_config.clone()).build();
         let mut configs: Vec<Config> = as_default.into_iter().collect();
-        let candidates = configs.first().map(|own| settings::candidates(own, recorded.job.stream_count()));
+        let candidates = configs.first().map(|own| settings::candidates(recorded, own));
         for config in candidates.into_iter().flatten() {
             if !configs.contains(&config) {
                 configs.push(config);
@@ -118,20 +123,14 @@ impl Failure {
         }
         let device_bytes = failure.device_bytes();
         for (index, candidate) in configs.iter().enumerate() {
-            let (config, changed_records) = match of_default {
-                true => (candidate.clone(), None),
-                false if index == 0 => (recorded.config.clone(), None),
-                false => {
-                    let pool = candidate.default_pool();
-                    (recorded.config.clone(), Some(with_pool(&records, failure.pool, pool)))
-                }
-            };
-            let Some(config) = limited(&config, device_bytes) else { continue };
-            let program = Program::new(changed_records.as_ref().unwrap_or(&records));
-            let program = program.map_err(|source| CliError::Program { path: recorded.path.clone(), source })?;
+            let changed = (!of_default && index > 0)
+                .then(|| program.clone().with_pool_config(failure.pool, candidate.default_pool()));
+            let config = if of_default { candidate } else { &recorded.config };
+            let Some(config) = limited(config, device_bytes) else { continue };
             // Settings under which the job stops serve nothing.
-            let Ok(outcome) = recorded.job.attempt(&program, &config, failure.op) else { continue };
-            let changed = settings::text(&config);
+            let attempt = recorded.job.attempt(changed.as_ref().unwrap_or(&program), &config, failure.op);
+            let Ok(outcome) = attempt else { continue };
+            let changed = config_text::shortest(&config);
             let (path, flags) = (quoted(&recorded.path.to_string_lossy()), reading.flags());
             let command =
                 || format!("symmalloc replay {path}{flags} --ranks 1 --passes 1 --config {}", quoted(&changed));
@@ -140,7 +139,7 @@ impl Failure {
                 false => {
                     let own =
                         candidate.to_builder().total_limit_bytes(None).build().unwrap_or_else(|_| candidate.clone());
-                    (format!("{} for pool {}", settings::text(&own), failure.pool.0), None)
+                    (format!("{} for pool {}", config_text::shortest(&own), failure.pool.0), None)
                 }
             };
             let (refused, reserved_bytes) = (outcome.refused.len(), outcome.reserved_bytes);
@@ -154,15 +153,12 @@ impl Failure {
     fn found(recorded: &Recorded) -> Result<Option<Self>, CliError> {
         let recording = &recorded.recording;
         let ops = recorded.program().ops();
-        let attempt = |program: &Program, op: usize| {
-            let attempt = recorded.job.attempt(program, &recorded.config, op);
-            attempt.map_err(|source| CliError::Job { path: recorded.path.clone(), source })
-        };
         let (op, noted, cause) = match recording.failure {
             Some(failure) => (failure.record, Some(failure), refusal_of(recorded, failure.record)),
             None => {
-                let attempt = attempt(recorded.program(), ops.len())?;
-                let Some((op, cause)) = attempt.refused.into_iter().next() else { return Ok(None) };
+                let refusal = recorded.job.first_refusal(&recorded.config);
+                let refusal = refusal.map_err(|source| CliError::Job { path: recorded.path.clone(), source })?;
+                let Some((op, cause)) = refusal else { return Ok(None) };
                 (op, None, cause)
             }
         };
@@ -203,6 +199,7 @@ impl Failure {
             pool_live_bytes: live.of_pool(pool),
             held,
             places: Places::recorded(&recording.failure_heaps, &live),
+            asleep: live.asleep,
             device_free_bytes,
             bound: deciding(&bounds, size_bytes, cause.as_ref(), by_driver),
             bounds,
@@ -217,7 +214,7 @@ impl Failure {
     /// Adds the memory that symmalloc holds then, if symmalloc refused the request.
     pub(super) fn add_state(&mut self, shown: &Memory) {
         if self.is_replayed && shown.op == self.op {
-            self.places = Places::replayed(shown);
+            self.places = Places::replayed(shown, &self.asleep);
             self.held = Some(self.places.held());
         }
     }
@@ -285,16 +282,18 @@ impl Failure {
         let mut lines = vec![("failed", self.request()), ("then", self.state()), ("why", self.reason())];
         lines.extend(self.places.text(recording, (self.pool, self.stream)).map(|text| ("where", text)));
         let holders = match self.of_pool_alone() {
-            Some(pool) => holders::of_pool(shown, pool),
-            None => holders::of(shown),
+            Some(pool) => holders::of_pools(shown, |of| of == pool),
+            None => holders::of_pools(shown, |of| !self.asleep.contains(&of)),
         };
         let held: Vec<String> = [largest(&holders), self.free_memory()].into_iter().flatten().collect();
         if !held.is_empty() {
             lines.push(("held", held.join("; ")));
         }
-        lines.extend(self.growth.as_ref().map(|growth| ("grows", growth.text())));
+        // What grows is not the problem of a request that no device could serve.
+        let growth = self.growth.as_ref().filter(|_| !self.is_larger_than_devices());
+        lines.extend(growth.map(|growth| ("grows", growth.text())));
         let remedy = self.remedy(pools);
-        lines.push(("remedy", self.growth.as_ref().map_or(remedy.clone(), |growth| growth.remedy(&remedy))));
+        lines.push(("remedy", growth.map_or(remedy.clone(), |growth| growth.remedy(&remedy))));
         lines
     }
 
@@ -460,6 +459,12 @@ impl Failure {
     }
 
     fn remedy(&self, pools: Option<&PrivatePools>) -> String {
+        if self.is_larger_than_devices() {
+            return format!(
+                "no device has {}: the size is probably a bug of the program, such as a negative number or an overflow",
+                memory(self.size_bytes)
+            );
+        }
         if let Cause::TooMuch { missing_bytes } = self.cause() {
             let missing = match self.of_pool_alone() {
                 Some(pool) => format!("{} of pool {}", memory(missing_bytes), pool.0),
@@ -509,6 +514,11 @@ impl Failure {
             best.settings,
             memory(best.reserved_bytes)
         )
+    }
+
+    /// Returns `true` if no device could serve the request.
+    fn is_larger_than_devices(&self) -> bool {
+        self.size_bytes > SEGMENT_BYTES_MAX
     }
 
     /// States what the limit of all pools leaves, if a pool's limit decides.
@@ -647,19 +657,6 @@ fn with_request(recording: &Recording, op: usize) -> Vec<Record> {
     if let Op::Refuse { pool, stream, size_bytes, .. } = records[op].op {
         let id = crate::job::unused_id(&records);
         records[op].op = Op::Allocate { id, pool, stream, size_bytes };
-    }
-    records
-}
-
-/// Returns the records in which a pool has other settings.
-fn with_pool(records: &[Record], pool: PoolId, settings: &PoolConfig) -> Vec<Record> {
-    let mut records = records.to_vec();
-    for record in &mut records {
-        if let Op::CreatePool { pool: of, config } = &mut record.op
-            && *of == pool
-        {
-            **config = settings.clone();
-        }
     }
     records
 }

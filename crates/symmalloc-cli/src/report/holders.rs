@@ -42,9 +42,9 @@ pub(super) fn of(memory: &Memory) -> Vec<Holder> {
     of_blocks(memory.blocks())
 }
 
-/// Returns the holders in one pool in descending order of bytes.
-pub(super) fn of_pool(memory: &Memory, pool: PoolId) -> Vec<Holder> {
-    of_blocks(memory.heaps.iter().filter(|heap| heap.owner.pool == pool).flat_map(DrawnHeap::blocks))
+/// Returns the holders in some pools in descending order of bytes.
+pub(super) fn of_pools(memory: &Memory, is_meant: impl Fn(PoolId) -> bool) -> Vec<Holder> {
+    of_blocks(memory.heaps.iter().filter(|heap| is_meant(heap.owner.pool)).flat_map(DrawnHeap::blocks))
 }
 
 fn of_blocks<'a>(blocks: impl Iterator<Item = &'a DrawnBlock>) -> Vec<Holder> {

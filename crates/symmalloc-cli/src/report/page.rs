@@ -1,13 +1,15 @@
 //! The HTML page of a report.
 
+use super::document;
 use super::findings::{Findings, Fragmentation, PlanOutcome, PlanTrial, UNSERVED};
 use super::recorded_reserved::RecordedReserved;
 use super::settings::Trial;
 use crate::beginning::lived_before;
 use crate::chart::{file_name, history_figure, map_figure};
+use crate::config_text;
 use crate::explorer;
+use crate::picture::heap_name;
 use crate::picture::timeline::{ALLOCATED, LIVE, RESERVED};
-use crate::picture::{heap_name, page};
 use crate::quantity::{count, counted, memory};
 use crate::streams;
 use maud::{Markup, PreEscaped, html};
@@ -25,7 +27,7 @@ pub(super) fn html(findings: &Findings<'_>) -> String {
             (state(findings))
             (holders(findings))
         };
-        return page::html(&format!("Memory of {name}"), &body);
+        return document::html(&format!("Memory of {name}"), &body);
     }
     let body = html! {
         h1 { "Memory of " (name) }
@@ -42,7 +44,7 @@ pub(super) fn html(findings: &Findings<'_>) -> String {
         (fragmentation(findings))
         (settings(findings))
     };
-    page::html(&format!("Memory of {name}"), &body)
+    document::html(&format!("Memory of {name}"), &body)
 }
 
 /// Describes the request that failed.
@@ -105,7 +107,7 @@ fn figures(findings: &Findings<'_>) -> Markup {
         p.aside {
             (counted(findings.timeline.op_count, "op")) ": " (counted(summary.allocations, "allocation")) ", "
             (counted(summary.streams, "stream")) ". Replayed on symmalloc with "
-            code { (super::settings::text(&findings.recorded.config)) } "."
+            code { (config_text::shortest(&findings.recorded.config)) } "."
         }
         @if let Some(before) = lived_before(summary) {
             p { b { "Note:" } " " (before) "." }

@@ -1,20 +1,27 @@
 //! Settings to try: the same ops under other configurations of the default pool.
 
 use crate::args::ReadingArgs;
+use crate::config_text;
 use crate::error::CliError;
 use crate::escape::quoted;
-use crate::job::{Steady, keys};
+use crate::job::Steady;
 use crate::output::reason;
 use crate::progress::Progress;
 use crate::quantity::count;
 use crate::recorded::Recorded;
 use serde::Serialize;
+use std::collections::BTreeMap;
+use std::iter;
+use std::num::NonZeroUsize;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use symmalloc_core::config::{
-    Config, ConfigError, FixedSegments, PoolConfigBuilder, Reclaim, RoundupPower2Divisions, SegmentPolicy, Stitching,
-    StreamPolicy,
+    Config, ConfigError, FixedSegments, PoolConfig, PoolConfigBuilder, Reclaim, RoundupPower2Divisions, SegmentPolicy,
+    Stitching, StreamPolicy,
 };
+use symmalloc_core::op::Op;
 use symmalloc_core::units::MIB;
+use symmalloc_sim::job::on_threads;
 
 /// A granule for jobs whose large blocks are too small for the default one. It takes more map calls.
 const SMALL_GRANULE_BYTES: u64 = 2 * MIB;
@@ -88,28 +95,24 @@ pub(super) fn trials(
     let mut configs = vec![recorded.config.clone()];
     // A state without history shows nothing about settings.
     let has_history = recorded.recording.summary.state_only.is_none();
-    for config in candidates(&recorded.config, recorded.job.stream_count()).into_iter().filter(|_| has_history) {
+    for config in candidates(recorded, &recorded.config).into_iter().filter(|_| has_history) {
         if !configs.contains(&config) {
             configs.push(config);
         }
     }
     let progress = Progress::new(&recorded.path.to_string_lossy(), configs.len() as u64, "settings");
-    let run = |config: &Config| {
-        let measured = measure(recorded, config);
+    let (next, cores) = (AtomicUsize::new(0), thread::available_parallelism().unwrap_or(NonZeroUsize::MIN));
+    let run_next = || {
+        let index = next.fetch_add(1, Ordering::Relaxed);
+        let measured = measure(recorded, configs.get(index)?);
         progress.step();
-        measured
+        Some((index, measured))
     };
-    let cores = thread::available_parallelism().map_or(1, usize::from);
-    let mut measured = Vec::new();
-    for some in configs.chunks(cores) {
-        thread::scope(|scope| {
-            let workers: Vec<_> = some.iter().map(|config| scope.spawn(|| run(config))).collect();
-            measured.extend(workers.into_iter().map(|worker| worker.join().expect("a rerun does not panic")));
-        });
-    }
+    let some = on_threads(cores, || iter::from_fn(run_next).collect::<Vec<_>>());
+    let measured: BTreeMap<usize, _> = some.into_iter().flatten().collect();
     let (mut trials, mut impossible) = (Vec::new(), Vec::new());
-    for (index, (config, measured)) in configs.iter().zip(measured).enumerate() {
-        let settings = text(config);
+    for (index, (config, measured)) in configs.iter().zip(measured.into_values()).enumerate() {
+        let settings = config_text::shortest(config);
         let Steady { peaks, refused, refused_each, passes, waits, maps, .. } = match measured {
             // Other settings may need more memory than a limit allows, for example to wake a pool.
             Err(error) if index > 0 => {
@@ -148,8 +151,38 @@ fn measure(recorded: &Recorded, config: &Config) -> Result<Steady, CliError> {
     steady.map_err(|source| CliError::Job { path: recorded.path.clone(), source })
 }
 
-/// Returns configurations that differ from the job's own in how the default pool obtains, splits and rounds memory.
-pub(super) fn candidates(own: &Config, streams: usize) -> Vec<Config> {
+/// Returns configurations that differ from the job's own in how the default pool obtains, splits and rounds memory, apart from those that
+/// differ from others only for larger requests than the job makes.
+pub(super) fn candidates(recorded: &Recorded, own: &Config) -> Vec<Config> {
+    let streams = recorded.job.stream_count();
+    let bytes_of = |op: &Op| match *op {
+        Op::Allocate { size_bytes, .. } | Op::Reserve { size_bytes, .. } | Op::Refuse { size_bytes, .. } => size_bytes,
+        _ => 0,
+    };
+    let largest_bytes = recorded.program().ops().iter().map(bytes_of).max().unwrap_or(0);
+    let mut configs = candidates_for(own, streams);
+    configs.retain(|config| matters(config.default_pool(), largest_bytes));
+    configs
+}
+
+/// Returns `false` if a bound on splitting, or stitching, has no effect on requests of at most this many bytes.
+fn matters(pool: &PoolConfig, largest_bytes: u64) -> bool {
+    let is_rounded = pool.roundup_power2_divisions() != RoundupPower2Divisions::default();
+    let largest_bytes = if is_rounded { largest_bytes.saturating_mul(2) } else { largest_bytes };
+    if let Some(stitching) = pool.stitching() {
+        return largest_bytes >= stitching.least_bytes;
+    }
+    match pool.segments() {
+        SegmentPolicy::Fixed(fixed) => fixed.max_split_size_bytes.is_none_or(|bound_bytes| {
+            // The largest segment, in PyTorch's sizes.
+            let segment_bytes = largest_bytes.saturating_add(2 * MIB).max(fixed.large_segment_bytes);
+            segment_bytes >= bound_bytes
+        }),
+        _ => true,
+    }
+}
+
+fn candidates_for(own: &Config, streams: usize) -> Vec<Config> {
     let fixed = |max_split_size_mb: Option<u64>| {
         move |pool: PoolConfigBuilder| {
             let mut fixed = FixedSegments::default();
@@ -192,45 +225,14 @@ fn with(
     own.to_builder().default_pool(pool).build()
 }
 
-/// Returns the shortest text of this configuration that states the kind of segments: the canonical text without other keys
-/// that have default values.
-pub(crate) fn text(config: &Config) -> String {
-    let canonical = config.to_string();
-    let mut kept: Vec<&str> = keys(&canonical);
-    // Start at the end: a key precedes the keys that refine it, and is clearer without them.
-    for index in (0..kept.len()).rev() {
-        let mut fewer = kept.clone();
-        fewer.remove(index);
-        if !kept[index].starts_with("segments:") && fewer.join(",").parse::<Config>().as_ref() == Ok(config) {
-            kept = fewer;
-        }
-    }
-    kept.join(",")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn settings_are_printed_without_defaults() {
-        for (long, short) in [
-            ("", "segments:expandable"),
-            ("streams:shared", "segments:expandable,streams:shared"),
-            ("stitching_aliases:65536", "segments:expandable,stitching:true"),
-            ("max_split_size_mb:256,segments:fixed,streams:separate", "segments:fixed,max_split_size_mb:256"),
-            ("retries_max:3,total_limit_mb:64", "segments:expandable,total_limit_mb:64"),
-        ] {
-            assert_eq!(text(&long.parse().unwrap()), short);
-        }
-        let listed: Config = "roundup_power2_divisions:[256:1,512:2,1024:4,>:8]".parse().unwrap();
-        assert_eq!(text(&listed).parse::<Config>().unwrap(), listed);
-    }
-
-    #[test]
     fn candidates_are_valid_and_keep_the_limits() {
         let own: Config = "segments:reserved,segment_mb:64,total_limit_mb:512".parse().unwrap();
-        let configs = candidates(&own, 2);
+        let configs = candidates_for(&own, 2);
         assert_eq!(configs.len(), 13);
         assert!(configs.iter().all(|config| config.total_limit_bytes() == Some(512 * MIB)));
     }

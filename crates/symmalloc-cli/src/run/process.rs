@@ -9,7 +9,9 @@ use signal_hook::iterator::Signals;
 use std::io::{self, IsTerminal};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitCode};
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
 
 /// Exit status of the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,10 +52,11 @@ pub(super) fn run(args: &RunArgs, environment: &Environment) -> Result<Ended, Cl
     // Register before the program starts, so that no signal ends this process and leaves the program running.
     let signals = Signals::new([SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2]);
     let mut signals = signals.map_err(|source| not_started(args, source))?;
-    let mut child = command(args, environment).spawn().map_err(|source| not_started(args, source))?;
-    let running = Arc::new(Mutex::new(Pid::from_raw(child.id().cast_signed())));
-    let (forwarded, handle) = (Arc::clone(&running), signals.handle());
-    let forwarder = std::thread::spawn(move || {
+    let handle = signals.handle();
+    let (running, forwarded): (Sender<Arc<Mutex<Option<Pid>>>>, _) = channel();
+    // Before the program, which would run without its signals if the system created no thread.
+    let forwarder = thread::Builder::new().name("symmalloc-signals".to_owned()).spawn(move || {
+        let Ok(forwarded) = forwarded.recv() else { return };
         // A terminal also sends its signals to the program.
         let has_terminal = io::stdin().is_terminal();
         for signal in signals.forever().filter(|signal| !(has_terminal && [SIGINT, SIGQUIT].contains(signal))) {
@@ -64,7 +67,12 @@ pub(super) fn run(args: &RunArgs, environment: &Environment) -> Result<Ended, Cl
             }
         }
     });
-    let ended = wait(&mut child, &running);
+    let forwarder = forwarder.map_err(|source| CliError::Thread { source })?;
+    let mut child = command(args, environment).spawn().map_err(|source| not_started(args, source))?;
+    let pid = Arc::new(Mutex::new(Pid::from_raw(child.id().cast_signed())));
+    // The thread waits for it.
+    let _received = running.send(Arc::clone(&pid));
+    let ended = wait(&mut child, &pid);
     handle.close();
     // The thread does nothing that can panic.
     let _ended = forwarder.join();

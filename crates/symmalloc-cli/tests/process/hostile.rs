@@ -330,6 +330,95 @@ fn the_memory_limit_applies_to_every_command() {
     assert_eq!(printed.code, Some(2), "{}", printed.stdout);
 }
 
+/// Regression test: a compressed file of 64 KB took 3.6 GB.
+#[test]
+fn small_compressed_recordings_take_little_memory() {
+    let folder = Folder::new();
+    // Every record takes many times the memory of its text, and so does every entry of a pickle's memo.
+    let mut trace = b"symmalloc-trace 1\n".to_vec();
+    (0..5_000_000).for_each(|_| trace.extend(b"sync\n"));
+    trace.extend(b"end 5000000\n");
+    let pickle = [b"\x80\x04]", &*vec![0x94; 30_000_000], b"."].concat();
+    for (name, content) in [("job.trace", trace), ("job.pickle", pickle)] {
+        for compression in [Compression::Gzip, Compression::Zstd] {
+            let job = folder.path(name);
+            let mut out = Compressor::new(fs::File::create(&job).unwrap(), compression).unwrap();
+            out.write_all(&content).unwrap();
+            out.finish().unwrap();
+            assert!(fs::metadata(&job).unwrap().len() < 128 << 10, "it is small");
+            for (command, printed) in run_all(&COMMANDS, &folder, "-v 900000", &[], &job) {
+                assert_eq!(printed.code, Some(2), "{name}, {compression}, {command}: {}", printed.stderr);
+                let told = printed.stderr + &printed.stdout;
+                assert!(told.contains("raise --memory-limit-mb"), "{name}, {compression}, {command}: {told}");
+            }
+        }
+    }
+    let paths = [folder.path("job.trace"), folder.path("out.trace")];
+    let printed = limited("-t 120", &["import", "--memory-limit-mb", "4096", "--json"], &[&paths[0], &paths[1]]);
+    assert_eq!(printed.code, Some(0), "the limit can be raised: {}", printed.stderr);
+}
+
+/// Regression test: a trace with lines for the simulator had no bounds on its work, its memory and its ranks.
+#[test]
+fn a_saved_failure_has_the_bounds_of_a_trace() {
+    let folder = Folder::new();
+    let marked = |ranks: u64, trace: &str| {
+        let lines: String = (0..ranks).map(|rank| format!("#! rank:{rank} schedule:program\n")).collect();
+        let (first, rest) = trace.split_once('\n').expect("several lines");
+        format!("{first}\n#! seed:7 granularity:2097152\n{lines}{rest}")
+    };
+    let small = "symmalloc-trace 1\nstream s0\na 0 1048576 s0\nf 0\nend 3\n";
+    let expensive = hostile_trace("gaps", "trim", 600_000).text;
+    let many = format!("symmalloc-trace 1\n{}end 20000\n", "sync\n".repeat(20_000));
+    let jobs = [
+        (marked(20_000, small), "20000 ranks"),
+        (marked(1000, &many), "20000 steps on 1000 ranks"),
+        (marked(2, &expensive), "steps"),
+        (marked(2, &many), "raise --memory-limit-mb"),
+    ];
+    for (text, expected) in jobs {
+        let job = folder.file("failure.trace", text);
+        let printed = limited("-t 30 -v 900000", &["simulate", "--memory-limit-mb", "1"], &[&job]);
+        assert_eq!(printed.code, Some(2), "{expected}: {}", printed.stderr);
+        let without = limited("-t 30 -v 900000", &["simulate"], &[&job]);
+        let told = printed.stderr + &without.stderr;
+        assert!(told.contains(expected), "{expected}: {told}");
+    }
+    let job = folder.file("failure.trace", marked(2, small));
+    limited("-t 30", &["simulate"], &[&job]).exited(0);
+}
+
+/// Regression test: the check of a plan took time for each step times each allocation of the plan, and for each pool times each stream.
+#[test]
+fn hostile_plans_are_checked_in_linear_time() {
+    let folder = Folder::new();
+    let written = |name: &str, first: &str, lines: Vec<String>, extra: usize| {
+        let count = lines.iter().map(|line| line.lines().count()).sum::<usize>() + extra;
+        folder.file(name, format!("{first}{}\nend {count}\n", lines.join("\n")))
+    };
+    let (trace, plan) = ("symmalloc-trace 1\nstream s0\n", "symmalloc-plan 1\nconfig segments:expandable\n");
+    let steps = (0..30_000).map(|id| format!("begin_step 7\na {id} 512 s0\nf {id}\nend_step")).collect();
+    let allocations = (0..300_000).map(|number| format!("a 512 s0 {} @0", number + 1));
+    let long = std::iter::once("plan p0 s0 key 7 allocations 300000".to_owned()).chain(allocations).collect();
+    let many = [written("steps.trace", trace, steps, 1), written("steps.plan", plan, long, 1)];
+
+    const POOLS: usize = 10_000;
+    let streams = (0..POOLS).map(|stream| format!("stream s{stream}"));
+    let pools = (1..=POOLS).map(|pool| format!("pool p{pool}\na {pool} 512 s{} p{pool}\nf {pool}", POOLS - 1));
+    let trace = written("pools.trace", "symmalloc-trace 1\n", streams.chain(pools).collect(), 0);
+    let pools = (1..=POOLS).map(|pool| format!("pool p{pool}"));
+    let plans = (1..=POOLS).map(|pool| {
+        let stream = POOLS - 1;
+        format!("plan p{pool} s{stream} key 0 allocations 1\na 512 s{stream} 1 @0")
+    });
+    let pools = [trace, written("pools.plan", plan, pools.chain(plans).collect(), 1)];
+    for [job, plan] in [many, pools] {
+        let plan = plan.display().to_string();
+        let printed = limited("-t 30", &["replay", "--ranks", "1", "--plan", &plan], &[&job]);
+        assert_eq!(printed.code, Some(2), "{plan}: {}", printed.stderr);
+    }
+}
+
 /// Regression test: a snapshot was collected in memory before it was written. It has an entry for each memory change, and a sleep changes all
 /// memory of its pool.
 #[test]

@@ -3,6 +3,7 @@
 mod bad_input;
 mod chart;
 mod diff;
+mod exhausted;
 mod export;
 mod flights;
 mod hostile;

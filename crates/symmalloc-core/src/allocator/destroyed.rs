@@ -3,9 +3,9 @@
 //! ```text
 //!  live ── destroy_pool ──► destroyed, the driver holds memory ── trim ──┐
 //!    ▲            └──────── all memory released ─────────────────────────┴──► spare ── create_pool ──► live
-//!    └ kept ─────────────────────────────────────────────────┘
+//!    └ listed ───────────────────────────────────────────────┘
 //! ```
-//! Reports and trims visit *kept* pools only. For a destroyed pool, the allocator keeps a slot with its configuration
+//! Reports and trims visit *listed* pools only. For a destroyed pool, the allocator keeps a slot with its configuration
 //! in its table of pools, sums of statistics over all destroyed pools, and, if the pool was symmetric, a digest per heap
 //! until all ranks have agreed on it. The most recent of these keep their journals, so that agreement can still name the op that differs.
 
@@ -26,7 +26,7 @@ const JOURNALS_MAX: usize = 64;
 /// The list of visited pools, and the remaining state of destroyed pools.
 pub(super) struct Destroyed<L: Lock> {
     /// Pools that are live or whose memory the driver still holds, in the order of their ids.
-    kept: Vec<PoolId>,
+    listed: Vec<PoolId>,
     /// Removed pools for reuse, by the policy of their streams and the digest of their configuration. No list is empty.
     spare: BTreeMap<(StreamPolicy, u64), Vec<PoolSlot<L>>>,
     /// Last digests of destroyed heaps, ascending by pool and stream. The capacity grows by an eighth, because a
@@ -44,7 +44,7 @@ impl<L: Lock> Destroyed<L> {
     /// Creates the list with the default pool.
     pub(super) fn new() -> Self {
         Destroyed {
-            kept: vec![PoolId::DEFAULT],
+            listed: vec![PoolId::DEFAULT],
             spare: BTreeMap::new(),
             histories: VecDeque::new(),
             journals: VecDeque::new(),
@@ -66,14 +66,14 @@ impl<L: Lock> Destroyed<L> {
         slot
     }
 
-    /// Adds a new pool.
-    pub(super) fn keep(&mut self, pool: PoolId) {
-        let at = self.kept.partition_point(|kept| *kept < pool);
-        self.kept.insert(at, pool);
+    /// Lists a new pool.
+    pub(super) fn list(&mut self, pool: PoolId) {
+        let at = self.listed.partition_point(|other| *other < pool);
+        self.listed.insert(at, pool);
     }
 
-    pub(super) fn kept(&self) -> &[PoolId] {
-        &self.kept
+    pub(super) fn listed(&self) -> &[PoolId] {
+        &self.listed
     }
 
     /// Returns the histories that ranks have not agreed on yet, in the order of pools and streams: the last digest of
@@ -122,8 +122,8 @@ impl<L: Lock> Destroyed<L> {
 
     /// Stops visiting a pool. Returns `false` if it was not visited.
     pub(super) fn remove(&mut self, pool: PoolId) -> bool {
-        let at = self.kept.binary_search(&pool);
-        at.map(|at| self.kept.remove(at)).is_ok()
+        let at = self.listed.binary_search(&pool);
+        at.map(|at| self.listed.remove(at)).is_ok()
     }
 
     /// Keeps the sums and the history of a removed heap.

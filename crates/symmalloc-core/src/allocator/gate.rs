@@ -1,7 +1,6 @@
 //! The gate through which recorded ops pass one at a time, and the recording behind it. See [`super::recording`].
 
 use super::recorder::{Recording, RecordingEnd, RecordingError, StartRecordingError};
-use super::request::Request;
 use crate::config::Config;
 use crate::config::op::{NAME_BYTES_MAX, Op, Record};
 use crate::heap::revive::Revived;
@@ -54,6 +53,14 @@ impl Drop for InSink {
     fn drop(&mut self) {
         let _ending = IN_SINKS.try_with(|sinks| sinks.borrow_mut().pop());
     }
+}
+
+/// A request for memory, as recordings and errors report it.
+#[derive(Clone, Copy)]
+pub(super) struct Request {
+    pub(super) pool: PoolId,
+    pub(super) stream: StreamId,
+    pub(super) size_bytes: u64,
 }
 
 /// A pass through the gate. While a thread holds it, no other thread executes a recorded op.

@@ -113,22 +113,22 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// Returns the first violation found, in (pool, stream) order.
     pub fn check(&self) -> Result<(), Violation> {
-        let (mut held_in_all, mut segments_in_all) = (0, 0);
-        for entry in self.kept_pools() {
-            let mut held = 0;
+        let (mut reserved_in_all, mut segments_in_all) = (0, 0);
+        for entry in self.listed_pools() {
+            let mut reserved = 0;
             for heap in entry.heaps() {
                 let heap = heap.lock();
-                let (held_bytes, segments) = heap.check()?;
-                held += held_bytes;
+                let (reserved_bytes, segments) = heap.check()?;
+                reserved += reserved_bytes;
                 segments_in_all += segments;
             }
-            if held != entry.budget().reserved_bytes() {
+            if reserved != entry.budget().reserved_bytes() {
                 return Err(Violation::of_budgets(entry.id()));
             }
-            held_in_all += held;
+            reserved_in_all += reserved;
         }
         let is_directory_exact = self.context.directory.lock().len() == segments_in_all;
-        if held_in_all != self.context.budget.reserved_bytes() || !is_directory_exact {
+        if reserved_in_all != self.context.budget.reserved_bytes() || !is_directory_exact {
             return Err(Violation::of_budgets(PoolId::DEFAULT));
         }
         Ok(())

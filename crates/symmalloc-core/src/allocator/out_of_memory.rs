@@ -1,10 +1,9 @@
 //! The out-of-memory path: steps 3 to 5 of an allocation. [`crate::allocator`] lists all steps.
 
-use super::Allocator;
-use super::gate::Gate;
+use super::gate::{Gate, Request};
 use super::pool::{HeapCell, PoolRef};
 use super::recorder::RecordingEnd;
-use super::request::{Request, Retry};
+use super::{Allocator, Retry};
 use crate::config::errors::{
     AllocateError, LimitScope, OutOfMemory, OutOfMemoryCause, PoolSleeps, Remedy, UnknownError,
 };
@@ -147,16 +146,16 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         };
         match cause {
             OutOfMemoryCause::Limit { scope, limit_bytes } => {
-                let mut kept_bytes = staying_bytes(entry);
+                let mut fixed_bytes = staying_bytes(entry);
                 // Only the default pool cannot be destroyed.
                 if *scope == LimitScope::Allocator
                     && entry.id() != PoolId::DEFAULT
                     && let Ok(default) = self.pool(PoolId::DEFAULT)
                 {
-                    kept_bytes += staying_bytes(default);
+                    fixed_bytes += staying_bytes(default);
                 }
                 // A heap that holds more than a lowered limit can still serve the request from what it holds.
-                demand_bytes > limit_bytes.saturating_sub(kept_bytes).max(heap.lock().mapped_bytes())
+                demand_bytes > limit_bytes.saturating_sub(fixed_bytes).max(heap.lock().mapped_bytes())
             }
             // A quota can be raised.
             OutOfMemoryCause::SegmentFull { segment_bytes } => {

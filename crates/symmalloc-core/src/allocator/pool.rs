@@ -16,7 +16,7 @@ use crate::config::errors::PoolSleeps;
 use crate::config::restore_error::LayoutError;
 use crate::config::{PoolConfig, StreamPolicy};
 use crate::heap::Heap;
-use crate::sleep::state::State;
+use crate::sleep::State;
 use crate::stats::budget::Budget;
 use crate::sync::lock::{Guard, Lock, LockCell};
 use crate::sync::registry::Registry;

@@ -97,7 +97,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             }
             None => PoolId(self.pools.push(make) as u32),
         };
-        self.destroyed.lock().keep(pool);
+        self.destroyed.lock().list(pool);
         drop(observers);
         if let Some(config) = recorded {
             gate.note(Op::CreatePool { pool, config });
@@ -114,7 +114,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Returns the live pools in the order of their ids.
     pub fn pools(&self) -> Vec<PoolId> {
-        self.kept_pools().filter(|entry| !entry.is_destroyed()).map(PoolRef::id).collect()
+        self.listed_pools().filter(|entry| !entry.is_destroyed()).map(PoolRef::id).collect()
     }
 
     /// Returns a pool's policy.
@@ -396,10 +396,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns the pools that reports and trims visit, in the order of their ids: live pools, and destroyed pools whose
     /// memory the driver holds.
-    pub(super) fn kept_pools(&self) -> impl Iterator<Item = PoolRef<'_, L>> {
-        let kept = self.destroyed.lock().kept().to_vec();
-        work::count(kept.len());
-        kept.into_iter().filter_map(|id| self.pools.get(id.index())?.pool())
+    pub(super) fn listed_pools(&self) -> impl Iterator<Item = PoolRef<'_, L>> {
+        let listed = self.destroyed.lock().listed().to_vec();
+        work::count(listed.len());
+        listed.into_iter().filter_map(|id| self.pools.get(id.index())?.pool())
     }
 
     /// Returns `true` if the driver still has to release memory or addresses of removed segments of a pool: after a failure, or because
@@ -413,8 +413,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Returns the number of pools that reports and trims visit. For tests.
     #[doc(hidden)]
-    pub fn kept_pool_count(&self) -> usize {
-        self.destroyed.lock().kept().len()
+    pub fn listed_pool_count(&self) -> usize {
+        self.destroyed.lock().listed().len()
     }
 
     /// Removes a destroyed pool whose memory was released.

@@ -28,13 +28,12 @@
 pub use super::recorder::{Recorded, RecordingEnd, RecordingError, Sink, SinkError, StartRecordingError};
 
 use super::Allocator;
-use super::gate::Gate;
-use super::observer_list::Observers;
+use super::gate::{Gate, Request};
 use super::recorder::Recording;
-use super::request::Request;
 use crate::config::errors::{AllocateError, FreeError};
 use crate::config::op::{Op, Record};
 use crate::heap::Freed;
+use crate::history::segment_log::Observers;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::handle::{Allocation, Handle};
@@ -141,7 +140,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut gate = self.gate();
         let mut heap = self.heap_of(handle)?.lock();
         let freed = heap.free(&self.context, handle)?;
-        self.note_free(heap, freed, Some(&mut gate));
+        self.finish_free(heap, freed, Some(&mut gate));
         gate.note_free(handle);
         Ok(freed)
     }

@@ -1,8 +1,8 @@
 //! Ops of recordings that no program calls.
 
 use super::Allocator;
+use super::gate::Request;
 use super::out_of_memory::fold_refusal;
-use super::request::Request;
 use super::restore::RevivedPlace;
 use crate::config::errors::UnknownError;
 use crate::config::op::{Contents, Op, Refusal};

@@ -137,7 +137,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.context.budget.reset_peak();
         self.usage.lock().reset_peaks();
         self.destroyed.lock().usage.reset_peaks();
-        self.kept_pools().for_each(|entry| entry.budget().reset_peak());
+        self.listed_pools().for_each(|entry| entry.budget().reset_peak());
         for heap in self.all_heaps() {
             heap.lock().reset_peaks();
         }
@@ -215,7 +215,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             ));
         };
         row("all pools", &self.stats());
-        for pool in self.kept_pools().map(PoolRef::id) {
+        for pool in self.listed_pools().map(PoolRef::id) {
             if let Ok(stats) = self.pool_stats(pool) {
                 row(&pool.to_string(), &stats);
             }

@@ -224,7 +224,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             // Memory that an earlier attempt could not release is still charged.
             heap.release_retired(&self.context).error.map_or(Ok(()), Err)?;
         }
-        // A charge that is dropped before it is kept is refunded. This happens at a limit or if the backend panics.
+        // A charge that is dropped before it is left charged is refunded. This happens at a limit or if the backend panics.
         let mut charges = Vec::new();
         for Saved { heap, layout } in heaps.iter() {
             let needed_bytes = layout.reserved_bytes();
@@ -236,17 +236,17 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             acquired.push(Vec::new());
             heap.acquire_layout(&self.context, layout, acquired.last_mut().expect("just pushed"))
         });
-        charges.into_iter().for_each(Charge::keep);
+        charges.into_iter().for_each(Charge::leave_charged);
         let mut acquired = acquired.into_iter();
         for Saved { heap, layout } in heaps {
             let ranges = acquired.next().unwrap_or_default();
             if outcome.is_ok() {
                 heap.confirm_layout(&self.context, layout, layout.reserved_bytes());
-                let made = heap.lay_layout(&self.context, layout, ranges);
+                let made = heap.restore_layout(&self.context, layout, ranges);
                 made.iter().for_each(|(size, requested_bytes)| self.count_allocation(*size, *requested_bytes));
             } else {
-                let kept_bytes = heap.release_acquired(&self.context, ranges);
-                heap.confirm_layout(&self.context, layout, kept_bytes);
+                let stray_bytes = heap.release_acquired(&self.context, ranges);
+                heap.confirm_layout(&self.context, layout, stray_bytes);
             }
         }
         Ok(outcome?)

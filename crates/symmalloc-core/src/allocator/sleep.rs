@@ -11,8 +11,7 @@ use crate::config::errors::{OutOfMemoryCause, UnknownError};
 use crate::config::op::{Contents, Op};
 use crate::heap::trim::Released;
 use crate::sleep::mappings::Mappings;
-use crate::sleep::state::{Kept, State};
-use crate::sleep::{Phase, SleepCause, SleepError, Slept, Woken};
+use crate::sleep::{Phase, SavedContents, SleepCause, SleepError, Slept, State, Woken};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, Part, Reason};
 use crate::types::ids::PoolId;
@@ -50,7 +49,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// See [`SleepError`]; the pool stays asleep, nothing is lost, and another attempt may succeed.
     pub fn wake(&self, pool: PoolId) -> Result<Woken, SleepError> {
-        Ok(self.remap(pool)?.keep())
+        Ok(self.remap(pool)?.resume())
     }
 
     /// Starts a sleep: refuses allocations, blocks until the work of the streams that use the pool has completed, and
@@ -85,12 +84,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let live_bytes = parts.iter().map(|part| part.size_bytes).sum();
         let image = (live_bytes > 0).then(|| self.context.backend.save(pool, &parts)).transpose();
         let image = image.map_err(|error| SleepCause::Save { live_bytes, error })?;
-        change.kept = Some(Kept::new(contents, image, parts));
+        change.saved = Some(SavedContents::new(contents, image, parts));
         Ok(Quiesced { change, kept_bytes: live_bytes })
     }
 
     /// Starts a wake: maps memory at the old addresses and restores the saved contents. Allocations are refused until
-    /// [`Remapped::keep`].
+    /// [`Remapped::resume`].
     ///
     /// # Errors
     /// See [`wake`](Self::wake); the pool stays asleep.
@@ -117,8 +116,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut remapped = Remapped { change, woken: Woken::default() };
         let needed_bytes = unmapped_bytes(entry);
         let live = live_parts(entry);
-        let fill = |kept: &Kept| (kept.image(), kept.parts_to_fill(live));
-        let (image, parts) = entry.sleep().lock().kept.as_ref().map(fill).unwrap_or_default();
+        let fill = |saved: &SavedContents| (saved.image(), saved.parts_to_fill(live));
+        let (image, parts) = entry.sleep().lock().saved.as_ref().map(fill).unwrap_or_default();
         image.into_iter().for_each(|image| backend.expect_load(image, &parts));
         let mapped = self.map_all(entry).or_else(|cause| {
             let is_full = match &cause {
@@ -158,12 +157,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return Err(SleepCause::Busy);
         }
         sleep.is_changing = true;
-        let otherwise = match (sleep.kept.is_some(), asked) {
+        let otherwise = match (sleep.saved.is_some(), asked) {
             (false, _) => Phase::Awake,
             (true, None) => Phase::Asleep,
             (true, Some(_)) => Phase::Held,
         };
-        Ok(Change { allocator: self, entry, pool, asked, kept: None, otherwise, has_ended: false })
+        Ok(Change { allocator: self, entry, pool, asked, saved: None, otherwise, has_ended: false })
     }
 
     /// Returns the phase of a pool. While it falls asleep it counts as awake, and while it wakes it counts as asleep.
@@ -174,7 +173,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let entry = self.pool(pool)?;
         let sleep = entry.sleep().lock();
         let is_held = || !sleep.is_changing && held_bytes(entry) > 0;
-        Ok(if sleep.kept.is_none() {
+        Ok(if sleep.saved.is_none() {
             Phase::Awake
         } else if is_held() {
             Phase::Held
@@ -190,13 +189,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Returns the pools with a tag in the order of their ids. They sleep and wake together.
     pub fn pools_tagged(&self, tag: &str) -> Vec<PoolId> {
-        let tagged = self.kept_pools().filter(|entry| entry.config().tag() == Some(tag) && !entry.is_destroyed());
+        let tagged = self.listed_pools().filter(|entry| entry.config().tag() == Some(tag) && !entry.is_destroyed());
         tagged.map(PoolRef::id).collect()
     }
 
     /// Discards the saved contents of a pool that was destroyed or lost its memory.
     pub(super) fn end_sleep(&self, state: &mut State) {
-        let image = state.kept.take().and_then(|kept| kept.image());
+        let image = state.saved.take().and_then(|saved| saved.image());
         image.into_iter().for_each(|image| self.context.backend.discard(image));
     }
 }
@@ -226,7 +225,7 @@ struct Change<'a, B: Backend, L: Lock> {
     /// The requested contents; `None` for a wake.
     asked: Option<Contents>,
     /// The saved contents of a pool that was awake.
-    kept: Option<Kept>,
+    saved: Option<SavedContents>,
     /// The phase of the pool if the change does not complete. See [`end`](Self::end).
     otherwise: Phase,
     has_ended: bool,
@@ -255,7 +254,7 @@ impl<B: Backend, L: Lock> Change<'_, B, L> {
             }
             heap.note_asked(asked);
         }
-        sleep.kept = sleep.kept.take().or(self.kept.take());
+        sleep.saved = sleep.saved.take().or(self.saved.take());
         if after == Phase::Awake {
             allocator.end_sleep(&mut sleep);
         }
@@ -323,7 +322,7 @@ pub struct Remapped<'a, B: Backend, L: Lock> {
 
 impl<B: Backend, L: Lock> Remapped<'_, B, L> {
     /// Completes the wake. The pool is awake.
-    pub fn keep(mut self) -> Woken {
+    pub fn resume(mut self) -> Woken {
         let _nothing_is_unmapped = self.change.end(Some(Phase::Awake));
         self.woken
     }

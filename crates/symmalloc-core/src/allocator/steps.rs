@@ -1,8 +1,8 @@
 //! Steps and plans: the repeated parts of a program, and the planned placements in them. See [`crate::plans`].
 
 use super::Allocator;
+use super::gate::Request;
 use super::recorder::RecordingEnd;
-use super::request::Request;
 use crate::config::errors::UnknownError;
 use crate::config::op::Op;
 use crate::heap::trim::Released;
@@ -12,6 +12,7 @@ use crate::plans::report::StepReport;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::PoolId;
+use std::fmt;
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Begins a step of a pool: a part of the program that repeats, for example a training step. From then on, each
@@ -162,5 +163,11 @@ impl<B: Backend, L: Lock> StepGuard<'_, B, L> {
 impl<B: Backend, L: Lock> Drop for StepGuard<'_, B, L> {
     fn drop(&mut self) {
         let _ended_or_not_open = self.allocator.end_step(self.pool);
+    }
+}
+
+impl<B: Backend, L: Lock> fmt::Debug for StepGuard<'_, B, L> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StepGuard").field("pool", &self.pool).finish_non_exhaustive()
     }
 }

@@ -4,15 +4,28 @@
 //! with the free block until the stream that takes it waits for them. Only this file makes these driver calls.
 
 use super::Arena;
-use super::context::DynContext;
 use crate::blocks::table::{BlockState, Slot};
-use crate::streams::clocks::WAITS_MAX;
+use crate::pointers::SegmentDirectory;
+use crate::stats::budget::Budget;
+use crate::streams::clocks::{StreamClocks, WAITS_MAX};
 use crate::streams::fences::{Fence, FenceSetId, Fences};
 use crate::sync::lock::{Lock, LockCell};
-use crate::types::backend::BackendError;
+use crate::types::backend::{Backend, BackendError};
 use crate::types::ids::StreamId;
 use crate::types::work;
 use smallvec::SmallVec;
+
+/// The state that all heaps share. Only the budget influences decisions.
+pub(crate) struct Context<B: ?Sized, L: Lock> {
+    pub(crate) clocks: L::Cell<StreamClocks>,
+    pub(crate) directory: L::Cell<SegmentDirectory>,
+    /// The budget over all pools.
+    pub(crate) budget: Budget<L>,
+    pub(crate) backend: B,
+}
+
+/// The context without the backend's type, for code that calls the driver and need not be monomorphized.
+pub(crate) type DynContext<'a, L> = Context<dyn Backend + 'a, L>;
 
 impl Arena {
     /// Records that work on `stream`, which is not the owner, uses an allocated block.

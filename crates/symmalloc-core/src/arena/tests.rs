@@ -38,7 +38,7 @@ fn released_blocks_merge_with_both_neighbors() {
     let [a, b, c] = [1, 2, 3].map(|mib| allocate(&mut arena, mib, S0));
     assert_eq!(tiling(&arena), [(1, false), (2, false), (3, false), (2, true)]);
     for slot in [a, c, b] {
-        arena.release(slot, S0, 0);
+        arena.mark_free(slot, S0, 0);
         arena.coalesce(slot);
     }
     assert_eq!(tiling(&arena), [(8, true)]);
@@ -49,7 +49,7 @@ fn released_blocks_merge_with_both_neighbors() {
 fn a_hole_has_no_memory_until_it_is_filled() {
     let mut arena = arena(Some(S0));
     let slots = [(); 4].map(|()| allocate(&mut arena, 2, S0));
-    arena.release(slots[1], S0, 0);
+    arena.mark_free(slots[1], S0, 0);
     let free = arena.coalesce(slots[1]);
     arena.cut_hole(free, units(2), units(4));
     assert_eq!((arena.mapped_bytes(), arena.best_fit(units(2))), (6 * MIB, None));
@@ -67,7 +67,7 @@ fn a_hole_at_the_end_shortens_the_segment() {
     let free = arena.best_fit(units(5)).expect("the rest");
     arena.cut_hole(free, units(4), units(8));
     let segment = arena.block(kept).segment;
-    assert_eq!((arena.table().segment(segment).end, arena.mapped_bytes()), (units(4), 4 * MIB));
+    assert_eq!((arena.segment(segment).end, arena.mapped_bytes()), (units(4), 4 * MIB));
     assert_eq!(tiling(&arena), [(3, false), (1, true)]);
     arena.extend(segment, units(2), fresh(S0));
     assert_eq!((tiling(&arena), arena.free_at_end()), (vec![(3, false), (3, true)], units(3)));
@@ -78,7 +78,7 @@ fn the_next_user_of_merged_blocks_waits_for_the_users_of_both() {
     let mut arena = arena(None);
     let [a, b] = [S0, S1].map(|stream| allocate(&mut arena, 4, stream));
     for (slot, stream, since) in [(a, S0, 5), (b, S1, 7)] {
-        arena.release(slot, stream, since);
+        arena.mark_free(slot, stream, since);
         arena.coalesce(slot);
     }
     let merged = arena.best_fit(units(8)).expect("both");
@@ -93,7 +93,7 @@ fn carved_remainders_keep_the_users_of_the_block() {
     let mut arena = arena(None);
     let slot = allocate(&mut arena, 8, S0);
     arena.add_use(slot, S1);
-    arena.release(slot, S0, 3);
+    arena.mark_free(slot, S0, 3);
     let whole = arena.coalesce(slot);
     let state = BlockState::Allocated { stream: S0, requested: 1, serial: NonZeroU64::MIN };
     let carved = arena.carve(whole, units(2), units(5), state);

@@ -172,7 +172,7 @@ impl<L: Lock> Heap<L> {
         size: Units,
     ) -> Result<Slot, Box<Shortage>> {
         let whole = self.arena.rules().whole_granules(units(segment_bytes));
-        if self.arena.table().segment_count() > 0 || size > whole {
+        if self.arena.segment_count() > 0 || size > whole {
             return Err(Shortage::of(size, OutOfMemoryCause::SegmentFull { segment_bytes: bytes(whole) }));
         }
         self.create_segment(context, stream, SizeClass::Large, whole, whole)
@@ -195,7 +195,7 @@ impl<L: Lock> Heap<L> {
             drop(charge);
             if context.backend.release(range).is_err() {
                 // This costs only addresses; the next trim tries again.
-                self.log.keep_stray(range, SmallVec::new(), false);
+                self.log.add_stray(range, SmallVec::new(), false);
             }
             return Err(driver(error));
         }
@@ -237,13 +237,13 @@ impl<L: Lock> Heap<L> {
     ) -> Result<Slot, Box<Shortage>> {
         let newest = self.arena.newest_growable();
         let room = newest.map_or(0, |newest| {
-            let segment = self.arena.table().segment(newest);
+            let segment = self.arena.segment(newest);
             units(segment.range.size_bytes) - segment.end
         });
         match newest.filter(|_| missing.at_end <= room) {
             Some(segment) => {
                 let growth = self.growth(context, missing.at_end, step, room)?;
-                let offset = self.arena.table().segment(segment).end;
+                let offset = self.arena.segment(segment).end;
                 self.map(context, segment, offset, growth)?;
                 let slot = self.arena.extend(segment, growth, fresh(stream));
                 self.log_segment(SegmentEventKind::Growth, segment, offset, bytes(growth));
@@ -280,7 +280,7 @@ impl<L: Lock> Heap<L> {
     fn map(&self, context: &DynContext<'_, L>, segment: u32, offset: Units, size: Units) -> Result<(), Box<Shortage>> {
         let size_bytes = bytes(size);
         let charge = self.budgets(context).charge(size_bytes).map_err(|cause| Shortage::of(size, cause))?;
-        let range = self.arena.table().segment(segment).range;
+        let range = self.arena.segment(segment).range;
         let driver = |error| Shortage::of(size, OutOfMemoryCause::Driver(error));
         back(context, (&self.config, self.arena.rules()), (range, bytes(offset)), size_bytes).map_err(driver)?;
         charge.confirm();
@@ -295,12 +295,11 @@ impl<L: Lock> Heap<L> {
         stream: StreamId,
         size: Units,
     ) -> Result<Option<Slot>, Box<Shortage>> {
-        let fits = |block: &Block| {
-            self.arena.table().free_size(block.prev) + block.size + self.arena.table().free_size(block.next) >= size
-        };
+        let fits =
+            |block: &Block| self.arena.free_size(block.prev) + block.size + self.arena.free_size(block.next) >= size;
         let Some(found) = self.arena.find_hole(fits) else { return Ok(None) };
         let hole = self.arena.block(found.0);
-        let missing = self.arena.rules().whole_granules(size - self.arena.table().free_size(hole.prev)).min(hole.size);
+        let missing = self.arena.rules().whole_granules(size - self.arena.free_size(hole.prev)).min(hole.size);
         self.fill(context, stream, found, missing).map(Some)
     }
 
@@ -335,7 +334,7 @@ impl<L: Lock> Heap<L> {
         offset_bytes: u64,
         size_bytes: u64,
     ) -> SegmentEvent {
-        let segment = self.arena.table().segment(segment);
+        let segment = self.arena.segment(segment);
         SegmentEvent { kind, heap: self.id, segment: segment.id, base: segment.range.base, offset_bytes, size_bytes }
     }
 }

@@ -11,8 +11,7 @@ use crate::config::op::Refusal;
 use crate::history::digest::{Mark, op_word};
 use crate::plans::error::PlanError;
 use crate::plans::heap_plans::{Answer, HeapPlans, Treatment};
-use crate::plans::plan::Plan;
-use crate::plans::prepared::{PlanInputs, PreparedPlans};
+use crate::plans::plan::{Plan, PlanInputs, PreparedPlans};
 use crate::plans::report::{DifferenceCause, StepReport, StepStats};
 use crate::plans::step::{Diverged, Step};
 use crate::sync::lock::{Lock, LockCell};
@@ -44,7 +43,7 @@ impl<L: Lock> Heap<L> {
         let (Some(plans), RequestMode::Serving(Step::Following(step))) = (self.plans.as_deref(), &self.mode) else {
             unreachable!("the step follows a plan");
         };
-        match plans.answer(step, self.arena.table(), stream, requested) {
+        match plans.answer(step, &self.arena, stream, requested) {
             Answer::Place { slot, waits } => {
                 for slot in waits {
                     self.arena.wait_for_earlier_users(context, slot, stream).map_err(Shortage::Fence)?;
@@ -142,7 +141,7 @@ impl<L: Lock> Heap<L> {
             return released;
         }
         let plans = self.plans.as_deref_mut().expect("the plans have memory");
-        let (step, must_wait) = plans.follow(plan, allocations_before, self.arena.table());
+        let (step, must_wait) = plans.follow(plan, allocations_before, &self.arena);
         self.mode = RequestMode::Serving(Step::Following(step));
         if must_wait && let Err(error) = self.wait_for_all_places(context) {
             // Other ranks may follow the plan, so the digest records that this one does not.

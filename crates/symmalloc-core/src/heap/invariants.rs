@@ -66,11 +66,11 @@ impl<L: Lock> Heap<L> {
             }
         }
         let live_bytes = self.asleep().map_or(self.arena.mapped_bytes(), Mappings::mapped_bytes);
-        let held_bytes = live_bytes + self.log.retired_bytes();
-        if held_bytes != self.budget.reserved_bytes() {
+        let reserved_bytes = live_bytes + self.log.retired_bytes();
+        if reserved_bytes != self.budget.reserved_bytes() {
             return Err(Violation::of_budgets(heap.pool));
         }
-        Ok((held_bytes, self.arena.table().segment_count()))
+        Ok((reserved_bytes, self.arena.segment_count()))
     }
 }
 
@@ -83,11 +83,11 @@ impl Violation {
 }
 
 fn segments<L: Lock>(heap: &Heap<L>) -> impl Iterator<Item = u32> {
-    heap.arena.table().segments_in_order().into_iter()
+    heap.arena.segments_in_order().into_iter()
 }
 
 fn blocks<L: Lock>(heap: &Heap<L>) -> impl Iterator<Item = (Slot, &Block)> {
-    segments(heap).flat_map(|segment| heap.arena.table().blocks_of(segment)).map(|slot| (slot, heap.arena.block(slot)))
+    segments(heap).flat_map(|segment| heap.arena.blocks_of(segment)).map(|slot| (slot, heap.arena.block(slot)))
 }
 
 /// Returns the blocks of all segments and the places of plans.
@@ -99,10 +99,10 @@ fn blocks_and_places<L: Lock>(heap: &Heap<L>) -> impl Iterator<Item = (Slot, &Bl
 fn blocks_tile_their_segment<L: Lock>(heap: &Heap<L>) -> bool {
     let mut count = 0;
     let tiled = segments(heap).all(|id| {
-        let segment = heap.arena.table().segment(id);
-        let first = heap.arena.block(heap.arena.table().first(id));
+        let segment = heap.arena.segment(id);
+        let first = heap.arena.block(heap.arena.first_block(id));
         let (mut end, mut prev) = (0, first.prev);
-        for slot in heap.arena.table().blocks_of(id) {
+        for slot in heap.arena.blocks_of(id) {
             let block = heap.arena.block(slot);
             if block.location != Location::new(segment.id, end)
                 || block.prev != prev
@@ -114,15 +114,15 @@ fn blocks_tile_their_segment<L: Lock>(heap: &Heap<L>) -> bool {
             (end, prev) = (block.end(), slot);
             count += 1;
         }
-        end == segment.end && prev == heap.arena.table().last(id) && segment.id < heap.arena.next_segment()
+        end == segment.end && prev == heap.arena.last_block(id) && segment.id < heap.arena.next_segment()
     });
-    tiled && count + heap.places().len() == heap.arena.table().block_count()
+    tiled && count + heap.places().len() == heap.arena.block_count()
 }
 
 fn neighbors_are_merged<L: Lock>(heap: &Heap<L>) -> bool {
     blocks(heap).all(|(slot, block)| {
         let next = heap.arena.block(block.next);
-        let is_last = heap.arena.table().is_last(slot);
+        let is_last = heap.arena.is_last(slot);
         !(block.is_free() && next.is_free() || block.is_hole() && (is_last || next.is_hole()))
     })
 }
@@ -132,21 +132,21 @@ fn free_index_is_exact<L: Lock>(heap: &Heap<L>) -> bool {
         let free = blocks(heap).filter(|(_, block)| block.is_free() && block.class == class);
         let mut expected: Vec<FreeKey> = free.map(|(slot, block)| FreeKey::of(block, slot)).collect();
         expected.sort_unstable();
-        heap.arena.free().keys(heap.arena.table().blocks(), class).eq(expected)
+        heap.arena.free_keys(class).eq(expected)
     };
-    is_exact(SizeClass::Small) && is_exact(SizeClass::Large) && heap.arena.free().is_linked(heap.arena.table().blocks())
+    is_exact(SizeClass::Small) && is_exact(SizeClass::Large) && heap.arena.free_index_is_linked()
 }
 
 fn mapped_bytes_add_up<L: Lock>(heap: &Heap<L>) -> bool {
     let (mut total, mut holes) = (0, 0);
     let each = segments(heap).all(|id| {
-        let blocks = heap.arena.table().blocks_of(id).map(|slot| heap.arena.block(slot));
+        let blocks = heap.arena.blocks_of(id).map(|slot| heap.arena.block(slot));
         holes += blocks.filter(|block| block.is_hole()).map(|block| u64::from(block.size)).sum::<u64>();
-        let blocks = heap.arena.table().blocks_of(id).map(|slot| heap.arena.block(slot));
-        let is_own = |block: &&Block| !block.is_hole() && !heap.arena.table().segment(id).is_stitched;
+        let blocks = heap.arena.blocks_of(id).map(|slot| heap.arena.block(slot));
+        let is_own = |block: &&Block| !block.is_hole() && !heap.arena.segment(id).is_stitched;
         let mapped: Units = blocks.filter(is_own).map(|block| block.size).sum();
         total += bytes(mapped);
-        mapped == heap.arena.table().segment(id).mapped
+        mapped == heap.arena.segment(id).mapped
     });
     each && total == heap.arena.mapped_bytes() && holes == heap.arena.hole_units()
 }
@@ -206,8 +206,8 @@ fn extents_are_granular<L: Lock>(heap: &Heap<L>) -> bool {
     let granule = rules.granule;
     let is_expandable = matches!(heap.config.segments(), SegmentPolicy::Expandable(_));
     segments(heap).all(|id| {
-        let segment = heap.arena.table().segment(id);
-        let blocks = heap.arena.table().blocks_of(id).map(|slot| heap.arena.block(slot));
+        let segment = heap.arena.segment(id);
+        let blocks = heap.arena.blocks_of(id).map(|slot| heap.arena.block(slot));
         let holes = blocks.filter(|block| block.is_hole() || block.is_elsewhere());
         bytes(segment.end) <= segment.range.size_bytes
             && segment.end == rules.tight_size(segment.end)
@@ -221,7 +221,7 @@ fn extents_are_granular<L: Lock>(heap: &Heap<L>) -> bool {
 fn pointers_are_exact<L: Lock>(heap: &Heap<L>) -> bool {
     let Some(pointers) = heap.ledger.pointers() else { return true };
     let mut live = blocks_and_places(heap).filter(|(_, block)| matches!(block.state, BlockState::Allocated { .. }));
-    live.all(|(slot, _)| pointers.find(heap.arena.table().address(slot)) == Some(&slot))
+    live.all(|(slot, _)| pointers.find(heap.arena.address(slot)) == Some(&slot))
         && pointers.len() as u64 == heap.ledger.usage().allocations()
 }
 
@@ -237,7 +237,7 @@ fn names_are_used_once<L: Lock>(heap: &Heap<L>) -> bool {
         named.extend(offsets.filter(|(offset, _)| is_here(*offset)).map(|(_, granule)| *granule));
     }
     named.sort_unstable();
-    let is_home = |granule: &&Granule| !heap.arena.table().segment(granule.segment).is_stitched;
+    let is_home = |granule: &&Granule| !heap.arena.segment(granule.segment).is_stitched;
     let are_granules = blocks(heap).all(|(_, block)| !block.is_elsewhere() || block.size == granule);
     are_granules && away.iter().filter(is_home).map(|granule| Some(*granule)).eq(named)
 }

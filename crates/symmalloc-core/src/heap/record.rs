@@ -13,8 +13,8 @@ use std::sync::Arc;
 
 impl<L: Lock> Heap<L> {
     /// Starts to remember the last ops, for agreement.
-    pub(crate) fn keep_journal(&mut self, history_ops: u32, order: Arc<ProgramOrder>) {
-        self.ledger.keep_journal(history_ops, order);
+    pub(crate) fn enable_journal(&mut self, history_ops: u32, order: Arc<ProgramOrder>) {
+        self.ledger.enable_journal(history_ops, order);
     }
 
     /// Removes and returns the journal of a heap that is about to be replaced.
@@ -23,8 +23,8 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Starts to index allocations by address.
-    pub(crate) fn keep_pointers(&mut self) {
-        self.ledger.keep_pointers();
+    pub(crate) fn enable_pointers(&mut self) {
+        self.ledger.enable_pointers();
     }
 
     /// Records that all ranks had this digest.

@@ -60,19 +60,19 @@ impl<L: Lock> Heap<L> {
     /// Undoes [`acquire_layout`](Self::acquire_layout). Memory that the driver fails to release stays until a trim
     /// succeeds. Returns its bytes, which stay charged.
     pub(crate) fn release_acquired(&mut self, context: &DynContext<'_, L>, acquired: Vec<AcquiredRange>) -> u64 {
-        let mut kept_bytes = 0;
+        let mut stray_bytes = 0;
         for AcquiredRange { range, mut mapped } in acquired {
             if give_back(&context.backend, range, &mut mapped).is_err() {
-                kept_bytes += mapped.iter().map(|(_, size)| size).sum::<u64>();
-                self.log.keep_stray(range, mapped, false);
+                stray_bytes += mapped.iter().map(|(_, size)| size).sum::<u64>();
+                self.log.add_stray(range, mapped, false);
             }
         }
-        kept_bytes
+        stray_bytes
     }
 
     /// Adds segments with their memory to the tables and adopts the saved history. Returns the size and requested bytes
     /// of the live allocations.
-    pub(crate) fn lay_layout(
+    pub(crate) fn restore_layout(
         &mut self,
         context: &DynContext<'_, L>,
         layout: &HeapLayout,
@@ -80,8 +80,8 @@ impl<L: Lock> Heap<L> {
     ) -> Vec<(Units, u64)> {
         let mut made = Vec::new();
         for (saved, AcquiredRange { range, .. }) in layout.segments.iter().zip(acquired) {
-            let segment = self.lay_segment(context, saved, range);
-            let mut slot = self.arena.table().first(segment);
+            let segment = self.restore_segment(context, saved, range);
+            let mut slot = self.arena.first_block(segment);
             for allocation in &saved.allocations {
                 let (offset, end) = (units(allocation.offset_bytes), units(allocation.end_bytes()));
                 while self.arena.block(slot).end() < end {
@@ -97,7 +97,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Turns the memory of a saved segment into free blocks with holes between them. Returns the segment.
-    fn lay_segment(&mut self, context: &DynContext<'_, L>, saved: &SegmentLayout, range: Range) -> u32 {
+    fn restore_segment(&mut self, context: &DynContext<'_, L>, saved: &SegmentLayout, range: Range) -> u32 {
         let free = fresh(self.id.stream().unwrap_or_default());
         let mut end_bytes = 0;
         let parts = saved.extents.iter().flat_map(|extent| {
@@ -124,7 +124,7 @@ impl<L: Lock> Heap<L> {
         let state = BlockState::Allocated { stream, requested, serial: self.ledger.next_serial() };
         let slot = self.arena.carve(free, offset, end, state);
         self.ledger.note_restored(end - offset, requested);
-        self.ledger.note_pointer(slot, || self.arena.table().address(slot));
+        self.ledger.note_pointer(slot, || self.arena.address(slot));
         self.note_uses_and_name(slot, saved);
         slot
     }

@@ -52,15 +52,15 @@ impl<L: Lock> Heap<L> {
         }
         let mut waits = Vec::new();
         let mut saved = layout.segments.iter().peekable();
-        for segment in self.arena.table().segments_in_order() {
-            let id = self.arena.table().segment(segment).id;
+        for segment in self.arena.segments_in_order() {
+            let id = self.arena.segment(segment).id;
             if let Some(gone) = saved.next_if(|saved| saved.id < id) {
                 return Err(self.gone(gone, gone.extents[0]));
             }
             match saved.next_if(|saved| saved.id == id) {
                 Some(saved) => self.plan_segment(segment, saved, &mut waits)?,
                 None => {
-                    let live = self.arena.table().blocks_of(segment).find(|slot| self.is_live(*slot));
+                    let live = self.arena.blocks_of(segment).find(|slot| self.is_live(*slot));
                     live.map_or(Ok(()), |slot| Err(self.unknown_live(slot)))?;
                 }
             }
@@ -76,7 +76,7 @@ impl<L: Lock> Heap<L> {
         waits: &mut Vec<(Slot, StreamId)>,
     ) -> Result<(), RestoreError> {
         let mut allocations = saved.allocations.iter().peekable();
-        for slot in self.arena.table().blocks_of(segment) {
+        for slot in self.arena.blocks_of(segment) {
             let block = self.arena.block(slot);
             let (from, to) = (bytes(block.offset()), bytes(block.end()));
             match block.state {
@@ -105,7 +105,7 @@ impl<L: Lock> Heap<L> {
                 }
             }
         }
-        let end_bytes = bytes(self.arena.table().segment(segment).end);
+        let end_bytes = bytes(self.arena.segment(segment).end);
         let lost = lost(&saved.extents, end_bytes, u64::MAX);
         lost.map_or(Ok(()), |lost| Err(self.gone(saved, lost)))
     }
@@ -128,10 +128,10 @@ impl<L: Lock> Heap<L> {
     pub(crate) fn revive_layout(&mut self, context: &DynContext<'_, L>, layout: &HeapLayout) -> Vec<Revived> {
         let mut revived = Vec::new();
         let mut saved = layout.segments.iter().peekable();
-        for segment in self.arena.table().segments_in_order() {
-            let id = self.arena.table().segment(segment).id;
+        for segment in self.arena.segments_in_order() {
+            let id = self.arena.segment(segment).id;
             let Some(saved) = saved.next_if(|saved| saved.id == id) else { continue };
-            let mut slot = self.arena.table().first(segment);
+            let mut slot = self.arena.first_block(segment);
             for allocation in &saved.allocations {
                 while self.arena.block(slot).end() < units(allocation.end_bytes()) {
                     slot = self.arena.block(slot).next;
@@ -214,18 +214,16 @@ impl<L: Lock> Heap<L> {
         {
             return Err(gone());
         }
-        let table = self.arena.table();
-        let segment = table.segment_of(placement.segment).ok_or_else(gone)?;
         let (from, to) = (saved.offset_bytes / UNIT_BYTES, end_bytes / UNIT_BYTES);
         let offset = Units::try_from(from).map_err(|_| gone())?;
-        let slot = self.offsets.get_or_insert_default().find(table, segment, offset).ok_or_else(gone)?;
-        let block = table.block(slot);
+        let slot = self.arena.block_at(placement.segment, offset).ok_or_else(gone)?;
+        let block = self.arena.block(slot);
         match block.state {
             BlockState::Free { .. } if to <= u64::from(block.end()) => Ok(slot),
             BlockState::Free { .. } => {
-                let behind = std::iter::successors(Some(block.next), |slot| Some(table.block(*slot).next));
+                let behind = std::iter::successors(Some(block.next), |slot| Some(self.arena.block(*slot).next));
                 let is_touched = |slot: &Slot| {
-                    let block = table.block(*slot);
+                    let block = self.arena.block(*slot);
                     block.state != BlockState::Vacant && u64::from(block.offset()) < to
                 };
                 let mut touched = behind.take_while(is_touched).inspect(|_| work::count(1));

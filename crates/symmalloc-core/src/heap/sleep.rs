@@ -49,18 +49,18 @@ impl<L: Lock> Heap<L> {
 
     /// Returns all mappings: the memory first, then its aliases.
     fn mappings(&self) -> Vec<Mapping> {
-        let in_segments = self.arena.table().backed_segments().into_iter().flat_map(|segment| {
-            let range = self.arena.table().segment(segment).range;
+        let in_segments = self.arena.backed_segments().into_iter().flat_map(|segment| {
+            let range = self.arena.segment(segment).range;
             let mapping = move |(offset, size_bytes)| Mapping { at: (range, offset), size_bytes, source: None };
             self.arena.extents_of(segment).into_iter().map(mapping)
         });
         let mut mappings: Vec<Mapping> = in_segments.collect();
         let size_bytes = bytes(self.arena.rules().granule);
         for stitched in self.stitched.ranges() {
-            let range = self.arena.table().segment(stitched.segment()).range;
+            let range = self.arena.segment(stitched.segment()).range;
             for (granule, at) in stitched.granules().iter().zip(0..) {
                 let Some(granule) = granule else { continue };
-                let source = (self.arena.table().segment(granule.segment).range, bytes(granule.offset));
+                let source = (self.arena.segment(granule.segment).range, bytes(granule.offset));
                 mappings.push(Mapping { at: (range, at * size_bytes), size_bytes, source: Some(source) });
             }
         }
@@ -92,13 +92,13 @@ impl<L: Lock> Heap<L> {
     pub(crate) fn add_live_parts(&self, parts: &mut Vec<Part>) {
         for segment in self.segments() {
             let first = parts.len();
-            let slots = self.arena.table().blocks_of(segment).flat_map(|slot| match self.arena.block(slot).state {
+            let slots = self.arena.blocks_of(segment).flat_map(|slot| match self.arena.block(slot).state {
                 BlockState::Planned => self.live_places(),
                 BlockState::Allocated { .. } => vec![slot],
                 _ => Vec::new(),
             });
             for slot in slots {
-                let (address, size_bytes) = (self.arena.table().address(slot), bytes(self.arena.block(slot).size));
+                let (address, size_bytes) = (self.arena.address(slot), bytes(self.arena.block(slot).size));
                 match parts[first..].last_mut() {
                     Some(part) if part.address.plus(part.size_bytes) == address => part.size_bytes += size_bytes,
                     _ => {

@@ -21,7 +21,6 @@ use super::rejoin::give_back;
 use super::{DynContext, Heap, Shortage};
 use crate::arena::fencing::synchronize;
 use crate::blocks::table::{BlockState, Slot};
-use crate::config::size_rules::SizeClass;
 use crate::config::{ExpandableSegments, Stitching};
 use crate::history::digest::{Mark, op_word};
 use crate::history::segment_log::SegmentEventKind;
@@ -49,7 +48,7 @@ impl<L: Lock> Heap<L> {
         let Home { largest, free } = self.stitched.look_home(&self.arena);
         if largest >= size {
             self.stitched.gather(&mut self.arena);
-            return Ok(self.arena.free().best_fit(self.arena.table().blocks(), SizeClass::Large, size));
+            return Ok(self.arena.smallest_free(size));
         }
         let count = size.div_ceil(granule) as usize;
         let missing = count.saturating_sub(free.count()) as Units * granule;
@@ -135,12 +134,11 @@ impl<L: Lock> Heap<L> {
         let size_bytes = bytes(self.arena.rules().granule);
         let range = self.reserve_range(context, granules.len() as u64 * size_bytes)?;
         for (at, Granule { segment, offset }) in granules.iter().enumerate() {
-            let (home, offset_bytes) =
-                ((self.arena.table().segment(*segment).range, bytes(*offset)), at as u64 * size_bytes);
+            let (home, offset_bytes) = ((self.arena.segment(*segment).range, bytes(*offset)), at as u64 * size_bytes);
             if let Err(error) = context.backend.alias((range, offset_bytes), home, size_bytes) {
                 let mut mapped: SmallVec<_> = (at > 0).then_some((0, offset_bytes)).into_iter().collect();
                 if give_back(&context.backend, range, &mut mapped).is_err() {
-                    self.log.keep_stray(range, mapped, true);
+                    self.log.add_stray(range, mapped, true);
                 }
                 return Err(error);
             }

@@ -85,8 +85,10 @@ impl<L: Lock> Heap<L> {
             self.ledger.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
             failure = Some(error);
         }
-        // Memory cannot be released while a stitched range aliases it.
-        let segments = if failure.is_none() { self.arena.table().backed_segments() } else { Vec::new() };
+        // Memory cannot be released while a stitched range aliases it. A trim without effect does not look at the segments: a limit may
+        // cause one for each request that it refuses.
+        let may_release = failure.is_none() && self.may_hold_free_granule();
+        let segments = if may_release { self.arena.backed_segments() } else { Vec::new() };
         let granule = self.arena.rules().granule;
         let is_expandable = matches!(self.config.segments(), SegmentPolicy::Expandable(_));
         let whole = if is_expandable { self.arena.free_from(granule) } else { Vec::new() };
@@ -101,7 +103,7 @@ impl<L: Lock> Heap<L> {
                 }
             } else if is_expandable && !self.log.is_observed() {
                 let before = self.arena.mapped_bytes();
-                let id = self.arena.table().segment(segment).id;
+                let id = self.arena.segment(segment).id;
                 while whole.next_if(|(earlier, _)| *earlier < id).is_some() {}
                 let shrunk = self.shrink(context, std::iter::from_fn(|| whole.next_if(|(of, _)| *of == id)));
                 shrunk_bytes += before - self.arena.mapped_bytes();
@@ -148,10 +150,10 @@ impl<L: Lock> Heap<L> {
     fn retire_all(&mut self, context: &DynContext<'_, L>, mode: &RequestMode) {
         self.dissolve_plans(context);
         // Stitched ranges are removed first: memory is not unmapped before its aliases.
-        let mut segments = self.arena.table().segments_in_order();
-        segments.sort_by_key(|segment| !self.arena.table().segment(*segment).is_stitched);
+        let mut segments = self.arena.segments_in_order();
+        segments.sort_by_key(|segment| !self.arena.segment(*segment).is_stitched);
         for segment in segments {
-            let range = self.arena.table().segment(segment).range;
+            let range = self.arena.segment(segment).range;
             let mapped = match mode {
                 RequestMode::Asleep(mappings) => Some(mappings.mapped_in(range)),
                 _ => None,
@@ -173,6 +175,12 @@ impl<L: Lock> Heap<L> {
         let _released = self.release_retired(context);
     }
 
+    /// Returns `false` if no free block is as large as a granule of the device. Nothing can be released then: the free blocks of an unused
+    /// segment are as large, because neighbors are merged (I2).
+    fn may_hold_free_granule(&self) -> bool {
+        self.largest_free_bytes() >= bytes(self.arena.rules().tight_size(1))
+    }
+
     fn is_unused(&self, segment: u32) -> bool {
         let is_in_use = |slot| {
             let state = self.arena.block(slot).state;
@@ -180,7 +188,7 @@ impl<L: Lock> Heap<L> {
         };
         // Free memory is still aliased by a stitched range only while nothing may be unmapped.
         let is_named = self.log.is_observed() && !self.stitched.is_empty();
-        !is_named && !self.arena.table().blocks_of(segment).any(is_in_use)
+        !is_named && !self.arena.blocks_of(segment).any(is_in_use)
     }
 
     /// Removes a segment without live allocations. Its memory is released once every observer has acknowledged.
@@ -188,8 +196,8 @@ impl<L: Lock> Heap<L> {
         self.retire_with(context, segment, None);
     }
 
-    /// Removes a segment whose mapped parts are `held`, or all parts that its blocks have.
-    fn retire_with(&mut self, context: &DynContext<'_, L>, segment: u32, held: Option<Extents>) {
+    /// Removes a segment of which the parts `left` are still mapped, or all parts that its blocks have.
+    fn retire_with(&mut self, context: &DynContext<'_, L>, segment: u32, left: Option<Extents>) {
         let mut mapped = self.arena.extents_of(segment);
         let stitched = self.stitched.remove(segment);
         let size_bytes = if stitched.is_some() { 0 } else { mapped.iter().map(|(_, size)| size).sum() };
@@ -199,7 +207,7 @@ impl<L: Lock> Heap<L> {
             mapped = range.mapped(self.arena.rules().granule);
             streams.extend_from_slice(range.users());
         }
-        mapped = held.unwrap_or(mapped);
+        mapped = left.unwrap_or(mapped);
         streams.sort_unstable();
         streams.dedup();
         trace_segment(&event);
@@ -284,7 +292,7 @@ impl<L: Lock> Heap<L> {
         to: Units,
     ) -> Result<(), BackendError> {
         let segment = self.arena.block(slot).segment;
-        let Segment { id, range, .. } = *self.arena.table().segment(segment);
+        let Segment { id, range, .. } = *self.arena.segment(segment);
         context.backend.unmap(range, bytes(from), bytes(to - from))?;
         self.budgets(context).release(bytes(to - from));
         self.arena.cut_hole(slot, from, to);

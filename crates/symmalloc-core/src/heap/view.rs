@@ -162,10 +162,10 @@ impl<L: Lock> Heap<L> {
 
     /// Adds the heap's statistics, except for the bytes that it reserved.
     pub(crate) fn add_to(&self, stats: &mut MemoryStats) {
-        let free_blocks = |class| self.arena.free().keys(self.arena.table().blocks(), class).count() as u64;
+        let free_blocks = |class| self.arena.free_keys(class).count() as u64;
         stats.usage = stats.usage + self.ledger.usage().stats();
         stats.retired_bytes += self.log.retired_bytes();
-        stats.segment_count += self.arena.table().segment_count() as u64;
+        stats.segment_count += self.arena.segment_count() as u64;
         stats.segments_born += u64::from(self.arena.next_segment().0);
         stats.free_block_count += free_blocks(SizeClass::Small) + free_blocks(SizeClass::Large);
         stats.largest_free_bytes = stats.largest_free_bytes.max(self.largest_free_bytes());
@@ -197,7 +197,7 @@ impl<L: Lock> Heap<L> {
 
     /// Returns the bytes of the largest free block.
     pub(crate) fn largest_free_bytes(&self) -> u64 {
-        self.arena.free().largest(self.arena.table().blocks()).map_or(0, bytes)
+        self.arena.largest_free().map_or(0, bytes)
     }
 
     /// Returns the live allocation of a handle.
@@ -208,7 +208,7 @@ impl<L: Lock> Heap<L> {
     /// Returns the allocation in a slot.
     #[inline(always)]
     pub(super) fn allocation_in(&self, slot: Slot, handle: Handle) -> Allocation {
-        let (address, placement) = (self.arena.table().address(slot), self.placement(slot));
+        let (address, placement) = (self.arena.address(slot), self.placement(slot));
         Allocation { handle, address, placement, size_bytes: bytes(self.arena.block(slot).size) }
     }
 
@@ -228,11 +228,6 @@ impl<L: Lock> Heap<L> {
         self.arena.block(slot).location.placement()
     }
 
-    /// Names a live allocation.
-    pub(super) fn set_name(&mut self, slot: Slot, name: &Arc<str>) {
-        self.ledger.set_name((slot, self.arena.block(slot).location), name);
-    }
-
     /// Returns the requested bytes of a live allocation.
     pub(crate) fn requested_bytes(&self, handle: Handle) -> Result<u64, HandleError> {
         Ok(self.live(handle)?.requested)
@@ -240,24 +235,24 @@ impl<L: Lock> Heap<L> {
 
     /// Returns the slots of the live segments in sequence order.
     pub(crate) fn segments(&self) -> Vec<u32> {
-        self.arena.table().segments_in_order()
+        self.arena.segments_in_order()
     }
 
     /// Returns ordinal and range of a live segment, and the bytes that its blocks tile.
     pub(crate) fn segment(&self, segment: u32) -> (SegmentId, Range, u64) {
-        let there = self.arena.table().segment(segment);
+        let there = self.arena.segment(segment);
         (there.id, there.range, bytes(there.end))
     }
 
     /// Returns the live segments with their blocks, in sequence order.
     pub(crate) fn snapshot(&self) -> Vec<SegmentSnapshot> {
         let snapshot = |slot: u32| {
-            let segment = self.arena.table().segment(slot);
+            let segment = self.arena.segment(slot);
             SegmentSnapshot {
                 heap: self.id,
                 segment: segment.id,
                 base: segment.range.base,
-                class: self.arena.block(self.arena.table().first(slot)).class,
+                class: self.arena.block(self.arena.first_block(slot)).class,
                 size_bytes: bytes(segment.end),
                 mapped_bytes: bytes(segment.mapped),
                 blocks: self.blocks(slot),
@@ -269,7 +264,7 @@ impl<L: Lock> Heap<L> {
     /// Returns a segment's blocks in offset order. Blocks in the memory of plans replace that memory.
     fn blocks(&self, segment: u32) -> Vec<BlockSnapshot> {
         let mut blocks = Vec::new();
-        for slot in self.arena.table().blocks_of(segment) {
+        for slot in self.arena.blocks_of(segment) {
             let block = self.arena.block(slot);
             if block.state != BlockState::Planned {
                 blocks.push(self.block(slot));
@@ -307,7 +302,7 @@ impl<L: Lock> Heap<L> {
     /// Returns the events that an observer would have received for a live segment from the start: a birth with the
     /// memory at its start, and a growth for each extent after a hole.
     pub(crate) fn events_of_live_segment(&self, segment: u32) -> Vec<SegmentEvent> {
-        let is_stitched = self.arena.table().segment(segment).is_stitched;
+        let is_stitched = self.arena.segment(segment).is_stitched;
         let mut extents = if is_stitched { Extents::new() } else { self.arena.extents_of(segment) };
         if extents.first().is_none_or(|(from, _)| *from > 0) {
             extents.insert(0, (0, 0));

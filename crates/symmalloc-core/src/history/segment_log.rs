@@ -23,7 +23,7 @@
 //! interleaving of threads, and ranks would register in different orders (rule D8).
 
 use crate::types::backend::{DeviceAddress, Range};
-use crate::types::ids::{HeapId, ObserverId, SegmentId, StreamId};
+use crate::types::ids::{HeapId, ObserverId, PoolId, SegmentId, StreamId};
 use crate::types::work;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
@@ -69,7 +69,7 @@ pub(crate) type Extents = SmallVec<[(u64, u64); 1]>;
 #[derive(Debug)]
 pub(crate) struct Retired {
     /// Length of the log after the death. The memory is released when all cursors have reached it.
-    held_until: u64,
+    released_after: u64,
     pub(crate) range: Range,
     /// The parts that are still backed by memory.
     pub(crate) mapped: Extents,
@@ -121,13 +121,13 @@ impl SegmentLog {
         is_stitched: bool,
         streams: SmallVec<[StreamId; 2]>,
     ) {
-        self.retired.push_back(Retired { held_until: self.next() + 1, range, mapped, is_stitched, streams });
+        self.retired.push_back(Retired { released_after: self.next() + 1, range, mapped, is_stitched, streams });
         self.append(event);
     }
 
     /// Keeps a range that never became a segment and that the driver failed to release. No observer knows of it.
-    pub(crate) fn keep_stray(&mut self, range: Range, mapped: Extents, is_stitched: bool) {
-        self.retired.push_front(Retired { held_until: 0, range, mapped, is_stitched, streams: SmallVec::new() });
+    pub(crate) fn add_stray(&mut self, range: Range, mapped: Extents, is_stitched: bool) {
+        self.retired.push_front(Retired { released_after: 0, range, mapped, is_stitched, streams: SmallVec::new() });
     }
 
     /// Adds an observer at the end of the log. It learns of the existing segments separately.
@@ -173,7 +173,7 @@ impl SegmentLog {
     /// Returns the oldest removed segment that every observer has acknowledged.
     pub(crate) fn first_released(&mut self) -> Option<&mut Retired> {
         let base = self.base;
-        self.retired.front_mut().filter(|retired| retired.held_until <= base)
+        self.retired.front_mut().filter(|retired| retired.released_after <= base)
     }
 
     /// Removes [`first_released`](Self::first_released), whose memory was released.
@@ -199,5 +199,43 @@ impl SegmentLog {
             self.entries.pop_front();
             self.base += 1;
         }
+    }
+}
+
+/// The observers and their pools.
+#[derive(Debug, Default)]
+pub(crate) struct Observers {
+    next: u32,
+    live: Vec<(ObserverId, PoolId)>,
+}
+
+impl Observers {
+    pub(crate) fn add(&mut self, pool: PoolId) -> ObserverId {
+        let observer = ObserverId(self.next);
+        self.next += 1;
+        self.live.push((observer, pool));
+        observer
+    }
+
+    pub(crate) fn remove(&mut self, observer: ObserverId) {
+        work::count(self.live.len());
+        self.live.retain(|(id, _)| *id != observer);
+    }
+
+    /// Returns all observers in the order of their registration.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (ObserverId, PoolId)> + '_ {
+        self.live.iter().inspect(|_| work::count(1)).copied()
+    }
+
+    pub(crate) fn count(&self, pool: PoolId) -> u32 {
+        self.of_pool(pool).count() as u32
+    }
+
+    pub(crate) fn of_pool(&self, pool: PoolId) -> impl Iterator<Item = ObserverId> + '_ {
+        self.iter().filter(move |(_, watched)| *watched == pool).map(|(observer, _)| observer)
+    }
+
+    pub(crate) fn pool_of(&self, observer: ObserverId) -> Option<PoolId> {
+        self.iter().find(|(id, _)| *id == observer).map(|(_, pool)| pool)
     }
 }

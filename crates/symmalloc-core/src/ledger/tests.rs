@@ -13,7 +13,7 @@ fn block(number: u32) -> (Slot, Location) {
 #[test]
 fn a_freed_allocation_leaves_the_counts_the_names_and_the_pointers() {
     let mut ledger = Ledger::new(Digest::new(1));
-    ledger.keep_pointers();
+    ledger.enable_pointers();
     let before = ledger.digest();
     for number in [3, 4] {
         ledger.note_allocation(block(number).1, 2, S0, 1000);

@@ -103,8 +103,8 @@ fn of_heap(to: &Publisher, heap: HeapId) -> Publisher {
 
 fn publish_heap(to: &Publisher, stats: &MemoryStats) {
     let usage = &stats.usage.all;
-    let held_bytes = stats.retired_bytes + usage.allocated_bytes.current;
-    let free_bytes = stats.reserved_bytes.current.saturating_sub(held_bytes);
+    let unavailable_bytes = stats.retired_bytes + usage.allocated_bytes.current;
+    let free_bytes = stats.reserved_bytes.current.saturating_sub(unavailable_bytes);
     let largest_share = if free_bytes > 0 { stats.largest_free_bytes as f64 / free_bytes as f64 } else { 1.0 };
     to.record(&FRAGMENTATION, 1.0 - largest_share);
     for (metric, value) in [

@@ -34,13 +34,11 @@
 //! goes, and reports steps and frees to it. Nothing here calls the driver.
 
 use super::error::PlanError;
-use super::plan::{Plan, StepAllocation};
-use super::plan_cursor::PlanCursor;
-use super::prepared::{PlanInputs, PreparedPlans};
+use super::plan::{Plan, PlanInputs, PreparedPlans, StepAllocation};
 use super::report::{DifferenceCause, StepDifference, StepReport, StepStats};
-use super::step::{Diverged, Following, Step};
+use super::step::{Diverged, Following, PlanCursor, Step};
 use crate::arena::{Arena, fresh};
-use crate::blocks::table::{Block, BlockState, BlockTable, Slot};
+use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::PlanPolicy;
 use crate::history::digest::{Mark, op_word};
 use crate::streams::clocks::Tick;
@@ -50,7 +48,7 @@ use crate::types::units::bytes;
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use symmalloc_plan::{Lived, Place, Schedule, StepLearner, Steps};
+use symmalloc_plan::{Lived, Place, Schedule, SearchBudget, StepLearner};
 
 /// A request: a stream and bytes.
 type Request = (StreamId, u64);
@@ -60,8 +58,8 @@ const DIFFERENCES_MAX: u32 = 2;
 
 /// Returns the budget of the search for a learned plan. It is proportional to the number of planned allocations: a few
 /// seconds for 50,000 of them.
-fn learning_budget(allocations: usize) -> Steps {
-    Steps(2_000 * allocations as u64)
+fn learning_budget(allocations: usize) -> SearchBudget {
+    SearchBudget(2_000 * allocations as u64)
 }
 
 /// The treatment of a step, which is chosen when it begins.
@@ -141,24 +139,24 @@ pub(crate) struct HeapPlans {
 impl HeapPlans {
     /// Returns the placement of the next request of a step that follows a plan.
     #[inline]
-    pub(crate) fn answer(&self, step: &Following, table: &BlockTable, stream: StreamId, requested: u64) -> Answer {
+    pub(crate) fn answer(&self, step: &Following, arena: &Arena, stream: StreamId, requested: u64) -> Answer {
         let Some(checks) = step.cursor.checks_of(op_word(Mark::Allocate, stream, requested)) else {
             return Answer::Differs(self.different_request(step, (stream, requested)));
         };
         let Some(own) = checks.last().copied() else { return Answer::Unplaced };
         // Also checks overlapping blocks that were unexpectedly live when the step began.
-        let (offset, end) = (table.block(own).offset(), table.block(own).end());
+        let (offset, end) = (arena.block(own).offset(), arena.block(own).end());
         let overlaps = |block: &Block| block.offset() < end && offset < block.end();
         let mut waits: SmallVec<[Slot; 4]> = SmallVec::new();
-        for slot in checks.iter().chain(step.unexpected_live.iter().filter(|slot| overlaps(table.block(**slot)))) {
-            if !table.block(*slot).is_ready_for(stream) {
+        for slot in checks.iter().chain(step.unexpected_live.iter().filter(|slot| overlaps(arena.block(**slot)))) {
+            if !arena.block(*slot).is_ready_for(stream) {
                 waits.push(*slot);
             }
         }
-        match waits.iter().find(|slot| !table.block(**slot).is_free()) {
+        match waits.iter().find(|slot| !arena.block(**slot).is_free()) {
             Some(taken) => {
-                let memory = self.memory_block().map_or(0, |memory| table.block(memory).offset());
-                let offset_bytes = bytes(table.block(*taken).offset() - memory);
+                let memory = self.memory_block().map_or(0, |memory| arena.block(memory).offset());
+                let offset_bytes = bytes(arena.block(*taken).offset() - memory);
                 Answer::Differs(DifferenceCause::Occupied { offset_bytes })
             }
             None => Answer::Place { slot: own, waits },
@@ -197,16 +195,11 @@ impl HeapPlans {
 
     /// Begins to follow a plan in the plan memory, which exists. Returns the step, and `true` if each stream must first
     /// be ordered after the earlier users of all places, because the previous step did not follow the same plan.
-    pub(crate) fn follow(
-        &mut self,
-        plan: usize,
-        allocations_before: u64,
-        table: &BlockTable,
-    ) -> (Box<Following>, bool) {
+    pub(crate) fn follow(&mut self, plan: usize, allocations_before: u64, arena: &Arena) -> (Box<Following>, bool) {
         let memory = self.memory.as_ref().expect("plan memory exists");
         let installed = &mut self.installed[plan];
         let is_unexpected =
-            |slot: &&Slot| !table.block(**slot).is_free() && installed.carried_over.binary_search(slot).is_err();
+            |slot: &&Slot| !arena.block(**slot).is_free() && installed.carried_over.binary_search(slot).is_err();
         let unexpected_live = memory.places.iter().filter(is_unexpected).copied().collect();
         let cursor = std::mem::take(&mut installed.cursor);
         let must_wait = self.last_whole.take() != Some(plan);

@@ -12,15 +12,18 @@
 //!            0     1   2   3
 //! ```
 //!
-//! Offsets are relative to the plan's memory, which the heap acquires when it adopts the plan.
+//! Offsets are relative to the plan's memory, which the heap acquires when it adopts the plan. [`PreparedPlans`] are the
+//! plans of one heap together, checked, with the memory that they need.
 
 use super::error::PlanError;
 use crate::config::PoolConfig;
 use crate::config::size_rules::SizeRules;
 use crate::history::digest::{Digest, Mark, op_word};
-use crate::types::ids::{StreamGroup, StreamId};
-use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, bytes, units};
-use symmalloc_plan::{Overlap, Place, PlacedAllocation, Problem, Rectangle, Schedule, Steps, solve};
+use crate::types::ids::{HeapId, StreamGroup, StreamId};
+use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
+use smallvec::SmallVec;
+use std::sync::Arc;
+use symmalloc_plan::{Overlap, Place, PlacedAllocation, Problem, Rectangle, Schedule, SearchBudget, solve};
 
 /// Maximum number of allocations in a step of a plan.
 pub const ALLOCATIONS_MAX: usize = 1 << 24;
@@ -98,12 +101,12 @@ impl Plan {
         group: StreamGroup,
         key: u64,
         wanted: &[StepAllocation],
-        budget: Steps,
+        budget: SearchBudget,
     ) -> Result<Self, PlanError> {
         Self::solve_within(config, granularity_bytes, group, key, wanted, budget).map(|(plan, _)| plan)
     }
 
-    /// Computes the same plan as [`solve`](Self::solve), and returns the steps that the search took, too. It takes less than its budget if
+    /// Computes the same plan as [`solve`](Self::solve), and also returns the work of the search, which is less than its budget if
     /// it finds a plan of the least possible size.
     ///
     /// # Errors
@@ -114,14 +117,14 @@ impl Plan {
         group: StreamGroup,
         key: u64,
         wanted: &[StepAllocation],
-        budget: Steps,
-    ) -> Result<(Self, Steps), PlanError> {
+        budget: SearchBudget,
+    ) -> Result<(Self, u64), PlanError> {
         let rules = SizeRules::new(config, granularity_bytes);
         let unplaced = |wanted: &StepAllocation| PlannedAllocation { wanted: *wanted, offset_bytes: None };
         let mut plan = Plan::new(key, group, wanted.iter().map(unplaced).collect())?;
         let numbers: Vec<usize> = (0..wanted.len()).filter(|number| wanted[*number].until.is_some()).collect();
         if numbers.is_empty() {
-            return Ok((plan, Steps(0)));
+            return Ok((plan, 0));
         }
         let rectangle = |number: &usize| rectangle(*number, &wanted[*number], &rules).expect("filtered");
         let problem = Problem::periodic(wanted.len() as u64, numbers.iter().map(rectangle).collect());
@@ -129,7 +132,7 @@ impl Plan {
         for (number, offset) in numbers.into_iter().zip(solution.offsets()) {
             plan.allocations[number].offset_bytes = Some(offset * UNIT_BYTES);
         }
-        Ok((plan, Steps(solution.steps())))
+        Ok((plan, solution.work()))
     }
 
     /// Returns the key of the plan's steps, which the program passes to `begin_step`.
@@ -196,6 +199,74 @@ impl Plan {
             );
         }
         digest.value
+    }
+}
+
+/// The properties of a heap on which its plans depend.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PlanInputs<'a> {
+    pub(crate) heap: HeapId,
+    pub(crate) config: &'a PoolConfig,
+    pub(crate) rules: &'a SizeRules,
+}
+
+/// Plans that a heap can adopt.
+#[derive(Debug)]
+pub(crate) struct PreparedPlans {
+    /// The plans; at least one.
+    plans: Vec<Arc<Plan>>,
+    /// The schedule of each plan.
+    schedules: Vec<Schedule>,
+    /// The memory that the largest of them needs.
+    size: Units,
+    /// The streams for which they allocate, ascending.
+    streams: SmallVec<[StreamId; 2]>,
+}
+
+impl PreparedPlans {
+    /// Checks plans for a heap.
+    pub(super) fn new(plans: Vec<Arc<Plan>>, inputs: PlanInputs<'_>) -> Result<Self, PlanError> {
+        let (mut schedules, mut size, mut streams) = (Vec::new(), 1, SmallVec::new());
+        for plan in &plans {
+            if plan.group() != inputs.heap.group {
+                return Err(PlanError::Streams { pool: inputs.heap.pool, group: plan.group() });
+            }
+            streams.extend(plan.allocations().iter().map(|planned| planned.wanted.stream));
+            let schedule = plan.schedule(inputs.rules)?;
+            size = schedule.places().iter().map(|place| place.offset + place.size).fold(size, Units::max);
+            schedules.push(schedule);
+        }
+        streams.sort_unstable();
+        streams.dedup();
+        Ok(PreparedPlans { plans, schedules, size, streams })
+    }
+
+    pub(crate) fn plans(&self) -> &[Arc<Plan>] {
+        &self.plans
+    }
+
+    /// Returns the schedule of each plan.
+    pub(super) fn schedules(&self) -> &[Schedule] {
+        &self.schedules
+    }
+
+    /// Returns the units of memory that all plans share.
+    pub(crate) fn size(&self) -> Units {
+        self.size
+    }
+
+    pub(crate) fn memory_bytes(&self) -> u64 {
+        bytes(self.size)
+    }
+
+    /// Returns the streams for which the plans allocate, ascending; at least one.
+    pub(crate) fn streams(&self) -> &[StreamId] {
+        &self.streams
+    }
+
+    /// Returns a hash of the plans, for the digest of the heap that adopts them.
+    pub(crate) fn digest(&self) -> u64 {
+        self.plans.iter().fold(0, |all: u64, plan| all.rotate_left(7) ^ plan.digest())
     }
 }
 

@@ -139,12 +139,12 @@ impl<'a, L: Lock> Budgets<'a, L> {
         Ok(Charge { budgets: self, size_bytes })
     }
 
-    /// Records that the memory of a [kept](Charge::keep) charge was acquired.
+    /// Records that the memory of a [left](Charge::leave_charged) charge was acquired.
     pub(crate) fn confirm(&self, size_bytes: u64) {
         self.all().into_iter().for_each(|budget| budget.confirm(size_bytes));
     }
 
-    /// Refunds memory that was released, or that the driver failed to provide for a [kept](Charge::keep) charge.
+    /// Refunds memory that was released, or that the driver failed to provide for a [left](Charge::leave_charged) charge.
     pub(crate) fn release(&self, size_bytes: u64) {
         self.all().into_iter().for_each(|budget| budget.release(size_bytes));
     }
@@ -169,11 +169,11 @@ impl<L: Lock> Charge<'_, L> {
     /// Records that the memory was acquired.
     pub(crate) fn confirm(self) {
         self.budgets.confirm(self.size_bytes);
-        self.keep();
+        self.leave_charged();
     }
 
     /// Keeps the bytes charged. The caller confirms or refunds them.
-    pub(crate) fn keep(mut self) {
+    pub(crate) fn leave_charged(mut self) {
         self.size_bytes = 0;
     }
 }

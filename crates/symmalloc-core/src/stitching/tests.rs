@@ -33,7 +33,7 @@ fn arena() -> (Arena, Vec<Slot>) {
 }
 
 fn free(arena: &mut Arena, slot: Slot) {
-    arena.release(slot, S0, 0);
+    arena.mark_free(slot, S0, 0);
     arena.coalesce(slot);
 }
 

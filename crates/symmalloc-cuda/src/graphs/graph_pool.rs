@@ -86,7 +86,7 @@ impl GraphPool {
         let config =
             config.to_builder().stitching(None).reclaim(Reclaim::Never).release_threshold_bytes(None).build()?;
         let state = Arc::clone(allocator.state());
-        let pool = state.create_kept_pool(config)?;
+        let pool = state.create_untrimmed_pool(config)?;
         let (observer, _) = state.core().observe(pool)?;
         state.note_graph_pool(pool);
         Ok(GraphPool { inner: Arc::new(GraphPoolState { state, pool, observer, launched_on: Mutex::default() }) })

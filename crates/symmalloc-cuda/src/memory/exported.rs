@@ -183,12 +183,12 @@ impl ExportedList {
 
     /// Returns the bytes of exported chunks of the selected pools that other processes have mapped, or that are held for a dma-buf. Counts a
     /// chunk of several exports once.
-    pub(crate) fn kept_bytes(&self, is_selected: impl Fn(PoolId) -> bool) -> u64 {
+    pub(crate) fn exported_bytes(&self, is_selected: impl Fn(PoolId) -> bool) -> u64 {
         let all = self.all();
-        let is_kept = |memory: &ExportedMemory| memory.is_held || !memory.attached().is_empty();
-        let kept = all.iter().filter(|memory| is_selected(memory.pool) && is_kept(memory));
+        let is_in_use = |memory: &ExportedMemory| memory.is_held || !memory.attached().is_empty();
+        let in_use = all.iter().filter(|memory| is_selected(memory.pool) && is_in_use(memory));
         let chunks: BTreeMap<u64, u64> =
-            kept.filter_map(|memory| memory.chunks.get()).flatten().map(|chunk| (chunk.start, chunk.end)).collect();
+            in_use.filter_map(|memory| memory.chunks.get()).flatten().map(|chunk| (chunk.start, chunk.end)).collect();
         chunks.into_iter().map(|(start, end)| end - start).sum()
     }
 

@@ -173,7 +173,7 @@ impl<B: CudaMemory> AllocatorState<B> {
         let has_quota = config.has_quota();
         let pool = match key {
             Some(key) => self.core.create_pool_with_key(key, fitting(self.core.backend(), config)?)?,
-            None => self.create_kept_pool(config)?,
+            None => self.create_untrimmed_pool(config)?,
         };
         if !has_quota {
             let mut trimmable = lock(&self.trimmable);
@@ -183,8 +183,8 @@ impl<B: CudaMemory> AllocatorState<B> {
         Ok(pool)
     }
 
-    /// Creates a pool whose memory stays until the pool is abandoned.
-    pub(crate) fn create_kept_pool(&self, config: PoolConfig) -> Result<PoolId, CudaError> {
+    /// Creates a pool whose free memory no trim releases before the pool is abandoned.
+    pub(crate) fn create_untrimmed_pool(&self, config: PoolConfig) -> Result<PoolId, CudaError> {
         Ok(self.core.create_pool(fitting(self.core.backend(), config)?)?)
     }
 
@@ -237,7 +237,7 @@ impl<B: CudaMemory> AllocatorState<B> {
         let reserved_before = self.core.stats().reserved_bytes.current;
         // If the driver fails to release some memory, the next trim retries.
         let _failed = self.core.destroy_abandoned_private();
-        let _failed = self.destroy_abandoned_graphs(|pool| is_private(&self.core, *pool));
+        let _failed = self.destroy_abandoned_graphs(|pool| may_trim_alone(&self.core, *pool));
         let destroyed_bytes = reserved_before.saturating_sub(self.core.stats().reserved_bytes.current);
         // Other pools are those of graphs, which use their free memory when they run, and pools that a program created in the core.
         let trimmable = lock(&self.trimmable).clone();
@@ -303,11 +303,11 @@ impl<B: CudaMemory> AllocatorState<B> {
     }
 }
 
-/// Releases the free memory of the pools that ranks do not compare, except those for which `is_kept` returns `true`, which must include the
+/// Releases the free memory of the pools that ranks do not compare, except those for which `is_excluded` returns `true`, which must include the
 /// pools of graphs. Leaves alone symmetric pools, pools with a quota, and pools with an observer. Memory that the driver fails to release
 /// stays. Returns the number of bytes released.
-pub fn trim_private_pools<B: Backend>(core: &SharedAllocator<B>, is_kept: impl Fn(PoolId) -> bool) -> u64 {
-    let pools = core.pools().into_iter().filter(|pool| is_private(core, *pool) && !is_kept(*pool));
+pub fn trim_private_pools<B: Backend>(core: &SharedAllocator<B>, is_excluded: impl Fn(PoolId) -> bool) -> u64 {
+    let pools = core.pools().into_iter().filter(|pool| may_trim_alone(core, *pool) && !is_excluded(*pool));
     let released = pools.map(|pool| match core.trim_pool(pool) {
         Ok(bytes) => bytes,
         // The core logged the failure.
@@ -318,7 +318,9 @@ pub fn trim_private_pools<B: Backend>(core: &SharedAllocator<B>, is_kept: impl F
     released.sum()
 }
 
-fn is_private<B: Backend>(core: &SharedAllocator<B>, pool: PoolId) -> bool {
+/// Returns `true` if one rank alone may trim the pool: ranks do not compare it, and its memory is neither a quota nor
+/// observed.
+fn may_trim_alone<B: Backend>(core: &SharedAllocator<B>, pool: PoolId) -> bool {
     let stays = core.pool_config(pool).is_ok_and(|config| config.symmetric() || config.has_quota());
     !stays && core.observer_count(pool) == 0
 }

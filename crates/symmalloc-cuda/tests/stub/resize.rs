@@ -166,8 +166,8 @@ fn a_refused_resize_keeps_live_memory_and_can_be_repeated() {
             let held = rank.allocator.pool_stats(rank.pool).expect("known").reserved_bytes.current;
             match &outcome {
                 Ok(bytes) => assert_eq!(*bytes, held),
-                Err(ResizeError::Reserve { held_bytes, quota_bytes, .. }) => {
-                    assert!(*held_bytes == held && held < *quota_bytes, "{outcome:?}");
+                Err(ResizeError::Reserve { reserved_bytes, quota_bytes, .. }) => {
+                    assert!(*reserved_bytes == held && held < *quota_bytes, "{outcome:?}");
                 }
                 Err(ResizeError::Trim(_) | ResizeError::InUse { .. }) => {}
                 Err(error) => panic!("{error}"),
@@ -227,7 +227,7 @@ fn caches_of_two_models_pass_memory_to_each_other_under_one_limit() {
             (0..24).map(|_| allocator.allocate(grows, stream, 2 * MIB).expect("within the quota")).collect();
         let refused = resize(&allocator, shrinks, stream, 18 * MIB);
         assert!(
-            matches!(&refused, Err(ResizeError::Reserve { held_bytes, .. }) if *held_bytes == 16 * MIB),
+            matches!(&refused, Err(ResizeError::Reserve { reserved_bytes, .. }) if *reserved_bytes == 16 * MIB),
             "{refused:?}"
         );
         allocator.sleep(shrinks, Contents::Drop).expect("the pool can sleep");

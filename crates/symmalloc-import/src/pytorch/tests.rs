@@ -500,7 +500,7 @@ fn lines_of(pickle: &[u8]) -> Vec<String> {
 }
 
 #[test]
-fn an_entry_names_its_private_pool() {
+fn an_entry_names_its_mempool() {
     let entries = [
         ("segment_alloc", 0x10_0000, Some(0)),
         ("alloc", 0x10_0000, Some(0)),

@@ -53,6 +53,10 @@ struct DeviceState {
     /// Reserved ranges by base.
     ranges: BTreeMap<DeviceAddress, Reserved>,
     changes: Vec<MemoryChange>,
+    /// Bytes mapped now, by pool. Memory whose pool is not known yet counts for the default pool.
+    mapped: BTreeMap<PoolId, u64>,
+    /// The sum of `mapped`.
+    mapped_bytes: u64,
 }
 
 /// The simulated device. See the [module documentation](self).
@@ -68,7 +72,19 @@ impl NotingDevice {
             ownerless: Vec::new(),
             ranges,
             changes: Vec::new(),
+            mapped: BTreeMap::new(),
+            mapped_bytes: 0,
         }))
+    }
+
+    /// Returns the bytes that are mapped now.
+    pub(super) fn mapped_bytes(&self) -> u64 {
+        self.0.borrow().mapped_bytes
+    }
+
+    /// Returns the bytes of a pool that are mapped now.
+    pub(super) fn mapped_bytes_of(&self, pool: PoolId) -> u64 {
+        self.0.borrow().mapped.get(&pool).copied().unwrap_or(0)
     }
 
     /// Starts an op that may obtain memory for an heap and a stream.
@@ -86,7 +102,7 @@ impl NotingDevice {
     /// allocations.
     pub(super) fn assign(&self, owner_at: impl Fn(DeviceAddress) -> (HeapId, StreamId, bool)) {
         let mut state = self.0.borrow_mut();
-        let DeviceState { ownerless, ranges, changes, .. } = &mut *state;
+        let DeviceState { ownerless, ranges, changes, mapped, .. } = &mut *state;
         for base in ownerless.drain(..) {
             let (heap, stream, is_expandable) = owner_at(base);
             let end = ranges.range(base..).nth(1).map_or(DeviceAddress(u64::MAX), |(next, _)| *next);
@@ -94,7 +110,9 @@ impl NotingDevice {
                 *range = Reserved { heap, stream, is_expandable, ..*range };
             }
             for change in changes.iter_mut().filter(|change| (base..end).contains(&change.address)) {
+                count(mapped, &MemoryChange { is_mapped: !change.is_mapped, ..*change });
                 *change = MemoryChange { heap, stream, is_expandable, ..*change };
+                count(mapped, change);
             }
         }
     }
@@ -111,8 +129,19 @@ impl NotingDevice {
             return;
         }
         let address = DeviceAddress(range.base.0 + offset_bytes);
-        state.changes.push(MemoryChange { is_mapped, heap, stream, is_expandable, address, size_bytes });
+        let change = MemoryChange { is_mapped, heap, stream, is_expandable, address, size_bytes };
+        count(&mut state.mapped, &change);
+        let sign = if is_mapped { u64::wrapping_add } else { u64::wrapping_sub };
+        state.mapped_bytes = sign(state.mapped_bytes, size_bytes);
+        state.changes.push(change);
     }
+}
+
+/// Counts a change for its pool. A change is moved to another pool by first counting its opposite, so that sums may be negative in between.
+fn count(mapped: &mut BTreeMap<PoolId, u64>, change: &MemoryChange) {
+    let bytes = mapped.entry(change.heap.pool).or_default();
+    let sign = if change.is_mapped { u64::wrapping_add } else { u64::wrapping_sub };
+    *bytes = sign(*bytes, change.size_bytes);
 }
 
 impl Backend for NotingDevice {

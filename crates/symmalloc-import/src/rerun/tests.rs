@@ -168,14 +168,15 @@ fn simultaneous_completions_follow_the_order_of_their_frees() {
 /// Plans reserve memory before the program allocates anything. It belongs to the heaps of the plans.
 #[test]
 fn a_rerun_follows_plans_and_their_memory_has_an_owner() {
-    use symmalloc_core::plans::{Plan, StepAllocation, Steps};
+    use symmalloc_core::plans::{Plan, SearchBudget, StepAllocation};
     let config = Config::default();
     let mut plans = PlanFile::new(config.clone());
     for stream in [StreamId(0), StreamId(1)] {
         let wanted = |requested_bytes, until| StepAllocation { stream, requested_bytes, until: Some(until) };
         let step = [wanted(6 * MIB, 1), wanted(4 * MIB, 2)];
         let plan =
-            Plan::solve(config.default_pool(), 2 * MIB, StreamGroup::One(stream), 0, &step, Steps::default()).unwrap();
+            Plan::solve(config.default_pool(), 2 * MIB, StreamGroup::One(stream), 0, &step, SearchBudget::default())
+                .unwrap();
         plans.add_plan(PoolId::DEFAULT, plan).unwrap();
     }
     let of = |stream: u16, id: u16| {

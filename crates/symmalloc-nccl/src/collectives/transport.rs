@@ -13,12 +13,12 @@
 //! means that another rank has ended the communicator.
 
 use crate::backoff::Backoff;
-use crate::collectives::operation::{DataType, NcclCall};
 use crate::communicator::error::CommError;
 use crate::communicator::submission::{Buffers, Elements};
 use crate::communicator::{Communicator, Stage};
 use crate::ffi::driver::refused;
-use crate::watchdog::Tick;
+use crate::ffi::operation::{DataType, NcclCall};
+use crate::watchdog::keyed;
 use cudarc::driver::{CudaEvent, CudaStream};
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,6 +26,7 @@ use std::time::Duration;
 use symmalloc_agreement::{Gathered, Transport, TransportError};
 use symmalloc_core::config::Config;
 use symmalloc_cuda::{CudaError, PinnedAllocator, PinnedBuffer};
+use symmalloc_watchdog::Tick;
 
 /// Time after which a wait also polls NCCL for lost ranks.
 const ASK_NCCL_AFTER: Duration = Duration::from_millis(5);
@@ -53,13 +54,15 @@ struct Staging {
 }
 
 impl NcclTransport {
-    /// Creates a transport over this communicator.
+    /// Creates a transport over this communicator. If its stream is the context's first one, cudarc waits for the device's work, so create
+    /// the transport before any collective that may not complete.
     ///
     /// # Errors
     /// Returns an error if a stream, an event or pinned memory cannot be allocated.
     pub fn new(comm: &Communicator) -> Result<Self, CommError> {
         let device = comm.device();
         let _current = device.enter()?;
+        let _relaxed = device.relax_capture();
         let stream = device.context().new_stream().map_err(refused("cuStreamCreate"))?;
         let event = device.context().new_event(None).map_err(refused("cuEventCreate"))?;
         let memory = PinnedAllocator::pinned(device, Config::default())?;
@@ -97,7 +100,7 @@ impl NcclTransport {
         self.comm.collective(NcclCall::AllGather, |comm| Buffers::raw(comm, send, receive, DataType::Uint8, stream))?;
         staging.event.record(&staging.stream).map_err(refused("cuEventRecord"))?;
         let flight = self.comm.watched().flight();
-        let end = flight.end_of(stream);
+        let end = flight.end_of(keyed(stream));
         let backoff = Backoff::new(self.comm.wait_limit());
         let _relaxed = self.comm.device().relax_capture();
         while !staging.event.try_is_complete().map_err(refused("cuEventQuery"))? {
@@ -176,6 +179,7 @@ fn transport_error(error: &CommError) -> TransportError {
         CommError::Cuda(CudaError::Driver(error)) => {
             TransportError::Failed { call: error.call, code: error.code.into() }
         }
+        CommError::Thread { .. } => TransportError::Failed { call: "pthread_create", code: libc::EAGAIN.into() },
         CommError::Gone { cause: Some(cause), .. } => transport_error(cause),
         _ => TransportError::Closed,
     }

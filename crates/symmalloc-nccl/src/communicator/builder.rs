@@ -4,22 +4,20 @@ use crate::backoff::Backoff;
 use crate::communicator::call::{CallThread, HostEntry, attribute, creation_failure, perform, poll_until_done};
 use crate::communicator::ending::{Ending, GRACE, end_all};
 use crate::communicator::error::{CommError, CommState, Stage};
-use crate::communicator::order::{CommOrder, SequenceCounter};
+use crate::communicator::meeting;
+use crate::communicator::order::CommOrder;
 use crate::communicator::shared::{Inner, Life, Mode, Ownership, Shared, Usage};
-use crate::communicator::threads::{self, CallError, CallResult, KeepAlive, Waited, start, wait_for};
+use crate::communicator::threads::{CallError, CallResult, KeepAlive, Waited, start, wait_for};
 use crate::communicator::{Communicator, Owner};
 use crate::ffi::calls::{Calls, NO_COLOR, Outcome};
 use crate::ffi::driver;
 use crate::ffi::handles::{CommHandle, NewHandle};
 use crate::ffi::library::Nccl;
 use crate::ffi::version::Capability;
-use crate::rendezvous;
 use crate::rendezvous::launch::Launch;
 use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
-use crate::watchdog::at_exit::Unfinished;
-use crate::watchdog::{
-    self, ATTRIBUTION_LIMIT, Announced, Connecting, Failure, MeetingId, WatchSettings, WatchdogMode,
-};
+use crate::sequence::SequenceCounter;
+use crate::watchdog::{self, at_exit::Unfinished};
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::slice::from_mut;
 use std::sync::atomic::AtomicBool;
@@ -27,7 +25,9 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
-use symmalloc_watchdog::CommunicatorId;
+use symmalloc_watchdog::{
+    ATTRIBUTION_LIMIT, Announced, CommunicatorId, Connecting, Failure, MeetingId, WatchSettings, WatchdogMode, threads,
+};
 
 /// NCCL's environment variable for the blocking mode, which takes precedence over the program's choice.
 const BLOCKING_VARIABLE: &str = "NCCL_COMM_BLOCKING";
@@ -169,7 +169,7 @@ impl CommunicatorBuilder {
     fn connect_until(self, id: UniqueId, rank: u32, ranks: u32, backoff: &Backoff) -> Result<Communicator, CommError> {
         let nccl = self.nccl()?;
         let order = |name: &str| CommOrder::connected(name, &id, ordinal_of(&id, rank));
-        let meeting = watchdog::meeting_of(&id, rank);
+        let meeting = MeetingId::find(id.as_bytes(), rank);
         let call = move |calls: &Calls, new: &NewHandle, [rank, ranks]: [c_int; 2], blocking| {
             calls.init(new, ranks, *id.as_bytes(), rank, blocking)
         };
@@ -194,6 +194,7 @@ impl CommunicatorBuilder {
             (Ok(raw_rank), Ok(raw_ranks)) if rank < ranks => [raw_rank, raw_ranks],
             _ => return Err(CommError::NoSuchRank { rank, ranks }),
         };
+        self.start_watchdog()?;
         let meeting = match meeting {
             Some(meeting) => Some(meeting),
             None => self.meet(rank, ranks, backoff)?,
@@ -263,15 +264,20 @@ impl CommunicatorBuilder {
         if usize::try_from(actual) != Ok(ordinal) {
             return Err(CommError::OtherDevice { ordinal, actual });
         }
+        self.start_watchdog()?;
         let (order, backoff) = (CommOrder::borrowed(&names.0), Backoff::new(self.deadline));
         let meeting = self.meet(rank, ranks, &backoff)?;
         let shared = self.shared(nccl, names, order, Ownership::Borrowed, comm, (meeting, None));
         Communicator::finish_connecting(shared, &backoff)
     }
 
+    fn start_watchdog(&self) -> Result<(), CommError> {
+        watchdog::start(&self.watch_settings).map_err(|error| CommError::Watchdog { kind: error.kind() })
+    }
+
     pub(super) fn meet(&self, rank: u32, ranks: u32, backoff: &Backoff) -> Result<Option<MeetingId>, CommError> {
         match &self.rendezvous {
-            Some(address) => rendezvous::meet(address, &self.name, rank, ranks, backoff),
+            Some(address) => meeting::meet(address, &self.name, rank, ranks, backoff),
             None => Ok(None),
         }
     }
@@ -489,7 +495,7 @@ pub(super) fn abort_when_returned(
     let device = Arc::clone(device);
     let (sender, aborted) = channel();
     let unfinished = Unfinished::ending();
-    let _started = threads::run(move || {
+    let _started = threads::run_when_possible(move || {
         let (answer, comm) = (caller.recv(), new.comm());
         if let (Some(comm), Ok(_current)) = (comm, device.enter()) {
             let _relaxed = device.relax_capture();

@@ -18,10 +18,11 @@ use crate::communicator::error::{CommError, CommState, Stage};
 use crate::communicator::shared::{Access, Mode, lock};
 use crate::communicator::threads::{CallError, KeepAlive, Waited, start, wait_for};
 use crate::ffi::calls::{CallProgress, Calls, Outcome};
-use crate::watchdog::{ATTRIBUTION_LIMIT, Connecting, ERROR_LIMIT, EntryNumber, Tick, Watched, Work};
+use crate::watchdog::Observed;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
+use symmalloc_watchdog::{ATTRIBUTION_LIMIT, Connecting, ERROR_LIMIT, EntryNumber, Tick, Work};
 
 /// The thread that makes a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -221,12 +222,12 @@ pub(super) fn end_stopped(accesses: &mut [Access<'_>], ending: Ending) -> CommEr
 
 /// A host operation that all ranks perform together, recorded from `begin` until dropped.
 pub(super) struct HostEntry<'a> {
-    watched: &'a Watched,
+    watched: &'a Observed,
     number: EntryNumber,
 }
 
 impl<'a> HostEntry<'a> {
-    pub(super) fn begin(watched: &'a Watched, stage: Stage, elements: Option<u64>) -> Self {
+    pub(super) fn begin(watched: &'a Observed, stage: Stage, elements: Option<u64>) -> Self {
         let work = match stage {
             Stage::Destroy => Work::Destruction,
             _ => Work::Named { kind: stage.call().into(), elements },

@@ -2,7 +2,7 @@
 //!
 //! Every NCCL call in this module can hang as well, because a symmetric kernel has no abort flag and NCCL waits for its kernels. The calls
 //! are therefore made on a separate thread, with a bounded wait: [`ABORT_LIMIT`] if the program requested an abort,
-//! [`ERROR_LIMIT`](watchdog::ERROR_LIMIT) for an error of the watchdog or a registrar, and [`GRACE`] for other errors. If the thread has not
+//! [`ERROR_LIMIT`](symmalloc_watchdog::ERROR_LIMIT) for an error of the watchdog or a registrar, and [`GRACE`] for other errors. If the thread has not
 //! finished by then, the communicator is [`Lost`](CommState::Lost). If it finishes later, the state changes to
 //! [`Aborted`](CommState::Aborted). (An abort joins NCCL's proxy thread, which runs as long as peers are connected to it: if a peer is
 //! stuck but alive, an abort completes only when the peer aborts too. A revoke joins the same thread. It completes if the stuck peer is
@@ -25,14 +25,13 @@ mod revocation;
 use crate::backoff::Backoff;
 use crate::communicator::error::{CommError, CommState, Stage};
 use crate::communicator::shared::{Access, Handles, Life, Mode, Ownership, Shared, lock};
-use crate::communicator::threads::{self, CallResult, KeepAlive};
+use crate::communicator::threads::{CallResult, KeepAlive};
 use crate::ffi::calls::{CallProgress, Calls};
 use crate::ffi::driver;
 use crate::ffi::error::{IN_PROGRESS, NcclError};
 use crate::ffi::handles::{CommHandle, RegistrationHandle, WindowHandle};
 use crate::ffi::version::Capability;
 use crate::logging::log;
-use crate::watchdog;
 use crate::watchdog::at_exit::Unfinished;
 use std::ffi::CStr;
 use std::sync::atomic::Ordering;
@@ -41,7 +40,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
-use symmalloc_watchdog::FailureReport;
+use symmalloc_watchdog::{FailureReport, threads};
 
 /// Time limit of an abort that the program requested.
 pub(super) const ABORT_LIMIT: Duration = Duration::from_secs(5);
@@ -119,7 +118,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
     let resources: Vec<Resources> = accesses.iter().map(resources).collect();
     let (sender, through) = channel();
     let unfinished = Unfinished::ending();
-    let started = threads::run(move || {
+    let started = threads::run_when_possible(move || {
         // Without a context, the device is unusable, so there is nothing to end.
         if let Ok(_current) = device.enter() {
             let _relaxed = device.relax_capture();
@@ -144,7 +143,7 @@ fn ensure_end(access: &Access<'_>) {
     if let Some(watched) = access.shared.watched.get()
         && !access.shared.is_ended()
     {
-        watchdog::ensure_end(watched);
+        watched.watched().ensure_end();
     }
 }
 
@@ -160,7 +159,7 @@ fn notify_ranks(shared: &Shared, cause: Option<&Arc<CommError>>) {
             FailureReport { text: text.to_owned(), first_rank: None, stopped_ms: None }
         }
     };
-    watchdog::fail(watched, report);
+    watched.fail(report);
 }
 
 fn resources(access: &Access<'_>) -> Resources {
@@ -230,7 +229,7 @@ pub(super) fn revoke_all(accesses: &mut [Access<'_>], ending: Ending) -> Result<
         (life.state, life.comm) = (CommState::Revoked, access.comm);
         access.shared.revoke_requested.store(false, Ordering::Release);
         drop(life);
-        watchdog::leave(access.shared.watched());
+        access.shared.watched().leave();
         let communicator = &*access.shared.name;
         log(|| tracing::warn!(name: "communicator.revoked", target: "symmalloc", communicator));
     }

@@ -5,12 +5,11 @@ use crate::ffi::error::{LoadError, NcclError};
 use crate::ffi::version::{Capability, NcclVersion};
 use crate::rendezvous::error::RendezvousError;
 use crate::rendezvous::launch::LaunchError;
-use crate::watchdog::Failure;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 use symmalloc_cuda::{CudaError, DriverError};
-use symmalloc_watchdog::FailureReport;
+use symmalloc_watchdog::{Failure, FailureReport};
 use thiserror::Error;
 
 /// An error returned by an operation on a communicator.
@@ -243,6 +242,15 @@ pub enum CommError {
         "no thread can be started for a call that may wait ({kind}): raise the limit on threads (ulimit -u, cgroup pids)"
     )]
     Thread {
+        /// The system's reason.
+        kind: std::io::ErrorKind,
+    },
+    /// The system cannot create a thread or a descriptor for the watchdog.
+    #[error(
+        "the watchdog cannot start ({kind}): raise the limits on threads (ulimit -u, cgroup pids) and descriptors (ulimit -n), or set \
+         SYMMALLOC_WATCHDOG=off"
+    )]
+    Watchdog {
         /// The system's reason.
         kind: std::io::ErrorKind,
     },

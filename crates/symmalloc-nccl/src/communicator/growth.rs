@@ -24,11 +24,10 @@ use crate::ffi::calls::{Calls, GrowId};
 use crate::ffi::handles::NewHandle;
 use crate::ffi::version::Capability;
 use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
-use crate::watchdog::{Announced, Connecting, ERROR_LIMIT};
 use std::ffi::{CStr, c_int};
 use std::slice::{from_mut, from_ref};
 use std::sync::Arc;
-use symmalloc_watchdog::CommunicatorId;
+use symmalloc_watchdog::{Announced, CommunicatorId, Connecting, ERROR_LIMIT};
 
 impl Communicator {
     /// Creates the id of a [`grow`](CommunicatorBuilder::grow), on rank 0. The program passes it to all ranks of the grown communicator, old

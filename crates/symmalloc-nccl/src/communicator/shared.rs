@@ -8,20 +8,21 @@
 //! ```
 
 use crate::backoff::Backoff;
-use crate::collectives::operation::KnownShapes;
 use crate::communicator::error::CommError;
 use crate::communicator::error::CommState;
 use crate::communicator::order::CommOrder;
+use crate::communicator::shapes::KnownShapes;
 use crate::ffi::handles::{CommHandle, RegistrationHandle, WindowHandle};
 use crate::ffi::library::Nccl;
 use crate::rendezvous::unique_id::UniqueId;
-use crate::watchdog::{self, Connecting, ERROR_LIMIT, Failure, MeetingId, WatchSettings, WatchdogMode, Watched};
+use crate::watchdog::Observed;
 use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
+use symmalloc_watchdog::{Connecting, ERROR_LIMIT, Failure, MeetingId, WatchSettings, WatchdogMode};
 
 /// A practically unlimited time.
 pub(super) const UNLIMITED: Duration = Duration::from_secs(u32::MAX as u64);
@@ -67,7 +68,7 @@ pub(super) struct Shared {
     pub(super) connecting: Option<Arc<Connecting>>,
     pub(super) watch_settings: WatchSettings,
     /// The watchdog's view of the communicator; set once it is ready.
-    pub(super) watched: OnceLock<Arc<Watched>>,
+    pub(super) watched: OnceLock<Arc<Observed>>,
     pub(super) inner: Mutex<Inner>,
     pub(super) life: Arc<Mutex<Life>>,
     pub(super) usage: Arc<Mutex<Usage>>,
@@ -291,7 +292,7 @@ impl Shared {
     /// distinguishes slow ranks from stuck ones.
     pub(super) fn wait_limit(&self) -> Duration {
         let is_watched = self.watched.get().is_some() && self.watch_settings.mode() != WatchdogMode::Off;
-        if is_watched && watchdog::is_on() { UNLIMITED } else { self.deadline }
+        if is_watched && symmalloc_watchdog::is_running() { UNLIMITED } else { self.deadline }
     }
 
     pub(super) fn state(&self) -> CommState {

@@ -3,18 +3,18 @@
 //! NCCL's own groups are state of the calling thread, and they take pointers long before the work is in the stream. A [`Group`] is a value
 //! that borrows the buffers until it is submitted. If it is dropped without being submitted, NCCL is never called.
 
-use crate::collectives::operation::{DataType, NcclType, ReduceOp};
-use crate::collectives::operation::{NcclCall, Operation};
 use crate::communicator::Communicator;
 use crate::communicator::call::{CallThread, perform};
 use crate::communicator::error::{CommError, CommState, Stage};
+use crate::communicator::shapes::ConnectionShape;
 use crate::communicator::shared::{Access, Mode};
 use crate::ffi::handles::{CommHandle, StreamHandle};
-use crate::watchdog::{EntryNumber, Tick, Work};
+use crate::ffi::operation::{DataType, NcclCall, NcclType, Operation, ReduceOp};
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use smallvec::SmallVec;
 use std::fmt;
 use std::sync::Arc;
+use symmalloc_watchdog::{EntryNumber, Tick};
 
 /// A collective with its communicator and its stream.
 pub(crate) type Submission<'a> = (&'a Communicator, Operation, &'a Arc<CudaStream>);
@@ -28,7 +28,7 @@ pub(crate) fn submit(operations: &[Submission<'_>], is_noted: bool) -> Result<()
     let mut has_run = true;
     for (comm, operation, _) in operations {
         let access = find(&mut accesses, comm);
-        has_run &= access.inner.shapes.contains(operation.shape());
+        has_run &= access.inner.shapes.contains(ConnectionShape::of(operation));
         issues.push((access.comm, *operation));
     }
     let Some(first) = accesses.first() else { return Ok(()) };
@@ -40,7 +40,7 @@ pub(crate) fn submit(operations: &[Submission<'_>], is_noted: bool) -> Result<()
     issued?;
     if !has_run {
         for (comm, operation, _) in operations {
-            find(&mut accesses, comm).inner.shapes.insert(operation.shape());
+            find(&mut accesses, comm).inner.shapes.insert(ConnectionShape::of(operation));
         }
     }
     Ok(())
@@ -51,9 +51,7 @@ type Entries = SmallVec<[EntryNumber; 2]>;
 
 fn begin(operations: &[Submission<'_>]) -> Entries {
     let now = Tick::now();
-    let entry = |(comm, operation, stream): &Submission<'_>| {
-        comm.watched().flight().begin(Work::of(operation), Some(*stream), now)
-    };
+    let entry = |(comm, operation, stream): &Submission<'_>| comm.watched().begin(operation, stream, now);
     operations.iter().map(entry).collect()
 }
 

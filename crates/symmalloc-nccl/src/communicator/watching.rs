@@ -5,19 +5,21 @@ use crate::communicator::Communicator;
 use crate::communicator::ending::{Ending, GRACE, end_all};
 use crate::communicator::error::{CommError, Stage};
 use crate::communicator::order::CommOrder;
-use crate::communicator::order::SequenceCounter;
 use crate::communicator::shared::{Ownership, Shared};
 use crate::ffi::calls::CallProgress;
 use crate::ffi::driver::{self, refused};
-use crate::watchdog::{self, EntryNumber, Failure, FailureCause, Identity, Tick, Watchable, Watched, Work};
+use crate::sequence::SequenceCounter;
+use crate::watchdog::{Observed, Polled, keyed, mark};
 use cudarc::driver::CudaStream;
 use std::borrow::Cow;
 use std::slice::from_mut;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
 use symmalloc_cuda::RelaxedCapture;
 use symmalloc_files::is_forked;
-use symmalloc_watchdog::CommunicatorId;
+use symmalloc_watchdog::{
+    CommunicatorId, EntryNumber, Failure, FailureCause, Identity, LocalError, Tick, Watchable, Work,
+};
 
 /// Announced work that the program submits to a stream itself. The work must be in its stream when this value is dropped. See
 /// [`announcement`](Communicator::announcement).
@@ -49,7 +51,7 @@ impl Communicator {
         let _current = self.device().enter()?;
         let event = self.device().context().new_event(None).map_err(refused("cuEventCreate"))?;
         let flight = self.watched().flight();
-        let end = flight.end_of(stream);
+        let end = flight.end_of(keyed(stream));
         event.record(stream).map_err(refused("cuEventRecord"))?;
         let backoff = Backoff::new(self.wait_limit());
         let _relaxed = self.device().relax_capture();
@@ -125,7 +127,7 @@ impl Communicator {
     ) -> Result<EntryNumber, CommError> {
         self.check_stream(stream)?;
         self.shared.check_ready()?;
-        Ok(self.watched().flight().begin(Work::Named { kind, elements }, Some(stream), Tick::now()))
+        Ok(self.watched().flight().begin(Work::Named { kind, elements }, Some(keyed(stream)), Tick::now()))
     }
 
     /// Records that the work is in its stream, or in a graph.
@@ -136,7 +138,7 @@ impl Communicator {
         if let Some(due) = due
             && let Ok(_current) = self.device().enter()
         {
-            watchdog::mark(self.watched(), &due);
+            mark(self.watched(), &due);
         }
     }
 }
@@ -158,12 +160,11 @@ impl Shared {
             deadline: self.deadline,
             meeting: self.meeting,
         };
-        let communicator: Weak<dyn Watchable> = Arc::downgrade(&(Arc::clone(self) as Arc<dyn Watchable>));
-        let fresh = || Arc::new(Watched::new(identity, self.watch_settings.clone(), communicator));
-        watchdog::watch(self.watched.get_or_init(fresh));
+        let fresh = || Arc::new(Observed::new(identity, self.watch_settings.clone(), self));
+        self.watched.get_or_init(fresh).watch();
     }
 
-    pub(super) fn watched(&self) -> &Watched {
+    pub(super) fn watched(&self) -> &Observed {
         self.watched.get().expect("every ready communicator is watched")
     }
 }
@@ -178,6 +179,16 @@ impl Watchable for Shared {
         end_all(from_mut(&mut access), Ending::Idle, Some(&cause), GRACE);
     }
 
+    fn is_ended(&self) -> bool {
+        Shared::is_ended(self)
+    }
+
+    fn state_text(&self) -> String {
+        self.state().to_string()
+    }
+}
+
+impl Polled for Shared {
     fn poll_error(&self) -> Option<FailureCause> {
         // The owner of a borrowed communicator polls NCCL itself.
         if self.ownership == Ownership::Borrowed {
@@ -188,16 +199,8 @@ impl Watchable for Shared {
         let _current = self.device.enter().ok()?;
         match self.nccl.calls().poll("ncclCommGetAsyncError", access.comm) {
             Ok(CallProgress::Done | CallProgress::Underway) => None,
-            Err(error) => Some(FailureCause::Nccl(error)),
+            Err(error) => Some(FailureCause::Nccl(LocalError::new(error))),
         }
-    }
-
-    fn is_ended(&self) -> bool {
-        Shared::is_ended(self)
-    }
-
-    fn state_text(&self) -> String {
-        self.state().to_string()
     }
 
     fn relax_capture(&self) -> RelaxedCapture {

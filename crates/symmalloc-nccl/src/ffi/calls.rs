@@ -16,9 +16,9 @@
 //!   guarantees the same. The operation's stream is live and belongs to the device.
 //! - **C5** A window or registration is released once, on the communicator that made it.
 
-use crate::collectives::operation::{NcclCall, Operation};
 use crate::ffi::error::{IN_PROGRESS, LoadError, NcclError};
 use crate::ffi::handles::{CommHandle, NewHandle, RegistrationHandle, WindowHandle};
+use crate::ffi::operation::{NcclCall, Operation};
 use crate::ffi::version::{Capability, NcclVersion};
 use crate::ffi::window_flags::WindowFlags;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};

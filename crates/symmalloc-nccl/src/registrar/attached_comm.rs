@@ -150,6 +150,9 @@ impl AttachedComm {
     }
 
     /// Starts to observe these pools. After an error, none of them is observed.
+    ///
+    /// Creates the transport before the first sync: the context's first stream waits for the device, which may hang in a collective by
+    /// the time of the sync.
     pub(crate) fn observe(
         &self,
         allocator: &CudaAllocator,
@@ -157,6 +160,7 @@ impl AttachedComm {
         attachment: Attachment,
     ) -> Result<(), AttachError> {
         let mut state = self.lock();
+        self.create_transport(&mut state)?;
         state.pools.observe(allocator, self.comm.name(), pools, attachment)?;
         self.publish_view(&state);
         Ok(())
@@ -180,11 +184,16 @@ impl AttachedComm {
         self.lock().pools.leave(pool)
     }
 
-    /// Returns the transport of the ranks' messages, creating it if needed.
+    /// Returns the transport of the ranks' messages. It exists unless no pool could be attached.
     pub(crate) fn transport<'s>(&self, state: &'s mut SyncState) -> Result<&'s NcclTransport, SyncError> {
+        self.create_transport(state).map_err(|error| self.failed(error))
+    }
+
+    /// Creates the transport if it does not exist yet.
+    fn create_transport<'s>(&self, state: &'s mut SyncState) -> Result<&'s NcclTransport, CommError> {
         let transport = match state.exchanges.transport.take() {
             Some(transport) => transport,
-            None => NcclTransport::new(&self.comm).map_err(|error| self.failed(error))?,
+            None => NcclTransport::new(&self.comm)?,
         };
         Ok(state.exchanges.transport.insert(transport))
     }

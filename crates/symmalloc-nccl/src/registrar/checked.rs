@@ -12,11 +12,11 @@
 //! [`CheckedCollectives`]. The host waits once per call, so use it only to find bugs.
 
 use crate::collectives::collectives;
-use crate::collectives::operation::NcclCall;
-use crate::collectives::operation::{NcclType, ReduceOp};
 use crate::communicator::Communicator;
 use crate::communicator::error::CommError;
 use crate::communicator::submission::{Buffers, Elements};
+use crate::ffi::operation::NcclCall;
+use crate::ffi::operation::{NcclType, ReduceOp};
 use crate::registrar::Registrar;
 use crate::sync::error::SyncError;
 use crate::sync::offset_difference::{BufferPlace, CallMessage, CollectiveCall, Comparison, compare};

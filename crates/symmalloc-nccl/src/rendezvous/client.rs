@@ -13,7 +13,6 @@
 //! may arrive at another address until the deadline. The error then contains the answer of each address.
 
 use crate::backoff::Backoff;
-use crate::communicator::threads;
 use crate::logging::log;
 use crate::rendezvous::endpoint::{ConnectError, Endpoint, read_until, write_until};
 use crate::rendezvous::error::{EndpointAnswer, RendezvousError};
@@ -27,7 +26,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-use symmalloc_watchdog::Connection;
+use symmalloc_watchdog::{Connection, threads};
 use zerocopy::{FromZeros, IntoBytes};
 
 /// A practically unlimited time.

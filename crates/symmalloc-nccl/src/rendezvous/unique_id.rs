@@ -1,7 +1,5 @@
 //! The id that the ranks of a communicator share before they connect.
 
-use crate::communicator::error::CommError;
-use crate::ffi::library::Nccl;
 use std::ffi::c_char;
 use std::fmt;
 
@@ -19,23 +17,6 @@ pub struct UniqueId {
 impl UniqueId {
     /// Size of an id in bytes.
     pub const BYTES: usize = 128;
-
-    /// Returns a new id from NCCL. If `NCCL_COMM_ID` is set, every call on every rank returns the same id. Otherwise each call returns a
-    /// different one, and the process that created it must stay alive until all ranks have connected.
-    ///
-    /// # Errors
-    /// Returns an error if NCCL cannot be used or finds no network interface.
-    pub fn new() -> Result<Self, CommError> {
-        Self::from_nccl(Nccl::load()?)
-    }
-
-    /// Like [`new`](Self::new), with this library.
-    ///
-    /// # Errors
-    /// Returns an error if NCCL finds no network interface.
-    pub fn from_nccl(nccl: &Nccl) -> Result<Self, CommError> {
-        Ok(UniqueId { bytes: nccl.calls().unique_id()? })
-    }
 
     /// Creates an id from the bytes of another rank.
     pub fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {

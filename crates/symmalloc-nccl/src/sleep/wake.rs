@@ -77,7 +77,7 @@ impl<'a> PhaseChange<'a> {
             unreachable!("a rank with an obstacle reports it, and receives its own report")
         };
         // From here on, the memory stays mapped even after an error: another rank may already be awake.
-        let memory = remapped.keep();
+        let memory = remapped.resume();
         let (registrations, findings) = self.register(&agreed.broken)?;
         self.registrar.counters().registrations.add(registrations);
         let rows: Vec<FindingRow> = findings.into_iter().map(FindingRow::from).collect();

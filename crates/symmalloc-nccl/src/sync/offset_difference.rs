@@ -2,7 +2,7 @@
 //!
 //! A message from another rank is untrusted. Every bit pattern is a valid struct. A call with an unknown collective is an error.
 
-use crate::collectives::operation::Collective;
+use crate::ffi::operation::Collective;
 use crate::sync::groups;
 use crate::sync::message::{SegmentMessage, SyncDifference, VERSION};
 use crate::windows::registrations::Entry;

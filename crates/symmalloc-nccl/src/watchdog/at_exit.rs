@@ -10,6 +10,7 @@ use std::sync::mpsc::channel;
 use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::time::Duration;
 use symmalloc_files::is_forked;
+use symmalloc_watchdog::Process;
 
 /// Longest time for which the end of the process waits for reports, because a disk may be slow or gone.
 const REPORT_LIMIT: Duration = Duration::from_secs(1);
@@ -37,7 +38,7 @@ pub(crate) struct Unfinished(fn(&mut Counts) -> &mut usize);
 
 impl Unfinished {
     /// A report that is being written.
-    pub(crate) fn report() -> Self {
+    fn report() -> Self {
         Unfinished::begin(|counts| &mut counts.reports)
     }
 
@@ -52,6 +53,19 @@ impl Unfinished {
         AT_EXIT.call_once(|| driver::at_exit(finish));
         *of(&mut counts()) += 1;
         Unfinished(of)
+    }
+}
+
+/// This process, as the watchdog may end it.
+pub(super) struct ThisProcess;
+
+impl Process for ThisProcess {
+    fn delay_exit(&self) -> Box<dyn Send> {
+        Box::new(Unfinished::report())
+    }
+
+    fn exit_now(&self, code: i32) -> ! {
+        driver::exit_now(code)
     }
 }
 

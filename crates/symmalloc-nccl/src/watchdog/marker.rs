@@ -6,59 +6,85 @@
 //! capture is never queried, because the query would invalidate the capture as well.
 
 use crate::ffi::driver::{self, refused};
-use crate::watchdog::clock::{POLL_INTERVAL, Tick};
-use crate::watchdog::failure::FailureCause;
-use crate::watchdog::flight::Unmarked;
-use crate::watchdog::watched::{self, Mark, Watched};
-use cudarc::driver::CudaEvent;
+use crate::watchdog::observed::{self, Mark, Observed};
+use cudarc::driver::{CudaEvent, CudaStream};
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
 use symmalloc_cuda::{DriverError, RelaxedCapture};
+use symmalloc_watchdog::{FailureCause, LocalError, POLL_INTERVAL, Tick, Unmarked, WatchSettings, WatchdogMode};
 
-/// Starts the thread once.
-pub(super) fn start() {
-    static STARTED: std::sync::Once = std::sync::Once::new();
-    STARTED.call_once(|| {
-        let thread = std::thread::Builder::new().name("symmalloc-marker".to_owned()).spawn(run);
-        if let Err(error) = thread {
-            tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
+impl Observed {
+    /// Watches the communicator, and polls its streams, until it is dropped.
+    pub(crate) fn watch(self: &Arc<Self>) {
+        self.watched().watch();
+        if symmalloc_watchdog::is_running() {
+            observed::add(self);
         }
-    });
+    }
+}
+
+/// Starts the watchdog and the marker, unless they run already.
+///
+/// # Errors
+/// Returns an error if the system cannot create a thread or a descriptor, unless the program turned the watchdog off. A communicator without
+/// a watchdog can hang indefinitely. After an error, the next call tries again.
+pub(crate) fn start(settings: &WatchSettings) -> io::Result<()> {
+    // The marker is first, because without the device's progress all work would seem to be late.
+    let started = start_marker().and_then(|()| symmalloc_watchdog::start());
+    if settings.mode() == WatchdogMode::Off { Ok(()) } else { started }
+}
+
+/// Starts the thread once. After an error, the next call tries again.
+fn start_marker() -> io::Result<()> {
+    static IS_STARTED: Mutex<bool> = Mutex::new(false);
+    let mut is_started = IS_STARTED.lock().unwrap_or_else(PoisonError::into_inner);
+    if !*is_started {
+        std::thread::Builder::new().name("symmalloc-marker".to_owned()).spawn(run)?;
+        *is_started = true;
+    }
+    Ok(())
 }
 
 fn run() {
     let mut relaxed: Option<RelaxedCapture> = None;
     loop {
         std::thread::sleep(POLL_INTERVAL);
-        for watched in watched::all() {
-            relaxed = relaxed.or_else(|| Some(watched.communicator()?.relax_capture()));
-            if relaxed.is_none() || watched.is_closed() {
-                drop(std::mem::take(&mut *watched.marks()));
+        for observed in observed::all() {
+            relaxed = relaxed.or_else(|| Some(observed.communicator()?.relax_capture()));
+            if relaxed.is_none() || observed.is_closed() {
+                drop(std::mem::take(&mut *observed.marks()));
                 continue;
             }
-            poll_marks(&watched);
-            for unmarked in watched.flight().unmarked() {
-                mark(&watched, &unmarked);
+            poll_marks(&observed);
+            for unmarked in observed.flight().unmarked() {
+                mark(&observed, &unmarked);
             }
-            if let Some(error) = watched.communicator().and_then(|communicator| communicator.poll_error()) {
-                watched.record_error(error);
+            if let Some(error) = observed.communicator().and_then(|communicator| communicator.poll_error()) {
+                observed.record_error(error);
             }
         }
     }
 }
 
 /// Queries which marks the device has passed. No other thread waits for the driver's answers.
-fn poll_marks(watched: &Watched) {
-    let waiting = watched.marks().take_waiting();
+fn poll_marks(observed: &Observed) {
+    let waiting = observed.marks().take_waiting();
     for mark in waiting {
         match is_past(&mark.event) {
             Ok(true) => {
-                watched.flight().done(mark.upto, Tick::now());
-                watched.marks().keep(mark.event);
+                observed.flight().done(mark.upto, Tick::now());
+                observed.marks().keep(mark.event);
             }
-            Ok(false) => watched.marks().add(mark),
-            Err(error) if is_temporary(&error) => watched.marks().add(mark),
-            Err(error) => watched.record_error(FailureCause::Driver(error)),
+            Ok(false) => observed.marks().add(mark),
+            Err(error) if is_temporary(&error) => observed.marks().add(mark),
+            Err(error) => observed.record_error(lost(error)),
         }
     }
+}
+
+/// Returns the failure of a device that is lost.
+fn lost(error: DriverError) -> FailureCause {
+    FailureCause::Driver(LocalError::new(error))
 }
 
 /// Returns `true` if a driver call failed temporarily, because of a lack of memory (2) or a capture. The device is not lost.
@@ -72,23 +98,26 @@ fn is_past(event: &CudaEvent) -> Result<bool, DriverError> {
 }
 
 /// Marks the end of a stream. Changes the thread's current context.
-pub(crate) fn mark(watched: &Watched, unmarked: &Unmarked) {
+pub(crate) fn mark(observed: &Observed, unmarked: &Unmarked<Arc<CudaStream>>) {
     let Unmarked { upto, .. } = *unmarked;
-    let free = watched.marks().free_event();
+    let free = observed.marks().free_event();
     match record_event(unmarked, free) {
-        Ok(Some(event)) => watched.marks().add(Mark { upto, event }),
-        Ok(None) => watched.flight().mark_failed(upto),
+        Ok(Some(event)) => observed.marks().add(Mark { upto, event }),
+        Ok(None) => observed.flight().mark_failed(upto),
         Err(error) => {
-            watched.flight().mark_failed(upto);
+            observed.flight().mark_failed(upto);
             if !is_temporary(&error) {
-                watched.record_error(FailureCause::Driver(error));
+                observed.record_error(lost(error));
             }
         }
     }
 }
 
 /// Records an event in the stream of the unmarked collectives, after them. Returns `None` while the stream is being captured.
-fn record_event(Unmarked { stream, .. }: &Unmarked, free: Option<CudaEvent>) -> Result<Option<CudaEvent>, DriverError> {
+fn record_event(
+    Unmarked { stream, .. }: &Unmarked<Arc<CudaStream>>,
+    free: Option<CudaEvent>,
+) -> Result<Option<CudaEvent>, DriverError> {
     let context = stream.context();
     context.bind_to_thread().map_err(refused("cuCtxSetCurrent"))?;
     if driver::is_captured(stream)? {

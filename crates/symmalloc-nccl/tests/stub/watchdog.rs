@@ -5,6 +5,7 @@ mod forks;
 mod programs;
 mod several;
 mod stops;
+mod threads;
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -28,6 +28,9 @@ use symmalloc_trace::{Trace, TraceError, TraceWriteError};
 
 /// The prefix of lines that only the simulator interprets.
 const MARK: &str = "#! ";
+/// Maximum number of ranks of a story, and of its steps on all ranks. A rank takes about 140 KB, and more with each step.
+const RANKS_MAX: usize = 4096;
+const STEPS_MAX: usize = 10_000_000;
 /// Number of threads per line.
 const THREADS_PER_LINE: usize = 1000;
 
@@ -108,6 +111,10 @@ pub fn read(text: &str) -> Result<Option<JobPlan>, StoryError> {
             plan.ranks.push(rank);
         }
     }
+    let (ranks, steps) = (plan.ranks.len(), plan.steps.len());
+    if ranks > RANKS_MAX || ranks.saturating_mul(steps) > STEPS_MAX {
+        return Err(StoryError::Size { ranks, steps });
+    }
     if threads.len() > plan.steps.len() {
         return Err(StoryError::Threads { threads: threads.len(), steps: plan.steps.len() });
     }
@@ -129,6 +136,16 @@ pub enum StoryError {
         line: usize,
         /// The word.
         word: Box<str>,
+    },
+    /// The story would take more memory than a saved failure needs.
+    #[error(
+        "the story has {steps} steps on {ranks} ranks, more than {STEPS_MAX} in all or than {RANKS_MAX} ranks: run the trace with --ranks"
+    )]
+    Size {
+        /// Number of ranks.
+        ranks: usize,
+        /// Number of steps in the trace.
+        steps: usize,
     },
     /// The story assigns threads to more steps than it has.
     #[error("the story assigns threads to {threads} steps but has {steps}: remove the excess threads")]

@@ -31,8 +31,8 @@ driver = CDLL("libcuda.so.1")
 def allocate(size_bytes: int, device: int, stream: int | None) -> int:
     """Allocates as PyTorch does, in the pool of the innermost scope."""
     pointer, size, inherited = c_void_p(), ctypes.c_size_t(size_bytes), ctypes.c_uint64(0)
-    arguments = (c_void_p(stream), inherited, None, byref(pointer))
-    assert library().symmalloc_torch_allocate(device, size, *arguments) == 0, library().symmalloc_error_message()
+    arguments = (c_void_p(stream), size, inherited, None, byref(pointer))
+    assert library().symmalloc_torch_allocate(device, *arguments) == 0, library().symmalloc_error_message()
     return pointer.value or 0
 
 

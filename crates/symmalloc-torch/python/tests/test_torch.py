@@ -17,7 +17,7 @@ START = """
         def allocate(size_bytes):
             out = ctypes.c_void_p()
             size, number = ctypes.c_size_t(size_bytes), ctypes.c_uint64(0)
-            assert library().symmalloc_torch_allocate(0, size, None, number, None, ctypes.byref(out)) == 0
+            assert library().symmalloc_torch_allocate(0, None, size, number, None, ctypes.byref(out)) == 0
             return out.value
 """
 

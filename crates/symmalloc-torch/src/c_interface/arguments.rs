@@ -2,12 +2,12 @@
 
 use crate::device::DeviceAllocator;
 use crate::error::Error;
-use crate::forks;
 use std::ffi::{CStr, c_char};
+use symmalloc_files::is_forked;
 
 #[inline]
 pub(super) fn not_forked() -> Result<(), Error> {
-    if forks::is_forked() { Err(Error::Forked) } else { Ok(()) }
+    if is_forked() { Err(Error::Forked) } else { Ok(()) }
 }
 
 /// # Safety
@@ -69,11 +69,11 @@ pub(crate) unsafe fn hand_out_text(out: *mut *mut c_char, argument: &'static str
 /// Returns a copy that C can free.
 pub(super) fn copied(bytes: &[u8]) -> Result<*mut u8, Error> {
     // SAFETY: any size is valid; it is at least one byte, so null always means out of memory.
-    let place = unsafe { libc::malloc(bytes.len().max(1)) }.cast::<u8>();
-    if place.is_null() {
+    let copy = unsafe { libc::malloc(bytes.len().max(1)) }.cast::<u8>();
+    if copy.is_null() {
         return Err(Error::Size { size: bytes.len() as i64 });
     }
     // SAFETY: both buffers have that many bytes, and the new one does not overlap the other.
-    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place, bytes.len()) };
-    Ok(place)
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), copy, bytes.len()) };
+    Ok(copy)
 }

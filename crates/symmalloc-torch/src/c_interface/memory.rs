@@ -72,7 +72,7 @@ pub unsafe extern "C" fn symmalloc_allocate(
         not_null(out, "out")?;
         let pool = allocator.known_pool(pool)?;
         // SAFETY: the caller's contract.
-        let pointer = unsafe { allocator.allocate(pool, bytes as u64, RawStream::new(stream), None) }?;
+        let pointer = unsafe { allocator.allocate(pool, RawStream::new(stream), bytes as u64, None) }?;
         // SAFETY: the caller's contract, and it is not null.
         unsafe { out.write(pointer) };
         Ok(())
@@ -98,7 +98,7 @@ pub unsafe extern "C" fn symmalloc_allocate_named(
         not_null(out, "out")?;
         let pool = allocator.known_pool(pool)?;
         // SAFETY: the caller's contract.
-        let pointer = unsafe { allocator.allocate(pool, bytes as u64, RawStream::new(stream), name) }?;
+        let pointer = unsafe { allocator.allocate(pool, RawStream::new(stream), bytes as u64, name) }?;
         // SAFETY: the caller's contract.
         unsafe { write(out, "out", pointer) }
     })

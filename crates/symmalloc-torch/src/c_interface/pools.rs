@@ -3,12 +3,12 @@
 use super::arguments::{living, not_null, text, write};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
-use crate::forks;
 use crate::guard::{release, report};
 use crate::status::symmalloc_status;
 use crate::streams::RawStream;
 use std::ffi::{c_char, c_void};
 use symmalloc_core::PoolId;
+use symmalloc_files::is_forked;
 
 /// Creates a pool. `conf` has the pool keys of SYMMALLOC_CONF; NULL selects the default pool's settings, but private. Create pools in
 /// the same order on every rank.
@@ -106,7 +106,7 @@ pub unsafe extern "C" fn symmalloc_reserve(
     })
 }
 
-/// Releases the free memory of all pools to the device, except that of private pools that a graph uses. Waits for streams that used
+/// Releases the free memory of all pools to the device, except that of mempools that a graph uses. Waits for streams that used
 /// it. `released_bytes` may be NULL.
 ///
 /// This is an op of symmetric pools that are awake: call it at the same point on every rank. One rank alone calls `symmalloc_trim_private`.
@@ -140,7 +140,7 @@ pub unsafe extern "C" fn symmalloc_trim_private(
 /// `released_bytes` is NULL or valid for writing.
 unsafe fn trimmed(released_bytes: *mut u64, trim: impl FnOnce() -> Result<u64, Error>) -> symmalloc_status {
     report(|| {
-        let bytes = if forks::is_forked() { 0 } else { trim()? };
+        let bytes = if is_forked() { 0 } else { trim()? };
         if released_bytes.is_null() {
             return Ok(());
         }

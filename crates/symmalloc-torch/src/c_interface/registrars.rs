@@ -3,7 +3,6 @@
 use super::arguments::{living, not_forked, not_null, text, write};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
-use crate::forks;
 use crate::guard::{release, report};
 use crate::handles::{hand_out, take_back};
 use crate::process;
@@ -14,6 +13,7 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 use symmalloc_agreement::Mode;
 use symmalloc_core::PoolId;
+use symmalloc_files::is_forked;
 use symmalloc_nccl::{Attachment, Communicator, Registration};
 
 /// `symmalloc_registrar_options.registration`: all ranks together create a symmetric window over each segment of a symmetric pool.
@@ -139,7 +139,7 @@ unsafe fn read(options: &symmalloc_registrar_options) -> Result<RegistrationOpti
         rendezvous: unsafe { text(options.rendezvous, "rendezvous") }?,
         // SAFETY: the caller's contract.
         name: unsafe { text(options.name, "name") }?,
-        place: (options.world > 0).then_some((options.rank, options.world)),
+        rank_and_world: (options.world > 0).then_some((options.rank, options.world)),
     })
 }
 
@@ -186,11 +186,11 @@ pub unsafe extern "C" fn symmalloc_registrar_rank(
         not_null(rank, "rank")?;
         not_null(world, "world")?;
         // SAFETY: the caller's contract.
-        let place = unsafe { open(registrar) }?.place();
+        let (own, ranks) = unsafe { open(registrar) }?.rank_and_world();
         // SAFETY: the caller's contract.
         unsafe {
-            write(rank, "rank", place.0)?;
-            write(world, "world", place.1)
+            write(rank, "rank", own)?;
+            write(world, "world", ranks)
         }
     })
 }
@@ -297,7 +297,7 @@ pub unsafe extern "C" fn symmalloc_scope_end(
     deregistered: *mut u64,
 ) -> symmalloc_status {
     let end = || {
-        if forks::is_forked() {
+        if is_forked() {
             return Ok(SyncCounts::default());
         }
         let allocator = process::allocator(device)?;

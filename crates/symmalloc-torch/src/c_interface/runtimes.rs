@@ -1,10 +1,8 @@
 //! The process's allocators, memory for runtimes that do not name a stream, and ONNX Runtime's external allocator.
 
 use super::arguments::{living, not_null, write};
-use crate::complaints;
 use crate::device::DeviceAllocator;
-use crate::error::Error;
-use crate::forks;
+use crate::error::{Error, complain};
 use crate::guard::{guarded_or, release, report};
 use crate::process;
 use crate::status::symmalloc_status;
@@ -14,6 +12,7 @@ use std::ffi::c_void;
 use std::sync::{Mutex, PoisonError};
 use symmalloc_core::PoolId;
 use symmalloc_cuda::CudaDevice;
+use symmalloc_files::is_forked;
 
 /// Writes the process's allocator for a device, which PyTorch and other runtimes share. The first use creates it, configured by
 /// `SYMMALLOC_CONF`. The library owns it: do not destroy it.
@@ -111,7 +110,7 @@ pub extern "C" fn symmalloc_ort_alloc(bytes: usize) -> *mut c_void {
             let stream = ort_streams().get(&allocator.ordinal()).copied();
             let allocated = match stream {
                 // SAFETY: the contract of `symmalloc_ort_use_stream`.
-                Some(stream) => unsafe { allocator.allocate(PoolId::DEFAULT, bytes as u64, stream, None) },
+                Some(stream) => unsafe { allocator.allocate(PoolId::DEFAULT, stream, bytes as u64, None) },
                 None => allocator.allocate_unordered(bytes as u64),
             };
             allocated.or_else(|error| {
@@ -120,7 +119,7 @@ pub extern "C" fn symmalloc_ort_alloc(bytes: usize) -> *mut c_void {
             })
         },
         |error| {
-            complaints::complain(&error);
+            complain(&error);
             std::ptr::null_mut()
         },
     )
@@ -133,12 +132,12 @@ pub extern "C" fn symmalloc_ort_alloc(bytes: usize) -> *mut c_void {
 /// The pointer is NULL, or came from `symmalloc_ort_alloc` and is not used by work that is submitted after this.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_ort_free(pointer: *mut c_void) {
-    if pointer.is_null() || forks::is_forked() {
+    if pointer.is_null() || is_forked() {
         return;
     }
     match process::all().find(|allocator| allocator.owns(pointer)) {
         Some(allocator) => guarded_or(|| allocator.free_any(pointer), |error| allocator.note(&error)),
-        None => complaints::complain(&Error::UnknownPointer { address: pointer as u64, device: 0 }),
+        None => complain(&Error::UnknownPointer { address: pointer as u64, device: 0 }),
     }
 }
 
@@ -152,7 +151,7 @@ pub extern "C" fn symmalloc_ort_empty_cache() {
 
 /// Returns the allocator of the current context's device. Without a context, it is the first device, as in CUDA's runtime.
 fn current_allocator() -> Result<&'static DeviceAllocator, Error> {
-    if forks::is_forked() {
+    if is_forked() {
         return Err(Error::Forked);
     }
     process::allocator(CudaDevice::current()?.unwrap_or(0) as i32)

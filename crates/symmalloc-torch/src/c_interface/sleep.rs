@@ -3,7 +3,6 @@
 use super::arguments::{living, not_null, required_text, write};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
-use crate::forks;
 use crate::guard::report;
 use crate::status::symmalloc_status;
 use crate::streams::RawStream;
@@ -12,6 +11,7 @@ use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{DeviceMemory, ImageStorage, SavedBytes};
+use symmalloc_files::is_forked;
 use symmalloc_nccl::{Slept, Woken};
 
 /// `contents` of a sleep: live allocations are copied to the storage of the pool on the host, and restored on wake.
@@ -266,26 +266,26 @@ pub unsafe extern "C" fn symmalloc_phase(
 /// Sets the memory of a pool with a quota to `bytes`, rounded up to granules. The size is fixed until the next call. A pool created with
 /// `growth_mb:0,streams:shared` has a quota; `range_mb` is its maximum. Such a pool starts empty. Live allocations stay in place. Returns
 /// `SYMMALLOC_INVALID_STATE` if they need more memory, and leaves the pool unchanged. A shrinking pool waits for the streams that used its
-/// free memory. `held_bytes` may be NULL.
+/// free memory. `reserved_bytes` may be NULL.
 ///
 /// # Safety
-/// As `symmalloc_allocate`; `held_bytes` is NULL or valid for writing.
+/// As `symmalloc_allocate`; `reserved_bytes` is NULL or valid for writing.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_resize(
     allocator: *mut DeviceAllocator,
     pool: u32,
     stream: *mut c_void,
     bytes: usize,
-    held_bytes: *mut u64,
+    reserved_bytes: *mut u64,
 ) -> symmalloc_status {
     report(|| {
         // SAFETY: the caller's contract.
         let allocator = unsafe { living(allocator) }?;
         let pool = allocator.known_pool(pool)?;
         // SAFETY: the caller's contract.
-        let held = unsafe { allocator.resize(pool, RawStream::new(stream), bytes as u64) }?;
+        let reserved = unsafe { allocator.resize(pool, RawStream::new(stream), bytes as u64) }?;
         // SAFETY: the caller's contract.
-        unsafe { write_out(held_bytes, held) };
+        unsafe { write_out(reserved_bytes, reserved) };
         Ok(())
     })
 }
@@ -314,7 +314,7 @@ pub unsafe extern "C" fn symmalloc_release_host_memory(
     released_bytes: *mut u64,
 ) -> symmalloc_status {
     report(|| {
-        let bytes = match forks::is_forked() {
+        let bytes = match is_forked() {
             true => 0,
             // SAFETY: the caller's contract.
             false => unsafe { living(allocator) }?.allocator().release_host_memory()?,

@@ -5,7 +5,7 @@
 use crate::device::DeviceAllocator;
 use crate::error::Error;
 use crate::guard::{call_back, report};
-use crate::private_pools::MempoolId;
+use crate::mempools::MempoolId;
 use crate::process;
 use crate::status::symmalloc_status;
 use std::ffi::c_void;
@@ -62,7 +62,7 @@ pub type symmalloc_visit_fn = Option<
     unsafe extern "C" fn(context: *mut c_void, segment: *const symmalloc_segment, block: *const symmalloc_block),
 >;
 
-/// Visits every segment and block of a device, pool by pool. With an id other than (0, 0), visits only those of one private pool.
+/// Visits every segment and block of a device, pool by pool. With an id other than (0, 0), visits only those of one mempool.
 ///
 /// # Safety
 /// `visit` may be called with `context` until the call returns.
@@ -82,14 +82,14 @@ pub unsafe extern "C" fn symmalloc_torch_visit(
             // SAFETY: the caller's contract.
             call_back(|| unsafe { visit(context, segment, block) });
         };
-        let private = allocator.private_pools().list();
-        let id_of = |pool: PoolId| match private.iter().find(|known| known.own() == Some(pool)) {
+        let mempools = allocator.mempools().list();
+        let id_of = |pool: PoolId| match mempools.iter().find(|known| known.own() == Some(pool)) {
             _ if pool == PoolId::DEFAULT => (0, 0),
             Some(known) => known.id,
             None => (OUR_POOLS, pool.0.into()),
         };
         show(allocator, only, &id_of, &mut emit);
-        for (id, other) in allocator.private_pools().foreign() {
+        for (id, other) in allocator.mempools().foreign() {
             show(&other, only, &|_| id, &mut emit);
         }
         Ok(())

@@ -1,25 +1,24 @@
-//! Checkpoints of private pools, for trees of CUDA graphs.
+//! Checkpoints of mempools, for trees of CUDA graphs.
 //!
 //! A tree replays graphs without the allocator's knowledge, and then captures another branch. The pool must then have the allocations of
 //! the replayed path at the same addresses. A restore to a checkpoint frees all live allocations and makes those of the checkpoint live
 //! again. Memory that other branches captured stays.
 
 use crate::c_interface::arguments::{not_null, write};
-use crate::complaints;
 use crate::device::DeviceAllocator;
-use crate::error::Error;
-use crate::forks;
+use crate::error::{Error, complain};
 use crate::guard::{call_back, report};
 use crate::handles::{hand_out, take_back};
-use crate::private_pools::{ForeignPool, MempoolId, PoolPlace};
+use crate::mempools::{ForeignPool, MempoolId, PoolTarget};
 use crate::process;
 use crate::status::symmalloc_status;
 use std::ffi::c_void;
 use std::sync::Arc;
 use symmalloc_core::report::BlockStateSnapshot;
 use symmalloc_core::{Layout, PoolId};
+use symmalloc_files::is_forked;
 
-/// A checkpoint of a private pool's allocations.
+/// A checkpoint of a mempool's allocations.
 pub struct PoolCheckpoint {
     id: MempoolId,
     layout: Layout,
@@ -31,13 +30,13 @@ pub struct PoolCheckpoint {
 pub type symmalloc_restored_fn =
     Option<unsafe extern "C" fn(context: *mut c_void, pointer: *mut c_void, requested_bytes: u64, is_live: u32)>;
 
-/// Returns the pool's id of a private pool in use, and the allocator that it belongs to.
+/// Returns the pool's id of a mempool in use, and the allocator that it belongs to.
 fn found(allocator: &'static DeviceAllocator, id: MempoolId) -> Result<(Owner, PoolId), Error> {
-    let missing = Error::NoScope { device: allocator.ordinal(), scope: "private pool of this id in use" };
-    let known = allocator.private_pools().list().into_iter().find(|known| known.id == id && known.uses > 0);
-    match known.and_then(|known| known.place).ok_or(missing)? {
-        PoolPlace::Own(pool) => Ok((Owner::Device(allocator), pool)),
-        PoolPlace::Foreign(other) => Ok((Owner::Foreign(other), DeviceAllocator::POOL)),
+    let missing = Error::NoScope { device: allocator.ordinal(), scope: "mempool with this id in use" };
+    let known = allocator.mempools().list().into_iter().find(|known| known.id == id && known.uses > 0);
+    match known.and_then(|known| known.target).ok_or(missing)? {
+        PoolTarget::Own(pool) => Ok((Owner::Device(allocator), pool)),
+        PoolTarget::Foreign(other) => Ok((Owner::Foreign(other), DeviceAllocator::POOL)),
     }
 }
 
@@ -55,7 +54,7 @@ impl Owner {
     }
 }
 
-/// Writes a checkpoint of the private pool of this id. Destroy it with `symmalloc_torch_checkpoint_destroy`.
+/// Writes a checkpoint of the mempool with this id. Destroy it with `symmalloc_torch_checkpoint_destroy`.
 ///
 /// # Safety
 /// `out` is valid for writing.
@@ -82,16 +81,16 @@ pub unsafe extern "C" fn symmalloc_torch_checkpoint(
 /// The checkpoint came from `symmalloc_torch_checkpoint` and is not used after this.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_torch_checkpoint_destroy(checkpoint: *mut PoolCheckpoint) {
-    if forks::is_forked() {
+    if is_forked() {
         return;
     }
     match take_back(checkpoint, "checkpoint") {
         Ok(checkpoint) => drop(checkpoint),
-        Err(error) => complaints::complain(&error),
+        Err(error) => complain(&error),
     }
 }
 
-/// Restores exactly the allocations that the private pool had at the checkpoint. The pool keeps memory that it reserved since. Reports
+/// Restores exactly the allocations that the mempool had at the checkpoint. The pool keeps memory that it reserved since. Reports
 /// every allocation that was live before, and then every allocation that is live after the call.
 ///
 /// # Safety

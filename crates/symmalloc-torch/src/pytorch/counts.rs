@@ -65,7 +65,7 @@ pub unsafe extern "C" fn symmalloc_torch_counts(device: i32, out: *mut symmalloc
             let mut stats = core.stats();
             stats.usage.all.allocated_bytes.peak = allocator.peak_bytes();
             counts.add(&stats);
-            for (_, other) in allocator.private_pools().foreign() {
+            for (_, other) in allocator.mempools().foreign() {
                 counts.add(&other.core().stats());
             }
             counts.retries = allocator.refusals().retries();
@@ -84,7 +84,7 @@ pub extern "C" fn symmalloc_torch_reset_peaks(device: i32) -> symmalloc_status {
     report(|| {
         if let Some(allocator) = process::existing(device) {
             allocator.reset_peaks();
-            allocator.private_pools().foreign().iter().for_each(|(_, other)| other.reset_peaks());
+            allocator.mempools().foreign().iter().for_each(|(_, other)| other.reset_peaks());
         }
         Ok(())
     })

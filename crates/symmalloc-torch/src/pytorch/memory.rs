@@ -1,11 +1,10 @@
 //! Allocation and free, and PyTorch's calls for caches and limits.
 
 use crate::c_interface::arguments::{not_null, write};
-use crate::device::{DeviceAllocator, Place};
+use crate::device::{DeviceAllocator, Target};
 use crate::error::Error;
-use crate::forks;
 use crate::guard::{guarded, report};
-use crate::private_pools::PoolPlace;
+use crate::mempools::PoolTarget;
 use crate::process;
 use crate::status::symmalloc_status;
 use crate::streams::RawStream;
@@ -14,6 +13,7 @@ use symmalloc_core::PoolId;
 use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::config::SegmentPolicy;
 use symmalloc_cuda::CudaError;
+use symmalloc_files::is_forked;
 
 /// Allocates for work on a stream, from the pool of the innermost scope. Writes a null pointer for zero bytes.
 ///
@@ -27,8 +27,8 @@ use symmalloc_cuda::CudaError;
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn symmalloc_torch_allocate(
     device: i32,
-    bytes: usize,
     stream: *mut c_void,
+    bytes: usize,
     inherited: u64,
     name: *const c_char,
     out: *mut *mut c_void,
@@ -41,10 +41,10 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate(
         return report(|| {
             let allocator = process::allocator(device)?;
             // SAFETY: the caller's contract.
-            let pointer = match unsafe { allocator.allocate(PoolId::DEFAULT, size_bytes, stream, None) } {
+            let pointer = match unsafe { allocator.allocate(PoolId::DEFAULT, stream, size_bytes, None) } {
                 Ok(pointer) => pointer,
                 // SAFETY: the caller's contract.
-                Err(error) => unsafe { retry_from_helpers(allocator, size_bytes, stream, error) }?,
+                Err(error) => unsafe { retry_from_helpers(allocator, stream, size_bytes, error) }?,
             };
             // SAFETY: the caller's contract, and it is not null.
             unsafe { out.write(pointer) };
@@ -58,7 +58,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate(
     let given = (!name.is_null()).then(|| unsafe { CStr::from_ptr(name) }.to_string_lossy());
     let name = pushed.as_deref().or(given.as_deref());
     // SAFETY: the caller's contract.
-    let allocate = |place| unsafe { allocate(allocator, place, size_bytes, stream, name) };
+    let allocate = |target| unsafe { allocate(allocator, target, stream, size_bytes, name) };
     // This is outside the guard, because a PyTorch filter may throw.
     let allocated = allocator.allocate_in_scope(stream, (inherited > 0).then_some(inherited), allocate);
     // SAFETY: the caller's contract.
@@ -70,16 +70,16 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate(
 #[cold]
 unsafe fn allocate(
     allocator: &DeviceAllocator,
-    place: Place,
-    size_bytes: u64,
+    target: Target,
     stream: RawStream,
+    size_bytes: u64,
     name: Option<&str>,
 ) -> Result<*mut c_void, Error> {
-    let is_default = matches!(place, PoolPlace::Own(PoolId::DEFAULT));
+    let is_default = matches!(target, PoolTarget::Own(PoolId::DEFAULT));
     // SAFETY: the caller's contract.
-    match unsafe { allocator.allocate_at(place, size_bytes, stream, name) } {
+    match unsafe { allocator.allocate_at(target, stream, size_bytes, name) } {
         // SAFETY: the caller's contract.
-        Err(error) if is_default => unsafe { retry_from_helpers(allocator, size_bytes, stream, error) },
+        Err(error) if is_default => unsafe { retry_from_helpers(allocator, stream, size_bytes, error) },
         outcome => outcome,
     }
 }
@@ -91,22 +91,22 @@ unsafe fn allocate(
 #[cold]
 unsafe fn retry_from_helpers(
     allocator: &DeviceAllocator,
-    size_bytes: u64,
     stream: RawStream,
+    size_bytes: u64,
     error: Error,
 ) -> Result<*mut c_void, Error> {
     if error.status() != symmalloc_status::SYMMALLOC_OUT_OF_MEMORY {
         return Err(error);
     }
     // SAFETY: the caller's contract.
-    unsafe { allocator.allocate_from_helpers(size_bytes, stream) }.ok_or(error)
+    unsafe { allocator.allocate_from_helpers(stream, size_bytes) }.ok_or(error)
 }
 
 /// Returns `true` in a process that was forked from one that used CUDA memory. There, calls that release something have no effect, and most
 /// others fail.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_is_forked() -> bool {
-    forks::is_forked()
+    is_forked()
 }
 
 /// Frees an allocation. `device` is a hint. Writes the size of the block to `block_bytes`, which may be NULL. Failures are counted,
@@ -121,7 +121,7 @@ pub unsafe extern "C" fn symmalloc_torch_deallocate(
     block_bytes: *mut u64,
 ) -> symmalloc_status {
     report(|| {
-        if pointer.is_null() || forks::is_forked() {
+        if pointer.is_null() || is_forked() {
             return Ok(());
         }
         let freed = match process::existing(device) {
@@ -188,15 +188,15 @@ pub unsafe extern "C" fn symmalloc_torch_find(pointer: *const c_void, out: *mut 
 }
 
 fn found(allocator: &DeviceAllocator, pointer: *const c_void) -> Result<symmalloc_found, Error> {
-    let foreign = allocator.private_pools().foreign().into_iter().find(|(_, other)| other.owns(pointer));
+    let foreign = allocator.mempools().foreign().into_iter().find(|(_, other)| other.owns(pointer));
     let (id, owner) = match &foreign {
         Some((id, other)) => (Some(*id), &**other),
         None => (None, allocator),
     };
     let known = owner.find(pointer)?;
     let id = id.or_else(|| {
-        let private = allocator.private_pools().list().into_iter().find(|entry| entry.own() == Some(known.pool));
-        private.map(|entry| entry.id)
+        let mempool = allocator.mempools().list().into_iter().find(|entry| entry.own() == Some(known.pool));
+        mempool.map(|entry| entry.id)
     });
     let (id_first, id_second) = id.unwrap_or((0, 0));
     let config = owner.core().pool_config(known.pool);
@@ -248,7 +248,7 @@ pub unsafe extern "C" fn symmalloc_torch_record_use(pointer: *mut c_void, stream
     })
 }
 
-/// Releases free memory. The id (0, 0) selects all memory of all devices, except private pools in use. Any other id selects that private
+/// Releases free memory. The id (0, 0) selects all memory of all devices, except mempools in use. Any other id selects that
 /// pool, if the program has released it.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_trim(id_first: u64, id_second: u64) -> symmalloc_status {

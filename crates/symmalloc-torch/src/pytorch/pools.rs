@@ -1,16 +1,16 @@
-//! Private pools and their scopes.
+//! Mempools and their scopes.
 
 use crate::c_interface::arguments::{not_null, write};
 use crate::error::Error;
-use crate::filter::{StreamFilter, symmalloc_destroy_fn, symmalloc_filter_fn};
-use crate::forks;
 use crate::guard::{call_back, not_in_callback, release, report};
 use crate::process;
+use crate::scopes::{StreamFilter, symmalloc_destroy_fn, symmalloc_filter_fn};
 use crate::status::symmalloc_status;
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 use symmalloc_cuda::MemorySource;
+use symmalloc_files::is_forked;
 
 /// Callbacks that provide a pool's memory. They run under locks, so calls of this library inside them return an error.
 #[allow(non_camel_case_types, reason = "C's names")]
@@ -66,7 +66,7 @@ impl Drop for Source {
     }
 }
 
-/// Directs later allocations on the streams that the filter accepts to the private pool of this id, and creates the pool if necessary.
+/// Directs later allocations on the streams that the filter accepts to the mempool with this id, and creates the pool if necessary.
 /// Writes the number of the scope, which is above 0. `destroy` runs when the scope ends, or if the call fails.
 ///
 /// # Safety
@@ -88,18 +88,18 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_begin_scope(
     }
     // Not guarded, because the filter may throw. A panic unwinds as an exception that ends the process.
     let allocator = not_in_callback().and_then(|()| process::allocator(device));
-    let begun = allocator.and_then(|allocator| allocator.begin_private((id_first, id_second), filter));
+    let begun = allocator.and_then(|allocator| allocator.begin_mempool((id_first, id_second), filter));
     // SAFETY: the caller's contract.
     report(|| unsafe { write(number, "number", begun?) })
 }
 
-/// Ends the last scope of the private pool of this id.
+/// Ends the last scope of the mempool with this id.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn symmalloc_torch_end_scope(device: i32, id_first: u64, id_second: u64) -> symmalloc_status {
-    release(|| process::allocator(device)?.end_private((id_first, id_second)))
+    release(|| process::allocator(device)?.end_mempool((id_first, id_second)))
 }
 
-/// Adds a use to the private pool of this id, as PyTorch's `MemPool` does. A new pool takes its memory from the source, if there is one.
+/// Adds a use to the mempool with this id, as PyTorch's `MemPool` does. A new pool takes its memory from the source, if there is one.
 ///
 /// # Safety
 /// `source` is NULL or valid for reading, and its functions may be called with its context on any thread until `destroy` runs.
@@ -113,31 +113,31 @@ pub unsafe extern "C" fn symmalloc_torch_retain_pool(
     report(|| {
         // SAFETY: the caller's contract.
         let source = unsafe { source.as_ref() }.map(|source| Arc::new(Source(*source)) as Arc<dyn MemorySource>);
-        process::allocator(device)?.private_pools().retain((id_first, id_second), source);
+        process::allocator(device)?.mempools().retain((id_first, id_second), source);
         Ok(())
     })
 }
 
-/// Releases one use of the private pool of this id. After the last one, the next trim releases its memory, or an allocation that would fail
+/// Releases one use of the mempool with this id. After the last one, the next trim releases its memory, or an allocation that would fail
 /// otherwise. Failures are counted, and standard error shows the first one, because PyTorch calls it in destructors.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_release_use(device: i32, id_first: u64, id_second: u64) -> symmalloc_status {
     release(|| {
         let allocator = process::allocator(device)?;
-        allocator.release_private((id_first, id_second)).inspect_err(|error| allocator.note(error))
+        allocator.release_mempool((id_first, id_second)).inspect_err(|error| allocator.note(error))
     })
 }
 
-/// Returns the number of uses of the private pool of this id, or 0 inside a callback.
+/// Returns the number of uses of the mempool with this id, or 0 inside a callback.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_pool_uses(device: i32, id_first: u64, id_second: u64) -> u32 {
     if not_in_callback().is_err() {
         return 0;
     }
-    process::existing(device).map_or(0, |allocator| allocator.private_pools().uses((id_first, id_second)))
+    process::existing(device).map_or(0, |allocator| allocator.mempools().uses((id_first, id_second)))
 }
 
-/// Sets whether allocations outside of the private pool of this id may use its free memory before they fail. PyTorch calls it with `false`
+/// Sets whether allocations outside of the mempool with this id may use its free memory before they fail. PyTorch calls it with `false`
 /// in destructors.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_pool_helps_out(
@@ -146,23 +146,23 @@ pub extern "C" fn symmalloc_torch_pool_helps_out(
     id_second: u64,
     helps_out: bool,
 ) -> symmalloc_status {
-    if !helps_out && forks::is_forked() {
+    if !helps_out && is_forked() {
         return symmalloc_status::SYMMALLOC_OK;
     }
     wish(device, (id_first, id_second), |wishes| wishes.helps_out = helps_out)
 }
 
-/// Gives every allocation in the private pool of this id a separate segment. Call it before the first allocation.
+/// Gives every allocation in the mempool with this id a separate segment. Call it before the first allocation.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_pool_unsplit(device: i32, id_first: u64, id_second: u64) -> symmalloc_status {
     wish(device, (id_first, id_second), |wishes| wishes.is_unsplit = true)
 }
 
-fn wish(device: i32, id: (u64, u64), change: impl FnOnce(&mut crate::private_pools::PoolWishes)) -> symmalloc_status {
+fn wish(device: i32, id: (u64, u64), change: impl FnOnce(&mut crate::mempools::PoolWishes)) -> symmalloc_status {
     report(|| {
         let allocator = process::allocator(device)?;
-        let scope = "private pool of this id";
+        let scope = "mempool with this id";
         let missing = Error::NoScope { device: allocator.ordinal(), scope };
-        if allocator.private_pools().wish(id, change) { Ok(()) } else { Err(missing) }
+        if allocator.mempools().wish(id, change) { Ok(()) } else { Err(missing) }
     })
 }

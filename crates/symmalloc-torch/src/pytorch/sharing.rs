@@ -15,7 +15,6 @@ use super::channel;
 use crate::c_interface::arguments::{hand_out_text, not_null, required_text, write};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
-use crate::forks;
 use crate::guard::report;
 use crate::process;
 use crate::shared_chunks::{self, Ticket};
@@ -25,6 +24,7 @@ use std::ffi::{c_char, c_void};
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use symmalloc_cuda::{Access, CudaDevice, CudaError, ImportedMemory};
+use symmalloc_files::is_forked;
 
 /// Exports the memory of a live allocation: writes a text with which another process can open the memory, and the allocation's offset in
 /// it. Release the text with `symmalloc_release_bytes`.
@@ -148,7 +148,7 @@ fn import(device: i32, text: &str) -> Result<ImportedMemory, Error> {
 /// The opened memory came from `symmalloc_torch_open` and is not used after this.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_torch_close(opened: *const OpenedMemory) {
-    if !opened.is_null() && !forks::is_forked() {
+    if !opened.is_null() && !is_forked() {
         // SAFETY: the caller's contract.
         drop(unsafe { Arc::from_raw(opened) });
     }

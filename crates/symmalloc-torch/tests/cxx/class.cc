@@ -19,9 +19,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <thread>
 #include <utility>
+#include <vector>
 
 // libtorch_cuda uses this function to find the devices with a context. No header declares it.
 namespace c10::cuda::_internal {
@@ -38,6 +40,9 @@ using Action = caching::TraceEntry::Action;
       std::exit(1);                                                  \
     }                                                                \
   } while (0)
+
+// A function of the library, which the program loads at run time.
+#define CALL(name) reinterpret_cast<decltype(&name)>(dlsym(RTLD_DEFAULT, #name))
 
 constexpr size_t kMib = size_t{1} << 20;
 const c10::MempoolId_t kPool{0, 77};
@@ -105,6 +110,75 @@ static void trackers() {
   ASSERT(snapshot.segments[0].blocks[0].allocated && caching::snapshot({5, 5}).segments.empty());
   caching::raw_delete(pointer);
   ASSERT(caching::get()->getPoolUseCount(0, kPool) == 2);
+}
+
+// The segments that PyTorch's NCCL backend registers with each new communicator: those of a snapshot, and those allocated since. It reads the
+// setting `expandable_segments`, ignores SEGMENT_MAP and SEGMENT_UNMAP, and throws if a segment is allocated twice or freed twice.
+struct Registry {
+  const bool has_default_pool = !c10::CachingAllocator::AcceleratorAllocatorConfig::use_expandable_segments();
+  std::map<size_t, size_t> segments;
+
+  Registry() {
+    for (const auto& segment : caching::snapshot().segments) {
+      if (has(segment.owner_private_pool_id)) segments[segment.address] = segment.total_size;
+    }
+    caching::attachAllocatorTraceTracker([this](const auto& entry) {
+      if (!has(entry.mempool_)) return;
+      if (entry.action_ == Action::SEGMENT_ALLOC) ASSERT(segments.emplace(entry.addr_, entry.size_).second);
+      if (entry.action_ == Action::SEGMENT_FREE) ASSERT(segments.erase(entry.addr_) == 1);
+    });
+    // Memory that is about to be unmapped must not be registered any more.
+    caching::attachAllocatorTraceTracker([this](const auto& entry) {
+      if (entry.action_ != Action::SEGMENT_FREE && entry.action_ != Action::SEGMENT_UNMAP) return;
+      for (const auto& [address, bytes] : segments) {
+        ASSERT(address + bytes <= entry.addr_ || entry.addr_ + entry.size_ <= address);
+      }
+    });
+  }
+
+  bool has(c10::MempoolId_t pool) const {
+    return has_default_pool || pool != c10::MempoolId_t{0, 0};
+  }
+};
+
+// What a communicator registers is mapped, whatever was allocated and released before.
+static void registrations() {
+  symmalloc_allocator* allocator = nullptr;
+  ASSERT(CALL(symmalloc_process_allocator)(0, &allocator) == SYMMALLOC_OK);
+  uint32_t growing = 0;
+  ASSERT(CALL(symmalloc_pool_create)(allocator, "segments:expandable", &growing) == SYMMALLOC_OK);
+  caching::createOrIncrefPool(0, kPool);
+  std::vector<void*> tensors, graphs, own;
+  const auto allocate = [&](size_t bytes) {
+    tensors.push_back(caching::raw_alloc(bytes));
+    caching::beginAllocateToPool(0, kPool, everything);
+    graphs.push_back(caching::raw_alloc(bytes));
+    caching::endAllocateToPool(0, kPool);
+    own.push_back(nullptr);
+    ASSERT(CALL(symmalloc_allocate)(allocator, growing, nullptr, bytes, &own.back()) == SYMMALLOC_OK);
+  };
+  // Frees every second allocation, or all of them.
+  const auto release = [&](size_t step) {
+    for (size_t at = 0; at < tensors.size(); at += step) {
+      caching::raw_delete(std::exchange(tensors[at], nullptr));
+      caching::raw_delete(std::exchange(graphs[at], nullptr));
+      if (own[at] != nullptr) ASSERT(CALL(symmalloc_free)(allocator, std::exchange(own[at], nullptr)) == SYMMALLOC_OK);
+    }
+    caching::emptyCache();
+    ASSERT(CALL(symmalloc_trim)(allocator, nullptr) == SYMMALLOC_OK);
+  };
+  for (const size_t mib : {3, 40, 7}) allocate(mib * kMib);
+  Registry registry;
+  ASSERT(registry.segments.size() >= 2);
+  for (int round = 0; round < 3; ++round) {
+    for (const size_t mib : {1, 50, 20, 5}) allocate(mib * kMib);
+    release(2);
+  }
+  release(1);
+  ASSERT(caching::getDeviceStats(0).allocation[0].current == 0);
+  while (caching::get()->getPoolUseCount(0, kPool) > 0) caching::releasePool(0, kPool);
+  caching::emptyCache();
+  ASSERT(registry.segments.empty());
 }
 
 static void histories() {
@@ -327,7 +401,7 @@ static void devices() {
   ASSERT(snapshot.config_metadata.expandable_segments);
   ASSERT(snapshot.config_metadata.last_allocator_settings.find("segments:expandable") != std::string::npos);
   symmalloc_counts counts{};
-  const auto count = reinterpret_cast<decltype(&symmalloc_torch_counts)>(dlsym(RTLD_DEFAULT, "symmalloc_torch_counts"));
+  const auto count = CALL(symmalloc_torch_counts);
   ASSERT(count(0, &counts) == SYMMALLOC_OK && counts.total_bytes == 0);
   ASSERT(count(1, &counts) == SYMMALLOC_OK && counts.total_bytes > 0);
   // This thread allocated on the first device last, and frees on the second.
@@ -463,6 +537,7 @@ int main(int count, char** words) {
   caching::init(c10::cuda::device_count());
   if (name == "memory") memory();
   if (name == "trackers") trackers();
+  if (name == "registrations" || name == "fixed registrations") registrations();
   if (name == "histories") histories();
   if (name == "refusals") refusals();
   if (name == "uncached") uncached();

@@ -32,7 +32,7 @@ static const size_t MIB = 1 << 20;
 
 static void *alloc(size_t bytes) {
   void *pointer = nullptr;
-  CHECK(symmalloc_torch_allocate(0, bytes, nullptr, 0, nullptr, &pointer) == SYMMALLOC_OK);
+  CHECK(symmalloc_torch_allocate(0, nullptr, bytes, 0, nullptr, &pointer) == SYMMALLOC_OK);
   return pointer;
 }
 
@@ -130,7 +130,7 @@ static void forked() {
     release(id);
     CHECK(symmalloc_torch_trim(0, 0) != SYMMALLOC_INTERNAL);
     void *none = nullptr;
-    CHECK(symmalloc_torch_allocate(0, MIB, nullptr, 0, nullptr, &none) == SYMMALLOC_INVALID_STATE);
+    CHECK(symmalloc_torch_allocate(0, nullptr, MIB, 0, nullptr, &none) == SYMMALLOC_INVALID_STATE);
     std::_Exit(std::strstr(symmalloc_error_message(), "forked") ? 0 : 2);
   }
   int status = -1;

@@ -8,7 +8,7 @@ use std::ptr::{null, null_mut};
 use std::sync::Mutex;
 use symmalloc_torch::*;
 
-/// Id of a private pool.
+/// Id of a mempool.
 const A: (u64, u64) = (0, 7);
 
 /// The results of the callbacks' calls.
@@ -20,7 +20,7 @@ fn use_the_library() {
     // SAFETY: output pointers, and a pointer that may be anything.
     let returned = unsafe {
         [
-            symmalloc_torch_allocate(0, 3 * MIB, null_mut(), 0, null(), &raw mut out),
+            symmalloc_torch_allocate(0, null_mut(), 3 * MIB, 0, null(), &raw mut out),
             symmalloc_torch_begin_scope(0, A.0, A.1, None, null_mut(), None, &raw mut number),
             symmalloc_torch_deallocate(0, std::ptr::dangling_mut::<c_void>(), &raw mut block_bytes),
             symmalloc_torch_trim(0, 0),

@@ -184,10 +184,10 @@ stub_test!(of_two_scopes_of_one_pool_the_inner_one_ends_first, {
     let [outer, inner] = [0, 1].map(|stream| std::cell::RefCell::new(vec![streams.get(stream) as usize]));
     begin((1, 0), &outer);
     begin((1, 0), &inner);
-    let private = pool(0);
-    assert_eq!((private != 0, pool(1)), (true, private));
+    let mempool = pool(0);
+    assert_eq!((mempool != 0, pool(1)), (true, mempool));
     torch::end((1, 0));
-    assert_eq!([pool(0), pool(1)], [private, 0], "the outer scope is open");
+    assert_eq!([pool(0), pool(1)], [mempool, 0], "the outer scope is open");
     torch::end((1, 0));
     assert_eq!([pool(0), pool(1)], [0, 0]);
     assert_eq!(allocator.stats()["errors"]["failed_calls"], 0);

@@ -14,7 +14,7 @@ const A: (u64, u64) = (0, 7);
 pub(crate) fn allocate(bytes: usize, stream: *mut c_void, inherited: u64) -> Pointer {
     let mut out = null_mut();
     // SAFETY: a live stream, and an output pointer.
-    done(unsafe { symmalloc_torch_allocate(0, bytes, stream, inherited, null(), &raw mut out) });
+    done(unsafe { symmalloc_torch_allocate(0, stream, bytes, inherited, null(), &raw mut out) });
     out as Pointer
 }
 
@@ -177,7 +177,7 @@ stub_test!(a_pool_for_use_on_oom_serves_requests_that_would_fail, ["SYMMALLOC_CO
     free(spare);
     let mut out = null_mut();
     // SAFETY: an output pointer.
-    let mut refused = || unsafe { symmalloc_torch_allocate(0, 24 * MIB, null_mut(), 0, null(), &raw mut out) };
+    let mut refused = || unsafe { symmalloc_torch_allocate(0, null_mut(), 24 * MIB, 0, null(), &raw mut out) };
     assert_eq!(refused(), SYMMALLOC_OUT_OF_MEMORY);
     done(symmalloc_torch_pool_helps_out(0, A.0, A.1, true));
     assert_eq!(refused(), SYMMALLOC_OUT_OF_MEMORY, "the free memory of the pool is smaller");
@@ -229,7 +229,7 @@ stub_test!(a_pool_with_a_source_caches_memory_of_the_source, {
     allocate(40 * MIB, streams.get(0), 0);
     let mut out = null_mut();
     // SAFETY: an output pointer.
-    let refused = unsafe { symmalloc_torch_allocate(0, 50 * MIB, streams.get(0), 0, null(), &raw mut out) };
+    let refused = unsafe { symmalloc_torch_allocate(0, streams.get(0), 50 * MIB, 0, null(), &raw mut out) };
     assert_eq!(refused, SYMMALLOC_OUT_OF_MEMORY);
     done(symmalloc_torch_end_scope(0, A.0, A.1));
     // Empty segments are released. Segments in use stay.
@@ -251,7 +251,7 @@ stub_test!(a_pool_with_a_source_caches_memory_of_the_source, {
     assert!(GIVEN_UP.lock().expect("no panic").contains(&5), "the source was destroyed with the pool");
 });
 
-stub_test!(a_private_pool_returns_to_its_checkpoint_and_keeps_its_memory, {
+stub_test!(a_mempool_returns_to_its_checkpoint_and_keeps_its_memory, {
     unsafe extern "C" fn collect(context: *mut c_void, pointer: *mut c_void, bytes: u64, is_live: u32) {
         // SAFETY: the list below.
         unsafe { &mut *context.cast::<Vec<(usize, u64, bool)>>() }.push((pointer as usize, bytes, is_live == 1));
@@ -301,7 +301,7 @@ stub_test!(a_trace_continues_with_names_after_a_pool_returned_to_a_checkpoint, {
         for name in [c"model.py:7 forward".as_ptr(), c"\xff".as_ptr(), null()] {
             let mut out = null_mut();
             // SAFETY: C strings or NULL, and an output pointer.
-            done(unsafe { symmalloc_torch_allocate(0, MIB, null_mut(), 0, name, &raw mut out) });
+            done(unsafe { symmalloc_torch_allocate(0, null_mut(), MIB, 0, name, &raw mut out) });
         }
     });
     assert!(outputs[0].is_success, "{}", outputs[0].text);

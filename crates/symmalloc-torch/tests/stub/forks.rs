@@ -178,7 +178,7 @@ nccl_test!(a_forked_child_releases_nothing_and_no_call_blocks_in_it, {
         let blocked = thread::spawn(move || {
             let mut out = null_mut();
             // SAFETY: a live stream, and an output pointer.
-            unsafe { symmalloc_torch_allocate(0, MIB, stream as *mut c_void, 0, null(), &raw mut out) }
+            unsafe { symmalloc_torch_allocate(0, stream as *mut c_void, MIB, 0, null(), &raw mut out) }
         });
         until(|| IS_ALLOCATING.load(Ordering::Acquire));
         let code = in_child(|| {

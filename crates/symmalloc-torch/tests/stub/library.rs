@@ -248,7 +248,7 @@ pub(crate) mod torch {
     pub(crate) fn try_allocate(device: usize, bytes: usize, stream: *mut c_void) -> Result<Pointer, symmalloc_status> {
         let mut out = null_mut();
         // SAFETY: a live stream, no name, and an output pointer.
-        let status = unsafe { symmalloc_torch_allocate(device as i32, bytes, stream, 0, null(), &raw mut out) };
+        let status = unsafe { symmalloc_torch_allocate(device as i32, stream, bytes, 0, null(), &raw mut out) };
         if status == SYMMALLOC_OK { Ok(out as Pointer) } else { Err(status) }
     }
 

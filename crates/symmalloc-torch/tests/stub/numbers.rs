@@ -38,24 +38,35 @@ stub_test!(an_extreme_number_is_a_typed_error_at_every_function, {
     });
 });
 
-/// A rank that reports more heaps than any allocator has.
-unsafe extern "C" fn lies(_context: *mut c_void, mine: *const u8, len: usize, all: *mut u8) -> c_int {
-    // SAFETY: the buffers have the sizes in the contract, for two ranks.
-    let (mine, all) = unsafe { (std::slice::from_raw_parts(mine, len), std::slice::from_raw_parts_mut(all, 2 * len)) };
-    all[..len].copy_from_slice(mine);
-    all[len..].copy_from_slice(mine);
-    // The first round of private pools starts with the number of heaps.
+/// A job in which rank 1 reports a number of heaps that it does not have.
+struct Lie {
+    ranks: usize,
+    heaps: u64,
+}
+
+unsafe extern "C" fn lies(context: *mut c_void, mine: *const u8, len: usize, all: *mut u8) -> c_int {
+    // SAFETY: the context is a lie, and the buffers have the sizes in the contract.
+    let (lie, mine, all) = unsafe {
+        let lie = &*context.cast::<Lie>();
+        (lie, std::slice::from_raw_parts(mine, len), std::slice::from_raw_parts_mut(all, lie.ranks * len))
+    };
+    all.chunks_exact_mut(len).for_each(|message| message.copy_from_slice(mine));
+    // The first round of mempools starts with the number of heaps.
     if len == 16 {
-        all[len..len + 8].copy_from_slice(&u64::MAX.to_le_bytes());
+        all[len..len + 8].copy_from_slice(&lie.heaps.to_le_bytes());
     }
-    0
+    i32::from(len > 1 << 16)
 }
 
 stub_test!(the_counts_of_another_rank_request_bounded_memory, {
     let allocator = Allocator::new("");
     allocator.allocate(0, MIB, null_mut());
-    // SAFETY: a live allocator, and a gather that meets its contract.
-    let status = unsafe { symmalloc_agree_all(allocator.0, 0, 2, Some(lies), null_mut()) };
-    assert_eq!(status, SYMMALLOC_MISALIGNED);
-    assert!(message().contains("rank 1 reports 18446744073709551615 heaps"), "{}", message());
+    // Sixty thousand heaps of each of a million ranks would take more than a terabyte.
+    for lie in [Lie { ranks: 2, heaps: u64::MAX }, Lie { ranks: 1 << 20, heaps: 60_000 }] {
+        let context = (&raw const lie).cast_mut().cast();
+        // SAFETY: a live allocator, and a gather that meets its contract with this context.
+        let status = unsafe { symmalloc_agree_all(allocator.0, 0, lie.ranks as u32, Some(lies), context) };
+        assert_eq!(status, SYMMALLOC_MISALIGNED, "{}", message());
+        assert!(message().contains(&format!("rank 1 reports {} heaps", lie.heaps)), "{}", message());
+    }
 });

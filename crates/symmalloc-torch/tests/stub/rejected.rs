@@ -125,7 +125,7 @@ impl Program {
         let probe = |device: usize| {
             let mut out = null_mut();
             // SAFETY: the default stream, and an output pointer.
-            done(unsafe { symmalloc_torch_allocate(device as i32, 700, null_mut(), 0, null(), &raw mut out) });
+            done(unsafe { symmalloc_torch_allocate(device as i32, null_mut(), 700, 0, null(), &raw mut out) });
             let placement = self.allocators[device].placement(out as Pointer);
             let mut text = null_mut();
             // SAFETY: a live allocator, and an output pointer.

@@ -42,7 +42,7 @@ const OPERATIONS: &[(&str, Operation)] = &[
         done(it.allocator.destroy_pool(pool));
         it.allocator.trim();
     }),
-    ("use a private pool", |it| {
+    ("use a mempool", |it| {
         let id = (it.round as u64 + 1, 0);
         torch::begin(id);
         torch::free(torch::allocate(MIB, it.streams.get(0)));

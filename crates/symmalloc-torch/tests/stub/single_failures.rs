@@ -7,7 +7,7 @@ use stub_process::cuda::Live;
 use stub_process::{Repeatable, sweep};
 use symmalloc_torch::*;
 
-/// A step of a program. Blocks have numbers, and streams and private pools too.
+/// A step of a program. Blocks have numbers, and streams and mempools too.
 #[derive(Clone, Copy, Debug)]
 enum Step {
     CreatePool(&'static str),
@@ -22,7 +22,7 @@ enum Step {
     Sleep(u32),
     Wake,
     Resize(usize),
-    /// Begins to allocate in a private pool.
+    /// Begins to allocate in a mempool.
     Begin(u64),
     /// Allocates through PyTorch's entry points.
     Torch(u8, usize, usize),
@@ -36,7 +36,7 @@ struct Program {
     streams: &'static Streams,
     pool: u32,
     blocks: BTreeMap<u8, Pointer>,
-    /// Uses of private pools that the program has to release.
+    /// Uses of mempools that the program has to release.
     uses: Vec<u64>,
     is_destroyed: bool,
 }
@@ -137,7 +137,7 @@ impl Repeatable for Program {
                 let mut made = std::ptr::null_mut();
                 // SAFETY: a live stream, and an output pointer.
                 outcome(unsafe {
-                    symmalloc_torch_allocate(0, size, self.streams.get(stream), 0, std::ptr::null(), &raw mut made)
+                    symmalloc_torch_allocate(0, self.streams.get(stream), size, 0, std::ptr::null(), &raw mut made)
                 })?;
                 self.blocks.insert(block, made as Pointer);
                 Ok(())
@@ -221,9 +221,9 @@ stub_test!(pools_survive_any_failed_call, {
     );
 });
 
-stub_test!(private_pools_survive_any_failed_call, ["SYMMALLOC_CONF" = "stitching:false"], {
+stub_test!(mempools_survive_any_failed_call, ["SYMMALLOC_CONF" = "stitching:false"], {
     check(
-        "private pools",
+        "mempools",
         &[
             Begin(1),
             Torch(1, 0, 8 * MIB),

@@ -79,7 +79,7 @@ stub_test!(heaps_do_not_depend_on_thread_interleaving, {
 
 type PoolId = (u64, u64);
 
-/// The owner of a private pool's memory.
+/// The owner of a mempool's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Graph,

@@ -48,8 +48,8 @@ pub(super) struct Bound {
 pub(super) struct LiveBytes {
     /// By pool and stream.
     pub(super) by_heap: BTreeMap<(PoolId, StreamId), u64>,
-    /// Pools that sleep. Their memory counts toward no limit.
-    asleep: BTreeSet<PoolId>,
+    /// Pools that sleep. Their memory is not on the device and counts toward no limit.
+    pub(super) asleep: BTreeSet<PoolId>,
 }
 
 impl LiveBytes {

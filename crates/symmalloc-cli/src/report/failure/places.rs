@@ -38,8 +38,8 @@ impl Place {
 }
 
 impl Places {
-    /// Returns the heaps of symmalloc.
-    pub(super) fn replayed(shown: &Memory) -> Self {
+    /// Returns the heaps of symmalloc that have memory on the device.
+    pub(super) fn replayed(shown: &Memory, asleep: &BTreeSet<PoolId>) -> Self {
         let place = |heap: &crate::picture::memory::DrawnHeap| {
             let (mut held, mut live_bytes) = (HeldMemory::default(), 0);
             held.reserved_bytes = heap.size_bytes();
@@ -54,7 +54,7 @@ impl Places {
             held.allocated_bytes = held.reserved_bytes - held.free_block_bytes;
             Place { pool: Some(heap.owner.pool), stream: heap.owner.stream(), live_bytes, held: Some(held) }
         };
-        Places(shown.heaps.iter().map(place).collect())
+        Places(shown.heaps.iter().filter(|heap| !asleep.contains(&heap.owner.pool)).map(place).collect())
     }
 
     /// Returns the heaps of the recorded allocator. If the recording does not show its memory, live memory alone is known.
@@ -69,7 +69,8 @@ impl Places {
             }
         };
         let mut places: Vec<Place> = heaps.iter().map(of).collect();
-        for (&(pool, stream), &live_bytes) in live.by_heap.iter().filter(|(_, live_bytes)| **live_bytes > 0) {
+        let is_there = |pool: &PoolId, live_bytes: &u64| *live_bytes > 0 && !live.asleep.contains(pool);
+        for (&(pool, stream), &live_bytes) in live.by_heap.iter().filter(|((pool, _), bytes)| is_there(pool, bytes)) {
             if !places.iter().any(|place| (place.pool, place.stream) == (Some(pool), Some(stream))) {
                 places.push(Place { pool: Some(pool), stream: Some(stream), live_bytes, held: None });
             }

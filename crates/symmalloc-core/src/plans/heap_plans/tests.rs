@@ -61,7 +61,7 @@ impl Job {
             Treatment::BestFit => (Step::Unplanned { allocations_before }, false),
             Treatment::Learn => (Step::Learning { allocations_before }, false),
             Treatment::Follow(plan) => {
-                let (step, must_wait) = self.plans.follow(plan, allocations_before, self.arena.table());
+                let (step, must_wait) = self.plans.follow(plan, allocations_before, &self.arena);
                 (Step::Following(step), must_wait)
             }
         };
@@ -77,7 +77,7 @@ impl Job {
     /// Makes the next allocation of the step where the component places it, without its slow path. Returns its slot.
     fn next(&mut self, requested: u64) -> Option<Slot> {
         let Step::Following(step) = &mut self.step else { panic!("the step follows its plan") };
-        let slot = step.next_place(self.arena.table(), S0, requested)?;
+        let slot = step.next_place(&self.arena, S0, requested)?;
         self.take(slot, requested);
         Some(slot)
     }
@@ -89,11 +89,11 @@ impl Job {
 
     fn answer(&self, requested: u64) -> Answer {
         let Step::Following(step) = &self.step else { panic!("the step follows its plan") };
-        self.plans.answer(step, self.arena.table(), S0, requested)
+        self.plans.answer(step, &self.arena, S0, requested)
     }
 
     fn free(&mut self, slot: Slot) {
-        self.arena.release(slot, S0, 0);
+        self.arena.mark_free(slot, S0, 0);
     }
 
     fn end(&mut self) -> StepReport {
@@ -188,7 +188,7 @@ fn a_step_that_occurs_twice_is_planned_and_the_third_follows() {
             let slot = job.arena.take_front(free, size, state);
             job.plans.note_logged((S0, requested), slot);
             job.plans.note_free(slot);
-            job.arena.release(slot, S0, 0);
+            job.arena.mark_free(slot, S0, 0);
             job.arena.coalesce(slot);
         }
         job.end();

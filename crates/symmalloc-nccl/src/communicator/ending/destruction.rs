@@ -9,10 +9,10 @@ use crate::communicator::shared::{Ownership, Shared, lock};
 use crate::communicator::threads::{KeepAlive, Waited, start, wait_for};
 use crate::ffi::handles::CommHandle;
 use crate::watchdog::at_exit::Unfinished;
-use crate::watchdog::{self, ERROR_LIMIT};
 use std::slice::from_mut;
 use std::sync::Arc;
 use symmalloc_files::is_forked;
+use symmalloc_watchdog::ERROR_LIMIT;
 
 impl Shared {
     /// Destroys the communicator and its remaining registrations. Does nothing if it has already ended, or in a forked child.
@@ -29,7 +29,7 @@ impl Shared {
         let deregistered = deregister_all(&mut access);
         if self.ownership == Ownership::Borrowed {
             lock(&self.life).end(CommState::Destroyed, None);
-            watchdog::leave(self.watched());
+            self.watched().leave();
         }
         if self.state() != CommState::Ready {
             return deregistered;
@@ -60,7 +60,7 @@ impl Shared {
             || watched.since_peer_lost().or(watched.since_failure()).is_some_and(|since| since >= ERROR_LIMIT);
         let waited = wait_for(&caller, &backoff, is_peer_lost);
         // Leave only now: until then, the watchdog reports a peer that is gone or stopped.
-        watchdog::leave(watched);
+        watched.leave();
         match waited {
             Waited::Returned(answer) => {
                 answer?;

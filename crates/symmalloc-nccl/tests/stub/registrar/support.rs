@@ -25,6 +25,8 @@ pub(crate) struct Job {
     pub(crate) check_offsets: bool,
     /// Maximum number of bytes that every second rank prefetches for each range.
     pub(crate) prefetch_bytes: u64,
+    /// Every rank uses the default stream, so its context has no other stream yet.
+    pub(crate) on_default_stream: bool,
 }
 
 /// One rank.
@@ -43,7 +45,14 @@ pub(crate) struct Rank {
 
 impl Job {
     pub(crate) fn new(ranks: usize) -> Self {
-        Job { ranks, mode: Mode::AtSync, deadline: PATIENT, check_offsets: false, prefetch_bytes: 0 }
+        Job {
+            ranks,
+            mode: Mode::AtSync,
+            deadline: PATIENT,
+            check_offsets: false,
+            prefetch_bytes: 0,
+            on_default_stream: false,
+        }
     }
 
     pub(crate) fn quiet(mut self) -> Self {
@@ -58,6 +67,11 @@ impl Job {
 
     pub(crate) fn checking_offsets(mut self) -> Self {
         self.check_offsets = true;
+        self
+    }
+
+    pub(crate) fn on_default_stream(mut self) -> Self {
+        self.on_default_stream = true;
         self
     }
 
@@ -79,7 +93,10 @@ impl Job {
         let backend =
             CudaBackend::builder(&device).prefetch_bytes(prefetch_bytes).build().expect("the stub supports it");
         let allocator = CudaAllocator::with_backend(backend, Config::default()).expect("a configuration that fits");
-        let stream = device.context().new_stream().expect("a stream");
+        let stream = match self.on_default_stream {
+            true => device.context().default_stream(),
+            false => device.context().new_stream().expect("a stream"),
+        };
         allocator.register_stream(&stream).expect("stream ids are available");
         let registrar = Registrar::builder(&allocator).check_offsets(self.check_offsets).build();
         // The tests examine deadlines and aborts without the watchdog, which would notify ranks of each other's failures immediately.

@@ -4,11 +4,12 @@ use super::support::{Job, MIB, Rank, nothing_is_left};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use stub_process::{cuda, nccl_test};
+use symmalloc_agreement::Mode;
 use symmalloc_core::op::Contents;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
-use symmalloc_nccl::Registration;
+use symmalloc_nccl::{ReduceOp, Registration};
 
 /// A call that ends a registration. The last step is the one that must wait.
 type End = fn(&Rank, &Pool<CudaBackend>, DeviceBuffer<f32>);
@@ -65,6 +66,54 @@ nccl_test!(registrations_end_after_the_work_that_was_submitted, {
             check(what, registration, *end);
         }
     }
+});
+
+nccl_test!(a_first_sync_does_not_wait_for_a_collective_that_never_completes, {
+    for registration in [Registration::Windows, Registration::Buffers] {
+        for mode in [Mode::AtSync, Mode::Off] {
+            let job = Job { mode, ..Job::new(2).on_default_stream() };
+            job.run(|it| {
+                let other = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
+                let pool = it.pool();
+                it.registrar.attach(&it.world, &[pool.id()], registration).expect("not attached yet");
+                let mut tensor = it.take(&pool, 30 * MIB);
+                it.meet();
+                let reduce = |tensor: &mut DeviceBuffer<f32>| {
+                    other.all_reduce_in_place(tensor, ReduceOp::Sum, &it.stream).expect("submitted");
+                };
+                if it.rank == 0 {
+                    reduce(&mut tensor);
+                }
+                it.registrar.sync(&[&it.world]).expect("the ranks agree");
+                it.meet();
+                if it.rank == 1 {
+                    reduce(&mut tensor);
+                }
+                it.stream.synchronize().expect("done");
+            });
+            nothing_is_left();
+        }
+    }
+});
+
+nccl_test!(a_first_sync_behind_a_collective_that_never_completes_ends_at_the_deadline, {
+    Job::new(2).impatient().on_default_stream().run(|it| {
+        let part = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
+        let pool = it.pool();
+        it.registrar.attach(&part, &[pool.id()], Registration::Windows).expect("not attached yet");
+        let mut tensor = it.take(&pool, 30 * MIB);
+        it.meet();
+        if it.rank == 0 {
+            part.all_reduce_in_place(&mut tensor, ReduceOp::Sum, &it.stream).expect("submitted");
+            let begun = Instant::now();
+            it.registrar.sync(&[&part]).expect_err("the other rank does not sync");
+            assert!(begun.elapsed() < 4 * it.deadline, "{:?}", begun.elapsed());
+        }
+        it.meet();
+        let _aborted = part.abort();
+        it.registrar.sweep();
+    });
+    nothing_is_left();
 });
 
 nccl_test!(a_sleep_begins_after_the_work_that_was_submitted, {

@@ -1,5 +1,5 @@
 //! Generated endings: a rank dies, stops or fails at some step, NCCL calls of the others never return, and standard error cannot be
-//! written. Whatever the program does with the error, every other rank ends in time and with a documented exit code.
+//! written, or the system creates no more threads. Whatever the program does with the error, every other rank ends in time and with a documented exit code.
 
 use super::programs::each_at_a_time;
 use super::{LATE, folder};
@@ -12,7 +12,7 @@ use std::path::Path;
 use std::process::exit;
 use std::sync::Mutex;
 use std::time::{Duration, Instant, SystemTime};
-use stub_process::{ExitOnPanic, RankOutput, nccl, nccl_test, ranks, scaled_to_load, until_some};
+use stub_process::{ExitOnPanic, RankOutput, nccl, nccl_test, ranks, refuse_threads, scaled_to_load, until_some};
 use symmalloc_core::{Config, PoolConfig};
 use symmalloc_cuda::{CudaAllocator, CudaDevice};
 use symmalloc_nccl::{Communicator, FAILURE_EXIT_CODE, Launch, ReduceOp, Registrar, Registration};
@@ -74,6 +74,14 @@ enum Stderr {
     ClosedToSubscriber,
 }
 
+/// The threads that the system creates for the ranks other than the victim.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Threads {
+    Created,
+    /// None once the communicator exists.
+    RefusedLater,
+}
+
 /// A step of the program, as the NCCL call that belongs to it, or the time between the meeting and the first call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Moment {
@@ -120,10 +128,11 @@ const ABORTING: [&str; 3] = ["ncclCommAbort", "ncclCommRevoke", "ncclCommWindowD
 const NORMAL: [&str; 3] = ["ncclCommWindowDeregister", "ncclCommFinalize", "ncclCommDestroy"];
 const RANKS: [usize; 2] = [2, 3];
 const VICTIMS: [Victim; 2] = [Victim::First, Victim::Last];
+const THREADS: [Threads; 2] = [Threads::Created, Threads::RefusedLater];
 
 /// Number of values of each property, in the order of [`Ending::of`].
-const SIZES: [usize; 7] =
-    [FATES.len(), SHAPES.len(), STDERRS.len(), MOMENTS.len(), STUCK.len(), RANKS.len(), VICTIMS.len()];
+const SIZES: [usize; 8] =
+    [FATES.len(), SHAPES.len(), STDERRS.len(), MOMENTS.len(), STUCK.len(), RANKS.len(), VICTIMS.len(), THREADS.len()];
 
 /// One scenario, as the index of each property.
 type Indices = [usize; SIZES.len()];
@@ -137,14 +146,16 @@ struct Ending {
     stuck: &'static [&'static str],
     ranks: usize,
     victim: usize,
+    threads: Threads,
 }
 
-/// Returns one scenario for every shape in which the abort never returns while a collective waits for the victim on the device.
+/// Returns one scenario for every shape, with and without new threads, in which the abort never returns while a collective waits for the victim on the device.
 fn kernels_without_end() -> impl Iterator<Item = Indices> {
     let index = |found: Option<usize>| found.expect("the value is in the list");
     let moment = index(MOMENTS.iter().position(|it| *it == Moment::Call("ncclAllReduce", 5)));
     let stuck = index(STUCK.iter().position(|it| *it == ["ncclCommAbort"]));
-    (0..SHAPES.len()).map(move |shape| [0, shape, shape % STDERRS.len(), moment, stuck, shape % 2, shape / 2 % 2])
+    let all = (0..SHAPES.len()).flat_map(|shape| (0..THREADS.len()).map(move |threads| (shape, threads)));
+    all.map(move |(shape, threads)| [0, shape, shape % STDERRS.len(), moment, stuck, shape % 2, shape / 2 % 2, threads])
 }
 
 /// Returns scenarios that contain every pair of values of two properties at least once.
@@ -179,7 +190,7 @@ fn covering_pairs(seed: u64) -> Vec<Indices> {
 }
 
 impl Ending {
-    fn of([fate, shape, stderr, moment, stuck, ranks, victim]: Indices) -> Self {
+    fn of([fate, shape, stderr, moment, stuck, ranks, victim, threads]: Indices) -> Self {
         let (ranks, victim) = (RANKS[ranks], VICTIMS[victim]);
         Ending {
             fate: FATES[fate],
@@ -189,6 +200,7 @@ impl Ending {
             stuck: STUCK[stuck],
             ranks,
             victim: if victim == Victim::First { 0 } else { ranks - 1 },
+            threads: THREADS[threads],
         }
     }
 
@@ -243,6 +255,9 @@ impl Ending {
         let mut registered = allocator.with_pool(&pool).alloc_zeroed::<f32>(&stream, 1024)?;
         let registrar = Registrar::builder(&allocator).build()?;
         let comm = Communicator::builder(&device).deadline(self.deadline()).connect(id, rank as u32, launch.ranks)?;
+        if rank != self.victim && self.threads == Threads::RefusedLater {
+            refuse_threads();
+        }
         let mut steps = || -> Result<(), Box<dyn Error>> {
             registrar.attach(&comm, &[pool.id()], Registration::Windows)?;
             registrar.sync(&[&comm])?;
@@ -331,7 +346,9 @@ impl Ending {
             Some(1) => true,
             // The harness of Rust's tests catches the panic.
             Some(101) => self.shape == Shape::Panics || self.stderr == Stderr::ClosedToSubscriber,
-            Some(FAILURE_EXIT_CODE) => self.stuck.iter().any(|call| ABORTING.contains(call)),
+            Some(FAILURE_EXIT_CODE) => {
+                self.threads == Threads::RefusedLater || self.stuck.iter().any(|call| ABORTING.contains(call))
+            }
             // A subscriber that panics while another panic unwinds aborts the process.
             None => self.stderr == Stderr::ClosedToSubscriber,
             _ => false,
@@ -350,7 +367,8 @@ impl Ending {
         Some(format!("{self:?}: rank {rank} {wrong}: {code:?} after {took:?}, {outcome:?}\n{text}"))
     }
 
-    /// Returns `true` if the error of every other rank must name the victim. A rank that is stopped while it connects is not observed, a
+    /// Returns `true` if the error of every other rank must name the victim. A rank without threads fails itself, and others name it. A rank
+    /// that is stopped while it connects is not observed, a
     /// rank that fails to destroy its communicator has left it, and calls of other ranks that never return may end the wait.
     fn names_victim(&self) -> bool {
         let is_observed = match self.fate {
@@ -360,7 +378,7 @@ impl Ending {
                 !matches!(self.moment, Moment::Call("ncclCommFinalize" | "ncclCommDestroy", _))
             }
         };
-        is_observed && self.deadline() == LONG
+        is_observed && self.deadline() == LONG && self.threads == Threads::Created
     }
 }
 

@@ -19,6 +19,7 @@
 
 #include <cstdlib>
 #include <limits>
+#include <map>
 
 namespace symmalloc {
 namespace {
@@ -27,7 +28,7 @@ using c10::DataPtr;
 using c10::cuda::CUDAStream;
 using caching::StreamSegmentSize;
 
-void note_free(void* pointer) noexcept;
+void free_cached(void* pointer) noexcept;
 void free_uncached(void* pointer) noexcept;
 
 // Returns true if the program disables caching, by the same variable as for PyTorch's own allocator.
@@ -97,11 +98,11 @@ class Allocator final : public caching::AllocatorBase {
       return {pointer, pointer, &free_uncached, place};
     }
     void* pointer = memory_.allocate(device, bytes, c10::cuda::getCurrentCUDAStream(device).stream());
-    return {pointer, pointer, &note_free, place};
+    return {pointer, pointer, &free_cached, place};
   }
 
   c10::DeleterFnPtr raw_deleter() const override {
-    return is_uncached() ? &free_uncached : &note_free;
+    return is_uncached() ? &free_uncached : &free_cached;
   }
 
   void* raw_alloc(size_t bytes) override {
@@ -148,7 +149,7 @@ class Allocator final : public caching::AllocatorBase {
 
   void recordStream(const DataPtr& data, CUDAStream stream) override {
     // Ignores memory of other processes, and of pools with another allocator.
-    if (data.get() != nullptr && data.get_deleter() == &note_free) {
+    if (data.get() != nullptr && data.get_deleter() == &free_cached) {
       check(symmalloc_torch_record_use(data.get(), stream.stream()));
     }
   }
@@ -314,6 +315,12 @@ class Allocator final : public caching::AllocatorBase {
     return snapshot;
   }
 
+  // Returns `true` if the segments of the default pool grow.
+  bool is_expandable() const {
+    symmalloc_properties properties{};
+    return symmalloc_torch_properties(&properties) == SYMMALLOC_OK && properties.is_expandable;
+  }
+
   // ---- Histories
 
   bool isHistoryEnabled() override {
@@ -332,22 +339,26 @@ class Allocator final : public caching::AllocatorBase {
     // All checks precede the first change.
     TORCH_CHECK(when == RecordContext::NEVER || gather, "symmalloc: recording contexts requires a function that gathers them");
     const auto skipped_actions = parsed_actions(skipped);
+    for (DeviceIndex device = 0; device < device_count_; ++device) {
+      auto& history = memory_.of(device).history;
+      std::lock_guard<std::recursive_mutex> lock(history.order);
+      history.record(enabled, gather, entries_max, when, clears, skipped_actions, segments(device));
+    }
     std::lock_guard<std::mutex> lock(mutex_);
     is_recorded_ = enabled;
     if (!enabled || clears) {
       annotations_.set_size(entries_max);
     }
-    for (DeviceIndex device = 0; device < device_count_; ++device) {
-      memory_.of(device).history.record(enabled, gather, entries_max, when, clears, skipped_actions);
-    }
     memory_.watch(enabled || has_trackers_);
   }
 
   void attachAllocatorTraceTracker(caching::AllocatorTraceTracker tracker) override {
-    std::lock_guard<std::mutex> lock(mutex_);
     for (DeviceIndex device = 0; device < device_count_; ++device) {
-      memory_.of(device).history.attach(tracker);
+      auto& history = memory_.of(device).history;
+      std::lock_guard<std::recursive_mutex> lock(history.order);
+      history.attach(tracker, segments(device));
     }
+    std::lock_guard<std::mutex> lock(mutex_);
     has_trackers_ = true;
     memory_.watch(true);
   }
@@ -405,7 +416,7 @@ class Allocator final : public caching::AllocatorBase {
   }
 #endif
 
-  // ---- Private pools
+  // ---- Mempools
 
   void beginAllocateToPool(DeviceIndex device, MempoolId_t pool, Filter filter) override {
     const bool is_inherited = takes_this_thread(filter, device);
@@ -490,7 +501,7 @@ class Allocator final : public caching::AllocatorBase {
     caching::CheckpointDelta delta;
     delta.ptrs_freed = std::move(restored.freed);
     for (const auto& [pointer, bytes] : restored.live) {
-      delta.dataptrs_allocd.emplace_back(pointer, pointer, &note_free, Device(c10::DeviceType::CUDA, device));
+      delta.dataptrs_allocd.emplace_back(pointer, pointer, &free_cached, Device(c10::DeviceType::CUDA, device));
     }
     return delta;
   }
@@ -543,9 +554,16 @@ class Allocator final : public caching::AllocatorBase {
     return settings;
   }
 
-  bool is_expandable() const {
-    symmalloc_properties properties{};
-    return symmalloc_torch_properties(&properties) == SYMMALLOC_OK && properties.is_expandable;
+  // Returns the segments of a device by address.
+  std::map<size_t, Noted> segments(DeviceIndex device) {
+    SegmentList list{device, memory_.of(device).history, {}};
+    for_each_block(device, kDefaultPool, list);
+    std::map<size_t, Noted> segments;
+    for (const auto& segment : list.segments) {
+      segments[segment.address] =
+          Noted{segment.total_size, segment.stream, segment.owner_private_pool_id, nullptr, segment.is_expandable};
+    }
+    return segments;
   }
 
   Memory memory_;
@@ -566,12 +584,24 @@ Allocator& allocator() {
   return *allocator;
 }
 
-void note_free(void* pointer) noexcept {
+void free_cached(void* pointer) noexcept {
   allocator().memory().free(pointer);
 }
 
 void free_uncached(void* pointer) noexcept {
   release("freeing memory", [&] { C10_CUDA_CHECK(cudaFree(pointer)); });
+}
+
+// Sets PyTorch's `expandable_segments` to the policy of the default pool. PyTorch's NCCL backend reads it: unless it is set, the backend
+// registers the segments of the default pool, and expects that each keeps its size until it is freed as a whole.
+void announce_segments(bool is_expandable) {
+  using namespace c10::CachingAllocator;
+  if (AcceleratorAllocatorConfig::use_expandable_segments() == is_expandable) {
+    return;
+  }
+  const auto before = getAllocatorSettings();
+  const std::string setting = is_expandable ? "expandable_segments:True" : "expandable_segments:False";
+  setAllocatorSettings(before.empty() ? setting : before + "," + setting);
 }
 
 // Exceptions thrown by trackers must not unwind through the library, which calls this.
@@ -600,6 +630,7 @@ extern "C" __attribute__((visibility("default"))) int symmalloc_install_class(co
     return static_cast<int>(status);
   }
   auto& allocator = symmalloc::allocator();
+  symmalloc::attempt("setting expandable_segments", [&] { symmalloc::announce_segments(allocator.is_expandable()); });
   symmalloc_torch_on_memory(symmalloc::memory_changed);
   symmalloc::caching::allocator.store(&allocator);
   // PyTorch 2.15 registers its own allocator with a priority above the default.

@@ -12,7 +12,7 @@
 
 namespace symmalloc {
 
-// Calls `visit(segment)` and `visit(block)` for all segments and blocks of a device, or of one of its private pools.
+// Calls `visit(segment)` and `visit(block)` for all segments and blocks of a device, or of one of its mempools.
 template <typename Visitor>
 void for_each_block(c10::DeviceIndex device, c10::MempoolId_t pool, Visitor& visitor) {
   const auto visit = [](void* context, const symmalloc_segment* segment, const symmalloc_block* block) {

@@ -126,15 +126,17 @@ class DeviceHistory {
     return is_recorded_.load(std::memory_order_relaxed);
   }
 
-  // Starts or stops recording on the device.
+  // Starts or stops recording on the device. `segments` are the current ones by address.
   void record(
       bool enabled,
       caching::CreateContextFn gather,
       size_t entries_max,
       caching::RecordContext when,
       bool clears,
-      const std::unordered_set<int>& skipped) {
+      const std::unordered_set<int>& skipped,
+      const std::map<size_t, Noted>& segments) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
+    adopt(segments);
     when_ = enabled ? when : caching::RecordContext::NEVER;
     gather_ = gather;
     skipped_ = skipped;
@@ -153,9 +155,17 @@ class DeviceHistory {
     is_watched_ = enabled || !trackers_.empty();
   }
 
-  void attach(caching::AllocatorTraceTracker tracker) {
+  // Attaches a tracker. `segments` are the current ones by address.
+  void attach(caching::AllocatorTraceTracker tracker, const std::map<size_t, Noted>& segments) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    trackers_.push_back(std::move(tracker));
+    adopt(segments);
+    Tracker attached{std::move(tracker), {}};
+    for (const auto& [address, segment] : segments) {
+      if (segment.is_expandable && segment.pool != c10::MempoolId_t{0, 0}) {
+        attached.listed.emplace(address, segment);
+      }
+    }
+    trackers_.push_back(std::move(attached));
     is_watched_ = true;
   }
 
@@ -183,26 +193,22 @@ class DeviceHistory {
     live_.erase(pointer);
   }
 
-  // Records that memory was mapped. `segments_came` adds the pool.
+  // Records that memory was mapped. The library does not say for which pool.
   void memory_came(size_t address, size_t bytes) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     ++maps;
-    parts_[address] = Noted{bytes, nullptr, {0, 0}, nullptr, false};
-    if (is_watched()) {
-      fresh_.push_back(address);
-    }
+    parts_[address] = Part{{bytes, nullptr, {0, 0}, nullptr, true}, false};
   }
 
-  // Assigns the memory mapped since the last call to a pool.
-  void segments_came(const Noted& of, const Context& context) {
+  // Assigns the memory of a new allocation to its pool. Memory that another caller of the library mapped stays unassigned, and is never
+  // announced to trackers.
+  void segments_came(size_t address, size_t bytes, const Noted& of) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    for (const auto address : std::exchange(fresh_, {})) {
-      const auto part = parts_.find(address);
-      if (part == parts_.end()) {
-        continue;
+    for (auto part = part_at(address); part != parts_.end() && part->first < address + bytes; ++part) {
+      if (!part->second.is_assigned) {
+        assign(part->second, of, of.context);
+        entry(of.is_expandable ? Action::SEGMENT_MAP : Action::SEGMENT_ALLOC, part->first, part->second);
       }
-      part->second = Noted{part->second.bytes, of.stream, of.pool, context, of.is_expandable};
-      entry(of.is_expandable ? Action::SEGMENT_MAP : Action::SEGMENT_ALLOC, address, part->second);
     }
   }
 
@@ -210,26 +216,19 @@ class DeviceHistory {
   void memory_goes(size_t address, size_t bytes) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     ++unmaps;
-    auto part = parts_.upper_bound(address);
-    if (part != parts_.begin()) {
-      --part;
-    }
-    Noted gone{bytes, nullptr, {0, 0}, nullptr, false};
-    while (part != parts_.end() && part->first < address + bytes) {
-      const auto [start, noted] = *part;
-      if (start + noted.bytes <= address) {
-        ++part;
-        continue;
-      }
+    Part gone{{bytes, nullptr, {0, 0}, nullptr, true}, false};
+    for (auto part = part_at(address); part != parts_.end() && part->first < address + bytes;) {
+      const auto [start, was] = *part;
       part = parts_.erase(part);
-      keep(start, address, noted);
-      keep(address + bytes, start + noted.bytes, noted);
-      gone = Noted{bytes, noted.stream, noted.pool, noted.context, noted.is_expandable};
+      keep(start, address, was);
+      keep(address + bytes, start + was.bytes, was);
+      assign(gone, was, was.context);
     }
     if (const auto& context = thread_notes().release_context) {
       gone.context = context;
     }
     if (is_watched()) {
+      free_listed(address, bytes);
       entry(gone.is_expandable ? Action::SEGMENT_UNMAP : Action::SEGMENT_FREE, address, gone);
     }
   }
@@ -237,7 +236,7 @@ class DeviceHistory {
   // Returns the context in which the memory at an address was reserved.
   Context segment_context(size_t address) const {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    auto part = parts_.upper_bound(address);
+    const auto part = parts_.upper_bound(address);
     return part == parts_.begin() ? nullptr : std::prev(part)->second.context;
   }
 
@@ -247,20 +246,9 @@ class DeviceHistory {
       return;
     }
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    const auto& notes = thread_notes();
-    const caching::TraceEntry entry(
-        action,
-        device_,
-        address,
-        noted.bytes,
-        noted.stream,
-        noted.pool,
-        c10::getApproximateTime(),
-        when_.load() >= caching::RecordContext::ALLOC ? noted.context : nullptr,
-        notes.compile_contexts.empty() ? "N/A" : notes.compile_contexts.top(),
-        metadata != nullptr ? *metadata : notes.user_metadata);
+    const auto entry = make_entry(action, address, noted, metadata);
     for (const auto& tracker : trackers_) {
-      tracker(entry);
+      tracker.notify(entry);
     }
     if (is_recorded() && skipped_.count(action) == 0) {
       ring_.add(entry);
@@ -280,9 +268,75 @@ class DeviceHistory {
   std::atomic<int64_t> unmaps{0};
 
  private:
-  void keep(size_t from, size_t to, const Noted& noted) {
+  // Mapped memory. Until it is assigned, its stream, pool and context are unknown, and it counts as expandable: NCCL's backend ignores
+  // such memory.
+  struct Part : Noted {
+    bool is_assigned = false;
+  };
+
+  struct Tracker {
+    caching::AllocatorTraceTracker notify;
+    // Expandable segments of private pools from the time of the attachment, of which no part was unmapped since.
+    std::map<size_t, Noted> listed;
+  };
+
+  // Sends SEGMENT_FREE for each listed segment of which a part is about to be unmapped.
+  //
+  // PyTorch's NCCL backend takes a snapshot, attaches a tracker, and registers the segments of the snapshot with every communicator until
+  // SEGMENT_FREE. It ignores SEGMENT_UNMAP. If unmapped memory stayed registered, the next process group could not be created. Expandable
+  // segments of the default pool are never registered, see `announce_segments`.
+  void free_listed(size_t address, size_t bytes) {
+    for (auto& tracker : trackers_) {
+      auto segment = tracker.listed.lower_bound(address);
+      if (segment != tracker.listed.begin() && std::prev(segment)->first + std::prev(segment)->second.bytes > address) {
+        --segment;
+      }
+      while (segment != tracker.listed.end() && segment->first < address + bytes) {
+        const auto [start, noted] = *segment;
+        segment = tracker.listed.erase(segment);
+        tracker.notify(make_entry(Action::SEGMENT_FREE, start, noted, nullptr));
+      }
+    }
+  }
+
+  caching::TraceEntry make_entry(Action action, size_t address, const Noted& noted, const std::string* metadata) const {
+    const auto& notes = thread_notes();
+    return caching::TraceEntry(
+        action,
+        device_,
+        address,
+        noted.bytes,
+        noted.stream,
+        noted.pool,
+        c10::getApproximateTime(),
+        when_.load() >= caching::RecordContext::ALLOC ? noted.context : nullptr,
+        notes.compile_contexts.empty() ? "N/A" : notes.compile_contexts.top(),
+        metadata != nullptr ? *metadata : notes.user_metadata);
+  }
+
+  // Returns the part with this address, or the next one.
+  std::map<size_t, Part>::iterator part_at(size_t address) {
+    auto part = parts_.upper_bound(address);
+    return part != parts_.begin() && address < std::prev(part)->first + std::prev(part)->second.bytes ? std::prev(part) : part;
+  }
+
+  static void assign(Part& part, const Noted& of, const Context& context) {
+    part = Part{{part.bytes, of.stream, of.pool, context, of.is_expandable}, true};
+  }
+
+  // Assigns the mapped memory to these segments.
+  void adopt(const std::map<size_t, Noted>& segments) {
+    for (const auto& [address, segment] : segments) {
+      for (auto part = part_at(address); part != parts_.end() && part->first < address + segment.bytes; ++part) {
+        assign(part->second, segment, part->second.context);
+      }
+    }
+  }
+
+  void keep(size_t from, size_t to, Part part) {
     if (from < to) {
-      parts_[from] = Noted{to - from, noted.stream, noted.pool, noted.context, noted.is_expandable};
+      part.bytes = to - from;
+      parts_[from] = part;
     }
   }
 
@@ -296,11 +350,10 @@ class DeviceHistory {
   std::unordered_set<int> skipped_;
   size_t entries_max_ = 0;
   Ring<caching::TraceEntry> ring_;
-  std::vector<caching::AllocatorTraceTracker> trackers_;
+  std::vector<Tracker> trackers_;
   std::unordered_map<void*, Noted> live_;
-  // The mapped memory by address, and the parts whose pool is not known yet.
-  std::map<size_t, Noted> parts_;
-  std::vector<size_t> fresh_;
+  // The mapped memory by address.
+  std::map<size_t, Part> parts_;
 };
 
 } // namespace symmalloc

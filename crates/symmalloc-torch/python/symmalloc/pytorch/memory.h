@@ -47,7 +47,7 @@ struct DeviceState {
   std::atomic<int64_t> releases{0};
 };
 
-// The allocations of a private pool before and after a restore.
+// The allocations of a mempool before and after a restore.
 struct Restored {
   std::vector<void*> freed;
   std::vector<std::pair<void*, uint64_t>> live;
@@ -118,7 +118,7 @@ class Memory {
     }
   }
 
-  // Restores the allocations of a private pool at a checkpoint.
+  // Restores the allocations of a mempool at a checkpoint.
   Restored restore(DeviceIndex device, const symmalloc_checkpoint* checkpoint) {
     Restored restored;
     const auto collect = [](void* context, void* pointer, uint64_t bytes, uint32_t is_live) {
@@ -225,7 +225,7 @@ class Memory {
     if (C10_UNLIKELY(symmalloc_torch_is_forked())) {
       // The locks below may be held by a thread that this child does not have.
       void* nothing = nullptr;
-      check(symmalloc_torch_allocate(device, bytes, stream, 0, nullptr, &nothing));
+      check(symmalloc_torch_allocate(device, stream, bytes, 0, nullptr, &nothing));
     }
     auto& history = of(device).history;
     const auto context = history.gather(RecordContext::STATE);
@@ -249,7 +249,7 @@ class Memory {
     symmalloc_found found{};
     check(symmalloc_torch_find(pointer, &found));
     const Noted noted{bytes, found.stream, {found.id_first, found.id_second}, context, found.is_expandable};
-    history.segments_came(noted, context);
+    history.segments_came(reinterpret_cast<size_t>(pointer), found.bytes, noted);
     history.allocated(pointer, noted);
   }
 
@@ -292,7 +292,7 @@ class Memory {
   }
 
   symmalloc_status ask(DeviceIndex device, size_t bytes, cudaStream_t stream, const char* name, void** pointer) {
-    return symmalloc_torch_allocate(device, bytes, stream, scopes_.number(device), name, pointer);
+    return symmalloc_torch_allocate(device, stream, bytes, scopes_.number(device), name, pointer);
   }
 
   // Asks other parts of PyTorch to free memory and retries the allocation if they did. Otherwise notifies the observers.

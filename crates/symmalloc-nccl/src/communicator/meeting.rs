@@ -1,0 +1,71 @@
+//! Ids that all ranks of a communicator share, and meetings of ranks. The watchdog keeps the connections of a meeting.
+
+use crate::backoff::Backoff;
+use crate::communicator::error::CommError;
+use crate::ffi::library::Nccl;
+use crate::rendezvous::launch::Launch;
+use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
+use crate::rendezvous::{self, Met};
+use std::time::Duration;
+use symmalloc_watchdog::MeetingId;
+
+impl UniqueId {
+    /// Returns a new id from NCCL. If `NCCL_COMM_ID` is set, every call on every rank returns the same id. Otherwise each call returns a
+    /// different one, and the process that created it must stay alive until all ranks have connected.
+    ///
+    /// # Errors
+    /// Returns an error if NCCL cannot be used or finds no network interface.
+    pub fn new() -> Result<Self, CommError> {
+        Self::from_nccl(Nccl::load()?)
+    }
+
+    /// Like [`new`](Self::new), with this library.
+    ///
+    /// # Errors
+    /// Returns an error if NCCL finds no network interface.
+    pub fn from_nccl(nccl: &Nccl) -> Result<Self, CommError> {
+        Ok(UniqueId::from_bytes(nccl.calls().unique_id()?))
+    }
+}
+
+impl Launch {
+    /// Returns an id that is the same on all ranks of this job. Every rank must call this function equally often.
+    ///
+    /// If `NCCL_COMM_ID` is set, NCCL provides it. Otherwise rank 0 sends it to the others: on a socket of this machine if all ranks are on
+    /// it, and otherwise over TCP, at `SYMMALLOC_RENDEZVOUS` (host:port) or near `MASTER_ADDR` and `MASTER_PORT`. Ranks with a
+    /// `SYMMALLOC_JOB_SECRET` prove to each other that they know it.
+    ///
+    /// # Errors
+    /// Returns an error if libnccl cannot be used, or the ranks do not find each other within the deadline.
+    pub fn unique_id(&self, deadline: Duration) -> Result<UniqueId, CommError> {
+        self.unique_id_from(Nccl::load()?, &Backoff::new(deadline))
+    }
+
+    pub(super) fn unique_id_from(&self, nccl: &Nccl, backoff: &Backoff) -> Result<UniqueId, CommError> {
+        let create = || UniqueId::from_nccl(nccl);
+        if self.ranks == 1 || std::env::var_os(COMM_ID_VARIABLE).is_some() {
+            return create();
+        }
+        let met = rendezvous::share_id(self, create, backoff)?;
+        let id = met.id;
+        register(met, self.rank, self.ranks);
+        Ok(id)
+    }
+}
+
+/// Connects ranks that already have an id, at the address of rank 0 ("host:port"). Every rank must call this function equally often.
+/// Returns `None` if there is one rank.
+pub(super) fn meet(
+    address: &str,
+    name: &str,
+    rank: u32,
+    ranks: u32,
+    backoff: &Backoff,
+) -> Result<Option<MeetingId>, CommError> {
+    let met = rendezvous::meet(address, name, rank, ranks, backoff)?;
+    Ok(met.map(|met| register(met, rank, ranks)))
+}
+
+fn register(Met { id, connections }: Met, rank: u32, ranks: u32) -> MeetingId {
+    MeetingId::register(id.as_bytes(), rank, ranks, connections)
+}

@@ -1,0 +1,38 @@
+//! Counters of events that are equal on every rank by construction.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+
+/// Counts the occurrences of a key on each rank, so that the n-th occurrence on one rank corresponds to the n-th on every other. Ranks can
+/// be threads of one process.
+pub(crate) struct SequenceCounter<K> {
+    counts: Mutex<BTreeMap<(K, u32), u32>>,
+}
+
+impl<K: Ord> SequenceCounter<K> {
+    pub(crate) const fn new() -> Self {
+        SequenceCounter { counts: Mutex::new(BTreeMap::new()) }
+    }
+
+    /// Returns the number of earlier occurrences on this rank.
+    pub(crate) fn next(&self, key: K, rank: u32) -> u32 {
+        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = counts.entry((key, rank)).or_default();
+        *count += 1;
+        *count - 1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_rank_and_key_has_its_own_count() {
+        let counter = SequenceCounter::new();
+        assert_eq!(
+            [counter.next("a", 0), counter.next("a", 0), counter.next("a", 1), counter.next("b", 0)],
+            [0, 1, 0, 0]
+        );
+    }
+}
