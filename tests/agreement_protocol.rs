@@ -1,6 +1,6 @@
 //! The agreement protocol: its cost, its side effects, and its behavior when ranks die, skip an agreement or reach one at another time.
 
-use std::num::NonZeroU64;
+use std::num::{NonZeroU32, NonZeroU64};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -429,8 +429,11 @@ fn with_mode(mode: Mode, other: u64) -> Vec<(Option<u64>, u32)> {
 fn each_mode_compares_at_its_interval() {
     let never = 1000;
     let every = |ops| Mode::EveryOps(NonZeroU64::new(ops).expect("not 0"));
+    let syncs = |syncs| Mode::EverySyncs(NonZeroU32::new(syncs).expect("not 0"));
     // An agreement without a difference takes one round.
     assert_eq!(with_mode(Mode::Off, never), [(None, 0); 2]);
+    assert_eq!(with_mode(syncs(1), never), [(None, 3); 2]);
+    assert_eq!(with_mode(syncs(2), never), [(None, 1); 2]);
     assert_eq!(with_mode(Mode::AtSync, never), [(None, 3); 2]);
     assert_eq!(with_mode(every(7), never), [(None, 3 + 8); 2]);
     assert_eq!(with_mode(Mode::EachOp, never), [(None, 3 + 60); 2]);
@@ -438,6 +441,7 @@ fn each_mode_compares_at_its_interval() {
     let caught = |mode| with_mode(mode, 25).into_iter().map(|(caught, _)| caught).collect::<Vec<_>>();
     assert_eq!(caught(Mode::Off), [None; 2]);
     assert_eq!(caught(Mode::AtSync), [Some(40); 2]);
+    assert_eq!(caught(syncs(3)), [Some(60); 2]);
     assert_eq!(caught(every(7)), [Some(28); 2]);
     assert_eq!(caught(Mode::EachOp), [Some(26); 2]);
     assert_eq!(Mode::default(), Mode::AtSync);

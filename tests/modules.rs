@@ -17,7 +17,7 @@ const ORDER: [(&str, &str); 16] = [
     (
         "symmalloc-agreement",
         "point protocol ranks transport message threads question directory found rank_history report cause outcome policies search \
-         inquiry agree mode",
+         inquiry exchange agree mode",
     ),
     (
         "symmalloc-cli",
@@ -57,15 +57,12 @@ const ORDER: [(&str, &str); 16] = [
     ("symmalloc-text", ""),
     (
         "symmalloc-torch",
-        "status settings peak shared_chunks error guard handles mempools streams memory_events refusal trace registrations scopes device alignment pool_memory process sleep statistics unordered c_interface \
-         pytorch",
+        "status settings peak shared_chunks error guard handles mempools streams memory_events refusal trace registrations scopes device \
+         alignment pool_memory process sleep statistics unordered c_interface pytorch",
     ),
     ("symmalloc-trace", "text trace layout plan replay"),
     ("symmalloc-watchdog", "ids connection threads message flight_record findings roster endpoint lifeline watching"),
 ];
-
-/// The crate whose modules do not keep their order yet.
-const UNORDERED: &str = "symmalloc-nccl";
 
 /// Maximum number of top-level modules of the core.
 const CORE_MODULES_MAX: usize = 16;
@@ -134,11 +131,7 @@ fn each_crate_declares_the_order_of_all_its_modules() {
 fn modules_use_only_those_before_them() {
     for (name, order) in ORDER {
         let upward = upward(&CRATES[name], order);
-        if name == UNORDERED {
-            assert!(!upward.is_empty(), "{name} keeps its order: remove the exception");
-        } else {
-            assert!(upward.is_empty(), "a module of {name} uses a later one:\n{}", listed(&upward));
-        }
+        assert!(upward.is_empty(), "a module of {name} uses a later one:\n{}", listed(&upward));
     }
 }
 

@@ -1,5 +1,6 @@
 //! Drivers that run an inquiry to completion, over a transport or for all ranks in one thread.
 
+use super::exchange::Exchange;
 use super::inquiry::{Inquiry, Progress};
 use super::outcome::{Agreed, AgreementError};
 use super::point::Point;
@@ -25,23 +26,9 @@ pub fn agree<B: Backend, L: Lock>(
     let (rank, ranks) = (transport.rank(), transport.ranks());
     let _entered = tracing::debug_span!(target: "symmalloc", "ranks.agree", rank, ranks, %point).entered();
     let history = RankHistory::new(allocator, point);
-    let mut inquiry = Inquiry::new(ranks);
-    let mut message = Vec::new();
-    loop {
-        message.clear();
-        history.answer(inquiry.question(), &mut message);
-        match inquiry.advance(&transport.all_gather(&message)?)? {
-            Progress::Asked => {}
-            Progress::Agreed(agreed) => {
-                history.settle();
-                return Ok(agreed);
-            }
-            Progress::Disagreed(disagreement) => {
-                disagreement.trace(transport.rank());
-                return Err(AgreementError::Disagreed(disagreement));
-            }
-        }
-    }
+    let exchanged = Exchange::begin(transport, Some(&history), &[])?.finish()?;
+    history.settle();
+    Ok(exchanged.agreed.expect("an exchange with a history compares it"))
 }
 
 /// Compares any number of ranks in one thread with a single inquiry. The n-th history belongs to rank n.

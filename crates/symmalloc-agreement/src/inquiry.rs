@@ -81,10 +81,8 @@ impl Inquiry {
     /// Returns a [`ProtocolError`] if the answers are malformed or contradictory. The inquiry cannot continue after an
     /// error.
     pub fn advance(&mut self, gathered: &Gathered) -> Result<Progress, ProtocolError> {
-        let (messages, message_bytes, ranks) = (gathered.len(), gathered.message_bytes(), self.ranks);
-        if messages != ranks as usize || message_bytes != self.question.message_bytes() {
-            return Err(ProtocolError::WrongShape { messages, message_bytes, ranks });
-        }
+        let ranks = self.ranks;
+        gathered.check_shape(ranks, self.question.message_bytes())?;
         self.rounds += 1;
         if self.rounds > ROUNDS_MAX {
             return Err(ProtocolError::TooManyRounds { rounds: self.rounds });

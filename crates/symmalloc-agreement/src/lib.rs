@@ -14,8 +14,9 @@
 //! ```
 //!
 //! The parts perform no I/O. [`Inquiry`] is a state machine that advances identically on all ranks, and [`RankHistory`]
-//! answers its questions for one rank. [`agree`] runs them over a [`Transport`], [`agree_in_lockstep`] runs any number
-//! of ranks in one thread, and [`Agreement`] runs them as often as its [`Mode`] requires.
+//! answers its questions for one rank. [`Exchange`] runs them over a [`Transport`], with extra bytes of the caller,
+//! and [`agree`] runs them without. [`agree_in_lockstep`] runs any number of ranks in one thread, and [`Agreement`] runs
+//! them as often as its [`Mode`] requires.
 //!
 //! # What is compared
 //! Ranks first compare the configurations of their symmetric pools, together with the granularity, the limit over all
@@ -62,6 +63,7 @@
 mod agree;
 mod cause;
 mod directory;
+mod exchange;
 mod found;
 mod inquiry;
 mod message;
@@ -81,6 +83,7 @@ mod threads;
 mod transport;
 
 pub use agree::{agree, agree_in_lockstep};
+pub use exchange::{Exchange, Exchanged};
 pub use inquiry::{Inquiry, Progress};
 pub use mode::{Agreement, Mode};
 pub use outcome::{Agreed, AgreementError};

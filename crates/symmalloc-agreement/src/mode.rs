@@ -4,7 +4,7 @@ use super::agree::agree;
 use super::outcome::{Agreed, AgreementError};
 use super::point::Point;
 use super::transport::Transport;
-use std::num::NonZeroU64;
+use std::num::{NonZeroU32, NonZeroU64};
 use symmalloc_core::backend::Backend;
 use symmalloc_core::generic;
 use symmalloc_core::lock::Lock;
@@ -18,6 +18,8 @@ pub enum Mode {
     /// At every point where the program synchronizes its ranks.
     #[default]
     AtSync,
+    /// At every n-th point where the program synchronizes its ranks.
+    EverySyncs(NonZeroU32),
     /// At every sync, and after every given number of ops.
     EveryOps(NonZeroU64),
     /// At every sync, and after every op. Intended for debugging.
@@ -55,14 +57,27 @@ pub enum Mode {
 pub struct Agreement<T> {
     mode: Mode,
     transport: T,
+    /// Syncs so far.
+    syncs: u32,
     /// Ops counted since `after_op` last ran an agreement.
     ops: u64,
+}
+
+impl Mode {
+    /// Returns `true` if ranks compare at their n-th sync, counted from 1.
+    pub fn compares_at_sync(self, sync: u32) -> bool {
+        match self {
+            Mode::Off => false,
+            Mode::EverySyncs(every) => sync.is_multiple_of(every.get()),
+            Mode::AtSync | Mode::EveryOps(_) | Mode::EachOp => true,
+        }
+    }
 }
 
 impl<T: Transport> Agreement<T> {
     /// Creates an agreement that compares over `transport` as often as `mode` requires.
     pub fn new(mode: Mode, transport: T) -> Self {
-        Agreement { mode, transport, ops: 0 }
+        Agreement { mode, transport, syncs: 0, ops: 0 }
     }
 
     /// Returns how often ranks compare.
@@ -70,7 +85,7 @@ impl<T: Transport> Agreement<T> {
         self.mode
     }
 
-    /// Compares ranks at a point where the program synchronizes them. Returns `None` if the mode is [`Mode::Off`].
+    /// Compares ranks at a point where the program synchronizes them. Returns `None` if the mode does not require it now.
     ///
     /// # Errors
     /// Fails like [`agree`].
@@ -78,7 +93,8 @@ impl<T: Transport> Agreement<T> {
         &mut self,
         allocator: &generic::Allocator<B, L>,
     ) -> Result<Option<Agreed>, AgreementError> {
-        if self.mode == Mode::Off {
+        self.syncs = self.syncs.wrapping_add(1);
+        if !self.mode.compares_at_sync(self.syncs) {
             return Ok(None);
         }
         agree(allocator, &self.transport, Point::Sync).map(Some)
@@ -96,7 +112,7 @@ impl<T: Transport> Agreement<T> {
         allocator: &generic::Allocator<B, L>,
     ) -> Result<Option<Agreed>, AgreementError> {
         let every = match self.mode {
-            Mode::Off | Mode::AtSync => return Ok(None),
+            Mode::Off | Mode::AtSync | Mode::EverySyncs(_) => return Ok(None),
             Mode::EveryOps(every) => every.get(),
             Mode::EachOp => 1,
         };

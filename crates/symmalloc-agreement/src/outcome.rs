@@ -14,9 +14,8 @@ pub struct Agreed {
     pub ops: u64,
 }
 
-/// An agreement that failed.
+/// An agreement that failed. There is no other way to fail.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[non_exhaustive]
 pub enum AgreementError {
     /// The programs, configurations or devices of the ranks differ.
     #[error(transparent)]

@@ -1,5 +1,6 @@
 //! The transport of an agreement, which provides a single collective operation: an all-gather.
 
+use super::protocol::ProtocolError;
 use super::ranks::{RankSet, Ranks};
 use std::sync::Arc;
 use std::time::Duration;
@@ -63,6 +64,17 @@ impl Gathered {
     /// Returns the size of one message in bytes.
     pub fn message_bytes(&self) -> usize {
         self.message_bytes
+    }
+
+    /// Checks that there is one message of `message_bytes` bytes per rank.
+    ///
+    /// # Errors
+    /// Returns [`ProtocolError::WrongShape`] otherwise.
+    pub fn check_shape(&self, ranks: u32, message_bytes: usize) -> Result<(), ProtocolError> {
+        if self.len() == ranks as usize && self.message_bytes == message_bytes {
+            return Ok(());
+        }
+        Err(ProtocolError::WrongShape { messages: self.len(), message_bytes: self.message_bytes, ranks })
     }
 
     /// Returns an iterator over the messages in rank order.

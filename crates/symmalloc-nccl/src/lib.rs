@@ -30,7 +30,7 @@
 //! | [`Launch`], [`UniqueId`] | this process's rank, and an id shared by all ranks without a side channel |
 //! | [`Communicator`] | a group of ranks that call the same collectives: connect, split, shrink, grow, register, destroy, revoke, abort |
 //! | [`Group`] | several collectives that are submitted together |
-//! | [`Registrar`] | windows over the segments of pools, synchronized across ranks |
+//! | [`Registrar`], [`Attachment`] | windows over the segments of pools, synchronized across ranks |
 //! | [`Window`], [`WindowSpan`], [`SegmentKey`] | a window, a buffer's offset in it, and a cache key |
 //! | [`NcclTransport`] | transport of the core's agreement protocol over NCCL |
 //! | [`CheckedCollectives`] | a debug mode that compares the offsets of each call across ranks |
@@ -52,17 +52,23 @@
 //! | `ffi` | the calls of libnccl and the driver, each with its safety contract |
 //! | `communicator` | communicators; `submission.rs` submits collectives and groups, `call.rs` selects the thread and the deadline of an NCCL call, `ending.rs` handles calls that do not return |
 //! | `collectives` | the collectives, defined once for plain and checked use, and the transport of messages between ranks |
-//! | `registrar` | the [`Registrar`]: one attachment per communicator |
+//! | `windows` | the names of segments, cache keys, a map of windows, and NCCL's symmetric address space |
 //! | `sync` | changes to segments, the actions that follow from them, and their comparison across ranks |
-//! | `windows` | lookup of windows, cache keys, and NCCL's symmetric address space |
+//! | `registrar` | the [`Registrar`]: its state per communicator, syncs and lookups |
 //! | `sleep` | sleep and wake of a pool on all ranks |
 //! | `watchdog` | what the watchdog (`symmalloc-watchdog`) needs of the driver and NCCL: `marker.rs` polls the progress of the device; `at_exit.rs` delays the end of the process while threads of this crate still work |
 //! | `rendezvous` | how the ranks of a job find each other |
 //! | `all_to_all` | all-to-all-v |
 //!
-//! To follow one sync from a segment's birth to its window, read `registrar.rs` (`sync_all`: the communicators in their global order),
-//! `registrar/attachment/sync.rs` (`sync_ready`: the steps of one communicator), `sync/changes.rs` (segment events), `sync/actions.rs`
-//! (actions) and `sync/agreement.rs` (comparison across ranks).
+//! To follow one sync from a segment's birth to its window, read:
+//! 1. `registrar.rs`, `sync_all`: the communicators in their global order.
+//! 2. `registrar/attached_comm/sync.rs`, `sync_ready`: the steps of one communicator.
+//! 3. `sync/observed.rs`: the events since the last sync. `windows/table.rs`: what each of them changes.
+//! 4. `sync/actions.rs`: the actions that follow. `sync/agreement.rs`: their comparison across ranks.
+//! 5. `windows/registrations.rs`: the registered segments. `communicator/registration.rs`: the call to NCCL.
+//!
+//! A segment that grows takes the same path: its change has a larger extent, and the action replaces the window. A registration that fails
+//! ends the communicator in `AttachedComm::sync`, and its windows with it.
 
 mod all_to_all;
 mod backoff;
@@ -97,8 +103,6 @@ pub use ffi::window_flags::WindowFlags;
 pub use registrar::checked::CheckedCollectives;
 #[cfg(feature = "metrics")]
 pub use registrar::metrics;
-pub use registrar::offset_difference::{BufferPlace, CollectiveCall, OffsetDifference};
-pub use registrar::settings::{Registration, Synced};
 pub use registrar::stats::{CommunicatorStats, RegistrarStats};
 pub use registrar::{Registrar, RegistrarBuilder};
 pub use rendezvous::error::{EndpointAnswer, RendezvousError};
@@ -110,12 +114,15 @@ pub use sleep::error::{
 pub use symmalloc_watchdog::{
     FAILURE_EXIT_CODE, Failure, FailureCause, LocalError, WatchdogMode, flight_record, write_flight_record,
 };
-pub use sync::actions::{ChangeKind, SegmentName, WindowChange};
+pub use sync::actions::{ChangeKind, WindowChange};
 pub use sync::error::{AttachError, LookupError, SyncError};
 pub use sync::message::{ChangeDifference, SyncDifference, SyncField};
-pub use windows::keys::{Generation, SegmentKey};
+pub use sync::offset_difference::{BufferPlace, CollectiveCall, OffsetDifference};
+pub use sync::settings::{Attachment, Registration, Synced};
+pub use windows::keys::SegmentKey;
 pub use windows::keys::{Invalidated, InvalidationCursor};
-pub use windows::window::WindowSpan;
+pub use windows::registrations::WindowSpan;
+pub use windows::segment::{HeapSegment, SymmetricSegment};
 
 /// Types that must be usable from several threads.
 const _: () = {

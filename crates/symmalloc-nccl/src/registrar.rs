@@ -8,23 +8,25 @@
 //!
 //! | file | contents |
 //! |---|---|
-//! | `settings.rs`, `stats.rs` | configuration and results, counters |
-//! | `attachment.rs` | state of one communicator |
-//! | `attachment/sync.rs` | one sync of a communicator; see `sync/` |
-//! | `attachment/sleep.rs` | deregistering and restoring a pool's windows on one communicator; see `sleep/` |
-//! | `checked.rs`, `offset_difference.rs` | offset checks before collectives, and their reports |
+//! | `stats.rs` | counters |
+//! | `attached_comm.rs` | state of one communicator |
+//! | `attached_comm/sync.rs` | one sync of a communicator; see `sync/` |
+//! | `attached_comm/sleep.rs` | deregistering and restoring a pool's windows on one communicator; see `sleep/` |
+//! | `lookups.rs` | windows and cache keys of buffers |
+//! | `checked.rs` | offset checks before collectives |
+//! | `ended.rs` | communicators that ended on this rank |
 //!
 //! The allocator never calls the registrar. A program attaches pools to communicators, allocates and frees freely, and calls
 //! [`sync`](Registrar::sync) on every rank wherever windows must be current: after a warm-up, at the end of a scope, before a capture. A
-//! sync without changes costs one small collective that compares histories. With agreement off, it costs a tenth of a microsecond and makes
+//! sync without changes costs one small collective that compares histories. With [`Mode::Off`], it costs a tenth of a microsecond and makes
 //! no NCCL call. Both are cheap enough to run before every step.
 
-pub(crate) mod attachment;
+pub(crate) mod attached_comm;
 pub(crate) mod checked;
+pub(crate) mod ended;
+mod lookups;
 #[cfg(feature = "metrics")]
 pub mod metrics;
-pub(crate) mod offset_difference;
-pub(crate) mod settings;
 pub(crate) mod stats;
 #[cfg(feature = "metrics")]
 mod sync_time;
@@ -32,17 +34,18 @@ mod sync_time;
 use crate::communicator::error::CommError;
 use crate::communicator::{CommState, Communicator};
 use crate::ffi::version::{Capability, NcclVersion};
-use crate::ffi::window_flags::WindowFlags;
-use crate::registrar::attachment::{Attachment, SyncJob};
-use crate::registrar::settings::{Registration, Settings, Synced};
+use crate::registrar::attached_comm::{AttachedComm, SyncJob};
+use crate::registrar::ended::{EndedComm, EndedComms, id_of};
 use crate::registrar::stats::{CommunicatorStats, Counters, RegistrarStats};
-use crate::sleep::communicators::{EndedComm, EndedComms, id_of};
 use crate::sync::error::{AttachError, SyncError};
+use crate::sync::settings::{Attachment, Registration, Settings, Synced};
 use crate::windows::symmetric_space::configured_bytes;
 use smallvec::SmallVec;
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
-use symmalloc_agreement::{Mode, Point, RankHistory};
+#[cfg(doc)]
+use symmalloc_agreement::Mode;
+use symmalloc_agreement::{Point, RankHistory};
 use symmalloc_core::PoolId;
 use symmalloc_core::config::SegmentPolicy;
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaError, DeviceMemory, Pool};
@@ -81,13 +84,31 @@ use symmalloc_files::is_forked;
 pub struct Registrar {
     allocator: CudaAllocator,
     settings: Settings,
-    attachments: RwLock<Vec<Arc<Attachment>>>,
+    attachments: RwLock<Vec<Arc<AttachedComm>>>,
     counters: Counters,
     /// Communicators that ended and were removed from the list, but that other ranks may still name in their messages.
     ended: EndedComms,
 }
 
-type Attachments = SmallVec<[Arc<Attachment>; 4]>;
+type Attachments = SmallVec<[Arc<AttachedComm>; 4]>;
+
+/// A communicator in a sync.
+struct SyncedComm {
+    attachment: Arc<AttachedComm>,
+    /// Pools whose histories the ranks compare; `None` if they exchange no messages for that.
+    compared: Option<SmallVec<[PoolId; 4]>>,
+    /// `true` if this rank has nothing to register or deregister.
+    is_current: bool,
+}
+
+type SyncedComms = SmallVec<[SyncedComm; 4]>;
+
+impl SyncedComm {
+    /// Returns `true` if the sync has nothing to do on this rank and nothing to compare.
+    fn is_quiet(&self) -> bool {
+        self.compared.is_none() && self.is_current
+    }
+}
 
 impl Registrar {
     /// Returns the allocator whose memory this registrar registers.
@@ -114,25 +135,26 @@ impl Registrar {
     /// shrunk. A pool can be attached to any number of communicators and has separate windows on each: use one pool for all communicators,
     /// or one per communicator. The pools of a [`GraphPool`](symmalloc_cuda::GraphPool) can also be attached.
     ///
+    /// The [`Attachment`] states the kind of registration, the flags of the windows, and when ranks compare histories. A [`Registration`]
+    /// stands for an attachment with the defaults.
+    ///
     /// The first attachment to a communicator creates a stream. If that is the first stream of the device's context, the call waits for the
     /// device's work. Syncs create no stream.
     ///
     /// # Errors
     /// See [`AttachError`]. After an error, none of the pools is attached.
-    pub fn attach(&self, comm: &Communicator, pools: &[PoolId], registration: Registration) -> Result<(), AttachError> {
-        self.check(comm, pools, registration)?;
-        self.add(comm).observe(&self.allocator, pools, registration, WindowFlags::NONE)
-    }
-
-    /// Like [`attach`](Self::attach) for [`Registration::Windows`], with flags for all windows of these pools on this communicator. All ranks
-    /// must pass the same flags: a sync compares them with the attached pools.
-    ///
-    /// # Errors
-    /// Same as [`attach`](Self::attach). Also returns an error if the library does not have one of the flags.
-    pub fn attach_windows(&self, comm: &Communicator, pools: &[PoolId], flags: WindowFlags) -> Result<(), AttachError> {
-        self.check(comm, pools, Registration::Windows)?;
-        flags.required().try_for_each(|capability| comm.require(capability))?;
-        self.add(comm).observe(&self.allocator, pools, Registration::Windows, flags)
+    pub fn attach(
+        &self,
+        comm: &Communicator,
+        pools: &[PoolId],
+        attachment: impl Into<Attachment>,
+    ) -> Result<(), AttachError> {
+        let attachment = attachment.into();
+        self.check(comm, pools, attachment.registration)?;
+        if attachment.registration == Registration::Windows {
+            attachment.flags.required().try_for_each(|capability| comm.require(capability))?;
+        }
+        self.add(comm).observe(&self.allocator, pools, attachment)
     }
 
     fn check(&self, comm: &Communicator, pools: &[PoolId], registration: Registration) -> Result<(), AttachError> {
@@ -197,15 +219,22 @@ impl Registrar {
     /// Returns the error of the first communicator, in the global order, that failed. The others are still brought up to date, because
     /// their ranks wait for this one. See [`SyncError`] for the state of the communicator that failed.
     pub fn sync(&self, comms: &[&Communicator]) -> Result<Synced, SyncError> {
-        self.counters.syncs.add(1);
-        let (attachments, gone) = self.attached(comms)?;
-        let is_current = |attachment: &Arc<Attachment>| attachment.is_current(&self.allocator);
-        if self.settings.mode == Mode::Off && attachments.iter().all(is_current) {
-            self.counters.quiet_syncs.add(1);
-            return gone.map_or_else(|| Ok(Synced::default()), Err);
+        let (comms, gone) = self.begin_sync(comms)?;
+        gone.map_or(self.run_sync(comms), Err)
+    }
+
+    /// Like [`sync`](Self::sync), for the end of a scope that may be part of a graph capture, in which ranks can neither register segments
+    /// nor communicate. During a capture, it succeeds without comparing histories if there is nothing to register.
+    ///
+    /// # Errors
+    /// Same as [`sync`](Self::sync).
+    pub fn sync_at_scope_end(&self, comms: &[&Communicator]) -> Result<Synced, SyncError> {
+        let (mut comms, gone) = self.begin_sync(comms)?;
+        // A driver error is reported by the sync.
+        if comms.iter().all(|comm| comm.is_current) && self.allocator.is_capturing().unwrap_or(false) {
+            comms.iter_mut().for_each(|comm| comm.compared = None);
         }
-        let outcome = self.sync_all(attachments, self.settings.mode != Mode::Off);
-        gone.map_or(outcome, Err)
+        gone.map_or(self.run_sync(comms), Err)
     }
 
     /// Like [`sync`](Self::sync), but compares histories in every mode. Use it to compare them on demand with [`Mode::Off`].
@@ -215,8 +244,31 @@ impl Registrar {
     pub fn agree(&self, comms: &[&Communicator]) -> Result<Synced, SyncError> {
         self.counters.syncs.add(1);
         let (attachments, gone) = self.attached(comms)?;
-        let outcome = self.sync_all(attachments, true);
+        let compare_all = |attachment: Arc<AttachedComm>| {
+            let compared = Some(attachment.view().window_pools.clone());
+            SyncedComm { attachment, compared, is_current: false }
+        };
+        let outcome = self.sync_all(attachments.into_iter().map(compare_all).collect());
         gone.map_or(outcome, Err)
+    }
+
+    /// Counts a sync of these communicators, and determines which histories it compares.
+    fn begin_sync(&self, comms: &[&Communicator]) -> Result<(SyncedComms, Option<SyncError>), SyncError> {
+        self.counters.syncs.add(1);
+        let (attachments, gone) = self.attached(comms)?;
+        let count = |attachment: Arc<AttachedComm>| {
+            let (compared, is_current) = attachment.begin_sync(&self.allocator);
+            SyncedComm { attachment, compared, is_current }
+        };
+        Ok((attachments.into_iter().map(count).collect(), gone))
+    }
+
+    fn run_sync(&self, comms: SyncedComms) -> Result<Synced, SyncError> {
+        if comms.iter().all(SyncedComm::is_quiet) {
+            self.counters.quiet_syncs.add(1);
+            return Ok(Synced::default());
+        }
+        self.sync_all(comms)
     }
 
     /// Returns the attachments of communicators. A communicator that has ended may have been swept on this rank only, and the other
@@ -226,7 +278,9 @@ impl Registrar {
         let all = self.read();
         for comm in comms {
             match all.iter().find(|other| other.comm.serial() == comm.serial()) {
-                Some(attachment) => attachments.push(Arc::clone(attachment)),
+                // A communicator that is passed twice is synced once.
+                Some(found) if attachments.iter().any(|known| Arc::ptr_eq(known, found)) => {}
+                Some(found) => attachments.push(Arc::clone(found)),
                 None if comm.state() == CommState::Ready => return Err(not_attached(comm)),
                 None => gone = gone.or_else(|| Some(not_attached(comm))),
             }
@@ -245,11 +299,10 @@ impl Registrar {
     }
 
     #[cold]
-    fn sync_all(&self, mut attachments: Attachments, compares: bool) -> Result<Synced, SyncError> {
-        attachments.sort_by(|one, other| one.comm.order().cmp(other.comm.order()));
-        attachments.dedup_by(|one, other| Arc::ptr_eq(one, other));
-        let Some(first) = attachments.first() else { return Ok(Synced::default()) };
-        let communicators = attachments.len();
+    fn sync_all(&self, mut comms: SyncedComms) -> Result<Synced, SyncError> {
+        comms.sort_by(|one, other| one.attachment.comm.order().cmp(other.attachment.comm.order()));
+        let Some(SyncedComm { attachment: first, .. }) = comms.first() else { return Ok(Synced::default()) };
+        let communicators = comms.len();
         let _entered = tracing::debug_span!(target: "symmalloc", "registrar.sync", communicators).entered();
         #[cfg(feature = "metrics")]
         let _timed = sync_time::TimedSync::begin(self.allocator.device().ordinal());
@@ -258,15 +311,14 @@ impl Registrar {
             return Err(SyncError::Capturing);
         }
         // All communicators must compare histories up to the same point.
-        let history = |attachment: &Arc<Attachment>| {
-            let pools = attachment.view().window_pools.clone();
-            compares.then(|| RankHistory::of_pools(self.allocator.core(), Point::Sync, &pools))
+        let history = |comm: &SyncedComm| {
+            comm.compared.as_ref().map(|pools| RankHistory::of_pools(self.allocator.core(), Point::Sync, pools))
         };
-        let histories: SmallVec<[Option<RankHistory<'_>>; 4]> = attachments.iter().map(history).collect();
+        let histories: SmallVec<[Option<RankHistory<'_>>; 4]> = comms.iter().map(history).collect();
         let job = SyncJob { allocator: &self.allocator, settings: &self.settings, counters: &self.counters };
         let mut total = Ok(Synced::default());
-        for (attachment, history) in attachments.iter().zip(&histories) {
-            match (attachment.sync(&job, history.as_ref()), &mut total) {
+        for (comm, history) in comms.iter().zip(&histories) {
+            match (comm.attachment.sync(&job, history.as_ref()), &mut total) {
                 (Ok(synced), Ok(total)) => total.add(synced),
                 (Err(error), Ok(_)) => total = Err(error),
                 (_, Err(_)) => {}
@@ -274,15 +326,16 @@ impl Registrar {
         }
         self.sweep();
         if total.is_ok() {
-            self.settle(&attachments, &histories);
+            self.settle(&comms, &histories);
         }
         total
     }
 
     /// Discards the history that all ranks agree on. Keeps that of pools that are also attached to other communicators, whose ranks may not
     /// have reached this point.
-    fn settle(&self, synced: &[Arc<Attachment>], histories: &[Option<RankHistory<'_>>]) {
-        let is_synced = |attachment: &Arc<Attachment>| synced.iter().any(|other| Arc::ptr_eq(attachment, other));
+    fn settle(&self, synced: &[SyncedComm], histories: &[Option<RankHistory<'_>>]) {
+        let is_synced =
+            |attachment: &Arc<AttachedComm>| synced.iter().any(|other| Arc::ptr_eq(attachment, &other.attachment));
         let elsewhere: Vec<u32> = {
             let all = self.read();
             let others = all.iter().filter(|attachment| !is_synced(attachment));
@@ -335,9 +388,9 @@ impl Registrar {
         for attachment in self.read().iter().filter(|attachment| attachment.comm.state() == CommState::Ready) {
             let view = attachment.view();
             stats.communicators += 1;
-            stats.windows += view.window_count;
-            stats.window_bytes += view.window_bytes;
-            stats.buffers += view.buffer_count;
+            stats.windows += view.registered.windows();
+            stats.window_bytes += view.registered.window_bytes();
+            stats.buffers += view.registered.buffers();
         }
         stats
     }
@@ -354,34 +407,34 @@ impl Registrar {
         live.map(|attachment| (attachment.comm.name().to_owned(), attachment.view().stats())).collect()
     }
 
-    pub(crate) fn attachment(&self, comm: &Communicator) -> Result<Arc<Attachment>, SyncError> {
+    pub(crate) fn attachment(&self, comm: &Communicator) -> Result<Arc<AttachedComm>, SyncError> {
         self.find(comm).ok_or_else(|| not_attached(comm))
     }
 
     /// Returns the attachments of a pool.
-    pub(crate) fn attachments_of(&self, pool: PoolId) -> Vec<Arc<Attachment>> {
+    pub(crate) fn attachments_of(&self, pool: PoolId) -> Vec<Arc<AttachedComm>> {
         self.read().iter().filter(|attachment| attachment.view().pools.contains(&pool)).map(Arc::clone).collect()
     }
 
-    pub(crate) fn find(&self, comm: &Communicator) -> Option<Arc<Attachment>> {
+    pub(crate) fn find(&self, comm: &Communicator) -> Option<Arc<AttachedComm>> {
         self.read().iter().find(|attachment| attachment.comm.serial() == comm.serial()).map(Arc::clone)
     }
 
-    fn add(&self, comm: &Communicator) -> Arc<Attachment> {
+    fn add(&self, comm: &Communicator) -> Arc<AttachedComm> {
         let mut all = self.write();
         if let Some(attachment) = all.iter().find(|attachment| attachment.comm.serial() == comm.serial()) {
             return Arc::clone(attachment);
         }
-        let attachment = Arc::new(Attachment::new(comm));
+        let attachment = Arc::new(AttachedComm::new(comm));
         all.push(Arc::clone(&attachment));
         attachment
     }
 
-    fn read(&self) -> RwLockReadGuard<'_, Vec<Arc<Attachment>>> {
+    fn read(&self) -> RwLockReadGuard<'_, Vec<Arc<AttachedComm>>> {
         self.attachments.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn write(&self) -> RwLockWriteGuard<'_, Vec<Arc<Attachment>>> {
+    fn write(&self) -> RwLockWriteGuard<'_, Vec<Arc<AttachedComm>>> {
         self.attachments.write().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -450,28 +503,19 @@ impl Registrar {
 #[must_use]
 pub struct RegistrarBuilder {
     allocator: CudaAllocator,
-    mode: Mode,
     check_offsets: bool,
     symmetric_space_bytes: Option<u64>,
 }
 
 impl Registrar {
-    /// Returns a builder with the default configuration: agreement at every sync, no offset checks.
+    /// Returns a builder with the default configuration: no offset checks.
     pub fn builder(allocator: &CudaAllocator) -> RegistrarBuilder {
         let allocator = allocator.clone();
-        RegistrarBuilder { allocator, mode: Mode::default(), check_offsets: false, symmetric_space_bytes: None }
+        RegistrarBuilder { allocator, check_offsets: false, symmetric_space_bytes: None }
     }
 }
 
 impl RegistrarBuilder {
-    /// Sets when ranks compare the histories of the pools that are attached to a communicator for windows. The default, [`Mode::AtSync`],
-    /// compares them at every sync and costs one small collective. With [`Mode::Off`], a sync without changes returns immediately, and a
-    /// disagreement on *whether* there is a change is detected only by the deadline. The other modes sync like `AtSync`.
-    pub fn agreement(mut self, mode: Mode) -> Self {
-        self.mode = mode;
-        self
-    }
-
     /// Sets whether [`Registrar::checked`] compares offsets across all ranks before each collective. This is a debugging aid and off by
     /// default.
     pub fn check_offsets(mut self, check_offsets: bool) -> Self {
@@ -499,7 +543,7 @@ impl RegistrarBuilder {
             }
         };
         Ok(Registrar {
-            settings: Settings { mode: self.mode, check_offsets: self.check_offsets, space_bytes },
+            settings: Settings { check_offsets: self.check_offsets, space_bytes },
             allocator: self.allocator,
             attachments: RwLock::default(),
             counters: Counters::default(),

@@ -9,14 +9,14 @@
 pub(crate) mod communicators;
 pub(crate) mod error;
 mod message;
-mod run;
+mod phase_change;
 mod suspension;
 mod wake;
 
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
 use crate::sleep::error::{CollectiveSleepError, Obstacle, SleepStep, Slept};
-use crate::sleep::run::{Member, Run};
+use crate::sleep::phase_change::{LockedComm, PhaseChange};
 use std::collections::BTreeSet;
 use std::time::Instant;
 use symmalloc_agreement::RankSet;
@@ -46,7 +46,7 @@ impl Registrar {
     /// See [`CollectiveSleepError`]. `docs/sleep-protocol.md` describes the resulting state of the pool and the communicators.
     pub fn sleep(&self, over: &Communicator, pool: PoolId, contents: Contents) -> Result<Slept, CollectiveSleepError> {
         let attachments = self.begin_collective_op(over, pool, Some(contents))?;
-        let outcome = Run::new(self, pool, Some(contents), &attachments).sleep(contents);
+        let outcome = PhaseChange::new(self, pool, Some(contents), &attachments).sleep(contents);
         self.sweep();
         outcome
     }
@@ -66,7 +66,7 @@ impl Registrar {
         contents: Contents,
     ) -> Result<Slept, CollectiveSleepError> {
         let attachments = self.begin_collective_op(over, pool, Some(contents))?;
-        let outcome = Run::new(self, pool, Some(contents), &attachments).suspending().sleep(contents);
+        let outcome = PhaseChange::new(self, pool, Some(contents), &attachments).suspending().sleep(contents);
         self.sweep();
         outcome
     }
@@ -80,7 +80,7 @@ impl Registrar {
     }
 }
 
-impl<'a> Run<'a> {
+impl<'a> PhaseChange<'a> {
     fn sleep(mut self, contents: Contents) -> Result<Slept, CollectiveSleepError> {
         let communicator = self.over().name().to_owned();
         self.resume_exchange()?;
@@ -198,13 +198,13 @@ impl<'a> Run<'a> {
     /// communicator.
     fn deregister(&mut self) -> u64 {
         let mut deregistrations = 0;
-        for at in 0..self.members.len() {
+        for at in 0..self.comms.len() {
             if !self.is_ready(at) {
-                let Member { attachment, state, .. } = &mut self.members[at];
+                let LockedComm { attachment, state, .. } = &mut self.comms[at];
                 attachment.drop_everything(state, self.registrar.allocator());
                 continue;
             }
-            let Member { attachment, state, .. } = &mut self.members[at];
+            let LockedComm { attachment, state, .. } = &mut self.comms[at];
             match attachment.save_and_deregister(state, self.registrar.allocator(), self.pool) {
                 Ok(count) => deregistrations += count,
                 Err(error) => {

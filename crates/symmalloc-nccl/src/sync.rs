@@ -1,11 +1,13 @@
-//! The parts of a sync: the changes to the segments, the actions that follow from them, and their comparison across ranks.
-//! `registrar/attachment/sync.rs` puts them together.
+//! The parts of a sync: the events of the observed pools, the actions that follow from them, and their comparison across ranks.
+//! `registrar/attached_comm/sync.rs` puts them together.
 
 pub(crate) mod actions;
 pub(crate) mod agreement;
-pub(crate) mod changes;
 pub(crate) mod error;
 pub(crate) mod message;
+pub(crate) mod observed;
+pub(crate) mod offset_difference;
+pub(crate) mod settings;
 
 use std::collections::BTreeMap;
 use symmalloc_agreement::RankSet;

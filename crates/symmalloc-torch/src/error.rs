@@ -224,15 +224,6 @@ pub(crate) enum Error {
     /// A stream capture is active.
     #[error("a stream is being captured: end the capture before the pool sleeps")]
     Capturing,
-    /// The pool has two registrars, each of which knows only its own windows.
-    #[error(
-        "pool {pool} is registered with agreement at every sync on one communicator, but not on another: to sleep, register it with one \
-        mode on all"
-    )]
-    TwoModes {
-        /// The pool.
-        pool: u32,
-    },
     /// Two communicators of the pool have the same name, so ranks cannot distinguish them.
     #[error(
         "pool {pool} is on two communicators named {name:?}: to sleep, register it with different names, equal on all of their ranks"
@@ -292,7 +283,7 @@ impl Error {
             Error::Allocate(error) | Error::Cuda(CudaError::Allocate(error)) => of_allocation(error),
             Error::Cuda(CudaError::Sleep(error)) => of_sleep(error),
             Error::Cuda(CudaError::NoSleep) | Error::Capturing => SYMMALLOC_INVALID_STATE,
-            Error::TwoModes { .. } | Error::SameName { .. } => SYMMALLOC_INVALID_STATE,
+            Error::SameName { .. } => SYMMALLOC_INVALID_STATE,
             Error::Cuda(CudaError::Resize(error)) => of_resize(error),
             Error::Sleep(error) => of_sleep_over_ranks(error),
             Error::UnknownTag { .. } => SYMMALLOC_UNKNOWN_POOL,

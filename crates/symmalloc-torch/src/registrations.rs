@@ -1,38 +1,34 @@
 //! Registrations of pools on communicators that another library owns, such as PyTorch's `ProcessGroupNCCL` or an engine.
 //!
 //! ```text
-//!  Registrations ── a registrar of symmalloc-nccl for each mode
+//!  Registrations ── a registrar of symmalloc-nccl
 //!       └── open: pool 3 on "tp" │ pool 3 on "dp" │ pool 4 on "tp"      in the order of registration, equal on all ranks
 //! ```
 //!
-//! A pool can be registered on many communicators. The end of a scope syncs all of its registrations in that order.
+//! A pool can be registered on many communicators. The end of a scope syncs all of its registrations in that order. The registrar's own
+//! order follows the names of borrowed communicators, which a program may choose differently on each rank.
 
 use crate::error::Error;
 use crate::streams::RawStream;
 use smallvec::SmallVec;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::c_void;
-use std::num::NonZeroU32;
 use std::ops::AddAssign;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
-use symmalloc_agreement::Mode;
 use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
 use symmalloc_cuda::CudaAllocator;
 use symmalloc_nccl::{
-    AllToAll, Announcement, Communicator, CommunicatorBuilder, Registrar, Registration, Slept, SyncError, Synced,
+    AllToAll, Announcement, Attachment, Communicator, CommunicatorBuilder, Registrar, Slept, SyncError, Synced,
     WindowSpan, Woken,
 };
 
 /// The registrations of one allocator.
 pub(crate) struct Registrations {
     allocator: CudaAllocator,
-    /// The registrar of communicators whose ranks compare histories at every sync. Created on first use.
-    at_sync: OnceLock<Arc<Registrar>>,
-    /// The registrar of the other communicators. Created on first use.
-    off: OnceLock<Arc<Registrar>>,
+    /// Created on first use.
+    registrar: OnceLock<Arc<Registrar>>,
     open: Arc<OpenRegistrations>,
 }
 
@@ -40,24 +36,12 @@ pub(crate) struct Registrations {
 #[derive(Default)]
 struct OpenRegistrations(RwLock<Vec<Arc<OpenRegistration>>>);
 
-/// The syncs at which the ranks of a communicator compare their histories.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum AgreementMode {
-    /// Every sync.
-    AtSync,
-    /// On request only.
-    ByHand,
-    /// On request, and at every n-th sync.
-    EverySyncs(NonZeroU32),
-}
-
 /// Options of a registration.
 pub(crate) struct RegistrationOptions<'a> {
     pub(crate) deadline: Duration,
     pub(crate) rendezvous: Option<&'a str>,
     pub(crate) name: Option<&'a str>,
-    pub(crate) registration: Registration,
-    pub(crate) agreement: AgreementMode,
+    pub(crate) attachment: Attachment,
     /// The expected rank and number of ranks, if the program states them.
     pub(crate) rank_and_world: Option<(u32, u32)>,
 }
@@ -102,30 +86,48 @@ impl AddAssign for SyncCounts {
 
 impl Registrations {
     pub(crate) fn new(allocator: &CudaAllocator) -> Self {
-        let (at_sync, off) = (OnceLock::new(), OnceLock::new());
-        Registrations { allocator: allocator.clone(), at_sync, off, open: Arc::default() }
+        Registrations { allocator: allocator.clone(), registrar: OnceLock::new(), open: Arc::default() }
     }
 
-    fn registrar(&self, agreement: AgreementMode) -> Result<&Arc<Registrar>, Error> {
-        let (cell, mode) = match agreement {
-            AgreementMode::AtSync => (&self.at_sync, Mode::AtSync),
-            AgreementMode::ByHand | AgreementMode::EverySyncs(_) => (&self.off, Mode::Off),
-        };
-        if let Some(registrar) = cell.get() {
+    fn registrar(&self) -> Result<&Arc<Registrar>, Error> {
+        if let Some(registrar) = self.registrar.get() {
             return Ok(registrar);
         }
-        let registrar = Arc::new(Registrar::builder(&self.allocator).agreement(mode).build()?);
-        Ok(cell.get_or_init(|| registrar))
+        let registrar = Arc::new(Registrar::builder(&self.allocator).build()?);
+        Ok(self.registrar.get_or_init(|| registrar))
     }
 
     /// Syncs all registrations of a pool, even after a failure, because the other ranks of each wait for this one. Returns the first error.
     pub(crate) fn sync(&self, pool: PoolId) -> Result<SyncCounts, Error> {
-        self.for_each(pool, OpenRegistration::sync)
+        self.for_each(pool, Registrar::sync)
     }
 
     /// Syncs like [`sync`](Self::sync), and also compares the ranks' histories.
     pub(crate) fn agree(&self, pool: PoolId) -> Result<SyncCounts, Error> {
-        self.for_each(pool, OpenRegistration::agree)
+        self.for_each(pool, Registrar::agree)
+    }
+
+    /// Syncs like [`sync`](Self::sync), but succeeds during a capture without new segments, because it does not communicate then.
+    pub(crate) fn sync_at_scope_end(&self, pool: PoolId) -> Result<SyncCounts, Error> {
+        self.for_each(pool, Registrar::sync_at_scope_end)
+    }
+
+    fn for_each(
+        &self,
+        pool: PoolId,
+        act: impl Fn(&Registrar, &[&Communicator]) -> Result<Synced, SyncError>,
+    ) -> Result<SyncCounts, Error> {
+        // The lock is not held during waits for other ranks.
+        let of_pool: SmallVec<[Arc<OpenRegistration>; 4]> = self.open.of(pool);
+        let mut outcome = Ok(SyncCounts::default());
+        for OpenRegistration { registrar, communicator, .. } in of_pool.iter().map(|open| &**open) {
+            match (act(registrar, &[communicator]), &mut outcome) {
+                (Ok(synced), Ok(total)) => *total += synced.into(),
+                (Err(error), Ok(_)) => outcome = Err(error),
+                (_, Err(_)) => {}
+            }
+        }
+        Ok(outcome?)
     }
 
     /// Puts a pool to sleep on all ranks of its communicators. Returns `None` without communicators.
@@ -195,11 +197,6 @@ impl Registrations {
     fn over(&self, pool: PoolId) -> Result<Option<Arc<OpenRegistration>>, Error> {
         let of_pool: SmallVec<[Arc<OpenRegistration>; 4]> = self.open.of(pool);
         let over = of_pool.iter().max_by_key(|registration| registration.communicator.ranks());
-        let is_other =
-            |over: &Arc<OpenRegistration>| of_pool.iter().any(|other| !Arc::ptr_eq(&other.registrar, &over.registrar));
-        if over.is_some_and(is_other) {
-            return Err(Error::TwoModes { pool: pool.0 });
-        }
         let mut names: SmallVec<[&str; 4]> =
             of_pool.iter().map(|registration| registration.communicator.name()).collect();
         names.sort_unstable();
@@ -208,29 +205,6 @@ impl Registrations {
             Some(pair) => Err(Error::SameName { pool: pool.0, name: pair[0].to_owned() }),
             None => Ok(over.map(Arc::clone)),
         }
-    }
-
-    /// Syncs like [`sync`](Self::sync), but succeeds during a capture without new segments, because it does not communicate then.
-    pub(crate) fn sync_at_scope_end(&self, pool: PoolId) -> Result<SyncCounts, Error> {
-        self.for_each(pool, OpenRegistration::sync_at_scope_end)
-    }
-
-    fn for_each(
-        &self,
-        pool: PoolId,
-        act: impl Fn(&OpenRegistration) -> Result<SyncCounts, SyncError>,
-    ) -> Result<SyncCounts, Error> {
-        // The lock is not held during waits for other ranks.
-        let of_pool: SmallVec<[Arc<OpenRegistration>; 4]> = self.open.of(pool);
-        let mut outcome = Ok(SyncCounts::default());
-        for registration in &of_pool {
-            match (act(registration), &mut outcome) {
-                (Ok(counts), Ok(total)) => *total += counts,
-                (Err(error), Ok(_)) => outcome = Err(error),
-                (_, Err(_)) => {}
-            }
-        }
-        Ok(outcome?)
     }
 }
 
@@ -261,48 +235,15 @@ struct OpenRegistration {
     /// Address of the `ncclComm_t`, which other registrations may borrow, too.
     address: usize,
     pool: PoolId,
-    agreement: AgreementMode,
-    /// Syncs so far, if every n-th one compares. Equal on all ranks.
-    syncs: AtomicU32,
 }
 
 impl OpenRegistration {
     fn sync(&self) -> Result<SyncCounts, SyncError> {
-        if self.compares_now() { self.agree() } else { self.sync_quietly() }
-    }
-
-    fn sync_at_scope_end(&self) -> Result<SyncCounts, SyncError> {
-        let comm = &self.communicator;
-        if !self.compares_now() {
-            return self.sync_quietly();
-        }
-        let is_capturing = self.registrar.allocator().is_capturing();
-        let is_capturing =
-            is_capturing.map_err(|error| SyncError::Cuda { communicator: comm.name().to_owned(), error })?;
-        if is_capturing && self.registrar.is_current(comm)? {
-            return Ok(SyncCounts::default());
-        }
-        self.agree()
-    }
-
-    fn sync_quietly(&self) -> Result<SyncCounts, SyncError> {
         self.registrar.sync(&[&self.communicator]).map(SyncCounts::from)
     }
 
     fn agree(&self) -> Result<SyncCounts, SyncError> {
         self.registrar.agree(&[&self.communicator]).map(SyncCounts::from)
-    }
-
-    /// Counts a sync. Returns `true` if the ranks compare their histories in it.
-    fn compares_now(&self) -> bool {
-        match self.agreement {
-            AgreementMode::AtSync => true,
-            AgreementMode::ByHand => false,
-            AgreementMode::EverySyncs(every) => {
-                let before = self.syncs.fetch_add(1, Ordering::Relaxed);
-                before.wrapping_add(1).is_multiple_of(every.get())
-            }
-        }
     }
 }
 
@@ -349,10 +290,9 @@ impl PoolRegistration {
                 "the value that NCCL reports; the communicator may belong to another group",
             )?;
         }
-        let registrar = Arc::clone(registrations.registrar(options.agreement)?);
-        registrar.attach(&communicator, &[pool], options.registration)?;
-        let (agreement, syncs) = (options.agreement, AtomicU32::new(0));
-        let of = Arc::new(OpenRegistration { registrar, communicator, address, pool, agreement, syncs });
+        let registrar = Arc::clone(registrations.registrar()?);
+        registrar.attach(&communicator, &[pool], options.attachment)?;
+        let of = Arc::new(OpenRegistration { registrar, communicator, address, pool });
         registrations.open.add(&of);
         Ok(PoolRegistration { of, all: Arc::clone(&registrations.open) })
     }

@@ -101,15 +101,15 @@ impl SegmentList {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::windows::keys::Generation;
+    use crate::windows::segment::HeapSegment;
     use symmalloc_core::ids::HeapId;
     use symmalloc_core::ids::StreamGroup;
     use symmalloc_core::{PoolId, SegmentId};
 
     fn key(segment: u32, base: u64) -> SegmentKey {
-        let generation =
-            Generation { heap: HeapId { pool: PoolId::DEFAULT, group: StreamGroup::All }, segment: SegmentId(segment) };
-        SegmentKey { base, size_bytes: 0x1000, generation }
+        let segment =
+            HeapSegment { heap: HeapId { pool: PoolId::DEFAULT, group: StreamGroup::All }, id: SegmentId(segment) };
+        SegmentKey { base, size_bytes: 0x1000, segment }
     }
 
     fn region(address: u64, size_bytes: u64) -> Region {
@@ -134,7 +134,7 @@ mod tests {
         (0..4_u32).for_each(|at| segments.insert(key(at, 0x1000 * u64::from(at))));
         segments.forget(Invalidated::Keys(vec![]));
         assert_eq!(segments.keys.len(), 4);
-        // A segment of another generation at the address of a cached one.
+        // Another segment at the address of a cached one.
         segments.forget(Invalidated::Keys(vec![key(2, 0x2000), key(9, 0x1000)]));
         assert_eq!(segments.keys, [key(0, 0), key(1, 0x1000), key(3, 0x3000)]);
         segments.forget(Invalidated::Everything);

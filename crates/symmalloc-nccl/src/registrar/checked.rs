@@ -18,8 +18,8 @@ use crate::communicator::submission::{Buffers, Elements};
 use crate::ffi::operation::NcclCall;
 use crate::ffi::operation::{NcclType, ReduceOp};
 use crate::registrar::Registrar;
-use crate::registrar::offset_difference::{BufferPlace, CallMessage, CollectiveCall, Comparison, compare};
 use crate::sync::error::SyncError;
+use crate::sync::offset_difference::{BufferPlace, CallMessage, CollectiveCall, Comparison, compare};
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::sync::Arc;
 use symmalloc_agreement::Transport;
@@ -68,7 +68,7 @@ impl CheckedCollectives<'_> {
         let attachment = self.registrar.attachment(self.comm)?;
         let bytes = |elements: Elements| (elements.count * buffers.data_type.size_bytes()) as u64;
         let place = |elements: Elements| {
-            BufferPlace::of(attachment.view().windows.find(elements.address, bytes(elements)), elements.address)
+            BufferPlace::of(attachment.view().registered.find(elements.address, bytes(elements)), elements.address)
         };
         let call = CollectiveCall {
             collective,

@@ -2,8 +2,8 @@
 
 use crate::communicator::CommState;
 use crate::communicator::error::CommError;
-use crate::sync::actions::SegmentName;
 use crate::sync::error::SyncError;
+use crate::windows::segment::SymmetricSegment;
 use std::fmt;
 use std::ops::AddAssign;
 use std::sync::Arc;
@@ -39,7 +39,7 @@ pub struct Woken {
     /// Windows whose handle changed on any rank of their communicator, with the communicator's name: recapture the graphs that use them.
     /// Ordered, and the same on every rank of that communicator. [`invalidations`](crate::Registrar::invalidations) also reports their
     /// keys.
-    pub changed: Vec<(String, SegmentName)>,
+    pub changed: Vec<(String, SymmetricSegment)>,
     /// Names of this rank's communicators that were resumed. NCCL restores their memory at the same addresses. A capture with collectives on
     /// one of them needs no other capture unless its window is in [`changed`](Self::changed).
     pub resumed: Vec<String>,

@@ -1,8 +1,8 @@
 //! The messages that ranks exchange in a sleep or wake. All integers are little-endian.
 //!
 //! ```text
-//!   Agree    agreement's answer, 64 bytes │ Head, 96 bytes     as long as a sync's, so that a rank in a sync is detected
-//!            pages of CommunicatorRow                          if a rank has a communicator besides that of the exchange
+//!   Agree    agreement's answer, 64 bytes │ AgreeMessage, 96 bytes     as long as a sync's, so that a rank in a sync is detected
+//!            pages of CommunicatorRow                                  if a rank has a communicator besides that of the exchange
 //!   Decide   VerdictMessage, 32 bytes
 //!   Check    of a sleep: failure flag, 8 bytes;  of a wake: pages of FindingRow
 //!   page     total number of rows, 8 bytes │ 8 rows of 32 bytes     repeated until all rows of all ranks are sent
@@ -11,9 +11,9 @@
 //! A message from another rank is untrusted. Every bit pattern is a valid struct; unknown numbers are decoded as stated at each one.
 
 use crate::sleep::error::{Obstacle, SleepDifference, SleepField};
-use crate::sync::actions::SegmentName;
 use crate::sync::groups;
-use crate::sync::message::{SegmentNameMessage, SyncMessage, VERSION};
+use crate::sync::message::{SegmentMessage, SyncMessage, VERSION};
+use crate::windows::segment::SymmetricSegment;
 use std::time::Duration;
 use symmalloc_agreement::{Gathered, ProtocolError};
 use symmalloc_core::backend::Reason;
@@ -33,7 +33,7 @@ const ROWS_MAX: u64 = 1 << 20;
 /// The first message of a rank. As long as a [`SyncMessage`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-pub(super) struct Head {
+pub(super) struct AgreeMessage {
     protocol: U64,
     call: U64,
     number: U64,
@@ -44,7 +44,7 @@ pub(super) struct Head {
     reserved: [U64; 5],
 }
 
-const _: () = assert!(size_of::<Head>() == SyncMessage::BYTES);
+const _: () = assert!(size_of::<AgreeMessage>() == SyncMessage::BYTES);
 
 /// The call of a rank: a wake, or a sleep with a treatment of the contents.
 pub(super) const WAKE: u64 = 4;
@@ -95,7 +95,7 @@ fn number_of(phase: Phase) -> u64 {
 
 /// This rank's side of a sleep or wake.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct HeadFields {
+pub(super) struct AgreeFields {
     /// See [`SleepField::Call`].
     pub(super) call: u64,
     /// Number of this sleep or wake on the communicator of the exchange.
@@ -110,9 +110,9 @@ pub(super) struct HeadFields {
     pub(super) communicators: usize,
 }
 
-impl Head {
-    pub(super) fn new(fields: &HeadFields) -> Self {
-        Head {
+impl AgreeMessage {
+    pub(super) fn new(fields: &AgreeFields) -> Self {
+        AgreeMessage {
             protocol: PROTOCOL.into(),
             call: fields.call.into(),
             number: fields.number.into(),
@@ -134,20 +134,20 @@ impl Head {
     }
 
     /// Returns the first difference in the fields that must be equal in every call. The phase may differ.
-    pub(super) fn compare(heads: &[Head]) -> Option<SleepDifference> {
-        type Of = fn(&Head) -> U64;
+    pub(super) fn compare(messages: &[AgreeMessage]) -> Option<SleepDifference> {
+        type Of = fn(&AgreeMessage) -> U64;
         let fields: [(SleepField, Of); 5] = [
-            (SleepField::Protocol, |head| head.protocol),
-            (SleepField::Call, |head| head.call),
-            (SleepField::Pool, |head| head.pool),
-            (SleepField::Number, |head| head.number),
-            (SleepField::Windows, |head| head.windows),
+            (SleepField::Protocol, |message| message.protocol),
+            (SleepField::Call, |message| message.call),
+            (SleepField::Pool, |message| message.pool),
+            (SleepField::Number, |message| message.number),
+            (SleepField::Windows, |message| message.windows),
         ];
-        fields.into_iter().find_map(|(field, of)| differ(field, heads.iter().map(|head| of(head).get())))
+        fields.into_iter().find_map(|(field, of)| differ(field, messages.iter().map(|message| of(message).get())))
     }
 
-    pub(super) fn compare_phases(heads: &[Head]) -> Option<SleepDifference> {
-        differ(SleepField::Phase, heads.iter().map(|head| head.phase.get()))
+    pub(super) fn compare_phases(messages: &[AgreeMessage]) -> Option<SleepDifference> {
+        differ(SleepField::Phase, messages.iter().map(|message| message.phase.get()))
     }
 }
 
@@ -322,7 +322,7 @@ pub(super) enum Finding {
     /// A communicator that has ended.
     Lost { communicator: u64 },
     /// A window whose handle changed.
-    Changed { communicator: u64, segment: SegmentName },
+    Changed { communicator: u64, segment: SymmetricSegment },
 }
 
 /// The message of a [`Finding`].
@@ -330,7 +330,7 @@ pub(super) enum Finding {
 #[repr(C)]
 pub(super) struct FindingRow {
     communicator: U64,
-    segment: SegmentNameMessage,
+    segment: SegmentMessage,
     /// 1: lost, 2: changed.
     kind: U32,
     reserved: U64,
@@ -376,9 +376,15 @@ mod tests {
         assert_eq!(size_of::<VerdictMessage>(), 32);
         assert_eq!((size_of::<CommunicatorRow>(), size_of::<FindingRow>()), (32, 32));
         assert_eq!(size_of::<Page<FindingRow>>(), 8 + 8 * 32);
-        let fields =
-            HeadFields { call: WAKE, number: 3, pool: Some(1), phase: Some(Phase::Held), windows: 5, communicators: 6 };
-        let words: [[u8; 8]; 12] = transmute!(Head::new(&fields));
+        let fields = AgreeFields {
+            call: WAKE,
+            number: 3,
+            pool: Some(1),
+            phase: Some(Phase::Held),
+            windows: 5,
+            communicators: 6,
+        };
+        let words: [[u8; 8]; 12] = transmute!(AgreeMessage::new(&fields));
         assert_eq!(words.map(u64::from_le_bytes), [PROTOCOL, 4, 3, 1, 2, 5, 6, 0, 0, 0, 0, 0]);
     }
 
@@ -453,11 +459,11 @@ mod tests {
 
     #[test]
     fn decoding_a_finding_inverts_encoding_it() {
-        let segment = SegmentName { pool: 3, group: StreamGroup::One(StreamId(2)), segment: SegmentId(7) };
+        let segment = SymmetricSegment { pool: 3, group: StreamGroup::One(StreamId(2)), id: SegmentId(7) };
         let findings = [
             Finding::Lost { communicator: 9 },
             Finding::Changed { communicator: 9, segment },
-            Finding::Changed { communicator: 9, segment: SegmentName { group: StreamGroup::All, ..segment } },
+            Finding::Changed { communicator: 9, segment: SymmetricSegment { group: StreamGroup::All, ..segment } },
         ];
         for finding in findings {
             assert_eq!(FindingRow::from(finding).decode(), Some(finding));

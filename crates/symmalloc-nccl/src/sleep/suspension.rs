@@ -7,21 +7,21 @@
 //! NCCL suspends and resumes on all ranks of a communicator together, and none of them can communicate over it meanwhile.
 
 use crate::sleep::error::{CollectiveSleepError, Obstacle, SleepStep};
-use crate::sleep::run::Run;
+use crate::sleep::phase_change::PhaseChange;
 use crate::sync::error::SyncError;
 use std::collections::BTreeSet;
 
-impl Run<'_> {
+impl PhaseChange<'_> {
     /// Checks that the communicators can be suspended.
     pub(super) fn check_suspension(&self) -> Result<(), Obstacle> {
         if !self.suspends {
             return Ok(());
         }
-        for (_, member) in self.members.iter().enumerate().filter(|(at, _)| self.is_ready(*at)) {
-            if member.attachment.comm.memory().is_err() {
+        for (_, locked) in self.comms.iter().enumerate().filter(|(at, _)| self.is_ready(*at)) {
+            if locked.attachment.comm.memory().is_err() {
                 return Err(self.record_obstacle(Obstacle::NoSuspension));
             }
-            if member.attachment.comm.registrations() > member.state.registrations_of(self.pool) {
+            if locked.attachment.comm.registrations() > locked.attachment.registrations_of(self.pool) {
                 return Err(self.record_obstacle(Obstacle::OtherWindows));
             }
         }
@@ -35,18 +35,18 @@ impl Run<'_> {
         if !self.suspends {
             return Ok(released_bytes);
         }
-        for at in (1..self.members.len()).chain([0]) {
-            if broken.contains(&self.members[at].id) {
+        for at in (1..self.comms.len()).chain([0]) {
+            if broken.contains(&self.comms[at].id) {
                 self.end(at);
             }
             if !self.is_ready(at) {
                 continue;
             }
-            let comm = self.members[at].attachment.comm.clone();
+            let comm = self.comms[at].attachment.comm.clone();
             match comm.suspend() {
                 Ok(bytes) => released_bytes += bytes,
                 Err(error) if at == 0 => {
-                    let error = self.members[at].attachment.failed(error);
+                    let error = self.comms[at].attachment.failed(error);
                     return Err(self.broken(SleepStep::Suspend, error));
                 }
                 Err(error) => {
@@ -75,7 +75,7 @@ impl Run<'_> {
             }
             Err(error) => {
                 self.record_op();
-                let error = self.members[0].attachment.failed(error);
+                let error = self.comms[0].attachment.failed(error);
                 Err(self.broken(SleepStep::Resume, error))
             }
         }
@@ -83,8 +83,8 @@ impl Run<'_> {
 
     /// Checks that the memory of the other suspended communicators fits on the device.
     pub(super) fn check_room(&self, broken: &BTreeSet<u64>) -> Result<(), Obstacle> {
-        let others = self.members[1..].iter().filter(|member| !broken.contains(&member.id));
-        let needed_bytes = others.filter_map(|member| member.attachment.comm.suspended_bytes()).sum();
+        let others = self.comms[1..].iter().filter(|locked| !broken.contains(&locked.id));
+        let needed_bytes = others.filter_map(|locked| locked.attachment.comm.suspended_bytes()).sum();
         if self.free_bytes(needed_bytes) < needed_bytes {
             return Err(Obstacle::Memory { needed_bytes, code: 2 });
         }
@@ -93,7 +93,7 @@ impl Run<'_> {
 
     /// Executes `Resume` of another communicator.
     pub(super) fn resume(&mut self, at: usize) -> Result<(), SyncError> {
-        let attachment = self.members[at].attachment;
+        let attachment = self.comms[at].attachment;
         let comm = &attachment.comm;
         if comm.is_suspended() {
             comm.resume().map_err(|error| attachment.failed(error))?;

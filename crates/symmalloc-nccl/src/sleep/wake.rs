@@ -8,11 +8,11 @@
 
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
-use crate::sleep::communicators::EndedComm;
+use crate::registrar::ended::EndedComm;
 use crate::sleep::error::{CollectiveSleepError, Obstacle, RankObstacle, SleepStep, Woken};
-use crate::sleep::message::{Finding, FindingRow, Head};
-use crate::sleep::run::{Member, Run};
-use crate::sync::actions::SegmentName;
+use crate::sleep::message::{AgreeMessage, Finding, FindingRow};
+use crate::sleep::phase_change::{LockedComm, PhaseChange};
+use crate::windows::segment::SymmetricSegment;
 use std::collections::{BTreeMap, BTreeSet};
 use symmalloc_core::PoolId;
 use symmalloc_core::errors::OutOfMemoryCause;
@@ -37,20 +37,20 @@ impl Registrar {
     /// See [`CollectiveSleepError`]. `docs/sleep-protocol.md` describes the resulting state of the pool and the communicators.
     pub fn wake(&self, over: &Communicator, pool: PoolId) -> Result<Woken, CollectiveSleepError> {
         let attachments = self.begin_collective_op(over, pool, None)?;
-        let outcome = Run::new(self, pool, None, &attachments).wake();
+        let outcome = PhaseChange::new(self, pool, None, &attachments).wake();
         self.sweep();
         outcome
     }
 }
 
-impl<'a> Run<'a> {
+impl<'a> PhaseChange<'a> {
     fn wake(mut self) -> Result<Woken, CollectiveSleepError> {
         let communicator = self.over().name().to_owned();
         self.resume_exchange()?;
         let agreed = self.agree()?;
         if !agreed.all_are(Phase::Asleep) {
             self.record_op();
-            return match Head::compare_phases(&agreed.heads) {
+            return match AgreeMessage::compare_phases(&agreed.messages) {
                 Some(difference) => {
                     Err(CollectiveSleepError::Differ { communicator, difference: Box::new(difference) })
                 }
@@ -95,8 +95,8 @@ impl<'a> Run<'a> {
     /// Executes `Remap`: maps memory at the old addresses and restores the saved contents. First checks that the windows fit.
     fn remap(&mut self, broken: &BTreeSet<u64>) -> Result<Remapped<'a>, Obstacle> {
         let (registrar, pool) = (self.registrar, self.pool);
-        for member in self.members.iter().filter(|member| !broken.contains(&member.id)) {
-            let room = member.attachment.room_for(&member.state, pool);
+        for locked in self.comms.iter().filter(|locked| !broken.contains(&locked.id)) {
+            let room = locked.attachment.room_for(&locked.state, pool);
             room.map_err(|needed_bytes| self.record_obstacle(Obstacle::SymmetricSpace { needed_bytes }))?;
         }
         let remapped = registrar.allocator().remap(pool).map_err(|error| match error.cause {
@@ -118,11 +118,11 @@ impl<'a> Run<'a> {
     /// ended. If another one fails, only that one is lost.
     fn register(&mut self, broken: &BTreeSet<u64>) -> Result<(u64, Vec<Finding>), CollectiveSleepError> {
         let (mut registrations, mut findings) = (0, Vec::new());
-        for at in 0..self.members.len() {
+        for at in 0..self.comms.len() {
             let (communicator, is_usable) =
-                (self.members[at].id, self.is_ready(at) && !broken.contains(&self.members[at].id));
+                (self.comms[at].id, self.is_ready(at) && !broken.contains(&self.comms[at].id));
             let resumed = if is_usable { self.resume(at) } else { Ok(()) };
-            let Member { attachment, state, .. } = &mut self.members[at];
+            let LockedComm { attachment, state, .. } = &mut self.comms[at];
             let back = match resumed {
                 Ok(()) if is_usable => attachment.restore(state, self.pool),
                 Ok(()) => Err(attachment.gone()),
@@ -151,7 +151,7 @@ impl<'a> Run<'a> {
     /// Applies the result of `Check`: a window or communicator that changed or was lost on one rank counts as changed or lost on all.
     fn woken(&mut self, rows: &[Vec<FindingRow>], ended: &[EndedComm], mut woken: Woken) -> Woken {
         let mut lost: BTreeSet<u64> = BTreeSet::new();
-        let mut changed: BTreeMap<u64, BTreeSet<SegmentName>> = BTreeMap::new();
+        let mut changed: BTreeMap<u64, BTreeSet<SymmetricSegment>> = BTreeMap::new();
         for finding in rows.iter().flatten().filter_map(FindingRow::decode) {
             match finding {
                 Finding::Lost { communicator } => {
@@ -162,14 +162,13 @@ impl<'a> Run<'a> {
                 }
             }
         }
-        for at in 0..self.members.len() {
-            let (id, communicator) = (self.members[at].id, self.members[at].attachment.comm.name().to_owned());
+        for at in 0..self.comms.len() {
+            let (id, communicator) = (self.comms[at].id, self.comms[at].attachment.comm.name().to_owned());
             if lost.contains(&id) {
                 self.end(at);
                 woken.lost.push(communicator);
             } else if let Some(segments) = changed.get(&id) {
-                let Member { attachment, state, .. } = &self.members[at];
-                attachment.invalidate(state, segments);
+                self.comms[at].attachment.invalidate(segments);
                 woken.changed.extend(segments.iter().map(|segment| (communicator.clone(), *segment)));
             }
         }

@@ -9,42 +9,19 @@
 //!   death  g4                            deregister g4             last, in order of death
 //! ```
 //!
-//! The actions are a function of the log and the existing windows, so equal histories lead to equal actions on every rank. Computing them
-//! changes nothing: a sync that fails leaves the log and the segment table unchanged, and the next sync computes its actions again.
+//! [`SegmentTable`] interprets the events. The actions are a function of its changes and the existing windows, so equal histories lead to
+//! equal actions on every rank. Computing them changes nothing: a sync that fails leaves the log and the table unchanged, and the next sync
+//! computes its actions again.
 
 use crate::sync::fold;
-use crate::windows::keys::{Generation, SegmentKey};
-use std::collections::BTreeMap;
+use crate::sync::observed::PoolEvents;
+use crate::windows::keys::SegmentKey;
+use crate::windows::registrations::Registrations;
+use crate::windows::segment::{HeapSegment, SymmetricSegment};
+use crate::windows::table::{Extent, Piece, SegmentChange, SegmentTable};
+use std::collections::BTreeSet;
 use std::fmt;
-use symmalloc_core::ids::StreamGroup;
-use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
-use symmalloc_core::{PoolId, SegmentId};
-
-/// A segment's name, identical on all ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[non_exhaustive]
-pub struct SegmentName {
-    /// Ordinal of the segment's pool among the symmetric pools.
-    pub pool: u32,
-    /// The streams that share its heap.
-    pub group: StreamGroup,
-    /// Its birth ordinal in the heap.
-    pub segment: SegmentId,
-}
-
-impl SegmentName {
-    /// Returns the name of a segment of the symmetric pool with this ordinal.
-    pub(crate) fn of(pool: u32, segment: Generation) -> Self {
-        SegmentName { pool, group: segment.heap.group, segment: segment.segment }
-    }
-}
-
-impl fmt::Display for SegmentName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "segment {} of symmetric pool {}", self.segment.0, self.pool)?;
-        self.group.stream().map_or(Ok(()), |stream| write!(f, ", stream {}", stream.0))
-    }
-}
+use symmalloc_core::PoolId;
 
 /// The kind of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -65,7 +42,7 @@ pub struct WindowChange {
     /// The kind of change.
     pub kind: ChangeKind,
     /// The affected segment.
-    pub segment: SegmentName,
+    pub segment: SymmetricSegment,
     /// Size of the window in bytes.
     pub size_bytes: u64,
 }
@@ -86,175 +63,125 @@ impl fmt::Display for WindowChange {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SyncAction {
     pub(crate) change: WindowChange,
-    pub(crate) segment: Generation,
+    pub(crate) segment: HeapSegment,
     pub(crate) base: u64,
 }
 
-/// The state of a live segment.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct LiveSegment {
-    pub(crate) base: u64,
-    /// End of its last mapped memory, as an offset in bytes.
-    pub(crate) end_bytes: u64,
-    mapped_bytes: u64,
-    /// Bytes that its window covers; 0 without a window.
-    pub(crate) window_bytes: u64,
+/// The buffers to register and deregister on this rank.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct BufferActions {
+    /// Pieces of live segments, in log order, each with the key of its segment.
+    pub(crate) register: Vec<(SegmentKey, Piece)>,
+    /// Registered segments that ended, in log order.
+    pub(crate) deregister: Vec<SegmentKey>,
 }
 
-impl LiveSegment {
-    /// Returns `true` if memory backs the whole segment. A window cannot cover a hole.
-    pub(crate) fn is_whole(&self) -> bool {
-        self.mapped_bytes == self.end_bytes
-    }
-}
-
-/// The live segments of the pools that an attachment observes.
-pub(crate) type SegmentTable = BTreeMap<Generation, LiveSegment>;
-
-/// Returns the segment that an event concerns.
-pub(crate) fn generation(event: &SegmentEvent) -> Generation {
-    Generation { heap: event.heap, segment: event.segment }
-}
-
-/// The actions of a sync and the resulting changes to the segment table.
+/// The actions of a sync and the resulting segments.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct SyncActions {
-    /// Registrations in log order, then deregistrations in log order.
-    pub(crate) list: Vec<SyncAction>,
-    /// Changed segments; `None` if dead.
-    segments: BTreeMap<Generation, Option<LiveSegment>>,
+    /// Registrations in log order, then deregistrations in log order: the same on all ranks.
+    pub(crate) windows: Vec<SyncAction>,
+    /// Local to this rank.
+    pub(crate) buffers: BufferActions,
+    /// Keys to invalidate, in log order.
+    pub(crate) invalidated: Vec<SegmentKey>,
+    /// The table after the sync; `None` if it stays the same.
+    pub(crate) segments: Option<SegmentTable>,
 }
 
 impl SyncActions {
-    /// Computes the actions for the events since the table was last updated. All windows of the `leaving` pools are deregistered.
+    /// Computes the actions that follow from events. Pools that are detached lose all registrations.
     pub(crate) fn new(
         segments: &SegmentTable,
-        events: &[SegmentEvent],
-        leaving: &[PoolId],
+        registered: &Registrations,
+        windows: &PoolEvents,
+        buffers: &PoolEvents,
         ordinal: impl Fn(PoolId) -> u32,
     ) -> Self {
-        let mut changes: BTreeMap<Generation, Option<LiveSegment>> = BTreeMap::new();
-        let (mut touched, mut dead) = (Vec::new(), Vec::new());
-        for event in events {
-            let segment = generation(event);
-            let now = changes.entry(segment).or_insert_with(|| {
-                touched.push(segment);
-                segments.get(&segment).copied()
-            });
-            match event.kind {
-                SegmentEventKind::Birth => {
-                    *now = Some(LiveSegment {
-                        base: event.base.0,
-                        end_bytes: event.size_bytes,
-                        mapped_bytes: event.size_bytes,
-                        window_bytes: 0,
-                    });
-                }
-                SegmentEventKind::Growth => {
-                    if let Some(now) = now {
-                        now.end_bytes = now.end_bytes.max(event.offset_bytes + event.size_bytes);
-                        now.mapped_bytes += event.size_bytes;
-                    }
-                }
-                SegmentEventKind::Death => {
-                    *now = None;
-                    dead.push(segment);
-                }
-                // Other events do not occur in an observed pool.
-                _ => {}
-            }
+        if windows.is_empty() && buffers.is_empty() {
+            return SyncActions::default();
         }
-        let leaves = |segment: &Generation| leaving.contains(&segment.heap.pool);
-        let gone = segments.keys().filter(|segment| leaves(segment) && !dead.contains(segment)).copied();
-        dead.extend(gone.collect::<Vec<_>>());
-        touched.retain(|segment| !leaves(segment));
-        changes.retain(|segment, _| !leaves(segment));
-
-        let action = |kind, segment: Generation, size_bytes, base| SyncAction {
-            change: WindowChange { kind, segment: SegmentName::of(ordinal(segment.heap.pool), segment), size_bytes },
-            segment,
-            base,
-        };
-        let mut actions = Vec::new();
-        for segment in touched {
-            let Some(Some(now)) = changes.get_mut(&segment) else { continue };
-            if now.is_whole() && now.window_bytes < now.end_bytes {
-                let kind = if now.window_bytes == 0 { ChangeKind::Register } else { ChangeKind::Grow };
-                actions.push(action(kind, segment, now.end_bytes, now.base));
-                now.window_bytes = now.end_bytes;
-            }
-        }
-        for segment in dead {
-            if let Some(old) = segments.get(&segment) {
-                if old.window_bytes > 0 {
-                    actions.push(action(ChangeKind::Deregister, segment, old.window_bytes, old.base));
-                }
-                changes.insert(segment, None);
-            }
-        }
-        SyncActions { list: actions, segments: changes }
-    }
-
-    /// Applies the changes to the segment table, once the actions are executed.
-    pub(crate) fn write_to(&self, segments: &mut SegmentTable) {
-        for (segment, now) in &self.segments {
-            match now {
-                Some(now) => segments.insert(*segment, *now),
-                None => segments.remove(segment),
-            };
+        let mut next = segments.clone();
+        let (windows, buffers) = (windows.apply_to(&mut next), buffers.apply_to(&mut next));
+        SyncActions {
+            invalidated: windows.iter().chain(&buffers).filter_map(SegmentChange::invalidated_key).collect(),
+            windows: window_actions(&windows, &next, registered, ordinal),
+            buffers: BufferActions::new(&buffers, &next, registered),
+            segments: Some(next),
         }
     }
 
     /// Returns the number of actions that add a window, and the number of those that only remove one.
     pub(crate) fn counts(&self) -> (u64, u64) {
-        let deregistrations = self.list.iter().filter(|action| action.change.kind == ChangeKind::Deregister).count();
-        ((self.list.len() - deregistrations) as u64, deregistrations as u64)
+        let deregistrations = self.windows.iter().filter(|action| action.change.kind == ChangeKind::Deregister).count();
+        ((self.windows.len() - deregistrations) as u64, deregistrations as u64)
     }
 
-    /// Returns `true` if an action removes a window that work on the device may use.
+    /// Returns `true` if an action removes a registration that work on the device may use.
     pub(crate) fn removes_registrations(&self) -> bool {
-        self.list.iter().any(|action| action.change.kind != ChangeKind::Register)
+        self.windows.iter().any(|action| action.change.kind != ChangeKind::Register)
+            || !self.buffers.deregister.is_empty()
     }
 
-    /// Returns a digest of the actions, for comparison across ranks.
+    /// Returns a digest of the actions on windows, for comparison across ranks.
     pub(crate) fn digest(&self) -> u64 {
-        let words = self.list.iter().flat_map(|action| action.change.words());
-        words.fold(self.list.len() as u64, fold)
+        let words = self.windows.iter().flat_map(|action| action.change.words());
+        words.fold(self.windows.len() as u64, fold)
     }
 }
 
-/// Returns the keys that these events invalidate, in order: those of released segments, and the old keys of segments that grew. All keys
-/// of leaving pools come last.
-pub(crate) fn invalidated_keys(
-    segments: &SegmentTable,
-    events: &[SegmentEvent],
-    leaving: &[PoolId],
-) -> Vec<SegmentKey> {
-    let key = |generation, base, size_bytes| SegmentKey { base, size_bytes, generation };
-    let mut ends: BTreeMap<Generation, u64> = segments.iter().map(|(segment, now)| (*segment, now.end_bytes)).collect();
-    let mut dead = Vec::new();
-    for event in events {
-        let (segment, base) = (generation(event), event.base.0);
-        match event.kind {
-            SegmentEventKind::Birth => {
-                ends.insert(segment, event.size_bytes);
-            }
-            SegmentEventKind::Growth => {
-                let end = ends.entry(segment).or_default();
-                let grown = (*end).max(event.offset_bytes + event.size_bytes);
-                if *end < grown {
-                    dead.push(key(segment, base, *end));
-                    *end = grown;
-                }
-            }
-            SegmentEventKind::Death => dead.extend(ends.remove(&segment).map(|end| key(segment, base, end))),
-            _ => {}
+impl BufferActions {
+    fn new(changes: &[SegmentChange], next: &SegmentTable, registered: &Registrations) -> Self {
+        let register = changes.iter().filter_map(|change| {
+            let extent = next.get(change.segment)?;
+            Some((extent.key(change.segment), change.added?))
+        });
+        let deregister = ended(changes).filter_map(|(segment, extent)| Some(registered.get(segment, extent.base)?.key));
+        BufferActions { register: register.collect(), deregister: deregister.collect() }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.register.is_empty() && self.deregister.is_empty()
+    }
+}
+
+/// Returns the actions on windows that follow from these changes, which lead to the table `next`.
+fn window_actions(
+    changes: &[SegmentChange],
+    next: &SegmentTable,
+    registered: &Registrations,
+    ordinal: impl Fn(PoolId) -> u32,
+) -> Vec<SyncAction> {
+    let action = |kind, key: SegmentKey| SyncAction {
+        change: WindowChange {
+            kind,
+            segment: SymmetricSegment::of(ordinal(key.segment.heap.pool), key.segment),
+            size_bytes: key.size_bytes,
+        },
+        segment: key.segment,
+        base: key.base,
+    };
+    let (mut actions, mut seen) = (Vec::new(), BTreeSet::new());
+    for change in changes {
+        let Some(extent) = next.get(change.segment).filter(|_| seen.insert(change.segment)) else { continue };
+        let window_bytes = registered.get(change.segment, extent.base).map(|entry| entry.key.size_bytes);
+        if extent.is_whole() && window_bytes.unwrap_or(0) < extent.end_bytes {
+            let kind = if window_bytes.is_none() { ChangeKind::Register } else { ChangeKind::Grow };
+            actions.push(action(kind, extent.key(change.segment)));
         }
     }
-    let left =
-        segments.iter().filter(|(segment, _)| leaving.contains(&segment.heap.pool) && ends.contains_key(segment));
-    dead.extend(left.map(|(segment, now)| key(*segment, now.base, ends[segment])));
-    dead
+    for (segment, extent) in ended(changes) {
+        if let Some(entry) = registered.get(segment, extent.base) {
+            actions.push(action(ChangeKind::Deregister, entry.key));
+        }
+    }
+    actions
+}
+
+/// Returns the segments that ended, with their last extents.
+fn ended(changes: &[SegmentChange]) -> impl Iterator<Item = (HeapSegment, Extent)> {
+    let ended = changes.iter().filter(|change| change.after.is_none());
+    ended.filter_map(|change| Some((change.segment, change.before?)))
 }
 
 impl WindowChange {
@@ -268,7 +195,7 @@ impl WindowChange {
         };
         [
             (u64::from(self.segment.pool) << 32) | u64::from(stream),
-            (u64::from(self.segment.segment.0) << 32) | kind,
+            (u64::from(self.segment.id.0) << 32) | kind,
             self.size_bytes,
         ]
     }
@@ -277,18 +204,24 @@ impl WindowChange {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::communicator::registration::Registered;
+    use crate::windows::registrations::buffer_without_handle;
     use symmalloc_core::StreamId;
     use symmalloc_core::config::{Config, PoolConfig};
+    use symmalloc_core::segment_log::SegmentEvent;
     use symmalloc_core::units::MIB;
     use symmalloc_core::{Allocator, ObserverId};
     use symmalloc_sim::SimBackend;
 
-    /// An allocator with an observed default pool, and its segment table.
+    /// An allocator with an observed default pool, its segment table and its registrations.
     struct Watched {
         allocator: Allocator<SimBackend>,
         observer: ObserverId,
         segments: SegmentTable,
-        dead: Vec<SegmentKey>,
+        registered: Registrations,
+        /// Events that were live when the pool was observed.
+        births: Vec<SegmentEvent>,
+        invalidated: Vec<SegmentKey>,
     }
 
     impl Watched {
@@ -297,25 +230,51 @@ mod tests {
             let allocator = Allocator::new(SimBackend::builder().build(), config).expect("valid");
             allocator.register_stream().expect("stream ids are available");
             let (observer, births) = allocator.observe(PoolId::DEFAULT).expect("the pool exists");
-            assert!(births.is_empty());
-            Watched { allocator, observer, segments: SegmentTable::new(), dead: Vec::new() }
+            let (registered, invalidated) = (Registrations::default(), Vec::new());
+            Watched { allocator, observer, segments: SegmentTable::default(), registered, births, invalidated }
+        }
+
+        fn events(&self) -> PoolEvents {
+            let unread = self.allocator.unread(self.observer).events;
+            PoolEvents { events: self.births.iter().copied().chain(unread).collect(), leaving: Vec::new() }
         }
 
         fn actions(&self) -> SyncActions {
-            SyncActions::new(&self.segments, &self.allocator.unread(self.observer).events, &[], |_| 0)
+            SyncActions::new(&self.segments, &self.registered, &self.events(), &PoolEvents::default(), |_| 0)
         }
 
+        /// Syncs, with the pool attached for windows.
         fn sync(&mut self) -> Vec<(ChangeKind, u32, u64)> {
             let actions = self.actions();
             assert_eq!(actions, self.actions(), "computing them changes nothing");
-            let mut dead: Vec<_> = invalidated_keys(&self.segments, &self.allocator.unread(self.observer).events, &[]);
-            self.dead.append(&mut dead);
-            actions.write_to(&mut self.segments);
+            self.execute(&actions);
+            assert!(self.actions().windows.is_empty(), "never twice");
+            let seen = |action: &SyncAction| (action.change.kind, action.change.segment.id.0, action.change.size_bytes);
+            actions.windows.iter().map(seen).collect()
+        }
+
+        fn execute(&mut self, actions: &SyncActions) {
+            for SyncAction { change, segment, base } in &actions.windows {
+                if change.kind != ChangeKind::Register {
+                    assert!(self.registered.remove_window(*segment, *base).is_some(), "it has a window");
+                }
+                if change.kind != ChangeKind::Deregister {
+                    let key = SegmentKey { base: *base, size_bytes: change.size_bytes, segment: *segment };
+                    let registered = Registered::Plain(buffer_without_handle(*base, change.size_bytes));
+                    self.registered.insert_window(key, change.segment, registered);
+                }
+            }
+            for (key, piece) in &actions.buffers.register {
+                self.registered.insert_buffer(*key, buffer_without_handle(piece.base, piece.size_bytes));
+            }
+            for key in &actions.buffers.deregister {
+                assert!(!self.registered.remove_buffers(key.segment, key.base).is_empty());
+            }
+            assert_eq!(self.registered.violation(), None);
+            self.invalidated.extend(&actions.invalidated);
+            self.segments = actions.segments.clone().unwrap_or_else(|| self.segments.clone());
+            self.births.clear();
             self.allocator.acknowledge(self.observer, &self.allocator.unread(self.observer)).expect("no faults");
-            assert!(self.actions().list.is_empty(), "never twice");
-            let seen =
-                |action: &SyncAction| (action.change.kind, action.change.segment.segment.0, action.change.size_bytes);
-            actions.list.iter().map(seen).collect()
         }
 
         fn take(&self, size_bytes: u64) -> symmalloc_core::Handle {
@@ -351,7 +310,7 @@ mod tests {
             (ChangeKind::Deregister, 0, 30 * MIB),
         ];
         assert_eq!(watched.sync(), expected);
-        let dead: Vec<_> = watched.dead.iter().map(|key| (key.generation.segment.0, key.size_bytes)).collect();
+        let dead: Vec<_> = watched.invalidated.iter().map(|key| (key.segment.id.0, key.size_bytes)).collect();
         assert_eq!(dead, [(1, 40 * MIB), (0, 30 * MIB)]);
     }
 
@@ -362,7 +321,7 @@ mod tests {
         watched.free(a);
         watched.trim();
         assert_eq!(watched.sync(), []);
-        assert!(watched.segments.is_empty());
+        assert_eq!(watched.segments, SegmentTable::default());
     }
 
     #[test]
@@ -374,7 +333,7 @@ mod tests {
         watched.take(2 * MIB);
         watched.take(2 * MIB);
         assert_eq!(watched.sync(), [(ChangeKind::Grow, 0, 10 * MIB)]);
-        let dead: Vec<_> = watched.dead.iter().map(|key| key.size_bytes).collect();
+        let dead: Vec<_> = watched.invalidated.iter().map(|key| key.size_bytes).collect();
         assert_eq!(dead, [2 * MIB, 6 * MIB, 8 * MIB], "a lookup in between returned one of these");
     }
 
@@ -387,9 +346,8 @@ mod tests {
         watched.trim();
         let (observer, births) = watched.allocator.observe(PoolId::DEFAULT).expect("the pool exists");
         watched.observer = observer;
-        let actions = SyncActions::new(&watched.segments, &births, &[], |_| 0);
-        assert!(actions.list.is_empty());
-        actions.write_to(&mut watched.segments);
+        watched.births = births;
+        assert_eq!(watched.sync(), []);
         watched.take(4 * MIB);
         assert_eq!(watched.sync(), [(ChangeKind::Register, 0, 6 * MIB)]);
     }
@@ -400,11 +358,44 @@ mod tests {
         watched.take(30 * MIB);
         watched.sync();
         watched.take(40 * MIB);
-        let events = watched.allocator.unread(watched.observer).events;
-        let actions = SyncActions::new(&watched.segments, &events, &[PoolId::DEFAULT], |_| 0);
+        let leaving = PoolEvents { leaving: vec![PoolId::DEFAULT], ..watched.events() };
+        let actions = SyncActions::new(&watched.segments, &watched.registered, &leaving, &PoolEvents::default(), |_| 0);
         assert_eq!(actions.counts(), (0, 1));
-        actions.write_to(&mut watched.segments);
-        assert!(watched.segments.is_empty());
+        watched.execute(&actions);
+        assert_eq!(watched.segments, SegmentTable::default());
+        let keys: Vec<_> = watched.invalidated.iter().map(|key| key.size_bytes).collect();
+        assert_eq!(keys, [30 * MIB, 40 * MIB], "a lookup returned the key of the new segment, too");
+    }
+
+    #[test]
+    fn buffers_are_registered_piece_by_piece_and_deregistered_together() {
+        let mut watched = Watched::new(PoolConfig::builder().build().expect("valid"));
+        let actions = |watched: &Watched, leaving: &[PoolId]| {
+            let buffers = PoolEvents { leaving: leaving.to_vec(), ..watched.events() };
+            SyncActions::new(&watched.segments, &watched.registered, &PoolEvents::default(), &buffers, |_| 0)
+        };
+        watched.allocator.forget(watched.observer).expect("no faults");
+        let (hole, _kept) = (watched.take(4 * MIB), watched.take(2 * MIB));
+        watched.free(hole);
+        watched.trim();
+        (watched.observer, watched.births) = watched.allocator.observe(PoolId::DEFAULT).expect("the pool exists");
+        for (taken, expected) in
+            [(0, vec![(4 * MIB, 2 * MIB)]), (4 * MIB, vec![(0, 4 * MIB)]), (8 * MIB, vec![(6 * MIB, 8 * MIB)])]
+        {
+            if taken > 0 {
+                watched.take(taken);
+            }
+            let next = actions(&watched, &[]);
+            let pieces: Vec<_> =
+                next.buffers.register.iter().map(|(key, piece)| (piece.base - key.base, piece.size_bytes)).collect();
+            assert_eq!((pieces, next.windows.len(), next.removes_registrations()), (expected, 0, false));
+            watched.execute(&next);
+        }
+        assert_eq!((watched.registered.buffers(), watched.registered.windows()), (3, 0));
+        let last = actions(&watched, &[PoolId::DEFAULT]);
+        assert!(last.removes_registrations());
+        watched.execute(&last);
+        assert!(watched.registered.is_empty());
     }
 
     #[test]
@@ -415,8 +406,11 @@ mod tests {
         watched.take(30 * MIB);
         let two = watched.actions();
         assert_ne!(one.digest(), two.digest());
-        let swapped = SyncActions { list: vec![two.list[1], two.list[0]], segments: BTreeMap::new() };
+        let swapped = SyncActions { windows: vec![two.windows[1], two.windows[0]], ..SyncActions::default() };
         assert_ne!(two.digest(), swapped.digest(), "the order matters");
-        assert_eq!(one.list[0].change.to_string(), "register segment 0 of symmetric pool 0, stream 0 (31457280 bytes)");
+        assert_eq!(
+            one.windows[0].change.to_string(),
+            "register segment 0 of symmetric pool 0, stream 0 (31457280 bytes)"
+        );
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   agreement's answer + SyncMessage ──► all-gather ─┬─ all equal ────────────────────────────► execute the actions
-//!                                                    ├─ histories differ ─► the core's inquiry ─► Disagreed
+//!                                                    ├─ histories differ ─► the agreement's inquiry ─► Disagreed
 //!                                                    └─ syncs differ ─► changes, page by page ──► Differ
 //! ```
 //!
@@ -12,7 +12,7 @@ use crate::sync::actions::SyncActions;
 use crate::sync::error::SyncError;
 use crate::sync::groups;
 use crate::sync::message::{CHANGES_PER_PAGE, ChangeDifference, ChangePage, SyncDifference, SyncField, SyncMessage};
-use symmalloc_agreement::{Gathered, Inquiry, Progress, ProtocolError, RankHistory, Transport};
+use symmalloc_agreement::{Exchange, Gathered, ProtocolError, RankHistory, Transport};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// The outcome of an exchange in which the ranks agree.
@@ -32,56 +32,29 @@ pub(crate) fn agree_on_sync(
     actions: &SyncActions,
     own: &SyncMessage,
 ) -> Result<SyncAgreement, SyncError> {
-    let communicator = || communicator.to_owned();
-    let lost = |error| SyncError::Transport { communicator: communicator(), error };
-    let invalid = |error| SyncError::Protocol { communicator: communicator(), error };
-    let differ = |difference| SyncError::Differ { communicator: communicator(), difference };
+    let failed = |error| SyncError::of_exchange(communicator, error);
+    let differ = |difference| SyncError::Differ { communicator: communicator.to_owned(), difference };
 
-    let mut inquiry = Inquiry::new(transport.ranks());
-    let answer_bytes = inquiry.question().message_bytes();
-    let mut message = Vec::with_capacity(answer_bytes + SyncMessage::BYTES);
-    match history {
-        Some(history) => history.answer(inquiry.question(), &mut message),
-        None => message.resize(answer_bytes, 0),
-    }
-    message.extend_from_slice(own.as_bytes());
-    let gathered = transport.all_gather(&message).map_err(lost)?;
-    check_shape(&gathered, transport.ranks(), message.len()).map_err(invalid)?;
-    if gathered.iter().all(|other| other == message) {
+    let exchange = Exchange::begin(transport, history, own.as_bytes()).map_err(failed)?;
+    if exchange.is_unanimous() {
         // Equal messages imply equal histories and equal actions.
         return Ok(SyncAgreement { rounds: 1, space_bytes: own.space_bytes() });
     }
     let decode = |(rank, message): (u32, &[u8])| {
-        SyncMessage::read_from_bytes(&message[answer_bytes..]).map_err(|_| ProtocolError::Garbled { rank })
+        SyncMessage::read_from_bytes(message).map_err(|_| failed(ProtocolError::Garbled { rank }.into()))
     };
-    let messages: Vec<SyncMessage> =
-        (0..).zip(gathered.iter()).map(decode).collect::<Result<_, _>>().map_err(invalid)?;
+    let messages: Vec<SyncMessage> = (0..).zip(exchange.extras()).map(decode).collect::<Result<_, _>>()?;
     let difference = compare(&messages).err();
     if let Some(difference) = difference.as_ref().filter(|difference| difference.field.precludes_agreement()) {
         return Err(differ(difference.clone()));
     }
-    let mut rounds = 1;
-    if let Some(history) = history {
-        let answers: Vec<u8> = gathered.iter().flat_map(|message| &message[..answer_bytes]).copied().collect();
-        let mut gathered = Gathered::new(answers, answer_bytes);
-        while let Progress::Asked = match inquiry.advance(&gathered).map_err(invalid)? {
-            Progress::Disagreed(disagreement) => {
-                disagreement.trace(transport.rank());
-                return Err(SyncError::Disagreed { communicator: communicator(), disagreement });
-            }
-            progress => progress,
-        } {
-            message.clear();
-            history.answer(inquiry.question(), &mut message);
-            gathered = transport.all_gather(&message).map_err(lost)?;
-            rounds += 1;
-        }
-    }
+    let rounds = exchange.finish().map_err(failed)?.rounds;
     if let Some(mut difference) = difference {
         let mut search = ChangeSearch::default();
         while difference.field.is_about_changes() {
-            let gathered = transport.all_gather(search.page(actions).as_bytes()).map_err(lost)?;
-            match search.advance(&gathered).map_err(invalid)? {
+            let gathered = transport.all_gather(search.page(actions).as_bytes());
+            let gathered = gathered.map_err(|error| failed(error.into()))?;
+            match search.advance(&gathered).map_err(|error| failed(error.into()))? {
                 Found::Equal => {}
                 Found::Difference(found) => {
                     difference.first_change = Some(found);
@@ -93,7 +66,7 @@ pub(crate) fn agree_on_sync(
         tracing::error!(
             name: "sync.diverged",
             target: "symmalloc",
-            communicator = communicator(),
+            communicator,
             rank = transport.rank(),
             field = %difference.field,
             %difference,
@@ -101,15 +74,6 @@ pub(crate) fn agree_on_sync(
         return Err(differ(difference));
     }
     Ok(SyncAgreement { rounds, space_bytes: messages.iter().map(SyncMessage::space_bytes).max().unwrap_or(0) })
-}
-
-/// Checks that there is one message of this length per rank.
-pub(crate) fn check_shape(gathered: &Gathered, ranks: u32, expected_bytes: usize) -> Result<(), ProtocolError> {
-    let (messages, message_bytes) = (gathered.len(), gathered.message_bytes());
-    if messages == ranks as usize && message_bytes == expected_bytes {
-        return Ok(());
-    }
-    Err(ProtocolError::WrongShape { messages, message_bytes, ranks })
 }
 
 /// Compares the syncs of all ranks. Returns the first field that differs.
@@ -168,9 +132,12 @@ impl ChangeSearch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sync::actions::{ChangeKind, SegmentName, SegmentTable, SyncAction, WindowChange};
+    use crate::sync::actions::{ChangeKind, SyncAction, WindowChange};
     use crate::sync::message::SyncContext;
-    use crate::windows::keys::Generation;
+    use crate::sync::observed::PoolEvents;
+    use crate::windows::registrations::Registrations;
+    use crate::windows::segment::{HeapSegment, SymmetricSegment};
+    use crate::windows::table::SegmentTable;
     use std::thread;
     use std::time::Duration;
     use symmalloc_agreement::{Point, ThreadTransport};
@@ -204,8 +171,11 @@ mod tests {
                         for size in program.sizes {
                             let _live = allocator.allocate(PoolId::DEFAULT, StreamId(0), *size).expect("fits");
                         }
-                        let actions =
-                            SyncActions::new(&SegmentTable::new(), &allocator.unread(observer).events, &[], |_| 0);
+                        let actions = {
+                            let events = PoolEvents { events: allocator.unread(observer).events, leaving: Vec::new() };
+                            let (segments, registered) = (SegmentTable::default(), Registrations::default());
+                            SyncActions::new(&segments, &registered, &events, &PoolEvents::default(), |_| 0)
+                        };
                         let context = SyncContext {
                             mode: program.agrees.into(),
                             offset_checks: false,
@@ -285,22 +255,21 @@ mod tests {
 
     /// Returns actions that register this many segments, one of them with another size.
     fn actions(segments: u32, other: u32) -> SyncActions {
-        let mut actions = SyncActions::default();
-        actions.list = (0..segments)
+        let windows = (0..segments)
             .map(|segment| SyncAction {
                 change: WindowChange {
                     kind: ChangeKind::Register,
-                    segment: SegmentName { pool: 0, group: StreamGroup::All, segment: SegmentId(segment) },
+                    segment: SymmetricSegment { pool: 0, group: StreamGroup::All, id: SegmentId(segment) },
                     size_bytes: if segment == other { 1 } else { 2 },
                 },
-                segment: Generation {
+                segment: HeapSegment {
                     heap: HeapId { pool: PoolId::DEFAULT, group: StreamGroup::All },
-                    segment: SegmentId(segment),
+                    id: SegmentId(segment),
                 },
                 base: 0,
             })
             .collect();
-        actions
+        SyncActions { windows, ..SyncActions::default() }
     }
 
     fn search(ranks: &[SyncActions]) -> Option<ChangeDifference> {

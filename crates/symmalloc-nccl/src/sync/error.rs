@@ -3,11 +3,11 @@
 use crate::communicator::CommState;
 use crate::communicator::error::CommError;
 use crate::ffi::version::NcclVersion;
-use crate::registrar::offset_difference::OffsetDifference;
 use crate::sync::message::SyncDifference;
+use crate::sync::offset_difference::OffsetDifference;
 use crate::windows::keys::SegmentKey;
 use std::sync::Arc;
-use symmalloc_agreement::{Disagreement, ProtocolError, TransportError};
+use symmalloc_agreement::{AgreementError, Disagreement, ProtocolError, TransportError};
 use symmalloc_core::PoolId;
 use symmalloc_core::errors::{HandleError, UnknownError};
 use symmalloc_cuda::CudaError;
@@ -262,6 +262,16 @@ pub enum LookupError {
 }
 
 impl SyncError {
+    /// Returns the error of an exchange over a communicator.
+    pub(crate) fn of_exchange(communicator: &str, error: AgreementError) -> Self {
+        let communicator = communicator.to_owned();
+        match error {
+            AgreementError::Disagreed(disagreement) => SyncError::Disagreed { communicator, disagreement },
+            AgreementError::Transport(error) => SyncError::Transport { communicator, error },
+            AgreementError::Protocol(error) => SyncError::Protocol { communicator, error },
+        }
+    }
+
     /// Returns `true` if the error ends the communicator.
     pub(crate) fn is_fatal(&self) -> bool {
         matches!(

@@ -10,7 +10,8 @@
 //!
 //! A message from another rank is untrusted. Every bit pattern is a valid [`SyncMessage`]; a [`ChangeMessage`] with an unknown kind is none.
 
-use crate::sync::actions::{ChangeKind, SegmentName, SyncActions, WindowChange};
+use crate::sync::actions::{ChangeKind, SyncActions, WindowChange};
+use crate::windows::segment::SymmetricSegment;
 use std::fmt;
 use symmalloc_agreement::{RankSet, Ranks};
 use symmalloc_core::ids::StreamGroup;
@@ -101,30 +102,30 @@ impl SyncMessage {
 /// A segment's name. 12 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-pub(crate) struct SegmentNameMessage {
+pub(crate) struct SegmentMessage {
     /// `u32::MAX` if the pool's streams share one heap.
     stream: U32,
     pool: U32,
     segment: U32,
 }
 
-impl From<SegmentName> for SegmentNameMessage {
-    fn from(name: SegmentName) -> Self {
-        SegmentNameMessage {
+impl From<SymmetricSegment> for SegmentMessage {
+    fn from(name: SymmetricSegment) -> Self {
+        SegmentMessage {
             stream: name.group.stream().map_or(u32::MAX, |stream| stream.0.into()).into(),
             pool: name.pool.into(),
-            segment: name.segment.0.into(),
+            segment: name.id.0.into(),
         }
     }
 }
 
-impl From<SegmentNameMessage> for SegmentName {
-    fn from(name: SegmentNameMessage) -> Self {
-        SegmentName {
+impl From<SegmentMessage> for SymmetricSegment {
+    fn from(name: SegmentMessage) -> Self {
+        SymmetricSegment {
             pool: name.pool.get(),
             group: u16::try_from(name.stream.get())
                 .map_or(StreamGroup::All, |stream| StreamGroup::One(StreamId(stream))),
-            segment: SegmentId(name.segment.get()),
+            id: SegmentId(name.segment.get()),
         }
     }
 }
@@ -133,7 +134,7 @@ impl From<SegmentNameMessage> for SegmentName {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
 pub(crate) struct ChangeMessage {
-    segment: SegmentNameMessage,
+    segment: SegmentMessage,
     /// 1: register, 2: grow, 3: deregister.
     kind: U32,
     size_bytes: U64,
@@ -174,7 +175,7 @@ pub(crate) struct ChangePage([ChangeMessage; CHANGES_PER_PAGE]);
 impl ChangePage {
     /// Returns the page with this number, from 0.
     pub(crate) fn new(actions: &SyncActions, page: usize) -> Self {
-        let mut changes = actions.list.iter().skip(page * CHANGES_PER_PAGE).map(|action| action.change);
+        let mut changes = actions.windows.iter().skip(page * CHANGES_PER_PAGE).map(|action| action.change);
         let none = ChangeMessage::new_zeroed();
         ChangePage(std::array::from_fn(|_| changes.next().map_or(none, ChangeMessage::from)))
     }
@@ -316,7 +317,7 @@ mod tests {
     #[test]
     fn messages_have_the_documented_layout() {
         assert_eq!((SyncMessage::BYTES, size_of::<ChangeMessage>(), size_of::<ChangePage>()), (96, 24, 960));
-        let segment = SegmentName { pool: 3, group: StreamGroup::One(StreamId(2)), segment: SegmentId(7) };
+        let segment = SymmetricSegment { pool: 3, group: StreamGroup::One(StreamId(2)), id: SegmentId(7) };
         let change = WindowChange { kind: ChangeKind::Deregister, segment, size_bytes: 0x0102 };
         let bytes: [u8; 24] = transmute!(ChangeMessage::from(change));
         assert_eq!(bytes, [2, 0, 0, 0, 3, 0, 0, 0, 7, 0, 0, 0, 3, 0, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0]);
@@ -339,7 +340,7 @@ mod tests {
     fn decoding_a_change_inverts_encoding_it() {
         for kind in [ChangeKind::Register, ChangeKind::Grow, ChangeKind::Deregister] {
             for group in [StreamGroup::All, StreamGroup::One(StreamId(0)), StreamGroup::One(StreamId::MAX)] {
-                let segment = SegmentName { pool: 3, group, segment: SegmentId(7) };
+                let segment = SymmetricSegment { pool: 3, group, id: SegmentId(7) };
                 let change = WindowChange { kind, segment, size_bytes: 1 << 40 };
                 assert_eq!(ChangeMessage::from(change).decode(), Some(change));
             }

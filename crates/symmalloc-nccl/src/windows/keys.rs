@@ -8,10 +8,9 @@
 //!   tensors   │   x[0..n]   │  x[n..]  │      experts       │   any number, any sizes
 //! ```
 
+use crate::windows::segment::HeapSegment;
 use std::collections::VecDeque;
 use std::fmt;
-use symmalloc_core::SegmentId;
-use symmalloc_core::ids::HeapId;
 
 /// The identity of a segment in its current extent. Equal keys denote the same memory at the same address and of the same size. A key is
 /// valid only in the process that created it, because addresses differ between ranks.
@@ -27,30 +26,13 @@ pub struct SegmentKey {
     /// Bytes of the segment that are backed by memory.
     pub size_bytes: u64,
     /// Identity of the segment, which distinguishes it from earlier segments at this address.
-    pub generation: Generation,
-}
-
-/// The identity of a segment in an allocator. Never reused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[non_exhaustive]
-pub struct Generation {
-    /// The segment's heap.
-    pub heap: HeapId,
-    /// Its birth ordinal in the heap.
-    pub segment: SegmentId,
-}
-
-impl fmt::Display for Generation {
-    /// Writes `p1 s0 g7`.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}", self.heap, self.segment)
-    }
+    pub segment: HeapSegment,
 }
 
 impl fmt::Display for SegmentKey {
     /// Writes `p1 s0 g7 (2097152 bytes at 0x7f0000000000)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ({} bytes at {:#x})", self.generation, self.size_bytes, self.base)
+        write!(f, "{} ({} bytes at {:#x})", self.segment, self.size_bytes, self.base)
     }
 }
 
@@ -114,13 +96,13 @@ impl Invalidations {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use symmalloc_core::ids::StreamGroup;
+    use symmalloc_core::ids::{HeapId, StreamGroup};
     use symmalloc_core::{PoolId, SegmentId};
 
     fn key(segment: u32) -> SegmentKey {
-        let generation =
-            Generation { heap: HeapId { pool: PoolId::DEFAULT, group: StreamGroup::All }, segment: SegmentId(segment) };
-        SegmentKey { base: 0, size_bytes: 1, generation }
+        let segment =
+            HeapSegment { heap: HeapId { pool: PoolId::DEFAULT, group: StreamGroup::All }, id: SegmentId(segment) };
+        SegmentKey { base: 0, size_bytes: 1, segment }
     }
 
     #[test]

@@ -13,7 +13,7 @@
 //!
 //! All ranks register and deregister windows in the same order, so the model is the same on every rank.
 
-use crate::windows::keys::Generation;
+use crate::windows::segment::HeapSegment;
 use std::collections::BTreeMap;
 
 /// Granularity in bytes to which NCCL rounds the range up (`ncclDevrInitOnce`).
@@ -34,7 +34,7 @@ pub(crate) struct SymmetricSpace {
     /// Sizes of the windows, by offset. Windows are disjoint.
     taken: BTreeMap<u64, u64>,
     /// Offset of each segment's window.
-    offsets: BTreeMap<Generation, u64>,
+    offsets: BTreeMap<HeapSegment, u64>,
 }
 
 impl SymmetricSpace {
@@ -52,7 +52,7 @@ impl SymmetricSpace {
 
     /// Reserves space for a segment's window. If the window does not fit, returns `false` and changes nothing.
     #[must_use]
-    pub(crate) fn allocate(&mut self, segment: Generation, size_bytes: u64) -> bool {
+    pub(crate) fn allocate(&mut self, segment: HeapSegment, size_bytes: u64) -> bool {
         let Some(offset) = self.find(size_bytes) else { return false };
         self.taken.insert(offset, size_bytes.next_multiple_of(self.granularity_bytes));
         self.offsets.insert(segment, offset);
@@ -72,10 +72,15 @@ impl SymmetricSpace {
     }
 
     /// Releases the space of a segment's window.
-    pub(crate) fn free(&mut self, segment: Generation) {
+    pub(crate) fn free(&mut self, segment: HeapSegment) {
         if let Some(offset) = self.offsets.remove(&segment) {
             self.taken.remove(&offset);
         }
+    }
+
+    /// Returns the segments whose windows have space.
+    pub(crate) fn segments(&self) -> impl Iterator<Item = HeapSegment> {
+        self.offsets.keys().copied()
     }
 
     /// Returns the bytes in use by windows and NCCL itself.
@@ -115,8 +120,8 @@ mod tests {
         assert_eq!(configured_bytes(141 * GIB, Some(" 4294967296")), 4 * GIB);
     }
 
-    fn segment(ordinal: u32) -> Generation {
-        Generation { heap: HeapId { pool: PoolId::DEFAULT, group: StreamGroup::All }, segment: SegmentId(ordinal) }
+    fn segment(ordinal: u32) -> HeapSegment {
+        HeapSegment { heap: HeapId { pool: PoolId::DEFAULT, group: StreamGroup::All }, id: SegmentId(ordinal) }
     }
 
     #[test]

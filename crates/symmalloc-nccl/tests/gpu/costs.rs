@@ -7,7 +7,7 @@ use symmalloc_agreement::{Mode, Transport};
 use symmalloc_core::backend::Backend;
 use symmalloc_core::{Config, PoolId};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer};
-use symmalloc_nccl::{Communicator, Nccl, NcclTransport, ReduceOp, Registered, Registrar, Registration, UniqueId};
+use symmalloc_nccl::{Attachment, Communicator, Nccl, NcclTransport, ReduceOp, Registered, Registrar, UniqueId};
 
 const WINDOWS: usize = 16;
 
@@ -24,9 +24,10 @@ fn timed(count: usize, mut run: impl FnMut()) -> (f64, f64) {
 }
 
 fn registrar(allocator: &CudaAllocator, mode: Mode, comms: &[&Communicator]) -> Registrar {
-    let registrar = Registrar::builder(allocator).agreement(mode).build().expect("the registrar is created");
+    let registrar = Registrar::builder(allocator).build().expect("the registrar is created");
+    let attachment = Attachment { agreement: mode, ..Attachment::default() };
     for comm in comms {
-        registrar.attach(comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+        registrar.attach(comm, &[PoolId::DEFAULT], attachment).expect("attached");
     }
     registrar.sync(comms).expect("registered");
     registrar

@@ -5,7 +5,7 @@ use cudarc::driver::sys::CUstreamCaptureMode;
 use symmalloc_core::PoolId;
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, DeviceBuffer};
-use symmalloc_nccl::{Capability, Nccl, NcclVersion, Registration, UniqueId, WindowFlags};
+use symmalloc_nccl::{Attachment, Capability, Nccl, NcclVersion, Registration, UniqueId, WindowFlags};
 
 /// Returns an allocator with expandable segments of these chunks. Odd ranks allocate addresses in descending order.
 fn expandable(rank: &Rank<'_>, chunk_bytes: u64) -> CudaAllocator {
@@ -111,7 +111,8 @@ fn reduce_with(flags: WindowFlags, capability: Capability) {
         let world = rank.connect(id, Calls::Blocking);
         let allocator = rank.allocator(crate::job::fixed());
         let registrar = rank.registrar(&allocator);
-        registrar.attach_windows(&world, &[PoolId::DEFAULT], flags).expect("attached");
+        let attachment = Attachment { flags, ..Attachment::default() };
+        registrar.attach(&world, &[PoolId::DEFAULT], attachment).expect("attached");
         let mut tensors: Vec<DeviceBuffer<f32>> = Vec::new();
         for round in 0..6 {
             take(rank, &allocator, &mut tensors, round);

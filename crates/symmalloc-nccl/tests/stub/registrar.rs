@@ -25,15 +25,19 @@ mod suspension;
 mod waits;
 mod window_flags;
 
+use std::num::NonZeroU32;
 use std::sync::Mutex;
 use stub_process::{ExitOnPanic, nccl, nccl_test, until};
 use support::{Job, MIB, nothing_is_left};
+use symmalloc_agreement::Mode;
 use symmalloc_core::PoolId;
 use symmalloc_core::config::PoolConfig;
 use symmalloc_core::errors::AllocateError;
 use symmalloc_core::op::Contents;
-use symmalloc_cuda::{CudaError, CudaMemory};
-use symmalloc_nccl::{AttachError, Invalidated, InvalidationCursor, LookupError, Registrar, Registration, SyncError};
+use symmalloc_cuda::{CudaError, CudaMemory, Pool};
+use symmalloc_nccl::{
+    AttachError, Attachment, Invalidated, InvalidationCursor, LookupError, Registrar, Registration, SyncError,
+};
 
 nccl_test!(allocations_have_windows_after_a_sync_and_reduce_correctly, {
     Job::new(4).run(|it| {
@@ -75,6 +79,53 @@ nccl_test!(without_agreement_a_sync_with_nothing_new_makes_no_call_at_all, {
     nothing_is_left();
 });
 
+nccl_test!(ranks_compare_as_often_as_the_attachments_require, {
+    Job::new(2).run(|it| {
+        let every = |syncs| Mode::EverySyncs(NonZeroU32::new(syncs).expect("not zero"));
+        for (modes, expected) in [
+            ([Mode::Off, Mode::Off], [0, 0, 0, 0, 0, 0]),
+            ([every(2), Mode::Off], [0, 1, 0, 1, 0, 1]),
+            ([every(3), every(2)], [0, 1, 1, 1, 0, 1]),
+            ([Mode::Off, Mode::AtSync], [1, 1, 1, 1, 1, 1]),
+        ] {
+            let pools = modes.map(|agreement| {
+                let pool = it.pool();
+                let attachment = Attachment { agreement, ..Attachment::default() };
+                it.registrar.attach(&it.world, &[pool.id()], attachment).expect("symmetric and shareable");
+                pool
+            });
+            // Rank 1 alone also has registered buffers, which do not make it compare more often.
+            let private = it.allocator.create_pool(PoolConfig::default()).expect("the pool fits");
+            if it.rank == 1 {
+                it.registrar.attach(&it.world, &[private.id()], Registration::Buffers).expect("any pool");
+            }
+            let rounds = expected.map(|_| it.registrar.sync(&[&it.world]).expect("the ranks agree").rounds);
+            assert_eq!(rounds, expected, "{modes:?}");
+            assert_eq!(it.registrar.agree(&[&it.world]).expect("the ranks agree").rounds, 1, "on request");
+            let ids: Vec<_> = pools.iter().map(Pool::id).collect();
+            it.registrar.detach(&it.world, &ids).expect("attached");
+            if it.rank == 1 {
+                it.registrar.detach(&it.world, &[private.id()]).expect("attached");
+            }
+            it.registrar.agree(&[&it.world]).expect("the ranks agree");
+        }
+    });
+    nothing_is_left();
+});
+
+nccl_test!(ranks_with_different_agreement_modes_get_the_same_report, {
+    let errors = Job::new(2).run(|it| {
+        let pool = it.pool();
+        let agreement = if it.rank == 0 { Mode::AtSync } else { Mode::EachOp };
+        let attachment = Attachment { agreement, ..Attachment::default() };
+        it.registrar.attach(&it.world, &[pool.id()], attachment).expect("symmetric and shareable");
+        it.registrar.sync(&[&it.world]).expect_err("the modes differ").to_string()
+    });
+    assert!(errors[0].contains("the ranks differ in the agreement mode; rank 0: 1; rank 1: 2"), "{}", errors[0]);
+    assert_eq!(errors[0], errors[1]);
+    nothing_is_left();
+});
+
 nccl_test!(memory_is_released_after_its_window, {
     Job::new(2).run(|it| {
         let pool = it.attached_pool();
@@ -97,7 +148,7 @@ nccl_test!(one_pool_has_separate_windows_on_each_communicator, {
         let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks split").expect("with a color");
         let pool = it.attached_pool();
         it.registrar
-            .attach(&pair, &[pool.id()], Registration::Windows)
+            .attach(&pair, &[pool.id()], it.windows())
             .expect("the pool is not attached to this communicator yet");
         let mut tensor = it.take(&pool, 30 * MIB);
         it.registrar.sync(&[&it.world]).expect("the ranks agree");
@@ -129,7 +180,7 @@ nccl_test!(communicators_named_in_opposite_orders_do_not_wait_for_each_other, {
         let tp = it.world.split(Some(rank / 2), 0).expect("all ranks split").expect("with a color");
         let dp = it.world.split(Some(rank % 2), 0).expect("all ranks split").expect("with a color");
         for comm in [&it.world, &tp, &dp] {
-            it.registrar.attach(comm, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+            it.registrar.attach(comm, &[pool.id()], it.windows()).expect("symmetric and shareable");
         }
         let mut tensors = Vec::new();
         for round in 0..3 {
@@ -152,7 +203,7 @@ nccl_test!(threads_with_separate_communicators_and_pools_are_independent, {
             let stream = it.device.context().new_stream().expect("a stream");
             it.allocator.register_stream(&stream).expect("stream ids are available");
             let pool = it.pool();
-            it.registrar.attach(&comm, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+            it.registrar.attach(&comm, &[pool.id()], it.windows()).expect("symmetric and shareable");
             (name, comm, stream, pool)
         };
         // The communicators are created in the same order on every rank.
@@ -191,7 +242,7 @@ nccl_test!(a_new_communicator_gets_windows_on_live_segments, {
         let mut tensors = [it.take(&pool, 30 * MIB), it.take(&pool, 40 * MIB)];
         it.registrar.sync(&[&it.world]).expect("the ranks agree");
         let late = it.connect("late", &id);
-        it.registrar.attach(&late, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+        it.registrar.attach(&late, &[pool.id()], it.windows()).expect("symmetric and shareable");
         let synced = it.registrar.sync(&[&late, &it.world]).expect("the ranks agree");
         assert_eq!((synced.registrations, synced.rounds), (2, 2));
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&late, tensor));
@@ -206,7 +257,7 @@ nccl_test!(windows_of_an_ended_communicator_are_not_touched_and_its_memory_is_re
         Job::new(2).run(|it| {
             let other = it.connect("other", &id);
             let pool = it.attached_pool();
-            it.registrar.attach(&other, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+            it.registrar.attach(&other, &[pool.id()], it.windows()).expect("symmetric and shareable");
             let tensor = it.take(&pool, 30 * MIB);
             it.registrar.sync(&[&it.world, &other]).expect("the ranks agree");
             drop(tensor);
@@ -230,7 +281,7 @@ nccl_test!(windows_of_an_ended_communicator_are_not_touched_and_its_memory_is_re
 nccl_test!(a_growing_pool_gets_one_larger_window_if_nccl_supports_it, ["STUB_NCCL_VERSION" = "23007"], {
     Job::new(2).run(|it| {
         let pool = it.pool_with(|config| config);
-        it.registrar.attach(&it.world, &[pool.id()], Registration::Windows).expect("2.30.7 supports growing windows");
+        it.registrar.attach(&it.world, &[pool.id()], it.windows()).expect("2.30.7 supports growing windows");
         let mut first = it.take(&pool, 2 * MIB);
         it.registrar.sync(&[&it.world]).expect("the ranks agree");
         let before = it.registrar.window_of(&it.world, &first).expect("a window");
@@ -252,7 +303,7 @@ nccl_test!(ranks_with_different_chunks_share_windows, ["STUB_NCCL_VERSION" = "23
     let job = Job { prefetch_bytes: 40 << 20, ..Job::new(2) };
     job.run(|it| {
         let pool = it.pool_with(|config| config);
-        it.registrar.attach(&it.world, &[pool.id()], Registration::Windows).expect("2.30.7 supports growing windows");
+        it.registrar.attach(&it.world, &[pool.id()], it.windows()).expect("2.30.7 supports growing windows");
         let mut tensors = Vec::new();
         for mib in [2, 6, 2, 30, 8] {
             tensors.push(it.take(&pool, mib * MIB));
@@ -279,7 +330,7 @@ nccl_test!(pools_that_cannot_have_windows_are_refused_with_a_remedy, {
         assert!(matches!(twice, AttachError::Already { .. }));
         assert!(matches!(attach(PoolId(99), Registration::Buffers), Err(AttachError::Unknown(_))));
         let pool = it.pool();
-        let error = it.registrar.attach(&it.world, &[pool.id(), PoolId::DEFAULT], Registration::Windows);
+        let error = it.registrar.attach(&it.world, &[pool.id(), PoolId::DEFAULT], it.windows());
         error.expect_err("one of them is private");
         assert_eq!(it.registrar.registration(&it.world, pool.id()), None, "neither pool is attached");
     });
@@ -313,7 +364,8 @@ nccl_test!(buffers_of_private_pools_are_registered_without_other_ranks, {
         // Only rank 1 has a private pool, which grows.
         if it.rank == 1 {
             let pool = it.allocator.create_pool(PoolConfig::default()).expect("the pool fits");
-            it.registrar.attach(&it.world, &[pool.id()], Registration::Buffers).expect("buffers can be in any memory");
+            let buffers = Attachment { registration: Registration::Buffers, ..it.windows() };
+            it.registrar.attach(&it.world, &[pool.id()], buffers).expect("buffers can be in any memory");
             let first = it.take(&pool, 2 * MIB);
             let second = it.take(&pool, 4 * MIB);
             let synced = it.registrar.sync(&[&it.world]).expect("no other rank takes part");

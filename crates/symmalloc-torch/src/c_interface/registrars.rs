@@ -6,14 +6,15 @@ use crate::error::Error;
 use crate::guard::{release, report};
 use crate::handles::{hand_out, take_back};
 use crate::process;
-use crate::registrations::{AgreementMode, PoolRegistration, RegistrationOptions, SyncCounts};
+use crate::registrations::{PoolRegistration, RegistrationOptions, SyncCounts};
 use crate::status::symmalloc_status;
 use std::ffi::{c_char, c_void};
 use std::num::NonZeroU32;
 use std::time::Duration;
+use symmalloc_agreement::Mode;
 use symmalloc_core::PoolId;
 use symmalloc_files::is_forked;
-use symmalloc_nccl::{Communicator, Registration};
+use symmalloc_nccl::{Attachment, Communicator, Registration};
 
 /// `symmalloc_registrar_options.registration`: all ranks together create a symmetric window over each segment of a symmetric pool.
 pub const SYMMALLOC_REGISTER_WINDOWS: u32 = 0;
@@ -123,9 +124,9 @@ unsafe fn read(options: &symmalloc_registrar_options) -> Result<RegistrationOpti
         }
     };
     let agreement = match options.agree_every {
-        0 | 1 => AgreementMode::AtSync,
-        SYMMALLOC_AGREE_BY_HAND => AgreementMode::ByHand,
-        syncs => NonZeroU32::new(syncs).map_or(AgreementMode::AtSync, AgreementMode::EverySyncs),
+        0 | 1 => Mode::AtSync,
+        SYMMALLOC_AGREE_BY_HAND => Mode::Off,
+        syncs => NonZeroU32::new(syncs).map_or(Mode::AtSync, Mode::EverySyncs),
     };
     let deadline = match options.deadline_ms {
         0 => Communicator::DEFAULT_DEADLINE,
@@ -133,8 +134,7 @@ unsafe fn read(options: &symmalloc_registrar_options) -> Result<RegistrationOpti
     };
     Ok(RegistrationOptions {
         deadline,
-        registration,
-        agreement,
+        attachment: Attachment { registration, agreement, ..Attachment::default() },
         // SAFETY: the caller's contract.
         rendezvous: unsafe { text(options.rendezvous, "rendezvous") }?,
         // SAFETY: the caller's contract.

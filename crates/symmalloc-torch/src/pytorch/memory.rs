@@ -44,7 +44,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate(
             let pointer = match unsafe { allocator.allocate(PoolId::DEFAULT, stream, size_bytes, None) } {
                 Ok(pointer) => pointer,
                 // SAFETY: the caller's contract.
-                Err(error) => unsafe { helped_out(allocator, stream, size_bytes, error) }?,
+                Err(error) => unsafe { retry_from_helpers(allocator, stream, size_bytes, error) }?,
             };
             // SAFETY: the caller's contract, and it is not null.
             unsafe { out.write(pointer) };
@@ -79,15 +79,17 @@ unsafe fn allocate(
     // SAFETY: the caller's contract.
     match unsafe { allocator.allocate_at(target, stream, size_bytes, name) } {
         // SAFETY: the caller's contract.
-        Err(error) if is_default => unsafe { helped_out(allocator, stream, size_bytes, error) },
+        Err(error) if is_default => unsafe { retry_from_helpers(allocator, stream, size_bytes, error) },
         outcome => outcome,
     }
 }
 
+/// Allocates after a failure from helper pools, if memory was short.
+///
 /// # Safety
 /// As [`symmalloc_torch_allocate`].
 #[cold]
-unsafe fn helped_out(
+unsafe fn retry_from_helpers(
     allocator: &DeviceAllocator,
     stream: RawStream,
     size_bytes: u64,

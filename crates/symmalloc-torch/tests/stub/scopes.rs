@@ -47,7 +47,7 @@ impl Windows {
         unsafe { symmalloc_registrar_agree(self.0, null_mut(), null_mut()) }
     }
 
-    fn window(&self, pointer: Pointer, bytes: usize) -> Result<(usize, u64), symmalloc_status> {
+    pub(crate) fn window(&self, pointer: Pointer, bytes: usize) -> Result<(usize, u64), symmalloc_status> {
         let (mut window, mut offset_bytes) = (null_mut(), 0);
         // SAFETY: a live registrar, and output pointers.
         match unsafe {

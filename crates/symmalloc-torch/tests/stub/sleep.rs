@@ -565,19 +565,21 @@ nccl_test!(ranks_that_differ_stay_awake_and_get_an_error, {
     });
 });
 
-nccl_test!(a_pool_with_two_modes_of_agreement_is_refused, {
+nccl_test!(a_pool_with_two_modes_of_agreement_sleeps_on_all_communicators, {
     ranks_of(1, allocator_of_torch, |_, allocator, comm, _| {
         let pool = allocator.create_pool(Some(POOL));
         let windows = Windows::new(allocator, pool, comm.raw());
         let other = alone_of(comm);
         let by_hand = named(allocator, pool, &other, "other", SYMMALLOC_AGREE_BY_HAND);
-        allocator.allocate(pool, 4 * MIB, null_mut());
-        assert_eq!(allocator.try_sleep(pool, KEEP), Err(SYMMALLOC_INVALID_STATE));
-        assert!(message().contains("register it with one mode"), "{}", message());
-        assert_eq!(allocator.phase(pool), SYMMALLOC_PHASE_AWAKE);
-        done(by_hand.destroy());
+        let memory = allocator.allocate(pool, 4 * MIB, null_mut());
+        windows.sync();
+        by_hand.sync();
         allocator.sleep(pool, KEEP);
+        assert_eq!(allocator.phase(pool), SYMMALLOC_PHASE_ASLEEP);
+        assert!(windows.window(memory, 4 * MIB).is_err() && by_hand.window(memory, 4 * MIB).is_err());
         allocator.wake(pool);
+        assert!(windows.window(memory, 4 * MIB).is_ok() && by_hand.window(memory, 4 * MIB).is_ok());
+        done(by_hand.destroy());
         done(windows.destroy());
     });
 });

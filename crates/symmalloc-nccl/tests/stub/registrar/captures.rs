@@ -5,7 +5,7 @@ use super::support::{Job, MIB, Rank, nothing_is_left};
 use std::time::Duration;
 use stub_process::{Captured, nccl, nccl_test, while_captured};
 use symmalloc_core::op::Contents;
-use symmalloc_nccl::{CommState, Registration};
+use symmalloc_nccl::CommState;
 
 /// Runs `body` on all ranks, which are threads of one process, while a stream of rank 0's device is being captured.
 fn all_while_captured(it: &Rank, body: impl FnOnce()) {
@@ -60,7 +60,7 @@ nccl_test!(communicators_are_created_awaited_and_destroyed, {
         let tensor = it.take(&pool, MIB);
         all_while_captured(it, || {
             let part = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
-            it.registrar.attach(&part, &[pool.id()], Registration::Windows).expect("shareable");
+            it.registrar.attach(&part, &[pool.id()], it.windows()).expect("shareable");
             it.registrar.sync(&[&part]).expect("the ranks agree");
             part.synchronize(&it.stream).expect("nothing runs");
             part.destroy().expect("ready");
@@ -76,7 +76,7 @@ nccl_test!(an_abort_deregisters_windows_only_after_the_devices_work, {
         let pool = it.attached_pool();
         let _tensor = it.take(&pool, MIB);
         let part = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
-        it.registrar.attach(&part, &[pool.id()], Registration::Windows).expect("shareable");
+        it.registrar.attach(&part, &[pool.id()], it.windows()).expect("shareable");
         it.registrar.sync(&[&part]).expect("the ranks agree");
         let (aborting, captured) = while_captured(0, || {
             let part = part.clone();

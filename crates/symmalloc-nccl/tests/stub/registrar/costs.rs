@@ -5,7 +5,6 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 use stub_process::nccl_test;
 use symmalloc_cuda::Pool;
-use symmalloc_nccl::Registration;
 
 const CALLS: u32 = 100_000;
 
@@ -15,7 +14,7 @@ nccl_test!(a_sync_with_nothing_new_takes_nanoseconds, {
         let other = it.world.split(Some(0), 0).expect("one rank").expect("with a color");
         let pools = [it.attached_pool(), it.attached_pool()];
         let ids = pools.each_ref().map(Pool::id);
-        it.registrar.attach(&other, &ids, Registration::Windows).expect("symmetric and shareable");
+        it.registrar.attach(&other, &ids, it.windows()).expect("symmetric and shareable");
         let kept: Vec<_> = (0..32).map(|index| it.take(&pools[index % 2], 30 * MIB)).collect();
         for comms in [&[&it.world] as &[_], &[&it.world, &other]] {
             it.registrar.sync(comms).expect("one rank agrees with itself");

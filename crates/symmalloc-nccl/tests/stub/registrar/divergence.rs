@@ -5,7 +5,7 @@ use std::time::Instant;
 use stub_process::{cuda, nccl, nccl_test};
 use symmalloc_agreement::Cause;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
-use symmalloc_nccl::{CheckedCollectives, ReduceOp, Registration, SyncError, SyncField};
+use symmalloc_nccl::{CheckedCollectives, ReduceOp, SyncError, SyncField};
 
 /// Runs a program in which rank 1 diverges. Returns the error of the sync on each rank, after which nothing new may be registered.
 fn injected(
@@ -105,7 +105,7 @@ nccl_test!(a_difference_from_before_a_sync_of_other_ranks_is_named, {
             let pair = it.world.split((it.rank < 2).then_some(0), 0).expect("all ranks split");
             let pool = it.attached_pool();
             if let Some(pair) = &pair {
-                it.registrar.attach(pair, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+                it.registrar.attach(pair, &[pool.id()], it.windows()).expect("symmetric and shareable");
             }
             let mut tensors = vec![it.take(&pool, MIB)];
             it.registrar.sync(&[&it.world]).expect("the ranks agree so far");
@@ -149,7 +149,7 @@ nccl_test!(pools_that_are_attached_on_some_ranks_only_are_reported_on_all, {
     let outcomes = Job::new(2).run(|it| {
         let (pool, other) = (it.attached_pool(), it.pool());
         if it.rank == 1 {
-            it.registrar.attach(&it.world, &[other.id()], Registration::Windows).expect("symmetric and shareable");
+            it.registrar.attach(&it.world, &[other.id()], it.windows()).expect("symmetric and shareable");
         }
         let _tensor = it.take(&pool, MIB);
         it.registrar.sync(&[&it.world]).expect_err("they differ")
@@ -191,7 +191,7 @@ nccl_test!(a_rank_that_dies_is_an_error_on_the_others_and_other_communicators_co
         let rest = it.world.split((it.rank != 2).then_some(0), 0).expect("all ranks split");
         let pool = it.attached_pool();
         if let Some(rest) = &rest {
-            it.registrar.attach(rest, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+            it.registrar.attach(rest, &[pool.id()], it.windows()).expect("symmetric and shareable");
         }
         let mut tensor = it.take(&pool, 30 * MIB);
         it.meet();

@@ -51,7 +51,7 @@ nccl_test!(windows_and_communicators_are_traced_with_stable_names_and_fields, {
         let _guard = tracing::subscriber::set_default(listener.clone());
         let other = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
         let pool = it.pool();
-        it.registrar.attach(&other, &[pool.id()], symmalloc_nccl::Registration::Windows).expect("symmetric");
+        it.registrar.attach(&other, &[pool.id()], it.windows()).expect("symmetric");
         let tensor = it.take(&pool, 30 * MIB);
         it.registrar.sync(&[&other]).expect("the ranks agree");
         let window = "communicator=\"world/1.0\" symmetric_pool=0 stream=0 segment=0 size_bytes=31457280";

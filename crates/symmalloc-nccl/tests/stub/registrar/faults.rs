@@ -4,7 +4,7 @@
 use super::support::{Job, MIB, Rank};
 use std::time::Instant;
 use stub_process::{cuda, nccl, nccl_test, until};
-use symmalloc_nccl::{CommState, Communicator, Registration, SyncError};
+use symmalloc_nccl::{CommState, Communicator, SyncError};
 
 /// A fault on rank 1.
 #[derive(Clone, Copy, Debug)]
@@ -18,7 +18,7 @@ enum Fault {
 /// Runs two syncs on `comm`: the first registers windows, and the second registers some and deregisters others.
 fn work(it: &Rank, comm: &Communicator) -> Result<(), SyncError> {
     let pool = it.pool();
-    it.registrar.attach(comm, &[pool.id()], Registration::Windows).map_err(|error| match error {
+    it.registrar.attach(comm, &[pool.id()], it.windows()).map_err(|error| match error {
         symmalloc_nccl::AttachError::Communicator(error) => {
             SyncError::Communicator { communicator: comm.name().to_owned(), error }
         }
@@ -107,7 +107,7 @@ nccl_test!(a_communicator_that_one_rank_has_swept_does_not_keep_the_others_from_
     Job::new(2).impatient().run(|it| {
         let pool = it.attached_pool();
         let other = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
-        it.registrar.attach(&other, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+        it.registrar.attach(&other, &[pool.id()], it.windows()).expect("symmetric and shareable");
         let mut tensor = it.take(&pool, 30 * MIB);
         it.registrar.sync(&[&other, &it.world]).expect("the ranks agree");
         it.meet();

@@ -5,13 +5,13 @@ use super::support::{Job, MIB, nothing_is_left};
 use stub_process::nccl_test;
 use symmalloc_core::config::PoolConfig;
 use symmalloc_cuda::GraphPool;
-use symmalloc_nccl::{LookupError, Registration, SyncError};
+use symmalloc_nccl::{LookupError, SyncError};
 
 nccl_test!(memory_that_was_synced_before_a_capture_has_windows_during_it, {
     Job::new(2).quiet().run(|it| {
         let config = PoolConfig::builder().symmetric(true).reserved(64 * MIB).build().expect("valid");
         let graphs = GraphPool::new(&it.allocator, config).expect("fits the device");
-        it.registrar.attach(&it.world, &[graphs.id()], Registration::Windows).expect("symmetric and shareable");
+        it.registrar.attach(&it.world, &[graphs.id()], it.windows()).expect("symmetric and shareable");
         let stream = it.allocator.register_stream(&it.stream).expect("registered");
         it.allocator.core().reserve(graphs.id(), stream, 64 * MIB).expect("the memory fits");
         assert_eq!(it.registrar.sync(&[&it.world]).expect("the ranks agree").registrations, 1);
@@ -30,7 +30,7 @@ nccl_test!(memory_without_a_window_is_an_error_during_a_capture, {
     Job::new(2).run(|it| {
         let config = PoolConfig::builder().symmetric(true).fixed().build().expect("valid");
         let graphs = GraphPool::new(&it.allocator, config).expect("fits the device");
-        it.registrar.attach(&it.world, &[graphs.id()], Registration::Windows).expect("symmetric and shareable");
+        it.registrar.attach(&it.world, &[graphs.id()], it.windows()).expect("symmetric and shareable");
         let capture = graphs.begin(&it.stream).expect("no other capture is active");
         // SAFETY: the memory is never read.
         let tensor = unsafe { it.allocator.alloc::<f32>(&it.stream, 1 << 20) }.expect("the allocation fits");

@@ -4,8 +4,8 @@ use super::support::{Job, MIB, Rank, nothing_is_left};
 use std::sync::Mutex;
 use stub_process::{nccl, nccl_test, until};
 use symmalloc_nccl::{
-    Capability, CommError, CommState, Communicator, CommunicatorBuilder, GrowIdObstacle, NcclVersion, Registration,
-    Stage, SyncError, UniqueId, WatchdogMode,
+    Capability, CommError, CommState, Communicator, CommunicatorBuilder, GrowIdObstacle, NcclVersion, Stage, SyncError,
+    UniqueId, WatchdogMode,
 };
 
 /// A place where rank 0 of a communicator leaves the id of a grow for the other threads.
@@ -55,7 +55,7 @@ fn lose_one_of_four_and_grow_back(
         // The rank that left makes the same allocations in the symmetric pool, without the others.
         let mut during = it.take(&pool, 40 * MIB);
         if let Some(rest) = &rest {
-            it.registrar.attach(rest, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+            it.registrar.attach(rest, &[pool.id()], it.windows()).expect("symmetric and shareable");
             it.registrar.sync(&[rest]).expect("the remaining ranks sync");
             it.reduce_right(rest, &mut during);
         }
@@ -69,7 +69,7 @@ fn lose_one_of_four_and_grow_back(
             it.reduce_right(&rest, &mut before);
             rest.destroy().expect("idle");
         }
-        it.registrar.attach(&grown, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+        it.registrar.attach(&grown, &[pool.id()], it.windows()).expect("symmetric and shareable");
         let after = it.take(&pool, 20 * MIB);
         it.registrar.sync(&[&grown]).expect("all ranks sync");
         let mut tensors = [before, during, after];
@@ -310,13 +310,13 @@ nccl_test!(a_rank_that_joins_with_another_history_is_named, ["STUB_NCCL_VERSION"
         let mut tensor = it.take(&pool, size * MIB);
         let id = share_id(it, pair.as_ref(), &shared);
         let grown = grow(builder(it), pair.as_ref(), id, 3).expect("all ranks arrive");
-        it.registrar.attach(&grown, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+        it.registrar.attach(&grown, &[pool.id()], it.windows()).expect("symmetric and shareable");
         let error = it.registrar.sync(&[&grown]).expect_err("the histories differ");
         assert!(matches!(error, SyncError::Disagreed { .. }), "{error}");
         assert_eq!(grown.state(), CommState::Ready);
         // The communicator without the new rank is not affected.
         if let Some(pair) = &pair {
-            it.registrar.attach(pair, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+            it.registrar.attach(pair, &[pool.id()], it.windows()).expect("symmetric and shareable");
             it.registrar.sync(&[pair]).expect("the old ranks agree");
             it.reduce_right(pair, &mut tensor);
             pair.destroy().expect("idle");

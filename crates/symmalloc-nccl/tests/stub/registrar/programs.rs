@@ -10,8 +10,7 @@ use symmalloc_agreement::Mode;
 use symmalloc_core::op::Contents;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
 use symmalloc_nccl::{
-    Capability, CommState, Communicator, Invalidated, InvalidationCursor, Registration, SegmentKey, UniqueId,
-    WatchdogMode,
+    Capability, CommState, Communicator, Invalidated, InvalidationCursor, SegmentKey, UniqueId, WatchdogMode,
 };
 use symmalloc_sim::SplitMix64;
 
@@ -207,7 +206,7 @@ impl Program<'_> {
     /// Attaches pools to a new communicator, syncs, and reduces a tensor of each pool in its window.
     fn reduce_in(&mut self, comm: &Communicator, pools: &[usize]) {
         let ids: Vec<_> = pools.iter().map(|pool| self.pools[*pool].id()).collect();
-        self.it.registrar.attach(comm, &ids, Registration::Windows).expect("symmetric and shareable");
+        self.it.registrar.attach(comm, &ids, self.it.windows()).expect("symmetric and shareable");
         self.it.registrar.sync(&[comm]).expect("the ranks agree");
         for pool in pools {
             let Some((_, tensor)) = self.tensors.iter_mut().rev().find(|(index, _)| index == pool) else { continue };
@@ -380,7 +379,7 @@ impl Program<'_> {
 
 fn attach(it: &Rank, lane: &mut CommunicatorState, index: usize, pool: &Pool<CudaBackend>) {
     if !lane.is_aborted {
-        it.registrar.attach(&lane.comm, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+        it.registrar.attach(&lane.comm, &[pool.id()], it.windows()).expect("symmetric and shareable");
         lane.pools.push(index);
     }
 }

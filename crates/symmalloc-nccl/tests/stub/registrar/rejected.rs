@@ -6,7 +6,9 @@ use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
-use symmalloc_nccl::{CommState, Communicator, CommunicatorStats, ReduceOp, RegistrarStats, Registration, WindowFlags};
+use symmalloc_nccl::{
+    Attachment, CommState, Communicator, CommunicatorStats, ReduceOp, RegistrarStats, Registration, WindowFlags,
+};
 
 const UNKNOWN: PoolId = PoolId(99);
 
@@ -97,10 +99,10 @@ const REJECTED: &[Rejected] = &[
     ("attach no pool for buffers", |it| it.is_attach_rejected(&[it.private.id(), UNKNOWN], Registration::Buffers)),
     ("attach an attached pool with flags", |it| {
         let pools = [it.others[1].id(), it.attached.id()];
-        it.rank.registrar.attach_windows(&it.rank.world, &pools, WindowFlags::NONE).is_err()
+        it.rank.registrar.attach(&it.rank.world, &pools, with_flags(WindowFlags::NONE)).is_err()
     }),
     ("attach with flags that the library does not have", |it| {
-        it.rank.registrar.attach_windows(&it.rank.world, &[it.others[0].id()], WindowFlags::GIN_ONLY).is_err()
+        it.rank.registrar.attach(&it.rank.world, &[it.others[0].id()], with_flags(WindowFlags::GIN_ONLY)).is_err()
     }),
     ("detach a pool that is not attached", |it| {
         it.rank.registrar.detach(&it.rank.world, &[it.others[0].id(), it.private.id()]).is_err()
@@ -161,3 +163,8 @@ nccl_test!(rejected_calls_change_nothing, ["STUB_NCCL_VERSION" = "23007"], {
     });
     nothing_is_left();
 });
+
+/// An attachment for windows with flags.
+fn with_flags(flags: WindowFlags) -> Attachment {
+    Attachment { flags, ..Attachment::default() }
+}

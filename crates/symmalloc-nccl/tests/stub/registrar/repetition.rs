@@ -11,7 +11,7 @@ use symmalloc_core::op::Contents;
 use symmalloc_core::report::MemoryStats;
 use symmalloc_cuda::{DeviceBuffer, GraphPool};
 use symmalloc_harness::levels::levels;
-use symmalloc_nccl::{Communicator, CommunicatorStats, RegistrarStats, Registration, WindowHandle};
+use symmalloc_nccl::{Communicator, CommunicatorStats, RegistrarStats, WindowHandle};
 
 const ROUNDS: usize = 6;
 
@@ -54,7 +54,7 @@ nccl_test!(sleeps_and_wakes_hold_what_the_first_one_held, ["STUB_NCCL_REUSE_WIND
         let pair = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
         let comms = [&it.world, &pair];
         let pool = it.attached_pool();
-        it.registrar.attach(&pair, &[pool.id()], Registration::Windows).expect("not attached yet");
+        it.registrar.attach(&pair, &[pool.id()], it.windows()).expect("not attached yet");
         let tensors = [20, 2, 30].map(|size| it.take(&pool, size * MIB));
         it.registrar.sync(&comms).expect("the ranks agree");
         steady(ROUNDS, |_| {
@@ -84,7 +84,7 @@ nccl_test!(pools_that_are_detached_and_attached_hold_what_the_first_one_held, ["
             it.registrar.detach(&it.world, &[pool.id()]).expect("it was attached");
             let detached = it.registrar.sync(&[&it.world]).expect("the ranks agree");
             let alone = held(it, &[], &[]);
-            it.registrar.attach(&it.world, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+            it.registrar.attach(&it.world, &[pool.id()], it.windows()).expect("symmetric and shareable");
             let attached = it.registrar.sync(&[&it.world]).expect("the ranks agree");
             (detached.deregistrations, attached.registrations, alone, held(it, &[&it.world], &tensors))
         });
@@ -100,7 +100,7 @@ nccl_test!(communicators_that_come_and_go_hold_what_the_first_one_held, {
         it.registrar.sync(&[&it.world]).expect("the ranks agree");
         steady(ROUNDS, |_| {
             let next = it.connect("next", &shared);
-            it.registrar.attach(&next, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+            it.registrar.attach(&next, &[pool.id()], it.windows()).expect("symmetric and shareable");
             it.registrar.sync(&[&it.world, &next]).expect("the ranks agree");
             it.reduce_right(&next, &mut tensors[0]);
             let stats = it.registrar.communicator_stats(&next).expect("it is ready");
@@ -121,14 +121,14 @@ nccl_test!(ranks_that_rejoin_hold_what_the_first_one_held, ["STUB_NCCL_VERSION" 
         let mut tensors = [20, 30].map(|size| it.take(&pool, size * MIB));
         it.registrar.sync(&[&it.world]).expect("the ranks agree");
         let mut whole = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
-        it.registrar.attach(&whole, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+        it.registrar.attach(&whole, &[pool.id()], it.windows()).expect("symmetric and shareable");
         it.registrar.sync(&[&whole]).expect("the ranks agree");
         steady(ROUNDS, |_| {
             let rest = (it.rank != 2).then(|| whole.shrink(&[2]).expect("the remaining ranks shrink"));
             whole.destroy().expect("idle");
             it.registrar.sweep();
             if let Some(rest) = &rest {
-                it.registrar.attach(rest, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+                it.registrar.attach(rest, &[pool.id()], it.windows()).expect("symmetric and shareable");
                 it.registrar.sync(&[rest]).expect("the remaining ranks agree");
                 it.reduce_right(rest, &mut tensors[1]);
             }
@@ -137,7 +137,7 @@ nccl_test!(ranks_that_rejoin_hold_what_the_first_one_held, ["STUB_NCCL_VERSION" 
             if let Some(rest) = rest {
                 rest.destroy().expect("idle");
             }
-            it.registrar.attach(&whole, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+            it.registrar.attach(&whole, &[pool.id()], it.windows()).expect("symmetric and shareable");
             it.registrar.sync(&[&whole]).expect("the ranks agree");
             it.registrar.sweep();
             tensors.iter_mut().for_each(|tensor| it.reduce_right(&whole, tensor));
@@ -153,7 +153,7 @@ nccl_test!(captures_with_windows_hold_what_the_first_one_held, {
     Job::new(2).quiet().run(|it| {
         let config = PoolConfig::builder().symmetric(true).reserved(64 * MIB).build().expect("valid");
         let graphs = GraphPool::new(&it.allocator, config).expect("fits the device");
-        it.registrar.attach(&it.world, &[graphs.id()], Registration::Windows).expect("symmetric and shareable");
+        it.registrar.attach(&it.world, &[graphs.id()], it.windows()).expect("symmetric and shareable");
         let stream = it.allocator.register_stream(&it.stream).expect("registered");
         it.allocator.core().reserve(graphs.id(), stream, 64 * MIB).expect("the memory fits");
         it.registrar.sync(&[&it.world]).expect("the ranks agree");

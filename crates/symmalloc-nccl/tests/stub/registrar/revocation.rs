@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use stub_process::{nccl, nccl_test, until};
 use symmalloc_nccl::{
-    Capability, CommError, CommState, Communicator, CommunicatorBuilder, NcclVersion, ReduceOp, Registration,
-    SyncError, UniqueId, WatchdogMode,
+    Capability, CommError, CommState, Communicator, CommunicatorBuilder, NcclVersion, ReduceOp, SyncError, UniqueId,
+    WatchdogMode,
 };
 
 fn revoked(comm: &Communicator) -> CommError {
@@ -25,7 +25,7 @@ fn continue_after_a_missing_rank(configure: impl Fn(CommunicatorBuilder) -> Comm
     Job::new(3).run(|it| {
         let comm = connect(it, id, &configure);
         let pool = it.pool();
-        it.registrar.attach(&comm, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+        it.registrar.attach(&comm, &[pool.id()], it.windows()).expect("symmetric and shareable");
         let (mut one, mut two) = (it.take(&pool, 8 * MIB), it.take(&pool, 40 * MIB));
         it.registrar.sync(&[&comm]).expect("all ranks sync");
         let before = [it.offset_of(&comm, &one), it.offset_of(&comm, &two)];
@@ -62,7 +62,7 @@ fn continue_after_a_missing_rank(configure: impl Fn(CommunicatorBuilder) -> Comm
             let rest = comm.shrink(&[1]).expect("the remaining ranks shrink");
             comm.destroy().expect("it does not wait for others");
             assert_eq!((rest.name(), rest.ranks(), comm.state()), ("revoked/without-1", 2, CommState::Aborted));
-            it.registrar.attach(&rest, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+            it.registrar.attach(&rest, &[pool.id()], it.windows()).expect("symmetric and shareable");
             it.registrar.sync(&[&rest]).expect("the remaining ranks sync");
             assert_eq!([it.offset_of(&rest, &one), it.offset_of(&rest, &two)], before);
             it.reduce_right(&rest, &mut one);

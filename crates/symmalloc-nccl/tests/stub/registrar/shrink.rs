@@ -2,7 +2,7 @@
 
 use super::support::{Job, MIB, nothing_is_left};
 use stub_process::nccl_test;
-use symmalloc_nccl::{Capability, CommError, CommState, NcclVersion, Registration};
+use symmalloc_nccl::{Capability, CommError, CommState, NcclVersion};
 
 /// Four ranks with windows lose rank 1, and later the first of the remaining ones.
 fn lose_two_of_four() {
@@ -18,7 +18,7 @@ fn lose_two_of_four() {
         let rest = it.world.shrink(&[1]).expect("the remaining ranks shrink");
         assert_eq!((rest.name(), rest.ranks()), ("world/without-1", 3));
         assert_eq!(rest.rank() as usize, it.rank.saturating_sub(1), "the order does not change");
-        it.registrar.attach(&rest, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+        it.registrar.attach(&rest, &[pool.id()], it.windows()).expect("symmetric and shareable");
         let mut after = it.take(&pool, 40 * MIB);
         it.registrar.sync(&[&rest]).expect("the remaining ranks sync");
         it.reduce_right(&rest, &mut before);
@@ -29,7 +29,7 @@ fn lose_two_of_four() {
         if it.rank > 0 {
             let pair = rest.shrink(&[0, 0]).expect("the remaining ranks shrink");
             assert_eq!((pair.name(), pair.ranks()), ("world/without-1/without-0", 2));
-            it.registrar.attach(&pair, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+            it.registrar.attach(&pair, &[pool.id()], it.windows()).expect("symmetric and shareable");
             it.registrar.sync(&[&pair]).expect("the remaining ranks sync");
             it.reduce_right(&pair, &mut after);
             let again = rest.shrink(&[0]).expect("the remaining ranks shrink");

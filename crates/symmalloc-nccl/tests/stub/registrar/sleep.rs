@@ -30,7 +30,7 @@ nccl_test!(a_pool_wakes_in_place_with_the_windows_that_it_had, ["STUB_NCCL_REUSE
         let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks split").expect("with a color");
         let pool = it.attached_pool();
         it.registrar
-            .attach(&pair, &[pool.id()], Registration::Windows)
+            .attach(&pair, &[pool.id()], it.windows())
             .expect("the pool is not attached to this communicator yet");
         let mut tensors: Vec<_> = [20, 30, 40].map(|size| it.take(&pool, size * MIB)).into();
         it.registrar.sync(&[&it.world, &pair]).expect("the ranks agree");
@@ -94,7 +94,7 @@ nccl_test!(sleeps_over_different_communicators_run_concurrently, {
         let _tensors: Vec<_> = pools
             .iter()
             .map(|(_, pool)| {
-                it.registrar.attach(&next, &[pool.id()], Registration::Windows).expect("the pool is not attached yet");
+                it.registrar.attach(&next, &[pool.id()], it.windows()).expect("the pool is not attached yet");
                 it.take(pool, 20 * MIB)
             })
             .collect();
@@ -328,7 +328,7 @@ nccl_test!(a_communicator_with_absent_ranks_keeps_the_pool_awake, {
         let error = it.registrar.sleep(&pair, pool.id(), Contents::Drop).expect_err("it is not attached");
         assert!(matches!(error, CollectiveSleepError::NotAttached { .. }), "{error}");
         it.registrar
-            .attach(&pair, &[pool.id()], Registration::Windows)
+            .attach(&pair, &[pool.id()], it.windows())
             .expect("the pool is not attached to this communicator yet");
         let error = it.registrar.sleep(&pair, pool.id(), Contents::Drop).expect_err("the world has other ranks");
         let CollectiveSleepError::Differ { difference, .. } = error else { panic!("{error}") };
@@ -345,7 +345,7 @@ nccl_test!(communicators_that_end_during_a_sleep_are_skipped_and_reported, ["STU
         let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks split").expect("with a color");
         let pool = it.attached_pool();
         it.registrar
-            .attach(&pair, &[pool.id()], Registration::Windows)
+            .attach(&pair, &[pool.id()], it.windows())
             .expect("the pool is not attached to this communicator yet");
         let mut tensor = it.take(&pool, 30 * MIB);
         it.registrar.sync(&[&it.world, &pair]).expect("the ranks agree");
@@ -371,7 +371,7 @@ nccl_test!(communicators_that_end_during_a_sleep_are_skipped_and_reported, ["STU
         // A later sleep ignores the dead pair, and a new communicator replaces it.
         let next = it.connect("next", &shared);
         it.registrar
-            .attach(&next, &[pool.id()], Registration::Windows)
+            .attach(&next, &[pool.id()], it.windows())
             .expect("the pool is not attached to this communicator yet");
         it.registrar.sync(&[&it.world, &next]).expect("the ranks agree");
         it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
@@ -391,7 +391,7 @@ nccl_test!(communicators_that_ended_are_forgotten_with_their_pools, {
             let pool = it.pool();
             let next = it.connect("next", &shared);
             it.registrar
-                .attach(&next, &[pool.id()], Registration::Windows)
+                .attach(&next, &[pool.id()], it.windows())
                 .expect("the pool is not attached to this communicator yet");
             let tensor = it.take(&pool, MIB);
             it.registrar.sync(&[&next]).expect("the ranks agree");
@@ -423,13 +423,13 @@ nccl_test!(windows_with_new_handles_are_reported_on_all_ranks, ["STUB_NCCL_REUSE
         let mut cursor = InvalidationCursor::default();
         let _none = it.registrar.invalidations(&it.world, &mut cursor);
         let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
-        let segments: Vec<u32> = woken.changed.iter().map(|(_, segment)| segment.segment.0).collect();
+        let segments: Vec<u32> = woken.changed.iter().map(|(_, segment)| segment.id.0).collect();
         assert!(!segments.is_empty(), "the windows' addresses are in use");
         assert!(woken.changed.iter().all(|(communicator, _)| communicator == it.world.name()));
         let Invalidated::Keys(keys) = it.registrar.invalidations(&it.world, &mut cursor) else {
             panic!("the communicator is ready")
         };
-        assert_eq!(keys.iter().map(|key| key.generation.segment.0).collect::<Vec<_>>(), segments);
+        assert_eq!(keys.iter().map(|key| key.segment.id.0).collect::<Vec<_>>(), segments);
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
     });
     nothing_is_left();
@@ -458,7 +458,7 @@ nccl_test!(a_pool_that_was_detached_during_a_sleep_sleeps_with_its_next_windows,
         it.allocator.core().wake(pool.id()).expect("the pool is no longer registered");
         tensors.pop();
         it.trim(&pool);
-        it.registrar.attach(&it.world, &[pool.id()], Registration::Windows).expect("not attached anymore");
+        it.registrar.attach(&it.world, &[pool.id()], it.windows()).expect("not attached anymore");
         assert_eq!(it.registrar.sync(&[&it.world]).expect("the ranks agree").registrations, 2);
         let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
         assert_eq!((slept.deregistrations, slept.memory.released_bytes), (2, 50 * MIB));

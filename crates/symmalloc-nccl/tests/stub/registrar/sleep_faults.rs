@@ -9,7 +9,7 @@ use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
-use symmalloc_nccl::{CollectiveSleepError, CommState, Communicator, Obstacle, Registration, SleepStep, UniqueId};
+use symmalloc_nccl::{CollectiveSleepError, CommState, Communicator, Obstacle, SleepStep, UniqueId};
 
 /// A fault on rank 1.
 #[derive(Clone, Copy, Debug)]
@@ -34,9 +34,7 @@ enum End {
 fn with_windows(it: &Rank) -> (Communicator, Pool<CudaBackend>, Vec<DeviceBuffer<f32>>) {
     let other = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
     let pool = it.attached_pool();
-    it.registrar
-        .attach(&other, &[pool.id()], Registration::Windows)
-        .expect("the pool is not attached to this communicator yet");
+    it.registrar.attach(&other, &[pool.id()], it.windows()).expect("the pool is not attached to this communicator yet");
     let tensors = [20, 30].map(|size| it.take(&pool, size * MIB)).into();
     it.registrar.sync(&[&it.world, &other]).expect("the ranks agree");
     (other, pool, tensors)
@@ -167,9 +165,7 @@ fn heal(
     it.registrar.sweep();
     // No further fault is expected, so the deadline allows for a busy machine.
     let next = it.connect_within(PATIENT, "next", shared);
-    it.registrar
-        .attach(&next, &[pool], Registration::Windows)
-        .expect("the pool is not attached to this communicator yet");
+    it.registrar.attach(&next, &[pool], it.windows()).expect("the pool is not attached to this communicator yet");
     if it.world.state() == CommState::Ready {
         it.world.abort().expect("ended");
         it.registrar.sweep();

@@ -9,7 +9,7 @@ use symmalloc_core::PoolConfig;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
-use symmalloc_nccl::{CollectiveSleepError, Communicator, Registration, SyncError};
+use symmalloc_nccl::{CollectiveSleepError, Communicator, SyncError};
 use symmalloc_sim::SplitMix64;
 
 /// Number of programs; `SYMMALLOC_SEEDS` overrides it.
@@ -234,7 +234,7 @@ fn run(seed: u64, id: &Mutex<Option<symmalloc_nccl::UniqueId>>) {
         let comms = [it.world.clone(), other];
         let pools = (0..2).map(|over| {
             let pool = it.attached_pool();
-            it.registrar.attach(&comms[1], &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+            it.registrar.attach(&comms[1], &[pool.id()], it.windows()).expect("symmetric and shareable");
             Sleeper { pool, tensors: Vec::new(), over }
         });
         let mut program = Program { it, draw: SplitMix64::new(seed), pools: pools.collect(), comms };

@@ -7,7 +7,7 @@ use stub_process::{Barrier, cuda, nccl, scaled_to_load};
 use symmalloc_agreement::Mode;
 use symmalloc_core::config::{Config, PoolConfig, PoolConfigBuilder};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, Pool};
-use symmalloc_nccl::{Communicator, ReduceOp, Registrar, Registration, UniqueId, WatchdogMode};
+use symmalloc_nccl::{Attachment, Communicator, ReduceOp, Registrar, UniqueId, WatchdogMode};
 
 pub(crate) const MIB: u64 = 1 << 20;
 
@@ -38,6 +38,7 @@ pub(crate) struct Rank {
     pub(crate) stream: Arc<CudaStream>,
     pub(crate) registrar: Registrar,
     pub(crate) world: Communicator,
+    pub(crate) mode: Mode,
     pub(crate) deadline: Duration,
     barrier: Arc<Barrier>,
 }
@@ -97,7 +98,7 @@ impl Job {
             false => device.context().new_stream().expect("a stream"),
         };
         allocator.register_stream(&stream).expect("stream ids are available");
-        let registrar = Registrar::builder(&allocator).agreement(self.mode).check_offsets(self.check_offsets).build();
+        let registrar = Registrar::builder(&allocator).check_offsets(self.check_offsets).build();
         // The tests examine deadlines and aborts without the watchdog, which would notify ranks of each other's failures immediately.
         let builder = Communicator::builder(&device).deadline(self.deadline).watchdog(WatchdogMode::Off);
         let world = builder.connect(id, rank as u32, self.ranks as u32);
@@ -109,6 +110,7 @@ impl Job {
             stream,
             registrar: registrar.expect("the device reports its size"),
             world: world.expect("all ranks connect"),
+            mode: self.mode,
             deadline: self.deadline,
             barrier,
         }
@@ -134,10 +136,15 @@ impl Rank {
         self.allocator.create_pool(config).expect("fits the device")
     }
 
+    /// Returns an attachment for windows with the job's agreement mode.
+    pub(crate) fn windows(&self) -> Attachment {
+        Attachment { agreement: self.mode, ..Attachment::default() }
+    }
+
     /// Creates a symmetric pool with fixed segments, attached to the world for windows.
     pub(crate) fn attached_pool(&self) -> Pool<CudaBackend> {
         let pool = self.pool();
-        self.registrar.attach(&self.world, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+        self.registrar.attach(&self.world, &[pool.id()], self.windows()).expect("symmetric and shareable");
         pool
     }
 

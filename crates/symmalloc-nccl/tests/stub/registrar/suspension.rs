@@ -7,7 +7,7 @@ use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
 use symmalloc_nccl::{
-    CollectiveSleepError, CommError, CommState, Obstacle, ReduceOp, Registration, SleepField, SleepStep, SyncError,
+    CollectiveSleepError, CommError, CommState, Obstacle, ReduceOp, SleepField, SleepStep, SyncError,
 };
 
 fn registered(it: &Rank) -> (Pool<CudaBackend>, Vec<DeviceBuffer<f32>>) {
@@ -26,7 +26,7 @@ fn suspends_and_resumes(ranks: usize) {
     Job::new(ranks).run(|it| {
         let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks split").expect("with a color");
         let (pool, mut tensors) = registered_with(it, [10, 12, 14]);
-        it.registrar.attach(&pair, &[pool.id()], Registration::Windows).expect("not attached yet");
+        it.registrar.attach(&pair, &[pool.id()], it.windows()).expect("not attached yet");
         it.registrar.sync(&[&it.world, &pair]).expect("the ranks agree");
         let content: Vec<f32> = (0..tensors[0].len()).map(|at| (at % 1013 + it.rank) as f32).collect();
         let rounds = if is_night() { 10 } else { 3 };
@@ -234,7 +234,7 @@ fn survives_a_failed(call: &'static str, is_hung: bool) {
         it.meet();
         nccl::heal();
         let next = it.connect("next", &shared);
-        it.registrar.attach(&next, &[pool.id()], Registration::Windows).expect("it is asleep");
+        it.registrar.attach(&next, &[pool.id()], it.windows()).expect("it is asleep");
         it.registrar.wake(&next, pool.id()).expect("all ranks wake");
         it.registrar.sync(&[&next]).expect("the ranks agree");
         assert_eq!(it.stream.clone_dtoh(&tensors[0]).expect("copied"), content);

@@ -1,14 +1,14 @@
 //! The pools observed for one communicator, each with an observer and the log entries since the last sync.
 
 use crate::ffi::window_flags::WindowFlags;
-use crate::registrar::settings::{Registration, Synced};
-use crate::sync::actions::generation;
 use crate::sync::error::AttachError;
 use crate::sync::fold;
-use crate::windows::keys::Generation;
+use crate::sync::settings::{Attachment, Registration, Synced, mode_word};
+use crate::windows::table::{SegmentChange, SegmentTable};
 use smallvec::SmallVec;
+use symmalloc_agreement::Mode;
 use symmalloc_core::errors::UnknownError;
-use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
+use symmalloc_core::segment_log::SegmentEvent;
 use symmalloc_core::sleep::Phase;
 use symmalloc_core::{ObserverId, PoolId, Unread};
 use symmalloc_cuda::CudaAllocator;
@@ -25,9 +25,9 @@ struct ObservedPool {
     pool: PoolId,
     /// Ordinal among symmetric pools; 0 for a private pool, which never appears in messages to other ranks.
     ordinal: u32,
-    registration: Registration,
-    /// Flags of the windows; none for buffers.
-    flags: WindowFlags,
+    attachment: Attachment,
+    /// Syncs since the pool was attached: equal on all ranks that attached it.
+    syncs: u32,
     observer: ObserverId,
     /// Segments that were live when the pool was attached. Empty after the first sync.
     births: Vec<SegmentEvent>,
@@ -46,9 +46,12 @@ pub(crate) struct LogSnapshot {
     is_asleep: bool,
 }
 
-/// Changes since the last sync to the pools of one registration kind.
-pub(crate) struct SegmentChanges {
+/// The events since the last sync in the pools of one kind of registration.
+#[derive(Debug, Default)]
+pub(crate) struct PoolEvents {
+    /// In order of pools, and within a pool in the order of its log.
     pub(crate) events: Vec<SegmentEvent>,
+    /// Pools that the sync detaches, in ascending order.
     pub(crate) leaving: Vec<PoolId>,
 }
 
@@ -59,8 +62,7 @@ impl ObservedPools {
         allocator: &CudaAllocator,
         communicator: &str,
         pools: &[PoolId],
-        registration: Registration,
-        flags: WindowFlags,
+        attachment: Attachment,
     ) -> Result<(), AttachError> {
         let mut added: SmallVec<[ObservedPool; 4]> = SmallVec::new();
         for &pool in pools {
@@ -68,7 +70,7 @@ impl ObservedPools {
             let observed = if self.pools.iter().any(is_known) || added.iter().any(is_known) {
                 Err(AttachError::Already { pool, communicator: communicator.to_owned() })
             } else {
-                ObservedPool::new(allocator, pool, registration, flags).map_err(AttachError::from)
+                ObservedPool::new(allocator, pool, attachment).map_err(AttachError::from)
             };
             match observed {
                 Ok(observed) => added.push(observed),
@@ -88,17 +90,57 @@ impl ObservedPools {
 
     /// Returns the kind of registration for which a pool is observed, or `None` if it is not observed.
     pub(crate) fn registration_of(&self, pool: PoolId) -> Option<Registration> {
-        self.pools.iter().find(|observed| observed.pool == pool).map(|observed| observed.registration)
+        self.pools.iter().find(|observed| observed.pool == pool).map(|observed| observed.attachment.registration)
     }
 
     /// Returns the pools that are observed for this kind of registration.
     pub(crate) fn of(&self, registration: Registration) -> impl Iterator<Item = PoolId> {
-        self.pools.iter().filter(move |observed| observed.registration == registration).map(|observed| observed.pool)
+        let of_kind = self.pools.iter().filter(move |observed| observed.attachment.registration == registration);
+        of_kind.map(|observed| observed.pool)
     }
 
     /// Returns all observed pools.
     pub(crate) fn all(&self) -> impl Iterator<Item = PoolId> {
         self.pools.iter().map(|observed| observed.pool)
+    }
+
+    /// Returns when the ranks compare the histories of a pool.
+    pub(crate) fn agreement_of(&self, pool: PoolId) -> Mode {
+        self.pools
+            .iter()
+            .find(|observed| observed.pool == pool)
+            .map_or(Mode::Off, |observed| observed.attachment.agreement)
+    }
+
+    /// Counts a sync. Returns the pools whose histories the ranks compare in it, or `None` if they exchange no messages for that.
+    pub(crate) fn count_sync(&mut self) -> Option<SmallVec<[PoolId; 4]>> {
+        let decisive = self.decisive();
+        let mut compared = None;
+        for observed in self.pools.iter_mut().filter(|observed| observed.attachment.registration == decisive) {
+            observed.syncs = observed.syncs.wrapping_add(1);
+            if observed.attachment.agreement.compares_at_sync(observed.syncs) {
+                let is_compared = decisive == Registration::Windows;
+                compared.get_or_insert_with(SmallVec::new).extend(is_compared.then_some(observed.pool));
+            }
+        }
+        compared
+    }
+
+    /// Returns the agreement modes as a word, for comparison across ranks.
+    pub(crate) fn mode_word(&self) -> u64 {
+        let decisive = self.decisive();
+        let decisive = self.pools.iter().filter(|observed| observed.attachment.registration == decisive);
+        let mut words = decisive.map(|observed| mode_word(observed.attachment.agreement));
+        let first = words.next().unwrap_or(mode_word(Mode::Off));
+        // A mode that all pools share is readable in a report of ranks that differ.
+        words.filter(|word| *word != first).fold(first, fold)
+    }
+
+    /// Returns the kind of registration whose pools determine when ranks compare. Ranks may have different pools for buffers, so these
+    /// matter only if there are no others.
+    fn decisive(&self) -> Registration {
+        let has_windows = self.pools.iter().any(|observed| observed.attachment.registration == Registration::Windows);
+        if has_windows { Registration::Windows } else { Registration::Buffers }
     }
 
     /// Marks a pool for detachment at the next sync. Returns `true` if it was observed.
@@ -135,15 +177,16 @@ impl ObservedPools {
         self.pools.iter().map(read).collect()
     }
 
-    pub(crate) fn changes(&self, snapshots: &[LogSnapshot], registration: Registration) -> SegmentChanges {
-        let mut changes = SegmentChanges { events: Vec::new(), leaving: Vec::new() };
+    /// Returns the events of the pools that are attached for this kind of registration. Skips pools that sleep.
+    pub(crate) fn events(&self, snapshots: &[LogSnapshot], registration: Registration) -> PoolEvents {
+        let mut pools = PoolEvents::default();
         for (observed, snapshot) in self.pools.iter().zip(snapshots) {
-            if observed.registration == registration && !snapshot.is_asleep {
-                changes.events.extend(observed.births.iter().chain(&snapshot.unread.events));
-                changes.leaving.extend(observed.is_leaving.then_some(observed.pool));
+            if observed.attachment.registration == registration && !snapshot.is_asleep {
+                pools.events.extend(observed.births.iter().chain(&snapshot.unread.events));
+                pools.leaving.extend(observed.is_leaving.then_some(observed.pool));
             }
         }
-        changes
+        pools
     }
 
     pub(crate) fn ordinal(&self, pool: PoolId) -> u32 {
@@ -152,14 +195,17 @@ impl ObservedPools {
 
     /// Returns the flags of a pool's windows.
     pub(crate) fn flags(&self, pool: PoolId) -> WindowFlags {
-        self.pools.iter().find(|observed| observed.pool == pool).map_or(WindowFlags::NONE, |observed| observed.flags)
+        self.pools
+            .iter()
+            .find(|observed| observed.pool == pool)
+            .map_or(WindowFlags::NONE, |observed| observed.attachment.flags)
     }
 
     /// Returns a digest of the symmetric pools that are attached for windows, with the windows' flags, and of those that are being detached.
     pub(crate) fn digest(&self) -> u64 {
-        let pools = self.pools.iter().filter(|observed| observed.registration == Registration::Windows);
+        let pools = self.pools.iter().filter(|observed| observed.attachment.registration == Registration::Windows);
         pools.fold(0, |digest, observed| {
-            let flags = (observed.flags.raw() as u64) << 40;
+            let flags = (observed.attachment.flags.raw() as u64) << 40;
             fold(digest, flags | (u64::from(observed.ordinal) << 1) | u64::from(observed.is_leaving))
         })
     }
@@ -195,20 +241,15 @@ fn is_awake(allocator: &CudaAllocator, pool: PoolId) -> bool {
 }
 
 impl ObservedPool {
-    fn new(
-        allocator: &CudaAllocator,
-        pool: PoolId,
-        registration: Registration,
-        flags: WindowFlags,
-    ) -> Result<Self, UnknownError> {
+    fn new(allocator: &CudaAllocator, pool: PoolId, attachment: Attachment) -> Result<Self, UnknownError> {
         let core = allocator.core();
         let seen = core.segment_log_entries(pool);
         let (observer, births) = core.observe(pool)?;
         Ok(ObservedPool {
             pool,
             ordinal: core.symmetric_ordinal(pool).unwrap_or(0),
-            registration,
-            flags,
+            attachment,
+            syncs: 0,
             observer,
             // The maximum forces the first sync to read the log if there are births.
             seen: if births.is_empty() { seen } else { u64::MAX },
@@ -218,17 +259,17 @@ impl ObservedPool {
     }
 }
 
-impl SegmentChanges {
+impl PoolEvents {
+    /// Applies the events to the table, and then removes the segments of the pools that are detached. Returns what changed, in this order.
+    pub(crate) fn apply_to(&self, table: &mut SegmentTable) -> Vec<SegmentChange> {
+        let mut changes: Vec<SegmentChange> = self.events.iter().filter_map(|event| table.apply(event)).collect();
+        for &pool in &self.leaving {
+            changes.extend(table.detach(pool));
+        }
+        changes
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.events.is_empty() && self.leaving.is_empty()
-    }
-
-    /// Returns `true` if the changes include a deregistration of memory that work on the device may use.
-    pub(crate) fn removes_registrations(&self) -> bool {
-        !self.leaving.is_empty() || self.events.iter().any(|event| event.kind == SegmentEventKind::Death)
-    }
-
-    pub(crate) fn dies(&self, segment: Generation) -> bool {
-        self.events.iter().any(|event| event.kind == SegmentEventKind::Death && generation(event) == segment)
     }
 }

@@ -1,19 +1,19 @@
 //! State and message exchange of a sleep or wake in progress on one rank.
 
 use crate::communicator::{CommOrder, Communicator};
-use crate::registrar::attachment::{Attachment, SyncState};
+use crate::registrar::attached_comm::{AttachedComm, SyncState};
+use crate::registrar::ended::{EndedComm, id_of};
 use crate::registrar::{Registrar, not_attached};
-use crate::sleep::communicators::{self, EndedComm, combine, id_of};
+use crate::sleep::communicators::{self, combine};
 use crate::sleep::error::{CollectiveSleepError, Obstacle, RankObstacle, SleepDifference, SleepStep};
 use crate::sleep::message::{
-    CommunicatorRow, ExchangeError, Head, HeadFields, Row, SUSPENDING, VerdictMessage, WAKE, call_of, exchange,
+    AgreeFields, AgreeMessage, CommunicatorRow, ExchangeError, Row, SUSPENDING, VerdictMessage, WAKE, call_of, exchange,
 };
-use crate::sync::agreement::check_shape;
 use crate::sync::error::SyncError;
 use std::collections::BTreeSet;
 use std::sync::{Arc, MutexGuard};
 use symmalloc_agreement::{
-    Disagreement, Gathered, Inquiry, Mode, Point, Progress, ProtocolError, RankHistory, Transport,
+    AgreementError, Disagreement, Exchange, Gathered, Point, ProtocolError, RankHistory, Transport,
 };
 use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
@@ -21,7 +21,7 @@ use symmalloc_core::sleep::Phase;
 use zerocopy::{FromBytes, IntoBytes};
 
 /// A reason to end the op after `Agree`.
-enum Stop {
+enum AgreeFailure {
     Differ(SleepDifference),
     Disagreed(Box<Disagreement>),
     Broken(SyncError),
@@ -29,7 +29,7 @@ enum Stop {
 
 /// The result of `Agree`.
 pub(super) struct Agreed {
-    pub(super) heads: Vec<Head>,
+    pub(super) messages: Vec<AgreeMessage>,
     /// Communicators of this rank that are unusable on at least one of their ranks.
     pub(super) broken: BTreeSet<u64>,
     /// Ended communicators that were removed on this rank.
@@ -39,20 +39,20 @@ pub(super) struct Agreed {
 impl Agreed {
     /// Returns `true` if the pool is in this phase on every rank.
     pub(super) fn all_are(&self, phase: Phase) -> bool {
-        self.heads.iter().all(|head| head.is_in(phase))
+        self.messages.iter().all(|message| message.is_in(phase))
     }
 }
 
 /// One communicator of the op.
-pub(super) struct Member<'a> {
-    pub(super) attachment: &'a Attachment,
+pub(super) struct LockedComm<'a> {
+    pub(super) attachment: &'a AttachedComm,
     /// Identifier in messages to other ranks.
     pub(super) id: u64,
     pub(super) state: MutexGuard<'a, SyncState>,
 }
 
 /// A sleep or wake in progress on this rank. Its communicators cannot be synced meanwhile.
-pub(super) struct Run<'a> {
+pub(super) struct PhaseChange<'a> {
     pub(super) registrar: &'a Registrar,
     pub(super) pool: PoolId,
     /// The requested treatment of the contents in a sleep; `None` for a wake.
@@ -62,7 +62,7 @@ pub(super) struct Run<'a> {
     /// Names of the communicators that this op has resumed.
     pub(super) resumed: Vec<String>,
     /// The communicator of the exchange, then the others in their order.
-    pub(super) members: Vec<Member<'a>>,
+    pub(super) comms: Vec<LockedComm<'a>>,
 }
 
 impl Registrar {
@@ -73,9 +73,9 @@ impl Registrar {
         over: &Communicator,
         pool: PoolId,
         contents: Option<Contents>,
-    ) -> Result<Vec<Arc<Attachment>>, CollectiveSleepError> {
+    ) -> Result<Vec<Arc<AttachedComm>>, CollectiveSleepError> {
         self.allocator().core().phase(pool)?;
-        let members = self.members_of(over, pool).map_err(|error| match error {
+        let comms = self.comms_of(over, pool).map_err(|error| match error {
             SyncError::Gone { communicator, state, cause } => {
                 // The call is part of the history even though it fails.
                 self.record_op(pool, contents);
@@ -84,7 +84,7 @@ impl Registrar {
             _ => CollectiveSleepError::NotAttached { communicator: over.name().to_owned(), pool },
         })?;
         let refusal = match self.allocator().is_capturing() {
-            Ok(false) => return Ok(members),
+            Ok(false) => return Ok(comms),
             Ok(true) => CollectiveSleepError::Capturing,
             Err(error) => CollectiveSleepError::Cuda { communicator: over.name().to_owned(), error },
         };
@@ -92,7 +92,7 @@ impl Registrar {
         Err(refusal)
     }
 
-    fn members_of(&self, over: &Communicator, pool: PoolId) -> Result<Vec<Arc<Attachment>>, SyncError> {
+    fn comms_of(&self, over: &Communicator, pool: PoolId) -> Result<Vec<Arc<AttachedComm>>, SyncError> {
         let first = self.attachment(over)?;
         if !first.view().pools.contains(&pool) {
             return Err(SyncError::NotAttached { communicator: over.name().to_owned(), pool: Some(pool) });
@@ -113,31 +113,31 @@ impl Registrar {
     }
 }
 
-impl<'a> Run<'a> {
+impl<'a> PhaseChange<'a> {
     /// Locks all of the pool's communicators, in one global order so that concurrent runs do not deadlock.
     pub(super) fn new(
         registrar: &'a Registrar,
         pool: PoolId,
         contents: Option<Contents>,
-        attachments: &'a [Arc<Attachment>],
+        attachments: &'a [Arc<AttachedComm>],
     ) -> Self {
         let orders: Vec<&CommOrder> = attachments.iter().map(|attachment| attachment.comm.order()).collect();
-        let mut locked: Vec<(usize, Member<'a>)> = lock_order(&orders)
+        let mut locked: Vec<(usize, LockedComm<'a>)> = lock_order(&orders)
             .into_iter()
             .map(|at| {
                 let attachment = &*attachments[at];
-                (at, Member { attachment, id: id_of(&attachment.comm), state: attachment.lock() })
+                (at, LockedComm { attachment, id: id_of(&attachment.comm), state: attachment.lock() })
             })
             .collect();
         locked.sort_by_key(|(at, _)| *at);
         let resumed = Vec::new();
-        Run {
+        PhaseChange {
             registrar,
             pool,
             contents,
             suspends: false,
             resumed,
-            members: locked.into_iter().map(|(_, member)| member).collect(),
+            comms: locked.into_iter().map(|(_, comm)| comm).collect(),
         }
     }
 
@@ -148,17 +148,17 @@ impl<'a> Run<'a> {
     }
 
     pub(super) fn over(&self) -> &'a Communicator {
-        &self.members[0].attachment.comm
+        &self.comms[0].attachment.comm
     }
 
-    pub(super) fn is_ready(&self, member: usize) -> bool {
-        let Member { attachment, state, .. } = &self.members[member];
+    pub(super) fn is_ready(&self, at: usize) -> bool {
+        let LockedComm { attachment, state, .. } = &self.comms[at];
         attachment.is_ready(state)
     }
 
     /// Runs one collective over the first communicator.
     pub(super) fn all_gather(&mut self, message: &[u8]) -> Result<Gathered, SyncError> {
-        let Member { attachment, state, .. } = &mut self.members[0];
+        let LockedComm { attachment, state, .. } = &mut self.comms[0];
         if !attachment.is_ready(state) {
             return Err(attachment.gone());
         }
@@ -166,20 +166,21 @@ impl<'a> Run<'a> {
         let transport = attachment.transport(state)?;
         let gathered = transport.all_gather(message);
         let gathered = gathered.map_err(|error| SyncError::Transport { communicator: communicator(), error })?;
-        check_shape(&gathered, transport.ranks(), message.len())
+        gathered
+            .check_shape(transport.ranks(), message.len())
             .map_err(|error| SyncError::Protocol { communicator: communicator(), error })?;
         self.registrar.counters().rounds.add(1);
         Ok(gathered)
     }
 
     /// Ends a communicator on this rank.
-    pub(super) fn end(&mut self, member: usize) {
-        let Member { attachment, state, .. } = &mut self.members[member];
+    pub(super) fn end(&mut self, at: usize) {
+        let LockedComm { attachment, state, .. } = &mut self.comms[at];
         attachment.end(state, self.registrar.allocator());
     }
 
     pub(super) fn end_all(&mut self) {
-        (0..self.members.len()).for_each(|member| self.end(member));
+        (0..self.comms.len()).for_each(|at| self.end(at));
     }
 
     /// Folds the op, which the core has not recorded, into the digest.
@@ -209,104 +210,93 @@ impl<'a> Run<'a> {
             self.record_op();
             let communicator = self.over().name().to_owned();
             match stop {
-                Stop::Differ(difference) => {
+                AgreeFailure::Differ(difference) => {
                     CollectiveSleepError::Differ { communicator, difference: Box::new(difference) }
                 }
-                Stop::Disagreed(disagreement) => CollectiveSleepError::Disagreed { communicator, disagreement },
-                Stop::Broken(error) => self.broken(SleepStep::Agree, error),
+                AgreeFailure::Disagreed(disagreement) => CollectiveSleepError::Disagreed { communicator, disagreement },
+                AgreeFailure::Broken(error) => self.broken(SleepStep::Agree, error),
             }
         })
     }
 
     /// Exchanges the op, the phase of the pool, and its communicators.
-    fn exchange_states(&mut self) -> Result<Agreed, Stop> {
+    fn exchange_states(&mut self) -> Result<Agreed, AgreeFailure> {
         let suspending = if self.suspends { SUSPENDING } else { 0 };
         let call = self.contents.map_or(WAKE, |contents| call_of(contents) + suspending);
         let (registrar, pool) = (self.registrar, self.pool);
         let core = registrar.allocator().core();
         let ended = registrar.ended().of(pool);
         let number = {
-            let Member { attachment, state, .. } = &mut self.members[0];
+            let LockedComm { attachment, state, .. } = &mut self.comms[0];
             attachment.next_sleep(state)
         };
-        let head = Head::new(&HeadFields {
+        let own = AgreeMessage::new(&AgreeFields {
             call,
             number,
             pool: core.symmetric_ordinal(pool),
             phase: core.phase(pool).ok(),
             windows: self.windows_digest(0),
-            communicators: self.members.len() - 1 + ended.len(),
+            communicators: self.comms.len() - 1 + ended.len(),
         });
-        let heads = self.compare(&head)?;
+        let messages = self.compare(&own)?;
         let mut broken = BTreeSet::new();
-        if heads.iter().any(Head::has_communicators) {
-            let rows = self.exchange(&self.communicator_rows(&ended)).map_err(Stop::Broken)?;
+        if messages.iter().any(AgreeMessage::has_communicators) {
+            let rows = self.exchange(&self.communicator_rows(&ended)).map_err(AgreeFailure::Broken)?;
             if let Some(difference) = communicators::compare(call, &rows) {
-                return Err(Stop::Differ(difference));
+                return Err(AgreeFailure::Differ(difference));
             }
             // After all ranks have removed a communicator, no rank names it again.
             let reports = combine(&rows);
             let is_broken = |id: &u64| reports.get(id).is_none_or(|reports| !reports.is_ready());
-            broken = self.members[1..].iter().map(|member| member.id).filter(is_broken).collect();
+            broken = self.comms[1..].iter().map(|locked| locked.id).filter(is_broken).collect();
             registrar.ended().forget(|id| reports.get(&id).is_some_and(|reports| reports.is_over()));
         }
-        Ok(Agreed { heads, broken, ended })
+        Ok(Agreed { messages, broken, ended })
     }
 
     /// Compares the properties that must be equal on all ranks: the call and, if configured, the histories.
-    fn compare(&mut self, head: &Head) -> Result<Vec<Head>, Stop> {
+    fn compare(&mut self, own: &AgreeMessage) -> Result<Vec<AgreeMessage>, AgreeFailure> {
         let (registrar, pool) = (self.registrar, self.pool);
         let core = registrar.allocator().core();
-        let is_compared = registrar.settings().mode != Mode::Off && core.symmetric_ordinal(pool).is_some();
+        let LockedComm { attachment, state, .. } = &self.comms[0];
+        let is_compared = attachment.compares(state, pool) && core.symmetric_ordinal(pool).is_some();
         let history = is_compared.then(|| RankHistory::of_pools(core, Point::Sync, &[pool]));
         // One rank alone may have raised the allocator's limit to make room for the wake.
         let history = if self.contents.is_none() { history.map(RankHistory::without_shared_settings) } else { history };
-        let mut inquiry = Inquiry::new(self.over().ranks());
-        let answer_bytes = inquiry.question().message_bytes();
-        let mut message = Vec::new();
-        match &history {
-            Some(history) => history.answer(inquiry.question(), &mut message),
-            None => message.resize(answer_bytes, 0),
+        let counters = registrar.counters();
+        let LockedComm { attachment, state, .. } = &mut self.comms[0];
+        if !attachment.is_ready(state) {
+            return Err(AgreeFailure::Broken(attachment.gone()));
         }
-        message.extend_from_slice(head.as_bytes());
-        let gathered = self.all_gather(&message).map_err(Stop::Broken)?;
+        let name = attachment.comm.name();
+        let failed = |error| match error {
+            AgreementError::Disagreed(disagreement) => AgreeFailure::Disagreed(disagreement),
+            error => AgreeFailure::Broken(SyncError::of_exchange(name, error)),
+        };
+        let transport = attachment.transport(state).map_err(AgreeFailure::Broken)?;
+        let exchange = Exchange::begin(transport, history.as_ref(), own.as_bytes()).map_err(failed)?;
+        counters.rounds.add(1);
         let decode = |(rank, message): (u32, &[u8])| {
-            Head::read_from_bytes(&message[answer_bytes..]).map_err(|_| self.invalid(ProtocolError::Garbled { rank }))
+            AgreeMessage::read_from_bytes(message).map_err(|_| failed(ProtocolError::Garbled { rank }.into()))
         };
-        let heads: Vec<Head> =
-            (0..).zip(gathered.iter()).map(decode).collect::<Result<_, _>>().map_err(Stop::Broken)?;
-        if let Some(difference) = Head::compare(&heads) {
-            return Err(Stop::Differ(difference));
+        let messages: Vec<AgreeMessage> = (0..).zip(exchange.extras()).map(decode).collect::<Result<_, _>>()?;
+        if let Some(difference) = AgreeMessage::compare(&messages) {
+            return Err(AgreeFailure::Differ(difference));
         }
-        let answers: Vec<u8> = gathered.iter().flat_map(|message| &message[..answer_bytes]).copied().collect();
-        let mut gathered = Gathered::new(answers, answer_bytes);
-        let Some(history) = history.filter(|_| gathered.iter().any(|answer| answer != &message[..answer_bytes])) else {
-            return Ok(heads);
-        };
-        loop {
-            match inquiry.advance(&gathered).map_err(|error| Stop::Broken(self.invalid(error)))? {
-                Progress::Asked => {}
-                Progress::Disagreed(disagreement) => {
-                    disagreement.trace(self.over().rank());
-                    return Err(Stop::Disagreed(disagreement));
-                }
-                _ => return Ok(heads),
-            }
-            message.clear();
-            history.answer(inquiry.question(), &mut message);
-            gathered = self.all_gather(&message).map_err(Stop::Broken)?;
-        }
+        let exchanged = exchange.finish().map_err(failed)?;
+        counters.rounds.add(exchanged.rounds - 1);
+        Ok(messages)
     }
 
-    fn windows_digest(&self, member: usize) -> u64 {
-        let Member { attachment, state, .. } = &self.members[member];
+    fn windows_digest(&self, at: usize) -> u64 {
+        let LockedComm { attachment, state, .. } = &self.comms[at];
         attachment.windows_digest(state, self.registrar.allocator(), self.pool)
     }
 
     /// Returns this rank's reports on the pool's other communicators, including ended ones.
     fn communicator_rows(&self, ended: &[EndedComm]) -> Vec<CommunicatorRow> {
-        let present = (1..self.members.len()).map(|at| {
-            let Member { attachment, id, .. } = &self.members[at];
+        let present = (1..self.comms.len()).map(|at| {
+            let LockedComm { attachment, id, .. } = &self.comms[at];
             let windows = self.is_ready(at).then(|| self.windows_digest(at));
             CommunicatorRow::new(*id, attachment.comm.ranks(), windows)
         });
@@ -340,7 +330,7 @@ impl<'a> Run<'a> {
 
     /// Returns `true` if an NCCL call still runs on a communicator that has registrations of the pool.
     pub(super) fn is_held(&self) -> bool {
-        self.members.iter().any(|member| member.attachment.holds(&member.state, self.pool))
+        self.comms.iter().any(|locked| locked.attachment.holds(&locked.state, self.pool))
     }
 }
 

@@ -3,10 +3,10 @@
 //! A message from another rank is untrusted. Every bit pattern is a valid struct. A call with an unknown collective is an error.
 
 use crate::ffi::operation::Collective;
-use crate::sync::actions::SegmentName;
 use crate::sync::groups;
-use crate::sync::message::{SegmentNameMessage, SyncDifference, VERSION};
-use crate::windows::window::{Entry, RegisteredAs};
+use crate::sync::message::{SegmentMessage, SyncDifference, VERSION};
+use crate::windows::registrations::Entry;
+use crate::windows::segment::SymmetricSegment;
 use std::fmt;
 use symmalloc_agreement::{Gathered, ProtocolError, RankSet, Ranks};
 use zerocopy::little_endian::{U32, U64};
@@ -19,7 +19,7 @@ pub enum BufferPlace {
     /// In a window.
     Window {
         /// The segment.
-        segment: SegmentName,
+        segment: SymmetricSegment,
         /// Offset in bytes from the segment's start.
         offset_bytes: u64,
     },
@@ -81,10 +81,10 @@ impl fmt::Display for OffsetDifference {
 }
 
 impl BufferPlace {
-    pub(super) fn of(entry: Option<&Entry>, address: u64) -> Self {
-        match entry {
-            Some(Entry { segment, name: Some(name), kind: RegisteredAs::Window(_) }) => {
-                BufferPlace::Window { segment: *name, offset_bytes: address - segment.base }
+    pub(crate) fn of(entry: Option<&Entry>, address: u64) -> Self {
+        match entry.and_then(|entry| Some((entry.key.base, entry.window()?))) {
+            Some((base, window)) if window.handle().is_some() => {
+                BufferPlace::Window { segment: window.name, offset_bytes: address - base }
             }
             _ => BufferPlace::NoWindow,
         }
@@ -97,7 +97,7 @@ const PROTOCOL: u64 = 2 << 32 | VERSION as u64;
 /// One rank's call. 80 bytes. All integers are little-endian.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-pub(super) struct CallMessage {
+pub(crate) struct CallMessage {
     /// [`PROTOCOL`].
     protocol: U64,
     /// [`Collective`] as a number.
@@ -111,8 +111,8 @@ pub(super) struct CallMessage {
 /// The location of a buffer. 24 bytes; all zeros stand for a buffer outside all windows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-pub(super) struct PlaceMessage {
-    segment: SegmentNameMessage,
+pub(crate) struct PlaceMessage {
+    segment: SegmentMessage,
     /// 1: in a window.
     kind: U32,
     offset_bytes: U64,
@@ -168,7 +168,7 @@ impl CallMessage {
 
 /// The result of comparing the calls of all ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Comparison {
+pub(crate) enum Comparison {
     Equal,
     /// The calls differ.
     Calls(OffsetDifference),
@@ -180,7 +180,7 @@ pub(super) enum Comparison {
 ///
 /// # Errors
 /// Returns an error if a message has another length, or its collective is unknown.
-pub(super) fn compare(gathered: &Gathered) -> Result<Comparison, ProtocolError> {
+pub(crate) fn compare(gathered: &Gathered) -> Result<Comparison, ProtocolError> {
     let decode = |(rank, message): (u32, &[u8])| {
         CallMessage::read_from_bytes(message).map_err(|_| ProtocolError::Garbled { rank })
     };
@@ -204,7 +204,7 @@ mod tests {
     use zerocopy::transmute;
 
     fn call(offset_bytes: u64) -> CollectiveCall {
-        let segment = SegmentName { pool: 1, group: StreamGroup::One(StreamId(2)), segment: SegmentId(3) };
+        let segment = SymmetricSegment { pool: 1, group: StreamGroup::One(StreamId(2)), id: SegmentId(3) };
         let place = BufferPlace::Window { segment, offset_bytes };
         let collective = Collective::AllReduce;
         CollectiveCall { collective, send_bytes: 1024, receive_bytes: 1024, send: place, receive: place }

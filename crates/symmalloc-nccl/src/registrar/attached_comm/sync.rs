@@ -1,24 +1,23 @@
 //! One sync of a communicator: reads the changes to the segments, agrees on the actions with the other ranks, executes them, and
 //! acknowledges the changes, which releases the memory of dead segments.
 
-use super::{Attachment, SyncState};
+use super::{AttachedComm, SyncState};
+use crate::communicator::Stage;
 use crate::communicator::error::CommError;
 use crate::communicator::registration::Registered;
-use crate::communicator::{CommState, Stage};
-use crate::registrar::settings::{Registration, Settings, Synced};
 use crate::registrar::stats::Counters;
-use crate::sync::actions::{ChangeKind, SegmentName, SyncAction, SyncActions, generation, invalidated_keys};
+use crate::sync::actions::{BufferActions, ChangeKind, SyncAction, SyncActions};
 use crate::sync::agreement::agree_on_sync;
-use crate::sync::changes::SegmentChanges;
 use crate::sync::error::SyncError;
 use crate::sync::message::{SyncContext, SyncMessage};
-use crate::windows::keys::{Generation, SegmentKey};
+use crate::sync::settings::{Registration, Settings, Synced};
+use crate::windows::keys::SegmentKey;
+use crate::windows::segment::SymmetricSegment;
 use crate::windows::symmetric_space::SymmetricSpace;
-use crate::windows::window::{Entry, RegisteredAs};
+use crate::windows::table::Piece;
 use std::time::Instant;
 use symmalloc_agreement::RankHistory;
 use symmalloc_core::Backend;
-use symmalloc_core::segment_log::SegmentEventKind;
 use symmalloc_cuda::CudaAllocator;
 
 /// The inputs that a registrar passes to a sync.
@@ -28,13 +27,13 @@ pub(crate) struct SyncJob<'a> {
     pub(crate) counters: &'a Counters,
 }
 
-impl Attachment {
+impl AttachedComm {
     /// Registers new segments and deregisters dead ones, in the same order as all other ranks. Compares histories if `history` is given.
     pub(crate) fn sync(&self, job: &SyncJob<'_>, history: Option<&RankHistory<'_>>) -> Result<Synced, SyncError> {
         let name = self.comm.name();
         let _entered = tracing::debug_span!(target: "symmalloc", "communicator.sync", communicator = name).entered();
         let mut state = self.lock();
-        if state.is_dropped || self.comm.state() != CommState::Ready {
+        if !self.is_ready(&state) {
             self.drop_everything(&mut state, job.allocator);
             return Err(self.gone());
         }
@@ -57,38 +56,35 @@ impl Attachment {
         history: Option<&RankHistory<'_>>,
     ) -> Result<Synced, SyncError> {
         let snapshots = state.pools.read(job.allocator);
-        let (windows, buffers) = (
-            state.pools.changes(&snapshots, Registration::Windows),
-            state.pools.changes(&snapshots, Registration::Buffers),
+        let actions = SyncActions::new(
+            &state.segments,
+            &self.view().registered,
+            &state.pools.events(&snapshots, Registration::Windows),
+            &state.pools.events(&snapshots, Registration::Buffers),
+            |pool| state.pools.ordinal(pool),
         );
-        let actions =
-            SyncActions::new(&state.segments, &windows.events, &windows.leaving, |pool| state.pools.ordinal(pool));
         let mut synced = Synced::default();
-        if history.is_some() || !actions.list.is_empty() || !buffers.is_empty() {
+        let communicates = history.is_some() || !actions.windows.is_empty();
+        if communicates || !actions.buffers.is_empty() {
             self.check_active()?;
         }
-        if history.is_some() || !actions.list.is_empty() {
+        if communicates {
             synced.rounds = self.agree(state, job, history, &actions)?;
         }
-        let dead: Vec<SegmentKey> = [&windows, &buffers]
-            .into_iter()
-            .flat_map(|changes| invalidated_keys(&state.segments, &changes.events, &changes.leaving))
-            .collect();
-        if !actions.list.is_empty() || !buffers.is_empty() {
-            if actions.removes_registrations() || buffers.removes_registrations() {
-                self.quiesce(job.allocator)?;
-            }
-            for action in &actions.list {
-                self.execute(state, action, &mut synced)?;
-            }
-            self.update_buffers(state, &buffers, &mut synced)?;
+        if actions.removes_registrations() {
+            self.quiesce(job.allocator)?;
         }
-        actions.write_to(&mut state.segments);
-        SyncActions::new(&state.segments, &buffers.events, &buffers.leaving, |_| 0).write_to(&mut state.segments);
-        self.view_mut().invalidations.extend(dead);
+        for action in &actions.windows {
+            self.execute(state, action, &mut synced)?;
+        }
+        self.update_buffers(&actions.buffers, &mut synced)?;
+        state.segments = actions.segments.unwrap_or_else(|| std::mem::take(&mut state.segments));
+        self.view_mut().invalidations.extend(actions.invalidated);
         state.pools.acknowledge(job.allocator, snapshots, &mut synced);
         let SyncState { saved, pools, .. } = &mut *state;
         saved.retain(|pool, _| pools.registration_of(*pool).is_some());
+        self.check(state);
+        debug_assert_eq!(state.uncovered(&self.view().registered), None, "S2 of communicator \"{}\"", self.comm.name());
         job.counters.registrations.add(synced.registrations);
         job.counters.deregistrations.add(synced.deregistrations);
         job.counters.rounds.add(synced.rounds);
@@ -115,20 +111,24 @@ impl Attachment {
         actions: &SyncActions,
     ) -> Result<u64, SyncError> {
         let library = self.comm.nccl().version();
+        let (windows, window_bytes) = {
+            let view = self.view();
+            (view.registered.windows(), view.registered.window_bytes())
+        };
         let context = SyncContext {
-            mode: job.settings.mode_word(),
+            mode: state.pools.mode_word(),
             offset_checks: job.settings.check_offsets,
             library: u64::from(library.major) * 10_000 + u64::from(library.minor) * 100 + u64::from(library.patch),
-            sync_number: state.rounds,
+            sync_number: state.exchanges.syncs,
             attached: state.pools.digest(),
-            windows: state.windows.len() as u64,
-            window_bytes: state.window_bytes,
+            windows,
+            window_bytes,
             space_bytes: job.settings.space_bytes,
         };
         let message = SyncMessage::new(actions, &context);
         let agreed = agree_on_sync(self.transport(state)?, self.comm.name(), history, actions, &message)?;
-        state.rounds += 1;
-        if !actions.list.is_empty() {
+        state.exchanges.syncs += 1;
+        if !actions.windows.is_empty() {
             let granularity_bytes = job.allocator.core().backend().granularity_bytes();
             let space = state.space.clone();
             let space =
@@ -140,7 +140,7 @@ impl Attachment {
 
     /// Returns the address space as it will be after the actions, or an error if a window does not fit.
     fn plan_space(&self, mut space: SymmetricSpace, actions: &SyncActions) -> Result<SymmetricSpace, SyncError> {
-        for action in &actions.list {
+        for action in &actions.windows {
             if action.change.kind != ChangeKind::Register {
                 space.free(action.segment);
             }
@@ -169,7 +169,7 @@ impl Attachment {
 
     fn execute(&self, state: &mut SyncState, action: &SyncAction, synced: &mut Synced) -> Result<(), SyncError> {
         if action.change.kind != ChangeKind::Register {
-            self.deregister(state, action, synced).map_err(|error| self.failed(error))?;
+            self.deregister(action, synced).map_err(|error| self.failed(error))?;
         }
         if action.change.kind != ChangeKind::Deregister {
             self.register(state, action, synced).map_err(|error| self.failed(error))?;
@@ -185,30 +185,17 @@ impl Attachment {
     ) -> Result<(), CommError> {
         let flags = state.pools.flags(action.segment.heap.pool);
         let registered = self.comm.register_window_with(action.base, action.change.size_bytes, flags)?;
-        let kind = match &registered {
-            Registered::Window(window) => RegisteredAs::Window(window.handle()),
-            Registered::Plain(_) => RegisteredAs::Plain,
-        };
-        let key = SegmentKey { base: action.base, size_bytes: action.change.size_bytes, generation: action.segment };
-        self.view_mut().windows.insert(Entry { segment: key, name: Some(action.change.segment), kind });
-        state.windows.insert(action.segment, registered);
-        state.order.push(action.segment);
-        state.window_bytes += action.change.size_bytes;
+        let key = SegmentKey { base: action.base, size_bytes: action.change.size_bytes, segment: action.segment };
+        self.view_mut().registered.insert_window(key, action.change.segment, registered);
         synced.registrations += 1;
         trace_step(self.comm.name(), action, true);
         Ok(())
     }
 
-    pub(super) fn deregister(
-        &self,
-        state: &mut SyncState,
-        action: &SyncAction,
-        synced: &mut Synced,
-    ) -> Result<(), CommError> {
-        let Some(registered) = state.windows.remove(&action.segment) else { return Ok(()) };
-        state.order.retain(|segment| *segment != action.segment);
-        self.view_mut().windows.remove(action.base);
-        state.window_bytes -= registered.size_bytes();
+    pub(super) fn deregister(&self, action: &SyncAction, synced: &mut Synced) -> Result<(), CommError> {
+        // Lookups no longer find the window from here on, and nothing waits for NCCL with the view locked.
+        let removed = self.view_mut().registered.remove_window(action.segment, action.base);
+        let Some(registered) = removed else { return Ok(()) };
         self.deregister_any(registered)?;
         synced.deregistrations += 1;
         trace_step(self.comm.name(), action, false);
@@ -223,44 +210,28 @@ impl Attachment {
     }
 
     /// Registers and deregisters the pieces of pools that are attached for buffers. Local to this rank.
-    fn update_buffers(
-        &self,
-        state: &mut SyncState,
-        changes: &SegmentChanges,
-        synced: &mut Synced,
-    ) -> Result<(), SyncError> {
-        let mut gone: Vec<Generation> = Vec::new();
-        for event in &changes.events {
-            let segment = generation(event);
-            match event.kind {
-                SegmentEventKind::Birth | SegmentEventKind::Growth if !changes.leaving.contains(&event.heap.pool) => {
-                    if changes.dies(segment) {
-                        continue;
-                    }
-                    let base = event.base.0 + event.offset_bytes;
-                    let registration =
-                        self.comm.register_buffer(base, event.size_bytes).map_err(|error| self.failed(error))?;
-                    state.buffers.entry(segment).or_default().push(registration);
-                    synced.registrations += 1;
-                    let mut view = self.view_mut();
-                    let known = view.windows.find(event.base.0, 0).map_or(0, |entry| entry.segment.size_bytes);
-                    let size_bytes = known.max(event.offset_bytes + event.size_bytes);
-                    let key = SegmentKey { base: event.base.0, size_bytes, generation: segment };
-                    view.windows.insert(Entry { segment: key, name: None, kind: RegisteredAs::Plain });
-                }
-                SegmentEventKind::Death => gone.push(segment),
-                _ => {}
-            }
+    fn update_buffers(&self, actions: &BufferActions, synced: &mut Synced) -> Result<(), SyncError> {
+        for (key, piece) in &actions.register {
+            self.register_piece(*key, *piece, synced)?;
         }
-        gone.extend(state.buffers.keys().filter(|segment| changes.leaving.contains(&segment.heap.pool)));
-        for segment in gone {
-            let Some(registrations) = state.buffers.remove(&segment) else { continue };
-            for registration in registrations {
-                let base = registration.base();
-                self.view_mut().windows.remove(base);
-                self.comm.deregister_buffer(registration).map_err(|error| self.failed(error))?;
-                synced.deregistrations += 1;
-            }
+        for key in &actions.deregister {
+            self.deregister_pieces(*key, synced)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn register_piece(&self, key: SegmentKey, piece: Piece, synced: &mut Synced) -> Result<(), SyncError> {
+        let buffer = self.comm.register_buffer(piece.base, piece.size_bytes).map_err(|error| self.failed(error))?;
+        self.view_mut().registered.insert_buffer(key, buffer);
+        synced.registrations += 1;
+        Ok(())
+    }
+
+    pub(super) fn deregister_pieces(&self, key: SegmentKey, synced: &mut Synced) -> Result<(), SyncError> {
+        let pieces = self.view_mut().registered.remove_buffers(key.segment, key.base);
+        for piece in pieces {
+            self.comm.deregister_buffer(piece).map_err(|error| self.failed(error))?;
+            synced.deregistrations += 1;
         }
         Ok(())
     }
@@ -268,7 +239,7 @@ impl Attachment {
 
 /// Emits a `tracing` event. Its names and fields are stable.
 fn trace_step(communicator: &str, action: &SyncAction, is_registered: bool) {
-    let SegmentName { pool, group, segment } = action.change.segment;
+    let SymmetricSegment { pool, group, id } = action.change.segment;
     macro_rules! window {
         ($name:literal) => {
             tracing::debug!(
@@ -277,7 +248,7 @@ fn trace_step(communicator: &str, action: &SyncAction, is_registered: bool) {
                 communicator,
                 symmetric_pool = pool,
                 stream = group.stream().map(|stream| stream.0),
-                segment = segment.0,
+                segment = id.0,
                 size_bytes = action.change.size_bytes,
             )
         };

@@ -1,13 +1,14 @@
 //! The registrar's state for one communicator: the observed pools, and their registrations.
 //!
 //! ```text
-//!  Attachment ── Communicator
+//!  AttachedComm ── Communicator
 //!    ├── State, behind the sync lock: one sync at a time per communicator
 //!    │     ├── pools         one observer each: its cursor in the segment log, which also retains dead memory
 //!    │     ├── segments      the live segments as of the last sync
-//!    │     ├── windows, buffers          NCCL registrations to be released
+//!    │     ├── saved         registrations to restore when a pool wakes
 //!    │     └── space         NCCL's symmetric address space
-//!    └── View, behind a separate lock: the state that lookups read during a sync
+//!    └── View, behind a separate lock, which lookups read during a sync
+//!          └── registered    the segments with windows or registered buffers
 //! ```
 //!
 //! The memory of a dead segment is released after its last observer acknowledges the death. An attachment does so only after it has
@@ -20,56 +21,68 @@ pub(crate) use sync::SyncJob;
 
 use crate::collectives::transport::NcclTransport;
 use crate::communicator::error::CommError;
-use crate::communicator::registration::{BufferRegistration, Registered};
 use crate::communicator::{CommState, Communicator};
 use crate::ffi::handles::WindowHandle;
-use crate::ffi::window_flags::WindowFlags;
-use crate::registrar::settings::Registration;
 use crate::registrar::stats::CommunicatorStats;
-use crate::sync::actions::{SegmentTable, SyncAction, generation};
-use crate::sync::changes::ObservedPools;
+use crate::sync::actions::SyncAction;
 use crate::sync::error::{AttachError, SyncError};
 use crate::sync::fold;
-use crate::windows::keys::{Generation, Invalidations};
+use crate::sync::observed::ObservedPools;
+use crate::sync::settings::{Attachment, Registration};
+use crate::windows::keys::{Invalidations, SegmentKey};
+use crate::windows::registrations::Registrations;
+use crate::windows::segment::HeapSegment;
 use crate::windows::symmetric_space::SymmetricSpace;
-use crate::windows::window::{Entry, WindowMap};
+use crate::windows::table::{Extent, Piece, SegmentTable};
 use smallvec::SmallVec;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 use symmalloc_core::{ObserverId, PoolId};
 use symmalloc_cuda::CudaAllocator;
 
-pub(crate) struct Attachment {
+pub(crate) struct AttachedComm {
     pub(crate) comm: Communicator,
     state: Mutex<SyncState>,
     view: RwLock<View>,
 }
 
-/// The state that a sync modifies.
+/// The state that a sync modifies, together with the registrations in the [`View`].
+///
+/// # Invariants
+/// - **S1**: Every registered segment is in `segments`, and no larger than its extent there. A segment that dies stays in the table until a
+///   sync has deregistered it.
+/// - **S2**: After a sync, every segment without holes of an awake pool that is attached for windows has a window over all of it.
+/// - **S3**: `space` holds the windows of [`View::registered`] and no others.
+/// - **S4**: A pool in `saved` is observed and has no registrations.
+/// - **S5**: Once the communicator has ended, all of it is empty except for `ended`.
 #[derive(Default)]
 pub(crate) struct SyncState {
     pools: ObservedPools,
     segments: SegmentTable,
-    /// Registrations of pools that are attached for windows.
-    windows: BTreeMap<Generation, Registered>,
-    window_bytes: u64,
-    /// Segments with windows, in registration order.
-    order: Vec<Generation>,
     /// Sleeping pools, with the registrations to restore on wake.
     saved: BTreeMap<PoolId, SavedRegistrations>,
-    /// Number of sleeps and wakes that the ranks agreed on over this communicator: equal on all ranks.
-    sleeps: u64,
-    /// Registrations of pools that are attached for buffers, one per piece of memory.
-    buffers: BTreeMap<Generation, SmallVec<[BufferRegistration; 1]>>,
     /// `None` until the first window is registered.
     space: Option<SymmetricSpace>,
+    exchanges: Exchanges,
+    /// Set once the communicator has ended and its registrations are gone.
+    ended: Option<Ended>,
+}
+
+/// The exchanges of messages over a communicator.
+#[derive(Default)]
+struct Exchanges {
     transport: Option<NcclTransport>,
-    /// Number of sync collectives so far: equal on all ranks.
-    rounds: u64,
-    /// `true` if the communicator has ended and its registrations are gone.
-    is_dropped: bool,
+    /// Number of syncs in which the ranks agreed: equal on all ranks.
+    syncs: u64,
+    /// Number of sleeps and wakes over this communicator: equal on all ranks.
+    sleeps: u64,
+}
+
+/// The remains of a communicator that has ended.
+#[derive(Default)]
+struct Ended {
     /// Pools that had registrations when the communicator ended.
-    kept: Vec<PoolId>,
+    pools: Vec<PoolId>,
     /// Observers that are kept because an NCCL call on the communicator may still run.
     held: Vec<ObserverId>,
 }
@@ -81,30 +94,28 @@ pub(crate) struct View {
     pub(crate) window_pools: SmallVec<[PoolId; 4]>,
     /// Pools that are attached for windows or buffers, or were when the communicator ended.
     pub(crate) pools: SmallVec<[PoolId; 4]>,
-    pub(crate) windows: WindowMap,
+    /// Modified only by the holder of the sync lock.
+    pub(crate) registered: Registrations,
     pub(crate) invalidations: Invalidations,
-    pub(crate) space_used_bytes: u64,
-    pub(crate) space_limit_bytes: u64,
-    pub(crate) window_count: u64,
-    pub(crate) window_bytes: u64,
-    pub(crate) buffer_count: u64,
+    space_used_bytes: u64,
+    space_limit_bytes: u64,
 }
 
 impl View {
     pub(crate) fn stats(&self) -> CommunicatorStats {
         CommunicatorStats {
-            windows: self.window_count,
-            window_bytes: self.window_bytes,
-            buffers: self.buffer_count,
+            windows: self.registered.windows(),
+            window_bytes: self.registered.window_bytes(),
+            buffers: self.registered.buffers(),
             space_used_bytes: self.space_used_bytes,
             space_budget_bytes: self.space_limit_bytes,
         }
     }
 }
 
-impl Attachment {
+impl AttachedComm {
     pub(crate) fn new(comm: &Communicator) -> Self {
-        Attachment { comm: comm.clone(), state: Mutex::default(), view: RwLock::default() }
+        AttachedComm { comm: comm.clone(), state: Mutex::default(), view: RwLock::default() }
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, SyncState> {
@@ -135,7 +146,7 @@ impl Attachment {
     #[inline]
     pub(crate) fn is_current(&self, allocator: &CudaAllocator) -> bool {
         let state = self.lock();
-        !state.is_dropped && self.comm.state() == CommState::Ready && state.pools.has_no_changes(allocator)
+        self.is_ready(&state) && state.pools.has_no_changes(allocator)
     }
 
     /// Starts to observe these pools. After an error, none of them is observed.
@@ -146,14 +157,21 @@ impl Attachment {
         &self,
         allocator: &CudaAllocator,
         pools: &[PoolId],
-        registration: Registration,
-        flags: WindowFlags,
+        attachment: Attachment,
     ) -> Result<(), AttachError> {
         let mut state = self.lock();
         self.create_transport(&mut state)?;
-        state.pools.observe(allocator, self.comm.name(), pools, registration, flags)?;
+        state.pools.observe(allocator, self.comm.name(), pools, attachment)?;
         self.publish_view(&state);
         Ok(())
+    }
+
+    /// Counts a sync. Returns the pools whose histories the ranks compare in it, or `None` if they exchange no messages for that, and
+    /// `true` if there is [nothing to do](Self::is_current).
+    pub(crate) fn begin_sync(&self, allocator: &CudaAllocator) -> (Option<SmallVec<[PoolId; 4]>>, bool) {
+        let mut state = self.lock();
+        let compared = state.pools.count_sync();
+        (compared, self.is_ready(&state) && state.pools.has_no_changes(allocator))
     }
 
     /// Returns the kind of registration for which a pool is observed, or `None` if it is not observed.
@@ -173,11 +191,11 @@ impl Attachment {
 
     /// Creates the transport if it does not exist yet.
     fn create_transport<'s>(&self, state: &'s mut SyncState) -> Result<&'s NcclTransport, CommError> {
-        let transport = match state.transport.take() {
+        let transport = match state.exchanges.transport.take() {
             Some(transport) => transport,
             None => NcclTransport::new(&self.comm)?,
         };
-        Ok(state.transport.insert(transport))
+        Ok(state.exchanges.transport.insert(transport))
     }
 
     /// Checks that the communicator is not suspended.
@@ -195,7 +213,7 @@ impl Attachment {
         exchange: impl FnOnce(&NcclTransport) -> Result<T, SyncError>,
     ) -> Result<T, SyncError> {
         let mut state = self.lock();
-        if state.is_dropped || self.comm.state() != CommState::Ready {
+        if !self.is_ready(&state) {
             return Err(self.gone());
         }
         self.check_active()?;
@@ -218,7 +236,7 @@ impl Attachment {
             Err(TryLockError::WouldBlock) => return false,
         };
         self.drop_everything(&mut state, allocator);
-        state.held.is_empty()
+        state.ended.as_ref().is_none_or(|ended| ended.held.is_empty())
     }
 
     /// Aborts the communicator and drops all state.
@@ -234,28 +252,28 @@ impl Attachment {
     /// Drops all state of an ended communicator. Its windows ended with it and are not touched; its segments are released. If the
     /// communicator is lost, an NCCL call on it may still run, so their memory is kept.
     pub(crate) fn drop_everything(&self, state: &mut SyncState, allocator: &CudaAllocator) {
-        if !state.is_dropped {
+        if state.ended.is_none() {
+            let pools = self.view().registered.pools();
             tracing::warn!(
                 name: "communicator.dropped",
                 target: "symmalloc",
                 communicator = self.comm.name(),
                 state = %self.comm.state(),
-                windows = state.windows.len(),
+                windows = self.view().registered.windows(),
             );
-            let registered = state.windows.keys().chain(state.buffers.keys());
-            let kept = registered.map(|segment| segment.heap.pool).collect::<BTreeSet<_>>().into_iter().collect();
             let held = std::mem::take(&mut state.pools).into_observers();
-            *state = SyncState { is_dropped: true, held, kept, ..SyncState::default() };
+            *state = SyncState { ended: Some(Ended { pools, held }), ..SyncState::default() };
             let mut view = self.view_mut();
-            view.windows.clear();
+            view.registered = Registrations::default();
             view.invalidations.invalidate_all();
             drop(view);
             self.publish_view(state);
+            self.check(state);
         }
         if self.comm.state() == CommState::Lost {
             return;
         }
-        for observer in state.held.drain(..) {
+        for observer in state.ended.iter_mut().flat_map(|ended| ended.held.drain(..)) {
             if let Err(error) = allocator.core().forget(observer) {
                 tracing::warn!(name: "sync.memory_kept", target: "symmalloc", %error);
             }
@@ -266,17 +284,14 @@ impl Attachment {
     /// the communicator if work that may use the windows does not complete in time.
     pub(crate) fn close(&self, allocator: &CudaAllocator) {
         let mut state = self.lock();
-        if state.is_dropped {
+        if state.ended.is_some() {
             return;
         }
-        if self.comm.state() == CommState::Ready && !(state.windows.is_empty() && state.buffers.is_empty()) {
+        if self.comm.state() == CommState::Ready && !self.view().registered.is_empty() {
             let outcome = self.quiesce(allocator).and_then(|()| {
-                let windows = std::mem::take(&mut state.windows).into_values();
-                let buffers = std::mem::take(&mut state.buffers).into_values().flatten();
-                windows
-                    .chain(buffers.map(Registered::Plain))
-                    .try_for_each(|registered| self.deregister_any(registered))
-                    .map_err(|error| self.failed(error))
+                let all = self.view_mut().registered.take();
+                let mut all = all.into_iter();
+                all.try_for_each(|registered| self.deregister_any(registered)).map_err(|error| self.failed(error))
             });
             if let Err(error) = outcome {
                 tracing::error!(name: "registrar.close_failed", target: "symmalloc", communicator = self.comm.name(), %error);
@@ -290,14 +305,59 @@ impl Attachment {
     fn publish_view(&self, state: &SyncState) {
         let mut view = self.view_mut();
         view.window_pools = state.pools.of(Registration::Windows).collect();
-        if !state.is_dropped {
+        if state.ended.is_none() {
             view.pools = state.pools.all().collect();
         }
         view.space_used_bytes = state.space.as_ref().map_or(0, SymmetricSpace::used_bytes);
         view.space_limit_bytes = state.space.as_ref().map_or(0, SymmetricSpace::limit_bytes);
-        view.window_count = state.windows.len() as u64;
-        view.window_bytes = state.window_bytes;
-        view.buffer_count = state.buffers.values().map(|pieces| pieces.len() as u64).sum();
+    }
+
+    /// Checks the invariants of the state.
+    fn check(&self, state: &SyncState) {
+        debug_assert_eq!(state.violation(&self.view().registered), None, "communicator \"{}\"", self.comm.name());
+    }
+}
+
+impl SyncState {
+    /// Returns the first invariant that does not hold, except for S2, which holds only [after a sync](Self::uncovered).
+    fn violation(&self, registered: &Registrations) -> Option<&'static str> {
+        let windows = registered.in_order();
+        let is_live = |key: &SegmentKey| {
+            self.segments
+                .get(key.segment)
+                .is_some_and(|extent| extent.base == key.base && key.size_bytes <= extent.end_bytes)
+        };
+        let in_space: BTreeSet<HeapSegment> = windows.iter().map(|(key, _)| key.segment).collect();
+        let space = self.space.iter().flat_map(SymmetricSpace::segments).collect::<BTreeSet<_>>();
+        let is_empty = self.segments.iter().next().is_none() && self.saved.is_empty() && self.space.is_none();
+        let checks = [
+            ("S1", registered.keys().all(is_live)),
+            ("S3", space == in_space),
+            (
+                "S4",
+                self.saved
+                    .keys()
+                    .all(|pool| self.pools.registration_of(*pool).is_some() && !registered.pools().contains(pool)),
+            ),
+            ("S5", self.ended.is_none() || is_empty && registered.is_empty()),
+        ];
+        registered.violation().or_else(|| checks.into_iter().find(|(_, holds)| !holds).map(|(name, _)| name))
+    }
+
+    /// Returns a segment that a sync should have registered as a window (S2).
+    fn uncovered(&self, registered: &Registrations) -> Option<SegmentKey> {
+        let needs_window = |segment: &HeapSegment, extent: &Extent| {
+            self.pools.registration_of(segment.heap.pool) == Some(Registration::Windows)
+                && !self.saved.contains_key(&segment.heap.pool)
+                && extent.is_whole()
+                && extent.end_bytes > 0
+        };
+        let expected = self
+            .segments
+            .iter()
+            .filter(|(segment, extent)| needs_window(segment, extent))
+            .map(|(segment, extent)| extent.key(segment));
+        expected.into_iter().find(|key| registered.get(key.segment, key.base).is_none_or(|entry| entry.key != *key))
     }
 }
 
@@ -317,13 +377,11 @@ pub(crate) struct SavedWindow {
     pub(crate) handle: Option<WindowHandle>,
 }
 
-/// The pieces of a segment, each with a registration local to this rank.
+/// The registered pieces of a segment.
 #[derive(Debug)]
 pub(crate) struct SavedBuffers {
-    pub(crate) segment: Generation,
-    /// Address and size in bytes of each piece.
-    pub(crate) pieces: Vec<(u64, u64)>,
-    pub(crate) entry: Option<Entry>,
+    pub(crate) key: SegmentKey,
+    pub(crate) pieces: Vec<Piece>,
 }
 
 /// Returns a digest of the windows and their order, for comparison across ranks.

@@ -1,0 +1,63 @@
+//! The names of a segment.
+//!
+//! | type | fields | unique in | equal on all ranks |
+//! |---|---|---|---|
+//! | [`SegmentId`] | birth ordinal | its heap | of a symmetric pool: yes |
+//! | [`HeapSegment`] | heap, ordinal | the allocator | no: ranks may number pools differently |
+//! | [`SymmetricSegment`] | symmetric pool, streams, ordinal | the symmetric pools | yes: used in messages |
+//! | [`SegmentKey`](crate::SegmentKey) | heap segment, address, size | the process | no: a cache key |
+
+use std::fmt;
+use symmalloc_core::SegmentId;
+use symmalloc_core::ids::{HeapId, StreamGroup};
+use symmalloc_core::segment_log::SegmentEvent;
+
+/// A segment of an allocator. Never reused, even if another segment gets its address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub struct HeapSegment {
+    /// The segment's heap.
+    pub heap: HeapId,
+    /// Its birth ordinal in the heap.
+    pub id: SegmentId,
+}
+
+impl HeapSegment {
+    /// Returns the segment of an event.
+    pub(crate) fn of(event: &SegmentEvent) -> Self {
+        HeapSegment { heap: event.heap, id: event.segment }
+    }
+}
+
+impl fmt::Display for HeapSegment {
+    /// Writes `p1 s0 g7`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.heap, self.id)
+    }
+}
+
+/// A segment of a symmetric pool, in terms that all ranks share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub struct SymmetricSegment {
+    /// Ordinal of the segment's pool among the symmetric pools.
+    pub pool: u32,
+    /// The streams that share its heap.
+    pub group: StreamGroup,
+    /// Its birth ordinal in the heap.
+    pub id: SegmentId,
+}
+
+impl SymmetricSegment {
+    /// Returns the name of a segment of the symmetric pool with this ordinal.
+    pub(crate) fn of(pool: u32, segment: HeapSegment) -> Self {
+        SymmetricSegment { pool, group: segment.heap.group, id: segment.id }
+    }
+}
+
+impl fmt::Display for SymmetricSegment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "segment {} of symmetric pool {}", self.id.0, self.pool)?;
+        self.group.stream().map_or(Ok(()), |stream| write!(f, ", stream {}", stream.0))
+    }
+}
