@@ -37,7 +37,7 @@ const ORDER: [(&str, &str); 16] = [
     ("symmalloc-files", "forks private_folder signals draft stderr"),
     (
         "symmalloc-import",
-        "compression stacks trace_naming held_memory held_records options pickle rerun export summary trace_file perfetto transcript \
+        "options compression stacks trace_naming held_memory held_records pickle rerun export summary trace_file perfetto transcript \
          out_of_memory pytorch rmm error recording",
     ),
     (

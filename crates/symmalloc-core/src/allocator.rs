@@ -45,7 +45,6 @@ pub use lookup::SegmentPosition;
 pub use observers::Unread;
 pub use pools::Emptied;
 pub use replay::ReplayOps;
-
 pub use restore::{Restored, RestoredAllocation, RestoredHeap, RevivedPlace};
 pub use sleep::{Quiesced, Remapped};
 pub use steps::StepGuard;

@@ -21,7 +21,7 @@ use crate::random::Random;
 use crate::sections::Sections;
 
 /// Number of runs and candidates examined per step.
-const LOOKS_PER_STEP: u64 = 8;
+const LOOKS_PER_WORK: u64 = 8;
 
 /// Rectangles and their sections.
 #[derive(Clone, Copy)]
@@ -139,12 +139,12 @@ impl CornerSearch {
         })
     }
 
-    /// Searches for a placement of at most this height, which is at least the peak of live sizes, for at most `steps` steps. Returns its
+    /// Searches for a placement of at most this height, which is at least the peak of live sizes, with at most this much work. Returns its
     /// offsets. Each call makes other random choices.
-    pub(crate) fn place_below(&mut self, capacity: u64, steps: &mut u64) -> Option<Vec<u64>> {
+    pub(crate) fn place_below(&mut self, capacity: u64, work: &mut u64) -> Option<Vec<u64>> {
         self.capacity = capacity;
         self.choice = if self.random.below(2) == 0 { Choice::Lowest } else { Choice::Fewest };
-        self.looks = steps.saturating_mul(LOOKS_PER_STEP).saturating_sub(self.items.len() as u64);
+        self.looks = work.saturating_mul(LOOKS_PER_WORK).saturating_sub(self.items.len() as u64);
         self.spare.iter_mut().zip(&self.load).for_each(|(spare, load)| *spare = capacity - load);
         self.offsets.fill(None);
         self.weights.iter_mut().for_each(|weight| *weight = 1024 + self.random.below(1024));
@@ -153,7 +153,7 @@ impl CornerSearch {
         self.runs.clear();
         self.runs.push(Run { from: 0, to: self.load.len() as u32, floor: 0 });
         let found = self.search();
-        *steps = self.looks / LOOKS_PER_STEP;
+        *work = self.looks / LOOKS_PER_WORK;
         found.then(|| self.offsets.iter().map(|offset| offset.expect("all items are placed")).collect())
     }
 

@@ -35,10 +35,10 @@ impl Default for SearchBudget {
 /// Budget of one exact search in the first round.
 const FIRST_ROUND_WORK: u64 = 50_000;
 
-/// Work of the repair in a round, in multiples of those of one exact search.
+/// Work of the repair in a round, in multiples of that of one exact search.
 const REPAIR_SHARE: u64 = 16;
 
-/// Work of the varied preferences of a round, in multiples of those of one exact search.
+/// Work of the varied preferences of a round, in multiples of that of one exact search.
 const VARIED_SHARE: u64 = 12;
 
 /// Work of the corner search of a core in a round, in multiples of that of one exact search.
@@ -224,8 +224,8 @@ impl<'a> Search<'a> {
     }
 
     /// Searches from corners within about this much work: at the least height that is not ruled out, then halfway between the last failure and
-    /// the best, and so on. Restarts of varied length take care of unlucky choices. Ends early if the search of
-    /// the least height had an end.
+    /// the best, and so on. Restarts of varied length take care of unlucky choices. Returns early if the search at
+    /// the least height tried all of its moves.
     fn search_corners(&mut self, core: &mut Core, steps: u64) {
         let end = self.left.saturating_sub(steps);
         let shortest = ATTEMPT_WORK.max(core.items.len() as u64 * CORNER_WORK);

@@ -28,13 +28,15 @@ pub fn run(job: impl FnOnce() + Send + 'static) -> io::Result<()> {
 }
 
 /// Runs a job on a separate thread. If the system cannot create one now, the job runs as soon as a thread of this crate is idle or can be
-/// created. The watchdog's thread tries that repeatedly.
+/// created. A running watchdog retries every 100 ms.
 ///
 /// # Errors
 /// Returns an error if the job has to wait.
 pub fn run_when_possible(job: impl FnOnce() + Send + 'static) -> io::Result<()> {
     hand_over(Box::new(job)).map_err(|(job, error)| {
         lock(&REFUSED).push_back(job);
+        // A thread may have become idle before the job was in the queue.
+        retry_refused();
         error
     })
 }
@@ -88,6 +90,8 @@ fn work(first: Job) {
         if !push(sender.clone()) {
             return;
         }
+        // A job may have entered the queue before this thread was idle.
+        retry_refused();
         match jobs.recv() {
             Ok(next) => job = next,
             Err(_) => return,

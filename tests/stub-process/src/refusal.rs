@@ -9,7 +9,7 @@ use libc::{
 const NUMBER: u32 = 0;
 const FIRST_ARGUMENT: u32 = 16;
 
-/// From now on, no thread of this process, and no program that it executes, can create a thread. New processes are still possible.
+/// Makes the system refuse all further threads of this process and of programs that it executes. New processes are still possible.
 ///
 /// A filter of system calls answers like the kernel at its limit. The limit itself does not apply to root.
 ///

@@ -19,11 +19,11 @@ use symmalloc_text::visible_line;
 /// Maximum length of a file's name that stands for the letter of a recording.
 const NAME_CHARS_MAX: usize = 32;
 
-/// Number of common ops from which on parts of a job that are the same say something about the job.
+/// Fewest common ops from which equality says something about the whole job.
 const OPS_MIN: usize = 100;
 
-/// States that the result says little.
-const FEW: &str = "\n            These are few ops, and the rest of the job is not compared: record more of it to tell whether the ranks are alike";
+/// Warning for a comparison of few ops.
+const FEW: &str = "\n            Few ops were compared: record more of the job to tell whether the ranks agree";
 
 /// Compares two recordings. The verdict is `Differ` if ops or placements differ.
 pub(super) fn run(path_a: &Path, path_b: &Path, args: &DiffArgs) -> Result<Verdict, CliError> {

@@ -170,7 +170,7 @@ impl<'a> Planned<'a> {
             "height": self.solution.height(),
             "quality": rounded(self.quality()),
             "is_optimal": self.solution.is_optimal(),
-            "work": self.solution.work(),
+            "steps": self.solution.work(),
             "seconds": rounded(self.seconds),
             "plan": out.map(|path| path.display().to_string()),
         })

@@ -224,7 +224,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             // Memory that an earlier attempt could not release is still charged.
             heap.release_retired(&self.context).error.map_or(Ok(()), Err)?;
         }
-        // A charge that is dropped before it is left charged is refunded. This happens at a limit or if the backend panics.
+        // Dropping a charge before `leave_charged` refunds it. This happens at a limit or if the backend panics.
         let mut charges = Vec::new();
         for Saved { heap, layout } in heaps.iter() {
             let needed_bytes = layout.reserved_bytes();

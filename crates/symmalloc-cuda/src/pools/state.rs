@@ -183,7 +183,7 @@ impl<B: CudaMemory> AllocatorState<B> {
         Ok(pool)
     }
 
-    /// Creates a pool whose free memory no trim releases before the pool is abandoned.
+    /// Creates a pool whose free memory trims leave alone until the pool is abandoned.
     pub(crate) fn create_untrimmed_pool(&self, config: PoolConfig) -> Result<PoolId, CudaError> {
         Ok(self.core.create_pool(fitting(self.core.backend(), config)?)?)
     }

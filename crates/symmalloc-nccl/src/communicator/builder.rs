@@ -155,6 +155,8 @@ impl CommunicatorBuilder {
     pub fn connect_env(self) -> Result<Communicator, CommError> {
         let backoff = Backoff::new(self.deadline);
         let launch = Launch::from_env()?;
+        // Before the ranks meet, because the watchdog takes over the connections.
+        self.start_watchdog()?;
         let id = launch.unique_id_from(self.nccl()?, &backoff)?;
         self.connect_until(id, launch.rank, launch.ranks, &backoff)
     }
@@ -168,6 +170,7 @@ impl CommunicatorBuilder {
 
     fn connect_until(self, id: UniqueId, rank: u32, ranks: u32, backoff: &Backoff) -> Result<Communicator, CommError> {
         let nccl = self.nccl()?;
+        self.start_watchdog()?;
         let order = |name: &str| CommOrder::connected(name, &id, ordinal_of(&id, rank));
         let meeting = MeetingId::find(id.as_bytes(), rank);
         let call = move |calls: &Calls, new: &NewHandle, [rank, ranks]: [c_int; 2], blocking| {
@@ -271,7 +274,7 @@ impl CommunicatorBuilder {
         Communicator::finish_connecting(shared, &backoff)
     }
 
-    fn start_watchdog(&self) -> Result<(), CommError> {
+    pub(super) fn start_watchdog(&self) -> Result<(), CommError> {
         watchdog::start(&self.watch_settings).map_err(|error| CommError::Watchdog { kind: error.kind() })
     }
 

@@ -135,7 +135,10 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
         let _in_time = through.recv_timeout(limit);
     }
     accesses.iter().for_each(ensure_end);
-    accesses.iter().for_each(report);
+    // Without a thread, this may be the watchdog's, which the program's subscriber must not block.
+    if started.is_ok() {
+        accesses.iter().for_each(report);
+    }
 }
 
 /// Lets the watchdog end the process if a communicator that is lost does not end soon.
@@ -192,7 +195,8 @@ pub(super) fn revoke_all(accesses: &mut [Access<'_>], ending: Ending) -> Result<
     // A message through this channel is either received or returned as an error.
     let (sender, through) = sync_channel(0);
     let unfinished = Unfinished::ending();
-    let started = threads::run(move || {
+    // If the job runs late, nobody receives the outcome, and it aborts the communicators.
+    let started = threads::run_when_possible(move || {
         let _unfinished = unfinished;
         let Ok(_current) = device.enter() else { return };
         let _relaxed = device.relax_capture();

@@ -91,6 +91,7 @@ impl CommunicatorBuilder {
         if old.shared.access_active()?.inner.grow_id != (rank == 0).then_some(id) {
             return Err(old.grow_obstacle(GrowIdObstacle::Unknown));
         }
+        self.start_watchdog()?;
         let meeting = self.meet(rank, ranks, &backoff)?;
         let order = CommOrder::grown(&names.0, &id);
         let id = CommunicatorId::of(order.as_bytes());

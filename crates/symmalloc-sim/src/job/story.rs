@@ -139,7 +139,8 @@ pub enum StoryError {
     },
     /// The story would take more memory than a saved failure needs.
     #[error(
-        "the story has {steps} steps on {ranks} ranks, more than {STEPS_MAX} in all or than {RANKS_MAX} ranks: run the trace with --ranks"
+        "the story has {steps} steps on {ranks} ranks; at most {RANKS_MAX} ranks and {STEPS_MAX} steps over all ranks are allowed: run the \
+         trace with `simulate --ranks`"
     )]
     Size {
         /// Number of ranks.

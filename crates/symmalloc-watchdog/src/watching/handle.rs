@@ -51,7 +51,7 @@ impl Handle {
         Handle { commands: Mutex::new(commands), wakeup, meetings: Mutex::default() }
     }
 
-    /// Returns the handle of the process, and starts the threads if they do not run yet. After an error, the next call tries again.
+    /// Returns the handle of the process, and starts the thread if it does not run yet. After an error, the next call tries again.
     ///
     /// # Errors
     /// Returns an error if the system cannot create a thread or a descriptor.

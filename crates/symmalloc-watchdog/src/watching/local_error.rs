@@ -1,4 +1,4 @@
-//! Errors of libraries that this crate does not know.
+//! Errors of the driver or NCCL, type-erased.
 
 use std::error::Error;
 use std::fmt;

@@ -37,7 +37,7 @@ pub(super) fn begin(watched: &Arc<Watched>, failure: &Arc<Failure>) {
         }
     };
     if threads::run(end.clone()).is_err() {
-        // It calls NCCL on a separate thread only, so it ends in time.
+        // It calls NCCL on a separate thread only, and without one it logs nothing, so it returns in time.
         end();
     }
     // The record has every communicator, also those that the program drops as soon as a call returns the error.
@@ -133,8 +133,8 @@ fn end_process(watched: &Watched) {
     }
     let (sender, written) = channel();
     let message = format!(
-        "communicator \"{}\" cannot be ended: an NCCL kernel waits indefinitely. The process exits with {FAILURE_EXIT_CODE}; \
-         {MODE_VARIABLE}=abort prevents that",
+        "communicator \"{}\" cannot be ended: an NCCL kernel waits indefinitely, or no thread can be created to abort it. The \
+         process exits with {FAILURE_EXIT_CODE}; {MODE_VARIABLE}=abort prevents that",
         watched.identity().name
     );
     let said = message.clone();

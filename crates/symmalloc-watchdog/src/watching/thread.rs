@@ -91,6 +91,10 @@ impl Watched {
     /// Notifies the other ranks that the communicator was ended because of an error. On return, the notification has been sent.
     pub fn fail(&self, report: FailureReport) {
         self.close();
+        // The watchdog has notified them before it recorded a failure. Its own thread may be the caller, and would wait for itself.
+        if self.failure().is_some() {
+            return;
+        }
         if let Some(watchdog) = watchdog() {
             watchdog.command(Command::Fail(self.identity().clone(), report));
             watchdog.flush(COMMAND_LIMIT);

@@ -24,7 +24,7 @@ pub trait Watchable: Send + Sync {
     fn state_text(&self) -> String;
 }
 
-/// The end of the process, for which the owner of the device has rules.
+/// Ends the process by the rules of the device's owner.
 pub trait Process: Sync {
     /// Lets `exit` wait for a report that is being written, until the returned value is dropped.
     fn delay_exit(&self) -> Box<dyn Send>;

@@ -339,11 +339,9 @@ class Allocator final : public caching::AllocatorBase {
     // All checks precede the first change.
     TORCH_CHECK(when == RecordContext::NEVER || gather, "symmalloc: recording contexts requires a function that gathers them");
     const auto skipped_actions = parsed_actions(skipped);
-    for (DeviceIndex device = 0; device < device_count_; ++device) {
-      auto& history = memory_.of(device).history;
-      std::lock_guard<std::recursive_mutex> lock(history.order);
-      history.record(enabled, gather, entries_max, when, clears, skipped_actions, segments(device));
-    }
+    for_each_device([&](DeviceHistory& history, const auto& segments) {
+      history.record(enabled, gather, entries_max, when, clears, skipped_actions, segments);
+    });
     std::lock_guard<std::mutex> lock(mutex_);
     is_recorded_ = enabled;
     if (!enabled || clears) {
@@ -353,11 +351,7 @@ class Allocator final : public caching::AllocatorBase {
   }
 
   void attachAllocatorTraceTracker(caching::AllocatorTraceTracker tracker) override {
-    for (DeviceIndex device = 0; device < device_count_; ++device) {
-      auto& history = memory_.of(device).history;
-      std::lock_guard<std::recursive_mutex> lock(history.order);
-      history.attach(tracker, segments(device));
-    }
+    for_each_device([&](DeviceHistory& history, const auto& segments) { history.attach(tracker, segments); });
     std::lock_guard<std::mutex> lock(mutex_);
     has_trackers_ = true;
     memory_.watch(true);
@@ -552,6 +546,21 @@ class Allocator final : public caching::AllocatorBase {
     std::string settings = text;
     symmalloc_release_bytes(text);
     return settings;
+  }
+
+  // Calls a function for the history and the segments of each device, which stay unchanged meanwhile. All queries, which may throw, precede
+  // the first call.
+  template <typename Act>
+  void for_each_device(const Act& act) {
+    std::vector<std::unique_lock<std::recursive_mutex>> locks;
+    std::vector<std::map<size_t, Noted>> found;
+    for (DeviceIndex device = 0; device < device_count_; ++device) {
+      locks.emplace_back(memory_.of(device).history.order);
+      found.push_back(segments(device));
+    }
+    for (DeviceIndex device = 0; device < device_count_; ++device) {
+      act(memory_.of(device).history, found[device]);
+    }
   }
 
   // Returns the segments of a device by address.

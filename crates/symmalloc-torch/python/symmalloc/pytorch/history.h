@@ -229,7 +229,9 @@ class DeviceHistory {
     }
     if (is_watched()) {
       free_listed(address, bytes);
-      entry(gone.is_expandable ? Action::SEGMENT_UNMAP : Action::SEGMENT_FREE, address, gone);
+      attempt("a memory tracker", [&] {
+        entry(gone.is_expandable ? Action::SEGMENT_UNMAP : Action::SEGMENT_FREE, address, gone);
+      });
     }
   }
 
@@ -276,13 +278,13 @@ class DeviceHistory {
 
   struct Tracker {
     caching::AllocatorTraceTracker notify;
-    // Expandable segments of private pools from the time of the attachment, of which no part was unmapped since.
+    // Expandable segments of pools other than the default, from the time of the attachment, of which no part was unmapped since.
     std::map<size_t, Noted> listed;
   };
 
   // Sends SEGMENT_FREE for each listed segment of which a part is about to be unmapped.
   //
-  // PyTorch's NCCL backend takes a snapshot, attaches a tracker, and registers the segments of the snapshot with every communicator until
+  // The NCCL backend of PyTorch 2.15 takes one snapshot, attaches a tracker, and registers the segments of the snapshot with every communicator until
   // SEGMENT_FREE. It ignores SEGMENT_UNMAP. If unmapped memory stayed registered, the next process group could not be created. Expandable
   // segments of the default pool are never registered, see `announce_segments`.
   void free_listed(size_t address, size_t bytes) {
@@ -294,7 +296,7 @@ class DeviceHistory {
       while (segment != tracker.listed.end() && segment->first < address + bytes) {
         const auto [start, noted] = *segment;
         segment = tracker.listed.erase(segment);
-        tracker.notify(make_entry(Action::SEGMENT_FREE, start, noted, nullptr));
+        attempt("a memory tracker", [&] { tracker.notify(make_entry(Action::SEGMENT_FREE, start, noted, nullptr)); });
       }
     }
   }
