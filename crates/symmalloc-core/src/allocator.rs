@@ -471,7 +471,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     fn trim_destroyed(&self, entry: PoolRef<'_, L>) -> Released {
         let released = self.release_free(entry, None);
         let mut heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
-        self.bury(entry, &mut heaps);
+        self.remove_released(entry, &mut heaps);
         released
     }
 

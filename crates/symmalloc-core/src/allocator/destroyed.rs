@@ -127,7 +127,7 @@ impl<L: Lock> Destroyed<L> {
     }
 
     /// Keeps the sums and the history of a removed heap.
-    pub(super) fn bury(&mut self, heap: &mut Heap<L>, symmetric: bool) {
+    pub(super) fn absorb(&mut self, heap: &mut Heap<L>, symmetric: bool) {
         heap.add_to(&mut self.counts);
         // Usage is summed separately, and plans end with their heap.
         (self.counts.usage, self.counts.steps.plans) = (Default::default(), 0);

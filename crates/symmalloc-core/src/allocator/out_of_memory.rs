@@ -56,7 +56,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut may_reclaim = true;
         // Bytes released for this request. They are recorded only if the request fails. Otherwise a replay releases
         // them without a record.
-        let mut unsaid: SmallVec<[u64; 2]> = SmallVec::new();
+        let mut unrecorded_bytes: SmallVec<[u64; 2]> = SmallVec::new();
         loop {
             let (missing, demand, cause, released_bytes) = match *shortage {
                 Shortage::Memory { missing, demand, cause, released_bytes } => (missing, demand, cause, released_bytes),
@@ -79,7 +79,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             let is_over_all = matches!(cause, OutOfMemoryCause::Limit { scope: LimitScope::Allocator, .. });
             let has_dropped = is_over_all && !is_hopeless && self.has_abandoned() && {
                 // The records must be in the order of the events.
-                for size_bytes in unsaid.drain(..) {
+                for size_bytes in unrecorded_bytes.drain(..) {
                     gate.note(Op::Reclaim { pool: request.pool, stream: request.stream, size_bytes });
                 }
                 self.destroy_abandoned_for(pool, gate) > 0
@@ -91,10 +91,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 // the next round releases that too. If less than the missing amount was released, nothing is left to
                 // release.
                 may_reclaim = self.reclaim(entry, heap, bytes(missing), gate) >= bytes(missing);
-                unsaid.push(bytes(missing));
+                unrecorded_bytes.push(bytes(missing));
                 "reclaim"
             } else {
-                for size_bytes in unsaid.drain(..) {
+                for size_bytes in unrecorded_bytes.drain(..) {
                     gate.note(Op::Reclaim { pool: request.pool, stream: request.stream, size_bytes });
                 }
                 let error = self.out_of_memory(entry, heap, request, bytes(missing.min(demand)), cause);

@@ -165,7 +165,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             released = released.plus(heap.destroy(&self.context));
         }
         self.end_sleep(&mut sleep);
-        self.bury(entry, &mut heaps);
+        self.remove_released(entry, &mut heaps);
         drop((heaps, sleep, observers));
         self.context.backend.forget_pool(pool);
         gate.note(Op::DestroyPool { pool });
@@ -418,7 +418,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Removes a destroyed pool whose memory was released.
-    pub(super) fn bury(&self, entry: PoolRef<'_, L>, heaps: &mut [HeapGuard<'_, L>]) {
+    pub(super) fn remove_released(&self, entry: PoolRef<'_, L>, heaps: &mut [HeapGuard<'_, L>]) {
         if heaps.iter().any(|heap| heap.log().has_retired()) {
             return;
         }
@@ -427,7 +427,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return;
         }
         for heap in heaps {
-            destroyed.bury(heap, entry.config().symmetric());
+            destroyed.absorb(heap, entry.config().symmetric());
             let (id, number) = (heap.id(), heap.number());
             heap.replace(self.empty_heap(entry, id, number));
             heap.close();

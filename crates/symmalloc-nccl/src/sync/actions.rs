@@ -14,7 +14,6 @@
 //! computes its actions again.
 
 use crate::sync::fold;
-use crate::sync::observed::PoolEvents;
 use crate::windows::keys::SegmentKey;
 use crate::windows::registrations::Registrations;
 use crate::windows::segment::{HeapSegment, SymmetricSegment};
@@ -22,6 +21,7 @@ use crate::windows::table::{Extent, Piece, SegmentChange, SegmentTable};
 use std::collections::BTreeSet;
 use std::fmt;
 use symmalloc_core::PoolId;
+use symmalloc_core::segment_log::SegmentEvent;
 
 /// The kind of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -57,6 +57,15 @@ impl fmt::Display for WindowChange {
         };
         write!(f, "{verb} {} ({} bytes)", self.segment, self.size_bytes)
     }
+}
+
+/// The events since the last sync in the pools of one kind of registration.
+#[derive(Debug, Default)]
+pub(crate) struct PoolEvents {
+    /// In order of pools, and within a pool in the order of its log.
+    pub(crate) events: Vec<SegmentEvent>,
+    /// Pools that the sync detaches, in ascending order.
+    pub(crate) leaving: Vec<PoolId>,
 }
 
 /// A change, with the segment and its address on this rank.
@@ -145,6 +154,21 @@ impl BufferActions {
     }
 }
 
+impl PoolEvents {
+    /// Applies the events to the table, and then removes the segments of the pools that are detached. Returns what changed, in this order.
+    pub(crate) fn apply_to(&self, table: &mut SegmentTable) -> Vec<SegmentChange> {
+        let mut changes: Vec<SegmentChange> = self.events.iter().filter_map(|event| table.apply(event)).collect();
+        for &pool in &self.leaving {
+            changes.extend(table.detach(pool));
+        }
+        changes
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.events.is_empty() && self.leaving.is_empty()
+    }
+}
+
 /// Returns the actions on windows that follow from these changes, which lead to the table `next`.
 fn window_actions(
     changes: &[SegmentChange],
@@ -208,7 +232,6 @@ mod tests {
     use crate::windows::registrations::buffer_without_handle;
     use symmalloc_core::StreamId;
     use symmalloc_core::config::{Config, PoolConfig};
-    use symmalloc_core::segment_log::SegmentEvent;
     use symmalloc_core::units::MIB;
     use symmalloc_core::{Allocator, ObserverId};
     use symmalloc_sim::SimBackend;

@@ -132,9 +132,8 @@ impl ChangeSearch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sync::actions::{ChangeKind, SyncAction, WindowChange};
+    use crate::sync::actions::{ChangeKind, PoolEvents, SyncAction, WindowChange};
     use crate::sync::message::SyncContext;
-    use crate::sync::observed::PoolEvents;
     use crate::windows::registrations::Registrations;
     use crate::windows::segment::{HeapSegment, SymmetricSegment};
     use crate::windows::table::SegmentTable;

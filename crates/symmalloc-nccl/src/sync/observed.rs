@@ -1,10 +1,10 @@
 //! The pools observed for one communicator, each with an observer and the log entries since the last sync.
 
 use crate::ffi::window_flags::WindowFlags;
+use crate::sync::actions::PoolEvents;
 use crate::sync::error::AttachError;
 use crate::sync::fold;
 use crate::sync::settings::{Attachment, Registration, Synced, mode_word};
-use crate::windows::table::{SegmentChange, SegmentTable};
 use smallvec::SmallVec;
 use symmalloc_agreement::Mode;
 use symmalloc_core::errors::UnknownError;
@@ -44,15 +44,6 @@ pub(crate) struct LogSnapshot {
     unread: Unread,
     /// `true` if the pool sleeps: nothing is registered until it wakes.
     is_asleep: bool,
-}
-
-/// The events since the last sync in the pools of one kind of registration.
-#[derive(Debug, Default)]
-pub(crate) struct PoolEvents {
-    /// In order of pools, and within a pool in the order of its log.
-    pub(crate) events: Vec<SegmentEvent>,
-    /// Pools that the sync detaches, in ascending order.
-    pub(crate) leaving: Vec<PoolId>,
 }
 
 impl ObservedPools {
@@ -256,20 +247,5 @@ impl ObservedPool {
             births,
             is_leaving: false,
         })
-    }
-}
-
-impl PoolEvents {
-    /// Applies the events to the table, and then removes the segments of the pools that are detached. Returns what changed, in this order.
-    pub(crate) fn apply_to(&self, table: &mut SegmentTable) -> Vec<SegmentChange> {
-        let mut changes: Vec<SegmentChange> = self.events.iter().filter_map(|event| table.apply(event)).collect();
-        for &pool in &self.leaving {
-            changes.extend(table.detach(pool));
-        }
-        changes
-    }
-
-    pub(crate) fn is_empty(&self) -> bool {
-        self.events.is_empty() && self.leaving.is_empty()
     }
 }
