@@ -373,14 +373,14 @@ fn a_saved_failure_has_the_bounds_of_a_trace() {
     let jobs = [
         (marked(20_000, small), "20000 ranks"),
         (marked(1000, &many), "20000 steps on 1000 ranks"),
-        (marked(2, &expensive), "steps"),
+        (marked(2, &expensive), "work"),
         (marked(2, &many), "raise --memory-limit-mb"),
     ];
     for (text, expected) in jobs {
         let job = folder.file("failure.trace", text);
-        let printed = limited("-t 30 -v 900000", &["simulate", "--memory-limit-mb", "1"], &[&job]);
+        let printed = limited("-t 30", &["simulate", "--memory-limit-mb", "1"], &[&job]);
         assert_eq!(printed.code, Some(2), "{expected}: {}", printed.stderr);
-        let without = limited("-t 30 -v 900000", &["simulate"], &[&job]);
+        let without = limited("-t 30", &["simulate"], &[&job]);
         let told = printed.stderr + &without.stderr;
         assert!(told.contains(expected), "{expected}: {told}");
     }

@@ -52,7 +52,7 @@ fn every_command_on_the_page_reproduces_its_numbers() {
     let printed = symmalloc("report {} -o {} --json", &[&job, &out]).json(0);
     let page = fs::read_to_string(&out).unwrap();
     let settings = printed["settings"].as_array().unwrap();
-    assert_eq!(settings.len(), 13, "{printed}");
+    assert_eq!(settings.len(), 8, "{printed}");
     let own: Vec<&Value> = settings.iter().filter(|trial| trial["is_own"] == true).collect();
     assert_eq!((own.len(), &own[0]["peak_reserved_bytes"]), (1, &printed["steady_reserved_bytes"]));
     let run = |text: &str| {
