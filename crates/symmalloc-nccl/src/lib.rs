@@ -65,10 +65,10 @@
 //! 2. `registrar/attached_comm/sync.rs`, `sync_ready`: the steps of one communicator.
 //! 3. `sync/observed.rs`: the events since the last sync. `windows/table.rs`: what each of them changes.
 //! 4. `sync/actions.rs`: the actions that follow. `sync/agreement.rs`: their comparison across ranks.
-//! 5. `windows/registrations.rs`: the registered segments. `communicator/registration.rs`: the call to NCCL.
+//! 5. `windows/registrations.rs`: the registered segments. `communicator/registration.rs` and `call.rs`: the call to NCCL.
 //!
 //! A segment that grows takes the same path: its change has a larger extent, and the action replaces the window. A registration that fails
-//! ends the communicator in `AttachedComm::sync`, and its windows with it.
+//! ends the communicator in `communicator/call.rs`, and `AttachedComm::sync` drops its windows.
 
 mod all_to_all;
 mod backoff;

@@ -216,11 +216,13 @@ impl Registrar {
     /// submitted to the device completes. Their memory is released unless another communicator still has windows on it.
     ///
     /// # Errors
-    /// Returns the error of the first communicator, in the global order, that failed. The others are still brought up to date, because
-    /// their ranks wait for this one. See [`SyncError`] for the state of the communicator that failed.
+    /// If a communicator has ended, returns its error; otherwise that of the first one, in the global order, that failed. The others are
+    /// still brought up to date, because their ranks wait for this one. With a communicator that is not attached, or during a capture,
+    /// nothing is done, and the other ranks wait until the deadline. See [`SyncError`] for the state of the communicator that failed.
     pub fn sync(&self, comms: &[&Communicator]) -> Result<Synced, SyncError> {
         let (comms, gone) = self.begin_sync(comms)?;
-        gone.map_or(self.run_sync(comms), Err)
+        let outcome = self.run_sync(comms);
+        gone.map_or(outcome, Err)
     }
 
     /// Like [`sync`](Self::sync), for the end of a scope that may be part of a graph capture, in which ranks can neither register segments
@@ -234,7 +236,8 @@ impl Registrar {
         if comms.iter().all(|comm| comm.is_current) && self.allocator.is_capturing().unwrap_or(false) {
             comms.iter_mut().for_each(|comm| comm.compared = None);
         }
-        gone.map_or(self.run_sync(comms), Err)
+        let outcome = self.run_sync(comms);
+        gone.map_or(outcome, Err)
     }
 
     /// Like [`sync`](Self::sync), but compares histories in every mode. Use it to compare them on demand with [`Mode::Off`].

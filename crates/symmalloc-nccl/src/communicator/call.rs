@@ -10,7 +10,7 @@
 //! A thread that waits makes the calls that end the wait itself: an abort or a revoke by another thread only sets a flag.
 //!
 //! In both modes NCCL is then polled (`ncclCommGetAsyncError`) until nothing is in progress. In blocking mode one poll suffices, but it is
-//! required: window registration always returns success, and errors of NCCL's own threads are visible only there.
+//! required: window registration may return success although it failed, and errors of NCCL's own threads are visible only there.
 
 use crate::backoff::Backoff;
 use crate::communicator::ending::{ABORT_LIMIT, Ending, GRACE, end_all, revoke_all};

@@ -76,8 +76,8 @@ pub enum AttachError {
 /// An error returned by a sync, about one communicator.
 ///
 /// After [`Disagreed`](SyncError::Disagreed), [`Differ`](SyncError::Differ), [`SymmetricSpace`](SyncError::SymmetricSpace) and
-/// [`Capturing`](SyncError::Capturing), nothing was registered or deregistered, and the communicator is unchanged. After any other error
-/// of a collective, the communicator is aborted, its windows are gone, and its segments are released. The allocator and all other
+/// [`Capturing`](SyncError::Capturing), nothing was registered or deregistered, and the communicator is unchanged. After an error of NCCL,
+/// the driver or the exchange of messages, the communicator is aborted, its windows are gone, and its segments are released. The allocator and all other
 /// communicators continue to work.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]

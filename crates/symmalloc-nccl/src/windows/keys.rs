@@ -23,7 +23,7 @@ use std::fmt;
 pub struct SegmentKey {
     /// Address of the segment's first byte.
     pub base: u64,
-    /// Bytes of the segment that are backed by memory.
+    /// Bytes up to the end of the segment's last memory. A segment may have holes.
     pub size_bytes: u64,
     /// Identity of the segment, which distinguishes it from earlier segments at this address.
     pub segment: HeapSegment,

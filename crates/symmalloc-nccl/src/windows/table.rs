@@ -1,7 +1,7 @@
 //! The table of live segments, which interprets the segment log.
 //!
 //! An event changes the extent of one segment. Windows, registered buffers and invalidated keys follow from the change alone, so a new kind
-//! of event needs one more arm in [`SegmentTable::apply`]:
+//! of event that only adds memory needs one more arm in [`SegmentTable::apply`]:
 //!
 //! ```text
 //!   event                      before    after     window             buffers           cache key
@@ -107,8 +107,11 @@ impl SegmentTable {
                 Some(SegmentChange { segment, before, after: Some(*extent), added })
             }
             SegmentEventKind::Death => self.remove(segment),
-            // Other events do not occur in an observed pool.
-            _ => None,
+            // A segment of an observed pool does not shrink.
+            kind => {
+                debug_assert_eq!(kind, SegmentEventKind::Shrink, "the table knows every kind of event");
+                None
+            }
         }
     }
 
