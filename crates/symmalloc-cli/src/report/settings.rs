@@ -151,11 +151,8 @@ fn measure(recorded: &Recorded, config: &Config) -> Result<Steady, CliError> {
     steady.map_err(|source| CliError::Job { path: recorded.path.clone(), source })
 }
 
-/// Number of ops beyond which a report does not try bounds on splitting and other roundings, so that it takes seconds.
-const LONG_JOB_OPS: usize = 500_000;
-
 /// Returns configurations that differ from the job's own in how the default pool obtains, splits and rounds memory, apart from those that
-/// differ from others only for larger requests than the job makes. Long jobs get fewer.
+/// differ from others only for larger requests than the job makes.
 pub(super) fn candidates(recorded: &Recorded, own: &Config) -> Vec<Config> {
     let streams = recorded.job.stream_count();
     let bytes_of = |op: &Op| match *op {
@@ -165,17 +162,7 @@ pub(super) fn candidates(recorded: &Recorded, own: &Config) -> Vec<Config> {
     let largest_bytes = recorded.program().ops().iter().map(bytes_of).max().unwrap_or(0);
     let mut configs = candidates_for(own, streams);
     configs.retain(|config| matters(config.default_pool(), largest_bytes));
-    if recorded.program().ops().len() > LONG_JOB_OPS {
-        configs.retain(|config| !is_refinement(config.default_pool(), own.default_pool()));
-    }
     configs
-}
-
-/// Returns `true` if the pool bounds splitting, or rounds unlike the job's own.
-fn is_refinement(pool: &PoolConfig, own: &PoolConfig) -> bool {
-    let bounds_splitting =
-        matches!(pool.segments(), SegmentPolicy::Fixed(fixed) if fixed.max_split_size_bytes.is_some());
-    bounds_splitting || pool.roundup_power2_divisions() != own.roundup_power2_divisions()
 }
 
 /// Returns `false` if a bound on splitting, or stitching, has no effect on requests of at most this many bytes.
@@ -248,9 +235,5 @@ mod tests {
         let configs = candidates_for(&own, 2);
         assert_eq!(configs.len(), 13);
         assert!(configs.iter().all(|config| config.total_limit_bytes() == Some(512 * MIB)));
-        // A long job is tried with and without sharing, stitching and fixed segments.
-        let basic: Vec<_> =
-            configs.iter().filter(|config| !is_refinement(config.default_pool(), own.default_pool())).collect();
-        assert_eq!(basic.len(), 8);
     }
 }
