@@ -396,6 +396,9 @@ nccl_test!(a_rank_that_destroys_its_communicator_early_is_named_immediately, {
             let outputs = ranks(3, &[("SYMMALLOC_FLIGHT_RECORDS", &folder.path().to_string_lossy())], |number| {
                 let mut rank = Rank::new(number, 3, Duration::from_secs(300));
                 (0..5).for_each(|_| rank.reduce().expect("all ranks take part"));
+                // A rank that is still in its fifth collective would fail in it.
+                fs::write(rank.folder.join(format!("reduced.{number}")), "").expect("written");
+                until(|| (0..3).all(|it| folder_has("reduced", it)));
                 let is_last = |name: &str| (0..3).filter(|other| *other != leaver).all(|it| folder_has(name, it));
                 if number == leaver {
                     drop(rank);
