@@ -3,11 +3,11 @@
 use super::copies::{CHUNK_BYTES, Chunk};
 use rustix::mm::{MapFlags, ProtFlags};
 use std::collections::hash_map::RandomState;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::hash::{BuildHasher, Hasher};
 use std::io;
 use std::ops::Deref;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -143,7 +143,7 @@ impl Drop for Pageable {
     }
 }
 
-/// A file without a name that only this user can open, with a checksum for each chunk.
+/// A file without a name, with a checksum for each chunk.
 ///
 /// The checksums are keyed with a random number of this process, so another process that modifies the file cannot compute matching ones.
 pub(super) struct ImageFile {
@@ -157,7 +157,7 @@ pub(super) struct ImageFile {
 impl ImageFile {
     /// Creates a file for `len` bytes. It is deleted when it is closed.
     pub(super) fn create(folder: &Path, len: usize) -> Result<Self, BackendError> {
-        let file = file_without_name(folder).map_err(|error| of_file("open", &error))?;
+        let file = tempfile::tempfile_in(folder).map_err(|error| of_file("open", &error))?;
         Ok(ImageFile { file, len, key: RandomState::new(), checksums: Vec::new() })
     }
 
@@ -191,27 +191,12 @@ impl ImageFile {
     }
 }
 
-/// Creates a file that is deleted when it is closed.
-fn file_without_name(folder: &Path) -> io::Result<File> {
-    let mut number = 0_u64;
-    loop {
-        let path = folder.join(format!(".symmalloc-{}-{number}.image", std::process::id()));
-        match OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path) {
-            Ok(file) => {
-                std::fs::remove_file(&path)?;
-                return Ok(file);
-            }
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
-            Err(error) => return Err(error),
-        }
-    }
-}
-
 fn modified() -> BackendError {
     BackendError::new("read", 0, Reason::Modified)
 }
 
-/// Converts a file error into a backend error, with `errno` as the code.
+/// Converts a file error into a backend error, with `errno` as the code. `tempfile` wraps the system's error to add the path.
 fn of_file(call: &'static str, error: &io::Error) -> BackendError {
-    BackendError::new(call, error.raw_os_error().unwrap_or(0), Reason::File)
+    let wrapped = || error.get_ref()?.source()?.downcast_ref::<io::Error>()?.raw_os_error();
+    BackendError::new(call, error.raw_os_error().or_else(wrapped).unwrap_or(0), Reason::File)
 }

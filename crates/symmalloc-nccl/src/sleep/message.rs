@@ -1,7 +1,7 @@
 //! The messages that ranks exchange in a sleep or wake. All integers are little-endian.
 //!
 //! ```text
-//!   Agree    agreement's answer, 64 bytes │ AgreeMessage, 96 bytes     as long as a sync's, so that a rank in a sync is detected
+//!   Agree    agreement's answer, 64 bytes │ AgreeMessage, 104 bytes    as long as a sync's, so that a rank in a sync is detected
 //!            pages of CommunicatorRow                                  if a rank has a communicator besides that of the exchange
 //!   Decide   VerdictMessage, 32 bytes
 //!   Check    of a sleep: failure flag, 8 bytes;  of a wake: pages of FindingRow
@@ -41,6 +41,8 @@ pub(super) struct AgreeMessage {
     phase: U64,
     windows: U64,
     communicators: U64,
+    /// 1 if the rank compares histories.
+    compared: U64,
     reserved: [U64; 5],
 }
 
@@ -108,6 +110,8 @@ pub(super) struct AgreeFields {
     pub(super) windows: u64,
     /// Number of rows in the pages of communicators.
     pub(super) communicators: usize,
+    /// Set if this rank compares histories.
+    pub(super) compared: bool,
 }
 
 impl AgreeMessage {
@@ -120,6 +124,7 @@ impl AgreeMessage {
             phase: fields.phase.map_or(u64::MAX, number_of).into(),
             windows: fields.windows.into(),
             communicators: (fields.communicators as u64).into(),
+            compared: u64::from(fields.compared).into(),
             reserved: [U64::ZERO; 5],
         }
     }
@@ -136,10 +141,11 @@ impl AgreeMessage {
     /// Returns the first difference in the fields that must be equal in every call. The phase may differ.
     pub(super) fn compare(messages: &[AgreeMessage]) -> Option<SleepDifference> {
         type Of = fn(&AgreeMessage) -> U64;
-        let fields: [(SleepField, Of); 5] = [
+        let fields: [(SleepField, Of); 6] = [
             (SleepField::Protocol, |message| message.protocol),
             (SleepField::Call, |message| message.call),
             (SleepField::Pool, |message| message.pool),
+            (SleepField::Compared, |message| message.compared),
             (SleepField::Number, |message| message.number),
             (SleepField::Windows, |message| message.windows),
         ];
@@ -383,9 +389,10 @@ mod tests {
             phase: Some(Phase::Held),
             windows: 5,
             communicators: 6,
+            compared: true,
         };
-        let words: [[u8; 8]; 12] = transmute!(AgreeMessage::new(&fields));
-        assert_eq!(words.map(u64::from_le_bytes), [PROTOCOL, 4, 3, 1, 2, 5, 6, 0, 0, 0, 0, 0]);
+        let words: [[u8; 8]; 13] = transmute!(AgreeMessage::new(&fields));
+        assert_eq!(words.map(u64::from_le_bytes), [PROTOCOL, 4, 3, 1, 2, 5, 6, 1, 0, 0, 0, 0, 0]);
     }
 
     #[test]

@@ -237,6 +237,7 @@ impl<'a> PhaseChange<'a> {
             phase: core.phase(pool).ok(),
             windows: self.windows_digest(0),
             communicators: self.comms.len() - 1 + ended.len(),
+            compared: self.compares_histories(),
         });
         let messages = self.compare(&own)?;
         let mut broken = BTreeSet::new();
@@ -254,13 +255,18 @@ impl<'a> PhaseChange<'a> {
         Ok(Agreed { messages, broken, ended })
     }
 
+    /// Returns `true` if this rank compares the pool's history with the other ranks.
+    fn compares_histories(&self) -> bool {
+        let LockedComm { attachment, state, .. } = &self.comms[0];
+        let is_symmetric = self.registrar.allocator().core().symmetric_ordinal(self.pool).is_some();
+        is_symmetric && attachment.compares(state, self.pool)
+    }
+
     /// Compares the properties that must be equal on all ranks: the call and, if configured, the histories.
     fn compare(&mut self, own: &AgreeMessage) -> Result<Vec<AgreeMessage>, AgreeFailure> {
         let (registrar, pool) = (self.registrar, self.pool);
         let core = registrar.allocator().core();
-        let LockedComm { attachment, state, .. } = &self.comms[0];
-        let is_compared = attachment.compares(state, pool) && core.symmetric_ordinal(pool).is_some();
-        let history = is_compared.then(|| RankHistory::of_pools(core, Point::Sync, &[pool]));
+        let history = self.compares_histories().then(|| RankHistory::of_pools(core, Point::Sync, &[pool]));
         // One rank alone may have raised the allocator's limit to make room for the wake.
         let history = if self.contents.is_none() { history.map(RankHistory::without_shared_settings) } else { history };
         let counters = registrar.counters();

@@ -176,7 +176,8 @@ mod tests {
                             SyncActions::new(&segments, &registered, &events, &PoolEvents::default(), |_| 0)
                         };
                         let context = SyncContext {
-                            mode: program.agrees.into(),
+                            mode: 1,
+                            compared: program.agrees,
                             offset_checks: false,
                             library: 22809,
                             sync_number: 0,
@@ -234,15 +235,16 @@ mod tests {
     }
 
     #[test]
-    fn different_modes_are_reported() {
+    fn a_rank_that_compares_alone_is_reported() {
         for outcome in run([program(&[1 << 20], true), program(&[1 << 20], false)]) {
             let Err(SyncError::Differ { difference, .. }) = outcome else { panic!("{outcome:?}") };
-            assert_eq!(difference.field, SyncField::Mode);
+            assert_eq!(difference.field, SyncField::Compared);
         }
     }
 
     const CONTEXT: SyncContext = SyncContext {
         mode: 1,
+        compared: true,
         offset_checks: false,
         library: 22809,
         sync_number: 3,

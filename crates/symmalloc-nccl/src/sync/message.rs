@@ -1,7 +1,7 @@
 //! The messages that ranks exchange in a sync, and the reports of their differences. All integers are little-endian.
 //!
 //! ```text
-//!   first round   agreement's answer, 64 bytes │ SyncMessage, 96 bytes
+//!   first round   agreement's answer, 64 bytes │ SyncMessage, 104 bytes
 //!   page          ChangeMessage, 24 bytes, 40 times          only if the changes differ; repeated until the first difference
 //! ```
 //!
@@ -20,15 +20,17 @@ use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// Version of the messages of a sync, of a sleep, and of offset checks. Increment it when one of them changes.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 
-/// One rank's sync, without the individual changes. 96 bytes.
+/// One rank's sync, without the individual changes. 104 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
 pub(crate) struct SyncMessage {
     /// [`VERSION`]. A sleep sends a different number in this position, so that ranks in different calls are detected.
     version: U64,
     mode: U64,
+    /// 1 if the rank compares histories in this sync.
+    compared: U64,
     offset_checks: U64,
     library: U64,
     attached: U64,
@@ -47,6 +49,8 @@ pub(crate) struct SyncMessage {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SyncContext {
     pub(crate) mode: u64,
+    /// Set if this rank compares histories in this sync.
+    pub(crate) compared: bool,
     pub(crate) offset_checks: bool,
     pub(crate) library: u64,
     pub(crate) sync_number: u64,
@@ -64,6 +68,7 @@ impl SyncMessage {
         SyncMessage {
             version: u64::from(VERSION).into(),
             mode: context.mode.into(),
+            compared: u64::from(context.compared).into(),
             offset_checks: u64::from(context.offset_checks).into(),
             library: context.library.into(),
             attached: context.attached.into(),
@@ -85,6 +90,7 @@ impl SyncMessage {
         let value = match field {
             SyncField::Protocol => self.version,
             SyncField::Mode => self.mode,
+            SyncField::Compared => self.compared,
             SyncField::OffsetChecks => self.offset_checks,
             SyncField::Library => self.library,
             SyncField::Attached => self.attached,
@@ -193,6 +199,8 @@ pub enum SyncField {
     Protocol,
     /// The configured agreement mode.
     Mode,
+    /// Whether the rank compares histories in this sync. It differs if a rank attached a pool at another sync.
+    Compared,
     /// The offset check setting.
     OffsetChecks,
     /// The version of libnccl.
@@ -214,9 +222,10 @@ pub enum SyncField {
 }
 
 impl SyncField {
-    pub(super) const ALL: [SyncField; 11] = [
+    pub(super) const ALL: [SyncField; 12] = [
         SyncField::Protocol,
         SyncField::Mode,
+        SyncField::Compared,
         SyncField::OffsetChecks,
         SyncField::Library,
         SyncField::Attached,
@@ -235,7 +244,7 @@ impl SyncField {
 
     /// Returns `true` if ranks that differ in this field cannot take part in the same agreement.
     pub(super) fn precludes_agreement(self) -> bool {
-        matches!(self, SyncField::Protocol | SyncField::Mode | SyncField::Attached)
+        matches!(self, SyncField::Protocol | SyncField::Mode | SyncField::Compared | SyncField::Attached)
     }
 
     fn is_digest(self) -> bool {
@@ -248,6 +257,7 @@ impl fmt::Display for SyncField {
         f.write_str(match self {
             SyncField::Protocol => "the protocol (another build, or another call)",
             SyncField::Mode => "the agreement mode",
+            SyncField::Compared => "the comparison of histories in this sync (1: yes)",
             SyncField::OffsetChecks => "the offset checks",
             SyncField::Library => "the version of libnccl",
             SyncField::Attached => "the pools that are attached for windows, or the flags of their windows",
@@ -316,7 +326,7 @@ mod tests {
 
     #[test]
     fn messages_have_the_documented_layout() {
-        assert_eq!((SyncMessage::BYTES, size_of::<ChangeMessage>(), size_of::<ChangePage>()), (96, 24, 960));
+        assert_eq!((SyncMessage::BYTES, size_of::<ChangeMessage>(), size_of::<ChangePage>()), (104, 24, 960));
         let segment = SymmetricSegment { pool: 3, group: StreamGroup::One(StreamId(2)), id: SegmentId(7) };
         let change = WindowChange { kind: ChangeKind::Deregister, segment, size_bytes: 0x0102 };
         let bytes: [u8; 24] = transmute!(ChangeMessage::from(change));
@@ -324,6 +334,7 @@ mod tests {
         let actions = SyncActions::default();
         let context = SyncContext {
             mode: 2,
+            compared: true,
             offset_checks: true,
             library: 22809,
             sync_number: 4,
@@ -332,8 +343,8 @@ mod tests {
             window_bytes: 7,
             space_bytes: 12,
         };
-        let words: [[u8; 8]; 12] = transmute!(SyncMessage::new(&actions, &context));
-        assert_eq!(words.map(u64::from_le_bytes), [1, 2, 1, 22809, 5, 4, 6, 7, 0, 0, actions.digest(), 12]);
+        let words: [[u8; 8]; 13] = transmute!(SyncMessage::new(&actions, &context));
+        assert_eq!(words.map(u64::from_le_bytes), [VERSION.into(), 2, 1, 1, 22809, 5, 4, 6, 7, 0, 0, actions.digest(), 12]);
     }
 
     #[test]

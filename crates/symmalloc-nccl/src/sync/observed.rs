@@ -18,6 +18,11 @@ use symmalloc_cuda::CudaAllocator;
 pub(crate) struct ObservedPools {
     /// In ascending order of pools.
     pools: Vec<ObservedPool>,
+    /// When ranks exchange messages while no pool is attached for windows: the agreement of the first pool that was attached. Ranks may
+    /// attach different pools for buffers, but all ranks attach a first one.
+    first_agreement: Option<Mode>,
+    /// Syncs since the first pool was attached.
+    syncs: u32,
 }
 
 /// A pool that is observed for one communicator.
@@ -74,6 +79,7 @@ impl ObservedPools {
                 }
             }
         }
+        self.first_agreement.get_or_insert(attachment.agreement);
         self.pools.extend(added);
         self.pools.sort_by_key(|observed| observed.pool);
         Ok(())
@@ -105,33 +111,27 @@ impl ObservedPools {
 
     /// Counts a sync. Returns the pools whose histories the ranks compare in it, or `None` if they exchange no messages for that.
     pub(crate) fn count_sync(&mut self) -> Option<SmallVec<[PoolId; 4]>> {
-        let decisive = self.decisive();
+        self.syncs = self.syncs.wrapping_add(1);
         let mut compared = None;
-        for observed in self.pools.iter_mut().filter(|observed| observed.attachment.registration == decisive) {
+        let mut has_windows = false;
+        for observed in self.pools.iter_mut().filter(|observed| observed.has_windows()) {
+            has_windows = true;
             observed.syncs = observed.syncs.wrapping_add(1);
             if observed.attachment.agreement.compares_at_sync(observed.syncs) {
-                let is_compared = decisive == Registration::Windows;
-                compared.get_or_insert_with(SmallVec::new).extend(is_compared.then_some(observed.pool));
+                compared.get_or_insert_with(SmallVec::new).push(observed.pool);
             }
         }
-        compared
+        let first = self.first_agreement.filter(|_| !has_windows);
+        if first.is_some_and(|mode| mode.compares_at_sync(self.syncs)) { Some(SmallVec::new()) } else { compared }
     }
 
     /// Returns the agreement modes as a word, for comparison across ranks.
     pub(crate) fn mode_word(&self) -> u64 {
-        let decisive = self.decisive();
-        let decisive = self.pools.iter().filter(|observed| observed.attachment.registration == decisive);
-        let mut words = decisive.map(|observed| mode_word(observed.attachment.agreement));
-        let first = words.next().unwrap_or(mode_word(Mode::Off));
+        let windows = self.pools.iter().filter(|observed| observed.has_windows());
+        let mut words = windows.map(|observed| mode_word(observed.attachment.agreement));
+        let first = words.next().unwrap_or_else(|| mode_word(self.first_agreement.unwrap_or(Mode::Off)));
         // A mode that all pools share is readable in a report of ranks that differ.
         words.filter(|word| *word != first).fold(first, fold)
-    }
-
-    /// Returns the kind of registration whose pools determine when ranks compare. Ranks may have different pools for buffers, so these
-    /// matter only if there are no others.
-    fn decisive(&self) -> Registration {
-        let has_windows = self.pools.iter().any(|observed| observed.attachment.registration == Registration::Windows);
-        if has_windows { Registration::Windows } else { Registration::Buffers }
     }
 
     /// Marks a pool for detachment at the next sync. Returns `true` if it was observed.
@@ -194,7 +194,7 @@ impl ObservedPools {
 
     /// Returns a digest of the symmetric pools that are attached for windows, with the windows' flags, and of those that are being detached.
     pub(crate) fn digest(&self) -> u64 {
-        let pools = self.pools.iter().filter(|observed| observed.attachment.registration == Registration::Windows);
+        let pools = self.pools.iter().filter(|observed| observed.has_windows());
         pools.fold(0, |digest, observed| {
             let flags = (observed.attachment.flags.raw() as u64) << 40;
             fold(digest, flags | (u64::from(observed.ordinal) << 1) | u64::from(observed.is_leaving))
@@ -232,6 +232,10 @@ fn is_awake(allocator: &CudaAllocator, pool: PoolId) -> bool {
 }
 
 impl ObservedPool {
+    fn has_windows(&self) -> bool {
+        self.attachment.registration == Registration::Windows
+    }
+
     fn new(allocator: &CudaAllocator, pool: PoolId, attachment: Attachment) -> Result<Self, UnknownError> {
         let core = allocator.core();
         let seen = core.segment_log_entries(pool);

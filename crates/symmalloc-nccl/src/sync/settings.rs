@@ -39,7 +39,7 @@ pub struct Attachment {
     /// a change is detected only by the deadline. The modes that count ops sync like `AtSync`.
     ///
     /// Histories of pools that are attached for buffers are not compared. If no pool of the communicator is attached for windows, the mode
-    /// only determines when its ranks check that they sync at the same point.
+    /// of the first pool that was attached to it determines when its ranks check that they sync at the same point.
     pub agreement: Mode,
 }
 

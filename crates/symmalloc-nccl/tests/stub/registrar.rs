@@ -113,6 +113,27 @@ nccl_test!(ranks_compare_as_often_as_the_attachments_require, {
     nothing_is_left();
 });
 
+nccl_test!(pools_for_buffers_on_some_ranks_decide_no_collective, {
+    for first in [Mode::Off, Mode::AtSync] {
+        Job::new(2).run(|it| {
+            let attach = |agreement| {
+                let pool = it.allocator.create_pool(PoolConfig::default()).expect("the pool fits");
+                let attachment = Attachment { agreement, ..Registration::Buffers.into() };
+                it.registrar.attach(&it.world, &[pool.id()], attachment).expect("any pool");
+                pool
+            };
+            let _first = attach(first);
+            let others = if it.rank == 0 { [].as_slice() } else { &[Mode::EachOp, Mode::Off] };
+            let _others: Vec<_> = others.iter().map(|agreement| attach(*agreement)).collect();
+            for _ in 0..3 {
+                let synced = it.registrar.sync(&[&it.world]).expect("the ranks agree");
+                assert_eq!(synced.rounds, u64::from(first == Mode::AtSync), "{first:?}");
+            }
+        });
+    }
+    nothing_is_left();
+});
+
 nccl_test!(ranks_with_different_agreement_modes_get_the_same_report, {
     let errors = Job::new(2).run(|it| {
         let pool = it.pool();

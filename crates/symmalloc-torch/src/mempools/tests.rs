@@ -5,7 +5,7 @@ use super::{ForeignPool, Mempools, PoolTarget};
 use crate::error::Error;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use stub_process::cuda::{calls, live};
+use stub_process::cuda::{calls, fail, heal, live};
 use stub_process::stub_test;
 use symmalloc_core::{Config, Handle, ObserverId, PoolId, SharedAllocator, StreamId};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, MemorySource};
@@ -182,4 +182,26 @@ stub_test!(a_mempool_exists_as_long_as_something_needs_it, {
     run.give_back(None);
     run.check(STEPS);
     assert_eq!((run.known.len(), live().device_bytes), (0, 0));
+});
+
+// A trim that fails may have released memory before.
+stub_test!(memory_released_before_a_failed_call_is_counted, {
+    let device = CudaDevice::new(0).expect("the stub has a device");
+    let config = "segments:fixed".parse::<Config>().expect("valid");
+    for failed in 1..=3 {
+        let allocator = CudaAllocator::new(&device, config.clone()).expect("made");
+        let stream = device.context().new_stream().expect("a stream");
+        let stream = allocator.register_stream(&stream).expect("registered");
+        let mut run = Run { allocator, pools: Mempools::default(), known: BTreeMap::new(), stream };
+        (0..3).for_each(|_| run.begin(1, 40 << 20));
+        run.free(1, usize::MAX);
+        (0..3).for_each(|_| run.release(1));
+        let reserved = run.core().stats().reserved_bytes.current;
+        fail("cuMemUnmap", failed, 999);
+        let given = run.pools.give_back(run.core(), None, || Ok(false));
+        heal();
+        assert!(given.failure.is_some(), "call {failed} fails: {given:?}");
+        let released_bytes = reserved - run.core().stats().reserved_bytes.current;
+        assert_eq!((given.released_bytes, released_bytes), (120 << 20, 120 << 20), "call {failed} fails");
+    }
 });

@@ -117,6 +117,7 @@ impl AttachedComm {
         };
         let context = SyncContext {
             mode: state.pools.mode_word(),
+            compared: history.is_some(),
             offset_checks: job.settings.check_offsets,
             library: u64::from(library.major) * 10_000 + u64::from(library.minor) * 100 + u64::from(library.patch),
             sync_number: state.exchanges.syncs,

@@ -97,6 +97,26 @@ nccl_test!(without_agreement_plans_that_differ_are_reported_on_all, {
     nothing_is_left();
 });
 
+// Rank 1 exchanges messages only because of its new segment.
+nccl_test!(a_rank_that_compares_alone_is_reported_on_all, {
+    let outcomes = Job::new(2).quiet().run(|it| {
+        let pool = it.attached_pool();
+        let mut tensor = it.take(&pool, MIB);
+        let comms = [&it.world];
+        let compares = it.rank == 0;
+        let outcome = if compares { it.registrar.agree(&comms) } else { it.registrar.sync(&comms) };
+        let error = outcome.expect_err("only one rank compares");
+        let SyncError::Differ { difference, .. } = &error else { panic!("{error}") };
+        assert_eq!(difference.field, SyncField::Compared);
+        it.registrar.sync(&comms).expect("neither rank compares");
+        it.reduce_right(&it.world, &mut tensor);
+        it.check();
+        error
+    });
+    assert_eq!(outcomes[0], outcomes[1], "all ranks have the same report");
+    nothing_is_left();
+});
+
 // A failed sync does not consume the segment events that it read.
 // Two of three ranks sync among themselves, once or more often, before all three compare their histories.
 nccl_test!(a_difference_from_before_a_sync_of_other_ranks_is_named, {
