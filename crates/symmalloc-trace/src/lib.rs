@@ -25,8 +25,8 @@
 //! # Ok::<(), symmalloc::trace::TraceError>(())
 //! ```
 //!
-//! `docs/trace-format.md`, `docs/layout.md` and `docs/plan.md` specify the formats. Readers validate everything that the text
-//! alone determines ([`LineError`], [`Inconsistency`], [`LayoutTextError`](layout::LayoutTextError),
+//! `docs/trace-format.md`, `docs/layout.md` and `docs/plan-format.md` specify the formats. Readers validate everything
+//! that the text alone determines ([`LineError`], [`Inconsistency`], [`LayoutTextError`](layout::LayoutTextError),
 //! [`PlanTextError`](plan::PlanTextError)). Writers reject whatever a reader would reject.
 //!
 //! # Implementation

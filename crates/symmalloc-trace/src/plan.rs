@@ -1,6 +1,6 @@
 //! Plans as text: a plan is computed once, written to a file, and followed by other processes.
 //!
-//! [`symmalloc_core::plans`] defines plans and their semantics; `docs/plan.md` specifies the format.
+//! [`symmalloc_core::plans`] defines plans and their semantics; `docs/plan-format.md` specifies the format.
 //!
 //! ```
 //! use symmalloc::plans::{Plan, StepAllocation, SearchBudget};

@@ -118,13 +118,13 @@ fn pages_state_the_plans_of_the_recorded_jobs() {
             let gib = |key: &str| found[key].as_f64().unwrap() / f64::from(1 << 30);
             let (reserved, held) = (gib("reserve_bytes"), gib("online_bytes"));
             let sentence = format!("{reserved:.2} GiB, where the job with stitching holds {held:.2} GiB");
-            assert!(page("docs/plan.md").contains(&sentence), "docs/plan.md: {sentence}");
+            assert!(page("docs/steps.md").contains(&sentence), "docs/steps.md: {sentence}");
         }
         least = least.min(efficiency);
     }
     for (name, text) in [
         (COSTS, format!("| **{least:.4}** | |")),
-        ("docs/plan.md", format!("live divided by planned is at least {least:.4}")),
+        ("docs/steps.md", format!("live divided by planned is at least {least:.4}")),
     ] {
         assert!(page(name).contains(&text), "{name} has no {text}");
     }
