@@ -43,7 +43,7 @@
 //! | pool | a policy domain made by the program, like PyTorch's `MemPool` |
 //! | heap | one (pool, stream), or one pool that all its streams share: its own segments, free index, fences, digest and lock |
 //! | sequence | the age of backing memory: the ordinal of the segment, which every block split from it inherits |
-//! | fence | an event that a block's next user waits for on the device |
+//! | fence | a use of a block by another stream, for which the block's next user waits on the device |
 //! | op | one recordable call to the allocator, see [`Op`] |
 //! | digest | a rolling hash of (op, decision): equal on all ranks exactly when placements are |
 //!
