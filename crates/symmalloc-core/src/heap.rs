@@ -41,7 +41,7 @@ pub(crate) mod view;
 
 use crate::arena::Arena;
 use crate::arena::fencing::{Context, DynContext};
-use crate::blocks::table::{Block, BlockState, Slot};
+use crate::blocks::table::{Block, BlockState, Location, Slot};
 use crate::config::PoolConfig;
 use crate::config::errors::{FreeError, HandleError, OutOfMemoryCause};
 use crate::config::size_rules::SizeRules;
@@ -137,6 +137,15 @@ enum RequestMode {
     Closed,
 }
 
+impl RequestMode {
+    /// Returns `true` if every request is served by best fit. This takes one comparison of the tag, where a match of both
+    /// enums takes two.
+    #[inline(always)]
+    fn is_best_fit(&self) -> bool {
+        matches!(self, RequestMode::Serving(Step::None | Step::Unplanned { .. } | Step::Diverged(_)))
+    }
+}
+
 /// A live allocation as recorded in its block.
 #[derive(Clone, Copy, Debug)]
 struct Live {
@@ -197,15 +206,13 @@ impl<L: Lock> Heap<L> {
         // A handle fits into two registers. An inner call would return an `Allocation` through memory.
         let handle = match &mut self.mode {
             _ if requested == 0 => return self.allocate_nothing(stream),
-            RequestMode::Serving(Step::None | Step::Unplanned { .. } | Step::Diverged(_)) => {
-                self.allocate_anywhere(context, stream, requested)?
-            }
+            mode if mode.is_best_fit() => self.allocate_anywhere(context, stream, requested)?,
             RequestMode::Serving(Step::Following(step)) => match step.next_place(&self.arena, stream, requested) {
                 Some(slot) => self.allocate_planned(slot, stream, requested),
                 None => self.allocate_following_slow(context, stream, requested)?,
             },
             RequestMode::Serving(Step::Learning { .. }) => self.allocate_logged(context, stream, requested)?,
-            RequestMode::Asleep(_) | RequestMode::Closed => return Err(self.refusal()),
+            _ => return Err(self.refusal()),
         };
         if let Some(name) = name {
             self.set_name(handle.slot(), name);
@@ -256,14 +263,21 @@ impl<L: Lock> Heap<L> {
     #[inline(always)]
     fn allocate_front(&mut self, free: Slot, stream: StreamId, size: Units, requested: u64) -> Handle {
         let serial = self.ledger.next_serial();
-        let slot = self.arena.take_front(free, size, BlockState::Allocated { stream, requested, serial });
-        self.note_allocation(slot, serial, stream, requested)
+        let state = BlockState::Allocated { stream, requested, serial };
+        let (slot, &Block { location, size, .. }) = self.arena.take_front(free, size, state);
+        self.note_allocation((slot, location), size, serial, stream, requested)
     }
 
     /// Records a new allocation, and returns its handle.
     #[inline(always)]
-    fn note_allocation(&mut self, slot: Slot, serial: NonZeroU64, stream: StreamId, requested: u64) -> Handle {
-        let Block { location, size, .. } = *self.arena.block(slot);
+    fn note_allocation(
+        &mut self,
+        (slot, location): (Slot, Location),
+        size: Units,
+        serial: NonZeroU64,
+        stream: StreamId,
+        requested: u64,
+    ) -> Handle {
         self.ledger.note_allocation(location, size, stream, requested);
         self.ledger.note_pointer(slot, || self.arena.address(slot));
         self.handle(slot, serial)

@@ -27,8 +27,8 @@ pub(crate) enum Step {
         /// Number of the heap's allocations before the step.
         allocations_before: u64,
     },
-    /// The step differed from its plan.
-    Diverged(Diverged),
+    /// The step differed from its plan. Boxed: a difference would take over the tag, which every request decodes.
+    Diverged(Box<Diverged>),
     /// Each request is compared with the plan's next one.
     Following(Box<Following>),
     /// Each request is logged, to learn a plan.
@@ -82,7 +82,7 @@ impl Diverged {
     }
 
     /// Returns the number of allocations before the step, and the report's numbers of planned allocations and difference.
-    pub(super) fn into_report(self) -> (u64, u64, Option<StepDifference>) {
+    pub(super) fn into_report(self: Box<Self>) -> (u64, u64, Option<StepDifference>) {
         (self.allocations_before, self.planned, Some(self.difference))
     }
 }
