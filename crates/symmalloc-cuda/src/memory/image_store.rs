@@ -3,11 +3,11 @@
 use super::copies::{CHUNK_BYTES, Chunk};
 use rustix::mm::{MapFlags, ProtFlags};
 use std::collections::hash_map::RandomState;
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::hash::{BuildHasher, Hasher};
 use std::io;
 use std::ops::Deref;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -143,7 +143,7 @@ impl Drop for Pageable {
     }
 }
 
-/// A file without a name, with a checksum for each chunk.
+/// A file without a name that only this user can open, with a checksum for each chunk.
 ///
 /// The checksums are keyed with a random number of this process, so another process that modifies the file cannot compute matching ones.
 pub(super) struct ImageFile {
@@ -158,6 +158,8 @@ impl ImageFile {
     /// Creates a file for `len` bytes. It is deleted when it is closed.
     pub(super) fn create(folder: &Path, len: usize) -> Result<Self, BackendError> {
         let file = tempfile::tempfile_in(folder).map_err(|error| of_file("open", &error))?;
+        // A file that never had a name has the mode that the umask allows.
+        file.set_permissions(Permissions::from_mode(0o600)).map_err(|error| of_file("open", &error))?;
         Ok(ImageFile { file, len, key: RandomState::new(), checksums: Vec::new() })
     }
 
