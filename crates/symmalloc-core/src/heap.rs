@@ -137,6 +137,15 @@ enum RequestMode {
     Closed,
 }
 
+impl RequestMode {
+    /// Returns `true` if every request is served by best fit. This takes one comparison of the tag, where a match of both
+    /// enums takes two.
+    #[inline(always)]
+    fn is_best_fit(&self) -> bool {
+        matches!(self, RequestMode::Serving(Step::None | Step::Unplanned { .. } | Step::Diverged(_)))
+    }
+}
+
 /// A live allocation as recorded in its block.
 #[derive(Clone, Copy, Debug)]
 struct Live {
@@ -197,15 +206,13 @@ impl<L: Lock> Heap<L> {
         // A handle fits into two registers. An inner call would return an `Allocation` through memory.
         let handle = match &mut self.mode {
             _ if requested == 0 => return self.allocate_nothing(stream),
-            RequestMode::Serving(Step::None | Step::Unplanned { .. } | Step::Diverged(_)) => {
-                self.allocate_anywhere(context, stream, requested)?
-            }
+            mode if mode.is_best_fit() => self.allocate_anywhere(context, stream, requested)?,
             RequestMode::Serving(Step::Following(step)) => match step.next_place(&self.arena, stream, requested) {
                 Some(slot) => self.allocate_planned(slot, stream, requested),
                 None => self.allocate_following_slow(context, stream, requested)?,
             },
             RequestMode::Serving(Step::Learning { .. }) => self.allocate_logged(context, stream, requested)?,
-            RequestMode::Asleep(_) | RequestMode::Closed => return Err(self.refusal()),
+            _ => return Err(self.refusal()),
         };
         if let Some(name) = name {
             self.set_name(handle.slot(), name);

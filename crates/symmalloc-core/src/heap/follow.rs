@@ -102,7 +102,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Records the first difference of a step.
-    fn note_diverged(&mut self, step: Diverged) {
+    fn note_diverged(&mut self, step: Box<Diverged>) {
         let difference = step.difference();
         self.mode = RequestMode::Serving(Step::Diverged(step));
         self.ledger.fold(op_word(Mark::Differ, StreamId(0), 0), difference.number.into());

@@ -221,20 +221,20 @@ impl HeapPlans {
     }
 
     /// Stops following the plan of a step, which differs at the next allocation.
-    pub(crate) fn diverge(&mut self, step: Following, cause: DifferenceCause) -> Diverged {
+    pub(crate) fn diverge(&mut self, step: Following, cause: DifferenceCause) -> Box<Diverged> {
         let difference = StepDifference { number: step.cursor.number(), cause };
         let known = &mut self.plans[step.plan];
         known.differences = known.differences.saturating_add(1);
         let planned = step.cursor.planned();
         self.installed[step.plan].cursor = step.cursor.rewound();
-        Diverged { difference, planned, allocations_before: step.allocations_before }
+        Box::new(Diverged { difference, planned, allocations_before: step.allocations_before })
     }
 
     /// Stops following and learning plans, because there is no memory for them. Returns the state of the step.
-    pub(crate) fn give_up(&mut self, allocations_before: u64) -> Diverged {
+    pub(crate) fn give_up(&mut self, allocations_before: u64) -> Box<Diverged> {
         self.has_given_up = true;
         let difference = StepDifference { number: 0, cause: DifferenceCause::Memory };
-        Diverged { difference, planned: 0, allocations_before }
+        Box::new(Diverged { difference, planned: 0, allocations_before })
     }
 
     /// Ends the step. A heap that learns may have new plans afterwards. Returns the report.

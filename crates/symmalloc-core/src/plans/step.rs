@@ -27,8 +27,8 @@ pub(crate) enum Step {
         /// Number of the heap's allocations before the step.
         allocations_before: u64,
     },
-    /// The step differed from its plan.
-    Diverged(Diverged),
+    /// The step differed from its plan. Boxed: a difference would take over the tag, which every request decodes.
+    Diverged(Box<Diverged>),
     /// Each request is compared with the plan's next one.
     Following(Box<Following>),
     /// Each request is logged, to learn a plan.
