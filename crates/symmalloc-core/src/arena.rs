@@ -291,24 +291,24 @@ impl Arena {
     }
 
     /// Takes the start of a free block, in a state that is not free. The rest stays free with the same fences, unless
-    /// the rules give the whole block. Returns the taken block, which has no fences.
+    /// the rules give the whole block. Returns the taken block, which has no fences, and its slot.
     #[inline(always)]
-    pub(crate) fn take_front(&mut self, free: Slot, size: Units, state: BlockState) -> Slot {
+    pub(crate) fn take_front(&mut self, free: Slot, size: Units, state: BlockState) -> (Slot, &Block) {
         let mut tiling = self.table.tiling();
         self.free.remove(tiling.blocks(), free);
         let block = &tiling.blocks()[free as usize];
         if self.rules.splits(block.class, size, block.size) {
             let front = tiling.cut_front(free, size, state);
             self.free.insert(tiling.blocks(), free);
-            front
+            (front, &tiling.into_blocks()[front as usize])
         } else {
-            let block = &mut tiling.blocks()[free as usize];
+            let block = &mut tiling.into_blocks()[free as usize];
             block.state = state;
             if !block.fences.is_empty() {
                 let fences = mem::replace(&mut block.fences, FenceSetId::EMPTY);
                 self.fences.clear(fences);
             }
-            free
+            (free, block)
         }
     }
 
@@ -564,10 +564,12 @@ impl Arena {
         self.table.add_place(memory, offset, size, fresh(stream))
     }
 
-    /// Turns a free place of a plan, whose users the stream waits for, into an allocation.
+    /// Turns a free place of a plan, whose users the stream waits for, into an allocation. Returns it.
     #[inline(always)]
-    pub(crate) fn take_place(&mut self, slot: Slot, stream: StreamId, requested: u64, serial: NonZeroU64) {
-        self.table.block_mut(slot).state = BlockState::Allocated { stream, requested, serial };
+    pub(crate) fn take_place(&mut self, slot: Slot, stream: StreamId, requested: u64, serial: NonZeroU64) -> &Block {
+        let block = self.table.block_mut(slot);
+        block.state = BlockState::Allocated { stream, requested, serial };
+        block
     }
 
     /// Removes the memory of plans with its places. Live places become blocks, and the rest becomes free in this state,

@@ -41,7 +41,7 @@ pub(crate) mod view;
 
 use crate::arena::Arena;
 use crate::arena::fencing::{Context, DynContext};
-use crate::blocks::table::{Block, BlockState, Slot};
+use crate::blocks::table::{Block, BlockState, Location, Slot};
 use crate::config::PoolConfig;
 use crate::config::errors::{FreeError, HandleError, OutOfMemoryCause};
 use crate::config::size_rules::SizeRules;
@@ -263,14 +263,21 @@ impl<L: Lock> Heap<L> {
     #[inline(always)]
     fn allocate_front(&mut self, free: Slot, stream: StreamId, size: Units, requested: u64) -> Handle {
         let serial = self.ledger.next_serial();
-        let slot = self.arena.take_front(free, size, BlockState::Allocated { stream, requested, serial });
-        self.note_allocation(slot, serial, stream, requested)
+        let state = BlockState::Allocated { stream, requested, serial };
+        let (slot, &Block { location, size, .. }) = self.arena.take_front(free, size, state);
+        self.note_allocation((slot, location), size, serial, stream, requested)
     }
 
     /// Records a new allocation, and returns its handle.
     #[inline(always)]
-    fn note_allocation(&mut self, slot: Slot, serial: NonZeroU64, stream: StreamId, requested: u64) -> Handle {
-        let Block { location, size, .. } = *self.arena.block(slot);
+    fn note_allocation(
+        &mut self,
+        (slot, location): (Slot, Location),
+        size: Units,
+        serial: NonZeroU64,
+        stream: StreamId,
+        requested: u64,
+    ) -> Handle {
         self.ledger.note_allocation(location, size, stream, requested);
         self.ledger.note_pointer(slot, || self.arena.address(slot));
         self.handle(slot, serial)

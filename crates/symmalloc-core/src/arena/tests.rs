@@ -23,7 +23,8 @@ fn units(mib: u64) -> Units {
 
 fn allocate(arena: &mut Arena, mib: u64, stream: StreamId) -> Slot {
     let free = arena.best_fit(units(mib)).expect("memory is free");
-    arena.take_front(free, units(mib), BlockState::Allocated { stream, requested: mib * MIB, serial: NonZeroU64::MIN })
+    let state = BlockState::Allocated { stream, requested: mib * MIB, serial: NonZeroU64::MIN };
+    arena.take_front(free, units(mib), state).0
 }
 
 /// Returns the size in MiB of each block, and `true` if it is free.

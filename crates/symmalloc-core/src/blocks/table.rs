@@ -434,10 +434,16 @@ pub(crate) struct Tiling<'a> {
     vacant: &'a mut Slot,
 }
 
-impl Tiling<'_> {
+impl<'a> Tiling<'a> {
     /// Returns all slots, including those without a block.
     #[inline(always)]
     pub(crate) fn blocks(&mut self) -> &mut [Block] {
+        self.blocks
+    }
+
+    /// Returns all slots for as long as the table is borrowed.
+    #[inline(always)]
+    pub(crate) fn into_blocks(self) -> &'a mut [Block] {
         self.blocks
     }
 

@@ -6,7 +6,7 @@
 
 use super::trim::Released;
 use super::{Context, DynContext, Heap, RequestMode, Shortage};
-use crate::blocks::table::{BlockState, Slot};
+use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::op::Refusal;
 use crate::history::digest::{Mark, op_word};
 use crate::plans::error::PlanError;
@@ -26,8 +26,8 @@ impl<L: Lock> Heap<L> {
     #[inline(always)]
     pub(super) fn allocate_planned(&mut self, slot: Slot, stream: StreamId, requested: u64) -> Handle {
         let serial = self.ledger.next_serial();
-        self.arena.take_place(slot, stream, requested, serial);
-        self.note_allocation(slot, serial, stream, requested)
+        let Block { location, size, .. } = *self.arena.take_place(slot, stream, requested, serial);
+        self.note_allocation((slot, location), size, serial, stream, requested)
     }
 
     /// Serves a request of a followed step that does more than take the next place: it waits first, has no place, or
@@ -270,7 +270,7 @@ impl<L: Lock> Heap<L> {
         if self.arena.mapped_bytes() > mapped_before {
             self.ledger.fold(op_word(Mark::Obtain, streams[0], self.arena.mapped_bytes() - mapped_before), 0);
         }
-        let memory = self.arena.take_front(ready?, size, BlockState::Planned);
+        let (memory, _) = self.arena.take_front(ready?, size, BlockState::Planned);
         let plans = self.plans.as_deref_mut().expect("the heap has plans");
         plans.install(prepared, memory, &mut self.arena);
         self.arena.recycle_spent(context);

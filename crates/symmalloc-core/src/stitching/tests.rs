@@ -24,7 +24,7 @@ fn arena() -> (Arena, Vec<Slot>) {
     let mut slots = Vec::new();
     for _ in 0..8 {
         let free = arena.best_fit(GRANULE).expect("memory is free");
-        slots.push(arena.take_front(free, GRANULE, state));
+        slots.push(arena.take_front(free, GRANULE, state).0);
     }
     for slot in slots.iter().skip(1).step_by(2) {
         free(&mut arena, *slot);
@@ -92,7 +92,7 @@ fn a_range_is_unused_once_no_block_of_it_is_in_use() {
     let segment = arena.block(block).segment;
     assert_eq!(stitched.unused(&arena), [(segment, 3)]);
     let state = BlockState::Allocated { stream: S0, requested: 1, serial: NonZeroU64::MIN };
-    let live = arena.take_front(block, GRANULE, state);
+    let (live, _) = arena.take_front(block, GRANULE, state);
     assert_eq!(stitched.unused(&arena), []);
 
     // The rest of the range goes home and is unmapped, after its users.

@@ -48,7 +48,7 @@ impl Job {
         let prepared = job.plans.prepare_with(plan, inputs).expect("it fits the pool");
         assert_eq!((prepared.memory_bytes(), prepared.streams()), (5 * MIB, &[S0][..]));
         let free = job.arena.best_fit(prepared.size()).expect("64 MiB are free");
-        let memory = job.arena.take_front(free, prepared.size(), BlockState::Planned);
+        let (memory, _) = job.arena.take_front(free, prepared.size(), BlockState::Planned);
         job.plans.set_plans(prepared.plans());
         job.plans.install(&prepared, memory, &mut job.arena);
         job
@@ -185,7 +185,7 @@ fn a_step_that_occurs_twice_is_planned_and_the_third_follows() {
             let size = job.arena.rules().block_size(requested);
             let free = job.arena.best_fit(size).expect("memory is free");
             let state = BlockState::Allocated { stream: S0, requested, serial: NonZeroU64::MIN };
-            let slot = job.arena.take_front(free, size, state);
+            let (slot, _) = job.arena.take_front(free, size, state);
             job.plans.note_logged((S0, requested), slot);
             job.plans.note_free(slot);
             job.arena.mark_free(slot, S0, 0);
