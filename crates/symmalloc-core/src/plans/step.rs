@@ -82,7 +82,7 @@ impl Diverged {
     }
 
     /// Returns the number of allocations before the step, and the report's numbers of planned allocations and difference.
-    pub(super) fn into_report(self: Box<Self>) -> (u64, u64, Option<StepDifference>) {
+    pub(super) fn into_report(self) -> (u64, u64, Option<StepDifference>) {
         (self.allocations_before, self.planned, Some(self.difference))
     }
 }
