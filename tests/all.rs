@@ -9,6 +9,7 @@ mod digests;
 mod exhaustive;
 mod faults;
 mod golden;
+mod groups;
 mod layout;
 mod limits;
 mod local_recovery;

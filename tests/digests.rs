@@ -403,9 +403,9 @@ fn every_op() -> Vec<Op> {
     let allocate = |number, pool, stream, size_bytes| Op::Allocate { id: id(number), pool, stream, size_bytes };
     let create = |pool| Op::CreatePool { pool, config: "symmetric:true".parse::<PoolConfig>().expect("valid").into() };
     vec![
-        Op::RegisterStream { stream: S0 },
-        Op::RegisterStream { stream: S1 },
-        Op::RegisterStream { stream: S2 },
+        Op::register(S0),
+        Op::register(S1),
+        Op::register(S2),
         create(A),
         create(B),
         create(EMPTY),

@@ -60,7 +60,7 @@ fn rare_events_have_stable_names_and_fields_and_a_cache_hit_has_none() {
     let config = Config::builder().default_pool(pool).build().expect("valid");
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("a device");
     let stream = allocator.register_stream().expect("the first");
-    assert_eq!(listener.heard(), ["stream.registered stream=0"]);
+    assert_eq!(listener.heard(), ["stream.registered stream=0 group=0"]);
     let allocate = |size_bytes| allocator.allocate(PoolId::DEFAULT, stream, size_bytes);
 
     let first = allocate(2 * MIB).expect("within the limit");
@@ -193,7 +193,11 @@ fn the_early_end_of_a_recording_emits_one_event() {
         allocator.register_stream().expect("a stream id is available");
     }
     let ended = "recording.ended records=0 error=the recording ended after 0 records, because its sink failed: the sink is full";
-    let streams = ["stream.registered stream=0", "stream.registered stream=1", "stream.registered stream=2"];
+    let streams = [
+        "stream.registered stream=0 group=0",
+        "stream.registered stream=1 group=1",
+        "stream.registered stream=2 group=2",
+    ];
     assert_eq!(listener.heard(), [&[ended], &streams[..]].concat());
     allocator.stop_recording().expect_err("it ended early");
     assert!(listener.heard().is_empty());

@@ -29,7 +29,7 @@ const S1: StreamId = StreamId(1);
 
 /// Converts a word to a program, or returns `None` if a letter is meaningless at its position.
 fn spell(word: &[Letter]) -> Option<Vec<Op>> {
-    let mut ops = vec![Op::RegisterStream { stream: S0 }, Op::RegisterStream { stream: S1 }];
+    let mut ops = vec![Op::register(S0), Op::register(S1)];
     let (mut live, mut made) = (Vec::new(), 0);
     for letter in word {
         ops.push(match *letter {

@@ -11,7 +11,8 @@ mod explored;
 mod observers;
 
 use explored::{
-    Device, STREAMS, Shared, Shuttled, allocator, assert_nothing_is_left, explore, free, lend, of_pool, shared, use_it,
+    Device, STREAMS, Shared, Shuttled, allocator, assert_nothing_is_left, explore, free, lend, of_pool, second_of,
+    shared, use_it,
 };
 use shuttle::sync::{Arc, Mutex, mpsc};
 use shuttle::thread;
@@ -28,35 +29,36 @@ use symmalloc_harness::memory::Memory;
 use symmalloc_sim::{SimBackend, SplitMix64};
 use symmalloc_trace::replay::{Program, Replay};
 
-/// Runs a thread on its own stream. Passes about a third of its allocations to `leave` instead of freeing them.
-fn drive<L: Lock>(allocator: &generic::Allocator<Device, L>, stream: StreamId, seed: u64, leave: impl Fn(Allocation)) {
-    let mut random = SplitMix64::new(seed ^ u64::from(stream.0) << 32);
-    let mut live: Vec<Allocation> = Vec::new();
+/// Runs a thread on its own group of two streams. Passes about a third of its allocations to `leave` instead of freeing them.
+fn drive<L: Lock>(allocator: &generic::Allocator<Device, L>, group: StreamId, seed: u64, leave: impl Fn(Allocation)) {
+    let mut random = SplitMix64::new(seed ^ u64::from(group.0) << 32);
+    let mut live: Vec<(StreamId, Allocation)> = Vec::new();
     let mut lent = Vec::new();
     let give_back =
         |made: Allocation| if (made.size_bytes / 512).is_multiple_of(3) { leave(made) } else { free(allocator, &made) };
     for _ in 0..14 {
+        let stream = if random.below(3) > 0 { group } else { second_of(group) };
         match random.below(8) {
             0..=3 => {
                 let size_bytes = [512, 3 * KIB, 700 * KIB, 3 * MIB][random.below(4) as usize];
                 let made = allocator.allocate(PoolId::DEFAULT, stream, size_bytes).expect("no limit");
                 use_it(allocator, stream, &made);
-                live.push(made);
+                live.push((stream, made));
             }
-            4 | 5 if !live.is_empty() => give_back(live.swap_remove(random.below(live.len() as u64) as usize)),
+            4 | 5 if !live.is_empty() => give_back(live.swap_remove(random.below(live.len() as u64) as usize).1),
             6 if !live.is_empty() => {
                 let other = StreamId(random.below(STREAMS.into()) as u16);
-                let made = &live[random.below(live.len() as u64) as usize];
+                let (owner, made) = &live[random.below(live.len() as u64) as usize];
                 // A third user would also have to wait for the second one.
-                if other != stream && !lent.contains(&made.handle) {
-                    lend(allocator, stream, other, made);
+                if other != *owner && !lent.contains(&made.handle) {
+                    lend(allocator, *owner, other, made);
                     lent.push(made.handle);
                 }
             }
             _ => allocator.reserve(PoolId::DEFAULT, stream, random.below(3) * 2 * MIB).expect("no limit"),
         }
     }
-    live.into_iter().for_each(give_back);
+    live.into_iter().for_each(|(_, made)| give_back(made));
 }
 
 /// Makes calls that other threads may make concurrently without moving anything in the default pool (rule D8).
@@ -122,6 +124,13 @@ fn heaps_decide_as_if_alone(pool: &PoolConfig, schedules: usize) {
 #[test]
 fn expandable_heaps_do_not_depend_on_interleaving() {
     heaps_decide_as_if_alone(&PoolConfig::default(), 250);
+}
+
+#[test]
+fn heaps_of_groups_do_not_depend_on_interleaving() {
+    for policy in ["streams:grouped", "streams:grouped,segments:fixed"] {
+        heaps_decide_as_if_alone(&policy.parse().expect("valid"), 200);
+    }
 }
 
 #[test]

@@ -63,6 +63,17 @@ fn restarted<L: Lock>(scenario: &Scenario, checkpoint: &Checkpoint, seed: u64) -
     (future, digests)
 }
 
+/// Registers four streams: those of the program in their groups, and others.
+fn register_streams(allocator: &Allocator<&SimBackend>, program: &Program) {
+    let groups = program.groups();
+    for stream in (0..4).map(StreamId) {
+        let group = groups.first_of(stream);
+        let registered =
+            if group == stream { allocator.register_stream() } else { allocator.register_stream_in(group) };
+        assert_eq!(registered, Ok(stream));
+    }
+}
+
 /// Returns the scenario with all ops in the default pool.
 fn in_one_pool(scenario: &Scenario) -> Scenario {
     let ops = scenario.ops().filter_map(|(op, access)| match op {

@@ -124,6 +124,19 @@ fn streams_that_share_a_heap_are_one_series() {
 }
 
 #[test]
+fn a_group_of_streams_is_one_series() {
+    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
+    let first = allocator.register_stream().expect("a stream id is available");
+    let second = allocator.register_stream_in(first).expect("the group exists");
+    let pool = allocator.create_pool("streams:grouped".parse().expect("valid")).expect("valid");
+    for stream in [first, second] {
+        let _live = allocator.allocate(pool, stream, MIB).expect("fits");
+    }
+    let text = rendered(&Publisher::new(), &[&allocator]);
+    assert_eq!(value(&text, "symmalloc_allocations_total{pool=\"1\",stream=\"0+\"}"), 2.0);
+}
+
+#[test]
 fn sources_of_the_program_are_published_too() {
     struct Batches(u64);
     impl Source for Batches {

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use symmalloc_core::config::{Config, PoolConfig, Reclaim};
 use symmalloc_core::errors::{AllocateError, PoolError};
+use symmalloc_core::ids::StreamGroup;
 use symmalloc_core::report::{BlockStateSnapshot, SegmentSnapshot};
 use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
 use symmalloc_core::units::MIB;
@@ -151,13 +152,13 @@ fn dropping_the_allocator_releases_retired_memory() {
 /// The knowledge of a registrar that reads occasionally: the segments whose windows it holds.
 #[derive(Default)]
 struct Registrar {
-    windows: BTreeMap<(Option<StreamId>, SegmentId), u64>,
+    windows: BTreeMap<(StreamGroup, SegmentId), u64>,
 }
 
 impl Registrar {
     fn read(&mut self, events: &[SegmentEvent]) {
         for event in events {
-            let key = (event.heap.stream(), event.segment);
+            let key = (event.heap.group, event.segment);
             match event.kind {
                 SegmentEventKind::Birth => {
                     assert_eq!(self.windows.insert(key, event.size_bytes), None, "born twice: {event:?}");
@@ -202,7 +203,7 @@ fn the_log_contains_every_birth_growth_and_death_in_order() {
                     .segments
                     .iter()
                     .filter(|segment| segment.heap.pool == POOL)
-                    .map(|segment| ((segment.heap.stream(), segment.segment), segment.size_bytes))
+                    .map(|segment| ((segment.heap.group, segment.segment), segment.size_bytes))
                     .collect();
                 assert_eq!(registrar.windows, live, "seed {seed}, op {index}");
                 allocator.check().expect("consistent");
@@ -224,7 +225,7 @@ fn mapped_runs(allocator: &Allocator<&SimBackend>) -> Runs {
         mapped.for_each(|block| add_run(&mut runs, block.offset_bytes, block.size_bytes));
         runs
     };
-    segments.map(|segment| ((segment.heap.stream(), segment.segment), runs(segment))).collect()
+    segments.map(|segment| ((segment.heap.group, segment.segment), runs(segment))).collect()
 }
 
 /// Adds bytes to an ordered list of runs, merged with their neighbors.
@@ -276,18 +277,18 @@ fn an_observer_knows_which_bytes_have_memory() {
     assert!(fillings > 5 && births_with_holes > 5, "{fillings} fillings, {births_with_holes} births with holes");
 }
 
-type Runs = BTreeMap<(Option<StreamId>, SegmentId), Vec<(u64, u64)>>;
+type Runs = BTreeMap<(StreamGroup, SegmentId), Vec<(u64, u64)>>;
 
 /// Returns `true` if a growth lies before existing memory.
 fn is_filling(known: &Runs, event: &SegmentEvent) -> bool {
-    let runs = known.get(&(event.heap.stream(), event.segment));
+    let runs = known.get(&(event.heap.group, event.segment));
     event.kind == SegmentEventKind::Growth
         && runs.is_some_and(|runs| runs.iter().any(|(offset, _)| *offset > event.offset_bytes))
 }
 
 fn read(mut known: Runs, events: &[SegmentEvent]) -> Runs {
     for event in events {
-        let key = (event.heap.stream(), event.segment);
+        let key = (event.heap.group, event.segment);
         match event.kind {
             SegmentEventKind::Birth => {
                 assert_eq!(event.offset_bytes, 0, "{event:?}");

@@ -7,6 +7,7 @@ use symmalloc_core::backend::Backend;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, Stitching};
 use symmalloc_core::config_text::ConfigTextError;
 use symmalloc_core::errors::AllocateError;
+use symmalloc_core::ids::StreamGroup;
 use symmalloc_core::lock::Shared;
 use symmalloc_core::report::{BlockStateSnapshot, SegmentSnapshot};
 use symmalloc_core::restore::{LayoutError, RestoreError};
@@ -352,7 +353,7 @@ fn generated_programs_are_stitched_alike_everywhere() {
         let expected = compare_with_oracle(&scenario, &device);
         let other = scenario.device(seed + 1000);
         assert_eq!(decisions::<Shared>(&scenario, &other, |_, _, _, _| {}), expected, "seed {seed}");
-        let mut seen: BTreeSet<(Option<StreamId>, u32)> = BTreeSet::new();
+        let mut seen: BTreeSet<(StreamGroup, u32)> = BTreeSet::new();
         let calls = std::cell::Cell::new(0);
         let count = |call| calls.set(calls.get() + u64::from(matches!(call, DeviceCall::Alias { .. })));
         let hooked = Hooked { inner: scenario.device(seed), hook: count };
@@ -366,7 +367,7 @@ fn generated_programs_are_stitched_alike_everywhere() {
                 .segments
                 .iter()
                 .filter(|segment| segment.heap.pool == POOL && segment.mapped_bytes == 0)
-                .map(|segment| (segment.heap.stream(), segment.segment.0))
+                .map(|segment| (segment.heap.group, segment.segment.0))
                 .collect();
             forgotten += seen.difference(&live).count();
             stitched += live.difference(&seen).count();

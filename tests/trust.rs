@@ -295,7 +295,7 @@ fn resident_bytes() -> u64 {
 /// Creates records of streams that each take the block of the preceding one, and wait for another one.
 fn streams_that_each_wait_once(streams: u16, on: fn(u16, u16) -> u16) -> Vec<Record> {
     let pool = PoolConfig::builder().streams(StreamPolicy::Shared).build().expect("valid");
-    let mut ops: Vec<Op> = (0..streams).map(|stream| Op::RegisterStream { stream: StreamId(stream) }).collect();
+    let mut ops: Vec<Op> = (0..streams).map(|stream| Op::register(StreamId(stream))).collect();
     ops.push(Op::CreatePool { pool: PoolId(1), config: Box::new(pool) });
     for stream in 0..streams {
         let id = AllocationId(stream.into());

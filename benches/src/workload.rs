@@ -155,7 +155,7 @@ impl Workload {
     /// Returns the workload as a trace without a configuration.
     pub fn trace(&self) -> Trace {
         let id = |number: u32| AllocationId(number.into());
-        let streams = (0..self.streams).map(|stream| Op::RegisterStream { stream: StreamId(stream) });
+        let streams = (0..self.streams).map(|stream| Op::register(StreamId(stream)));
         let ops = self.steps.iter().map(|step| match *step {
             Step::Allocate { number, stream, size_bytes } => {
                 Op::Allocate { id: id(number), pool: PoolId::DEFAULT, stream, size_bytes }

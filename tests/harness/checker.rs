@@ -113,9 +113,9 @@ fn check_refusal<B: Backend, L: Lock>(allocator: &generic::Allocator<B, L>, erro
     let held = (stats.reserved_bytes.current, stats.usage.all.allocated_bytes.current);
     assert_eq!((error.reserved_bytes, error.allocated_bytes), held, "op {index}: {error}");
     let snapshot = allocator.snapshot();
-    let is_of_heap = |segment: &&SegmentSnapshot| {
-        segment.heap.pool == error.pool && segment.heap.stream().is_none_or(|stream| stream == error.stream)
-    };
+    let streams = allocator.pool_config(error.pool).expect("the pool of the request").streams();
+    let heap = HeapId { pool: error.pool, group: streams.group_of(error.stream, &allocator.groups()) };
+    let is_of_heap = |segment: &&SegmentSnapshot| segment.heap == heap;
     let blocks = snapshot.segments.iter().filter(is_of_heap).flat_map(|segment| &segment.blocks);
     let free = blocks.filter(|block| matches!(block.state, BlockStateSnapshot::Free { .. }));
     let largest = free.map(|block| block.size_bytes).max().unwrap_or(0);
@@ -324,7 +324,7 @@ fn joined(blocks: &[BlockSnapshot]) -> Vec<BlockSnapshot> {
 
 fn compare_segment(segment: &SegmentSnapshot, heap: &Heap, nth: usize, index: usize) {
     let expected = &heap.segments[nth];
-    let place = format!("op {index}, {} {:?} segment {}", segment.heap.pool, segment.heap.stream(), segment.segment.0);
+    let place = format!("op {index}, {} segment {}", segment.heap, segment.segment.0);
     assert_eq!(segment.segment.0, expected.ordinal, "{place}");
     assert_eq!((segment.size_bytes, segment.mapped_bytes), (expected.end(), expected.mapped()), "{place}");
     let blocks = joined(&segment.blocks);

@@ -147,13 +147,14 @@ impl Scenario {
         let granularity_bytes = tape.pick(&[2 * MIB, 2 * MIB, 64 * KIB, 512, 4 * MIB]);
         let byte = tape.byte();
         let streams = [2, 1, 3, 4][usize::from(byte & 3)];
+        let groups = byte >> 2 & 15;
         let lookup = [PointerLookup::Exact, PointerLookup::Off, PointerLookup::Exact, PointerLookup::Exact];
         let lookup = lookup[usize::from(byte >> 6)];
         let limit = tape.pick(&[None, None, None, Some(40 * MIB), Some(90 * MIB), Some(65 * MIB + 1)]);
         let default_pool = pool_config(&mut tape);
         let config = Config::builder().default_pool(default_pool).total_limit_bytes(limit).pointer_lookup(lookup);
         let config = config.build().expect("valid");
-        let mut writer = Writer::new(streams);
+        let mut writer = Writer::new(streams, groups);
         while !tape.is_empty() && writer.records.len() < OPS_MAX {
             let mut op = [0; OP_BYTES];
             op.fill_with(|| tape.byte());
@@ -262,8 +263,10 @@ fn pool_config(tape: &mut Tape<'_>) -> PoolConfig {
         tape.pick(&[(512 << 30, 2 * MIB), (64 * MIB, 2 * MIB), (32 * MIB, 8 * MIB), (96 * MIB, 12 * MIB)]);
     let mut fixed = FixedSegments::default();
     fixed.max_split_size_bytes = tape.pick(&[None, None, Some(20 * MIB), Some(32 * MIB)]);
-    fixed.max_non_split_rounding_bytes = tape.pick(&[20 * MIB, MIB]);
+    let rounding = tape.byte();
+    fixed.max_non_split_rounding_bytes = [20 * MIB, MIB][usize::from(rounding & 1)];
     fixed.unsplit = stitches == 5;
+    let is_grouped = rounding & 0x80 != 0;
     let segments = tape.pick(&[
         SegmentPolicy::Expandable(expandable.clone()),
         SegmentPolicy::Fixed(fixed.clone()),
@@ -287,7 +290,11 @@ fn pool_config(tape: &mut Tape<'_>) -> PoolConfig {
     PoolConfig::builder()
         .stitching(may_stitch.then(|| stitching(stitches)).flatten())
         .segments(segments)
-        .streams(if is_shared { StreamPolicy::Shared } else { StreamPolicy::Separate })
+        .streams(match (is_shared, is_grouped) {
+            (true, _) => StreamPolicy::Shared,
+            (false, true) => StreamPolicy::Grouped,
+            (false, false) => StreamPolicy::Separate,
+        })
         .symmetric(flags & 2 != 0)
         .limit_bytes([None, None, Some(36 * MIB), Some(70 * MIB)][usize::from(flags >> 2) & 3])
         .reclaim([Reclaim::Heap, Reclaim::Pool, Reclaim::Never][usize::from(flags >> 4) % 3])
@@ -322,8 +329,18 @@ struct Writer {
 }
 
 impl Writer {
-    fn new(streams: u16) -> Self {
-        let records = (0..streams).map(|id| Op::RegisterStream { stream: StreamId(id) }.into()).collect();
+    /// The bits of `groups` select the streams after s0 that join a group: that of s0 or, if the last bit is set, that
+    /// of their predecessor.
+    fn new(streams: u16, groups: u8) -> Self {
+        let mut group = StreamId(0);
+        let records = (0..streams).map(StreamId).map(|stream| {
+            let joins = stream.0 > 0 && groups >> (stream.0 - 1) & 1 != 0;
+            if !joins && (stream.0 == 0 || groups & 8 != 0) {
+                group = stream;
+            }
+            Record::from(Op::RegisterStream { stream, group: if joins { group } else { stream } })
+        });
+        let records = records.collect();
         let access = vec![Access::Handle; usize::from(streams)];
         Writer {
             records,

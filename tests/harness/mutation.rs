@@ -9,6 +9,8 @@
 
 use std::collections::BTreeMap;
 use symmalloc_core::config::{Config, PoolConfig, Reclaim, RoundupPower2Divisions, StreamPolicy};
+use symmalloc_core::groups::Groups;
+use symmalloc_core::ids::StreamGroup;
 use symmalloc_core::op::{Contents, Op, Record};
 use symmalloc_core::units::{MIB, SEGMENT_BYTES_MAX};
 use symmalloc_core::{AllocationId, PoolId, StreamId};
@@ -60,13 +62,14 @@ pub struct SymmetricProgram {
     /// Its ops: stream registrations, a `Sync` at each position for an additional op, and the rest.
     pub records: Vec<Record>,
     streams: u16,
+    groups: Groups,
     /// Heap and size of each allocation.
     allocations: BTreeMap<AllocationId, (Heap, u64)>,
     pools: BTreeMap<PoolId, PoolConfig>,
 }
 
 /// A heap, as the program identifies it.
-type Heap = (PoolId, Option<StreamId>);
+type Heap = (PoolId, StreamGroup);
 
 /// A mutated program and its difference.
 #[derive(Clone, Debug)]
@@ -93,6 +96,7 @@ impl SymmetricProgram {
             config,
             records: Vec::new(),
             streams: 0,
+            groups: Groups::default(),
             allocations: BTreeMap::new(),
         };
         let mut body = Vec::new();
@@ -100,7 +104,8 @@ impl SymmetricProgram {
             let mut record = record.clone();
             match &mut record.op {
                 Op::RegisterStream { .. } => {
-                    program.records.push(Op::RegisterStream { stream: StreamId(program.streams) }.into());
+                    record.op.note_group(&mut program.groups);
+                    program.records.push(record.op.into());
                     program.streams += 1;
                     continue;
                 }
@@ -130,8 +135,8 @@ impl SymmetricProgram {
     }
 
     fn heap(&self, pool: PoolId, stream: StreamId) -> Heap {
-        let is_shared = self.pools.get(&pool).is_some_and(|pool| pool.streams() == StreamPolicy::Shared);
-        (pool, (!is_shared).then_some(stream))
+        let streams = self.pools.get(&pool).map(PoolConfig::streams).unwrap_or_default();
+        (pool, streams.group_of(stream, &self.groups))
     }
 
     /// Returns the only heap that an op affects.
@@ -258,7 +263,7 @@ impl SymmetricProgram {
         let registers = self.begin() - 1;
         self.mutant(index, |program| {
             if new.0 == self.streams {
-                program.records[registers] = Op::RegisterStream { stream: new }.into();
+                program.records[registers] = Op::register(new).into();
             }
             program.records[index] = moved;
             program.allocations.insert(id, heap);

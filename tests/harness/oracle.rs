@@ -5,7 +5,7 @@
 //! become inconsistent:
 //!
 //! ```text
-//!  Oracle ─► pools ─► heaps by stream ─► segments in order of birth ─► blocks in order of offset
+//!  Oracle ─► pools ─► heaps by streams ─► segments in order of birth ─► blocks in order of offset
 //!  best fit = min over all free blocks that are large enough of (size, segment, offset)
 //! ```
 //!
@@ -21,7 +21,7 @@ pub use segment::{Block, Content, Segment};
 
 use heap::{Headroom, Shortage, round, unimplemented_policy};
 use std::collections::BTreeMap;
-use symmalloc_core::config::{Config, PoolConfig, Reclaim, SegmentPolicy};
+use symmalloc_core::config::{Config, PoolConfig, Reclaim, SegmentPolicy, StreamPolicy};
 use symmalloc_core::ids::StreamGroup;
 use symmalloc_core::units::SEGMENT_BYTES_MAX;
 use symmalloc_core::{AllocationId, LimitScope, Op, Placement, PoolId, StreamId};
@@ -69,7 +69,7 @@ pub enum Refusal {
 #[derive(Clone, Debug)]
 pub struct Pool {
     config: PoolConfig,
-    /// Heaps by stream; `None` when the streams share one heap.
+    /// Heaps by the streams that share them.
     pub heaps: BTreeMap<StreamGroup, Heap>,
     is_asleep: bool,
 }
@@ -78,7 +78,7 @@ pub struct Pool {
 struct Live {
     pool: PoolId,
     stream: StreamId,
-    /// Key of the heap; `None` for an allocation of zero bytes.
+    /// Its heap; `None` for an allocation of zero bytes.
     heap: Option<StreamGroup>,
     requested: u64,
 }
@@ -88,7 +88,8 @@ struct Live {
 pub struct Oracle {
     granularity: u64,
     limit: Option<u64>,
-    streams: u32,
+    /// The group of each registered stream.
+    groups: Vec<StreamId>,
     pools: Vec<Option<Pool>>,
     live: BTreeMap<AllocationId, Live>,
 }
@@ -100,7 +101,7 @@ impl Oracle {
         Oracle {
             granularity: granularity_bytes,
             limit: config.total_limit_bytes(),
-            streams: 0,
+            groups: Vec::new(),
             pools: vec![Some(default_pool)],
             live: BTreeMap::new(),
         }
@@ -125,8 +126,10 @@ impl Oracle {
     /// Executes an op.
     pub fn step(&mut self, op: &Op) -> Outcome {
         let done = match op {
-            Op::RegisterStream { stream } => {
-                self.streams = self.streams.max(u32::from(stream.0) + 1);
+            Op::RegisterStream { stream, group } => {
+                if stream.index() == self.groups.len() {
+                    self.groups.push(*group);
+                }
                 Ok(())
             }
             Op::CreatePool { pool, config } => {
@@ -159,7 +162,18 @@ impl Oracle {
     }
 
     fn known(&self, stream: StreamId) -> Result<(), Refusal> {
-        if u32::from(stream.0) < self.streams { Ok(()) } else { Err(Refusal::UnknownStream) }
+        if stream.index() < self.groups.len() { Ok(()) } else { Err(Refusal::UnknownStream) }
+    }
+
+    /// Returns the streams that share a heap with a stream in this pool.
+    fn key(&mut self, pool: PoolId, stream: StreamId) -> Result<StreamGroup, Refusal> {
+        let policy = self.pool(pool)?.config.streams();
+        self.known(stream)?;
+        Ok(match policy {
+            StreamPolicy::Separate => StreamGroup::One(stream),
+            StreamPolicy::Grouped => StreamGroup::Group(self.groups[stream.index()]),
+            _ => StreamGroup::All,
+        })
     }
 
     fn pool(&mut self, pool: PoolId) -> Result<&mut Pool, Refusal> {
@@ -265,8 +279,7 @@ impl Oracle {
         stream: StreamId,
         requested: u64,
     ) -> Result<(Placement, u64), Refusal> {
-        let key = self.pool(pool)?.key(stream);
-        self.known(stream)?;
+        let key = self.key(pool, stream)?;
         if requested <= SEGMENT_BYTES_MAX {
             self.awake(pool)?;
         }
@@ -321,8 +334,8 @@ impl Oracle {
         let Live { pool, stream, .. } = self.live.remove(&id).expect("found above");
         let granularity = self.granularity;
         // Allocations of zero bytes may outlive their pool.
-        let Ok(pool) = self.pool(pool) else { return Ok(()) };
-        let key = pool.key(stream);
+        let Ok(key) = self.key(pool, stream) else { return Ok(()) };
+        let pool = self.pool(pool)?;
         if let (Some(threshold), Some(heap)) = (pool.config.release_threshold_bytes(), pool.heaps.get_mut(&key))
             && heap.free_bytes() > threshold
             && !pool.is_asleep
@@ -344,8 +357,7 @@ impl Oracle {
     }
 
     fn reserve(&mut self, pool: PoolId, stream: StreamId, target: u64) -> Result<(), Refusal> {
-        let key = self.pool(pool)?.key(stream);
-        self.known(stream)?;
+        let key = self.key(pool, stream)?;
         if target > SEGMENT_BYTES_MAX {
             return Err(Refusal::TooLarge);
         }
@@ -393,10 +405,6 @@ impl Oracle {
 }
 
 impl Pool {
-    fn key(&self, stream: StreamId) -> StreamGroup {
-        self.config.streams().group_of(stream)
-    }
-
     /// Releases the memory that `reclaim` allows for a request of one heap, until `missing` bytes are released. Returns the number of bytes
     /// released.
     fn reclaim(&mut self, key: StreamGroup, granularity: u64, missing: u64) -> u64 {

@@ -58,6 +58,8 @@ struct Step {
 pub struct StepScenario {
     config: Config,
     streams: u16,
+    /// `true` if all streams form one group; otherwise s1 and s3 do not join that of s0.
+    all_join: bool,
     /// Index of the step before which a plan for the body is adopted; `None` if the pool learns.
     adopts_before: Option<usize>,
     steps: Vec<Step>,
@@ -72,12 +74,17 @@ impl StepScenario {
         let byte = |at: usize| bytes.get(at).copied().unwrap_or(0);
         let flags = byte(0);
         let learns = flags & 1 == 0;
-        let is_shared = flags & 2 != 0;
-        let streams = if is_shared { 1 + u16::from(flags >> 2 & 3) } else { 1 + u16::from(flags >> 2 & 1) };
+        let policy = match (flags & 2 != 0, flags & 0x40 != 0) {
+            (true, _) => StreamPolicy::Shared,
+            (false, true) => StreamPolicy::Grouped,
+            (false, false) => StreamPolicy::Separate,
+        };
+        let is_separate = policy == StreamPolicy::Separate;
+        let streams = 1 + u16::from(flags >> 2 & if is_separate { 1 } else { 3 });
+        let all_join = flags & 0x80 != 0;
         let step_count = 3 + usize::from(byte(1) % 7);
         let two_bodies = byte(2) % 4 == 3;
-        let mut builder =
-            PoolConfig::builder().streams(if is_shared { StreamPolicy::Shared } else { StreamPolicy::Separate });
+        let mut builder = PoolConfig::builder().streams(policy);
         builder = match flags >> 4 & 3 {
             0 => builder.reserved(8 << 30),
             1 => builder.fixed(),
@@ -97,7 +104,12 @@ impl StepScenario {
             Step { key: which as u64, calls }
         });
         let steps = steps.collect();
-        StepScenario { config, streams, adopts_before: (!learns).then(|| usize::from(byte(3) % 3)), steps }
+        StepScenario { config, streams, all_join, adopts_before: (!learns).then(|| usize::from(byte(3) % 3)), steps }
+    }
+
+    /// Returns the first stream of a stream's group.
+    fn group_of(&self, stream: StreamId) -> StreamId {
+        if self.all_join || stream.0 % 2 == 0 { StreamId(0) } else { stream }
     }
 
     /// Returns the number of allocations, frees and uses in all steps.
@@ -170,7 +182,7 @@ fn changed(body: &[Call], kind: u8, place: u8) -> Vec<Call> {
     calls
 }
 
-/// Key of a heap: its stream, or `None` if streams share one heap.
+/// Key of a heap: the streams that share it.
 type HeapKey = StreamGroup;
 
 /// A live allocation.
@@ -228,9 +240,12 @@ pub fn run<L: Lock>(scenario: &StepScenario, device: &SimBackend) -> StepOutcome
     let outcome = {
         let allocator =
             generic::Allocator::<_, L>::with_lock(device, scenario.config.clone()).expect("a valid granularity");
-        (0..scenario.streams).for_each(|_| {
-            allocator.register_stream().expect("a stream id is available");
-        });
+        for stream in (0..scenario.streams).map(StreamId) {
+            let group = scenario.group_of(stream);
+            let registered =
+                if group == stream { allocator.register_stream() } else { allocator.register_stream_in(group) };
+            assert_eq!(registered, Ok(stream));
+        }
         let mut walk = Walk::new(scenario, &allocator, device);
         for number in 0..scenario.steps.len() {
             walk.step(number);
@@ -273,7 +288,11 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
     }
 
     fn heap_of(&self, stream: StreamId) -> HeapKey {
-        self.scenario.config.default_pool().streams().group_of(stream)
+        match self.scenario.config.default_pool().streams() {
+            StreamPolicy::Separate => StreamGroup::One(stream),
+            StreamPolicy::Grouped => StreamGroup::Group(self.scenario.group_of(stream)),
+            _ => StreamGroup::All,
+        }
     }
 
     fn step(&mut self, number: usize) {
@@ -421,12 +440,9 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
 
     /// Adopts plans for a step, for each heap that has one.
     fn adopt(&mut self, step: &Step) {
-        let streams: Vec<HeapKey> = match self.scenario.config.default_pool().streams() {
-            StreamPolicy::Separate => (0..self.scenario.streams).map(|id| StreamGroup::One(StreamId(id))).collect(),
-            _ => vec![StreamGroup::All],
-        };
-        for heap in streams {
-            let wanted = wanted(&step.calls, heap);
+        let heaps: BTreeSet<HeapKey> = (0..self.scenario.streams).map(|id| self.heap_of(StreamId(id))).collect();
+        for heap in heaps {
+            let wanted = wanted(&step.calls, |stream| self.heap_of(stream) == heap);
             if wanted.is_empty() {
                 continue;
             }
@@ -451,7 +467,7 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
             let model = self.heaps.entry(heap).or_default();
             // The plan memory changes whenever plans are adopted, even if a learned plan equals the previous one.
             let stats =
-                self.allocator.heap_stats(POOL, heap.stream().unwrap_or_default()).expect("the pool exists").steps;
+                self.allocator.heap_stats(POOL, heap.first().unwrap_or_default()).expect("the pool exists").steps;
             assert_eq!(stats.plans, plans.len() as u64);
             plans.iter().for_each(check_plan);
             if model.learned != stats.learned {
@@ -515,10 +531,9 @@ fn check_plan(plan: &Plan) {
     }
 }
 
-/// Returns the requests of a step to one heap. Allocations that it leaves live are assumed to be freed where the step frees those of the
+/// Returns the requests of a step to the heap of these streams. Allocations that it leaves live are assumed to be freed where the step frees those of the
 /// previous one.
-fn wanted(calls: &[Call], heap: StreamGroup) -> Vec<StepAllocation> {
-    let is_of_heap = |stream: StreamId| heap.stream().is_none_or(|own| own == stream);
+fn wanted(calls: &[Call], is_of_heap: impl Fn(StreamId) -> bool) -> Vec<StepAllocation> {
     let mut wanted: Vec<StepAllocation> = Vec::new();
     // Maps the number in the step to the number in the heap.
     let mut numbers: Vec<Option<usize>> = Vec::new();

@@ -57,7 +57,7 @@ pub(crate) fn explore(schedules: usize, test: impl Fn() + Send + Sync + Clone + 
 
 pub(crate) const STREAMS: u16 = 3;
 
-/// Creates an allocator with three streams that finds allocations by address.
+/// Creates an allocator with three streams, each the first of a group of two, that finds allocations by address.
 pub(crate) fn allocator<L: Lock>(config: &Config, seed: u64) -> generic::Allocator<Device, L> {
     // The scheduler may switch threads at an atomic access. A yield would force a switch instead.
     let turn = (!L::IS_EXCLUSIVE).then(|| AtomicBool::new(false));
@@ -66,7 +66,15 @@ pub(crate) fn allocator<L: Lock>(config: &Config, seed: u64) -> generic::Allocat
     let config = config.to_builder().pointer_lookup(PointerLookup::Exact).build().expect("valid");
     let allocator = generic::Allocator::with_lock(device, config).expect("a device");
     (0..STREAMS).for_each(|stream| assert_eq!(allocator.register_stream(), Ok(StreamId(stream))));
+    for stream in (0..STREAMS).map(StreamId) {
+        assert_eq!(allocator.register_stream_in(stream), Ok(second_of(stream)));
+    }
     allocator
+}
+
+/// Returns the other stream of the group with this first stream.
+pub(crate) fn second_of(group: StreamId) -> StreamId {
+    StreamId(group.0 + STREAMS)
 }
 
 pub(crate) fn of_pool(pool: PoolConfig) -> Config {

@@ -1,6 +1,9 @@
 //! Rejoins: a restarted rank continues like the others.
 
-use super::{POOL, S0, S1, digests, first_part, go_on, in_one_pool, pool, rank, refusal, refuse_after, restarted};
+use super::{
+    POOL, S0, S1, digests, first_part, go_on, in_one_pool, pool, rank, refusal, refuse_after, register_streams,
+    restarted,
+};
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::errors::OutOfMemoryCause;
 use symmalloc_core::lock::{Exclusive, Shared};
@@ -60,9 +63,7 @@ fn a_refused_rejoin_leaves_the_pool_unused() {
             let device = scenario.device(seed + 1);
             {
                 let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
-                for _ in 0..4 {
-                    allocator.register_stream().expect("a stream id is available");
-                }
+                register_streams(&allocator, &scenario.program);
                 let fresh = digests(&allocator);
                 refuse_after(&device, calls);
                 if calls % 2 == 1 {

@@ -247,8 +247,8 @@ pub(crate) type HeapPage = Page<HeapMessage, HEAPS_PER_PAGE>;
 #[repr(C)]
 pub(crate) struct HeapMessage {
     pub(crate) pool: U32,
-    /// `u32::MAX` if the pool's streams share one heap.
-    pub(crate) stream: U32,
+    /// [`StreamGroup::code`](symmalloc_core::ids::StreamGroup::code).
+    pub(crate) streams: U32,
     pub(crate) ops: U64,
     pub(crate) oldest: U64,
     pub(crate) digest: U64,

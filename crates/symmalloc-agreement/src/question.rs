@@ -5,7 +5,7 @@
 //! | compare | configuration, number of ops, one digest over all symmetric heaps |
 //! | policies | one page of digests, one per symmetric pool's configuration |
 //! | policy | the text of one configuration |
-//! | heaps | one page of (pool, stream, ops, oldest op, digest), one entry per heap |
+//! | heaps | one page of (pool, streams, ops, oldest op, digest), one entry per heap |
 //! | digests | the digests after the given numbers of ops |
 //! | checkpoints | the digests retained from before the journal |
 //! | ops | the op with the given number, for each of several heaps |
@@ -15,31 +15,34 @@ use super::message::{COMPARE_BYTES, HeapMessage, MESSAGE_BYTES, OpMessage, StepM
 use super::protocol::ProtocolError;
 use symmalloc_core::Digest;
 use symmalloc_core::histories::{HeapHistory, Mark, op_word, unpack_op};
-use symmalloc_core::ids::{StreamGroup, StreamId};
+use symmalloc_core::ids::StreamGroup;
 
-/// The identity of a heap, equal on all ranks: the symmetric pool's ordinal among symmetric pools, and the stream.
-/// Shared streams sort last.
+/// The identity of a heap, equal on all ranks: the symmetric pool's ordinal among symmetric pools, and the streams that
+/// share the heap. Groups sort after streams, and shared streams last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct HeapKey {
     pub(crate) pool: u32,
-    /// `u32::MAX` if the pool's streams share one heap, like in [`HeapMessage`].
-    stream: u32,
+    /// [`StreamGroup::code`], like in [`HeapMessage`]. Always valid.
+    streams: u32,
 }
 
 impl HeapKey {
     pub(crate) fn new(pool: u32, group: StreamGroup) -> Self {
-        HeapKey { pool, stream: group.stream().map_or(u32::MAX, |stream| stream.0.into()) }
+        HeapKey { pool, streams: group.code() }
     }
 
     pub(crate) fn group(self) -> StreamGroup {
-        u16::try_from(self.stream).map_or(StreamGroup::All, |stream| StreamGroup::One(StreamId(stream)))
+        StreamGroup::from_code(self.streams).expect("checked by `decode`")
     }
 
-    fn decode(rank: u32, pool: u32, stream: u32) -> Result<Self, ProtocolError> {
-        if stream > StreamId::MAX.0.into() && stream != u32::MAX {
-            return Err(ProtocolError::Garbled { rank });
-        }
-        Ok(HeapKey { pool, stream })
+    /// Returns the streams that share the heap, as a number.
+    pub(crate) fn streams(self) -> u32 {
+        self.streams
+    }
+
+    fn decode(rank: u32, pool: u32, streams: u32) -> Result<Self, ProtocolError> {
+        let group = StreamGroup::from_code(streams).ok_or(ProtocolError::Garbled { rank })?;
+        Ok(HeapKey::new(pool, group))
     }
 }
 
@@ -104,7 +107,7 @@ impl HeapSummary {
     }
 
     pub(crate) fn decode(rank: u32, message: &HeapMessage) -> Result<Self, ProtocolError> {
-        let key = HeapKey::decode(rank, message.pool.get(), message.stream.get())?;
+        let key = HeapKey::decode(rank, message.pool.get(), message.streams.get())?;
         let (ops, oldest, value) = (message.ops.get(), message.oldest.get(), message.digest.get());
         if oldest > ops || ops == u64::MAX {
             return Err(ProtocolError::Garbled { rank });
@@ -117,7 +120,7 @@ impl From<HeapSummary> for HeapMessage {
     fn from(HeapSummary { key, digest, oldest }: HeapSummary) -> Self {
         HeapMessage {
             pool: key.pool.into(),
-            stream: key.stream.into(),
+            streams: key.streams.into(),
             ops: digest.ops.into(),
             oldest: oldest.into(),
             digest: digest.value.into(),

@@ -142,8 +142,7 @@ impl<'a> RankHistory<'a> {
         let policies = self.policy_digests();
         let mut digest = Digest { ops: 0, value: 0 };
         for HeapSummary { key, digest: heap, .. } in &self.heaps {
-            let name = (u64::from(key.pool) << 32)
-                | key.group().stream().map_or(u64::from(u32::MAX), |stream| stream.0.into());
+            let name = (u64::from(key.pool) << 32) | u64::from(key.streams());
             digest.value =
                 folded_multiply(digest.value ^ name ^ NAME_KEY, heap.value ^ DIGEST_KEY).wrapping_add(heap.ops);
             digest.ops += heap.ops;

@@ -357,7 +357,7 @@ impl Disagreement {
                 Difference::Point(_) => "point",
             },
             pool = first.map(|first| first.pool),
-            stream = first.and_then(|first| first.streams.stream()).map(|stream| stream.0),
+            stream = first.and_then(|first| first.streams.first()).map(|stream| stream.0),
             op = first.map(|first| first.first_op),
             cause = first.map(|first| first.cause.name()),
             report = %self,
@@ -400,9 +400,10 @@ impl fmt::Display for Disagreement {
 impl fmt::Display for HeapDifference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "symmetric pool {}, ", self.pool)?;
-        match self.streams.stream() {
-            Some(stream) => write!(f, "stream {}, ", stream.0)?,
-            None => write!(f, "shared streams, ")?,
+        match self.streams {
+            StreamGroup::One(stream) => write!(f, "stream {}, ", stream.0)?,
+            StreamGroup::Group(first) => write!(f, "the group of stream {}, ", first.0)?,
+            _ => write!(f, "shared streams, ")?,
         }
         if self.first_op == self.last_op {
             write!(f, "at op {}", Grouped(self.first_op))

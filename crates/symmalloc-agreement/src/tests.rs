@@ -5,7 +5,7 @@ use super::question::Ask;
 use super::*;
 use proptest::prelude::*;
 use symmalloc_core::Allocator;
-use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
 use symmalloc_core::histories::HistorySource;
 use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_sim::{SimBackend, SplitMix64};
@@ -71,6 +71,27 @@ fn pools_that_are_not_settled_keep_their_history() {
     assert_eq!(oldest(), [(0, 0), (1, 0)]);
     RankHistory::new(&allocator, Point::Sync).settle_pools(|ordinal| ordinal == 1);
     assert_eq!(oldest(), [(0, 0), (1, 2)]);
+}
+
+/// A rank that registers a stream in another group has no heap that the others have.
+#[test]
+fn ranks_with_different_groups_disagree_and_name_the_group() {
+    let ranks = [0, 1].map(|rank| {
+        let pool = PoolConfig::builder().symmetric(true).streams(StreamPolicy::Grouped).build().expect("valid");
+        let config = Config::builder().default_pool(pool).build().expect("valid");
+        let allocator: Allocator<_> = Allocator::new(SimBackend::builder().rank(rank).build(), config).expect("valid");
+        let groups = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
+        let member = allocator.register_stream_in(groups[rank as usize]).expect("the group exists");
+        let _live = allocator.allocate(PoolId::DEFAULT, groups[1], 1 << 20).expect("fits");
+        (allocator, member)
+    });
+    let agree = || agree_in_lockstep(&ranks.each_ref().map(|(allocator, _)| RankHistory::new(allocator, Point::Sync)));
+    assert_eq!(agree(), Ok(Agreed { ops: 2 }), "no op depends on the group so far");
+    for (allocator, member) in &ranks {
+        let _live = allocator.allocate(PoolId::DEFAULT, *member, 3 << 20).expect("fits");
+    }
+    let Err(AgreementError::Disagreed(disagreement)) = agree() else { panic!("the groups differ") };
+    assert!(disagreement.to_string().contains("the group of stream 0"), "{disagreement}");
 }
 
 fn symmetric_allocator(rank: u32) -> Allocator<SimBackend> {

@@ -14,7 +14,7 @@ use crate::output::{self, Palette};
 use crate::picture::history::{self, Words};
 use crate::picture::memory::{Memory, has_placements, same_point};
 use crate::picture::timeline::{ALLOCATED, JobCurves, LIVE, Peak, PlannedCurve, RESERVED};
-use crate::picture::{NARROW, Selection, WIDE, figure, following, heap_name, map};
+use crate::picture::{NARROW, Selection, WIDE, figure, following, group_number, heap_name, map};
 use crate::planned;
 use crate::quantity::{count, memory};
 use crate::recorded::Recorded;
@@ -237,6 +237,7 @@ fn object(args: &ChartArgs, timeline: &JobCurves, op: usize, beside: Option<&Bes
         json!({
             "pool": owner.pool.0,
             "stream": owner.stream().map(|stream| stream.0),
+            "group": group_number(*owner),
             "live": peak(curve.peaks[LIVE]),
             "allocated": peak(curve.peaks[ALLOCATED]),
             "reserved": peak(curve.peaks[RESERVED]),

@@ -122,25 +122,29 @@ impl Job {
         let mut pools = BTreeMap::from([(PoolId::DEFAULT, range_of(config.default_pool()))]);
         let mut heaps: BTreeSet<HeapId> = BTreeSet::new();
         let mut addresses = 0_u64;
-        // The streams that allocate from each shared heap or use its allocations.
-        let mut sharing: BTreeMap<PoolId, BTreeSet<StreamId>> = BTreeMap::new();
-        let mut pool_of: Vec<PoolId> = Vec::new();
-        let is_shared = |pools: &BTreeMap<PoolId, (u64, StreamPolicy)>, pool: PoolId| {
-            pools.get(&pool).is_some_and(|(_, streams)| *streams == StreamPolicy::Shared)
+        let groups = self.program.groups();
+        let heap_in = |pools: &BTreeMap<PoolId, (u64, StreamPolicy)>, pool: PoolId, stream: StreamId| {
+            pools.get(&pool).map(|(_, streams)| HeapId { pool, group: streams.group_of(stream, &groups) })
         };
+        // The streams that allocate from each heap that several may share, or use its allocations.
+        let mut sharing: BTreeMap<HeapId, BTreeSet<StreamId>> = BTreeMap::new();
+        let mut heap_of: Vec<Option<HeapId>> = Vec::new();
         for op in self.program.ops() {
             let used = match *op {
                 Op::Allocate { pool, stream, .. } => {
-                    pool_of.push(pool);
-                    Some((pool, stream))
+                    let heap = heap_in(&pools, pool, stream);
+                    heap_of.push(heap);
+                    heap.map(|heap| (heap, stream))
                 }
-                Op::RecordUse { id, stream } => pool_of.get(id.0 as usize).map(|pool| (*pool, stream)),
+                Op::RecordUse { id, stream } => {
+                    heap_of.get(id.0 as usize).copied().flatten().map(|heap| (heap, stream))
+                }
                 _ => None,
             };
-            if let Some((pool, stream)) = used.filter(|(pool, _)| is_shared(&pools, *pool)) {
-                let streams = sharing.entry(pool).or_default();
+            if let Some((heap, stream)) = used.filter(|(heap, _)| heap.stream().is_none()) {
+                let streams = sharing.entry(heap).or_default();
                 if streams.insert(stream) && streams.len() > STREAMS_PER_HEAP_MAX {
-                    return Err(JobError::SharedStreams { pool });
+                    return Err(JobError::SharedStreams { pool: heap.pool });
                 }
             }
             match op {
@@ -149,13 +153,13 @@ impl Job {
                 Op::DestroyPool { pool } => {
                     let range_bytes = pools.remove(pool).map_or(0, |(bytes, _)| bytes);
                     let before = heaps.len();
-                    sharing.remove(pool);
+                    sharing.retain(|heap, _| heap.pool != *pool);
                     heaps.retain(|heap| heap.pool != *pool);
                     addresses -= range_bytes * (before - heaps.len()) as u64;
                 }
                 Op::Allocate { pool, stream, size_bytes: 1.., .. } => {
-                    let Some((range_bytes, streams)) = pools.get(pool) else { continue };
-                    let heap = HeapId { pool: *pool, group: streams.group_of(*stream) };
+                    let Some((range_bytes, _)) = pools.get(pool) else { continue };
+                    let Some(heap) = heap_in(&pools, *pool, *stream) else { continue };
                     if *range_bytes > 0 && heaps.insert(heap) {
                         addresses += *range_bytes;
                     }

@@ -22,7 +22,7 @@ pub(crate) mod svg;
 pub(crate) mod timeline;
 
 use maud::{PreEscaped, html};
-use symmalloc_core::ids::HeapId;
+use symmalloc_core::ids::{HeapId, StreamGroup};
 
 /// Width of a picture for screens and paper, in CSS pixels.
 pub(crate) const WIDE: u32 = 880;
@@ -39,16 +39,22 @@ pub(crate) struct Selection {
 impl Selection {
     pub(crate) fn has(self, owner: HeapId) -> bool {
         self.pool.is_none_or(|pool| pool == owner.pool.0)
-            && self.stream.is_none_or(|stream| owner.stream().is_some_and(|of| of.0 == stream))
+            && self.stream.is_none_or(|stream| owner.group.first().is_some_and(|of| of.0 == stream))
     }
 }
 
 /// Returns the name of a heap in pictures.
 pub(crate) fn heap_name(owner: HeapId) -> String {
-    match owner.stream() {
-        Some(stream) => format!("pool {}, stream {}", owner.pool.0, stream.0),
-        None => format!("pool {}, all streams", owner.pool.0),
+    match owner.group {
+        StreamGroup::One(stream) => format!("pool {}, stream {}", owner.pool.0, stream.0),
+        StreamGroup::Group(first) => format!("pool {}, group of stream {}", owner.pool.0, first.0),
+        _ => format!("pool {}, all streams", owner.pool.0),
     }
+}
+
+/// Returns the number that names the heap's group of streams in JSON, if it is a group.
+pub(crate) fn group_number(owner: HeapId) -> Option<u16> {
+    owner.group.first().filter(|_| owner.stream().is_none()).map(|first| first.0)
 }
 
 /// Returns a figure with a picture in both widths.

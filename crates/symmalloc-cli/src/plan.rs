@@ -22,6 +22,7 @@ use crate::destination::Destination;
 use crate::diff::{OpDifference, other_job, position_without_size};
 use crate::error::CliError;
 use crate::output::{self, Palette};
+use crate::picture::group_number;
 use crate::planned;
 use crate::quantity::rounded;
 use crate::recorded::Recorded;
@@ -177,6 +178,7 @@ fn object(args: &PlanArgs, plan: &JobPlan<'_>) -> Value {
         json!({
             "pool": owner.pool.0,
             "stream": owner.stream().map(|stream| stream.0),
+            "group": group_number(*owner),
             "for_stream": heap.stream.0,
             "segments": if reservations.is_reserved(owner.pool) { "reserved" } else { "expandable" },
             "peak_live_bytes": heap.peak_live_bytes,

@@ -66,12 +66,13 @@ use crate::streams::clocks::StreamClocks;
 use crate::sync::lock::{Exclusive, Lock, LockCell, Shared};
 use crate::sync::registry::Registry;
 use crate::types::backend::{Backend, BackendError, DeviceAddress};
+use crate::types::groups::Groups;
 use crate::types::handle::{Allocation, Handle};
-use crate::types::ids::{HeapId, HeapNumber, PoolId, StreamId};
+use crate::types::ids::{HeapId, HeapNumber, PoolId, StreamGroup, StreamId};
 use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
 use destroyed::Destroyed;
 use gate::{Gate, Recorder, Request};
-use pool::{HeapCell, HeapGuard, PoolRef, PoolSlot};
+use pool::{HeapCell, HeapGuard, PoolHeap, PoolRef, PoolSlot};
 use recorder::RecordingEnd;
 use std::fmt;
 use std::sync::Arc;
@@ -105,13 +106,15 @@ pub struct Allocator<B: Backend, L: Lock> {
     granularity_bytes: u64,
     /// Number of registered streams. Written under the lock of the clocks.
     streams: AtomicU32,
+    /// The group of each registered stream. No other lock is taken under its lock.
+    groups: L::Cell<Groups>,
     pools: Registry<PoolSlot<L>>,
     /// Destroyed pools. Its lock is the last in the lock order.
     destroyed: L::Cell<Destroyed<L>>,
     /// Pools that the program dropped and that were not destroyed when they were last tried, ascending. Held only while
     /// the list is read or changed.
     abandoned: L::Cell<Vec<PoolId>>,
-    heaps: Registry<Arc<HeapCell<L>>>,
+    heaps: Registry<Arc<PoolHeap<L>>>,
     /// Hints for the look-up by address.
     hints: Option<HeapHints>,
     /// Usage over all heaps. Counted only if one thread drives the allocator; many threads would contend here.
@@ -176,6 +179,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             number,
             granularity_bytes,
             streams: AtomicU32::new(0),
+            groups: L::Cell::new(Groups::default()),
             pools,
             destroyed: L::Cell::new(Destroyed::new()),
             abandoned: L::Cell::new(Vec::new()),
@@ -512,7 +516,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[inline(always)]
     fn heap_of(&self, handle: Handle) -> Result<&HeapCell<L>, HandleError> {
         let heap = self.heaps.get(handle.heap().index());
-        heap.map(|heap| &**heap).ok_or(HandleError::Foreign { handle })
+        heap.map(|heap| heap.cell()).ok_or(HandleError::Foreign { handle })
     }
 
     /// Returns the heap that serves a stream in a pool. Creates it at the first request.
@@ -557,8 +561,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.known_stream(stream)?;
         let step = entry.step().lock();
         let sleep = entry.sleep().lock();
+        let group = self.heap_group(entry, stream);
         let make = |number| {
-            let group = entry.config().streams().group_of(stream);
             let mut heap = self.empty_heap(entry, HeapId { pool, group }, number);
             observers.of_pool(pool).for_each(|observer| heap.observe(observer));
             if entry.config().symmetric() && self.config.history_ops() > 0 {
@@ -576,8 +580,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             }
             heap
         };
-        let cell = entry.make_heap(stream, || {
-            let index = self.heaps.push(|index| Arc::new(LockCell::new(make(HeapNumber(index as u32)))));
+        let cell = entry.make_heap(stream, group, || {
+            let index = self.heaps.push(|index| Arc::new(PoolHeap::new(make(HeapNumber(index as u32)))));
             Arc::clone(self.heaps.get(index).expect("the heap was just created"))
         });
         let mut heap = cell.lock();
@@ -588,6 +592,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         drop(heap);
         Ok(cell)
+    }
+
+    /// Returns the streams that share the heap of a stream in a pool.
+    fn heap_group(&self, entry: PoolRef<'_, L>, stream: StreamId) -> StreamGroup {
+        entry.config().streams().group_of(stream, &self.groups.lock())
     }
 
     /// Returns all heaps in (pool, stream) order.

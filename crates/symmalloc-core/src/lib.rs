@@ -41,7 +41,8 @@
 //! | block | a contiguous part of one segment, allocated or free |
 //! | stream | a logical [`StreamId`], numbered in the order in which the program registers streams |
 //! | pool | a policy domain made by the program, like PyTorch's `MemPool` |
-//! | heap | one (pool, stream), or one pool that all its streams share: its own segments, free index, fences, digest and lock |
+//! | group | streams that share a heap in pools with `streams:grouped`, named after its first stream |
+//! | heap | the memory of a pool for one stream, for a group of streams, or for all: its own segments, free index, fences, digest and lock |
 //! | sequence | the age of backing memory: the ordinal of the segment, which every block split from it inherits |
 //! | fence | a use of a block by another stream, for which the block's next user waits on the device |
 //! | op | one recordable call to the allocator, see [`Op`] |
@@ -56,7 +57,7 @@
 //!
 //! # Limits
 //! A segment has at most 1 TiB, blocks are multiples of 512 bytes, and an allocator has at most 65,535 streams. If
-//! threads race for one heap, placements depend on the race: use a stream per thread.
+//! threads race for one heap, placements depend on the race: use a stream, or a group of streams, per thread.
 //!
 //! # Implementation
 //! The modules form a line; each uses only those before it. `types` and `sync`; `config`, with the size rules;
@@ -108,7 +109,7 @@ pub mod metrics;
 ///
 /// | to | call |
 /// |---|---|
-/// | register a stream | [`register_stream`](generic::Allocator::register_stream) |
+/// | register a stream | [`register_stream`](generic::Allocator::register_stream), [`register_stream_in`](generic::Allocator::register_stream_in) |
 /// | allocate and free | [`allocate`](generic::Allocator::allocate), [`allocate_named`](generic::Allocator::allocate_named), [`allocate_guard`](generic::Allocator::allocate_guard), [`free`](generic::Allocator::free) |
 /// | use an allocation on another stream | [`record_use`](generic::Allocator::record_use), [`note_stream_wait`](generic::Allocator::note_stream_wait), [`note_synchronized`](generic::Allocator::note_synchronized) |
 /// | separate memory by policy | [`create_pool`](generic::Allocator::create_pool), [`destroy_pool`](generic::Allocator::destroy_pool) |
@@ -190,7 +191,7 @@ pub use history::digest::Digest;
 pub use history::layout::Layout;
 pub use history::{layout, segment_log};
 pub use sync::lock;
-pub use types::{backend, ids, units};
+pub use types::{backend, groups, ids, units};
 
 /// Results and errors of restoring and reviving a [`Layout`].
 pub mod restore {

@@ -132,6 +132,16 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(self.for_stream(stream)?.stream_id())
     }
 
+    /// Registers a stream in the group with this first stream, or returns its id if it is already registered; it then stays in its group. In
+    /// pools with `streams:grouped`, the streams of a group share memory; other pools ignore groups. Register streams in the same order, and
+    /// in the same groups, on every rank.
+    ///
+    /// # Errors
+    /// See [`register_stream`](Self::register_stream). Returns an error if no group has this name.
+    pub fn register_stream_in(&self, stream: &Arc<CudaStream>, group: StreamId) -> Result<StreamId, CudaError> {
+        self.state().register(stream, Some(group))
+    }
+
     /// Returns the allocator for work on a stream, and registers the stream if necessary. Code that creates many buffers can look up this
     /// allocator once, and its buffers can borrow it.
     ///
@@ -153,6 +163,19 @@ impl<B: CudaMemory> CachingAllocator<B> {
         // SAFETY: the caller's contract; the wrapper does not own the stream.
         let stream = unsafe { self.device().context().wrap_borrowed_stream(stream) };
         self.register_stream(&stream)
+    }
+
+    /// Registers a stream that other code created and owns in a group, see [`register_stream_in`](Self::register_stream_in).
+    ///
+    /// # Safety
+    /// As [`register_raw_stream`](Self::register_raw_stream).
+    ///
+    /// # Errors
+    /// See [`register_stream_in`](Self::register_stream_in).
+    pub unsafe fn register_raw_stream_in(&self, stream: CUstream, group: StreamId) -> Result<StreamId, CudaError> {
+        // SAFETY: the caller's contract; the wrapper does not own the stream.
+        let stream = unsafe { self.device().context().wrap_borrowed_stream(stream) };
+        self.register_stream_in(&stream, group)
     }
 
     /// Registers a stream that other code owns and may destroy while the allocator is alive, after [`return_stream`](Self::return_stream).

@@ -38,7 +38,7 @@ pub enum ImportErrorKind {
     Empty,
     /// The format is not supported.
     #[error(
-        "is not a recording that this version can read: give a symmalloc trace (first line `symmalloc-trace 1`), a PyTorch memory \
+        "is not a recording that this version can read: give a symmalloc trace (first line `symmalloc-trace` and its version), a PyTorch memory \
          snapshot (torch.cuda.memory._dump_snapshot) or an RMM log (first line \
          `Thread,Time,Action,Pointer,Size,Stream`), each plain, gzip or zstd"
     )]

@@ -21,7 +21,7 @@
 //! use symmalloc_import::rerun::{Rerun, RerunError};
 //!
 //! let allocate = Op::Allocate { id: AllocationId(0), pool: PoolId::DEFAULT, stream: StreamId(0), size_bytes: 1000 };
-//! let records = [Op::RegisterStream { stream: StreamId(0) }, allocate].map(Record::from);
+//! let records = [Op::register(StreamId(0)), allocate].map(Record::from);
 //! let program = Program::new(&records)?;
 //! let mut rerun = Rerun::new(&program, &Config::default())?;
 //! let mut obtained_bytes = 0;
@@ -46,6 +46,7 @@ use symmalloc_core::Allocator;
 use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy, StreamPolicy};
 use symmalloc_core::errors::{AllocateError, OutOfMemoryCause};
+use symmalloc_core::groups::Groups;
 use symmalloc_core::ids::{HeapId, Placement, PoolId, StreamGroup, StreamId};
 use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
@@ -190,7 +191,7 @@ impl<'p> Rerun<'p> {
         };
         let mut live: Vec<Option<Live>> = vec![None; program.allocation_count()];
         let mut refused = vec![false; program.allocation_count()];
-        let mut pending = PendingFrees::default();
+        let (mut pending, groups) = (PendingFrees::default(), program.groups());
         for (number, op) in program.ops().iter().take(ops).enumerate() {
             let last = number.saturating_sub(1);
             while let Some(free) = pending.pop(matches!(op, Op::DestroyPool { .. })) {
@@ -201,7 +202,7 @@ impl<'p> Rerun<'p> {
             {
                 pools.push(Cow::Borrowed(&**config));
             }
-            allocator.backend().begin(heap_of(op, pools), is_expandable(op, pools));
+            allocator.backend().begin(heap_of(op, pools, &groups), is_expandable(op, pools));
             let stays = if *with_pending_frees { program.pending(number) } else { None };
             let taken = match (op, stays) {
                 (Op::Free { id }, Some(stays)) => live[id.0 as usize].take().map(|live| (live, stays)),
@@ -215,7 +216,7 @@ impl<'p> Rerun<'p> {
                 pending.push(number, live, stays);
                 Happened::FreeRequested(live)
             } else {
-                carried_out(allocator, &mut replay, number, op, (&mut live, &mut refused), pools)?
+                carried_out(allocator, &mut replay, number, op, (&mut live, &mut refused), pools, &groups)?
             };
             if allocator.backend().has_ownerless() {
                 let segments = allocator.snapshot().segments;
@@ -270,7 +271,7 @@ fn heap_of_segment(
     };
     let config = pools.get(segment.heap.pool.index());
     let is_expandable = config.is_some_and(|config| matches!(config.segments(), SegmentPolicy::Expandable(_)));
-    (segment.heap, segment.heap.stream().unwrap_or(StreamId(0)), is_expandable)
+    (segment.heap, segment.heap.group.first().unwrap_or_default(), is_expandable)
 }
 
 /// Executes an op and returns its outcome.
@@ -281,12 +282,13 @@ fn carried_out(
     op: &Op,
     (live, refused): (&mut [Option<Live>], &mut [bool]),
     pools: &[Cow<'_, PoolConfig>],
+    groups: &Groups,
 ) -> Result<Happened, RerunError> {
     let happened = match (replay.step(op), op) {
         (Ok(Some(made)), Op::Allocate { id, pool, stream, size_bytes }) if made.placement != Placement::NOWHERE => {
             let live_now = Live {
                 id: *id,
-                heap: heap_in(*pool, *stream, pools),
+                heap: heap_in(*pool, *stream, pools, groups),
                 stream: *stream,
                 placement: made.placement,
                 address: made.address,
@@ -351,18 +353,18 @@ fn bytes_left(allocator: &Allocator<NotingDevice>, pool: PoolId, pools: &[Cow<'_
 }
 
 /// Returns the heap in which an op may obtain memory, and the op's stream.
-fn heap_of(op: &Op, pools: &[Cow<'_, PoolConfig>]) -> Option<(HeapId, StreamId)> {
+fn heap_of(op: &Op, pools: &[Cow<'_, PoolConfig>], groups: &Groups) -> Option<(HeapId, StreamId)> {
     match *op {
         Op::Allocate { pool, stream, .. } | Op::Reserve { pool, stream, .. } => {
-            Some((heap_in(pool, stream, pools), stream))
+            Some((heap_in(pool, stream, pools, groups), stream))
         }
         _ => None,
     }
 }
 
-fn heap_in(pool: PoolId, stream: StreamId, pools: &[Cow<'_, PoolConfig>]) -> HeapId {
+fn heap_in(pool: PoolId, stream: StreamId, pools: &[Cow<'_, PoolConfig>], groups: &Groups) -> HeapId {
     let streams = pools.get(pool.index()).map_or_else(StreamPolicy::default, |config| config.streams());
-    HeapId { pool, group: streams.group_of(stream) }
+    HeapId { pool, group: streams.group_of(stream, groups) }
 }
 
 fn is_expandable(op: &Op, pools: &[Cow<'_, PoolConfig>]) -> bool {

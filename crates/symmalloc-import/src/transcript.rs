@@ -299,7 +299,7 @@ impl Transcript {
 
     fn register_up_to(&mut self, stream: StreamId) -> Result<(), Overflow> {
         for next in self.summary.streams..=u64::from(stream.0) {
-            self.push(Op::RegisterStream { stream: StreamId(next as u16) }.into())?;
+            self.push(Op::register(StreamId(next as u16)).into())?;
         }
         Ok(())
     }
@@ -318,7 +318,7 @@ mod tests {
     fn lines_of(transcript: Transcript) -> Vec<String> {
         let (records, _) = transcript.finish();
         let line = |record: &Record| match record.op {
-            Op::RegisterStream { stream } => format!("register {stream}"),
+            Op::RegisterStream { stream, .. } => format!("register {stream}"),
             Op::Allocate { id, stream, .. } => format!("allocate {id} {stream}"),
             Op::Free { id } => format!("free {id}"),
             Op::RecordUse { id, stream } => format!("use {id} {stream}"),

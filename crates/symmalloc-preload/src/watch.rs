@@ -107,7 +107,7 @@ impl WatchedDevice {
             Number::New if self.streams > StreamId::MAX.0 => return StreamId::MAX,
             Number::New => {
                 self.streams += 1;
-                self.record(Op::RegisterStream { stream: StreamId(self.streams - 1) });
+                self.record(Op::register(StreamId(self.streams - 1)));
                 self.streams - 1
             }
         };

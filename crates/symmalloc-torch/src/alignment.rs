@@ -17,6 +17,7 @@ use std::ffi::{c_int, c_void};
 use std::fmt::Write;
 use symmalloc_agreement::{AgreementError, Gathered, Point, RankSet, Ranks, Transport, TransportError, agree};
 use symmalloc_core::PoolConfig;
+use symmalloc_core::ids::StreamGroup;
 use symmalloc_core::units::Counted;
 
 /// Sends `len` bytes of this rank to all ranks, and writes the bytes of all ranks to `all` (world times `len` bytes), in rank order.
@@ -86,11 +87,8 @@ pub(crate) fn compare_symmetric(allocator: &DeviceAllocator, transport: &Gatheri
     Ok(())
 }
 
-/// A heap's name: its pool, and its stream or [`NO_STREAM`].
+/// A heap's name: its pool, and the [code](StreamGroup::code) of its streams.
 type PrivateHeap = (u32, u32);
-
-/// Placeholder for the stream of a heap that several streams share.
-const NO_STREAM: u32 = u32::MAX;
 
 const ENTRY_BYTES: usize = 24;
 
@@ -148,8 +146,7 @@ fn private_heaps(allocator: &DeviceAllocator) -> BTreeMap<PrivateHeap, History> 
         }
         // A destroyed pool has no heaps.
         for (group, digest) in core.heap_digests(pool).unwrap_or_default() {
-            let stream = group.stream().map_or(NO_STREAM, |stream| stream.0.into());
-            heaps.insert((pool.0, stream), History { ops: digest.ops, value: digest.value });
+            heaps.insert((pool.0, group.code()), History { ops: digest.ops, value: digest.value });
         }
     }
     heaps
@@ -188,10 +185,11 @@ fn difference(first: &Gathered, second: &Gathered) -> String {
     heaps.retain(|_, histories| histories.len() > 1);
     let mut text =
         format!("the ranks differ in {} of pools that are not symmetric:", Counted(heaps.len() as u64, "heap"));
-    for ((pool, stream), histories) in &heaps {
-        let _ = match *stream {
-            NO_STREAM => write!(text, "\n  pool {pool}"),
-            stream => write!(text, "\n  pool {pool}, stream {stream}"),
+    for ((pool, streams), histories) in &heaps {
+        let _ = match StreamGroup::from_code(*streams) {
+            Some(StreamGroup::One(stream)) => write!(text, "\n  pool {pool}, stream {}", stream.0),
+            Some(StreamGroup::Group(first)) => write!(text, "\n  pool {pool}, group of stream {}", first.0),
+            _ => write!(text, "\n  pool {pool}"),
         };
         for (history, ranks) in histories {
             let ranks: RankSet = ranks.iter().copied().collect();

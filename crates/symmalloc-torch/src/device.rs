@@ -16,8 +16,8 @@ use crate::peak::BytesPeak;
 use crate::refusal::{Refusals, make_room};
 use crate::registrations::{PoolRegistration, Registrations};
 use crate::scopes::Scopes;
-use crate::settings::{OutOfMemoryPolicy, TorchSettings};
-use crate::streams::{KnownStream, RawStream, StreamRegistry};
+use crate::settings::{OutOfMemoryPolicy, TorchSettings, without_groups};
+use crate::streams::{Grouping, Joins, KnownStream, RawStream, StreamRegistry};
 use crate::trace;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -85,6 +85,8 @@ pub(crate) struct FoundAllocation {
     pub(crate) allocation: Allocation,
     pub(crate) position: SegmentPosition,
     pub(crate) requested_bytes: u64,
+    /// The stream for which it was allocated.
+    pub(crate) stream: StreamId,
 }
 
 impl DeviceAllocator {
@@ -109,12 +111,16 @@ impl DeviceAllocator {
         let ordinal = backend.ordinal();
         let backend = backend.listener(move |change| memory_events::notify(ordinal, change));
         let allocator = CudaAllocator::with_backend(backend.build()?, config)?;
+        let grouping = match tracing {
+            Tracing::FromFirstUse => Grouping::ByThread,
+            Tracing::OnRequest => Grouping::Alone,
+        };
         let (mempools, refusals) = (Arc::<Mempools<_>>::default(), Arc::<Refusals>::default());
         if settings.out_of_memory == OutOfMemoryPolicy::Trim {
             Refusals::trim_when_refused(&refusals, &allocator, &mempools);
         }
         Ok(DeviceAllocator {
-            streams: StreamRegistry::new(allocator.clone()),
+            streams: StreamRegistry::new(allocator.clone(), grouping),
             scopes: Scopes::new(),
             registrations: Registrations::new(&allocator),
             allocator,
@@ -162,7 +168,7 @@ impl DeviceAllocator {
         match self.streams.cached(stream) {
             Some(known) => Ok(known),
             // SAFETY: the caller's contract.
-            None => unsafe { self.streams.find_or_register(stream, || self.begin()) },
+            None => unsafe { self.streams.find_or_register(stream, Joins::Default, || self.begin()) },
         }
     }
 
@@ -173,6 +179,30 @@ impl DeviceAllocator {
     pub(crate) unsafe fn stream_id(&self, stream: RawStream) -> Result<StreamId, Error> {
         // SAFETY: the caller's contract.
         Ok(unsafe { self.stream(stream) }?.id)
+    }
+
+    /// Registers a stream in a group of its own, or in that of another stream, which is registered first if necessary.
+    ///
+    /// # Safety
+    /// As [`allocate`](Self::allocate), for both streams.
+    pub(crate) unsafe fn register_stream(&self, stream: RawStream, with: Option<RawStream>) -> Result<(), Error> {
+        let group_of = |id| self.core().group_of(id).expect("the stream is registered");
+        let joins = match with {
+            // SAFETY: the caller's contract.
+            Some(member) if member != stream => Joins::Group(group_of(unsafe { self.stream_id(member) }?)),
+            _ => Joins::None,
+        };
+        // SAFETY: the caller's contract.
+        let id = unsafe { self.streams.find_or_register(stream, joins, || self.begin()) }?.id;
+        let wanted = match joins {
+            Joins::Group(first) => first,
+            _ => id,
+        };
+        if group_of(id) == wanted {
+            return Ok(());
+        }
+        let expected = "a stream that has no other group: register it before its first use";
+        Err(Error::Argument { argument: "stream", value: stream.handle() as i64, expected })
     }
 
     /// Starts the recording that the environment requests, if any. Called before the first stream is used.
@@ -333,15 +363,18 @@ impl DeviceAllocator {
         let allocation = core.allocation(handle).map_err(unknown)?;
         let requested_bytes = core.requested_bytes(handle).map_err(unknown)?;
         let position = core.segment_at(DeviceAddress(address)).ok_or_else(|| self.unknown_pointer(address))?;
-        Ok(FoundAllocation { pool: position.heap.pool, allocation, position, requested_bytes })
+        let stream = core.stream_of(handle).map_err(unknown)?;
+        Ok(FoundAllocation { pool: position.heap.pool, allocation, position, requested_bytes, stream })
     }
 
-    /// Creates a pool, whose id is the key if there is one. Without `text`, the pool has the settings of the default pool, but is private.
+    /// Creates a pool, whose id is the key if there is one. Without `text`, the pool has the settings of the default pool, but is private and
+    /// has no groups of streams.
     pub(crate) fn create_pool(&self, key: Option<PoolId>, text: Option<&str>) -> Result<PoolId, Error> {
         let config = match text {
             None => {
-                let default = self.core().config().default_pool().to_builder();
-                default.symmetric(false).build().map_err(CudaError::from)?
+                let default = self.core().config().default_pool();
+                let private = default.to_builder().symmetric(false).streams(without_groups(default.streams()));
+                private.build().map_err(CudaError::from)?
             }
             Some(text) => text.parse::<PoolConfig>().map_err(crate::settings::SettingsError::from)?,
         };

@@ -16,6 +16,7 @@
 //! memory only after waiting for the device.
 
 use crate::error::Error;
+use crate::settings::without_groups;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::config::{FixedSegments, PlanPolicy, PoolConfig, Reclaim, SegmentPolicy};
 use symmalloc_core::errors::{PoolError, TrimError};
@@ -294,11 +295,12 @@ fn make<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, wishes: &PoolWishes
     Ok(PoolTarget::Own(pool))
 }
 
-/// Returns the default pool's policy without reclaim and stitching, because graphs have captured the addresses, and without symmetry,
-/// because ranks can capture different graphs.
+/// Returns the default pool's policy without reclaim and stitching, because graphs have captured the addresses, without symmetry, because
+/// ranks can capture different graphs, and without groups of streams.
 fn policy(default: &PoolConfig, wishes: &PoolWishes) -> Result<PoolConfig, CudaError> {
     let policy =
         default.to_builder().stitching(None).reclaim(Reclaim::Never).release_threshold_bytes(None).symmetric(false);
+    let policy = policy.streams(without_groups(default.streams()));
     let mut fixed = match default.segments() {
         SegmentPolicy::Fixed(fixed) => fixed.clone(),
         _ => FixedSegments::default(),

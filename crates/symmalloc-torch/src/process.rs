@@ -76,7 +76,7 @@ pub(crate) fn configure(text: &str) -> Result<(), Error> {
     if is_forked() {
         return Err(Error::Forked);
     }
-    let settings: TorchSettings = text.parse()?;
+    let settings = TorchSettings::of_process(text)?;
     let mut current = SETTINGS.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(allocator) = all().next() {
         return Err(Error::TooLate { device: allocator.ordinal() });
@@ -99,8 +99,8 @@ pub(crate) fn settings() -> Result<TorchSettings, Error> {
 
 pub(crate) fn from_environment() -> Result<TorchSettings, Error> {
     match std::env::var(CONF_VARIABLE) {
-        Ok(text) => Ok(text.parse::<TorchSettings>()?),
-        Err(std::env::VarError::NotPresent) => Ok(TorchSettings::default()),
+        Ok(text) => Ok(TorchSettings::of_process(&text)?),
+        Err(std::env::VarError::NotPresent) => Ok(TorchSettings::of_process("")?),
         Err(std::env::VarError::NotUnicode(_)) => Err(Error::NotText { argument: CONF_VARIABLE }),
     }
 }

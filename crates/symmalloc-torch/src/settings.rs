@@ -14,13 +14,16 @@
 //! or has a key for the size of growth, chunks or prefetching, because stitching determines all three, or a limit leaves no room for a
 //! block that would be stitched.
 //!
+//! The default pool of the process's allocators, which PyTorch uses, [groups](crate::streams) its streams, unless the text has the key
+//! `streams`, or the pool is symmetric or has a quota. Other pools group their streams only if their own settings say so.
+//!
 //! The parser replaces these keys with blanks before the core reads the text, so that the byte offsets in the core's errors are correct.
 
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 use symmalloc_core::Config;
-use symmalloc_core::config::{SegmentPolicy, Stitching};
+use symmalloc_core::config::{SegmentPolicy, Stitching, StreamPolicy};
 use symmalloc_core::config_text::{ConfigTextError, did_you_mean, key_names, nearest};
 use symmalloc_import::OnOutOfMemory;
 use thiserror::Error;
@@ -148,6 +151,25 @@ impl FromStr for TorchSettings {
     }
 }
 
+impl TorchSettings {
+    /// Parses the settings of the process's allocators.
+    ///
+    /// # Errors
+    /// Returns an error if the text is invalid.
+    pub(crate) fn of_process(text: &str) -> Result<Self, SettingsError> {
+        let mut settings: TorchSettings = text.parse()?;
+        if !items(text).into_iter().any(|item| key_of(&text[item]) == "streams") {
+            settings.config = grouped(settings.config);
+        }
+        Ok(settings)
+    }
+}
+
+/// Returns the policy of a pool that inherits the default pool's settings.
+pub(crate) fn without_groups(streams: StreamPolicy) -> StreamPolicy {
+    if streams == StreamPolicy::Grouped { StreamPolicy::Separate } else { streams }
+}
+
 impl Default for TorchSettings {
     fn default() -> Self {
         TorchSettings {
@@ -163,8 +185,22 @@ impl Default for TorchSettings {
 
 /// Returns `true` if an item decides whether the default pool stitches.
 fn decides_stitching(item: &str) -> bool {
-    let key = item.split(':').next().unwrap_or_default().trim();
-    ["stitching", "growth", "chunk"].into_iter().any(|word| key.starts_with(word))
+    ["stitching", "growth", "chunk"].into_iter().any(|word| key_of(item).starts_with(word))
+}
+
+fn key_of(item: &str) -> &str {
+    item.split(':').next().unwrap_or_default().trim()
+}
+
+/// Returns the configuration with a default pool that groups its streams, if it is private. A symmetric pool keeps one heap per stream, which
+/// is independent of threads.
+fn grouped(config: Config) -> Config {
+    let pool = config.default_pool();
+    if pool.symmetric() || pool.has_quota() {
+        return config;
+    }
+    let pool = pool.to_builder().streams(StreamPolicy::Grouped).build().expect("only a quota needs other streams");
+    config.to_builder().default_pool(pool).build().expect("the other settings are valid")
 }
 
 /// Returns the configuration with a default pool that stitches, if it is expandable and private, and large enough.
@@ -280,6 +316,30 @@ mod tests {
         assert!(listed.iter().all(|key| !parse(&format!("{key}:?")).contains("unknown key")));
         assert!(parse("peers:[1],segment:fixed").starts_with("byte 10: unknown key, did you mean `segments`?"));
         assert_eq!(parse("peers:[]extra"), "byte 6: peers must be a list of device numbers: [1,2]");
+    }
+
+    #[test]
+    fn the_processs_default_pool_groups_streams_unless_the_text_says_otherwise() {
+        let streams = |text: &str| TorchSettings::of_process(text).expect("valid").config.default_pool().streams();
+        for grouped in
+            ["", "segments:fixed", "peers:[1]", "limit_mb:64,reclaim:pool", "plan:learn", "streams : grouped"]
+        {
+            assert_eq!(streams(grouped), StreamPolicy::Grouped, "{grouped}");
+        }
+        for separate in ["streams:separate", " streams : separate ,segments:fixed", "symmetric:true"] {
+            assert_eq!(streams(separate), StreamPolicy::Separate, "{separate}");
+        }
+        for shared in ["streams:shared", "growth_mb:0,streams:shared"] {
+            assert_eq!(streams(shared), StreamPolicy::Shared, "{shared}");
+        }
+        assert_eq!(
+            "".parse::<TorchSettings>().map(|own| own.config.default_pool().streams()),
+            Ok(StreamPolicy::Separate)
+        );
+        let settings = TorchSettings::of_process("streams:separate").expect("valid");
+        assert_eq!("".parse(), Ok(settings), "nothing else differs");
+        let text = TorchSettings::of_process("").expect("valid").to_string();
+        assert_eq!(TorchSettings::of_process(&text), TorchSettings::of_process(""), "{text}");
     }
 
     #[test]

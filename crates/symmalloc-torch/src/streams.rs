@@ -7,6 +7,20 @@
 //! ```
 //!
 //! The cache affects no decision: two streams that share a slot evict each other, and take the slower path.
+//!
+//! # Groups
+//! The core never sees a thread: whoever registers a stream names its group. In the process's allocators, the streams that the main thread or
+//! one of autograd's threads uses first form one group, because these threads take turns: the main thread blocks while autograd runs a
+//! backward pass. Any other thread may run at the same time, so each stream that it uses first forms a group of its own, unless the program
+//! names one.
+//!
+//! ```text
+//!  first use by   main     pt_autograd_0     a data loader's thread     main
+//!  stream         s0       s1 in s0          s2                         s3 in s0
+//! ```
+//!
+//! Only pools with `streams:grouped` have a heap per group. There, a later use by another thread is safe, but takes the group's lock, and its
+//! order decides placements.
 
 use crate::error::Error;
 use std::collections::HashMap;
@@ -49,18 +63,47 @@ pub(crate) struct KnownStream {
     pub(crate) id: StreamId,
 }
 
+/// The group of streams whose group the program does not name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Grouping {
+    /// Each stream forms a group.
+    Alone,
+    /// The streams that the main thread or autograd's threads use first form one group.
+    ByThread,
+}
+
+/// The group of a stream that is not registered yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Joins {
+    /// That of the allocator's [`Grouping`].
+    Default,
+    /// A new one.
+    None,
+    /// That with this first stream.
+    Group(StreamId),
+}
+
 /// The streams of one allocator.
 pub(crate) struct StreamRegistry {
     cache: [AtomicPtr<KnownStream>; 1 << CACHE_BITS],
-    /// Only grows, and its streams do not move. It is never iterated, so its order does not matter.
-    known: Mutex<HashMap<RawStream, Box<KnownStream>>>,
+    known: Mutex<KnownStreams>,
     allocator: CudaAllocator,
+    grouping: Grouping,
+}
+
+/// The registered streams.
+#[derive(Default)]
+struct KnownStreams {
+    /// Only grows, and its streams do not move. It is never iterated, so its order does not matter.
+    by_handle: HashMap<RawStream, Box<KnownStream>>,
+    /// The group of the main thread and autograd's threads.
+    of_main: Option<StreamId>,
 }
 
 impl StreamRegistry {
-    pub(crate) fn new(allocator: CudaAllocator) -> Self {
+    pub(crate) fn new(allocator: CudaAllocator, grouping: Grouping) -> Self {
         let cache = [const { AtomicPtr::new(std::ptr::null_mut()) }; 1 << CACHE_BITS];
-        StreamRegistry { cache, known: Mutex::default(), allocator }
+        StreamRegistry { cache, known: Mutex::default(), allocator, grouping }
     }
 
     /// Returns a stream that is in the cache.
@@ -71,7 +114,8 @@ impl StreamRegistry {
         unsafe { cached.as_ref() }.filter(|stream| stream.raw == raw)
     }
 
-    /// Returns a stream, and registers it at its first use. Calls `begin` before it registers the first stream.
+    /// Returns a stream, and registers it at its first use. Calls `begin` before it registers the first stream. A known stream stays in its
+    /// group.
     ///
     /// # Safety
     /// The stream belongs to the device's primary context and lives as long as the registry. PyTorch never destroys its
@@ -80,16 +124,18 @@ impl StreamRegistry {
     pub(crate) unsafe fn find_or_register(
         &self,
         raw: RawStream,
+        joins: Joins,
         begin: impl FnOnce() -> Result<(), Error>,
     ) -> Result<&KnownStream, Error> {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        if known.is_empty() {
+        let KnownStreams { by_handle, of_main } = &mut *known;
+        if by_handle.is_empty() {
             begin()?;
         }
-        let stream: *const KnownStream = match known.entry(raw) {
+        let stream: *const KnownStream = match by_handle.entry(raw) {
             Entry::Occupied(entry) => &raw const **entry.into_mut(),
             // SAFETY: the caller's contract.
-            Entry::Vacant(entry) => &raw const **entry.insert(Box::new(unsafe { self.register(raw) }?)),
+            Entry::Vacant(entry) => &raw const **entry.insert(Box::new(unsafe { self.register(raw, joins, of_main) }?)),
         };
         self.cache[raw.slot()].store(stream.cast_mut(), Ordering::Release);
         // SAFETY: boxed, never removed, and `self` is borrowed for as long as the result.
@@ -98,17 +144,51 @@ impl StreamRegistry {
 
     /// # Safety
     /// As [`find_or_register`](Self::find_or_register).
-    unsafe fn register(&self, raw: RawStream) -> Result<KnownStream, Error> {
-        // SAFETY: the caller's contract.
-        let id = unsafe { self.allocator.register_raw_stream(raw.handle().cast()) }?;
+    unsafe fn register(
+        &self,
+        raw: RawStream,
+        joins: Joins,
+        of_main: &mut Option<StreamId>,
+    ) -> Result<KnownStream, Error> {
+        let is_of_main = joins == Joins::Default && self.grouping == Grouping::ByThread && is_main_or_autograd();
+        let group = match joins {
+            Joins::Group(first) => Some(first),
+            _ => of_main.filter(|_| is_of_main),
+        };
+        let handle = raw.handle().cast();
+        let id = match group {
+            // SAFETY: the caller's contract.
+            Some(first) => unsafe { self.allocator.register_raw_stream_in(handle, first) }?,
+            // SAFETY: the caller's contract.
+            None => unsafe { self.allocator.register_raw_stream(handle) }?,
+        };
+        if is_of_main && of_main.is_none() {
+            *of_main = self.allocator.core().group_of(id).ok();
+        }
         Ok(KnownStream { raw, id })
     }
 
     /// Returns the registered streams, ordered by id.
     pub(crate) fn all(&self) -> Vec<(StreamId, RawStream)> {
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut all: Vec<_> = known.values().map(|stream| (stream.id, stream.raw)).collect();
+        let mut all: Vec<_> = known.by_handle.values().map(|stream| (stream.id, stream.raw)).collect();
         all.sort_unstable_by_key(|(id, _)| *id);
         all
     }
+}
+
+/// The beginning of the names of autograd's threads, such as `pt_autograd_0`.
+const AUTOGRAD: &[u8] = b"pt_autograd";
+
+/// Returns `true` if the calling thread is the process's first one, or one of autograd's.
+fn is_main_or_autograd() -> bool {
+    // SAFETY: neither call has arguments.
+    let (process, thread) = unsafe { (libc::getpid(), libc::syscall(libc::SYS_gettid)) };
+    if i64::from(process) == thread {
+        return true;
+    }
+    let mut name = [0_u8; 16];
+    // SAFETY: the kernel writes at most 16 bytes.
+    let status = unsafe { libc::prctl(libc::PR_GET_NAME, name.as_mut_ptr()) };
+    status == 0 && name.starts_with(AUTOGRAD)
 }

@@ -23,6 +23,7 @@ use symmalloc_core::backend::Backend;
 use symmalloc_core::config::PoolConfig;
 use symmalloc_core::errors::{FreeError, UnknownError};
 use symmalloc_core::generic;
+use symmalloc_core::groups::Groups;
 use symmalloc_core::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::op::{Op, Pending, Record};
@@ -107,6 +108,13 @@ impl Program {
     /// Returns the number of streams that the program registers.
     pub fn stream_count(&self) -> usize {
         self.ops.iter().filter(|op| matches!(op, Op::RegisterStream { .. })).count()
+    }
+
+    /// Returns the groups of the streams that the program registers.
+    pub fn groups(&self) -> Groups {
+        let mut groups = Groups::default();
+        self.ops.iter().for_each(|op| op.note_group(&mut groups));
+        groups
     }
 
     /// Returns `true` if the program marks the beginnings of its steps.
@@ -409,9 +417,12 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
     #[cold]
     fn step_rarely(&mut self, op: &Op) -> Result<(), StepError> {
         match op {
-            Op::RegisterStream { stream } => {
+            Op::RegisterStream { stream, group } => {
                 if u32::from(stream.0) >= self.allocator.stream_count() {
-                    self.allocator.register_stream()?;
+                    match group == stream {
+                        true => self.allocator.register_stream()?,
+                        false => self.allocator.register_stream_in(*group)?,
+                    };
                 }
             }
             Op::CreatePool { pool, config } => {

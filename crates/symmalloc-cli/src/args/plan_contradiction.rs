@@ -21,15 +21,15 @@ enum Setting {
 }
 
 impl Setting {
-    fn word(self) -> &'static str {
-        match self {
+    fn word(self) -> String {
+        let word = match self {
             Setting::Segments(Some(Segments::Expandable)) => "`segments:expandable`",
             Setting::Segments(Some(Segments::Fixed)) => "`segments:fixed`",
             Setting::Segments(None) => "`segments:reserved`",
-            Setting::Streams(StreamPolicy::Shared) => "`streams:shared`",
-            Setting::Streams(_) => "`streams:separate`",
+            Setting::Streams(streams) => return format!("`streams:{}`", streams.word()),
             Setting::Config => "other settings in its `config` line",
-        }
+        };
+        word.to_owned()
     }
 }
 

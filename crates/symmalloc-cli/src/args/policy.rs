@@ -12,7 +12,7 @@ pub(crate) struct PolicyArgs {
     /// Segments of the default pool [default: the trace's, else expandable]
     #[arg(long)]
     pub(crate) segments: Option<Segments>,
-    /// Separate or shared free blocks for the default pool's streams [default: the trace's, else separate]
+    /// Separate, grouped or shared free blocks for the default pool's streams [default: the trace's, else separate]
     #[arg(long)]
     pub(crate) streams: Option<Streams>,
     /// Settings that replace the trace's, as in docs/configuration.md: segments:fixed,max_split_size_mb:256
@@ -48,11 +48,11 @@ fn key_of(pair: &str) -> &str {
 }
 
 /// A flag whose value contradicts `--config`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{flag} contradicts --config, which sets `{setting}`")]
 pub(crate) struct FlagContradiction {
     flag: &'static str,
-    setting: &'static str,
+    setting: String,
 }
 
 impl PolicyArgs {
@@ -74,13 +74,10 @@ impl PolicyArgs {
                 SegmentPolicy::Expandable(_) => "segments:expandable",
                 _ => "segments:reserved",
             };
-            return Err(FlagContradiction { flag: "--segments", setting });
+            return Err(FlagContradiction { flag: "--segments", setting: setting.to_owned() });
         }
         if *states_streams && self.streams.is_some_and(|wanted| StreamPolicy::from(wanted) != pool.streams()) {
-            let setting = match pool.streams() {
-                StreamPolicy::Shared => "streams:shared",
-                _ => "streams:separate",
-            };
+            let setting = format!("streams:{}", pool.streams().word());
             return Err(FlagContradiction { flag: "--streams", setting });
         }
         Ok(())
@@ -104,11 +101,13 @@ impl PolicyArgs {
     }
 }
 
-/// Choice between separate and shared free blocks for streams.
+/// Choice of the streams that share free blocks.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum Streams {
     /// A heap per stream
     Separate,
+    /// A heap per group of streams
+    Grouped,
     /// One heap for all streams
     Shared,
 }
@@ -117,6 +116,7 @@ impl From<Streams> for StreamPolicy {
     fn from(streams: Streams) -> Self {
         match streams {
             Streams::Separate => StreamPolicy::Separate,
+            Streams::Grouped => StreamPolicy::Grouped,
             Streams::Shared => StreamPolicy::Shared,
         }
     }

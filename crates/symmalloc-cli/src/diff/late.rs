@@ -153,7 +153,8 @@ struct Numbers {
 fn split(op: &Op) -> (Op, Numbers) {
     let (mut op, mut numbers) = (op.clone(), Numbers::default());
     match &mut op {
-        Op::RegisterStream { stream } | Op::Synchronize { stream } => numbers.streams[0] = Some(take(stream)),
+        Op::RegisterStream { stream, group } => numbers.streams = [Some(take(stream)), Some(take(group))],
+        Op::Synchronize { stream } => numbers.streams[0] = Some(take(stream)),
         Op::CreatePool { pool, .. }
         | Op::DestroyPool { pool }
         | Op::ResetPool { pool }
@@ -415,7 +416,7 @@ mod tests {
         let contents = symmalloc_core::op::Contents::Keep;
         let refusal = symmalloc_core::op::Refusal::Driver;
         let ops = [
-            Op::RegisterStream { stream },
+            Op::RegisterStream { stream, group: on },
             Op::CreatePool { pool, config: Box::default() },
             Op::DestroyPool { pool },
             Op::ResetPool { pool },

@@ -250,7 +250,10 @@ fn line(op: &Op) -> String {
         }
         Op::Free { id } => format!("frees allocation {}", count(id.0)),
         Op::RecordUse { id, stream } => format!("uses allocation {} on {stream}", count(id.0)),
-        Op::RegisterStream { stream } => format!("registers {stream}"),
+        Op::RegisterStream { stream, group } if group != stream => {
+            format!("registers {stream} in the group of {group}")
+        }
+        Op::RegisterStream { stream, .. } => format!("registers {stream}"),
         Op::CreatePool { pool, config } => format!("creates {pool} ({config})"),
         Op::DestroyPool { pool } => format!("destroys {pool}"),
         Op::Wait { stream, on } => format!("lets {stream} wait for {on}"),

@@ -17,6 +17,7 @@
 //! Equal jobs give equal bytes.
 
 use super::layout::Layout;
+use crate::picture::group_number;
 use flate2::Compression;
 use flate2::write::DeflateEncoder;
 use serde_json::json;
@@ -72,7 +73,7 @@ fn encoded(program: &Program, stacks: Option<&Stacks>, layouts: &[Layout], op: u
         indices.into_iter().for_each(|(index, number)| *index = number);
     }
     let lanes = |layout: &Layout| {
-        let lane = |lane: &super::layout::Lane| json!({ "pool": lane.owner.pool.0, "stream": lane.owner.stream().map(|stream| stream.0), "height": lane.height_bytes });
+        let lane = |lane: &super::layout::Lane| json!({ "pool": lane.owner.pool.0, "stream": lane.owner.stream().map(|stream| stream.0), "group": group_number(lane.owner), "height": lane.height_bytes });
         layout.lanes.iter().map(lane).collect::<Vec<_>>()
     };
     let header = json!({

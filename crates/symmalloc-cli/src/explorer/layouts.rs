@@ -5,9 +5,10 @@ use crate::address_order::{AddressOrder, ModelSegments};
 use crate::error::CliError;
 use crate::picture::memory::has_placements;
 use crate::recorded::Recorded;
+use std::collections::BTreeMap;
 use symmalloc_core::backend::Reason;
 use symmalloc_core::config::PoolConfig;
-use symmalloc_core::ids::{HeapId, Placement, SegmentId, StreamGroup};
+use symmalloc_core::ids::{HeapId, Placement, PoolId, SegmentId, StreamGroup};
 use symmalloc_core::op::Op;
 use symmalloc_core::work::Allowance;
 use symmalloc_import::rerun::{Happened, Rerun, RerunError};
@@ -68,15 +69,21 @@ fn as_recorded(recorded: &Recorded) -> Option<Layout> {
     }
     let program = recorded.program();
     let mut draft = LayoutDraft::new(program.ops().len(), program.allocation_count());
+    let (mut pools, groups) = (BTreeMap::new(), program.groups());
+    // The configuration of the recording, not one that replaces it.
+    let of_default_pool = recorded.recording.config.as_ref().map(|config| config.default_pool().streams());
+    pools.insert(PoolId::DEFAULT, of_default_pool.unwrap_or_default());
     for (number, (record, op)) in recorded.recording.records.iter().zip(program.ops()).enumerate() {
         match op {
             Op::Allocate { id, pool, stream, size_bytes: size_bytes @ 1.. } => {
                 let Some(placement) = record.placement.filter(|placement| *placement != Placement::NOWHERE) else {
                     continue;
                 };
-                let owner = HeapId { pool: *pool, group: StreamGroup::One(*stream) };
+                let streams = pools.get(pool).copied().unwrap_or_default();
+                let owner = HeapId { pool: *pool, group: streams.group_of(*stream, &groups) };
                 draft.allocate(*id, owner, placed(placement), *size_bytes, number);
             }
+            Op::CreatePool { pool, config } => _ = pools.insert(*pool, config.streams()),
             Op::Free { id } => draft.free(*id, number),
             _ => {}
         }
@@ -162,7 +169,7 @@ mod tests {
                 _ => {}
             }
         }
-        let mut live: std::collections::BTreeMap<(usize, u64), (u64, usize)> = std::collections::BTreeMap::new();
+        let mut live: BTreeMap<(usize, u64), (u64, usize)> = BTreeMap::new();
         let mut freed: Vec<usize> = (0..ends.len()).collect();
         freed.sort_by_key(|&id| ends[id]);
         let mut freed = freed.into_iter().peekable();

@@ -789,6 +789,7 @@ class Picture {
 
 /** Returns the name of a lane. */
 function laneName(lane) {
+  if (lane.group !== null) return `pool ${lane.pool}, group of stream ${lane.group}`;
   return lane.stream === null ? `pool ${lane.pool}, all streams` : `pool ${lane.pool}, stream ${lane.stream}`;
 }
 

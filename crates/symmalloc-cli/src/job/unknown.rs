@@ -16,8 +16,8 @@ impl UnknownToModel {
     /// # Errors
     /// The first setting that the model does not support.
     pub(crate) fn of(config: Option<&Config>, streams: Option<StreamPolicy>) -> Result<(), Self> {
-        if streams == Some(StreamPolicy::Shared) {
-            return Err(UnknownToModel { setting: "streams:shared".to_owned() });
+        if let Some(streams) = streams.filter(|streams| *streams != StreamPolicy::Separate) {
+            return Err(UnknownToModel { setting: format!("streams:{}", streams.word()) });
         }
         let Some(config) = config else { return Ok(()) };
         let followed = followed(config).unwrap_or_default().to_string();

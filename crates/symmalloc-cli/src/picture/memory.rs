@@ -133,13 +133,14 @@ impl Memory {
         let mut ends: BTreeMap<(HeapId, u32), u64> = BTreeMap::new();
         let mut pools: BTreeMap<PoolId, StreamPolicy> = BTreeMap::new();
         pools.insert(PoolId::DEFAULT, recorded.config.default_pool().streams());
+        let groups = recorded.program().groups();
         let calls = recorded.recording.records.iter().zip(recorded.program().ops());
         for (number, (record, call)) in calls.take(op + 1).enumerate() {
             match call {
                 Op::CreatePool { pool, config } => drop(pools.insert(*pool, config.streams())),
                 Op::Allocate { id, pool, stream, size_bytes } => {
                     let streams = pools.get(pool).copied().unwrap_or_default();
-                    let owner = HeapId { pool: *pool, group: streams.group_of(*stream) };
+                    let owner = HeapId { pool: *pool, group: streams.group_of(*stream, &groups) };
                     let Some(placement) = record.placement.filter(|_| *size_bytes > 0 && selection.has(owner)) else {
                         continue;
                     };

@@ -106,18 +106,14 @@ impl Figures {
     }
 
     pub(super) fn streams(&self) -> &'static str {
-        word(self.streams)
+        self.streams.word()
     }
 
     pub(super) fn online_streams(&self) -> &'static str {
-        word(self.online_streams)
+        self.online_streams.word()
     }
 }
 
 fn share(live_bytes: u64, held_bytes: u64) -> f64 {
     if held_bytes == 0 { 1.0 } else { live_bytes as f64 / held_bytes as f64 }
-}
-
-fn word(streams: StreamPolicy) -> &'static str {
-    if streams == StreamPolicy::Shared { "shared" } else { "separate" }
 }

@@ -9,8 +9,10 @@
 //! is reserved when the pool is created. The reservations replace all ops of the recording that reserve, trim or reclaim.
 
 use super::heap::{Heaps, heaps_of_pool};
+use crate::recorded::Recorded;
 use std::collections::BTreeMap;
 use symmalloc_core::config::{PoolConfig, StreamPolicy};
+use symmalloc_core::groups::Groups;
 use symmalloc_core::ids::{HeapId, PoolId, StreamId};
 use symmalloc_core::op::{Op, Record};
 
@@ -23,11 +25,12 @@ pub(super) struct PlannedProgram {
     pub(super) origins: Vec<usize>,
 }
 
-/// Returns the job of these records with the reservations for `pools` and `heaps`, and with at least this many streams.
-pub(super) fn planned(records: &[Record], streams: u32, pools: &Pools, heaps: &Heaps) -> PlannedProgram {
+/// Returns the job of these records with the reservations for `pools` and `heaps`, and with these streams.
+pub(super) fn planned(records: &[Record], groups: &Groups, pools: &Pools, heaps: &Heaps) -> PlannedProgram {
     let mut program = PlannedProgram { records: Vec::new(), origins: Vec::new() };
-    let ids = (0..streams).map_while(|stream| u16::try_from(stream).ok()).map(StreamId);
-    ids.for_each(|stream| program.push(0, Op::RegisterStream { stream }.into()));
+    for stream in (0..groups.stream_count()).map(|id| StreamId(id as u16)) {
+        program.push(0, Op::RegisterStream { stream, group: groups.first_of(stream) }.into());
+    }
     program.reserve(0, PoolId::DEFAULT, heaps);
     for (number, record) in records.iter().enumerate() {
         match &record.op {
@@ -63,19 +66,18 @@ impl PlannedProgram {
     }
 }
 
-/// Returns the number of registered streams.
-pub(super) fn stream_count(records: &[Record]) -> u32 {
-    let registered = records.iter().filter(|record| matches!(record.op, Op::RegisterStream { .. })).count();
-    u32::try_from(registered).unwrap_or(u32::MAX)
+/// Returns the streams and groups of the rank that registers the most streams.
+pub(super) fn groups_of(jobs: &[Recorded]) -> Groups {
+    jobs.iter().map(|job| job.program().groups()).max_by_key(Groups::stream_count).unwrap_or_default()
 }
 
 /// Returns the heaps that hold memory, each with the lowest stream that allocates from it.
-pub(super) fn heaps_of(records: &[Record], pools: &Pools) -> BTreeMap<HeapId, StreamId> {
+pub(super) fn heaps_of(records: &[Record], groups: &Groups, pools: &Pools) -> BTreeMap<HeapId, StreamId> {
     let mut heaps = BTreeMap::new();
     for record in records {
         if let Op::Allocate { pool, stream, size_bytes: 1.., .. } = record.op {
             let streams = pools.get(&pool).map_or_else(StreamPolicy::default, PoolConfig::streams);
-            let owner = HeapId { pool, group: streams.group_of(stream) };
+            let owner = HeapId { pool, group: streams.group_of(stream, groups) };
             let lowest = heaps.entry(owner).or_insert(stream);
             *lowest = stream.min(*lowest);
         }

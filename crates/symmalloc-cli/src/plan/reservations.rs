@@ -101,8 +101,7 @@ impl ReservationPlan {
     }
 
     fn program(&self, jobs: &[Recorded], job: &Recorded) -> program::PlannedProgram {
-        let streams = jobs.iter().map(|job| program::stream_count(&job.recording.records)).max().unwrap_or(0);
-        program::planned(&job.recording.records, streams, &self.pools, &self.heaps)
+        program::planned(&job.recording.records, &program::groups_of(jobs), &self.pools, &self.heaps)
     }
 
     /// Writes the job with its reservations as a trace.

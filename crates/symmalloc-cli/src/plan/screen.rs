@@ -78,9 +78,8 @@ fn reserved(ranks: usize, plan: &ReservationPlan, palette: Palette) -> String {
     let mut out = format!("\n{}\n", palette.aside("reservations for running without a plan"));
     let mut table = table(["heap", "segments", "peak live", "grows to", "to reserve"], 2, palette);
     for (owner, heap) in &plan.heaps {
-        let stream = owner.stream().map_or_else(|| "shared".to_owned(), |stream| stream.to_string());
         table.add_row([
-            format!("{} {stream}", owner.pool),
+            format!("{} {}", owner.pool, owner.group),
             if plan.is_reserved(owner.pool) { "reserved" } else { "expandable" }.to_owned(),
             memory(heap.peak_live_bytes),
             memory(heap.grown_bytes),

@@ -13,7 +13,7 @@
 //! several ranks, each heap gets the maximum that any rank needs, so that all ranks reserve the same.
 
 use super::heap::{HeapPlan, Heaps};
-use super::program::{Pools, heaps_of, planned, stream_count};
+use super::program::{Pools, groups_of, heaps_of, planned};
 use crate::error::CliError;
 use crate::job::JobError;
 use crate::recorded::Recorded;
@@ -51,9 +51,9 @@ struct Taken {
 impl Search<'_> {
     /// Returns the amount to reserve for each heap.
     pub(super) fn run(&self) -> Result<Heaps, CliError> {
-        let mut heaps = Heaps::new();
+        let (mut heaps, groups) = (Heaps::new(), groups_of(self.jobs));
         for job in self.jobs {
-            for (owner, stream) in heaps_of(&job.recording.records, self.pools) {
+            for (owner, stream) in heaps_of(&job.recording.records, &groups, self.pools) {
                 let heap = heaps.entry(owner).or_insert(HeapPlan::new(stream));
                 heap.stream = heap.stream.min(stream);
             }
@@ -87,8 +87,7 @@ impl Search<'_> {
         let mut most: BTreeMap<HeapId, Taken> = heaps.keys().map(|owner| (*owner, Taken::default())).collect();
         for (rank, job) in (0..).zip(self.jobs) {
             let failed = |source| CliError::Job { path: job.path.clone(), source };
-            let streams = self.jobs.iter().map(|job| stream_count(&job.recording.records)).max().unwrap_or(0);
-            let planned = planned(&job.recording.records, streams, self.pools, heaps);
+            let planned = planned(&job.recording.records, &groups_of(self.jobs), self.pools, heaps);
             let program = Program::new(&planned.records);
             let program = program.map_err(|source| CliError::Program { path: job.path.clone(), source })?;
             let allocator = Allocator::new(IdleBackend::default(), self.config.clone());

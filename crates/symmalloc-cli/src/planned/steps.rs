@@ -22,7 +22,7 @@ pub(super) struct HeapStep {
 /// Returns the steps of a program in the order in which they end, and those of one pool in stream order. The file determines which
 /// streams share. Requests to pools with a quota, and to pools that the file does not configure, are left out.
 pub(super) fn of(program: &Program, file: &PlanFile) -> Vec<HeapStep> {
-    let has_steps = program.has_steps();
+    let (has_steps, groups) = (program.has_steps(), program.groups());
     let mut steps = Vec::new();
     // The open step of each heap, with its number.
     let mut open: BTreeMap<HeapId, (usize, HeapStep)> = BTreeMap::new();
@@ -49,7 +49,7 @@ pub(super) fn of(program: &Program, file: &PlanFile) -> Vec<HeapStep> {
                 let key = keys.get(&pool).copied().or((!has_steps).then_some(0));
                 let config = file.pool_config(pool).filter(|config| !config.has_quota());
                 let (Some(key), Some(config)) = (key, config) else { continue };
-                let heap = HeapId { pool, group: config.streams().group_of(stream) };
+                let heap = HeapId { pool, group: config.streams().group_of(stream, &groups) };
                 let (number_of_step, step) = open.entry(heap).or_insert_with(|| {
                     begun += 1;
                     (begun, HeapStep { heap, key, wanted: Vec::new(), ops: Vec::new() })

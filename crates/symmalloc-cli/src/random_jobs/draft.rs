@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::groups::Groups;
 use symmalloc_core::ids::{AllocationId, PoolId, StreamId};
 use symmalloc_core::op::{Contents, Op, Record};
 use symmalloc_core::units::MIB;
@@ -16,6 +17,7 @@ pub(super) struct Draft {
     pools: BTreeMap<PoolId, PoolState>,
     live: Vec<(AllocationId, PoolId)>,
     streams: u16,
+    groups: Groups,
     pools_made: u32,
     allocations: u64,
     has_steps: bool,
@@ -42,6 +44,7 @@ impl Draft {
             pools,
             live: Vec::new(),
             streams: 0,
+            groups: Groups::default(),
             pools_made: 1,
             allocations: 0,
             has_steps,
@@ -97,7 +100,16 @@ impl Draft {
     }
 
     fn register_stream(&mut self) {
-        self.push(Op::RegisterStream { stream: StreamId(self.streams) });
+        let stream = StreamId(self.streams);
+        let others = u64::from(self.streams);
+        let group = if others > 0 && self.chance(3) {
+            self.groups.first_of(StreamId(self.random.below(others) as u16))
+        } else {
+            stream
+        };
+        let op = Op::RegisterStream { stream, group };
+        op.note_group(&mut self.groups);
+        self.push(op);
         self.streams += 1;
     }
 
@@ -215,9 +227,7 @@ fn pool_text(random: &mut SplitMix64) -> String {
         4 => "segments:expandable,stitching_granule_mb:2,stitching_least_mb:4".to_owned(),
         _ => "segments:expandable".to_owned(),
     };
-    if random.below(3) == 0 {
-        text += ",streams:shared";
-    }
+    text += [",streams:shared", ",streams:grouped", "", ""][random.below(4) as usize];
     if random.below(4) == 0 && !text.contains("stitching") {
         text += ",symmetric:true";
     }

@@ -89,10 +89,7 @@ pub(super) fn segments_name(segments: Option<Segments>) -> &'static str {
 }
 
 pub(super) fn streams_name(streams: StreamPolicy) -> &'static str {
-    match streams {
-        StreamPolicy::Shared => "shared",
-        _ => "separate",
-    }
+    streams.word()
 }
 
 /// Rounds to a multiple of `1 / scale`, to drop insignificant digits.

@@ -31,6 +31,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use symmalloc_core::config::{Config, PoolConfig, Reclaim};
 use symmalloc_core::errors::{LimitScope, OutOfMemoryCause};
+use symmalloc_core::groups::Groups;
 use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::op::{Op, Record, Refusal};
 use symmalloc_core::units::{MIB, SEGMENT_BYTES_MAX};
@@ -53,6 +54,8 @@ pub(super) struct Failure {
     pub(super) frames: Vec<Box<str>>,
     /// Name of the stream.
     stream_name: String,
+    /// The groups of the job's streams.
+    groups: Groups,
     /// The name of the allocator that refused it.
     by: &'static str,
     /// Number of other requests that failed.
@@ -192,6 +195,7 @@ impl Failure {
             name: recording.records[op].name.clone(),
             frames,
             stream_name: streams::name(recording, stream),
+            groups: recorded.program().groups(),
             by,
             others: noted.map_or(0, |_| recording.summary.failed_allocations.saturating_sub(1)),
             is_replayed: noted.is_none() || is_ours(recording),
@@ -280,7 +284,7 @@ impl Failure {
         pools: Option<&PrivatePools>,
     ) -> Vec<(&'static str, String)> {
         let mut lines = vec![("failed", self.request()), ("then", self.state()), ("why", self.reason())];
-        lines.extend(self.places.text(recording, (self.pool, self.stream)).map(|text| ("where", text)));
+        lines.extend(self.places.text(recording, &self.groups, (self.pool, self.stream)).map(|text| ("where", text)));
         let holders = match self.of_pool_alone() {
             Some(pool) => holders::of_pools(shown, |of| of == pool),
             None => holders::of_pools(shown, |of| !self.asleep.contains(&of)),
@@ -381,7 +385,7 @@ impl Failure {
 
     /// Returns `true` if the request can use the free memory of this heap.
     fn is_own(&self, place: &Place) -> bool {
-        place.pool == Some(self.pool) && place.stream().is_none_or(|stream| stream == self.stream)
+        place.pool == Some(self.pool) && place.serves(self.stream, &self.groups)
     }
 
     /// Explains why neither the unreserved memory under a limit nor the free memory serves the request.

@@ -6,6 +6,7 @@
 use crate::recorded::Recorded;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use symmalloc_core::groups::Groups;
 use symmalloc_core::ids::{AllocationId, HeapId, Placement, PoolId};
 use symmalloc_core::op::Op;
 use symmalloc_import::Recording;
@@ -50,13 +51,15 @@ fn at_least(recording: &Recording) -> u64 {
     let mut live: BTreeMap<AllocationId, SegmentKey> = BTreeMap::new();
     // The extents of segments that exist, and of those whose pool was destroyed.
     let (mut extents, mut ended) = (BTreeMap::<SegmentKey, Extent>::new(), Vec::new());
+    let mut groups = Groups::default();
     for (number, record) in recording.records.iter().enumerate() {
+        record.op.note_group(&mut groups);
         match (&record.op, record.placement) {
             (Op::CreatePool { pool, config }, _) => _ = pools.insert(*pool, Some(config.streams())),
             (Op::Allocate { id, pool, stream, size_bytes }, Some(placement)) if placement != Placement::NOWHERE => {
                 let Placement { segment, offset_bytes } = placement;
                 let streams = pools.get(pool).copied().flatten().unwrap_or_default();
-                let key = (HeapId { pool: *pool, group: streams.group_of(*stream) }, segment.0);
+                let key = (HeapId { pool: *pool, group: streams.group_of(*stream, &groups) }, segment.0);
                 live.insert(*id, key);
                 let end_bytes = offset_bytes.saturating_add(*size_bytes);
                 let extent = extents.entry(key);

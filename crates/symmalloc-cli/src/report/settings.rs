@@ -160,7 +160,9 @@ pub(super) fn candidates(recorded: &Recorded, own: &Config) -> Vec<Config> {
         _ => 0,
     };
     let largest_bytes = recorded.program().ops().iter().map(bytes_of).max().unwrap_or(0);
-    let mut configs = candidates_for(own, streams);
+    let joins = |op: &Op| matches!(op, Op::RegisterStream { stream, group } if stream != group);
+    let has_groups = recorded.program().ops().iter().any(joins);
+    let mut configs = candidates_for(own, streams, has_groups);
     configs.retain(|config| matters(config.default_pool(), largest_bytes));
     configs
 }
@@ -182,7 +184,7 @@ fn matters(pool: &PoolConfig, largest_bytes: u64) -> bool {
     }
 }
 
-fn candidates_for(own: &Config, streams: usize) -> Vec<Config> {
+fn candidates_for(own: &Config, streams: usize, has_groups: bool) -> Vec<Config> {
     let fixed = |max_split_size_mb: Option<u64>| {
         move |pool: PoolConfigBuilder| {
             let mut fixed = FixedSegments::default();
@@ -202,6 +204,9 @@ fn candidates_for(own: &Config, streams: usize) -> Vec<Config> {
     configs.extend([None, Some(128), Some(256), Some(512)].map(|mb| with(own, fixed(mb))));
     configs.extend([4, 8].map(|divisions| with(own, rounded(divisions))));
     if streams > 1 {
+        if has_groups {
+            configs.push(with(own, |pool| Ok(pool.expandable().streams(StreamPolicy::Grouped))));
+        }
         configs.push(with(own, |pool| Ok(pool.expandable().streams(StreamPolicy::Shared))));
         configs.extend(granules().map(|some| with(own, stitching(StreamPolicy::Shared, some))));
         configs.push(with(own, |pool| Ok(pool.fixed().streams(StreamPolicy::Shared))));
@@ -232,8 +237,8 @@ mod tests {
     #[test]
     fn candidates_are_valid_and_keep_the_limits() {
         let own: Config = "segments:reserved,segment_mb:64,total_limit_mb:512".parse().unwrap();
-        let configs = candidates_for(&own, 2);
-        assert_eq!(configs.len(), 13);
+        let configs = candidates_for(&own, 2, false);
+        assert_eq!((configs.len(), candidates_for(&own, 2, true).len()), (13, 14));
         assert!(configs.iter().all(|config| config.total_limit_bytes() == Some(512 * MIB)));
     }
 }

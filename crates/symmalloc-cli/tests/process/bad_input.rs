@@ -79,7 +79,7 @@ fn an_empty_file_is_refused() {
 #[test]
 fn a_file_of_another_format_is_refused() {
     let folder = Folder::new();
-    assert_unreadable(&folder.file("letter.txt", "Dear reader,\n"), &["_dump_snapshot", "symmalloc-trace 1"]);
+    assert_unreadable(&folder.file("letter.txt", "Dear reader,\n"), &["_dump_snapshot", "`symmalloc-trace`"]);
 }
 
 #[test]

@@ -22,7 +22,7 @@ fn an_rmm_log_becomes_a_trace_and_omissions_are_reported() {
     assert!(words.contains("RMM log") && words.contains("1 allocation of 512 B already live"), "{words}");
     assert_eq!(
         fs::read_to_string(&trace).unwrap(),
-        "symmalloc-trace 1\nstream s0 \"the default stream of thread 0\"\na 0 512 s0\na 1 1048576 s0\nf 0\nf 1\nend 5\n"
+        "symmalloc-trace 2\nstream s0 \"the default stream of thread 0\"\na 0 512 s0\na 1 1048576 s0\nf 0\nf 1\nend 5\n"
     );
 }
 

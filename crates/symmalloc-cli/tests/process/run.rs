@@ -109,7 +109,7 @@ fn recording_alone_leaves_allocations_to_the_driver() {
     symmalloc("plan {} --json", &[&trace]).json(0);
     job.run("--record text.trace", "");
     let text = fs::read_to_string(job.folder.path("text.trace")).expect("a trace");
-    assert!(text.starts_with("symmalloc-trace 1\nconfig "), "{text}");
+    assert!(text.starts_with("symmalloc-trace 2\nconfig "), "{text}");
     // Streams are numbered in the order of their first use. A free on another stream is a use by that stream.
     assert!(text.contains("\nstream s0\na 0 262144 s0\nstream s1\na 1 524288 s1\n"), "{text}");
     assert!(text.contains("\nu 1 s0\nf 1\n"), "{text}");

@@ -108,7 +108,7 @@ fn a_failure_is_shrunk_saved_and_reproduced() {
     let saved = folder.path(&format!("simulate-seed-{}.trace", failure["seed"]));
     assert_eq!(failure["trace"].as_str(), saved.to_str());
     let text = fs::read_to_string(&saved).unwrap();
-    assert!(text.starts_with("symmalloc-trace 1\n") && text.contains("# Found by `symmalloc simulate"), "{text}");
+    assert!(text.starts_with("symmalloc-trace 2\n") && text.contains("# Found by `symmalloc simulate"), "{text}");
 
     // The saved trace fails again by itself, and the output names the failing op.
     let printed = symmalloc("simulate {} --out {}", &[&saved, folder.0.path()]);

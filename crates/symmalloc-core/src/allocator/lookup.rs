@@ -9,7 +9,7 @@ use crate::pointers::HeapHints;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, DeviceAddress, Range};
 use crate::types::handle::{Allocation, Handle};
-use crate::types::ids::{HeapId, PoolId, SegmentId};
+use crate::types::ids::{HeapId, PoolId, SegmentId, StreamId};
 
 /// The position of a device address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +52,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.heap_of(handle)?.lock().requested_bytes(handle)
     }
 
+    /// Returns the stream for which a live allocation was allocated.
+    ///
+    /// # Errors
+    /// Returns an error if the handle is not live here, or belongs to an allocation of zero bytes.
+    pub fn stream_of(&self, handle: Handle) -> Result<StreamId, HandleError> {
+        self.heap_of(handle)?.lock().stream_of(handle)
+    }
+
     /// Returns the live allocation whose first byte is at a device address.
     ///
     /// # Errors
@@ -69,7 +77,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     ) -> Result<(HeapGuard<'_, L>, T), HandleError> {
         let hints = self.hints.as_ref().ok_or(HandleError::LookupOff)?;
         if let Some(heap) = hints.get(address).and_then(|id| self.heaps.get(id.index())) {
-            let mut heap = heap.lock();
+            let mut heap = heap.cell().lock();
             if let Some(answer) = ask(&mut heap) {
                 return Ok((heap, answer));
             }
@@ -85,13 +93,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     fn heap_around(&self, address: DeviceAddress, hints: &HeapHints) -> Result<HeapGuard<'_, L>, HandleError> {
         let entry = self.context.directory.lock().around(address).ok_or(HandleError::UnknownAddress { address })?;
         hints.set(address, entry.heap);
-        Ok(self.heaps.get(entry.heap.index()).ok_or(HandleError::UnknownAddress { address })?.lock())
+        Ok(self.heaps.get(entry.heap.index()).ok_or(HandleError::UnknownAddress { address })?.cell().lock())
     }
 
     /// Returns the live segment that contains a device address, allocated or not.
     pub fn segment_at(&self, address: DeviceAddress) -> Option<SegmentPosition> {
         let entry = self.context.directory.lock().around(address)?;
-        let heap = self.heaps.get(entry.heap.index())?.lock();
+        let heap = self.heaps.get(entry.heap.index())?.cell().lock();
         // The segment may have been removed before its heap was locked. From now on it cannot be removed.
         if self.context.directory.lock().around(address) != Some(entry) {
             return None;

@@ -20,13 +20,30 @@ use crate::sleep::State;
 use crate::stats::budget::Budget;
 use crate::sync::lock::{Guard, Lock, LockCell};
 use crate::sync::registry::Registry;
-use crate::types::ids::{PoolId, StreamId};
+use crate::types::ids::{PoolId, StreamGroup, StreamId};
 use crate::types::work;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 /// A heap behind its lock.
 pub(super) type HeapCell<L> = <L as Lock>::Cell<Heap<L>>;
+
+/// A heap, and its index in the table of its pool. Readable without the lock, because a call may hold it.
+pub(super) struct PoolHeap<L: Lock> {
+    index: u32,
+    cell: HeapCell<L>,
+}
+
+impl<L: Lock> PoolHeap<L> {
+    pub(super) fn new(heap: Heap<L>) -> Self {
+        PoolHeap { index: heap.id().group.first().map_or(0, |first| first.0.into()), cell: LockCell::new(heap) }
+    }
+
+    #[inline(always)]
+    pub(super) fn cell(&self) -> &HeapCell<L> {
+        &self.cell
+    }
+}
 
 /// A locked heap.
 pub(super) type HeapGuard<'a, L> = Guard<'a, L, Heap<L>>;
@@ -87,7 +104,7 @@ impl<L: Lock> PoolSlot<L> {
     /// identity after locking it.
     #[inline(always)]
     pub(super) fn unchecked_heap(&self, stream: StreamId) -> Option<&HeapCell<L>> {
-        self.pool.heaps.get(self.pool.index(stream)).map(|heap| &**heap)
+        self.pool.heaps.get(self.pool.index(stream)).map(|heap| &heap.cell)
     }
 }
 
@@ -109,8 +126,9 @@ struct Pool<L: Lock> {
     streams: StreamPolicy,
     budget: Arc<Budget<L>>,
     log_entries: Arc<AtomicU64>,
-    /// The heap of each stream, by stream; if streams share a heap, the heap of all streams at index 0.
-    heaps: Registry<Arc<HeapCell<L>>>,
+    /// The heap of each stream, by stream. If all streams share a heap, only index 0 is in use. The heap of a group is
+    /// at the index of each member that has used it, and always at that of the first.
+    heaps: Registry<Arc<PoolHeap<L>>>,
     /// The current id, or the last one.
     id: AtomicU32,
     is_destroyed: AtomicBool,
@@ -150,7 +168,7 @@ impl<L: Lock> Pool<L> {
     #[inline(always)]
     fn index(&self, stream: StreamId) -> usize {
         match self.streams {
-            StreamPolicy::Separate => stream.index(),
+            StreamPolicy::Separate | StreamPolicy::Grouped => stream.index(),
             StreamPolicy::Shared => 0,
         }
     }
@@ -211,18 +229,26 @@ impl<'a, L: Lock> PoolRef<'a, L> {
     pub(super) fn heaps(self) -> impl Iterator<Item = &'a HeapCell<L>> {
         let id = self.id();
         let heaps = self.slot.pool.heaps.iter().inspect(|_| work::count(1));
-        heaps.map(|(_, heap)| &**heap).filter(move |heap| heap.lock().id().pool == id)
+        let once = heaps.filter(|(index, heap)| heap.index as usize == *index);
+        once.map(|(_, heap)| &heap.cell).filter(move |heap| heap.lock().id().pool == id)
     }
 
-    /// Returns the heap that serves a stream, if it exists.
-    pub(super) fn heap(self, stream: StreamId) -> Option<&'a HeapCell<L>> {
-        self.slot.unchecked_heap(stream).filter(|heap| heap.lock().id().pool == self.id())
+    /// Returns the heap that these streams share, if it exists.
+    pub(super) fn heap(self, group: StreamGroup) -> Option<&'a HeapCell<L>> {
+        let heap = self.slot.unchecked_heap(group.first().unwrap_or_default());
+        heap.filter(|heap| heap.lock().id().pool == self.id())
     }
 
-    /// Returns the heap that serves a stream. Creates it if necessary.
-    pub(super) fn make_heap(self, stream: StreamId, make: impl FnOnce() -> Arc<HeapCell<L>>) -> &'a HeapCell<L> {
+    /// Returns the heap that serves a stream, and that these streams share. Creates it if necessary.
+    pub(super) fn make_heap(
+        self,
+        stream: StreamId,
+        group: StreamGroup,
+        make: impl FnOnce() -> Arc<PoolHeap<L>>,
+    ) -> &'a HeapCell<L> {
         let pool = &self.slot.pool;
-        pool.heaps.get_or_make(pool.index(stream), make)
+        let heap = pool.heaps.get_or_make(pool.index(group.first().unwrap_or_default()), make);
+        &pool.heaps.get_or_make(pool.index(stream), || Arc::clone(heap)).cell
     }
 
     /// Returns an error if the pool sleeps. Everything that needs memory checks this first.

@@ -12,6 +12,7 @@ use crate::heap::{Freed, Heap};
 use crate::history::segment_log::SegmentLog;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
+use crate::types::groups::Groups;
 use crate::types::ids::{HeapId, HeapNumber, PoolId, StreamId};
 use crate::types::work;
 use std::sync::Arc;
@@ -328,22 +329,56 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    /// Registers the program's next stream. Register streams in the same order on every rank.
+    /// Registers the program's next stream, in a group of its own. Register streams in the same order on every rank.
     ///
     /// # Errors
     /// Returns an error if all 65,535 ids are in use.
     pub fn register_stream(&self) -> Result<StreamId, StreamError> {
+        self.register(None)
+    }
+
+    /// Registers the program's next stream in the group with this first stream. In pools with `streams:grouped`, the
+    /// streams of a group share a heap; other pools ignore groups. A stream stays in its group.
+    ///
+    /// Use one group for the streams that one thread drives, or several threads whose order is the same on every rank.
+    /// Register streams in the same order, and in the same groups, on every rank.
+    ///
+    /// # Errors
+    /// Returns an error if no group has this name, or all 65,535 ids are in use.
+    pub fn register_stream_in(&self, group: StreamId) -> Result<StreamId, StreamError> {
+        self.register(Some(group))
+    }
+
+    fn register(&self, group: Option<StreamId>) -> Result<StreamId, StreamError> {
         let mut gate = self.gate();
         let mut clocks = self.context.clocks.lock();
         let streams = self.streams.load(Ordering::Relaxed);
-        let id = u16::try_from(streams).ok().filter(|id| *id <= StreamId::MAX.0);
-        let id = id.ok_or(StreamError::TooManyStreams { streams })?;
+        if streams > StreamId::MAX.0.into() {
+            return Err(StreamError::TooManyStreams { streams });
+        }
+        let registered = self.groups.lock().register(group);
+        let stream = registered.ok_or(StreamError::UnknownGroup { group: group.unwrap_or_default() })?;
+        let group = group.unwrap_or(stream);
         clocks.register();
         self.streams.store(streams + 1, Ordering::Release);
         drop(clocks);
-        gate.note(Op::RegisterStream { stream: StreamId(id) });
-        tracing::debug!(name: "stream.registered", target: "symmalloc", stream = id);
-        Ok(StreamId(id))
+        gate.note(Op::RegisterStream { stream, group });
+        tracing::debug!(name: "stream.registered", target: "symmalloc", stream = stream.0, group = group.0);
+        Ok(stream)
+    }
+
+    /// Returns the first stream of a stream's group, which names the group.
+    ///
+    /// # Errors
+    /// Returns an error if the stream is unknown.
+    pub fn group_of(&self, stream: StreamId) -> Result<StreamId, UnknownError> {
+        self.known_stream(stream)?;
+        Ok(self.groups.lock().first_of(stream))
+    }
+
+    /// Returns the groups of the registered streams.
+    pub fn groups(&self) -> Groups {
+        self.groups.lock().clone()
     }
 
     /// Returns the number of registered streams.

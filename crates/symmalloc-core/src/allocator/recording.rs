@@ -103,8 +103,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Returns the existing streams, pools and observers as the ops that create them.
     fn standing(&self, observers: &Observers) -> Vec<Record> {
-        let streams = (0..self.stream_count()).map(|id| Op::RegisterStream { stream: StreamId(id as u16) });
+        let groups = self.groups.lock();
+        let streams = (0..self.stream_count()).map(|id| StreamId(id as u16));
+        let streams = streams.map(|stream| Op::RegisterStream { stream, group: groups.first_of(stream) });
         let mut ops: Vec<Op> = streams.collect();
+        drop(groups);
         for (index, slot) in self.pools.iter().skip(1) {
             let pool = PoolId(index as u32);
             ops.push(Op::CreatePool { pool, config: Box::new(slot.config().clone()) });

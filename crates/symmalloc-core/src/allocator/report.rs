@@ -116,7 +116,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// Returns an error if the pool is unknown.
     pub fn heap_stats(&self, pool: PoolId, stream: StreamId) -> Result<MemoryStats, UnknownError> {
-        let heap = self.pool(pool)?.heap(stream);
+        let entry = self.pool(pool)?;
+        let heap = entry.heap(self.heap_group(entry, stream));
         Ok(stats_of::<L, _>(heap.map_or_else(Stat::default, |heap| heap.lock().budget().stat()), heap))
     }
 

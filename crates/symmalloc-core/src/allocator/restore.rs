@@ -16,6 +16,7 @@ use super::Allocator;
 use super::gate::Gate;
 use super::pool::PoolRef;
 use super::recorder::RecordingEnd;
+use crate::config::StreamPolicy;
 use crate::config::restore_error::RestoreError;
 use crate::heap::Heap;
 use crate::heap::revive::Revived;
@@ -23,6 +24,7 @@ use crate::history::layout::{HeapLayout, Layout};
 use crate::stats::budget::Charge;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
+use crate::types::groups::Groups;
 use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{Placement, PoolId, SegmentId, StreamGroup, StreamId};
 use crate::types::units::units;
@@ -43,6 +45,8 @@ pub struct RevivedPlace {
 pub struct Restored {
     /// The pool's heaps, by stream.
     pub heaps: Vec<RestoredHeap>,
+    streams: StreamPolicy,
+    groups: Groups,
 }
 
 /// One heap of a [`Restored`] pool.
@@ -90,7 +94,7 @@ impl Restored {
     }
 
     fn heap_of(&self, stream: StreamId) -> Option<&RestoredHeap> {
-        self.heaps.iter().find(|heap| heap.group.stream().is_none_or(|own| own == stream))
+        self.heaps.iter().find(|heap| heap.group == self.streams.group_of(stream, &self.groups))
     }
 }
 
@@ -114,7 +118,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return Err(RestoreError::Used { pool });
         }
         for saved in layout.heaps() {
-            self.heap_for(pool, saved.group.stream().unwrap_or_default())?;
+            self.heap_for(pool, saved.group.first().unwrap_or_default())?;
         }
         // Locks all heaps together, so that the checks of one heap are still valid when the last heap changes.
         let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
@@ -128,7 +132,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         let heaps = restored?;
         tracing::debug!(name: "pool.restored", target: "symmalloc", pool = pool.0, heaps = heaps.len());
-        Ok(Restored { heaps })
+        Ok(self.restored(entry, heaps))
     }
 
     /// Makes exactly the allocations of a layout live again, in memory that the pool still holds. Free all others first.
@@ -149,7 +153,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.check_it_fits(entry, layout)?;
         for saved in layout.heaps().iter().filter(|saved| !saved.segments.is_empty()) {
             // Creates heaps that the pool lacks, so that they report their missing memory.
-            self.heap_for(pool, saved.group.stream().unwrap_or_default())?;
+            self.heap_for(pool, saved.group.first().unwrap_or_default())?;
         }
         let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let mut heaps: Vec<_> = guards.iter_mut().map(|heap| Saved::find(heap, layout)).collect();
@@ -164,7 +168,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let restored = heaps.into_iter().map(|Saved { heap, .. }| restored_heap(heap)).collect();
         drop(guards);
         revived.iter().for_each(|revived| self.note_revived(pool, revived, &mut gate));
-        Ok(Restored { heaps: restored })
+        Ok(self.restored(entry, restored))
+    }
+
+    fn restored(&self, entry: PoolRef<'_, L>, heaps: Vec<RestoredHeap>) -> Restored {
+        Restored { heaps, streams: entry.config().streams(), groups: self.groups() }
     }
 
     pub(super) fn note_revived(&self, pool: PoolId, revived: &Revived, gate: &mut Gate<'_, L>) {
@@ -190,13 +198,22 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         for heap in layout.heaps() {
             // Free memory of a shared heap needs an owner too.
-            self.known_stream(heap.group.stream().unwrap_or_default())?;
+            self.check_group(entry, heap.group.first().unwrap_or_default(), heap.group)?;
             for allocation in heap.segments.iter().flat_map(|segment| &segment.allocations) {
-                self.known_stream(allocation.stream)?;
+                self.check_group(entry, allocation.stream, heap.group)?;
                 allocation.used_by.iter().try_for_each(|stream| self.known_stream(*stream))?;
             }
         }
         Ok(())
+    }
+}
+
+impl<B: Backend, L: Lock> Allocator<B, L> {
+    /// Checks that a stream is known, and that the saved heap serves it here too.
+    fn check_group(&self, entry: PoolRef<'_, L>, stream: StreamId, saved: StreamGroup) -> Result<(), RestoreError> {
+        self.known_stream(stream)?;
+        let (pool, here) = (entry.id(), self.heap_group(entry, stream));
+        if here == saved { Ok(()) } else { Err(RestoreError::Group { pool, stream, saved, here }) }
     }
 }
 

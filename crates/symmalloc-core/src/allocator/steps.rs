@@ -93,6 +93,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
         plan.allocations().iter().try_for_each(|planned| self.known_stream(planned.wanted.stream))?;
+        let (group, streams) = (plan.group(), entry.config().streams());
+        if plan.allocations().iter().any(|planned| self.heap_group(entry, planned.wanted.stream) != group) {
+            return Err(PlanError::Streams { pool, group, streams });
+        }
         let stream = plan.allocations().first().map_or_else(Default::default, |planned| planned.wanted.stream);
         let heap = self.heap_for(pool, stream)?;
         let step = entry.step().lock();

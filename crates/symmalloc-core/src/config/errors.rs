@@ -46,7 +46,7 @@ pub struct PoolSleeps {
     pub pool: PoolId,
 }
 
-/// An error returned by `register_stream`.
+/// An error returned by `register_stream` and `register_stream_in`. Nothing changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum StreamError {
@@ -55,6 +55,12 @@ pub enum StreamError {
     TooManyStreams {
         /// Number of registered streams.
         streams: u32,
+    },
+    /// No group of streams has this name.
+    #[error("{group} names no group of streams: give the first stream of a group")]
+    UnknownGroup {
+        /// The given name.
+        group: StreamId,
     },
 }
 

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use crate::config::errors::OutOfMemoryCause;
 use crate::config::policy::PoolConfig;
+use crate::types::groups::Groups;
 use crate::types::ids::{AllocationId, ObserverId, Placement, PoolId, StreamId};
 
 /// The longest name of an allocation in a record, in bytes of UTF-8. Its escaped text is at most six times as long.
@@ -23,6 +24,8 @@ pub enum Op {
     RegisterStream {
         /// The id of the stream.
         stream: StreamId,
+        /// The first stream of its group: the stream itself if it begins a group.
+        group: StreamId,
     },
     /// The program creates a pool: the next one, or one whose key the program chose. A key is the pool's id. Pool 0 is
     /// the default pool, and only a trace that states its configuration before the first allocation may name it.
@@ -168,6 +171,20 @@ pub enum Op {
         /// The cause of the refusal.
         refusal: Refusal,
     },
+}
+
+impl Op {
+    /// Creates the registration of a stream in a group of its own.
+    pub const fn register(stream: StreamId) -> Self {
+        Op::RegisterStream { stream, group: stream }
+    }
+
+    /// Adds the stream that this op registers to the groups of a program. Any other op adds nothing.
+    pub fn note_group(&self, groups: &mut Groups) {
+        if let Op::RegisterStream { stream, group } = *self {
+            let _known_in_a_valid_program = groups.register((group != stream).then_some(group));
+        }
+    }
 }
 
 /// The treatment of the bytes in live blocks of a sleeping pool. Free memory is never kept.

@@ -8,6 +8,7 @@
 //! programs; [`Config::digest`] detects this.
 
 use crate::config::stitching::Stitching;
+use crate::types::groups::Groups;
 use crate::types::ids::{StreamGroup, StreamId};
 use crate::types::units::{GIB, MIB, SEGMENT_BYTES_MAX, UNIT_BYTES};
 use std::fmt;
@@ -126,6 +127,9 @@ pub enum StreamPolicy {
     /// different streams do not affect each other (rule D8).
     #[default]
     Separate,
+    /// One heap per group of streams, see [`Groups`]: a free block serves any stream of its group, which waits for the
+    /// earlier users on the device. Threads that drive different groups do not affect each other (rule D8).
+    Grouped,
     /// One heap for all streams of the pool: a free block serves any stream, which waits for the earlier users on the
     /// device. For programs in which one host thread drives all streams.
     Shared,
@@ -134,10 +138,29 @@ pub enum StreamPolicy {
 impl StreamPolicy {
     /// Returns the streams that share a heap with `stream`, which is one of them.
     #[inline]
-    pub const fn group_of(self, stream: StreamId) -> StreamGroup {
+    pub fn group_of(self, stream: StreamId, groups: &Groups) -> StreamGroup {
         match self {
             StreamPolicy::Separate => StreamGroup::One(stream),
+            StreamPolicy::Grouped => StreamGroup::Group(groups.first_of(stream)),
             StreamPolicy::Shared => StreamGroup::All,
+        }
+    }
+
+    /// Returns `true` if a pool with this policy can have a heap of these streams.
+    pub const fn makes(self, group: StreamGroup) -> bool {
+        match group {
+            StreamGroup::One(_) => matches!(self, StreamPolicy::Separate),
+            StreamGroup::Group(_) => matches!(self, StreamPolicy::Grouped),
+            StreamGroup::All => matches!(self, StreamPolicy::Shared),
+        }
+    }
+
+    /// Returns the word for this policy in a configuration.
+    pub const fn word(self) -> &'static str {
+        match self {
+            StreamPolicy::Separate => "separate",
+            StreamPolicy::Grouped => "grouped",
+            StreamPolicy::Shared => "shared",
         }
     }
 }
@@ -334,7 +357,7 @@ impl PoolConfigBuilder {
             self.config.reclaim = Reclaim::Never;
             let PoolConfig { stitching, plan, release_threshold_bytes, streams, .. } = &self.config;
             let moves = stitching.is_some() || *plan != PlanPolicy::Off || release_threshold_bytes.is_some();
-            if moves || *streams == StreamPolicy::Separate {
+            if moves || *streams != StreamPolicy::Shared {
                 return Err(ConfigError::HasQuota);
             }
         }

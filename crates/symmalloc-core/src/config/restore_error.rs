@@ -3,7 +3,7 @@
 use crate::config::errors::{OutOfMemoryCause, PoolSleeps, UnknownError};
 use crate::config::policy::PoolConfig;
 use crate::types::backend::BackendError;
-use crate::types::ids::{HeapId, Placement, PoolId, SegmentId, StreamId};
+use crate::types::ids::{HeapId, Placement, PoolId, SegmentId, StreamGroup, StreamId};
 use thiserror::Error;
 
 /// An error returned by `save_layout`: a layout cannot represent the pool's state.
@@ -73,6 +73,20 @@ pub enum RestoreError {
         saved_bytes: Option<u64>,
         /// Its value now, in bytes.
         here_bytes: Option<u64>,
+    },
+    /// A stream is in another group than when the layout was saved.
+    #[error(
+        "{stream} has the heap {saved} in the layout, but {here} in {pool}: register the streams in the same groups"
+    )]
+    Group {
+        /// The pool.
+        pool: PoolId,
+        /// The stream.
+        stream: StreamId,
+        /// The streams of the saved heap.
+        saved: StreamGroup,
+        /// The streams of the heap that serves the stream here.
+        here: StreamGroup,
     },
     /// A layout cannot represent the pool's state.
     #[error(transparent)]

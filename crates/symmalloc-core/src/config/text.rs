@@ -125,7 +125,7 @@ fn build_pool(settings: &mut Settings<'_>) -> Result<PoolConfig, ConfigTextError
         .segments(build_segments(settings)?)
         .stitching(build_stitching(settings))
         .tag(settings.text("tag"))
-        .streams(settings.one_of("streams", [StreamPolicy::Separate, StreamPolicy::Shared]))
+        .streams(settings.one_of("streams", [StreamPolicy::Separate, StreamPolicy::Grouped, StreamPolicy::Shared]))
         .symmetric(settings.one_of("symmetric", [false, true]))
         .limit_bytes(settings.number("limit"))
         .release_threshold_bytes(settings.number("release_threshold"))

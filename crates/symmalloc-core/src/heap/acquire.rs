@@ -363,7 +363,7 @@ pub(super) fn back<L: Lock>(
 /// Reports a segment event to `tracing`. Names and fields are stable.
 pub(super) fn trace_segment(event: &SegmentEvent) {
     let SegmentEvent { heap, segment, offset_bytes, size_bytes, .. } = *event;
-    let (pool, stream, segment) = (heap.pool.0, heap.stream().map(|stream| stream.0), segment.0);
+    let (pool, stream, segment) = (heap.pool.0, heap.group.first().map(|stream| stream.0), segment.0);
     macro_rules! segment {
         ($name:literal) => {
             tracing::debug!(name: $name, target: "symmalloc", pool, stream, segment, offset_bytes, size_bytes)

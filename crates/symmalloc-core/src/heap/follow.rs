@@ -106,7 +106,7 @@ impl<L: Lock> Heap<L> {
         let difference = step.difference();
         self.mode = RequestMode::Serving(Step::Diverged(step));
         self.ledger.fold(op_word(Mark::Differ, StreamId(0), 0), difference.number.into());
-        let (pool, stream) = (self.id.pool.0, self.id.stream().map(|stream| stream.0));
+        let (pool, stream) = (self.id.pool.0, self.id.group.first().map(|stream| stream.0));
         tracing::warn!(name: "plan.differs", target: "symmalloc", pool, stream, %difference);
     }
 
@@ -146,7 +146,7 @@ impl<L: Lock> Heap<L> {
         if must_wait && let Err(error) = self.wait_for_all_places(context) {
             // Other ranks may follow the plan, so the digest records that this one does not.
             self.ledger.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
-            let (pool, stream) = (self.id.pool.0, self.id.stream().map(|stream| stream.0));
+            let (pool, stream) = (self.id.pool.0, self.id.group.first().map(|stream| stream.0));
             tracing::warn!(name: "plan.unordered", target: "symmalloc", pool, stream, %error);
             self.differ(DifferenceCause::Driver);
         }
@@ -169,7 +169,7 @@ impl<L: Lock> Heap<L> {
         };
         let size_bytes = prepared.memory_bytes();
         self.ledger.fold_refusal(refusal, prepared.streams()[0], size_bytes);
-        let (pool, stream) = (self.id.pool.0, self.id.stream().map(|stream| stream.0));
+        let (pool, stream) = (self.id.pool.0, self.id.group.first().map(|stream| stream.0));
         tracing::warn!(name: "plan.refused", target: "symmalloc", pool, stream, size_bytes, cause = ?shortage);
         false
     }

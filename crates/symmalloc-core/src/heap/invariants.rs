@@ -191,7 +191,7 @@ fn live_ones_are_sane<L: Lock>(heap: &Heap<L>) -> bool {
             requested > 0
                 && requested <= bytes(block.size)
                 && heap.ledger.has_issued(serial)
-                && heap.id.stream().is_none_or(|own| own == stream)
+                && heap.id.group.may_include(stream)
         }
         _ => true,
     });

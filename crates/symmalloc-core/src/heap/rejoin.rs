@@ -98,7 +98,7 @@ impl<L: Lock> Heap<L> {
 
     /// Turns the memory of a saved segment into free blocks with holes between them. Returns the segment.
     fn restore_segment(&mut self, context: &DynContext<'_, L>, saved: &SegmentLayout, range: Range) -> u32 {
-        let free = fresh(self.id.stream().unwrap_or_default());
+        let free = fresh(self.id.group.first().unwrap_or_default());
         let mut end_bytes = 0;
         let parts = saved.extents.iter().flat_map(|extent| {
             let hole_bytes = extent.offset_bytes - end_bytes;

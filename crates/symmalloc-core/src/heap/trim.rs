@@ -74,7 +74,7 @@ impl<L: Lock> Heap<L> {
         if self.is_asleep() {
             return self.release_retired(context);
         }
-        let (pool, stream) = (self.id.pool.0, self.id.stream().map(|stream| stream.0));
+        let (pool, stream) = (self.id.pool.0, self.id.group.first().map(|stream| stream.0));
         let span = tracing::debug_span!(target: "symmalloc", "heap.trim", pool, stream, goal_bytes);
         let _entered = span.enter();
         self.ledger.count_trim();
@@ -250,7 +250,7 @@ impl<L: Lock> Heap<L> {
                 name: "segment.release",
                 target: "symmalloc",
                 pool = self.id.pool.0,
-                stream = self.id.stream().map(|stream| stream.0),
+                stream = self.id.group.first().map(|stream| stream.0),
                 size_bytes = *released_bytes - released_before,
             );
         }

@@ -147,7 +147,7 @@ impl<L: Lock> Heap<L> {
     /// different configurations never agree.
     pub(super) fn digest_before_ops(config: &PoolConfig, granularity_bytes: u64, group: StreamGroup) -> Digest {
         let mut digest = Digest::new(config.digest());
-        digest.fold(granularity_bytes, group.stream().map_or(u64::MAX, |stream| stream.0.into()));
+        digest.fold(granularity_bytes, if group == StreamGroup::All { u64::MAX } else { group.code().into() });
         Digest { ops: 0, ..digest }
     }
 
@@ -231,6 +231,11 @@ impl<L: Lock> Heap<L> {
     /// Returns the requested bytes of a live allocation.
     pub(crate) fn requested_bytes(&self, handle: Handle) -> Result<u64, HandleError> {
         Ok(self.live(handle)?.requested)
+    }
+
+    /// Returns the stream of a live allocation.
+    pub(crate) fn stream_of(&self, handle: Handle) -> Result<StreamId, HandleError> {
+        Ok(self.live(handle)?.stream)
     }
 
     /// Returns the slots of the live segments in sequence order.

@@ -5,7 +5,7 @@ use crate::allocator::Allocator;
 use crate::errors::UnknownError;
 use crate::lock::Lock;
 use crate::report::MemoryStats;
-use crate::types::ids::HeapId;
+use crate::types::ids::{HeapId, StreamGroup};
 use crate::{Backend, PoolConfig, PoolId};
 use ::metrics::Unit;
 
@@ -97,7 +97,11 @@ impl<B: Backend, L: Lock> Source for Allocator<B, L> {
 }
 
 fn of_heap(to: &Publisher, heap: HeapId) -> Publisher {
-    let stream = heap.stream().map_or_else(|| "all".to_owned(), |stream| stream.0.to_string());
+    let stream = match heap.group {
+        StreamGroup::All => "all".to_owned(),
+        StreamGroup::One(stream) => stream.0.to_string(),
+        StreamGroup::Group(first) => format!("{}+", first.0),
+    };
     to.with_label("pool", heap.pool.0.to_string()).with_label("stream", stream)
 }
 

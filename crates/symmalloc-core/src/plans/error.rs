@@ -1,5 +1,6 @@
 //! Errors of invalid plans, and of plans that cannot be followed.
 
+use crate::config::StreamPolicy;
 use crate::config::errors::{AllocateError, PoolSleeps, UnknownError};
 use crate::types::ids::{PoolId, StreamGroup, StreamId};
 use symmalloc_plan::ProblemError;
@@ -44,18 +45,20 @@ pub enum PlanError {
     /// The plan exceeds the largest segment.
     #[error("the plan needs more memory than the maximum size of a segment (1 TiB): plan fewer allocations")]
     TooLarge,
-    /// The plan is for a heap of one stream and the pool's streams share a heap, or vice versa.
+    /// The plan is for a heap of other streams than those that share a heap in the pool.
     #[error(
-        "the plan is for {}, but the streams of {pool} {}: plan the job with `streams:{}`",
-        .group.stream().map_or("shared streams".to_owned(), |stream| format!("the heap of {stream}")),
-        if *.group == StreamGroup::All { "are separate" } else { "share" },
-        if *.group == StreamGroup::All { "separate" } else { "shared" }
+        "the plan is for {}, but {pool} has `streams:{}`{}: plan the job with that setting",
+        heap_words(*.group),
+        .streams.word(),
+        if .streams.makes(*.group) { " and other groups of streams" } else { "" }
     )]
     Streams {
         /// The pool.
         pool: PoolId,
         /// The streams of the plan.
         group: StreamGroup,
+        /// The pool's policy.
+        streams: StreamPolicy,
     },
     /// A step is open.
     #[error("a step of {pool} is open: adopt and drop plans between end_step and begin_step")]
@@ -99,6 +102,14 @@ pub enum StepError {
         /// The pool.
         pool: PoolId,
     },
+}
+
+fn heap_words(group: StreamGroup) -> String {
+    match group {
+        StreamGroup::All => "shared streams".to_owned(),
+        StreamGroup::One(stream) => format!("the heap of {stream}"),
+        StreamGroup::Group(first) => format!("the group of {first}"),
+    }
 }
 
 impl From<AllocateError> for PlanError {

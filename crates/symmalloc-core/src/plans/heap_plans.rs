@@ -300,7 +300,7 @@ impl HeapPlans {
         };
         let plans = steps.into_iter().map(solve).collect::<Result<_, _>>();
         let prepared = plans.and_then(|plans| PreparedPlans::new(plans, inputs));
-        let (pool, stream) = (inputs.heap.pool.0, inputs.heap.stream().map(|stream| stream.0));
+        let (pool, stream) = (inputs.heap.pool.0, inputs.heap.group.first().map(|stream| stream.0));
         match prepared {
             Ok(prepared) => {
                 let plan_bytes = prepared.memory_bytes();

@@ -64,7 +64,7 @@ impl Plan {
     /// # Errors
     /// Returns an error if there are no allocations or too many, or if one is impossible: zero bytes, an end before its
     /// start or more than a step later, an offset that is not a multiple of 512 or exceeds the largest segment, or a
-    /// stream that is not in the group or does not exist.
+    /// stream that is not the heap's or does not exist. The members of a group are known only to the allocator.
     pub fn new(key: u64, group: StreamGroup, allocations: Vec<PlannedAllocation>) -> Result<Self, PlanError> {
         let count = allocations.len();
         if count == 0 || count > ALLOCATIONS_MAX {
@@ -78,7 +78,7 @@ impl Plan {
             let end = offset_bytes.unwrap_or(0).checked_add(requested_bytes);
             let is_place = offset_bytes.is_none_or(|offset| offset.is_multiple_of(UNIT_BYTES));
             let is_size = requested_bytes > 0 && end.is_some_and(|end| end <= SEGMENT_BYTES_MAX);
-            let is_stream = of <= StreamId::MAX && group.stream().is_none_or(|stream| stream == of);
+            let is_stream = of <= StreamId::MAX && group.may_include(of);
             if !is_time || !is_place || !is_size || !is_stream {
                 return Err(PlanError::Allocation { number });
             }
@@ -229,7 +229,8 @@ impl PreparedPlans {
         let (mut schedules, mut size, mut streams) = (Vec::new(), 1, SmallVec::new());
         for plan in &plans {
             if plan.group() != inputs.heap.group {
-                return Err(PlanError::Streams { pool: inputs.heap.pool, group: plan.group() });
+                let (pool, streams) = (inputs.heap.pool, inputs.config.streams());
+                return Err(PlanError::Streams { pool, group: plan.group(), streams });
             }
             streams.extend(plan.allocations().iter().map(|planned| planned.wanted.stream));
             let schedule = plan.schedule(inputs.rules)?;

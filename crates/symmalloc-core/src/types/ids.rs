@@ -75,15 +75,63 @@ pub enum StreamGroup {
     All,
     /// One stream: `streams:separate`.
     One(StreamId),
+    /// The streams of the group with this first stream: `streams:grouped`. Streams may join it later.
+    Group(StreamId),
 }
 
 impl StreamGroup {
-    /// Returns the only stream of the group, or `None` if it has several.
+    /// Returns the only stream of the heap, or `None` if several may share it.
     #[inline]
     pub const fn stream(self) -> Option<StreamId> {
         match self {
-            StreamGroup::All => None,
+            StreamGroup::All | StreamGroup::Group(_) => None,
             StreamGroup::One(stream) => Some(stream),
+        }
+    }
+
+    /// Returns the first of these streams, which identifies the heap in its pool. `None` if all streams share the heap,
+    /// so that any of them identifies it.
+    #[inline]
+    pub const fn first(self) -> Option<StreamId> {
+        match self {
+            StreamGroup::All => None,
+            StreamGroup::One(stream) | StreamGroup::Group(stream) => Some(stream),
+        }
+    }
+
+    /// Returns `false` if these streams certainly do not include `stream`. A group does not list its members, but they
+    /// are registered after its first stream.
+    pub fn may_include(self, stream: StreamId) -> bool {
+        match self {
+            StreamGroup::All => true,
+            StreamGroup::One(own) => own == stream,
+            StreamGroup::Group(first) => first <= stream,
+        }
+    }
+}
+
+/// Numbers of groups in messages between ranks.
+#[doc(hidden)]
+impl StreamGroup {
+    /// Added to the number of a group's first stream.
+    const GROUP: u32 = 1 << 16;
+
+    /// Returns the number of these streams: that of the stream, 65,536 more for a group, and `u32::MAX` for all.
+    pub const fn code(self) -> u32 {
+        match self {
+            StreamGroup::All => u32::MAX,
+            StreamGroup::One(stream) => stream.0 as u32,
+            StreamGroup::Group(first) => Self::GROUP | first.0 as u32,
+        }
+    }
+
+    /// Returns the streams with this number, if there are any.
+    pub fn from_code(code: u32) -> Option<Self> {
+        let stream = |number| u16::try_from(number).ok().map(StreamId).filter(|stream| *stream <= StreamId::MAX);
+        match code {
+            u32::MAX => Some(StreamGroup::All),
+            Self::GROUP.. => stream(code - Self::GROUP).map(StreamGroup::Group),
+            _ => stream(code).map(StreamGroup::One),
         }
     }
 }
@@ -93,13 +141,14 @@ impl fmt::Display for StreamGroup {
         match self {
             StreamGroup::All => f.write_str("shared"),
             StreamGroup::One(stream) => write!(f, "{stream}"),
+            StreamGroup::Group(first) => write!(f, "{first}+"),
         }
     }
 }
 
 /// A heap: a pool, and the streams that share the heap. The same on every rank.
 ///
-/// Displayed as `p1 s0`, or `p1` if all streams share the heap.
+/// Displayed as `p1 s0`, as `p1 s0+` for the group of s0, and as `p1` if all streams share the heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HeapId {
     /// The pool.
@@ -109,7 +158,7 @@ pub struct HeapId {
 }
 
 impl HeapId {
-    /// Returns the only stream of the heap, or `None` if the pool's streams share it.
+    /// Returns the only stream of the heap, or `None` if several may share it.
     #[inline]
     pub const fn stream(self) -> Option<StreamId> {
         self.group.stream()
@@ -120,7 +169,7 @@ impl fmt::Display for HeapId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.group {
             StreamGroup::All => write!(f, "{}", self.pool),
-            StreamGroup::One(stream) => write!(f, "{} {stream}", self.pool),
+            group => write!(f, "{} {group}", self.pool),
         }
     }
 }

@@ -129,7 +129,7 @@ impl<B: CudaMemory> PoolLease<B> {
     /// Registers a stream that is new, or known by another wrapper.
     #[cold]
     fn register(&self, stream: &Arc<CudaStream>) -> Result<&Arc<StreamAllocator<B>>, CudaError> {
-        Ok(self.registered_stream(self.state.register(stream)?))
+        Ok(self.registered_stream(self.state.register(stream, None)?))
     }
 
     /// Returns the pool's allocator for a registered stream, or for the host.

@@ -82,8 +82,8 @@ impl<B: CudaMemory> AllocatorState<B> {
         self.core.free(handle)
     }
 
-    /// Returns the id of a stream, and registers the stream if necessary.
-    pub(crate) fn register(&self, stream: &Arc<CudaStream>) -> Result<StreamId, CudaError> {
+    /// Returns the id of a stream, and registers the stream if necessary, in this group or in its own.
+    pub(crate) fn register(&self, stream: &Arc<CudaStream>, group: Option<StreamId>) -> Result<StreamId, CudaError> {
         if let Some(id) = self.streams().find(stream) {
             return Ok(id);
         }
@@ -96,24 +96,27 @@ impl<B: CudaMemory> AllocatorState<B> {
         let _one_at_a_time = lock(&self.registration);
         match self.streams().find(stream) {
             Some(id) => Ok(id),
-            None => self.register_next(|| self.streams().add_stream(Arc::clone(stream))),
+            None => self.register_next(group, || self.streams().add_stream(Arc::clone(stream))),
         }
     }
 
     /// Registers the host as the next stream.
     pub(crate) fn register_host(&self) -> Result<StreamId, CudaError> {
         let _one_at_a_time = lock(&self.registration);
-        self.register_next(|| self.streams().add_host())
+        self.register_next(None, || self.streams().add_host())
     }
 
     /// Registers a stream that its owner may destroy, see [`LentStream`].
     pub(crate) fn register_lent(&self, stream: LentStream) -> Result<StreamId, CudaError> {
         let _one_at_a_time = lock(&self.registration);
-        self.register_next(|| self.streams().add_lent(stream))
+        self.register_next(None, || self.streams().add_lent(stream))
     }
 
-    fn register_next(&self, add: impl FnOnce() -> usize) -> Result<StreamId, CudaError> {
-        let id = self.core.register_stream()?;
+    fn register_next(&self, group: Option<StreamId>, add: impl FnOnce() -> usize) -> Result<StreamId, CudaError> {
+        let id = match group {
+            None => self.core.register_stream()?,
+            Some(group) => self.core.register_stream_in(group)?,
+        };
         assert_eq!(add(), id.index(), "all streams of an allocator must be registered through it, not with its core");
         Ok(id)
     }

@@ -12,6 +12,7 @@ mod drops;
 mod forgotten;
 mod forks;
 mod graphs;
+mod groups;
 mod interleavings;
 mod lazy;
 mod lent;

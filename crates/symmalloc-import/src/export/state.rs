@@ -76,7 +76,8 @@ impl<W: Write> SnapshotWriter<'_, W> {
         self.summary.segments += 1;
         let heap = stretch.segment.heap;
         let address = stretch.address();
-        let stream = heap.stream().or_else(|| origins.stream(DeviceAddress(address))).unwrap_or_default();
+        let stream = heap.stream().or_else(|| origins.stream(DeviceAddress(address)));
+        let stream = stream.or(heap.group.first()).unwrap_or_default();
         let total_bytes = stretch.sum(|block| block.size_bytes);
         let active_bytes = stretch.sum(|block| if is_live(block) { block.size_bytes } else { 0 });
         let is_pending = |block: &BlockSnapshot| self.pending.contains(&block_address(block, stretch.segment));

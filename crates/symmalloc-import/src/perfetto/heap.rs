@@ -5,7 +5,7 @@
 //!  highest           ▇ |      ▁ |          if it differs from the last value written
 //! ```
 
-use symmalloc_core::ids::HeapId;
+use symmalloc_core::ids::{HeapId, StreamGroup};
 
 /// A quantity in bytes.
 #[derive(Clone, Copy, Debug)]
@@ -40,9 +40,10 @@ pub(super) struct HeapTrack {
 
 /// Returns the words for a heap that reports and pictures use.
 pub(crate) fn heap_words(heap: HeapId) -> String {
-    match heap.stream() {
-        Some(stream) => format!("pool {}, stream {}", heap.pool.0, stream.0),
-        None => format!("pool {}, all streams", heap.pool.0),
+    match heap.group {
+        StreamGroup::One(stream) => format!("pool {}, stream {}", heap.pool.0, stream.0),
+        StreamGroup::Group(first) => format!("pool {}, group of stream {}", heap.pool.0, first.0),
+        _ => format!("pool {}, all streams", heap.pool.0),
     }
 }
 

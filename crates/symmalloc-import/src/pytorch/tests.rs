@@ -298,7 +298,7 @@ fn ids_are_dense_and_every_stream_is_registered_before_use() {
     let (mut registered, mut allocated) = (0, 0);
     for record in &records {
         match record.op {
-            Op::RegisterStream { stream } => {
+            Op::RegisterStream { stream, .. } => {
                 assert_eq!(stream.0, registered);
                 registered += 1;
             }

@@ -27,9 +27,9 @@ fn allocations_and_frees_become_ops() {
     assert_eq!(
         text,
         [
-            "RegisterStream { stream: StreamId(0) }",
+            "RegisterStream { stream: StreamId(0), group: StreamId(0) }",
             "Allocate { id: AllocationId(0), pool: PoolId(0), stream: StreamId(0), size_bytes: 256 }",
-            "RegisterStream { stream: StreamId(1) }",
+            "RegisterStream { stream: StreamId(1), group: StreamId(1) }",
             "Allocate { id: AllocationId(1), pool: PoolId(0), stream: StreamId(1), size_bytes: 1000 }",
             "Free { id: AllocationId(0) }"
         ]

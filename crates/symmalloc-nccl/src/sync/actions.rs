@@ -211,14 +211,13 @@ fn ended(changes: &[SegmentChange]) -> impl Iterator<Item = (HeapSegment, Extent
 impl WindowChange {
     /// Returns the change as words, for digests.
     pub(crate) fn words(&self) -> [u64; 3] {
-        let stream = self.segment.group.stream().map_or(u32::MAX, |stream| stream.0.into());
         let kind = match self.kind {
             ChangeKind::Register => 1,
             ChangeKind::Grow => 2,
             ChangeKind::Deregister => 3,
         };
         [
-            (u64::from(self.segment.pool) << 32) | u64::from(stream),
+            (u64::from(self.segment.pool) << 32) | u64::from(self.segment.group.code()),
             (u64::from(self.segment.id.0) << 32) | kind,
             self.size_bytes,
         ]

@@ -14,8 +14,8 @@ use crate::sync::actions::{ChangeKind, SyncActions, WindowChange};
 use crate::windows::segment::SymmetricSegment;
 use std::fmt;
 use symmalloc_agreement::{RankSet, Ranks};
+use symmalloc_core::SegmentId;
 use symmalloc_core::ids::StreamGroup;
-use symmalloc_core::{SegmentId, StreamId};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -109,19 +109,15 @@ impl SyncMessage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
 pub(crate) struct SegmentMessage {
-    /// `u32::MAX` if the pool's streams share one heap.
-    stream: U32,
+    /// [`StreamGroup::code`].
+    streams: U32,
     pool: U32,
     segment: U32,
 }
 
 impl From<SymmetricSegment> for SegmentMessage {
     fn from(name: SymmetricSegment) -> Self {
-        SegmentMessage {
-            stream: name.group.stream().map_or(u32::MAX, |stream| stream.0.into()).into(),
-            pool: name.pool.into(),
-            segment: name.id.0.into(),
-        }
+        SegmentMessage { streams: name.group.code().into(), pool: name.pool.into(), segment: name.id.0.into() }
     }
 }
 
@@ -129,8 +125,7 @@ impl From<SegmentMessage> for SymmetricSegment {
     fn from(name: SegmentMessage) -> Self {
         SymmetricSegment {
             pool: name.pool.get(),
-            group: u16::try_from(name.stream.get())
-                .map_or(StreamGroup::All, |stream| StreamGroup::One(StreamId(stream))),
+            group: StreamGroup::from_code(name.streams.get()).unwrap_or(StreamGroup::All),
             id: SegmentId(name.segment.get()),
         }
     }
@@ -322,6 +317,7 @@ impl fmt::Display for SyncDifference {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use symmalloc_core::StreamId;
     use zerocopy::transmute;
 
     #[test]
@@ -344,13 +340,18 @@ mod tests {
             space_bytes: 12,
         };
         let words: [[u8; 8]; 13] = transmute!(SyncMessage::new(&actions, &context));
-        assert_eq!(words.map(u64::from_le_bytes), [VERSION.into(), 2, 1, 1, 22809, 5, 4, 6, 7, 0, 0, actions.digest(), 12]);
+        assert_eq!(
+            words.map(u64::from_le_bytes),
+            [VERSION.into(), 2, 1, 1, 22809, 5, 4, 6, 7, 0, 0, actions.digest(), 12]
+        );
     }
 
     #[test]
     fn decoding_a_change_inverts_encoding_it() {
         for kind in [ChangeKind::Register, ChangeKind::Grow, ChangeKind::Deregister] {
-            for group in [StreamGroup::All, StreamGroup::One(StreamId(0)), StreamGroup::One(StreamId::MAX)] {
+            let of_stream =
+                [StreamId(0), StreamId::MAX].map(|stream| [StreamGroup::One(stream), StreamGroup::Group(stream)]);
+            for group in of_stream.into_iter().flatten().chain([StreamGroup::All]) {
                 let segment = SymmetricSegment { pool: 3, group, id: SegmentId(7) };
                 let change = WindowChange { kind, segment, size_bytes: 1 << 40 };
                 assert_eq!(ChangeMessage::from(change).decode(), Some(change));

@@ -58,6 +58,10 @@ impl SymmetricSegment {
 impl fmt::Display for SymmetricSegment {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "segment {} of symmetric pool {}", self.id.0, self.pool)?;
-        self.group.stream().map_or(Ok(()), |stream| write!(f, ", stream {}", stream.0))
+        match self.group {
+            StreamGroup::One(stream) => write!(f, ", stream {}", stream.0),
+            StreamGroup::Group(first) => write!(f, ", group of stream {}", first.0),
+            _ => Ok(()),
+        }
     }
 }

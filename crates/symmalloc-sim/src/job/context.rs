@@ -125,6 +125,7 @@ pub(crate) enum Purpose {
     Checks,
     Repeats,
     Sleeps,
+    Groups,
 }
 
 /// Returns the sequence for a purpose under a seed.

@@ -9,12 +9,12 @@
 //! | resource | touched by | reason |
 //! |---|---|---|
 //! | a thread | each of its steps | a thread runs its steps in sequence |
-//! | a heap: (pool, stream), or the pool if its streams share | allocate, reserve, free, record use; trim of its pool or of all; creation and destruction of its pool; beginning and end of a step of its pool | a decision depends on the ops of its heap (D1) |
+//! | a heap: a pool, and the streams that share a heap there | allocate, reserve, free, record use; trim of its pool or of all; creation and destruction of its pool; beginning and end of a step of its pool | a decision depends on the ops of its heap (D1) |
 //! | the limit of a pool, if it has one | allocate and reserve in the pool; trim and destruction; beginning and end of a step; free, if a threshold releases memory | the heaps of the pool share the bytes |
 //! | the limit over all pools, if there is one | the same, in every pool | all heaps share the bytes |
 //! | a pool that reclaims as a whole, if a limit can trigger it | every step in the pool | an allocation that reaches the limit takes free memory from any of its heaps |
 //! | the list of pools | creation | ids are dense |
-//! | the list of streams | registration; a step that refers to a stream follows its registration | ids are dense |
+//! | the list of streams | registration; a step that refers to a stream follows its registration | ids are dense, and a group is named before streams join it |
 //!
 //! A trim also touches the heaps of streams and pools that do not exist yet: if they were created before it, it would
 //! trim them.
@@ -25,7 +25,6 @@
 
 use crate::job::steps::{JobStep, PoolPolicies};
 use std::collections::BTreeMap;
-use symmalloc_core::config::StreamPolicy;
 use symmalloc_core::{AllocationId, Op, PoolId, StreamId};
 
 /// The heap of each allocation, which its frees and uses touch.
@@ -50,11 +49,8 @@ impl<'a> Resources<'a> {
 
     /// Returns the index of the heap that serves a stream in a pool.
     fn heap(&self, pool: PoolId, stream: StreamId) -> usize {
-        let stream = match self.policies.of(pool).streams() {
-            StreamPolicy::Shared => 0,
-            _ => stream.index(),
-        };
-        self.threads + pool.index() * self.streams + stream
+        let first = self.policies.heap(pool, stream).group.first().unwrap_or_default();
+        self.threads + pool.index() * self.streams + first.index()
     }
 
     fn heaps(&self, pool: PoolId) -> impl Iterator<Item = usize> {
@@ -178,7 +174,7 @@ impl JobOrder {
             edges.extend(from_resources.map(|earlier| (earlier, index)));
             let named = streams_of(&step.op).into_iter().flatten();
             edges.extend(named.filter_map(|stream| Some((*registered.get(&stream)?, index))));
-            if let Op::RegisterStream { stream } = step.op {
+            if let Op::RegisterStream { stream, .. } = step.op {
                 registered.insert(stream, index);
             }
         }
@@ -258,7 +254,7 @@ mod tests {
 
     /// Returns two registered streams, a sync, and then these ops, each in a separate thread.
     fn steps(ops: impl IntoIterator<Item = Op>) -> Vec<JobStep> {
-        let streams = [A, B].map(|stream| Op::RegisterStream { stream });
+        let streams = [A, B].map(Op::register);
         let ops = streams.into_iter().chain([Op::Sync]).chain(ops);
         ops.zip(0..).map(|(op, thread)| JobStep::new(op, thread)).collect()
     }
@@ -302,6 +298,19 @@ mod tests {
             assert_eq!(waits_for(&config(shared), &steps(two_heaps())), [0, 1], "{shared}");
         }
         assert_eq!(waits_for(&config("reclaim:pool"), &steps(two_heaps())), [0, 0], "no limit triggers reclaiming");
+    }
+
+    #[test]
+    fn streams_of_a_group_share_a_heap_only_in_pools_with_groups() {
+        const C: StreamId = StreamId(2);
+        let in_a_group = |pool| {
+            let mut steps = steps([allocate(0, A), allocate(1, B), allocate(2, C)]);
+            steps.insert(2, JobStep::new(Op::RegisterStream { stream: C, group: A }, 0));
+            waits_for(&config(pool), &steps)
+        };
+        assert_eq!(in_a_group("streams:grouped"), [0, 0, 1]);
+        assert_eq!(in_a_group("streams:separate"), [0, 0, 0]);
+        assert_eq!(in_a_group("streams:shared"), [0, 1, 1]);
     }
 
     #[test]

@@ -50,7 +50,8 @@ impl PrivateWork {
     pub(crate) fn work<L: Lock>(&mut self, allocator: &generic::Allocator<SimBackend, L>) -> Result<(), Race> {
         self.ops += 1;
         if self.pools.is_empty() || self.pools.len() < PRIVATE_MAX && self.random.below(50) == 0 {
-            let streams = if self.random.below(2) == 0 { StreamPolicy::Separate } else { StreamPolicy::Shared };
+            let policies = [StreamPolicy::Separate, StreamPolicy::Grouped, StreamPolicy::Shared];
+            let streams = policies[self.random.below(3) as usize];
             let builder = PoolConfig::builder().streams(streams);
             let is_fixed = self.random.below(2) == 0;
             let builder = if is_fixed { builder.fixed() } else { builder.stitching(Some(small_stitching())) };
@@ -59,7 +60,12 @@ impl PrivateWork {
         }
         if self.private_streams < PRIVATE_MAX && self.random.below(20) == 0 {
             self.private_streams += 1;
-            self.streams.extend(allocator.register_stream());
+            // A private stream may join a group of the program.
+            let member = self.any_stream();
+            let group = allocator.group_of(member).ok().filter(|_| self.random.below(2) == 0);
+            let registered =
+                group.map_or_else(|| allocator.register_stream(), |group| allocator.register_stream_in(group));
+            self.streams.extend(registered);
             return Ok(());
         }
         let (pool, stream) = (self.any_pool(), self.any_stream());

@@ -17,7 +17,7 @@ use crate::job::program::{JobProgram, Stretch};
 use crate::job::schedule::Scheduler;
 use crate::job::standing::RankStanding;
 use symmalloc_core::backend::Backend;
-use symmalloc_core::config::{Config, PointerLookup, SegmentPolicy, StreamPolicy};
+use symmalloc_core::config::{Config, PointerLookup, SegmentPolicy};
 use symmalloc_core::ids::{HeapId, StreamGroup};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::{Op, PoolId, StreamId, generic};
@@ -340,10 +340,10 @@ impl<L: Lock> Rank<L> {
                     Op::Free { id } | Op::RecordUse { id, .. } => job.program.homes[id],
                     _ => unreachable!("matched above"),
                 };
-                let is_shared = policies.of(pool).streams() == StreamPolicy::Shared;
-                let is_whole = is_shared || policies.reclaims_as_a_whole(pool);
+                let is_whole = policies.reclaims_as_a_whole(pool);
+                let touched = policies.heap(pool, stream).group;
                 if job.compares(pool) {
-                    self.add_digests(pool, |heap| is_whole || heap == StreamGroup::One(stream), &mut digests);
+                    self.add_digests(pool, |heap| is_whole || heap == touched, &mut digests);
                 }
             }
             _ => {}

@@ -70,7 +70,10 @@ impl Checkpoint {
     ) -> Result<Rank<L>, FailureCause> {
         let restarted = RankContext { faults: Vec::new(), memory_bytes: None, restart_at: None, ..context.clone() };
         let mut rank = Rank::new(job, restarted, incarnation);
-        (0..self.streams).for_each(|_| rank.register_stream());
+        for stream in (0..self.streams as u16).map(StreamId) {
+            let group = job.program.policies.groups().first_of(stream);
+            rank.register_stream((group != stream).then_some(group));
+        }
         (1..self.layouts.len()).for_each(|pool| rank.create_pool(job.program.policies.of(PoolId(pool as u32))));
         for (pool, layout) in self.layouts.iter().enumerate() {
             let not_restored = |error: &dyn std::error::Error| FailureCause::NotRestored(error.to_string().into());

@@ -149,6 +149,9 @@ impl Shrinker {
     fn configuration(&mut self) {
         self.try_change(|plan| plan.config = Config::default());
         for index in 0..self.best.plan.steps.len() {
+            if let Op::RegisterStream { stream, .. } = self.best.plan.steps[index].op {
+                self.try_change(|plan| plan.steps[index].op = Op::register(stream));
+            }
             if let Op::CreatePool { pool, .. } = self.best.plan.steps[index].op {
                 let config = Box::new(PoolConfig::default());
                 self.try_change(|plan| plan.steps[index].op = Op::CreatePool { pool, config });
@@ -201,11 +204,16 @@ fn renumbered(steps: &[JobStep]) -> Vec<JobStep> {
     }
     pools.insert(PoolId::DEFAULT);
     let streams: BTreeMap<StreamId, StreamId> = streams.into_iter().zip((0..).map(StreamId)).collect();
+    let mut groups: BTreeMap<StreamId, StreamId> = BTreeMap::new();
     let pools: BTreeMap<PoolId, PoolId> = pools.into_iter().zip((0..).map(PoolId)).collect();
     let renumber = |step: &JobStep| {
         let mut step = step.clone();
         match &mut step.op {
-            Op::RegisterStream { stream } => *stream = *streams.get(stream)?,
+            Op::RegisterStream { stream, group } => {
+                *stream = *streams.get(stream)?;
+                // Without its first stream, a group is named after the next one.
+                *group = *groups.entry(*group).or_insert(*stream);
+            }
             Op::CreatePool { pool, .. } => *pool = *pools.get(pool)?,
             Op::Allocate { pool, stream, .. } | Op::Reserve { pool, stream, .. } => {
                 (*pool, *stream) = (pools[pool], streams[stream]);

@@ -9,12 +9,12 @@ use crate::job::decision::{DecidedRefusal, Decision};
 use crate::job::device_work::{LiveBlock, waits};
 use crate::job::rank::{Rank, RankJob};
 use crate::job::steps::JobStep;
-use symmalloc_core::Op;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::config::PoolConfig;
 use symmalloc_core::errors::{AllocateError, FreeError};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::sleep::{Phase, SleepCause, SleepError};
+use symmalloc_core::{Op, StreamId};
 
 /// Maximum number of attempts at a driver call that fails.
 const ATTEMPTS_MAX: usize = 100;
@@ -123,8 +123,8 @@ impl<L: Lock> Rank<L> {
                     Err(error) => refused(DecidedRefusal::from(&error)),
                 }
             }
-            Op::RegisterStream { .. } => {
-                self.register_stream();
+            Op::RegisterStream { stream, group } => {
+                self.register_stream((group != stream).then_some(*group));
                 Decision::Done
             }
             Op::CreatePool { config, .. } => {
@@ -178,9 +178,13 @@ impl<L: Lock> Rank<L> {
         }
     }
 
-    /// Registers the program's next stream.
-    pub(crate) fn register_stream(&mut self) {
-        self.allocator.register_stream().expect("a program has few streams");
+    /// Registers the program's next stream, in a group of its own or in this one.
+    pub(crate) fn register_stream(&mut self, group: Option<StreamId>) {
+        let registered = match group {
+            None => self.allocator.register_stream(),
+            Some(group) => self.allocator.register_stream_in(group),
+        };
+        registered.expect("a program has few streams, and names existing groups");
         self.streams += 1;
     }
 

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 use symmalloc_core::config::{Config, PoolConfig, Reclaim};
-use symmalloc_core::{Op, PoolId};
+use symmalloc_core::groups::Groups;
+use symmalloc_core::ids::HeapId;
+use symmalloc_core::{Op, PoolId, StreamId};
 
 /// A step of a program: an op, and the host thread that runs it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,10 +24,12 @@ impl JobStep {
     }
 }
 
-/// The policies of all pools that the program creates, by pool id, and the limit over all pools.
+/// The policies of all pools that the program creates, by pool id, the groups of its streams, and the limit over all
+/// pools.
 #[derive(Clone, Debug)]
 pub(crate) struct PoolPolicies {
     pools: Vec<PoolConfig>,
+    groups: Groups,
     limit_bytes: Option<u64>,
 }
 
@@ -36,7 +40,18 @@ impl PoolPolicies {
             _ => None,
         });
         let pools = std::iter::once(config.default_pool().clone()).chain(created).collect();
-        PoolPolicies { pools, limit_bytes: config.total_limit_bytes() }
+        let mut groups = Groups::default();
+        steps.iter().for_each(|step| step.op.note_group(&mut groups));
+        PoolPolicies { pools, groups, limit_bytes: config.total_limit_bytes() }
+    }
+
+    /// Returns the heap that serves a stream in a pool.
+    pub(crate) fn heap(&self, pool: PoolId, stream: StreamId) -> HeapId {
+        HeapId { pool, group: self.of(pool).streams().group_of(stream, &self.groups) }
+    }
+
+    pub(crate) fn groups(&self) -> &Groups {
+        &self.groups
     }
 
     pub(crate) fn of(&self, pool: PoolId) -> &PoolConfig {

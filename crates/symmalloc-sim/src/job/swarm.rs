@@ -15,6 +15,7 @@ use symmalloc_core::config::{
     Config, ExpandableSegments, FixedSegments, PlanPolicy, PoolConfig, Reclaim, RoundupPower2Divisions, SegmentPolicy,
     Stitching, StreamPolicy,
 };
+use symmalloc_core::groups::Groups;
 use symmalloc_core::op::Contents;
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{AllocationId, Op, PoolId, StreamId};
@@ -125,7 +126,7 @@ fn pool_config(random: &mut SplitMix64) -> PoolConfig {
         _ => SegmentPolicy::Reserved { segment_bytes: pick(random, &[48 * MIB, 256 * MIB]) },
     };
     let divisions = RoundupPower2Divisions::uniform(pick(random, &[0, 0, 0, 4, 8])).expect("a power of two");
-    let streams = pick(random, &[StreamPolicy::Separate, StreamPolicy::Separate, StreamPolicy::Shared]);
+    let streams = pick(random, &[StreamPolicy::Separate, StreamPolicy::Grouped, StreamPolicy::Shared]);
     let is_symmetric = random.below(4) > 0;
     let limit_bytes = pick(random, &[None, None, None, Some(40 * MIB), Some(100 * MIB)]);
     let reclaim = pick(random, &[Reclaim::Heap, Reclaim::Pool, Reclaim::Never]);
@@ -267,6 +268,9 @@ struct Writer {
     by: Threads,
     freed: Freed,
     named_per_million: u32,
+    /// Determines the groups that streams join.
+    joins: SplitMix64,
+    groups: Groups,
     streams: u16,
     streams_max: u16,
     pools: Vec<PoolId>,
@@ -297,6 +301,8 @@ impl Writer {
             by: pick(random, &[Threads::OfStream, Threads::FreedByAny, Threads::Any]),
             freed: pick(random, &[Freed::Any, Freed::Any, Freed::Newest, Freed::Oldest]),
             named_per_million: pick(random, &[0, 0, 100_000, 1_000_000]),
+            joins: sequence(seed, Purpose::Groups, 0),
+            groups: Groups::default(),
             streams: 0,
             streams_max,
             pools: Vec::new(),
@@ -316,7 +322,14 @@ impl Writer {
     }
 
     fn register_stream(&mut self) {
-        self.push(Op::RegisterStream { stream: StreamId(self.streams) }, 0);
+        let draw = self.joins.next_u64();
+        let group = match self.streams {
+            0 => None,
+            streams if draw % 2 == 0 => Some(self.groups.first_of(StreamId((draw >> 32) as u16 % streams))),
+            _ => None,
+        };
+        let stream = self.groups.register(group).expect("the group exists");
+        self.push(Op::RegisterStream { stream, group: group.unwrap_or(stream) }, 0);
         self.streams += 1;
     }
 
@@ -361,7 +374,7 @@ impl Writer {
     fn thread_of(&mut self, stream: StreamId) -> u8 {
         match self.by {
             Threads::Any => self.any_thread(),
-            _ => (stream.0 % u16::from(self.threads)) as u8,
+            _ => (self.groups.first_of(stream).0 % u16::from(self.threads)) as u8,
         }
     }
 

@@ -40,7 +40,8 @@ class Placement:
 
     pool: int
     stream: int | None
-    """The number of the stream, in order of first use; None if the pool's streams share memory."""
+    """The number of the stream, in order of first use. If the streams of a group share memory, that of the first of them plus 65,536; None
+    if all streams of the pool do."""
     segment: int
     """The birth ordinal of the segment in its heap."""
     offset_bytes: int
@@ -249,6 +250,18 @@ class Allocator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def register_stream(self, stream: int, *, group: int | None = None) -> None:
+        """Registers a stream before its first use: in the group of the stream `group`, or in a group of its own.
+
+        In pools with `streams:grouped`, the streams of a group share memory. Without this call, the streams that the main thread or
+        autograd's threads use first form one group of PyTorch's allocator, and every other stream forms its own. Raises `InvalidArgument`
+        if the stream has another group already.
+        """
+        if group is None:
+            call("register_stream", self._handle, stream)
+        else:
+            call("register_stream_in", self._handle, stream, group)
 
     def allocate(self, size_bytes: int, *, pool: int = DEFAULT_POOL, stream: int = 0, name: str | None = None) -> int:
         """Allocates memory for use on a stream, and returns its device address. Raises `OutOfMemory` and `UnknownPool`."""

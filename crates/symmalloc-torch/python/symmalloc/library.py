@@ -108,6 +108,8 @@ CALLS: dict[str, list[Any]] = {
     "allocate_named": [c_void_p, c_uint32, c_void_p, c_size_t, c_char_p, POINTER(c_void_p)],
     "free": [c_void_p, c_void_p],
     "record_use": [c_void_p, c_void_p, c_void_p],
+    "register_stream": [c_void_p, c_void_p],
+    "register_stream_in": [c_void_p, c_void_p, c_void_p],
     "allocate_unordered": [c_void_p, c_size_t, POINTER(c_void_p)],
     "free_unordered": [c_void_p, c_void_p],
     "free_on": [c_void_p, c_void_p, c_void_p],

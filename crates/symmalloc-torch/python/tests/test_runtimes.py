@@ -49,7 +49,7 @@ class OnTheStub(unittest.TestCase):
             import cupy, symmalloc, symmalloc.cupy
             from types import SimpleNamespace
             one, other = stream(), stream()
-            symmalloc.cupy.install("total_limit_mb:100")
+            symmalloc.cupy.install("total_limit_mb:100,streams:separate")
             shared = symmalloc.Allocator.shared(0)
             cupy.cuda.current[0] = one
             first = cupy.cuda.alloc(5 * MIB)
@@ -149,7 +149,7 @@ class OnTheStub(unittest.TestCase):
             import gc, symmalloc, symmalloc.cuda_core
             from cuda.core import Stream
             one, other = Stream.from_handle(stream()), Stream.from_handle(stream())
-            memory = symmalloc.cuda_core.MemoryResource(0, "total_limit_mb:100")
+            memory = symmalloc.cuda_core.MemoryResource(0, "total_limit_mb:100,streams:separate")
             assert (memory.device_id, memory.is_device_accessible, memory.is_host_accessible) == (0, True, False)
             shared = symmalloc.Allocator.shared(0)
             first, second = memory.allocate(5 * MIB, stream=one), memory.allocate(5 * MIB, stream=other)
@@ -190,7 +190,8 @@ class OnTheStub(unittest.TestCase):
             empty_cache = ctypes.CFUNCTYPE(None)(int(options["gpu_external_empty_cache"]))
             shared, before = symmalloc.Allocator.shared(0), waits()
             pointer = alloc(MIB)
-            assert (shared.placement_of(pointer).pool, shared.placement_of(pointer).stream) == (0, 0)
+            place = shared.placement_of(pointer)
+            assert (place.pool, place.stream) == (0, 0x1_0000), "the group of stream 0"
             free(pointer)
             assert waits() == before
             empty_cache()

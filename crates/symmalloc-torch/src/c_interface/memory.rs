@@ -104,6 +104,36 @@ pub unsafe extern "C" fn symmalloc_allocate_named(
     })
 }
 
+/// Registers a stream in a group of its own. Without this call, a stream is registered at its first use: in the process's allocators, those of
+/// the main thread and of autograd's threads form one group; in all other allocators, each stream forms a group. In pools with
+/// `streams:grouped`, the streams of a group share memory. Returns `SYMMALLOC_INVALID_ARGUMENT` if the stream joined another group before.
+///
+/// # Safety
+/// `allocator` is live; the stream is one of the device's primary context and lives as long as the allocator.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_register_stream(
+    allocator: *mut DeviceAllocator,
+    stream: *mut c_void,
+) -> symmalloc_status {
+    // SAFETY: the caller's contract.
+    report(|| unsafe { living(allocator)?.register_stream(RawStream::new(stream), None) })
+}
+
+/// Registers a stream in the group of another one, which is registered first if necessary. Returns `SYMMALLOC_INVALID_ARGUMENT` if the stream
+/// has another group already: call it before the stream's first use.
+///
+/// # Safety
+/// As `symmalloc_register_stream`, for both streams.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_register_stream_in(
+    allocator: *mut DeviceAllocator,
+    stream: *mut c_void,
+    member: *mut c_void,
+) -> symmalloc_status {
+    // SAFETY: the caller's contract.
+    report(|| unsafe { living(allocator)?.register_stream(RawStream::new(stream), Some(RawStream::new(member))) })
+}
+
 /// Frees an allocation without blocking. Its next user waits on the device for its recorded uses. NULL has no effect.
 ///
 /// # Safety

@@ -18,7 +18,8 @@ use symmalloc_import::export::export_allocator;
 pub struct symmalloc_placement {
     /// The pool.
     pub pool: u32,
-    /// The stream of the heap, numbered in order of first use; `UINT32_MAX` if the pool's streams share memory.
+    /// The stream of the heap, numbered in order of first use. If the streams of a group share the heap, the number of the first of them
+    /// plus 65,536. If all streams of the pool share it, `UINT32_MAX`.
     pub stream: u32,
     /// The segment, by birth ordinal in its heap.
     pub segment: u64,
@@ -45,7 +46,7 @@ pub unsafe extern "C" fn symmalloc_placement_of(
         let found = unsafe { living(allocator) }?.find(pointer)?;
         let placement = symmalloc_placement {
             pool: found.pool.0,
-            stream: found.position.heap.stream().map_or(u32::MAX, |stream| stream.0.into()),
+            stream: found.position.heap.group.code(),
             segment: found.allocation.placement.segment.0.into(),
             offset_bytes: found.allocation.placement.offset_bytes,
             size_bytes: found.allocation.size_bytes,

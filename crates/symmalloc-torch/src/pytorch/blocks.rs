@@ -115,6 +115,7 @@ fn show(
             let first = &part[0];
             let bytes: u64 = part.iter().map(|block| block.size_bytes).sum();
             let stream = segment.heap.stream().or_else(|| part.iter().find_map(stream_of));
+            let stream = stream.or(segment.heap.group.first());
             let is_large = is_expandable || bytes > 2 * SMALL_BYTES_MAX || part.iter().any(is_large);
             let shown = symmalloc_segment {
                 address: segment.base.0 + first.offset_bytes,

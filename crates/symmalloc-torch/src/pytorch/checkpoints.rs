@@ -137,7 +137,7 @@ pub unsafe extern "C" fn symmalloc_torch_restore(
 /// A live allocation, as a layout identifies it.
 struct Live {
     address: u64,
-    stream: Option<symmalloc_core::StreamId>,
+    group: symmalloc_core::ids::StreamGroup,
     owner: symmalloc_core::StreamId,
     segment: symmalloc_core::SegmentId,
     offset_bytes: u64,
@@ -147,7 +147,7 @@ struct Live {
 
 impl Live {
     fn is_in(&self, layout: &Layout) -> bool {
-        let heap = layout.heaps().iter().find(|heap| heap.group.stream() == self.stream);
+        let heap = layout.heaps().iter().find(|heap| heap.group == self.group);
         let segment = heap.and_then(|heap| heap.segments.iter().find(|segment| segment.id == self.segment));
         segment.is_some_and(|segment| {
             segment.allocations.iter().any(|saved| {
@@ -161,11 +161,11 @@ impl Live {
 fn live_in(allocator: &DeviceAllocator, pool: PoolId) -> Vec<Live> {
     let segments = allocator.core().snapshot().segments.into_iter().filter(|segment| segment.heap.pool == pool);
     let live = segments.flat_map(|segment| {
-        let (base, id, stream) = (segment.base.0, segment.segment, segment.heap.stream());
+        let (base, id, group) = (segment.base.0, segment.segment, segment.heap.group);
         segment.blocks.into_iter().filter_map(move |block| match block.state {
             BlockStateSnapshot::Allocated { stream: owner, requested_bytes, .. } => Some(Live {
                 address: base + block.offset_bytes,
-                stream,
+                group,
                 owner,
                 segment: id,
                 offset_bytes: block.offset_bytes,

@@ -203,7 +203,7 @@ fn found(allocator: &DeviceAllocator, pointer: *const c_void) -> Result<symmallo
     Ok(symmalloc_found {
         device: allocator.ordinal() as i32,
         is_expandable: config.is_ok_and(|config| matches!(config.segments(), SegmentPolicy::Expandable(_))),
-        stream: known.position.heap.stream().map_or(std::ptr::null_mut(), |stream| owner.raw_stream(stream)),
+        stream: owner.raw_stream(known.stream),
         bytes: known.allocation.size_bytes,
         requested_bytes: known.requested_bytes,
         id_first,

@@ -102,6 +102,8 @@ fn address(name: &str) -> Option<usize> {
         symmalloc_allocate_named,
         symmalloc_free,
         symmalloc_record_use,
+        symmalloc_register_stream,
+        symmalloc_register_stream_in,
         symmalloc_allocate_unordered,
         symmalloc_free_unordered,
         symmalloc_free_on,

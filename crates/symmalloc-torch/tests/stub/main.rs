@@ -8,6 +8,7 @@ mod captures;
 mod class_calls;
 mod dma_buf;
 mod forks;
+mod groups;
 mod header;
 mod library;
 mod nulls;

@@ -10,13 +10,16 @@ pub enum Contradiction {
     /// The granularity is not a power of two, or is out of range.
     #[error("the granularity must be a power of two from 512 to 2^30 bytes")]
     Granularity,
-    /// The heaps do not match the pool's stream policy: one shared heap, or one heap per stream.
-    #[error("a pool with shared streams has one heap, `shared`; any other pool has one heap per stream")]
+    /// The heaps do not match the pool's stream policy: one shared heap, one heap per group, or one heap per stream.
+    #[error(
+        "a pool with shared streams has one heap, `shared`; with grouped streams, one heap per group, such as `s0+`; any \
+         other pool has one heap per stream"
+    )]
     HeapPolicy,
     /// Heaps are not in ascending order of their streams.
     #[error("the heap of {stream} follows one of the same or a later stream; order heaps by stream")]
     HeapOutOfOrder {
-        /// The heap's stream.
+        /// The heap's stream, or the first of its group.
         stream: StreamId,
     },
     /// A heap without any history is listed.

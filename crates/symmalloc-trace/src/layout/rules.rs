@@ -1,7 +1,7 @@
 //! Validating builder: assembles a layout item by item, and rejects items that no heap can satisfy.
 
 use super::contradiction::Contradiction;
-use symmalloc_core::config::{PoolConfig, SegmentPolicy, StreamPolicy};
+use symmalloc_core::config::{PoolConfig, SegmentPolicy};
 use symmalloc_core::ids::{SegmentId, StreamGroup, StreamId};
 use symmalloc_core::layout::{AllocationLayout, Extent, HeapLayout, Layout, SegmentLayout};
 use symmalloc_core::op::NAME_BYTES_MAX;
@@ -109,10 +109,10 @@ impl LayoutBuilder {
                 segment.extents.push(extent);
             }
             LayoutItem::Allocation(allocation) => {
-                let only = self.heaps.last().and_then(|heap| heap.group.stream());
+                let group = self.heaps.last().map_or(StreamGroup::All, |heap| heap.group);
                 let segment = open_segment(&mut self.heaps).filter(|segment| !segment.extents.is_empty());
                 let segment = segment.ok_or(misplaced("`memory`"))?;
-                check_allocation(only, segment, &allocation)?;
+                check_allocation(group, segment, &allocation)?;
                 segment.allocations.push(allocation);
             }
             LayoutItem::Use(stream) => {
@@ -171,14 +171,15 @@ fn close_segment(heap: Option<&HeapLayout>) -> Result<(), Contradiction> {
 }
 
 fn check_heap(config: &PoolConfig, before: Option<&HeapLayout>, heap: &HeapLayout) -> Result<(), Contradiction> {
-    match (config.streams(), heap.group.stream(), before) {
-        (StreamPolicy::Shared, None, None) | (StreamPolicy::Separate, Some(_), None) => {}
-        (StreamPolicy::Separate, Some(stream), Some(before)) => {
-            if before.group >= heap.group {
-                return Err(Contradiction::HeapOutOfOrder { stream });
-            }
-        }
-        _ => return Err(Contradiction::HeapPolicy),
+    if !config.streams().makes(heap.group) {
+        return Err(Contradiction::HeapPolicy);
+    }
+    if before.is_some_and(|before| before.group >= heap.group) {
+        // A pool with shared streams has only one heap.
+        return Err(heap
+            .group
+            .first()
+            .map_or(Contradiction::HeapPolicy, |stream| Contradiction::HeapOutOfOrder { stream }));
     }
     if heap.digest.ops == 0 && heap.next_segment == SegmentId(0) {
         return Err(Contradiction::FreshHeap);
@@ -240,9 +241,9 @@ fn check_memory(
     end.map(drop).ok_or(Contradiction::MemoryOutOfRange { expected_bytes })
 }
 
-/// Checks an allocation of a heap that belongs to `only` this stream, or to several.
+/// Checks an allocation of the heap that these streams share.
 fn check_allocation(
-    only: Option<StreamId>,
+    group: StreamGroup,
     segment: &SegmentLayout,
     allocation: &AllocationLayout,
 ) -> Result<(), Contradiction> {
@@ -262,7 +263,7 @@ fn check_allocation(
     if !(1..=size_bytes).contains(&requested_bytes) {
         return Err(Contradiction::Request { size_bytes });
     }
-    if only.is_some_and(|own| own != stream) {
+    if !group.may_include(stream) {
         return Err(Contradiction::OtherStream { stream });
     }
     match allocation.name.as_ref().map(|name| name.len()) {

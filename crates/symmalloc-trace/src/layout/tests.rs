@@ -10,6 +10,7 @@ use symmalloc_core::units::SEGMENT_BYTES_MAX;
 const HEAD: &str = "symmalloc-layout 1\npool segments:expandable,range_mb:8\ngranularity 2097152\n";
 const FIXED: &str = "symmalloc-layout 1\npool segments:fixed\ngranularity 2097152\n";
 const RESERVED: &str = "symmalloc-layout 1\npool segments:reserved,segment_mb:4\ngranularity 2097152\n";
+const GROUPED: &str = "symmalloc-layout 1\npool streams:grouped\ngranularity 2097152\n";
 const SHARED: &str = "symmalloc-layout 1\npool streams:shared\ngranularity 2097152\n";
 const HEAP: &str = "heap s1 7 00000000000000aF 3\n";
 const BLOCK: &str = "segment 0 large\nmemory 0 2097152\na 512 1024 1000 s1\n";
@@ -80,7 +81,10 @@ fn an_invalid_line_is_reported_with_the_expected_syntax() {
         error_of(&[HEAD, "heaps s0\n"]),
         format!("column 1: unknown keyword, did you mean `heap`?; the keywords are {}", KEYWORDS.join(", "))
     );
-    assert_eq!(error_of(&[HEAD, "heap q\n"]), "column 6: expected a stream: s0, s1, ...");
+    assert_eq!(
+        error_of(&[HEAD, "heap q\n"]),
+        "column 6: expected a stream (s0, s1, ...), a group (s0+, s1+, ...), or `shared`"
+    );
     assert_eq!(error_of(&[HEAD, "heap s0 1 af 0\n"]), "column 11: expected a digest: 16 hexadecimal digits");
     assert_eq!(error_of(&[HEAD, HEAP, "segment 0 big\n"]), "column 11: expected a class of segments: small or large");
     assert_eq!(
@@ -114,6 +118,11 @@ fn impossible_layouts_are_refused() {
     assert_eq!(contradiction(&[SHARED, HEAP]), HeapPolicy);
     assert_eq!(contradiction(&[SHARED, &HEAP.replace("s1", "shared"), &HEAP.replace("s1", "shared")]), HeapPolicy);
     assert_eq!(contradiction(&[HEAD, HEAP, HEAP]), HeapOutOfOrder { stream: StreamId(1) });
+    let group = HEAP.replace("s1", "s1+");
+    assert_eq!(contradiction(&[GROUPED, HEAP]), HeapPolicy);
+    assert_eq!(contradiction(&[HEAD, &group]), HeapPolicy);
+    assert_eq!(contradiction(&[SHARED, &group]), HeapPolicy);
+    assert_eq!(contradiction(&[GROUPED, &group, &group]), HeapOutOfOrder { stream: StreamId(1) });
     assert_eq!(contradiction(&[HEAD, "heap s1 0 00000000000000af 0\n"]), FreshHeap);
     assert!(matches!(contradiction(&[HEAD, &format!("heap s1 {} 00000000000000af 0\n", u64::MAX)]), TooManyOps { .. }));
     assert!(matches!(contradiction(&[HEAD, &HEAP.replace(" 3", " 4294967295")]), TooManySegments { .. }));
@@ -175,6 +184,7 @@ fn nearly_a_layout() -> impl Strategy<Value = String> {
         "s[0-3]",
         "[0-9]{1,22}",
         Just("shared".to_owned()),
+        Just("s1+".to_owned()),
         Just("large".to_owned()),
         Just("small".to_owned()),
         (0..4_u64).prop_map(|granules| (granules << 21).to_string()),
@@ -187,7 +197,7 @@ fn nearly_a_layout() -> impl Strategy<Value = String> {
         .prop_map(|(word, fields)| format!("{word} {}\n", fields.join(" ")));
     let right = prop::sample::select(vec![HEAP, BLOCK, "u s2\n", "memory 4194304 2097152\n", "segment 1 large\n"]);
     let lines = prop::collection::vec(prop_oneof![2 => right.prop_map(str::to_owned), 1 => line], 0..9);
-    (prop::sample::select(vec![HEAD, FIXED, RESERVED, SHARED]), lines).prop_map(|(head, lines)| {
+    (prop::sample::select(vec![HEAD, FIXED, RESERVED, GROUPED, SHARED]), lines).prop_map(|(head, lines)| {
         let count = 2 + lines.iter().map(|line| line.lines().count()).sum::<usize>();
         format!("{head}{}end {count}\n", lines.concat())
     })

@@ -2,7 +2,7 @@
 
 use super::contradiction::PlanContradiction;
 use std::collections::BTreeMap;
-use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
+use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::ids::{HeapId, PoolId, StreamGroup};
 use symmalloc_core::plans::{Plan, PlanError};
 
@@ -45,8 +45,9 @@ impl PlanFile {
     pub fn add_plan(&mut self, pool: PoolId, plan: Plan) -> Result<(), PlanContradiction> {
         let config = self.pool_config(pool).ok_or(PlanContradiction::UnknownPool { pool })?;
         let (heap, key) = (HeapId { pool, group: plan.group() }, plan.key());
-        if (heap.group == StreamGroup::All) != (config.streams() == StreamPolicy::Shared) {
-            return Err(PlanError::Streams { pool, group: heap.group }.into());
+        let streams = config.streams();
+        if !streams.makes(heap.group) {
+            return Err(PlanError::Streams { pool, group: heap.group, streams }.into());
         }
         if self.plans.contains_key(&(heap, key)) {
             return Err(PlanContradiction::PlanTwice { heap, key });

@@ -56,7 +56,7 @@ pub(super) fn parse(line: u64, text: &str) -> Result<Line<PlanStatement>, LineEr
 }
 
 impl Fields<'_> {
-    /// Parses `pN sN|shared key K allocations N`.
+    /// Parses `pN sN|sN+|shared key K allocations N`.
     fn head(&mut self) -> Result<PlanHead, LineError> {
         let heap = HeapId { pool: self.pool()?, group: self.stream_group()? };
         self.word("key", "`key` and the key of the steps")?;

@@ -4,6 +4,7 @@ use super::line::KEYWORDS;
 use super::*;
 use proptest::prelude::*;
 use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
+use symmalloc_core::groups::Groups;
 use symmalloc_core::ids::{HeapId, PoolId, StreamGroup, StreamId};
 use symmalloc_core::plans::{Plan, PlannedAllocation, StepAllocation};
 
@@ -62,7 +63,10 @@ fn an_invalid_line_is_reported_with_its_column() {
     for (line, wanted) in [
         ("plane p0 shared key 0 allocations 2", "column 1: unknown keyword, did you mean `plan`?"),
         ("plan s0 shared key 0 allocations 2", "column 6: expected a pool: p0, p1, ..."),
-        ("plan p0 sh key 0 allocations 2", "column 9: expected a stream: s0, s1, ..."),
+        (
+            "plan p0 sh key 0 allocations 2",
+            "column 9: expected a stream (s0, s1, ...), a group (s0+, s1+, ...), or `shared`",
+        ),
         ("plan p0 shared 0 allocations 2", "column 16: expected `key` and the key of the steps"),
         ("plan p0 shared key 0 2", "column 22: expected `allocations` and their number"),
         ("plan p0 shared key 0 allocations", "column 33: expected the number of allocations"),
@@ -101,8 +105,17 @@ fn impossible_plans_are_refused() {
     assert_eq!(contradiction(&[HEAD, "plan p0 shared key 0 allocations 2\na 1 s0 1 @0\nend 3\n"], 3), short);
     let error = contradiction(&[HEAD, "plan p0 shared key 0 allocations 0\nend 2\n"], 3).to_string();
     assert!(error.contains("1 to 16777216 allocations, not 0"), "{error}");
+    let grouped = "symmalloc-plan 1\nconfig streams:grouped\n";
+    let error = contradiction(&[grouped, "plan p0 s1 key 0 allocations 1\na 1 s1 1 @0\nend 3\n"], 3).to_string();
+    assert!(error.contains("for the heap of s1, but p0 has `streams:grouped`"), "{error}");
+    let error = contradiction(&[HEAD, "plan p0 s1+ key 0 allocations 1\na 1 s1 1 @0\nend 3\n"], 3).to_string();
+    assert!(error.contains("for the group of s1, but p0 has `streams:shared`"), "{error}");
+    parse(&[grouped, "plan p0 s1+ key 0 allocations 1\na 1 s2 1 @0\nend 3\n"].concat())
+        .expect("s2 may be in the group");
+    let error = contradiction(&[grouped, "plan p0 s1+ key 0 allocations 1\na 1 s0 1 @0\nend 3\n"], 4).to_string();
+    assert!(error.contains("the stream of its heap"), "{error}");
     let error = contradiction(&[HEAD, "plan p0 s1 key 0 allocations 1\na 1 s1 1 @0\nend 3\n"], 3).to_string();
-    assert!(error.contains("for the heap of s1, but the streams of p0 share"), "{error}");
+    assert!(error.contains("for the heap of s1, but p0 has `streams:shared`"), "{error}");
     // Each of these lines is the second allocation; the error names its line.
     for line in [
         "a 1 s0 1 @512",
@@ -152,12 +165,15 @@ fn a_stream_without_an_id_has_no_plan() {
 }
 
 /// Returns valid allocations for arbitrary numbers.
-fn allocations(stream: Option<StreamId>, raw: Vec<(u64, u16, u32, u64)>) -> Vec<PlannedAllocation> {
+fn allocations(group: StreamGroup, raw: Vec<(u64, u16, u32, u64)>) -> Vec<PlannedAllocation> {
     let count = raw.len() as u32;
     let allocation = |(number, (size, of, until, offset)): (u32, (u64, u16, u32, u64))| {
         let until = (until % 4 != 0).then(|| number + 1 + until % count);
         let wanted = StepAllocation {
-            stream: stream.unwrap_or(StreamId(of % u16::MAX)),
+            stream: match group {
+                StreamGroup::One(stream) => stream,
+                _ => StreamId((of % u16::MAX).max(group.first().unwrap_or_default().0)),
+            },
             requested_bytes: 1 + size % (1 << 38),
             until,
         };
@@ -169,22 +185,23 @@ fn allocations(stream: Option<StreamId>, raw: Vec<(u64, u16, u32, u64)>) -> Vec<
 
 prop_compose! {
     fn arbitrary_file()(
-        shares in any::<[bool; 3]>(),
+        shares in any::<[u8; 3]>(),
         limit in prop::option::of(0..1_u64 << 40),
         plans in prop::collection::vec(
             (0..3_u32, any::<u16>(), 0..3_u64, prop::collection::vec(any::<(u64, u16, u32, u64)>(), 1..9)),
             0..6,
         ),
     ) -> PlanFile {
-        let policy = |pool: usize| if shares[pool] { StreamPolicy::Shared } else { StreamPolicy::Separate };
+        let policies = [StreamPolicy::Separate, StreamPolicy::Grouped, StreamPolicy::Shared];
+        let policy = |pool: usize| policies[usize::from(shares[pool]) % 3];
         let pool = |pool: usize| PoolConfig::builder().streams(policy(pool)).limit_bytes(limit).build().expect("valid");
         let config = Config::builder().default_pool(pool(0)).total_limit_bytes(limit).build().expect("valid");
         let mut file = PlanFile::new(config);
         (1..3).for_each(|id| file.add_pool(PoolId(id), pool(id as usize)).expect("new"));
         for (pool, stream, key, raw) in plans {
-            let group = policy(pool as usize).group_of(StreamId(stream % u16::MAX));
+            let group = policy(pool as usize).group_of(StreamId(stream % u16::MAX), &Groups::default());
             // A second plan for the same steps is rejected without other effects.
-            let _ = file.add_plan(PoolId(pool), Plan::new(key, group, allocations(group.stream(), raw)).expect("a plan"));
+            let _ = file.add_plan(PoolId(pool), Plan::new(key, group, allocations(group, raw)).expect("a plan"));
         }
         file
     }

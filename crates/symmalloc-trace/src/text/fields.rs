@@ -128,14 +128,18 @@ impl<'a> Fields<'a> {
         Ok(PoolId(self.decimal(digits, field.column, EXPECTED, u32::MAX.into())? as u32))
     }
 
-    /// Parses the streams of a heap: one of them, or `shared`.
+    /// Parses the streams of a heap: `sN` for one, `sN+` for the group of its first stream, or `shared`.
     pub(crate) fn stream_group(&mut self) -> Result<StreamGroup, LineError> {
-        const EXPECTED: &str = "a stream (s0, s1, ...), or `shared`";
-        if self.ahead() == Some(b's') && self.clone().expect(EXPECTED)?.text == SHARED {
-            self.next();
+        const EXPECTED: &str = "a stream (s0, s1, ...), a group (s0+, s1+, ...), or `shared`";
+        let field = self.expect(EXPECTED)?;
+        if field.text == SHARED {
             return Ok(StreamGroup::All);
         }
-        self.stream().map(StreamGroup::One)
+        let digits = field.text.strip_prefix('s').ok_or_else(|| self.expected(field.column, EXPECTED))?;
+        let first = digits.strip_suffix('+');
+        let number = self.decimal(first.unwrap_or(digits), field.column, EXPECTED, StreamId::MAX.0.into())?;
+        let stream = StreamId(number as u16);
+        Ok(if first.is_some() { StreamGroup::Group(stream) } else { StreamGroup::One(stream) })
     }
 
     /// Parses a name in double quotes. The caller has seen the opening quote.

@@ -18,12 +18,12 @@ pub enum TraceError {
     Line(#[from] LineError),
     /// The first line does not identify a trace.
     #[error(
-        "not a trace: the first line must be `{MAGIC} {VERSION}`; \
+        "not a trace: the first line must be `{MAGIC}` and a version from 1 to {VERSION}; \
          import recordings of other kinds, and decompress a compressed trace, first"
     )]
     NotATrace,
     /// The trace has a later version of the format.
-    #[error("the trace has version {found}, but this library reads version {VERSION}: use a newer one")]
+    #[error("the trace has version {found}, but this library reads versions 1 to {VERSION}: use a newer one")]
     UnsupportedVersion {
         /// The version that the trace states.
         found: u64,
@@ -89,6 +89,20 @@ pub enum Inconsistency {
     StepNotOpen {
         /// The pool.
         pool: PoolId,
+    },
+    /// A stream joins a group that does not exist.
+    #[error("stream {stream} joins the group of {group}, which names no group: give the first stream of a group")]
+    UnknownGroup {
+        /// The stream.
+        stream: StreamId,
+        /// The given name of a group.
+        group: StreamId,
+    },
+    /// A stream joins a group in a trace of version 1, which has no groups.
+    #[error("stream {stream} joins a group, but the trace states version 1, without groups: state version {VERSION}")]
+    GroupInVersion1 {
+        /// The stream.
+        stream: StreamId,
     },
     /// Streams are not registered in ascending order of their ids, without gaps.
     #[error("stream {stream} is registered, but the next one must be s{next}")]

@@ -14,14 +14,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::error::Inconsistency;
+use symmalloc_core::groups::Groups;
 use symmalloc_core::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use symmalloc_core::op::{NAME_BYTES_MAX, Op, Record};
 
 /// The ids that earlier records declared.
 #[derive(Debug, Default)]
 pub(super) struct Ledger {
-    /// Number of registered streams; their ids are below it.
-    streams: u32,
+    /// The registered streams and their groups.
+    groups: Groups,
     /// `true` for each pool that still exists, and `None` for unused keys. The default pool is not included: element i
     /// is pool i + 1.
     pools_alive: Vec<Option<bool>>,
@@ -62,14 +63,15 @@ impl Ledger {
 
     fn admit_op(&mut self, op: &Op) -> Result<(), Inconsistency> {
         match *op {
-            Op::RegisterStream { stream } => {
-                if u32::from(stream.0) != self.streams {
-                    return Err(Inconsistency::StreamOutOfOrder { stream, next: self.streams });
+            Op::RegisterStream { stream, group } => {
+                if stream.index() != self.groups.stream_count() {
+                    return Err(Inconsistency::StreamOutOfOrder { stream, next: self.groups.stream_count() as u32 });
                 }
                 if stream > StreamId::MAX {
                     return Err(Inconsistency::TooManyStreams);
                 }
-                self.streams += 1;
+                let registered = self.groups.register((group != stream).then_some(group));
+                registered.ok_or(Inconsistency::UnknownGroup { stream, group })?;
             }
             Op::CreatePool { pool, .. } => self.create_pool(pool)?,
             Op::DestroyPool { pool } => {
@@ -175,7 +177,7 @@ impl Ledger {
 
     #[inline]
     fn stream(&self, stream: StreamId) -> Result<(), Inconsistency> {
-        if u32::from(stream.0) < self.streams { Ok(()) } else { Err(Inconsistency::UnknownStream { stream }) }
+        if stream.index() < self.groups.stream_count() { Ok(()) } else { Err(Inconsistency::UnknownStream { stream }) }
     }
 
     #[inline]

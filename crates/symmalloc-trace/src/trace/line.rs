@@ -11,14 +11,14 @@
 use crate::text::{Fields, LineError};
 use std::num::NonZeroU64;
 use symmalloc_core::config::{Config, PoolConfig};
-use symmalloc_core::ids::{AllocationId, ObserverId, Placement, PoolId, SegmentId};
+use symmalloc_core::ids::{AllocationId, ObserverId, Placement, PoolId, SegmentId, StreamId};
 use symmalloc_core::op::{Contents, Op, Pending, Record, Refusal};
 
 /// First word of every trace.
 pub const MAGIC: &str = "symmalloc-trace";
 
-/// Version of the format that this library writes, and the only one that it reads.
-pub const VERSION: u64 = 1;
+/// Version of the format that this library writes. It also reads version 1, which has no groups of streams.
+pub const VERSION: u64 = 2;
 
 /// Keywords that a line can start with, after the first line.
 const KEYWORDS: &[&str] = &[
@@ -120,7 +120,9 @@ pub(super) fn parse(line: u64, text: &str) -> Result<Statement, LineError> {
             Statement::Record(record)
         }
         "stream" => {
-            let mut record = Record::from(Op::RegisterStream { stream: fields.stream()? });
+            let stream = fields.stream()?;
+            let group = if fields.ahead() == Some(b'i') { fields.group()? } else { stream };
+            let mut record = Record::from(Op::RegisterStream { stream, group });
             record.name = if fields.ahead() == Some(b'"') { Some(fields.name()?.into()) } else { None };
             Statement::Record(record)
         }
@@ -151,6 +153,13 @@ impl Fields<'_> {
     #[inline]
     fn size(&mut self) -> Result<u64, LineError> {
         self.number("a size in bytes", u64::MAX)
+    }
+
+    /// Parses `in sN`, the group of a stream.
+    fn group(&mut self) -> Result<StreamId, LineError> {
+        const WORD: &str = "`in` and the first stream of a group, a name in quotes, or the end of the line";
+        let word = self.expect(WORD)?;
+        if word.text == "in" { self.stream() } else { Err(self.expected(word.column, WORD)) }
     }
 
     /// Parses an optional pool. The default is the default pool.

@@ -15,10 +15,11 @@ type Step = (u8, u64, u64, Option<(String, u64)>);
 
 /// Returns consistent records for arbitrary steps: each step picks its operands from those that exist.
 fn consistent_records(steps: Vec<Step>) -> Vec<Record> {
-    let mut records = vec![Op::RegisterStream { stream: StreamId(0) }.into()];
+    let mut records = vec![Op::register(StreamId(0)).into()];
     let (mut streams, mut pools, mut next_pool) = (1_u16, vec![PoolId::DEFAULT], 1);
     let (mut given, mut live) = (BTreeSet::new(), Vec::new());
     let mut open_steps: Vec<PoolId> = Vec::new();
+    let mut firsts = vec![StreamId(0)];
     for (what, a, b, named) in steps {
         let stream = StreamId((a % u64::from(streams)) as u16);
         let pool = pools[(b % pools.len() as u64) as usize];
@@ -26,7 +27,12 @@ fn consistent_records(steps: Vec<Step>) -> Vec<Record> {
         let op = match (what, chosen) {
             (0, _) => {
                 streams += 1;
-                Op::RegisterStream { stream: StreamId(streams - 1) }
+                let stream = StreamId(streams - 1);
+                if a % 3 > 0 {
+                    firsts.push(stream);
+                }
+                let group = if a % 3 > 0 { stream } else { firsts[(b % firsts.len() as u64) as usize] };
+                Op::RegisterStream { stream, group }
             }
             (1, _) => {
                 pools.push(PoolId(next_pool));

@@ -8,12 +8,12 @@
 use std::io::BufRead;
 use std::iter::FusedIterator;
 
-use super::error::TraceError;
+use super::error::{Inconsistency, TraceError};
 use super::ledger::Ledger;
 use super::line::{self, MAGIC, Statement, VERSION};
 use crate::text::{Ending, FirstLine, Lines};
 use symmalloc_core::config::Config;
-use symmalloc_core::op::Record;
+use symmalloc_core::op::{Op, Record};
 
 /// A trace reader: an iterator over the records, each checked by itself and against earlier ones.
 ///
@@ -31,6 +31,8 @@ use symmalloc_core::op::Record;
 #[derive(Debug)]
 pub struct TraceReader<R> {
     lines: Lines<R>,
+    /// The version that the trace states.
+    version: u64,
     config: Option<Config>,
     ledger: Ledger,
     /// A line that `new` read ahead.
@@ -48,6 +50,7 @@ impl<R: BufRead> TraceReader<R> {
     pub fn new(reader: R) -> Result<Self, TraceError> {
         let mut trace = TraceReader {
             lines: Lines::new(reader),
+            version: VERSION,
             config: None,
             ledger: Ledger::default(),
             pending: None,
@@ -76,7 +79,10 @@ impl<R: BufRead> TraceReader<R> {
 
     fn read_version(&mut self) -> Result<(), TraceError> {
         match self.lines.read_first(MAGIC)? {
-            FirstLine::Version(VERSION) => Ok(()),
+            FirstLine::Version(version @ 1..=VERSION) => {
+                self.version = version;
+                Ok(())
+            }
             FirstLine::Version(found) => Err(TraceError::UnsupportedVersion { found }),
             FirstLine::Foreign => Err(TraceError::NotATrace),
             FirstLine::Torn => Err(self.torn()),
@@ -118,7 +124,13 @@ impl<R: BufRead> TraceReader<R> {
                 Statement::Nothing => {}
                 Statement::Record(record) => {
                     let line = self.line();
-                    self.ledger.admit(&record).map_err(|source| TraceError::Inconsistent { line, source })?;
+                    let inconsistent = |source| TraceError::Inconsistent { line, source };
+                    match record.op {
+                        Op::RegisterStream { stream, group } if self.version < 2 && group != stream => {
+                            return Err(inconsistent(Inconsistency::GroupInVersion1 { stream }));
+                        }
+                        _ => self.ledger.admit(&record).map_err(inconsistent)?,
+                    }
                     self.records += 1;
                     return Ok(Some(record));
                 }

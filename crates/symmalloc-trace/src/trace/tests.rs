@@ -10,7 +10,7 @@ use symmalloc_core::ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
 use symmalloc_core::op::{NAME_BYTES_MAX, Op, Pending, Record};
 
 /// Beginning of a trace: two streams and a pool, in five records.
-const BEGINNING: &str = "symmalloc-trace 1\nstream s0\nstream s1\npool p1 segments:reserved,segment_mb:64\n\
+const BEGINNING: &str = "symmalloc-trace 2\nstream s0\nstream s1\npool p1 segments:reserved,segment_mb:64\n\
                          a 0 1048576 s0\na 1 512 s1 p1 \"kv cache\" -> 0@1048576\n";
 
 /// Returns the error of a trace that consists of the beginning and these lines.
@@ -32,12 +32,14 @@ fn allocate(id: u64) -> Op {
 #[test]
 fn every_record_reads_as_documented() {
     let text = "\
-symmalloc-trace 1
+symmalloc-trace 2
 # a comment, then a blank line
 
 config segments:fixed,total_limit_mb:4096
 stream s0
 stream s1 # the second
+stream s2 in s0 \"copies\"
+stream s3 in s1
 pool p0 segments:expandable
 pool p1
 \ta  0\t1048576 s0
@@ -55,7 +57,7 @@ a 2 1 s0 -> 0@512 revived 1024
 f 2 pending
 destroy p1
 sync
-end 19
+end 21
 # a comment
 ";
     let trace = Trace::parse(text).expect("the trace is valid");
@@ -63,8 +65,10 @@ end 19
     let placement = Placement { segment: SegmentId(3), offset_bytes: 1_048_576 };
     let default_pool = Box::new(PoolConfig::default());
     let expected = [
-        Op::RegisterStream { stream: s0 }.into(),
-        Op::RegisterStream { stream: s1 }.into(),
+        Op::register(s0).into(),
+        Op::register(s1).into(),
+        Record::from(Op::RegisterStream { stream: StreamId(2), group: s0 }).with_name("copies"),
+        Op::RegisterStream { stream: StreamId(3), group: s1 }.into(),
         Op::CreatePool { pool: PoolId::DEFAULT, config: default_pool.clone() }.into(),
         Op::CreatePool { pool: p1, config: default_pool }.into(),
         Op::Allocate { id: AllocationId(0), pool: PoolId::DEFAULT, stream: s0, size_bytes: 1_048_576 }.into(),
@@ -123,9 +127,37 @@ fn other_files_are_not_traces() {
 
 #[test]
 fn a_later_version_is_refused() {
-    assert!(matches!(Trace::parse("symmalloc-trace 2\nend 0\n"), Err(TraceError::UnsupportedVersion { found: 2 })));
+    assert!(matches!(Trace::parse("symmalloc-trace 3\nend 0\n"), Err(TraceError::UnsupportedVersion { found: 3 })));
+    assert!(matches!(Trace::parse("symmalloc-trace 0\nend 0\n"), Err(TraceError::UnsupportedVersion { found: 0 })));
     let huge = "symmalloc-trace 99999999999999999999\nend 0\n";
     assert!(matches!(Trace::parse(huge), Err(TraceError::UnsupportedVersion { found: u64::MAX })));
+}
+
+#[test]
+fn version_1_is_read_without_groups() {
+    let lines = "\nstream s0 \"main\"\nstream s1\na 0 512 s1\nend 3\n";
+    let (old, new) = (format!("symmalloc-trace 1{lines}"), format!("symmalloc-trace 2{lines}"));
+    let trace = Trace::parse(&old).expect("valid");
+    assert_eq!((&trace, trace.to_text()), (&Trace::parse(&new).expect("valid"), new));
+    let error = Trace::parse("symmalloc-trace 1\nstream s0\nstream s1 in s0\nend 2\n").expect_err("no groups");
+    let source = Inconsistency::GroupInVersion1 { stream: StreamId(1) };
+    assert!(matches!(error, TraceError::Inconsistent { line: 3, source: found } if found == source), "{error}");
+}
+
+#[test]
+fn a_group_is_named_after_its_first_stream() {
+    let unknown = |stream, group| Inconsistency::UnknownGroup { stream: StreamId(stream), group: StreamId(group) };
+    assert_eq!(contradiction("stream s2 in s3"), unknown(2, 3));
+    let text = format!("{BEGINNING}stream s2 in s0\nstream s3 in s2\nend 7\n");
+    let error = Trace::parse(&text).expect_err("s2 is not the first of its group");
+    assert!(matches!(error, TraceError::Inconsistent { line: 8, source } if source == unknown(3, 2)), "{error}");
+    // A stream in its own group has one spelling.
+    let trace = Trace::parse("symmalloc-trace 2\nstream s0 in s0\nend 1\n").expect("valid");
+    assert_eq!(trace.to_text(), "symmalloc-trace 2\nstream s0\nend 1\n");
+    for line in ["stream s2 in", "stream s2 on s0", "stream s2 in \"s0\"", "stream s2 in s0+"] {
+        let error = error_after_beginning(&format!("{line}\nend 6\n"));
+        assert!(matches!(error, TraceError::Line(_)), "{line}: {error}");
+    }
 }
 
 #[test]
@@ -329,7 +361,7 @@ fn damaged_bytes_and_endless_lines_are_refused() {
 #[test]
 fn the_longest_name_fits_on_a_line_however_it_is_escaped() {
     let record = Record::from(allocate(0)).with_name(&"\u{1}".repeat(NAME_BYTES_MAX));
-    let records = vec![Op::RegisterStream { stream: StreamId(0) }.into(), record];
+    let records = vec![Op::register(StreamId(0)).into(), record];
     let trace = Trace::new(None, records).expect("consistent");
     assert_eq!(Trace::parse(&trace.to_text()).expect("valid"), trace);
 }
@@ -352,7 +384,7 @@ fn a_failing_reader_is_distinguished_from_a_torn_trace() {
 #[test]
 fn a_writer_refuses_invalid_records_and_continues() {
     let mut writer = TraceWriter::new(Vec::new(), None).expect("writing to a vector cannot fail");
-    writer.write(&Op::RegisterStream { stream: StreamId(0) }.into()).expect("consistent");
+    writer.write(&Op::register(StreamId(0)).into()).expect("consistent");
     let refused = [
         (Op::Free { id: AllocationId(0) }.into(), Inconsistency::UnknownAllocation { id: AllocationId(0) }),
         (Record::from(Op::Sync).with_name("no"), Inconsistency::NotAnAllocation),
@@ -374,7 +406,7 @@ fn a_writer_refuses_invalid_records_and_continues() {
     }
     writer.write(&allocate(0).into()).expect("consistent");
     let text = String::from_utf8(writer.finish().expect("writing to a vector cannot fail")).expect("UTF-8");
-    assert_eq!(text, "symmalloc-trace 1\nstream s0\na 0 512 s0\nend 2\n");
+    assert_eq!(text, "symmalloc-trace 2\nstream s0\na 0 512 s0\nend 2\n");
 }
 
 /// Records that occur only in recordings of running allocators.
@@ -421,7 +453,7 @@ fn observers_refusals_and_reclaims_survive_a_round_trip() {
 /// A trace with a stream beyond the last id could be written, but not read back.
 #[test]
 fn streams_without_an_id_are_not_written() {
-    let register = |stream| Op::RegisterStream { stream: StreamId(stream) }.into();
+    let register = |stream| Op::register(StreamId(stream)).into();
     let trace = Trace::new(None, (0..=StreamId::MAX.0).map(register).collect()).expect("every stream has an id");
     assert_eq!(Trace::parse(&trace.to_text()).expect("written"), trace);
     let (_, mut records) = trace.into_parts();

@@ -92,8 +92,11 @@ impl fmt::Display for RecordLine<'_> {
 
 fn write_record(line: &mut impl fmt::Write, record: &Record) -> fmt::Result {
     match &record.op {
-        Op::RegisterStream { stream } => {
+        Op::RegisterStream { stream, group } => {
             write!(line, "stream {stream}")?;
+            if group != stream {
+                write!(line, " in {group}")?;
+            }
             record.name.as_ref().map_or(Ok(()), |name| write_name(line, name))
         }
         Op::CreatePool { pool, config } => write!(line, "pool {pool} {config}"),

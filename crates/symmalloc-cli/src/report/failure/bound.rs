@@ -114,8 +114,9 @@ pub(super) fn bounds(
     device_bytes: Option<u64>,
 ) -> Vec<Bound> {
     let config = pool_config(recorded, pool, op);
-    let is_shared = config.streams() == symmalloc_core::config::StreamPolicy::Shared;
-    let of_heap = || live.sum(|of, on| of == pool && (is_shared || on == stream));
+    let groups = recorded.program().groups();
+    let heap = |stream| config.streams().group_of(stream, &groups);
+    let of_heap = || live.sum(|of, on| of == pool && heap(on) == heap(stream));
     let segment_bytes = match cause {
         Some(OutOfMemoryCause::SegmentFull { segment_bytes }) => Some(*segment_bytes),
         _ => None,

@@ -6,7 +6,8 @@ use crate::streams;
 use serde_json::{Value, json};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
-use symmalloc_core::ids::{PoolId, StreamId};
+use symmalloc_core::groups::Groups;
+use symmalloc_core::ids::{PoolId, StreamGroup, StreamId};
 use symmalloc_import::{HeldHeap, HeldMemory, Recording};
 
 use super::bound::LiveBytes;
@@ -19,8 +20,8 @@ const PLACES_SHOWN: usize = 5;
 pub(super) struct Place {
     /// `None` for a pool of the recorded allocator that no op uses.
     pub(super) pool: Option<PoolId>,
-    /// `None` if the streams of the pool share memory, or for a stream that no op uses.
-    stream: Option<StreamId>,
+    /// The streams that share the memory. `None` for a stream that no op uses.
+    streams: Option<StreamGroup>,
     /// Bytes of live allocations.
     live_bytes: u64,
     /// Memory that the allocator holds for the heap, if it is known.
@@ -32,8 +33,13 @@ pub(super) struct Place {
 pub(super) struct Places(pub(super) Vec<Place>);
 
 impl Place {
-    pub(super) fn stream(&self) -> Option<StreamId> {
-        self.stream
+    /// Returns `true` if this memory may serve a request of a stream in these groups.
+    pub(super) fn serves(&self, stream: StreamId, groups: &Groups) -> bool {
+        match self.streams {
+            Some(StreamGroup::One(own)) => own == stream,
+            Some(StreamGroup::Group(first)) => first == groups.first_of(stream),
+            _ => true,
+        }
     }
 }
 
@@ -52,7 +58,7 @@ impl Places {
                 live_bytes += block.held.as_ref().map_or(0, |held| held.requested_bytes);
             }
             held.allocated_bytes = held.reserved_bytes - held.free_block_bytes;
-            Place { pool: Some(heap.owner.pool), stream: heap.owner.stream(), live_bytes, held: Some(held) }
+            Place { pool: Some(heap.owner.pool), streams: Some(heap.owner.group), live_bytes, held: Some(held) }
         };
         Places(shown.heaps.iter().filter(|heap| !asleep.contains(&heap.owner.pool)).map(place).collect())
     }
@@ -63,7 +69,7 @@ impl Places {
             let live_bytes = heap.pool.zip(heap.stream).and_then(|heap| live.by_heap.get(&heap)).copied();
             Place {
                 pool: heap.pool,
-                stream: heap.stream,
+                streams: heap.stream.map(StreamGroup::One),
                 live_bytes: live_bytes.unwrap_or(heap.held.allocated_bytes),
                 held: Some(heap.held),
             }
@@ -71,8 +77,9 @@ impl Places {
         let mut places: Vec<Place> = heaps.iter().map(of).collect();
         let is_there = |pool: &PoolId, live_bytes: &u64| *live_bytes > 0 && !live.asleep.contains(pool);
         for (&(pool, stream), &live_bytes) in live.by_heap.iter().filter(|((pool, _), bytes)| is_there(pool, bytes)) {
-            if !places.iter().any(|place| (place.pool, place.stream) == (Some(pool), Some(stream))) {
-                places.push(Place { pool: Some(pool), stream: Some(stream), live_bytes, held: None });
+            let streams = Some(StreamGroup::One(stream));
+            if !places.iter().any(|place| (place.pool, place.streams) == (Some(pool), streams)) {
+                places.push(Place { pool: Some(pool), streams, live_bytes, held: None });
             }
         }
         Places(places)
@@ -135,21 +142,27 @@ impl Places {
 
     /// Describes which pools hold memory; if there is one pool, which of its streams. The one of the request comes first. `None` if all
     /// memory is in one place.
-    pub(super) fn text(&self, recording: &Recording, (pool, stream): (PoolId, StreamId)) -> Option<String> {
+    pub(super) fn text(
+        &self,
+        recording: &Recording,
+        groups: &Groups,
+        (pool, stream): (PoolId, StreamId),
+    ) -> Option<String> {
         let has_pools = self.0.iter().any(|place| place.pool != Some(pool));
-        let label = |place: &Place| match (place.pool, place.stream) {
+        let label = |place: &Place| match (place.pool, place.streams) {
             (None, _) => "other pools".to_owned(),
             (Some(pool), _) if has_pools => format!("pool {}", pool.0),
-            (_, Some(stream)) => streams::name(recording, stream),
-            (_, None) => "other streams".to_owned(),
+            (_, Some(StreamGroup::One(stream))) => streams::name(recording, stream),
+            (_, Some(StreamGroup::Group(first))) => format!("group of {}", streams::name(recording, first)),
+            _ => "other streams".to_owned(),
         };
-        let mut groups: Vec<(bool, String, u64, Option<HeldMemory>)> = Vec::new();
+        let mut parts: Vec<(bool, String, u64, Option<HeldMemory>)> = Vec::new();
         for place in &self.0 {
-            let is_own = place.pool == Some(pool) && (has_pools || place.stream.is_none_or(|of| of == stream));
+            let is_own = place.pool == Some(pool) && (has_pools || place.serves(stream, groups));
             let label = label(place);
-            let known = groups.iter_mut().find(|(_, of, ..)| *of == label);
+            let known = parts.iter_mut().find(|(_, of, ..)| *of == label);
             let Some((_, _, live_bytes, held)) = known else {
-                groups.push((is_own, label, place.live_bytes, place.held));
+                parts.push((is_own, label, place.live_bytes, place.held));
                 continue;
             };
             *live_bytes += place.live_bytes;
@@ -160,26 +173,25 @@ impl Places {
                 (one, other) => one.or(other),
             };
         }
-        if !groups.iter().any(|(is_own, ..)| *is_own) {
-            let own = Place { pool: Some(pool), stream: Some(stream), live_bytes: 0, held: None };
-            groups.push((
+        if !parts.iter().any(|(is_own, ..)| *is_own) {
+            let own = Place { pool: Some(pool), streams: Some(StreamGroup::One(stream)), live_bytes: 0, held: None };
+            parts.push((
                 true,
                 label(&own),
                 0,
                 self.0.iter().any(|place| place.held.is_some()).then(HeldMemory::default),
             ));
         }
-        if groups.len() < 2 {
+        if parts.len() < 2 {
             return None;
         }
-        groups
-            .sort_by_key(|(is_own, _, live, held)| (!is_own, Reverse(held.map_or(*live, |held| held.reserved_bytes))));
+        parts.sort_by_key(|(is_own, _, live, held)| (!is_own, Reverse(held.map_or(*live, |held| held.reserved_bytes))));
         let amounts = |live_bytes: u64, held: Option<HeldMemory>| {
             let free = held.map_or_else(String::new, |held| format!(", {} free", memory(held.free_bytes())));
             format!("{} live{free}", memory(live_bytes))
         };
-        let others = groups.split_off(groups.len().min(PLACES_SHOWN));
-        let mut parts: Vec<String> = groups
+        let others = parts.split_off(parts.len().min(PLACES_SHOWN));
+        let mut texts: Vec<String> = parts
             .iter()
             .map(|(is_own, label, live, held)| {
                 let of_request = if *is_own { ", of the request" } else { "" };
@@ -192,16 +204,20 @@ impl Places {
             let mut held = HeldMemory::default();
             held.free_block_bytes = free;
             let known = others.iter().any(|(.., held)| held.is_some());
-            parts.push(format!("{}: {}", counted(others.len(), "other"), amounts(live, known.then_some(held))));
+            texts.push(format!("{}: {}", counted(others.len(), "other"), amounts(live, known.then_some(held))));
         }
-        Some(parts.join("; "))
+        Some(texts.join("; "))
     }
 
     pub(super) fn object(&self) -> Value {
         let place = |place: &Place| {
             json!({
                 "pool": place.pool.map(|pool| pool.0),
-                "stream": place.stream.map(|stream| stream.0),
+                "stream": place.streams.and_then(StreamGroup::stream).map(|stream| stream.0),
+                "group": match place.streams {
+                    Some(StreamGroup::Group(first)) => Some(first.0),
+                    _ => None,
+                },
                 "live_bytes": place.live_bytes,
                 "reserved_bytes": place.held.map(|held| held.reserved_bytes),
                 "free_bytes": place.held.map(|held| held.free_bytes()),

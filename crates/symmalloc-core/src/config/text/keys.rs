@@ -2,6 +2,7 @@
 
 use super::reason::{IgnoredReason, KeyRefusal};
 use crate::config::nearest::nearest;
+use crate::config::policy::StreamPolicy;
 use crate::types::units::MIB;
 
 /// A key.
@@ -56,7 +57,8 @@ pub(super) const RESERVED: usize = 2;
 /// The words of `segments`, in the order of the three constants above.
 pub(super) const SEGMENTS: &[&str] = &["fixed", "expandable", "reserved"];
 // The words of the other keys, in the order of their values.
-pub(super) const STREAMS: &[&str] = &["separate", "shared"];
+pub(super) const STREAMS: &[&str] =
+    &[StreamPolicy::Separate.word(), StreamPolicy::Grouped.word(), StreamPolicy::Shared.word()];
 pub(super) const RECLAIM: &[&str] = &["never", "heap", "pool"];
 pub(super) const PLAN: &[&str] = &["off", "learn"];
 pub(super) const POINTER_LOOKUP: &[&str] = &["off", "exact"];
@@ -98,7 +100,7 @@ static KEYS: [Key; 41] = {
         key!("max_non_split_rounding", Bytes, Segments(FIXED)),
         key!("unsplit", Flag, Segments(FIXED)),
         key!("roundup_power2_divisions", Divisions, Pool),
-        key!("streams", Word(STREAMS, "separate or shared"), Pool),
+        key!("streams", Word(STREAMS, "separate, grouped or shared"), Pool),
         key!("symmetric", Flag, Pool),
         key!("limit", Bytes, Pool),
         key!("release_threshold", Bytes, Pool),

@@ -248,7 +248,7 @@ fn trace_step(communicator: &str, action: &SyncAction, is_registered: bool) {
                 target: "symmalloc",
                 communicator,
                 symmetric_pool = pool,
-                stream = group.stream().map(|stream| stream.0),
+                stream = group.first().map(|stream| stream.0),
                 segment = id.0,
                 size_bytes = action.change.size_bytes,
             )
