@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn the_processs_default_pool_groups_streams_unless_the_text_says_otherwise() {
+    fn the_default_pool_of_the_process_groups_streams_unless_the_text_says_otherwise() {
         let streams = |text: &str| TorchSettings::of_process(text).expect("valid").config.default_pool().streams();
         for grouped in
             ["", "segments:fixed", "peers:[1]", "limit_mb:64,reclaim:pool", "plan:learn", "streams : grouped"]
