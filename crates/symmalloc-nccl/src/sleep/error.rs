@@ -144,7 +144,9 @@ impl fmt::Display for SleepField {
             }
             SleepField::Number => "the number of sleeps and wakes so far",
             SleepField::Pool => "the pool",
-            SleepField::Compared => "the comparison of histories (1: yes), which the agreement mode of the pool decides",
+            SleepField::Compared => {
+                "the comparison of histories (1: yes), which the agreement mode of the pool decides"
+            }
             SleepField::Phase => "the phase of the pool (0: awake, 1: asleep, 2: held)",
             SleepField::Windows => "the pool's windows",
             SleepField::Communicators => "a communicator of the pool, which has ranks outside the given one",

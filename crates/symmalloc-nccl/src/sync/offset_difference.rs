@@ -220,7 +220,10 @@ mod tests {
         let message = CallMessage::from(CollectiveCall { receive: BufferPlace::NoWindow, ..call(512) });
         let words: [[u8; 8]; 10] = transmute!(message);
         let (segment, kind) = (1_u64 << 32 | 2, 1_u64 << 32 | 3);
-        assert_eq!(words.map(u64::from_le_bytes), [2 << 32 | u64::from(VERSION), 1, 1024, 1024, segment, kind, 512, 0, 0, 0]);
+        assert_eq!(
+            words.map(u64::from_le_bytes),
+            [2 << 32 | u64::from(VERSION), 1, 1024, 1024, segment, kind, 512, 0, 0, 0]
+        );
     }
 
     #[test]
