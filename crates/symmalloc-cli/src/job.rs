@@ -193,7 +193,6 @@ impl Job {
         let mut of_passes = vec![0; options.passes.get() as usize];
         let report = rule.run(0, |at, decision| {
             of_passes[at.pass as usize] += u64::from(decision.is_none());
-            ControlFlow::Continue(())
         })?;
         let Report { peaks, planned, waits, maps, .. } = report;
         let refused = of_passes.iter().sum();
