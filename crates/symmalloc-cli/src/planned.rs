@@ -100,10 +100,15 @@ impl PlannedJob {
         };
         let file = segments::exact(recorded, file)?;
         let seconds = begun.elapsed().as_secs_f64();
-        follow::adopt(&file, recorded.job.stream_count()).map_err(|(pool, error)| refused(recorded, pool, error))?;
         let file = Arc::new(file);
-        let followed = recorded.job.steady(file.config(), Some(&file));
-        Ok(PlannedJob { followed: followed.map_err(|error| not_followed(recorded, error))?, file, seconds })
+        let followed = recorded.job.steady(file.config(), Some(&file)).map_err(|error| {
+            // A plan that its pool does not adopt is the better reason.
+            match follow::adopt(&file, recorded.job.stream_count()) {
+                Err((pool, error)) => refused(recorded, pool, error),
+                Ok(()) => not_followed(recorded, error),
+            }
+        })?;
+        Ok(PlannedJob { followed, file, seconds })
     }
 
     /// Plans a job for a comparison with a run without a plan, in which `own_refused` requests are refused. Returns `None` if there
