@@ -326,9 +326,9 @@ pub(crate) struct ReplayArgs {
     /// Recordings to replay: files, `-`, or jobs that come with the program (see `symmalloc --help`)
     #[arg(required = true, value_name = "TRACE")]
     pub(crate) traces: Vec<PathBuf>,
-    /// Ranks to simulate
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=RANKS_MAX))]
-    pub(crate) ranks: u32,
+    /// Ranks to simulate [default: 8, or 2 for more than 200,000 ops]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=RANKS_MAX))]
+    pub(crate) ranks: Option<u32>,
     /// Order of free blocks: our rule, or the model of PyTorch 2.11's
     #[arg(long)]
     pub(crate) order: Option<Order>,
@@ -337,10 +337,10 @@ pub(crate) struct ReplayArgs {
     /// Seed of the simulated job: address orders, event timing and handles of all ranks
     #[arg(long, value_name = "S", default_value_t = 0)]
     pub(crate) seed: u64,
-    /// Number of times that each rank runs the trace on its allocator; everything is freed between passes
-    #[arg(long, alias = "repeat", value_name = "N", default_value_t = 5,
-          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    pub(crate) passes: u32,
+    /// Number of times that each rank runs the trace on its allocator; everything is freed between passes [default: 5, or 2 for more
+    /// than 200,000 ops]
+    #[arg(long, alias = "repeat", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub(crate) passes: Option<u32>,
     #[command(flatten)]
     pub(crate) reading: ReadingArgs,
     /// Exit with 0 even if a limit refuses allocations; without this flag the exit code is 3
