@@ -555,9 +555,9 @@ pub(crate) struct PlanArgs {
     #[arg(short, long, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
     /// Seconds of processor time for the search, about; a proof that no plan needs less memory ends it. The plan depends on this number
-    /// and not on the machine's speed
-    #[arg(long, value_name = "S", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=86_400))]
-    pub(crate) seconds: u64,
+    /// and not on the machine's speed [default: 10, or 4 for more than 200,000 ops]
+    #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub(crate) seconds: Option<u64>,
     /// Memory to reserve beyond what the job needs, in percent
     #[arg(long, value_name = "PERCENT", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1000))]
     pub(crate) margin: u32,

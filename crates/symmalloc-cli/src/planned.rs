@@ -42,7 +42,8 @@ use symmalloc_trace::plan::PlanFile;
 const WORK_PER_SECOND: u64 = 3_000_000;
 
 /// Seconds of search for a plan that is a part of another answer.
-pub(crate) const SECONDS_IN_REPORTS: u64 = 2;
+const SECONDS_IN_REPORTS: u64 = 2;
+const SECONDS_IN_REPORTS_OF_LONG_JOBS: u64 = 1;
 
 /// Returns the search budget for about this many seconds of processor time.
 pub(crate) fn budget(seconds: u64) -> SearchBudget {
@@ -117,8 +118,8 @@ impl PlannedJob {
     /// # Errors
     /// Returns a reason that states why there is no plan, or why every plan refuses more requests.
     pub(crate) fn of_use(recorded: &Recorded, policy: &PolicyArgs, own_refused: u64) -> Result<Option<Self>, NoPlan> {
-        let planned =
-            PlannedJob::of(recorded, policy, budget(SECONDS_IN_REPORTS)).map_err(|error| NoPlan::of(&error))?;
+        let seconds = if recorded.job.is_long() { SECONDS_IN_REPORTS_OF_LONG_JOBS } else { SECONDS_IN_REPORTS };
+        let planned = PlannedJob::of(recorded, policy, budget(seconds)).map_err(|error| NoPlan::of(&error))?;
         let refused = planned.followed.refused;
         if refused > own_refused {
             let passes = match planned.followed.passes {
