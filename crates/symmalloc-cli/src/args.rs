@@ -190,7 +190,7 @@ allocated, reserved ({peak_bytes, op}), steady_reserved_bytes, efficiency (peak 
 each_bytes?, allocations, requested_bytes}]: by name, or by size if name is null), free_bytes, largest_free_bytes, fragmentation
 (1 - largest / free), settings ([{settings, command, is_own, is_better (refuses fewer, or as many and reserves less), peak_reserved_bytes,
 refused (requests in all passes), maps (map and unmap calls per pass), waits (of a stream for another, per pass)}], fewest refusals and then least peak first),
-settings_impossible ([{settings, reason}]: the job stops under them), plan (null, or what a plan needs: {command, planned_bytes,
+settings_impossible ([{settings, reason}]: the job stops under them), settings_left_out (settings not tried because the job is long), plan (null, or what a plan needs: {command, planned_bytes,
 efficiency, refused (in all passes)}), no_plan (the reason, or null).
 
 Numbers of settings and plans are the maximum over five passes, or two for more than 200,000 ops. The pictures and the holders show the first pass.
