@@ -33,7 +33,7 @@ mod blocks;
 mod expandable;
 mod rules;
 
-use blocks::{Blocks, Class, List, ModelBlock, ModelState};
+use blocks::{BlockKey, Blocks, Class, List, ModelBlock, ModelState};
 use rules::{ModelRules, SMALL_MAX_BYTES};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use symmalloc_core::backend::{Backend, BackendError, Event, Range, Reason};
@@ -77,9 +77,10 @@ pub struct AddressOrder {
     born: Vec<ModelSegment>,
     /// Memory mapped and unmapped since [`take_changes`](Self::take_changes).
     changes: Vec<ModelChange>,
-    allocations: BTreeMap<AllocationId, Allocation>,
+    /// The live allocations by id. The ids of a program are dense.
+    allocations: Vec<Option<Allocation>>,
     /// Pending events of each stream in the order of recording, each with the block that waits for it.
-    pending: BTreeMap<StreamId, VecDeque<(Event, u64)>>,
+    pending: BTreeMap<StreamId, VecDeque<(Event, BlockKey)>>,
     requested_bytes: u64,
     requested_bytes_peak: u64,
     /// Completions of the recording; `None` if the device's events decide.
@@ -98,8 +99,8 @@ enum Completion {
 /// The frees that the recording completes later. Time is measured in entries: ops, and the completions themselves.
 #[derive(Debug, Default)]
 struct Completions {
-    /// Address of the block by the number of entries at which its completion is due, then by op.
-    due: BTreeMap<(u64, usize), u64>,
+    /// Blocks by the number of entries at which their completion is due, then by op.
+    due: BTreeMap<(u64, usize), BlockKey>,
     /// Number of entries so far.
     entries: u64,
 }
@@ -112,7 +113,7 @@ struct ModelSegment {
 
 #[derive(Debug)]
 struct Allocation {
-    address: u64,
+    block: BlockKey,
     requested_bytes: u64,
     /// Streams that use the allocation, apart from its own.
     uses: BTreeSet<StreamId>,
@@ -139,7 +140,7 @@ impl AddressOrder {
             blocks: Blocks::default(),
             born: Vec::new(),
             changes: Vec::new(),
-            allocations: BTreeMap::new(),
+            allocations: Vec::new(),
             pending: BTreeMap::new(),
             requested_bytes: 0,
             requested_bytes_peak: 0,
@@ -176,11 +177,13 @@ impl AddressOrder {
         completions.entries += 1;
         let entries = completions.entries;
         let Op::Free { id } = op else { return self.step(op) };
-        let Some(allocation) = self.allocations.get_mut(id) else { return self.step(op) };
+        let Some(allocation) = self.live(*id) else { return self.step(op) };
         // In such a recording, a free without a completion was completed at once.
         allocation.uses.clear();
         let Some(pending) = program.pending(number) else { return self.step(op) };
-        completions.due.insert((entries.saturating_add(pending.entries()), number), allocation.address);
+        let due = (entries.saturating_add(pending.entries()), number);
+        let block = allocation.block;
+        self.completions.get_or_insert_default().due.insert(due, block);
         self.device.tick(1);
         self.free(*id, Completion::Recorded)?;
         Ok(None)
@@ -192,9 +195,9 @@ impl AddressOrder {
             && let Some(next) = completions.due.first_entry()
             && (all || next.key().0 <= completions.entries)
         {
-            let address = next.remove();
+            let block = next.remove();
             completions.entries += 1;
-            self.blocks.event_done(address);
+            self.blocks.event_done(block);
         }
     }
 
@@ -211,8 +214,9 @@ impl AddressOrder {
             Op::Allocate { id, pool, stream, size_bytes } => return self.allocate(id, pool, stream, size_bytes),
             Op::Free { id } => self.free(id, Completion::Events)?,
             Op::RecordUse { id, stream } => {
-                if let Some(allocation) = self.allocations.get_mut(&id)
-                    && self.blocks.at(allocation.address).list.stream != stream
+                let blocks = &self.blocks;
+                if let Some(allocation) = self.allocations.get_mut(id.index()).and_then(Option::as_mut)
+                    && blocks.at(allocation.block).list.stream != stream
                 {
                     allocation.uses.insert(stream);
                 }
@@ -232,8 +236,10 @@ impl AddressOrder {
     /// The same as for [`step`](Self::step).
     pub fn free_all(&mut self) -> Result<(), BackendError> {
         self.complete(true);
-        while let Some((&id, _)) = self.allocations.first_key_value() {
-            self.step(&Op::Free { id })?;
+        for index in 0..self.allocations.len() {
+            if self.allocations[index].is_some() {
+                self.step(&Op::Free { id: AllocationId(index as u64) })?;
+            }
         }
         Ok(())
     }
@@ -268,6 +274,11 @@ impl AddressOrder {
         self.born.iter().filter(|segment| segment.alive).count()
     }
 
+    /// Returns a live allocation.
+    fn live(&mut self, id: AllocationId) -> Option<&mut Allocation> {
+        self.allocations.get_mut(id.index()).and_then(Option::as_mut)
+    }
+
     fn allocate(
         &mut self,
         id: AllocationId,
@@ -288,35 +299,36 @@ impl AddressOrder {
             true => self.blocks.best_fit(list, size),
             false => self.blocks.best_fit_expandable(list, size),
         };
-        let found = found.filter(|&address| self.rules.accepts(class, size, self.blocks.at(address).size_bytes));
-        let address = match found {
-            Some(address) => address,
+        let found = found.filter(|&key| self.rules.accepts(class, size, self.blocks.at(key).size_bytes));
+        let key = match found {
+            Some(key) => key,
             None if self.rules.is_fixed() => self.fixed_segment(list, size)?,
             None => self.expanded_block(list, size)?,
         };
-        let block = self.blocks.take(address);
-        let rest = block.size_bytes - size;
-        let split = self.rules.splits(class, size, rest);
-        let kept = if split { size } else { block.size_bytes };
-        if split {
-            self.blocks.put(address + kept, ModelBlock { size_bytes: rest, ..block });
+        let block = self.blocks.at(key);
+        self.blocks.set_state(key, ModelState::Allocated);
+        if self.rules.splits(class, size, block.size_bytes - size) {
+            let rest = self.blocks.split(key, size);
+            self.blocks.set_state(rest, ModelState::Free);
         }
-        self.blocks.put(address, ModelBlock { size_bytes: kept, state: ModelState::Allocated, ..block });
-        self.allocations.insert(id, Allocation { address, requested_bytes, uses: BTreeSet::new() });
+        if self.allocations.len() <= id.index() {
+            self.allocations.resize_with(id.index() + 1, || None);
+        }
+        self.allocations[id.index()] = Some(Allocation { block: key, requested_bytes, uses: BTreeSet::new() });
         self.requested_bytes += requested_bytes;
         self.requested_bytes_peak = self.requested_bytes_peak.max(self.requested_bytes);
         let base = self.born[block.segment.index()].range.base.0;
-        Ok(Some(Placement { segment: block.segment, offset_bytes: address - base }))
+        Ok(Some(Placement { segment: block.segment, offset_bytes: block.address - base }))
     }
 
     /// Obtains a segment for a request, as one free block.
-    fn fixed_segment(&mut self, list: List, size: u64) -> Result<u64, BackendError> {
+    fn fixed_segment(&mut self, list: List, size: u64) -> Result<BlockKey, BackendError> {
         let segment_bytes = self.rules.segment_bytes(list.class, size);
         let range = self.device.reserve(segment_bytes)?;
         self.device.map(range, 0, segment_bytes)?;
-        let address = self.add_segment(list, range, ModelState::Free);
-        self.note(true, &self.blocks.at(address), 0, segment_bytes);
-        Ok(address)
+        let key = self.add_segment(list, range, ModelState::Free);
+        self.note(true, &self.blocks.at(key), 0, segment_bytes);
+        Ok(key)
     }
 
     /// Records that memory of a block's segment was mapped or unmapped.
@@ -325,25 +337,26 @@ impl AddressOrder {
         self.changes.push(ModelChange { is_mapped, pool, stream, segment: block.segment, offset_bytes, size_bytes });
     }
 
-    /// Adds a new segment as one block, and returns its address.
-    fn add_segment(&mut self, list: List, range: Range, state: ModelState) -> u64 {
+    /// Adds a new segment as one block.
+    fn add_segment(&mut self, list: List, range: Range, state: ModelState) -> BlockKey {
         let segment = SegmentId(self.born.len() as u32);
         self.born.push(ModelSegment { range, alive: true });
-        self.blocks.put(range.base.0, ModelBlock { size_bytes: range.size_bytes, segment, list, state })
+        let Range { base, size_bytes } = range;
+        self.blocks.add(ModelBlock { address: base.0, size_bytes, segment, list, state })
     }
 
     fn free(&mut self, id: AllocationId, completion: Completion) -> Result<(), BackendError> {
-        let Some(allocation) = self.allocations.remove(&id) else { return Ok(()) };
-        self.requested_bytes -= allocation.requested_bytes;
-        let block = self.blocks.take(allocation.address);
+        let live = self.allocations.get_mut(id.index()).and_then(Option::take);
+        let Some(Allocation { block, requested_bytes, uses }) = live else { return Ok(()) };
+        self.requested_bytes -= requested_bytes;
         let mut events = u32::from(completion == Completion::Recorded);
-        for &stream in &allocation.uses {
+        for stream in uses {
             let event = self.device.record(stream)?;
-            self.pending.entry(stream).or_default().push_back((event, allocation.address));
+            self.pending.entry(stream).or_default().push_back((event, block));
             events += 1;
         }
         let state = if events > 0 { ModelState::Pending { events } } else { ModelState::Free };
-        self.blocks.put(allocation.address, ModelBlock { state, ..block });
+        self.blocks.set_state(block, state);
         Ok(())
     }
 
@@ -351,12 +364,12 @@ impl AddressOrder {
     fn poll(&mut self) -> Result<(), BackendError> {
         for queue in self.pending.values_mut() {
             work::count(1);
-            while let Some(&(event, address)) = queue.front()
+            while let Some(&(event, block)) = queue.front()
                 && self.device.query(event)?
             {
                 queue.pop_front();
                 self.device.recycle(event);
-                self.blocks.event_done(address);
+                self.blocks.event_done(block);
             }
         }
         self.pending.retain(|_, queue| !queue.is_empty());
@@ -367,29 +380,29 @@ impl AddressOrder {
     fn empty_cache(&mut self, pool: Option<PoolId>) -> Result<(), BackendError> {
         for (&stream, queue) in &mut self.pending {
             let mut index = 0;
-            while let Some(&(event, address)) = queue.get(index) {
+            while let Some(&(event, block)) = queue.get(index) {
                 work::count(1);
-                if pool.is_some_and(|pool| pool != self.blocks.at(address).list.pool) {
+                if pool.is_some_and(|pool| pool != self.blocks.at(block).list.pool) {
                     index += 1;
                     continue;
                 }
                 self.device.synchronize(stream)?;
                 queue.remove(index);
                 self.device.recycle(event);
-                self.blocks.event_done(address);
+                self.blocks.event_done(block);
             }
         }
-        for address in self.blocks.free_of(pool) {
+        for key in self.blocks.free_of(pool) {
             match self.rules.is_fixed() {
-                true => self.release_if_whole(address)?,
-                false => self.unmap_whole_pages(address)?,
+                true => self.release_if_whole(key)?,
+                false => self.unmap_whole_pages(key)?,
             }
         }
         Ok(())
     }
 
-    fn release_if_whole(&mut self, address: u64) -> Result<(), BackendError> {
-        let block = self.blocks.at(address);
+    fn release_if_whole(&mut self, key: BlockKey) -> Result<(), BackendError> {
+        let block = self.blocks.at(key);
         let segment = &mut self.born[block.segment.index()];
         if block.size_bytes != segment.range.size_bytes {
             return Ok(());
@@ -397,7 +410,7 @@ impl AddressOrder {
         self.device.unmap(segment.range, 0, block.size_bytes)?;
         self.device.release(segment.range)?;
         segment.alive = false;
-        self.blocks.take(address);
+        self.blocks.remove(key);
         self.note(false, &block, 0, block.size_bytes);
         Ok(())
     }

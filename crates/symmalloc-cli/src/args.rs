@@ -190,7 +190,7 @@ allocated, reserved ({peak_bytes, op}), steady_reserved_bytes, efficiency (peak 
 each_bytes?, allocations, requested_bytes}]: by name, or by size if name is null), free_bytes, largest_free_bytes, fragmentation
 (1 - largest / free), settings ([{settings, command, is_own, is_better (refuses fewer, or as many and reserves less), peak_reserved_bytes,
 refused (requests in all passes), maps (map and unmap calls per pass), waits (of a stream for another, per pass)}], fewest refusals and then least peak first),
-settings_impossible ([{settings, reason}]: the job stops under them), plan (null, or what a plan needs: {command, planned_bytes,
+settings_impossible ([{settings, reason}]: the job stops under them), settings_left_out (settings not tried because the job is long), plan (null, or what a plan needs: {command, planned_bytes,
 efficiency, refused (in all passes)}), no_plan (the reason, or null).
 
 Numbers of settings and plans are the maximum over five passes, or two for more than 200,000 ops. The pictures and the holders show the first pass.
@@ -326,9 +326,9 @@ pub(crate) struct ReplayArgs {
     /// Recordings to replay: files, `-`, or jobs that come with the program (see `symmalloc --help`)
     #[arg(required = true, value_name = "TRACE")]
     pub(crate) traces: Vec<PathBuf>,
-    /// Ranks to simulate
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=RANKS_MAX))]
-    pub(crate) ranks: u32,
+    /// Ranks to simulate [default: 8, or 2 for more than 200,000 ops]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=RANKS_MAX))]
+    pub(crate) ranks: Option<u32>,
     /// Order of free blocks: our rule, or the model of PyTorch 2.11's
     #[arg(long)]
     pub(crate) order: Option<Order>,
@@ -337,10 +337,10 @@ pub(crate) struct ReplayArgs {
     /// Seed of the simulated job: address orders, event timing and handles of all ranks
     #[arg(long, value_name = "S", default_value_t = 0)]
     pub(crate) seed: u64,
-    /// Number of times that each rank runs the trace on its allocator; everything is freed between passes
-    #[arg(long, alias = "repeat", value_name = "N", default_value_t = 5,
-          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    pub(crate) passes: u32,
+    /// Number of times that each rank runs the trace on its allocator; everything is freed between passes [default: 5, or 2 for more
+    /// than 200,000 ops]
+    #[arg(long, alias = "repeat", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub(crate) passes: Option<u32>,
     #[command(flatten)]
     pub(crate) reading: ReadingArgs,
     /// Exit with 0 even if a limit refuses allocations; without this flag the exit code is 3
@@ -555,9 +555,9 @@ pub(crate) struct PlanArgs {
     #[arg(short, long, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
     /// Seconds of processor time for the search, about; a proof that no plan needs less memory ends it. The plan depends on this number
-    /// and not on the machine's speed
-    #[arg(long, value_name = "S", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=86_400))]
-    pub(crate) seconds: u64,
+    /// and not on the machine's speed [default: 10, or 4 for more than 200,000 ops]
+    #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub(crate) seconds: Option<u64>,
     /// Memory to reserve beyond what the job needs, in percent
     #[arg(long, value_name = "PERCENT", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1000))]
     pub(crate) margin: u32,

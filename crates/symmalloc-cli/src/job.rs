@@ -52,8 +52,9 @@ use symmalloc_trace::replay::{Program, Replay, ReplayError, StepError};
 /// Number of ops from which on a job is long.
 const LONG_JOB_OPS: usize = 200_000;
 
-/// Passes over a long job.
+/// Passes over a long job, and ranks that replay it.
 const LONG_JOB_PASSES: NonZeroU32 = NonZeroU32::new(2).expect("2 is not zero");
+const LONG_JOB_RANKS: NonZeroU32 = NonZeroU32::new(2).expect("2 is not zero");
 
 /// A program and the configuration of its allocator.
 #[derive(Clone, Debug)]
@@ -197,7 +198,6 @@ impl Job {
         let mut of_passes = vec![0; options.passes.get() as usize];
         let report = rule.run(0, |at, decision| {
             of_passes[at.pass as usize] += u64::from(decision.is_none());
-            ControlFlow::Continue(())
         })?;
         let Report { peaks, planned, waits, maps, .. } = report;
         let refused = of_passes.iter().sum();
@@ -205,13 +205,20 @@ impl Job {
         Ok(Steady { peaks, passes: options.passes.get(), refused, refused_each, planned, waits, maps })
     }
 
+    /// Returns `true` if the job has so many ops that commands repeat it less by default.
+    pub(crate) fn is_long(&self) -> bool {
+        self.program.ops().len() >= LONG_JOB_OPS
+    }
+
     /// Returns the number of passes that show the job's needs when it repeats. Reports run a long job under many settings, and its second
     /// pass shows what the first one hides.
     pub(crate) fn steady_passes(&self) -> NonZeroU32 {
-        match self.program.ops().len() {
-            0..LONG_JOB_OPS => Options::default().passes,
-            _ => LONG_JOB_PASSES,
-        }
+        if self.is_long() { LONG_JOB_PASSES } else { Options::default().passes }
+    }
+
+    /// Returns the number of ranks on which a replay runs the job by default.
+    pub(crate) fn replayed_ranks(&self) -> NonZeroU32 {
+        if self.is_long() { LONG_JOB_RANKS } else { Options::default().ranks }
     }
 
     /// Runs a program of this job once under a configuration, up to and including an op.

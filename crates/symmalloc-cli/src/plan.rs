@@ -37,6 +37,10 @@ use symmalloc_core::ids::HeapId;
 use symmalloc_core::op::Op;
 use symmalloc_trace::plan::{PlanFile, to_text};
 
+/// Seconds of search by default. The other parts of a plan of a long job take several seconds.
+const SECONDS: u64 = 10;
+const SECONDS_FOR_LONG_JOBS: u64 = 4;
+
 /// Plans each job, or each table of rectangles. The verdict is `Differ` if a rank obtains memory despite its reservations.
 pub(crate) fn plan(args: &PlanArgs) -> Result<Verdict, CliError> {
     for (flag, wanted) in [("-o", &args.output), ("--reservations", &args.reservations)] {
@@ -96,7 +100,8 @@ impl<'a> JobPlan<'a> {
         };
         let mut figures = Figures::default();
         for job in &jobs {
-            let (file, of_rank) = Figures::of(job, &args.policy, planned::budget(args.seconds))?;
+            let seconds = args.seconds.unwrap_or(if job.job.is_long() { SECONDS_FOR_LONG_JOBS } else { SECONDS });
+            let (file, of_rank) = Figures::of(job, &args.policy, planned::budget(seconds))?;
             figures = figures.max(of_rank);
             if let Some(out) = &outputs.plan {
                 write(job, &file, out, outputs.content)?;

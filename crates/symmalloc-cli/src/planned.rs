@@ -42,7 +42,8 @@ use symmalloc_trace::plan::PlanFile;
 const WORK_PER_SECOND: u64 = 3_000_000;
 
 /// Seconds of search for a plan that is a part of another answer.
-pub(crate) const SECONDS_IN_REPORTS: u64 = 2;
+const SECONDS_IN_REPORTS: u64 = 2;
+const SECONDS_IN_REPORTS_OF_LONG_JOBS: u64 = 1;
 
 /// Returns the search budget for about this many seconds of processor time.
 pub(crate) fn budget(seconds: u64) -> SearchBudget {
@@ -100,10 +101,15 @@ impl PlannedJob {
         };
         let file = segments::exact(recorded, file)?;
         let seconds = begun.elapsed().as_secs_f64();
-        follow::adopt(&file, recorded.job.stream_count()).map_err(|(pool, error)| refused(recorded, pool, error))?;
         let file = Arc::new(file);
-        let followed = recorded.job.steady(file.config(), Some(&file));
-        Ok(PlannedJob { followed: followed.map_err(|error| not_followed(recorded, error))?, file, seconds })
+        let followed = recorded.job.steady(file.config(), Some(&file)).map_err(|error| {
+            // A plan that its pool does not adopt is the better reason.
+            match follow::adopt(&file, recorded.job.stream_count()) {
+                Err((pool, error)) => refused(recorded, pool, error),
+                Ok(()) => not_followed(recorded, error),
+            }
+        })?;
+        Ok(PlannedJob { followed, file, seconds })
     }
 
     /// Plans a job for a comparison with a run without a plan, in which `own_refused` requests are refused. Returns `None` if there
@@ -112,8 +118,8 @@ impl PlannedJob {
     /// # Errors
     /// Returns a reason that states why there is no plan, or why every plan refuses more requests.
     pub(crate) fn of_use(recorded: &Recorded, policy: &PolicyArgs, own_refused: u64) -> Result<Option<Self>, NoPlan> {
-        let planned =
-            PlannedJob::of(recorded, policy, budget(SECONDS_IN_REPORTS)).map_err(|error| NoPlan::of(&error))?;
+        let seconds = if recorded.job.is_long() { SECONDS_IN_REPORTS_OF_LONG_JOBS } else { SECONDS_IN_REPORTS };
+        let planned = PlannedJob::of(recorded, policy, budget(seconds)).map_err(|error| NoPlan::of(&error))?;
         let refused = planned.followed.refused;
         if refused > own_refused {
             let passes = match planned.followed.passes {

@@ -24,9 +24,10 @@ use std::sync::Arc;
 use symmalloc_core::config::Config;
 use symmalloc_core::op::Op;
 use symmalloc_import::Recording;
+use symmalloc_trace::plan::PlanFile;
 
 /// Maximum number of ranks in the comparison with PyTorch's rule. More ranks do not change its result.
-const COMPARISON_RANKS_MAX: u32 = 8;
+const COMPARISON_RANKS_MAX: NonZeroU32 = NonZeroU32::new(8).expect("8 is not zero");
 
 /// Replays every trace. The verdict is `Differ` if the ranks of any trace differ.
 pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {
@@ -43,9 +44,9 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {
     let mut verdict = Verdict::Agree;
     for path in &args.traces {
         let mut recording = input::recording(path, &args.reading)?;
-        let mut options = options(args);
-        if let Some(plan) = &args.plan {
-            options.plan = Some(Arc::new(follow(plan, path, &mut recording, &args.policy)?));
+        let mut plan = None;
+        if let Some(file) = &args.plan {
+            plan = Some(Arc::new(follow(file, path, &mut recording, &args.policy)?));
         } else if let Some(config) = args.policy.config() {
             // The question is whether the whole job fits.
             let has_limit = config.total_limit_bytes().is_some() || config.default_pool().limit_bytes().is_some();
@@ -55,6 +56,7 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {
             reconfigure(&mut recording, config);
         }
         let job = Job::new(&recording).map_err(|source| CliError::Program { path: path.clone(), source })?;
+        let options = options(args, &job, plan);
         if options.order == Order::Address {
             UnknownToModel::of(args.policy.config(), args.policy.streams.map(Into::into))?;
         }
@@ -72,7 +74,7 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {
             let config = job.config(&options).map_err(|error| failed(path, error.into()))?;
             record(out, &config, &recording, &finding.outcome)?;
         }
-        let others = comparison(path, &job, args)?;
+        let others = comparison(path, &job, &options)?;
         if args.json {
             objects.push(json::object(&recording, &finding, &others));
         } else {
@@ -89,21 +91,18 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {
     Ok(verdict)
 }
 
-fn options(args: &ReplayArgs) -> Options {
+fn options(args: &ReplayArgs, job: &Job, plan: Option<Arc<PlanFile>>) -> Options {
+    // The argument parser has checked that the numbers are at least one.
+    let stated = |number: Option<u32>| number.and_then(NonZeroU32::new);
     Options {
-        ranks: at_least_one(args.ranks),
+        ranks: stated(args.ranks).unwrap_or_else(|| job.replayed_ranks()),
         order: args.order.unwrap_or_default(),
         segments: args.policy.segments,
         streams: args.policy.streams.map(Into::into),
         seed: args.seed,
-        passes: at_least_one(args.passes),
-        plan: None,
+        passes: stated(args.passes).unwrap_or_else(|| job.steady_passes()),
+        plan,
     }
-}
-
-/// Converts a number that the argument parser has checked to be at least one.
-fn at_least_one(number: u32) -> NonZeroU32 {
-    NonZeroU32::new(number).unwrap_or(NonZeroU32::MIN)
 }
 
 fn find_out<'a>(path: &'a Path, job: &'a Job, options: &Options) -> Result<ReplayFinding<'a>, CliError> {
@@ -122,12 +121,11 @@ fn find_out<'a>(path: &'a Path, job: &'a Job, options: &Options) -> Result<Repla
 
 /// Returns the results of PyTorch's rule on the job, first with expandable segments, which reserve less. Empty if the command
 /// replays that rule itself.
-fn comparison(path: &Path, job: &Job, args: &ReplayArgs) -> Result<Vec<Outcome>, CliError> {
-    let options = options(args);
+fn comparison(path: &Path, job: &Job, options: &Options) -> Result<Vec<Outcome>, CliError> {
     if options.order == Order::Address {
         return Ok(Vec::new());
     }
-    let ranks = at_least_one(args.ranks.min(COMPARISON_RANKS_MAX));
+    let ranks = options.ranks.min(COMPARISON_RANKS_MAX);
     [Segments::Expandable, Segments::Fixed]
         .into_iter()
         .map(|segments| {

@@ -37,7 +37,7 @@ use findings::{Findings, Fragmentation, PlanOutcome, PlanTrial, UNSERVED};
 use pools::{Change, PrivatePools};
 use recorded_reserved::RecordedReserved;
 use serde_json::{Value, json};
-use settings::Trial;
+use settings::{Trial, Trials};
 use std::path::Path;
 
 /// Writes the report of a recording that this process has just written.
@@ -79,7 +79,7 @@ fn make(args: &ReportArgs, print: impl FnOnce(&Findings<'_>) -> Result<(), CliEr
         failure.add_state(&memory);
     }
     let holders = holders::of(&memory);
-    let (trials, impossible) = settings::trials(&recorded, &args.reading)?;
+    let Trials { trials, impossible, left_out } = settings::trials(&recorded, &args.reading)?;
     let own_refused = trials.iter().find(|trial| trial.is_own).map_or(0, |own| own.refused);
     let has_history = recorded.recording.summary.state_only.is_none();
     let (planned, plan) =
@@ -97,6 +97,7 @@ fn make(args: &ReportArgs, print: impl FnOnce(&Findings<'_>) -> Result<(), CliEr
         holders,
         trials,
         impossible,
+        left_out,
         planned,
         layouts,
         recorded_reserved,
@@ -148,6 +149,7 @@ impl Findings<'_> {
             "fragmentation": fragmentation,
             "settings": self.trials.iter().map(|trial| self.setting(trial)).collect::<Vec<_>>(),
             "settings_impossible": self.impossible,
+            "settings_left_out": self.left_out,
             "plan": self.planned.trial(),
             "no_plan": self.planned.failure(),
         })
@@ -213,6 +215,10 @@ impl Findings<'_> {
             PlanOutcome::Failed(_) | PlanOutcome::Empty => {}
         }
         let trials = count(self.trials.len());
-        out + &format!("{trials} settings tried; written to {}\n", shown(&args.output))
+        let left_out = match self.left_out.len() {
+            0 => String::new(),
+            left_out => format!(", {} left out because the job is long", count(left_out)),
+        };
+        out + &format!("{trials} settings tried{left_out}; written to {}\n", shown(&args.output))
     }
 }

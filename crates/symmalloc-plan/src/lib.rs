@@ -68,7 +68,7 @@ mod table;
 
 pub use learner::{Lived, StepLearner};
 pub use problem::{Problem, ProblemError, Rectangle};
-pub use schedule::{Overlap, Place, PlacedAllocation, Schedule};
+pub use schedule::{Overlap, Place, PlacedAllocation, Schedule, first_uses};
 pub use solution::{PlacementError, Solution};
 pub use solve::{SearchBudget, SearchState, solve, solve_watched};
 #[cfg(feature = "csv")]

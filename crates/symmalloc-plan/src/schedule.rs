@@ -72,14 +72,21 @@ impl Schedule {
     /// Returns [`Overlap`] if two of them overlap.
     pub fn new(step: &[Option<PlacedAllocation>]) -> Result<Self, Overlap> {
         let mut schedule = Schedule::default();
-        let mut numbers: BTreeMap<Place, u32> = BTreeMap::new();
-        let mut sweep = Sweep { step, last: BTreeMap::new(), seen: BTreeSet::new() };
+        let mut sweep = Sweep::new(step);
+        let uses: Vec<Place> = step.iter().flatten().map(|placed| placed.place).collect();
+        let mut first_uses = first_uses(&uses).into_iter();
+        // The place of each use.
+        let mut places_used: Vec<u32> = Vec::with_capacity(uses.len());
         for (number, placed) in (0..).zip(step) {
             let place_of = placed.map(|PlacedAllocation { place, .. }| {
-                *numbers.entry(place).or_insert_with(|| {
+                let first = first_uses.next().expect("every place has a first use");
+                let known = places_used.get(first).copied();
+                let place_of = known.unwrap_or_else(|| {
                     schedule.places.push(place);
                     schedule.places.len() as u32 - 1
-                })
+                });
+                places_used.push(place_of);
+                place_of
             });
             schedule.place_of.push(place_of);
             if let Some(placed) = placed {
@@ -131,43 +138,77 @@ impl Schedule {
     }
 }
 
-/// The sweep, which tracks the last allocation at each offset.
-struct Sweep<'a> {
-    step: &'a [Option<PlacedAllocation>],
-    /// By start: the end and the number of the allocation, counted over both rounds. Disjoint.
-    last: BTreeMap<u32, (u32, u32)>,
-    /// Allocations that were checked since their last use, each with a stream that checked it.
-    seen: BTreeSet<(u32, u16)>,
+/// Returns, for each place, the index of the first equal one. Sorts the places, because a long step has many.
+pub fn first_uses(places: &[Place]) -> Vec<usize> {
+    let mut sorted: Vec<usize> = (0..places.len()).collect();
+    sorted.sort_unstable_by_key(|index| (places[*index], *index));
+    let mut first_uses = vec![0; places.len()];
+    for equal in sorted.chunk_by(|a, b| places[*a] == places[*b]) {
+        equal.iter().for_each(|index| first_uses[*index] = equal[0]);
+    }
+    first_uses
 }
 
-impl Sweep<'_> {
+/// The sweep, which tracks the last allocation at each offset. Allocations are counted over both rounds.
+struct Sweep<'a> {
+    step: &'a [Option<PlacedAllocation>],
+    /// By start: the end and the number of the allocation. Disjoint.
+    last: BTreeMap<u32, (u32, u32)>,
+    /// By allocation: the first stream that has checked it since its last use.
+    seen_by: Vec<Option<u16>>,
+    /// Allocations that were checked since their last use, each with another stream that checked it.
+    seen_by_others: BTreeSet<(u32, u16)>,
+    /// The earlier allocations in the place that is visited: start, end and number.
+    there: Vec<(u32, u32, u32)>,
+}
+
+impl<'a> Sweep<'a> {
+    fn new(step: &'a [Option<PlacedAllocation>]) -> Self {
+        let seen_by = vec![None; 2 * step.len()];
+        Sweep { step, last: BTreeMap::new(), seen_by, seen_by_others: BTreeSet::new(), there: Vec::new() }
+    }
+
     /// Processes an allocation. Passes each earlier allocation in its place to `before`, unless its stream has checked
     /// it already.
     fn visit(&mut self, number: u32, placed: &PlacedAllocation, mut before: impl FnMut(u32)) -> Result<(), Overlap> {
         let PlacedAllocation { place, stream, .. } = *placed;
         let count = self.step.len() as u32;
         let end = place.offset + place.size;
-        let below = self.last.range(..place.offset).next_back().filter(|(_, (to, _))| *to > place.offset);
-        let from = below.map_or(place.offset, |(from, _)| *from);
-        let there: Vec<(u32, u32, u32)> =
-            self.last.range(from..end).map(|(from, (to, by))| (*from, *to, *by)).collect();
-        for (from, to, by) in there {
+        let mut there = std::mem::take(&mut self.there);
+        // The last one that begins in or below the place comes first.
+        let in_place = self.last.range(..end).rev().take_while(|(_, (to, _))| *to > place.offset);
+        there.extend(in_place.map(|(from, (to, by))| (*from, *to, *by)));
+        for (from, to, by) in there.drain(..).rev() {
             let until = self.step[(by % count) as usize].map_or(0, |placed| placed.until);
             if by / count * count + until > number {
                 return Err(Overlap { first: by % count, second: number % count });
             }
-            if self.seen.insert((by, stream)) {
+            if self.is_unseen(by, stream) {
                 before(by);
             }
-            self.last.remove(&from);
+            // An entry at the start of the place is replaced below.
             if from < place.offset {
                 self.last.insert(from, (place.offset, by));
+            } else if from > place.offset {
+                self.last.remove(&from);
             }
             if end < to {
                 self.last.insert(end, (to, by));
             }
         }
+        self.there = there;
         self.last.insert(place.offset, (end, number));
         Ok(())
+    }
+
+    /// Returns `true` if a stream has not checked an allocation since its last use, and notes that it has.
+    fn is_unseen(&mut self, by: u32, stream: u16) -> bool {
+        match &mut self.seen_by[by as usize] {
+            Some(first) => *first != stream && self.seen_by_others.insert((by, stream)),
+            none => {
+                *none = Some(stream);
+                true
+            }
+        }
     }
 }

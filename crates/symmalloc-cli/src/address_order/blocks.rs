@@ -50,135 +50,198 @@ pub(super) enum ModelState {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ModelBlock {
+    pub(super) address: u64,
     pub(super) size_bytes: u64,
     pub(super) segment: SegmentId,
     pub(super) list: List,
     pub(super) state: ModelState,
 }
 
+/// Identifies a block. A free or unmapped block keeps its key until it merges with the block before it, and all others keep theirs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct BlockKey(u32);
+
+/// A block and its neighbors in the segment.
+#[derive(Clone, Copy, Debug)]
+struct Linked {
+    block: ModelBlock,
+    previous: Option<BlockKey>,
+    next: Option<BlockKey>,
+}
+
 /// All blocks of a rank.
 #[derive(Debug, Default)]
 pub(super) struct Blocks {
-    by_address: BTreeMap<u64, ModelBlock>,
-    /// (list, size, address) of each free block.
-    free: BTreeSet<(List, u64, u64)>,
+    /// Blocks by key.
+    linked: Vec<Linked>,
+    /// Keys without a block.
+    vacant: Vec<BlockKey>,
+    /// (size, address) of the free blocks of each list.
+    free: BTreeMap<List, BTreeSet<(u64, u64, BlockKey)>>,
     /// (list, address) of each unmapped block.
-    unmapped: BTreeSet<(List, u64)>,
+    unmapped: BTreeSet<(List, u64, BlockKey)>,
 }
 
 impl Blocks {
-    /// Returns the block that starts at `address`.
-    ///
-    /// # Panics
-    /// Panics if no block starts there.
-    pub(super) fn at(&self, address: u64) -> ModelBlock {
-        self.by_address[&address]
+    /// Returns a block.
+    pub(super) fn at(&self, key: BlockKey) -> ModelBlock {
+        self.linked[key.0 as usize].block
     }
 
-    /// Removes and returns the block that starts at `address`.
-    ///
-    /// # Panics
-    /// Panics if no block starts there.
-    pub(super) fn take(&mut self, address: u64) -> ModelBlock {
-        let block = self.by_address.remove(&address).expect("a block starts here");
-        match block.state {
-            ModelState::Free => _ = self.free.remove(&(block.list, block.size_bytes, address)),
-            ModelState::Unmapped => _ = self.unmapped.remove(&(block.list, address)),
-            ModelState::Allocated | ModelState::Pending { .. } => {}
-        }
-        block
+    /// Adds a new segment as one block.
+    pub(super) fn add(&mut self, block: ModelBlock) -> BlockKey {
+        let key = self.insert(Linked { block, previous: None, next: None });
+        self.list(key);
+        key
     }
 
-    /// Inserts a block. Merges a free or unmapped block with neighbors in the same state, and returns the start of the result.
-    pub(super) fn put(&mut self, mut address: u64, mut block: ModelBlock) -> u64 {
-        if matches!(block.state, ModelState::Free | ModelState::Unmapped) {
-            if let Some((next, neighbor)) = self.next(address, &block)
-                && neighbor.state == block.state
-            {
-                block.size_bytes += self.take(next).size_bytes;
+    /// Removes a segment that is one block.
+    pub(super) fn remove(&mut self, key: BlockKey) {
+        self.unlist(key);
+        self.vacant.push(key);
+    }
+
+    /// Makes a block one of the first `size_bytes` bytes, and adds another one in the same state of the rest.
+    pub(super) fn split(&mut self, key: BlockKey, size_bytes: u64) -> BlockKey {
+        self.unlist(key);
+        let Linked { block, next, .. } = self.linked[key.0 as usize];
+        let (address, rest_bytes) = (block.address + size_bytes, block.size_bytes - size_bytes);
+        let rest = ModelBlock { address, size_bytes: rest_bytes, ..block };
+        let rest = self.insert(Linked { block: rest, previous: Some(key), next });
+        if let Some(next) = next {
+            self.linked[next.0 as usize].previous = Some(rest);
+        }
+        let own = &mut self.linked[key.0 as usize];
+        (own.block.size_bytes, own.next) = (size_bytes, Some(rest));
+        self.list(key);
+        self.list(rest);
+        rest
+    }
+
+    /// Changes the state of a block. Merges a free or unmapped block with neighbors in the same state, and returns the result.
+    pub(super) fn set_state(&mut self, mut key: BlockKey, state: ModelState) -> BlockKey {
+        self.unlist(key);
+        self.linked[key.0 as usize].block.state = state;
+        if matches!(state, ModelState::Free | ModelState::Unmapped) {
+            if let Some((next, _)) = self.next(key).filter(|(_, next)| next.state == state) {
+                self.unlist(next);
+                self.merge_next(key, next);
             }
-            if let Some((previous, neighbor)) = self.previous(address, &block)
-                && neighbor.state == block.state
-            {
-                block.size_bytes += self.take(previous).size_bytes;
-                address = previous;
+            if let Some((previous, _)) = self.previous(key).filter(|(_, previous)| previous.state == state) {
+                self.unlist(previous);
+                self.merge_next(previous, key);
+                key = previous;
             }
         }
-        match block.state {
-            ModelState::Free => _ = self.free.insert((block.list, block.size_bytes, address)),
-            ModelState::Unmapped => _ = self.unmapped.insert((block.list, address)),
+        self.list(key);
+        key
+    }
+
+    /// Adds the bytes of the next block to a block. Both are in no list.
+    fn merge_next(&mut self, key: BlockKey, next: BlockKey) {
+        let Linked { block, next: after, .. } = self.linked[next.0 as usize];
+        let own = &mut self.linked[key.0 as usize];
+        own.block.size_bytes += block.size_bytes;
+        own.next = after;
+        if let Some(after) = after {
+            self.linked[after.0 as usize].previous = Some(key);
+        }
+        self.vacant.push(next);
+    }
+
+    fn insert(&mut self, linked: Linked) -> BlockKey {
+        if let Some(key) = self.vacant.pop() {
+            self.linked[key.0 as usize] = linked;
+            return key;
+        }
+        self.linked.push(linked);
+        BlockKey(self.linked.len() as u32 - 1)
+    }
+
+    /// Adds a free or unmapped block to its list.
+    fn list(&mut self, key: BlockKey) {
+        let ModelBlock { address, size_bytes, list, state, .. } = self.at(key);
+        match state {
+            ModelState::Free => _ = self.free.entry(list).or_default().insert((size_bytes, address, key)),
+            ModelState::Unmapped => _ = self.unmapped.insert((list, address, key)),
             ModelState::Allocated | ModelState::Pending { .. } => {}
         }
-        self.by_address.insert(address, block);
-        address
+    }
+
+    /// Removes a free or unmapped block from its list.
+    fn unlist(&mut self, key: BlockKey) {
+        let ModelBlock { address, size_bytes, list, state, .. } = self.at(key);
+        match state {
+            ModelState::Free => {
+                let free = self.free.get_mut(&list).expect("the block is listed");
+                free.remove(&(size_bytes, address, key));
+                if free.is_empty() {
+                    self.free.remove(&list);
+                }
+            }
+            ModelState::Unmapped => _ = self.unmapped.remove(&(list, address, key)),
+            ModelState::Allocated | ModelState::Pending { .. } => {}
+        }
     }
 
     /// Returns the next block in the same segment.
-    pub(super) fn next(&self, address: u64, block: &ModelBlock) -> Option<(u64, ModelBlock)> {
-        let next = address + block.size_bytes;
-        let neighbor = *self.by_address.get(&next)?;
-        (neighbor.segment == block.segment).then_some((next, neighbor))
+    pub(super) fn next(&self, key: BlockKey) -> Option<(BlockKey, ModelBlock)> {
+        self.linked[key.0 as usize].next.map(|next| (next, self.at(next)))
     }
 
     /// Returns the previous block in the same segment.
-    pub(super) fn previous(&self, address: u64, block: &ModelBlock) -> Option<(u64, ModelBlock)> {
-        let (&previous, &neighbor) = self.by_address.range(..address).next_back()?;
-        let touches = previous + neighbor.size_bytes == address && neighbor.segment == block.segment;
-        touches.then_some((previous, neighbor))
+    pub(super) fn previous(&self, key: BlockKey) -> Option<(BlockKey, ModelBlock)> {
+        self.linked[key.0 as usize].previous.map(|previous| (previous, self.at(previous)))
     }
 
     /// Returns the smallest free block that fits, and among equal sizes the one with the lowest address.
-    pub(super) fn best_fit(&self, list: List, size: u64) -> Option<u64> {
+    pub(super) fn best_fit(&self, list: List, size: u64) -> Option<BlockKey> {
         self.fitting(list, size).next()
     }
 
-    fn fitting(&self, list: List, size: u64) -> impl Iterator<Item = u64> {
-        self.free.range((list, size, 0)..=(list, u64::MAX, u64::MAX)).map(|&(_, _, address)| address)
+    fn fitting(&self, list: List, size: u64) -> impl Iterator<Item = BlockKey> {
+        let free = self.free.get(&list).into_iter();
+        free.flat_map(move |free| free.range((size, 0, BlockKey(0))..)).map(|&(_, _, key)| key)
     }
 
     /// Returns the best fit, where a block before unmapped addresses counts with the size to which it can grow. Blocks that
     /// cannot grow, or can grow less, are preferred.
-    pub(super) fn best_fit_expandable(&self, list: List, size: u64) -> Option<u64> {
-        let room = |address: u64| {
-            let block = self.at(address);
-            let behind = self.next(address, &block).filter(|(_, next)| next.state == ModelState::Unmapped);
-            block.size_bytes + behind.map_or(0, |(_, next)| next.size_bytes)
+    pub(super) fn best_fit_expandable(&self, list: List, size: u64) -> Option<BlockKey> {
+        let room = |key: BlockKey| {
+            let behind = self.next(key).filter(|(_, next)| next.state == ModelState::Unmapped);
+            self.at(key).size_bytes + behind.map_or(0, |(_, next)| next.size_bytes)
         };
         let mut fitting = self.fitting(list, size);
         let mut best = fitting.next()?;
-        for address in fitting {
+        for key in fitting {
             work::count(1);
-            if room(address) >= room(best) {
+            if room(key) >= room(best) {
                 break;
             }
-            best = address;
+            best = key;
         }
         Some(best)
     }
 
     /// Returns the unmapped blocks of a list, in ascending order of address.
-    pub(super) fn unmapped_of(&self, list: List) -> impl Iterator<Item = u64> {
-        self.unmapped.range((list, 0)..=(list, u64::MAX)).inspect(|_| work::count(1)).map(|&(_, address)| address)
+    pub(super) fn unmapped_of(&self, list: List) -> impl Iterator<Item = BlockKey> {
+        let of_list = (list, 0, BlockKey(0))..=(list, u64::MAX, BlockKey(u32::MAX));
+        self.unmapped.range(of_list).inspect(|_| work::count(1)).map(|&(_, _, key)| key)
     }
 
     /// Returns the free blocks of a pool or of all pools.
-    pub(super) fn free_of(&self, pool: Option<PoolId>) -> Vec<u64> {
+    pub(super) fn free_of(&self, pool: Option<PoolId>) -> Vec<BlockKey> {
         let of_pool = |list: &List| pool.is_none_or(|pool| pool == list.pool);
-        self.free
-            .iter()
-            .inspect(|_| work::count(1))
-            .filter(|(list, ..)| of_pool(list))
-            .map(|&(_, _, address)| address)
-            .collect()
+        let free = self.free.iter().flat_map(|(list, free)| free.iter().map(move |&(_, _, key)| (list, key)));
+        free.inspect(|_| work::count(1)).filter(|(list, _)| of_pool(list)).map(|(_, key)| key).collect()
     }
 
     /// Counts a completed event of a pending block, and frees the block after the last one.
-    pub(super) fn event_done(&mut self, address: u64) {
-        let block = self.take(address);
-        let state = match block.state {
+    pub(super) fn event_done(&mut self, key: BlockKey) {
+        let state = match self.at(key).state {
             ModelState::Pending { events } if events > 1 => ModelState::Pending { events: events - 1 },
             _ => ModelState::Free,
         };
-        self.put(address, ModelBlock { state, ..block });
+        self.set_state(key, state);
     }
 }

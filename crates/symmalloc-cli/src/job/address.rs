@@ -6,7 +6,6 @@
 use super::ranks::{At, Report, Rule};
 use super::{Decision, JobError, Peaks, Segments};
 use crate::address_order::{AddressOrder, ModelSegments};
-use std::ops::ControlFlow;
 use symmalloc_core::backend::Reason;
 use symmalloc_core::config::{PoolConfig, SegmentPolicy, StreamPolicy};
 use symmalloc_core::ids::Placement;
@@ -35,7 +34,7 @@ impl Rule for Address<'_> {
         StreamPolicy::Separate
     }
 
-    fn run(&self, rank: u32, mut decided: impl FnMut(At, Decision) -> ControlFlow<()>) -> Result<Report, JobError> {
+    fn run(&self, rank: u32, mut decided: impl FnMut(At, Decision)) -> Result<Report, JobError> {
         let mut model = AddressOrder::new(self.seed, ModelSegments::Expandable, rank).with_rules(self.rules);
         if rank == 0 {
             model = model.with_completions(self.program);
@@ -57,9 +56,7 @@ impl Rule for Address<'_> {
                     (Err(error), _) => return Err(failed(op)(error)),
                 };
                 if matches!(call, Op::Allocate { .. }) {
-                    if decided(At { pass, op, allocation }, placement).is_break() {
-                        return Ok(report);
-                    }
+                    decided(At { pass, op, allocation }, placement);
                     allocation += 1;
                 }
             }

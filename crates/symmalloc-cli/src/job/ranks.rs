@@ -2,8 +2,7 @@
 //!
 //! ```text
 //! rank 0                     ──► journal: its decisions by pass    (runs first: the others need it)
-//! ranks 1 to N-1, any order  ──► allocations that differ from the journal, and the first of them
-//! first difference, if any   ──► every rank once more, up to it    (which avoids storing N journals)
+//! ranks 1 to N-1, any order  ──► allocations that differ from the journal, and the first of them with the rank's decision
 //! ```
 //!
 //! A pass with the same decisions as the previous one shares its journal entry, so a steady state needs no memory, regardless of
@@ -12,7 +11,6 @@
 use super::outcome::PlannedOps;
 use super::{Decision, Divergence, JobError, Options, Outcome, Peaks, Segments};
 use std::num::NonZeroUsize;
-use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
@@ -35,9 +33,9 @@ pub(super) trait Rule: Sync {
         false
     }
 
-    /// Runs the job on one rank. Passes each decision about an allocation to `decided`, in order, until `decided` returns
-    /// `Break`. Rank 0 runs all passes, and the others as many as are compared.
-    fn run(&self, rank: u32, decided: impl FnMut(At, Decision) -> ControlFlow<()>) -> Result<Report, JobError>;
+    /// Runs the job on one rank. Passes each decision about an allocation to `decided`, in order. Rank 0 runs all passes, and the others
+    /// as many as are compared.
+    fn run(&self, rank: u32, decided: impl FnMut(At, Decision)) -> Result<Report, JobError>;
 }
 
 /// Position of a decision in a rank's run, counted from 0. Ordered by time.
@@ -81,16 +79,17 @@ pub(super) fn replay(
     rank_done();
     let ranks = options.ranks.get();
     let differences = compare(rule, &journal, report.last_digest, ranks, rank_done)?;
-    let first_divergence = match differences.first {
-        None => None,
-        Some(at) => Some(Divergence {
+    let first_divergence = differences.first.map(|First { at, others }| {
+        let mut decisions = vec![journal.at(at); ranks as usize];
+        others.into_iter().for_each(|(rank, decision)| decisions[rank as usize] = decision);
+        Divergence {
             pass: at.pass,
             op: at.op,
             allocation: at.allocation,
             name: program.name(AllocationId(at.allocation as u64)).map(Into::into),
-            decisions: on_all_cores(ranks, |rank| decision_at(rule, rank, at))?,
-        }),
-    };
+            decisions,
+        }
+    });
     let refused = journal.refused_most();
     let decisions = journal.first_pass();
     Ok(Outcome {
@@ -134,12 +133,11 @@ impl Journal {
         Journal { allocations, passes: Vec::new(), current: Vec::with_capacity(allocations) }
     }
 
-    fn push(&mut self, at: At, decision: Decision) -> ControlFlow<()> {
+    fn push(&mut self, at: At, decision: Decision) {
         if self.passes.len() < at.pass as usize {
             self.end_pass();
         }
         self.current.push(decision);
-        ControlFlow::Continue(())
     }
 
     fn end_pass(&mut self) {
@@ -172,9 +170,17 @@ impl Journal {
 struct Differences {
     /// By allocation, `true` if any rank differs.
     differs: Vec<bool>,
-    first: Option<At>,
+    first: Option<First>,
     /// Number of ranks with a different digest.
     digests: usize,
+}
+
+/// The first decision that differs.
+#[derive(Clone, Debug)]
+struct First {
+    at: At,
+    /// The ranks that differ from rank 0 there, with their decisions.
+    others: Vec<(u32, Decision)>,
 }
 
 impl Differences {
@@ -182,16 +188,27 @@ impl Differences {
         Differences { differs: vec![false; allocations], first: None, digests: 0 }
     }
 
-    fn add(&mut self, at: At) {
+    fn add(&mut self, at: At, rank: u32, decision: Decision) {
         self.differs[at.allocation] = true;
-        self.first = Some(self.first.map_or(at, |first| first.min(at)));
+        if self.first.as_ref().is_none_or(|first| at <= first.at) {
+            self.add_first(First { at, others: vec![(rank, decision)] });
+        }
     }
 
-    fn merge(&mut self, other: &Differences) {
-        for (differs, other) in self.differs.iter_mut().zip(&other.differs) {
+    /// Adds the first difference of some ranks.
+    fn add_first(&mut self, other: First) {
+        match &mut self.first {
+            Some(first) if first.at < other.at => {}
+            Some(first) if first.at == other.at => first.others.extend(other.others),
+            first => *first = Some(other),
+        }
+    }
+
+    fn merge(&mut self, other: Differences) {
+        for (differs, other) in self.differs.iter_mut().zip(other.differs) {
             *differs |= other;
         }
-        self.first = self.first.into_iter().chain(other.first).min();
+        other.first.into_iter().for_each(|first| self.add_first(first));
         self.digests += other.digests;
     }
 }
@@ -209,9 +226,8 @@ fn compare(
         while let Some(rank) = claim(&next, ranks) {
             let report = rule.run(rank, |at, decision| {
                 if decision != journal.at(at) {
-                    differences.add(at);
+                    differences.add(at, rank, decision);
                 }
-                ControlFlow::Continue(())
             })?;
             differences.digests += usize::from(report.last_digest != digest);
             rank_done();
@@ -220,40 +236,9 @@ fn compare(
     };
     let mut all = Differences::none(journal.allocations);
     for some in workers(ranks - 1, compare_some)? {
-        all.merge(&some);
+        all.merge(some);
     }
     Ok(all)
-}
-
-/// Returns the decision of one rank at a position.
-fn decision_at(rule: &impl Rule, rank: u32, wanted: At) -> Result<Decision, JobError> {
-    let mut found = None;
-    rule.run(rank, |at, decision| {
-        if at < wanted {
-            return ControlFlow::Continue(());
-        }
-        found = decision;
-        ControlFlow::Break(())
-    })?;
-    Ok(found)
-}
-
-/// Returns the answers of all ranks, by rank.
-fn on_all_cores<T: Send>(ranks: u32, ask: impl Fn(u32) -> Result<T, JobError> + Sync) -> Result<Vec<T>, JobError> {
-    let next = AtomicU32::new(0);
-    let ask_some = || {
-        let mut answers = Vec::new();
-        while let Some(rank) = claim(&next, ranks) {
-            answers.push((rank, ask(rank)?));
-        }
-        Ok(answers)
-    };
-    let mut answers = Vec::new();
-    for some in workers(ranks, ask_some)? {
-        answers.extend(some);
-    }
-    answers.sort_by_key(|(rank, _)| *rank);
-    Ok(answers.into_iter().map(|(_, answer)| answer).collect())
 }
 
 /// Claims the next rank, or returns `None` if all are claimed.
@@ -296,14 +281,12 @@ mod tests {
             StreamPolicy::Separate
         }
 
-        fn run(&self, rank: u32, mut decided: impl FnMut(At, Decision) -> ControlFlow<()>) -> Result<Report, JobError> {
+        fn run(&self, rank: u32, mut decided: impl FnMut(At, Decision)) -> Result<Report, JobError> {
             for pass in 0..PASSES {
                 for allocation in 0..ALLOCATIONS {
                     let offset_bytes = 512 * u64::from(self.exceptions.contains(&(rank, pass, allocation)));
                     let placement = Placement { segment: SegmentId(allocation as u32), offset_bytes };
-                    if decided(At { pass, op: allocation + 1, allocation }, Some(placement)).is_break() {
-                        return Ok(Report::default());
-                    }
+                    decided(At { pass, op: allocation + 1, allocation }, Some(placement));
                 }
             }
             Ok(Report { last_digest: Some(self.odd_digests.contains(&rank).into()), ..Report::default() })

@@ -78,7 +78,7 @@ impl Rule for Sequence<'_> {
         self.options.plan.is_some()
     }
 
-    fn run(&self, rank: u32, mut decided: impl FnMut(At, Decision) -> ControlFlow<()>) -> Result<Report, JobError> {
+    fn run(&self, rank: u32, mut decided: impl FnMut(At, Decision)) -> Result<Report, JobError> {
         // The device has unlimited memory, because driver refusals are not part of this comparison.
         let device =
             SimBackend::builder().seed(self.options.seed).rank(rank).memory_bytes(u64::MAX).without_kernels().build();
@@ -116,9 +116,7 @@ impl Rule for Sequence<'_> {
                     (Err(error), _) => Err(JobError::Step { rank, op, error }),
                 };
                 if let Some(decision) = stepped? {
-                    if decided(At { pass, op, allocation }, decision).is_break() {
-                        return Ok(report);
-                    }
+                    decided(At { pass, op, allocation }, decision);
                     allocation += 1;
                 }
             }

@@ -14,7 +14,8 @@ use super::history::{Flow, Words, heading, swatch};
 use super::memory::{BlockState, DrawnBlock, DrawnHeap, LiveAllocation, Memory};
 use super::svg::{Anchor, BODY, Fill, SMALL, Svg, fitting, short, text_width, wrapped};
 use crate::quantity::{count, counted, memory};
-use std::collections::{BTreeMap, BTreeSet};
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use symmalloc_core::ids::{AllocationId, HeapId};
 
 const ROW: f64 = 22.0;
@@ -180,7 +181,20 @@ fn fill(state: BlockState) -> Fill {
 
 /// Returns the numbers of the largest allocations.
 fn numbers(memory: &Memory) -> BTreeMap<AllocationId, usize> {
-    memory.largest().into_iter().take(NUMBERED).enumerate().map(|(index, (_, held))| (held.id, index + 1)).collect()
+    largest(memory, |_| true).into_iter().zip(1..).map(|((_, held), number)| (held.id, number)).collect()
+}
+
+/// Returns the largest of the allocations in some live blocks, at most [`NUMBERED`], in descending order of size.
+fn largest(memory: &Memory, is_meant: impl Fn(&DrawnBlock) -> bool) -> Vec<(HeapId, &LiveAllocation)> {
+    let order = |(_, held): &(HeapId, &LiveAllocation)| (Reverse(held.requested_bytes), held.id);
+    let live = memory.live().filter(|(_, block, _)| is_meant(block));
+    let mut largest: Vec<(HeapId, &LiveAllocation)> = live.map(|(owner, _, held)| (owner, held)).collect();
+    if largest.len() > NUMBERED {
+        largest.select_nth_unstable_by_key(NUMBERED, order);
+        largest.truncate(NUMBERED);
+    }
+    largest.sort_by_key(order);
+    largest
 }
 
 /// Part of a block within a row.
@@ -394,13 +408,13 @@ fn spread(columns: &mut Vec<Column>, from: f64, to: f64, block: &DrawnBlock) {
 
 /// Lists the largest allocations with their placements.
 fn list(svg: &mut Svg, x: f64, y: f64, width: f64, of: &Memory) -> f64 {
-    let largest = of.largest();
+    let largest = largest(of, |_| true);
     if largest.is_empty() {
         return y;
     }
     let mut y = y + 22.0;
     svg.bold(x, y, BODY, Anchor::Start, "The largest live allocations");
-    for (index, (owner, held)) in largest.iter().take(NUMBERED).enumerate() {
+    for (index, (owner, held)) in largest.iter().enumerate() {
         let place = format!("{}, {}", heap_name(*owner), place(held));
         let size = memory(held.requested_bytes);
         y += 21.0;
@@ -416,9 +430,10 @@ fn list(svg: &mut Svg, x: f64, y: f64, width: f64, of: &Memory) -> f64 {
             svg.text(x + 460.0, y, BODY, Anchor::Start, &place);
         }
     }
-    if largest.len() > NUMBERED {
+    let smaller = of.live().count() - largest.len();
+    if smaller > 0 {
         y += 21.0;
-        let text = format!("and {} smaller ones", count(largest.len() - NUMBERED));
+        let text = format!("and {} smaller ones", count(smaller));
         svg.text(x + 26.0, y, SMALL, Anchor::Start, &text);
     }
     y + 6.0
@@ -430,16 +445,12 @@ fn place(held: &LiveAllocation) -> String {
 
 /// Lists the largest allocations whose placements differ, with both placements.
 fn list_differing(svg: &mut Svg, y: f64, [one, other]: [&Memory; 2]) -> f64 {
-    let is_marked = |memory: &Memory| {
-        let marked = memory.blocks().filter(|block| block.state == BlockState::Differs);
-        marked.filter_map(|block| block.held.as_ref()).map(|held| held.id).collect::<BTreeSet<_>>()
-    };
-    let marked = is_marked(one);
-    let places: BTreeMap<AllocationId, String> =
-        other.largest().into_iter().map(|(_, held)| (held.id, place(held))).collect();
+    let largest = largest(one, |block| block.state == BlockState::Differs);
+    let is_listed = |id: AllocationId| largest.iter().any(|(_, held)| held.id == id);
+    let listed = other.live().filter(|(_, _, held)| is_listed(held.id));
+    let places: BTreeMap<AllocationId, String> = listed.map(|(_, _, held)| (held.id, place(held))).collect();
     let mut y = y;
-    let largest = one.largest();
-    for (index, (_, held)) in largest.iter().filter(|(_, held)| marked.contains(&held.id)).take(NUMBERED).enumerate() {
+    for (index, (_, held)) in largest.iter().enumerate() {
         if index == 0 {
             y += 22.0;
             svg.bold(MARGIN, y, BODY, Anchor::Start, "The largest that lie elsewhere");

@@ -181,14 +181,12 @@ impl Memory {
         self.heaps.iter().map(DrawnHeap::size_bytes).sum()
     }
 
-    /// Returns the live allocations in descending order of size.
-    pub(crate) fn largest(&self) -> Vec<(HeapId, &LiveAllocation)> {
-        let mut all: Vec<(HeapId, &LiveAllocation)> = Vec::new();
-        for heap in &self.heaps {
-            all.extend(heap.blocks().filter_map(|block| block.held.as_ref()).map(|held| (heap.owner, held)));
-        }
-        all.sort_by_key(|(_, held)| (std::cmp::Reverse(held.requested_bytes), held.id));
-        all
+    /// Returns the live blocks, each with its heap and its allocation.
+    pub(crate) fn live(&self) -> impl Iterator<Item = (HeapId, &DrawnBlock, &LiveAllocation)> {
+        self.heaps.iter().flat_map(|heap| {
+            let live = heap.blocks().filter_map(|block| Some((block, block.held.as_ref()?)));
+            live.map(|(block, held)| (heap.owner, block, held))
+        })
     }
 
     /// Marks the allocations whose placements differ in `other`, and returns their number.

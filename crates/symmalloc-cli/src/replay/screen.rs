@@ -5,7 +5,7 @@ use super::json::{segments_name, streams_name};
 use crate::beginning::lived_before;
 use crate::config_text;
 use crate::format;
-use crate::job::{Decision, Divergence, Order, Outcome, Segments};
+use crate::job::{Decision, Divergence, Options, Order, Outcome, Segments};
 use crate::output::{Cell, Palette, Table};
 use crate::quantity::{count, counted, memory, op_of_allocation};
 use crate::streams;
@@ -159,6 +159,14 @@ impl Screen<'_> {
         let ranks = counted(self.finding.outcome.ranks, "simulated rank");
         let mut lines =
             vec![format!("{ranks} of seed {}, each with its own addresses, event timing, handles.", self.seed)];
+        let job = self.finding.job;
+        let (ranks, passes) = (job.replayed_ranks().get(), job.steady_passes().get());
+        if job.is_long() && (self.finding.outcome.ranks, self.finding.outcome.passes) == (ranks, passes) {
+            let Options { ranks: usual_ranks, passes: usual_passes, .. } = Options::default();
+            lines.push(format!(
+                "The job is long: {ranks} ranks ran it {passes} times, instead of {usual_ranks} ranks {usual_passes} times (--ranks, --passes)."
+            ));
+        }
         let columns = || std::iter::once(&self.finding.outcome).chain(self.others);
         if columns().any(|outcome| outcome.order == Order::Address) {
             lines.push("PyTorch (model of 2.11): blocks by address, uses by other streams by polling.".to_owned());

@@ -118,11 +118,9 @@ impl Failure {
         // The same candidates for any pool: in place of the default pool.
         let as_default = recorded.config.to_builder().default_pool(failure.pool_config.clone()).build();
         let mut configs: Vec<Config> = as_default.into_iter().collect();
-        let candidates = configs.first().map(|own| settings::candidates(recorded, own));
-        for config in candidates.into_iter().flatten() {
-            if !configs.contains(&config) {
-                configs.push(config);
-            }
+        if let Some(own) = configs.first() {
+            let (others, _) = settings::within_budget(settings::candidates(recorded, own), own, failure.op);
+            configs.extend(others);
         }
         let device_bytes = failure.device_bytes();
         for (index, candidate) in configs.iter().enumerate() {

@@ -35,6 +35,8 @@ pub(super) struct Findings<'a> {
     pub(super) trials: Vec<Trial>,
     /// Settings under which the job stops.
     pub(super) impossible: Vec<ImpossibleTrial>,
+    /// Settings that are not tried because the job is long.
+    pub(super) left_out: Vec<String>,
     pub(super) planned: PlanOutcome,
     /// Layouts of the job, for the explorer.
     pub(super) layouts: Vec<Layout>,

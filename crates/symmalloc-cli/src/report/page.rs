@@ -257,6 +257,10 @@ fn settings(findings: &Findings<'_>) -> Markup {
         @for impossible in &findings.impossible {
             p { "The job cannot run with " code { (impossible.settings) } ": " (impossible.reason) "." }
         }
+        @if !findings.left_out.is_empty() {
+            p { "Not tried, because the job is long: "
+                @for (index, settings) in findings.left_out.iter().enumerate() { @if index > 0 { ", " } code { (settings) } } "." }
+        }
     }
 }
 

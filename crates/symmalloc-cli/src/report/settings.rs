@@ -83,23 +83,28 @@ pub(super) struct ImpossibleTrial {
     pub(super) reason: String,
 }
 
-/// Tries the job's own settings and other candidates, on all cores. Returns the trials in ascending order of refusals, then of peak memory, including the
-/// job's own, and the settings under which the job stops.
+/// Results under all settings that a report tries.
+pub(super) struct Trials {
+    /// In ascending order of refusals, then of peak memory, including the job's own settings.
+    pub(super) trials: Vec<Trial>,
+    /// Settings under which the job stops.
+    pub(super) impossible: Vec<ImpossibleTrial>,
+    /// Settings that are not tried because the job is long, in the notation of `--config`.
+    pub(super) left_out: Vec<String>,
+}
+
+/// Tries the job's own settings and other candidates, on all cores.
 ///
 /// # Errors
 /// Returns an error if the job cannot complete with its own settings.
-pub(super) fn trials(
-    recorded: &Recorded,
-    reading: &ReadingArgs,
-) -> Result<(Vec<Trial>, Vec<ImpossibleTrial>), CliError> {
-    let mut configs = vec![recorded.config.clone()];
+pub(super) fn trials(recorded: &Recorded, reading: &ReadingArgs) -> Result<Trials, CliError> {
     // A state without history shows nothing about settings.
     let has_history = recorded.recording.summary.state_only.is_none();
-    for config in candidates(recorded, &recorded.config).into_iter().filter(|_| has_history) {
-        if !configs.contains(&config) {
-            configs.push(config);
-        }
-    }
+    let others = if has_history { candidates(recorded, &recorded.config) } else { Vec::new() };
+    let op_count = recorded.op_count() * recorded.job.steady_passes().get() as usize;
+    let (others, left_out) = within_budget(others, &recorded.config, op_count);
+    let left_out = left_out.iter().map(config_text::shortest).collect();
+    let configs: Vec<Config> = iter::once(recorded.config.clone()).chain(others).collect();
     let progress = Progress::new(&recorded.path.to_string_lossy(), configs.len() as u64, "settings");
     let (next, cores) = (AtomicUsize::new(0), thread::available_parallelism().unwrap_or(NonZeroUsize::MIN));
     let run_next = || {
@@ -142,7 +147,36 @@ pub(super) fn trials(
         });
     }
     trials.sort_by_key(Trial::rank);
-    Ok((trials, impossible))
+    Ok(Trials { trials, impossible, left_out })
+}
+
+/// Ops that a report executes under other settings than the job's own, about. They take a few seconds.
+const TRIED_OPS: usize = 8_000_000;
+
+/// Least number of other settings that a report tries.
+const OTHERS_MIN: usize = 3;
+
+/// Returns the settings to try when each trial executes this many ops, and those that are left out: refinements first.
+pub(super) fn within_budget(others: Vec<Config>, own: &Config, op_count: usize) -> (Vec<Config>, Vec<Config>) {
+    let most = (TRIED_OPS / op_count.max(1)).max(OTHERS_MIN);
+    let mut by_use: Vec<usize> = (0..others.len()).collect();
+    by_use.sort_by_key(|&index| is_refinement(others[index].default_pool(), own.default_pool()));
+    let mut tried = vec![false; others.len()];
+    by_use.into_iter().take(most).for_each(|index| tried[index] = true);
+    let (tried, left_out): (Vec<_>, Vec<_>) = others.into_iter().zip(tried).partition(|(_, tried)| *tried);
+    let configs = |some: Vec<(Config, bool)>| some.into_iter().map(|(config, _)| config).collect();
+    (configs(tried), configs(left_out))
+}
+
+/// Returns `true` if the pool bounds splitting, rounds unlike the job's own, has small granules, or changes two policies at once.
+fn is_refinement(pool: &PoolConfig, own: &PoolConfig) -> bool {
+    let bounds_splitting =
+        matches!(pool.segments(), SegmentPolicy::Fixed(fixed) if fixed.max_split_size_bytes.is_some());
+    let has_small_granules = pool.stitching().is_some_and(|stitching| *stitching != Stitching::default());
+    let is_rounded = pool.roundup_power2_divisions() != own.roundup_power2_divisions();
+    let is_shared = pool.streams() != own.streams();
+    let obtains_otherwise = pool.stitching() != own.stitching() || matches!(pool.segments(), SegmentPolicy::Fixed(_));
+    bounds_splitting || has_small_granules || is_rounded || is_shared && obtains_otherwise
 }
 
 /// Runs the job several times under a configuration.
@@ -151,8 +185,8 @@ fn measure(recorded: &Recorded, config: &Config) -> Result<Steady, CliError> {
     steady.map_err(|source| CliError::Job { path: recorded.path.clone(), source })
 }
 
-/// Returns configurations that differ from the job's own in how the default pool obtains, splits and rounds memory, apart from those that
-/// differ from others only for larger requests than the job makes.
+/// Returns distinct configurations that differ from the job's own in how the default pool obtains, splits and rounds memory, apart from
+/// those that differ from others only for larger requests than the job makes.
 pub(super) fn candidates(recorded: &Recorded, own: &Config) -> Vec<Config> {
     let streams = recorded.job.stream_count();
     let bytes_of = |op: &Op| match *op {
@@ -162,8 +196,12 @@ pub(super) fn candidates(recorded: &Recorded, own: &Config) -> Vec<Config> {
     let largest_bytes = recorded.program().ops().iter().map(bytes_of).max().unwrap_or(0);
     let joins = |op: &Op| matches!(op, Op::RegisterStream { stream, group } if stream != group);
     let has_groups = recorded.program().ops().iter().any(joins);
-    let mut configs = candidates_for(own, streams, has_groups);
-    configs.retain(|config| matters(config.default_pool(), largest_bytes));
+    let mut configs = Vec::new();
+    for config in candidates_for(own, streams, has_groups) {
+        if matters(config.default_pool(), largest_bytes) && config != *own && !configs.contains(&config) {
+            configs.push(config);
+        }
+    }
     configs
 }
 
@@ -239,6 +277,12 @@ mod tests {
         let own: Config = "segments:reserved,segment_mb:64,total_limit_mb:512".parse().unwrap();
         let configs = candidates_for(&own, 2, false);
         assert_eq!((configs.len(), candidates_for(&own, 2, true).len()), (13, 14));
+        // A report of a long job tries those with one change.
+        let (tried, left_out) = within_budget(configs.clone(), &own, TRIED_OPS / 4);
+        assert_eq!((tried.len(), left_out.len()), (4, 9));
+        assert!(tried.iter().all(|config| !is_refinement(config.default_pool(), own.default_pool())));
+        assert_eq!(within_budget(configs.clone(), &own, usize::MAX).0.len(), OTHERS_MIN);
+        assert_eq!(within_budget(configs.clone(), &own, 0), (configs.clone(), Vec::new()));
         assert!(configs.iter().all(|config| config.total_limit_bytes() == Some(512 * MIB)));
     }
 }

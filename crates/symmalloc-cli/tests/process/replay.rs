@@ -3,6 +3,7 @@
 use crate::{CommandOutput, Folder, busy_trace, command, recorded, symmalloc};
 use serde_json::Value;
 use std::io::Read;
+use std::path::PathBuf;
 use std::process::Stdio;
 
 const KEYS: [&str; 25] = [
@@ -216,6 +217,24 @@ fn the_table_shows_both_rules_and_the_exit_code_is_that_of_symmalloc() {
     assert!(!screen.contains('\x1b'), "colors in a pipe:\n{screen}");
     let old_rule = symmalloc("replay {} --order address --segments fixed", &[&trace]);
     assert!(!old_rule.exited(3).stdout.contains("symmalloc\n"));
+}
+
+#[test]
+fn a_long_job_is_replayed_less_by_default_and_the_answer_says_so() {
+    let folder = Folder::new();
+    let job =
+        |ops: usize| folder.trace("long.trace", &[&["stream s0", "a 0 512 s0"], &vec!["sync"; ops - 2][..]].concat());
+    let repeated = |line: &str, trace: &PathBuf| {
+        let object = &symmalloc(line, &[trace]).json(0)[0];
+        ["ranks", "passes"].map(|key| object[key].as_u64().unwrap())
+    };
+    assert_eq!(repeated("replay {} --json", &job(199_999)), [8, 5]);
+    let long = job(200_000);
+    assert_eq!(repeated("replay {} --json", &long), [2, 2]);
+    assert_eq!(repeated("replay {} --json --ranks 3 --passes 1", &long), [3, 1]);
+    let less = "The job is long: 2 ranks ran it 2 times, instead of 8 ranks 5 times (--ranks, --passes).";
+    assert!(symmalloc("replay {}", &[&long]).exited(0).stdout.contains(less));
+    assert!(!symmalloc("replay {} --ranks 3", &[&long]).exited(0).stdout.contains("The job is long"));
 }
 
 /// Regression test: with the former limit on stitched granules, this job reserved more than PyTorch's expandable

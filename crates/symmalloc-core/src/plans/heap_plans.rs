@@ -46,9 +46,8 @@ use crate::streams::fences::{Fence, Fences};
 use crate::types::ids::StreamId;
 use crate::types::units::bytes;
 use smallvec::SmallVec;
-use std::collections::BTreeMap;
 use std::sync::Arc;
-use symmalloc_plan::{Lived, Place, Schedule, SearchBudget, StepLearner};
+use symmalloc_plan::{Lived, Place, Schedule, SearchBudget, StepLearner, first_uses};
 
 /// A request: a stream and bytes.
 type Request = (StreamId, u64);
@@ -361,14 +360,24 @@ impl HeapPlans {
 
     /// Installs the known plans, which are `prepared`, in a block that all their streams have waited for.
     pub(crate) fn install(&mut self, prepared: &PreparedPlans, block: Slot, arena: &mut Arena) {
-        let mut slots = BTreeMap::new();
-        let places = prepared.schedules().iter().flat_map(Schedule::places);
-        for Place { offset, size } in places.copied() {
-            let add = || arena.add_place(block, offset, size, prepared.streams()[0]);
-            slots.entry(Place { offset, size }).or_insert_with(add);
+        let places: Vec<Place> = prepared.schedules().iter().flat_map(Schedule::places).copied().collect();
+        // The slot of each place of each schedule. Schedules share the slots of equal places.
+        let mut slots: Vec<Slot> = Vec::with_capacity(places.len());
+        let mut distinct: Vec<(Place, Slot)> = Vec::with_capacity(places.len());
+        for (place, first) in places.iter().zip(first_uses(&places)) {
+            let known = slots.get(first).copied();
+            slots.push(known.unwrap_or_else(|| {
+                let slot = arena.add_place(block, place.offset, place.size, prepared.streams()[0]);
+                distinct.push((*place, slot));
+                slot
+            }));
         }
+        distinct.sort_unstable_by_key(|(place, _)| *place);
+        let mut slots = &slots[..];
         for (known, schedule) in self.plans.iter().zip(prepared.schedules()) {
-            let slot_of = |place: &u32| slots[&schedule.places()[*place as usize]];
+            let (own, others) = slots.split_at(schedule.places().len());
+            slots = others;
+            let slot_of = |place: &u32| own[*place as usize];
             let mut carried_over: Vec<Slot> = schedule.carried().iter().map(slot_of).collect();
             carried_over.sort_unstable();
             self.installed.push(Installed { cursor: PlanCursor::new(&known.plan, schedule, slot_of), carried_over });
@@ -376,7 +385,7 @@ impl HeapPlans {
         self.memory = Some(PlanMemory {
             block,
             size_bytes: prepared.memory_bytes(),
-            places: slots.into_values().collect(),
+            places: distinct.into_iter().map(|(_, slot)| slot).collect(),
             streams: prepared.streams().into(),
         });
         self.stats.placed += 1;
