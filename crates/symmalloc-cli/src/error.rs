@@ -13,7 +13,7 @@ use std::borrow::Cow;
 use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
-use symmalloc_core::ids::PoolId;
+use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::plans::PlanError;
 use symmalloc_import::rerun::RerunError;
 use symmalloc_import::{ImportError, ImportErrorKind, PickleError, RmmError, SnapshotError};
@@ -101,6 +101,8 @@ pub(crate) enum CliError {
     PlanOfBoth { recording: PathBuf },
     #[error("{} and {} configure pool {pool} differently", path.display(), other.display())]
     PlanOfOtherSettings { path: PathBuf, other: PathBuf, pool: PoolId },
+    #[error("{} and {} register {stream} in different groups of streams", path.display(), other.display())]
+    PlanOfOtherGroups { path: PathBuf, other: PathBuf, stream: StreamId },
     #[error(
         "{path} and {other} are not ranks of one job: {path} {did}, {other} {other_did}",
         path = path.display(),
@@ -244,6 +246,9 @@ impl CliError {
             CliError::PlanOfAnotherJob { .. } => "give the plan that was made for this job, or plan it now",
             CliError::NotRanksOfOneJob { .. } => {
                 "ranks of one job make the same calls, and only sizes may differ; omit --one-job to plan each recording separately"
+            }
+            CliError::PlanOfOtherGroups { .. } => {
+                "register the streams in the same groups on every rank, and record again"
             }
             CliError::PlanOfOtherSettings { .. } => {
                 "give --one-job the recordings of one job's ranks, or replace their configurations with --config"

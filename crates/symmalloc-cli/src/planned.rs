@@ -104,7 +104,7 @@ impl PlannedJob {
         let file = Arc::new(file);
         let followed = recorded.job.steady(file.config(), Some(&file)).map_err(|error| {
             // A plan that its pool does not adopt is the better reason.
-            match follow::adopt(&file, recorded.job.stream_count()) {
+            match follow::adopt(&file, &recorded.program().groups()) {
                 Err((pool, error)) => refused(recorded, pool, error),
                 Ok(()) => not_followed(recorded, error),
             }

@@ -79,7 +79,12 @@ fn make(args: &ReportArgs, print: impl FnOnce(&Findings<'_>) -> Result<(), CliEr
         failure.add_state(&memory);
     }
     let holders = holders::of(&memory);
-    let Trials { trials, impossible, left_out } = settings::trials(&recorded, &args.reading)?;
+    let Trials { trials, impossible, mut left_out } = settings::trials(&recorded, &args.reading)?;
+    for settings in failure.iter().flat_map(|failure| &failure.left_out) {
+        if !left_out.contains(settings) {
+            left_out.push(settings.clone());
+        }
+    }
     let own_refused = trials.iter().find(|trial| trial.is_own).map_or(0, |own| own.refused);
     let has_history = recorded.recording.summary.state_only.is_none();
     let (planned, plan) =

@@ -194,11 +194,11 @@ impl DeviceAllocator {
         };
         // SAFETY: the caller's contract.
         let id = unsafe { self.streams.find_or_register(stream, joins, || self.begin()) }?.id;
-        let wanted = match joins {
-            Joins::Group(first) => first,
-            _ => id,
+        let is_as_wanted = match joins {
+            Joins::Group(first) => group_of(id) == first,
+            _ => group_of(id) == id && !self.streams.others_may_join(id),
         };
-        if group_of(id) == wanted {
+        if is_as_wanted {
             return Ok(());
         }
         let expected = "a stream that has no other group: register it before its first use";

@@ -168,6 +168,14 @@ impl StreamRegistry {
         Ok(KnownStream { raw, id })
     }
 
+    /// Returns `true` if another stream is in the group of this first one, or will join it at its first use.
+    pub(crate) fn others_may_join(&self, first: StreamId) -> bool {
+        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let groups = self.allocator.core().groups();
+        let mut streams = (0..groups.stream_count()).map(|stream| StreamId(stream as u16));
+        known.of_main == Some(first) || streams.any(|other| other != first && groups.first_of(other) == first)
+    }
+
     /// Returns the registered streams, ordered by id.
     pub(crate) fn all(&self) -> Vec<(StreamId, RawStream)> {
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);

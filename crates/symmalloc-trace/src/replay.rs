@@ -21,7 +21,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::config::PoolConfig;
-use symmalloc_core::errors::{FreeError, UnknownError};
+use symmalloc_core::errors::{FreeError, StreamError, UnknownError};
 use symmalloc_core::generic;
 use symmalloc_core::groups::Groups;
 use symmalloc_core::ids::{AllocationId, ObserverId, PoolId, StreamId};
@@ -273,8 +273,9 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
     ) -> Result<Self, StepError> {
         let mut replay = Replay::new(allocator, program);
         replay.plans = Some(Following { file, passes_are_steps: !program.has_steps() });
-        while (allocator.stream_count() as usize) < program.stream_count() {
-            allocator.register_stream()?;
+        let groups = program.groups();
+        for stream in (0..program.stream_count()).skip(allocator.stream_count() as usize) {
+            replay.register(StreamId(stream as u16), groups.first_of(StreamId(stream as u16)))?;
         }
         replay.adopt_plans(PoolId::DEFAULT, PoolId::DEFAULT)?;
         Ok(replay)
@@ -316,6 +317,12 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
     fn adopt_plans(&self, planned: PoolId, pool: PoolId) -> Result<(), PlanError> {
         let Some(Following { file, .. }) = self.plans else { return Ok(()) };
         file.plans_of(planned).try_for_each(|plan| self.allocator.adopt_plan(pool, plan.clone()))
+    }
+
+    /// Registers the next stream in a group.
+    fn register(&self, stream: StreamId, group: StreamId) -> Result<(), StreamError> {
+        let is_new = stream == group;
+        if is_new { self.allocator.register_stream() } else { self.allocator.register_stream_in(group) }.map(drop)
     }
 
     fn wake_for_pass(&self, pool: PoolId) -> Result<(), StepError> {
@@ -419,10 +426,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         match op {
             Op::RegisterStream { stream, group } => {
                 if u32::from(stream.0) >= self.allocator.stream_count() {
-                    match group == stream {
-                        true => self.allocator.register_stream()?,
-                        false => self.allocator.register_stream_in(*group)?,
-                    };
+                    self.register(*stream, *group)?;
                 }
             }
             Op::CreatePool { pool, config } => {

@@ -42,7 +42,7 @@ pub enum JobError {
     },
     /// More streams use one shared heap than any job has.
     #[error(
-        "more than {STREAMS_PER_HEAP_MAX} streams use the shared heap of pool {pool}, and each of its free blocks may have to wait \
+        "more than {STREAMS_PER_HEAP_MAX} streams share a heap of pool {pool}, and each of its free blocks may have to wait \
          for all of them"
     )]
     SharedStreams {

@@ -21,7 +21,7 @@ use crate::job::JobError;
 use crate::recorded::Recorded;
 use std::collections::BTreeSet;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy};
-use symmalloc_core::ids::PoolId;
+use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::op::Op;
 use symmalloc_trace::RecordLine;
 use symmalloc_trace::replay::Program;
@@ -145,6 +145,11 @@ fn pools_of(jobs: &[Recorded]) -> Result<Pools, CliError> {
         let differ = |pool| CliError::PlanOfOtherSettings { path: jobs[0].path.clone(), other: job.path.clone(), pool };
         if job.config != jobs[0].config {
             return Err(differ(PoolId::DEFAULT));
+        }
+        let (groups, others) = (jobs[0].program().groups(), job.program().groups());
+        let mut streams = (0..groups.stream_count().min(others.stream_count())).map(|stream| StreamId(stream as u16));
+        if let Some(stream) = streams.find(|stream| groups.first_of(*stream) != others.first_of(*stream)) {
+            return Err(CliError::PlanOfOtherGroups { path: jobs[0].path.clone(), other: job.path.clone(), stream });
         }
         for record in &job.recording.records {
             if let Op::CreatePool { pool, config } = &record.op

@@ -7,9 +7,10 @@ use crate::input;
 use crate::recorded::reconfigure;
 use std::path::Path;
 use symmalloc_core::errors::AllocateError;
+use symmalloc_core::groups::Groups;
 use symmalloc_core::op::Op;
 use symmalloc_core::plans::{Plan, PlanError};
-use symmalloc_core::{Allocator, PoolId};
+use symmalloc_core::{Allocator, PoolId, StreamId};
 use symmalloc_import::Recording;
 use symmalloc_import::compression;
 use symmalloc_sim::IdleBackend;
@@ -36,7 +37,7 @@ pub(crate) fn follow(
     let program =
         Program::new(&recording.records).map_err(|source| CliError::Program { path: job.to_path_buf(), source })?;
     difference::check(&program, &file).map_err(another)?;
-    adopt(&file, program.stream_count()).map_err(|(pool, source)| CliError::PlanRefused {
+    adopt(&file, &program.groups()).map_err(|(pool, source)| CliError::PlanRefused {
         path: path.to_path_buf(),
         pool,
         source,
@@ -66,7 +67,7 @@ fn named(mut error: PlanError, pool: PoolId) -> PlanError {
 
 /// Checks that an allocator with the plan's configuration adopts the plans. Each pool is tried separately, because not all pools of a
 /// program exist at the same time. They share one allocator, because registering all streams for each pool would take quadratic time.
-pub(super) fn adopt(file: &PlanFile, streams: usize) -> Result<(), (PoolId, PlanError)> {
+pub(super) fn adopt(file: &PlanFile, groups: &Groups) -> Result<(), (PoolId, PlanError)> {
     let mut pools: Vec<PoolId> = file.plans().map(|(heap, _)| heap.pool).collect();
     pools.dedup();
     // A configuration that is invalid for a device fails when the job runs.
@@ -74,7 +75,12 @@ pub(super) fn adopt(file: &PlanFile, streams: usize) -> Result<(), (PoolId, Plan
     let of_plan =
         |(_, plan): (_, &Plan)| plan.allocations().iter().map(|planned| planned.wanted.stream.index() + 1).max();
     let needed = file.plans().filter_map(of_plan).max().unwrap_or(0);
-    (0..streams.min(needed)).try_for_each(|_| allocator.register_stream().map(drop)).ok();
+    for stream in (0..groups.stream_count().min(needed)).map(|stream| StreamId(stream as u16)) {
+        let first = groups.first_of(stream);
+        // An allocator without its streams adopts no plan of them.
+        let _registered =
+            if first == stream { allocator.register_stream() } else { allocator.register_stream_in(first) };
+    }
     for pool in pools {
         let settings = file.pool_config(pool).expect("it has plans").clone();
         let Ok(trial) = allocator.create_pool(settings) else { continue };

@@ -161,10 +161,10 @@ impl Screen<'_> {
             vec![format!("{ranks} of seed {}, each with its own addresses, event timing, handles.", self.seed)];
         let job = self.finding.job;
         let (ranks, passes) = (job.replayed_ranks().get(), job.steady_passes().get());
-        if job.is_long() && (self.finding.outcome.ranks, self.finding.outcome.passes) == (ranks, passes) {
+        if job.is_long() && (self.finding.outcome.ranks == ranks || self.finding.outcome.passes == passes) {
             let Options { ranks: usual_ranks, passes: usual_passes, .. } = Options::default();
             lines.push(format!(
-                "The job is long: {ranks} ranks ran it {passes} times, instead of {usual_ranks} ranks {usual_passes} times (--ranks, --passes)."
+                "The job is long: by default, {ranks} ranks run it {passes} times, instead of {usual_ranks} ranks {usual_passes} times (--ranks, --passes)."
             ));
         }
         let columns = || std::iter::once(&self.finding.outcome).chain(self.others);

@@ -82,6 +82,8 @@ pub(super) struct Failure {
     /// Settings of the request's pool.
     pool_config: PoolConfig,
     pub(super) attempts: Vec<Attempt>,
+    /// Settings that are not tried because the job is long, in the notation of `--config`.
+    pub(super) left_out: Vec<String>,
 }
 
 /// Result of running the job up to the failed request under some settings.
@@ -119,8 +121,10 @@ impl Failure {
         let as_default = recorded.config.to_builder().default_pool(failure.pool_config.clone()).build();
         let mut configs: Vec<Config> = as_default.into_iter().collect();
         if let Some(own) = configs.first() {
-            let (others, _) = settings::within_budget(settings::candidates(recorded, own), own, failure.op);
+            let candidates = settings::candidates(recorded, own);
+            let (others, left_out) = settings::within_budget(recorded, candidates, own, failure.op);
             configs.extend(others);
+            failure.left_out = left_out;
         }
         let device_bytes = failure.device_bytes();
         for (index, candidate) in configs.iter().enumerate() {
@@ -208,6 +212,7 @@ impl Failure {
             growth: None,
             pool_config: pool_config(recorded, pool, op),
             attempts: Vec::new(),
+            left_out: Vec::new(),
         };
         failure.growth = Growth::of(&recording.records, op, failure.of_pool_alone());
         Ok(Some(failure))

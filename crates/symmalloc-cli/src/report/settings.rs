@@ -12,6 +12,7 @@ use crate::recorded::Recorded;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::iter;
+use std::mem;
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -102,8 +103,7 @@ pub(super) fn trials(recorded: &Recorded, reading: &ReadingArgs) -> Result<Trial
     let has_history = recorded.recording.summary.state_only.is_none();
     let others = if has_history { candidates(recorded, &recorded.config) } else { Vec::new() };
     let op_count = recorded.op_count() * recorded.job.steady_passes().get() as usize;
-    let (others, left_out) = within_budget(others, &recorded.config, op_count);
-    let left_out = left_out.iter().map(config_text::shortest).collect();
+    let (others, left_out) = within_budget(recorded, others, &recorded.config, op_count);
     let configs: Vec<Config> = iter::once(recorded.config.clone()).chain(others).collect();
     let progress = Progress::new(&recorded.path.to_string_lossy(), configs.len() as u64, "settings");
     let (next, cores) = (AtomicUsize::new(0), thread::available_parallelism().unwrap_or(NonZeroUsize::MIN));
@@ -150,33 +150,49 @@ pub(super) fn trials(recorded: &Recorded, reading: &ReadingArgs) -> Result<Trial
     Ok(Trials { trials, impossible, left_out })
 }
 
-/// Ops that a report executes under other settings than the job's own, about. They take a few seconds.
+/// Approximate number of ops that a report of a long job replays under other settings than the job's own. They take a few seconds.
 const TRIED_OPS: usize = 8_000_000;
 
 /// Least number of other settings that a report tries.
 const OTHERS_MIN: usize = 3;
 
-/// Returns the settings to try when each trial executes this many ops, and those that are left out: refinements first.
-pub(super) fn within_budget(others: Vec<Config>, own: &Config, op_count: usize) -> (Vec<Config>, Vec<Config>) {
-    let most = (TRIED_OPS / op_count.max(1)).max(OTHERS_MIN);
-    let mut by_use: Vec<usize> = (0..others.len()).collect();
-    by_use.sort_by_key(|&index| is_refinement(others[index].default_pool(), own.default_pool()));
-    let mut tried = vec![false; others.len()];
-    by_use.into_iter().take(most).for_each(|index| tried[index] = true);
-    let (tried, left_out): (Vec<_>, Vec<_>) = others.into_iter().zip(tried).partition(|(_, tried)| *tried);
+/// Returns the settings to try if each trial executes this many ops, and the notation of those that are left out because the job is long.
+pub(super) fn within_budget(
+    recorded: &Recorded,
+    others: Vec<Config>,
+    own: &Config,
+    op_count: usize,
+) -> (Vec<Config>, Vec<String>) {
+    let most = if recorded.job.is_long() { TRIED_OPS / op_count.max(1) } else { usize::MAX };
+    let (tried, left_out) = most_useful(others, own, most.max(OTHERS_MIN));
+    (tried, left_out.iter().map(config_text::shortest).collect())
+}
+
+/// Returns the given number of settings, and those that are left out: refinements first, and never another `reclaim`, which often is the
+/// remedy for a failed request.
+fn most_useful(others: Vec<Config>, own: &Config, most: usize) -> (Vec<Config>, Vec<Config>) {
+    let own = own.default_pool();
+    let reclaims = |config: &Config| config.default_pool().reclaim() != own.reclaim();
+    let mut by_priority: Vec<usize> = (0..others.len()).filter(|index| !reclaims(&others[*index])).collect();
+    by_priority.sort_by_key(|index| is_refinement(others[*index].default_pool(), own));
+    let mut is_tried: Vec<bool> = others.iter().map(reclaims).collect();
+    by_priority.into_iter().take(most).for_each(|index| is_tried[index] = true);
+    let (tried, left_out): (Vec<_>, Vec<_>) = others.into_iter().zip(is_tried).partition(|(_, is_tried)| *is_tried);
     let configs = |some: Vec<(Config, bool)>| some.into_iter().map(|(config, _)| config).collect();
     (configs(tried), configs(left_out))
 }
 
-/// Returns `true` if the pool bounds splitting, rounds unlike the job's own, has small granules, or changes two policies at once.
+/// Returns `true` for a variation of another candidate: with a bound on splitting, another rounding, small granules, or two changed
+/// policies.
 fn is_refinement(pool: &PoolConfig, own: &PoolConfig) -> bool {
     let bounds_splitting =
         matches!(pool.segments(), SegmentPolicy::Fixed(fixed) if fixed.max_split_size_bytes.is_some());
     let has_small_granules = pool.stitching().is_some_and(|stitching| *stitching != Stitching::default());
     let is_rounded = pool.roundup_power2_divisions() != own.roundup_power2_divisions();
-    let is_shared = pool.streams() != own.streams();
-    let obtains_otherwise = pool.stitching() != own.stitching() || matches!(pool.segments(), SegmentPolicy::Fixed(_));
-    bounds_splitting || has_small_granules || is_rounded || is_shared && obtains_otherwise
+    let changes_streams = pool.streams() != own.streams();
+    let changes_segments = mem::discriminant(pool.segments()) != mem::discriminant(own.segments());
+    let obtains_differently = pool.stitching() != own.stitching() || changes_segments;
+    bounds_splitting || has_small_granules || is_rounded || changes_streams && obtains_differently
 }
 
 /// Runs the job several times under a configuration.
@@ -278,11 +294,19 @@ mod tests {
         let configs = candidates_for(&own, 2, false);
         assert_eq!((configs.len(), candidates_for(&own, 2, true).len()), (13, 14));
         // A report of a long job tries those with one change.
-        let (tried, left_out) = within_budget(configs.clone(), &own, TRIED_OPS / 4);
-        assert_eq!((tried.len(), left_out.len()), (4, 9));
+        let (tried, left_out) = most_useful(configs.clone(), &own, 3);
+        assert_eq!((tried.len(), left_out.len()), (3, 10));
         assert!(tried.iter().all(|config| !is_refinement(config.default_pool(), own.default_pool())));
-        assert_eq!(within_budget(configs.clone(), &own, usize::MAX).0.len(), OTHERS_MIN);
-        assert_eq!(within_budget(configs.clone(), &own, 0), (configs.clone(), Vec::new()));
+        assert_eq!(most_useful(configs.clone(), &own, usize::MAX), (configs.clone(), Vec::new()));
+        // Another `reclaim` is always tried.
+        for own in ["", "segments:fixed", "stitching:true", "reclaim:never"] {
+            let own: Config = own.parse().unwrap();
+            let configs = candidates_for(&own, 2, false);
+            let distinct: Vec<Config> = configs.into_iter().filter(|config| *config != own).collect();
+            let (tried, _) = most_useful(distinct, &own, 0);
+            assert!(tried.iter().all(|config| config.default_pool().reclaim() != Reclaim::Never));
+            assert_eq!(tried.is_empty(), own.default_pool().reclaim() != Reclaim::Never);
+        }
         assert!(configs.iter().all(|config| config.total_limit_bytes() == Some(512 * MIB)));
     }
 }

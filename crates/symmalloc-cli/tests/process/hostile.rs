@@ -272,7 +272,7 @@ fn hostile_traces_end_in_bounded_time() {
                 && !command.contains("address")
             {
                 assert!(
-                    printed.stderr.contains("streams use the shared heap"),
+                    printed.stderr.contains("streams share a heap of pool"),
                     "{name}, {command}: {}",
                     printed.stderr
                 );

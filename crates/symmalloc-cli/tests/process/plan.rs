@@ -450,3 +450,30 @@ fn a_table_that_cannot_be_planned_is_refused() {
     assert_eq!((offsets.exists(), plan.exists()), (false, false));
     assert_eq!(fs::read_to_string(&table).unwrap().lines().collect::<Vec<_>>(), TABLE);
 }
+
+/// A job whose second stream is in the group of the first, or not.
+fn job_of_groups(group: &str) -> String {
+    format!(
+        "symmalloc-trace 2\nconfig streams:grouped\nstream s0\nstream s1{group}\na 0 6000000 s0\nf 0\na 1 6000000 s1\nf 1\n\
+         a 2 3000000 s0\nf 2\nend 8\n"
+    )
+}
+
+// The streams of a run that follows the plan are in the groups of the recording.
+#[test]
+fn a_plan_of_a_group_of_streams_is_followed() {
+    let folder = Folder::new();
+    let job = folder.file("job.trace", job_of_groups(" in s0"));
+    let plan = folder.path("job.plan");
+    let planned = one(&symmalloc("plan {} -o {} --json", &[&job, &plan]));
+    let followed = symmalloc("replay {} --plan {} --ranks 1 --json", &[&job, &plan]).json(0);
+    assert_eq!(followed[0]["peak_reserved_bytes"], planned["planned_bytes"], "{planned} {followed}");
+    assert!(bytes(&planned, "planned_bytes") <= bytes(&planned, "online_bytes"), "{planned}");
+    assert!(fs::read_to_string(&plan).unwrap().contains("plan p0 s0+ "), "the plan is for the group's heap");
+    // A stream outside of the group makes it another job.
+    let apart = folder.file("apart.trace", job_of_groups(""));
+    let refused = symmalloc("replay {} --plan {} --ranks 1", &[&apart, &plan]);
+    assert_eq!(refused.code, Some(2), "{}", refused.stderr);
+    let ranks = symmalloc("plan {} {} --one-job", &[&job, &apart]);
+    assert!(ranks.stderr.contains("register s1 in different groups of streams"), "{}", ranks.stderr);
+}

@@ -158,8 +158,8 @@ impl ImageFile {
     /// Creates a file for `len` bytes. It is deleted when it is closed.
     pub(super) fn create(folder: &Path, len: usize) -> Result<Self, BackendError> {
         let file = tempfile::tempfile_in(folder).map_err(|error| of_file("open", &error))?;
-        // A file that never had a name has the mode that the umask allows.
-        file.set_permissions(Permissions::from_mode(0o600)).map_err(|error| of_file("open", &error))?;
+        // A file that never had a name has the mode that the umask allows. Some file systems have no modes.
+        let _changed = file.set_permissions(Permissions::from_mode(0o600));
         Ok(ImageFile { file, len, key: RandomState::new(), checksums: Vec::new() })
     }
 
@@ -197,8 +197,7 @@ fn modified() -> BackendError {
     BackendError::new("read", 0, Reason::Modified)
 }
 
-/// Converts a file error into a backend error, with `errno` as the code. `tempfile` wraps the system's error to add the path.
+/// Converts a file error into a backend error, with `errno` as the code.
 fn of_file(call: &'static str, error: &io::Error) -> BackendError {
-    let wrapped = || error.get_ref()?.source()?.downcast_ref::<io::Error>()?.raw_os_error();
-    BackendError::new(call, error.raw_os_error().or_else(wrapped).unwrap_or(0), Reason::File)
+    BackendError::new(call, error.raw_os_error().unwrap_or(0), Reason::File)
 }

@@ -226,9 +226,9 @@ mod tests {
     #[test]
     fn messages_have_the_documented_layout() {
         assert_eq!([HELLO_BYTES, HEAD_BYTES, TAIL_BYTES], [65, 9, 160]);
-        let expected = b"symmncc3\x02\x01\0\0\0\0\0\0\x03\0\0\0\x02\0\0\0\x04\0\0\0\0\0\0\0\x01";
+        let expected = b"symmncc4\x02\x01\0\0\0\0\0\0\x03\0\0\0\x02\0\0\0\x04\0\0\0\0\0\0\0\x01";
         assert_eq!(HELLO.bytes()[..], [&expected[..], &[9; NONCE_BYTES]].concat());
-        assert_eq!(Verdict::Challenge.head(), *b"symmncc3\x03");
+        assert_eq!(Verdict::Challenge.head(), *b"symmncc4\x03");
     }
 
     #[test]
@@ -244,8 +244,8 @@ mod tests {
     #[test]
     fn another_version_is_distinguished_from_another_protocol() {
         let mut hello = HELLO.bytes();
-        hello[7] = b'4';
-        assert_eq!(Hello::from_bytes(&hello), Err(DecodeError::OtherVersion { version: 4 }));
+        hello[7] = b'5';
+        assert_eq!(Hello::from_bytes(&hello), Err(DecodeError::OtherVersion { version: 5 }));
         hello[0] = b'S';
         assert_eq!(Hello::from_bytes(&hello), Err(DecodeError::Foreign));
         let mut head = Verdict::Welcome.head();

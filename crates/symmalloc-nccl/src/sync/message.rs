@@ -194,7 +194,8 @@ pub enum SyncField {
     Protocol,
     /// The configured agreement mode.
     Mode,
-    /// Whether the rank compares histories in this sync. It differs if a rank attached a pool at another sync.
+    /// Set if the rank compares histories in this sync. Ranks differ here if one attached a pool at another sync, or called `agree` where
+    /// the others called `sync`.
     Compared,
     /// The offset check setting.
     OffsetChecks,
@@ -252,7 +253,7 @@ impl fmt::Display for SyncField {
         f.write_str(match self {
             SyncField::Protocol => "the protocol (another build, or another call)",
             SyncField::Mode => "the agreement mode",
-            SyncField::Compared => "the comparison of histories in this sync (1: yes)",
+            SyncField::Compared => "whether they compare histories in this sync (1: yes)",
             SyncField::OffsetChecks => "the offset checks",
             SyncField::Library => "the version of libnccl",
             SyncField::Attached => "the pools that are attached for windows, or the flags of their windows",

@@ -18,10 +18,10 @@ use symmalloc_cuda::CudaAllocator;
 pub(crate) struct ObservedPools {
     /// In ascending order of pools.
     pools: Vec<ObservedPool>,
-    /// When ranks exchange messages while no pool is attached for windows: the agreement of the first pool that was attached. Ranks may
-    /// attach different pools for buffers, but all ranks attach a first one.
-    first_agreement: Option<Mode>,
-    /// Syncs since the first pool was attached.
+    /// Mode of the first pool that was attached for buffers, until no pool is left. It decides when ranks exchange messages if no pool has
+    /// windows. Ranks may attach different pools after it.
+    fallback_mode: Option<Mode>,
+    /// Number of syncs.
     syncs: u32,
 }
 
@@ -79,7 +79,9 @@ impl ObservedPools {
                 }
             }
         }
-        self.first_agreement.get_or_insert(attachment.agreement);
+        if attachment.registration == Registration::Buffers && !added.is_empty() {
+            self.fallback_mode.get_or_insert(attachment.agreement);
+        }
         self.pools.extend(added);
         self.pools.sort_by_key(|observed| observed.pool);
         Ok(())
@@ -121,15 +123,15 @@ impl ObservedPools {
                 compared.get_or_insert_with(SmallVec::new).push(observed.pool);
             }
         }
-        let first = self.first_agreement.filter(|_| !has_windows);
-        if first.is_some_and(|mode| mode.compares_at_sync(self.syncs)) { Some(SmallVec::new()) } else { compared }
+        let fallback = self.fallback_mode.filter(|_| !has_windows);
+        if fallback.is_some_and(|mode| mode.compares_at_sync(self.syncs)) { Some(SmallVec::new()) } else { compared }
     }
 
     /// Returns the agreement modes as a word, for comparison across ranks.
     pub(crate) fn mode_word(&self) -> u64 {
         let windows = self.pools.iter().filter(|observed| observed.has_windows());
         let mut words = windows.map(|observed| mode_word(observed.attachment.agreement));
-        let first = words.next().unwrap_or_else(|| mode_word(self.first_agreement.unwrap_or(Mode::Off)));
+        let first = words.next().unwrap_or_else(|| mode_word(self.fallback_mode.unwrap_or(Mode::Off)));
         // A mode that all pools share is readable in a report of ranks that differ.
         words.filter(|word| *word != first).fold(first, fold)
     }
@@ -224,6 +226,9 @@ impl ObservedPools {
             }
         }
         self.pools.retain(|observed| !observed.is_leaving);
+        if self.pools.is_empty() {
+            self.fallback_mode = None;
+        }
     }
 }
 

@@ -41,6 +41,14 @@ stub_test!(streams_first_used_by_autograds_threads_share_memory, {
     assert_eq!(register(allocator, streams.get(1), Some(streams.get(0))), SYMMALLOC_INVALID_ARGUMENT);
     assert!(message().contains("no other group"), "{}", message());
     assert_eq!(register(allocator, streams.get(2), None), SYMMALLOC_INVALID_ARGUMENT);
+    for shared in [0, 1] {
+        assert_eq!(
+            register(allocator, streams.get(shared), None),
+            SYMMALLOC_INVALID_ARGUMENT,
+            "others are in its group"
+        );
+    }
+    done(register(allocator, streams.get(3), None));
 });
 
 stub_test!(separate_streams_are_one_word, ["SYMMALLOC_CONF" = "streams:separate"], {
