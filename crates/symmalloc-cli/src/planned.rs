@@ -103,7 +103,7 @@ impl PlannedJob {
         let seconds = begun.elapsed().as_secs_f64();
         let file = Arc::new(file);
         let followed = recorded.job.steady(file.config(), Some(&file)).map_err(|error| {
-            // A plan that its pool does not adopt is the better reason.
+            // If a pool rejects the plan, report that instead.
             match follow::adopt(&file, &recorded.program().groups()) {
                 Err((pool, error)) => refused(recorded, pool, error),
                 Ok(()) => not_followed(recorded, error),

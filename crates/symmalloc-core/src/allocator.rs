@@ -594,7 +594,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(cell)
     }
 
-    /// Returns the streams that share the heap of a stream in a pool.
+    /// Returns the group of streams whose heap serves a stream in a pool.
     fn heap_group(&self, entry: PoolRef<'_, L>, stream: StreamId) -> StreamGroup {
         entry.config().streams().group_of(stream, &self.groups.lock())
     }

@@ -132,7 +132,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(self.for_stream(stream)?.stream_id())
     }
 
-    /// Registers a stream in the group with this first stream, or returns its id if it is already registered; it then stays in its group. In
+    /// Registers a stream in the group with this first stream, or returns the id of a registered stream, which stays in its group. In
     /// pools with `streams:grouped`, the streams of a group share memory; other pools ignore groups. Register streams in the same order, and
     /// in the same groups, on every rank.
     ///

@@ -156,7 +156,7 @@ struct Sweep<'a> {
     last: BTreeMap<u32, (u32, u32)>,
     /// By allocation: the first stream that has checked it since its last use.
     seen_by: Vec<Option<u16>>,
-    /// Allocations that were checked since their last use, each with another stream that checked it.
+    /// Allocations that were checked since their last use, each with a further stream that checked it.
     seen_by_others: BTreeSet<(u32, u16)>,
     /// The earlier allocations in the place that is visited: start, end and number.
     there: Vec<(u32, u32, u32)>,
@@ -183,7 +183,7 @@ impl<'a> Sweep<'a> {
             if by / count * count + until > number {
                 return Err(Overlap { first: by % count, second: number % count });
             }
-            if self.is_unseen(by, stream) {
+            if self.note_checked(by, stream) {
                 before(by);
             }
             // An entry at the start of the place is replaced below.
@@ -201,8 +201,8 @@ impl<'a> Sweep<'a> {
         Ok(())
     }
 
-    /// Returns `true` if a stream has not checked an allocation since its last use, and notes that it has.
-    fn is_unseen(&mut self, by: u32, stream: u16) -> bool {
+    /// Notes that a stream checks an allocation. Returns `true` if it has not checked it since the allocation's last use.
+    fn note_checked(&mut self, by: u32, stream: u16) -> bool {
         match &mut self.seen_by[by as usize] {
             Some(first) => *first != stream && self.seen_by_others.insert((by, stream)),
             none => {

@@ -57,7 +57,7 @@ pub(super) struct ModelBlock {
     pub(super) state: ModelState,
 }
 
-/// Identifies a block. A free or unmapped block keeps its key until it merges with the block before it, and all others keep theirs.
+/// Identifies a block. A key is valid until the block merges into its predecessor. Only free and unmapped blocks merge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct BlockKey(u32);
 
@@ -101,7 +101,7 @@ impl Blocks {
         self.vacant.push(key);
     }
 
-    /// Makes a block one of the first `size_bytes` bytes, and adds another one in the same state of the rest.
+    /// Shrinks a block to `size_bytes`. The rest becomes a new block in the same state.
     pub(super) fn split(&mut self, key: BlockKey, size_bytes: u64) -> BlockKey {
         self.unlist(key);
         let Linked { block, next, .. } = self.linked[key.0 as usize];

@@ -184,7 +184,7 @@ fn numbers(memory: &Memory) -> BTreeMap<AllocationId, usize> {
     largest(memory, |_| true).into_iter().zip(1..).map(|((_, held), number)| (held.id, number)).collect()
 }
 
-/// Returns the largest of the allocations in some live blocks, at most [`NUMBERED`], in descending order of size.
+/// Returns the largest allocations in the selected live blocks, at most [`NUMBERED`], in descending order of size.
 fn largest(memory: &Memory, is_meant: impl Fn(&DrawnBlock) -> bool) -> Vec<(HeapId, &LiveAllocation)> {
     let order = |(_, held): &(HeapId, &LiveAllocation)| (Reverse(held.requested_bytes), held.id);
     let live = memory.live().filter(|(_, block, _)| is_meant(block));

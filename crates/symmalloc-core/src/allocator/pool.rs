@@ -28,7 +28,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 /// A heap behind its lock.
 pub(super) type HeapCell<L> = <L as Lock>::Cell<Heap<L>>;
 
-/// A heap, and its index in the table of its pool. Readable without the lock, because a call may hold it.
+/// A heap, and its index in the table of its pool. The index is outside of the lock, which the reader may hold.
 pub(super) struct PoolHeap<L: Lock> {
     index: u32,
     cell: HeapCell<L>,
@@ -239,7 +239,7 @@ impl<'a, L: Lock> PoolRef<'a, L> {
         heap.filter(|heap| heap.lock().id().pool == self.id())
     }
 
-    /// Returns the heap that serves a stream, and that these streams share. Creates it if necessary.
+    /// Returns the heap of a group, at the index of one of its streams. Creates it if necessary.
     pub(super) fn make_heap(
         self,
         stream: StreamId,

@@ -179,7 +179,7 @@ impl Op {
         Op::RegisterStream { stream, group: stream }
     }
 
-    /// Adds the stream that this op registers to the groups of a program. Any other op adds nothing.
+    /// Registers the op's stream in `groups`. Other ops have no effect.
     pub fn note_group(&self, groups: &mut Groups) {
         if let Op::RegisterStream { stream, group } = *self {
             let _known_in_a_valid_program = groups.register((group != stream).then_some(group));

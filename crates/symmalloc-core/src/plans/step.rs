@@ -27,7 +27,7 @@ pub(crate) enum Step {
         /// Number of the heap's allocations before the step.
         allocations_before: u64,
     },
-    /// The step differed from its plan. Boxed: a difference would take over the tag, which every request decodes.
+    /// The step differed from its plan. Boxed, so that one comparison decodes the enum's tag.
     Diverged(Box<Diverged>),
     /// Each request is compared with the plan's next one.
     Following(Box<Following>),

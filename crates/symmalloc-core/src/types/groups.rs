@@ -31,8 +31,8 @@ pub struct Groups {
 }
 
 impl Groups {
-    /// Registers the next stream in the group with this first stream, or in a new group, which the stream itself also
-    /// names. Returns the stream. Returns `None`, and changes nothing, if there is no such group or all ids are in use.
+    /// Registers the next stream in the group with this first stream, or in a new group, which is named after the
+    /// stream. Returns the stream. Returns `None`, and changes nothing, if there is no such group or all ids are in use.
     pub fn register(&mut self, group: Option<StreamId>) -> Option<StreamId> {
         let stream = u16::try_from(self.firsts.len()).ok().map(StreamId).filter(|stream| *stream <= StreamId::MAX)?;
         let group = group.unwrap_or(stream);
@@ -43,7 +43,7 @@ impl Groups {
         Some(stream)
     }
 
-    /// Returns the first stream of a stream's group. An unregistered stream counts as the first of its own.
+    /// Returns the first stream of a stream's group. Returns the stream itself if it is not registered.
     pub fn first_of(&self, stream: StreamId) -> StreamId {
         self.firsts.get(stream.index()).copied().unwrap_or(stream)
     }

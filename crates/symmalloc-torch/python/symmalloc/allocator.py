@@ -40,7 +40,7 @@ class Placement:
 
     pool: int
     stream: int | None
-    """The number of the stream, in order of first use. If the streams of a group share memory, that of the first of them plus 65,536; None
+    """The number of the stream, in order of first use. For a heap of a group, the number of the group's first stream plus 65,536; None
     if all streams of the pool do."""
     segment: int
     """The birth ordinal of the segment in its heap."""
