@@ -157,7 +157,8 @@ Two ranks are drawn with their recorded placements. If a recording has none, our
 need no script and no network. Equal jobs give equal bytes.
 
 JSON: schema_version, trace, picture, ops, op (shown by the map), refused (allocations, by a limit), live, allocated, reserved
-({peak_bytes, op}), heaps ([{pool, stream, live, allocated, reserved}]; stream is null if streams share). With
+({peak_bytes, op}), heaps ([{pool, stream, group, live, allocated, reserved}]; stream is null if streams share; group is
+then the first stream of their group, or null if all of the pool share). With
 --beside: beside ({trace, placements: recorded or replayed, allocs, differing_placements, differing_live}). With
 --plan: plan ({file, reserved}). With --share: trace, picture, refused (requests in all passes), peak_live_bytes, and the peak of
 reserved memory over five passes: pytorch_bytes and pytorch_expandable_bytes (model), symmalloc_bytes, planned_bytes (null if there is
@@ -179,7 +180,7 @@ is available to the recorded allocator.
 
 JSON: schema_version, trace, report, ops, op (of holders and fragmentation), failure (null, or {op, size_bytes, pool, stream, name,
 stack, others (requests that failed before), live_bytes, pool_live_bytes (in its pool), held (null, or as in state), heaps ([{pool,
-stream (null if shared), live_bytes, reserved_bytes, free_bytes, largest_free_bytes (null if unknown)}]), device_free_bytes,
+stream (null if shared), group (its first stream if a group shares it), live_bytes, reserved_bytes, free_bytes, largest_free_bytes (null if unknown)}]), device_free_bytes,
 growth (null, or the live bytes after each quarter of the ops of a holder that grows all the time), capacity_bytes and limit (of segment, pool, total or device: the one that decides; null if unknown), cause (too much, fragmentation,
 unknown), attempts ([{settings, command (null if it changes a pool that the program creates), is_served, refused, reserved_bytes}])}), state (of a
 snapshot without history: null, or {reserved_bytes, allocated_bytes, free_segments, free_segment_bytes, free_blocks,
@@ -227,8 +228,8 @@ JSON: an array with one object per job (with --one-job, one object whose numbers
   plan                  the file that was written, or null
 and the reservations for running without a plan. If a limit leaves no room for them, only no_reservations, the reason, is present:
   traces, margin_percent, settings (of the allocator and its default pool), lines (to paste into a trace), reserve_bytes,
-  heaps ([{pool, stream, for_stream, segments, peak_live_bytes, grown_bytes (without reservations), reserve_bytes}]; stream is
-  null if streams share), holds (true if the job obtains no memory after its reservations), without and with (the reservations:
+  heaps ([{pool, stream, group, for_stream, segments, peak_live_bytes, grown_bytes (without reservations), reserve_bytes}]; stream is
+  null if streams share, and group the first of them if they are a group), holds (true if the job obtains no memory after its reservations), without and with (the reservations:
   {reserving, first_pass, second_pass: {memory_calls, registrations}, refused, peak_reserved_bytes})
 
 A table has the columns id, lower, upper and size, as MiniMalloc and TelaMalloc publish problems. `upper` is exclusive; a column

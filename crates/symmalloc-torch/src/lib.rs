@@ -32,7 +32,8 @@
 //! - A block that other streams used becomes free at `free`, and its next user waits on the device. `record_stream` costs nothing
 //!   until then, and no event is polled.
 //! - Streams are numbered in order of first use. Programs that use them in the same order on every rank get the same placements.
-//! - Segments are expandable and large blocks are stitched unless `SYMMALLOC_CONF` selects otherwise.
+//! - Segments are expandable, large blocks are stitched, and streams that the main thread or autograd's threads use first share memory,
+//!   unless `SYMMALLOC_CONF` selects otherwise.
 //! - Before an allocation fails, private pools release their free memory, as in PyTorch. Symmetric pools keep theirs, so that a
 //!   shortage on one rank does not change its later placements. With `out_of_memory:fail` no pool releases memory.
 //!   The default pool is private unless the settings contain `symmetric:true`. A symmetric pool records every op, so that

@@ -14,7 +14,7 @@
 //! or has a key for the size of growth, chunks or prefetching, because stitching determines all three, or a limit leaves no room for a
 //! block that would be stitched.
 //!
-//! The default pool of the process's allocators, which PyTorch uses, [groups](crate::streams) its streams, unless the text has the key
+//! The default pool of the process's allocators, which PyTorch uses, [groups](crate::streams#groups) its streams, unless the text has the key
 //! `streams`, or the pool is symmetric or has a quota. Other pools group their streams only if their own settings say so.
 //!
 //! The parser replaces these keys with blanks before the core reads the text, so that the byte offsets in the core's errors are correct.
