@@ -318,7 +318,8 @@ typedef struct symmalloc_placement {
    */
   uint32_t pool;
   /**
-   * The stream of the heap, numbered in order of first use; `UINT32_MAX` if the pool's streams share memory.
+   * The stream of the heap, numbered in order of first use. If the streams of a group share the heap, the number of the first of them
+   * plus 65,536. If all streams of the pool share it, `UINT32_MAX`.
    */
   uint32_t stream;
   /**
@@ -672,6 +673,28 @@ symmalloc_status symmalloc_allocate_named(struct symmalloc_allocator *allocator,
                                           void **out);
 
 /**
+ * Registers a stream in a group of its own. Without this call, a stream is registered at its first use: in the process's allocators, those of
+ * the main thread and of autograd's threads form one group; in all other allocators, each stream forms a group. In pools with
+ * `streams:grouped`, the streams of a group share memory. Returns `SYMMALLOC_INVALID_ARGUMENT` if the stream joined another group before.
+ *
+ * # Safety
+ * `allocator` is live; the stream is one of the device's primary context and lives as long as the allocator.
+ */
+symmalloc_status symmalloc_register_stream(struct symmalloc_allocator *allocator,
+                                           void *stream);
+
+/**
+ * Registers a stream in the group of another one, which is registered first if necessary. Returns `SYMMALLOC_INVALID_ARGUMENT` if the stream
+ * has another group already: call it before the stream's first use.
+ *
+ * # Safety
+ * As `symmalloc_register_stream`, for both streams.
+ */
+symmalloc_status symmalloc_register_stream_in(struct symmalloc_allocator *allocator,
+                                              void *stream,
+                                              void *member);
+
+/**
  * Frees an allocation without blocking. Its next user waits on the device for its recorded uses. NULL has no effect.
  *
  * # Safety
@@ -765,8 +788,8 @@ void symmalloc_ort_free(void *pointer);
 void symmalloc_ort_empty_cache(void);
 
 /**
- * Creates a pool. `conf` has the pool keys of SYMMALLOC_CONF; NULL selects the default pool's settings, but private. Create pools in
- * the same order on every rank.
+ * Creates a pool. `conf` has the pool keys of SYMMALLOC_CONF; NULL selects the default pool's settings, but private and without groups of
+ * streams. Create pools in the same order on every rank.
  *
  * # Safety
  * `allocator` is live; `conf` is NULL or a C string; `out` is valid for writing.
