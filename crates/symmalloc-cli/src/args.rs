@@ -327,7 +327,7 @@ pub(crate) struct ReplayArgs {
     /// Recordings to replay: files, `-`, or jobs that come with the program (see `symmalloc --help`)
     #[arg(required = true, value_name = "TRACE")]
     pub(crate) traces: Vec<PathBuf>,
-    /// Ranks to simulate [default: 8, or 2 for more than 200,000 ops]
+    /// Ranks to simulate [default: 8, or 2 for more than 500,000 ops]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=RANKS_MAX))]
     pub(crate) ranks: Option<u32>,
     /// Order of free blocks: our rule, or the model of PyTorch 2.11's
@@ -339,7 +339,7 @@ pub(crate) struct ReplayArgs {
     #[arg(long, value_name = "S", default_value_t = 0)]
     pub(crate) seed: u64,
     /// Number of times that each rank runs the trace on its allocator; everything is freed between passes [default: 5, or 2 for more
-    /// than 200,000 ops]
+    /// than 500,000 ops]
     #[arg(long, alias = "repeat", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) passes: Option<u32>,
     #[command(flatten)]
@@ -556,7 +556,7 @@ pub(crate) struct PlanArgs {
     #[arg(short, long, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
     /// Seconds of processor time for the search, about; a proof that no plan needs less memory ends it. The plan depends on this number
-    /// and not on the machine's speed [default: 10, or 4 for more than 200,000 ops]
+    /// and not on the machine's speed [default: 10, or 4 for more than 500,000 ops]
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub(crate) seconds: Option<u64>,
     /// Memory to reserve beyond what the job needs, in percent

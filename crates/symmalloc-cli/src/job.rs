@@ -50,10 +50,13 @@ use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::{Program, Replay, ReplayError, StepError};
 
 /// Number of ops from which on a job is long.
-const LONG_JOB_OPS: usize = 200_000;
+const LONG_JOB_OPS: usize = 500_000;
 
-/// Passes over a long job, and ranks that replay it.
-const LONG_JOB_PASSES: NonZeroU32 = NonZeroU32::new(2).expect("2 is not zero");
+/// Number of ops from which on a job is repeated less under each of many settings.
+const FEWER_PASSES_OPS: usize = 200_000;
+
+/// Passes over such a job, and ranks that replay a long one.
+const FEWER_PASSES: NonZeroU32 = NonZeroU32::new(2).expect("2 is not zero");
 const LONG_JOB_RANKS: NonZeroU32 = NonZeroU32::new(2).expect("2 is not zero");
 
 /// A program and the configuration of its allocator.
@@ -205,15 +208,25 @@ impl Job {
         Ok(Steady { peaks, passes: options.passes.get(), refused, refused_each, planned, waits, maps })
     }
 
-    /// Returns `true` if the job has so many ops that commands repeat it less by default.
+    /// Returns `true` if the job has so many ops that commands replay it less, and search less for a plan, by default.
     pub(crate) fn is_long(&self) -> bool {
         self.program.ops().len() >= LONG_JOB_OPS
+    }
+
+    /// Returns `true` if the job has so many ops that a report repeats it less, and tries fewer settings.
+    pub(crate) fn is_repeated_less(&self) -> bool {
+        self.program.ops().len() >= FEWER_PASSES_OPS
     }
 
     /// Returns the number of passes that show the job's needs when it repeats. Reports run a long job under many settings, and its second
     /// pass shows what the first one hides.
     pub(crate) fn steady_passes(&self) -> NonZeroU32 {
-        if self.is_long() { LONG_JOB_PASSES } else { Options::default().passes }
+        if self.is_repeated_less() { FEWER_PASSES } else { Options::default().passes }
+    }
+
+    /// Returns the number of passes over the job in a replay by default.
+    pub(crate) fn replayed_passes(&self) -> NonZeroU32 {
+        if self.is_long() { FEWER_PASSES } else { Options::default().passes }
     }
 
     /// Returns the number of ranks on which a replay runs the job by default.

@@ -100,7 +100,7 @@ fn options(args: &ReplayArgs, job: &Job, plan: Option<Arc<PlanFile>>) -> Options
         segments: args.policy.segments,
         streams: args.policy.streams.map(Into::into),
         seed: args.seed,
-        passes: stated(args.passes).unwrap_or_else(|| job.steady_passes()),
+        passes: stated(args.passes).unwrap_or_else(|| job.replayed_passes()),
         plan,
     }
 }

@@ -160,7 +160,7 @@ impl Screen<'_> {
         let mut lines =
             vec![format!("{ranks} of seed {}, each with its own addresses, event timing, handles.", self.seed)];
         let job = self.finding.job;
-        let (ranks, passes) = (job.replayed_ranks().get(), job.steady_passes().get());
+        let (ranks, passes) = (job.replayed_ranks().get(), job.replayed_passes().get());
         if job.is_long() && (self.finding.outcome.ranks == ranks || self.finding.outcome.passes == passes) {
             let Options { ranks: usual_ranks, passes: usual_passes, .. } = Options::default();
             lines.push(format!(

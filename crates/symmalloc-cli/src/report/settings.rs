@@ -163,7 +163,7 @@ pub(super) fn within_budget(
     own: &Config,
     op_count: usize,
 ) -> (Vec<Config>, Vec<String>) {
-    let most = if recorded.job.is_long() { TRIED_OPS / op_count.max(1) } else { usize::MAX };
+    let most = if recorded.job.is_repeated_less() { TRIED_OPS / op_count.max(1) } else { usize::MAX };
     let (tried, left_out) = most_useful(others, own, most.max(OTHERS_MIN));
     (tried, left_out.iter().map(config_text::shortest).collect())
 }

@@ -228,11 +228,11 @@ fn a_long_job_is_replayed_less_by_default_and_the_answer_says_so() {
         let object = &symmalloc(line, &[trace]).json(0)[0];
         ["ranks", "passes"].map(|key| object[key].as_u64().unwrap())
     };
-    assert_eq!(repeated("replay {} --json", &job(199_999)), [8, 5]);
-    let long = job(200_000);
+    assert_eq!(repeated("replay {} --json", &job(499_999)), [8, 5]);
+    let long = job(500_000);
     assert_eq!(repeated("replay {} --json", &long), [2, 2]);
     assert_eq!(repeated("replay {} --json --ranks 3 --passes 1", &long), [3, 1]);
-    let less = "The job is long: 2 ranks ran it 2 times, instead of 8 ranks 5 times (--ranks, --passes).";
+    let less = "The job is long: by default, 2 ranks run it 2 times, instead of 8 ranks 5 times (--ranks, --passes).";
     assert!(symmalloc("replay {}", &[&long]).exited(0).stdout.contains(less));
     assert!(!symmalloc("replay {} --ranks 3", &[&long]).exited(0).stdout.contains("The job is long"));
 }
