@@ -109,7 +109,7 @@ impl StepScenario {
 
     /// Returns the first stream of a stream's group.
     fn group_of(&self, stream: StreamId) -> StreamId {
-        if self.all_join || stream.0 % 2 == 0 { StreamId(0) } else { stream }
+        if self.all_join || stream.0.is_multiple_of(2) { StreamId(0) } else { stream }
     }
 
     /// Returns the number of allocations, frees and uses in all steps.

@@ -325,7 +325,7 @@ impl Writer {
         let draw = self.joins.next_u64();
         let group = match self.streams {
             0 => None,
-            streams if draw % 2 == 0 => Some(self.groups.first_of(StreamId((draw >> 32) as u16 % streams))),
+            streams if draw.is_multiple_of(2) => Some(self.groups.first_of(StreamId((draw >> 32) as u16 % streams))),
             _ => None,
         };
         let stream = self.groups.register(group).expect("the group exists");
