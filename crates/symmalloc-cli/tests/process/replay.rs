@@ -234,7 +234,8 @@ fn a_long_job_is_replayed_less_by_default_and_the_answer_says_so() {
     assert_eq!(repeated("replay {} --json --ranks 3 --passes 1", &long), [3, 1]);
     let less = "The job is long: by default, 2 ranks run it 2 times, instead of 8 ranks 5 times (--ranks, --passes).";
     assert!(symmalloc("replay {}", &[&long]).exited(0).stdout.contains(less));
-    assert!(!symmalloc("replay {} --ranks 3", &[&long]).exited(0).stdout.contains("The job is long"));
+    assert!(symmalloc("replay {} --ranks 3", &[&long]).exited(0).stdout.contains(less));
+    assert!(!symmalloc("replay {} --ranks 3 --passes 1", &[&long]).exited(0).stdout.contains("The job is long"));
 }
 
 /// Regression test: with the former limit on stitched granules, this job reserved more than PyTorch's expandable
