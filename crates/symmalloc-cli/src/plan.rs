@@ -37,10 +37,6 @@ use symmalloc_core::ids::HeapId;
 use symmalloc_core::op::Op;
 use symmalloc_trace::plan::{PlanFile, to_text};
 
-/// Seconds of search by default. The other parts of a plan of a long job take several seconds.
-const SECONDS: u64 = 10;
-const SECONDS_FOR_LONG_JOBS: u64 = 4;
-
 /// Plans each job, or each table of rectangles. The verdict is `Differ` if a rank obtains memory despite its reservations.
 pub(crate) fn plan(args: &PlanArgs) -> Result<Verdict, CliError> {
     for (flag, wanted) in [("-o", &args.output), ("--reservations", &args.reservations)] {
@@ -100,7 +96,11 @@ impl<'a> JobPlan<'a> {
         };
         let mut figures = Figures::default();
         for job in &jobs {
-            let seconds = args.seconds.unwrap_or(if job.job.is_long() { SECONDS_FOR_LONG_JOBS } else { SECONDS });
+            let seconds = args.seconds.unwrap_or(if job.job.is_long() {
+                planned::SECONDS_FOR_LONG_JOBS
+            } else {
+                planned::SECONDS
+            });
             let (file, of_rank) = Figures::of(job, &args.policy, planned::budget(seconds))?;
             figures = figures.max(of_rank);
             if let Some(out) = &outputs.plan {

@@ -41,6 +41,10 @@ use symmalloc_trace::plan::PlanFile;
 /// machine finds the same plan.
 const WORK_PER_SECOND: u64 = 3_000_000;
 
+/// Seconds of search by default. The other parts of a plan of a long job take several seconds.
+pub(crate) const SECONDS: u64 = 10;
+pub(crate) const SECONDS_FOR_LONG_JOBS: u64 = 4;
+
 /// Seconds of search for a plan that is a part of another answer.
 const SECONDS_IN_REPORTS: u64 = 2;
 const SECONDS_IN_REPORTS_OF_LONG_JOBS: u64 = 1;

@@ -143,10 +143,11 @@ fn a_rank_that_misses_a_collective_ends_both() {
     });
     let Some((code, record)) = result else { return };
     assert_eq!(code, 0);
-    let states: Vec<_> = record.communicators.iter().map(|it| (it.rank, it.state.as_str(), it.progress)).collect();
-    assert_eq!(states.len(), 2);
+    let states: Vec<_> = record.communicators.iter().map(|it| (it.rank, it.progress)).collect();
     let progress = |submitted| symmalloc_watchdog::Progress { submitted, finished: 1, is_destroying: false };
-    assert_eq!(states, [(0, "observed", progress(2)), (1, "observed", progress(1))]);
+    assert_eq!(states, [(0, progress(2)), (1, progress(1))]);
+    // The record is written again when the other rank fails, which may be after the end of the test's body.
+    assert!(record.communicators.iter().all(|it| ["observed", "dropped"].contains(&it.state.as_str())));
 }
 
 #[test]

@@ -57,7 +57,7 @@ pub(super) fn plan(args: &PlanArgs) -> Result<(), CliError> {
     let out = args.output.as_ref().map(|path| Destination::file(path, Content::Table, &args.traces)).transpose()?;
     let mut objects = Vec::new();
     for path in &args.traces {
-        let planned = Planned::new(path, planned::budget(args.seconds.unwrap_or(super::SECONDS)))?;
+        let planned = Planned::new(path, planned::budget(args.seconds.unwrap_or(planned::SECONDS)))?;
         if let Some(out) = &out {
             planned.write(out)?;
         }
