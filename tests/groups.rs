@@ -1,4 +1,4 @@
-//! Groups of streams: a heap per group where the pool says so, and nothing else.
+//! Groups of streams: a pool with `streams:grouped` has a heap per group, and all other pools ignore groups.
 
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::errors::StreamError;
@@ -58,7 +58,7 @@ fn streams_of_a_group_reuse_memory_of_each_other_and_no_others() {
 #[test]
 fn a_group_is_named_after_its_first_stream() {
     let allocator = allocator("", S0);
-    for group in [S2, StreamId(4), StreamId(7), StreamId::MAX] {
+    for group in [S2, StreamId(3), StreamId(4), StreamId(7), StreamId::MAX] {
         assert_eq!(allocator.register_stream_in(group), Err(StreamError::UnknownGroup { group }));
     }
     assert_eq!((allocator.stream_count(), allocator.groups().stream_count()), (3, 3), "nothing changed");

@@ -181,7 +181,7 @@ impl DeviceAllocator {
         Ok(unsafe { self.stream(stream) }?.id)
     }
 
-    /// Registers a stream in a group of its own, or in that of another stream, which is registered first if necessary.
+    /// Registers a stream in a new group, or in that of another stream, which is registered first if necessary.
     ///
     /// # Safety
     /// As [`allocate`](Self::allocate), for both streams.

@@ -9,9 +9,9 @@
 //! The cache affects no decision: two streams that share a slot evict each other, and take the slower path.
 //!
 //! # Groups
-//! The core never sees a thread: whoever registers a stream names its group. In the process's allocators, the streams that the main thread or
+//! The core never sees a thread: the program names the group when it registers a stream. In the process's allocators, the streams that the main thread or
 //! one of autograd's threads uses first form one group, because these threads take turns: the main thread blocks while autograd runs a
-//! backward pass. Any other thread may run at the same time, so each stream that it uses first forms a group of its own, unless the program
+//! backward pass. Any other thread may run at the same time, so each stream that it uses first forms a separate group, unless the program
 //! names one.
 //!
 //! ```text
@@ -75,11 +75,11 @@ pub(crate) enum Grouping {
 /// The group of a stream that is not registered yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Joins {
-    /// That of the allocator's [`Grouping`].
+    /// The group that the allocator's [`Grouping`] selects.
     Default,
-    /// A new one.
+    /// A new group.
     None,
-    /// That with this first stream.
+    /// The group with this first stream.
     Group(StreamId),
 }
 

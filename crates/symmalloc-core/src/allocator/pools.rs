@@ -329,7 +329,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    /// Registers the program's next stream, in a group of its own. Register streams in the same order on every rank.
+    /// Registers the program's next stream, in a new group. Register streams in the same order on every rank.
     ///
     /// # Errors
     /// Returns an error if all 65,535 ids are in use.

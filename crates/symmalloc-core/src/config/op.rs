@@ -174,7 +174,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// Creates the registration of a stream in a group of its own.
+    /// Creates the registration of a stream in a new group.
     pub const fn register(stream: StreamId) -> Self {
         Op::RegisterStream { stream, group: stream }
     }
@@ -182,7 +182,8 @@ impl Op {
     /// Registers the op's stream in `groups`. Other ops have no effect.
     pub fn note_group(&self, groups: &mut Groups) {
         if let Op::RegisterStream { stream, group } = *self {
-            let _known_in_a_valid_program = groups.register((group != stream).then_some(group));
+            // A valid program names only groups that exist.
+            let _registered = groups.register((group != stream).then_some(group));
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Groups of streams: whoever registers a stream names its group.
+//! Groups of streams. The program names the group when it registers a stream.
 //!
 //! A group is named after its first stream. Each stream is in one group, from its registration on:
 //!
@@ -23,6 +23,7 @@ use crate::types::ids::StreamId;
 /// let copies = groups.register(Some(main)).expect("main names a group");
 /// assert_eq!(groups.first_of(copies), main);
 /// assert_eq!(groups.register(Some(copies)), None, "copies names no group");
+/// assert_eq!(groups.register(Some(StreamId(2))), None, "it is not registered yet");
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Groups {
@@ -35,11 +36,12 @@ impl Groups {
     /// stream. Returns the stream. Returns `None`, and changes nothing, if there is no such group or all ids are in use.
     pub fn register(&mut self, group: Option<StreamId>) -> Option<StreamId> {
         let stream = u16::try_from(self.firsts.len()).ok().map(StreamId).filter(|stream| *stream <= StreamId::MAX)?;
-        let group = group.unwrap_or(stream);
-        if group != stream && self.firsts.get(group.index()) != Some(&group) {
+        if let Some(group) = group
+            && self.firsts.get(group.index()) != Some(&group)
+        {
             return None;
         }
-        self.firsts.push(group);
+        self.firsts.push(group.unwrap_or(stream));
         Some(stream)
     }
 

@@ -125,7 +125,7 @@ pub enum SleepField {
     Number,
     /// The symmetric pool.
     Pool,
-    /// Set if the rank compares histories, as the agreement mode says with which it attached the pool.
+    /// Set if the rank compares histories. The agreement mode with which it attached the pool determines this.
     Compared,
     /// The phase of the pool: 0 awake, 1 asleep, 2 held.
     Phase,
@@ -144,7 +144,9 @@ impl fmt::Display for SleepField {
             }
             SleepField::Number => "the number of sleeps and wakes so far",
             SleepField::Pool => "the pool",
-            SleepField::Compared => "whether they compare histories (1: yes), as the pool's agreement mode says",
+            SleepField::Compared => {
+                "whether they compare histories (1: yes), which the pool's agreement mode determines"
+            }
             SleepField::Phase => "the phase of the pool (0: awake, 1: asleep, 2: held)",
             SleepField::Windows => "the pool's windows",
             SleepField::Communicators => "a communicator of the pool, which has ranks outside the given one",

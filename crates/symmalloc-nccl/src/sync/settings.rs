@@ -38,8 +38,8 @@ pub struct Attachment {
     /// collective. In a sync that does not compare and finds no change, a rank returns immediately, and a disagreement on *whether* there is
     /// a change is detected only by the deadline. The modes that count ops sync like `AtSync`.
     ///
-    /// Histories of pools that are attached for buffers are not compared. If no pool of the communicator is attached for windows, its
-    /// ranks check that they sync at the same point as often as the mode of its first pool says, so attach the same first pool on all ranks.
+    /// Histories of pools that are attached for buffers are not compared. If no pool of the communicator is attached for windows, the
+    /// mode of its first pool determines how often its ranks check that they sync at the same point. Attach the same first pool on all ranks.
     pub agreement: Mode,
 }
 

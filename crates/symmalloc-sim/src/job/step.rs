@@ -178,7 +178,7 @@ impl<L: Lock> Rank<L> {
         }
     }
 
-    /// Registers the program's next stream, in a group of its own or in this one.
+    /// Registers the program's next stream, in this group or in a new one.
     pub(crate) fn register_stream(&mut self, group: Option<StreamId>) {
         let registered = match group {
             None => self.allocator.register_stream(),

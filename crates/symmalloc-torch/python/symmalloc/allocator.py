@@ -252,7 +252,7 @@ class Allocator:
         self.close()
 
     def register_stream(self, stream: int, *, group: int | None = None) -> None:
-        """Registers a stream before its first use: in the group of the stream `group`, or in a group of its own.
+        """Registers a stream before its first use: in the group of the stream `group`, or in a new group.
 
         In pools with `streams:grouped`, the streams of a group share memory. Without this call, the streams that the main thread or
         autograd's threads use first form one group of PyTorch's allocator, and every other stream forms its own. Raises `InvalidArgument`

@@ -104,7 +104,7 @@ pub unsafe extern "C" fn symmalloc_allocate_named(
     })
 }
 
-/// Registers a stream in a group of its own. Without this call, a stream is registered at its first use: in the process's allocators, those of
+/// Registers a stream in a new group. Without this call, a stream is registered at its first use: in the process's allocators, those of
 /// the main thread and of autograd's threads form one group; in all other allocators, each stream forms a group. In pools with
 /// `streams:grouped`, the streams of a group share memory. Returns `SYMMALLOC_INVALID_ARGUMENT` if the stream joined another group before.
 ///

@@ -1,4 +1,4 @@
-//! Groups of streams: by the thread that uses a stream first, or as the program says.
+//! Groups of streams, selected by the thread that uses a stream first or by the program.
 
 use crate::library::*;
 use std::ffi::c_void;
@@ -74,6 +74,6 @@ stub_test!(other_allocators_and_pools_have_no_groups_of_their_own, {
     assert_eq!(one, other);
     let own = Allocator::new("streams:grouped");
     let [one, other] = addresses(own, 0);
-    assert_ne!(one, other, "each stream is a group until the program says otherwise");
+    assert_ne!(one, other, "each stream is a group by default");
     own.destroy();
 });
