@@ -33,10 +33,13 @@ def main() -> None:
         torch.cuda.set_device(local_rank)
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
 
-    layers, heads, width, hidden, vocabulary, batch = (
-        (2, 2, 32, 64, 128, 2) if job.is_tiny else (8, 16, 1024, 2816, 32000, 8)
+    layers, heads, width, hidden, vocabulary, batch, length_max, period = (
+        (2, 2, 32, 64, 128, 2, 32, 3)
+        if job.is_tiny
+        else (12, 16, 2048, 5632, 32000, 12, 2048, 6)
+        if job.is_large
+        else (8, 16, 1024, 2816, 32000, 8, 2048, 12)
     )
-    length_max, period = (32, 3) if job.is_tiny else (2048, 12)
 
     class Layer(nn.Module):
         def __init__(self) -> None:

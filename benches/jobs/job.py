@@ -35,6 +35,8 @@ class Job:
     windows: int
     is_profiled: bool = False
     """`True` to profile one more period after all others."""
+    is_large: bool = False
+    """`True` for a larger model that keeps the GPU busy, in the jobs that have one."""
 
     @staticmethod
     def from_command_line(name: str, description: str | None, conf: str | None = None) -> Job:
@@ -45,6 +47,7 @@ class Job:
         parser.add_argument("--windows", type=int, default=4, help="number of timed windows with equally many steps")
         parser.add_argument("--conf", help="additional settings for symmalloc, such as stitching_granule_mb:16")
         parser.add_argument("--profile", action="store_true", help="measure how long the GPU is idle in one more period")
+        parser.add_argument("--large", action="store_true", help="a larger model that keeps the GPU busy, in jobs that have one")
         parser.add_argument("--trace", help="record every op to this file (symmalloc) or a snapshot (others)")
         options = parser.parse_args()
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -66,7 +69,16 @@ class Job:
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.manual_seed(1)
         is_tiny = options.device == "cpu"
-        return Job(name, options.allocator, options.device, options.trace, is_tiny, options.windows, options.profile)
+        return Job(
+            name,
+            options.allocator,
+            options.device,
+            options.trace,
+            is_tiny,
+            options.windows,
+            options.profile,
+            options.large,
+        )
 
     def measure(self, period: int, step: Callable[[int], object], periods: int = 1) -> dict[str, object]:
         """Runs a period to warm up, then the windows of `periods` periods each. Returns the measurements."""
