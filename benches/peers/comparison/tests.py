@@ -69,6 +69,12 @@ class Bars(unittest.TestCase):
         self.assertTrue(verdicts["steady state, times the speed of RMM's best"].is_met)
         self.assertEqual(verdicts["cold pass, times PyTorch expandable's speed"].figure, 0.5)
 
+    def test_the_job_of_stitched_blocks_must_be_as_fast_through_c_as_on_pytorch(self):
+        name = "steady state through C, times PyTorch's best speed"
+        for job, is_met in ((bars.STITCHED_JOB, True), ("another", False)):
+            rows = (("", "ops", job, 100), (bars.OURS_C, "steady_ns_per_op", job, 300), (bars.PYTORCH, "steady_ns_per_op", job, 330))
+            self.assertEqual(self.verdicts(*rows)[name].is_met, is_met)
+
     def test_a_job_with_uses_has_separate_limits(self):
         rows = [tuple("job_uses" if word == "job" else word for word in row) for row in JOB]
         limits = {name: verdict.limit for name, verdict in self.verdicts(*rows).items()}

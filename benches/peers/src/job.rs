@@ -24,13 +24,14 @@ use symmalloc_core::op::Op;
 use symmalloc_harness::jobs;
 
 /// The jobs of the comparison. Of the two distributed jobs, only one rank is used; the other makes the same calls.
-const JOBS: [&str; 6] = [
+const JOBS: [&str; 7] = [
     "gpt2_train_varlen",
     "moe_train",
     "resnet50_multiscale",
     "llama_generate",
     "fsdp_train_rank0",
     "fsdp1_train_rank0",
+    "gnn_sampled",
 ];
 
 /// One op. Allocations are numbered in order.
