@@ -104,6 +104,10 @@ struct SyncedComm {
 type SyncedComms = SmallVec<[SyncedComm; 4]>;
 
 impl SyncedComm {
+    fn quiet(attachment: &Arc<AttachedComm>) -> Self {
+        SyncedComm { attachment: Arc::clone(attachment), compared: None, is_current: true }
+    }
+
     /// Returns `true` if the sync has nothing to do on this rank and nothing to compare.
     fn is_quiet(&self) -> bool {
         self.compared.is_none() && self.is_current
@@ -220,8 +224,9 @@ impl Registrar {
     /// still brought up to date, because their ranks wait for this one. With a communicator that is not attached, or during a capture,
     /// nothing is done, and the other ranks wait until the deadline. See [`SyncError`] for the state of the communicator that failed.
     pub fn sync(&self, comms: &[&Communicator]) -> Result<Synced, SyncError> {
-        let (comms, gone) = self.begin_sync(comms)?;
-        let outcome = self.run_sync(comms);
+        self.counters.syncs.add(1);
+        let (attachments, gone) = self.attached(comms)?;
+        let outcome = self.run_sync(self.begin_sync(attachments));
         gone.map_or(outcome, Err)
     }
 
@@ -231,9 +236,12 @@ impl Registrar {
     /// # Errors
     /// Same as [`sync`](Self::sync).
     pub fn sync_at_scope_end(&self, comms: &[&Communicator]) -> Result<Synced, SyncError> {
-        let (mut comms, gone) = self.begin_sync(comms)?;
+        self.counters.syncs.add(1);
+        let (attachments, gone) = self.attached(comms)?;
+        let mut comms = self.begin_sync(attachments);
         // A driver error is reported by the sync.
-        if comms.iter().all(|comm| comm.is_current) && self.allocator.is_capturing().unwrap_or(false) {
+        let is_current = !comms.is_empty() && comms.iter().all(|comm| comm.is_current);
+        if is_current && self.allocator.is_capturing().unwrap_or(false) {
             comms.iter_mut().for_each(|comm| comm.compared = None);
         }
         let outcome = self.run_sync(comms);
@@ -255,15 +263,21 @@ impl Registrar {
         gone.map_or(outcome, Err)
     }
 
-    /// Counts a sync of these communicators, and determines which histories it compares.
-    fn begin_sync(&self, comms: &[&Communicator]) -> Result<(SyncedComms, Option<SyncError>), SyncError> {
-        self.counters.syncs.add(1);
-        let (attachments, gone) = self.attached(comms)?;
-        let count = |attachment: Arc<AttachedComm>| {
+    /// Counts a sync of these communicators, and determines which histories it compares. Returns an empty list if all communicators are
+    /// [quiet](SyncedComm::is_quiet). Most syncs of a program are, and filling and moving the list would take a fifth of their time.
+    fn begin_sync(&self, attachments: Attachments) -> SyncedComms {
+        let mut comms = SyncedComms::new();
+        for (number, attachment) in attachments.iter().enumerate() {
             let (compared, is_current) = attachment.begin_sync(&self.allocator);
-            SyncedComm { attachment, compared, is_current }
-        };
-        Ok((attachments.into_iter().map(count).collect(), gone))
+            if comms.is_empty() {
+                if compared.is_none() && is_current {
+                    continue;
+                }
+                comms.extend(attachments[..number].iter().map(SyncedComm::quiet));
+            }
+            comms.push(SyncedComm { attachment: Arc::clone(attachment), compared, is_current });
+        }
+        comms
     }
 
     fn run_sync(&self, comms: SyncedComms) -> Result<Synced, SyncError> {

@@ -113,6 +113,35 @@ nccl_test!(ranks_compare_as_often_as_the_attachments_require, {
     nothing_is_left();
 });
 
+nccl_test!(a_sync_covers_communicators_with_nothing_new_next_to_others, {
+    Job::new(2).run(|it| {
+        let modes = [Mode::Off, Mode::AtSync, Mode::Off];
+        let split = |_| it.world.split(Some(0), it.world.rank()).expect("all split").expect("each has a color");
+        let comms = modes.map(split);
+        let attached = |(comm, agreement)| {
+            let pool = it.pool();
+            let attachment = Attachment { agreement, ..Attachment::default() };
+            it.registrar.attach(comm, &[pool.id()], attachment).expect("symmetric and shareable");
+            pool
+        };
+        let pools: Vec<_> = comms.iter().zip(modes).map(attached).collect();
+        let comms = comms.each_ref();
+        it.registrar.sync(&comms).expect("the ranks agree");
+        let mut kept = Vec::new();
+        for pool in &pools {
+            kept.push(it.take(pool, MIB));
+            assert_eq!(it.registrar.sync(&comms).expect("the ranks agree").registrations, 1);
+            assert_eq!(it.registrar.sync(&comms).expect("the ranks agree").rounds, 1, "only one communicator compares");
+        }
+        assert_eq!(it.registrar.stats().quiet_syncs, 0);
+        let off = [comms[0], comms[2]];
+        assert_eq!(it.registrar.sync(&off).expect("nothing to do").rounds, 0);
+        assert_eq!(it.registrar.stats().quiet_syncs, 1);
+        drop(kept);
+    });
+    nothing_is_left();
+});
+
 nccl_test!(pools_for_buffers_on_some_ranks_decide_no_collective, {
     for first in [Mode::Off, Mode::AtSync] {
         Job::new(2).run(|it| {
