@@ -42,7 +42,7 @@ fn main() {
         table(&format!("{name}, the same steps in every pass"), &same, &configs);
         assert!(!is_test || ratios[3] >= ratios[2], "{name}: stitching increases the reserved memory");
     }
-    for name in jobs::JOBS.into_iter().filter(|name| !is_test && name.contains(&filter)) {
+    for name in jobs::JOBS.into_iter().chain(["gnn_sampled"]).filter(|name| !is_test && name.contains(&filter)) {
         table(name, &vec![Workload::from(&jobs::program(name)); PASSES], &configs);
     }
 }

@@ -327,15 +327,20 @@ impl Oracle {
     }
 
     fn free(&mut self, id: AllocationId) -> Result<(), Refusal> {
+        let mut freed = None;
         if let Some((segment, index)) = self.find(id)? {
             segment.blocks[index].content = Content::Free;
             segment.normalize();
+            freed = Some(segment.ordinal);
         }
         let Live { pool, stream, .. } = self.live.remove(&id).expect("found above");
         let granularity = self.granularity;
         // Allocations of zero bytes may outlive their pool.
         let Ok(key) = self.key(pool, stream) else { return Ok(()) };
         let pool = self.pool(pool)?;
+        if let (Some(freed), Some(heap)) = (freed, pool.heaps.get_mut(&key)) {
+            heap.empty_if_unused(freed, granule(&pool.config, granularity));
+        }
         if let (Some(threshold), Some(heap)) = (pool.config.release_threshold_bytes(), pool.heaps.get_mut(&key))
             && heap.free_bytes() > threshold
             && !pool.is_asleep

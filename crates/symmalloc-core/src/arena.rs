@@ -171,6 +171,11 @@ impl Arena {
         self.free.keys(self.table.blocks(), class)
     }
 
+    /// Returns the slots of all free blocks of a class with at least `size`, in the order of rule D2.
+    pub(crate) fn free_at_least(&self, class: SizeClass, size: Units) -> impl Iterator<Item = Slot> + '_ {
+        self.free.at_least(self.table.blocks(), class, size)
+    }
+
     /// Returns the size of the largest free block.
     pub(crate) fn largest_free(&self) -> Option<Units> {
         self.free.largest(self.table.blocks())
@@ -265,7 +270,7 @@ impl Arena {
 
     /// Returns the free blocks of at least `size`, each with the ordinal of its segment, by location.
     pub(crate) fn free_from(&self, size: Units) -> Vec<(SegmentId, Slot)> {
-        let mut slots: Vec<Slot> = self.free.at_least(self.table.blocks(), SizeClass::Large, size).collect();
+        let mut slots: Vec<Slot> = self.free_at_least(SizeClass::Large, size).collect();
         work::count(slots.len());
         slots.sort_unstable_by_key(|slot| self.table.block(*slot).location);
         slots.into_iter().map(|slot| (self.table.block(slot).location.sequence(), slot)).collect()
@@ -541,14 +546,29 @@ impl Arena {
         carved
     }
 
-    /// Marks a granule of a stitched range, or at home, as free, with these earlier users. Until then it was elsewhere.
-    /// Returns the block that then contains it.
+    /// Makes memory free again, with these earlier users, that was elsewhere at the block's addresses. Returns the block
+    /// that then contains it.
     pub(crate) fn bring_back(&mut self, slot: Slot, free: BlockState, users: FenceSetId) -> Slot {
         let fences = self.without_events(users);
         let block = self.table.block_mut(slot);
         debug_assert!(block.is_elsewhere());
         (block.state, block.fences) = (free, fences);
         self.coalesce(slot)
+    }
+
+    /// Divides a block that is elsewhere. Returns the first `size` units, and the rest keeps the slot.
+    pub(crate) fn divide_elsewhere(&mut self, slot: Slot, size: Units) -> Slot {
+        debug_assert!(self.table.block(slot).is_elsewhere());
+        self.table.tiling().cut_front(slot, size, BlockState::Elsewhere)
+    }
+
+    /// Joins the blocks of a segment that is elsewhere as a whole.
+    pub(crate) fn join_elsewhere(&mut self, segment: u32) {
+        let first = self.first_block(segment);
+        while !self.is_last(first) {
+            let next = self.table.block(first).next;
+            self.table.tiling().absorb(next, first);
+        }
     }
 
     /// Copies a set of fences without their events, since an event belongs to one fence. Returns the copy. The next

@@ -403,6 +403,9 @@ impl<L: Lock> Heap<L> {
                 plans.note_free(slot);
             }
             self.arena.coalesce(slot);
+            if !self.stitched.is_empty() && self.arena.segment(segment).is_stitched {
+                self.stitched.empty_if_unused(&mut self.arena, segment);
+            }
         }
         self.arena.recycle_spent(context);
         Freed { size, requested_bytes: requested }

@@ -4,18 +4,21 @@
 //! are mapped onto home granules, in any order.
 //!
 //! ```text
-//!  home      │ a │ 1 │ 2 │   b   │ 3 │ 4 │ 5 │ c │
-//!                └───┴───────────┴───┴───┴───┴─────── blocks that are elsewhere, a granule each
+//!  home      │ a │ 1   2 │   b   │ 3   4   5 │ c │
+//!                └───────┴───────┴───────────┴─────── blocks that are elsewhere, one for each piece
 //!  stitched  │ 3   4   5   1   2 │                    one block, free or in use
 //! ```
 //! A granule of memory may be mapped into any number of stitched ranges. It is allocated or free at exactly one of its
 //! addresses. At the others, it is covered by an [`Elsewhere`](crate::blocks::table::BlockState::Elsewhere) block.
 //!
-//! This component moves granules between their addresses in the [`Arena`]. A heap decides when to stitch, maps and
-//! unmaps ranges, waits for earlier users, and records what happened. Nothing here calls the driver.
+//! Once no block of a range is in use, its memory returns home. So what is free, and where, depends on the live
+//! allocations rather than on the ranges of earlier requests, and a program that repeats its steps finds the ranges of
+//! the last step again. A large block has few pieces, and moving it takes a few operations for each of them.
+//!
+//! This component moves memory between its addresses in the [`Arena`]. A heap decides when to stitch, maps and unmaps
+//! ranges, waits for earlier users, and records what happened. Nothing here calls the driver.
 
 use crate::arena::Arena;
-use crate::blocks::FreeKey;
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::size_rules::SizeClass;
 use crate::streams::fences::FenceSetId;
@@ -25,9 +28,6 @@ use crate::types::units::{Units, bytes};
 use crate::types::work;
 use smallvec::SmallVec;
 
-/// A range of granule indices in a segment.
-type Part = std::ops::Range<usize>;
-
 /// The position of a granule of memory, ordered by segment slot and offset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Granule {
@@ -36,27 +36,113 @@ pub(crate) struct Granule {
     pub(crate) offset: Units,
 }
 
+/// Adjacent memory at home: whole granules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Run {
+    pub(crate) start: Granule,
+    pub(crate) size: Units,
+}
+
+impl Run {
+    fn end(&self) -> Units {
+        self.start.offset + self.size
+    }
+
+    /// Returns the first `size` units.
+    fn front(self, size: Units) -> Run {
+        Run { size, ..self }
+    }
+
+    /// Returns what follows the first `size` units.
+    fn after(self, size: Units) -> Run {
+        let start = Granule { offset: self.start.offset + size, ..self.start };
+        Run { start, size: self.size - size }
+    }
+}
+
+/// A part of a stitched range whose memory is adjacent at home, too.
+#[derive(Clone, Copy, Debug)]
+struct Piece {
+    home: Run,
+    state: PieceState,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PieceState {
+    /// The memory is free or in use at the addresses of the range. This block covers it at home.
+    Here { covered_by: Slot },
+    /// The memory is at home, or in another range. The addresses stay mapped.
+    Home,
+    /// The addresses are not mapped.
+    Unmapped,
+}
+
 /// One stitched range.
 #[derive(Debug)]
 pub(crate) struct StitchedRange {
     /// Slot of its segment in the table.
     segment: u32,
-    /// The memory to which each granule of its addresses is mapped; `None` if the granule was unmapped.
-    granules: Vec<Option<Granule>>,
+    /// The parts of its addresses, in order.
+    pieces: Vec<Piece>,
+    /// `true` if memory is free or in use at its addresses.
+    is_filled: bool,
     /// Streams that used its addresses, in addition to those of its blocks; ascending.
     users: SmallVec<[StreamId; 2]>,
 }
 
 impl StitchedRange {
-    /// Returns the memory to which a part of the addresses is mapped, in order. Returns `None` if some of it is
-    /// unmapped or out of range.
-    fn home(&self, part: Part) -> Option<Vec<Granule>> {
-        self.granules.get(part)?.iter().copied().collect()
+    /// Returns the number of mapped granules.
+    fn aliases(&self, granule: Units) -> usize {
+        self.mapped_pieces().map(|(_, run)| (run.size / granule) as usize).sum()
     }
 
-    /// Returns the number of mapped granules.
-    fn aliases(&self) -> usize {
-        self.granules.iter().flatten().count()
+    /// Returns the memory of its first `size` units, if they are mapped.
+    fn home_of_front(&self, size: Units) -> Option<Vec<Run>> {
+        let mut missing = size;
+        let mut runs = Vec::new();
+        for piece in self.pieces.iter().take_while(|piece| piece.state != PieceState::Unmapped) {
+            if missing == 0 {
+                break;
+            }
+            let run = piece.home.front(piece.home.size.min(missing));
+            missing -= run.size;
+            runs.push(run);
+        }
+        (missing == 0).then_some(runs)
+    }
+
+    /// Divides the piece that contains an offset, so that a piece starts there. Returns the index of that piece.
+    fn divide(&mut self, arena: &mut Arena, offset: Units) -> usize {
+        let (mut at, mut start) = (0, 0);
+        while at < self.pieces.len() && start + self.pieces[at].home.size <= offset {
+            start += self.pieces[at].home.size;
+            at += 1;
+        }
+        if start == offset {
+            return at;
+        }
+        let Piece { home, state } = self.pieces[at];
+        let lower = match state {
+            PieceState::Here { covered_by } => {
+                PieceState::Here { covered_by: arena.divide_elsewhere(covered_by, offset - start) }
+            }
+            state => state,
+        };
+        self.pieces[at] = Piece { home: home.after(offset - start), state };
+        self.pieces.insert(at, Piece { home: home.front(offset - start), state: lower });
+        at + 1
+    }
+
+    /// Notes that no memory is left at the addresses of the range, and joins pieces that are adjacent at home, too.
+    fn note_empty(&mut self, arena: &mut Arena) {
+        self.is_filled = false;
+        arena.join_elsewhere(self.segment);
+        self.pieces.dedup_by(|next, piece| {
+            let end = Granule { offset: piece.home.end(), ..piece.home.start };
+            let is_same = next.home.start == end && next.state == piece.state && piece.state == PieceState::Home;
+            piece.home.size += if is_same { next.home.size } else { 0 };
+            is_same
+        });
     }
 
     /// Returns the slot of its segment in the table.
@@ -64,9 +150,27 @@ impl StitchedRange {
         self.segment
     }
 
-    /// Returns the memory to which each granule of its addresses is mapped; `None` if the granule was unmapped.
-    pub(crate) fn granules(&self) -> &[Option<Granule>] {
-        &self.granules
+    /// Returns its pieces, each with its offset.
+    fn offsets(&self) -> impl Iterator<Item = (Units, &Piece)> {
+        self.pieces.iter().scan(0, |end, piece| {
+            *end += piece.home.size;
+            Some((*end - piece.home.size, piece))
+        })
+    }
+
+    /// Returns its mapped parts: offset and memory of each.
+    pub(crate) fn mapped_pieces(&self) -> impl Iterator<Item = (Units, Run)> {
+        let mapped = self.offsets().filter(|(_, piece)| piece.state != PieceState::Unmapped);
+        mapped.map(|(offset, piece)| (offset, piece.home))
+    }
+
+    /// Returns the memory that is free or in use at its addresses, for the invariants: each part with the block that
+    /// covers it at home.
+    pub(crate) fn filled_pieces(&self) -> impl Iterator<Item = (Run, Slot)> + '_ {
+        self.pieces.iter().filter_map(|piece| match piece.state {
+            PieceState::Here { covered_by } => Some((piece.home, covered_by)),
+            PieceState::Home | PieceState::Unmapped => None,
+        })
     }
 
     /// Returns the streams that used its addresses, in addition to those of its blocks.
@@ -75,63 +179,107 @@ impl StitchedRange {
     }
 
     /// Returns the mapped parts of the addresses, as offset and size in bytes.
-    pub(crate) fn mapped(&self, granule: Units) -> SmallVec<[(u64, u64); 1]> {
+    pub(crate) fn mapped(&self) -> SmallVec<[(u64, u64); 1]> {
         let mut mapped: SmallVec<[(u64, u64); 1]> = SmallVec::new();
-        for at in (0..self.granules.len()).filter(|at| self.granules[*at].is_some()) {
-            let offset_bytes = at as u64 * bytes(granule);
+        for (offset, run) in self.mapped_pieces() {
             match mapped.last_mut() {
-                Some((offset, size)) if *offset + *size == offset_bytes => *size += bytes(granule),
-                _ => mapped.push((offset_bytes, bytes(granule))),
+                Some((start, size)) if *start + *size == bytes(offset) => *size += bytes(run.size),
+                _ => mapped.push((bytes(offset), bytes(run.size))),
             }
         }
         mapped
     }
 }
 
-/// The free memory of a heap, as it would be if every free granule of a stitched range were at home.
+/// The free memory of a heap, as it would be if all free granules of stitched ranges were at home.
 #[derive(Debug)]
 pub(crate) struct Home {
-    /// The largest free run.
-    pub(crate) largest: Units,
+    /// The largest free block that granules of stitched ranges would become part of; 0 without such granules.
+    pub(crate) largest_joined: Units,
     /// All whole free granules.
-    pub(crate) free: FreeGranules,
+    pub(crate) free: FreeRuns,
 }
 
-/// A set of free granules at home, as runs. A free block has up to half a million granules, and is one run.
+/// The whole free granules at home, as runs.
 #[derive(Debug, Default)]
-pub(crate) struct FreeGranules {
-    /// The first granule of each run and the offset at its end; ascending, and without overlap.
-    runs: Vec<(Granule, Units)>,
-    /// Number of granules in all runs.
-    count: usize,
+pub(crate) struct FreeRuns {
+    /// Ascending, and without overlap.
+    runs: Vec<Run>,
+    /// The sum of their sizes.
+    pub(crate) size: u64,
 }
 
-impl FreeGranules {
-    fn new(mut runs: Vec<(Granule, Units)>, granule: Units) -> Self {
+impl FreeRuns {
+    fn new(mut runs: Vec<Run>) -> Self {
+        work::count(runs.len());
         runs.sort_unstable();
-        let count = runs.iter().map(|(first, end)| ((end - first.offset) / granule) as usize).sum();
-        FreeGranules { runs, count }
+        FreeRuns { size: runs.iter().map(|run| u64::from(run.size)).sum(), runs }
     }
 
-    pub(crate) fn count(&self) -> usize {
-        self.count
-    }
-
-    fn contains(&self, granule: Granule) -> bool {
-        let after = self.runs.partition_point(|(first, _)| *first <= granule);
-        let run = after.checked_sub(1).map(|before| self.runs[before]);
-        run.is_some_and(|(first, end)| first.segment == granule.segment && granule.offset < end)
+    /// Returns `true` if all of this memory is free.
+    fn contains(&self, run: Run) -> bool {
+        let first = self.runs.partition_point(|free| free.start <= run.start).checked_sub(1);
+        let Some(first) = first else { return false };
+        let mut offset = run.start.offset;
+        for free in &self.runs[first..] {
+            let is_next = free.start.segment == run.start.segment && free.start.offset <= offset && offset < free.end();
+            if !is_next {
+                return false;
+            }
+            offset = free.end();
+            if run.end() <= offset {
+                return true;
+            }
+        }
+        false
     }
 }
 
-/// Number of granules that count as one unit of work.
-const GRANULES_PER_UNIT: usize = 16;
+/// The free blocks at home that contain whole granules, by position.
+#[derive(Debug)]
+pub(crate) struct FreeAtHome(Vec<(Run, Slot)>);
+
+impl FreeAtHome {
+    pub(crate) fn new(arena: &Arena) -> Self {
+        let mut blocks: Vec<_> = free_blocks_at_home(arena).collect();
+        blocks.sort_unstable();
+        FreeAtHome(blocks)
+    }
+
+    /// Returns the block around a part of one block.
+    fn around(&self, run: Run) -> Slot {
+        let after = self.0.partition_point(|(block, _)| block.start <= run.start);
+        let (block, slot) = self.0[after - 1];
+        debug_assert!(block.start.segment == run.start.segment && run.end() <= block.end());
+        slot
+    }
+
+    /// Divides memory that is free at home where one block ends and the next begins.
+    fn by_block(&self, mut run: Run) -> impl Iterator<Item = Run> {
+        std::iter::from_fn(move || {
+            (run.size > 0).then(|| {
+                let after = self.0.partition_point(|(block, _)| block.start <= run.start);
+                let size = run.size.min(self.0[after - 1].0.end() - run.start.offset);
+                let front = run.front(size);
+                run = run.after(size);
+                front
+            })
+        })
+    }
+
+    /// Returns the blocks around free memory. A stream that gets the memory elsewhere waits for their users.
+    pub(crate) fn blocks_around<'a>(&'a self, runs: &'a [Run]) -> impl Iterator<Item = Slot> + 'a {
+        runs.iter().flat_map(|run| self.by_block(*run)).map(|run| self.around(run))
+    }
+}
 
 /// The stitched ranges of a heap. Between two calls, these invariants hold:
 ///
 /// - Of the addresses that map one granule, exactly one is free or in use; the others are elsewhere (I11).
-/// - A stitched segment of the arena has exactly one range here, which maps only memory of other segments.
-/// - A granule that was unmapped is elsewhere at that address.
+/// - A stitched segment of the arena has exactly one range here, which maps only memory of other segments, each granule
+///   at most once.
+/// - Memory that is unmapped at an address is elsewhere at that address.
+/// - A range that is not filled is elsewhere as a whole, in one block.
 #[derive(Debug, Default)]
 pub(crate) struct StitchedRanges {
     /// Oldest first. Empty unless the pool stitches.
@@ -149,120 +297,172 @@ impl StitchedRanges {
     }
 
     /// Returns the number of granules that are mapped a second time.
-    pub(crate) fn aliases(&self) -> usize {
-        self.ranges
-            .iter()
-            .inspect(|range| work::count(1 + range.granules.len() / GRANULES_PER_UNIT))
-            .map(StitchedRange::aliases)
-            .sum()
+    pub(crate) fn aliases(&self, arena: &Arena) -> usize {
+        let granule = arena.rules().granule;
+        self.ranges.iter().inspect(|range| work::count(range.pieces.len())).map(|range| range.aliases(granule)).sum()
     }
 
     /// Returns the segments of unused ranges, oldest first, each with the number of its mapped granules.
     pub(crate) fn unused(&self, arena: &Arena) -> Vec<(u32, usize)> {
-        let is_in_use = |slot| matches!(arena.block(slot).state, BlockState::Allocated { .. } | BlockState::Planned);
-        let unused = self.ranges.iter().filter(|range| !arena.blocks_of(range.segment).any(is_in_use));
-        unused.map(|range| (range.segment, range.aliases())).collect()
+        let unused = self.ranges.iter().filter(|range| !range.is_filled || is_unused(arena, range.segment));
+        unused.map(|range| (range.segment, range.aliases(arena.rules().granule))).collect()
     }
 
     /// Returns the free memory at home as it would be after [`gather`](Self::gather).
     pub(crate) fn look_home(&self, arena: &Arena) -> Home {
-        let granule_size = arena.rules().granule;
-        let free_blocks = self.free_blocks(arena).into_iter();
-        let mut free: Vec<_> =
-            free_blocks.flat_map(|(at, _, part)| self.ranges[at].home(part).unwrap_or_default()).collect();
-        // Sorting a granule takes longer than counting one.
-        work::count(free.len());
-        free.sort_unstable();
-        let mut largest = 0;
-        for segment in arena.backed_segments() {
-            let mut run = 0;
-            for block in arena.blocks_of(segment).map(|slot| arena.block(slot)) {
-                let granule = Granule { segment, offset: block.offset() };
-                let is_free = block.is_free() || block.is_elsewhere() && free.binary_search(&granule).is_ok();
-                run = if is_free { run + block.size } else { 0 };
-                largest = largest.max(run);
+        let mut runs: Vec<Run> = free_blocks_at_home(arena).map(|(run, _)| run).collect();
+        // Each free piece of a stitched range, with its free neighbors at home.
+        let mut joined = Vec::new();
+        for (at, _, start, end) in self.free_parts(arena) {
+            for (offset, piece) in self.ranges[at].offsets() {
+                let PieceState::Here { covered_by } = piece.state else { continue };
+                let (from, to) = (offset.max(start), (offset + piece.home.size).min(end));
+                if from >= to {
+                    continue;
+                }
+                let run = piece.home.after(from - offset).front(to - from);
+                let block = arena.block(covered_by);
+                let before = if run.start == piece.home.start { arena.free_size(block.prev) } else { 0 };
+                let after = if run.end() == piece.home.end() { arena.free_size(block.next) } else { 0 };
+                runs.push(run);
+                joined.push((run.start.segment, run.start.offset - before, run.end() + after));
             }
         }
-        let single = free.into_iter().map(|granule| (granule, granule.offset + granule_size));
-        let runs: Vec<_> = single.chain(free_runs(arena)).collect();
-        work::count(runs.len());
-        Home { largest, free: FreeGranules::new(runs, granule_size) }
+        work::count(joined.len());
+        joined.sort_unstable();
+        let (mut largest_joined, mut last) = (0, (u32::MAX, 0, 0));
+        for (segment, start, end) in joined {
+            let is_adjacent = segment == last.0 && start <= last.2;
+            last = if is_adjacent { (segment, last.1, end.max(last.2)) } else { (segment, start, end) };
+            largest_joined = largest_joined.max(last.2 - last.1);
+        }
+        Home { largest_joined, free: FreeRuns::new(runs) }
     }
 
-    /// Returns the free blocks of stitched ranges, oldest range first: each with the index of its range and the
-    /// granules that it covers entirely.
-    fn free_blocks(&self, arena: &Arena) -> Vec<(usize, Slot, Part)> {
-        let free = |(at, range): (usize, &StitchedRange)| {
+    /// Returns the whole granules of each free block of the stitched ranges, oldest range first: the index of the range,
+    /// the block, and the first and last offset.
+    fn free_parts(&self, arena: &Arena) -> Vec<(usize, Slot, Units, Units)> {
+        let filled = self.ranges.iter().enumerate().filter(|(_, range)| range.is_filled);
+        let parts = filled.flat_map(|(at, range)| {
             let slots = arena.blocks_of(range.segment).filter(|slot| arena.block(*slot).is_free());
-            slots.map(move |slot| (at, slot, whole_granules_of(arena, slot))).collect::<Vec<_>>()
-        };
-        self.ranges.iter().enumerate().flat_map(free).filter(|(.., part)| !part.is_empty()).collect()
+            slots.map(move |slot| (at, slot, whole_granules_of(arena, slot)))
+        });
+        parts.map(|(at, slot, (start, end))| (at, slot, start, end)).filter(|(.., start, end)| start < end).collect()
     }
 
     /// Moves the free granules of stitched ranges back home.
     pub(crate) fn gather(&mut self, arena: &mut Arena) {
-        let granule_size = arena.rules().granule;
-        for (at, slot, part) in self.free_blocks(arena) {
-            let users = arena.streams_of(slot);
-            let range = &mut self.ranges[at];
-            range.users.extend_from_slice(&users);
-            range.users.sort_unstable();
-            range.users.dedup();
-            let mut home = range.home(part.clone()).expect("what is free is mapped");
-            home.sort_unstable();
-            let (free, fences) = (arena.block(slot).state, arena.block(slot).fences);
-            home.into_iter().fold(None, |lower, granule| {
-                let there = block_around(arena, lower, granule);
-                Some(arena.bring_back(there, free, fences))
-            });
-            for granule in part {
-                send_away(arena, slot, granule as Units * granule_size);
+        for (at, slot, start, end) in self.free_parts(arena) {
+            self.send_home(arena, at, slot, (start, end));
+        }
+        for range in self.ranges.iter_mut().filter(|range| range.is_filled) {
+            if is_unused(arena, range.segment) {
+                range.note_empty(arena);
             }
         }
     }
 
-    /// Returns the first `count` granules of the oldest range in which all of these are `free` at home.
-    pub(crate) fn find_again(&self, count: usize, free: &FreeGranules) -> Option<(u32, Vec<Granule>)> {
-        let is_free = |granule: &Granule| free.contains(*granule);
-        let found = |range: &StitchedRange| {
-            let home = range.home(0..count);
-            work::count(home.as_ref().map_or(1, |home| 1 + home.len() / GRANULES_PER_UNIT));
-            Some((range.segment, home?))
-        };
-        self.ranges.iter().filter_map(found).find(|(_, home)| home.iter().all(is_free))
-    }
-
-    /// Returns the blocks around free granules at home. A stream that gets the granules elsewhere waits for their users.
-    pub(crate) fn blocks_around(&self, arena: &Arena, granules: &[Granule]) -> Vec<Slot> {
-        let mut lower = None;
-        let around = granules.iter().map(|granule| *lower.insert(block_around(arena, lower, *granule)));
-        around.collect()
-    }
-
-    /// Marks free granules at home, in ascending order, as elsewhere.
-    pub(crate) fn leave_home(&mut self, arena: &mut Arena, granules: &[Granule]) {
-        let mut lower = None;
-        for granule in granules {
-            let around = block_around(arena, lower, *granule);
-            lower = Some(send_away(arena, around, granule.offset));
+    /// Moves the memory of a range back home if no block of it is in use. The segment is stitched.
+    #[cold]
+    pub(crate) fn empty_if_unused(&mut self, arena: &mut Arena, segment: u32) {
+        if !is_unused(arena, segment) {
+            return;
         }
+        let at = self.ranges.iter().position(|range| range.segment == segment).expect("the segment is stitched");
+        let free: Vec<Slot> = arena.blocks_of(segment).filter(|slot| arena.block(*slot).is_free()).collect();
+        for slot in free {
+            let (start, end) = whole_granules_of(arena, slot);
+            self.send_home(arena, at, slot, (start, end));
+        }
+        self.ranges[at].note_empty(arena);
     }
 
-    /// Makes the first `count` granules of a range one free block. They have left home. Returns the block.
-    pub(crate) fn reuse(&mut self, arena: &mut Arena, segment: u32, count: usize, free: BlockState) -> Slot {
-        let mut slot = arena.bring_back(arena.first_block(segment), free, FenceSetId::EMPTY);
-        for _ in 1..count {
-            slot = arena.bring_back(arena.block(slot).next, free, FenceSetId::EMPTY);
+    /// Moves whole granules of a free block of a range back home.
+    fn send_home(&mut self, arena: &mut Arena, at: usize, slot: Slot, (start, end): (Units, Units)) {
+        let range = &mut self.ranges[at];
+        range.users.extend_from_slice(&arena.streams_of(slot));
+        range.users.sort_unstable();
+        range.users.dedup();
+        let first = range.divide(arena, start);
+        let after = range.divide(arena, end);
+        work::count(after - first);
+        let (free, fences) = (arena.block(slot).state, arena.block(slot).fences);
+        for piece in &mut range.pieces[first..after] {
+            let PieceState::Here { covered_by } = piece.state else { unreachable!("free memory is here") };
+            arena.bring_back(covered_by, free, fences);
+            piece.state = PieceState::Home;
+        }
+        arena.carve(slot, start, end, BlockState::Elsewhere);
+    }
+
+    /// Returns the oldest range whose first `size` units are all `free` at home.
+    pub(crate) fn find_again(&self, size: Units, free: &FreeRuns) -> Option<u32> {
+        let is_free = |range: &&StitchedRange| {
+            work::count(1);
+            let mut missing = size;
+            let mut pieces = range.pieces.iter();
+            while missing > 0 {
+                let Some(piece) = pieces.next().filter(|piece| piece.state != PieceState::Unmapped) else {
+                    return false;
+                };
+                let run = piece.home.front(piece.home.size.min(missing));
+                work::count(1);
+                if !free.contains(run) {
+                    return false;
+                }
+                missing -= run.size;
+            }
+            true
+        };
+        self.ranges.iter().find(is_free).map(|range| range.segment)
+    }
+
+    /// Returns the memory to which the first `size` units of a range are mapped.
+    pub(crate) fn home_of_front(&self, segment: u32, size: Units) -> Vec<Run> {
+        let range = self.ranges.iter().find(|range| range.segment == segment);
+        range.and_then(|range| range.home_of_front(size)).expect("the front of the range is mapped")
+    }
+
+    /// Makes the first `size` units of a range one free block, of memory that is free at home. Returns the block.
+    pub(crate) fn reuse(
+        &mut self,
+        arena: &mut Arena,
+        home: &FreeAtHome,
+        segment: u32,
+        size: Units,
+        free: BlockState,
+    ) -> Slot {
+        let at = self.ranges.iter().position(|range| range.segment == segment).expect("the segment is stitched");
+        let range = &mut self.ranges[at];
+        let after = range.divide(arena, size);
+        let runs: Vec<Run> = range.pieces.drain(..after).map(|piece| piece.home).collect();
+        range.pieces.splice(..0, leave_home(arena, home, &runs));
+        range.is_filled = true;
+        let mut slot = arena.first_block(segment);
+        let mut filled = 0;
+        while filled < size {
+            let next = if filled == 0 { slot } else { arena.block(slot).next };
+            let part = arena.block(next).size.min(size - filled);
+            let front = if part < arena.block(next).size { arena.divide_elsewhere(next, part) } else { next };
+            slot = arena.bring_back(front, free, FenceSetId::EMPTY);
+            filled += part;
         }
         slot
     }
 
-    /// Adds a range of addresses that are mapped onto these granules, which have left home. Returns its free block.
-    pub(crate) fn add(&mut self, arena: &mut Arena, range: Range, granules: Vec<Granule>, free: BlockState) -> Slot {
+    /// Adds a range of addresses that are mapped onto memory that is free at home. Returns its free block.
+    pub(crate) fn add(
+        &mut self,
+        arena: &mut Arena,
+        home: &FreeAtHome,
+        range: Range,
+        runs: &[Run],
+        free: BlockState,
+    ) -> Slot {
+        let pieces = leave_home(arena, home, runs);
         let slot = arena.add_stitched(range, free);
         let segment = arena.block(slot).segment;
-        let granules = granules.into_iter().map(Some).collect();
-        self.ranges.push(StitchedRange { segment, granules, users: SmallVec::new() });
+        self.ranges.push(StitchedRange { segment, pieces, is_filled: true, users: SmallVec::new() });
         slot
     }
 
@@ -273,72 +473,88 @@ impl StitchedRanges {
         Some(self.ranges.remove(at))
     }
 
-    /// Passes every mapped granule that is elsewhere, with its range and offset, to `unmap`, until it fails. It first
+    /// Passes the mapped parts that are elsewhere, each with its range and offset, to `unmap`, until it fails. It first
     /// passes the users of the addresses, each once, to `wait`.
     pub(crate) fn unmap_unused<E>(
         &mut self,
         arena: &Arena,
         mut wait: impl FnMut(StreamId) -> Result<(), E>,
-        mut unmap: impl FnMut(Range, Units) -> Result<(), E>,
+        mut unmap: impl FnMut(Range, Units, Units) -> Result<(), E>,
     ) -> Result<(), E> {
-        for StitchedRange { segment, granules, users } in &mut self.ranges {
+        for StitchedRange { segment, pieces, users, .. } in &mut self.ranges {
             let range = arena.segment(*segment).range;
-            for slot in arena.blocks_of(*segment).filter(|slot| arena.block(*slot).is_elsewhere()) {
-                let offset = arena.block(slot).offset();
-                let granule = &mut granules[(offset / arena.rules().granule) as usize];
-                if granule.is_some() {
+            let mut offset = 0;
+            for piece in pieces {
+                if piece.state == PieceState::Home {
                     while let Some(stream) = users.last().copied() {
                         wait(stream)?;
                         users.pop();
                     }
-                    unmap(range, offset)?;
-                    *granule = None;
+                    unmap(range, offset, piece.home.size)?;
+                    piece.state = PieceState::Unmapped;
                 }
+                offset += piece.home.size;
             }
         }
         Ok(())
     }
 }
 
-/// Returns every granule that is entirely free at home, in the order of rule D2's blocks.
-pub(crate) fn free_granules(arena: &Arena) -> impl Iterator<Item = Granule> + '_ {
-    let granule = arena.rules().granule;
-    free_runs(arena).flat_map(move |(Granule { segment, offset }, end)| {
-        (offset..end).step_by(granule as usize).map(move |offset| Granule { segment, offset })
-    })
+/// Marks memory that is free at home as elsewhere. Returns it as pieces of a range, in the same order.
+fn leave_home(arena: &mut Arena, home: &FreeAtHome, runs: &[Run]) -> Vec<Piece> {
+    let runs: Vec<Run> = runs.iter().flat_map(|run| home.by_block(*run)).collect();
+    work::count(runs.len());
+    // The rest of a block after a carved part keeps the block's slot, so the parts of a block leave in ascending order.
+    let mut order: Vec<usize> = (0..runs.len()).collect();
+    order.sort_unstable_by_key(|at| runs[*at]);
+    let mut pieces: Vec<Piece> = runs.iter().map(|run| Piece { home: *run, state: PieceState::Home }).collect();
+    for at in order {
+        let run = runs[at];
+        let covered_by = arena.carve(home.around(run), run.start.offset, run.end(), BlockState::Elsewhere);
+        pieces[at].state = PieceState::Here { covered_by };
+    }
+    pieces
 }
 
-/// Returns the whole granules of each free block at home, in the order of rule D2's blocks: the first one and the offset at their end.
-fn free_runs(arena: &Arena) -> impl Iterator<Item = (Granule, Units)> + '_ {
-    let slots = arena.free_keys(SizeClass::Large).map(FreeKey::slot);
+/// Returns the first `size` units of whole granules that are free at home, in the order of rule D2's blocks; less if
+/// there are fewer.
+pub(crate) fn first_free(arena: &Arena, size: Units) -> Vec<Run> {
+    let mut missing = size;
+    let mut runs = Vec::new();
+    for (run, _) in free_blocks_at_home(arena) {
+        if missing == 0 {
+            break;
+        }
+        let front = run.front(run.size.min(missing));
+        missing -= front.size;
+        runs.push(front);
+    }
+    runs
+}
+
+/// Returns the free blocks at home that contain whole granules, in the order of rule D2: these granules, and the block.
+fn free_blocks_at_home(arena: &Arena) -> impl Iterator<Item = (Run, Slot)> + '_ {
+    let slots = arena.free_at_least(SizeClass::Large, arena.rules().granule);
     let at_home = slots.filter(|slot| !arena.segment(arena.block(*slot).segment).is_stitched);
     let runs = at_home.map(|slot| {
-        let (part, granule) = (whole_granules_of(arena, slot), arena.rules().granule);
-        let first = Granule { segment: arena.block(slot).segment, offset: part.start as Units * granule };
-        (first, part.end as Units * granule)
+        let (start, end) = whole_granules_of(arena, slot);
+        let segment = arena.block(slot).segment;
+        (Run { start: Granule { segment, offset: start }, size: end.saturating_sub(start) }, slot)
     });
-    runs.filter(|(first, end)| first.offset < *end)
+    runs.filter(|(run, _)| run.size > 0)
 }
 
-/// Returns the granules of its segment that a block covers entirely.
-fn whole_granules_of(arena: &Arena, slot: Slot) -> Part {
+/// Returns the first and last offset of the granules that a block covers entirely. If there are none, the first is not
+/// less than the last.
+fn whole_granules_of(arena: &Arena, slot: Slot) -> (Units, Units) {
     let (block, granule) = (arena.block(slot), arena.rules().granule);
-    block.offset().div_ceil(granule) as usize..(block.end() / granule) as usize
+    (block.offset().next_multiple_of(granule), block.end() / granule * granule)
 }
 
-/// Returns the block that contains a granule. The search starts at `lower`, the block of a lower granule.
-fn block_around(arena: &Arena, lower: Option<Slot>, granule: Granule) -> Slot {
-    let lower = lower.filter(|slot| arena.block(*slot).segment == granule.segment);
-    let mut slot = lower.unwrap_or_else(|| arena.first_block(granule.segment));
-    while arena.block(slot).end() <= granule.offset {
-        slot = arena.block(slot).next;
-    }
-    slot
-}
-
-/// Marks a granule of a free block as elsewhere. The rest after it keeps the slot.
-fn send_away(arena: &mut Arena, slot: Slot, offset: Units) -> Slot {
-    arena.carve(slot, offset, offset + arena.rules().granule, BlockState::Elsewhere)
+/// Returns `true` if no block of a segment is in use.
+fn is_unused(arena: &Arena, segment: u32) -> bool {
+    let is_in_use = |slot| matches!(arena.block(slot).state, BlockState::Allocated { .. } | BlockState::Planned);
+    !arena.blocks_of(segment).any(is_in_use)
 }
 
 #[cfg(test)]

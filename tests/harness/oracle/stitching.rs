@@ -101,8 +101,18 @@ impl Heap {
 
     /// Returns free granules of stitched ranges to their homes.
     pub(super) fn gather(&mut self, granule: u64) {
+        self.gather_from(granule, |_| true);
+    }
+
+    /// Returns the granules of a stitched range to their homes if none of its blocks is in use.
+    pub(super) fn empty_if_unused(&mut self, ordinal: u32, granule: u64) {
+        self.gather_from(granule, |segment| segment.ordinal == ordinal && !segment.has_live());
+    }
+
+    fn gather_from(&mut self, granule: u64, is_meant: impl Fn(&Segment) -> bool) {
+        let meant = self.segments.iter().filter(|segment| is_meant(segment));
         let stitched: Vec<(u32, Vec<Option<Home>>)> =
-            self.segments.iter().filter_map(|segment| Some((segment.ordinal, segment.stitched.clone()?))).collect();
+            meant.filter_map(|segment| Some((segment.ordinal, segment.stitched.clone()?))).collect();
         for (ordinal, homes) in stitched {
             for (index, home) in homes.into_iter().enumerate() {
                 let (from, to) = (index as u64 * granule, (index as u64 + 1) * granule);

@@ -9,11 +9,11 @@ use crate::blocks::table::{Block, BlockState, Location, Slot};
 use crate::config::SegmentPolicy;
 use crate::config::size_rules::SizeClass;
 use crate::sleep::mappings::Mappings;
-use crate::stitching::Granule;
+use crate::stitching::{Granule, Run, StitchedRange};
 use crate::sync::lock::Lock;
 use crate::types::ids::{HeapId, PoolId, StreamGroup};
 use crate::types::units::{Units, bytes};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use thiserror::Error;
 
 /// A violated invariant: the allocator has a defect, or its memory was overwritten.
@@ -227,19 +227,21 @@ fn pointers_are_exact<L: Lock>(heap: &Heap<L>) -> bool {
 
 fn names_are_used_once<L: Lock>(heap: &Heap<L>) -> bool {
     let granule = heap.arena.rules().granule;
-    let away = blocks(heap).filter(|(_, block)| block.is_elsewhere());
-    let away: BTreeSet<Granule> =
-        away.map(|(_, block)| Granule { segment: block.segment, offset: block.offset() }).collect();
-    let mut named = Vec::new();
-    for range in heap.stitched.ranges() {
-        let offsets = (0..).step_by(granule as usize).zip(range.granules());
-        let is_here = |offset| !away.contains(&Granule { segment: range.segment(), offset });
-        named.extend(offsets.filter(|(offset, _)| is_here(*offset)).map(|(_, granule)| *granule));
-    }
-    named.sort_unstable();
-    let is_home = |granule: &&Granule| !heap.arena.segment(granule.segment).is_stitched;
-    let are_granules = blocks(heap).all(|(_, block)| !block.is_elsewhere() || block.size == granule);
-    are_granules && away.iter().filter(is_home).map(|granule| Some(*granule)).eq(named)
+    let is_stitched = |block: &Block| heap.arena.segment(block.segment).is_stitched;
+    let away = || blocks(heap).filter(|(_, block)| block.is_elsewhere());
+    let filled: BTreeMap<Slot, Run> =
+        heap.stitched.ranges().iter().flat_map(StitchedRange::filled_pieces).map(|(run, slot)| (slot, run)).collect();
+    let are_covered = away().filter(|(_, block)| !is_stitched(block)).map(|(slot, block)| {
+        (slot, Run { start: Granule { segment: block.segment, offset: block.offset() }, size: block.size })
+    });
+    let are_whole =
+        away().all(|(_, block)| block.offset().is_multiple_of(granule) && block.size.is_multiple_of(granule));
+    let fill = |range: &StitchedRange| {
+        let slots = heap.arena.blocks_of(range.segment()).map(|slot| heap.arena.block(slot));
+        let here: Units = slots.filter(|block| !block.is_elsewhere()).map(|block| block.size).sum();
+        here == range.filled_pieces().map(|(run, _)| run.size).sum::<Units>()
+    };
+    are_whole && are_covered.collect::<BTreeMap<_, _>>() == filled && heap.stitched.ranges().iter().all(fill)
 }
 
 fn places_are_apart<L: Lock>(heap: &Heap<L>) -> bool {

@@ -14,7 +14,7 @@ use crate::history::digest::{Mark, op_word};
 use crate::plans::step::Step;
 use crate::sleep::mappings::{Mapping, Mappings};
 use crate::stats::budget::Budgets;
-use crate::stitching::StitchedRange;
+use crate::stitching::{Run, StitchedRange};
 use crate::sync::lock::Lock;
 use crate::types::backend::Part;
 use crate::types::ids::StreamId;
@@ -55,13 +55,19 @@ impl<L: Lock> Heap<L> {
             self.arena.extents_of(segment).into_iter().map(mapping)
         });
         let mut mappings: Vec<Mapping> = in_segments.collect();
-        let size_bytes = bytes(self.arena.rules().granule);
+        let granule = self.arena.rules().granule;
         for stitched in self.stitched.ranges() {
             let range = self.arena.segment(stitched.segment()).range;
-            for (granule, at) in stitched.granules().iter().zip(0..) {
-                let Some(granule) = granule else { continue };
-                let source = (self.arena.segment(granule.segment).range, bytes(granule.offset));
-                mappings.push(Mapping { at: (range, at * size_bytes), size_bytes, source: Some(source) });
+            for (offset, Run { start, size }) in stitched.mapped_pieces() {
+                let home = self.arena.segment(start.segment).range;
+                for at in (0..size).step_by(granule as usize) {
+                    let source = (home, bytes(start.offset + at));
+                    mappings.push(Mapping {
+                        at: (range, bytes(offset + at)),
+                        size_bytes: bytes(granule),
+                        source: Some(source),
+                    });
+                }
             }
         }
         mappings

@@ -2,10 +2,11 @@
 //!
 //! If no free block fits, a range of addresses is mapped onto free granules in different locations and becomes a
 //! segment with one free block ([`stitching`](crate::stitching) has a picture). From then on it is a segment like
-//! any other: its blocks are split, freed, merged and found by best fit. Only a miss takes additional steps:
+//! any other: its blocks are split, freed, merged and found by best fit. Once all of it is free, its memory returns home.
+//! Only a miss takes additional steps:
 //!
 //! ```text
-//!  gather   free the granules of stitched ranges at home, if that makes a block fit
+//!  gather   free granules of ranges that are partly in use return home, if that makes a block fit
 //!  again    reuse the oldest range whose first granules are all free at home       no driver call
 //!  stitch   memory grows by the missing granules, and a new range is mapped        a map for each granule
 //! ```
@@ -24,7 +25,7 @@ use crate::blocks::table::{BlockState, Slot};
 use crate::config::{ExpandableSegments, Stitching};
 use crate::history::digest::{Mark, op_word};
 use crate::history::segment_log::SegmentEventKind;
-use crate::stitching::{Granule, Home, free_granules};
+use crate::stitching::{FreeAtHome, Home, Run, first_free};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{BackendError, Range};
 use crate::types::ids::StreamId;
@@ -45,27 +46,27 @@ impl<L: Lock> Heap<L> {
             return Ok(None);
         }
         let granule = self.arena.rules().granule;
-        let Home { largest, free } = self.stitched.look_home(&self.arena);
-        if largest >= size {
+        let Home { largest_joined, free } = self.stitched.look_home(&self.arena);
+        if largest_joined >= size {
             self.stitched.gather(&mut self.arena);
             return Ok(self.arena.smallest_free(size));
         }
-        let count = size.div_ceil(granule) as usize;
-        let missing = count.saturating_sub(free.count()) as Units * granule;
+        let whole = self.arena.rules().whole_granules(size);
+        let missing = u64::from(whole).saturating_sub(free.size) as Units;
         let at_end = self.arena.rules().whole_granules(size - self.arena.free_at_end().min(size));
         if bytes(size) < stitching.least_bytes || missing >= at_end || self.log.is_observed() {
             return Ok(None);
         }
         if missing == 0
-            && let Some((segment, home)) = self.stitched.find_again(count, &free)
+            && let Some(segment) = self.stitched.find_again(whole, &free)
         {
             self.stitched.gather(&mut self.arena);
-            let again = self.stitch_again(context, stream, segment, home);
+            let again = self.stitch_again(context, stream, segment, whole);
             return again.map(Some).map_err(|error| Box::new(Shortage::Fence(error)));
         }
-        let most = stitching.aliases_max as usize;
+        let (count, most) = ((whole / granule) as usize, stitching.aliases_max as usize);
         let unused = self.stitched.unused(&self.arena);
-        let in_use = self.stitched.aliases() - unused.iter().map(|(_, aliases)| aliases).sum::<usize>();
+        let in_use = self.stitched.aliases(&self.arena) - unused.iter().map(|(_, aliases)| aliases).sum::<usize>();
         if count > stitching.maps_max as usize || in_use + count > most {
             return Ok(None);
         }
@@ -73,38 +74,35 @@ impl<L: Lock> Heap<L> {
             self.grow(context, stream, Missing { at_end: missing, in_new_range: missing }, knobs, granule)?;
         }
         self.stitched.gather(&mut self.arena);
-        let stitched = self.make_room(context, most, count).and_then(|()| self.stitch_new(context, stream, count));
+        let stitched = self.make_room(context, most, count).and_then(|()| self.stitch_new(context, stream, whole));
         stitched.map(Some).map_err(|error| {
             self.ledger.fold(op_word(Mark::RefusedByDriver, stream, bytes(size)), 0);
             Box::new(Shortage::Fence(error))
         })
     }
 
-    /// Uses an existing range again, whose first granules are `home`.
+    /// Uses the first `size` units of an existing range again, whose memory is free at home.
     fn stitch_again(
         &mut self,
         context: &DynContext<'_, L>,
         stream: StreamId,
         segment: u32,
-        home: Vec<Granule>,
+        size: Units,
     ) -> Result<Slot, BackendError> {
-        let count = home.len();
-        self.take_from_home(context, stream, home, |_| Ok(()))?;
+        let home = FreeAtHome::new(&self.arena);
+        self.wait_for_users_of(context, stream, &home, &self.stitched.home_of_front(segment, size))?;
         let free = self.free_state(context, stream);
-        Ok(self.stitched.reuse(&mut self.arena, segment, count, free))
+        Ok(self.stitched.reuse(&mut self.arena, &home, segment, size, free))
     }
 
-    fn stitch_new(
-        &mut self,
-        context: &DynContext<'_, L>,
-        stream: StreamId,
-        count: usize,
-    ) -> Result<Slot, BackendError> {
-        let granules: Vec<_> = free_granules(&self.arena).take(count).collect();
-        let range =
-            self.take_from_home(context, stream, granules.clone(), |heap| heap.map_aliases(context, &granules))?;
+    /// Maps a new range of `size` units, as many as are free at home.
+    fn stitch_new(&mut self, context: &DynContext<'_, L>, stream: StreamId, size: Units) -> Result<Slot, BackendError> {
+        let home = FreeAtHome::new(&self.arena);
+        let runs = first_free(&self.arena, size);
+        self.wait_for_users_of(context, stream, &home, &runs)?;
+        let range = self.map_aliases(context, &runs, size)?;
         let free = self.free_state(context, stream);
-        let slot = self.stitched.add(&mut self.arena, range, granules, free);
+        let slot = self.stitched.add(&mut self.arena, &home, range, &runs, free);
         let segment = self.arena.block(slot).segment;
         context.directory.lock().insert(range, self.number, segment);
         // The range adds no memory, because its memory is counted at home.
@@ -112,31 +110,32 @@ impl<L: Lock> Heap<L> {
         Ok(slot)
     }
 
-    /// Orders `stream` after the earlier users of free granules at home, maps them, and marks them as elsewhere.
-    fn take_from_home<T>(
+    /// Orders `stream` after the earlier users of memory that is free at home.
+    fn wait_for_users_of(
         &mut self,
         context: &DynContext<'_, L>,
         stream: StreamId,
-        mut granules: Vec<Granule>,
-        map: impl FnOnce(&mut Self) -> Result<T, BackendError>,
-    ) -> Result<T, BackendError> {
-        granules.sort_unstable();
-        for slot in self.stitched.blocks_around(&self.arena, &granules) {
-            self.arena.wait_for_earlier_users(context, slot, stream)?;
-        }
-        let mapped = map(self)?;
-        self.stitched.leave_home(&mut self.arena, &granules);
-        Ok(mapped)
+        home: &FreeAtHome,
+        runs: &[Run],
+    ) -> Result<(), BackendError> {
+        let mut blocks: Vec<Slot> = home.blocks_around(runs).collect();
+        blocks.sort_unstable_by_key(|slot| self.arena.block(*slot).location);
+        blocks.dedup();
+        blocks.into_iter().try_for_each(|slot| self.arena.wait_for_earlier_users(context, slot, stream))
     }
 
-    /// Maps a new range onto granules: all or none.
-    fn map_aliases(&mut self, context: &DynContext<'_, L>, granules: &[Granule]) -> Result<Range, BackendError> {
-        let size_bytes = bytes(self.arena.rules().granule);
-        let range = self.reserve_range(context, granules.len() as u64 * size_bytes)?;
-        for (at, Granule { segment, offset }) in granules.iter().enumerate() {
-            let (home, offset_bytes) = ((self.arena.segment(*segment).range, bytes(*offset)), at as u64 * size_bytes);
-            if let Err(error) = context.backend.alias((range, offset_bytes), home, size_bytes) {
-                let mut mapped: SmallVec<_> = (at > 0).then_some((0, offset_bytes)).into_iter().collect();
+    /// Maps a new range onto these runs, granule by granule: all or none.
+    fn map_aliases(&mut self, context: &DynContext<'_, L>, runs: &[Run], size: Units) -> Result<Range, BackendError> {
+        let granule = self.arena.rules().granule;
+        let range = self.reserve_range(context, bytes(size))?;
+        let granules = runs.iter().flat_map(|run| {
+            let offsets = (run.start.offset..run.start.offset + run.size).step_by(granule as usize);
+            offsets.map(|offset| (run.start.segment, bytes(offset)))
+        });
+        for ((segment, source_bytes), at_bytes) in granules.zip((0..).step_by(bytes(granule) as usize)) {
+            let home = self.arena.segment(segment).range;
+            if let Err(error) = context.backend.alias((range, at_bytes), (home, source_bytes), bytes(granule)) {
+                let mut mapped: SmallVec<_> = (at_bytes > 0).then_some((0, at_bytes)).into_iter().collect();
                 if give_back(&context.backend, range, &mut mapped).is_err() {
                     self.log.add_stray(range, mapped, true);
                 }
@@ -154,11 +153,11 @@ impl<L: Lock> Heap<L> {
 
     /// Unmaps the oldest unused ranges if `count` more granules would exceed the limit.
     fn make_room(&mut self, context: &DynContext<'_, L>, most: usize, count: usize) -> Result<(), BackendError> {
-        if self.stitched.aliases() + count <= most {
+        if self.stitched.aliases(&self.arena) + count <= most {
             return Ok(());
         }
         for (segment, _) in self.stitched.unused(&self.arena) {
-            if self.stitched.aliases() > (most - most / 8).min(most - count) {
+            if self.stitched.aliases(&self.arena) > (most - most / 8).min(most - count) {
                 self.retire(context, segment);
             }
         }
@@ -177,11 +176,10 @@ impl<L: Lock> Heap<L> {
         if self.log.is_observed() {
             return Ok(());
         }
-        let granule_bytes = bytes(self.arena.rules().granule);
         self.stitched.unmap_unused(
             &self.arena,
             |stream| synchronize(context, stream),
-            |range, offset| context.backend.unmap(range, bytes(offset), granule_bytes),
+            |range, offset, size| context.backend.unmap(range, bytes(offset), bytes(size)),
         )
     }
 }

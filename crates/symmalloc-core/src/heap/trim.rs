@@ -204,7 +204,7 @@ impl<L: Lock> Heap<L> {
         let event = self.segment_event(SegmentEventKind::Death, segment, 0, size_bytes);
         let Removed { segment: dead, users: mut streams } = self.arena.remove_segment(segment);
         if let Some(range) = &stitched {
-            mapped = range.mapped(self.arena.rules().granule);
+            mapped = range.mapped();
             streams.extend_from_slice(range.users());
         }
         mapped = left.unwrap_or(mapped);
