@@ -1,8 +1,9 @@
 //! An append-only table that is read without a lock while it grows.
 //!
 //! Every `allocate` and `free` looks up pools and heaps, which are rarely created. Access to the first few entries
-//! takes a comparison and a load, and most programs have no more. Further entries are in a [`boxcar::Vec`]. Entries
-//! should be small, such as a box or a counted pointer, because the first ones are stored in the registry itself.
+//! takes a comparison and a load, and most programs have no more. Further entries are in pages, which a [`boxcar::Vec`]
+//! lists. A page is allocated for its first entry, so a registry with one large index remains small. Entries should be
+//! small, such as a box or a counted pointer, because the first ones are stored in the registry itself.
 
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering;
@@ -10,14 +11,19 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// Number of entries stored in the registry itself.
 const NEAR: usize = 8;
+/// Number of entries in a page.
+const PAGE: usize = 64;
+
+type Page<T> = Box<[OnceLock<T>; PAGE]>;
 
 #[derive(Debug)]
 pub(crate) struct Registry<T> {
     /// One more than the largest index in use.
     len: AtomicUsize,
     near: [OnceLock<T>; NEAR],
-    far: boxcar::Vec<OnceLock<T>>,
-    /// Held while `far` grows. Without it, a thread that waits for another thread's entry would keep adding entries.
+    /// The entries from index `NEAR` on.
+    far: boxcar::Vec<OnceLock<Page<T>>>,
+    /// Held while `far` grows. Without it, a thread that waits for another thread's page would keep adding pages.
     growing: Mutex<()>,
 }
 
@@ -41,7 +47,8 @@ impl<T> Registry<T> {
 
     #[inline(never)]
     fn get_far(&self, index: usize) -> Option<&T> {
-        self.far.get(index - NEAR)?.get()
+        let far = index - NEAR;
+        self.far.get(far / PAGE)?.get()?[far % PAGE].get()
     }
 
     /// Returns the entry, and creates it first if necessary.
@@ -49,11 +56,13 @@ impl<T> Registry<T> {
         let entry = match self.near.get(index) {
             Some(entry) => entry,
             None => {
+                let far = index - NEAR;
                 let _growing = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
-                while self.far.get(index - NEAR).is_none() {
+                while self.far.get(far / PAGE).is_none() {
                     self.far.push(OnceLock::new());
                 }
-                &self.far[index - NEAR]
+                let page = self.far[far / PAGE].get_or_init(|| Box::new(std::array::from_fn(|_| OnceLock::new())));
+                &page[far % PAGE]
             }
         };
         self.len.fetch_max(index + 1, Ordering::AcqRel);
@@ -74,7 +83,11 @@ impl<T> Registry<T> {
 
     /// Iterates over the existing entries by index.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (usize, &T)> {
-        (0..self.len()).filter_map(|index| Some((index, self.get(index)?)))
+        let len = self.len();
+        let pages = self.far.iter().filter_map(|(page, entries)| Some((NEAR + page * PAGE, entries.get()?)));
+        let far = pages.flat_map(|(first, entries)| (first..).zip(&**entries));
+        let entries = self.near.iter().enumerate().chain(far).take_while(move |(index, _)| *index < len);
+        entries.filter_map(|(index, entry)| Some((index, entry.get()?)))
     }
 }
 
