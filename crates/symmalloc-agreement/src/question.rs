@@ -109,7 +109,8 @@ impl HeapSummary {
     pub(crate) fn decode(rank: u32, message: &HeapMessage) -> Result<Self, ProtocolError> {
         let key = HeapKey::decode(rank, message.pool.get(), message.streams.get())?;
         let (ops, oldest, value) = (message.ops.get(), message.oldest.get(), message.digest.get());
-        if oldest > ops || ops == u64::MAX {
+        // A heap without ops counts as absent.
+        if oldest > ops || ops == 0 || ops == u64::MAX {
             return Err(ProtocolError::Garbled { rank });
         }
         Ok(HeapSummary { key, digest: Digest { ops, value }, oldest })

@@ -199,6 +199,21 @@ fn messages_of_another_shape_or_version_are_rejected() {
     assert_eq!(interrogate(&allocators, |_, _, messages| messages[64] ^= 1), Err(ProtocolError::Garbled { rank: 1 }));
 }
 
+/// A transport that relays messages, such as a ring, can replace those of all ranks.
+#[test]
+fn heaps_without_ops_are_garbled() {
+    let outcome = interrogate(&differing_ranks(), |_, question, messages| {
+        if let Ask::Heaps { .. } = question.0 {
+            for (rank, message) in (0..).zip(messages.chunks_exact_mut(question.message_bytes())) {
+                // One heap of pool 0 and stream 0, with no ops and another digest on each rank.
+                message.fill(0);
+                (message[0], message[4 + 24]) = (1, rank);
+            }
+        }
+    });
+    assert_eq!(outcome, Err(ProtocolError::Garbled { rank: 0 }));
+}
+
 #[test]
 fn a_rank_that_sends_endless_heaps_is_stopped() {
     let allocators = differing_ranks();
