@@ -12,6 +12,9 @@
 use smallvec::SmallVec;
 use symmalloc_core::ids::StreamId;
 
+/// Number of epochs that are inserted one by one.
+const FEW: usize = 8;
+
 /// The latest preceding epoch of each stream. The epoch of an absent stream is 0.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct VectorClock {
@@ -23,6 +26,11 @@ impl VectorClock {
     /// Returns the number of streams with an epoch.
     pub(crate) fn len(&self) -> usize {
         self.epochs.len()
+    }
+
+    /// Returns the streams with an epoch, and their latest epochs.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (StreamId, u64)> + '_ {
+        self.epochs.iter().copied()
     }
 
     /// Returns the latest epoch of `stream` that precedes this clock.
@@ -48,9 +56,20 @@ impl VectorClock {
 
     /// Adds everything that precedes `other` to the preceding work.
     pub(crate) fn join(&mut self, other: &VectorClock) {
-        for &(stream, epoch) in &other.epochs {
-            self.raise(stream, epoch);
+        if other.len() <= FEW {
+            other.epochs.iter().for_each(|&(stream, epoch)| self.raise(stream, epoch));
+            return;
         }
+        // A sort merges two ascending runs in linear time. Each insertion would move the rest.
+        self.epochs.extend_from_slice(&other.epochs);
+        self.epochs.sort_by_key(|(stream, _)| *stream);
+        self.epochs.dedup_by(|next, kept| {
+            let is_same = next.0 == kept.0;
+            if is_same {
+                kept.1 = kept.1.max(next.1);
+            }
+            is_same
+        });
     }
 }
 
@@ -67,6 +86,15 @@ mod tests {
         b.raise(StreamId(2), 9);
         a.join(&b);
         assert_eq!([1, 2, 3, 4].map(|s| a.epoch(StreamId(s))), [5, 9, 1, 0]);
+        let many = |step: u16| {
+            let mut clock = VectorClock::default();
+            (0..100).for_each(|index| clock.raise(StreamId(index * step), u64::from(index) + 1));
+            clock
+        };
+        let (mut twos, threes) = (many(2), many(3));
+        twos.join(&threes);
+        assert_eq!([0, 1, 2, 3, 6, 198, 297].map(|s| twos.epoch(StreamId(s))), [1, 0, 2, 2, 4, 100, 100]);
+        assert_eq!(twos.len(), 100 + 100 - 34);
         assert!(a.covers(StreamId(2), 9) && !a.covers(StreamId(2), 10) && !a.covers(StreamId(7), 1));
     }
 }

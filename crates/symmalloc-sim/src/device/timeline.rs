@@ -253,9 +253,13 @@ impl Timeline {
         if !self.tracks_order {
             return;
         }
-        work::count(clock.len() + self.streams.len());
-        for (&stream, state) in &mut self.streams {
-            if !state.open && self.host.covers(stream, state.epoch - 1) {
+        work::count(clock.len());
+        // The host learned nothing about other streams.
+        for (stream, epoch) in clock.iter() {
+            if let Some(state) = self.streams.get_mut(&stream)
+                && !state.open
+                && epoch >= state.epoch - 1
+            {
                 state.busy_until = 0;
             }
         }

@@ -5,7 +5,7 @@ use crate::job::decision::Decision;
 use symmalloc_core::Digest;
 use symmalloc_core::ids::HeapId;
 
-/// A heap and its digest.
+/// A heap and its digest. Lists are in ascending order of their heaps.
 pub(crate) type HeapDigest = (HeapId, Digest);
 
 /// The decisions of a stretch, and the digests of the touched heaps after each step.
@@ -61,7 +61,7 @@ impl DecisionJournal {
 
 /// Returns a heap's digest, or `None` if the heap has no ops or its pool is destroyed.
 pub(crate) fn digest_of(digests: &[HeapDigest], heap: HeapId) -> Option<Digest> {
-    digests.iter().find(|(name, _)| *name == heap).map(|(_, digest)| *digest)
+    digests.binary_search_by_key(&heap, |(name, _)| *name).ok().map(|at| digests[at].1)
 }
 
 /// Returns the first heap whose digest differs.
@@ -69,6 +69,8 @@ pub(crate) fn first_difference(digests: &[HeapDigest], expected: &[HeapDigest]) 
     if digests == expected {
         return None;
     }
-    let differs = |one: &[HeapDigest], other: &[HeapDigest]| one.iter().find(|entry| !other.contains(entry)).copied();
-    differs(expected, digests).or_else(|| differs(digests, expected)).map(|(heap, _)| heap)
+    let differs = |one: &[HeapDigest], other: &[HeapDigest]| {
+        one.iter().find(|(heap, digest)| digest_of(other, *heap) != Some(*digest)).map(|(heap, _)| *heap)
+    };
+    differs(expected, digests).or_else(|| differs(digests, expected))
 }

@@ -30,81 +30,65 @@ use symmalloc_core::{AllocationId, Op, PoolId, StreamId};
 /// The heap of each allocation, which its frees and uses touch.
 pub(crate) type HeapsByAllocation = BTreeMap<AllocationId, (PoolId, StreamId)>;
 
-/// The resources that steps touch, as indices into one table.
-#[derive(Clone, Debug)]
-pub(crate) struct Resources<'a> {
-    policies: &'a PoolPolicies,
-    streams: usize,
-    threads: usize,
+/// Something that steps touch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Resource {
+    Thread(u8),
+    LimitOverAll,
+    ListOfPools,
+    ListOfStreams,
+    /// The heap of a pool whose first stream is given, or what all heaps of the pool share: its limit, or all of its memory.
+    Part(PoolId, Option<StreamId>),
+    /// All parts of a pool, including those that do not exist yet.
+    Pool(PoolId),
+    /// All pools, including those that do not exist yet.
+    AllPools,
 }
 
-impl<'a> Resources<'a> {
-    pub(crate) fn new(policies: &'a PoolPolicies, streams: usize, threads: usize) -> Self {
-        Resources { policies, streams: streams.max(1), threads }
+impl Resource {
+    /// Returns `true` if steps that touch these resources are dependent.
+    #[cfg(test)]
+    fn overlaps(self, other: Self) -> bool {
+        use Resource::{AllPools, Part, Pool};
+        match (self, other) {
+            (Part(a, _), Pool(b)) | (Pool(a), Part(b, _)) => a == b,
+            (AllPools, Part(..) | Pool(_)) | (Part(..) | Pool(_), AllPools) => true,
+            _ => self == other,
+        }
     }
+}
 
-    fn count(&self) -> usize {
-        self.limit_over_all() + 3
-    }
+/// The resources that the steps of a program touch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Resources<'a>(pub(crate) &'a PoolPolicies);
 
-    /// Returns the index of the heap that serves a stream in a pool.
-    fn heap(&self, pool: PoolId, stream: StreamId) -> usize {
-        let first = self.policies.heap(pool, stream).group.first().unwrap_or_default();
-        self.threads + pool.index() * self.streams + first.index()
-    }
-
-    fn heaps(&self, pool: PoolId) -> impl Iterator<Item = usize> {
-        let first = self.threads + pool.index() * self.streams;
-        first..first + self.streams
-    }
-
-    /// Returns the index of the resource that the heaps of a pool share: its limit, or all of its memory.
-    fn shared_by_heaps(&self, pool: PoolId) -> usize {
-        self.threads + self.policies.count() * self.streams + pool.index()
-    }
-
-    fn limit_over_all(&self) -> usize {
-        self.shared_by_heaps(PoolId(self.policies.count() as u32))
-    }
-
-    fn list_of_pools(&self) -> usize {
-        self.limit_over_all() + 1
-    }
-
-    fn list_of_streams(&self) -> usize {
-        self.limit_over_all() + 2
-    }
-
+impl Resources<'_> {
     /// Adds the resources, other than the heap, of a step that may obtain or release device memory.
-    fn touch_memory(&self, pool: PoolId, touched: &mut Vec<usize>) {
-        if self.policies.of(pool).limit_bytes().is_some() {
-            touched.push(self.shared_by_heaps(pool));
+    fn touch_memory(self, pool: PoolId, touched: &mut Vec<Resource>) {
+        if self.0.of(pool).limit_bytes().is_some() {
+            touched.push(Resource::Part(pool, None));
         }
-        if self.policies.limit_bytes().is_some() {
-            touched.push(self.limit_over_all());
-        }
+        touched.extend(self.limit_over_all());
+    }
+
+    /// Returns the resource that all heaps share if there is a limit over all pools.
+    fn limit_over_all(self) -> Option<Resource> {
+        self.0.limit_bytes().map(|_| Resource::LimitOverAll)
     }
 
     /// Adds the resources of a step in one heap.
-    fn touch_heap(&self, pool: PoolId, stream: StreamId, touched: &mut Vec<usize>) {
-        touched.push(self.heap(pool, stream));
-        if self.policies.reclaims_as_a_whole(pool) {
-            touched.push(self.shared_by_heaps(pool));
+    fn touch_heap(self, pool: PoolId, stream: StreamId, touched: &mut Vec<Resource>) {
+        let first = self.0.heap(pool, stream).group.first().unwrap_or_default();
+        touched.push(Resource::Part(pool, Some(first)));
+        if self.0.reclaims_as_a_whole(pool) {
+            touched.push(Resource::Part(pool, None));
         }
-    }
-
-    fn touch_pool(&self, pool: PoolId, touched: &mut Vec<usize>) {
-        touched.extend(self.heaps(pool));
-        if self.policies.reclaims_as_a_whole(pool) {
-            touched.push(self.shared_by_heaps(pool));
-        }
-        self.touch_memory(pool, touched);
     }
 
     /// Replaces the contents of `touched` with all resources of a step.
-    pub(crate) fn touched(&self, step: &JobStep, homes: &HeapsByAllocation, touched: &mut Vec<usize>) {
+    pub(crate) fn touched(self, step: &JobStep, homes: &HeapsByAllocation, touched: &mut Vec<Resource>) {
         touched.clear();
-        touched.push(usize::from(step.thread));
+        touched.push(Resource::Thread(step.thread));
         match step.op {
             Op::Allocate { pool, stream, .. } | Op::Reserve { pool, stream, .. } => {
                 self.touch_heap(pool, stream, touched);
@@ -114,7 +98,7 @@ impl<'a> Resources<'a> {
                 let (pool, stream) = homes[&id];
                 self.touch_heap(pool, stream, touched);
                 let is_free = matches!(step.op, Op::Free { .. });
-                if is_free && self.policies.of(pool).release_threshold_bytes().is_some() {
+                if is_free && self.0.of(pool).release_threshold_bytes().is_some() {
                     self.touch_memory(pool, touched);
                 }
             }
@@ -124,17 +108,67 @@ impl<'a> Resources<'a> {
             | Op::BeginStep { pool, .. }
             | Op::EndStep { pool }
             | Op::Sleep { pool, .. }
-            | Op::Wake { pool } => self.touch_pool(pool, touched),
-            Op::Trim { pool: None } => self.policies.pools().for_each(|pool| self.touch_pool(pool, touched)),
-            Op::CreatePool { pool, .. } => {
-                touched.push(self.list_of_pools());
-                touched.extend(self.heaps(pool));
+            | Op::Wake { pool } => {
+                touched.push(Resource::Pool(pool));
+                touched.extend(self.limit_over_all());
             }
-            Op::RegisterStream { .. } => touched.push(self.list_of_streams()),
+            Op::Trim { pool: None } => {
+                touched.push(Resource::AllPools);
+                touched.extend(self.limit_over_all());
+            }
+            Op::CreatePool { pool, .. } => touched.extend([Resource::ListOfPools, Resource::Pool(pool)]),
+            Op::RegisterStream { .. } => touched.push(Resource::ListOfStreams),
             _ => {}
         }
         touched.sort_unstable();
         touched.dedup();
+    }
+}
+
+/// The last steps that touched each resource. A step that touches a whole pool replaces those of its parts, so that the cost of a step does
+/// not depend on the number of pools and streams.
+#[derive(Debug, Default)]
+struct LastSteps {
+    others: BTreeMap<Resource, u32>,
+    /// Since the last step that touched the whole pool.
+    parts: BTreeMap<(PoolId, Option<StreamId>), u32>,
+    /// Since the last step that touched all pools.
+    pools: BTreeMap<PoolId, u32>,
+    all: Option<u32>,
+}
+
+impl LastSteps {
+    /// Records that `step` touches a resource, and adds the steps that it directly follows to `earlier`.
+    fn touch(&mut self, resource: Resource, step: u32, earlier: &mut Vec<u32>) {
+        match resource {
+            Resource::Part(pool, part) => {
+                let before = self.parts.insert((pool, part), step);
+                earlier.extend(before.or_else(|| self.pools.get(&pool).copied()).or(self.all));
+            }
+            Resource::Pool(pool) => {
+                let before = self.pools.insert(pool, step).or(self.all);
+                let known = earlier.len();
+                let of_pool = (pool, None)..=(pool, Some(StreamId(u16::MAX)));
+                let parts: Vec<_> = self.parts.range(of_pool).map(|(part, last)| (*part, *last)).collect();
+                for (part, last) in parts {
+                    self.parts.remove(&part);
+                    earlier.push(last);
+                }
+                if earlier.len() == known {
+                    earlier.extend(before);
+                }
+            }
+            Resource::AllPools => {
+                let before = self.all.replace(step);
+                let known = earlier.len();
+                earlier.extend(std::mem::take(&mut self.parts).into_values());
+                earlier.extend(std::mem::take(&mut self.pools).into_values());
+                if earlier.len() == known {
+                    earlier.extend(before);
+                }
+            }
+            other => earlier.extend(self.others.insert(other, step)),
+        }
     }
 }
 
@@ -162,16 +196,16 @@ pub(crate) struct JobOrder {
 
 impl JobOrder {
     /// Computes the order of these steps.
-    pub(crate) fn new(steps: &[JobStep], resources: &Resources<'_>, homes: &HeapsByAllocation) -> Self {
-        let mut last: Vec<Option<u32>> = vec![None; resources.count()];
+    pub(crate) fn new(steps: &[JobStep], resources: Resources<'_>, homes: &HeapsByAllocation) -> Self {
+        let mut last = LastSteps::default();
         let mut registered: BTreeMap<StreamId, u32> = BTreeMap::new();
         let mut edges: Vec<(u32, u32)> = Vec::new();
-        let mut touched = Vec::new();
+        let (mut touched, mut before) = (Vec::new(), Vec::new());
         for (index, step) in steps.iter().enumerate() {
             let index = index as u32;
             resources.touched(step, homes, &mut touched);
-            let from_resources = touched.iter().filter_map(|resource| last[*resource].replace(index));
-            edges.extend(from_resources.map(|earlier| (earlier, index)));
+            touched.iter().for_each(|resource| last.touch(*resource, index, &mut before));
+            edges.extend(before.drain(..).map(|earlier| (earlier, index)));
             let named = streams_of(&step.op).into_iter().flatten();
             edges.extend(named.filter_map(|stream| Some((*registered.get(&stream)?, index))));
             if let Op::RegisterStream { stream, .. } = step.op {
@@ -223,11 +257,10 @@ mod tests {
     fn no_schedule_reorders_dependent_steps() {
         for seed in 0..60 {
             let program = plan(seed).program();
-            let threads = 5;
-            let resources = Resources::new(&program.policies, program.streams, threads);
+            let resources = Resources(&program.policies);
             for stretch in &program.stretches {
                 let steps = &program.steps[stretch.steps.clone()];
-                let touched: Vec<Vec<usize>> = steps
+                let touched: Vec<Vec<Resource>> = steps
                     .iter()
                     .map(|step| {
                         let mut touched = Vec::new();
@@ -243,7 +276,8 @@ mod tests {
                     for (at, &one) in order.iter().enumerate() {
                         for &other in &order[at + 1..] {
                             let (one, other) = (one as usize, other as usize);
-                            let is_free = !touched[one].iter().any(|resource| touched[other].contains(resource));
+                            let overlaps = |one: &Resource| touched[other].iter().any(|other| one.overlaps(*other));
+                            let is_free = !touched[one].iter().any(overlaps);
                             assert!(one < other || is_free, "seed {seed}: {:?} {:?}", steps[one], steps[other]);
                         }
                     }
@@ -329,6 +363,18 @@ mod tests {
     fn a_trim_of_all_pools_is_ordered_with_every_step() {
         let steps = steps([allocate(0, A), allocate(1, B), Op::Trim { pool: None }, allocate(2, A), allocate(3, B)]);
         assert_eq!(waits_for(&Config::default(), &steps), [0, 0, 2, 1, 1]);
+    }
+
+    /// Regression test: a table had an entry for every pool and stream.
+    #[test]
+    fn the_order_of_many_pools_and_streams_takes_little_memory() {
+        const MANY: u16 = 20_000;
+        let streams = (0..MANY).map(|stream| Op::register(StreamId(stream)));
+        let pool = |pool: u16| Op::CreatePool { pool: PoolId(pool.into()), config: Box::default() };
+        let trims = vec![Op::Trim { pool: None }; 3];
+        let steps: Vec<_> = streams.chain((1..MANY).map(pool)).chain(trims).map(|op| JobStep::new(op, 0)).collect();
+        let waits = waits_for(&Config::default(), &steps);
+        assert_eq!(waits[waits.len() - 1], 1, "the last trim follows the one before");
     }
 
     #[test]

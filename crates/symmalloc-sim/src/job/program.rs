@@ -58,9 +58,8 @@ impl JobProgram {
         }
         let homes: HeapsByAllocation = steps.iter().filter_map(|step| home(&step.op)).collect();
         let streams = steps.iter().filter(|step| matches!(step.op, Op::RegisterStream { .. })).count();
-        let threads = steps.iter().map(|step| usize::from(step.thread) + 1).max().unwrap_or(1);
-        let resources = Resources::new(&policies, streams, threads);
-        let order = |range: &Range<usize>| JobOrder::new(&steps[range.clone()], &resources, &homes);
+        let resources = Resources(&policies);
+        let order = |range: &Range<usize>| JobOrder::new(&steps[range.clone()], resources, &homes);
         let stretches: Vec<Stretch> = ranges.into_iter().map(|steps| Stretch { order: order(&steps), steps }).collect();
         let (slots, slot_count) = slots(&steps, &stretches);
         JobProgram { slots, slot_count, homes, streams, stretches, liveness, policies, steps }

@@ -355,7 +355,9 @@ impl<L: Lock> Rank<L> {
         let Some(own) = self.pools.get(pool.index()) else { return };
         let all = self.allocator.heap_digests(*own).unwrap_or_default();
         let wanted = all.into_iter().filter(|(group, _)| wanted(*group));
+        let start = digests.len();
         digests.extend(wanted.map(|(group, digest)| (HeapId { pool, group }, digest)));
+        digests[start..].sort_unstable_by_key(|(heap, _)| *heap);
     }
 
     /// Removes all faults and ends private work.
