@@ -124,14 +124,16 @@ fn a_failure_is_shrunk_saved_and_reproduced() {
 #[test]
 fn an_invalid_story_is_refused() {
     let folder = Folder::new();
-    let trace = "symmalloc-trace 1\n#! seed:1 granularity:3\nstream s0\nend 1\n";
-    let printed = symmalloc("simulate {}", &[&folder.file("bad.trace", trace)]);
-    assert_eq!((printed.code, printed.stdout.as_str()), (Some(2), ""));
-    assert!(
-        printed.stderr.contains("line 2: invalid simulator word `granularity:3`") && printed.stderr.contains("help:"),
-        "{}",
-        printed.stderr
-    );
+    let stories = [
+        ("#! seed:1 granularity:3", "line 2: invalid simulator word `granularity:3`"),
+        ("#! seed:1 granularity:2097152", "no rank to compare the others with"),
+    ];
+    for (line, expected) in stories {
+        let trace = format!("symmalloc-trace 1\n{line}\nstream s0\nend 1\n");
+        let printed = symmalloc("simulate {}", &[&folder.file("bad.trace", trace)]);
+        assert_eq!((printed.code, printed.stdout.as_str()), (Some(2), ""));
+        assert!(printed.stderr.contains(expected) && printed.stderr.contains("help:"), "{}", printed.stderr);
+    }
 }
 
 #[test]

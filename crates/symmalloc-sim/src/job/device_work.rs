@@ -14,7 +14,8 @@ pub(crate) struct LiveBlock {
     pub(crate) handle: Option<Handle>,
     address: DeviceAddress,
     size_bytes: u64,
-    /// Streams that use the allocation, one bit each. Streams with ids of 64 and above are not tracked.
+    /// Streams that use the allocation, one bit each. Streams with ids of 64 and above are not tracked: they only use their own allocations,
+    /// and no other stream uses those.
     users: u64,
     last_user: StreamId,
 }
@@ -45,6 +46,9 @@ impl LiveBlock {
     /// Submits work on `stream` that also uses the allocation. Submits nothing if `stream` cannot wait for earlier
     /// users.
     pub(crate) fn shared(&mut self, device: &SimBackend, stream: StreamId) -> Result<(), Race> {
+        if self.users == 0 {
+            return Ok(());
+        }
         if self.users & bit(stream) == 0 {
             let mut earlier = (0..64).map(StreamId).filter(|user| self.users & bit(*user) != 0);
             if !earlier.all(|user| waits(device, stream, user)) {

@@ -80,7 +80,16 @@ impl JobPlan {
         ranks: NonZeroU32,
     ) -> Self {
         let (mut steps, mut streams) = (Vec::new(), BTreeMap::new());
-        for record in records {
+        // A program may choose the keys of its pools. Ranks number them in the order of their creation.
+        let mut pools = BTreeMap::from([(PoolId::DEFAULT, PoolId::DEFAULT)]);
+        for mut record in records {
+            if let Op::CreatePool { pool, .. } = record.op {
+                let number = PoolId(pools.len() as u32);
+                pools.entry(pool).or_insert(number);
+            }
+            if let Some(pool) = pool_mut(&mut record.op) {
+                *pool = pools[pool];
+            }
             let thread = match record.op {
                 // A trace may configure the default pool before it uses it.
                 Op::CreatePool { pool: PoolId::DEFAULT, config: ref stated } => {
@@ -149,6 +158,23 @@ impl JobPlan {
 
 fn with_default_pool(config: &Config, pool: &PoolConfig) -> Config {
     config.to_builder().default_pool(pool.clone()).build().expect("both parts are valid")
+}
+
+/// Returns the pool that an op names, if it names one.
+fn pool_mut(op: &mut Op) -> Option<&mut PoolId> {
+    match op {
+        Op::CreatePool { pool, .. }
+        | Op::DestroyPool { pool }
+        | Op::ResetPool { pool }
+        | Op::Allocate { pool, .. }
+        | Op::Reserve { pool, .. }
+        | Op::Trim { pool: Some(pool) }
+        | Op::BeginStep { pool, .. }
+        | Op::EndStep { pool }
+        | Op::Sleep { pool, .. }
+        | Op::Wake { pool } => Some(pool),
+        _ => None,
+    }
 }
 
 /// Makes a pool symmetric. Symmetric pools cannot be stitched.
@@ -274,5 +300,42 @@ fn kind(op: &Op) -> &'static str {
         Op::Sleep { .. } => "sleep",
         Op::Wake { .. } => "wake",
         _ => "sync",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::job::simulate;
+    use std::num::NonZeroUsize;
+    use symmalloc_core::{AllocationId, StreamId};
+
+    fn runs(config: &str, ops: impl IntoIterator<Item = Op>) {
+        let ranks = NonZeroU32::new(3).expect("not zero");
+        let config = config.parse().expect("a configuration");
+        let plan = JobPlan::of_records(config, ops.into_iter().map(Record::from), 0, ranks);
+        simulate(&plan, NonZeroUsize::MIN, &mut |_| ()).expect("the ranks agree");
+    }
+
+    fn allocate(id: u64, pool: u32, stream: u16) -> Op {
+        Op::Allocate { id: AllocationId(id), pool: PoolId(pool), stream: StreamId(stream), size_bytes: 3 * MIB }
+    }
+
+    #[test]
+    fn pools_may_have_keys() {
+        let create = |pool| Op::CreatePool { pool: PoolId(pool), config: Box::default() };
+        let stream = Op::register(StreamId(0));
+        let uses = [allocate(0, 7, 0), allocate(1, 3, 0), Op::Free { id: AllocationId(0) }];
+        runs("", [stream, create(7), create(3)].into_iter().chain(uses).chain([Op::DestroyPool { pool: PoolId(7) }]));
+    }
+
+    /// Regression test: the work of other streams did not wait for that of a stream whose users are not tracked.
+    #[test]
+    fn allocations_of_any_stream_may_be_used_by_others() {
+        let streams = (0..70).map(|stream| Op::register(StreamId(stream)));
+        let shared = [(0, 69, 0), (1, 0, 69), (2, 68, 69)].map(|(id, owner, user)| {
+            [allocate(id, 0, owner), Op::RecordUse { id: AllocationId(id), stream: StreamId(user) }]
+        });
+        runs("segments:fixed", streams.chain(shared.into_iter().flatten()));
     }
 }

@@ -23,6 +23,7 @@ use crate::job::failure::Failure;
 use crate::job::plan::JobPlan;
 use crate::job::steps::JobStep;
 use std::fmt::Write;
+use std::num::NonZeroU32;
 use symmalloc_core::Record;
 use symmalloc_trace::{Trace, TraceError, TraceWriteError};
 
@@ -79,14 +80,9 @@ pub fn read(text: &str) -> Result<Option<JobPlan>, StoryError> {
         return Ok(None);
     }
     let (config, records) = Trace::parse(text)?.into_parts();
-    let step = |record: Record| JobStep { op: record.op, thread: 0, name: record.name };
-    let mut plan = JobPlan {
-        seed: 0,
-        config: config.unwrap_or_default(),
-        granularity_bytes: 2 << 20,
-        steps: records.into_iter().map(step).collect(),
-        ranks: Vec::new(),
-    };
+    let mut plan = JobPlan::of_records(config.unwrap_or_default(), records, 0, NonZeroU32::MIN);
+    plan.ranks.clear();
+    plan.steps.iter_mut().for_each(|step| step.thread = 0);
     let mut threads = Vec::new();
     for (line, number) in marked() {
         let bad = |word: &str| StoryError::Word { line: number, word: word.into() };
@@ -114,6 +110,9 @@ pub fn read(text: &str) -> Result<Option<JobPlan>, StoryError> {
     let (ranks, steps) = (plan.ranks.len(), plan.steps.len());
     if ranks > RANKS_MAX || ranks.saturating_mul(steps) > STEPS_MAX {
         return Err(StoryError::Size { ranks, steps });
+    }
+    if plan.reference().is_none() {
+        return Err(StoryError::NoReference);
     }
     if threads.len() > plan.steps.len() {
         return Err(StoryError::Threads { threads: threads.len(), steps: plan.steps.len() });
@@ -148,6 +147,9 @@ pub enum StoryError {
         /// Number of steps in the trace.
         steps: usize,
     },
+    /// Every rank of the story has faults, restarts or does private work under a limit.
+    #[error("the story has no rank to compare the others with: add a rank without faults")]
+    NoReference,
     /// The story assigns threads to more steps than it has.
     #[error("the story assigns threads to {threads} steps but has {steps}: remove the excess threads")]
     Threads {
