@@ -60,9 +60,13 @@ fn name(Identity { name, id, rank, .. }: &Identity) -> String {
     format!("symmalloc-flight-{}-{id}-rank{rank}.json", sanitized(name))
 }
 
-/// Converts a text to a part of a file name.
+/// Maximum number of characters of a name in a file name, which has at most 255 bytes.
+const NAME_CHARS_MAX: usize = 64;
+
+/// Converts the beginning of a text to a part of a file name.
 fn sanitized(text: &str) -> String {
-    text.chars().map(|letter| if letter.is_ascii_alphanumeric() { letter } else { '-' }).collect()
+    let visible = |letter: char| if letter.is_ascii_alphanumeric() { letter } else { '-' };
+    text.chars().take(NAME_CHARS_MAX).map(visible).collect()
 }
 
 fn host() -> String {
@@ -91,4 +95,28 @@ static SIGNAL_ARRIVED: LazyLock<Arc<AtomicBool>> = LazyLock::new(|| {
 /// Returns `true` if the signal arrived since the last call.
 pub(super) fn has_signal_arrived() -> bool {
     SIGNAL_ARRIVED.swap(false, Ordering::AcqRel)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ids::CommunicatorId;
+    use std::time::Duration;
+
+    #[test]
+    fn a_communicator_with_a_long_name_has_a_record_with_a_valid_file_name() {
+        let (id, deadline) = (CommunicatorId(u64::MAX), Duration::MAX);
+        let identity = Identity {
+            id,
+            name: "\u{1b}é/".repeat(2000).into(),
+            rank: u32::MAX,
+            ranks: u32::MAX,
+            deadline,
+            meeting: None,
+        };
+        let folder = symmalloc_files::TemporaryFolder::new().expect("a writable folder");
+        let record = folder.path().join(name(&identity));
+        flight_record("a test").write(&record).expect("the name is short enough");
+        assert_eq!(FlightRecord::read(&record).expect("written above").reason, "a test");
+    }
 }
