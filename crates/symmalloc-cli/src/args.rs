@@ -369,9 +369,9 @@ pub(crate) struct SimulateArgs {
     /// Recordings to simulate, or saved failures [default: generated jobs]
     #[arg(value_name = "TRACE")]
     pub(crate) traces: Vec<PathBuf>,
-    /// Ranks of a job
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=RANKS_MAX))]
-    pub(crate) ranks: u32,
+    /// Ranks of a job [default: 64, or fewer for a long recording]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=RANKS_MAX))]
+    pub(crate) ranks: Option<u32>,
     /// Seed of the first run
     #[arg(long, value_name = "S", default_value_t = 0)]
     pub(crate) seed: u64,

@@ -1,6 +1,7 @@
 //! Simulated programs, and the results of their runs.
 
 use crate::args::SimulateArgs;
+use crate::job::SIMULATED_RANKS;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -11,8 +12,8 @@ use symmalloc_sim::job::{Failure, JobOutcome, JobPlan, Size};
 pub(super) enum ProgramSource {
     /// Generated from seeds.
     Generated,
-    /// Taken from a recording.
-    Recorded { path: PathBuf, recording: Box<Recording> },
+    /// Taken from a recording, to run on this number of ranks.
+    Recorded { path: PathBuf, recording: Box<Recording>, ranks: u32 },
     /// Taken from a saved failure.
     Story { path: PathBuf, plan: Box<JobPlan> },
 }
@@ -41,10 +42,13 @@ impl ProgramSource {
     /// Returns the plan of a run.
     pub(super) fn plan(&self, args: &SimulateArgs, seed: u64) -> JobPlan {
         match self {
-            ProgramSource::Generated => JobPlan::from_seed(seed, &Size { ranks: ranks(args), ops: args.ops as usize }),
-            ProgramSource::Recorded { recording, .. } => {
+            ProgramSource::Generated => {
+                let ranks = at_least_one(args.ranks.unwrap_or(SIMULATED_RANKS));
+                JobPlan::from_seed(seed, &Size { ranks, ops: args.ops as usize })
+            }
+            ProgramSource::Recorded { recording, ranks, .. } => {
                 let config = recording.config.clone().unwrap_or_default();
-                JobPlan::of_recorded(&config, &recording.records, seed, ranks(args))
+                JobPlan::of_recorded(&config, &recording.records, seed, at_least_one(*ranks))
             }
             ProgramSource::Story { plan, .. } => (**plan).clone(),
         }
@@ -68,7 +72,7 @@ impl ProgramSource {
     }
 }
 
-/// Returns the number of ranks, which the argument parser has checked to be at least one.
-fn ranks(args: &SimulateArgs) -> NonZeroU32 {
-    NonZeroU32::new(args.ranks).unwrap_or(NonZeroU32::MIN)
+/// Converts a number of ranks, which the argument parser has checked to be at least one.
+fn at_least_one(ranks: u32) -> NonZeroU32 {
+    NonZeroU32::new(ranks).unwrap_or(NonZeroU32::MIN)
 }

@@ -386,6 +386,25 @@ fn a_saved_failure_has_the_bounds_of_a_trace() {
     limited("-t 30", &["simulate"], &[&job]).exited(0);
 }
 
+/// A pool takes the memory of its history on each rank, and a stream that of a clock for each other stream.
+#[test]
+fn a_simulation_of_many_heaps_or_streams_has_fewer_ranks() {
+    let folder = Folder::new();
+    let trace = |name: &str, pools: u64, streams: u64| {
+        let registered = (0..streams).map(|stream| format!("stream s{stream}"));
+        let created = (1..=pools).map(|pool| format!("pool p{} segments:fixed", 3 * pool));
+        let used = (1..=pools).map(|pool| format!("a {pool} 512 s{} p{}", pool % streams, 3 * pool));
+        let lines: Vec<String> = registered.chain(created).chain(used).collect();
+        folder.trace(name, &lines.iter().map(String::as_str).collect::<Vec<_>>())
+    };
+    let ranks = |job: &Path| run(&["simulate", "{}", "--json"], &[job]).json(0)[0]["ranks"].as_u64().unwrap();
+    assert_eq!(ranks(&trace("few.trace", 2, 2)), 64);
+    let many = ranks(&trace("many.trace", 400, 400));
+    assert!((2..40).contains(&many), "{many}");
+    let refused = run(&["simulate", "{}"], &[&trace("streams.trace", 0, 20_000)]);
+    assert!(refused.code == Some(2) && refused.stderr.contains("units of work"), "{}", refused.stderr);
+}
+
 /// Regression test: the check of a plan took time for each step times each allocation of the plan, and for each pool times each stream.
 #[test]
 fn hostile_plans_are_checked_in_linear_time() {
