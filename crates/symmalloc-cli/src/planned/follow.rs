@@ -5,16 +5,18 @@ use crate::args::{PlanFlagContradiction, PolicyArgs};
 use crate::error::{CliError, JobDifference};
 use crate::input;
 use crate::recorded::reconfigure;
+use std::io::{self, BufRead};
 use std::path::Path;
 use symmalloc_core::errors::AllocateError;
 use symmalloc_core::groups::Groups;
 use symmalloc_core::op::Op;
 use symmalloc_core::plans::{Plan, PlanError};
+use symmalloc_core::units::Amount;
 use symmalloc_core::{Allocator, PoolId, StreamId};
 use symmalloc_import::Recording;
 use symmalloc_import::compression;
 use symmalloc_sim::IdleBackend;
-use symmalloc_trace::plan::{self, PlanFile};
+use symmalloc_trace::plan::{self, PlanFile, PlanTextError};
 use symmalloc_trace::replay::Program;
 
 /// Reads a plan for a recording, and gives the recording's allocator and pools the configuration of the plan.
@@ -28,7 +30,8 @@ pub(crate) fn follow(
     policy: &PolicyArgs,
 ) -> Result<PlanFile, CliError> {
     let open = |source| CliError::OpenPlan { path: path.to_path_buf(), source };
-    let file = plan::read(compression::decompress(input::open(path).map_err(open)?).map_err(open)?);
+    let text = compression::decompress(input::open(path).map_err(open)?).map_err(open)?;
+    let file = read(text, PLAN_BYTES_MAX).map_err(open)?;
     let file = file.map_err(|source| CliError::PlanText { path: path.to_path_buf(), source })?;
     PlanFlagContradiction::of(policy, file.config())
         .map_or(Ok(()), |source| Err(CliError::PlanContradicted { path: path.to_path_buf(), source }))?;
@@ -43,6 +46,20 @@ pub(crate) fn follow(
         source,
     })?;
     Ok(file)
+}
+
+/// Maximum size of a plan's text. Its allocations take about five times as much memory. A job of a million allocations has 30 MiB.
+const PLAN_BYTES_MAX: u64 = 256 << 20;
+
+/// Reads a plan whose text has fewer bytes than `bytes_max`.
+fn read(text: impl BufRead, bytes_max: u64) -> io::Result<Result<PlanFile, PlanTextError>> {
+    let mut text = text.take(bytes_max);
+    let file = plan::read(&mut text);
+    if text.limit() > 0 {
+        return Ok(file);
+    }
+    let message = format!("it expands to {} or more, and no plan is that large", Amount(bytes_max));
+    Err(io::Error::new(io::ErrorKind::FileTooLarge, message))
 }
 
 /// Replaces the configuration of every pool of the recording with the plan's.
@@ -90,4 +107,19 @@ pub(super) fn adopt(file: &PlanFile, groups: &Groups) -> Result<(), (PoolId, Pla
         adopted.map_err(|error| (pool, named(error, pool)))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_plan_has_a_maximum_size() {
+        let text = "symmalloc-plan 1\nconfig segments:fixed\nend 1\n";
+        let read = |bytes_max| read(text.as_bytes(), bytes_max);
+        assert!(read(text.len() as u64 + 1).expect("small enough").is_ok());
+        for bytes_max in [0, 20, text.len() as u64] {
+            assert_eq!(read(bytes_max).expect_err("too large").kind(), io::ErrorKind::FileTooLarge);
+        }
+    }
 }
