@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 /// The top-level modules of each crate. A module may use itself and those before it, and `lib.rs` uses all.
-const ORDER: [(&str, &str); 16] = [
+const ORDER: [(&str, &str); 17] = [
     ("symmalloc", ""),
     (
         "symmalloc-agreement",
@@ -42,7 +42,7 @@ const ORDER: [(&str, &str); 16] = [
     ),
     (
         "symmalloc-nccl",
-        "ffi backoff logging sequence rendezvous watchdog communicator collectives windows sync registrar sleep all_to_all",
+        "ffi backoff logging unique_id watchdog communicator collectives windows sync registrar sleep all_to_all",
     ),
     (
         "symmalloc-plan",
@@ -52,6 +52,10 @@ const ORDER: [(&str, &str); 16] = [
         "symmalloc-preload",
         "settings forks outcome numbers ledger tally pools recordings libc_symbols libcuda context live peers contexts captures \
          streams served watch exit ending served_call calls interposed",
+    ),
+    (
+        "symmalloc-rendezvous",
+        "deadline sequence version launch error secret handshake endpoint meeting server client tests",
     ),
     ("symmalloc-sim", "device job"),
     ("symmalloc-text", ""),

@@ -57,7 +57,6 @@
 //! | `registrar` | the [`Registrar`]: its state per communicator, syncs and lookups |
 //! | `sleep` | sleep and wake of a pool on all ranks |
 //! | `watchdog` | what the watchdog (`symmalloc-watchdog`) needs of the driver and NCCL: `marker.rs` polls the progress of the device; `at_exit.rs` delays the end of the process while threads of this crate still work |
-//! | `rendezvous` | how the ranks of a job find each other |
 //! | `all_to_all` | all-to-all-v |
 //!
 //! To follow one sync from a segment's birth to its window, read:
@@ -77,10 +76,9 @@ mod communicator;
 mod ffi;
 mod logging;
 mod registrar;
-mod rendezvous;
-mod sequence;
 mod sleep;
 mod sync;
+mod unique_id;
 mod watchdog;
 mod windows;
 
@@ -105,12 +103,10 @@ pub use registrar::checked::CheckedCollectives;
 pub use registrar::metrics;
 pub use registrar::stats::{CommunicatorStats, RegistrarStats};
 pub use registrar::{Registrar, RegistrarBuilder};
-pub use rendezvous::error::{EndpointAnswer, RendezvousError};
-pub use rendezvous::launch::{Launch, LaunchError, Launcher};
-pub use rendezvous::unique_id::UniqueId;
 pub use sleep::error::{
     CollectiveSleepError, Obstacle, RankObstacle, SleepDifference, SleepField, SleepStep, Slept, Woken,
 };
+pub use symmalloc_rendezvous::{EndpointAnswer, Launch, LaunchError, Launcher, RendezvousError};
 pub use symmalloc_watchdog::{
     FAILURE_EXIT_CODE, Failure, FailureCause, LocalError, WatchdogMode, flight_record, write_flight_record,
 };
@@ -119,6 +115,7 @@ pub use sync::error::{AttachError, LookupError, SyncError};
 pub use sync::message::{ChangeDifference, SyncDifference, SyncField};
 pub use sync::offset_difference::{BufferPlace, CollectiveCall, OffsetDifference};
 pub use sync::settings::{Attachment, Registration, Synced};
+pub use unique_id::UniqueId;
 pub use windows::keys::SegmentKey;
 pub use windows::keys::{Invalidated, InvalidationCursor};
 pub use windows::registrations::WindowSpan;

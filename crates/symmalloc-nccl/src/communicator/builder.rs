@@ -14,9 +14,7 @@ use crate::ffi::driver;
 use crate::ffi::handles::{CommHandle, NewHandle};
 use crate::ffi::library::Nccl;
 use crate::ffi::version::Capability;
-use crate::rendezvous::launch::Launch;
-use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
-use crate::sequence::SequenceCounter;
+use crate::unique_id::{COMM_ID_VARIABLE, UniqueId};
 use crate::watchdog::{self, at_exit::Unfinished};
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::slice::from_mut;
@@ -25,6 +23,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
+use symmalloc_rendezvous::Launch;
+use symmalloc_rendezvous::SequenceCounter;
 use symmalloc_watchdog::{
     ATTRIBUTION_LIMIT, Announced, CommunicatorId, Connecting, Failure, MeetingId, WatchSettings, WatchdogMode, threads,
 };
@@ -103,7 +103,7 @@ impl CommunicatorBuilder {
 
     /// Sets the address where the ranks meet to connect their watchdogs: a free port of rank 0's machine, "host:port", the same on all
     /// ranks. Use it for communicators that are [connected](Self::connect) with an id that the program distributes itself, and for
-    /// [borrowed](Self::borrow) ones; [`connect_env`](Self::connect_env) and [`Launch::unique_id`] meet automatically. Without a
+    /// [borrowed](Self::borrow) ones; [`connect_env`](Self::connect_env) and [`UniqueId::for_job`] meet automatically. Without a
     /// rendezvous, the watchdog observes only ranks in the same process.
     ///
     /// With a loopback address, ranks meet on a Unix socket of the machine, which accepts processes of the same user. Otherwise they meet
@@ -147,7 +147,7 @@ impl CommunicatorBuilder {
         self.connect_until(id, rank, ranks, &backoff)
     }
 
-    /// Connects all ranks of the job as the launcher's variables specify, with an id that is distributed as [`Launch::unique_id`]
+    /// Connects all ranks of the job as the launcher's variables specify, with an id that is distributed as [`UniqueId::for_job`]
     /// describes.
     ///
     /// # Errors
@@ -157,7 +157,7 @@ impl CommunicatorBuilder {
         let launch = Launch::from_env()?;
         // Before the ranks meet, because the watchdog takes over the connections.
         self.start_watchdog()?;
-        let id = launch.unique_id_from(self.nccl()?, &backoff)?;
+        let id = UniqueId::for_job_from(self.nccl()?, &launch, &backoff)?;
         self.connect_until(id, launch.rank, launch.ranks, &backoff)
     }
 

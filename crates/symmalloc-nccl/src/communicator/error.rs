@@ -3,12 +3,12 @@
 use crate::ffi::calls::WINDOW_ALIGNMENT;
 use crate::ffi::error::{LoadError, NcclError};
 use crate::ffi::version::{Capability, NcclVersion};
-use crate::rendezvous::error::RendezvousError;
-use crate::rendezvous::launch::LaunchError;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 use symmalloc_cuda::{CudaError, DriverError};
+use symmalloc_rendezvous::LaunchError;
+use symmalloc_rendezvous::RendezvousError;
 use symmalloc_watchdog::{Failure, FailureReport};
 use thiserror::Error;
 

@@ -23,7 +23,7 @@ use crate::communicator::threads::{KeepAlive, Waited, start, wait_for};
 use crate::ffi::calls::{Calls, GrowId};
 use crate::ffi::handles::NewHandle;
 use crate::ffi::version::Capability;
-use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
+use crate::unique_id::{COMM_ID_VARIABLE, UniqueId};
 use std::ffi::{CStr, c_int};
 use std::slice::{from_mut, from_ref};
 use std::sync::Arc;

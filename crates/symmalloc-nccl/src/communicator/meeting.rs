@@ -3,10 +3,9 @@
 use crate::backoff::Backoff;
 use crate::communicator::error::CommError;
 use crate::ffi::library::Nccl;
-use crate::rendezvous::launch::Launch;
-use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
-use crate::rendezvous::{self, Met};
+use crate::unique_id::{COMM_ID_VARIABLE, UniqueId};
 use std::time::Duration;
+use symmalloc_rendezvous::{self as rendezvous, Deadline, Launch, Met};
 use symmalloc_watchdog::MeetingId;
 
 impl UniqueId {
@@ -26,9 +25,7 @@ impl UniqueId {
     pub fn from_nccl(nccl: &Nccl) -> Result<Self, CommError> {
         Ok(UniqueId::from_bytes(nccl.calls().unique_id()?))
     }
-}
 
-impl Launch {
     /// Returns an id that is the same on all ranks of this job. Every rank must call this function equally often.
     ///
     /// If `NCCL_COMM_ID` is set, NCCL provides it. Otherwise rank 0 sends it to the others: on a socket of this machine if all ranks are on
@@ -37,18 +34,19 @@ impl Launch {
     ///
     /// # Errors
     /// Returns an error if libnccl cannot be used, or the ranks do not find each other within the deadline.
-    pub fn unique_id(&self, deadline: Duration) -> Result<UniqueId, CommError> {
-        self.unique_id_from(Nccl::load()?, &Backoff::new(deadline))
+    pub fn for_job(launch: &Launch, deadline: Duration) -> Result<Self, CommError> {
+        Self::for_job_from(Nccl::load()?, launch, &Backoff::new(deadline))
     }
 
-    pub(super) fn unique_id_from(&self, nccl: &Nccl, backoff: &Backoff) -> Result<UniqueId, CommError> {
+    pub(super) fn for_job_from(nccl: &Nccl, launch: &Launch, backoff: &Backoff) -> Result<Self, CommError> {
         let create = || UniqueId::from_nccl(nccl);
-        if self.ranks == 1 || std::env::var_os(COMM_ID_VARIABLE).is_some() {
+        if launch.ranks == 1 || std::env::var_os(COMM_ID_VARIABLE).is_some() {
             return create();
         }
-        let met = rendezvous::share_id(self, create, backoff)?;
-        let id = met.id;
-        register(met, self.rank, self.ranks);
+        let create = || create().map(|id| *id.as_bytes());
+        let met = rendezvous::share(launch, create, &Deadline::after(backoff.left()))?;
+        let id = UniqueId::from_bytes(met.id);
+        register(met, launch.rank, launch.ranks);
         Ok(id)
     }
 }
@@ -62,10 +60,10 @@ pub(super) fn meet(
     ranks: u32,
     backoff: &Backoff,
 ) -> Result<Option<MeetingId>, CommError> {
-    let met = rendezvous::meet(address, name, rank, ranks, backoff)?;
+    let met = rendezvous::meet(address, name, rank, ranks, &Deadline::after(backoff.left()))?;
     Ok(met.map(|met| register(met, rank, ranks)))
 }
 
 fn register(Met { id, connections }: Met, rank: u32, ranks: u32) -> MeetingId {
-    MeetingId::register(id.as_bytes(), rank, ranks, connections)
+    MeetingId::register(&id, rank, ranks, connections)
 }

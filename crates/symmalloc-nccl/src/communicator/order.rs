@@ -1,6 +1,6 @@
 //! A global order of communicators, which is equal on every rank by construction.
 
-use crate::rendezvous::unique_id::UniqueId;
+use crate::unique_id::UniqueId;
 use std::sync::Arc;
 
 /// A communicator's position among all communicators of a job. It is unique, and equal on all ranks of the communicator.

@@ -14,7 +14,7 @@ use crate::communicator::order::CommOrder;
 use crate::communicator::shapes::KnownShapes;
 use crate::ffi::handles::{CommHandle, RegistrationHandle, WindowHandle};
 use crate::ffi::library::Nccl;
-use crate::rendezvous::unique_id::UniqueId;
+use crate::unique_id::UniqueId;
 use crate::watchdog::Observed;
 use std::collections::BTreeMap;
 use std::ffi::CStr;

@@ -8,7 +8,6 @@ use crate::communicator::order::CommOrder;
 use crate::communicator::shared::{Ownership, Shared};
 use crate::ffi::calls::CallProgress;
 use crate::ffi::driver::{self, refused};
-use crate::sequence::SequenceCounter;
 use crate::watchdog::{Observed, Polled, keyed, mark};
 use cudarc::driver::CudaStream;
 use std::borrow::Cow;
@@ -17,6 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use symmalloc_cuda::RelaxedCapture;
 use symmalloc_files::is_forked;
+use symmalloc_rendezvous::SequenceCounter;
 use symmalloc_watchdog::{
     CommunicatorId, EntryNumber, Failure, FailureCause, Identity, LocalError, Tick, Watchable, Work,
 };

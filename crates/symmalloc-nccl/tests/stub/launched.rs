@@ -39,7 +39,7 @@ nccl_test!(processes_of_one_machine_get_the_same_ids_in_turn, {
     let outputs = ranks(3, &[("TEST_JOB", &job)], |rank| {
         let launch = as_torchrun(rank, 3, &std::env::var("TEST_JOB").expect("set"));
         for _ in 0..2 {
-            println!("id {:?}", launch.unique_id(DEADLINE).expect("all ranks meet").as_bytes());
+            println!("id {:?}", UniqueId::for_job(&launch, DEADLINE).expect("all ranks meet").as_bytes());
         }
     });
     let ids = ids(&outputs);
@@ -52,7 +52,10 @@ nccl_test!(borrowed_communicators_meet_at_a_named_address, {
     let port = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("bound").port();
     let place = format!("127.0.0.1:{port}");
     let outputs = ranks(2, &[("SYMMALLOC_RENDEZVOUS", &place)], |rank| {
-        println!("id {:?}", as_torchrun(rank, 2, "job").unique_id(DEADLINE).expect("both ranks meet").as_bytes());
+        println!(
+            "id {:?}",
+            UniqueId::for_job(&as_torchrun(rank, 2, "job"), DEADLINE).expect("both ranks meet").as_bytes()
+        );
     });
     let ids = ids(&outputs);
     assert_eq!((ids[0].len(), &ids[0]), (1, &ids[1]));
@@ -67,7 +70,7 @@ fn meet_with_secrets(secrets: [&str; 2]) -> Vec<RankOutput> {
         // SAFETY: the process has no other thread yet that reads its environment.
         unsafe { std::env::set_var("SYMMALLOC_JOB_SECRET", secret) };
         let deadline = if rank == 0 { Duration::from_secs(3) } else { DEADLINE };
-        match as_torchrun(rank, 2, &std::env::var("TEST_JOB").expect("set")).unique_id(deadline) {
+        match UniqueId::for_job(&as_torchrun(rank, 2, &std::env::var("TEST_JOB").expect("set")), deadline) {
             Ok(id) => println!("id {:?}", id.as_bytes()),
             Err(error) => println!("ERROR {error} {error:?}"),
         }
@@ -98,7 +101,7 @@ nccl_test!(a_rank_with_another_secret_or_none_reports_it_and_prints_none, {
 nccl_test!(nccls_own_address_needs_no_meeting, {
     let outputs = ranks(2, &[("NCCL_COMM_ID", "127.0.0.1:4000")], |rank| {
         // Neither rank waits for the other.
-        let id = as_torchrun(0, 2, "job").unique_id(Duration::ZERO).expect("from NCCL");
+        let id = UniqueId::for_job(&as_torchrun(0, 2, "job"), Duration::ZERO).expect("from NCCL");
         println!("id {:?}", id.as_bytes());
         assert!(rank < 2);
     });
@@ -111,7 +114,7 @@ nccl_test!(a_process_that_is_never_started_is_named, {
     let outputs = ranks(2, &[("TEST_JOB", &job)], |rank| {
         // The job claims three ranks, but only two start.
         let launch = as_torchrun(rank, 3, &std::env::var("TEST_JOB").expect("set"));
-        match launch.unique_id(Duration::from_millis(800)).map(|_| ()) {
+        match UniqueId::for_job(&launch, Duration::from_millis(800)).map(|_| ()) {
             Err(CommError::Rendezvous(RendezvousError::Missing { missing, .. })) => {
                 assert_eq!((rank, missing), (0, vec![2]));
             }
@@ -163,7 +166,7 @@ nccl_test!(a_process_that_starts_later_joins_and_reduces_in_windows, ["STUB_NCCL
         let folder = std::env::var("TEST_FOLDER").expect("set");
         let device = CudaDevice::new(rank).expect("a stub device");
         let old = (rank < 2).then(|| {
-            let id = as_torchrun(rank, 2, &folder).unique_id(DEADLINE).expect("both ranks meet");
+            let id = UniqueId::for_job(&as_torchrun(rank, 2, &folder), DEADLINE).expect("both ranks meet");
             let builder = Communicator::builder(&device).deadline(DEADLINE);
             builder.connect(id, rank as u32, 2).expect("both ranks connect")
         });

@@ -56,7 +56,7 @@ impl Rank {
         ];
         let variable = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone());
         let launch = Launch::from_variables(variable).expect("complete");
-        let id = launch.unique_id(Duration::from_secs(60)).expect("all ranks meet");
+        let id = UniqueId::for_job(&launch, Duration::from_secs(60)).expect("all ranks meet");
         Rank { folder, ..Rank::of_thread(rank, ranks, id, deadline) }
     }
 

@@ -9,7 +9,7 @@ use symmalloc_core::sleep::Phase;
 use symmalloc_core::{Config, PoolConfig};
 use symmalloc_cuda::{CudaAllocator, CudaDevice};
 use symmalloc_nccl::{
-    CollectiveSleepError, CommState, Communicator, Launch, Registrar, Registration, SleepStep, WatchdogMode,
+    CollectiveSleepError, CommState, Communicator, Launch, Registrar, Registration, SleepStep, UniqueId, WatchdogMode,
 };
 
 const DEADLINE: Duration = Duration::from_secs(3);
@@ -30,7 +30,7 @@ fn body(rank: usize) {
     ];
     let variable = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone());
     let launch = Launch::from_variables(variable).expect("complete");
-    let id = launch.unique_id(Duration::from_secs(60)).expect("all ranks meet");
+    let id = UniqueId::for_job(&launch, Duration::from_secs(60)).expect("all ranks meet");
     let device = CudaDevice::new(rank).expect("a stub device");
     let builder = Communicator::builder(&device).deadline(DEADLINE).watchdog(WatchdogMode::Abort);
     let world = builder.connect(id, rank as u32, RANKS as u32).expect("all ranks connect");

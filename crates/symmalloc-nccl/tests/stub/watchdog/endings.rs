@@ -15,7 +15,7 @@ use std::time::{Duration, Instant, SystemTime};
 use stub_process::{ExitOnPanic, RankOutput, nccl, nccl_test, ranks, refuse_threads, scaled_to_load, until_some};
 use symmalloc_core::{Config, PoolConfig};
 use symmalloc_cuda::{CudaAllocator, CudaDevice};
-use symmalloc_nccl::{Communicator, FAILURE_EXIT_CODE, Launch, ReduceOp, Registrar, Registration};
+use symmalloc_nccl::{Communicator, FAILURE_EXIT_CODE, Launch, ReduceOp, Registrar, Registration, UniqueId};
 use symmalloc_sim::SplitMix64;
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
@@ -234,7 +234,7 @@ impl Ending {
     /// The program, which ends normally if the fate does not strike.
     fn program(&self, rank: usize) -> Result<(), Box<dyn Error>> {
         let launch = launch(rank, self.ranks);
-        let id = launch.unique_id(Duration::from_secs(60))?;
+        let id = UniqueId::for_job(&launch, Duration::from_secs(60))?;
         if rank == self.victim {
             let Moment::Call(..) = self.moment else {
                 self.strike(rank, Moment::Met);

@@ -19,9 +19,8 @@
 //! direction, so that it cannot be reflected. It also covers the number of the endpoint, so a process that listens on another port of rank 0's
 //! host and relays messages is detected. A relay at another address with the same host and port is not detected.
 
-use crate::rendezvous::secret::{NONCE_BYTES, PROOF_BYTES, Purpose, Secret};
-use crate::rendezvous::unique_id::UniqueId;
-use crate::rendezvous::version::VERSION;
+use crate::secret::{NONCE_BYTES, PROOF_BYTES, Purpose, Secret};
+use crate::version::VERSION;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned, transmute};
 
@@ -65,6 +64,12 @@ pub(super) const HELLO_BYTES: usize = size_of::<HelloMessage>();
 pub(super) const HEAD_BYTES: usize = size_of::<HeadMessage>();
 /// Size of the rest of an answer in bytes.
 pub(super) const TAIL_BYTES: usize = size_of::<TailMessage>();
+
+/// Length in bytes of what rank 0 sends to the others.
+pub(super) const SHARED_BYTES: usize = 128;
+
+/// What rank 0 sends to the others, such as NCCL's unique id.
+pub type Shared = [u8; SHARED_BYTES];
 
 /// The last message of a rank, on the connection that it keeps.
 pub(super) const JOIN: u8 = 1;
@@ -125,7 +130,7 @@ impl Verdict {
 #[repr(C)]
 pub(super) struct TailMessage {
     /// Zeros if the rank is rejected.
-    pub(super) id: [u8; UniqueId::BYTES],
+    pub(super) id: Shared,
     /// Zeros without a secret.
     pub(super) proof: [u8; PROOF_BYTES],
 }
@@ -203,15 +208,15 @@ impl Exchange {
     }
 
     /// Returns the proof of rank 0 for its answer.
-    pub(super) fn answer_proof(&self, secret: &Secret, verdict: Verdict, id: &UniqueId) -> [u8; PROOF_BYTES] {
+    pub(super) fn answer_proof(&self, secret: &Secret, verdict: Verdict, id: &Shared) -> [u8; PROOF_BYTES] {
         let (hello, endpoint) = (self.hello.bytes(), self.endpoint.to_le_bytes());
-        secret.prove(Purpose::Rank0ToRank, &[&hello, &self.nonce, &endpoint, &verdict.head(), id.as_bytes()])
+        secret.prove(Purpose::Rank0ToRank, &[&hello, &self.nonce, &endpoint, &verdict.head(), id])
     }
 
     /// Returns `true` if the answer comes from a rank 0 that knows the secret.
-    pub(super) fn is_answer_proof(&self, secret: &Secret, proof: &[u8], verdict: Verdict, id: &UniqueId) -> bool {
+    pub(super) fn is_answer_proof(&self, secret: &Secret, proof: &[u8], verdict: Verdict, id: &Shared) -> bool {
         let (hello, endpoint) = (self.hello.bytes(), self.endpoint.to_le_bytes());
-        let parts: [&[u8]; 5] = [&hello, &self.nonce, &endpoint, &verdict.head(), id.as_bytes()];
+        let parts: [&[u8]; 5] = [&hello, &self.nonce, &endpoint, &verdict.head(), id];
         secret.is_proof(proof, Purpose::Rank0ToRank, &parts)
     }
 }
@@ -285,10 +290,10 @@ mod tests {
     fn each_argument_of_an_exchange_is_in_both_proofs() {
         let [secret, other] =
             ["sixteen or more bytes", "another long secret"].map(|text| Secret::new(text.into()).expect("long enough"));
-        let id = |byte| UniqueId::from_bytes([byte; UniqueId::BYTES]);
+        let id = |byte| [byte; SHARED_BYTES];
         let proof = EXCHANGE.proof(&secret);
         let answer = EXCHANGE.answer_proof(&secret, Verdict::Welcome, &id(1));
-        let is_answer = |exchange: &Exchange, secret: &Secret, verdict, id: &UniqueId| {
+        let is_answer = |exchange: &Exchange, secret: &Secret, verdict, id: &Shared| {
             exchange.is_answer_proof(secret, &answer, verdict, id)
         };
         assert!(EXCHANGE.is_proof(&secret, &proof) && is_answer(&EXCHANGE, &secret, Verdict::Welcome, &id(1)));

@@ -5,17 +5,25 @@ use std::sync::{Mutex, PoisonError};
 
 /// Counts the occurrences of a key on each rank, so that the n-th occurrence on one rank corresponds to the n-th on every other. Ranks can
 /// be threads of one process.
-pub(crate) struct SequenceCounter<K> {
+#[derive(Debug)]
+pub struct SequenceCounter<K> {
     counts: Mutex<BTreeMap<(K, u32), u32>>,
 }
 
+impl<K: Ord> Default for SequenceCounter<K> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl<K: Ord> SequenceCounter<K> {
-    pub(crate) const fn new() -> Self {
+    /// Creates a counter that has counted nothing.
+    pub const fn new() -> Self {
         SequenceCounter { counts: Mutex::new(BTreeMap::new()) }
     }
 
     /// Returns the number of earlier occurrences on this rank.
-    pub(crate) fn next(&self, key: K, rank: u32) -> u32 {
+    pub fn next(&self, key: K, rank: u32) -> u32 {
         let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
         let count = counts.entry((key, rank)).or_default();
         *count += 1;

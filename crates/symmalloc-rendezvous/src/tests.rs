@@ -1,15 +1,14 @@
 //! Tests of meetings on a network and on one machine, and of rejected peers.
 
-use crate::backoff::Backoff;
-use crate::rendezvous::endpoint::{Endpoint, Listener, foreign_user, read_until};
-use crate::rendezvous::error::{EndpointAnswer, RendezvousError};
-use crate::rendezvous::handshake::{Exchange, HEAD_BYTES, HELLO_BYTES, Hello, JOIN, TAIL_BYTES, Verdict};
-use crate::rendezvous::launch::Launch;
-use crate::rendezvous::meet;
-use crate::rendezvous::meeting::{EndpointList, HANDSHAKE_LIMIT, Meeting};
-use crate::rendezvous::secret::{PROOF_BYTES, Secret};
-use crate::rendezvous::unique_id::UniqueId;
-use crate::rendezvous::version::VERSION;
+use crate::deadline::Deadline;
+use crate::endpoint::{Endpoint, Listener, foreign_user, read_until};
+use crate::error::{EndpointAnswer, RendezvousError};
+use crate::handshake::{Exchange, HEAD_BYTES, HELLO_BYTES, Hello, JOIN, SHARED_BYTES, Shared, TAIL_BYTES, Verdict};
+use crate::launch::Launch;
+use crate::meet;
+use crate::meeting::{EndpointList, HANDSHAKE_LIMIT, Meeting};
+use crate::secret::{PROOF_BYTES, Secret};
+use crate::version::VERSION;
 use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -19,14 +18,14 @@ use std::time::{Duration, Instant};
 use stub_process::scaled_to_load;
 use symmalloc_watchdog::Connection;
 
-const ID: [u8; UniqueId::BYTES] = [7; UniqueId::BYTES];
+const ID: [u8; SHARED_BYTES] = [7; SHARED_BYTES];
 /// A time limit in milliseconds that suffices for all expected peers.
 const PATIENT: u64 = 30_000;
 /// A time limit in milliseconds that suffices for a rejection on a busy machine.
 const BRIEF: u64 = 1000;
 
-fn id() -> UniqueId {
-    UniqueId::from_bytes(ID)
+fn id() -> Shared {
+    ID
 }
 
 pub(super) fn launch(ranks: u32, local_ranks: u32, job: &str) -> Launch {
@@ -73,8 +72,8 @@ fn local_place(name: &str) -> EndpointList {
     EndpointList::of(&launch, &Meeting::new(&launch, 0, None), |_| None).expect("the launch has an address")
 }
 
-fn backoff(millis: u64) -> Backoff {
-    Backoff::new(Duration::from_millis(millis))
+fn within(millis: u64) -> Deadline {
+    Deadline::after(Duration::from_millis(millis))
 }
 
 fn meeting(ranks: u32) -> Meeting {
@@ -95,7 +94,7 @@ fn hello(rank: u32, session: u64, has_secret: bool) -> Hello {
 
 /// Returns the answers in the error of a rank that found no rank 0 on the network.
 #[track_caller]
-fn answers(asked: &Result<UniqueId, RendezvousError>) -> &[(SocketAddr, EndpointAnswer)] {
+fn answers(asked: &Result<Shared, RendezvousError>) -> &[(SocketAddr, EndpointAnswer)] {
     match asked {
         Err(RendezvousError::NoAnswer { answers, .. }) => answers,
         other => panic!("{other:?}"),
@@ -103,8 +102,8 @@ fn answers(asked: &Result<UniqueId, RendezvousError>) -> &[(SocketAddr, Endpoint
 }
 
 /// Asks for the id as this rank, and returns the id.
-fn ask(meeting: &Meeting, endpoints: &[Endpoint], rank: u32, millis: u64) -> Result<UniqueId, RendezvousError> {
-    meeting.request_id(endpoints, rank, &backoff(millis)).map(|(id, _)| id)
+fn ask(meeting: &Meeting, endpoints: &[Endpoint], rank: u32, millis: u64) -> Result<Shared, RendezvousError> {
+    meeting.request_id(endpoints, rank, &within(millis)).map(|(id, _)| id)
 }
 
 #[test]
@@ -121,7 +120,7 @@ fn all_ranks_receive_the_id_in_any_order_of_arrival() {
                     })
                 })
                 .collect();
-            let connections = meeting.serve_id(&listener, &id(), &backoff(PATIENT)).expect("all ranks arrive");
+            let connections = meeting.serve_id(&listener, &id(), &within(PATIENT)).expect("all ranks arrive");
             assert_eq!(connections.iter().map(|(rank, _)| *rank).collect::<Vec<_>>(), [1, 2, 3, 4, 5]);
             for other in others {
                 assert_eq!(other.join().expect("the thread does not panic"), Ok(id()));
@@ -138,7 +137,7 @@ fn rank_0_may_arrive_last() {
         let other = scope.spawn(|| ask(&meeting(2), &endpoints, 1, PATIENT));
         thread::sleep(Duration::from_millis(60));
         let listener = endpoints[0].listen().expect("the address is free");
-        meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
+        meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank arrives");
         assert_eq!(other.join().expect("the thread does not panic"), Ok(id()));
     });
 }
@@ -159,7 +158,7 @@ fn other_processes_and_other_jobs_are_rejected_without_delay() {
             ask(&meeting(2), &endpoints, 1, PATIENT)
         });
         let since = Instant::now();
-        meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
+        meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank arrives");
         assert!(since.elapsed() < HANDSHAKE_LIMIT, "the silent peer delayed the meeting");
         for other in [other_job, other_size] {
             let asked = other.join().expect("the thread does not panic");
@@ -178,7 +177,7 @@ fn other_processes_and_other_jobs_are_rejected_without_delay() {
 fn silent_connections_are_evicted() {
     let (listener, endpoints) = anywhere();
     thread::scope(|scope| {
-        let given = scope.spawn(|| meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
+        let given = scope.spawn(|| meeting(2).serve_id(&listener, &id(), &within(PATIENT)).map(|_| ()));
         let since = Instant::now();
         let _silent: Vec<_> =
             (0..300).map(|_| TcpStream::connect(address(&endpoints[0])).expect("listening")).collect();
@@ -193,7 +192,7 @@ fn rank_0_names_the_missing_ranks() {
     let (listener, endpoints) = anywhere();
     thread::scope(|scope| {
         let other = scope.spawn(|| ask(&meeting(4), &endpoints, 2, PATIENT));
-        let given = meeting(4).serve_id(&listener, &id(), &backoff(500));
+        let given = meeting(4).serve_id(&listener, &id(), &within(500));
         let Err(RendezvousError::Missing { missing, waited }) = given else { panic!("{given:?}") };
         assert_eq!(missing, [1, 3]);
         assert!(waited >= Duration::from_millis(500));
@@ -216,7 +215,7 @@ fn a_duplicate_rank_is_rejected_and_a_retry_is_not() {
     let (listener, endpoints) = anywhere();
     for meeting in [meeting(3), secret_meeting(3, SECRET)] {
         thread::scope(|scope| {
-            let given = scope.spawn(|| meeting.serve_id(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
+            let given = scope.spawn(|| meeting.serve_id(&listener, &id(), &within(PATIENT)).map(|_| ()));
             assert_eq!(ask(&meeting, &endpoints, 1, PATIENT), Ok(id()));
             assert_eq!(ask(&meeting, &endpoints, 1, PATIENT), Err(RendezvousError::RankTwice { rank: 1 }));
             if meeting.secret.is_none() {
@@ -299,7 +298,7 @@ fn rank_0_answers_each_peer_by_what_it_claims_and_proves() {
         let meeting = if has_secret { secret_meeting(3, SECRET) } else { meeting(3) };
         let (listener, endpoints) = anywhere();
         thread::scope(|scope| {
-            let given = scope.spawn(|| meeting.serve_id(&listener, &id(), &backoff(PATIENT)).map(|it| it.len()));
+            let given = scope.spawn(|| meeting.serve_id(&listener, &id(), &within(PATIENT)).map(|it| it.len()));
             let mut silent = Vec::new();
             for peer in peers() {
                 let mut bytes = peer.hello.bytes();
@@ -324,7 +323,7 @@ fn rank_0_answers_each_peer_by_what_it_claims_and_proves() {
                 }
                 let mut tail = [0; TAIL_BYTES];
                 read_until(&mut connection, &mut tail, end()).expect("an answer has two parts");
-                let is_told = tail[..UniqueId::BYTES] == ID;
+                let is_told = tail[..SHARED_BYTES] == ID;
                 assert_eq!(is_told, last == Verdict::Welcome, "{peer:?}: only a rank of the job gets the id");
                 let _refused = connection.write_all(&[JOIN + 1]);
                 let mut rest = [0; 1];
@@ -342,7 +341,7 @@ fn rank_0_answers_each_peer_by_what_it_claims_and_proves() {
 #[test]
 fn only_ranks_in_the_same_turn_meet() {
     let name = format!("turns-{}", std::process::id());
-    let meet = |rank, millis| meet("127.0.0.1:29999", &name, rank, 2, &backoff(millis)).map(|met| met.is_some());
+    let meet = |rank, millis| meet("127.0.0.1:29999", &name, rank, 2, &within(millis)).map(|met| met.is_some());
     let both = |millis| {
         thread::scope(|scope| {
             let other = scope.spawn(|| meet(1, millis));
@@ -369,7 +368,7 @@ fn a_rank_0_of_another_version_is_an_error_that_states_both_versions() {
     let (listener, endpoints) = anywhere();
     thread::scope(|scope| {
         let rank = scope.spawn(|| ask(&meeting(2), &[&[other][..], &endpoints].concat(), 1, PATIENT));
-        meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
+        meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank arrives");
         assert_eq!(rank.join().expect("the thread does not panic"), Ok(id()));
     });
 }
@@ -387,10 +386,10 @@ fn a_hello_may_arrive_in_pieces() {
             let mut reply = [0; HEAD_BYTES + TAIL_BYTES];
             stream.read_exact(&mut reply).and_then(|()| stream.write_all(&[JOIN])).map(|()| reply)
         });
-        meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
+        meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank arrives");
         let reply = other.join().expect("the thread does not panic").expect("answered");
         assert_eq!(
-            (&reply[..HEAD_BYTES], &reply[HEAD_BYTES..][..UniqueId::BYTES]),
+            (&reply[..HEAD_BYTES], &reply[HEAD_BYTES..][..SHARED_BYTES]),
             (&Verdict::Welcome.head()[..], &ID[..])
         );
     });
@@ -414,7 +413,7 @@ fn a_port_in_use_is_skipped() {
                 thread::sleep(Duration::from_millis(5));
             }
         });
-        meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
+        meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank arrives");
         assert_eq!(other.join().expect("the thread does not panic"), Ok(id()));
     });
 }
@@ -431,7 +430,7 @@ fn meetings_differ_by_job_restart_and_turn() {
 fn asked_by(ours: &Meeting, theirs: &Meeting, listener: &Listener, endpoints: &[Endpoint]) -> RendezvousError {
     thread::scope(|scope| {
         let since = Instant::now();
-        let given = scope.spawn(|| ours.serve_id(listener, &id(), &backoff(PATIENT)).map(|_| ()));
+        let given = scope.spawn(|| ours.serve_id(listener, &id(), &within(PATIENT)).map(|_| ()));
         let refused = ask(theirs, endpoints, 1, BRIEF).expect_err("its secret is not rank 0's");
         assert_eq!(ask(ours, endpoints, 1, PATIENT), Ok(id()));
         assert_eq!(given.join().expect("the thread does not panic"), Ok(()));
@@ -536,7 +535,7 @@ impl Stranger {
                 let secret = Secret::new(secret.into()).expect("the secret is long enough");
                 let exchange = Exchange { hello, nonce: [1; 32], endpoint };
                 let proof = exchange.answer_proof(&secret, verdict, &id());
-                stream.write_all(&[&verdict.head()[..], id().as_bytes(), &proof].concat())?;
+                stream.write_all(&[&verdict.head()[..], &id(), &proof].concat())?;
             }
             _ => {}
         }
@@ -602,7 +601,7 @@ fn strangers_at_other_addresses_cost_less_than_a_second() {
                 thread::sleep(Duration::from_millis(100));
                 let since = Instant::now();
                 let listener = own[0].listen().expect("the address is free");
-                let connections = meeting.serve_id(&listener, &id(), &backoff(PATIENT)).expect("the ranks arrive");
+                let connections = meeting.serve_id(&listener, &id(), &within(PATIENT)).expect("the ranks arrive");
                 for rank in ranks {
                     assert_eq!(rank.join().expect("the thread does not panic"), Ok(id()), "{group:?}");
                 }
@@ -662,9 +661,9 @@ fn a_rank_that_gave_up_its_first_attempts_meets_on_its_last_one() {
     let list = local_place("late");
     let listener = list.listen().expect("the address is free");
     thread::scope(|scope| {
-        let other = scope.spawn(|| meeting(2).request_id(&list.endpoints, 1, &backoff(PATIENT)));
+        let other = scope.spawn(|| meeting(2).request_id(&list.endpoints, 1, &within(PATIENT)));
         thread::sleep(Duration::from_millis(2500));
-        let connections = meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
+        let connections = meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank arrives");
         let [(1, mut at_rank_0)] = <[_; 1]>::try_from(connections).expect("one rank") else { panic!("another rank") };
         let (_, mut at_rank) = other.join().expect("the thread does not panic").expect("rank 0 answers");
         at_rank_0.write_all(b"the same connection").expect("connected");
@@ -697,12 +696,12 @@ fn a_proof_cannot_be_replayed() {
     let (listener, endpoints) = anywhere();
     let meeting = Meeting { ranks: 2, ..secret_meeting(2, SECRET) };
     thread::scope(|scope| {
-        let first = scope.spawn(|| meeting.serve_id(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
+        let first = scope.spawn(|| meeting.serve_id(&listener, &id(), &within(PATIENT)).map(|_| ()));
         let (answer, proof) = speak(address(&endpoints[0]), None);
         assert_eq!(answer, Some(Verdict::Welcome));
         assert_eq!(first.join().expect("the thread does not panic"), Ok(()));
         // The next meeting has the same name, as after a restart of the job.
-        let second = scope.spawn(|| meeting.serve_id(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
+        let second = scope.spawn(|| meeting.serve_id(&listener, &id(), &within(PATIENT)).map(|_| ()));
         assert_eq!(speak(address(&endpoints[0]), Some(proof)).0, Some(Verdict::WrongSecret));
         assert_eq!(ask(&meeting, &endpoints, 1, PATIENT), Ok(id()));
         assert_eq!(second.join().expect("the thread does not panic"), Ok(()));
@@ -731,7 +730,7 @@ fn a_relay_is_detected() {
     thread::scope(|scope| {
         let to = address(&endpoints[0]);
         thread::spawn(move || relaying.incoming().flatten().for_each(|stream| relay(stream, to)));
-        let given = scope.spawn(|| meeting.serve_id(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
+        let given = scope.spawn(|| meeting.serve_id(&listener, &id(), &within(PATIENT)).map(|_| ()));
         assert_eq!(answers(&ask(&meeting, &in_between, 1, BRIEF))[0].1, EndpointAnswer::OtherSecret);
         assert_eq!(ask(&meeting, &endpoints, 1, PATIENT), Ok(id()));
         assert_eq!(given.join().expect("the thread does not panic"), Ok(()));
@@ -753,7 +752,7 @@ fn a_socket_name_in_use_is_skipped() {
                 thread::sleep(Duration::from_millis(5));
             }
         });
-        let connections = meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
+        let connections = meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank arrives");
         assert!(matches!(connections[..], [(1, Connection::Unix(_))]));
         assert_eq!(other.join().expect("the thread does not panic"), Ok(id()));
     });
@@ -781,7 +780,7 @@ fn another_user_is_rejected() {
     let list = local_place("intruder");
     let listener = list.listen().expect("the address is free");
     thread::scope(|scope| {
-        let given = scope.spawn(|| meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
+        let given = scope.spawn(|| meeting(2).serve_id(&listener, &id(), &within(PATIENT)).map(|_| ()));
         // The other user knows the names because they can be guessed.
         let intruded = as_another_user(|| {
             let Endpoint::Local(name) = &list.endpoints[0] else { panic!("a socket") };
@@ -808,7 +807,7 @@ fn a_socket_name_of_another_user_is_skipped() {
     assert!(matches!(asked, Err(RendezvousError::NoLocalAnswer { foreign_user: Some(65534), .. })), "{asked:?}");
     thread::scope(|scope| {
         let other = scope.spawn(|| ask(&meeting(2), &list.endpoints, 1, PATIENT));
-        meeting(2).serve_id(&listener, &id(), &backoff(PATIENT)).expect("the rank arrives");
+        meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank arrives");
         assert_eq!(other.join().expect("the thread does not panic"), Ok(id()));
     });
 }

@@ -12,25 +12,21 @@
 //! one, its answer is believed. On a network with a secret, no refusal is final unless it proves that it comes from rank 0: the right rank 0
 //! may arrive at another address until the deadline. The error then contains the answer of each address.
 
-use crate::backoff::Backoff;
-use crate::logging::log;
-use crate::rendezvous::endpoint::{ConnectError, Endpoint, read_until, write_until};
-use crate::rendezvous::error::{EndpointAnswer, RendezvousError};
-use crate::rendezvous::handshake::{DecodeError, Exchange, HEAD_BYTES, Hello, JOIN, TailMessage, Verdict};
-use crate::rendezvous::meeting::{HANDSHAKE_LIMIT, Meeting};
-use crate::rendezvous::secret::random;
-use crate::rendezvous::unique_id::UniqueId;
-use crate::rendezvous::version::VERSION;
+use crate::deadline::Deadline;
+use crate::endpoint::{ConnectError, Endpoint, read_until, write_until};
+use crate::error::{EndpointAnswer, RendezvousError};
+use crate::handshake::{DecodeError, Exchange, HEAD_BYTES, Hello, JOIN, Shared, TailMessage, Verdict};
+use crate::meeting::{HANDSHAKE_LIMIT, Meeting};
+use crate::secret::random;
+use crate::version::VERSION;
 use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
+use std::panic::catch_unwind;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use symmalloc_watchdog::{Connection, threads};
 use zerocopy::{FromZeros, IntoBytes};
-
-/// A practically unlimited time.
-const UNLIMITED: Duration = Duration::from_secs(u32::MAX as u64);
 
 /// Shortest pause between two attempts, because each attempt sends a packet.
 const PAUSE_MIN: Duration = Duration::from_millis(10);
@@ -54,7 +50,7 @@ struct Search {
 #[derive(Default)]
 struct State {
     /// The result, once there is one.
-    outcome: Option<Result<(UniqueId, Connection), RendezvousError>>,
+    outcome: Option<Result<(Shared, Connection), RendezvousError>>,
     /// `true` once the search has ended. No thread may join then.
     is_over: bool,
     /// The most informative answer of each network address.
@@ -81,13 +77,13 @@ impl Meeting {
         &self,
         endpoints: &[Endpoint],
         rank: u32,
-        backoff: &Backoff,
-    ) -> Result<(UniqueId, Connection), RendezvousError> {
+        deadline: &Deadline,
+    ) -> Result<(Shared, Connection), RendezvousError> {
         let search = Arc::new(Search {
             meeting: self.clone(),
             rank,
             session: u64::from_le_bytes(random()?),
-            end: Instant::now().checked_add(backoff.left()).unwrap_or_else(|| Instant::now() + UNLIMITED),
+            end: Instant::now() + deadline.left(),
             state: Mutex::default(),
             found: Condvar::new(),
         });
@@ -103,11 +99,11 @@ impl Meeting {
             }
         }
         let is_searching = |state: &mut State| state.outcome.is_none();
-        let waited = search.found.wait_timeout_while(search.state(), backoff.left(), is_searching);
+        let waited = search.found.wait_timeout_while(search.state(), deadline.left(), is_searching);
         let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
         state.is_over = true;
         state.outcome.take().unwrap_or_else(|| {
-            let waited = backoff.waited();
+            let waited = deadline.waited();
             if addresses.is_empty() {
                 return Err(RendezvousError::NoLocalAnswer { foreign_user: state.foreign_user, waited });
             }
@@ -155,7 +151,7 @@ impl Search {
     }
 
     /// Joins the meeting, unless another thread has done so.
-    fn join(&self, (id, mut connection): (UniqueId, Connection)) -> Result<(), EndpointAnswer> {
+    fn join(&self, (id, mut connection): (Shared, Connection)) -> Result<(), EndpointAnswer> {
         // The lock is held during the write, so that this rank joins once. The byte fits into the socket's buffer, which is empty.
         let mut state = self.state();
         if !state.is_over && state.outcome.is_none() {
@@ -177,7 +173,7 @@ impl Search {
                 let (is_new, is_over) = (state.foreign_user.replace(user) != Some(user), state.is_over);
                 drop(state);
                 if is_new {
-                    log(|| tracing::warn!(name: "rendezvous.foreign_socket", target: "symmalloc", user));
+                    log_foreign(user);
                 }
                 return is_over;
             }
@@ -199,7 +195,7 @@ impl Search {
     }
 
     /// Tries one endpoint. The caller must [join](Self::join).
-    fn attempt(&self, endpoint: &Endpoint, limit: Duration) -> Result<(UniqueId, Connection), AttemptError> {
+    fn attempt(&self, endpoint: &Endpoint, limit: Duration) -> Result<(Shared, Connection), AttemptError> {
         let Meeting { job, ranks, secret } = &self.meeting;
         let end = Instant::now() + limit;
         let hello = Hello {
@@ -228,7 +224,7 @@ impl Search {
             Verdict::Welcome | Verdict::RankTwice => {
                 let mut tail = TailMessage::new_zeroed();
                 read_until(&mut connection, tail.as_mut_bytes(), end)?;
-                let id = UniqueId::from_bytes(tail.id);
+                let id = tail.id;
                 // With a secret, only a proof shows that the answer is rank 0's.
                 let is_proof = |secret| exchange.is_answer_proof(secret, &tail.proof, verdict, &id);
                 let is_proven = secret.is_none() || challenged.is_some_and(is_proof);
@@ -247,6 +243,11 @@ impl Search {
         };
         Err(AttemptError::Answer(answer))
     }
+}
+
+/// Logs another user's socket. The program's subscriber may panic, which must not end the search.
+fn log_foreign(user: u32) {
+    let _panicked = catch_unwind(|| tracing::warn!(name: "rendezvous.foreign_socket", target: "symmalloc", user));
 }
 
 /// Returns the error of a rank that rank 0 refuses on this machine, or `None` if the process may not be rank 0.
@@ -291,6 +292,7 @@ fn read_verdict(connection: &mut Connection, end: Instant) -> Result<Verdict, At
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::handshake::SHARED_BYTES;
     use std::io::Read;
     use std::net::{TcpListener, TcpStream};
 
@@ -301,7 +303,7 @@ mod tests {
             let ours = TcpStream::connect(listener.local_addr().expect("bound")).expect("listening");
             (Connection::from(ours), listener.accept().expect("connected").0)
         };
-        let id = UniqueId::from_bytes([7; UniqueId::BYTES]);
+        let id = [7; SHARED_BYTES];
         for (has_failed, has_joined, is_over) in [
             (false, false, false),
             (false, false, true),

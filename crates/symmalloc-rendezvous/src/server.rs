@@ -1,14 +1,15 @@
 //! Rank 0's side of the rendezvous: the peers that have not yet proven that they belong to the job. Rank 0 does not block on any of
 //! them.
 
-use crate::backoff::Backoff;
-use crate::rendezvous::endpoint::{Incoming, Listener};
-use crate::rendezvous::error::RendezvousError;
-use crate::rendezvous::handshake::{DecodeError, Exchange, HELLO_BYTES, Hello, JOIN, TAIL_BYTES, TailMessage, Verdict};
-use crate::rendezvous::meeting::{HANDSHAKE_LIMIT, Meeting};
-use crate::rendezvous::secret::{PROOF_BYTES, random};
-use crate::rendezvous::unique_id::UniqueId;
-use crate::rendezvous::version::VERSION;
+use crate::deadline::Deadline;
+use crate::endpoint::{Incoming, Listener};
+use crate::error::RendezvousError;
+use crate::handshake::{
+    DecodeError, Exchange, HELLO_BYTES, Hello, JOIN, SHARED_BYTES, Shared, TAIL_BYTES, TailMessage, Verdict,
+};
+use crate::meeting::{HANDSHAKE_LIMIT, Meeting};
+use crate::secret::{PROOF_BYTES, random};
+use crate::version::VERSION;
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 use std::net::IpAddr;
@@ -51,7 +52,7 @@ type Sessions = Vec<Option<u64>>;
 /// The peers; see the [module documentation](self).
 struct PendingPeers<'a> {
     meeting: &'a Meeting,
-    id: &'a UniqueId,
+    id: &'a Shared,
     endpoint: u32,
     /// In the order of their arrival.
     peers: Vec<PendingPeer>,
@@ -63,8 +64,8 @@ impl Meeting {
     pub(super) fn serve_id(
         &self,
         listener: &Listener,
-        id: &UniqueId,
-        backoff: &Backoff,
+        id: &Shared,
+        deadline: &Deadline,
     ) -> Result<Vec<(u32, Connection)>, RendezvousError> {
         // The session of each rank that has arrived, by rank.
         let mut arrived: Sessions = vec![None; self.ranks as usize];
@@ -73,9 +74,9 @@ impl Meeting {
         while arrived.iter().skip(1).any(Option::is_none) {
             peers.accept(listener);
             connections.extend(peers.poll(&mut arrived));
-            if !backoff.pause() {
+            if !deadline.pause() {
                 let missing = (1..self.ranks).filter(|rank| arrived[*rank as usize].is_none()).collect();
-                return Err(RendezvousError::Missing { missing, waited: backoff.waited() });
+                return Err(RendezvousError::Missing { missing, waited: deadline.waited() });
             }
         }
         Ok(connections.into_iter().collect())
@@ -93,7 +94,7 @@ enum HandshakeState {
 }
 
 impl<'a> PendingPeers<'a> {
-    fn new(meeting: &'a Meeting, id: &'a UniqueId, endpoint: u32) -> Self {
+    fn new(meeting: &'a Meeting, id: &'a Shared, endpoint: u32) -> Self {
         PendingPeers { meeting, id, endpoint, peers: Vec::new(), logged: 0 }
     }
 
@@ -208,9 +209,9 @@ impl<'a> PendingPeers<'a> {
         // A process may ask again, or on several connections.
         let session = *sessions[hello.rank as usize].get_or_insert(hello.session);
         let verdict = if session == hello.session { Verdict::Welcome } else { Verdict::RankTwice };
-        let id = if verdict == Verdict::Welcome { *self.id } else { UniqueId::from_bytes([0; UniqueId::BYTES]) };
+        let id = if verdict == Verdict::Welcome { *self.id } else { [0; SHARED_BYTES] };
         let proof = self.meeting.secret.as_ref().map(|secret| exchange.answer_proof(secret, verdict, &id));
-        let tail = TailMessage { id: *id.as_bytes(), proof: proof.unwrap_or_default() };
+        let tail = TailMessage { id, proof: proof.unwrap_or_default() };
         // The answer fits into the socket's buffer, which is empty.
         peer.connection.write_all(&[&verdict.head()[..], tail.as_bytes()].concat())?;
         peer.awaited = Awaited::Join(hello);

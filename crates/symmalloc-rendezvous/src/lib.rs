@@ -1,4 +1,4 @@
-//! The rendezvous, which distributes one [`UniqueId`] to all ranks of a job without a side channel.
+//! The rendezvous, which distributes one [`Shared`] to all ranks of a job without a side channel.
 //!
 //! ```text
 //!  NCCL_COMM_ID=host:port set       every rank asks NCCL and gets the same id, without an exchange
@@ -19,40 +19,49 @@
 //! rank 0 answers. Strangers, other jobs and ranks without the secret are rejected and do not delay the meeting. The connections stay open:
 //! the caller gives them to the watchdog, whose [lifeline](symmalloc_watchdog::Lifeline) uses them to learn the state of the other ranks.
 
+#![cfg_attr(not(test), forbid(unsafe_code))]
+
 mod client;
-pub(crate) mod error;
+mod deadline;
+mod endpoint;
+mod error;
 mod handshake;
-pub(crate) mod launch;
+mod launch;
 mod meeting;
 mod secret;
+mod sequence;
 mod server;
-pub(crate) mod unique_id;
+#[cfg(test)]
+mod tests;
 mod version;
 
-use crate::backoff::Backoff;
-use crate::rendezvous::endpoint::hash;
-use crate::rendezvous::error::RendezvousError;
-use crate::rendezvous::launch::Launch;
-use crate::rendezvous::meeting::{EndpointList, Meeting, job_of};
-use crate::rendezvous::secret::{Secret, random};
-use crate::rendezvous::unique_id::UniqueId;
-use crate::sequence::SequenceCounter;
+pub use deadline::Deadline;
+pub use error::{EndpointAnswer, RendezvousError};
+pub use handshake::Shared;
+pub use launch::{Launch, LaunchError, Launcher};
+pub use sequence::SequenceCounter;
+
+use crate::endpoint::hash;
+use crate::handshake::SHARED_BYTES;
+
+use crate::meeting::{EndpointList, Meeting, job_of};
+use crate::secret::{Secret, random};
 use symmalloc_watchdog::Connection;
 
 /// The result of a meeting.
 #[derive(Debug)]
-pub(crate) struct Met {
+pub struct Met {
     /// The id that rank 0 distributed.
-    pub(crate) id: UniqueId,
+    pub id: Shared,
     /// Connections by the other rank: those to all ranks on rank 0, and the one to rank 0 on the others.
-    pub(crate) connections: Vec<(u32, Connection)>,
+    pub connections: Vec<(u32, Connection)>,
 }
 
 /// Distributes the id that `create` returns on rank 0 to all ranks of the job. Every rank must call this function equally often.
-pub(crate) fn share_id<E: From<RendezvousError>>(
+pub fn share<E: From<RendezvousError>>(
     launch: &Launch,
-    create: impl FnOnce() -> Result<UniqueId, E>,
-    backoff: &Backoff,
+    create: impl FnOnce() -> Result<Shared, E>,
+    deadline: &Deadline,
 ) -> Result<Met, E> {
     static COUNTER: SequenceCounter<u64> = SequenceCounter::new();
     let secret = Secret::from_env()?;
@@ -60,17 +69,17 @@ pub(crate) fn share_id<E: From<RendezvousError>>(
     let turn = COUNTER.next(hash(job_of(launch).as_bytes()), launch.rank);
     let meeting = Meeting::new(launch, turn, secret);
     let list = EndpointList::of(launch, &meeting, |name| std::env::var(name).ok())?;
-    meet_at(&list, &meeting, launch.rank, create, backoff)
+    meet_at(&list, &meeting, launch.rank, create, deadline)
 }
 
 /// Connects ranks that already have an id, at the address of rank 0 ("host:port"). Every rank must call this function equally often.
 /// Returns `None` if there is one rank.
-pub(crate) fn meet(
+pub fn meet(
     address: &str,
     name: &str,
     rank: u32,
     ranks: u32,
-    backoff: &Backoff,
+    deadline: &Deadline,
 ) -> Result<Option<Met>, RendezvousError> {
     static COUNTER: SequenceCounter<u64> = SequenceCounter::new();
     if ranks < 2 {
@@ -81,31 +90,27 @@ pub(crate) fn meet(
     let meeting = Meeting { job, ranks, secret: Secret::from_env()? };
     let list = EndpointList::at(address, &meeting)?;
     let create = || {
-        let mut bytes = [0; UniqueId::BYTES];
+        let mut bytes = [0; SHARED_BYTES];
         bytes[..32].copy_from_slice(&random::<32>()?);
-        Ok(UniqueId::from_bytes(bytes))
+        Ok(bytes)
     };
-    meet_at(&list, &meeting, rank, create, backoff).map(Some)
+    meet_at(&list, &meeting, rank, create, deadline).map(Some)
 }
 
 fn meet_at<E: From<RendezvousError>>(
     list: &EndpointList,
     meeting: &Meeting,
     rank: u32,
-    create: impl FnOnce() -> Result<UniqueId, E>,
-    backoff: &Backoff,
+    create: impl FnOnce() -> Result<Shared, E>,
+    deadline: &Deadline,
 ) -> Result<Met, E> {
     if rank == 0 {
         // Listen first, so that peers can already connect.
         let listener = list.listen()?;
         let id = create()?;
-        let connections = meeting.serve_id(&listener, &id, backoff)?;
+        let connections = meeting.serve_id(&listener, &id, deadline)?;
         return Ok(Met { id, connections });
     }
-    let (id, connection) = meeting.request_id(&list.endpoints, rank, backoff)?;
+    let (id, connection) = meeting.request_id(&list.endpoints, rank, deadline)?;
     Ok(Met { id, connections: vec![(0, connection)] })
 }
-
-mod endpoint;
-#[cfg(test)]
-mod tests;

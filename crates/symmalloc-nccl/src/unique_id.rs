@@ -8,7 +8,7 @@ pub(crate) const COMM_ID_VARIABLE: &str = "NCCL_COMM_ID";
 
 /// The id with which all ranks of one communicator connect: 128 bytes that one rank obtains from NCCL and sends to the others.
 ///
-/// [`Launch::unique_id`](crate::Launch::unique_id) distributes one to all ranks of a job without a side channel.
+/// [`for_job`](Self::for_job) distributes one to all ranks of a job without a side channel.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct UniqueId {
     bytes: [u8; Self::BYTES],

@@ -1,10 +1,10 @@
 //! Meetings of a job's ranks, and the endpoints at which rank 0 waits for the others.
 
-use crate::rendezvous::endpoint::{Endpoint, Listener, hash, names};
-use crate::rendezvous::error::RendezvousError;
-use crate::rendezvous::handshake::Hello;
-use crate::rendezvous::launch::Launch;
-use crate::rendezvous::secret::Secret;
+use crate::endpoint::{Endpoint, Listener, hash, names};
+use crate::error::RendezvousError;
+use crate::handshake::Hello;
+use crate::launch::Launch;
+use crate::secret::Secret;
 use std::net::{SocketAddr, ToSocketAddrs, UdpSocket};
 use std::time::Duration;
 
@@ -137,8 +137,8 @@ fn resolve(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rendezvous::secret::Secret;
-    use crate::rendezvous::tests::launch;
+    use crate::secret::Secret;
+    use crate::tests::launch;
 
     const SECRET: &str = "0123456789abcdef";
 

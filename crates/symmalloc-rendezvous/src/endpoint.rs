@@ -5,8 +5,8 @@
 //! other end, and a rank that finds another user's socket tries the next name. Another user can delay a meeting only by taking all names,
 //! and with a job secret some names cannot be guessed.
 
-use crate::rendezvous::error::RendezvousError;
-use crate::rendezvous::secret::{Purpose, Secret};
+use crate::error::RendezvousError;
+use crate::secret::{Purpose, Secret};
 use rustix::net::sockopt::socket_peercred;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with};
 use std::io::{self, Read, Write};

@@ -1,6 +1,6 @@
 //! The secret of a job. Its ranks prove to each other that they know it.
 
-use crate::rendezvous::error::RendezvousError;
+use crate::error::RendezvousError;
 use hmac::{Hmac, Mac};
 use rustix::rand::{GetRandomFlags, getrandom};
 use sha2::Sha256;

@@ -1,6 +1,6 @@
 //! Errors of the rendezvous.
 
-use crate::rendezvous::version::VERSION;
+use crate::version::VERSION;
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;

@@ -1,0 +1,68 @@
+//! Time limits of waits for other ranks.
+
+use std::time::{Duration, Instant};
+
+/// The longest wait. A longer limit is shortened to it, so that its end can be represented.
+const LIMIT_MAX: Duration = Duration::from_secs(u32::MAX as u64);
+
+/// Pause between two polls.
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// A time limit, and the start of the wait that it limits.
+///
+/// # Examples
+/// ```
+/// use std::time::Duration;
+/// use symmalloc_rendezvous::Deadline;
+///
+/// let deadline = Deadline::after(Duration::from_secs(60));
+/// assert!(!deadline.is_over() && deadline.left() <= Duration::from_secs(60));
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct Deadline {
+    since: Instant,
+    limit: Duration,
+}
+
+impl Deadline {
+    /// Starts a wait that ends after `limit`, and after 136 years at the latest.
+    pub fn after(limit: Duration) -> Self {
+        Deadline { since: Instant::now(), limit: limit.min(LIMIT_MAX) }
+    }
+
+    /// Returns the time since the start.
+    pub fn waited(&self) -> Duration {
+        self.since.elapsed()
+    }
+
+    /// Returns the remaining time; zero after the end.
+    pub fn left(&self) -> Duration {
+        self.limit.saturating_sub(self.waited())
+    }
+
+    /// Returns `true` after the end.
+    pub fn is_over(&self) -> bool {
+        self.left().is_zero()
+    }
+
+    /// Pauses briefly. Returns `false` after the end.
+    pub(crate) fn pause(&self) -> bool {
+        let left = self.left();
+        std::thread::sleep(left.min(PAUSE));
+        !left.is_zero()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_deadline_ends_after_its_limit_and_a_part_not_later() {
+        let deadline = Deadline::after(Duration::from_millis(20));
+        assert!(deadline.left() <= Duration::from_millis(20));
+        std::thread::sleep(Duration::from_millis(20));
+        assert!(deadline.is_over() && deadline.waited() >= Duration::from_millis(20));
+        assert!(!Deadline::after(Duration::MAX).is_over());
+    }
+}
