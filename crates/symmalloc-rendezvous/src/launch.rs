@@ -5,6 +5,7 @@
 //! | torchrun | `RANK`, `WORLD_SIZE` | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` |
 //! | Open MPI | `OMPI_COMM_WORLD_RANK`, `.._SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK`, `.._LOCAL_SIZE` | `PMIX_NAMESPACE` or `OMPI_MCA_ess_base_jobid` |
 //! | MPICH | `PMI_RANK`, `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` | `PMI_JOBID` |
+//! | MVAPICH | `MV2_COMM_WORLD_RANK`, `.._SIZE` | `MV2_COMM_WORLD_LOCAL_RANK`, `.._LOCAL_SIZE` | `PMI_JOBID` or `SLURM_JOB_ID`, `SLURM_STEP_ID`, `SLURM_RESTART_COUNT` |
 //! | Slurm | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` | `SLURM_LOCALID`, `SLURM_STEP_TASKS_PER_NODE` | `SLURM_JOB_ID`, `SLURM_STEP_ID`, `SLURM_RESTART_COUNT` |
 
 use std::fmt;
@@ -36,6 +37,8 @@ pub enum Launcher {
     Torchrun,
     /// Open MPI's mpirun.
     OpenMpi,
+    /// MVAPICH's mpirun_rsh and mpiexec.
+    Mvapich,
     /// MPICH's mpiexec and compatible launchers: Hydra, Intel MPI.
     Mpich,
     /// Slurm's srun.
@@ -48,8 +51,9 @@ pub enum Launcher {
 pub enum LaunchError {
     /// No launcher's variables are set.
     #[error(
-        "this process was not started as a rank: start it with `torchrun --no-python`, mpirun, mpiexec or srun, or set RANK, \
-         WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE"
+        "this process was not started as a rank: looked for RANK (torchrun), OMPI_COMM_WORLD_RANK (Open MPI), MV2_COMM_WORLD_RANK (MVAPICH), \
+         PMI_RANK (MPICH, Intel MPI), and SLURM_PROCID with SLURM_STEP_NUM_TASKS (srun). Start it with `torchrun --no-python`, mpirun, \
+         mpiexec or srun, or set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE"
     )]
     NotLaunched,
     /// A variable is missing although others of the same launcher are set.
@@ -113,6 +117,14 @@ const OPEN_MPI: Variables = Variables {
     local_ranks: "OMPI_COMM_WORLD_LOCAL_SIZE",
     job: &["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"],
 };
+const MVAPICH: Variables = Variables {
+    launcher: Launcher::Mvapich,
+    rank: "MV2_COMM_WORLD_RANK",
+    ranks: "MV2_COMM_WORLD_SIZE",
+    local_rank: "MV2_COMM_WORLD_LOCAL_RANK",
+    local_ranks: "MV2_COMM_WORLD_LOCAL_SIZE",
+    job: &["PMI_JOBID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"],
+};
 const MPICH: Variables = Variables {
     launcher: Launcher::Mpich,
     rank: "PMI_RANK",
@@ -136,7 +148,7 @@ const SLURM_NODE: &str = "SLURM_NODEID";
 impl Launch {
     /// Reads this process's environment.
     ///
-    /// Launchers are tried in this order: torchrun, Open MPI, MPICH, Slurm. The first one whose rank is set is used. (A program that sets
+    /// Launchers are tried in this order: torchrun, Open MPI, MVAPICH, MPICH, Slurm. The first one whose rank is set is used. (A program that sets
     /// `RANK` and `WORLD_SIZE` under mpirun does so intentionally; mpiexec may start its helpers with srun.) `PMI_RANK` without a local
     /// rank, as srun sets it, counts as Slurm.
     ///
@@ -157,6 +169,8 @@ impl Launch {
             &TORCHRUN
         } else if is_set(OPEN_MPI.rank) {
             &OPEN_MPI
+        } else if is_set(MVAPICH.rank) {
+            &MVAPICH
         } else if is_set(MPICH.rank) && is_set(MPICH.local_rank) {
             &MPICH
         } else if is_set(SLURM.rank) && is_set(SLURM.ranks) {
@@ -227,6 +241,7 @@ impl fmt::Display for Launcher {
         f.write_str(match self {
             Launcher::Torchrun => "torchrun",
             Launcher::OpenMpi => "Open MPI",
+            Launcher::Mvapich => "MVAPICH",
             Launcher::Mpich => "MPICH",
             Launcher::Slurm => "Slurm",
         })
@@ -279,6 +294,28 @@ mod tests {
         let launch = launch.expect("complete");
         assert_eq!((launch.rank, launch.ranks, launch.local_rank, launch.local_ranks), (1, 2, 0, 1));
         assert_eq!((launch.launcher, launch.job.as_str()), (Launcher::OpenMpi, "prterun-7@1"));
+    }
+
+    #[test]
+    fn mvapich_sets_all_fields_and_takes_precedence_over_srun() {
+        let mut variables = vec![
+            ("MV2_COMM_WORLD_RANK", "2"),
+            ("MV2_COMM_WORLD_SIZE", "4"),
+            ("MV2_COMM_WORLD_LOCAL_RANK", "0"),
+            ("MV2_COMM_WORLD_LOCAL_SIZE", "2"),
+        ];
+        variables.extend(SRUN);
+        let launch = launch(&variables).expect("complete");
+        assert_eq!((launch.rank, launch.ranks, launch.local_rank, launch.local_ranks), (2, 4, 0, 2));
+        assert_eq!((launch.launcher, launch.job.as_str()), (Launcher::Mvapich, "77"));
+    }
+
+    #[test]
+    fn the_error_names_the_variable_of_each_launcher() {
+        let text = LaunchError::NotLaunched.to_string();
+        for variables in [TORCHRUN, OPEN_MPI, MVAPICH, MPICH, SLURM] {
+            assert!(text.contains(variables.rank), "{}: {text}", variables.rank);
+        }
     }
 
     #[test]
