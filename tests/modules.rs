@@ -55,7 +55,8 @@ const ORDER: [(&str, &str); 17] = [
     ),
     (
         "symmalloc-rendezvous",
-        "deadline sequence version launch error secret handshake endpoint meeting server client tests",
+        "deadline sequence version launch error store secret folder torch_store handshake endpoint interfaces admission search own card \
+         meeting place",
     ),
     ("symmalloc-sim", "device job"),
     ("symmalloc-text", ""),

@@ -5,9 +5,6 @@ use std::time::{Duration, Instant};
 /// The longest wait. A longer limit is shortened to it, so that its end can be represented.
 const LIMIT_MAX: Duration = Duration::from_secs(u32::MAX as u64);
 
-/// Pause between two polls.
-const PAUSE: Duration = Duration::from_millis(1);
-
 /// A time limit, and the start of the wait that it limits.
 ///
 /// # Examples
@@ -45,11 +42,9 @@ impl Deadline {
         self.left().is_zero()
     }
 
-    /// Pauses briefly. Returns `false` after the end.
-    pub(crate) fn pause(&self) -> bool {
-        let left = self.left();
-        std::thread::sleep(left.min(PAUSE));
-        !left.is_zero()
+    /// Returns the deadline of a part of this wait, which ends after `limit` or with this wait.
+    pub(crate) fn at_most(&self, limit: Duration) -> Self {
+        Deadline::after(limit.min(self.left()))
     }
 }
 
@@ -60,7 +55,8 @@ mod tests {
     #[test]
     fn a_deadline_ends_after_its_limit_and_a_part_not_later() {
         let deadline = Deadline::after(Duration::from_millis(20));
-        assert!(deadline.left() <= Duration::from_millis(20));
+        let part = deadline.at_most(Duration::from_secs(60));
+        assert!(deadline.left() <= Duration::from_millis(20) && part.left() <= Duration::from_millis(20));
         std::thread::sleep(Duration::from_millis(20));
         assert!(deadline.is_over() && deadline.waited() >= Duration::from_millis(20));
         assert!(!Deadline::after(Duration::MAX).is_over());

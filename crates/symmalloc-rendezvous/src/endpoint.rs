@@ -6,19 +6,20 @@
 //! and with a job secret some names cannot be guessed.
 
 use crate::error::RendezvousError;
-use crate::secret::{Purpose, Secret};
+use crate::secret::{Purpose, Secret, random};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt::socket_peercred;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with};
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 use symmalloc_watchdog::Connection;
 
 /// An address at which rank 0 may be found.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Endpoint {
+pub(crate) enum Endpoint {
     /// A network address.
     Network(SocketAddr),
     /// A socket on this machine.
@@ -27,7 +28,7 @@ pub(super) enum Endpoint {
 
 /// An error returned by an attempt to connect to an endpoint.
 #[derive(Debug)]
-pub(super) enum ConnectError {
+pub(crate) enum ConnectError {
     /// Nothing listens there, or the connection failed.
     Io(io::ErrorKind),
     /// The socket belongs to another user.
@@ -42,7 +43,7 @@ impl From<io::Error> for ConnectError {
 
 impl Endpoint {
     /// Starts to listen. Accepting a connection does not block.
-    pub(super) fn listen(&self) -> Result<Listener, RendezvousError> {
+    pub(crate) fn listen(&self) -> Result<Listener, RendezvousError> {
         match self {
             Endpoint::Network(address) => {
                 let refused = |error: io::Error| RendezvousError::Listen { address: *address, kind: error.kind() };
@@ -56,7 +57,7 @@ impl Endpoint {
     }
 
     /// Connects to the endpoint. On this machine, connects only to a process of the same user.
-    pub(super) fn connect(&self, limit: Duration) -> Result<Connection, ConnectError> {
+    pub(crate) fn connect(&self, limit: Duration) -> Result<Connection, ConnectError> {
         match self {
             Endpoint::Network(address) => Ok(TcpStream::connect_timeout(address, limit)?.into()),
             Endpoint::Local(name) => {
@@ -71,7 +72,7 @@ impl Endpoint {
     }
 
     /// Returns the network address, if it is one.
-    pub(super) fn address(&self) -> Option<SocketAddr> {
+    pub(crate) fn address(&self) -> Option<SocketAddr> {
         match self {
             Endpoint::Network(address) => Some(*address),
             Endpoint::Local(_) => None,
@@ -79,7 +80,7 @@ impl Endpoint {
     }
 
     /// Returns the number by which both sides identify the endpoint, even if they use different addresses for it.
-    pub(super) fn number(&self) -> u32 {
+    pub(crate) fn number(&self) -> u32 {
         match self {
             Endpoint::Network(address) => address.port().into(),
             Endpoint::Local(name) => name.index,
@@ -89,14 +90,14 @@ impl Endpoint {
 
 /// Rank 0's side of an endpoint.
 #[derive(Debug)]
-pub(super) enum Listener {
+pub(crate) enum Listener {
     Network(TcpListener),
     Local(UnixListener, u32),
 }
 
 /// An incoming connection.
 #[derive(Debug)]
-pub(super) enum Incoming {
+pub(crate) enum Incoming {
     /// A possible rank, with its network address.
     Unverified(Connection, Option<IpAddr>),
     /// A process of another user of this machine.
@@ -105,7 +106,7 @@ pub(super) enum Incoming {
 
 impl Listener {
     /// Accepts a pending connection, if any. Never blocks.
-    pub(super) fn accept(&self) -> io::Result<Incoming> {
+    pub(crate) fn accept(&self) -> io::Result<Incoming> {
         let guest = match self {
             Listener::Network(listener) => {
                 let (stream, from) = listener.accept()?;
@@ -125,7 +126,7 @@ impl Listener {
     }
 
     /// Returns the number of the endpoint; see [`Endpoint::number`].
-    pub(super) fn number(&self) -> u32 {
+    pub(crate) fn number(&self) -> u32 {
         match self {
             Listener::Network(listener) => listener.local_addr().map_or(0, |address| address.port().into()),
             Listener::Local(_, index) => *index,
@@ -133,8 +134,27 @@ impl Listener {
     }
 }
 
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Listener::Network(listener) => listener.as_fd(),
+            Listener::Local(listener, _) => listener.as_fd(),
+        }
+    }
+}
+
+/// Waits until one of these has bytes, a connection or an error, or the time has passed.
+pub(crate) fn wait_for_any<'a>(descriptors: impl Iterator<Item = BorrowedFd<'a>>, limit: Duration) {
+    let mut polled: Vec<PollFd<'_>> = descriptors.map(|it| PollFd::from_borrowed_fd(it, PollFlags::IN)).collect();
+    let limit = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) };
+    if poll(&mut polled, Some(&limit)).is_err() {
+        // A signal, or too many descriptors for this process.
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 /// Reads exactly `bytes.len()` bytes. Fails if they do not arrive before `end`.
-pub(super) fn read_until(connection: &mut Connection, bytes: &mut [u8], end: Instant) -> io::Result<()> {
+pub(crate) fn read_until(connection: &mut Connection, bytes: &mut [u8], end: Instant) -> io::Result<()> {
     let mut at = 0;
     while at < bytes.len() {
         set_timeouts(connection, end)?;
@@ -149,7 +169,7 @@ pub(super) fn read_until(connection: &mut Connection, bytes: &mut [u8], end: Ins
 }
 
 /// Writes all bytes, with the time limit `end`. The bytes are few, and the system's buffer is empty.
-pub(super) fn write_until(connection: &mut Connection, bytes: &[u8], end: Instant) -> io::Result<()> {
+pub(crate) fn write_until(connection: &mut Connection, bytes: &[u8], end: Instant) -> io::Result<()> {
     set_timeouts(connection, end)?;
     connection.write_all(bytes)
 }
@@ -185,7 +205,17 @@ fn listen_at(address: SocketAddr) -> io::Result<TcpListener> {
         bound => bound,
     }?;
     listener.set_nonblocking(true)?;
+    // The standard library's backlog of 128 connections overflows if many ranks or strangers connect at once. A second call replaces it.
+    listen(&listener, BACKLOG)?;
     Ok(listener)
+}
+
+/// Listens on a free port of all addresses of this machine, IPv4 and, where there is one, IPv6.
+pub(crate) fn listen_everywhere() -> Result<Listener, RendezvousError> {
+    let anywhere = |ip: IpAddr| SocketAddr::new(ip, 0);
+    let [v6, v4] = [anywhere(Ipv6Addr::UNSPECIFIED.into()), anywhere(Ipv4Addr::UNSPECIFIED.into())];
+    let refused = |error: io::Error| RendezvousError::Listen { address: v4, kind: error.kind() };
+    listen_at(v6).or_else(|_| listen_at(v4)).map(Listener::Network).map_err(refused)
 }
 
 /// Number of names of a meeting: more than one, in case another user has taken the first.
@@ -194,19 +224,19 @@ const NAMES: u32 = 32;
 /// Maximum number of ranks that wait to be accepted. The system may allow fewer.
 const BACKLOG: i32 = 4096;
 
-/// The name of a meeting's socket.
+/// The name of a socket of this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct LocalName {
+pub(crate) struct LocalName {
     name: String,
     /// Index among the names of the meeting.
-    pub(super) index: u32,
+    pub(crate) index: u32,
 }
 
-/// Returns the names of a meeting, equal on all ranks of one user. With a secret, there are additional names that other users cannot guess.
+/// Returns the names of an own store, equal on all ranks of one user. With a secret, there are additional names that other users cannot guess.
 ///
 /// The first names are the same with and without a secret, so that a rank without the secret finds rank 0 and receives the reason for its
 /// rejection.
-pub(super) fn names(meeting: u64, port: u16, secret: Option<&Secret>) -> Vec<LocalName> {
+pub(crate) fn names(meeting: u64, port: u16, secret: Option<&Secret>) -> Vec<LocalName> {
     let user = own_user();
     let place = format!("{meeting:016x} {port}");
     let plain = format!("{:016x}", hash(place.as_bytes()));
@@ -220,12 +250,28 @@ pub(super) fn names(meeting: u64, port: u16, secret: Option<&Secret>) -> Vec<Loc
 }
 
 impl LocalName {
+    /// Returns a new name, which only the readers of rank 0's card know.
+    pub(crate) fn random() -> Result<Self, RendezvousError> {
+        let part = u128::from_le_bytes(random()?);
+        Ok(LocalName { name: format!("symmalloc-{}-{part:032x}", own_user()), index: 0 })
+    }
+
+    /// Returns the name in a card.
+    pub(crate) fn from_text(name: &str) -> Self {
+        LocalName { name: name.to_owned(), index: 0 }
+    }
+
+    /// Returns the name as text.
+    pub(crate) fn as_str(&self) -> &str {
+        &self.name
+    }
+
     fn address(&self) -> io::Result<SocketAddrUnix> {
         Ok(SocketAddrUnix::new_abstract_name(self.name.as_bytes())?)
     }
 
     /// Starts to listen. Accepting a connection does not block.
-    pub(super) fn listen(&self) -> io::Result<UnixListener> {
+    pub(crate) fn listen(&self) -> io::Result<UnixListener> {
         let socket = new_socket()?;
         bind(&socket, &self.address()?)?;
         listen(&socket, BACKLOG)?;
@@ -233,7 +279,7 @@ impl LocalName {
     }
 
     /// Connects without blocking.
-    pub(super) fn connect(&self) -> io::Result<UnixStream> {
+    pub(crate) fn connect(&self) -> io::Result<UnixStream> {
         let socket = new_socket()?;
         connect(&socket, &self.address()?)?;
         Ok(UnixStream::from(socket))
@@ -241,7 +287,7 @@ impl LocalName {
 }
 
 /// Returns the FNV-1a hash, which is the same on every machine.
-pub(super) fn hash(bytes: &[u8]) -> u64 {
+pub(crate) fn hash(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
@@ -251,7 +297,7 @@ fn new_socket() -> io::Result<OwnedFd> {
 }
 
 /// Returns the user of the process at the other end if it differs from this process's.
-pub(super) fn foreign_user(connection: impl AsFd) -> io::Result<Option<u32>> {
+pub(crate) fn foreign_user(connection: impl AsFd) -> io::Result<Option<u32>> {
     let user = socket_peercred(connection)?.uid.as_raw();
     Ok((user != own_user()).then_some(user))
 }

@@ -1,9 +1,11 @@
 //! Errors of the rendezvous.
 
+use crate::launch::Launcher;
 use crate::version::VERSION;
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 use symmalloc_agreement::Ranks;
 use thiserror::Error;
@@ -12,14 +14,27 @@ use thiserror::Error;
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum RendezvousError {
-    /// The environment does not specify an address of rank 0.
+    /// The environment does not specify where the ranks meet.
     #[error(
-        "the address of rank 0 is unknown: set SYMMALLOC_RENDEZVOUS=host:port (a free port on rank 0's machine) or \
-         NCCL_COMM_ID=host:port, the same on every rank"
+        "the ranks are on several machines and no meeting place is known: looked for SYMMALLOC_RENDEZVOUS, for MASTER_ADDR and MASTER_PORT, \
+         and for an identifier of the job from {launcher}, which names a folder in the home directory. Set \
+         SYMMALLOC_RENDEZVOUS=host:port (a free port on rank 0's machine) or SYMMALLOC_RENDEZVOUS=/a/folder/that/all/machines/share, the \
+         same on every rank"
     )]
-    NoAddress,
+    NoAddress {
+        /// The launcher that started this rank.
+        launcher: Launcher,
+    },
+    /// The job needs a folder, and the environment does not specify the home directory.
+    #[error(
+        "the ranks are on several machines and no meeting place is known: looked for SYMMALLOC_RENDEZVOUS, for MASTER_ADDR and MASTER_PORT, \
+         and for a home directory in XDG_STATE_HOME and HOME. Set one of them, the same on every rank"
+    )]
+    NoHome,
     /// The address cannot be used.
-    #[error("{variable}=\"{value}\" cannot be resolved: write host:port, with a host that this machine can resolve")]
+    #[error(
+        "{variable}=\"{value}\" cannot be resolved: write host:port, with a host that this machine can resolve, or the absolute path of a folder"
+    )]
     BadAddress {
         /// The source of the address.
         variable: &'static str,
@@ -43,13 +58,102 @@ pub enum RendezvousError {
         /// The system's error.
         kind: io::ErrorKind,
     },
-    /// Some ranks did not arrive in time. Rank 0 returns this error.
-    #[error("{} did not arrive within {waited:?}: look for errors of missing ranks", Ranks(&missing.iter().copied().collect()))]
+    /// Some ranks did not arrive before the first deadline of a rank that did. All ranks that arrived return this error.
+    #[error(
+        "{} did not arrive within {waited:?}: look for errors of missing ranks{}", Ranks(&missing.iter().copied().collect()), Found(found)
+    )]
     Missing {
         /// The ranks, ascending.
         missing: Vec<u32>,
+        /// The reasons why missing ranks could not join, as far as rank 0 learned them, ascending by rank. Without a job secret, any process
+        /// that can connect could have caused them.
+        found: Vec<(u32, EndpointAnswer)>,
         /// Time that rank 0 waited.
         waited: Duration,
+    },
+    /// Rank 0 accepted this rank and then reported nothing until its deadline.
+    #[error(
+        "rank 0 accepted this rank and then did not start the job within {waited:?}: it is stopped or overloaded. Look at rank 0"
+    )]
+    NoOutcome {
+        /// Time that this rank waited.
+        waited: Duration,
+    },
+    /// Nobody set a key of the store in time. Ranks return this error if rank 0 never reached the store.
+    #[error(
+        "nobody set {key} in the store within {waited:?}: rank 0 failed before, is late, or uses another store. Look for its error"
+    )]
+    KeyMissing {
+        /// The key.
+        key: String,
+        /// Time that this rank waited.
+        waited: Duration,
+    },
+    /// The store that the launcher runs cannot be reached.
+    #[error(
+        "the launcher's store at {address} (MASTER_ADDR and MASTER_PORT) cannot be reached within {waited:?} ({kind}): check that the \
+         launcher runs and that the firewall admits this port, or set SYMMALLOC_RENDEZVOUS"
+    )]
+    StoreUnreachable {
+        /// The address of the store.
+        address: String,
+        /// The last error of the system.
+        kind: io::ErrorKind,
+        /// Time that this rank waited.
+        waited: Duration,
+    },
+    /// Another program answers at the address of the launcher's store.
+    #[error(
+        "the process at {address} (MASTER_ADDR and MASTER_PORT) does not answer as a store of PyTorch: check both variables, or set \
+         SYMMALLOC_RENDEZVOUS"
+    )]
+    ForeignStore {
+        /// The address.
+        address: String,
+    },
+    /// A file of the shared folder cannot be read or written.
+    #[error("the shared folder cannot be used: {} ({kind}). Set SYMMALLOC_RENDEZVOUS to a folder that this user can write", path.display())]
+    Folder {
+        /// The file or folder.
+        path: PathBuf,
+        /// The system's error.
+        kind: io::ErrorKind,
+    },
+    /// Another user could change the shared folder.
+    #[error(
+        "the shared folder is not safe: user {user} owns {}. Set SYMMALLOC_RENDEZVOUS to a folder below one that belongs to you", path.display()
+    )]
+    FolderOwner {
+        /// The part of the path that belongs to another user.
+        path: PathBuf,
+        /// The owner's user id.
+        user: u32,
+    },
+    /// Other users can write the shared folder.
+    #[error("the shared folder is not safe: others can write {}. Run `chmod go-w` on it, or choose another folder", path.display())]
+    FolderWritable {
+        /// The part of the path that others can write.
+        path: PathBuf,
+    },
+    /// A key or a value is too long for a store.
+    #[error("a key of {key_bytes} bytes with a value of {value_bytes} bytes: a store takes up to 256 and 65536")]
+    TooLong {
+        /// Length of the key.
+        key_bytes: usize,
+        /// Length of the value.
+        value_bytes: usize,
+    },
+    /// A store holds as many keys as it may.
+    #[error("the store holds {keys} keys and takes no more: use fewer keys for one job")]
+    StoreFull {
+        /// The number of keys.
+        keys: usize,
+    },
+    /// The value of a key is no number, or the sum overflows.
+    #[error("the store cannot add to {key}: its value is no number, or the sum exceeds 64 bits. Use another key")]
+    NoNumber {
+        /// The key.
+        key: String,
     },
     /// No rank 0 of this job answered on the network in time. The other ranks return this error.
     #[error("rank 0 did not answer within {waited:?}. {}", Answers(.answers))]
@@ -129,6 +233,19 @@ pub enum RendezvousError {
         /// The rank.
         rank: u32,
     },
+}
+
+/// The reasons of missing ranks, as the rest of a sentence.
+struct Found<'a>(&'a [(u32, EndpointAnswer)]);
+
+impl fmt::Display for Found<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const SHOWN_MAX: usize = 8;
+        for (rank, answer) in self.0.iter().take(SHOWN_MAX) {
+            write!(f, ". Rank {rank} could not join: {answer}")?;
+        }
+        if self.0.len() > SHOWN_MAX { write!(f, ". {} more could not join", self.0.len() - SHOWN_MAX) } else { Ok(()) }
+    }
 }
 
 /// The answer at an address that did not lead to rank 0, the least informative first. Any process can give it.

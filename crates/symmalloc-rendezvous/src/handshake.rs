@@ -3,11 +3,14 @@
 //! ```text
 //!  rank r                                                       rank 0
 //!    │ ── HelloMessage, 65 bytes ──────────────────────────────►  │
-//!    │ ◄── HeadMessage, 9 bytes: challenge; nonce, 32 bytes ────  │   only with a job secret
-//!    │ ── proof of r, 32 bytes: hello, nonce, endpoint ────────►  │   only with a job secret
+//!    │ ◄── HeadMessage, 9 bytes: challenge; nonce, 32 bytes ────  │   only with a key
+//!    │ ── proof of r, 32 bytes: hello, nonce, endpoint ────────►  │   only with a key
 //!    │ ◄── HeadMessage; TailMessage, 160 bytes ─────────────────  │   the proof of 0 covers all before it
-//!    │ ── JOIN, 1 byte ────────────────────────────────────────►  │   only if welcome
+//!    │ ── JoinMessage, 9 bytes: time that r can wait ──────────►  │   only if welcome
 //! ```
+//!
+//! The same messages open a connection to rank 0's [own store](crate::own) and one to its [meeting](crate::meeting). The
+//! [terms](Terms) say what each side must know. After them, a store gets requests, and a meeting ends with one outcome.
 //!
 //! A rank tries several endpoints at the same time and gives up slow attempts, so rank 0 may answer connections that the rank no longer
 //! uses. A rank therefore counts as arrived once it has joined, on the one connection that it keeps.
@@ -15,12 +18,13 @@
 //! A message is untrusted. Both sides check the magic number and the version first. Rank 0 answers a rank of another version with its own
 //! version, and does not answer a process that sends anything else.
 //!
-//! Proofs are HMAC-SHA256 with the job secret. Each covers the nonces of both sides, so it is valid for one connection, and begins with its
+//! Proofs are HMAC-SHA256 with a key of the terms. Each covers the nonces of both sides, so it is valid for one connection, and begins with its
 //! direction, so that it cannot be reflected. It also covers the number of the endpoint, so a process that listens on another port of rank 0's
 //! host and relays messages is detected. A relay at another address with the same host and port is not detected.
 
 use crate::secret::{NONCE_BYTES, PROOF_BYTES, Purpose, Secret};
 use crate::version::VERSION;
+use std::time::Duration;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned, transmute};
 
@@ -39,7 +43,7 @@ const PROTOCOL: Protocol = Protocol { magic: MAGIC, version: b'0' + VERSION };
 
 /// The reason a message is not understood.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum DecodeError {
+pub(crate) enum DecodeError {
     /// It is not a message of this protocol, or contradicts it.
     Foreign,
     /// Its sender uses another version.
@@ -59,24 +63,70 @@ impl Protocol {
 }
 
 /// Size of a hello in bytes.
-pub(super) const HELLO_BYTES: usize = size_of::<HelloMessage>();
+pub(crate) const HELLO_BYTES: usize = size_of::<HelloMessage>();
 /// Size of the start of an answer in bytes.
-pub(super) const HEAD_BYTES: usize = size_of::<HeadMessage>();
+pub(crate) const HEAD_BYTES: usize = size_of::<HeadMessage>();
 /// Size of the rest of an answer in bytes.
-pub(super) const TAIL_BYTES: usize = size_of::<TailMessage>();
+pub(crate) const TAIL_BYTES: usize = size_of::<TailMessage>();
 
 /// Length in bytes of what rank 0 sends to the others.
-pub(super) const SHARED_BYTES: usize = 128;
+pub(crate) const SHARED_BYTES: usize = 128;
 
 /// What rank 0 sends to the others, such as NCCL's unique id.
 pub type Shared = [u8; SHARED_BYTES];
 
+/// Size of a rank's last message in bytes.
+pub(crate) const JOIN_BYTES: usize = size_of::<JoinMessage>();
+
+/// The number in a [`JoinMessage`].
+const JOIN: u8 = 1;
+
 /// The last message of a rank, on the connection that it keeps.
-pub(super) const JOIN: u8 = 1;
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct JoinMessage {
+    /// Always [`JOIN`].
+    join: u8,
+    /// The time that the rank can wait for the others, in milliseconds.
+    left_ms: U64,
+}
+
+/// Returns the last message of a rank that can wait this long.
+pub(crate) fn join_bytes(left: Duration) -> [u8; JOIN_BYTES] {
+    let left_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);
+    transmute!(JoinMessage { join: JOIN, left_ms: left_ms.into() })
+}
+
+/// Returns the time that a rank can wait, or `None` if the message is not its last one.
+pub(crate) fn left_of_join(bytes: &[u8]) -> Option<Duration> {
+    let JoinMessage { join, left_ms } = JoinMessage::read_from_bytes(bytes).ok()?;
+    (join == JOIN).then(|| Duration::from_millis(left_ms.get()))
+}
+
+/// What identifies the ranks that may connect, and what they must know.
+#[derive(Clone, Debug)]
+pub(crate) struct Terms {
+    /// Identifies the job and its turn.
+    pub(crate) job: u64,
+    pub(crate) ranks: u32,
+    /// `true` if this process has the job secret. It must be equal on both sides.
+    pub(crate) has_secret: bool,
+    /// Proves that both sides belong to the job. `None`: any process that connects is believed.
+    pub(crate) key: Option<Secret>,
+    /// Proves that a refusal is rank 0's, to a rank that lacks the key. `None`: no refusal proves it.
+    pub(crate) refusal_key: Option<Secret>,
+}
+
+impl Terms {
+    /// Returns `true` if the peer is a rank of this job other than 0.
+    pub(crate) fn is_of(&self, hello: &Hello) -> bool {
+        (hello.job, hello.ranks) == (self.job, self.ranks) && (1..self.ranks).contains(&hello.rank)
+    }
+}
 
 /// Rank 0's answer to a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(crate) enum Verdict {
     Welcome,
     OtherJob,
     RankTwice,
@@ -102,7 +152,7 @@ struct HeadMessage {
 }
 
 impl Verdict {
-    pub(super) const ALL: [Verdict; 8] = [
+    pub(crate) const ALL: [Verdict; 8] = [
         Verdict::Welcome,
         Verdict::OtherJob,
         Verdict::RankTwice,
@@ -114,11 +164,11 @@ impl Verdict {
     ];
 
     /// Returns the start of an answer.
-    pub(super) fn head(self) -> [u8; HEAD_BYTES] {
+    pub(crate) fn head(self) -> [u8; HEAD_BYTES] {
         transmute!(HeadMessage { protocol: PROTOCOL, verdict: self as u8 })
     }
 
-    pub(super) fn from_head(head: [u8; HEAD_BYTES]) -> Result<Self, DecodeError> {
+    pub(crate) fn from_head(head: [u8; HEAD_BYTES]) -> Result<Self, DecodeError> {
         let HeadMessage { protocol, verdict } = transmute!(head);
         protocol.check()?;
         Verdict::ALL.into_iter().find(|it| *it as u8 == verdict).ok_or(DecodeError::Foreign)
@@ -128,23 +178,23 @@ impl Verdict {
 /// The rest of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-pub(super) struct TailMessage {
-    /// Zeros if the rank is rejected.
-    pub(super) id: Shared,
-    /// Zeros without a secret.
-    pub(super) proof: [u8; PROOF_BYTES],
+pub(crate) struct TailMessage {
+    /// Zeros if the rank is rejected, or connects to a store.
+    pub(crate) id: Shared,
+    /// Zeros without a key.
+    pub(crate) proof: [u8; PROOF_BYTES],
 }
 
 /// The introduction of a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Hello {
-    pub(super) job: u64,
-    pub(super) ranks: u32,
-    pub(super) rank: u32,
+pub(crate) struct Hello {
+    pub(crate) job: u64,
+    pub(crate) ranks: u32,
+    pub(crate) rank: u32,
     /// Equal for all sessions of one process.
-    pub(super) session: u64,
-    pub(super) has_secret: bool,
-    pub(super) nonce: [u8; NONCE_BYTES],
+    pub(crate) session: u64,
+    pub(crate) has_secret: bool,
+    pub(crate) nonce: [u8; NONCE_BYTES],
 }
 
 /// The bytes of a [`Hello`].
@@ -162,7 +212,7 @@ struct HelloMessage {
 }
 
 impl Hello {
-    pub(super) fn bytes(&self) -> [u8; HELLO_BYTES] {
+    pub(crate) fn bytes(&self) -> [u8; HELLO_BYTES] {
         let Hello { job, ranks, rank, session, has_secret, nonce } = *self;
         transmute!(HelloMessage {
             protocol: PROTOCOL,
@@ -175,7 +225,7 @@ impl Hello {
         })
     }
 
-    pub(super) fn from_bytes(bytes: &[u8]) -> Result<Self, DecodeError> {
+    pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Self, DecodeError> {
         let message = HelloMessage::read_from_bytes(bytes).map_err(|_| DecodeError::Foreign)?;
         let HelloMessage { protocol, job, ranks, rank, session, has_secret, nonce } = message;
         protocol.check()?;
@@ -189,32 +239,32 @@ impl Hello {
 
 /// The data of one exchange, identical on both sides.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Exchange {
-    pub(super) hello: Hello,
+pub(crate) struct Exchange {
+    pub(crate) hello: Hello,
     /// Nonce of rank 0.
-    pub(super) nonce: [u8; NONCE_BYTES],
-    pub(super) endpoint: u32,
+    pub(crate) nonce: [u8; NONCE_BYTES],
+    pub(crate) endpoint: u32,
 }
 
 impl Exchange {
     /// Returns the proof of the peer.
-    pub(super) fn proof(&self, secret: &Secret) -> [u8; PROOF_BYTES] {
+    pub(crate) fn proof(&self, secret: &Secret) -> [u8; PROOF_BYTES] {
         secret.prove(Purpose::RankToRank0, &[&self.hello.bytes(), &self.nonce, &self.endpoint.to_le_bytes()])
     }
 
     /// Returns `true` if the peer knows the secret.
-    pub(super) fn is_proof(&self, secret: &Secret, proof: &[u8]) -> bool {
+    pub(crate) fn is_proof(&self, secret: &Secret, proof: &[u8]) -> bool {
         secret.is_proof(proof, Purpose::RankToRank0, &[&self.hello.bytes(), &self.nonce, &self.endpoint.to_le_bytes()])
     }
 
     /// Returns the proof of rank 0 for its answer.
-    pub(super) fn answer_proof(&self, secret: &Secret, verdict: Verdict, id: &Shared) -> [u8; PROOF_BYTES] {
+    pub(crate) fn answer_proof(&self, secret: &Secret, verdict: Verdict, id: &Shared) -> [u8; PROOF_BYTES] {
         let (hello, endpoint) = (self.hello.bytes(), self.endpoint.to_le_bytes());
         secret.prove(Purpose::Rank0ToRank, &[&hello, &self.nonce, &endpoint, &verdict.head(), id])
     }
 
     /// Returns `true` if the answer comes from a rank 0 that knows the secret.
-    pub(super) fn is_answer_proof(&self, secret: &Secret, proof: &[u8], verdict: Verdict, id: &Shared) -> bool {
+    pub(crate) fn is_answer_proof(&self, secret: &Secret, proof: &[u8], verdict: Verdict, id: &Shared) -> bool {
         let (hello, endpoint) = (self.hello.bytes(), self.endpoint.to_le_bytes());
         let parts: [&[u8]; 5] = [&hello, &self.nonce, &endpoint, &verdict.head(), id];
         secret.is_proof(proof, Purpose::Rank0ToRank, &parts)
@@ -230,10 +280,11 @@ mod tests {
 
     #[test]
     fn messages_have_the_documented_layout() {
-        assert_eq!([HELLO_BYTES, HEAD_BYTES, TAIL_BYTES], [65, 9, 160]);
-        let expected = b"symmncc4\x02\x01\0\0\0\0\0\0\x03\0\0\0\x02\0\0\0\x04\0\0\0\0\0\0\0\x01";
+        assert_eq!([HELLO_BYTES, HEAD_BYTES, TAIL_BYTES, JOIN_BYTES], [65, 9, 160, 9]);
+        let expected = b"symmncc5\x02\x01\0\0\0\0\0\0\x03\0\0\0\x02\0\0\0\x04\0\0\0\0\0\0\0\x01";
         assert_eq!(HELLO.bytes()[..], [&expected[..], &[9; NONCE_BYTES]].concat());
-        assert_eq!(Verdict::Challenge.head(), *b"symmncc4\x03");
+        assert_eq!(Verdict::Challenge.head(), *b"symmncc5\x03");
+        assert_eq!(join_bytes(Duration::from_millis(0x0102)), *b"\x01\x02\x01\0\0\0\0\0\0");
     }
 
     #[test]
@@ -244,13 +295,16 @@ mod tests {
         for verdict in Verdict::ALL {
             assert_eq!(Verdict::from_head(verdict.head()), Ok(verdict));
         }
+        let left = Duration::from_millis(1234);
+        assert_eq!(left_of_join(&join_bytes(left)), Some(left));
+        assert_eq!(left_of_join(&[0; JOIN_BYTES]), None);
     }
 
     #[test]
     fn another_version_is_distinguished_from_another_protocol() {
         let mut hello = HELLO.bytes();
-        hello[7] = b'5';
-        assert_eq!(Hello::from_bytes(&hello), Err(DecodeError::OtherVersion { version: 5 }));
+        hello[7] = b'6';
+        assert_eq!(Hello::from_bytes(&hello), Err(DecodeError::OtherVersion { version: 6 }));
         hello[0] = b'S';
         assert_eq!(Hello::from_bytes(&hello), Err(DecodeError::Foreign));
         let mut head = Verdict::Welcome.head();

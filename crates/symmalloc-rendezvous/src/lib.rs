@@ -1,79 +1,152 @@
-//! The rendezvous, which distributes one [`Shared`] to all ranks of a job without a side channel.
+//! How the ranks of a job find each other: the launcher's variables, a store that all ranks reach, and a meeting within a deadline.
+//!
+//! This crate depends on neither CUDA nor NCCL.
 //!
 //! ```text
-//!  NCCL_COMM_ID=host:port set       every rank asks NCCL and gets the same id, without an exchange
-//!  one rank                         it asks NCCL
-//!  otherwise                        rank 0 asks NCCL and sends the id to the others, which connect to one of these endpoints:
-//!
-//!  SYMMALLOC_RENDEZVOUS=host:port   there; otherwise
-//!  MASTER_ADDR, MASTER_PORT         there, at one of the eight ports after it (torchrun's own store sits on MASTER_PORT); otherwise
-//!  all ranks on one machine         a socket of this machine
+//!  Launch   rank, number of ranks, launcher      from the variables of torchrun, mpirun, mpiexec, srun
+//!  Store    set, get, wait, add                  the launcher's store, a folder that all machines share, or a server in rank 0's process
+//!  Met      the same 128 bytes on all ranks      from rank 0, and a connection between rank 0 and each other rank
 //! ```
 //!
-//! | ranks | meeting place | admitted |
-//! |---|---|---|
-//! | on one machine: all are local and the address is this machine's, or the address is a loopback one | a [socket](endpoint) on this machine, named after the job, instead of the address | processes of the same user, which both sides check with the system |
-//! | at another address | TCP | with `SYMMALLOC_JOB_SECRET`, ranks that [prove](handshake) that they know it; otherwise any process that can connect |
+//! # The place
+//! The first row whose condition holds is used. All ranks must find the same one.
 //!
-//! If rank 0 cannot use an address, it tries the next one. The other ranks try [all addresses at the same time](client) until the right
-//! rank 0 answers. Strangers, other jobs and ranks without the secret are rejected and do not delay the meeting. The connections stay open:
-//! the caller gives them to the watchdog, whose [lifeline](symmalloc_watchdog::Lifeline) uses them to learn the state of the other ranks.
+//! | condition | store | admitted |
+//! |---|---|---|
+//! | `SYMMALLOC_RENDEZVOUS=/folder` | files in a new folder below this one | processes of the same user, by the folder's mode |
+//! | `SYMMALLOC_RENDEZVOUS=host:port` | an own store there; on a Unix socket if the address is this machine's and all ranks are local, or it is a loopback address | TCP: ranks that know `SYMMALLOC_JOB_SECRET`, or anybody without one; Unix: processes of the same user |
+//! | all ranks are on one machine, and `MASTER_ADDR` is not that of another one | an own store on a Unix socket | processes of the same user |
+//! | `MASTER_ADDR`, `MASTER_PORT`, and `TORCHELASTIC_USE_AGENT_STORE=True`, as torchrun sets them | torchrun's store | anybody who can connect |
+//! | `MASTER_ADDR` and `MASTER_PORT` | an own store at one of the eight ports after `MASTER_PORT` | as at `host:port` |
+//! | a job of mpirun, mpiexec or srun with an identifier | files in `$XDG_STATE_HOME/symmalloc/rendezvous`, or `~/.local/state/symmalloc/rendezvous` | processes of the same user |
+//!
+//! # The meeting
+//! Rank 0 listens, and publishes its addresses and a random token in the store. The others connect to it directly: over a Unix socket from the
+//! same machine, and over TCP from others, on all addresses at the same time. Both sides [prove](handshake) that they know the token and, if
+//! there is one, the job secret. When all have arrived, or one has waited until its deadline, rank 0 tells all of them the same outcome. The
+//! connections stay open: the caller gives them to the watchdog, whose [lifeline](symmalloc_watchdog::Lifeline) uses them to learn the state of
+//! the other ranks.
+//!
+//! # Examples
+//! Two ranks, here threads of one process, meet through a folder:
+//! ```
+//! use std::time::Duration;
+//! use symmalloc_rendezvous::{Deadline, FolderStore, Job, RendezvousError, share_through};
+//!
+//! let folder = tempfile::tempdir()?;
+//! let meet = |rank| {
+//!     let (store, deadline) = (FolderStore::open(folder.path())?, Deadline::after(Duration::from_secs(60)));
+//!     let job = Job { name: "example", rank, ranks: 2 };
+//!     share_through(&store, job, || Ok::<_, RendezvousError>([7; 128]), &deadline)
+//! };
+//! let ids = std::thread::scope(|scope| {
+//!     let other = scope.spawn(|| meet(1));
+//!     Ok::<_, RendezvousError>([meet(0)?.id, other.join().expect("no panic")?.id])
+//! })?;
+//! assert_eq!(ids, [[7; 128]; 2]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # Determinism
+//! No placement depends on anything in this crate.
 
 #![cfg_attr(not(test), forbid(unsafe_code))]
 
-mod client;
+mod admission;
+mod card;
 mod deadline;
 mod endpoint;
 mod error;
+mod folder;
 mod handshake;
+mod interfaces;
 mod launch;
 mod meeting;
+mod own;
+mod place;
+mod search;
 mod secret;
 mod sequence;
-mod server;
+mod store;
 #[cfg(test)]
 mod tests;
+mod torch_store;
 mod version;
 
 pub use deadline::Deadline;
 pub use error::{EndpointAnswer, RendezvousError};
+pub use folder::FolderStore;
 pub use handshake::Shared;
 pub use launch::{Launch, LaunchError, Launcher};
+pub use meeting::Met;
 pub use sequence::SequenceCounter;
+pub use store::Store;
+pub use torch_store::TorchStore;
 
 use crate::endpoint::hash;
 use crate::handshake::SHARED_BYTES;
-
-use crate::meeting::{EndpointList, Meeting, job_of};
+use crate::meeting::{Meeting, Reach};
+use crate::place::Place;
 use crate::secret::{Secret, random};
-use symmalloc_watchdog::Connection;
 
-/// The result of a meeting.
-#[derive(Debug)]
-pub struct Met {
-    /// The id that rank 0 distributed.
-    pub id: Shared,
-    /// Connections by the other rank: those to all ranks on rank 0, and the one to rank 0 on the others.
-    pub connections: Vec<(u32, Connection)>,
+/// A process's place in a job whose ranks meet through a [`Store`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Job<'a> {
+    /// The name of the job, the same on all ranks. Two jobs with one store need different names.
+    pub name: &'a str,
+    /// The rank of this process, from 0.
+    pub rank: u32,
+    /// The number of ranks.
+    pub ranks: u32,
 }
 
-/// Distributes the id that `create` returns on rank 0 to all ranks of the job. Every rank must call this function equally often.
+/// Distributes what `create` returns on rank 0 to all ranks of the job that the launcher started, and connects them to rank 0. Every rank
+/// must call this function equally often.
+///
+/// # Errors
+/// Returns an error if the ranks do not meet before the deadline, and the error of `create` on rank 0. All ranks that arrived return
+/// [`RendezvousError::Missing`] with the same ranks.
 pub fn share<E: From<RendezvousError>>(
     launch: &Launch,
     create: impl FnOnce() -> Result<Shared, E>,
     deadline: &Deadline,
 ) -> Result<Met, E> {
     static COUNTER: SequenceCounter<u64> = SequenceCounter::new();
-    let secret = Secret::from_env()?;
     // The n-th meeting of one rank is the n-th of every other rank.
     let turn = COUNTER.next(hash(job_of(launch).as_bytes()), launch.rank);
-    let meeting = Meeting::new(launch, turn, secret);
-    let list = EndpointList::of(launch, &meeting, |name| std::env::var(name).ok())?;
-    meet_at(&list, &meeting, launch.rank, create, deadline)
+    let meeting = meeting_of(launch, turn, Secret::from_env()?);
+    let place = Place::of(launch, &meeting, |name| std::env::var(name).ok())?;
+    place.hold(&meeting, launch.rank, create, deadline)
 }
 
-/// Connects ranks that already have an id, at the address of rank 0 ("host:port"). Every rank must call this function equally often.
-/// Returns `None` if there is one rank.
+/// Like [`share`], through a store that the program provides. Every rank must call this function equally often for each name.
+///
+/// Other machines must be able to reach rank 0's on any port. Whoever can read the store can join, unless a job secret is set.
+///
+/// # Errors
+/// Same as [`share`], and the errors of the store.
+///
+/// # Panics
+/// Panics if the rank is not less than the number of ranks.
+pub fn share_through<E: From<RendezvousError>>(
+    store: &dyn Store,
+    job: Job<'_>,
+    create: impl FnOnce() -> Result<Shared, E>,
+    deadline: &Deadline,
+) -> Result<Met, E> {
+    static COUNTER: SequenceCounter<u64> = SequenceCounter::new();
+    let Job { name, rank, ranks } = job;
+    assert!(rank < ranks, "rank {rank} of {ranks}: ranks count from 0");
+    let turn = COUNTER.next(hash(name.as_bytes()), rank);
+    let meeting = Meeting { job: hash(format!("{name} {turn}").as_bytes()), ranks, secret: Secret::from_env()? };
+    meeting.hold(store, &Reach::Network { toward: Vec::new(), named: Vec::new() }, rank, create, deadline)
+}
+
+/// Connects ranks that already have an id, at an address of rank 0 ("host:port") or in a folder that all machines share (an absolute path).
+/// Every rank must call this function equally often. Returns `None` if there is one rank.
+///
+/// # Errors
+/// Same as [`share`].
 pub fn meet(
     address: &str,
     name: &str,
@@ -88,29 +161,24 @@ pub fn meet(
     let turn = COUNTER.next(hash(format!("{address} {name}").as_bytes()), rank);
     let job = hash(format!("{address} {name} {turn}").as_bytes());
     let meeting = Meeting { job, ranks, secret: Secret::from_env()? };
-    let list = EndpointList::at(address, &meeting)?;
     let create = || {
         let mut bytes = [0; SHARED_BYTES];
         bytes[..32].copy_from_slice(&random::<32>()?);
         Ok(bytes)
     };
-    meet_at(&list, &meeting, rank, create, deadline).map(Some)
+    Place::at(address, &meeting)?.hold(&meeting, rank, create, deadline).map(Some)
 }
 
-fn meet_at<E: From<RendezvousError>>(
-    list: &EndpointList,
-    meeting: &Meeting,
-    rank: u32,
-    create: impl FnOnce() -> Result<Shared, E>,
-    deadline: &Deadline,
-) -> Result<Met, E> {
-    if rank == 0 {
-        // Listen first, so that peers can already connect.
-        let listener = list.listen()?;
-        let id = create()?;
-        let connections = meeting.serve_id(&listener, &id, deadline)?;
-        return Ok(Met { id, connections });
+/// Returns a meeting of the ranks that the launcher started.
+fn meeting_of(launch: &Launch, turn: u32, secret: Option<Secret>) -> Meeting {
+    Meeting { job: hash(format!("{}.{turn}", job_of(launch)).as_bytes()), ranks: launch.ranks, secret }
+}
+
+/// Returns a name that distinguishes this job from others on the machine.
+fn job_of(launch: &Launch) -> String {
+    if launch.job.is_empty() && launch.ranks == launch.local_ranks {
+        // Under mpiexec and similar launchers, the ranks of one machine are children of one process.
+        return format!("{}.{}", launch.launcher, std::os::unix::process::parent_id());
     }
-    let (id, connection) = meeting.request_id(&list.endpoints, rank, deadline)?;
-    Ok(Met { id, connections: vec![(0, connection)] })
+    format!("{}.{}", launch.launcher, launch.job)
 }

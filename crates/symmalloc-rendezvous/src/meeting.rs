@@ -1,221 +1,320 @@
-//! Meetings of a job's ranks, and the endpoints at which rank 0 waits for the others.
+//! A meeting: the ranks of a job find rank 0 through a store, connect to it, and all start or all fail.
+//!
+//! ```text
+//!  rank 0   listens ─► card ─► store           accepts ranks until all have arrived or one deadline has passed ─► outcome to each
+//!  rank r   store ─► card ─► search for one of the endpoints ─► join ─────────────────────────────────────────► waits for the outcome
+//!                     ▲            │ nobody answers: note ─► store
+//!                     └────────────┘ the next card may be that of a rank 0 that restarted
+//! ```
+//!
+//! Every rank that arrived learns the same outcome, because rank 0 decides it alone: at the first deadline of a rank that has arrived, its own
+//! included. A rank that ends before is no longer there; a new process may take its place until then. Rank 0 then names the missing ranks and
+//! what they noted.
+//!
+//! A store can have values of an earlier run. A card counts only if the rank 0 behind it knows its token, and a failed meeting is reported
+//! only if no other card appears before the deadline.
 
-use crate::endpoint::{Endpoint, Listener, hash, names};
-use crate::error::RendezvousError;
-use crate::handshake::Hello;
-use crate::launch::Launch;
-use crate::secret::Secret;
-use std::net::{SocketAddr, ToSocketAddrs, UdpSocket};
-use std::time::Duration;
+use crate::admission::{Admission, Admitted};
+use crate::card::{Card, Outcome, Token, answer_of_note, note};
+use crate::deadline::Deadline;
+use crate::endpoint::{Endpoint, Listener, LocalName, hash, listen_everywhere, read_until, wait_for_any};
+use crate::error::{EndpointAnswer, RendezvousError};
+use crate::handshake::{Shared, Terms};
+use crate::interfaces::own_addresses;
+use crate::search::{Identity, SearchError, search};
+use crate::secret::{Secret, random};
+use crate::store::Store;
+use std::collections::BTreeMap;
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+use symmalloc_watchdog::Connection;
 
-/// Time limit for a peer to identify itself, and for rank 0 to answer.
-pub(super) const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
+/// Longest time between two looks at what no connection announces.
+const CHECK_LIMIT: Duration = Duration::from_millis(100);
+/// Time for which a rank searches at the endpoints of one card before it reads the card again: first, and at most. Each round doubles it.
+const ROUND: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(5)];
+/// Pause between two rounds: first, and at most.
+const PAUSE: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(250)];
+/// Time after its deadline that a rank leaves rank 0 to report the outcome.
+const GRACE: Duration = Duration::from_secs(2);
+/// Time limit of the notes: those that a rank writes, and all that rank 0 reads.
+const NOTES_LIMIT: Duration = Duration::from_secs(1);
+/// Maximum number of missing ranks whose notes rank 0 reads.
+const NOTES_MAX: usize = 64;
 
 /// One meeting of the ranks of one job.
 #[derive(Clone, Debug)]
-pub(super) struct Meeting {
-    pub(super) job: u64,
-    pub(super) ranks: u32,
-    pub(super) secret: Option<Secret>,
+pub(crate) struct Meeting {
+    /// Identifies the job and its turn, equal on all ranks.
+    pub(crate) job: u64,
+    pub(crate) ranks: u32,
+    pub(crate) secret: Option<Secret>,
+}
+
+/// From where rank 0 must be reachable.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Reach {
+    /// Processes of this machine.
+    Machine,
+    /// Other machines.
+    Network {
+        /// Addresses that all ranks can reach. This machine's addresses toward them are the first ones on the card.
+        toward: Vec<SocketAddr>,
+        /// Addresses of rank 0 that the program names.
+        named: Vec<IpAddr>,
+    },
+}
+
+/// The result of a meeting.
+#[derive(Debug)]
+pub struct Met {
+    /// What rank 0 shared, the same on all ranks.
+    pub id: Shared,
+    /// Connections by the other rank: those to all ranks on rank 0, and the one to rank 0 on the others.
+    pub connections: Vec<(u32, Connection)>,
+}
+
+/// A rank that has joined.
+struct Arrival {
+    session: u64,
+    /// When the rank stops waiting.
+    end: Instant,
+    connection: Connection,
+}
+
+impl Arrival {
+    /// Returns `true` while the rank's process holds the connection. The rank sends nothing before the outcome.
+    fn is_connected(&mut self) -> bool {
+        let read = self.connection.read(&mut [0]);
+        read.is_err_and(|error| matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted))
+    }
 }
 
 impl Meeting {
-    pub(super) fn new(launch: &Launch, turn: u32, secret: Option<Secret>) -> Self {
-        Meeting { job: hash(format!("{}.{turn}", job_of(launch)).as_bytes()), ranks: launch.ranks, secret }
-    }
-
-    /// Returns `true` if the peer is a rank of this job that rank 0 waits for.
-    pub(super) fn is_of(&self, hello: &Hello) -> bool {
-        (hello.job, hello.ranks) == (self.job, self.ranks) && (1..self.ranks).contains(&hello.rank)
-    }
-}
-
-/// Returns a name that distinguishes this job from others on the machine.
-pub(super) fn job_of(launch: &Launch) -> String {
-    if launch.job.is_empty() && launch.ranks == launch.local_ranks {
-        // Under mpiexec and similar launchers, the ranks of one machine are children of one process.
-        return format!("{}.{}", launch.launcher, std::os::unix::process::parent_id());
-    }
-    format!("{}.{}", launch.launcher, launch.job)
-}
-
-/// The environment variable with the address of the rendezvous.
-const ADDRESS_VARIABLE: &str = "SYMMALLOC_RENDEZVOUS";
-/// torchrun's environment variables for the address.
-const MASTER_ADDRESS_VARIABLE: &str = "MASTER_ADDR";
-const MASTER_PORT_VARIABLE: &str = "MASTER_PORT";
-
-/// Number of ports to try if the program does not specify one.
-const PORTS: u16 = 8;
-
-/// The endpoints at which rank 0 may listen. It uses the first free one.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct EndpointList {
-    pub(super) endpoints: Vec<Endpoint>,
-}
-
-impl EndpointList {
-    pub(super) fn of(
-        launch: &Launch,
-        meeting: &Meeting,
-        variable: impl Fn(&str) -> Option<String>,
-    ) -> Result<Self, RendezvousError> {
-        let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
-        let is_one_machine = launch.ranks == launch.local_ranks;
-        if let Some(value) = variable(ADDRESS_VARIABLE) {
-            let addresses = resolve(value.as_str(), ADDRESS_VARIABLE, &value)?;
-            return Ok(Self::named(addresses, is_one_machine, meeting));
+    /// Meets the other ranks. Rank 0 shares what `create` returns.
+    pub(crate) fn hold<E: From<RendezvousError>>(
+        &self,
+        store: &dyn Store,
+        reach: &Reach,
+        rank: u32,
+        create: impl FnOnce() -> Result<Shared, E>,
+        deadline: &Deadline,
+    ) -> Result<Met, E> {
+        if rank == 0 {
+            let id = create()?;
+            return Ok(Met { id, connections: self.host(store, reach, id, deadline)? });
         }
-        if let (Some(host), Some(port)) = (variable(MASTER_ADDRESS_VARIABLE), variable(MASTER_PORT_VARIABLE)) {
-            let bad = |variable, value: &str| RendezvousError::BadAddress { variable, value: value.to_owned() };
-            let port: u16 = port.parse().map_err(|_| bad(MASTER_PORT_VARIABLE, &port))?;
-            let first = resolve((host.as_str(), port), MASTER_ADDRESS_VARIABLE, &host)?;
-            if is_of_this_machine(&first, is_one_machine) {
-                return Ok(Self::on_this_machine(port, meeting));
+        let identity = Identity { rank, session: u64::from_le_bytes(random()?), deadline: *deadline };
+        let (id, connection) = self.join(store, identity)?;
+        Ok(Met { id, connections: vec![(0, connection)] })
+    }
+
+    /// Returns the terms of a connection to an own store.
+    pub(crate) fn store_terms(&self) -> Terms {
+        let Meeting { job, ranks, ref secret } = *self;
+        Terms { job, ranks, has_secret: secret.is_some(), key: secret.clone(), refusal_key: None }
+    }
+
+    /// Returns the terms of a connection to the rank 0 that created this token.
+    pub(crate) fn terms(&self, token: &Token) -> Terms {
+        Terms {
+            // Strangers learn this number from a hello that they receive, which does not reveal the token.
+            job: self.job ^ hash(token),
+            ranks: self.ranks,
+            has_secret: self.secret.is_some(),
+            key: Some(Secret::with_token(token, self.secret.as_ref())),
+            refusal_key: Some(Secret::with_token(token, None)),
+        }
+    }
+
+    /// Returns the key of the note of a rank.
+    pub(crate) fn note_key(job: u64, rank: u32) -> String {
+        format!("symmalloc/{job:016x}/note/{rank}")
+    }
+
+    fn card_key(&self) -> String {
+        format!("symmalloc/{:016x}/card", self.job)
+    }
+
+    /// Accepts all other ranks, as rank 0. Returns the connections to them.
+    pub(crate) fn host(
+        &self,
+        store: &dyn Store,
+        reach: &Reach,
+        shared: Shared,
+        deadline: &Deadline,
+    ) -> Result<Vec<(u32, Connection)>, RendezvousError> {
+        let token: Token = random()?;
+        let (listeners, endpoints) = listen(reach)?;
+        let mut card = Card { token, endpoints, outcome: None };
+        store.set(&self.card_key(), &card.bytes(), deadline)?;
+        let mut admission = Admission::new(self.terms(&token), shared);
+        let mut arrived: BTreeMap<u32, Arrival> = BTreeMap::new();
+        let end = Instant::now() + deadline.left();
+        loop {
+            let first_end = arrived.values().map(|it| it.end).min().unwrap_or(end).min(end);
+            let left = first_end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
             }
-            let ports = (1..=PORTS).filter_map(|step| port.checked_add(step));
-            let endpoints: Vec<_> = ports
-                .flat_map(|port| first.iter().map(move |it| SocketAddr::new(it.ip(), port)))
-                .map(Endpoint::Network)
-                .collect();
-            return if endpoints.is_empty() {
-                Err(bad(MASTER_PORT_VARIABLE, "65535"))
-            } else {
-                Ok(EndpointList { endpoints })
-            };
-        }
-        if is_one_machine { Ok(Self::on_this_machine(0, meeting)) } else { Err(RendezvousError::NoAddress) }
-    }
-
-    /// Returns the list of endpoints at the address that the program specifies.
-    pub(super) fn at(address: &str, meeting: &Meeting) -> Result<Self, RendezvousError> {
-        // The ranks may be on several machines, but a loopback address refers only to this one.
-        Ok(Self::named(resolve(address, "rendezvous", address)?, false, meeting))
-    }
-
-    fn named(addresses: Vec<SocketAddr>, is_one_machine: bool, meeting: &Meeting) -> Self {
-        if is_of_this_machine(&addresses, is_one_machine) {
-            return Self::on_this_machine(addresses[0].port(), meeting);
-        }
-        EndpointList { endpoints: addresses.into_iter().map(Endpoint::Network).collect() }
-    }
-
-    /// Returns a list of endpoints of sockets on this machine. The port distinguishes jobs with the same name.
-    fn on_this_machine(port: u16, meeting: &Meeting) -> Self {
-        let names = names(meeting.job, port, meeting.secret.as_ref());
-        EndpointList { endpoints: names.into_iter().map(Endpoint::Local).collect() }
-    }
-
-    pub(super) fn listen(&self) -> Result<Listener, RendezvousError> {
-        let mut refusal = RendezvousError::NoAddress;
-        for endpoint in &self.endpoints {
-            match endpoint.listen() {
-                Ok(listener) => return Ok(listener),
-                Err(error) => refusal = error,
+            let connections = arrived.values().map(|it| it.connection.as_fd());
+            let opened = listeners.iter().map(AsFd::as_fd).chain(admission.descriptors()).chain(connections);
+            wait_for_any(opened, left.min(CHECK_LIMIT));
+            listeners.iter().for_each(|listener| admission.accept(listener));
+            arrived.retain(|_, it| it.is_connected());
+            let is_other = |rank, session| arrived.get(&rank).is_some_and(|it: &Arrival| it.session != session);
+            let admitted = admission.poll(|rank, session, joined| {
+                is_other(rank, session) || joined.iter().any(|it| it.is_other(rank, session))
+            });
+            for Admitted { rank, session, left, connection } in admitted {
+                // Two processes that were welcome at the same time: the later one is refused when it tries again.
+                if arrived.get(&rank).is_none_or(|it| it.session == session) {
+                    // The rank states the time, so it can be too long for the clock.
+                    let end = Instant::now() + Deadline::after(left).left();
+                    arrived.insert(rank, Arrival { session, end, connection });
+                }
+            }
+            if arrived.len() + 1 == self.ranks as usize {
+                return Ok(tell(arrived, &Outcome::Started));
             }
         }
-        Err(refusal)
-    }
-}
-
-/// Returns `true` if the addresses refer to this machine: loopback addresses do, and so do its own if all ranks are on one machine.
-fn is_of_this_machine(addresses: &[SocketAddr], is_one_machine: bool) -> bool {
-    let is_own = |address: &SocketAddr| UdpSocket::bind(SocketAddr::new(address.ip(), 0)).is_ok();
-    addresses.iter().all(|address| address.ip().is_loopback()) || is_one_machine && addresses.iter().any(is_own)
-}
-
-fn resolve(
-    address: impl ToSocketAddrs,
-    variable: &'static str,
-    value: &str,
-) -> Result<Vec<SocketAddr>, RendezvousError> {
-    let bad = || RendezvousError::BadAddress { variable, value: value.to_owned() };
-    let addresses: Vec<SocketAddr> = address.to_socket_addrs().map_err(|_| bad())?.collect();
-    if addresses.is_empty() { Err(bad()) } else { Ok(addresses) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::secret::Secret;
-    use crate::tests::launch;
-
-    const SECRET: &str = "0123456789abcdef";
-
-    fn place(launch: &Launch, variables: &[(&str, &str)]) -> Result<EndpointList, RendezvousError> {
-        place_with(None, launch, variables)
+        let missing: Vec<u32> = (1..self.ranks).filter(|rank| !arrived.contains_key(rank)).collect();
+        // As precise as the outcome that the others get.
+        let waited = Duration::from_millis(deadline.waited().as_millis() as u64);
+        let outcome = Outcome::Missing { found: self.found(store, &missing, &token), missing, waited };
+        drop(tell(arrived, &outcome));
+        // For ranks that come later. Without it, they report that nobody answers.
+        card.outcome = Some(outcome.clone());
+        let _stored = store.set(&self.card_key(), &card.bytes(), &Deadline::after(NOTES_LIMIT));
+        outcome.result().map(|()| Vec::new())
     }
 
-    fn place_with(
-        secret: Option<&str>,
-        launch: &Launch,
-        variables: &[(&str, &str)],
-    ) -> Result<EndpointList, RendezvousError> {
-        let secret = secret.map(|text| Secret::new(text.into()).expect("the secret is long enough"));
-        EndpointList::of(launch, &Meeting::new(launch, 0, secret), |name| {
-            variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
-        })
-    }
-
-    fn ports(list: &EndpointList) -> Vec<u16> {
-        let port = |endpoint: &Endpoint| match endpoint {
-            Endpoint::Network(address) => address.port(),
-            Endpoint::Local(name) => panic!("{name:?} is no port"),
+    /// Returns what missing ranks found, as far as they could note it.
+    fn found(&self, store: &dyn Store, missing: &[u32], token: &Token) -> Vec<(u32, EndpointAnswer)> {
+        let limit = Deadline::after(NOTES_LIMIT);
+        let note = |rank: &u32| {
+            let note = store.get(&Self::note_key(self.job, *rank), &limit).ok()??;
+            Some((*rank, answer_of_note(&note, token)?))
         };
-        list.endpoints.iter().map(port).collect()
+        missing.iter().take(NOTES_MAX).filter_map(note).collect()
     }
 
-    fn is_local(list: &EndpointList) -> bool {
-        list.endpoints.iter().all(|endpoint| matches!(endpoint, Endpoint::Local(_)))
-    }
-
-    #[test]
-    fn ranks_of_one_machine_use_its_sockets() {
-        let job = launch(4, 4, "job");
-        let (one, again, other) = (place(&job, &[]), place(&job, &[]), place(&launch(4, 4, "other"), &[]));
-        assert_eq!(one, again);
-        assert_ne!(one, other);
-        let master = [("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")];
-        let next = [("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29501")];
-        let named = [("SYMMALLOC_RENDEZVOUS", "127.0.0.1:4000")];
-        for variables in [&[][..], &master, &next, &named, &[("SYMMALLOC_RENDEZVOUS", "0.0.0.0:4000")]] {
-            assert!(is_local(&place(&job, variables).expect("the list of endpoints is local")), "{variables:?}");
+    /// Joins rank 0, as another rank, and waits for the outcome. Returns what rank 0 shares and the connection to it.
+    pub(crate) fn join(&self, store: &dyn Store, identity: Identity) -> Result<(Shared, Connection), RendezvousError> {
+        let deadline = identity.deadline;
+        let ([mut round, round_max], [mut pause, pause_max]) = (ROUND, PAUSE);
+        let mut notes = Notes { store, key: Self::note_key(self.job, identity.rank), is_noted: false };
+        // What this rank reports at its deadline, if no other card appears.
+        let mut last: Option<RendezvousError> = None;
+        loop {
+            let card = match store.wait(&self.card_key(), &deadline) {
+                Ok(card) => card,
+                Err(error) => return Err(last.unwrap_or(error)),
+            };
+            match Card::from_bytes(&card, self.ranks) {
+                Ok(Card { outcome: Some(outcome), .. }) => last = outcome.result().err(),
+                Ok(Card { token, endpoints, outcome: None }) => {
+                    match search(&self.terms(&token), &endpoints, identity, &deadline.at_most(round)) {
+                        Ok((shared, connection)) => {
+                            notes.clear();
+                            if let Some(connection) = self.outcome(connection, &deadline)? {
+                                return Ok((shared, connection));
+                            }
+                        }
+                        Err(SearchError::Final(error)) => {
+                            notes.write(&token, answer_of_refusal(&error));
+                            return Err(error);
+                        }
+                        Err(error) => {
+                            let most = error.most_informative();
+                            notes.write(&token, Some(most));
+                            last = Some(error.after(deadline.waited()));
+                        }
+                    }
+                }
+                // Not a card of this job, such as one of an earlier run with more ranks.
+                Err(_) => {}
+            }
+            if deadline.is_over() {
+                let (key, waited) = (self.card_key(), deadline.waited());
+                return Err(last.unwrap_or(RendezvousError::KeyMissing { key, waited }));
+            }
+            std::thread::sleep(pause.min(deadline.left()));
+            (round, pause) = ((round * 2).min(round_max), (pause * 2).min(pause_max));
         }
-        assert_ne!(place(&job, &master), place(&job, &next), "two jobs with one name");
-        let by_name = [("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")];
-        assert_eq!(place(&job, &master), place(&job, &by_name), "two names of one machine");
-        // Ranks without the secret find those that have it and are rejected. The other names cannot be guessed.
-        let (plain, secret) = (
-            place(&job, &master).expect("the list of endpoints is local"),
-            place_with(Some(SECRET), &job, &master).expect("the list of endpoints is local"),
-        );
-        assert!(
-            is_local(&secret)
-                && secret.endpoints.starts_with(&plain.endpoints)
-                && secret.endpoints.len() > plain.endpoints.len()
-        );
     }
 
-    #[test]
-    fn a_remote_address_is_a_network_endpoint() {
-        let (one_machine, two_machines) = (launch(4, 4, "job"), launch(4, 2, "job"));
-        // An address reserved for documentation, which no machine has.
-        let elsewhere = [("MASTER_ADDR", "192.0.2.1"), ("MASTER_PORT", "29500")];
-        for job in [&one_machine, &two_machines] {
-            let master = place(job, &elsewhere).expect("the addresses are valid");
-            assert_eq!(ports(&master), [29501, 29502, 29503, 29504, 29505, 29506, 29507, 29508]);
+    /// Waits for the outcome. Returns the connection if all ranks have arrived, and `None` if rank 0 has ended.
+    fn outcome(&self, mut connection: Connection, deadline: &Deadline) -> Result<Option<Connection>, RendezvousError> {
+        let end = Instant::now() + deadline.left() + GRACE;
+        match Outcome::read(self.ranks, |bytes| read_until(&mut connection, bytes, end)) {
+            Ok(outcome) => outcome.result().map(|()| Some(connection)),
+            Err(_) if Instant::now() < end => Ok(None),
+            Err(_) => Err(RendezvousError::NoOutcome { waited: deadline.waited() }),
         }
-        let named = [("SYMMALLOC_RENDEZVOUS", "192.0.2.1:4000"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")];
-        assert_eq!(ports(&place(&two_machines, &named).expect("an address")), [4000]);
-        assert_eq!(place(&two_machines, &[]), Err(RendezvousError::NoAddress));
+    }
+}
+
+/// The note of this rank in the store.
+struct Notes<'a> {
+    store: &'a dyn Store,
+    key: String,
+    is_noted: bool,
+}
+
+impl Notes<'_> {
+    fn write(&mut self, token: &Token, answer: Option<EndpointAnswer>) {
+        if let Some(answer) = answer {
+            // A note helps people and decides nothing.
+            self.is_noted |=
+                self.store.set(&self.key, &note(Some(token), answer), &Deadline::after(NOTES_LIMIT)).is_ok();
+        }
     }
 
-    #[test]
-    fn an_invalid_address_is_an_error() {
-        let job = launch(4, 4, "job");
-        let bad = |variable, value: &str| Err(RendezvousError::BadAddress { variable, value: value.to_owned() });
-        assert_eq!(place(&job, &[("SYMMALLOC_RENDEZVOUS", "nowhere")]), bad("SYMMALLOC_RENDEZVOUS", "nowhere"));
-        assert_eq!(place(&job, &[("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "99999")]), bad("MASTER_PORT", "99999"));
-        assert_eq!(place(&job, &[("MASTER_ADDR", "192.0.2.1"), ("MASTER_PORT", "65535")]), bad("MASTER_PORT", "65535"));
+    fn clear(&mut self) {
+        if std::mem::take(&mut self.is_noted) {
+            let _cleared = self.store.set(&self.key, &[], &Deadline::after(NOTES_LIMIT));
+        }
     }
+}
+
+/// Returns what a rank found that rank 0 refused.
+fn answer_of_refusal(error: &RendezvousError) -> Option<EndpointAnswer> {
+    match error {
+        RendezvousError::OtherVersion { version, .. } => Some(EndpointAnswer::OtherVersion { version: *version }),
+        RendezvousError::SecretMissing => Some(EndpointAnswer::SecretNeeded),
+        RendezvousError::SecretMissingAtRank0 => Some(EndpointAnswer::NoSecret),
+        RendezvousError::WrongSecret => Some(EndpointAnswer::OtherSecret),
+        _ => None,
+    }
+}
+
+/// Tells the outcome to all ranks that arrived. Returns their connections.
+fn tell(arrived: BTreeMap<u32, Arrival>, outcome: &Outcome) -> Vec<(u32, Connection)> {
+    let bytes = outcome.bytes();
+    let tell = |(rank, Arrival { mut connection, .. })| {
+        // A rank that has ended in this moment is found by the watchdog. The bytes fit into the socket's buffer, which is empty.
+        let _told = connection.write_all(&bytes);
+        (rank, connection)
+    };
+    arrived.into_iter().map(tell).collect()
+}
+
+/// Listens where the other ranks can reach rank 0: on a socket of this machine, and on a port of all its addresses.
+fn listen(reach: &Reach) -> Result<(Vec<Listener>, Vec<Endpoint>), RendezvousError> {
+    let local = Endpoint::Local(LocalName::random()?);
+    let (mut listeners, mut endpoints) = (vec![local.listen()?], vec![local]);
+    if let Reach::Network { toward, named } = reach {
+        let listener = listen_everywhere()?;
+        let port = listener.number() as u16;
+        let mut addresses = own_addresses(toward);
+        addresses.extend(named.iter().filter(|ip| !ip.is_unspecified()));
+        addresses.sort_unstable();
+        addresses.dedup();
+        endpoints.extend(addresses.into_iter().map(|ip| Endpoint::Network(SocketAddr::new(ip, port))));
+        listeners.push(listener);
+    }
+    Ok((listeners, endpoints))
 }

@@ -10,20 +10,23 @@ use std::io;
 use std::os::unix::ffi::OsStringExt;
 
 /// The environment variable with the secret, which must be the same on every rank.
-pub(super) const SECRET_VARIABLE: &str = "SYMMALLOC_JOB_SECRET";
+pub(crate) const SECRET_VARIABLE: &str = "SYMMALLOC_JOB_SECRET";
 
 /// Minimum length in bytes. A process that poses as rank 0 receives a proof and can test guesses against it offline.
 const SECRET_BYTES_MIN: usize = 16;
 
 /// Length of a proof in bytes.
-pub(super) const PROOF_BYTES: usize = 32;
+pub(crate) const PROOF_BYTES: usize = 32;
 
 /// Length in bytes of the random numbers that make a proof valid for one exchange only.
-pub(super) const NONCE_BYTES: usize = 32;
+pub(crate) const NONCE_BYTES: usize = 32;
 
-/// The secret of a job. Neither its `Debug` output nor any error or event contains it.
+/// Length in bytes of the token that rank 0 creates for one meeting and publishes in the store.
+pub(crate) const TOKEN_BYTES: usize = 32;
+
+/// The secret of a job, or a key that contains it. Neither its `Debug` output nor any error or event contains it.
 #[derive(Clone)]
-pub(super) struct Secret(Vec<u8>);
+pub(crate) struct Secret(Vec<u8>);
 
 impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -33,7 +36,7 @@ impl fmt::Debug for Secret {
 
 /// The purpose of a proof. A proof for one purpose is invalid for another.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Purpose {
+pub(crate) enum Purpose {
     /// A rank proves that it knows the secret.
     RankToRank0,
     /// Rank 0 proves that it knows the secret and that the answer is its own.
@@ -57,11 +60,11 @@ impl Secret {
     ///
     /// # Errors
     /// Returns an error if the secret is too short.
-    pub(super) fn from_env() -> Result<Option<Self>, RendezvousError> {
+    pub(crate) fn from_env() -> Result<Option<Self>, RendezvousError> {
         std::env::var_os(SECRET_VARIABLE).filter(|value| !value.is_empty()).map(Secret::new).transpose()
     }
 
-    pub(super) fn new(value: OsString) -> Result<Self, RendezvousError> {
+    pub(crate) fn new(value: OsString) -> Result<Self, RendezvousError> {
         let bytes = value.into_vec();
         if bytes.len() < SECRET_BYTES_MIN {
             return Err(RendezvousError::ShortSecret { bytes: bytes.len(), bytes_min: SECRET_BYTES_MIN });
@@ -69,13 +72,18 @@ impl Secret {
         Ok(Secret(bytes))
     }
 
+    /// Returns the key that consists of a token and of the secret, if there is one.
+    pub(crate) fn with_token(token: &[u8; TOKEN_BYTES], secret: Option<&Secret>) -> Self {
+        Secret([&token[..], secret.map_or(&[][..], |secret| &secret.0)].concat())
+    }
+
     /// Returns the proof for parts of fixed lengths.
-    pub(super) fn prove(&self, purpose: Purpose, parts: &[&[u8]]) -> [u8; PROOF_BYTES] {
+    pub(crate) fn prove(&self, purpose: Purpose, parts: &[&[u8]]) -> [u8; PROOF_BYTES] {
         self.code(purpose, parts).finalize().into_bytes().into()
     }
 
     /// Returns `true` if `proof` is the proof for these parts. The time does not depend on which bytes are wrong.
-    pub(super) fn is_proof(&self, proof: &[u8], purpose: Purpose, parts: &[&[u8]]) -> bool {
+    pub(crate) fn is_proof(&self, proof: &[u8], purpose: Purpose, parts: &[&[u8]]) -> bool {
         self.code(purpose, parts).verify_slice(proof).is_ok()
     }
 
@@ -88,7 +96,7 @@ impl Secret {
 }
 
 /// Returns unpredictable bytes.
-pub(super) fn random<const BYTES: usize>() -> Result<[u8; BYTES], RendezvousError> {
+pub(crate) fn random<const BYTES: usize>() -> Result<[u8; BYTES], RendezvousError> {
     let mut bytes = [0; BYTES];
     loop {
         match getrandom(&mut bytes, GetRandomFlags::empty()) {

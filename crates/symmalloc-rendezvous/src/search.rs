@@ -1,23 +1,25 @@
-//! The other ranks' side of the rendezvous: they try all endpoints at the same time until rank 0 answers.
+//! The other ranks' side of the handshake: they try all endpoints at the same time until rank 0 answers.
 //!
 //! ```text
-//!  request_id                 one thread for each network address, and one for all sockets of this machine
+//!  search                     one thread for each network address, and one for all sockets of this machine
 //!      │ starts ────────────►  connect ─► hello ─► answer of rank 0 ─► join ──┐
 //!      │                          ▲         │ anything else                   │ only the first thread
 //!      │                          └─ pause ◄┘ is kept as an answer            │
 //!      ▼ waits until the deadline ◄───────────────────────────────────────────┘
 //! ```
 //!
-//! A stranger may occupy an address, and be silent, be slow or lie. With a secret, it costs only the time of the thread that asks it; without
-//! one, its answer is believed. On a network with a secret, no refusal is final unless it proves that it comes from rank 0: the right rank 0
-//! may arrive at another address until the deadline. The error then contains the answer of each address.
+//! A stranger may occupy an address, and be silent, be slow or lie. With a key, it costs only the time of the thread that asks it; without
+//! one, its answer is believed. On a network, a refusal is final only if it proves that it comes from rank 0: the right rank 0 may arrive at
+//! another address until the deadline. The error then contains the answer of each address.
 
+use crate::admission::HANDSHAKE_LIMIT;
 use crate::deadline::Deadline;
 use crate::endpoint::{ConnectError, Endpoint, read_until, write_until};
 use crate::error::{EndpointAnswer, RendezvousError};
-use crate::handshake::{DecodeError, Exchange, HEAD_BYTES, Hello, JOIN, Shared, TailMessage, Verdict};
-use crate::meeting::{HANDSHAKE_LIMIT, Meeting};
-use crate::secret::random;
+use crate::handshake::{
+    DecodeError, Exchange, HEAD_BYTES, Hello, SHARED_BYTES, Shared, TailMessage, Terms, Verdict, join_bytes,
+};
+use crate::secret::{Secret, random};
 use crate::version::VERSION;
 use std::collections::BTreeMap;
 use std::io;
@@ -37,11 +39,56 @@ const PAUSE_MAX: Duration = Duration::from_millis(250);
 /// Time limit for an attempt if a thread tries several endpoints in turn, which another process of this user may occupy.
 const TURN_LIMIT: Duration = Duration::from_secs(1);
 
+/// What a process tells rank 0 about itself.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Identity {
+    pub(crate) rank: u32,
+    /// Equal for all connections of one process.
+    pub(crate) session: u64,
+    /// Until when the process waits for the other ranks.
+    pub(crate) deadline: Deadline,
+}
+
+/// The reason a search did not find rank 0.
+#[derive(Debug)]
+pub(crate) enum SearchError {
+    /// Rank 0 refused this rank, or the system failed. No later search can succeed.
+    Final(RendezvousError),
+    /// No rank 0 answered before the deadline.
+    Nobody {
+        /// Each network address that was tried, with its most informative answer.
+        answers: Vec<(SocketAddr, EndpointAnswer)>,
+        /// Another user that owns a socket of rank 0's name.
+        foreign_user: Option<u32>,
+    },
+}
+
+impl SearchError {
+    /// Returns the answer that says most about why nobody was found.
+    pub(crate) fn most_informative(&self) -> EndpointAnswer {
+        let answers = match self {
+            SearchError::Final(_) => &[][..],
+            SearchError::Nobody { answers, .. } => answers,
+        };
+        answers.iter().map(|(_, answer)| *answer).max().unwrap_or(EndpointAnswer::NotListening)
+    }
+
+    /// Returns the error of a rank that waited this long.
+    pub(crate) fn after(self, waited: Duration) -> RendezvousError {
+        match self {
+            SearchError::Final(error) => error,
+            SearchError::Nobody { answers, foreign_user } if answers.is_empty() => {
+                RendezvousError::NoLocalAnswer { foreign_user, waited }
+            }
+            SearchError::Nobody { answers, .. } => RendezvousError::NoAnswer { answers, waited },
+        }
+    }
+}
+
 /// A search for rank 0.
 struct Search {
-    meeting: Meeting,
-    rank: u32,
-    session: u64,
+    terms: Terms,
+    identity: Identity,
     end: Instant,
     state: Mutex<State>,
     found: Condvar,
@@ -61,9 +108,11 @@ struct State {
 
 /// The reason an attempt did not reach rank 0.
 enum AttemptError {
-    /// The process that answered is not rank 0, or refused this rank.
+    /// The process that answered is not rank 0, or refused this rank without a proof.
     Answer(EndpointAnswer),
-    /// Rank 0 rejected this rank permanently.
+    /// Rank 0 proved that it refuses this rank.
+    Refused(EndpointAnswer),
+    /// Rank 0 rejected this rank because there is another process with its number.
     RankTwice,
     /// The socket belongs to another user.
     Foreign(u32),
@@ -71,47 +120,41 @@ enum AttemptError {
     Random(RendezvousError),
 }
 
-impl Meeting {
-    /// Tries the endpoints until the right rank 0 answers. Returns the id and the connection to rank 0.
-    pub(super) fn request_id(
-        &self,
-        endpoints: &[Endpoint],
-        rank: u32,
-        deadline: &Deadline,
-    ) -> Result<(Shared, Connection), RendezvousError> {
-        let search = Arc::new(Search {
-            meeting: self.clone(),
-            rank,
-            session: u64::from_le_bytes(random()?),
-            end: Instant::now() + deadline.left(),
-            state: Mutex::default(),
-            found: Condvar::new(),
-        });
-        let (local, network): (Vec<_>, Vec<_>) =
-            endpoints.iter().cloned().partition(|endpoint| matches!(endpoint, Endpoint::Local(_)));
-        let addresses: Vec<SocketAddr> = network.iter().filter_map(Endpoint::address).collect();
-        let lanes = network.into_iter().map(|endpoint| vec![endpoint]).chain([local]);
-        for lane in lanes.filter(|lane| !lane.is_empty()) {
-            let of_lane = Arc::clone(&search);
-            if let Err(error) = threads::run(move || of_lane.try_in_turn(&lane)) {
-                search.state().is_over = true;
-                return Err(RendezvousError::Thread { kind: error.kind() });
-            }
+/// Tries the endpoints until the right rank 0 answers. Returns what rank 0 shares and the connection to it.
+pub(crate) fn search(
+    terms: &Terms,
+    endpoints: &[Endpoint],
+    identity: Identity,
+    deadline: &Deadline,
+) -> Result<(Shared, Connection), SearchError> {
+    let search = Arc::new(Search {
+        terms: terms.clone(),
+        identity,
+        end: Instant::now() + deadline.left(),
+        state: Mutex::default(),
+        found: Condvar::new(),
+    });
+    let (local, network): (Vec<_>, Vec<_>) =
+        endpoints.iter().cloned().partition(|endpoint| matches!(endpoint, Endpoint::Local(_)));
+    let addresses: Vec<SocketAddr> = network.iter().filter_map(Endpoint::address).collect();
+    let lanes = network.into_iter().map(|endpoint| vec![endpoint]).chain([local]);
+    for lane in lanes.filter(|lane| !lane.is_empty()) {
+        let of_lane = Arc::clone(&search);
+        if let Err(error) = threads::run(move || of_lane.try_in_turn(&lane)) {
+            search.state().is_over = true;
+            return Err(SearchError::Final(RendezvousError::Thread { kind: error.kind() }));
         }
-        let is_searching = |state: &mut State| state.outcome.is_none();
-        let waited = search.found.wait_timeout_while(search.state(), deadline.left(), is_searching);
-        let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
-        state.is_over = true;
-        state.outcome.take().unwrap_or_else(|| {
-            let waited = deadline.waited();
-            if addresses.is_empty() {
-                return Err(RendezvousError::NoLocalAnswer { foreign_user: state.foreign_user, waited });
-            }
-            let unreachable = EndpointAnswer::Unreachable { kind: io::ErrorKind::TimedOut };
-            let answer = |address| (address, state.answers.get(&address).copied().unwrap_or(unreachable));
-            Err(RendezvousError::NoAnswer { answers: addresses.into_iter().map(answer).collect(), waited })
-        })
     }
+    let is_searching = |state: &mut State| state.outcome.is_none();
+    let waited = search.found.wait_timeout_while(search.state(), deadline.left(), is_searching);
+    let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
+    state.is_over = true;
+    if let Some(outcome) = state.outcome.take() {
+        return outcome.map_err(SearchError::Final);
+    }
+    let unreachable = EndpointAnswer::Unreachable { kind: io::ErrorKind::TimedOut };
+    let answer = |address| (address, state.answers.get(&address).copied().unwrap_or(unreachable));
+    Err(SearchError::Nobody { answers: addresses.into_iter().map(answer).collect(), foreign_user: state.foreign_user })
 }
 
 impl State {
@@ -152,10 +195,11 @@ impl Search {
 
     /// Joins the meeting, unless another thread has done so.
     fn join(&self, (id, mut connection): (Shared, Connection)) -> Result<(), EndpointAnswer> {
-        // The lock is held during the write, so that this rank joins once. The byte fits into the socket's buffer, which is empty.
+        // The lock is held during the write, so that this rank joins once. The message fits into the socket's buffer, which is empty.
         let mut state = self.state();
         if !state.is_over && state.outcome.is_none() {
-            write_until(&mut connection, &[JOIN], Instant::now() + TURN_LIMIT).map_err(|_| EndpointAnswer::Silent)?;
+            let message = join_bytes(self.identity.deadline.left());
+            write_until(&mut connection, &message, Instant::now() + TURN_LIMIT).map_err(|_| EndpointAnswer::Silent)?;
             state.outcome = Some(Ok((id, connection)));
             self.found.notify_all();
         }
@@ -165,9 +209,11 @@ impl Search {
     /// Records the outcome of an attempt. Returns `true` if the search has ended.
     fn is_last(&self, endpoint: &Endpoint, outcome: Result<(), AttemptError>) -> bool {
         let mut state = self.state();
+        // The system guarantees that a socket on this machine belongs to the same user, so a refusal is final there.
+        let is_final = matches!(endpoint, Endpoint::Local(_)) || matches!(outcome, Err(AttemptError::Refused(_)));
         let error = match outcome {
             Ok(()) => return true,
-            Err(AttemptError::RankTwice) => RendezvousError::RankTwice { rank: self.rank },
+            Err(AttemptError::RankTwice) => RendezvousError::RankTwice { rank: self.identity.rank },
             Err(AttemptError::Random(error)) => error,
             Err(AttemptError::Foreign(user)) => {
                 let (is_new, is_over) = (state.foreign_user.replace(user) != Some(user), state.is_over);
@@ -177,17 +223,15 @@ impl Search {
                 }
                 return is_over;
             }
-            Err(AttemptError::Answer(answer)) => match endpoint {
-                Endpoint::Network(address) => {
+            Err(AttemptError::Answer(answer) | AttemptError::Refused(answer)) => {
+                if let Endpoint::Network(address) = endpoint {
                     state.note(*address, answer);
-                    return state.is_over;
                 }
-                // The system guarantees that a socket on this machine belongs to the same user, so a refusal is final.
-                Endpoint::Local(_) => match refusal(answer) {
+                match refusal(answer).filter(|_| is_final) {
                     Some(error) => error,
                     None => return state.is_over,
-                },
-            },
+                }
+            }
         };
         state.outcome.get_or_insert(Err(error));
         self.found.notify_all();
@@ -196,16 +240,10 @@ impl Search {
 
     /// Tries one endpoint. The caller must [join](Self::join).
     fn attempt(&self, endpoint: &Endpoint, limit: Duration) -> Result<(Shared, Connection), AttemptError> {
-        let Meeting { job, ranks, secret } = &self.meeting;
+        let Terms { job, ranks, has_secret, ref key, ref refusal_key } = self.terms;
         let end = Instant::now() + limit;
-        let hello = Hello {
-            job: *job,
-            ranks: *ranks,
-            rank: self.rank,
-            session: self.session,
-            has_secret: secret.is_some(),
-            nonce: random().map_err(AttemptError::Random)?,
-        };
+        let Identity { rank, session, .. } = self.identity;
+        let hello = Hello { job, ranks, rank, session, has_secret, nonce: random().map_err(AttemptError::Random)? };
         let mut connection = endpoint.connect(limit)?;
         if let Some(address) = endpoint.address() {
             // The search may end before the attempt does.
@@ -214,20 +252,18 @@ impl Search {
         write_until(&mut connection, &hello.bytes(), end)?;
         let mut exchange = Exchange { hello, nonce: [0; 32], endpoint: endpoint.number() };
         let mut verdict = read_verdict(&mut connection, end)?;
-        let challenged = secret.as_ref().filter(|_| verdict == Verdict::Challenge);
-        if let Some(secret) = challenged {
+        let challenged = key.as_ref().filter(|_| verdict == Verdict::Challenge);
+        if let Some(key) = challenged {
             read_until(&mut connection, &mut exchange.nonce, end)?;
-            write_until(&mut connection, &exchange.proof(secret), end)?;
+            write_until(&mut connection, &exchange.proof(key), end)?;
             verdict = read_verdict(&mut connection, end)?;
         }
         let answer = match verdict {
             Verdict::Welcome | Verdict::RankTwice => {
-                let mut tail = TailMessage::new_zeroed();
-                read_until(&mut connection, tail.as_mut_bytes(), end)?;
-                let id = tail.id;
-                // With a secret, only a proof shows that the answer is rank 0's.
-                let is_proof = |secret| exchange.is_answer_proof(secret, &tail.proof, verdict, &id);
-                let is_proven = secret.is_none() || challenged.is_some_and(is_proof);
+                let TailMessage { id, proof } = read_tail(&mut connection, end)?;
+                // With a key, only a proof shows that the answer is rank 0's.
+                let is_proof = |key: &Secret| exchange.is_answer_proof(key, &proof, verdict, &id);
+                let is_proven = key.is_none() || challenged.is_some_and(is_proof);
                 match verdict {
                     Verdict::Welcome if is_proven => return Ok((id, connection)),
                     _ if is_proven => return Err(AttemptError::RankTwice),
@@ -235,14 +271,28 @@ impl Search {
                 }
             }
             Verdict::OtherJob => EndpointAnswer::OtherJob,
-            Verdict::SecretNeeded if secret.is_none() => EndpointAnswer::SecretNeeded,
-            Verdict::NoSecret if secret.is_some() && challenged.is_none() => EndpointAnswer::NoSecret,
+            Verdict::SecretNeeded if !has_secret => EndpointAnswer::SecretNeeded,
+            Verdict::NoSecret if has_secret && challenged.is_none() => EndpointAnswer::NoSecret,
             Verdict::WrongSecret if challenged.is_some() => EndpointAnswer::OtherSecret,
             // No rank 0 gives these answers to this rank.
             _ => EndpointAnswer::Contradiction,
         };
+        if let Some(refusal_key) = refusal_key
+            && refusal(answer).is_some()
+        {
+            let TailMessage { proof, .. } = read_tail(&mut connection, end)?;
+            if exchange.is_answer_proof(refusal_key, &proof, verdict, &[0; SHARED_BYTES]) {
+                return Err(AttemptError::Refused(answer));
+            }
+        }
         Err(AttemptError::Answer(answer))
     }
+}
+
+fn read_tail(connection: &mut Connection, end: Instant) -> Result<TailMessage, AttemptError> {
+    let mut tail = TailMessage::new_zeroed();
+    read_until(connection, tail.as_mut_bytes(), end)?;
+    Ok(tail)
 }
 
 /// Logs another user's socket. The program's subscriber may panic, which must not end the search.
@@ -315,9 +365,8 @@ mod tests {
             let earlier = connected();
             let outcome = if has_joined { Some(Ok((id, earlier.0))) } else { has_failed.then_some(Err(error)) };
             let search = Search {
-                meeting: Meeting { job: 1, ranks: 2, secret: None },
-                rank: 1,
-                session: 2,
+                terms: Terms { job: 1, ranks: 2, has_secret: false, key: None, refusal_key: None },
+                identity: Identity { rank: 1, session: 2, deadline: Deadline::after(Duration::ZERO) },
                 end: Instant::now(),
                 state: Mutex::new(State { outcome, is_over, ..State::default() }),
                 found: Condvar::new(),
@@ -329,7 +378,11 @@ mod tests {
             drop(search);
             let mut received = Vec::new();
             theirs.read_to_end(&mut received).expect("closed");
-            assert_eq!(received, if joins { vec![JOIN] } else { vec![] }, "{has_failed} {has_joined} {is_over}");
+            assert_eq!(
+                received,
+                if joins { join_bytes(Duration::ZERO).to_vec() } else { vec![] },
+                "{has_failed} {has_joined} {is_over}"
+            );
         }
     }
 }

@@ -1,0 +1,152 @@
+//! A store of files in a folder that all machines of a job share. It needs no server and no open port.
+//!
+//! ```text
+//!  FOLDER/                      mode 0700, owned by this user; nobody else can write it or a folder above it
+//!    symmalloc%2fcard           the value of the key "symmalloc/card", written whole and renamed
+//!    count+000000000001         the sum after the first `add` to the key "count"
+//!    count+000000000002         the sum after the second one. A hard link creates it, which fails if it exists: on NFS, too
+//! ```
+//!
+//! A client of NFS keeps what it knows about a folder for seconds, also that a file does not exist. Listing the folder makes it ask the
+//! server, so each read lists the folder first.
+
+use crate::deadline::Deadline;
+use crate::error::RendezvousError;
+use crate::secret::random;
+use crate::store::{Store, VALUE_BYTES_MAX, check_lengths, sum_of};
+use rustix::fs::OFlags;
+use std::fmt::Write as _;
+use std::fs::{self, OpenOptions};
+use std::io::{self, Read, Write as _};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use symmalloc_files::{Draft, PrivateFolderError, private_folder_at, write_whole};
+
+/// A store of files in a shared folder.
+///
+/// The folder belongs to this user and has mode 0700, or is created so. No third user can write it or a folder above it. Links in it are not
+/// followed. Use a new folder for each job: a value that a job left behind is still set. A key is the name of a file, so file systems limit it
+/// to about 200 letters and digits.
+///
+/// # Examples
+/// See [`Store`].
+#[derive(Debug)]
+pub struct FolderStore {
+    folder: PathBuf,
+}
+
+impl FolderStore {
+    /// Opens a folder, and creates it if it does not exist. The path is absolute.
+    ///
+    /// # Errors
+    /// Returns an error if the folder or one above it belongs to another user or is writable by others, or cannot be created.
+    pub fn open(folder: &Path) -> Result<Self, RendezvousError> {
+        match private_folder_at(folder) {
+            Ok(folder) => Ok(FolderStore { folder }),
+            Err(PrivateFolderError::OtherOwner { path, user }) => Err(RendezvousError::FolderOwner { path, user }),
+            Err(PrivateFolderError::OthersWrite { path }) => Err(RendezvousError::FolderWritable { path }),
+            Err(PrivateFolderError::Io { path, source }) => Err(RendezvousError::Folder { path, kind: source.kind() }),
+            Err(_) => Err(RendezvousError::Folder { path: folder.to_owned(), kind: io::ErrorKind::NotADirectory }),
+        }
+    }
+
+    /// Removes the folder and its files.
+    pub(crate) fn remove(&self) {
+        // The files of a job that has met are of no use. If they cannot be removed, they do no harm: a later job has another name.
+        let _removed = fs::remove_dir_all(&self.folder);
+    }
+
+    /// Removes the folder if it has no files.
+    pub(crate) fn remove_if_empty(&self) {
+        let _removed = fs::remove_dir(&self.folder);
+    }
+
+    fn failed(&self, path: &Path, error: &io::Error) -> RendezvousError {
+        RendezvousError::Folder { path: path.to_owned(), kind: error.kind() }
+    }
+
+    /// Returns the names of all files. The folder may be removed while a rank still waits for it.
+    fn names(&self) -> Result<Vec<String>, RendezvousError> {
+        let failed = |error: io::Error| self.failed(&self.folder, &error);
+        let entries = match fs::read_dir(&self.folder) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) => return Err(failed(error)),
+        };
+        let name =
+            |entry: io::Result<fs::DirEntry>| entry.map(|entry| entry.file_name().into_string().unwrap_or_default());
+        entries.map(name).collect::<io::Result<_>>().map_err(failed)
+    }
+
+    /// Returns the content of a file, or `None` if it does not exist.
+    fn read(&self, name: &str) -> Result<Option<Vec<u8>>, RendezvousError> {
+        let path = self.folder.join(name);
+        let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits();
+        let mut bytes = Vec::new();
+        let opened = OpenOptions::new().read(true).custom_flags(flags as i32).open(&path);
+        match opened.and_then(|file| file.take(VALUE_BYTES_MAX as u64 + 1).read_to_end(&mut bytes)) {
+            Ok(count) if count > VALUE_BYTES_MAX => {
+                Err(RendezvousError::TooLong { key_bytes: name.len(), value_bytes: count })
+            }
+            Ok(_) => Ok(Some(bytes)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(self.failed(&path, &error)),
+        }
+    }
+}
+
+impl Store for FolderStore {
+    fn set(&self, key: &str, value: &[u8], _: &Deadline) -> Result<(), RendezvousError> {
+        check_lengths(key, value)?;
+        let path = self.folder.join(file_name(key));
+        write_whole(&path, value).map_err(|error| self.failed(&path, &error))
+    }
+
+    fn get(&self, key: &str, _: &Deadline) -> Result<Option<Vec<u8>>, RendezvousError> {
+        check_lengths(key, &[])?;
+        let name = file_name(key);
+        if self.names()?.contains(&name) { self.read(&name) } else { Ok(None) }
+    }
+
+    fn add(&self, key: &str, amount: i64, deadline: &Deadline) -> Result<i64, RendezvousError> {
+        check_lengths(key, &[])?;
+        let prefix = format!("{}+", file_name(key));
+        loop {
+            let names = self.names()?;
+            let number = |name: &String| name.strip_prefix(&prefix)?.parse::<u64>().ok();
+            let last = names.iter().filter_map(number).max().unwrap_or(0);
+            let before = if last == 0 { None } else { self.read(&format!("{prefix}{last:012}"))? };
+            let sum = sum_of(key, before.as_deref(), amount)?;
+            let path = self.folder.join(format!("{prefix}{:012}", last + 1));
+            match create_whole(&path, sum.to_string().as_bytes()) {
+                Ok(()) => return Ok(sum),
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists && !deadline.is_over() => {}
+                Err(error) => return Err(self.failed(&path, &error)),
+            }
+        }
+    }
+}
+
+/// Creates a file with its content at once. Fails with `AlreadyExists` if it exists.
+fn create_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let suffix = random::<8>().map_err(|_| io::ErrorKind::Other)?;
+    let draft_path = path.with_extension(format!("{:016x}", u64::from_le_bytes(suffix)));
+    let mut draft = Draft::private(&draft_path)?;
+    draft.write_all(bytes)?;
+    draft.finish()?;
+    let linked = fs::hard_link(&draft_path, path);
+    fs::remove_file(&draft_path)?;
+    linked
+}
+
+/// Returns the name of the file of a key, in which characters other than letters, digits, `-` and `_` are numbers.
+fn file_name(key: &str) -> String {
+    let mut name = String::new();
+    for byte in key.bytes() {
+        match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' => name.push(byte.into()),
+            _ => write!(name, "%{byte:02x}").expect("text takes everything"),
+        }
+    }
+    name
+}

@@ -1,0 +1,272 @@
+//! One suite for all stores, and what is particular to each.
+
+use crate::deadline::Deadline;
+use crate::endpoint::{Endpoint, Listener};
+use crate::error::RendezvousError;
+use crate::folder::FolderStore;
+use crate::handshake::Terms;
+use crate::own::{RemoteStore, ServedStore};
+use crate::search::Identity;
+use crate::store::{Store, Values};
+use crate::tests::as_another_user;
+use crate::tests::torch_stand_in::StandIn;
+use crate::torch_store::TorchStore;
+use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::thread;
+use std::time::{Duration, Instant};
+
+fn patient() -> Deadline {
+    Deadline::after(Duration::from_secs(30))
+}
+
+fn brief() -> Deadline {
+    Deadline::after(Duration::from_millis(60))
+}
+
+/// Checks the contract of a store with two clients.
+fn check(first: &dyn Store, second: &dyn Store) {
+    assert_eq!(first.get("color", &patient()), Ok(None));
+    let since = Instant::now();
+    let waited = first.wait("color", &brief());
+    assert!(matches!(waited, Err(RendezvousError::KeyMissing { ref key, .. }) if key == "color"), "{waited:?}");
+    assert!(since.elapsed() >= Duration::from_millis(60));
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| second.wait("color", &patient()));
+        thread::sleep(Duration::from_millis(20));
+        first.set("color", b"blue", &patient()).expect("set");
+        assert_eq!(waiting.join().expect("the thread does not panic"), Ok(b"blue".to_vec()));
+    });
+    // What one client has set, every other one sees, also in a value with any bytes and none.
+    for value in [&b"green"[..], b"", &[0, 255, b'\n'], &[7; 5000]] {
+        first.set("color", value, &patient()).expect("set");
+        assert_eq!(second.get("color", &patient()), Ok(Some(value.to_vec())));
+    }
+    second.set("a/b c", b"1", &patient()).expect("set");
+    second.set("a/b", b"2", &patient()).expect("set");
+    assert_eq!(first.get("a/b c", &patient()), Ok(Some(b"1".to_vec())));
+    let too_long = first.set("color", &[0; (64 << 10) + 1], &patient());
+    assert!(matches!(too_long, Err(RendezvousError::TooLong { key_bytes: 5, .. })), "{too_long:?}");
+    assert_eq!(first.add("sum", -3, &patient()), Ok(-3));
+    let add = |store: &dyn Store| (0..10).map(|_| store.add("sum", 1, &patient()).expect("added")).collect::<Vec<_>>();
+    let mut sums: Vec<i64> = thread::scope(|scope| {
+        let threads = [scope.spawn(|| add(first)), scope.spawn(|| add(second))];
+        threads.into_iter().flat_map(|thread| thread.join().expect("the thread does not panic")).collect()
+    });
+    sums.sort_unstable();
+    assert_eq!(sums, (-2..18).collect::<Vec<_>>());
+}
+
+#[test]
+fn values_in_memory_are_a_store() {
+    let values = Values::default();
+    check(&values, &values);
+    values.set("text", b"blue", &patient()).expect("set");
+    assert_eq!(values.add("text", 1, &patient()), Err(RendezvousError::NoNumber { key: "text".to_owned() }));
+}
+
+fn terms() -> Terms {
+    Terms { job: 5, ranks: 4, has_secret: false, key: None, refusal_key: None }
+}
+
+fn served() -> (ServedStore, Endpoint) {
+    let listener = Endpoint::Network("127.0.0.1:0".parse().expect("an address")).listen().expect("a free port");
+    let Listener::Network(bound) = &listener else { panic!("it has an address") };
+    let endpoint = Endpoint::Network(bound.local_addr().expect("bound"));
+    let store = ServedStore::start(listener, terms(), |rank, _| (format!("refused/{rank}"), vec![1]));
+    (store.expect("a thread"), endpoint)
+}
+
+fn client(endpoint: &Endpoint, rank: u32) -> RemoteStore {
+    let identity = Identity { rank, session: rank.into(), deadline: patient() };
+    RemoteStore::new(terms(), vec![endpoint.clone()], identity)
+}
+
+#[test]
+fn an_own_store_serves_its_process_and_others() {
+    let (server, endpoint) = served();
+    check(&client(&endpoint, 1), &client(&endpoint, 2));
+    drop(server);
+    let (server, endpoint) = served();
+    check(&server, &client(&endpoint, 3));
+}
+
+#[test]
+fn an_own_store_is_found_again_after_a_restart() {
+    let (server, endpoint) = served();
+    let client = client(&endpoint, 1);
+    client.set("color", b"blue", &patient()).expect("set");
+    drop(server);
+    let again = loop {
+        // The old server ends within milliseconds.
+        match endpoint.listen() {
+            Ok(listener) => break listener,
+            Err(_) => thread::sleep(Duration::from_millis(5)),
+        }
+    };
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| client.wait("color", &patient()));
+        thread::sleep(Duration::from_millis(50));
+        let server = ServedStore::start(again, terms(), |rank, _| (format!("refused/{rank}"), vec![1]));
+        let server = server.expect("a thread");
+        server.set("color", b"green", &patient()).expect("set");
+        assert_eq!(waiting.join().expect("the thread does not panic"), Ok(b"green".to_vec()));
+    });
+}
+
+#[test]
+fn a_client_that_violates_the_protocol_is_disconnected() {
+    let (server, endpoint) = served();
+    for request in [
+        &b"\x09\x01\0\0\0\0\0k"[..],
+        b"\x01\xff\xff\0\0\0\0",
+        b"\x01\x01\0\xff\xff\xff\xff",
+        b"\x03\x01\0\0\0\0\0k",
+        b"\x02\x01\0\0\0\0\0\xff",
+    ] {
+        let identity = Identity { rank: 1, session: 1, deadline: patient() };
+        let (_, mut connection) =
+            crate::search::search(&terms(), std::slice::from_ref(&endpoint), identity, &patient()).expect("it runs");
+        connection.write_all(request).expect("sent");
+        let read = connection.read(&mut [0; 1]);
+        assert!(matches!(read, Ok(0)) || read.is_err(), "{request:?}");
+    }
+    assert_eq!(server.get("k", &patient()), Ok(None));
+}
+
+#[test]
+fn a_shared_folder_is_a_store() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let open = || FolderStore::open(folder.path()).expect("private");
+    check(&open(), &open());
+    let modes = fs::read_dir(folder.path()).expect("a folder").map(|entry| {
+        let entry = entry.expect("readable");
+        assert!(!entry.file_name().to_string_lossy().contains(".symmalloc-"), "no draft remains");
+        entry.metadata().expect("a file").permissions().mode() & 0o777
+    });
+    assert!(modes.collect::<Vec<_>>().iter().all(|mode| *mode == 0o600));
+}
+
+#[test]
+fn a_folder_that_others_can_change_is_rejected() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let shared = folder.path().join("shared");
+    fs::create_dir(&shared).expect("created");
+    fs::set_permissions(&shared, fs::Permissions::from_mode(0o777)).expect("owned");
+    let opened = FolderStore::open(&shared.join("job")).map(drop);
+    assert!(matches!(opened, Err(RendezvousError::FolderWritable { .. })), "{opened:?}");
+    assert!(matches!(FolderStore::open("relative".as_ref()), Err(RendezvousError::Folder { .. })));
+}
+
+#[test]
+fn a_folder_of_another_user_is_rejected() {
+    let folder = tempfile::tempdir().expect("a folder");
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).expect("owned");
+    let path = folder.path().to_owned();
+    let Some(opened) = as_another_user(|| FolderStore::open(&path).map(drop)) else { return };
+    assert!(matches!(opened, Err(RendezvousError::FolderOwner { .. } | RendezvousError::Folder { .. })), "{opened:?}");
+}
+
+#[test]
+fn a_link_in_a_folder_is_not_followed() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let elsewhere = tempfile::NamedTempFile::new().expect("a file");
+    let store = FolderStore::open(folder.path()).expect("private");
+    symlink(elsewhere.path(), folder.path().join("color")).expect("linked");
+    assert!(matches!(store.get("color", &patient()), Err(RendezvousError::Folder { .. })));
+    store.set("color", b"blue", &patient()).expect("the link is replaced");
+    assert_eq!(fs::read(elsewhere.path()).expect("a file"), b"");
+    assert_eq!(store.get("color", &patient()), Ok(Some(b"blue".to_vec())));
+}
+
+#[test]
+fn the_store_of_torchrun_is_a_store() {
+    let server = StandIn::start();
+    let connect = || TorchStore::connect("localhost", server.address.port(), &patient()).expect("it listens");
+    check(&connect(), &connect());
+}
+
+#[test]
+fn a_lost_connection_to_torchruns_store_is_replaced() {
+    let server = StandIn::start();
+    let store = TorchStore::connect("127.0.0.1", server.address.port(), &patient()).expect("it listens");
+    store.set("color", b"blue", &patient()).expect("set");
+    server.cut();
+    assert_eq!(store.get("color", &patient()), Ok(Some(b"blue".to_vec())));
+    server.cut();
+    store.set("color", b"green", &patient()).expect("set");
+    assert_eq!(store.wait("color", &patient()), Ok(b"green".to_vec()));
+}
+
+#[test]
+fn another_program_at_the_stores_port_and_none_are_errors() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = listener.local_addr().expect("bound").port();
+    thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let _answered = stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n");
+        }
+    });
+    let address = format!("127.0.0.1:{port}");
+    let limit = || Deadline::after(Duration::from_millis(200));
+    assert_eq!(
+        TorchStore::connect("127.0.0.1", port, &limit()).map(drop),
+        Err(RendezvousError::ForeignStore { address })
+    );
+    let (_port, nobody) = crate::tests::nobody();
+    let port = nobody.address().expect("a network endpoint").port();
+    let refused = TorchStore::connect("127.0.0.1", port, &limit()).map(drop);
+    assert!(matches!(refused, Err(RendezvousError::StoreUnreachable { .. })), "{refused:?}");
+    let unknown = TorchStore::connect("not-a-host.invalid", port, &limit()).map(drop);
+    assert!(matches!(unknown, Err(RendezvousError::StoreUnreachable { .. })), "{unknown:?}");
+}
+
+/// The bytes that a client of PyTorch 2.9.1 sends for `set("k", b"value")`, `get("k")`, `add("n", 5)` and `check(["k"])`, and what the
+/// server answers.
+#[test]
+fn the_bytes_are_those_of_pytorchs_own_client() {
+    let recorded: [(&[u8], &[u8]); 5] = [
+        (b"\x01\x02\0\0\0\0\0\0\0/k\x05\0\0\0\0\0\0\0value", b""),
+        (b"\x05\x01\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0/k", b"\0"),
+        (b"\x05\x01\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0/k", b"\0"),
+        (b"\x03\x02\0\0\0\0\0\0\0/k", b"\x05\0\0\0\0\0\0\0value"),
+        (b"\x04\x02\0\0\0\0\0\0\0/n\x05\0\0\0\0\0\0\0", b"\x05\0\0\0\0\0\0\0"),
+    ];
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = listener.local_addr().expect("bound").port();
+    thread::scope(|scope| {
+        let server = scope.spawn(|| {
+            let mut stream = listener.accept().expect("connected").0;
+            let mut hello = [0; 10];
+            stream.read_exact(&mut hello).expect("it introduces itself");
+            assert_eq!(hello[..6], *b"\x00\xce\xf7\x85\x3c\x0d");
+            stream.write_all(&hello[6..]).expect("sent");
+            for (request, reply) in recorded {
+                let mut received = vec![0; request.len()];
+                stream.read_exact(&mut received).expect("a request");
+                assert_eq!(received, request);
+                stream.write_all(reply).expect("sent");
+            }
+        });
+        let store = TorchStore::connect("127.0.0.1", port, &patient()).expect("it listens");
+        store.set("k", b"value", &patient()).expect("set");
+        assert_eq!(store.get("k", &patient()), Ok(Some(b"value".to_vec())));
+        assert_eq!(store.add("n", 5, &patient()), Ok(5));
+        server.join().expect("the bytes are equal");
+    });
+}
+
+/// Against a real server: `SYMMALLOC_TEST_TORCH_STORE=host:port`, as `torch.distributed.TCPStore(host, port, is_master=True)` runs it. Use a
+/// new server for each run.
+#[test]
+fn a_real_store_of_pytorch_is_a_store() {
+    let Ok(address) = std::env::var("SYMMALLOC_TEST_TORCH_STORE") else {
+        println!("skipped: SYMMALLOC_TEST_TORCH_STORE is not set");
+        return;
+    };
+    let (host, port) = address.rsplit_once(':').expect("host:port");
+    let connect = || TorchStore::connect(host, port.parse().expect("a port"), &patient()).expect("it listens");
+    check(&connect(), &connect());
+}

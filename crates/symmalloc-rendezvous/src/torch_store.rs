@@ -1,0 +1,295 @@
+//! A client of the store that PyTorch and torchrun run (c10d's TCPStore).
+//!
+//! ```text
+//!  connect   ── 0 magic(4) ── 13 nonce(4) ──►   ◄── nonce(4)                 both backends of the server, since PyTorch 2.2
+//!  set       ── 1 key value ───────────────►   no reply
+//!  get       ── 3 key ─────────────────────►   ◄── value
+//!  add       ── 4 key amount(8) ───────────►   ◄── sum(8)
+//!  check     ── 5 count(8) keys ───────────►   ◄── 0: all are set, 1: not all
+//!  wait      ── 6 count(8) keys ───────────►   ◄── 0, once all are set
+//! ```
+//!
+//! A key, and a value, is its length in 8 bytes and then its bytes. Integers have the order of the server's machine, which is little-endian
+//! on all machines with an NVIDIA GPU. A sum is stored as decimal text. Like PyTorch's own client, this one puts `/` before each key, so a
+//! Python program reads the same keys.
+//!
+//! The protocol has no authentication: any process that can connect to the port can read and write all keys. It has no version either. The
+//! ping tells a store from another program.
+
+use crate::deadline::Deadline;
+use crate::error::RendezvousError;
+use crate::secret::random;
+use crate::store::{Store, VALUE_BYTES_MAX, check_lengths};
+use std::fmt;
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+const VALIDATE: u8 = 0;
+const SET: u8 = 1;
+const GET: u8 = 3;
+const ADD: u8 = 4;
+const CHECK: u8 = 5;
+const WAIT: u8 = 6;
+const PING: u8 = 13;
+
+/// The number with which a client of PyTorch introduces itself.
+const MAGIC: u32 = 0x3C85_F7CE;
+
+/// Longest attempt to connect to one of several addresses.
+const CONNECT_LIMIT: Duration = Duration::from_secs(2);
+/// Longest time in which a server that runs answers a ping.
+const PING_LIMIT: Duration = Duration::from_secs(5);
+/// First and longest pause between two rounds over all addresses.
+const PAUSE: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(500)];
+/// Time between two requests that tell that this client waits. It bounds the wait for a server that is gone without a trace.
+const WAIT_LIMIT: Duration = Duration::from_secs(30);
+
+/// A client of PyTorch's store. It reconnects if the connection is lost, and tries all addresses of the host in turn.
+///
+/// # Examples
+/// ```no_run
+/// use std::time::Duration;
+/// use symmalloc_rendezvous::{Deadline, Store, TorchStore};
+///
+/// // As torchrun sets MASTER_ADDR and MASTER_PORT.
+/// let deadline = Deadline::after(Duration::from_secs(60));
+/// let store = TorchStore::connect("node7", 29500, &deadline)?;
+/// store.set("color", b"blue", &deadline)?;
+/// # Ok::<(), symmalloc_rendezvous::RendezvousError>(())
+/// ```
+pub struct TorchStore {
+    host: String,
+    port: u16,
+    connection: Mutex<Option<TcpStream>>,
+}
+
+impl fmt::Debug for TorchStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "TorchStore({})", self.address())
+    }
+}
+
+impl TorchStore {
+    /// Connects to the store. Resolves the host again in each round, because a name may get its address after the ranks have started.
+    ///
+    /// # Errors
+    /// Returns an error if no address of the host accepts a connection before the deadline, or another program answers there.
+    pub fn connect(host: &str, port: u16, deadline: &Deadline) -> Result<Self, RendezvousError> {
+        let store = TorchStore { host: host.to_owned(), port, connection: Mutex::new(None) };
+        let connection = store.open(deadline)?;
+        *store.connection.lock().unwrap_or_else(PoisonError::into_inner) = Some(connection);
+        Ok(store)
+    }
+
+    /// Returns the network address of the server that this client uses now, if it is connected.
+    pub(crate) fn peer(&self) -> Option<SocketAddr> {
+        self.connection.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.peer_addr().ok()
+    }
+
+    fn address(&self) -> String {
+        if self.host.contains(':') {
+            format!("[{}]:{}", self.host, self.port)
+        } else {
+            format!("{}:{}", self.host, self.port)
+        }
+    }
+
+    fn open(&self, deadline: &Deadline) -> Result<TcpStream, RendezvousError> {
+        let [mut pause, longest] = PAUSE;
+        let mut is_foreign = false;
+        let mut last = io::ErrorKind::TimedOut;
+        loop {
+            let addresses = (self.host.as_str(), self.port).to_socket_addrs();
+            let addresses = addresses.map_err(|error| last = error.kind()).into_iter().flatten();
+            for address in addresses {
+                let limit = deadline.left().min(CONNECT_LIMIT);
+                if limit.is_zero() {
+                    break;
+                }
+                match TcpStream::connect_timeout(&address, limit) {
+                    Ok(mut stream) => match introduce(&mut stream, &deadline.at_most(PING_LIMIT)) {
+                        Ok(()) => return Ok(stream),
+                        Err(error) => (is_foreign, last) = (error.kind() == io::ErrorKind::InvalidData, error.kind()),
+                    },
+                    Err(error) => (is_foreign, last) = (false, error.kind()),
+                }
+            }
+            if deadline.is_over() {
+                let (address, waited) = (self.address(), deadline.waited());
+                return Err(if is_foreign {
+                    RendezvousError::ForeignStore { address }
+                } else {
+                    RendezvousError::StoreUnreachable { address, kind: last, waited }
+                });
+            }
+            std::thread::sleep(pause.min(deadline.left()));
+            pause = (pause * 2).min(longest);
+        }
+    }
+
+    /// Sends a request and reads its reply, on a new connection if the old one is lost.
+    fn request<R>(
+        &self,
+        request: &[u8],
+        deadline: &Deadline,
+        read_reply: impl Fn(&mut TcpStream, &Deadline) -> io::Result<R>,
+    ) -> Result<R, RendezvousError> {
+        let mut slot = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let mut stream = match slot.take() {
+                Some(stream) => stream,
+                None => self.open(deadline)?,
+            };
+            let reply = write(&mut stream, request, deadline).and_then(|()| read_reply(&mut stream, deadline));
+            match reply {
+                Ok(reply) => {
+                    *slot = Some(stream);
+                    return Ok(reply);
+                }
+                // The server would answer later requests with the reply to this one, so the connection is not used again.
+                Err(error) if deadline.is_over() => {
+                    let (address, waited) = (self.address(), deadline.waited());
+                    return Err(RendezvousError::StoreUnreachable { address, kind: error.kind(), waited });
+                }
+                Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                    return Err(RendezvousError::ForeignStore { address: self.address() });
+                }
+                Err(_) => {}
+            }
+        }
+    }
+
+    /// Returns `true` once a key is set, or `false` after a time limit.
+    fn is_set_within(&self, key: &str, limit: Duration, deadline: &Deadline) -> Result<bool, RendezvousError> {
+        let part = deadline.at_most(limit);
+        let mut slot = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut stream = match slot.take() {
+            Some(stream) => stream,
+            None => self.open(deadline)?,
+        };
+        let reply = write(&mut stream, &keys(WAIT, key), &part).and_then(|()| read::<1>(&mut stream, &part));
+        match reply {
+            Ok([0]) => {
+                *slot = Some(stream);
+                Ok(true)
+            }
+            Ok(_) => Err(RendezvousError::ForeignStore { address: self.address() }),
+            // The connection is closed: after a time limit, the reply may still come; and the server may be gone.
+            Err(_) => Ok(false),
+        }
+    }
+}
+
+impl Store for TorchStore {
+    fn set(&self, key: &str, value: &[u8], deadline: &Deadline) -> Result<(), RendezvousError> {
+        check_lengths(key, value)?;
+        let mut request = named(SET, key);
+        request.extend((value.len() as u64).to_le_bytes());
+        request.extend(value);
+        // There is no reply to a `set`. The reply to a `check` on the same connection shows that the server has carried it out.
+        request.extend(keys(CHECK, key));
+        self.request(&request, deadline, read::<1>).map(drop)
+    }
+
+    fn get(&self, key: &str, deadline: &Deadline) -> Result<Option<Vec<u8>>, RendezvousError> {
+        check_lengths(key, &[])?;
+        // A `get` of a key that is not set ends the connection in some versions of the server.
+        let [missing] = self.request(&keys(CHECK, key), deadline, read::<1>)?;
+        if missing != 0 {
+            return Ok(None);
+        }
+        self.request(&named(GET, key), deadline, read_value).map(Some)
+    }
+
+    fn add(&self, key: &str, amount: i64, deadline: &Deadline) -> Result<i64, RendezvousError> {
+        check_lengths(key, &[])?;
+        let mut request = named(ADD, key);
+        request.extend(amount.to_le_bytes());
+        self.request(&request, deadline, |stream, deadline| Ok(i64::from_le_bytes(read(stream, deadline)?)))
+    }
+
+    fn wait(&self, key: &str, deadline: &Deadline) -> Result<Vec<u8>, RendezvousError> {
+        check_lengths(key, &[])?;
+        loop {
+            if self.is_set_within(key, WAIT_LIMIT, deadline)? {
+                return self.request(&named(GET, key), deadline, read_value);
+            }
+            if deadline.is_over() {
+                return Err(RendezvousError::KeyMissing { key: key.to_owned(), waited: deadline.waited() });
+            }
+        }
+    }
+}
+
+/// Introduces this client, and checks that a store answers. Fails with `InvalidData` if another program does.
+fn introduce(stream: &mut TcpStream, deadline: &Deadline) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    let nonce: [u8; 4] = random().map_err(|_| io::ErrorKind::Other)?;
+    let mut request = vec![VALIDATE];
+    request.extend(MAGIC.to_le_bytes());
+    request.push(PING);
+    request.extend(nonce);
+    write(stream, &request, deadline)?;
+    match read::<4>(stream, deadline) {
+        Ok(reply) if reply == nonce => Ok(()),
+        Ok(_) => Err(io::ErrorKind::InvalidData.into()),
+        Err(error) => Err(error),
+    }
+}
+
+/// Returns a request with one key.
+fn named(operation: u8, key: &str) -> Vec<u8> {
+    let mut request = vec![operation];
+    request.extend((key.len() as u64 + 1).to_le_bytes());
+    request.push(b'/');
+    request.extend(key.as_bytes());
+    request
+}
+
+/// Returns a request with a list of one key.
+fn keys(operation: u8, key: &str) -> Vec<u8> {
+    let mut request = named(operation, key);
+    request.splice(1..1, 1_u64.to_le_bytes());
+    request
+}
+
+fn write(stream: &mut TcpStream, bytes: &[u8], deadline: &Deadline) -> io::Result<()> {
+    stream.set_write_timeout(Some(left(deadline)?))?;
+    stream.write_all(bytes)
+}
+
+fn read<const BYTES: usize>(stream: &mut TcpStream, deadline: &Deadline) -> io::Result<[u8; BYTES]> {
+    let mut bytes = [0; BYTES];
+    fill(stream, &mut bytes, deadline)?;
+    Ok(bytes)
+}
+
+fn read_value(stream: &mut TcpStream, deadline: &Deadline) -> io::Result<Vec<u8>> {
+    let count = u64::from_le_bytes(read(stream, deadline)?);
+    let count =
+        usize::try_from(count).ok().filter(|count| *count <= VALUE_BYTES_MAX).ok_or(io::ErrorKind::InvalidData)?;
+    let mut value = vec![0; count];
+    fill(stream, &mut value, deadline)?;
+    Ok(value)
+}
+
+fn fill(stream: &mut TcpStream, bytes: &mut [u8], deadline: &Deadline) -> io::Result<()> {
+    let mut at = 0;
+    while at < bytes.len() {
+        stream.set_read_timeout(Some(left(deadline)?))?;
+        match stream.read(&mut bytes[at..]) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => at += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// Returns the remaining time, which is not zero.
+fn left(deadline: &Deadline) -> io::Result<Duration> {
+    Some(deadline.left()).filter(|left| !left.is_zero()).ok_or_else(|| io::ErrorKind::TimedOut.into())
+}
