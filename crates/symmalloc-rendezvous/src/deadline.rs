@@ -27,14 +27,14 @@ impl Deadline {
         Deadline { since: Instant::now(), limit: limit.min(LIMIT_MAX) }
     }
 
-    /// Returns the time since the start.
+    /// Returns the time since the start, in whole milliseconds.
     pub fn waited(&self) -> Duration {
-        self.since.elapsed()
+        Duration::from_millis(u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX))
     }
 
     /// Returns the remaining time; zero after the end.
     pub fn left(&self) -> Duration {
-        self.limit.saturating_sub(self.waited())
+        self.limit.saturating_sub(self.since.elapsed())
     }
 
     /// Returns `true` after the end.

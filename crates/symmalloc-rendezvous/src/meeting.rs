@@ -181,8 +181,7 @@ impl Meeting {
             }
         }
         let missing: Vec<u32> = (1..self.ranks).filter(|rank| !arrived.contains_key(rank)).collect();
-        // As precise as the outcome that the others get.
-        let waited = Duration::from_millis(deadline.waited().as_millis() as u64);
+        let waited = deadline.waited();
         let outcome = Outcome::Missing { found: self.found(store, &missing, &token), missing, waited };
         drop(tell(arrived, &outcome));
         // For ranks that come later. Without it, they report that nobody answers.

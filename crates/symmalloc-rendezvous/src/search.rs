@@ -137,8 +137,10 @@ pub(crate) fn search(
     let (local, network): (Vec<_>, Vec<_>) =
         endpoints.iter().cloned().partition(|endpoint| matches!(endpoint, Endpoint::Local(_)));
     let addresses: Vec<SocketAddr> = network.iter().filter_map(Endpoint::address).collect();
+    // A socket of this machine is preferred: it is asked before the network addresses. From another machine, nothing listens there.
+    let is_found = !network.is_empty() && local.iter().any(|endpoint| search.try_once(endpoint, TURN_LIMIT));
     let lanes = network.into_iter().map(|endpoint| vec![endpoint]).chain([local]);
-    for lane in lanes.filter(|lane| !lane.is_empty()) {
+    for lane in lanes.filter(|lane| !lane.is_empty() && !is_found) {
         let of_lane = Arc::clone(&search);
         if let Err(error) = threads::run(move || of_lane.try_in_turn(&lane)) {
             search.state().is_over = true;
@@ -176,21 +178,26 @@ impl Search {
         let begun = Instant::now();
         loop {
             for endpoint in endpoints {
-                let left = self.end.saturating_duration_since(Instant::now());
-                if left.is_zero() || self.state().is_over {
-                    return;
-                }
-                let outcome = match self.attempt(endpoint, limit.min(left)) {
-                    Ok(found) => self.join(found).map_err(AttemptError::Answer),
-                    Err(error) => Err(error),
-                };
-                if self.is_last(endpoint, outcome) {
+                if self.try_once(endpoint, limit) {
                     return;
                 }
             }
             // Pauses for an eighth of the elapsed time, so long waits make few attempts.
             std::thread::sleep((begun.elapsed() / 8).clamp(PAUSE_MIN, PAUSE_MAX));
         }
+    }
+
+    /// Tries one endpoint, and joins. Returns `true` if the search has ended.
+    fn try_once(&self, endpoint: &Endpoint, limit: Duration) -> bool {
+        let left = self.end.saturating_duration_since(Instant::now());
+        if left.is_zero() || self.state().is_over {
+            return true;
+        }
+        let outcome = match self.attempt(endpoint, limit.min(left)) {
+            Ok(found) => self.join(found).map_err(AttemptError::Answer),
+            Err(error) => Err(error),
+        };
+        self.is_last(endpoint, outcome)
     }
 
     /// Joins the meeting, unless another thread has done so.

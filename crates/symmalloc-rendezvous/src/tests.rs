@@ -2,6 +2,7 @@
 
 mod handshake;
 mod meetings;
+mod namespaces;
 mod stores;
 mod torch_stand_in;
 

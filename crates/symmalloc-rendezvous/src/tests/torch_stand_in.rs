@@ -28,7 +28,11 @@ impl State {
 
 impl StandIn {
     pub(super) fn start() -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        Self::start_at(([127, 0, 0, 1], 0))
+    }
+
+    pub(super) fn start_at(address: impl Into<SocketAddr>) -> Self {
+        let listener = TcpListener::bind(address.into()).expect("a port");
         let (address, state) = (listener.local_addr().expect("bound"), Arc::<State>::default());
         let of_server = Arc::clone(&state);
         thread::spawn(move || {
