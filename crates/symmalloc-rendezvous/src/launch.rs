@@ -1,8 +1,8 @@
 //! This process's rank, as set by its launcher.
 //!
-//! | launcher | rank, ranks | local rank, local ranks | identity of the job's start |
+//! | launcher | rank, ranks | local rank, local ranks | identity of the job |
 //! |---|---|---|---|
-//! | torchrun | `RANK`, `WORLD_SIZE` | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` |
+//! | torchrun | `RANK`, `WORLD_SIZE` | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | `TORCHELASTIC_RUN_ID` |
 //! | Open MPI | `OMPI_COMM_WORLD_RANK`, `.._SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK`, `.._LOCAL_SIZE` | `PMIX_NAMESPACE` or `OMPI_MCA_ess_base_jobid` |
 //! | MPICH | `PMI_RANK`, `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` | `PMI_JOBID` |
 //! | MVAPICH | `MV2_COMM_WORLD_RANK`, `.._SIZE` | `MV2_COMM_WORLD_LOCAL_RANK`, `.._LOCAL_SIZE` | `PMI_JOBID` or `SLURM_JOB_ID`, `SLURM_STEP_ID`, `SLURM_RESTART_COUNT` |
@@ -25,7 +25,7 @@ pub struct Launch {
     pub local_ranks: u32,
     /// The launcher that set the variables.
     pub launcher: Launcher,
-    /// An identifier of this start of the job, as far as the launcher provides one; can be empty.
+    /// An identifier of the job, as far as the launcher provides one; can be empty. Under torchrun, it is the same after a restart.
     pub job: String,
 }
 
@@ -107,7 +107,8 @@ const TORCHRUN: Variables = Variables {
     ranks: "WORLD_SIZE",
     local_rank: "LOCAL_RANK",
     local_ranks: "LOCAL_WORLD_SIZE",
-    job: &["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"],
+    // TORCHELASTIC_RESTART_COUNT does not work: only the agent whose workers failed counts the restart, so it differs between machines.
+    job: &["TORCHELASTIC_RUN_ID"],
 };
 const OPEN_MPI: Variables = Variables {
     launcher: Launcher::OpenMpi,
@@ -258,13 +259,12 @@ mod tests {
         })
     }
 
-    const TORCH: [(&str, &str); 6] = [
+    const TORCH: [(&str, &str); 5] = [
         ("RANK", "5"),
         ("WORLD_SIZE", "8"),
         ("LOCAL_RANK", "1"),
         ("LOCAL_WORLD_SIZE", "4"),
         ("TORCHELASTIC_RUN_ID", "none"),
-        ("TORCHELASTIC_RESTART_COUNT", "2"),
     ];
     const SRUN: [(&str, &str); 6] = [
         ("SLURM_PROCID", "9"),
@@ -279,7 +279,7 @@ mod tests {
     fn torchrun_sets_all_fields() {
         let launch = launch(&TORCH).expect("complete");
         assert_eq!((launch.rank, launch.ranks, launch.local_rank, launch.local_ranks), (5, 8, 1, 4));
-        assert_eq!((launch.launcher, launch.job.as_str()), (Launcher::Torchrun, "none.2"));
+        assert_eq!((launch.launcher, launch.job.as_str()), (Launcher::Torchrun, "none"));
     }
 
     #[test]

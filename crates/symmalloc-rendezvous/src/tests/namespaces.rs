@@ -150,7 +150,8 @@ fn torchrun(rank: u32, host: &str) -> Vec<(&'static str, String)> {
         ("LOCAL_RANK", (rank % 2).to_string()),
         ("LOCAL_WORLD_SIZE", "2".to_owned()),
         ("TORCHELASTIC_RUN_ID", "none".to_owned()),
-        ("TORCHELASTIC_RESTART_COUNT", "0".to_owned()),
+        // After a failure on machine 1, only its agent has counted a restart.
+        ("TORCHELASTIC_RESTART_COUNT", (rank / 2).to_string()),
         ("MASTER_ADDR", host.to_owned()),
         ("MASTER_PORT", PORT.to_string()),
     ]
