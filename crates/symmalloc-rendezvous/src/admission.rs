@@ -65,7 +65,7 @@ pub(crate) struct Admitted {
 /// The peers; see the [module documentation](self).
 pub(crate) struct Admission {
     terms: Terms,
-    /// What each rank receives.
+    /// The bytes that each rank receives.
     shared: Shared,
     /// In the order of their arrival.
     peers: Vec<PendingPeer>,
@@ -96,7 +96,12 @@ impl Admission {
         Admission { terms, shared, peers: Vec::new(), refused: Vec::new(), logged: 0 }
     }
 
-    /// Returns what becomes readable when a peer sends a message.
+    /// Returns the number of peers.
+    pub(crate) fn len(&self) -> usize {
+        self.peers.len()
+    }
+
+    /// Returns the connections of the peers, which are readable once a peer has sent something.
     pub(crate) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.peers.iter().map(|peer| peer.connection.as_fd())
     }
@@ -106,7 +111,7 @@ impl Admission {
         std::mem::take(&mut self.refused)
     }
 
-    /// Accepts connections.
+    /// Accepts connections. Their peers are the last ones.
     pub(crate) fn accept(&mut self, listener: &Listener) {
         for _ in 0..ACCEPTS_MAX {
             match listener.accept() {
@@ -136,11 +141,17 @@ impl Admission {
         evicted.map(|evicted| self.peers.remove(evicted));
     }
 
-    /// Reads from all peers, and returns those that joined. Refuses a peer if `is_taken` returns `true` for its rank, its session and those
-    /// that have joined during this call.
-    pub(crate) fn poll(&mut self, is_taken: impl Fn(u32, u64, &[Admitted]) -> bool) -> Vec<Admitted> {
+    /// Reads from the peers that are ready, in the order of [`descriptors`](Self::descriptors), and returns those that joined. Refuses a
+    /// peer if `is_taken` returns `true` for its rank, its session and those that have joined during this call.
+    pub(crate) fn poll(&mut self, ready: &[bool], is_taken: impl Fn(u32, u64, &[Admitted]) -> bool) -> Vec<Admitted> {
         let mut joined = Vec::new();
-        for mut peer in std::mem::take(&mut self.peers) {
+        for (mut peer, is_ready) in std::mem::take(&mut self.peers).into_iter().zip(ready) {
+            if !is_ready {
+                if !peer.is_late() {
+                    self.peers.push(peer);
+                }
+                continue;
+            }
             match self.poll_peer(&mut peer, &|rank, session| is_taken(rank, session, &joined)) {
                 Ok(HandshakeState::Pending) => self.peers.push(peer),
                 Ok(HandshakeState::Joined(Hello { rank, session, .. }, left)) => {
@@ -273,7 +284,11 @@ impl PendingPeer {
         if self.received.len() == count {
             return Ok(Some(std::mem::take(&mut self.received)));
         }
-        if self.since.elapsed() > HANDSHAKE_LIMIT { Err(io::ErrorKind::TimedOut.into()) } else { Ok(None) }
+        if self.is_late() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(None) }
+    }
+
+    fn is_late(&self) -> bool {
+        self.since.elapsed() > HANDSHAKE_LIMIT
     }
 
     fn refuse(&mut self, verdict: Verdict, proof: [u8; PROOF_BYTES]) -> io::Result<HandshakeState> {

@@ -1,4 +1,4 @@
-//! What ranks tell each other in a meeting: rank 0's card, the notes of ranks that cannot reach it, and the outcome. All integers are
+//! The messages of a meeting: rank 0's card, the notes of ranks that cannot reach it, and the outcome. All integers are
 //! little-endian.
 //!
 //! ```text
@@ -28,7 +28,7 @@ const ENDPOINTS_MAX: usize = 64;
 /// A random number that identifies one meeting of one rank 0.
 pub(crate) type Token = [u8; TOKEN_BYTES];
 
-/// What rank 0 publishes.
+/// The addresses and the token that rank 0 publishes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Card {
     pub(crate) token: Token,
@@ -198,7 +198,7 @@ pub(crate) fn answer_of_note(note: &[u8], token: &Token) -> Option<EndpointAnswe
     answer_of(answer.try_into().ok().filter(|_| is_ours)?)
 }
 
-/// Errors of an unreachable address that a note tells apart.
+/// Errors of an unreachable address that a note distinguishes.
 const KINDS: [io::ErrorKind; 5] = [
     io::ErrorKind::Other,
     io::ErrorKind::TimedOut,

@@ -143,14 +143,17 @@ impl AsFd for Listener {
     }
 }
 
-/// Waits until one of these has bytes, a connection or an error, or the time has passed.
-pub(crate) fn wait_for_any<'a>(descriptors: impl Iterator<Item = BorrowedFd<'a>>, limit: Duration) {
+/// Waits until one of these has bytes, a connection or an error, or the time has passed. Returns `true` for each that must be read, in their
+/// order.
+pub(crate) fn wait_for_any<'a>(descriptors: impl Iterator<Item = BorrowedFd<'a>>, limit: Duration) -> Vec<bool> {
     let mut polled: Vec<PollFd<'_>> = descriptors.map(|it| PollFd::from_borrowed_fd(it, PollFlags::IN)).collect();
     let limit = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) };
     if poll(&mut polled, Some(&limit)).is_err() {
-        // A signal, or too many descriptors for this process.
+        // A signal, or more descriptors than the limit of this process: read all of them.
         std::thread::sleep(Duration::from_millis(1));
+        return vec![true; polled.len()];
     }
+    polled.iter().map(|it| !it.revents().is_empty()).collect()
 }
 
 /// Reads exactly `bytes.len()` bytes. Fails if they do not arrive before `end`.

@@ -69,10 +69,10 @@ pub(crate) const HEAD_BYTES: usize = size_of::<HeadMessage>();
 /// Size of the rest of an answer in bytes.
 pub(crate) const TAIL_BYTES: usize = size_of::<TailMessage>();
 
-/// Length in bytes of what rank 0 sends to the others.
+/// Number of bytes that rank 0 sends to the others.
 pub(crate) const SHARED_BYTES: usize = 128;
 
-/// What rank 0 sends to the others, such as NCCL's unique id.
+/// The bytes that rank 0 sends to the others, such as NCCL's unique id.
 pub type Shared = [u8; SHARED_BYTES];
 
 /// Size of a rank's last message in bytes.
@@ -103,7 +103,7 @@ pub(crate) fn left_of_join(bytes: &[u8]) -> Option<Duration> {
     (join == JOIN).then(|| Duration::from_millis(left_ms.get()))
 }
 
-/// What identifies the ranks that may connect, and what they must know.
+/// The identity of a job, and the keys that its ranks must know.
 #[derive(Clone, Debug)]
 pub(crate) struct Terms {
     /// Identifies the job and its turn.

@@ -1,4 +1,4 @@
-//! How the ranks of a job find each other: the launcher's variables, a store that all ranks reach, and a meeting within a deadline.
+//! Rendezvous of the ranks of a job: the launcher's variables, a store that all ranks reach, and a meeting within a deadline.
 //!
 //! This crate depends on neither CUDA nor NCCL.
 //!
@@ -23,7 +23,7 @@
 //! # The meeting
 //! Rank 0 listens, and publishes its addresses and a random token in the store. The others connect to it directly: over a Unix socket from the
 //! same machine, and over TCP from others, on all addresses at the same time. Both sides [prove](handshake) that they know the token and, if
-//! there is one, the job secret. When all have arrived, or one has waited until its deadline, rank 0 tells all of them the same outcome. The
+//! there is one, the job secret. When all have arrived, or one has waited until its deadline, rank 0 reports the same outcome to all of them. The
 //! connections stay open: the caller gives them to the watchdog, whose [lifeline](symmalloc_watchdog::Lifeline) uses them to learn the state of
 //! the other ranks.
 //!
@@ -121,7 +121,7 @@ pub fn share<E: From<RendezvousError>>(
 
 /// Like [`share`], through a store that the program provides. Every rank must call this function equally often for each name.
 ///
-/// Other machines must be able to reach rank 0's on any port. Whoever can read the store can join, unless a job secret is set.
+/// Other machines must be able to reach all ports of rank 0's machine. Without a job secret, any process that can read the store can join.
 ///
 /// # Errors
 /// Same as [`share`], and the errors of the store.

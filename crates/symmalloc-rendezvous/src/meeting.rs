@@ -70,7 +70,7 @@ pub(crate) enum Reach {
 /// The result of a meeting.
 #[derive(Debug)]
 pub struct Met {
-    /// What rank 0 shared, the same on all ranks.
+    /// The bytes that rank 0 shared, the same on all ranks.
     pub id: Shared,
     /// Connections by the other rank: those to all ranks on rank 0, and the one to rank 0 on the others.
     pub connections: Vec<(u32, Connection)>,
@@ -161,13 +161,16 @@ impl Meeting {
             }
             let connections = arrived.values().map(|it| it.connection.as_fd());
             let opened = listeners.iter().map(AsFd::as_fd).chain(admission.descriptors()).chain(connections);
-            wait_for_any(opened, left.min(CHECK_LIMIT));
-            listeners.iter().for_each(|listener| admission.accept(listener));
-            arrived.retain(|_, it| it.is_connected());
+            let ready = wait_for_any(opened, left.min(CHECK_LIMIT));
+            let (of_peers, of_arrived) = ready[listeners.len()..].split_at(admission.len());
+            // In the order of their ranks, as above.
+            let mut of_arrived = of_arrived.iter();
+            arrived.retain(|_, it| of_arrived.next() == Some(&false) || it.is_connected());
             let is_other = |rank, session| arrived.get(&rank).is_some_and(|it: &Arrival| it.session != session);
-            let admitted = admission.poll(|rank, session, joined| {
+            let admitted = admission.poll(of_peers, |rank, session, joined| {
                 is_other(rank, session) || joined.iter().any(|it| it.is_other(rank, session))
             });
+            listeners.iter().for_each(|listener| admission.accept(listener));
             for Admitted { rank, session, left, connection } in admitted {
                 // Two processes that were welcome at the same time: the later one is refused when it tries again.
                 if arrived.get(&rank).is_none_or(|it| it.session == session) {

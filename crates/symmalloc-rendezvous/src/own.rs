@@ -68,7 +68,7 @@ pub(crate) struct ServedStore {
 }
 
 impl ServedStore {
-    /// Starts the server. `refused` names the key that tells what a refused rank found, and encodes it.
+    /// Starts the server. For a refused rank, `refused` returns a key and a value that record the reason.
     pub(crate) fn start(
         listener: Listener,
         terms: Terms,
@@ -82,16 +82,16 @@ impl ServedStore {
             let mut clients: Vec<Client> = Vec::new();
             while !is_over.load(Ordering::Acquire) {
                 let connections = clients.iter().map(|client| client.connection.as_fd());
-                wait_for_any(
-                    [listener.as_fd()].into_iter().chain(admission.descriptors()).chain(connections),
-                    STOP_LIMIT,
-                );
+                let opened = [listener.as_fd()].into_iter().chain(admission.descriptors()).chain(connections);
+                let ready = wait_for_any(opened, STOP_LIMIT);
+                let (of_peers, of_clients) = ready[1..].split_at(admission.len());
+                let mut of_clients = of_clients.iter();
+                clients.retain_mut(|client| of_clients.next() == Some(&false) || client.serve(&values).is_ok());
+                let admitted = admission.poll(of_peers, |_, _, _| false);
                 admission.accept(&listener);
-                let admitted = admission.poll(|_, _, _| false);
                 clients
                     .extend(admitted.into_iter().map(|it| Client { connection: it.connection, received: Vec::new() }));
                 clients.drain(..clients.len().saturating_sub(clients_max));
-                clients.retain_mut(|client| client.serve(&values).is_ok());
                 for (rank, found) in admission.take_refused() {
                     let (key, value) = refused(rank, found);
                     // A full store has no place for the reason, and the meeting goes on without it.

@@ -21,7 +21,7 @@ const ADDRESS_VARIABLE: &str = "SYMMALLOC_RENDEZVOUS";
 const MASTER_ADDRESS_VARIABLE: &str = "MASTER_ADDR";
 const MASTER_PORT_VARIABLE: &str = "MASTER_PORT";
 
-/// torchrun's variable that tells whether the launcher itself runs the store. Otherwise, PyTorch runs it in the process of rank 0.
+/// torchrun's variable: true if the launcher itself runs the store. Otherwise, PyTorch runs it in the process of rank 0.
 const AGENT_STORE_VARIABLE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 
 /// Number of ports to try if the program does not specify one.

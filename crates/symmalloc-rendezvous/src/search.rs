@@ -39,7 +39,7 @@ const PAUSE_MAX: Duration = Duration::from_millis(250);
 /// Time limit for an attempt if a thread tries several endpoints in turn, which another process of this user may occupy.
 const TURN_LIMIT: Duration = Duration::from_secs(1);
 
-/// What a process tells rank 0 about itself.
+/// A process that searches for rank 0.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Identity {
     pub(crate) rank: u32,
@@ -64,7 +64,7 @@ pub(crate) enum SearchError {
 }
 
 impl SearchError {
-    /// Returns the answer that says most about why nobody was found.
+    /// Returns the most informative answer.
     pub(crate) fn most_informative(&self) -> EndpointAnswer {
         let answers = match self {
             SearchError::Final(_) => &[][..],

@@ -31,7 +31,8 @@ const PAUSE_MAX: Duration = Duration::from_millis(100);
 /// Keys are at most 256 bytes of text and values at most 64 KiB. Every call ends at its deadline. The value of a key that is both
 /// [set](Self::set) and [added](Self::add) to depends on the implementation: use a key for one of them.
 ///
-/// Whoever can write to the store can prevent the ranks from meeting. With a job secret, nobody who lacks it can take a rank's place.
+/// A process that can write to the store can prevent the ranks from meeting. With a job secret, a process without it cannot take a rank's
+/// place.
 ///
 /// # Examples
 /// ```

@@ -86,12 +86,13 @@ impl Terms {
             if deadline.is_over() {
                 return Err((1..self.ranks).filter(|rank| !arrived.contains_key(rank)).collect());
             }
-            wait_for_any([listener.as_fd()].into_iter().chain(admission.descriptors()), Duration::from_millis(10));
-            admission.accept(listener);
+            let opened = [listener.as_fd()].into_iter().chain(admission.descriptors());
+            let ready = wait_for_any(opened, Duration::from_millis(10));
             let is_other = |rank: &u32, session| arrived.get(rank).is_some_and(|(other, _)| *other != session);
-            let admitted = admission.poll(|rank, session, joined| {
+            let admitted = admission.poll(&ready[1..], |rank, session, joined| {
                 is_other(&rank, session) || joined.iter().any(|it| it.is_other(rank, session))
             });
+            admission.accept(listener);
             for it in admitted {
                 arrived.entry(it.rank).or_insert((it.session, it.connection));
             }

@@ -43,7 +43,7 @@ fn ended(met: Result<Met, RendezvousError>) -> Ended {
     met.map(|met| met.id)
 }
 
-/// Where the ranks of one test meet.
+/// A place where the ranks of one test meet.
 enum Venue {
     Memory(Values),
     /// A place, and a folder that it needs until the test ends.
@@ -239,9 +239,10 @@ fn host_and_end(venue: &Venue, meeting: &Meeting, millis: u64) {
         let mut admission = Admission::new(meeting.terms(&token), ID);
         let (end, mut admitted) = (within(millis), Vec::new());
         while !end.is_over() {
-            wait_for_any([listener.as_fd()].into_iter().chain(admission.descriptors()), Duration::from_millis(5));
+            let opened = [listener.as_fd()].into_iter().chain(admission.descriptors());
+            let ready = wait_for_any(opened, Duration::from_millis(5));
+            admitted.extend(admission.poll(&ready[1..], |_, _, _| false));
             admission.accept(&listener);
-            admitted.extend(admission.poll(|_, _, _| false));
         }
     });
 }
@@ -356,6 +357,18 @@ fn a_program_meets_through_a_store_of_its_own_in_turns() {
     }
 }
 
+/// The cost of a meeting at rank 0 grows with the number of ranks, and not with its square. `SYMMALLOC_RANKS` sets the number.
+#[test]
+fn many_ranks_meet() {
+    let ranks: u32 = std::env::var("SYMMALLOC_RANKS").map_or(128, |text| text.parse().expect("a number"));
+    let meeting = meeting(ranks, secret(SECRET));
+    let venue = Venue::new(0, &meeting);
+    let since = Instant::now();
+    let results = run(&venue, &vec![meeting; ranks as usize], PATIENT, |_| 0);
+    println!("{ranks} ranks met in {:?}", since.elapsed());
+    assert!(results.iter().all(|result| *result == Ok(ID)));
+}
+
 /// Connects to an address as fast as it can until the flag is set, and sends garbage or nothing.
 fn flood(address: SocketAddr, is_over: &AtomicBool) {
     let mut open = std::collections::VecDeque::new();
@@ -427,7 +440,7 @@ impl Random {
     }
 }
 
-/// What happens to one rank of a generated meeting.
+/// A fault of one rank in a generated meeting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fault {
     None,

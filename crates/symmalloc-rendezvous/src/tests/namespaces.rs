@@ -107,7 +107,7 @@ impl Drop for Machines {
     }
 }
 
-/// The body of each process of a machine. As a test of its own, it does nothing.
+/// The body of each process of a machine. Without a role, it does nothing.
 #[test]
 fn process_of_a_machine() {
     match std::env::var(ROLE).as_deref() {
