@@ -369,6 +369,42 @@ fn nothing_is_stitched_while_the_pool_is_observed() {
     assert_eq!((job.reserved_mib(), job.stitched().len()), (12, 0));
 }
 
+#[test]
+fn an_observed_pool_uses_its_ranges_again() {
+    let device = device();
+    let job = Job::new(&device, "");
+    let _kept = job.pieces(0, 4);
+    let whole = job.allocate(0, 12);
+    job.free(whole);
+    let (observer, _) = job.allocator.observe(POOL).expect("the pool exists");
+    let (reserved, maps) = (job.reserved_mib(), device.calls().of(Call::Map));
+    for _ in 0..3 {
+        let again = job.allocate(0, 12);
+        assert_eq!((again.placement, job.reserved_mib()), (whole.placement, reserved));
+        job.free(again);
+    }
+    assert_eq!(device.calls().of(Call::Map), maps);
+    job.allocator.forget(observer).expect("no faults");
+}
+
+/// A use by another stream records an event at the free. Whoever gets a piece waits for that event, and not for what
+/// the stream does later.
+#[test]
+fn the_events_of_a_stitched_block_go_home_with_its_pieces() {
+    let device = device();
+    let job = Job::new(&device, ",streams:shared");
+    let _kept = job.pieces(0, 4);
+    let whole = job.allocate(0, 12);
+    job.allocator.record_use(whole.handle, job.streams[1]).expect("live");
+    let records = device.calls().of(Call::Record);
+    job.free(whole);
+    assert_eq!(device.calls().of(Call::Record), records + 1);
+    let pieces: Vec<Allocation> = (0..4).map(|_| job.allocate(0, 4)).collect();
+    assert_eq!(device.calls().of(Call::Record), records + 1, "no further event is recorded");
+    pieces.into_iter().for_each(|piece| job.free(piece));
+    job.allocator.trim_all().expect("no faults");
+}
+
 /// Programs with large blocks in a pool that stitches: decisions match the oracle's, on ranks with different addresses, timing and locks.
 #[test]
 fn generated_programs_are_stitched_alike_everywhere() {

@@ -23,7 +23,7 @@ use crate::config::size_rules::{SizeClass, SizeRules};
 use crate::history::segment_log::Extents;
 use crate::streams::clocks::Tick;
 use crate::streams::fences::{Fence, FenceSetId, FenceTable, Fences};
-use crate::types::backend::{DeviceAddress, Range};
+use crate::types::backend::{DeviceAddress, Event, Range};
 use crate::types::ids::{SegmentId, StreamId};
 use crate::types::units::{Units, bytes};
 use crate::types::work;
@@ -189,6 +189,11 @@ impl Arena {
     /// Returns the number of sets of fences, for the invariants.
     pub(crate) fn fence_sets(&self) -> usize {
         self.fences.len()
+    }
+
+    /// Returns the number of fences that share an event, for the invariants.
+    pub(crate) fn event_shares(&self, event: Event) -> u32 {
+        self.fences.shares(event)
     }
 
     /// Returns the fences of a block.
@@ -531,7 +536,7 @@ impl Arena {
         let start = self.table.block(slot).offset();
         if start < offset {
             let front = self.table.tiling().cut_front(slot, offset - start, free);
-            self.table.block_mut(front).fences = self.without_events(self.table.block(slot).fences);
+            self.table.block_mut(front).fences = self.fences.copy(self.table.block(slot).fences);
             self.link(front);
         }
         if end == self.table.block(slot).end() {
@@ -546,10 +551,9 @@ impl Arena {
         carved
     }
 
-    /// Makes memory free again, with these earlier users, that was elsewhere at the block's addresses. Returns the block
-    /// that then contains it.
+    /// Marks an `Elsewhere` block as free, with these earlier users. Returns the block that then contains it.
     pub(crate) fn bring_back(&mut self, slot: Slot, free: BlockState, users: FenceSetId) -> Slot {
-        let fences = self.without_events(users);
+        let fences = self.fences.copy(users);
         let block = self.table.block_mut(slot);
         debug_assert!(block.is_elsewhere());
         (block.state, block.fences) = (free, fences);
@@ -569,14 +573,6 @@ impl Arena {
             let next = self.table.block(first).next;
             self.table.tiling().absorb(next, first);
         }
-    }
-
-    /// Copies a set of fences without their events, since an event belongs to one fence. Returns the copy. The next
-    /// user of the new set waits for all work on the streams at the time of its allocation, which is slightly more than
-    /// necessary.
-    fn without_events(&mut self, set: FenceSetId) -> FenceSetId {
-        let copies: Fences = self.fences.fences(set).iter().map(|fence| Fence { event: None, ..*fence }).collect();
-        self.fences.insert(copies)
     }
 
     /// Adds a place of a plan at an offset in the memory of plans. It is free, and no stream has used it yet.

@@ -11,9 +11,9 @@
 //! A granule of memory may be mapped into any number of stitched ranges. It is allocated or free at exactly one of its
 //! addresses. At the others, it is covered by an [`Elsewhere`](crate::blocks::table::BlockState::Elsewhere) block.
 //!
-//! Once no block of a range is in use, its memory returns home. So what is free, and where, depends on the live
-//! allocations rather than on the ranges of earlier requests, and a program that repeats its steps finds the ranges of
-//! the last step again. A large block has few pieces, and moving it takes a few operations for each of them.
+//! When the last block of a range is freed, its memory returns home. Free memory then depends on the live allocations
+//! alone, so a program that repeats its steps finds the same ranges again. Moving a block takes a few operations for
+//! each of its pieces, and a large block has few.
 //!
 //! This component moves memory between its addresses in the [`Arena`]. A heap decides when to stitch, maps and unmaps
 //! ranges, waits for earlier users, and records what happened. Nothing here calls the driver.
@@ -60,7 +60,7 @@ impl Run {
     }
 }
 
-/// A part of a stitched range whose memory is adjacent at home, too.
+/// A part of a stitched range whose memory is contiguous at home.
 #[derive(Clone, Copy, Debug)]
 struct Piece {
     home: Run,
@@ -69,7 +69,7 @@ struct Piece {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PieceState {
-    /// The memory is free or in use at the addresses of the range. This block covers it at home.
+    /// The memory is free or in use at the addresses of the range. `covered_by` is the `Elsewhere` block at home.
     Here { covered_by: Slot },
     /// The memory is at home, or in another range. The addresses stay mapped.
     Home,
@@ -85,8 +85,8 @@ pub(crate) struct StitchedRange {
     /// The parts of its addresses, in order.
     pieces: Vec<Piece>,
     /// `true` if memory is free or in use at its addresses.
-    is_filled: bool,
-    /// Streams that used its addresses, in addition to those of its blocks; ascending.
+    has_memory: bool,
+    /// Streams that used its addresses, besides the users of its current blocks; ascending.
     users: SmallVec<[StreamId; 2]>,
 }
 
@@ -133,9 +133,9 @@ impl StitchedRange {
         at + 1
     }
 
-    /// Notes that no memory is left at the addresses of the range, and joins pieces that are adjacent at home, too.
-    fn note_empty(&mut self, arena: &mut Arena) {
-        self.is_filled = false;
+    /// Marks the range as empty, and joins pieces that are adjacent at home.
+    fn mark_empty(&mut self, arena: &mut Arena) {
+        self.has_memory = false;
         arena.join_elsewhere(self.segment);
         self.pieces.dedup_by(|next, piece| {
             let end = Granule { offset: piece.home.end(), ..piece.home.start };
@@ -164,16 +164,16 @@ impl StitchedRange {
         mapped.map(|(offset, piece)| (offset, piece.home))
     }
 
-    /// Returns the memory that is free or in use at its addresses, for the invariants: each part with the block that
-    /// covers it at home.
-    pub(crate) fn filled_pieces(&self) -> impl Iterator<Item = (Run, Slot)> + '_ {
-        self.pieces.iter().filter_map(|piece| match piece.state {
-            PieceState::Here { covered_by } => Some((piece.home, covered_by)),
+    /// Returns the memory that is free or in use at its addresses, for the invariants: the offset of each part, its
+    /// memory, and the block that covers it at home.
+    pub(crate) fn filled_pieces(&self) -> impl Iterator<Item = (Units, Run, Slot)> {
+        self.offsets().filter_map(|(offset, piece)| match piece.state {
+            PieceState::Here { covered_by } => Some((offset, piece.home, covered_by)),
             PieceState::Home | PieceState::Unmapped => None,
         })
     }
 
-    /// Returns the streams that used its addresses, in addition to those of its blocks.
+    /// Returns the streams that used its addresses, besides the users of its current blocks.
     pub(crate) fn users(&self) -> &[StreamId] {
         &self.users
     }
@@ -194,7 +194,7 @@ impl StitchedRange {
 /// The free memory of a heap, as it would be if all free granules of stitched ranges were at home.
 #[derive(Debug)]
 pub(crate) struct Home {
-    /// The largest free block that granules of stitched ranges would become part of; 0 without such granules.
+    /// The largest free block that would result from returning granules home; 0 if none would return.
     pub(crate) largest_joined: Units,
     /// All whole free granules.
     pub(crate) free: FreeRuns,
@@ -279,7 +279,7 @@ impl FreeAtHome {
 /// - A stitched segment of the arena has exactly one range here, which maps only memory of other segments, each granule
 ///   at most once.
 /// - Memory that is unmapped at an address is elsewhere at that address.
-/// - A range that is not filled is elsewhere as a whole, in one block.
+/// - An empty range is one `Elsewhere` block.
 #[derive(Debug, Default)]
 pub(crate) struct StitchedRanges {
     /// Oldest first. Empty unless the pool stitches.
@@ -304,7 +304,7 @@ impl StitchedRanges {
 
     /// Returns the segments of unused ranges, oldest first, each with the number of its mapped granules.
     pub(crate) fn unused(&self, arena: &Arena) -> Vec<(u32, usize)> {
-        let unused = self.ranges.iter().filter(|range| !range.is_filled || is_unused(arena, range.segment));
+        let unused = self.ranges.iter().filter(|range| !range.has_memory || is_unused(arena, range.segment));
         unused.map(|range| (range.segment, range.aliases(arena.rules().granule))).collect()
     }
 
@@ -342,7 +342,7 @@ impl StitchedRanges {
     /// Returns the whole granules of each free block of the stitched ranges, oldest range first: the index of the range,
     /// the block, and the first and last offset.
     fn free_parts(&self, arena: &Arena) -> Vec<(usize, Slot, Units, Units)> {
-        let filled = self.ranges.iter().enumerate().filter(|(_, range)| range.is_filled);
+        let filled = self.ranges.iter().enumerate().filter(|(_, range)| range.has_memory);
         let parts = filled.flat_map(|(at, range)| {
             let slots = arena.blocks_of(range.segment).filter(|slot| arena.block(*slot).is_free());
             slots.map(move |slot| (at, slot, whole_granules_of(arena, slot)))
@@ -355,9 +355,9 @@ impl StitchedRanges {
         for (at, slot, start, end) in self.free_parts(arena) {
             self.send_home(arena, at, slot, (start, end));
         }
-        for range in self.ranges.iter_mut().filter(|range| range.is_filled) {
+        for range in self.ranges.iter_mut().filter(|range| range.has_memory) {
             if is_unused(arena, range.segment) {
-                range.note_empty(arena);
+                range.mark_empty(arena);
             }
         }
     }
@@ -374,7 +374,7 @@ impl StitchedRanges {
             let (start, end) = whole_granules_of(arena, slot);
             self.send_home(arena, at, slot, (start, end));
         }
-        self.ranges[at].note_empty(arena);
+        self.ranges[at].mark_empty(arena);
     }
 
     /// Moves whole granules of a free block of a range back home.
@@ -437,7 +437,7 @@ impl StitchedRanges {
         let after = range.divide(arena, size);
         let runs: Vec<Run> = range.pieces.drain(..after).map(|piece| piece.home).collect();
         range.pieces.splice(..0, leave_home(arena, home, &runs));
-        range.is_filled = true;
+        range.has_memory = true;
         let mut slot = arena.first_block(segment);
         let mut filled = 0;
         while filled < size {
@@ -462,7 +462,7 @@ impl StitchedRanges {
         let pieces = leave_home(arena, home, runs);
         let slot = arena.add_stitched(range, free);
         let segment = arena.block(slot).segment;
-        self.ranges.push(StitchedRange { segment, pieces, is_filled: true, users: SmallVec::new() });
+        self.ranges.push(StitchedRange { segment, pieces, has_memory: true, users: SmallVec::new() });
         slot
     }
 
@@ -473,8 +473,8 @@ impl StitchedRanges {
         Some(self.ranges.remove(at))
     }
 
-    /// Passes the mapped parts that are elsewhere, each with its range and offset, to `unmap`, until it fails. It first
-    /// passes the users of the addresses, each once, to `wait`.
+    /// Unmaps the parts whose memory is elsewhere, and stops at the first error. Before that, it waits for each user of
+    /// the addresses.
     pub(crate) fn unmap_unused<E>(
         &mut self,
         arena: &Arena,

@@ -18,7 +18,7 @@
 //!
 //! The allocator never calls the registrar. A program attaches pools to communicators, allocates and frees freely, and calls
 //! [`sync`](Registrar::sync) on every rank wherever windows must be current: after a warm-up, at the end of a scope, before a capture. A
-//! sync without changes costs one small collective that compares histories. With [`Mode::Off`], it costs a tenth of a microsecond and makes
+//! sync without changes costs one small collective that compares histories. With [`Mode::Off`], it costs 0.1 to 0.2 microseconds and makes
 //! no NCCL call. Both are cheap enough to run before every step.
 
 pub(crate) mod attached_comm;
@@ -264,7 +264,7 @@ impl Registrar {
     }
 
     /// Counts a sync of these communicators, and determines which histories it compares. Returns an empty list if all communicators are
-    /// [quiet](SyncedComm::is_quiet). Most syncs of a program are, and filling and moving the list would take a fifth of their time.
+    /// [quiet](SyncedComm::is_quiet). Most syncs are quiet, and building the list would take a fifth of their time.
     fn begin_sync(&self, attachments: Attachments) -> SyncedComms {
         let mut comms = SyncedComms::new();
         for (number, attachment) in attachments.iter().enumerate() {

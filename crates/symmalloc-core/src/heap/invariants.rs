@@ -11,6 +11,7 @@ use crate::config::size_rules::SizeClass;
 use crate::sleep::mappings::Mappings;
 use crate::stitching::{Granule, Run, StitchedRange};
 use crate::sync::lock::Lock;
+use crate::types::backend::Event;
 use crate::types::ids::{HeapId, PoolId, StreamGroup};
 use crate::types::units::{Units, bytes};
 use std::collections::{BTreeMap, BTreeSet};
@@ -51,7 +52,11 @@ fn invariants<L: Lock>() -> [(&'static str, &'static str, Check<L>); 11] {
         ),
         ("I8", "memory begins and ends on granule boundaries, and segments lie in their range", extents_are_granular),
         ("I9", "the pointer map, where configured, holds exactly the live allocations", pointers_are_exact),
-        ("I11", "memory that has several names is in use or free under exactly one of them", names_are_used_once),
+        (
+            "I11",
+            "memory that has several names is in use or free under exactly one of them",
+            each_granule_is_at_one_address,
+        ),
         ("I12", "places of plans lie in one block, and those that are live do not overlap", places_are_apart),
     ]
 }
@@ -170,19 +175,23 @@ fn usage_adds_up<L: Lock>(heap: &Heap<L>) -> bool {
 }
 
 fn fences_are_owned<L: Lock>(heap: &Heap<L>) -> bool {
-    let (mut sets, mut events) = (BTreeSet::new(), BTreeSet::new());
+    let (mut sets, mut events) = (BTreeSet::new(), BTreeMap::new());
     let each = blocks_and_places(heap).all(|(slot, block)| {
         let fences = heap.arena.fences_of(slot);
         let is_named_once = block.fences.is_empty() || !fences.is_empty() && sets.insert(block.fences);
         let is_ordered = fences.is_sorted_by(|a, b| a.stream < b.stream);
         // Events are recorded at free, on every stream that used the block.
         let is_armed = fences.iter().all(|fence| match fence.event {
-            Some(event) => block.is_free() && events.insert(event.0),
+            Some(event) => {
+                *events.entry(event.0).or_insert(0) += 1;
+                block.is_free()
+            }
             None => true,
         });
         is_named_once && is_ordered && is_armed && (fences.is_empty() || !block.is_hole())
     });
-    each && sets.len() == heap.arena.fence_sets()
+    let are_counted = events.into_iter().all(|(event, fences)| heap.arena.event_shares(Event(event)) == fences);
+    each && are_counted && sets.len() == heap.arena.fence_sets()
 }
 
 fn live_ones_are_sane<L: Lock>(heap: &Heap<L>) -> bool {
@@ -225,23 +234,40 @@ fn pointers_are_exact<L: Lock>(heap: &Heap<L>) -> bool {
         && pointers.len() as u64 == heap.ledger.usage().allocations()
 }
 
-fn names_are_used_once<L: Lock>(heap: &Heap<L>) -> bool {
+fn each_granule_is_at_one_address<L: Lock>(heap: &Heap<L>) -> bool {
     let granule = heap.arena.rules().granule;
-    let is_stitched = |block: &Block| heap.arena.segment(block.segment).is_stitched;
-    let away = || blocks(heap).filter(|(_, block)| block.is_elsewhere());
-    let filled: BTreeMap<Slot, Run> =
-        heap.stitched.ranges().iter().flat_map(StitchedRange::filled_pieces).map(|(run, slot)| (slot, run)).collect();
-    let are_covered = away().filter(|(_, block)| !is_stitched(block)).map(|(slot, block)| {
-        (slot, Run { start: Granule { segment: block.segment, offset: block.offset() }, size: block.size })
-    });
-    let are_whole =
-        away().all(|(_, block)| block.offset().is_multiple_of(granule) && block.size.is_multiple_of(granule));
-    let fill = |range: &StitchedRange| {
-        let slots = heap.arena.blocks_of(range.segment()).map(|slot| heap.arena.block(slot));
-        let here: Units = slots.filter(|block| !block.is_elsewhere()).map(|block| block.size).sum();
-        here == range.filled_pieces().map(|(run, _)| run.size).sum::<Units>()
+    let is_whole = |block: &Block| block.offset().is_multiple_of(granule) && block.size.is_multiple_of(granule);
+    let at_home = blocks(heap).filter(|(_, block)| !heap.arena.segment(block.segment).is_stitched);
+    let mut covered: Vec<(Run, Slot)> = at_home
+        .filter(|(_, block)| block.is_elsewhere())
+        .map(|(slot, block)| {
+            let start = Granule { segment: block.segment, offset: block.offset() };
+            (Run { start, size: block.size }, slot)
+        })
+        .collect();
+    let ranges = heap.stitched.ranges();
+    let mut filled: Vec<(Run, Slot)> =
+        ranges.iter().flat_map(StitchedRange::filled_pieces).map(|(_, run, slot)| (run, slot)).collect();
+    covered.sort_unstable();
+    filled.sort_unstable();
+    let is_filled_here = |range: &StitchedRange| {
+        let here = |offset| range.filled_pieces().any(|(at, run, _)| at <= offset && offset < at + run.size);
+        let blocks = heap.arena.blocks_of(range.segment()).map(|slot| heap.arena.block(slot));
+        blocks.into_iter().all(|block| {
+            let mut granules = (block.offset() / granule * granule..block.end()).step_by(granule as usize);
+            granules.all(|offset| here(offset) != block.is_elsewhere())
+        })
     };
-    are_whole && are_covered.collect::<BTreeMap<_, _>>() == filled && heap.stitched.ranges().iter().all(fill)
+    let maps_once = |range: &StitchedRange| {
+        let mut runs: Vec<Run> = range.mapped_pieces().map(|(_, run)| run).collect();
+        runs.sort_unstable();
+        runs.windows(2).all(|pair| {
+            pair[0].start.segment < pair[1].start.segment || pair[0].start.offset + pair[0].size <= pair[1].start.offset
+        })
+    };
+    blocks(heap).all(|(_, block)| !block.is_elsewhere() || is_whole(block))
+        && covered == filled
+        && ranges.iter().all(|range| is_filled_here(range) && maps_once(range))
 }
 
 fn places_are_apart<L: Lock>(heap: &Heap<L>) -> bool {

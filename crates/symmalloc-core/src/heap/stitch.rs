@@ -14,7 +14,7 @@
 //! time. In both cases the host waits for the streams that used it; no other step blocks. The stream that gets a
 //! stitched block waits, on the device, for all earlier users of all its granules (rule D3).
 //!
-//! A refused request has changed nothing. If the driver fails between growth and the last mapping, the memory has
+//! A refused request changes nothing. If the driver fails between growth and the last mapping, the memory has
 //! grown, and the digest records both events.
 
 use super::acquire::Missing;
@@ -54,7 +54,7 @@ impl<L: Lock> Heap<L> {
         let whole = self.arena.rules().whole_granules(size);
         let missing = u64::from(whole).saturating_sub(free.size) as Units;
         let at_end = self.arena.rules().whole_granules(size - self.arena.free_at_end().min(size));
-        if bytes(size) < stitching.least_bytes || missing >= at_end || self.log.is_observed() {
+        if bytes(size) < stitching.least_bytes || missing >= at_end {
             return Ok(None);
         }
         if missing == 0
@@ -63,6 +63,10 @@ impl<L: Lock> Heap<L> {
             self.stitched.gather(&mut self.arena);
             let again = self.stitch_again(context, stream, segment, whole);
             return again.map(Some).map_err(|error| Box::new(Shortage::Fence(error)));
+        }
+        // A range that exists was mapped before the observer came. A new one is not mapped for it.
+        if self.log.is_observed() {
+            return Ok(None);
         }
         let (count, most) = ((whole / granule) as usize, stitching.aliases_max as usize);
         let unused = self.stitched.unused(&self.arena);
@@ -95,7 +99,7 @@ impl<L: Lock> Heap<L> {
         Ok(self.stitched.reuse(&mut self.arena, &home, segment, size, free))
     }
 
-    /// Maps a new range of `size` units, as many as are free at home.
+    /// Maps a new range onto `size` units that are free at home.
     fn stitch_new(&mut self, context: &DynContext<'_, L>, stream: StreamId, size: Units) -> Result<Slot, BackendError> {
         let home = FreeAtHome::new(&self.arena);
         let runs = first_free(&self.arena, size);
@@ -153,13 +157,17 @@ impl<L: Lock> Heap<L> {
 
     /// Unmaps the oldest unused ranges if `count` more granules would exceed the limit.
     fn make_room(&mut self, context: &DynContext<'_, L>, most: usize, count: usize) -> Result<(), BackendError> {
-        if self.stitched.aliases(&self.arena) + count <= most {
+        let mut aliases = self.stitched.aliases(&self.arena);
+        if aliases + count <= most {
             return Ok(());
         }
-        for (segment, _) in self.stitched.unused(&self.arena) {
-            if self.stitched.aliases(&self.arena) > (most - most / 8).min(most - count) {
-                self.retire(context, segment);
+        let least = (most - most / 8).min(most - count);
+        for (segment, unmapped) in self.stitched.unused(&self.arena) {
+            if aliases <= least {
+                break;
             }
+            self.retire(context, segment);
+            aliases -= unmapped;
         }
         self.release_retired(context).error.map_or(Ok(()), Err)
     }

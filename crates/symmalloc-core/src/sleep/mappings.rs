@@ -28,8 +28,8 @@ impl Mapping {
     }
 }
 
-/// The mappings of a sleeping heap. The heap's segments and stitched ranges do not change while it sleeps, so the list
-/// is complete until the heap wakes or is destroyed.
+/// The mappings of a sleeping heap. The heap's mapped addresses do not change while it sleeps, although a free
+/// may move memory between them. So the list is complete until the heap wakes or is destroyed.
 #[derive(Debug)]
 pub(crate) struct Mappings {
     /// Memory in segment order, then aliases. No alias precedes the memory that it maps.

@@ -21,6 +21,7 @@
 use crate::streams::clocks::Tick;
 use crate::types::backend::Event;
 use crate::types::ids::StreamId;
+use crate::types::look_up::LookUp;
 use crate::types::work;
 use slab::Slab;
 use smallvec::SmallVec;
@@ -31,7 +32,7 @@ pub(crate) struct Fence {
     pub(crate) stream: StreamId,
     /// 0 if there is nothing to wait for, or while the block is still allocated.
     pub(crate) tick: Tick,
-    /// The recorded event, owned by this fence; `None` for ticks.
+    /// The recorded event, which copies of this fence share; `None` for ticks.
     pub(crate) event: Option<Event>,
 }
 
@@ -65,6 +66,8 @@ pub(crate) struct FenceTable {
     sets: Slab<Fences>,
     /// Events that no fence refers to any more. The arena recycles them.
     spent: Vec<Event>,
+    /// For each event of several fences, their number minus one.
+    copies: LookUp<u64, u32>,
 }
 
 impl FenceTable {
@@ -89,6 +92,25 @@ impl FenceTable {
         self.sets.try_remove(set.0 as usize).unwrap_or_default()
     }
 
+    /// Adds a copy of a set for another block with the same users.
+    pub(crate) fn copy(&mut self, set: FenceSetId) -> FenceSetId {
+        let fences = Fences::from_slice(self.fences(set));
+        for event in fences.iter().filter_map(|fence| fence.event) {
+            let copies = self.copies.find(event.0).copied().unwrap_or(0);
+            self.copies.insert(event.0, copies + 1);
+        }
+        self.insert(fences)
+    }
+
+    /// Drops a fence's reference to its event. The last reference makes the event spent.
+    fn drop_event(&mut self, event: Event) {
+        match self.copies.take(event.0) {
+            None => self.spent.push(event),
+            Some(1) => {}
+            Some(copies) => self.copies.insert(event.0, copies - 1),
+        }
+    }
+
     /// Replaces the fences of a set, which have no events.
     pub(crate) fn replace(&mut self, set: FenceSetId, fences: Fences) {
         self.sets[set.0 as usize] = fences;
@@ -107,7 +129,9 @@ impl FenceTable {
             Ok(at) if fence.tick < fences[at].tick => fence.event,
             Ok(at) => std::mem::replace(&mut fences[at], fence).event,
         };
-        self.spent.extend(spent);
+        if let Some(event) = spent {
+            self.drop_event(event);
+        }
         set
     }
 
@@ -124,13 +148,13 @@ impl FenceTable {
     /// Removes a set. Its events become spent.
     pub(crate) fn clear(&mut self, set: FenceSetId) {
         let fences = self.take(set);
-        self.spent.extend(fences.into_iter().filter_map(|fence| fence.event));
+        fences.into_iter().filter_map(|fence| fence.event).for_each(|event| self.drop_event(event));
     }
 
     /// Drops the fences for which `is_over` returns `true`. Returns the remaining set.
     pub(crate) fn drop_over(&mut self, set: FenceSetId, is_over: impl Fn(&Fence) -> bool) -> FenceSetId {
         let (over, left): (Fences, Fences) = self.take(set).into_iter().partition(is_over);
-        self.spent.extend(over.into_iter().filter_map(|fence| fence.event));
+        over.into_iter().filter_map(|fence| fence.event).for_each(|event| self.drop_event(event));
         self.insert(left)
     }
 
@@ -140,6 +164,11 @@ impl FenceTable {
         if !self.spent.is_empty() {
             self.spent.drain(..).for_each(recycle);
         }
+    }
+
+    /// Returns the number of fences that share an event, for the invariants.
+    pub(crate) fn shares(&self, event: Event) -> u32 {
+        self.copies.find(event.0).map_or(1, |copies| copies + 1)
     }
 
     /// Returns the number of sets, for the invariants.

@@ -1,6 +1,7 @@
 //! Hash maps with look-up by key only. They cannot be iterated, so no decision and no report follows hash order.
 
 use ahash::RandomState;
+use std::fmt;
 use std::hash::Hash;
 
 #[allow(clippy::disallowed_types, reason = "looked up by key only, with fixed seeds")]
@@ -12,6 +13,12 @@ pub(crate) struct LookUp<K, V>(Map<K, V>);
 impl<K, V> Default for LookUp<K, V> {
     fn default() -> Self {
         LookUp(Map::with_hasher(RandomState::with_seeds(1, 2, 3, 4)))
+    }
+}
+
+impl<K, V> fmt::Debug for LookUp<K, V> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LookUp").finish_non_exhaustive()
     }
 }
 
