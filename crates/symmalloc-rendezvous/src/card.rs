@@ -78,16 +78,17 @@ impl Outcome {
                 let (mut waited, mut count) = ([0; 8], [0; 4]);
                 read(&mut waited)?;
                 read(&mut count)?;
-                let count = u32::from_le_bytes(count);
-                if count >= ranks {
-                    return Err(io::ErrorKind::InvalidData.into());
-                }
-                let (mut missing, mut found) = (Vec::new(), Vec::new());
-                for _ in 0..count {
+                let (mut missing, mut found, mut last) = (Vec::new(), Vec::new(), 0);
+                for _ in 0..u32::from_le_bytes(count) {
                     let (mut rank, mut answer) = ([0; 4], [0; 2]);
                     read(&mut rank)?;
                     read(&mut answer)?;
                     let rank = u32::from_le_bytes(rank);
+                    // Each rank is missing at most once, so the list is not longer than the job.
+                    if rank <= last || rank >= ranks {
+                        return Err(io::ErrorKind::InvalidData.into());
+                    }
+                    last = rank;
                     missing.push(rank);
                     found.extend(answer_of(answer).map(|answer| (rank, answer)));
                 }
@@ -280,7 +281,19 @@ mod tests {
                 assert!(Card::from_bytes(&bytes[..length], 4).is_err(), "{length} of {} bytes", bytes.len());
             }
         }
-        assert!(Card::from_bytes(&card(Some(missing())).bytes(), 2).is_err(), "more missing ranks than others");
+    }
+
+    #[test]
+    fn an_outcome_names_each_missing_rank_once_and_no_others() {
+        for (missing, ranks) in
+            [(vec![1, 2, 3], 3), (vec![2, 2], 4), (vec![2, 1], 4), (vec![0], 4), (vec![u32::MAX], 4)]
+        {
+            let outcome = Outcome::Missing { missing, found: vec![], waited: Duration::ZERO };
+            assert!(
+                Card::from_bytes(&card(Some(outcome.clone())).bytes(), ranks).is_err(),
+                "{outcome:?} of {ranks} ranks"
+            );
+        }
     }
 
     #[test]

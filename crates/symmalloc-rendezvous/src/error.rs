@@ -41,6 +41,16 @@ pub enum RendezvousError {
         /// The value of the address.
         value: String,
     },
+    /// The job has more ranks than can meet.
+    #[error(
+        "the job has {ranks} ranks, and at most {ranks_max} can meet: check WORLD_SIZE or its counterpart of the launcher"
+    )]
+    TooManyRanks {
+        /// Number of ranks.
+        ranks: u32,
+        /// Maximum number of ranks.
+        ranks_max: u32,
+    },
     /// Rank 0 cannot listen.
     #[error("rank 0 cannot listen on {address} ({kind}): set SYMMALLOC_RENDEZVOUS to a free port of its machine")]
     Listen {

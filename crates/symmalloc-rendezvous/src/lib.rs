@@ -114,7 +114,7 @@ pub fn share<E: From<RendezvousError>>(
     static COUNTER: SequenceCounter<u64> = SequenceCounter::new();
     // The n-th meeting of one rank is the n-th of every other rank.
     let turn = COUNTER.next(hash(job_of(launch).as_bytes()), launch.rank);
-    let meeting = meeting_of(launch, turn, Secret::from_env()?);
+    let meeting = meeting_of(launch, turn, Secret::from_env()?)?;
     let place = Place::of(launch, &meeting, |name| std::env::var(name).ok())?;
     place.hold(&meeting, launch.rank, create, deadline)
 }
@@ -138,7 +138,7 @@ pub fn share_through<E: From<RendezvousError>>(
     let Job { name, rank, ranks } = job;
     assert!(rank < ranks, "rank {rank} of {ranks}: ranks count from 0");
     let turn = COUNTER.next(hash(name.as_bytes()), rank);
-    let meeting = Meeting { job: hash(format!("{name} {turn}").as_bytes()), ranks, secret: Secret::from_env()? };
+    let meeting = Meeting::new(hash(format!("{name} {turn}").as_bytes()), ranks, Secret::from_env()?)?;
     meeting.hold(store, &Reach::Network { toward: Vec::new(), named: Vec::new() }, rank, create, deadline)
 }
 
@@ -160,7 +160,7 @@ pub fn meet(
     }
     let turn = COUNTER.next(hash(format!("{address} {name}").as_bytes()), rank);
     let job = hash(format!("{address} {name} {turn}").as_bytes());
-    let meeting = Meeting { job, ranks, secret: Secret::from_env()? };
+    let meeting = Meeting::new(job, ranks, Secret::from_env()?)?;
     let create = || {
         let mut bytes = [0; SHARED_BYTES];
         bytes[..32].copy_from_slice(&random::<32>()?);
@@ -170,8 +170,8 @@ pub fn meet(
 }
 
 /// Returns a meeting of the ranks that the launcher started.
-fn meeting_of(launch: &Launch, turn: u32, secret: Option<Secret>) -> Meeting {
-    Meeting { job: hash(format!("{}.{turn}", job_of(launch)).as_bytes()), ranks: launch.ranks, secret }
+fn meeting_of(launch: &Launch, turn: u32, secret: Option<Secret>) -> Result<Meeting, RendezvousError> {
+    Meeting::new(hash(format!("{}.{turn}", job_of(launch)).as_bytes()), launch.ranks, secret)
 }
 
 /// Returns a name that distinguishes this job from others on the machine.

@@ -44,11 +44,15 @@ const NOTES_LIMIT: Duration = Duration::from_secs(1);
 /// Maximum number of missing ranks whose notes rank 0 reads.
 const NOTES_MAX: usize = 64;
 
+/// Maximum number of ranks. Rank 0 lists those that are missing. No real job has this many.
+pub(crate) const RANKS_MAX: u32 = 1 << 20;
+
 /// One meeting of the ranks of one job.
 #[derive(Clone, Debug)]
 pub(crate) struct Meeting {
     /// Identifies the job and its turn, equal on all ranks.
     pub(crate) job: u64,
+    /// At most [`RANKS_MAX`].
     pub(crate) ranks: u32,
     pub(crate) secret: Option<Secret>,
 }
@@ -93,6 +97,14 @@ impl Arrival {
 }
 
 impl Meeting {
+    /// Creates a meeting. Fails if no job has this many ranks.
+    pub(crate) fn new(job: u64, ranks: u32, secret: Option<Secret>) -> Result<Self, RendezvousError> {
+        if ranks > RANKS_MAX {
+            return Err(RendezvousError::TooManyRanks { ranks, ranks_max: RANKS_MAX });
+        }
+        Ok(Meeting { job, ranks, secret })
+    }
+
     /// Meets the other ranks. Rank 0 shares what `create` returns.
     pub(crate) fn hold<E: From<RendezvousError>>(
         &self,

@@ -217,7 +217,7 @@ mod tests {
 
     fn place_with(secret: Option<&str>, launch: &Launch, variables: &[(&str, &str)]) -> Result<Place, RendezvousError> {
         let secret = secret.map(|text| Secret::new(text.into()).expect("the secret is long enough"));
-        Place::of(launch, &meeting_of(launch, 0, secret), |name| {
+        Place::of(launch, &meeting_of(launch, 0, secret)?, |name| {
             variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
         })
     }

@@ -53,7 +53,8 @@ fn anywhere() -> (Listener, [Endpoint; 1]) {
 fn local_place(name: &str) -> EndpointList {
     let job = format!("{name}-{}", std::process::id());
     let launch = launch(2, 2, &job);
-    match Place::of(&launch, &meeting_of(&launch, 0, None), |_| None).expect("the launch has an address") {
+    let meeting = meeting_of(&launch, 0, None).expect("a job may have two ranks");
+    match Place::of(&launch, &meeting, |_| None).expect("the launch has an address") {
         Place::Own(list) => list,
         other => panic!("{other:?}"),
     }

@@ -7,15 +7,16 @@ use crate::endpoint::{Endpoint, Listener, wait_for_any};
 use crate::error::{EndpointAnswer, RendezvousError};
 use crate::folder::FolderStore;
 use crate::handshake::SHARED_BYTES;
-use crate::meeting::{Meeting, Met, Reach};
+use crate::launch::Launch;
+use crate::meeting::{Meeting, Met, RANKS_MAX, Reach};
 use crate::place::{EndpointList, Place};
 use crate::search::{Identity, search};
 use crate::secret::{Secret, TOKEN_BYTES, random};
 use crate::store::{Store, Values};
 use crate::tests::torch_stand_in::StandIn;
-use crate::tests::{OTHER_SECRET, SECRET};
+use crate::tests::{OTHER_SECRET, SECRET, launch};
 use crate::torch_store::TorchStore;
-use crate::{Job, meet, share_through};
+use crate::{Job, meet, share, share_through};
 use std::io::Write;
 use std::net::{Ipv6Addr, SocketAddr, TcpStream};
 use std::os::fd::AsFd;
@@ -332,9 +333,27 @@ fn only_ranks_in_the_same_turn_meet() {
     assert_eq!(both(PATIENT), (Ok(true), Ok(true)), "both are in their fourth turn");
 }
 
+/// Regression test: rank 0 allocated 64 GB for `WORLD_SIZE=4294967295`.
+#[test]
+fn a_number_of_ranks_that_no_job_has_is_an_error() {
+    let refused = |ranks| Err(RendezvousError::TooManyRanks { ranks, ranks_max: RANKS_MAX });
+    let create = || Ok::<_, RendezvousError>(ID);
+    for ranks in [RANKS_MAX + 1, u32::MAX] {
+        for rank in [0, 1, ranks - 1] {
+            let launch = Launch { rank, ..launch(ranks, 1, "many") };
+            assert_eq!(ended(share(&launch, create, &within(PATIENT))), refused(ranks), "rank {rank}");
+            let job = Job { name: "many", rank, ranks };
+            assert_eq!(ended(share_through(&Values::default(), job, create, &within(PATIENT))), refused(ranks));
+            let met = meet("/nowhere", "many", rank, ranks, &within(PATIENT));
+            assert_eq!(met.map(|_| ID), refused(ranks));
+        }
+    }
+    assert!(Meeting::new(1, RANKS_MAX, None).is_ok());
+}
+
 #[test]
 fn meetings_differ_by_job_and_turn() {
-    let job = |text, turn| crate::meeting_of(&crate::tests::launch(2, 2, text), turn, None).job;
+    let job = |text, turn| crate::meeting_of(&launch(2, 2, text), turn, None).map(|meeting| meeting.job);
     assert_eq!(job("a", 0), job("a", 0));
     assert_ne!(job("a", 0), job("b", 0));
     assert_ne!(job("a", 0), job("a", 1));
