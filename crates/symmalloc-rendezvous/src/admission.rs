@@ -20,9 +20,9 @@ use zerocopy::IntoBytes;
 /// Time limit for a peer to identify itself, and for rank 0 to answer.
 pub(crate) const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
 
-/// Maximum number of peers at a time. One more evicts the oldest of those that have not introduced themselves: a rank does so immediately.
+/// Maximum number of peers of one [stage](Stage) at a time. One more evicts the oldest one of its stage.
 const PEERS_MAX: usize = 1024;
-/// Maximum number of peers at a time from one network address, which may be that of a machine with many ranks.
+/// Maximum number of peers of one [stage](Stage) at a time from one network address, which may be that of a machine with many ranks.
 const PEERS_PER_ADDRESS_MAX: usize = 256;
 /// Maximum number of connections that are accepted between two checks of the peers.
 const ACCEPTS_MAX: usize = 64;
@@ -50,6 +50,18 @@ enum Awaited {
     Proof(Exchange),
     /// Its last message, after which the rank has arrived.
     Join(Hello),
+}
+
+/// How far a peer has come. A flood evicts only peers of its own stage: silent connections do not evict a rank that was challenged, and
+/// nobody evicts a rank that has proven itself and may already have joined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// It has not introduced itself. A rank does so immediately, so the oldest of these peers is not a rank.
+    Silent,
+    /// It has introduced itself and proven nothing: it is challenged, or no proof is required. A rank needs one round trip.
+    Unproven,
+    /// It has proven that it knows the key. Strangers do not reach this stage, so it has no limit.
+    Proven,
 }
 
 /// A rank that has proven what the terms require, and its connection.
@@ -126,19 +138,28 @@ impl Admission {
     fn admit(&mut self, connection: Connection, from: Option<IpAddr>, endpoint: u32) {
         let (since, received, awaited) = (Instant::now(), Vec::new(), Awaited::Hello);
         self.peers.push(PendingPeer { connection, from, endpoint, since, received, awaited });
-        let is_neighbor = |peer: &PendingPeer| from.is_some() && peer.from == from;
-        if self.peers.iter().filter(|peer| is_neighbor(peer)).count() > PEERS_PER_ADDRESS_MAX {
-            self.evict(is_neighbor);
-        } else if self.peers.len() > PEERS_MAX {
-            self.evict(|_| true);
+        // Each new peer evicts at most one of each stage. Peers arrive one at a time, so that suffices for both limits.
+        for stage in [Stage::Silent, Stage::Unproven] {
+            let is_rival = |peer: &PendingPeer| self.stage(peer) == stage;
+            let is_neighbor = |peer: &PendingPeer| from.is_some() && peer.from == from && is_rival(peer);
+            let oldest = self.oldest_beyond(PEERS_PER_ADDRESS_MAX, is_neighbor);
+            oldest.or_else(|| self.oldest_beyond(PEERS_MAX, is_rival)).map(|oldest| self.peers.remove(oldest));
         }
     }
 
-    /// Removes the oldest of these peers, and one that has not introduced itself, if there is one.
-    fn evict(&mut self, is_candidate: impl Fn(&PendingPeer) -> bool) {
-        let is_silent = |peer: &PendingPeer| is_candidate(peer) && matches!(peer.awaited, Awaited::Hello);
-        let evicted = self.peers.iter().position(is_silent).or_else(|| self.peers.iter().position(&is_candidate));
-        evicted.map(|evicted| self.peers.remove(evicted));
+    /// Returns the index of the oldest of these peers, if they are more than `limit`.
+    fn oldest_beyond(&self, limit: usize, is_candidate: impl Fn(&PendingPeer) -> bool) -> Option<usize> {
+        let mut candidates = self.peers.iter().enumerate().filter(|(_, peer)| is_candidate(peer));
+        let (oldest, _) = candidates.next()?;
+        (candidates.count() >= limit).then_some(oldest)
+    }
+
+    fn stage(&self, peer: &PendingPeer) -> Stage {
+        match peer.awaited {
+            Awaited::Hello => Stage::Silent,
+            Awaited::Join(_) if self.terms.key.is_some() => Stage::Proven,
+            Awaited::Proof(_) | Awaited::Join(_) => Stage::Unproven,
+        }
     }
 
     /// Reads from the peers that are ready, in the order of [`descriptors`](Self::descriptors), and returns those that joined. Refuses a
@@ -295,5 +316,93 @@ impl PendingPeer {
         let tail: [u8; TAIL_BYTES] = zerocopy::transmute!(TailMessage { id: [0; SHARED_BYTES], proof });
         self.connection.write_all(&[&verdict.head()[..], &tail].concat())?;
         Ok(HandshakeState::Rejected)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::handshake::join_bytes;
+    use std::net::Ipv4Addr;
+    use std::os::unix::net::UnixStream;
+
+    const HELLO: Hello = Hello { job: 5, ranks: 2, rank: 1, session: 7, has_secret: false, nonce: [0; 32] };
+
+    fn admission(has_key: bool) -> Admission {
+        let key = has_key.then(|| Secret::with_token(&[1; 32], None));
+        Admission::new(Terms { job: 5, ranks: 2, has_secret: false, key, refusal_key: None }, [7; SHARED_BYTES])
+    }
+
+    /// Connects a peer from one address, and returns its side.
+    fn connect(admission: &mut Admission) -> UnixStream {
+        let (ours, theirs) = UnixStream::pair().expect("a pair of sockets");
+        ours.set_nonblocking(true).expect("a socket");
+        admission.admit(ours.into(), Some(Ipv4Addr::LOCALHOST.into()), 0);
+        theirs
+    }
+
+    fn poll(admission: &mut Admission) -> Vec<u32> {
+        let ready = vec![true; admission.len()];
+        admission.poll(&ready, |_, _, _| false).iter().map(|it| it.rank).collect()
+    }
+
+    /// Connects more peers than rank 0 keeps, which send `bytes`.
+    fn flood(admission: &mut Admission, bytes: &[u8]) -> Vec<UnixStream> {
+        let flood = (0..PEERS_PER_ADDRESS_MAX + 10).map(|_| {
+            let mut stranger = connect(admission);
+            stranger.write_all(bytes).expect("connected");
+            stranger
+        });
+        flood.collect()
+    }
+
+    /// Regression test: a flood evicted a rank that had joined, but whose last message had not been read.
+    #[test]
+    fn a_flood_evicts_no_rank_that_has_proven_itself() {
+        for (has_key, stays) in [(true, true), (false, false)] {
+            let mut admission = admission(has_key);
+            let mut rank = connect(&mut admission);
+            admission.peers[0].awaited = Awaited::Join(HELLO);
+            rank.write_all(&join_bytes(Duration::ZERO)).expect("connected");
+            for bytes in [&[][..], &HELLO.bytes()] {
+                let _strangers = flood(&mut admission, bytes);
+                // The rank's message is not read yet. Those of the strangers are.
+                let mut ready = vec![true; admission.len()];
+                ready[0] = false;
+                assert!(admission.poll(&ready, |_, _, _| false).is_empty());
+            }
+            let _strangers = flood(&mut admission, &HELLO.bytes());
+            assert_eq!(poll(&mut admission), if stays { vec![1] } else { vec![] }, "{has_key}");
+        }
+    }
+
+    #[test]
+    fn silent_connections_evict_no_rank_that_is_challenged() {
+        let mut admission = admission(true);
+        let mut rank = connect(&mut admission);
+        rank.write_all(&HELLO.bytes()).expect("connected");
+        assert!(poll(&mut admission).is_empty());
+        let _strangers = flood(&mut admission, &[]);
+        assert!(matches!(admission.peers[0].awaited, Awaited::Proof(_)));
+        assert_eq!(admission.len(), 1 + PEERS_PER_ADDRESS_MAX);
+    }
+
+    #[test]
+    fn strangers_that_introduce_themselves_leave_room_for_a_rank() {
+        let mut admission = admission(true);
+        for _ in 0..4 {
+            let _strangers = flood(&mut admission, &[]);
+            let exchange = Exchange { hello: HELLO, nonce: [0; 32], endpoint: 0 };
+            admission.peers.iter_mut().for_each(|peer| peer.awaited = Awaited::Proof(exchange));
+            assert!(admission.len() <= 2 * PEERS_PER_ADDRESS_MAX, "{}", admission.len());
+        }
+        let mut rank = connect(&mut admission);
+        rank.write_all(&HELLO.bytes()).expect("connected");
+        let mut ready = vec![false; admission.len()];
+        *ready.last_mut().expect("the rank is the last peer") = true;
+        assert!(admission.poll(&ready, |_, _, _| false).is_empty());
+        let mut answer = [0; 9];
+        rank.read_exact(&mut answer).expect("it is challenged");
+        assert_eq!(answer, Verdict::Challenge.head());
     }
 }
