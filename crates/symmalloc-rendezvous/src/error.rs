@@ -31,6 +31,12 @@ pub enum RendezvousError {
          and for a home directory in XDG_STATE_HOME and HOME. Set one of them, the same on every rank"
     )]
     NoHome,
+    /// A variable of the environment is not UTF-8.
+    #[error("{variable} is not UTF-8: set it to a value in UTF-8, the same on every rank")]
+    NotUtf8 {
+        /// The variable.
+        variable: &'static str,
+    },
     /// The address cannot be used.
     #[error(
         "{variable}=\"{value}\" cannot be resolved: write host:port, with a host that this machine can resolve, or the absolute path of a folder"

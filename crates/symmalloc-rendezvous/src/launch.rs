@@ -156,7 +156,8 @@ impl Launch {
     /// # Errors
     /// Returns an error if no launcher's variables are set, or they are inconsistent.
     pub fn from_env() -> Result<Self, LaunchError> {
-        Self::from_variables(|name| std::env::var(name).ok())
+        // A value that is not UTF-8 is not a number either, and must not count as missing.
+        Self::from_variables(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
 
     /// Like [`from_env`](Self::from_env), but looks variables up with `variable`.
@@ -252,6 +253,9 @@ impl fmt::Display for Launcher {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
+    use std::process::Command;
 
     fn launch(variables: &[(&str, &str)]) -> Result<Launch, LaunchError> {
         Launch::from_variables(|name| {
@@ -280,6 +284,22 @@ mod tests {
         let launch = launch(&TORCH).expect("complete");
         assert_eq!((launch.rank, launch.ranks, launch.local_rank, launch.local_ranks), (5, 8, 1, 4));
         assert_eq!((launch.launcher, launch.job.as_str()), (Launcher::Torchrun, "none"));
+    }
+
+    #[test]
+    fn a_variable_that_is_not_utf8_is_malformed_and_not_missing() {
+        const CHILD: &str = "SYMMALLOC_TEST_LAUNCH_CHILD";
+        if std::env::var_os(CHILD).is_some() {
+            let launch = Launch::from_env();
+            assert!(matches!(launch, Err(LaunchError::Malformed { variable: "RANK", .. })), "{launch:?}");
+            return;
+        }
+        let test = "launch::tests::a_variable_that_is_not_utf8_is_malformed_and_not_missing";
+        let mut child = Command::new(std::env::current_exe().expect("this test"));
+        child.args(["--exact", test]).envs(TORCH).env("RANK", OsStr::from_bytes(b"\xff")).env(CHILD, "");
+        let output = child.output().expect("it starts");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        assert!(String::from_utf8_lossy(&output.stdout).contains("1 passed"));
     }
 
     #[test]

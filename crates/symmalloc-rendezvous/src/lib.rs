@@ -115,7 +115,7 @@ pub fn share<E: From<RendezvousError>>(
     // The n-th meeting of one rank is the n-th of every other rank.
     let turn = COUNTER.next(hash(job_of(launch).as_bytes()), launch.rank);
     let meeting = meeting_of(launch, turn, Secret::from_env()?)?;
-    let place = Place::of(launch, &meeting, |name| std::env::var(name).ok())?;
+    let place = Place::of(launch, &meeting, |name| std::env::var_os(name))?;
     place.hold(&meeting, launch.rank, create, deadline)
 }
 

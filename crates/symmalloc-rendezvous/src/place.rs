@@ -12,6 +12,7 @@ use crate::own::{RemoteStore, ServedStore};
 use crate::search::Identity;
 use crate::secret::random;
 use crate::torch_store::TorchStore;
+use std::ffi::OsString;
 use std::net::{SocketAddr, ToSocketAddrs, UdpSocket};
 use std::path::{Path, PathBuf};
 
@@ -42,17 +43,21 @@ impl Place {
     pub(crate) fn of(
         launch: &Launch,
         meeting: &Meeting,
-        variable: impl Fn(&str) -> Option<String>,
+        variable: impl Fn(&str) -> Option<OsString>,
     ) -> Result<Self, RendezvousError> {
-        let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
+        let path = |name: &str| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        let text = |name: &'static str| {
+            let value = variable(name).filter(|value| !value.is_empty()).map(OsString::into_string);
+            value.transpose().map_err(|_| RendezvousError::NotUtf8 { variable: name })
+        };
         let is_one_machine = launch.ranks == launch.local_ranks;
-        if let Some(value) = variable(ADDRESS_VARIABLE) {
+        if let Some(value) = text(ADDRESS_VARIABLE)? {
             return Self::named(&value, ADDRESS_VARIABLE, is_one_machine, meeting);
         }
-        if let (Some(host), Some(port)) = (variable(MASTER_ADDRESS_VARIABLE), variable(MASTER_PORT_VARIABLE)) {
+        if let (Some(host), Some(port)) = (text(MASTER_ADDRESS_VARIABLE)?, text(MASTER_PORT_VARIABLE)?) {
             let bad = |variable, value: &str| RendezvousError::BadAddress { variable, value: value.to_owned() };
             let port: u16 = port.parse().map_err(|_| bad(MASTER_PORT_VARIABLE, &port))?;
-            let is_served = variable(AGENT_STORE_VARIABLE).is_some_and(|value| value.eq_ignore_ascii_case("true"));
+            let is_served = text(AGENT_STORE_VARIABLE)?.is_some_and(|value| value.eq_ignore_ascii_case("true"));
             if is_served && !is_one_machine {
                 return Ok(Place::Torch { host, port });
             }
@@ -81,8 +86,7 @@ impl Place {
         if launch.job.is_empty() || launch.launcher == Launcher::Torchrun {
             return Err(RendezvousError::NoAddress { launcher: launch.launcher });
         }
-        let state = variable("XDG_STATE_HOME").map(PathBuf::from);
-        let state = state.or_else(|| variable("HOME").map(|home| Path::new(&home).join(".local/state")));
+        let state = path("XDG_STATE_HOME").or_else(|| path("HOME").map(|home| home.join(".local/state")));
         let state = state.filter(|state| state.is_absolute()).ok_or(RendezvousError::NoHome)?;
         Ok(Place::Folder(folder_of(&state.join("symmalloc").join("rendezvous"), meeting)))
     }
@@ -208,6 +212,7 @@ mod tests {
     use crate::meeting_of;
     use crate::secret::Secret;
     use crate::tests::launch;
+    use std::os::unix::ffi::OsStringExt;
 
     const SECRET: &str = "0123456789abcdef";
 
@@ -218,7 +223,7 @@ mod tests {
     fn place_with(secret: Option<&str>, launch: &Launch, variables: &[(&str, &str)]) -> Result<Place, RendezvousError> {
         let secret = secret.map(|text| Secret::new(text.into()).expect("the secret is long enough"));
         Place::of(launch, &meeting_of(launch, 0, secret)?, |name| {
-            variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
+            variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).into())
         })
     }
 
@@ -331,6 +336,25 @@ mod tests {
         assert_eq!(place(&job, &[]), Err(RendezvousError::NoHome));
         let launcher = Launcher::Slurm;
         assert_eq!(place(&unnamed, &home), Err(RendezvousError::NoAddress { launcher }), "two jobs could meet");
+    }
+
+    #[test]
+    fn a_variable_that_is_not_utf8_is_an_error_and_not_ignored() {
+        let job = launch(4, 2, "job");
+        let meeting = meeting_of(&job, 0, None).expect("a job may have four ranks");
+        let bytes = || OsString::from_vec(b"/\xff".to_vec());
+        for bad in [ADDRESS_VARIABLE, MASTER_ADDRESS_VARIABLE, MASTER_PORT_VARIABLE, AGENT_STORE_VARIABLE] {
+            let place = Place::of(&job, &meeting, |name| match name {
+                _ if name == bad => Some(bytes()),
+                ADDRESS_VARIABLE => None,
+                _ => Some("29500".into()),
+            });
+            assert_eq!(place, Err(RendezvousError::NotUtf8 { variable: bad }));
+        }
+        // The path of a home directory is not text.
+        let job = Launch { launcher: Launcher::Slurm, ..job };
+        let place = Place::of(&job, &meeting, |name| (name == "HOME").then(bytes));
+        assert!(matches!(&place, Ok(Place::Folder(folder)) if folder.starts_with(bytes())), "{place:?}");
     }
 
     #[test]
