@@ -23,7 +23,7 @@ use std::time::Duration;
 const MAGIC: [u8; 7] = *b"symmcrd";
 
 /// Maximum number of endpoints on a card.
-const ENDPOINTS_MAX: usize = 64;
+pub(crate) const ENDPOINTS_MAX: usize = 64;
 
 /// A random number that identifies one meeting of one rank 0.
 pub(crate) type Token = [u8; TOKEN_BYTES];

@@ -15,7 +15,7 @@
 //! only if no other card appears before the deadline.
 
 use crate::admission::{Admission, Admitted};
-use crate::card::{Card, Outcome, Token, answer_of_note, note};
+use crate::card::{Card, ENDPOINTS_MAX, Outcome, Token, answer_of_note, note};
 use crate::deadline::Deadline;
 use crate::endpoint::{Endpoint, Listener, LocalName, hash, listen_everywhere, read_until, wait_for_any};
 use crate::error::{EndpointAnswer, RendezvousError};
@@ -323,12 +323,27 @@ fn listen(reach: &Reach) -> Result<(Vec<Listener>, Vec<Endpoint>), RendezvousErr
     if let Reach::Network { toward, named } = reach {
         let listener = listen_everywhere()?;
         let port = listener.number() as u16;
-        let mut addresses = own_addresses(toward);
-        addresses.extend(named.iter().filter(|ip| !ip.is_unspecified()));
-        addresses.sort_unstable();
-        addresses.dedup();
-        endpoints.extend(addresses.into_iter().map(|ip| Endpoint::Network(SocketAddr::new(ip, port))));
+        for ip in own_addresses(toward).into_iter().chain(named.iter().copied()) {
+            let endpoint = Endpoint::Network(SocketAddr::new(ip, port));
+            if endpoints.len() < ENDPOINTS_MAX && !ip.is_unspecified() && !endpoints.contains(&endpoint) {
+                endpoints.push(endpoint);
+            }
+        }
         listeners.push(listener);
     }
     Ok((listeners, endpoints))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_host_with_many_addresses_has_a_card_that_others_can_read() {
+        let named: Vec<IpAddr> = (0..200).flat_map(|last| [[192, 0, 2, last].into(); 8]).collect();
+        let (_listeners, endpoints) = listen(&Reach::Network { toward: Vec::new(), named }).expect("a port");
+        let card = Card { token: [1; 32], endpoints, outcome: None };
+        assert_eq!(card.endpoints.len(), ENDPOINTS_MAX);
+        assert_eq!(Card::from_bytes(&card.bytes(), 2).expect("a card"), card);
+    }
 }

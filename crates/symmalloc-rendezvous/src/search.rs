@@ -1,7 +1,7 @@
 //! The other ranks' side of the handshake: they try all endpoints at the same time until rank 0 answers.
 //!
 //! ```text
-//!  search                     one thread for each network address, and one for all sockets of this machine
+//!  search                     one thread for each network address, up to 64, and one for all sockets of this machine
 //!      │ starts ────────────►  connect ─► hello ─► answer of rank 0 ─► join ──┐
 //!      │                          ▲         │ anything else                   │ only the first thread
 //!      │                          └─ pause ◄┘ is kept as an answer            │
@@ -38,6 +38,9 @@ const PAUSE_MAX: Duration = Duration::from_millis(250);
 
 /// Time limit for an attempt if a thread tries several endpoints in turn, which another process of this user may occupy.
 const TURN_LIMIT: Duration = Duration::from_secs(1);
+
+/// Maximum number of threads for network addresses. If there are more addresses, a thread tries several of them in turn.
+const LANES_MAX: usize = 64;
 
 /// A process that searches for rank 0.
 #[derive(Clone, Copy, Debug)]
@@ -139,8 +142,7 @@ pub(crate) fn search(
     let addresses: Vec<SocketAddr> = network.iter().filter_map(Endpoint::address).collect();
     // A socket of this machine is preferred: it is asked before the network addresses. From another machine, nothing listens there.
     let is_found = !network.is_empty() && local.iter().any(|endpoint| search.try_once(endpoint, TURN_LIMIT));
-    let lanes = network.into_iter().map(|endpoint| vec![endpoint]).chain([local]);
-    for lane in lanes.filter(|lane| !lane.is_empty() && !is_found) {
+    for lane in lanes(&network).chain([local]).filter(|lane| !lane.is_empty() && !is_found) {
         let of_lane = Arc::clone(&search);
         if let Err(error) = threads::run(move || of_lane.try_in_turn(&lane)) {
             search.state().is_over = true;
@@ -157,6 +159,11 @@ pub(crate) fn search(
     let unreachable = EndpointAnswer::Unreachable { kind: io::ErrorKind::TimedOut };
     let answer = |address| (address, state.answers.get(&address).copied().unwrap_or(unreachable));
     Err(SearchError::Nobody { answers: addresses.into_iter().map(answer).collect(), foreign_user: state.foreign_user })
+}
+
+/// Returns the endpoints that each thread tries.
+fn lanes(network: &[Endpoint]) -> impl Iterator<Item = Vec<Endpoint>> {
+    (0..LANES_MAX).map(|lane| network.iter().skip(lane).step_by(LANES_MAX).cloned().collect())
 }
 
 impl State {
@@ -352,6 +359,18 @@ mod tests {
     use crate::handshake::SHARED_BYTES;
     use std::io::Read;
     use std::net::{TcpListener, TcpStream};
+
+    #[test]
+    fn a_host_with_many_addresses_does_not_take_many_threads() {
+        for count in [0, 1, 24, 64, 65, 8000] {
+            let endpoint = |port| Endpoint::Network(([192, 0, 2, 1], port).into());
+            let network: Vec<_> = (0..count).map(endpoint).collect();
+            let lanes: Vec<_> = lanes(&network).filter(|lane| !lane.is_empty()).collect();
+            assert_eq!(lanes.len(), usize::from(count).min(LANES_MAX));
+            let tried: std::collections::BTreeSet<_> = lanes.concat().iter().map(Endpoint::number).collect();
+            assert!(tried.into_iter().eq(0..count.into()), "each endpoint is tried");
+        }
+    }
 
     #[test]
     fn only_the_first_thread_joins_and_only_before_the_search_has_ended() {
