@@ -171,10 +171,18 @@ pub(crate) fn read_until(connection: &mut Connection, bytes: &mut [u8], end: Ins
     Ok(())
 }
 
-/// Writes all bytes, with the time limit `end`. The bytes are few, and the system's buffer is empty.
-pub(crate) fn write_until(connection: &mut Connection, bytes: &[u8], end: Instant) -> io::Result<()> {
-    set_timeouts(connection, end)?;
-    connection.write_all(bytes)
+/// Writes all bytes. Fails if the peer does not take them before `end`.
+pub(crate) fn write_until(connection: &mut Connection, mut bytes: &[u8], end: Instant) -> io::Result<()> {
+    while !bytes.is_empty() {
+        set_timeouts(connection, end)?;
+        match connection.write(bytes) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(count) => bytes = &bytes[count..],
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 fn set_timeouts(connection: &Connection, end: Instant) -> io::Result<()> {

@@ -159,11 +159,11 @@ pub enum RendezvousError {
         /// Length of the value.
         value_bytes: usize,
     },
-    /// A store holds as many keys as it may.
-    #[error("the store holds {keys} keys and takes no more: use fewer keys for one job")]
+    /// A store holds as much as it may.
+    #[error("the store is full: it takes at most {bytes_max} bytes. Use fewer keys or shorter values for one job")]
     StoreFull {
-        /// The number of keys.
-        keys: usize,
+        /// Maximum memory of its keys and values.
+        bytes_max: usize,
     },
     /// The value of a key is no number, or the sum overflows.
     #[error("the store cannot add to {key}: its value is no number, or the sum exceeds 64 bits. Use another key")]

@@ -14,7 +14,7 @@ use crate::endpoint::{Endpoint, Listener, read_until, wait_for_any, write_until}
 use crate::error::{EndpointAnswer, RendezvousError};
 use crate::handshake::{SHARED_BYTES, Terms};
 use crate::search::{Identity, search};
-use crate::store::{KEY_BYTES_MAX, KEYS_MAX, Store, VALUE_BYTES_MAX, Values, check_lengths};
+use crate::store::{KEY_BYTES_MAX, STORE_BYTES_MAX, Store, VALUE_BYTES_MAX, Values, check_lengths};
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -243,7 +243,7 @@ impl Store for RemoteStore {
     fn set(&self, key: &str, value: &[u8], deadline: &Deadline) -> Result<(), RendezvousError> {
         match self.request(SET, key, value, deadline)? {
             (PRESENT, _) => Ok(()),
-            _ => Err(RendezvousError::StoreFull { keys: KEYS_MAX }),
+            _ => Err(RendezvousError::StoreFull { bytes_max: STORE_BYTES_MAX }),
         }
     }
 

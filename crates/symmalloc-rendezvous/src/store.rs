@@ -18,8 +18,10 @@ use std::time::Duration;
 pub(crate) const KEY_BYTES_MAX: usize = 256;
 /// Maximum length of a value in bytes.
 pub(crate) const VALUE_BYTES_MAX: usize = 64 << 10;
-/// Maximum number of keys in an own store. A job of 8,192 ranks needs at most twice as many.
-pub(crate) const KEYS_MAX: usize = 32 << 10;
+/// Maximum memory of an own store, which any process that can connect may fill if there is no job secret. A note takes about 200 bytes.
+pub(crate) const STORE_BYTES_MAX: usize = 16 << 20;
+/// Memory that an own store counts for each key, in addition to its bytes and those of its value.
+const KEY_OVERHEAD_BYTES: usize = 128;
 
 /// First pause between two reads of a key that does not exist yet.
 const PAUSE_MIN: Duration = Duration::from_millis(1);
@@ -89,12 +91,23 @@ pub trait Store: Send + Sync {
 
 /// Values in this process's memory, with the bounds of a store.
 #[derive(Debug, Default)]
-pub(crate) struct Values(Mutex<BTreeMap<String, Vec<u8>>>);
+pub(crate) struct Values(Mutex<Held>);
+
+#[derive(Debug, Default)]
+struct Held {
+    values: BTreeMap<String, Vec<u8>>,
+    /// Sum of [`size_of_entry`] of all values. At most [`STORE_BYTES_MAX`].
+    bytes: usize,
+}
 
 impl Values {
-    fn values(&self) -> MutexGuard<'_, BTreeMap<String, Vec<u8>>> {
+    fn held(&self) -> MutexGuard<'_, Held> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn size_of_entry(key: &str, value: &[u8]) -> usize {
+    KEY_OVERHEAD_BYTES + key.len() + value.len()
 }
 
 /// Checks the lengths of a key and of a value.
@@ -107,28 +120,33 @@ pub(crate) fn check_lengths(key: &str, value: &[u8]) -> Result<(), RendezvousErr
 
 impl Store for Values {
     fn set(&self, key: &str, value: &[u8], _: &Deadline) -> Result<(), RendezvousError> {
-        insert(&mut self.values(), key, value)
+        self.held().insert(key, value)
     }
 
     fn get(&self, key: &str, _: &Deadline) -> Result<Option<Vec<u8>>, RendezvousError> {
-        Ok(self.values().get(key).cloned())
+        Ok(self.held().values.get(key).cloned())
     }
 
     fn add(&self, key: &str, amount: i64, _: &Deadline) -> Result<i64, RendezvousError> {
-        let mut values = self.values();
-        let sum = sum_of(key, values.get(key).map(Vec::as_slice), amount)?;
-        insert(&mut values, key, sum.to_string().as_bytes())?;
+        let mut held = self.held();
+        let sum = sum_of(key, held.values.get(key).map(Vec::as_slice), amount)?;
+        held.insert(key, sum.to_string().as_bytes())?;
         Ok(sum)
     }
 }
 
-fn insert(values: &mut BTreeMap<String, Vec<u8>>, key: &str, value: &[u8]) -> Result<(), RendezvousError> {
-    check_lengths(key, value)?;
-    if values.len() >= KEYS_MAX && !values.contains_key(key) {
-        return Err(RendezvousError::StoreFull { keys: KEYS_MAX });
+impl Held {
+    fn insert(&mut self, key: &str, value: &[u8]) -> Result<(), RendezvousError> {
+        check_lengths(key, value)?;
+        let replaced = self.values.get(key).map_or(0, |before| size_of_entry(key, before));
+        let bytes = self.bytes - replaced + size_of_entry(key, value);
+        if bytes > STORE_BYTES_MAX {
+            return Err(RendezvousError::StoreFull { bytes_max: STORE_BYTES_MAX });
+        }
+        self.values.insert(key.to_owned(), value.to_owned());
+        self.bytes = bytes;
+        Ok(())
     }
-    values.insert(key.to_owned(), value.to_owned());
-    Ok(())
 }
 
 /// Returns the sum of a decimal number, 0 if there is none, and an amount.

@@ -7,7 +7,7 @@ use crate::folder::FolderStore;
 use crate::handshake::Terms;
 use crate::own::{RemoteStore, ServedStore};
 use crate::search::Identity;
-use crate::store::{Store, Values};
+use crate::store::{STORE_BYTES_MAX, Store, Values};
 use crate::tests::as_another_user;
 use crate::tests::torch_stand_in::StandIn;
 use crate::torch_store::TorchStore;
@@ -65,6 +65,19 @@ fn values_in_memory_are_a_store() {
     check(&values, &values);
     values.set("text", b"blue", &patient()).expect("set");
     assert_eq!(values.add("text", 1, &patient()), Err(RendezvousError::NoNumber { key: "text".to_owned() }));
+}
+
+#[test]
+fn the_memory_of_an_own_store_is_bounded() {
+    let values = Values::default();
+    let full = Err(RendezvousError::StoreFull { bytes_max: STORE_BYTES_MAX });
+    for (value, most) in [(&[0; 64 << 10][..], 256), (b"", 1 << 17)] {
+        let stored = (0..).take_while(|key| values.set(&key.to_string(), value, &patient()).is_ok()).count();
+        assert!((most / 2..=most).contains(&stored), "{stored} values of {} bytes", value.len());
+        assert_eq!(values.set("one more", value, &patient()), full);
+        // Values that are there can be replaced, and shorter ones make room.
+        (0..stored).for_each(|key| values.set(&key.to_string(), b"", &patient()).expect("it has this key"));
+    }
 }
 
 fn terms() -> Terms {
