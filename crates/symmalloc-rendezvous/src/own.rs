@@ -18,7 +18,7 @@ use crate::store::{KEY_BYTES_MAX, STORE_BYTES_MAX, Store, VALUE_BYTES_MAX, Value
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use symmalloc_watchdog::{Connection, threads};
 use zerocopy::little_endian::{U16, U32};
@@ -182,13 +182,14 @@ pub(crate) struct RemoteStore {
     terms: Terms,
     endpoints: Vec<Endpoint>,
     identity: Identity,
-    connection: Mutex<Option<Connection>>,
+    /// A connection without an open request, if there is one. A thread takes it for its request, so that no other one waits for it.
+    idle: Mutex<Option<Connection>>,
 }
 
 impl RemoteStore {
     /// Creates a client, which connects when it is used first.
     pub(crate) fn new(terms: Terms, endpoints: Vec<Endpoint>, identity: Identity) -> Self {
-        RemoteStore { terms, endpoints, identity, connection: Mutex::new(None) }
+        RemoteStore { terms, endpoints, identity, idle: Mutex::new(None) }
     }
 
     fn request(
@@ -202,21 +203,22 @@ impl RemoteStore {
         let head =
             RequestHead { operation, key_bytes: (key.len() as u16).into(), value_bytes: (value.len() as u32).into() };
         let request = [head.as_bytes(), key.as_bytes(), value].concat();
-        let mut slot = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
-            let mut connection = match slot.take() {
-                Some(connection) => connection,
-                None => self.connect(deadline)?,
-            };
+            let idle = self.idle().take();
+            let mut connection = idle.map_or_else(|| self.connect(deadline), Ok)?;
             let end = Instant::now() + deadline.left().min(REPLY_LIMIT);
             if let Ok(reply) = exchange(&mut connection, &request, end) {
-                *slot = Some(connection);
+                *self.idle() = Some(connection);
                 return Ok(reply);
             }
             if deadline.is_over() {
                 return Err(RendezvousError::KeyMissing { key: key.to_owned(), waited: deadline.waited() });
             }
         }
+    }
+
+    fn idle(&self) -> MutexGuard<'_, Option<Connection>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn connect(&self, deadline: &Deadline) -> Result<Connection, RendezvousError> {

@@ -17,14 +17,16 @@
 //! ping tells a store from another program.
 
 use crate::deadline::Deadline;
+use crate::endpoint::{read_until, write_until};
 use crate::error::RendezvousError;
 use crate::secret::random;
 use crate::store::{Store, VALUE_BYTES_MAX, check_lengths};
 use std::fmt;
-use std::io::{self, Read, Write};
+use std::io;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
-use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use symmalloc_watchdog::Connection;
 
 const VALIDATE: u8 = 0;
 const SET: u8 = 1;
@@ -62,7 +64,8 @@ const WAIT_LIMIT: Duration = Duration::from_secs(30);
 pub struct TorchStore {
     host: String,
     port: u16,
-    connection: Mutex<Option<TcpStream>>,
+    /// A connection without an open request, if there is one. A thread takes it for its request, so that no other one waits for it.
+    idle: Mutex<Option<Connection>>,
 }
 
 impl fmt::Debug for TorchStore {
@@ -77,15 +80,28 @@ impl TorchStore {
     /// # Errors
     /// Returns an error if no address of the host accepts a connection before the deadline, or another program answers there.
     pub fn connect(host: &str, port: u16, deadline: &Deadline) -> Result<Self, RendezvousError> {
-        let store = TorchStore { host: host.to_owned(), port, connection: Mutex::new(None) };
+        let store = TorchStore { host: host.to_owned(), port, idle: Mutex::new(None) };
         let connection = store.open(deadline)?;
-        *store.connection.lock().unwrap_or_else(PoisonError::into_inner) = Some(connection);
+        *store.idle() = Some(connection);
         Ok(store)
     }
 
     /// Returns the network address of the server that this client uses now, if it is connected.
     pub(crate) fn peer(&self) -> Option<SocketAddr> {
-        self.connection.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.peer_addr().ok()
+        match self.idle().as_ref()? {
+            Connection::Tcp(stream) => stream.peer_addr().ok(),
+            _ => None,
+        }
+    }
+
+    fn idle(&self) -> MutexGuard<'_, Option<Connection>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the idle connection, or opens a new one.
+    fn take_or_open(&self, deadline: &Deadline) -> Result<Connection, RendezvousError> {
+        let idle = self.idle().take();
+        idle.map_or_else(|| self.open(deadline), Ok)
     }
 
     fn address(&self) -> String {
@@ -96,7 +112,7 @@ impl TorchStore {
         }
     }
 
-    fn open(&self, deadline: &Deadline) -> Result<TcpStream, RendezvousError> {
+    fn open(&self, deadline: &Deadline) -> Result<Connection, RendezvousError> {
         let [mut pause, longest] = PAUSE;
         let mut is_foreign = false;
         let mut last = io::ErrorKind::TimedOut;
@@ -109,8 +125,8 @@ impl TorchStore {
                     break;
                 }
                 match TcpStream::connect_timeout(&address, limit) {
-                    Ok(mut stream) => match introduce(&mut stream, &deadline.at_most(PING_LIMIT)) {
-                        Ok(()) => return Ok(stream),
+                    Ok(stream) => match introduce(stream, end_of(&deadline.at_most(PING_LIMIT))) {
+                        Ok(connection) => return Ok(connection),
                         Err(error) => (is_foreign, last) = (error.kind() == io::ErrorKind::InvalidData, error.kind()),
                     },
                     Err(error) => (is_foreign, last) = (false, error.kind()),
@@ -134,18 +150,15 @@ impl TorchStore {
         &self,
         request: &[u8],
         deadline: &Deadline,
-        read_reply: impl Fn(&mut TcpStream, &Deadline) -> io::Result<R>,
+        read_reply: impl Fn(&mut Connection, Instant) -> io::Result<R>,
     ) -> Result<R, RendezvousError> {
-        let mut slot = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
+        let end = end_of(deadline);
         loop {
-            let mut stream = match slot.take() {
-                Some(stream) => stream,
-                None => self.open(deadline)?,
-            };
-            let reply = write(&mut stream, request, deadline).and_then(|()| read_reply(&mut stream, deadline));
+            let mut connection = self.take_or_open(deadline)?;
+            let reply = write_until(&mut connection, request, end).and_then(|()| read_reply(&mut connection, end));
             match reply {
                 Ok(reply) => {
-                    *slot = Some(stream);
+                    *self.idle() = Some(connection);
                     return Ok(reply);
                 }
                 // The server would answer later requests with the reply to this one, so the connection is not used again.
@@ -163,16 +176,12 @@ impl TorchStore {
 
     /// Returns `true` once a key is set, or `false` after a time limit.
     fn is_set_within(&self, key: &str, limit: Duration, deadline: &Deadline) -> Result<bool, RendezvousError> {
-        let part = deadline.at_most(limit);
-        let mut slot = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut stream = match slot.take() {
-            Some(stream) => stream,
-            None => self.open(deadline)?,
-        };
-        let reply = write(&mut stream, &keys(WAIT, key), &part).and_then(|()| read::<1>(&mut stream, &part));
+        let end = end_of(&deadline.at_most(limit));
+        let mut connection = self.take_or_open(deadline)?;
+        let reply = write_until(&mut connection, &keys(WAIT, key), end).and_then(|()| read::<1>(&mut connection, end));
         match reply {
             Ok([0]) => {
-                *slot = Some(stream);
+                *self.idle() = Some(connection);
                 Ok(true)
             }
             Ok(_) => Err(RendezvousError::ForeignStore { address: self.address() }),
@@ -207,7 +216,7 @@ impl Store for TorchStore {
         check_lengths(key, &[])?;
         let mut request = named(ADD, key);
         request.extend(amount.to_le_bytes());
-        self.request(&request, deadline, |stream, deadline| Ok(i64::from_le_bytes(read(stream, deadline)?)))
+        self.request(&request, deadline, |connection, end| Ok(i64::from_le_bytes(read(connection, end)?)))
     }
 
     fn wait(&self, key: &str, deadline: &Deadline) -> Result<Vec<u8>, RendezvousError> {
@@ -224,16 +233,17 @@ impl Store for TorchStore {
 }
 
 /// Introduces this client, and checks that a store answers. Fails with `InvalidData` if another program does.
-fn introduce(stream: &mut TcpStream, deadline: &Deadline) -> io::Result<()> {
+fn introduce(stream: TcpStream, end: Instant) -> io::Result<Connection> {
     stream.set_nodelay(true)?;
+    let mut connection = Connection::from(stream);
     let nonce: [u8; 4] = random().map_err(|_| io::ErrorKind::Other)?;
     let mut request = vec![VALIDATE];
     request.extend(MAGIC.to_le_bytes());
     request.push(PING);
     request.extend(nonce);
-    write(stream, &request, deadline)?;
-    match read::<4>(stream, deadline) {
-        Ok(reply) if reply == nonce => Ok(()),
+    write_until(&mut connection, &request, end)?;
+    match read::<4>(&mut connection, end) {
+        Ok(reply) if reply == nonce => Ok(connection),
         Ok(_) => Err(io::ErrorKind::InvalidData.into()),
         Err(error) => Err(error),
     }
@@ -255,41 +265,21 @@ fn keys(operation: u8, key: &str) -> Vec<u8> {
     request
 }
 
-fn write(stream: &mut TcpStream, bytes: &[u8], deadline: &Deadline) -> io::Result<()> {
-    stream.set_write_timeout(Some(left(deadline)?))?;
-    stream.write_all(bytes)
-}
-
-fn read<const BYTES: usize>(stream: &mut TcpStream, deadline: &Deadline) -> io::Result<[u8; BYTES]> {
+fn read<const BYTES: usize>(connection: &mut Connection, end: Instant) -> io::Result<[u8; BYTES]> {
     let mut bytes = [0; BYTES];
-    fill(stream, &mut bytes, deadline)?;
+    read_until(connection, &mut bytes, end)?;
     Ok(bytes)
 }
 
-fn read_value(stream: &mut TcpStream, deadline: &Deadline) -> io::Result<Vec<u8>> {
-    let count = u64::from_le_bytes(read(stream, deadline)?);
+fn read_value(connection: &mut Connection, end: Instant) -> io::Result<Vec<u8>> {
+    let count = u64::from_le_bytes(read(connection, end)?);
     let count =
         usize::try_from(count).ok().filter(|count| *count <= VALUE_BYTES_MAX).ok_or(io::ErrorKind::InvalidData)?;
     let mut value = vec![0; count];
-    fill(stream, &mut value, deadline)?;
+    read_until(connection, &mut value, end)?;
     Ok(value)
 }
 
-fn fill(stream: &mut TcpStream, bytes: &mut [u8], deadline: &Deadline) -> io::Result<()> {
-    let mut at = 0;
-    while at < bytes.len() {
-        stream.set_read_timeout(Some(left(deadline)?))?;
-        match stream.read(&mut bytes[at..]) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(count) => at += count,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(())
-}
-
-/// Returns the remaining time, which is not zero.
-fn left(deadline: &Deadline) -> io::Result<Duration> {
-    Some(deadline.left()).filter(|left| !left.is_zero()).ok_or_else(|| io::ErrorKind::TimedOut.into())
+fn end_of(deadline: &Deadline) -> Instant {
+    Instant::now() + deadline.left()
 }

@@ -1,7 +1,7 @@
 //! One suite for all stores, and what is particular to each.
 
 use crate::deadline::Deadline;
-use crate::endpoint::{Endpoint, Listener};
+use crate::endpoint::{Endpoint, Listener, write_until};
 use crate::error::RendezvousError;
 use crate::folder::FolderStore;
 use crate::handshake::Terms;
@@ -13,10 +13,13 @@ use crate::tests::torch_stand_in::StandIn;
 use crate::torch_store::TorchStore;
 use std::fs;
 use std::io::{Read, Write};
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::{PermissionsExt, symlink};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
+use stub_process::scaled_to_load;
+use symmalloc_watchdog::Connection;
 
 fn patient() -> Deadline {
     Deadline::after(Duration::from_secs(30))
@@ -199,6 +202,66 @@ fn the_store_of_torchrun_is_a_store() {
     let server = StandIn::start();
     let connect = || TorchStore::connect("localhost", server.address.port(), &patient()).expect("it listens");
     check(&connect(), &connect());
+}
+
+/// Two threads can share a client: one that waits does not keep the other from its deadline.
+#[test]
+fn a_wait_does_not_delay_requests_of_other_threads() {
+    let (_own, endpoint) = served();
+    let server = StandIn::start();
+    let torch = TorchStore::connect("127.0.0.1", server.address.port(), &patient()).expect("it listens");
+    for store in [&torch as &dyn Store, &client(&endpoint, 1)] {
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| store.wait("color", &patient()));
+            thread::sleep(Duration::from_millis(50));
+            store.set("color", b"blue", &patient()).expect("set");
+            assert_eq!(waiting.join().expect("the thread does not panic"), Ok(b"blue".to_vec()));
+        });
+    }
+}
+
+/// A program at the store's port that answers correctly until it is asked for a value.
+#[test]
+fn a_value_that_is_too_long_is_refused_before_it_is_read() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = listener.local_addr().expect("bound").port();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut stream = listener.accept().expect("connected").0;
+            let mut bytes = [0; 64];
+            let count = stream.read(&mut bytes).expect("it introduces itself");
+            stream.write_all(&bytes[count - 4..count]).expect("sent");
+            let _check = stream.read(&mut bytes).expect("a request");
+            stream.write_all(&[0]).expect("all keys are set");
+            let _get = stream.read(&mut bytes).expect("a request");
+            stream.write_all(&u64::MAX.to_le_bytes()).expect("sent");
+        });
+        let store = TorchStore::connect("127.0.0.1", port, &patient()).expect("it listens");
+        let address = format!("127.0.0.1:{port}");
+        assert_eq!(store.get("color", &patient()), Err(RendezvousError::ForeignStore { address }));
+    });
+}
+
+#[test]
+fn a_slow_peer_does_not_extend_a_deadline() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let mut ours = Connection::from(TcpStream::connect(listener.local_addr().expect("bound")).expect("listening"));
+    let mut theirs = listener.accept().expect("connected").0;
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut bytes = vec![0; 64 << 10];
+            while !is_over.load(Ordering::Relaxed) {
+                let _count = theirs.read(&mut bytes).expect("connected");
+                thread::sleep(Duration::from_millis(5));
+            }
+        });
+        let since = Instant::now();
+        let written = write_until(&mut ours, &vec![0; 256 << 20], since + Duration::from_millis(300));
+        is_over.store(true, Ordering::Relaxed);
+        assert!(written.is_err() && since.elapsed() < scaled_to_load(Duration::from_secs(1)), "{:?}", since.elapsed());
+        drop(ours);
+    });
 }
 
 #[test]
