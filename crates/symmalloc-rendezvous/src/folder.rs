@@ -26,7 +26,8 @@ use symmalloc_files::{Draft, PrivateFolderError, private_folder_at, write_whole}
 ///
 /// The folder belongs to this user and has mode 0700, or is created so. No third user can write it or a folder above it. Links in it are not
 /// followed. Use a new folder for each job: a value that a job left behind is still set. A key is the name of a file, so file systems limit it
-/// to about 200 letters and digits.
+/// to about 200 letters and digits. The system does not end a call to a file server that does not answer, so such a call can outlast its
+/// deadline.
 ///
 /// # Examples
 /// See [`Store`].

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
 /// Counts the occurrences of a key on each rank, so that the n-th occurrence on one rank corresponds to the n-th on every other. Ranks can
-/// be threads of one process.
+/// be threads of one process. An entry for each key remains until the counter is dropped: a count that is forgotten would start at 0 again,
+/// while other ranks continue theirs.
 #[derive(Debug)]
 pub struct SequenceCounter<K> {
     counts: Mutex<BTreeMap<(K, u32), u32>>,
