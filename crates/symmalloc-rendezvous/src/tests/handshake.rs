@@ -588,16 +588,18 @@ fn strangers_at_other_addresses_cost_less_than_a_second() {
         let (lying, others): (Vec<_>, Vec<_>) = strangers.into_iter().partition(|it| matches!(it, Stranger::Lying(..)));
         let groups = others.iter().map(|it| vec![*it; 7]).chain(lying.chunks(7).map(<[_]>::to_vec));
         for group in groups {
-            let (listener, own) = anywhere();
-            drop(listener);
+            let (own, endpoint) = nobody();
             let others = group.iter().map(|it| Endpoint::Network(it.start()));
-            let endpoints: Vec<Endpoint> = others.chain(own.clone()).collect();
+            let endpoints: Vec<Endpoint> = others.chain([endpoint]).collect();
             thread::scope(|scope| {
                 let (meeting, endpoints) = (&meeting, &endpoints);
                 let ranks = [1, 2].map(|rank| scope.spawn(move || ask(meeting, endpoints, rank, PATIENT)));
                 thread::sleep(Duration::from_millis(100));
                 let since = Instant::now();
-                let listener = own[0].listen().expect("the address is free");
+                rustix::net::listen(&own, 128).expect("it is bound");
+                let listener = TcpListener::from(own);
+                listener.set_nonblocking(true).expect("a socket");
+                let listener = Listener::Network(listener);
                 let connections = meeting.serve_id(&listener, &id(), &within(PATIENT)).expect("the ranks arrive");
                 for rank in ranks {
                     assert_eq!(rank.join().expect("the thread does not panic"), Ok(id()), "{group:?}");
