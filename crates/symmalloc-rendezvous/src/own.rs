@@ -15,9 +15,11 @@ use crate::error::{EndpointAnswer, RendezvousError};
 use crate::handshake::{SHARED_BYTES, Terms};
 use crate::search::{Identity, search};
 use crate::store::{KEY_BYTES_MAX, STORE_BYTES_MAX, Store, VALUE_BYTES_MAX, Values, check_lengths};
+use rustix::event::{EventfdFlags, eventfd};
 use std::io::{self, Read, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use symmalloc_watchdog::{Connection, threads};
@@ -35,7 +37,7 @@ const ABSENT: u8 = 1;
 /// The store is full, or the value is no number.
 const REJECTED: u8 = 2;
 
-/// Longest time between two looks at the flag that ends the server.
+/// Longest time between two looks at the flag that ends the server, if nothing wakes it.
 const STOP_LIMIT: Duration = Duration::from_millis(20);
 /// Longest time for a reply of the server, which answers at once unless its process is stopped.
 const REPLY_LIMIT: Duration = Duration::from_secs(5);
@@ -65,6 +67,10 @@ const REQUEST_HEAD_BYTES: usize = size_of::<RequestHead>();
 pub(crate) struct ServedStore {
     values: Arc<Values>,
     is_over: Arc<AtomicBool>,
+    /// Wakes the server; `None` if the process has no descriptor left for it.
+    wake: Option<Arc<OwnedFd>>,
+    /// Disconnected once the server has closed its listener.
+    ended: Mutex<Receiver<()>>,
 }
 
 impl ServedStore {
@@ -74,7 +80,10 @@ impl ServedStore {
         terms: Terms,
         refused: impl Fn(u32, EndpointAnswer) -> (String, Vec<u8>) + Send + 'static,
     ) -> Result<Self, RendezvousError> {
-        let store = ServedStore { values: Arc::default(), is_over: Arc::default() };
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).ok().map(Arc::new);
+        let (is_running, ended): (Sender<()>, _) = channel();
+        let store = ServedStore { values: Arc::default(), is_over: Arc::default(), wake, ended: Mutex::new(ended) };
+        let wake = store.wake.clone();
         let (values, is_over) = (Arc::clone(&store.values), Arc::clone(&store.is_over));
         let clients_max = CLIENTS_PER_RANK * terms.ranks as usize;
         let mut admission = Admission::new(terms, [0; SHARED_BYTES]);
@@ -83,6 +92,7 @@ impl ServedStore {
             while !is_over.load(Ordering::Acquire) {
                 let connections = clients.iter().map(|client| client.connection.as_fd());
                 let opened = [listener.as_fd()].into_iter().chain(admission.descriptors()).chain(connections);
+                let opened = opened.chain(wake.iter().map(|wake| wake.as_fd()));
                 let ready = wait_for_any(opened, STOP_LIMIT);
                 let (of_peers, of_clients) = ready[1..].split_at(admission.len());
                 let mut of_clients = of_clients.iter();
@@ -98,6 +108,8 @@ impl ServedStore {
                     let _stored = values.set(&key, &value, &Deadline::after(Duration::ZERO));
                 }
             }
+            drop(listener);
+            drop(is_running);
         };
         threads::run(serve).map_err(|error| RendezvousError::Thread { kind: error.kind() })?;
         Ok(store)
@@ -107,6 +119,12 @@ impl ServedStore {
 impl Drop for ServedStore {
     fn drop(&mut self) {
         self.is_over.store(true, Ordering::Release);
+        if let Some(wake) = &self.wake {
+            // If it fails, the server looks at the flag soon.
+            let _woken = rustix::io::write(wake, &1_u64.to_ne_bytes());
+        }
+        // The next meeting may listen at the same address. The server never sends, so this returns when it has ended.
+        let _ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner).recv();
     }
 }
 

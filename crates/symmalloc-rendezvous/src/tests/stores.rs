@@ -115,13 +115,7 @@ fn an_own_store_is_found_again_after_a_restart() {
     let client = client(&endpoint, 1);
     client.set("color", b"blue", &patient()).expect("set");
     drop(server);
-    let again = loop {
-        // The old server ends within milliseconds.
-        match endpoint.listen() {
-            Ok(listener) => break listener,
-            Err(_) => thread::sleep(Duration::from_millis(5)),
-        }
-    };
+    let again = endpoint.listen().expect("the old server has closed its listener");
     thread::scope(|scope| {
         let waiting = scope.spawn(|| client.wait("color", &patient()));
         thread::sleep(Duration::from_millis(50));
@@ -130,6 +124,18 @@ fn an_own_store_is_found_again_after_a_restart() {
         server.set("color", b"green", &patient()).expect("set");
         assert_eq!(waiting.join().expect("the thread does not panic"), Ok(b"green".to_vec()));
     });
+}
+
+#[test]
+fn an_own_store_frees_its_port_before_its_drop_returns() {
+    let (mut server, endpoint) = served();
+    for turn in 0..20 {
+        client(&endpoint, 1).set("turn", &[turn], &patient()).expect("set");
+        drop(server);
+        let listener = endpoint.listen().expect("the port is free");
+        server =
+            ServedStore::start(listener, terms(), |rank, _| (format!("refused/{rank}"), vec![1])).expect("a thread");
+    }
 }
 
 #[test]
