@@ -25,6 +25,16 @@ pub enum RendezvousError {
         /// The launcher that started this rank.
         launcher: Launcher,
     },
+    /// The ranks are to meet in a shared folder, and nothing distinguishes their job from others that use it.
+    #[error(
+        "SYMMALLOC_RENDEZVOUS is a folder, and {launcher} gives this job no identifier, so it could meet another job there: set MASTER_ADDR \
+         and MASTER_PORT to an address that no other job uses, the same on every rank (torchrun sets both, and `--rdzv-id` suffices), or \
+         SYMMALLOC_RENDEZVOUS=host:port"
+    )]
+    UnnamedJob {
+        /// The launcher that started this rank.
+        launcher: Launcher,
+    },
     /// The job needs a folder, and the environment does not specify the home directory.
     #[error(
         "the ranks are on several machines and no meeting place is known: looked for SYMMALLOC_RENDEZVOUS, for MASTER_ADDR and MASTER_PORT, \

@@ -20,6 +20,7 @@ use std::fs::{self, OpenOptions};
 use std::io::{self, Read, Write as _};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use symmalloc_files::{Draft, PrivateFolderError, private_folder_at, write_whole};
 
 /// A store of files in a shared folder.
@@ -34,6 +35,8 @@ use symmalloc_files::{Draft, PrivateFolderError, private_folder_at, write_whole}
 #[derive(Debug)]
 pub struct FolderStore {
     folder: PathBuf,
+    /// The file that this client has set last, and its content.
+    last: Mutex<Option<(String, Vec<u8>)>>,
 }
 
 impl FolderStore {
@@ -43,7 +46,7 @@ impl FolderStore {
     /// Returns an error if the folder or one above it belongs to another user or is writable by others, or cannot be created.
     pub fn open(folder: &Path) -> Result<Self, RendezvousError> {
         match private_folder_at(folder) {
-            Ok(folder) => Ok(FolderStore { folder }),
+            Ok(folder) => Ok(FolderStore { folder, last: Mutex::new(None) }),
             Err(PrivateFolderError::OtherOwner { path, user }) => Err(RendezvousError::FolderOwner { path, user }),
             Err(PrivateFolderError::OthersWrite { path }) => Err(RendezvousError::FolderWritable { path }),
             Err(PrivateFolderError::Io { path, source }) => Err(RendezvousError::Folder { path, kind: source.kind() }),
@@ -51,8 +54,13 @@ impl FolderStore {
         }
     }
 
-    /// Removes the folder and its files.
-    pub(crate) fn remove(&self) {
+    /// Removes the folder and its files, unless somebody has replaced the value that this client has set last: rank 0's card.
+    pub(crate) fn remove_own(&self) {
+        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_own = |(name, value): &(String, Vec<u8>)| self.read(name).is_ok_and(|now| now.as_ref() == Some(value));
+        if !last.as_ref().is_some_and(is_own) {
+            return;
+        }
         // The files of a job that has met are of no use. If they cannot be removed, they do no harm: a later job has another name.
         let _removed = fs::remove_dir_all(&self.folder);
     }
@@ -99,8 +107,11 @@ impl FolderStore {
 impl Store for FolderStore {
     fn set(&self, key: &str, value: &[u8], _: &Deadline) -> Result<(), RendezvousError> {
         check_lengths(key, value)?;
-        let path = self.folder.join(file_name(key));
-        write_whole(&path, value).map_err(|error| self.failed(&path, &error))
+        let name = file_name(key);
+        let path = self.folder.join(&name);
+        write_whole(&path, value).map_err(|error| self.failed(&path, &error))?;
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some((name, value.to_owned()));
+        Ok(())
     }
 
     fn get(&self, key: &str, _: &Deadline) -> Result<Option<Vec<u8>>, RendezvousError> {

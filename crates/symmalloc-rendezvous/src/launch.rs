@@ -217,7 +217,12 @@ impl Variables {
                 return Err(LaunchError::OutOfRange { rank_variable, rank, ranks_variable, ranks });
             }
         }
-        let job: Vec<String> = self.job.iter().filter_map(|name| variable(name)).collect();
+        let mut job: Vec<String> = self.job.iter().filter_map(|name| variable(name)).collect();
+        if launcher == Launcher::Mvapich && !["PMI_JOBID", "SLURM_STEP_ID"].into_iter().any(|it| variable(it).is_some())
+        {
+            // All jobs of one allocation have its SLURM_JOB_ID.
+            job.clear();
+        }
         Ok(Launch { rank, ranks, local_rank, local_ranks, launcher, job: job.join(".") })
     }
 }
@@ -325,9 +330,11 @@ mod tests {
             ("MV2_COMM_WORLD_LOCAL_SIZE", "2"),
         ];
         variables.extend(SRUN);
-        let launch = launch(&variables).expect("complete");
-        assert_eq!((launch.rank, launch.ranks, launch.local_rank, launch.local_ranks), (2, 4, 0, 2));
-        assert_eq!((launch.launcher, launch.job.as_str()), (Launcher::Mvapich, "77"));
+        let start = launch(&variables).expect("complete");
+        assert_eq!((start.rank, start.ranks, start.local_rank, start.local_ranks), (2, 4, 0, 2));
+        assert_eq!((start.launcher, start.job.as_str()), (Launcher::Mvapich, ""), "two jobs of one allocation");
+        variables.push(("SLURM_STEP_ID", "3"));
+        assert_eq!(launch(&variables).expect("complete").job, "77.3");
     }
 
     #[test]

@@ -13,7 +13,7 @@
 //!
 //! | condition | store | admitted |
 //! |---|---|---|
-//! | `SYMMALLOC_RENDEZVOUS=/folder` | files in a new folder below this one | processes of the same user, by the folder's mode |
+//! | `SYMMALLOC_RENDEZVOUS=/folder` | files in a new folder below this one, named after the job or `MASTER_ADDR` and `MASTER_PORT` | processes of the same user, by the folder's mode |
 //! | `SYMMALLOC_RENDEZVOUS=host:port` | an own store there; on a Unix socket if the address is this machine's and all ranks are local, or it is a loopback address | TCP: ranks that know `SYMMALLOC_JOB_SECRET`, or anybody without one; Unix: processes of the same user |
 //! | all ranks are on one machine, and `MASTER_ADDR` is not that of another one | an own store on a Unix socket | processes of the same user |
 //! | `MASTER_ADDR`, `MASTER_PORT`, and `TORCHELASTIC_USE_AGENT_STORE=True`, as torchrun sets them | torchrun's store | anybody who can connect |
@@ -142,8 +142,9 @@ pub fn share_through<E: From<RendezvousError>>(
     meeting.hold(store, &Reach::Network { toward: Vec::new(), named: Vec::new() }, rank, create, deadline)
 }
 
-/// Connects ranks that already have an id, at an address of rank 0 ("host:port") or in a folder that all machines share (an absolute path).
-/// Every rank must call this function equally often. Returns `None` if there is one rank.
+/// Connects ranks that already have an id, at an address of rank 0 ("host:port") or in a folder that all machines share (an absolute path):
+/// a new folder for each job, because nothing else distinguishes two jobs there that use the same name. Every rank must call this function
+/// equally often. Returns `None` if there is one rank.
 ///
 /// # Errors
 /// Same as [`share`].

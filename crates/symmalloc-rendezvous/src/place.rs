@@ -2,7 +2,7 @@
 
 use crate::card::note;
 use crate::deadline::Deadline;
-use crate::endpoint::{Endpoint, Listener, names};
+use crate::endpoint::{Endpoint, Listener, hash, names};
 use crate::error::RendezvousError;
 use crate::folder::FolderStore;
 use crate::handshake::Shared;
@@ -52,6 +52,16 @@ impl Place {
         };
         let is_one_machine = launch.ranks == launch.local_ranks;
         if let Some(value) = text(ADDRESS_VARIABLE)? {
+            if value.starts_with('/') && !is_identified(launch) {
+                // Other jobs with this folder may have the same name.
+                let master = text(MASTER_ADDRESS_VARIABLE)?.zip(text(MASTER_PORT_VARIABLE)?);
+                let master = master.map(|(host, port)| format!("{host}:{port}"));
+                let machine = || is_one_machine.then(machine).flatten().filter(|_| launch.job.is_empty());
+                let launcher = launch.launcher;
+                let distinction = master.or_else(machine).ok_or(RendezvousError::UnnamedJob { launcher })?;
+                let job = hash(format!("{:016x} {distinction}", meeting.job).as_bytes());
+                return Ok(Place::Folder(Path::new(&value).join(format!("{job:016x}"))));
+            }
             return Self::named(&value, ADDRESS_VARIABLE, is_one_machine, meeting);
         }
         if let (Some(host), Some(port)) = (text(MASTER_ADDRESS_VARIABLE)?, text(MASTER_PORT_VARIABLE)?) {
@@ -143,7 +153,7 @@ impl Place {
                 let reach = Reach::Network { toward: Vec::new(), named: Vec::new() };
                 let met = meeting.hold(&store, &reach, rank, create, deadline)?;
                 if rank == 0 {
-                    store.remove();
+                    store.remove_own();
                 } else {
                     store.remove_if_empty();
                 }
@@ -151,6 +161,18 @@ impl Place {
             }
         }
     }
+}
+
+/// Returns `true` if the launcher gives the job an identifier that no other job has. torchrun calls all jobs without one `none`.
+fn is_identified(launch: &Launch) -> bool {
+    !launch.job.is_empty() && (launch.launcher != Launcher::Torchrun || launch.job != "none")
+}
+
+/// Returns a text that distinguishes this machine, or this container, from others. A job without an identifier is named after the id of a
+/// process, which another machine may have, too.
+fn machine() -> Option<String> {
+    let read = |name| std::fs::read_to_string(Path::new("/proc/sys/kernel").join(name)).ok();
+    Some(format!("{} {}", read("hostname")?, read("random/boot_id")?))
 }
 
 /// Returns the folder of one meeting.
@@ -355,6 +377,26 @@ mod tests {
         let job = Launch { launcher: Launcher::Slurm, ..job };
         let place = Place::of(&job, &meeting, |name| (name == "HOME").then(bytes));
         assert!(matches!(&place, Ok(Place::Folder(folder)) if folder.starts_with(bytes())), "{place:?}");
+    }
+
+    #[test]
+    fn jobs_without_an_identifier_do_not_share_a_folder() {
+        let shared = ("SYMMALLOC_RENDEZVOUS", "/shared");
+        let [first, second] = ["29500", "29501"].map(|port| [shared, ("MASTER_ADDR", "node7"), ("MASTER_PORT", port)]);
+        for name in ["none", ""] {
+            let unnamed = launch(4, 2, name);
+            let launcher = Launcher::Torchrun;
+            assert_eq!(place(&unnamed, &[shared]), Err(RendezvousError::UnnamedJob { launcher }));
+            let Ok(Place::Folder(folder)) = place(&unnamed, &first) else { panic!("a folder") };
+            assert!(folder.starts_with("/shared"), "{folder:?}");
+            assert_eq!(place(&unnamed, &first), Ok(Place::Folder(folder)));
+            assert_ne!(place(&unnamed, &first), place(&unnamed, &second), "two jobs could meet");
+        }
+        // The name of a job on one machine has the id of a process. Containers may have the same ids.
+        assert!(matches!(place(&launch(2, 2, ""), &[shared]), Ok(Place::Folder(_))));
+        // An identifier suffices, and the address may differ between the machines.
+        let named = launch(4, 2, "job");
+        assert_eq!(place(&named, &first), place(&named, &[shared]));
     }
 
     #[test]

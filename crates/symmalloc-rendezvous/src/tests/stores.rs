@@ -171,6 +171,21 @@ fn a_shared_folder_is_a_store() {
     assert!(modes.collect::<Vec<_>>().iter().all(|mode| *mode == 0o600));
 }
 
+/// Two jobs that were given one folder: the first one to meet leaves the other one's card.
+#[test]
+fn a_folder_is_removed_by_the_rank_0_whose_card_it_has() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("job");
+    let [first, second] = [(); 2].map(|()| FolderStore::open(&path).expect("private"));
+    first.remove_own();
+    first.set("card", b"one", &patient()).expect("set");
+    second.set("card", b"two", &patient()).expect("set");
+    first.remove_own();
+    assert_eq!(second.get("card", &patient()), Ok(Some(b"two".to_vec())));
+    second.remove_own();
+    assert!(!path.exists());
+}
+
 #[test]
 fn a_folder_that_others_can_change_is_rejected() {
     let folder = tempfile::tempdir().expect("a folder");
