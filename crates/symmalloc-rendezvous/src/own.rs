@@ -41,6 +41,8 @@ const REJECTED: u8 = 2;
 const STOP_LIMIT: Duration = Duration::from_millis(20);
 /// Longest time for a reply of the server, which answers at once unless its process is stopped.
 const REPLY_LIMIT: Duration = Duration::from_secs(5);
+/// First and longest pause before a client replaces a lost connection.
+const PAUSE: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(500)];
 /// Maximum number of clients at a time. Each rank has one, and a second one for a moment if it reconnects.
 const CLIENTS_PER_RANK: usize = 4;
 
@@ -221,6 +223,7 @@ impl RemoteStore {
         let head =
             RequestHead { operation, key_bytes: (key.len() as u16).into(), value_bytes: (value.len() as u32).into() };
         let request = [head.as_bytes(), key.as_bytes(), value].concat();
+        let [mut pause, longest] = PAUSE;
         loop {
             let idle = self.idle().take();
             let mut connection = idle.map_or_else(|| self.connect(deadline), Ok)?;
@@ -232,6 +235,8 @@ impl RemoteStore {
             if deadline.is_over() {
                 return Err(RendezvousError::KeyMissing { key: key.to_owned(), waited: deadline.waited() });
             }
+            std::thread::sleep(pause.min(deadline.left()));
+            pause = (pause * 2).min(longest);
         }
     }
 

@@ -43,7 +43,7 @@ const MAGIC: u32 = 0x3C85_F7CE;
 const CONNECT_LIMIT: Duration = Duration::from_secs(2);
 /// Longest time in which a server that runs answers a ping.
 const PING_LIMIT: Duration = Duration::from_secs(5);
-/// First and longest pause between two rounds over all addresses.
+/// First and longest pause between two rounds over all addresses, and before a lost connection is replaced.
 const PAUSE: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(500)];
 /// Time between two requests that tell that this client waits. It bounds the wait for a server that is gone without a trace.
 const WAIT_LIMIT: Duration = Duration::from_secs(30);
@@ -153,6 +153,7 @@ impl TorchStore {
         read_reply: impl Fn(&mut Connection, Instant) -> io::Result<R>,
     ) -> Result<R, RendezvousError> {
         let end = end_of(deadline);
+        let [mut pause, longest] = PAUSE;
         loop {
             let mut connection = self.take_or_open(deadline)?;
             let reply = write_until(&mut connection, request, end).and_then(|()| read_reply(&mut connection, end));
@@ -171,6 +172,8 @@ impl TorchStore {
                 }
                 Err(_) => {}
             }
+            std::thread::sleep(pause.min(deadline.left()));
+            pause = (pause * 2).min(longest);
         }
     }
 
@@ -221,6 +224,7 @@ impl Store for TorchStore {
 
     fn wait(&self, key: &str, deadline: &Deadline) -> Result<Vec<u8>, RendezvousError> {
         check_lengths(key, &[])?;
+        let [mut pause, longest] = PAUSE;
         loop {
             if self.is_set_within(key, WAIT_LIMIT, deadline)? {
                 return self.request(&named(GET, key), deadline, read_value);
@@ -228,6 +232,8 @@ impl Store for TorchStore {
             if deadline.is_over() {
                 return Err(RendezvousError::KeyMissing { key: key.to_owned(), waited: deadline.waited() });
             }
+            std::thread::sleep(pause.min(deadline.left()));
+            pause = (pause * 2).min(longest);
         }
     }
 }

@@ -15,7 +15,8 @@ use std::fs;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::{PermissionsExt, symlink};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use stub_process::scaled_to_load;
@@ -295,6 +296,28 @@ fn a_lost_connection_to_torchruns_store_is_replaced() {
     server.cut();
     store.set("color", b"green", &patient()).expect("set");
     assert_eq!(store.wait("color", &patient()), Ok(b"green".to_vec()));
+}
+
+/// A proxy whose server is gone answers like this, and so does a server without a free descriptor.
+#[test]
+fn a_server_that_closes_each_connection_is_tried_again_with_pauses() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = listener.local_addr().expect("bound").port();
+    let connections = Arc::new(AtomicU32::new(0));
+    let counted = Arc::clone(&connections);
+    thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            counted.fetch_add(1, Ordering::Relaxed);
+            let mut hello = [0; 10];
+            let _answered = stream.read_exact(&mut hello).and_then(|()| stream.write_all(&hello[6..]));
+        }
+    });
+    let limit = || Deadline::after(Duration::from_millis(300));
+    let store = TorchStore::connect("127.0.0.1", port, &patient()).expect("it answers the ping");
+    store.get("color", &limit()).expect_err("it closes the connection");
+    store.wait("color", &limit()).expect_err("it closes the connection");
+    // Pauses of 10, 20, 40, 80 and 160 ms.
+    assert!(connections.load(Ordering::Relaxed) <= 15, "{connections:?}");
 }
 
 #[test]
