@@ -9,6 +9,7 @@ use crate::handshake::{
 };
 use crate::secret::{PROOF_BYTES, Secret, random};
 use crate::version::VERSION;
+use rustix::io::Errno;
 use std::io::{self, Read, Write};
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -24,6 +25,8 @@ pub(crate) const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
 const PEERS_MAX: usize = 1024;
 /// Maximum number of peers of one [stage](Stage) at a time from one network address, which may be that of a machine with many ranks.
 const PEERS_PER_ADDRESS_MAX: usize = 256;
+/// Pause if the system has no descriptor or memory for a new connection. The connection stays pending, so the listener remains readable.
+const EXHAUSTED_PAUSE: Duration = Duration::from_millis(10);
 /// Maximum number of connections that are accepted between two checks of the peers.
 const ACCEPTS_MAX: usize = 64;
 /// Maximum number of refusals that are logged. Otherwise, any process that can connect could fill the log.
@@ -103,6 +106,11 @@ impl Admitted {
     }
 }
 
+/// Returns `true` if the system had no descriptor or memory for a new connection.
+fn is_exhausted(error: &io::Error) -> bool {
+    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM))
+}
+
 impl Admission {
     pub(crate) fn new(terms: Terms, shared: Shared) -> Self {
         Admission { terms, shared, peers: Vec::new(), refused: Vec::new(), logged: 0 }
@@ -130,6 +138,7 @@ impl Admission {
                 Ok(Incoming::Unverified(connection, from)) => self.admit(connection, from, listener.number()),
                 Ok(Incoming::Foreign(user)) => self.log(None, &format!("it is a process of user {user}")),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Err(error) if is_exhausted(&error) => return std::thread::sleep(EXHAUSTED_PAUSE),
                 Err(_) => {}
             }
         }

@@ -128,10 +128,10 @@ pub enum RendezvousError {
         /// Time that this rank waited.
         waited: Duration,
     },
-    /// Another program answers at the address of the launcher's store.
+    /// A process accepts connections at the address of the launcher's store, and does not answer as one.
     #[error(
-        "the process at {address} (MASTER_ADDR and MASTER_PORT) does not answer as a store of PyTorch: check both variables, or set \
-         SYMMALLOC_RENDEZVOUS"
+        "the process at {address} (MASTER_ADDR and MASTER_PORT) does not answer as a store of PyTorch 2.2 or later: check both \
+         variables, or set SYMMALLOC_RENDEZVOUS"
     )]
     ForeignStore {
         /// The address.

@@ -225,7 +225,7 @@ impl Meeting {
         loop {
             let card = match store.wait(&self.card_key(), &deadline) {
                 Ok(card) => card,
-                Err(error) => return Err(last.unwrap_or(error)),
+                Err(error) => return Err(later(last, error)),
             };
             match Card::from_bytes(&card, self.ranks) {
                 Ok(Card { outcome: Some(outcome), .. }) => last = outcome.result().err(),
@@ -291,6 +291,18 @@ impl Notes<'_> {
         if std::mem::take(&mut self.is_noted) {
             let _cleared = self.store.set(&self.key, &[], &Deadline::after(NOTES_LIMIT));
         }
+    }
+}
+
+/// Returns the error of a rank whose store fails after it has found `last`.
+fn later(last: Option<RendezvousError>, error: RendezvousError) -> RendezvousError {
+    use RendezvousError::{Folder, ForeignStore, Missing, StoreUnreachable};
+    match last {
+        // What rank 0 decided is still true.
+        Some(last @ Missing { .. }) => last,
+        // The store was lost: what rank 0's addresses answered before is not the cause.
+        Some(_) if matches!(error, Folder { .. } | ForeignStore { .. } | StoreUnreachable { .. }) => error,
+        last => last.unwrap_or(error),
     }
 }
 

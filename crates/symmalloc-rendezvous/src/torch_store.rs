@@ -119,6 +119,7 @@ impl TorchStore {
         loop {
             let addresses = (self.host.as_str(), self.port).to_socket_addrs();
             let addresses = addresses.map_err(|error| last = error.kind()).into_iter().flatten();
+            let mut found = None;
             for address in addresses {
                 let limit = deadline.left().min(CONNECT_LIMIT);
                 if limit.is_zero() {
@@ -127,11 +128,13 @@ impl TorchStore {
                 match TcpStream::connect_timeout(&address, limit) {
                     Ok(stream) => match introduce(stream, end_of(&deadline.at_most(PING_LIMIT))) {
                         Ok(connection) => return Ok(connection),
-                        Err(error) => (is_foreign, last) = (error.kind() == io::ErrorKind::InvalidData, error.kind()),
+                        // It answered wrongly, closed the connection or is silent.
+                        Err(error) => found = Some((true, error.kind())),
                     },
-                    Err(error) => (is_foreign, last) = (false, error.kind()),
+                    Err(error) => found = Some((found.is_some_and(|(is_foreign, _)| is_foreign), error.kind())),
                 }
             }
+            (is_foreign, last) = found.unwrap_or((is_foreign, last));
             if deadline.is_over() {
                 let (address, waited) = (self.address(), deadline.waited());
                 return Err(if is_foreign {
@@ -238,7 +241,7 @@ impl Store for TorchStore {
     }
 }
 
-/// Introduces this client, and checks that a store answers. Fails with `InvalidData` if another program does.
+/// Introduces this client, and checks that a store answers.
 fn introduce(stream: TcpStream, end: Instant) -> io::Result<Connection> {
     stream.set_nodelay(true)?;
     let mut connection = Connection::from(stream);

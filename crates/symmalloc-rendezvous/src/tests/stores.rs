@@ -335,6 +335,17 @@ fn another_program_at_the_stores_port_and_none_are_errors() {
         TorchStore::connect("127.0.0.1", port, &limit()).map(drop),
         Err(RendezvousError::ForeignStore { address })
     );
+    // One that closes the connection, and one that is silent.
+    for is_silent in [false, true] {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let port = listener.local_addr().expect("bound").port();
+        thread::spawn(move || {
+            let _kept: Vec<_> = listener.incoming().filter(|_| is_silent).collect();
+        });
+        let address = format!("127.0.0.1:{port}");
+        let opened = TorchStore::connect("127.0.0.1", port, &limit()).map(drop);
+        assert_eq!(opened, Err(RendezvousError::ForeignStore { address }));
+    }
     let (_port, nobody) = crate::tests::nobody();
     let port = nobody.address().expect("a network endpoint").port();
     let refused = TorchStore::connect("127.0.0.1", port, &limit()).map(drop);
