@@ -206,7 +206,7 @@ pub(crate) struct FreeRuns {
     /// Ascending, and without overlap.
     runs: Vec<Run>,
     /// The sum of their sizes.
-    pub(crate) size: u64,
+    size: u64,
 }
 
 impl FreeRuns {
@@ -214,6 +214,11 @@ impl FreeRuns {
         work::count(runs.len());
         runs.sort_unstable();
         FreeRuns { size: runs.iter().map(|run| u64::from(run.size)).sum(), runs }
+    }
+
+    /// Returns the size of all runs.
+    pub(crate) fn size(&self) -> u64 {
+        self.size
     }
 
     /// Returns `true` if all of this memory is free.

@@ -52,7 +52,7 @@ impl<L: Lock> Heap<L> {
             return Ok(self.arena.smallest_free(size));
         }
         let whole = self.arena.rules().whole_granules(size);
-        let missing = u64::from(whole).saturating_sub(free.size) as Units;
+        let missing = u64::from(whole).saturating_sub(free.size()) as Units;
         let at_end = self.arena.rules().whole_granules(size - self.arena.free_at_end().min(size));
         if bytes(size) < stitching.least_bytes || missing >= at_end {
             return Ok(None);

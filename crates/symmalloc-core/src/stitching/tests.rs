@@ -60,7 +60,7 @@ fn free_pieces_form_one_block_and_are_covered_in_their_own_segments() {
     let (mut arena, _) = arena();
     let mut stitched = StitchedRanges::default();
     let home = stitched.look_home(&arena);
-    assert_eq!((home.largest_joined, home.free.size), (0, u64::from(4 * GRANULE)));
+    assert_eq!((home.largest_joined, home.free.size()), (0, u64::from(4 * GRANULE)));
     let block = stitch(&mut stitched, &mut arena, 3);
     assert_eq!((arena.block(block).size, arena.best_fit(3 * GRANULE)), (3 * GRANULE, Some(block)));
     assert_eq!((stitched.aliases(&arena), free_granules(&arena)), (3, 1));
@@ -75,7 +75,7 @@ fn the_memory_of_an_unused_range_returns_home_and_the_range_is_reusable() {
     let block = stitch(&mut stitched, &mut arena, 3);
     let segment = arena.block(block).segment;
     let home = stitched.look_home(&arena);
-    assert_eq!((home.largest_joined, home.free.size), (GRANULE, u64::from(4 * GRANULE)), "as if all were at home");
+    assert_eq!((home.largest_joined, home.free.size()), (GRANULE, u64::from(4 * GRANULE)), "as if all were at home");
     stitched.empty_if_unused(&mut arena, segment);
     assert_eq!((free_granules(&arena), arena.best_fit(2 * GRANULE)), (4, None));
     assert_eq!(stitched.ranges()[0].users(), [S0], "the addresses were used");
@@ -147,7 +147,7 @@ fn a_part_of_a_range_in_use_returns_home_and_joins_its_neighbors() {
     let middle = allocate(&mut arena, block);
     free(&mut arena, lower);
     let home = stitched.look_home(&arena);
-    assert_eq!((home.largest_joined, home.free.size), (3 * GRANULE, u64::from(5 * GRANULE)));
+    assert_eq!((home.largest_joined, home.free.size()), (3 * GRANULE, u64::from(5 * GRANULE)));
     stitched.gather(&mut arena);
     assert_eq!((arena.largest_free(), free_granules(&arena)), (Some(3 * GRANULE), 5));
     assert_eq!(arena.block(middle).offset(), GRANULE);
