@@ -74,7 +74,7 @@ const CORE_MODULES_MAX: usize = 16;
 
 /// Structs of the core whose fields are visible in the whole crate, each with the reason. All other structs keep their fields private to
 /// their file.
-const PLAIN_DATA: [(&str, &str); 18] = [
+const PLAIN_DATA: [(&str, &str); 19] = [
     ("arena/fencing.rs Context", "parameters of heap operations"),
     ("arena.rs Removed", "a result"),
     ("blocks/table.rs Block", "a row of the table, filled in by the arena and the free index"),
@@ -92,6 +92,7 @@ const PLAIN_DATA: [(&str, &str); 18] = [
     ("stats/usage.rs RareCounts", "independent numbers"),
     ("stitching.rs Granule", "a value"),
     ("stitching.rs Home", "a result"),
+    ("stitching.rs Run", "a value"),
     ("streams/fences.rs Fence", "a value"),
 ];
 
