@@ -369,7 +369,7 @@ pub(crate) struct SimulateArgs {
     /// Recordings to simulate, or saved failures [default: generated jobs]
     #[arg(value_name = "TRACE")]
     pub(crate) traces: Vec<PathBuf>,
-    /// Ranks of a job [default: 64, or fewer for a long recording]
+    /// Ranks of a job [default: 64; fewer for expensive recordings]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=RANKS_MAX))]
     pub(crate) ranks: Option<u32>,
     /// Seed of the first run

@@ -199,6 +199,9 @@ impl CliError {
             CliError::Job { source: JobError::SharedStreams { .. }, .. } => {
                 "let streams be separate (--streams separate), or use a shorter part of the recording"
             }
+            CliError::Job { source: JobError::Comparisons { .. }, .. } => {
+                "remove `sync` lines from the trace, or use a shorter part of the recording"
+            }
             CliError::Job { source: JobError::TooMuchWork { .. }, .. }
             | CliError::Job { source: JobError::Step { error: StepError::TooMuchWork(_), .. }, .. }
             | CliError::Rerun { source: RerunError::Step { error: StepError::TooMuchWork(_), .. }, .. } => {

@@ -7,7 +7,8 @@
 //! ```
 //!
 //! Every rank has a separate device, made from (seed, rank), with different addresses, event timing and handles. The files
-//! `sequence` and `address` each run one rank under one rule; `ranks` runs all ranks and compares them.
+//! `sequence` and `address` each run one rank under one rule; `ranks` runs all ranks and compares them. `simulated` bounds the work of
+//! the simulator, which runs jobs on other ranks.
 //!
 //! ```
 //! use symmalloc_cli::job::{Job, Options};
@@ -26,6 +27,7 @@ mod options;
 mod outcome;
 mod ranks;
 mod sequence;
+mod simulated;
 mod unknown;
 
 pub use error::{JobError, STREAMS_PER_HEAP_MAX};
@@ -36,6 +38,7 @@ pub(crate) use unknown::{UnknownToModel, keys};
 
 use ranks::{Report, Rule};
 pub(crate) use sequence::{Attempt, Refused};
+pub(crate) use simulated::SIMULATED_RANKS;
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
 use std::ops::ControlFlow;
@@ -43,12 +46,10 @@ use std::sync::Arc;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy, StreamPolicy};
 use symmalloc_core::ids::{AllocationId, HeapId};
 use symmalloc_core::op::{Op, Record};
-use symmalloc_core::work::{self, Allowance};
-use symmalloc_core::{Allocator, PoolId, StreamId};
+use symmalloc_core::{PoolId, StreamId};
 use symmalloc_import::Recording;
-use symmalloc_sim::SimBackend;
 use symmalloc_trace::plan::PlanFile;
-use symmalloc_trace::replay::{Program, Replay, ReplayError, StepError};
+use symmalloc_trace::replay::{Program, ReplayError};
 
 /// Number of ops from which on a job is long.
 const LONG_JOB_OPS: usize = 500_000;
@@ -59,16 +60,6 @@ const FEWER_PASSES_OPS: usize = 200_000;
 /// Passes over such a job, and ranks that replay a long one.
 const FEWER_PASSES: NonZeroU32 = NonZeroU32::new(2).expect("2 is not zero");
 const LONG_JOB_RANKS: NonZeroU32 = NonZeroU32::new(2).expect("2 is not zero");
-
-/// Ranks that a simulation runs by default, and those of a job that takes much work.
-pub(crate) const SIMULATED_RANKS: u32 = 64;
-const SIMULATED_RANKS_MIN: u32 = 2;
-
-/// Units of work over all ranks beyond which a simulation uses fewer of them by default: it takes about 20 seconds, or 1 GiB.
-const SIMULATED_WORK: u64 = 1_000_000_000;
-/// Units of work that stand for the time of an op, and for the memory of a heap.
-const SIMULATED_OP_WORK: u64 = 100;
-const SIMULATED_HEAP_WORK: u64 = 100_000;
 
 /// A program and the configuration of its allocator.
 #[derive(Clone, Debug)]
@@ -186,53 +177,6 @@ impl Job {
             }
         }
         Ok(())
-    }
-
-    /// Replays the job on a device that tracks the order of streams, checks that it does not take too much work, and returns its work. A
-    /// simulation costs each rank about as much: it also compares all heaps and checks all blocks at every sync, keeps a clock for every pair
-    /// of streams, and a history for every heap.
-    ///
-    /// # Errors
-    /// Returns an error that names the op at which the allowance is exhausted. All other errors are left to the simulation.
-    pub(crate) fn check_work(&self, config: &Config) -> Result<u64, JobError> {
-        let device = SimBackend::builder().memory_bytes(u64::MAX).build();
-        let allocator = Allocator::new(device, config.clone())?;
-        let mut replay = Replay::new(&allocator, &self.program);
-        let (begun, mut allowance) = (work::so_far(), Allowance::default());
-        let (mut streams, mut live, mut heaps) = (0, 0, BTreeSet::new());
-        for (op, call) in self.program.ops().iter().enumerate() {
-            match *call {
-                Op::RegisterStream { .. } => streams += 1,
-                Op::Allocate { pool, stream, .. } => {
-                    live += 1;
-                    heaps.insert((pool, stream));
-                }
-                Op::Free { .. } => live = usize::saturating_sub(live, 1),
-                _ => {}
-            }
-            let scanned = match call {
-                Op::RegisterStream { .. } => streams,
-                Op::Sync => live + heaps.len(),
-                _ => 0,
-            };
-            let stepped = allowance.charge(|| {
-                work::count(scanned);
-                replay.step(call)
-            });
-            let error = match stepped {
-                Ok(Err(error @ StepError::TooMuchWork(_))) => error,
-                Err(exhausted) => StepError::TooMuchWork(exhausted),
-                _ => continue,
-            };
-            return Err(JobError::Step { rank: 0, op, error });
-        }
-        let (ops, heaps) = (self.program.ops().len() as u64, heaps.len() as u64);
-        Ok(work::so_far().wrapping_sub(begun) + SIMULATED_OP_WORK * ops + SIMULATED_HEAP_WORK * heaps)
-    }
-
-    /// Returns the number of ranks on which a simulation runs a job of this [work](Self::check_work) by default.
-    pub(crate) fn simulated_ranks(work: u64) -> u32 {
-        (SIMULATED_WORK / work.max(1)).clamp(SIMULATED_RANKS_MIN.into(), SIMULATED_RANKS.into()) as u32
     }
 
     /// Returns the peaks and counters of one rank that repeats the job under a configuration, with or without a plan.

@@ -80,7 +80,7 @@ fn source(path: &Path, args: &SimulateArgs) -> Result<ProgramSource, CliError> {
     let config = job.config(&Options::default()).map_err(JobError::from);
     let checked = config.and_then(|config| job.check_addresses(&config).and_then(|()| job.check_work(&config)));
     let work = checked.map_err(|source| CliError::Job { path: path.clone(), source })?;
-    let ranks = args.ranks.unwrap_or_else(|| Job::simulated_ranks(work));
+    let ranks = args.ranks.unwrap_or_else(|| work.ranks());
     Ok(match story {
         Some(plan) => ProgramSource::Story { path, plan: Box::new(plan) },
         None => ProgramSource::Recorded { path, recording, ranks },

@@ -57,6 +57,8 @@ pub use crew::on_threads;
 pub use decision::{DecidedRefusal, Decision};
 pub use failure::{Failure, FailureCause};
 pub use outcome::{JobFaults, JobOutcome};
+#[doc(hidden)]
+pub use plan::STRETCH_MAX;
 pub use plan::{JobPlan, Size};
 pub use run::{JobProgress, simulate};
 pub use schedule::Schedule;

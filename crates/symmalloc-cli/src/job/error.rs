@@ -1,11 +1,12 @@
 //! Errors of replaying a job.
 
+use super::simulated::{OPS_PER_COMPARISON, SCANNED_MAX};
 use symmalloc_core::backend::BackendError;
 use symmalloc_core::config::ConfigError;
 use symmalloc_core::errors::FreeError;
 use symmalloc_core::ids::PoolId;
 use symmalloc_core::units::Amount;
-use symmalloc_core::work::TooMuchWork;
+use symmalloc_core::work::{TooMuchWork, WORK_PER_OP};
 use symmalloc_trace::replay::StepError;
 
 /// Maximum number of streams that use a shared heap: those that allocate from it, and those that use its allocations. Every free block
@@ -58,6 +59,17 @@ pub enum JobError {
         op: usize,
         /// The exhausted allowance.
         source: TooMuchWork,
+    },
+    /// A simulation compares its ranks more often than their memory allows.
+    #[error(
+        "op {op}: {comparisons} comparisons of the ranks, at syncs and after every {OPS_PER_COMPARISON} ops, scan more than {SCANNED_MAX} \
+         blocks and heaps in addition to {WORK_PER_OP} for each op"
+    )]
+    Comparisons {
+        /// The op, counted from 0.
+        op: usize,
+        /// Number of comparisons up to the op.
+        comparisons: usize,
     },
     /// A pool cannot adopt its plan.
     #[error("the plan cannot be followed on rank {rank}: {error}")]

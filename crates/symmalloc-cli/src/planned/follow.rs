@@ -11,7 +11,6 @@ use symmalloc_core::errors::AllocateError;
 use symmalloc_core::groups::Groups;
 use symmalloc_core::op::Op;
 use symmalloc_core::plans::{Plan, PlanError};
-use symmalloc_core::units::Amount;
 use symmalloc_core::{Allocator, PoolId, StreamId};
 use symmalloc_import::Recording;
 use symmalloc_import::compression;
@@ -58,7 +57,7 @@ fn read(text: impl BufRead, bytes_max: u64) -> io::Result<Result<PlanFile, PlanT
     if text.limit() > 0 {
         return Ok(file);
     }
-    let message = format!("it expands to {} or more, and no plan is that large", Amount(bytes_max));
+    let message = format!("the plan's text exceeds {} MiB: plan a shorter recording", bytes_max >> 20);
     Err(io::Error::new(io::ErrorKind::FileTooLarge, message))
 }
 

@@ -34,7 +34,7 @@ pub struct JobPlan {
 }
 
 /// Maximum number of steps between two comparisons of a recorded job.
-pub(crate) const STRETCH_MAX: usize = 2048;
+pub const STRETCH_MAX: usize = 2048;
 
 /// Number of host threads over which a program is spread if it names no threads.
 const THREADS_BY_STREAM: u16 = 8;

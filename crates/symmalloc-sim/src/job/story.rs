@@ -148,7 +148,7 @@ pub enum StoryError {
         steps: usize,
     },
     /// Every rank of the story has faults, restarts or does private work under a limit.
-    #[error("the story has no rank to compare the others with: add a rank without faults")]
+    #[error("the story has no reference rank: add one without faults, restart or private work")]
     NoReference,
     /// The story assigns threads to more steps than it has.
     #[error("the story assigns threads to {threads} steps but has {steps}: remove the excess threads")]
