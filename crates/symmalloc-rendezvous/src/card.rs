@@ -8,7 +8,7 @@
 //!  outcome   1 byte: 1: all ranks have arrived; 2: 8 bytes waited ms, 4 bytes count, missing ranks of 6 bytes: rank, answer or zeros
 //! ```
 //!
-//! The token makes the meeting of a process different from all others: that of a rank 0 that restarted, and what an earlier run left in a
+//! The token identifies one meeting of one process: that of a rank 0 that restarted, and what an earlier run left in a
 //! store. Only those who can read the store know it. The layout of the card is the same in all versions, so that ranks of two versions reach
 //! each other and learn why they cannot meet.
 

@@ -176,7 +176,7 @@ pub enum RendezvousError {
         bytes_max: usize,
     },
     /// The value of a key is no number, or the sum overflows.
-    #[error("the store cannot add to {key}: its value is no number, or the sum exceeds 64 bits. Use another key")]
+    #[error("the store cannot add to {key}: its value is not a number, or the sum exceeds 64 bits. Use another key")]
     NoNumber {
         /// The key.
         key: String,
@@ -190,7 +190,7 @@ pub enum RendezvousError {
         waited: Duration,
     },
     /// The system cannot start a thread.
-    #[error("the system starts no thread ({kind}): raise its limit on processes (`ulimit -u`)")]
+    #[error("cannot create a thread ({kind}): raise the limit on processes (`ulimit -u`)")]
     Thread {
         /// The system's error.
         kind: io::ErrorKind,

@@ -113,7 +113,7 @@ pub(crate) struct Terms {
     pub(crate) has_secret: bool,
     /// Proves that both sides belong to the job. `None`: any process that connects is believed.
     pub(crate) key: Option<Secret>,
-    /// Proves that a refusal is rank 0's, to a rank that lacks the key. `None`: no refusal proves it.
+    /// Proves that a refusal is rank 0's, to a rank that lacks the key. `None`: refusals are not authenticated.
     pub(crate) refusal_key: Option<Secret>,
 }
 

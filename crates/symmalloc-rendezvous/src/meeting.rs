@@ -31,13 +31,13 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 use symmalloc_watchdog::Connection;
 
-/// Longest time between two looks at what no connection announces.
+/// Interval at which deadlines are checked.
 const CHECK_LIMIT: Duration = Duration::from_millis(100);
 /// Time for which a rank searches at the endpoints of one card before it reads the card again: first, and at most. Each round doubles it.
 const ROUND: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(5)];
 /// Pause between two rounds: first, and at most.
 const PAUSE: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(250)];
-/// Time after its deadline that a rank leaves rank 0 to report the outcome.
+/// Extra time for rank 0 to report the outcome.
 const GRACE: Duration = Duration::from_secs(2);
 /// Time limit of the notes: those that a rank writes, and all that rank 0 reads.
 const NOTES_LIMIT: Duration = Duration::from_secs(1);
@@ -57,7 +57,7 @@ pub(crate) struct Meeting {
     pub(crate) secret: Option<Secret>,
 }
 
-/// From where rank 0 must be reachable.
+/// The processes that must reach rank 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Reach {
     /// Processes of this machine.

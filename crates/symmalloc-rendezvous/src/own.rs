@@ -37,7 +37,7 @@ const ABSENT: u8 = 1;
 /// The store is full, or the value is no number.
 const REJECTED: u8 = 2;
 
-/// Longest time between two looks at the flag that ends the server, if nothing wakes it.
+/// Interval at which the server checks whether to stop, if nothing wakes it.
 const STOP_LIMIT: Duration = Duration::from_millis(20);
 /// Longest time for a reply of the server, which answers at once unless its process is stopped.
 const REPLY_LIMIT: Duration = Duration::from_secs(5);
@@ -106,7 +106,7 @@ impl ServedStore {
                 clients.drain(..clients.len().saturating_sub(clients_max));
                 for (rank, found) in admission.take_refused() {
                     let (key, value) = refused(rank, found);
-                    // A full store has no place for the reason, and the meeting goes on without it.
+                    // If the store is full, the reason is lost.
                     let _stored = values.set(&key, &value, &Deadline::after(Duration::ZERO));
                 }
             }
@@ -174,7 +174,7 @@ impl Client {
             let key = std::str::from_utf8(key).map_err(|_| io::ErrorKind::InvalidData)?;
             let (status, reply) = answer(values, head.operation, key, value)?;
             let reply_head = ReplyHead { status, value_bytes: (reply.len() as u32).into() };
-            // A client has one request at a time, so its socket's buffer is empty. One that reads nothing is disconnected.
+            // A client has one request at a time, so its socket's buffer is empty. A client that does not read is disconnected.
             self.connection.write_all(&[reply_head.as_bytes(), &reply].concat())?;
             self.received.drain(..REQUEST_HEAD_BYTES + key_bytes + value_bytes);
         }

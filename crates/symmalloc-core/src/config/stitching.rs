@@ -25,7 +25,7 @@ pub struct Stitching {
 }
 
 impl Stitching {
-    /// The number of granules from which on requests are stitched by default. A stitched block takes whole granules, so
+    /// The default minimum size of a stitched request, in granules. A stitched block takes whole granules, so
     /// this bounds what it leaves unused, and the time per byte that its mapping takes.
     pub const LEAST_GRANULES: u64 = 8;
 

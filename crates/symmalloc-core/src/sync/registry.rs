@@ -2,7 +2,7 @@
 //!
 //! Every `allocate` and `free` looks up pools and heaps, which are rarely created. Access to the first few entries
 //! takes a comparison and a load, and most programs have no more. Further entries are in pages, which a [`boxcar::Vec`]
-//! lists. A page is allocated for its first entry, so a registry with one large index remains small. Entries should be
+//! lists. A page is allocated for its first entry, so one large index costs one page. Entries should be
 //! small, such as a box or a counted pointer, because the first ones are stored in the registry itself.
 
 use std::sync::atomic::AtomicUsize;
