@@ -226,7 +226,7 @@ impl Registrar {
     pub fn sync(&self, comms: &[&Communicator]) -> Result<Synced, SyncError> {
         self.counters.syncs.add(1);
         let (attachments, gone) = self.attached(comms)?;
-        let outcome = self.run_sync(self.begin_sync(attachments));
+        let outcome = self.run_sync(self.begin_sync(&attachments));
         gone.map_or(outcome, Err)
     }
 
@@ -238,7 +238,7 @@ impl Registrar {
     pub fn sync_at_scope_end(&self, comms: &[&Communicator]) -> Result<Synced, SyncError> {
         self.counters.syncs.add(1);
         let (attachments, gone) = self.attached(comms)?;
-        let mut comms = self.begin_sync(attachments);
+        let mut comms = self.begin_sync(&attachments);
         // A driver error is reported by the sync.
         let is_current = !comms.is_empty() && comms.iter().all(|comm| comm.is_current);
         if is_current && self.allocator.is_capturing().unwrap_or(false) {
@@ -265,7 +265,7 @@ impl Registrar {
 
     /// Counts a sync of these communicators, and determines which histories it compares. Returns an empty list if all communicators are
     /// [quiet](SyncedComm::is_quiet). Most syncs are quiet, and building the list would take a fifth of their time.
-    fn begin_sync(&self, attachments: Attachments) -> SyncedComms {
+    fn begin_sync(&self, attachments: &[Arc<AttachedComm>]) -> SyncedComms {
         let mut comms = SyncedComms::new();
         for (number, attachment) in attachments.iter().enumerate() {
             let (compared, is_current) = attachment.begin_sync(&self.allocator);

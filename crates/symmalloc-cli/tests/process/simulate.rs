@@ -126,7 +126,7 @@ fn an_invalid_story_is_refused() {
     let folder = Folder::new();
     let stories = [
         ("#! seed:1 granularity:3", "line 2: invalid simulator word `granularity:3`"),
-        ("#! seed:1 granularity:2097152", "no rank to compare the others with"),
+        ("#! seed:1 granularity:2097152", "no reference rank"),
     ];
     for (line, expected) in stories {
         let trace = format!("symmalloc-trace 1\n{line}\nstream s0\nend 1\n");
