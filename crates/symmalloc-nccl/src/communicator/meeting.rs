@@ -29,8 +29,9 @@ impl UniqueId {
     /// Returns an id that is the same on all ranks of this job. Every rank must call this function equally often.
     ///
     /// If `NCCL_COMM_ID` is set, NCCL provides it. Otherwise rank 0 sends it to the others: on a socket of this machine if all ranks are on
-    /// it, and otherwise over TCP, at `SYMMALLOC_RENDEZVOUS` (host:port) or near `MASTER_ADDR` and `MASTER_PORT`. Ranks with a
-    /// `SYMMALLOC_JOB_SECRET` prove to each other that they know it.
+    /// it, and otherwise over TCP. They find rank 0 at `SYMMALLOC_RENDEZVOUS` (host:port, or a folder that all machines share), in
+    /// torchrun's store or near `MASTER_ADDR` and `MASTER_PORT`, or in a folder of the home directory. Ranks with a `SYMMALLOC_JOB_SECRET`
+    /// prove to each other that they know it.
     ///
     /// # Errors
     /// Returns an error if libnccl cannot be used, or the ranks do not find each other within the deadline.
@@ -51,8 +52,8 @@ impl UniqueId {
     }
 }
 
-/// Connects ranks that already have an id, at the address of rank 0 ("host:port"). Every rank must call this function equally often.
-/// Returns `None` if there is one rank.
+/// Connects ranks that already have an id, at the address of rank 0 ("host:port") or in a new folder that all machines share. Every rank
+/// must call this function equally often. Returns `None` if there is one rank.
 pub(super) fn meet(
     address: &str,
     name: &str,
