@@ -22,7 +22,7 @@
 //!
 //! # The meeting
 //! Rank 0 listens, and publishes its addresses and a random token in the store. The others connect to it directly: over a Unix socket from the
-//! same machine, and over TCP from others, on all addresses at the same time. Both sides [prove](handshake) that they know the token and, if
+//! same machine, and over TCP from others, on all addresses at the same time. Both sides prove that they know the token and, if
 //! there is one, the job secret. When all have arrived, or one has waited until its deadline, rank 0 reports the same outcome to all of them. The
 //! connections stay open: the caller gives them to the watchdog, whose [lifeline](symmalloc_watchdog::Lifeline) uses them to learn the state of
 //! the other ranks.
