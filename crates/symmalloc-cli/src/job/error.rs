@@ -1,13 +1,19 @@
 //! Errors of replaying a job.
 
-use super::simulated::{OPS_PER_COMPARISON, SCANNED_MAX};
 use symmalloc_core::backend::BackendError;
 use symmalloc_core::config::ConfigError;
 use symmalloc_core::errors::FreeError;
 use symmalloc_core::ids::PoolId;
 use symmalloc_core::units::Amount;
 use symmalloc_core::work::{TooMuchWork, WORK_PER_OP};
+use symmalloc_sim::job::STRETCH_MAX;
 use symmalloc_trace::replay::StepError;
+
+/// Blocks and heaps that comparisons may scan, in addition to [`WORK_PER_OP`] for each op. A rank takes about 30 seconds.
+pub(super) const SCANNED_MAX: u64 = 250_000_000;
+
+/// Number of ops after which a simulation compares its ranks without a sync.
+pub(super) const OPS_PER_COMPARISON: usize = STRETCH_MAX;
 
 /// Maximum number of streams that use a shared heap: those that allocate from it, and those that use its allocations. Every free block
 /// of such a heap may have to wait for each of them. Frameworks use at most a few dozen streams per device.

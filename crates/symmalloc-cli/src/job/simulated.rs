@@ -6,6 +6,7 @@
 //!
 //! All ranks replay the program. At each comparison, the reference and one other rank in 16 check all of their blocks.
 
+use super::error::{OPS_PER_COMPARISON, SCANNED_MAX};
 use super::{Job, JobError};
 use std::collections::{BTreeMap, BTreeSet};
 use symmalloc_core::config::{Config, StreamPolicy};
@@ -15,7 +16,6 @@ use symmalloc_core::op::Op;
 use symmalloc_core::work::{self, Allowance};
 use symmalloc_core::{Allocator, PoolId};
 use symmalloc_sim::SimBackend;
-use symmalloc_sim::job::STRETCH_MAX;
 use symmalloc_trace::replay::{Replay, StepError};
 
 /// Ranks that a simulation runs by default, and those of a job that takes much work.
@@ -30,12 +30,6 @@ const HEAP_WORK: u64 = 100_000;
 const BLOCK_WORK: u64 = 8;
 /// One rank in this many, in addition to the reference, checks its blocks at a comparison.
 const CHECKED_ONE_IN: u64 = 16;
-
-/// Blocks and heaps that comparisons may scan, in addition to [`WORK_PER_OP`](work::WORK_PER_OP) for each op. A rank takes about 30 seconds.
-pub(super) const SCANNED_MAX: u64 = 250_000_000;
-
-/// Number of ops after which a simulation compares its ranks without a sync.
-pub(super) const OPS_PER_COMPARISON: usize = STRETCH_MAX;
 
 /// The work of a simulation.
 #[derive(Clone, Copy, Debug)]

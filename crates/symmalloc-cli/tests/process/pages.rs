@@ -53,7 +53,7 @@ fn rounded(value: &Value) -> String {
 fn pages_state_the_efficiencies_of_the_recorded_jobs() {
     let separate = counted("replay --ranks 1 --passes 6", "--config segments:expandable");
     let shared = counted("replay --ranks 1 --passes 6 --streams shared", "--config segments:expandable,streams:shared");
-    let stitched = counted("replay --ranks 1 --passes 6 --config stitching:true", "");
+    let stitched = counted("replay --ranks 1 --passes 6 --config streams:shared,stitching:true", "");
     // The lowest efficiencies, ours and that of expandable segments: with stitching on all jobs, shared on all but `gnn`.
     let (mut least_stitched, mut least_shared) = ([1.0_f64; 2], [1.0_f64; 2]);
     let lower = |least: &mut [f64; 2], ours: &Value, pytorch: &Value| {

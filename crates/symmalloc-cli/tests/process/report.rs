@@ -81,12 +81,18 @@ fn the_best_settings_are_named_and_the_page_is_reproducible() {
     let job = recorded("fsdp1_train_rank0.trace.zst");
     let pages = ["a.html", "b.html"].map(|name| folder.path(name));
     let words = pages.each_ref().map(|page| symmalloc("report {} -o {}", &[&job, page]).exited(0).stdout.clone());
-    assert!(words[0].contains("best settings: segments:expandable,streams:shared,stitching:true"), "{}", words[0]);
+    assert!(
+        words[0].contains("best settings: segments:expandable,streams:shared,stitching_granule_mb:2"),
+        "{}",
+        words[0]
+    );
     // The output includes the cost of sharing, and the memory that PyTorch reserved in the recording.
     assert!(words[0].contains("waits of a stream for another per pass, each a fence"), "{}", words[0]);
     assert!(words[0].contains("in the recording: at least 7."), "{}", words[0]);
     let text = fs::read_to_string(&pages[0]).unwrap();
-    assert!(text.contains("With <code>segments:expandable,streams:shared,stitching:true</code> the peak would be"));
+    assert!(
+        text.contains("With <code>segments:expandable,streams:shared,stitching_granule_mb:2</code> the peak would be")
+    );
     assert!(text == fs::read_to_string(&pages[1]).unwrap());
     let (to_try, others) = text.split_once("Settings that are not better").expect("fixed segments hold more");
     assert!(to_try.contains("streams:shared"));
