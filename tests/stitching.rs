@@ -387,8 +387,8 @@ fn an_observed_pool_uses_its_ranges_again() {
     job.allocator.forget(observer).expect("no faults");
 }
 
-/// A use by another stream records an event at the free. Whoever gets a piece waits for that event, and not for what
-/// the stream does later.
+/// A use by another stream records an event at the free. The next user of a piece waits for that event, and not
+/// for what the stream does later.
 #[test]
 fn the_events_of_a_stitched_block_go_home_with_its_pieces() {
     let device = device();

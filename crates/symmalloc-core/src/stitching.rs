@@ -96,19 +96,11 @@ impl StitchedRange {
         self.mapped_pieces().map(|(_, run)| (run.size / granule) as usize).sum()
     }
 
-    /// Returns the memory of its first `size` units, if they are mapped.
-    fn home_of_front(&self, size: Units) -> Option<Vec<Run>> {
-        let mut missing = size;
-        let mut runs = Vec::new();
-        for piece in self.pieces.iter().take_while(|piece| piece.state != PieceState::Unmapped) {
-            if missing == 0 {
-                break;
-            }
-            let run = piece.home.front(piece.home.size.min(missing));
-            missing -= run.size;
-            runs.push(run);
-        }
-        (missing == 0).then_some(runs)
+    /// Returns the memory of its first `size` units, up to the first part that is not mapped.
+    fn front(&self, size: Units) -> impl Iterator<Item = Run> {
+        let is_front = move |(offset, piece): &(Units, &Piece)| *offset < size && piece.state != PieceState::Unmapped;
+        let front = self.offsets().take_while(is_front);
+        front.map(move |(offset, piece)| piece.home.front(piece.home.size.min(size - offset)))
     }
 
     /// Divides the piece that contains an offset, so that a piece starts there. Returns the index of that piece.
@@ -251,30 +243,21 @@ impl FreeAtHome {
         FreeAtHome(blocks)
     }
 
-    /// Returns the block around a part of one block.
-    fn around(&self, run: Run) -> Slot {
-        let after = self.0.partition_point(|(block, _)| block.start <= run.start);
-        let (block, slot) = self.0[after - 1];
-        debug_assert!(block.start.segment == run.start.segment && run.end() <= block.end());
-        slot
-    }
-
-    /// Divides memory that is free at home where one block ends and the next begins.
-    fn by_block(&self, mut run: Run) -> impl Iterator<Item = Run> {
+    /// Divides free memory where one block ends and the next begins. Returns each part with the block around it.
+    fn by_block(&self, mut run: Run) -> impl Iterator<Item = (Run, Slot)> {
         std::iter::from_fn(move || {
-            (run.size > 0).then(|| {
-                let after = self.0.partition_point(|(block, _)| block.start <= run.start);
-                let size = run.size.min(self.0[after - 1].0.end() - run.start.offset);
-                let front = run.front(size);
-                run = run.after(size);
-                front
-            })
+            let after = self.0.partition_point(|(block, _)| block.start <= run.start);
+            let (block, slot) = *self.0.get(after.checked_sub(1)?).filter(|_| run.size > 0)?;
+            debug_assert!(block.start.segment == run.start.segment && run.start.offset < block.end());
+            let front = run.front(run.size.min(block.end() - run.start.offset));
+            run = run.after(front.size);
+            Some((front, slot))
         })
     }
 
     /// Returns the blocks around free memory. A stream that gets the memory elsewhere waits for their users.
     pub(crate) fn blocks_around<'a>(&'a self, runs: &'a [Run]) -> impl Iterator<Item = Slot> + 'a {
-        runs.iter().flat_map(|run| self.by_block(*run)).map(|run| self.around(run))
+        runs.iter().flat_map(|run| self.by_block(*run)).map(|(_, slot)| slot)
     }
 }
 
@@ -404,28 +387,20 @@ impl StitchedRanges {
     pub(crate) fn find_again(&self, size: Units, free: &FreeRuns) -> Option<u32> {
         let is_free = |range: &&StitchedRange| {
             work::count(1);
-            let mut missing = size;
-            let mut pieces = range.pieces.iter();
-            while missing > 0 {
-                let Some(piece) = pieces.next().filter(|piece| piece.state != PieceState::Unmapped) else {
-                    return false;
-                };
-                let run = piece.home.front(piece.home.size.min(missing));
+            let mut found = 0;
+            let mut front = range.front(size).inspect(|run| found += run.size);
+            front.all(|run| {
                 work::count(1);
-                if !free.contains(run) {
-                    return false;
-                }
-                missing -= run.size;
-            }
-            true
+                free.contains(run)
+            }) && found == size
         };
         self.ranges.iter().find(is_free).map(|range| range.segment)
     }
 
-    /// Returns the memory to which the first `size` units of a range are mapped.
+    /// Returns the memory of the first `size` units of a range, which are mapped.
     pub(crate) fn home_of_front(&self, segment: u32, size: Units) -> Vec<Run> {
         let range = self.ranges.iter().find(|range| range.segment == segment);
-        range.and_then(|range| range.home_of_front(size)).expect("the front of the range is mapped")
+        range.expect("the segment is stitched").front(size).collect()
     }
 
     /// Makes the first `size` units of a range one free block, of memory that is free at home. Returns the block.
@@ -507,15 +482,15 @@ impl StitchedRanges {
 
 /// Marks memory that is free at home as elsewhere. Returns it as pieces of a range, in the same order.
 fn leave_home(arena: &mut Arena, home: &FreeAtHome, runs: &[Run]) -> Vec<Piece> {
-    let runs: Vec<Run> = runs.iter().flat_map(|run| home.by_block(*run)).collect();
-    work::count(runs.len());
+    let parts: Vec<(Run, Slot)> = runs.iter().flat_map(|run| home.by_block(*run)).collect();
+    work::count(parts.len());
     // The rest of a block after a carved part keeps the block's slot, so the parts of a block leave in ascending order.
-    let mut order: Vec<usize> = (0..runs.len()).collect();
-    order.sort_unstable_by_key(|at| runs[*at]);
-    let mut pieces: Vec<Piece> = runs.iter().map(|run| Piece { home: *run, state: PieceState::Home }).collect();
+    let mut order: Vec<usize> = (0..parts.len()).collect();
+    order.sort_unstable_by_key(|at| parts[*at].0);
+    let mut pieces: Vec<Piece> = parts.iter().map(|(run, _)| Piece { home: *run, state: PieceState::Home }).collect();
     for at in order {
-        let run = runs[at];
-        let covered_by = arena.carve(home.around(run), run.start.offset, run.end(), BlockState::Elsewhere);
+        let (run, block) = parts[at];
+        let covered_by = arena.carve(block, run.start.offset, run.end(), BlockState::Elsewhere);
         pieces[at].state = PieceState::Here { covered_by };
     }
     pieces

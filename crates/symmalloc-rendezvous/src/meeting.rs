@@ -160,16 +160,16 @@ impl Meeting {
     ) -> Result<Vec<(u32, Connection)>, RendezvousError> {
         let token: Token = random()?;
         let (listeners, endpoints) = listen(reach)?;
-        let mut card = Card { token, endpoints, outcome: None };
+        let card = Card { token, endpoints, outcome: None };
         store.set(&self.card_key(), &card.bytes(), deadline)?;
         let mut admission = Admission::new(self.terms(&token), shared);
         let mut arrived: BTreeMap<u32, Arrival> = BTreeMap::new();
         let end = Instant::now() + deadline.left();
-        loop {
+        while arrived.len() + 1 < self.ranks as usize {
             let first_end = arrived.values().map(|it| it.end).min().unwrap_or(end).min(end);
             let left = first_end.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                break;
+                return self.fail(store, card, arrived, deadline.waited());
             }
             let connections = arrived.values().map(|it| it.connection.as_fd());
             let opened = listeners.iter().map(AsFd::as_fd).chain(admission.descriptors()).chain(connections);
@@ -191,15 +191,22 @@ impl Meeting {
                     arrived.insert(rank, Arrival { session, end, connection });
                 }
             }
-            if arrived.len() + 1 == self.ranks as usize {
-                return Ok(tell(arrived, &Outcome::Started));
-            }
         }
+        Ok(tell(arrived, &Outcome::Started))
+    }
+
+    /// Reports the missing ranks to those that arrived. Returns the error.
+    fn fail(
+        &self,
+        store: &dyn Store,
+        mut card: Card,
+        arrived: BTreeMap<u32, Arrival>,
+        waited: Duration,
+    ) -> Result<Vec<(u32, Connection)>, RendezvousError> {
         let missing: Vec<u32> = (1..self.ranks).filter(|rank| !arrived.contains_key(rank)).collect();
-        let waited = deadline.waited();
-        let outcome = Outcome::Missing { found: self.found(store, &missing, &token), missing, waited };
+        let outcome = Outcome::Missing { found: self.found(store, &missing, &card.token), missing, waited };
         drop(tell(arrived, &outcome));
-        // For ranks that come later. Without it, they report that nobody answers.
+        // Ranks that come later report it. Without it, they report that nobody answers.
         card.outcome = Some(outcome.clone());
         let _stored = store.set(&self.card_key(), &card.bytes(), &Deadline::after(NOTES_LIMIT));
         outcome.result().map(|()| Vec::new())

@@ -43,7 +43,8 @@ const STOP_LIMIT: Duration = Duration::from_millis(20);
 const REPLY_LIMIT: Duration = Duration::from_secs(5);
 /// First and longest pause before a client replaces a lost connection.
 const PAUSE: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(500)];
-/// Maximum number of clients at a time. Each rank has one, and a second one for a moment if it reconnects.
+/// Maximum number of clients for each rank. A rank has one for each request at a time, and another for a moment if it
+/// reconnects.
 const CLIENTS_PER_RANK: usize = 4;
 
 /// The start of a request.
@@ -125,7 +126,8 @@ impl Drop for ServedStore {
             // If it fails, the server looks at the flag soon.
             let _woken = rustix::io::write(wake, &1_u64.to_ne_bytes());
         }
-        // The next meeting may listen at the same address. The server never sends, so this returns when it has ended.
+        // The next meeting may listen at the same address. Nothing is sent on this channel: it is disconnected once the
+        // server's thread has closed the listener.
         let _ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner).recv();
     }
 }
@@ -233,7 +235,11 @@ impl RemoteStore {
                 return Ok(reply);
             }
             if deadline.is_over() {
-                return Err(RendezvousError::KeyMissing { key: key.to_owned(), waited: deadline.waited() });
+                let waited = deadline.waited();
+                return Err(match operation {
+                    GET => RendezvousError::KeyMissing { key: key.to_owned(), waited },
+                    _ => RendezvousError::NoOutcome { waited },
+                });
             }
             std::thread::sleep(pause.min(deadline.left()));
             pause = (pause * 2).min(longest);

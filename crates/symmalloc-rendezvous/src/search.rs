@@ -1,4 +1,5 @@
-//! The other ranks' side of the handshake: they try all endpoints at the same time until rank 0 answers.
+//! The other ranks' side of the handshake: they ask the sockets of this machine, and then all network addresses at the same time, until
+//! rank 0 answers.
 //!
 //! ```text
 //!  search                     one thread for each network address, up to 64, and one for all sockets of this machine

@@ -43,12 +43,15 @@ const MAGIC: u32 = 0x3C85_F7CE;
 const CONNECT_LIMIT: Duration = Duration::from_secs(2);
 /// Longest time in which a server that runs answers a ping.
 const PING_LIMIT: Duration = Duration::from_secs(5);
+/// Longest time for a reply to a request that does not wait for a key. A firewall may have dropped an idle connection.
+const REPLY_LIMIT: Duration = Duration::from_secs(5);
 /// First and longest pause between two rounds over all addresses, and before a lost connection is replaced.
 const PAUSE: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(500)];
-/// Time between two requests that tell that this client waits. It bounds the wait for a server that is gone without a trace.
+/// Time after which a wait for a key is repeated. It bounds the wait for a server that is gone without a trace.
 const WAIT_LIMIT: Duration = Duration::from_secs(30);
 
-/// A client of PyTorch's store. It reconnects if the connection is lost, and tries all addresses of the host in turn.
+/// A client of PyTorch's store. It reconnects if the connection is lost, and tries all addresses of the host in turn. The
+/// system's name resolution can outlast a deadline.
 ///
 /// # Examples
 /// ```no_run
@@ -86,7 +89,7 @@ impl TorchStore {
         Ok(store)
     }
 
-    /// Returns the network address of the server that this client uses now, if it is connected.
+    /// Returns the network address of the server that this client uses, or `None` while its connection is lost or in use.
     pub(crate) fn peer(&self) -> Option<SocketAddr> {
         match self.idle().as_ref()? {
             Connection::Tcp(stream) => stream.peer_addr().ok(),
@@ -155,10 +158,10 @@ impl TorchStore {
         deadline: &Deadline,
         read_reply: impl Fn(&mut Connection, Instant) -> io::Result<R>,
     ) -> Result<R, RendezvousError> {
-        let end = end_of(deadline);
         let [mut pause, longest] = PAUSE;
         loop {
             let mut connection = self.take_or_open(deadline)?;
+            let end = end_of(&deadline.at_most(REPLY_LIMIT));
             let reply = write_until(&mut connection, request, end).and_then(|()| read_reply(&mut connection, end));
             match reply {
                 Ok(reply) => {
@@ -180,7 +183,7 @@ impl TorchStore {
         }
     }
 
-    /// Returns `true` once a key is set, or `false` after a time limit.
+    /// Returns `true` once a key is set, or `false` after a time limit or if the connection is lost.
     fn is_set_within(&self, key: &str, limit: Duration, deadline: &Deadline) -> Result<bool, RendezvousError> {
         let end = end_of(&deadline.at_most(limit));
         let mut connection = self.take_or_open(deadline)?;

@@ -18,8 +18,9 @@ use symmalloc_core::{Allocator, PoolId};
 use symmalloc_sim::SimBackend;
 use symmalloc_trace::replay::{Replay, StepError};
 
-/// Ranks that a simulation runs by default, and those of a job that takes much work.
+/// Ranks that a simulation runs by default.
 pub(crate) const SIMULATED_RANKS: u32 = 64;
+/// Ranks that it runs if the job takes much work.
 const SIMULATED_RANKS_MIN: u32 = 2;
 
 /// Units of work over all ranks beyond which a simulation uses fewer of them by default: it takes about 20 seconds, or 1 GiB.
@@ -83,8 +84,8 @@ impl Heaps {
 
 impl Job {
     /// Replays the job on a device that tracks the order of streams, checks that a simulation does not take too much work, and returns that
-    /// work. A simulation costs each rank about as much as the replay: it also compares all heaps and checks all blocks at every sync, keeps a
-    /// clock for every pair of streams, and a history for every heap.
+    /// work. Each rank replays the job, keeps a clock for every pair of streams, and a history for every heap. At each comparison, all ranks
+    /// compare their heaps, and some check all of their blocks.
     ///
     /// # Errors
     /// Returns an error that names the op at which an allowance is exhausted. All other errors are left to the simulation.

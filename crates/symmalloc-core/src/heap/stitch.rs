@@ -64,7 +64,7 @@ impl<L: Lock> Heap<L> {
             let again = self.stitch_again(context, stream, segment, whole);
             return again.map(Some).map_err(|error| Box::new(Shortage::Fence(error)));
         }
-        // A range that exists was mapped before the observer came. A new one is not mapped for it.
+        // An existing range was mapped before the observer came. No range is added while there is one.
         if self.log.is_observed() {
             return Ok(None);
         }

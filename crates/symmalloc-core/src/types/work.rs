@@ -54,7 +54,7 @@ impl Default for Allowance {
 }
 
 impl Allowance {
-    /// Allows this much work in addition to [`WORK_PER_OP`]. Tests allow little.
+    /// Allows this much work in addition to [`WORK_PER_OP`].
     pub fn of(at_once: u64) -> Self {
         Allowance { debt: 0, at_once }
     }

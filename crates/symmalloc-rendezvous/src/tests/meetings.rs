@@ -9,6 +9,7 @@ use crate::folder::FolderStore;
 use crate::handshake::SHARED_BYTES;
 use crate::launch::Launch;
 use crate::meeting::{Meeting, Met, RANKS_MAX, Reach};
+use crate::own::{RemoteStore, ServedStore};
 use crate::place::{EndpointList, Place};
 use crate::search::{Identity, search};
 use crate::secret::{Secret, TOKEN_BYTES, random};
@@ -89,15 +90,23 @@ impl Venue {
         })
     }
 
-    /// Calls `body` with the store, if all ranks can open it without a rank 0.
-    fn with_store(&self, body: impl FnOnce(&dyn Store)) {
+    /// Calls `body` with the store that a rank opens. Rank 0's own store ends afterward.
+    fn with_store(&self, meeting: &Meeting, rank: u32, body: impl FnOnce(&dyn Store)) {
         match self {
             Venue::Memory(values) => body(values),
             Venue::Place { place: Place::Torch { host, port }, .. } => {
                 body(&TorchStore::connect(host, *port, &within(PATIENT)).expect("it runs"));
             }
             Venue::Place { place: Place::Folder(folder), .. } => body(&FolderStore::open(folder).expect("private")),
-            Venue::Place { place: Place::Own(_), .. } => {}
+            Venue::Place { place: Place::Own(list), .. } if rank == 0 => {
+                let refused = |_, _| ("refused".to_owned(), Vec::new());
+                let listener = list.listen().expect("the address is free");
+                body(&ServedStore::start(listener, meeting.store_terms(), refused).expect("a thread"));
+            }
+            Venue::Place { place: Place::Own(list), .. } => {
+                let identity = Identity { rank, session: 1, deadline: within(PATIENT) };
+                body(&RemoteStore::new(meeting.store_terms(), list.endpoints.clone(), identity));
+            }
         }
     }
 }
@@ -197,7 +206,7 @@ fn a_rank_with_another_secret_or_none_ends_the_meeting_of_all() {
 
 /// Joins as a process that ends before all ranks have arrived.
 fn join_and_end(venue: &Venue, meeting: &Meeting, rank: u32) {
-    venue.with_store(|store| {
+    venue.with_store(meeting, rank, |store| {
         let identity = Identity { rank, session: 1, deadline: within(PATIENT) };
         let key = format!("symmalloc/{:016x}/card", meeting.job);
         let card = store.wait(&key, &identity.deadline).expect("rank 0 arrives");
@@ -208,7 +217,7 @@ fn join_and_end(venue: &Venue, meeting: &Meeting, rank: u32) {
 
 #[test]
 fn a_rank_that_restarts_takes_its_place_again() {
-    for kind in 0..3 {
+    for kind in 0..Venue::KINDS {
         let meeting = meeting(4, None);
         let venue = Venue::new(kind, &meeting);
         thread::scope(|scope| {
@@ -230,7 +239,7 @@ fn a_rank_that_restarts_takes_its_place_again() {
 
 /// Acts as a rank 0 that accepts ranks for some time and then ends without an outcome.
 fn host_and_end(venue: &Venue, meeting: &Meeting, millis: u64) {
-    venue.with_store(|store| {
+    venue.with_store(meeting, 0, |store| {
         let token = random::<TOKEN_BYTES>().expect("random numbers");
         let listener = Endpoint::Network(([127, 0, 0, 1], 0).into()).listen().expect("a port");
         let Listener::Network(bound) = &listener else { panic!("it has an address") };
@@ -250,7 +259,7 @@ fn host_and_end(venue: &Venue, meeting: &Meeting, millis: u64) {
 
 #[test]
 fn a_rank_0_that_restarts_is_found_again() {
-    for kind in 0..3 {
+    for kind in 0..Venue::KINDS {
         let meeting = meeting(3, secret(SECRET));
         let venue = Venue::new(kind, &meeting);
         thread::scope(|scope| {
@@ -279,11 +288,11 @@ fn cards_of_earlier_runs_do_not_mislead_the_next_one() {
             let venue = Venue::new(kind, &meeting);
             let key = format!("symmalloc/{:016x}/card", meeting.job);
             let stale = Card { token: [1; TOKEN_BYTES], endpoints: vec![nobody.clone()], outcome: outcome.clone() };
-            venue.with_store(|store| store.set(&key, &stale.bytes(), &within(PATIENT)).expect("set"));
+            venue.with_store(&meeting, 0, |store| store.set(&key, &stale.bytes(), &within(PATIENT)).expect("set"));
             let results = run(&venue, &vec![meeting.clone(); 2], PATIENT, |rank| u64::from(1 - rank) * 150);
             assert_eq!(results, vec![Ok(ID); 2], "store {kind}");
             // A rank that comes after the others gave up reports why they did.
-            venue.with_store(|store| store.set(&key, &stale.bytes(), &within(PATIENT)).expect("set"));
+            venue.with_store(&meeting, 0, |store| store.set(&key, &stale.bytes(), &within(PATIENT)).expect("set"));
             let late = venue.hold(&meeting, 1, &within(100));
             match outcome {
                 Some(outcome) => assert_eq!(late, Err(outcome.result().expect_err("missing")), "store {kind}"),

@@ -1,7 +1,7 @@
 //! One suite for all stores, and what is particular to each.
 
 use crate::deadline::Deadline;
-use crate::endpoint::{Endpoint, Listener, write_until};
+use crate::endpoint::{Endpoint, Listener, read_until, write_until};
 use crate::error::RendezvousError;
 use crate::folder::FolderStore;
 use crate::handshake::Terms;
@@ -12,7 +12,7 @@ use crate::tests::as_another_user;
 use crate::tests::torch_stand_in::StandIn;
 use crate::torch_store::TorchStore;
 use std::fs;
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::sync::Arc;
@@ -153,8 +153,11 @@ fn a_client_that_violates_the_protocol_is_disconnected() {
         let (_, mut connection) =
             crate::search::search(&terms(), std::slice::from_ref(&endpoint), identity, &patient()).expect("it runs");
         connection.write_all(request).expect("sent");
-        let read = connection.read(&mut [0; 1]);
-        assert!(matches!(read, Ok(0)) || read.is_err(), "{request:?}");
+        // A server that waited for more bytes would keep the connection open.
+        let end = Instant::now() + Duration::from_secs(30);
+        let read = read_until(&mut connection, &mut [0; 1], end).expect_err("no reply").kind();
+        let is_closed = matches!(read, io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset);
+        assert!(is_closed, "{request:?}: {read}");
     }
     assert_eq!(server.get("k", &patient()), Ok(None));
 }
@@ -229,17 +232,27 @@ fn the_store_of_torchrun_is_a_store() {
 /// Two threads can share a client: one that waits does not keep the other from its deadline.
 #[test]
 fn a_wait_does_not_delay_requests_of_other_threads() {
-    let (_own, endpoint) = served();
     let server = StandIn::start();
-    let torch = TorchStore::connect("127.0.0.1", server.address.port(), &patient()).expect("it listens");
-    for store in [&torch as &dyn Store, &client(&endpoint, 1)] {
-        thread::scope(|scope| {
-            let waiting = scope.spawn(|| store.wait("color", &patient()));
-            thread::sleep(Duration::from_millis(50));
-            store.set("color", b"blue", &patient()).expect("set");
-            assert_eq!(waiting.join().expect("the thread does not panic"), Ok(b"blue".to_vec()));
-        });
-    }
+    let store = TorchStore::connect("127.0.0.1", server.address.port(), &patient()).expect("it listens");
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| store.wait("color", &patient()));
+        thread::sleep(Duration::from_millis(50));
+        store.set("color", b"blue", &patient()).expect("set");
+        assert_eq!(waiting.join().expect("the thread does not panic"), Ok(b"blue".to_vec()));
+    });
+}
+
+#[test]
+fn a_search_for_an_own_store_does_not_delay_requests_of_other_threads() {
+    let (_port, nobody) = crate::tests::nobody();
+    let store = client(&nobody, 1);
+    thread::scope(|scope| {
+        scope.spawn(|| store.get("color", &Deadline::after(Duration::from_secs(5))));
+        thread::sleep(Duration::from_millis(50));
+        let since = Instant::now();
+        store.get("color", &Deadline::after(Duration::from_millis(100))).expect_err("nobody listens");
+        assert!(since.elapsed() < scaled_to_load(Duration::from_secs(2)), "{:?}", since.elapsed());
+    });
 }
 
 /// A program at the store's port that answers correctly until it is asked for a value.
@@ -317,7 +330,7 @@ fn a_server_that_closes_each_connection_is_tried_again_with_pauses() {
     store.get("color", &limit()).expect_err("it closes the connection");
     store.wait("color", &limit()).expect_err("it closes the connection");
     // Pauses of 10, 20, 40, 80 and 160 ms.
-    assert!(connections.load(Ordering::Relaxed) <= 15, "{connections:?}");
+    assert!((3..=15).contains(&connections.load(Ordering::Relaxed)), "{connections:?}");
 }
 
 #[test]

@@ -46,7 +46,7 @@ impl LiveBlock {
     /// Submits work on `stream` that also uses the allocation. Submits nothing if `stream` cannot wait for earlier
     /// users.
     pub(crate) fn shared(&mut self, device: &SimBackend, stream: StreamId) -> Result<(), Race> {
-        if self.users == 0 {
+        if self.users == 0 || bit(stream) == 0 {
             return Ok(());
         }
         if self.users & bit(stream) == 0 {
@@ -58,7 +58,7 @@ impl LiveBlock {
             self.last_user = stream;
         }
         // An earlier user must not use it again without waiting for the later ones.
-        if self.last_user == stream && bit(stream) != 0 {
+        if self.last_user == stream {
             device.submit(stream, self.address, self.size_bytes)?;
         }
         Ok(())

@@ -368,7 +368,7 @@ mod tests {
     /// Regression test: a table had an entry for every pool and stream.
     #[test]
     fn the_order_of_many_pools_and_streams_takes_little_memory() {
-        const MANY: u16 = 20_000;
+        const MANY: u16 = 60_000;
         let streams = (0..MANY).map(|stream| Op::register(StreamId(stream)));
         let pool = |pool: u16| Op::CreatePool { pool: PoolId(pool.into()), config: Box::default() };
         let trims = vec![Op::Trim { pool: None }; 3];
