@@ -421,7 +421,7 @@ typedef struct symmalloc_found {
 
 /**
  * Returns `true` if the scope covers allocations on a stream. May throw a C++ exception. Allocations call it, so calls of this
- * library inside it return an error.
+ * library inside it return an error, except for frees, which take effect later.
  */
 typedef bool (*symmalloc_filter_fn)(void *context, void *stream);
 
@@ -431,7 +431,8 @@ typedef bool (*symmalloc_filter_fn)(void *context, void *stream);
 typedef void (*symmalloc_destroy_fn)(void *context);
 
 /**
- * Callbacks that provide a pool's memory. They run under locks, so calls of this library inside them return an error.
+ * Callbacks that provide a pool's memory. They run under locks, so calls of this library inside them return an error,
+ * except for frees, which take effect later.
  */
 typedef struct symmalloc_source {
   /**
@@ -596,7 +597,7 @@ typedef struct symmalloc_block {
 } symmalloc_block;
 
 /**
- * Receives a segment (`block` is NULL), and then its blocks (`segment` is NULL). Calls of this library inside it return an error.
+ * Receives a segment (`block` is NULL), and then its blocks (`segment` is NULL). Calls of this library inside it return an error, except for frees, which take effect later.
  */
 typedef void (*symmalloc_visit_fn)(void *context,
                                    const struct symmalloc_segment *segment,
@@ -604,13 +605,13 @@ typedef void (*symmalloc_visit_fn)(void *context,
 
 /**
  * Receives the allocations that were live before a restore (`is_live` 0), and then those that are live after it (1). Calls of this
- * library inside it return an error.
+ * library inside it return an error, except for frees, which take effect later.
  */
 typedef void (*symmalloc_restored_fn)(void *context, void *pointer, uint64_t requested_bytes, uint32_t is_live);
 
 /**
  * Called after memory is mapped (`is_mapped` 1), and before it is unmapped (0). Runs under a heap's lock, so calls of this
- * library inside it return an error.
+ * library inside it return an error, except for frees, which take effect later.
  */
 typedef void (*symmalloc_memory_fn)(int32_t device, uint32_t is_mapped, uint64_t address, uint64_t bytes);
 
@@ -1496,7 +1497,8 @@ bool symmalloc_torch_is_forked(void);
 
 /**
  * Frees an allocation. `device` is a hint. Writes the size of the block to `block_bytes`, which may be NULL. Failures are counted,
- * and standard error shows the first one, because PyTorch frees in destructors.
+ * and standard error shows the first one, because PyTorch frees in destructors. Inside a callback, the free takes effect before the next
+ * call outside of callbacks, and writes no size.
  *
  * # Safety
  * `block_bytes` is NULL or valid for writing.

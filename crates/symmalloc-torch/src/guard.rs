@@ -7,14 +7,21 @@ use std::cell::{Cell, RefCell};
 use std::ffi::{CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 use symmalloc_files::is_forked;
 
 thread_local! {
     static MESSAGE: RefCell<CString> = RefCell::default();
 }
 
-/// The number of callbacks that run now, on any thread. For most calls, one load shows that there is none.
-static CALLBACKS: AtomicUsize = AtomicUsize::new(0);
+/// The number of callbacks that run now on any thread, plus the number of deferred releases. For most calls, one load shows that there
+/// are none.
+static PENDING: AtomicUsize = AtomicUsize::new(0);
+
+/// Releases that callbacks requested, in order.
+static DEFERRED: Mutex<Vec<Release>> = Mutex::new(Vec::new());
+
+type Release = Box<dyn FnOnce() -> Result<(), Error> + Send>;
 
 thread_local! {
     /// `true` while the thread runs a callback.
@@ -22,16 +29,17 @@ thread_local! {
 }
 
 /// Calls a function of the program. Calls of this library inside it return errors: they could wait indefinitely for a lock that
-/// the thread holds, call the function again without end, or change the state that it is called about. The function may unwind.
+/// the thread holds, call the function again without end, or change the state that it is called about. Only frees succeed, and take
+/// effect later, see [`free_or_defer`]. The function may unwind.
 pub(crate) fn call_back<T>(call: impl FnOnce() -> T) -> T {
     struct Running(bool);
     impl Drop for Running {
         fn drop(&mut self) {
             IN_CALLBACK.set(self.0);
-            CALLBACKS.fetch_sub(1, Ordering::Relaxed);
+            PENDING.fetch_sub(1, Ordering::Relaxed);
         }
     }
-    CALLBACKS.fetch_add(1, Ordering::Relaxed);
+    PENDING.fetch_add(1, Ordering::Relaxed);
     let _running = Running(IN_CALLBACK.replace(true));
     call()
 }
@@ -39,7 +47,64 @@ pub(crate) fn call_back<T>(call: impl FnOnce() -> T) -> T {
 /// Returns an error for a call inside a callback.
 #[inline]
 pub(crate) fn not_in_callback() -> Result<(), Error> {
-    if CALLBACKS.load(Ordering::Relaxed) != 0 && IN_CALLBACK.get() { Err(Error::InCallback) } else { Ok(()) }
+    if PENDING.load(Ordering::Relaxed) != 0 && IN_CALLBACK.get() { Err(Error::InCallback) } else { Ok(()) }
+}
+
+/// Starts a call of the C interface, outside of all locks: runs deferred releases. Returns an error inside a callback.
+#[inline]
+fn enter() -> Result<(), Error> {
+    if PENDING.load(Ordering::Relaxed) == 0 { Ok(()) } else { enter_after_deferred() }
+}
+
+#[cold]
+#[inline(never)]
+fn enter_after_deferred() -> Result<(), Error> {
+    not_in_callback()?;
+    let deferred = std::mem::take(&mut *DEFERRED.lock().unwrap_or_else(PoisonError::into_inner));
+    PENDING.fetch_sub(deferred.len(), Ordering::Relaxed);
+    for release in deferred {
+        if let Err(error) = guarded(release) {
+            tracing::warn!(name: "free.deferred", target: "symmalloc", error = %error, "a callback requested a free that failed");
+        }
+    }
+    Ok(())
+}
+
+/// Runs a call of the C interface that frees something. Inside a callback, the call succeeds, and `later` runs before the next call
+/// outside of callbacks: the collectors of Python and other languages run whenever a callback allocates an object, and their destructors
+/// cannot handle an error.
+///
+/// # Safety
+/// Any thread may run `later`.
+#[inline]
+pub(crate) unsafe fn free_or_defer(
+    now: impl FnOnce() -> Result<(), Error>,
+    later: impl FnOnce() -> Result<(), Error> + Copy + 'static,
+) -> symmalloc_status {
+    let failed = |error| match error {
+        // SAFETY: the caller's contract.
+        Error::InCallback if IN_CALLBACK.get() => unsafe { defer(later) },
+        error => store_error(&error),
+    };
+    guarded_or(|| now().map(|()| symmalloc_status::SYMMALLOC_OK), failed)
+}
+
+/// # Safety
+/// Any thread may run `release`.
+#[cold]
+unsafe fn defer(release: impl FnOnce() -> Result<(), Error> + 'static) -> symmalloc_status {
+    struct AnyThread<F>(F);
+    // SAFETY: the caller's contract.
+    unsafe impl<F> Send for AnyThread<F> {}
+    impl<F: FnOnce() -> Result<(), Error>> AnyThread<F> {
+        fn run(self) -> Result<(), Error> {
+            (self.0)()
+        }
+    }
+    let release = AnyThread(release);
+    DEFERRED.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(move || release.run()));
+    PENDING.fetch_add(1, Ordering::Relaxed);
+    symmalloc_status::SYMMALLOC_OK
 }
 
 /// Runs a call of the C interface that releases something. In a forked child it succeeds without effect: the object belongs to the parent,
@@ -47,6 +112,16 @@ pub(crate) fn not_in_callback() -> Result<(), Error> {
 #[inline]
 pub(crate) fn release(act: impl FnOnce() -> Result<(), Error>) -> symmalloc_status {
     if is_forked() { symmalloc_status::SYMMALLOC_OK } else { report(act) }
+}
+
+/// Runs a call of the C interface that frees something, as [`release`] in a forked child, and as [`free_or_defer`] inside a callback.
+///
+/// # Safety
+/// Any thread may run `act`.
+#[inline]
+pub(crate) unsafe fn release_or_defer(act: impl FnOnce() -> Result<(), Error> + Copy + 'static) -> symmalloc_status {
+    // SAFETY: the caller's contract.
+    if is_forked() { symmalloc_status::SYMMALLOC_OK } else { unsafe { free_or_defer(act, act) } }
 }
 
 /// Runs a call of the C interface. Converts a panic to an error, and stores the message of an error.
@@ -76,7 +151,7 @@ pub(crate) fn guarded<T>(act: impl FnOnce() -> Result<T, Error>) -> Result<T, Er
 /// stack space for one.
 #[inline]
 pub(crate) fn guarded_or<T>(act: impl FnOnce() -> Result<T, Error>, otherwise: impl Fn(Error) -> T) -> T {
-    let answer = || match not_in_callback().and_then(|()| act()) {
+    let answer = || match enter().and_then(|()| act()) {
         Ok(answer) => answer,
         Err(error) => otherwise(error),
     };

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use symmalloc_cuda::MemoryChange;
 
 /// Called after memory is mapped (`is_mapped` 1), and before it is unmapped (0). Runs under a heap's lock, so calls of this
-/// library inside it return an error.
+/// library inside it return an error, except for frees, which take effect later.
 #[allow(non_camel_case_types, reason = "C's names")]
 pub type symmalloc_memory_fn = Option<unsafe extern "C" fn(device: i32, is_mapped: u32, address: u64, bytes: u64)>;
 

@@ -25,7 +25,7 @@ use symmalloc_core::PoolId;
 use symmalloc_cuda::CaptureWatch;
 
 /// Returns `true` if the scope covers allocations on a stream. May throw a C++ exception. Allocations call it, so calls of this
-/// library inside it return an error.
+/// library inside it return an error, except for frees, which take effect later.
 #[allow(non_camel_case_types, reason = "C's names")]
 pub type symmalloc_filter_fn = Option<unsafe extern "C-unwind" fn(context: *mut c_void, stream: *mut c_void) -> bool>;
 

@@ -56,7 +56,7 @@ pub struct symmalloc_block {
     pub is_allocated: bool,
 }
 
-/// Receives a segment (`block` is NULL), and then its blocks (`segment` is NULL). Calls of this library inside it return an error.
+/// Receives a segment (`block` is NULL), and then its blocks (`segment` is NULL). Calls of this library inside it return an error, except for frees, which take effect later.
 #[allow(non_camel_case_types, reason = "C's names")]
 pub type symmalloc_visit_fn = Option<
     unsafe extern "C" fn(context: *mut c_void, segment: *const symmalloc_segment, block: *const symmalloc_block),

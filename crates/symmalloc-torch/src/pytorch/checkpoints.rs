@@ -25,7 +25,7 @@ pub struct PoolCheckpoint {
 }
 
 /// Receives the allocations that were live before a restore (`is_live` 0), and then those that are live after it (1). Calls of this
-/// library inside it return an error.
+/// library inside it return an error, except for frees, which take effect later.
 #[allow(non_camel_case_types, reason = "C's names")]
 pub type symmalloc_restored_fn =
     Option<unsafe extern "C" fn(context: *mut c_void, pointer: *mut c_void, requested_bytes: u64, is_live: u32)>;

@@ -3,7 +3,7 @@
 use crate::c_interface::arguments::{not_null, write};
 use crate::device::{DeviceAllocator, Target};
 use crate::error::Error;
-use crate::guard::{guarded, report};
+use crate::guard::{free_or_defer, guarded, report};
 use crate::mempools::PoolTarget;
 use crate::process;
 use crate::status::symmalloc_status;
@@ -110,7 +110,8 @@ pub extern "C" fn symmalloc_torch_is_forked() -> bool {
 }
 
 /// Frees an allocation. `device` is a hint. Writes the size of the block to `block_bytes`, which may be NULL. Failures are counted,
-/// and standard error shows the first one, because PyTorch frees in destructors.
+/// and standard error shows the first one, because PyTorch frees in destructors. Inside a callback, the free takes effect before the next
+/// call outside of callbacks, and writes no size.
 ///
 /// # Safety
 /// `block_bytes` is NULL or valid for writing.
@@ -120,26 +121,31 @@ pub unsafe extern "C" fn symmalloc_torch_deallocate(
     pointer: *mut c_void,
     block_bytes: *mut u64,
 ) -> symmalloc_status {
-    report(|| {
-        if pointer.is_null() || is_forked() {
-            return Ok(());
-        }
-        let freed = match process::existing(device) {
-            Some(allocator) => match allocator.free_block(pointer) {
-                Err(Error::UnknownPointer { .. }) => free_elsewhere(device, pointer),
-                outcome => outcome,
-            },
-            None => free_elsewhere(device, pointer),
-        };
-        match (freed, process::existing(device).or_else(|| process::all().next())) {
-            (Ok(_), _) if block_bytes.is_null() => Ok(()),
-            // SAFETY: the caller's contract.
-            (Ok(bytes), _) => unsafe { write(block_bytes, "block_bytes", bytes) },
-            (Err(error), Some(allocator)) => {
-                allocator.note(&error);
-                Err(error)
-            }
-            (Err(error), None) => Err(error),
+    let now = || {
+        let bytes = deallocate(device, pointer)?;
+        // SAFETY: the caller's contract.
+        if block_bytes.is_null() { Ok(()) } else { unsafe { write(block_bytes, "block_bytes", bytes) } }
+    };
+    let later = move || deallocate(device, pointer).map(drop);
+    // SAFETY: any thread may free an allocation.
+    unsafe { free_or_defer(now, later) }
+}
+
+/// Returns the size of the freed block; 0 for a null pointer and in a forked child.
+fn deallocate(device: i32, pointer: *mut c_void) -> Result<u64, Error> {
+    if pointer.is_null() || is_forked() {
+        return Ok(0);
+    }
+    let freed = match process::existing(device) {
+        Some(allocator) => match allocator.free_block(pointer) {
+            Err(Error::UnknownPointer { .. }) => free_elsewhere(device, pointer),
+            outcome => outcome,
+        },
+        None => free_elsewhere(device, pointer),
+    };
+    freed.inspect_err(|error| {
+        if let Some(allocator) = process::existing(device).or_else(|| process::all().next()) {
+            allocator.note(error);
         }
     })
 }

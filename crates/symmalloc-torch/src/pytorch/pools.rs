@@ -2,7 +2,7 @@
 
 use crate::c_interface::arguments::{not_null, write};
 use crate::error::Error;
-use crate::guard::{call_back, not_in_callback, release, report};
+use crate::guard::{call_back, not_in_callback, release, release_or_defer, report};
 use crate::process;
 use crate::scopes::{StreamFilter, symmalloc_destroy_fn, symmalloc_filter_fn};
 use crate::status::symmalloc_status;
@@ -12,7 +12,8 @@ use std::sync::Arc;
 use symmalloc_cuda::MemorySource;
 use symmalloc_files::is_forked;
 
-/// Callbacks that provide a pool's memory. They run under locks, so calls of this library inside them return an error.
+/// Callbacks that provide a pool's memory. They run under locks, so calls of this library inside them return an error,
+/// except for frees, which take effect later.
 #[allow(non_camel_case_types, reason = "C's names")]
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -122,10 +123,12 @@ pub unsafe extern "C" fn symmalloc_torch_retain_pool(
 /// otherwise. Failures are counted, and standard error shows the first one, because PyTorch calls it in destructors.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_release_use(device: i32, id_first: u64, id_second: u64) -> symmalloc_status {
-    release(|| {
+    let act = move || {
         let allocator = process::allocator(device)?;
         allocator.release_mempool((id_first, id_second)).inspect_err(|error| allocator.note(error))
-    })
+    };
+    // SAFETY: any thread may release a use.
+    unsafe { release_or_defer(act) }
 }
 
 /// Returns the number of uses of the mempool with this id, or 0 inside a callback.

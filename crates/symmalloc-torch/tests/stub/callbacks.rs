@@ -1,4 +1,5 @@
-//! Callbacks of the program that call the library: each call returns an error, and none blocks or calls the callback again.
+//! Callbacks of the program that call the library: each call returns an error, and none blocks or calls the callback again. Only frees
+//! succeed, and take effect before the next call outside of the callback.
 
 use crate::class_calls::{allocate, free};
 use crate::library::*;
@@ -16,13 +17,12 @@ static RETURNED: Mutex<Vec<(symmalloc_status, String)>> = Mutex::new(Vec::new())
 
 /// Makes calls that need the locks of all pools, among them an allocation in the pool that calls.
 fn use_the_library() {
-    let (mut out, mut block_bytes, mut number) = (null_mut(), 0, 0);
+    let (mut out, mut number) = (null_mut(), 0);
     // SAFETY: output pointers, and a pointer that may be anything.
     let returned = unsafe {
         [
             symmalloc_torch_allocate(0, null_mut(), 3 * MIB, 0, null(), &raw mut out),
             symmalloc_torch_begin_scope(0, A.0, A.1, None, null_mut(), None, &raw mut number),
-            symmalloc_torch_deallocate(0, std::ptr::dangling_mut::<c_void>(), &raw mut block_bytes),
             symmalloc_torch_trim(0, 0),
             symmalloc_torch_record_use(std::ptr::dangling_mut::<c_void>(), null_mut()),
         ]
@@ -36,7 +36,7 @@ fn use_the_library() {
 #[track_caller]
 fn assert_refused(calls: usize) {
     let returned = std::mem::take(&mut *RETURNED.lock().expect("no panic"));
-    assert!(returned.len() >= 5 * calls, "{returned:?}");
+    assert!(returned.len() >= 4 * calls, "{returned:?}");
     for (status, text) in returned {
         let is_refused = status == SYMMALLOC_INVALID_STATE && text.contains("after the callback has returned");
         assert!(is_refused, "{status:?}: {text}");
@@ -157,5 +157,60 @@ stub_test!(a_visitor_and_a_restore_that_allocate_get_errors_and_change_nothing, 
             symmalloc_torch_checkpoint_destroy(checkpoint);
         }
         assert_eq!(counts.allocated_bytes[0].current, 3 << 20);
+    });
+});
+
+/// What a callback frees: tensors of PyTorch, an allocation of another interface, a use of a mempool, and a pool.
+static GARBAGE: Mutex<Option<Garbage>> = Mutex::new(None);
+
+struct Garbage {
+    tensors: Vec<usize>,
+    pointer: usize,
+    allocator: usize,
+    pool: u32,
+}
+
+/// Frees everything, as a collector does that runs because the callback allocated an object.
+unsafe extern "C" fn collect(_device: i32, _is_mapped: u32, _address: u64, _bytes: u64) {
+    let Some(garbage) = GARBAGE.lock().expect("no panic").take() else { return };
+    let (allocator, mut bytes) = (garbage.allocator as *mut DeviceAllocator, 1);
+    // SAFETY: a live allocator, and pointers that are not used after this.
+    unsafe {
+        for tensor in garbage.tensors {
+            done(symmalloc_torch_deallocate(0, tensor as *mut c_void, &raw mut bytes));
+            assert_eq!(bytes, 1, "the block is freed later");
+        }
+        done(symmalloc_free(allocator, garbage.pointer as *mut c_void));
+        done(symmalloc_torch_release_use(0, A.0, A.1));
+        done(symmalloc_pool_destroy(allocator, garbage.pool));
+    }
+}
+
+stub_test!(frees_inside_a_callback_take_effect_before_the_next_call, {
+    within_a_deadline(|| {
+        let allocator = Allocator::of_torch();
+        let pool = allocator.create_pool(Some("segments:expandable"));
+        // SAFETY: no source.
+        done(unsafe { symmalloc_torch_retain_pool(0, A.0, A.1, null()) });
+        let garbage = Garbage {
+            tensors: (0..3).map(|_| allocate(3 * MIB, null_mut(), 0)).collect(),
+            pointer: allocator.allocate(pool, 3 * MIB, null_mut()),
+            allocator: allocator.0 as usize,
+            pool,
+        };
+        *GARBAGE.lock().expect("no panic") = Some(garbage);
+        // SAFETY: the function may be called on any thread.
+        unsafe { symmalloc_torch_on_memory(Some(collect)) };
+        let live = allocate(500 * MIB, null_mut(), 0);
+        // SAFETY: removes the listener.
+        unsafe { symmalloc_torch_on_memory(None) };
+        assert!(GARBAGE.lock().expect("no panic").is_none(), "the callback ran");
+        let mut counts = symmalloc_counts::default();
+        // SAFETY: an output pointer.
+        done(unsafe { symmalloc_torch_counts(0, &raw mut counts) });
+        assert_eq!(counts.allocated_bytes[0].current, 500 << 20, "nothing else is live");
+        assert_eq!(symmalloc_torch_pool_uses(0, A.0, A.1), 0);
+        assert!(allocator.try_allocate(pool, 512, null_mut()).is_err(), "the pool is destroyed");
+        assert!(free(live) > 0);
     });
 });
