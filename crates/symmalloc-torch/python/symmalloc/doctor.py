@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from . import errors, pytorch_class
+from . import captured_buffers, errors, pytorch_class
 from .library import VERSION, call, encoded, library, library_path
 from .state import installed
 
@@ -47,6 +47,7 @@ def examine() -> list[Finding]:
         ("allocator class", True, _class),
         ("PYTORCH_CUDA_ALLOC_CONF", False, _pytorch_configuration),
         ("NCCL windows", False, _nccl),
+        (captured_buffers.VARIABLE, False, _captured_buffers),
     ]
     return [_finding(name, is_needed, look) for name, is_needed, look in looks]
 
@@ -175,3 +176,13 @@ def _nccl() -> str:
 
 def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
+
+
+def _captured_buffers() -> str:
+    """Checks the setting on which the sleep of pools depends."""
+    value = os.environ.get(captured_buffers.VARIABLE)
+    if value is None:
+        return "not set: pools with a tag set it to 0, because NCCL would keep the memory of captured buffers through a sleep"
+    if not captured_buffers.is_off():
+        raise _Missing(f"{value}: plain pools of several ranks cannot sleep, because NCCL keeps the memory of captured buffers: set it to 0")
+    return "0: NCCL does not keep the memory of captured buffers through a sleep"

@@ -6,7 +6,7 @@ import os
 from ctypes import byref
 from typing import Any
 
-from . import pytorch_class, state
+from . import captured_buffers, pytorch_class, state
 from .devices import import_torch
 from .errors import InvalidState, TorchError
 from .library import PropertiesStruct, call, library
@@ -39,6 +39,8 @@ def install(conf: str | None = None, *, trace: str | os.PathLike[str] | None = N
     if trace is not None:
         os.environ["SYMMALLOC_TRACE"] = os.fspath(trace)
     state.installed_with = arguments
+    if "tag:" in (conf if conf is not None else os.environ.get("SYMMALLOC_CONF", "")):
+        captured_buffers.turn_off()
     if _learns_plans():
         follow_optimizers(torch)
 

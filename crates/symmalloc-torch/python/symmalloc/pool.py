@@ -22,6 +22,7 @@ from ctypes import PyDLL, byref, c_char_p, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from . import captured_buffers
 from .allocator import Allocator, Contents, Phase, Slept, Woken
 from .communicators import Communicator, Member, check_raw, rendezvous
 from .devices import Device, device_index
@@ -159,8 +160,10 @@ class MemPool:
         self._finalizer = weakref.finalize(self, _destroy, self._allocator, self.id)
         self._finalizer.atexit = False  # the exit of the process releases everything
         _pools[self.device, self.id] = self
+        self._is_symmetric = symmetric
         if tag is not None:
             _tagged_devices.add(self.device)
+            captured_buffers.turn_off()
         if reserve is not None:
             self.reserve(reserve, _capture_stream() if graphs and stream is None else stream)
 
@@ -201,6 +204,8 @@ class MemPool:
         this is collective: it first deregisters them on every group, and one of these groups must contain the ranks of all
         others. Raises the same errors as `symmalloc.sleep`.
         """
+        if not self._is_symmetric:
+            captured_buffers.check_off()
         self._check_groups()
         if suspend:
             return self._allocator.sleep_and_suspend(self.id, contents)

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import captured_buffers
 from .allocator import Allocator, Contents, DeviceMemory, Storage, Slept, Woken
 from .devices import Device, device_index
 from .errors import FileError, InvalidArgument, UnknownPool
@@ -78,8 +79,8 @@ def sleep(
     A pool with windows sleeps on all ranks together: call this at the same point on every rank, when no collective in the
     windows is running. One of the pool's groups must contain the ranks of all others.
 
-    Raises `NotInstalled`, `UnknownPool` for a tag that no pool has, `InvalidState` during a stream capture or an open step,
-    `MisalignedError` and `NcclError` as `MemPool.register` does, and `CudaError` if the host lacks memory for kept contents.
+    Raises `NotInstalled`, `UnknownPool` for a tag that no pool has, `InvalidState` during a stream capture or an open step, and
+    if NCCL may register captured buffers (see `symmalloc.captured_buffers`), `MisalignedError` and `NcclError` as `MemPool.register` does, and `CudaError` if the host lacks memory for kept contents.
     The failing pool is then unchanged and the pools before it sleep. Another call continues with the rest. With `suspend`, it
     raises `InvalidState` before NCCL 2.29.7, once the pools sleep.
     """
@@ -229,8 +230,10 @@ class Tagged:
     tag: str
 
     def sleep(self, contents: Contents) -> Slept:
-        known = known_pool(self.device, self.pool)
-        return self.of.sleep(self.pool, contents) if known is None else known.sleep(contents)
+        if (known := known_pool(self.device, self.pool)) is not None:
+            return known.sleep(contents)
+        captured_buffers.check_off()
+        return self.of.sleep(self.pool, contents)
 
     def wake(self) -> Woken:
         known = known_pool(self.device, self.pool)

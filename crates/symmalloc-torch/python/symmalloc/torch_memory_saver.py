@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from ctypes import c_uint8
 from typing import TYPE_CHECKING, Any
 
-from . import sleeping
+from . import captured_buffers, sleeping
 from .allocator import Contents
 from .devices import device_index, import_torch
 from .errors import InvalidArgument
@@ -61,6 +61,7 @@ class TorchMemorySaver:
         backup = backup_of(True, False, self._backend)
         if _is_set("TMS_INIT_ENABLE"):
             self._whole_process = backup if _is_set("TMS_INIT_ENABLE_CPU_BACKUP") else Backup(Contents.DROP)
+        captured_buffers.turn_off()
         if not installed():
             conf = os.environ.get("SYMMALLOC_CONF")
             if self._whole_process is not None:
