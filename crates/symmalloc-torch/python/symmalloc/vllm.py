@@ -13,27 +13,41 @@ each context. A capture cannot register memory, so vLLM first runs the same work
     context outside of a capture   the communicator's pool, which grows; the end of the context registers new segments
     context in a capture           a pool of this stream for graphs alone: reserved and registered by the run before the capture
 
-Written for vLLM 0.22.0.
+vLLM's custom all-reduce copies the buffers of captured graphs to its own memory: it would otherwise share them with
+`cudaIpcGetMemHandle`, which accepts no mapped memory.
+
+Tested with the versions in `VERSIONS`. Others work if they have the functions that the plug-in replaces, and one warning names
+the tested ones.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from .errors import Error, InvalidSettings, InvalidState
+from .devices import device_index
+from .errors import Error, InvalidSettings, InvalidState, UnknownPointer
 from .installation import install
 from .pool import MemPool, Mode
 from .scopes import Scope, use_mem_pool
-from .state import installed
+from .state import allocator, installed
 
 VARIABLE = "SYMMALLOC_VLLM"
 GRAPH_VARIABLE = "SYMMALLOC_VLLM_GRAPH_MB"
 GRAPH_MB = 64
 FEATURES = ("install", "pools", "sleep")
+VERSIONS = ("0.22.0", "0.33.0")
+"""The versions of vLLM that ran on symmalloc."""
+CLOSE_SECONDS = 5.0
+"""The time limit for the deregistration of a communicator that vLLM destroys. vLLM gives NCCL's abort as much."""
 
 
 def register() -> None:
@@ -49,12 +63,45 @@ def register() -> None:
         return
     if not installed():
         install()
+    warn_of_untested_version()
+    copy_captured_buffers()
     if "pools" in selected:
         use_pools()
     if "sleep" in selected:
         from .vllm_sleep import use_sleep
 
         use_sleep()
+
+
+def warn_of_untested_version() -> None:
+    """Warns once if this version of vLLM was not run."""
+    try:
+        from vllm import __version__ as version
+    except ImportError:
+        return
+    if version not in VERSIONS:
+        warnings.warn(
+            f"vLLM {version} was not tested with symmalloc; {' and '.join(VERSIONS)} were: compare tokens with and without it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def copy_captured_buffers() -> None:
+    """Lets vLLM's custom all-reduce copy captured buffers, if this vLLM can. Otherwise, set `disable_custom_all_reduce=True`."""
+    try:
+        from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
+    except ImportError:
+        return
+    create = CustomAllreduce.__init__
+    if "register_graph_buffers" not in inspect.signature(create).parameters or hasattr(create, "copies"):
+        return
+
+    def create_with_copies(reducer: Any, *arguments: Any, **named: Any) -> None:
+        create(reducer, *arguments, **named | {"register_graph_buffers": False})
+
+    create_with_copies.copies = True  # type: ignore[attr-defined]
+    CustomAllreduce.__init__ = create_with_copies
 
 
 def use_pools() -> None:
@@ -69,13 +116,39 @@ def use_pools() -> None:
     if pynccl_allocator.nccl_symm_mem_context is Context:
         return
     pynccl_allocator.nccl_symm_mem_context = Context
+    # From 0.33 on. Modules import the function by its name.
+    original = getattr(pynccl_allocator, "is_symmetric_memory_tensor", None)
+    for module in [module for name, module in sys.modules.items() if name.startswith("vllm.")]:
+        if original is not None and vars(module).get("is_symmetric_memory_tensor") is original:
+            module.is_symmetric_memory_tensor = is_symmetric_memory_tensor  # type: ignore[attr-defined]
 
     def close_and_destroy(communicator: Any) -> None:
         if (pools := _pools.pop(id(communicator), None)) is not None:
-            pools.close()
+            _within(CLOSE_SECONDS, pools.close)
         destroy(communicator)
 
     pynccl.PyNcclCommunicator.destroy = close_and_destroy
+
+
+def is_symmetric_memory_tensor(tensor: Any) -> bool:
+    """Returns `True` if a tensor's storage is in one of this process's symmetric pools."""
+    if not _pools or not tensor.is_cuda:
+        return False
+    try:
+        placement = allocator(device_index(tensor.device)).placement_of(tensor.untyped_storage().data_ptr())
+    except UnknownPointer:
+        return False
+    return any(placement.pool == pool.id and device_index(tensor.device) == pool.device for pools in _pools.values() for pool in pools.all())
+
+
+def _within(seconds: float, act: Callable[[], None]) -> None:
+    """Runs a function that may block, and leaves it to a thread if it takes longer.
+
+    A deregistration waits for the other ranks, which may be gone. vLLM then aborts the communicator, which ends the wait.
+    """
+    thread = threading.Thread(target=act, name="symmalloc-close", daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def windows() -> list[dict[str, Any]]:
@@ -135,9 +208,12 @@ class Pools:
             for segment in pool.snapshot()
         ]
 
+    def all(self) -> list[MemPool]:
+        return [*self.graphs.values(), self.eager]
+
     def close(self) -> None:
         """Deregisters and destroys the pools. A communicator that failed is about to be aborted, so errors are ignored."""
-        for pool in [*self.graphs.values(), self.eager]:
+        for pool in self.all():
             with suppress(Error):
                 pool.close()
 

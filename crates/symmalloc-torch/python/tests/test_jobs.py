@@ -20,6 +20,7 @@ import needs
 
 JOBS = Path(__file__).resolve().parents[4] / "benches" / "jobs"
 FAKES = Path(__file__).resolve().parent / "fakes"
+VLLM = "0.33.0"
 FAKE, FAKE_SGLANG = FAKES / "vllm_engine", FAKES / "sglang_engine"
 
 
@@ -48,7 +49,7 @@ class Wheels(unittest.TestCase):
         self.addCleanup(self._folder.cleanup)
         self.folder = Path(self._folder.name)
         for name in self.job.NEEDED:
-            version = self.job.VLLM if name == "vllm" else "1.0"
+            version = VLLM if name == "vllm" else "1.0"
             self.touch(f"{name}-{version}-py3-none-any.whl")
 
     def touch(self, name: str) -> None:
@@ -70,17 +71,17 @@ class Wheels(unittest.TestCase):
             with self.assertRaisesRegex(self.job.OddFile, "remove or rename"):
                 self.job.check_wheels(self.folder)
             (self.folder / odd).unlink()
-        vllm = self.folder / f"vllm-{self.job.VLLM}-py3-none-any.whl"
+        vllm = self.folder / f"vllm-{VLLM}-py3-none-any.whl"
         vllm.rename(self.folder / "vllm-0.23.0-py3-none-any.whl")
-        with self.assertRaisesRegex(self.job.OtherVersion, r"vLLM is 0\.23\.0: this job needs 0\.22\.0"):
+        with self.assertRaisesRegex(self.job.OtherVersion, r"vLLM is 0\.23\.0: this job needs 0\.22\.0 \(PyTorch 2\.11\.0\) or 0\.33\.0"):
             self.job.check_wheels(self.folder)
         (self.folder / "vllm-0.23.0-py3-none-any.whl").unlink()
         with self.assertRaisesRegex(self.job.MissingWheel, "no wheel of vllm"):
             self.job.check_wheels(self.folder)
 
     def test_an_installed_vllm_needs_no_wheel(self) -> None:
-        (self.folder / f"vllm-{self.job.VLLM}-py3-none-any.whl").unlink()
-        for installed, fits in ((self.job.VLLM, True), ("0.23.0", False)):
+        (self.folder / f"vllm-{VLLM}-py3-none-any.whl").unlink()
+        for installed, fits in ((VLLM, True), ("0.22.0", True), ("0.23.0", False)):
             with (
                 mock.patch.object(self.job, "_is_installed", lambda name: name == "vllm"),
                 mock.patch.object(self.job.importlib.metadata, "version", lambda _name, version=installed: version),
@@ -157,6 +158,25 @@ class Comparison(unittest.TestCase):
             self.assertIsNotNone(two["reload_seconds"])
         _, report = self.serve(*options, "--sleep-kinds", "native", FAKE_VLLM="/0:wrong")
         self.assertFalse(report["sleep_native"][0]["equal_tokens"])
+
+    def test_partial_wakes_follow_full_ones(self) -> None:
+        kinds = ("--sleep-kinds", "native,symmalloc_backend,symmalloc_graphs")
+        options = ("--only-sleep", "--sleep-cycles", "2", "--sleep-levels", "1,2", "--partial", *kinds)
+        done, report = self.serve(*options, "--tensor-parallel", "2")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for name in ("native", "symmalloc_backend", "symmalloc_graphs"):
+            cycles = report[f"sleep_{name}"]
+            ways = [(one["level"], one["is_partial"]) for one in cycles]
+            self.assertEqual(ways, [(1, False), (1, True), (2, False), (2, True)])
+            self.assertTrue(all(one["equal_tokens"] for one in cycles))
+
+    def test_a_pytorch_that_vllm_was_not_built_for_is_an_error(self) -> None:
+        engine = job("vllm_serve")
+        with mock.patch.object(engine.importlib.metadata, "version", lambda _: "0.33.0"):
+            engine.check_torch("2.14.0+cu130")
+            for version in ("2.11.0", "2.14.1+cu130"):
+                with self.assertRaisesRegex(engine.OtherVersion, r"0\.33\.0 and PyTorch .* do not fit"):
+                    engine.check_torch(version)
 
     def test_measured_servers_can_sleep_afterwards(self) -> None:
         options = (

@@ -156,6 +156,87 @@ raises(symmalloc.InvalidState, "before the capture", capture)
             VLLM_USE_NCCL_SYMM_MEM="1",
         )
 
+    def test_vllm_recognizes_symmetric_tensors(self) -> None:
+        self.succeeds(
+            PLUG_IN
+            + """
+from vllm.distributed.device_communicators import cuda_communicator
+tensor_of = lambda pointer, rank: torch.Tensor(pointer, rank.number)
+
+def program(rank):
+    comm = pynccl.PyNcclCommunicator(rank.connect(ids[0]), rank.number, RANKS, rank.number)
+    for ask in (cuda_communicator.has_symmetric_output, pynccl_allocator.is_symmetric_memory_tensor):
+        assert not ask(tensor_of(rank.allocate(MIB), rank))
+    on(new_stream())
+    with pynccl.symmetric_context(comm):
+        first = allocate_on(rank, MIB)
+    ordinary = allocate_on(rank, MIB)
+    for ask in (cuda_communicator.has_symmetric_output, pynccl_allocator.is_symmetric_memory_tensor):
+        assert ask(tensor_of(first, rank)) and not ask(tensor_of(ordinary, rank))
+        assert not ask(tensor_of(first + 1, rank)), "not an allocation"
+    rank.wait()
+    comm.destroy()
+    assert not cuda_communicator.has_symmetric_output(tensor_of(first, rank)) or plug_in._pools
+
+symmalloc.state.installed_with = (None, None, True)
+os.environ["SYMMALLOC_VLLM"] = "pools"
+register()
+on_ranks(program)
+""",
+            VLLM_USE_NCCL_SYMM_MEM="1",
+        )
+
+    def test_a_communicator_ends_in_time_if_its_ranks_are_gone(self) -> None:
+        self.succeeds(
+            PLUG_IN
+            + """
+import time
+plug_in.CLOSE_SECONDS = 0.5
+
+class Gone:
+    def close(self):
+        time.sleep(3600)
+
+symmalloc.state.installed_with = (None, None, True)
+plug_in.use_pools()
+comm = pynccl.PyNcclCommunicator(1, 0, 2, 0)
+plug_in._pools[id(comm)] = Gone()
+comm.destroy()
+assert comm.is_destroyed and not plug_in._pools
+"""
+        )
+
+    def test_the_custom_all_reduce_copies_captured_buffers(self) -> None:
+        self.succeeds(
+            PLUG_IN
+            + """
+os.environ["SYMMALLOC_VLLM"] = "install"
+symmalloc.state.installed_with = (None, None, True)
+register()
+register()
+from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
+assert not CustomAllreduce(None, 0).is_registered
+assert not CustomAllreduce(group=None, device=0, symm_mem_enabled=True, register_graph_buffers=True).is_registered
+"""
+        )
+
+    def test_a_version_that_was_not_run_gives_one_warning(self) -> None:
+        program = (
+            PLUG_IN
+            + """
+import vllm
+vllm.__version__ = os.environ["VERSION"]
+os.environ["SYMMALLOC_VLLM"] = "install"
+symmalloc.state.installed_with = (None, None, True)
+register()
+register()
+"""
+        )
+        for version, warnings in (("0.22.0", 0), ("0.33.0", 0), ("0.34.0", 1)):
+            done = needs.process(program, VERSION=version)
+            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+            self.assertEqual(done.stderr.count("0.22.0 and 0.33.0 were"), warnings, done.stderr)
+
     def test_settings_and_versions_that_do_not_fit_are_errors(self) -> None:
         self.succeeds(
             PLUG_IN
@@ -237,42 +318,34 @@ raises(symmalloc.InvalidState, "sleeps", lambda: symmalloc.allocator(0).allocate
 
     def test_the_backend_has_the_interface_and_its_state_follows_the_pools(self) -> None:
         self.succeeds(
-            PLUG_IN
-            + BACKENDS
+            ONE
             + """
-symmalloc.state.installed_with = (None, None, True)
-os.environ["SYMMALLOC_VLLM"] = "sleep"
 register()
-register()
-assert registry == {"symmalloc": ("symmalloc.vllm_sleep", "SymmallocBackend")}, registry
+from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeBackendFactory
+assert SleepModeBackendFactory._registry == {"symmalloc": ("symmalloc.vllm_sleep", "SymmallocBackend")}
 from symmalloc.vllm_sleep import SymmallocBackend
-assert issubclass(SymmallocBackend, backends.SleepModeBackend) and SymmallocBackend.is_supported()
-backend: Interface = SymmallocBackend()
-assert isinstance(backend, Interface)
+assert issubclass(SymmallocBackend, CuMemBackend) and SymmallocBackend.is_supported()
+backend = SymmallocBackend()
 assert backend.preserves_communicators() and backend.preserves_graphs_with_communicators()
 assert backend.preserves_compiled_artifacts() and not backend.supports_durable_storage()
 allocator = vllm_sleep.sleep_allocator()
-with allocator.use_memory_pool("weights"):
-    weights = allocate(MIB, 0, None)
-with allocator.use_memory_pool("kv_cache"):
-    cache = allocate(MIB, 0, None)
-ctypes.memset(weights, 3, MIB)
+weights, cache, runtime = inside("weights"), inside("kv_cache"), inside("runtime")
+ctypes.memset(weights, 3, MIB), ctypes.memset(runtime, 4, MIB)
 assert backend.state() == "RUNNING"
 backend.suspend(1)
 assert backend.state() == "SUSPENDED"
 backend.resume(["weights"])
 assert backend.state() == "SUSPENDED", "the cache still sleeps"
 backend.resume()
-assert backend.state() == "RUNNING" and set(ctypes.string_at(weights, MIB)) == {3}
+assert backend.state() == "RUNNING" and holds(weights, 3) and holds(runtime, 4)
 backend.discard(("kv_cache",))
 assert backend.state() == "SUSPENDED"
 backend.resume(None)
 backend.suspend(level=2)
 backend.resume()
-assert set(ctypes.string_at(weights, MIB)) == {0}
+assert holds(weights, 0) and holds(runtime, 4), "level 2 keeps what the engine does not reload"
 # A call that fails leaves the state as the pools are.
 for method, failing, state in (("sleep", lambda: backend.suspend(1), "RUNNING"), ("wake", backend.resume, "SUSPENDED")):
-    pool = allocator._pools["weights"]
     if method == "wake":
         backend.suspend(1)
     original = getattr(symmalloc.MemPool, method)
@@ -284,55 +357,96 @@ for method, failing, state in (("sleep", lambda: backend.suspend(1), "RUNNING"),
     assert backend.state() == state, (method, backend.state())
 backend.resume()
 assert backend.state() == "RUNNING"
+os.environ["NCCL_GRAPH_REGISTER"] = "1"
+assert not backend.preserves_graphs_with_communicators(), "NCCL may use the former memory of captured buffers"
 """
         )
 
-
-# The interface of vLLM's backends, and their registry.
-BACKENDS = """
-import types
-from abc import ABC, abstractmethod
-from typing import Protocol, runtime_checkable
-
-@runtime_checkable
-class Interface(Protocol):
-    def suspend(self, level: int = 1) -> None: ...
-    def resume(self, tags: list[str] | None = None) -> None: ...
-    def state(self) -> str: ...
-    def discard(self, tags: tuple[str, ...]) -> None: ...
-    @classmethod
-    def is_supported(cls) -> bool: ...
-    @classmethod
-    def preserves_communicators(cls) -> bool: ...
-    @classmethod
-    def preserves_compiled_artifacts(cls) -> bool: ...
-    @classmethod
-    def preserves_graphs_with_communicators(cls) -> bool: ...
-    @classmethod
-    def supports_durable_storage(cls) -> bool: ...
-
-class SleepModeBackend(ABC):
-    @abstractmethod
-    def suspend(self, level=1): ...
-    @abstractmethod
-    def resume(self, tags=None): ...
-
-registry = {}
-
-class SleepModeBackendFactory:
-    @classmethod
-    def register_backend(cls, name, module_path, class_name):
-        if name in registry:
-            raise ValueError("registered already")
-        registry[name] = (module_path, class_name)
-
-backends = types.ModuleType("vllm.device_allocator.sleep_mode_backend")
-backends.SleepModeBackend, backends.SleepModeBackendFactory = SleepModeBackend, SleepModeBackendFactory
-sys.modules[backends.__name__] = backends
-sys.modules.pop("symmalloc.vllm_sleep")
-del symmalloc.vllm_sleep
-from symmalloc import vllm_sleep
+    def test_any_wake_restores_what_the_engine_cannot_defer(self) -> None:
+        wake = """
+weights, cache, runtime = inside("weights"), inside("kv_cache"), inside("runtime")
+ctypes.memset(runtime, 4, MIB)
+cumem.sleep(offload_tags=("runtime", "cudagraph"))
+cumem.wake_up(["weights"])
+phases = {tag: pool.phase.name for tag, pool in cumem._pools.items()}
 """
+        self.succeeds(
+            ONE
+            + wake
+            + """
+assert phases == {"weights": "AWAKE", "kv_cache": "ASLEEP", "runtime": "AWAKE"}, phases
+assert holds(runtime, 4)
+cumem.wake_up(["kv_cache"])
+assert cumem.is_awake()
+"""
+        )
+        before_0_33 = "import vllm.device_allocator\ndel vllm.device_allocator.DEFERRABLE_TAGS\n"
+        self.succeeds(ONE + before_0_33 + wake + 'assert phases["runtime"] == "ASLEEP", phases\n')
+
+    def test_the_memory_of_graphs_sleeps_in_a_pool_of_pytorch(self) -> None:
+        self.succeeds(
+            ONE
+            + """
+def capture():
+    with cumem.cudagraph_pool() as number:
+        pool = cumem._pools["cudagraph"].mempool
+        assert number == pool.id
+        with torch.cuda.use_mem_pool(pool):
+            return allocate(MIB, 0, None)
+first, second = capture(), capture()
+assert {symmalloc.allocator(0).placement_of(one).pool for one in (first, second)} == {cumem._pools["cudagraph"].id}
+assert symmalloc.allocator(0).placement_of(allocate(MIB, 0, None)).pool == 0
+assert cumem.get_current_usage() >= 2 * MIB
+weights = inside("weights")
+for byte in (5, 6):
+    ctypes.memset(first, byte, MIB), ctypes.memset(second, byte + 1, MIB)
+    cumem.sleep(offload_tags=("weights", "runtime", "cudagraph"))
+    assert symmalloc.allocator(0).phase(cumem._pools["cudagraph"].id).name == "ASLEEP"
+    cumem.wake_up(["kv_cache"])
+    assert holds(first, byte) and holds(second, byte + 1)
+    cumem.wake_up()
+"""
+        )
+
+    def test_an_engine_that_ends_leaves_the_allocator_to_another_one(self) -> None:
+        self.succeeds(
+            ONE
+            + """
+assert CuMemAllocator.instance is cumem, "the worker's shutdown releases its pools"
+for close in (cumem.release_pools, cumem.close):
+    assert cumem.get_current_usage() == 0
+    weights = inside("weights")
+    with cumem.cudagraph_pool():
+        pass
+    assert cumem.get_current_usage() > 0
+    cumem.sleep(("weights",))
+    close()
+    close()
+    assert cumem.get_current_usage() == 0 and cumem.is_awake()
+    symmalloc.allocator(0).free(weights)
+symmalloc.allocator(0).trim()
+assert symmalloc.allocator(0).stats()["total"]["reserved_bytes"]["all"]["current"] == 0
+"""
+        )
+
+    def test_nccl_does_not_register_captured_buffers(self) -> None:
+        peers = """
+from types import SimpleNamespace
+sys.modules["torch.distributed"] = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: int(os.environ["RANKS"]))
+inside("weights")
+with cumem.cudagraph_pool():
+    pass
+"""
+        works = "cumem.sleep(())\ncumem.wake_up()\n"
+        fails = """
+graphs, says = cumem._pools["cudagraph"], "set NCCL_GRAPH_REGISTER=0 before the first capture"
+for sleep in (lambda: cumem.sleep(()), lambda: graphs.sleep(symmalloc.Contents.DROP), lambda: symmalloc.sleep("weights")):
+    raises(symmalloc.InvalidState, says, sleep)
+assert cumem.is_awake()
+"""
+        self.succeeds(ONE + peers + 'assert os.environ["NCCL_GRAPH_REGISTER"] == "0"\n' + works, RANKS="2")
+        self.succeeds(ONE + peers + works, RANKS="1", NCCL_GRAPH_REGISTER="1")
+        self.succeeds(ONE + peers + fails, RANKS="2", NCCL_GRAPH_REGISTER="1")
 
 
 if __name__ == "__main__":

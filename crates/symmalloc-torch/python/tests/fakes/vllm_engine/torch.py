@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-__version__ = "2.11.0+fake"
+__version__ = "2.14.0+fake"
 cuda = SimpleNamespace(
     mem_get_info=lambda: (1 << 30, 1 << 31),
     memory_stats=lambda: {"reserved_bytes.all.peak": 7, "allocated_bytes.all.peak": 5},

@@ -1,1 +1,3 @@
-"""The parts of vLLM that symmalloc's plug-in replaces, with the names and the order of calls of vLLM 0.22.0."""
+"""The parts of vLLM that symmalloc's plug-in replaces, with the names and the order of calls of vLLM 0.33.0."""
+
+__version__ = "0.33.0"

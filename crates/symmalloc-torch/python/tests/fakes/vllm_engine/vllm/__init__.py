@@ -1,4 +1,4 @@
-"""An engine that generates tokens from the prompt alone, and calls the worker's extension as vLLM 0.22.0 does.
+"""An engine that generates tokens from the prompt alone, and calls the worker's extension as vLLM 0.33.0 does.
 
 `FAKE_VLLM` changes the behavior of servers: `KIND:crash`, `KIND:wrong`, `KIND:registers`, `KIND:hangs` or, without symmalloc,
 `KIND:without`, separated by `;`. KIND is the value of `SYMMALLOC_VLLM` and that of `VLLM_USE_NCCL_SYMM_MEM`, such as `/0` or `pools/1`.
@@ -24,7 +24,8 @@ def TokensPrompt(prompt_token_ids):
 
 
 class LLM:
-    def __init__(self, *, tensor_parallel_size, worker_extension_cls, enable_sleep_mode, **_):
+    def __init__(self, *, tensor_parallel_size, worker_extension_cls, enable_sleep_mode, **options):
+        print("options", {name: options[name] for name in options if "sleep" in name or "custom" in name}, file=sys.stderr)
         print("a library writes to standard output without a newline", end="")
         if behavior == "crash":
             sys.exit("the engine crashes")
@@ -32,10 +33,11 @@ class LLM:
             import symmalloc  # noqa: F401
         module, name = worker_extension_cls.rsplit(".", 1)
         self._workers = [getattr(importlib.import_module(module), name)() for _ in range(tensor_parallel_size)]
-        self._has_sleep, self._runs, self._is_lost = enable_sleep_mode, 0, False
+        self._has_sleep, self._runs, self._is_lost, self._asleep = enable_sleep_mode, 0, False, set()
 
     def collective_rpc(self, method):
         if method == "job_reload":
+            assert "weights" not in self._asleep
             self._is_lost = False
         elif method == "job_damage":
             self._is_lost = True
@@ -43,6 +45,7 @@ class LLM:
             return [getattr(worker, method)() for worker in self._workers]
 
     def generate(self, prompts, parameters, use_tqdm):
+        assert not self._asleep, "the engine sleeps"
         assert not use_tqdm and len(prompts) == len(parameters)
         self._runs += 1
         if behavior == "hangs":
@@ -63,7 +66,7 @@ class LLM:
 
     def sleep(self, level):
         assert self._has_sleep
-        self._is_lost = level == 2
+        self._is_lost, self._asleep = level == 2, {"weights", "kv_cache"}
 
-    def wake_up(self):
-        pass
+    def wake_up(self, tags=None):
+        self._asleep -= self._asleep if tags is None else set(tags)
