@@ -46,7 +46,6 @@ from typing import Any
 import vllm_serve
 from vllm_serve import (
     SEED,
-    TORCH,
     WHEEL,
     MissingWheel,
     OddFile,
@@ -59,7 +58,7 @@ from vllm_serve import (
     requests,
 )
 
-SGLANG = "0.5.17"
+SGLANG, TORCH = "0.5.17", "2.11.0"
 KINDS = {
     name: vllm_serve.KINDS[name]
     for name in ("native", "native_again", "symmalloc", "native_windows", "symmalloc_windows")

@@ -1,8 +1,9 @@
-"""Serves 300 requests of varying length with vLLM 0.22.0, offline, on PyTorch's native allocator and on symmalloc.
+"""Serves 300 requests of varying length with vLLM, offline, on PyTorch's native allocator and on symmalloc.
 
-    python vllm_serve.py --wheels FOLDER --out report.json          on a machine with a GPU, PyTorch 2.11.0 and symmalloc
+    python vllm_serve.py --wheels FOLDER --out report.json          on a machine with a GPU, PyTorch and symmalloc
     python vllm_serve.py --wheels FOLDER --tensor-parallel 2        on two GPUs, with symmetric memory
     python vllm_serve.py --wheels FOLDER --only-sleep --sleep-cycles 100 --sleep-levels 1,2
+    python vllm_serve.py --site FOLDER                              with a folder of unpacked packages, see bundle.py
 
 Several servers (`--kinds`) serve the same requests. They take turns in `--rounds` rounds. The report compares tokens (where
 native repeats itself), tokens per second (medians), memory, windows and start-up time. A server is one process, or with tensor
@@ -10,15 +11,19 @@ parallelism one and another for each GPU:
 
 native, native_again                 PyTorch's allocator
 symmalloc                            symmalloc installed
+native_custom, symmalloc_custom      the same, and vLLM's custom all-reduce
 native_windows, symmalloc_windows    the same, and all-reduces in vLLM's symmetric memory (VLLM_USE_NCCL_SYMM_MEM=1)
 pools                                symmalloc installed, and all-reduces in symmalloc's pools
 symmalloc_sleep, pools_sleep         symmalloc or pools, and the sleep mode on symmalloc's pools
+symmalloc_backend                    the sleep mode's backend is symmalloc's (vLLM 0.33)
+native_graphs, symmalloc_graphs      the memory of CUDA graphs sleeps as well (vLLM 0.33), vLLM's or in symmalloc's pools
 
 The KV cache has a fixed size, because vLLM otherwise fills the GPU. With `--sleep-cycles N`, the servers of `--sleep-kinds` also
-run vLLM's sleep mode N times at each of the `--sleep-levels`, and compare the tokens before and after.
+run vLLM's sleep mode N times at each of the `--sleep-levels`, and compare the tokens before and after. With `--partial`, the
+weights wake first, and the KV cache afterwards.
 
 The model is a small Llama with vLLM's dummy weights, which are deterministic. Prompts are token ids, so nothing is downloaded.
-vLLM uses symmetric memory only on four or more GPUs: `vllm_worker.py` removes that limit, and vLLM's own all-reduce is off.
+vLLM uses symmetric memory only on four or more GPUs: `vllm_worker.py` removes that limit.
 This file is not named after the package, because Python would then import the file instead.
 
 The folder has the wheels of vLLM and of what it needs beyond the machine's packages. To fill it, where a registry can be reached:
@@ -26,10 +31,10 @@ The folder has the wheels of vLLM and of what it needs beyond the machine's pack
     python -m pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \\
         --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \\
         --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \\
-        --platform manylinux1_x86_64 -d FOLDER -r vllm_wheels.txt
+        --platform manylinux1_x86_64 -d FOLDER -r vllm_wheels/0.22.0.txt
 
-The folder then has 381 MB. `NEEDED` lists the packages that vLLM imports. Only packages that the machine lacks are installed,
-to a folder that is last on the path.
+`VERSIONS` lists the versions of vLLM that were run, and the PyTorch that each needs. `NEEDED` lists the packages that vLLM imports.
+Only packages that the machine lacks are installed. A folder of `bundle.py` has its own PyTorch, and comes first on the path.
 """
 
 from __future__ import annotations
@@ -57,8 +62,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-VLLM = "0.22.0"
-TORCH = "2.11.0"
+VERSIONS = {"0.22.0": "2.11.0", "0.33.0": "2.14.0"}
+"""The versions of vLLM that this job was run with, and the versions of PyTorch for which they are built."""
 NEEDED = (
     "vllm", "xgrammar", "apache_tvm_ffi", "blake3", "cachetools", "cbor2", "cloudpickle", "compressed_tensors", "depyf",
     "diskcache", "einops", "fastapi", "gguf", "lark", "llguidance", "lm_format_enforcer", "mistral_common", "msgspec", "numba",
@@ -86,17 +91,33 @@ class Kind:
     """The value of `SYMMALLOC_VLLM`; empty for PyTorch's allocator."""
     has_windows: bool = False
     """`True` if all-reduces are in symmetric memory."""
+    has_custom: bool = False
+    """`True` if vLLM's custom all-reduce is on."""
+    backend: str = "cumem"
+    """The backend of the sleep mode. Versions without backends have only this one."""
+    graphs_sleep: bool = False
+    """`True` if the memory of CUDA graphs sleeps as well."""
+
+    def sleep_options(self) -> dict[str, Any]:
+        """Returns vLLM's options for the sleep mode that differ from its defaults."""
+        options: dict[str, Any] = {} if self.backend == "cumem" else {"sleep_mode_backend": self.backend}
+        return options | ({"sleep_mode_offload_cudagraph": True} if self.graphs_sleep else {})
 
 
 KINDS = {
     "native": Kind(),
     "native_again": Kind(),
     "symmalloc": Kind("install"),
+    "native_custom": Kind(has_custom=True),
+    "symmalloc_custom": Kind("install", has_custom=True),
     "native_windows": Kind(has_windows=True),
     "symmalloc_windows": Kind("install", has_windows=True),
     "pools": Kind("pools", has_windows=True),
     "symmalloc_sleep": Kind("sleep"),
     "pools_sleep": Kind("pools,sleep", has_windows=True),
+    "symmalloc_backend": Kind("sleep", backend="symmalloc"),
+    "native_graphs": Kind(graphs_sleep=True),
+    "symmalloc_graphs": Kind("sleep", graphs_sleep=True),
 }
 
 
@@ -144,16 +165,27 @@ def check_wheels(folder: Path) -> list[Path]:
             f"{folder} has no wheel of {', '.join(missing)}: download it as this file's documentation says"
         )
     version = importlib.metadata.version("vllm") if _is_installed("vllm") else there["vllm"]
-    if version != VLLM:
-        raise OtherVersion(f"vLLM is {version}: this job needs {VLLM}, which is built for PyTorch {TORCH}")
+    if version not in VERSIONS:
+        raise OtherVersion(f"vLLM is {version}: this job needs {known_versions()}")
     return wheels
+
+
+def known_versions() -> str:
+    return " or ".join(f"{version} (PyTorch {torch})" for version, torch in VERSIONS.items())
+
+
+def check_torch(version: str) -> None:
+    """Raises `OtherVersion` if vLLM was not built for this PyTorch."""
+    vllm = importlib.metadata.version("vllm")
+    if VERSIONS.get(vllm) != version.split("+")[0]:
+        raise OtherVersion(f"vLLM {vllm} and PyTorch {version} do not fit: this job needs vLLM {known_versions()}")
 
 
 def check_engine(llm: Any) -> None:
     """Raises `OtherVersion` if the engine lacks the functions of the sleep mode."""
     for name in ("sleep", "wake_up"):
         if not hasattr(llm, name):
-            raise OtherVersion(f"vLLM {importlib.metadata.version('vllm')} has no LLM.{name}: use {VLLM}")
+            raise OtherVersion(f"vLLM {importlib.metadata.version('vllm')} has no LLM.{name}: use {known_versions()}")
 
 
 def normal(name: str) -> str:
@@ -255,6 +287,7 @@ class Setup:
             # The sampler's seed and the scheduler are in one process, and so is the worker of a single GPU.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1",
             "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+            "VLLM_USE_DEEP_GEMM": "0", "VLLM_DEEP_GEMM_WARMUP": "skip", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
             # Standard output has the answers, and each worker shares it.
             "VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stderr",
             "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0",
@@ -361,14 +394,14 @@ def serve(arguments: argparse.Namespace) -> None:
     """Starts an engine in a separate process, and answers requests from its standard input."""
     began = time.perf_counter()
     kind, ranks = KINDS[arguments.serve], arguments.tensor_parallel
-    # The packages of the machine come first, and the folder of this file last: a job must not shadow a package.
+    # The folder of this file comes last: a job must not shadow a package. So does the folder of packages, unless it has PyTorch.
     here = str(Path(__file__).resolve().parent)
     sys.path = [entry for entry in sys.path if str(Path(entry or ".").resolve()) != here]
-    sys.path += [str(arguments.site), here]
+    has_torch = (arguments.site / "torch").is_dir()
+    sys.path = [*[str(arguments.site)] * has_torch, *sys.path, *[str(arguments.site)] * (not has_torch), here]
     import torch
 
-    if torch.__version__.split("+")[0] != TORCH:
-        raise OtherVersion(f"PyTorch is {torch.__version__}: vLLM {VLLM} needs {TORCH}")
+    check_torch(torch.__version__)
     answer_of: dict[str, Any] = {}
     if ranks == 1:
         if kind.plug_in:
@@ -382,7 +415,8 @@ def serve(arguments: argparse.Namespace) -> None:
     llm = LLM(
         model=str(arguments.model), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=SEED,
         max_model_len=2048, gpu_memory_utilization=0.1, kv_cache_memory_bytes=KV_CACHE_BYTES, enable_prefix_caching=False,
-        enable_sleep_mode=arguments.sleep_mode, tensor_parallel_size=ranks, disable_custom_all_reduce=True,
+        enable_sleep_mode=arguments.sleep_mode, tensor_parallel_size=ranks, disable_custom_all_reduce=not kind.has_custom,
+        **kind.sleep_options() if arguments.sleep_mode else {},
         worker_extension_cls="vllm_worker.Extension",
         compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}, max_num_seqs=128,
     )  # fmt: skip
@@ -408,7 +442,12 @@ def serve(arguments: argparse.Namespace) -> None:
             "workers": facts(),
         }
 
-    def sleep_cycles(level: int, count: int) -> dict[str, Any]:
+    def reload() -> float:
+        start = time.perf_counter()
+        llm.collective_rpc("job_reload")
+        return time.perf_counter() - start
+
+    def sleep_cycles(level: int, count: int, is_partial: int) -> dict[str, Any]:
         run()  # Not compared: the first run also compiles kernels.
         before = run()
         free, slept, woken, reloaded = [one["free_bytes"] for one in facts()], [], [], []
@@ -420,18 +459,21 @@ def serve(arguments: argparse.Namespace) -> None:
             if cycle == count - 1:
                 returned = min(one["free_bytes"] - awake for one, awake in zip(facts(), free, strict=True))
             start = time.perf_counter()
-            llm.wake_up()
+            llm.wake_up(["weights"] if is_partial else None)
             llm.collective_rpc("job_synchronize")
             woken.append(time.perf_counter() - start)
             if level == 2:
                 if cycle == count - 1:
                     llm.collective_rpc("job_damage")
+                reloaded.append(reload())
+            if is_partial:
                 start = time.perf_counter()
-                llm.collective_rpc("job_reload")
-                reloaded.append(time.perf_counter() - start)
+                llm.wake_up(["kv_cache"])
+                llm.collective_rpc("job_synchronize")
+                woken[-1] += time.perf_counter() - start
         after = run()
         return {
-            "level": level, "cycles": count, "sleep_seconds": statistics.median(slept),
+            "level": level, "cycles": count, "is_partial": bool(is_partial), "sleep_seconds": statistics.median(slept),
             "wake_seconds": statistics.median(woken), "reload_seconds": statistics.median(reloaded) if reloaded else None,
             "returned_bytes": returned, "equal_tokens": before["digests"] == after["digests"],
             "equal_requests": equal(before["digests"], after["digests"]), "digests": after["digests"],
@@ -444,6 +486,7 @@ def serve(arguments: argparse.Namespace) -> None:
         print("\nANSWER " + json.dumps(what), flush=True)
 
     answer_of |= {"start_seconds": time.perf_counter() - began, "workers": facts()}
+    answer_of |= {"vllm": importlib.metadata.version("vllm"), "torch": torch.__version__}
     if ranks == 1:
         answer_of["device_bytes"] = answer_of.pop("free_before") - torch.cuda.mem_get_info()[0]
     answer(answer_of)
@@ -478,10 +521,13 @@ class Cycles:
     count: int
     names: list[str]
     """The kinds of servers that sleep."""
+    is_partial: bool = False
+    """`True` if each level also has cycles in which the weights wake first."""
 
     def run(self, server: Server) -> list[dict[str, Any]]:
         """Runs the cycles of each level, and returns their reports."""
-        done = [server.ask(f"sleep {level} {self.count}") for level in self.levels]
+        ways = (0, 1) if self.is_partial else (0,)
+        done = [server.ask(f"sleep {level} {self.count} {way}") for level in self.levels for way in ways]
         for one in done:
             one["digests"] = hashlib.sha256(repr(one["digests"]).encode()).hexdigest()[:16]
             print(server.name, one, flush=True)
@@ -546,7 +592,7 @@ def compare(
             for name, one in field.run().items():
                 rounds[name].append(one)
         report: dict[str, Any] = {
-            "vllm": VLLM, "torch": TORCH, "requests": setup.requests, "kv_cache_bytes": KV_CACHE_BYTES, "gpus": setup.ranks,
+            "requests": setup.requests, "kv_cache_bytes": KV_CACHE_BYTES, "gpus": setup.ranks,
             "started_together": together, "has_sleep_mode": cycles is not None, **field.report,
         }  # fmt: skip
         evaluate(report, field, warm, rounds)
@@ -587,10 +633,14 @@ def evaluate(
             report[name]["equal_requests"] = sum(
                 all(one["digests"][at] == first[at] for one in rounds[name]) for at in stable
             )
-        alike = [native for native in natives if KINDS[native].has_windows == KINDS[name].has_windows]
+        alike = [native for native in natives if all_reduce(KINDS[native]) == all_reduce(KINDS[name])]
         reference = (alike or natives)[0]
         report[name]["speed"] = report[name]["tokens_per_second"] / report[reference]["tokens_per_second"]
         report[name]["speed_compared_with"] = reference
+
+
+def all_reduce(kind: Kind) -> tuple[bool, bool]:
+    return kind.has_windows, kind.has_custom
 
 
 def slept_or_failed(cycles: Cycles, server: Server) -> Any:
@@ -663,6 +713,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sleep-kinds", type=kinds(KINDS), help="default: native, symmalloc; on several GPUs those with windows"
     )
+    parser.add_argument("--partial", action="store_true", help="also wake the weights first, and the KV cache afterwards")
     parser.add_argument(
         "--sleep-in-place", action="store_true", help="the measured servers have the sleep mode, and then sleep"
     )
@@ -719,7 +770,7 @@ def main() -> None:
                 arguments.answer_seconds,
             )
             setup.prepare()
-            cycles = Cycles(arguments.sleep_levels, arguments.sleep_cycles, asleep)
+            cycles = Cycles(arguments.sleep_levels, arguments.sleep_cycles, asleep, arguments.partial)
             if not arguments.only_sleep:
                 in_place = cycles if arguments.sleep_in_place else None
                 report = compare(setup, names, arguments.rounds, in_place, together=several)
