@@ -21,6 +21,9 @@ impl CudaAllocator {
     ///
     /// Nothing may use the pool's memory until it is awake. Until then, allocating from it returns an error, but buffers may be dropped.
     ///
+    /// NCCL may keep the former memory of plain buffers that a captured collective uses. Set `NCCL_GRAPH_REGISTER=0` before the first such
+    /// capture (`docs/sleep.md`). Windows need no setting.
+    ///
     /// # Errors
     /// Returns an error if the device has no virtual memory, or windows are registered on the pool's memory (use the registrar to sleep in
     /// that case), or as described in [`SleepError`]. The pool is unchanged, except after [`SleepCause::Held`].

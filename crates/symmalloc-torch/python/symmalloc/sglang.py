@@ -8,8 +8,14 @@ Import it before `sglang`, whose kernels use CUDA when they are imported. SGLang
 install an allocator. `Engine` names the function that runs a scheduler. A spawned process imports this file to find that
 function, and so installs symmalloc first. The schedulers inherit `SYMMALLOC_CONF`, but not the arguments of an `install()` in the program.
 
-The import raises as `symmalloc.install` does, and `InvalidState` if this SGLang does not let a program choose the function.
-Written for SGLang 0.5.17.
+With data parallelism, SGLang's own function runs first in a scheduler's process. The program's main module, which a spawned process
+imports before that, must therefore import this file.
+
+SGLang's memory saver (`--enable-memory-saver`) imports torch_memory_saver, whose hooks do not see symmalloc's memory. This file puts
+`symmalloc.torch_memory_saver` in its place.
+
+The import raises as `symmalloc.install` does, and `InvalidState` if this SGLang does not let a program choose the function, or if
+torch_memory_saver was imported before. Run with SGLang 0.5.17; written for 0.5.23, too.
 """
 
 from __future__ import annotations
@@ -26,11 +32,16 @@ from .state import installed
 if not installed():
     install()
 
+from . import torch_memory_saver as _saver
+
+if sys.modules.setdefault("torch_memory_saver", _saver) is not _saver:
+    raise InvalidState("torch_memory_saver was imported before symmalloc.sglang: import symmalloc.sglang first")
+
 from sglang.srt.entrypoints.engine import Engine as _Engine
 
 if not hasattr(_Engine, "run_scheduler_process_func"):
     raise InvalidState(
-        "this SGLang has no Engine.run_scheduler_process_func: use 0.5.17, for which symmalloc.sglang was written"
+        "this SGLang has no Engine.run_scheduler_process_func: use 0.5.17 or 0.5.23, for which symmalloc.sglang was written"
     )
 
 OTHER_SERVERS = ("encoder_only", "grpc_mode", "smg_grpc_mode", "use_ray")

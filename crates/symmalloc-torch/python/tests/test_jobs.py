@@ -283,8 +283,13 @@ class SGLang(unittest.TestCase):
         sys.path.insert(0, {str(FAKE_SGLANG)!r})
         from symmalloc import installation
         seen = []
-        installation.install = lambda: seen.append([name for name in sys.modules if name.startswith("sglang")])
+        def install():
+            seen.append([name for name in sys.modules if name.startswith("sglang")])
+            symmalloc.state.installed_with = (None, None)
+        installation.install = install
         from symmalloc.sglang import Engine
+        import torch_memory_saver
+        assert torch_memory_saver is sys.modules["symmalloc.torch_memory_saver"], "SGLang's memory saver"
         assert seen == [[]], seen
         name = pickle.dumps(Engine.run_scheduler_process_func)
         assert b"symmalloc.sglang" in name and b"run_scheduler_process" in name, name
@@ -297,28 +302,33 @@ class SGLang(unittest.TestCase):
 
     def test_an_sglang_without_the_function_is_refused(self) -> None:
         program = f"""
-        import sys
-        from symmalloc import installation
+        import sys, symmalloc
         sys.path.insert(0, {str(FAKE_SGLANG)!r})
         from sglang.srt.entrypoints.engine import Engine
-        installation.install = lambda: None
+        symmalloc.state.installed_with = (None, None)
         del Engine.run_scheduler_process_func
         import symmalloc.sglang
         """
         done = needs.process(program)
         self.assertIn("InvalidState: this SGLang has no Engine.run_scheduler_process_func", done.stderr)
+        there = "sys.modules['torch_memory_saver'] = sys"
+        done = needs.process(program.replace("del Engine.run_scheduler_process_func", there))
+        self.assertIn("torch_memory_saver was imported before symmalloc.sglang", done.stderr)
 
     def test_the_command_serves_over_http_with_symmalloc_and_ends_its_processes(self) -> None:
         program = f"""
-        import runpy, sys
+        import runpy, sys, symmalloc
         from symmalloc import installation
         sys.path.insert(0, {str(FAKE_SGLANG)!r})
-        installation.install = lambda: print("installed")
+        def install():
+            print("installed")
+            symmalloc.state.installed_with = (None, None)
+        installation.install = install
         sys.argv[1:] = ["MODEL", *OPTIONS]
         runpy.run_module("symmalloc.sglang", run_name="__main__")
         """
         done = needs.process(program.replace("OPTIONS", "[]"))
-        lines = ["installed", "installed", "plug-ins", "MODEL symmalloc.sglang run_scheduler_process", "ended False"]
+        lines = ["installed", "plug-ins", "MODEL symmalloc.sglang run_scheduler_process", "ended False"]
         self.assertEqual(done.stdout.splitlines(), lines, done.stderr)
         done = needs.process(program.replace("OPTIONS", "['--use-ray']"))
         self.assertIn("InvalidArgument: --use-ray: symmalloc.sglang serves over HTTP only", done.stderr)
