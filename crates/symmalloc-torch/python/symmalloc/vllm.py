@@ -134,11 +134,12 @@ def is_symmetric_memory_tensor(tensor: Any) -> bool:
     """Returns `True` if a tensor's storage is in one of this process's symmetric pools."""
     if not _pools or not tensor.is_cuda:
         return False
+    device = device_index(tensor.device)
     try:
-        placement = allocator(device_index(tensor.device)).placement_of(tensor.untyped_storage().data_ptr())
+        number = allocator(device).placement_of(tensor.untyped_storage().data_ptr()).pool
     except UnknownPointer:
         return False
-    return any(placement.pool == pool.id and device_index(tensor.device) == pool.device for pools in _pools.values() for pool in pools.all())
+    return any((pool.device, pool.id) == (device, number) for pools in _pools.values() for pool in pools.all())
 
 
 def _within(seconds: float, act: Callable[[], None]) -> None:
