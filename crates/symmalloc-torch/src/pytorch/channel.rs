@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 use symmalloc_cuda::{Channel, ShareError};
+use symmalloc_files::KeptFromChildren;
 
 /// The timeout of both ends.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -23,8 +24,17 @@ const PAUSE: Duration = Duration::from_millis(100);
 const ANSWERING: usize = 8;
 const TICKET_BYTES: usize = 16;
 
-/// The process id and the name of its socket. A forked child has no socket.
-static SERVED: Mutex<Option<(u32, String)>> = Mutex::new(None);
+/// This process's socket. A forked child has none.
+static SERVED: Mutex<Option<Served>> = Mutex::new(None);
+
+struct Served {
+    process: u32,
+    name: String,
+    /// A child that outlives this process would keep the socket open, and a client would wait for an answer until the timeout. Dropped
+    /// before the listener.
+    _kept: KeptFromChildren,
+    _listener: Arc<UnixListener>,
+}
 
 /// Exports a chunk if its number is still valid.
 pub(super) type Export = fn(Ticket) -> Result<OwnedFd, Error>;
@@ -33,10 +43,10 @@ pub(super) type Export = fn(Ticket) -> Result<OwnedFd, Error>;
 pub(super) fn serve(export: Export) -> Result<String, Error> {
     let process = std::process::id();
     let mut served = SERVED.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((owner, name)) = &*served
-        && *owner == process
+    if let Some(served) = &*served
+        && served.process == process
     {
-        return Ok(name.clone());
+        return Ok(served.name.clone());
     }
     // The name is random, so that it cannot be guessed, and differs between containers with equal process ids.
     let name = format!("symmalloc-{process}-{:016x}", RandomState::new().build_hasher().finish());
@@ -50,7 +60,8 @@ pub(super) fn serve(export: Export) -> Result<String, Error> {
     start().map_err(Error::Sharing)?;
     // If a thread cannot be started, the earlier threads serve all clients.
     let _started = (1..ANSWERING).try_for_each(|_| start().map(drop));
-    Ok(served.insert((process, name)).1.clone())
+    let _kept = KeptFromChildren::new(listener.as_fd());
+    Ok(served.insert(Served { process, name, _kept, _listener: listener }).name.clone())
 }
 
 /// Serves clients one after the other, indefinitely.
@@ -131,6 +142,10 @@ fn word(bytes: &[u8]) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::ffi::CString;
+    use std::fs;
+    use std::os::unix::ffi::OsStrExt;
+    use std::path::PathBuf;
     use std::time::Instant;
 
     #[test]
@@ -139,5 +154,36 @@ mod tests {
         let begun = Instant::now();
         answer_all([refused(), refused()].into_iter(), |ticket| Err(Error::SharedMemoryGone { bytes: ticket.bytes }));
         assert!(begun.elapsed() >= 2 * PAUSE, "{:?}", begun.elapsed());
+    }
+
+    /// A process that was forked, such as one of a data loader, does not keep the socket of its parent open.
+    #[test]
+    fn a_forked_child_does_not_have_the_socket() {
+        let name = serve(|ticket| Err(Error::SharedMemoryGone { bytes: ticket.bytes })).expect("an abstract socket");
+        let sockets = fs::read_to_string("/proc/net/unix").expect("Linux lists its sockets");
+        let line = sockets.lines().find(|line| line.ends_with(&name)).expect("the socket is listed");
+        let inode = line.split_whitespace().nth(6).expect("the seventh column is the inode");
+        let socket = PathBuf::from(format!("socket:[{inode}]"));
+        let of_socket = |path: &PathBuf| fs::read_link(path).is_ok_and(|target| target == socket);
+        let open = fs::read_dir("/proc/self/fd").expect("Linux lists its descriptors");
+        let open: Vec<_> = open.map(|entry| entry.expect("a descriptor").path()).filter(of_socket).collect();
+        assert!(!open.is_empty(), "the process serves {name}");
+        let paths: Vec<_> =
+            open.iter().map(|path| CString::new(path.as_os_str().as_bytes()).expect("no zero byte")).collect();
+        let mut target = [0_u8; 64];
+        // SAFETY: the child only makes system calls, with buffers from before the fork.
+        unsafe {
+            let child = libc::fork();
+            if child == 0 {
+                let is_open = |path: &CString| {
+                    let length = libc::readlink(path.as_ptr(), target.as_mut_ptr().cast(), target.len());
+                    usize::try_from(length).is_ok_and(|length| target[..length] == *socket.as_os_str().as_bytes())
+                };
+                libc::_exit(paths.iter().any(is_open).into());
+            }
+            let mut status = 0;
+            assert_eq!(libc::waitpid(child, &raw mut status, 0), child);
+            assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "the child has the socket: {status}");
+        }
     }
 }
