@@ -1,4 +1,4 @@
-//! Drivers that run an inquiry to completion, over a transport or for all ranks in one thread.
+//! Functions that run an inquiry to completion, over a transport or for all ranks in one thread.
 
 use super::exchange::Exchange;
 use super::inquiry::{Inquiry, Progress};
@@ -13,11 +13,12 @@ use symmalloc_core::lock::Lock;
 /// Compares this rank's symmetric pools with those of all other ranks. Every rank must call it at the same point of the
 /// program.
 ///
-/// On success the history before this point is discarded, because it is known to be equal.
+/// If the ranks agree, the history before this point is discarded. It is known to be equal on all ranks, so later
+/// agreements need not compare it again.
 ///
 /// # Errors
-/// Returns [`AgreementError::Disagreed`] with the same contents on every rank if the ranks differ, and another error if
-/// the comparison could not be completed. The allocator is unchanged in both cases.
+/// Returns [`AgreementError::Disagreed`], with the same contents on every rank, if the ranks differ. Returns a
+/// different error if the comparison could not be completed. The allocator is unchanged in both cases.
 pub fn agree<B: Backend, L: Lock>(
     allocator: &generic::Allocator<B, L>,
     transport: &impl Transport,

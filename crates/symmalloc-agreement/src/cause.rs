@@ -1,4 +1,4 @@
-//! Heuristics that guess why ranks differ from the ops around the first difference.
+//! Heuristics that guess, from the ops around the first difference, why ranks differ.
 //!
 //! Two histories that diverge usually look alike again a little later, possibly shifted. The alignment with the longest
 //! run of equal ops indicates what happened:
@@ -19,7 +19,7 @@ use symmalloc_core::ids::StreamId;
 
 /// Returns the likely cause of a difference, given all differences that were found.
 pub(crate) fn cause(found: &Found, all: &[Found]) -> Cause {
-    // The largest group is assumed to be correct; among equally large groups, the first.
+    // The largest group is assumed to be correct. Among equally large groups, it is the first.
     let Some(most) = found.answers.iter().rev().max_by_key(|answered| answered.ranks.len()) else {
         return Cause::Unknown;
     };
@@ -29,7 +29,8 @@ pub(crate) fn cause(found: &Found, all: &[Found]) -> Cause {
     if is_movable && all.iter().any(|other| is_other_stream(found, other)) { Cause::OtherStream } else { cause }
 }
 
-/// Returns `true` if the same request went to one heap in `one` and to another in `other`, at the same program order.
+/// Returns `true` if some ranks made a request in the heap of `one`, and others made the same request in a different
+/// heap of the pool, that of `other`, at the same position in program order.
 fn is_other_stream(one: &Found, other: &Found) -> bool {
     let requests = |found: &Found| {
         let firsts = found.answers.iter().filter_map(|answered| unpack_op(answered.window.first()?.op));
@@ -44,7 +45,7 @@ fn is_other_stream(one: &Found, other: &Found) -> bool {
         && requests(one).iter().any(|request| requests(other).contains(request))
 }
 
-/// Returns the likely cause of a difference between two ranks.
+/// Returns the likely cause of a difference between two groups of ranks.
 fn between(one: &Answered, other: &Answered) -> Cause {
     match (one.answer, other.answer) {
         (Answer::Forgotten { .. }, _) | (_, Answer::Forgotten { .. }) => Cause::OlderThanHistory,
@@ -107,7 +108,7 @@ fn between_windows(window: &[Step], other_window: &[Step]) -> Cause {
     }
     let (rest, other_rest) = (&window[1..], &other_window[1..]);
     let is_same_kind = first.op >> 58 == other_first.op >> 58;
-    // In order of preference among equally good alignments.
+    // The alignments are in order of preference, for equal scores.
     let candidates = [
         (likeness(rest, other_rest) + usize::from(is_same_kind), other_request(first.op, other_first.op)),
         (likeness(rest, other_window), missing(first.op)),
@@ -119,7 +120,8 @@ fn between_windows(window: &[Step], other_window: &[Step]) -> Cause {
     found.map_or(Cause::Unknown, |(_, cause)| cause)
 }
 
-/// Returns `true` if a request failed on one rank and succeeded on the other, or if the driver failed it on only one.
+/// Returns `true` if the driver refused the request of only one of two ranks, or if the ranks made the same request and
+/// at least one of them was refused memory.
 fn is_refusal_of_the_same(op: u64, other: u64) -> bool {
     let (Some((mark, stream, amount)), Some((other_mark, other_stream, other_amount))) =
         (unpack_op(op), unpack_op(other))
@@ -132,10 +134,10 @@ fn is_refusal_of_the_same(op: u64, other: u64) -> bool {
     is_by_driver(mark) != is_by_driver(other_mark) || is_same && (is_refused(mark) || is_refused(other_mark))
 }
 
-/// The likelihood that a difference is a consequence of another difference at the same program order.
+/// The likelihood that a difference is a consequence of another difference at the same position in program order.
 ///
-/// A consequence is a difference in outcome although the ranks are not known to have made different requests: memory
-/// was acquired or released at that point or later, or a limit refused a request on some ranks only.
+/// A difference looks like a consequence if the outcomes differ although the ranks are not known to have made different
+/// requests: memory was acquired or released at that point or later, or a limit refused a request on only some ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Consequence {
     Unlikely,
@@ -163,7 +165,8 @@ pub(crate) fn consequence(found: &Found) -> Consequence {
     }
 }
 
-/// Returns the cause for two different requests: a different stream if only the stream differs, or a different request.
+/// Returns the cause of two different requests: [`Cause::OtherStream`] if only their streams differ (except for frees),
+/// and [`Cause::OtherRequest`] otherwise.
 fn other_request(op: u64, other: u64) -> Cause {
     match (unpack_op(op), unpack_op(other)) {
         (Some((mark, stream, amount)), Some((other_mark, other_stream, other_amount)))

@@ -1,7 +1,8 @@
 //! The list of heaps that differ, built by merging the heap lists of all ranks one page at a time.
 //!
-//! Every rank sends its next heaps in order. The merged list is complete up to the smallest key at which a full page
-//! ends. Heaps beyond that key are requested again with the next page.
+//! Every rank sends its next heaps in order. After a full page, a rank may have more heaps, so the merged list is
+//! complete only up to the smallest key at which a full page ends. Heaps beyond that key are requested again with the
+//! next page.
 
 use super::message::{HEAPS_PER_PAGE, HeapPage, messages};
 use super::protocol::ProtocolError;
@@ -33,7 +34,8 @@ struct HeapTally {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Differing {
     pub(crate) key: HeapKey,
-    /// A number of ops after which the histories are known to differ: either their digests differ or one has ended.
+    /// A number of ops after which the histories are known to differ: either their digests differ, or one of the
+    /// histories has ended.
     pub(crate) differs_after: u64,
     /// The smallest number of ops whose digest every journal still holds.
     pub(crate) oldest: u64,

@@ -55,16 +55,16 @@ pub struct Exchange<'a, T> {
 pub struct Exchanged {
     /// The agreement; `None` if histories were not compared.
     pub agreed: Option<Agreed>,
-    /// Number of collectives.
+    /// Number of collectives that the exchange took.
     pub rounds: u64,
 }
 
 impl<'a, T: Transport> Exchange<'a, T> {
-    /// Runs the first round. Every rank must call it at the same point, with equally many extra bytes. Either all ranks must pass a history
-    /// or none; the caller can detect a difference by its extra bytes.
+    /// Runs the first round. Every rank must call it at the same point of the program, with the same number of extra bytes. Either all
+    /// ranks must pass a history, or none. To detect ranks that differ in this, a caller can include its choice in the extra bytes.
     ///
     /// # Errors
-    /// Returns an error if the transport fails or returns messages of another size.
+    /// Returns an error if the transport fails or returns messages of a different size.
     pub fn begin(transport: &'a T, history: Option<&'a RankHistory<'a>>, extra: &[u8]) -> Result<Self, AgreementError> {
         let inquiry = Inquiry::new(transport.ranks());
         let answer_bytes = inquiry.question().message_bytes();
@@ -80,8 +80,8 @@ impl<'a, T: Transport> Exchange<'a, T> {
         Ok(Exchange { transport, history, inquiry, first, answer_bytes, is_unanimous })
     }
 
-    /// Returns `true` if all ranks sent the same message. Their histories and extra bytes are then equal, and the exchange needs no
-    /// [end](Self::finish).
+    /// Returns `true` if all ranks sent the same message. Their histories and extra bytes are then equal, and the ranks need not call
+    /// [`finish`](Self::finish).
     pub fn is_unanimous(&self) -> bool {
         self.is_unanimous
     }
@@ -91,11 +91,11 @@ impl<'a, T: Transport> Exchange<'a, T> {
         self.first.iter().map(|message| &message[self.answer_bytes..])
     }
 
-    /// Completes the comparison of histories, in further rounds if they differ. Either all ranks must call it or none.
+    /// Completes the comparison of histories. If they differ, this takes further rounds. Either all ranks must call it, or none.
     ///
     /// # Errors
-    /// [`AgreementError::Disagreed`] with the same contents on every rank if the histories differ, and another error if the comparison could
-    /// not be completed.
+    /// Returns [`AgreementError::Disagreed`], with the same contents on every rank, if the histories differ. Returns a different error if
+    /// the comparison could not be completed.
     pub fn finish(mut self) -> Result<Exchanged, AgreementError> {
         let Some(history) = self.history else { return Ok(Exchanged { agreed: None, rounds: 1 }) };
         let answers: Vec<u8> = self.first.iter().flat_map(|message| &message[..self.answer_bytes]).copied().collect();

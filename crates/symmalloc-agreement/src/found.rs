@@ -12,14 +12,14 @@ pub(crate) struct Found {
     pub(crate) first: u64,
     /// Last op that may be the first to differ; equal to `first` if the difference is exact.
     pub(crate) last: u64,
-    /// Earliest occurrence over all ranks; `None` if no rank remembers it.
+    /// The difference's earliest occurrence over all ranks; `None` if no rank remembers it.
     pub(crate) earliest: Option<Earliest>,
     /// Groups of ranks that gave the same answer, ordered by their first rank.
     pub(crate) answers: Vec<Answered>,
 }
 
 impl Found {
-    /// Returns the number of the difference in program order, the minimum over all ranks.
+    /// Returns the position of the difference in program order: the minimum over all ranks.
     pub(crate) fn order(&self) -> Option<u64> {
         self.earliest.map(|earliest| earliest.order)
     }
@@ -28,7 +28,7 @@ impl Found {
 /// The earliest occurrence of a difference over all ranks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Earliest {
-    /// Number in program order.
+    /// Position in program order.
     order: u64,
     /// `true` if a rank acquired or released memory at that point, as a consequence of another op.
     pub(crate) is_memory_moved: bool,
@@ -57,7 +57,7 @@ pub(crate) struct Answered {
     pub(crate) ranks: RankSet,
     pub(crate) answer: Answer,
     pub(crate) name: Option<Box<str>>,
-    /// Requests from this op on, at most [`WINDOW`](super::question::WINDOW).
+    /// Requests from the op that differs on, at most [`WINDOW`](super::question::WINDOW).
     pub(crate) window: Vec<Step>,
 }
 

@@ -10,8 +10,8 @@
 //! ```
 //!
 //! The next state depends only on the gathered messages, so all ranks ask the same next question and reach the same
-//! result, including errors. The state combines the answers of all ranks: it takes a few words per heap that differs,
-//! and one set of ranks per distinct answer.
+//! result, including errors. The state combines the answers of all ranks instead of storing them, so it takes only a
+//! few words per heap that differs, and one set of ranks per distinct answer.
 
 use super::directory::Directory;
 use super::message::{RankSummaryMessage, messages};
@@ -41,7 +41,7 @@ pub enum Progress {
     Disagreed(Box<Disagreement>),
 }
 
-/// The state machine of one agreement. Each rank runs its own copy, or one instance serves all ranks.
+/// The state machine of one agreement. Each rank runs its own instance, or a single instance serves all ranks.
 #[derive(Debug)]
 pub struct Inquiry {
     ranks: u32,

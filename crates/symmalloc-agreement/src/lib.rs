@@ -3,7 +3,7 @@
 //! The allocator never calls a collective (rule D6). Instead, the *program* runs an agreement at a point of its choice,
 //! on every rank. Each rank sends a short summary of its symmetric pools. If all summaries are equal, the agreement is
 //! complete. Otherwise the ranks search their recent histories together, in O(log n) further rounds, and all arrive at
-//! the same [`Disagreement`]: the op and heap that differ, which ranks did what, and the likely cause. Pools that are
+//! the same [`Disagreement`]: the op and the heap that differ, what each rank did, and the likely cause. Pools that are
 //! not symmetric are not compared.
 //!
 //! ```text
@@ -13,23 +13,24 @@
 //!                              └──────────── question ──────────────┘
 //! ```
 //!
-//! The parts perform no I/O. [`Inquiry`] is a state machine that advances identically on all ranks, and [`RankHistory`]
-//! answers its questions for one rank. [`Exchange`] runs them over a [`Transport`], with extra bytes of the caller,
-//! and [`agree`] runs them without. [`agree_in_lockstep`] runs any number of ranks in one thread, and [`Agreement`] runs
-//! them as often as its [`Mode`] requires.
+//! The parts perform no I/O. [`Inquiry`] is a state machine that advances identically on all ranks, and [`RankHistory`] answers the
+//! inquiry's questions for one rank. [`Exchange`] runs these parts over a [`Transport`], with extra bytes of the caller, and [`agree`] runs
+//! them without extra bytes. [`agree_in_lockstep`] runs any number of ranks in one thread, and [`Agreement`] runs agreements as often as
+//! its [`Mode`] requires.
 //!
 //! # What is compared
 //! Ranks first compare the configurations of their symmetric pools, together with the granularity, the limit over all
 //! pools and the number of retries. They then compare, per heap, every op and the decision about it. Pools are matched
-//! by their ordinal *among symmetric pools*, so a rank may create private pools in between. Streams are matched by id:
-//! register the streams of symmetric pools before a rank's private streams.
+//! by their ordinal *among symmetric pools*, so a rank may create private pools in between. Streams are matched by id,
+//! so register the streams of symmetric pools before a rank's private streams.
 //!
 //! # Ranks that reach a different number of agreements
-//! The n-th agreement of one rank is matched with the n-th agreement of every other rank. If a rank skips one, its next
-//! agreement meets an earlier one of the other ranks. The histories or the kinds of [`Point`] then differ, and the
-//! difference is reported. If a rank reaches no further agreement, the others wait until their transport fails with a
-//! [`TransportError`] that names the rank, where the transport can identify it. No rank blocks indefinitely as long as
-//! the transport has a timeout, and no placement depends on any of this.
+//! The n-th agreement of one rank is matched with the n-th agreement of every other rank. If a rank skips an agreement,
+//! its next one is matched with the agreement that the other ranks did not skip. The histories or the kinds of
+//! [`Point`] then differ, and the difference is reported. If a rank reaches no further agreement, the other ranks wait
+//! until their transport fails with a [`TransportError`]. The error names the missing rank if the transport can
+//! identify it. No rank blocks indefinitely as long as the transport has a timeout, and no placement depends on any of
+//! this.
 //!
 //! # Examples
 //! ```

@@ -13,10 +13,10 @@
 //! ```
 //!
 //! All messages of a round have the same length, determined by the question, so any all-gather can carry them: 64 bytes for `compare`,
-//! otherwise 1024. Zeros fill the rest of a message, and the entries of a page after its count.
+//! otherwise 1024. Zeros fill the unused rest of a message and the unused entries of a page.
 //!
-//! Received bytes are untrusted. Every bit pattern is a valid struct. The functions that decode one return an error for a value that no
-//! rank sends, and never panic. Texts are escaped when they are decoded.
+//! Received bytes are untrusted. The structs accept every bit pattern. The functions that decode them return an error for a value that no
+//! correct rank sends, and never panic. Texts are escaped when they are decoded.
 
 use super::protocol::{ProtocolError, VERSION};
 use super::transport::Gathered;
@@ -77,7 +77,7 @@ pub(crate) fn messages<M: Message + 'static>(
     })
 }
 
-/// Entries with their number.
+/// A list of up to `ENTRIES` entries, preceded by the number of entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
 pub(crate) struct Page<T, const ENTRIES: usize> {
@@ -86,7 +86,7 @@ pub(crate) struct Page<T, const ENTRIES: usize> {
 }
 
 impl<T: Message + Copy, const ENTRIES: usize> Page<T, ENTRIES> {
-    /// Creates a page of these entries, of which there are at most `ENTRIES`.
+    /// Creates a page of these entries. There must be at most `ENTRIES`.
     pub(crate) fn new(entries: impl IntoIterator<Item = T>) -> Self {
         let mut page = Page { count: U32::ZERO, entries: [T::new_zeroed(); ENTRIES] };
         let mut count = 0;
@@ -122,7 +122,8 @@ impl<const BYTES: usize> Text<BYTES> {
         Text { length: (end as u16).into(), bytes }
     }
 
-    /// Returns the text as one line of visible characters, or an error if its length is too large or it is not UTF-8. Reports quote it.
+    /// Returns the text as one line of visible characters, because reports quote it. Returns an error if the length is too large or the
+    /// text is not UTF-8.
     pub(crate) fn get(&self, rank: u32) -> Result<Cow<'_, str>, ProtocolError> {
         let bytes = self.bytes.get(..self.length.get().into()).ok_or(ProtocolError::Garbled { rank })?;
         std::str::from_utf8(bytes).map(visible_line).map_err(|_| ProtocolError::Garbled { rank })
@@ -175,7 +176,7 @@ impl From<RankSummary> for RankSummaryMessage {
 }
 
 impl RankSummaryMessage {
-    /// Returns the content, or an error if the rank runs another version.
+    /// Returns the content, or an error if the rank runs a different version.
     pub(crate) fn decode(&self, rank: u32) -> Result<RankSummary, ProtocolError> {
         if self.magic != MAGIC {
             return Err(ProtocolError::Garbled { rank });
@@ -282,17 +283,18 @@ impl ProbeMessage {
     }
 }
 
-/// The answer to `checkpoints`: digests retained from before the journal, and the current one.
+/// The answer to `checkpoints`: digests retained from before the journal, and the current digest.
 pub(crate) type CheckpointPage = Page<DigestMessage, CHECKPOINTS_PER_PAGE>;
 
-/// The answer to `ops`, one per requested op. Zeros after them.
+/// The answer to `ops`: one entry per requested op, then zeros.
 pub(crate) type OpPage = [OpMessage; SEARCHES_MAX];
 
 /// One op. 25 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
 pub(crate) struct OpMessage {
-    /// 0: the heap has fewer ops; 1: an op; 2: forgotten, with the order of the oldest op; 3: forgotten.
+    /// 0: the heap has fewer ops; 1: an op; 2: a forgotten op, with the order of the journal's oldest entry; 3: a forgotten op, and the
+    /// journal is empty.
     pub(crate) kind: u8,
     pub(crate) op: U64,
     pub(crate) decision: U64,

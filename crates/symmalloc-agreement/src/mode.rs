@@ -85,7 +85,7 @@ impl<T: Transport> Agreement<T> {
         self.mode
     }
 
-    /// Compares ranks at a point where the program synchronizes them. Returns `None` if the mode does not require it now.
+    /// Compares ranks at a point where the program synchronizes them. Returns `None` if the mode requires no comparison at this sync.
     ///
     /// # Errors
     /// Fails like [`agree`].
@@ -100,9 +100,10 @@ impl<T: Transport> Agreement<T> {
         agree(allocator, &self.transport, Point::Sync).map(Some)
     }
 
-    /// Counts an op on a symmetric pool, and compares ranks if the mode requires it now. Returns `None` otherwise.
+    /// Counts an op on a symmetric pool, and compares ranks if the mode requires a comparison after this op. Returns
+    /// `None` if it does not.
     ///
-    /// Do not call it for ops in private pools, because other ranks do not perform them.
+    /// Do not call it for ops in private pools, because other ranks do not perform these ops.
     ///
     /// # Errors
     /// Fails like [`agree`].

@@ -14,7 +14,7 @@ pub struct Agreed {
     pub ops: u64,
 }
 
-/// An agreement that failed. There is no other way to fail.
+/// The ways in which an agreement can fail. The list is complete.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum AgreementError {
     /// The programs, configurations or devices of the ranks differ.

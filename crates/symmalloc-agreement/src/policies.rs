@@ -1,4 +1,4 @@
-//! Comparison of configurations that finds the keys whose values differ.
+//! The comparison of configurations, which finds the keys whose values differ.
 
 use super::message::{POLICIES_PER_PAGE, PolicyPage, PolicyText, messages};
 use super::outcome::Next;
@@ -16,7 +16,7 @@ const POLICIES_REPORTED: usize = 8;
 
 #[derive(Debug, Default)]
 pub(crate) struct Policies {
-    /// Numbers of the configurations that differ and whose texts were not compared yet.
+    /// Numbers of the configurations that differ, but whose texts have not been compared yet.
     differing: VecDeque<u32>,
     found: Vec<PolicyDifference>,
 }

@@ -1,4 +1,5 @@
-//! The questions of an inquiry, one per round and the same for every rank, and one rank's answers. `message.rs` encodes them.
+//! The questions of an inquiry, and one rank's answers. In each round, all ranks answer the same question. `message.rs` encodes the
+//! answers.
 //!
 //! | question | one rank's answer |
 //! |---|---|
@@ -18,11 +19,12 @@ use symmalloc_core::histories::{HeapHistory, Mark, op_word, unpack_op};
 use symmalloc_core::ids::StreamGroup;
 
 /// The identity of a heap, equal on all ranks: the symmetric pool's ordinal among symmetric pools, and the streams that
-/// share the heap. Groups sort after streams, and shared streams last.
+/// share the heap. In the order of keys, groups of streams follow single streams, and the heap that all streams share
+/// is last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct HeapKey {
     pub(crate) pool: u32,
-    /// [`StreamGroup::code`], like in [`HeapMessage`]. Always valid.
+    /// [`StreamGroup::code`], as in [`HeapMessage`]. Always valid.
     streams: u32,
 }
 
@@ -35,7 +37,7 @@ impl HeapKey {
         StreamGroup::from_code(self.streams).expect("checked by `decode`")
     }
 
-    /// Returns the streams that share the heap, as a number.
+    /// Returns the streams that share the heap, as a [`StreamGroup::code`].
     pub(crate) fn streams(self) -> u32 {
         self.streams
     }
@@ -134,7 +136,8 @@ impl From<HeapSummary> for HeapMessage {
 pub(crate) enum Answer {
     /// The heap has fewer ops on this rank.
     Ended,
-    /// The journal does not reach back this far. Its oldest entry has this number in program order.
+    /// The journal does not reach back this far. `order` is the position of its oldest entry in program order; `None`
+    /// if it is empty.
     Forgotten {
         order: Option<u64>,
     },
@@ -166,7 +169,7 @@ impl Answer {
         }
     }
 
-    /// Returns the op's number in its rank's program order, or an upper bound if the op is forgotten.
+    /// Returns the op's position in its rank's program order, or an upper bound if the op is forgotten.
     pub(crate) fn order(&self) -> Option<u64> {
         match *self {
             Answer::Ended => None,

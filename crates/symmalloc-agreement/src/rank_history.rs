@@ -20,7 +20,7 @@ pub struct RankHistory<'a> {
     point: Point,
     /// Heaps of the compared pools, ascending by key.
     heaps: Vec<HeapSummary>,
-    /// The next number in program order when the snapshot was taken.
+    /// The position in program order of the first op after the snapshot.
     order: u64,
     /// Ordinals of the compared pools, ascending; `None` for all symmetric pools.
     pools: Option<Vec<u32>>,
@@ -49,8 +49,9 @@ impl<'a> RankHistory<'a> {
         }
     }
 
-    /// Takes a snapshot of these pools only. Use it if the ranks share no other pools, or if other threads use the
-    /// other pools at the same time. Every rank must name the same pools. Pools that are not symmetric are ignored.
+    /// Takes a snapshot of these pools only. Use it if the ranks have no other symmetric pools in common, or if other
+    /// threads use the remaining pools at the same time. Every rank must name the same pools. Pools that are not
+    /// symmetric are ignored.
     pub fn of_pools<B: Backend, L: Lock>(
         allocator: &'a generic::Allocator<B, L>,
         point: Point,
@@ -64,15 +65,15 @@ impl<'a> RankHistory<'a> {
         history
     }
 
-    /// Leaves out the settings that all pools share, such as the allocator's limit, which one rank may have raised to
-    /// make room for a wake. Every rank must leave them out.
+    /// Leaves out the settings that all pools share, such as the allocator's limit. One rank may have raised its limit
+    /// to make room for a wake. If one rank leaves these settings out, every rank must.
     #[must_use]
     pub fn without_shared_settings(mut self) -> Self {
         self.has_shared_settings = false;
         self
     }
 
-    /// Appends the answer to a question, [`Question::message_bytes`] bytes long.
+    /// Appends the answer to a question. The answer is [`Question::message_bytes`] bytes long.
     pub fn answer(&self, question: &Question, message: &mut Vec<u8>) {
         let bytes = question.message_bytes();
         match &question.0 {
@@ -110,8 +111,8 @@ impl<'a> RankHistory<'a> {
         self.settle_pools(|_| true);
     }
 
-    /// Discards the histories of the symmetric pools selected by their ordinals. For the other pools, later agreements
-    /// still cover the history before this snapshot.
+    /// Discards the histories of the symmetric pools for whose ordinals `is_chosen` returns `true`. For the remaining
+    /// pools, later agreements still cover the history before this snapshot.
     pub fn settle_pools(&self, is_chosen: impl Fn(u32) -> bool) {
         self.source.program_order().agree(self.order);
         if self.point == Point::Sync {
@@ -121,7 +122,8 @@ impl<'a> RankHistory<'a> {
         chosen.for_each(|heap| self.source.settle(heap.key.pool, heap.key.group(), heap.digest));
     }
 
-    /// Returns the digests of the pools' policies by number, with 0 for pools that are not compared.
+    /// Returns the digests of the policies, indexed by the numbers of [`Ask::Policies`], with 0 for policies that are
+    /// not compared.
     fn policy_digests(&self) -> Vec<u64> {
         let mut digests = self.source.policy_digests();
         if !self.has_shared_settings {

@@ -28,7 +28,7 @@ pub enum Difference {
     Configuration(Vec<PolicyDifference>),
     /// The histories differ.
     History {
-        /// The heap that differs first in program order. With several host threads, one of the first.
+        /// The heap that differs first in program order. If several host threads use the pools, it is one of the first.
         first: HeapDifference,
         /// The other heaps that differ, in program order. They are often a consequence of the first.
         others: Vec<HeapDifference>,
@@ -130,7 +130,7 @@ pub enum Action {
         /// Acquired bytes.
         obtained_bytes: u64,
     },
-    /// A trim, recorded after everything that it released.
+    /// A trim, recorded after the ops for everything that it released.
     Trimmed {
         /// Total number of released bytes.
         given_up_bytes: u64,
@@ -172,7 +172,7 @@ pub enum Action {
     },
     /// The pool was destroyed.
     Destroyed,
-    /// The pool was reset, after the frees of its live allocations.
+    /// The pool was reset. The frees of its live allocations precede this op.
     Reset,
     /// Plans were adopted or, if the size is 0, dropped.
     AdoptedPlans {
@@ -239,9 +239,9 @@ pub enum Cause {
     OtherGrowth,
     /// The ranks adopted different plans, or used different keys for a step.
     OtherPlan,
-    /// The histories do not reach back far enough.
+    /// The histories do not reach back far enough to show the first difference.
     OlderThanHistory,
-    /// Not determined, because another heap differs earlier.
+    /// Not determined, because other heaps differ earlier. The difference is often a consequence of theirs.
     Consequence,
     /// No cause could be determined.
     Unknown,

@@ -63,7 +63,7 @@ enum IntervalState {
 impl SearchInterval {
     fn new(differing: Differing) -> Self {
         let (low, high) = (differing.oldest, differing.differs_after);
-        // Histories are equal before the first op, because the configurations are.
+        // Histories are equal before the first op, because the configurations are equal.
         let (low, state) = match (low, high) {
             (_, 1) | (0, _) => (0, IntervalState::Known),
             _ if low < high => (low, IntervalState::Assumed),
@@ -80,7 +80,7 @@ impl SearchInterval {
         }
     }
 
-    /// Returns up to `count` numbers of ops at which to compare digests.
+    /// Returns up to `count` positions (numbers of ops) at which to compare digests.
     fn probes(&self, count: u64) -> Vec<OpNumber> {
         let width = self.high - self.low;
         let inner = count - u64::from(self.state == IntervalState::Assumed);
@@ -256,7 +256,7 @@ impl Search {
         Ok(self.next())
     }
 
-    /// Returns the question for the next details once all heaps are searched. Heaps are detailed in program order.
+    /// Returns the question for the next details once all heaps are searched. Heaps get their details in program order.
     fn next_details(&mut self) -> Next {
         if self.detailed == 0 {
             let order = |found: &Found| (found.order().unwrap_or(u64::MAX), cause::consequence(found), found.heap);
@@ -274,7 +274,7 @@ impl Search {
         let mut messages = messages::<DetailsMessage>(gathered);
         let mut answers: Vec<&mut Answered> = self.found[self.detailed].answers.iter_mut().collect();
         answers.sort_by_key(|answered| answered.ranks.first());
-        // The first rank of each group answers for the group.
+        // The first rank of each group answers for the whole group.
         for answered in answers {
             let answers_for_group = |rank: u32| answered.ranks.first() == Some(rank);
             let message = messages.find(|message| message.as_ref().is_ok_and(|(rank, _)| answers_for_group(*rank)));

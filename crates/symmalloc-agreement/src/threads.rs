@@ -6,10 +6,10 @@
 //!          rank 1 ─► slot 1 ├─ the last rank closes the round ─► all read the same bytes ─► next round opens
 //!          rank 2 ─► slot 2 ┘
 //! ```
-//! A rank can be at most one round ahead: it enters a round only after it has read the previous one.
+//! A rank can be at most one round ahead: it enters a round only after it has read the result of the previous one.
 //!
-//! The first rank that gives up decides why the round failed, and every rank gets this error, now and in later calls. Otherwise, ranks that
-//! gave up because of a missing rank, and were dropped, would be reported as lost to those that still wait.
+//! The first rank that gives up determines the error of the round. Every rank gets this error, now and in later calls. Without this rule, a
+//! rank that gave up because of a missing rank, and was then dropped, would itself be reported as lost to the ranks that still wait.
 
 use super::ranks::RankSet;
 use super::transport::{Gathered, Transport, TransportError};
@@ -38,7 +38,7 @@ struct RoundState {
     given: Vec<Option<Box<[u8]>>>,
     /// Result of the last completed round.
     last: Result<Gathered, TransportError>,
-    /// Why no further round can complete: the first verdict.
+    /// The first error, after which no further round can complete.
     failed: Option<TransportError>,
 }
 
@@ -99,7 +99,8 @@ impl Drop for ThreadTransport {
 }
 
 impl RoundState {
-    /// Lets the transport fail with this error, unless it has failed. Returns the error with which it failed.
+    /// Makes the transport fail with this error, unless it has already failed. Returns the error with which it failed
+    /// first.
     fn fail(&mut self, error: TransportError) -> TransportError {
         self.failed.get_or_insert(error).clone()
     }
@@ -164,7 +165,8 @@ mod tests {
         assert_eq!(missing.to_string(), "0-1,3");
     }
 
-    /// Whichever rank is missing, every rank gets the same error, also the missing one when it arrives after the others have left.
+    /// Whichever rank is missing, every rank gets the same error. So does the missing rank itself, if it arrives after the others have
+    /// left.
     #[test]
     fn every_rank_gets_the_first_verdict() {
         for (ranks, missing) in [(2, 0), (2, 1), (4, 0), (4, 2), (4, 3)] {

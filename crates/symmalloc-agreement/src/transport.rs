@@ -108,7 +108,7 @@ pub enum TransportError {
         /// The time that this rank waited.
         waited: Duration,
     },
-    /// Some ranks did not arrive in time, and the medium cannot identify them. NCCL cannot.
+    /// Some ranks did not arrive in time, and the medium, such as NCCL, cannot identify them.
     #[error(
         "some ranks did not arrive within {waited:?} (the transport cannot identify them): they died, are stuck, or reach \
          fewer agreements than this rank. Check the logs of all ranks for the first error"
@@ -120,7 +120,7 @@ pub enum TransportError {
     /// The medium was already closed or lost.
     #[error("the transport is closed: an earlier error or the program ended it; create a new one")]
     Closed,
-    /// Ranks sent messages of different lengths, so they are not in the same collective.
+    /// Ranks sent messages of different lengths, so the ranks are not in the same collective.
     #[error(
         "rank {rank} sent {given_bytes} bytes where others sent {expected_bytes}: the ranks are in different collectives; \
          call the same agreements in the same order on every rank"
@@ -128,7 +128,7 @@ pub enum TransportError {
     UnequalLengths {
         /// The first rank whose message length differs.
         rank: u32,
-        /// Size of its message in bytes.
+        /// Size of this rank's message in bytes.
         given_bytes: usize,
         /// Size of rank 0's message in bytes.
         expected_bytes: usize,

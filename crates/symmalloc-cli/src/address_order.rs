@@ -1,8 +1,9 @@
-//! The rule of PyTorch 2.11, for comparison: free blocks in address order, and events polled on the host.
+//! A model of PyTorch 2.11's placement rule, for comparison: free blocks in address order, and events polled on the host.
 //!
-//! This models PyTorch 2.11's caching allocator (`c10/cuda/CUDACachingAllocator.cpp`) closely enough to make the same placements
-//! and reserve the same memory. It shows, next to our allocator and on the same trace, how two properties of that allocator
-//! make ranks differ. PyTorch 2.12 and later order free blocks by a counter, and still poll:
+//! This models PyTorch 2.11's caching allocator (`c10/cuda/CUDACachingAllocator.cpp`) closely enough to make the same placements and
+//! reserve the same memory. Next to our allocator and on the same trace, it shows how two properties of PyTorch's allocator make ranks
+//! differ: the order of free blocks, and the polling of events. PyTorch 2.12 and later order free blocks by a counter instead of by
+//! address, but still poll:
 //!
 //! ```text
 //! free blocks   ordered by (stream, size, ADDRESS)      the driver returns different addresses on each rank
@@ -15,12 +16,13 @@
 //! | | small: request ≤ 1 M | large |
 //! |---|---|---|
 //! | rounding | 512 | 512 |
-//! | fixed segment | 2 M | 20 M below 10 M, else a multiple of 2 M |
+//! | fixed segment | 2 M | 20 M for requests below 10 M, else a multiple of 2 M |
 //! | fixed: split if the rest is | ≥ 512 | > 1 M |
 //! | expandable: page | 2 M | 20 M |
 //! | expandable: split if the rest is | ≥ 512 | ≥ 512 |
 //!
-//! A PyTorch snapshot states when each such free was completed. [`AddressOrder::with_completions`] follows it instead of events.
+//! A PyTorch snapshot states when each free that waited for events was completed. [`AddressOrder::with_completions`] completes frees at
+//! these points instead of by simulated events.
 //!
 //! A free block merges with its free neighbors immediately. The driver is a [`SimBackend`]. Its addresses and its event
 //! timing are determined by (seed, rank), so a rank always replays identically, and two ranks differ as real ones do.
@@ -44,15 +46,15 @@ use symmalloc_core::work;
 use symmalloc_sim::{Delays, SimBackend, SplitMix64};
 use symmalloc_trace::replay::Program;
 
-/// Binary logarithm of the upper bound of an event's delay. The maximum delay is a random power of two per rank.
+/// Each rank draws its maximum event delay at random: a power of two, in ticks, whose exponent is below this bound.
 const EVENT_TICKS_MAX_LOG2: u64 = 11;
 
 /// Policy by which the model obtains memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ModelSegments {
-    /// A segment of fixed size whenever no free block fits. PyTorch's default.
+    /// Obtains a segment of fixed size whenever no free block fits. This is PyTorch's default.
     Fixed,
-    /// A growing range per (stream, small or large): PyTorch's `expandable_segments`.
+    /// Grows one address range per pool, stream and size class (small or large): PyTorch's `expandable_segments`.
     Expandable,
 }
 
@@ -77,26 +79,26 @@ pub struct AddressOrder {
     born: Vec<ModelSegment>,
     /// Memory mapped and unmapped since [`take_changes`](Self::take_changes).
     changes: Vec<ModelChange>,
-    /// The live allocations by id. The ids of a program are dense.
+    /// Live allocations, indexed by id: the ids of a program are dense.
     allocations: Vec<Option<Allocation>>,
     /// Pending events of each stream in the order of recording, each with the block that waits for it.
     pending: BTreeMap<StreamId, VecDeque<(Event, BlockKey)>>,
     requested_bytes: u64,
     requested_bytes_peak: u64,
-    /// Completions of the recording; `None` if the device's events decide.
+    /// The completions that the recording states; `None` if simulated events complete frees.
     completions: Option<Completions>,
 }
 
-/// The condition that completes a free that other streams may delay.
+/// The condition that completes the free of memory that other streams used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Completion {
     /// The events of the streams that used the memory.
     Events,
-    /// An entry of the recording.
+    /// A completion in the recording.
     Recorded,
 }
 
-/// The frees that the recording completes later. Time is measured in entries: ops, and the completions themselves.
+/// Frees that the recording completes after a delay. The delay is measured in entries of the recording: ops and completions.
 #[derive(Debug, Default)]
 struct Completions {
     /// Blocks by the number of entries at which their completion is due, then by op.
@@ -156,18 +158,18 @@ impl AddressOrder {
         self
     }
 
-    /// Completes each free when the recording completed it, if the program states that for any free. Otherwise, the device's events
-    /// decide, whose timing is simulated. Call it before the first step, and run the program with [`step_of`](Self::step_of).
+    /// Completes each free at the point at which the recording completed it, if the program states such a point for any free. Otherwise,
+    /// simulated events complete frees. Call it before the first step, and run the program with [`step_of`](Self::step_of).
     #[must_use]
     pub fn with_completions(mut self, program: &Program) -> Self {
         self.completions = program.has_pending().then(Completions::default);
         self
     }
 
-    /// Executes the op of a program with this number, counted from 0. See [`step`](Self::step).
+    /// Executes the op with this index of a program, counted from 0. See [`step`](Self::step).
     ///
     /// # Errors
-    /// The same as for [`step`](Self::step).
+    /// See [`step`](Self::step).
     pub fn step_of(&mut self, program: &Program, number: usize) -> Result<Option<Placement>, BackendError> {
         let op = &program.ops()[number];
         if self.completions.is_some() {
@@ -178,7 +180,7 @@ impl AddressOrder {
         let entries = completions.entries;
         let Op::Free { id } = op else { return self.step(op) };
         let Some(allocation) = self.live(*id) else { return self.step(op) };
-        // In such a recording, a free without a completion was completed at once.
+        // The recording states completions, so a free without one was completed immediately.
         allocation.uses.clear();
         let Some(pending) = program.pending(number) else { return self.step(op) };
         let due = (entries.saturating_add(pending.entries()), number);
@@ -189,7 +191,7 @@ impl AddressOrder {
         Ok(None)
     }
 
-    /// Completes the frees that are due, or all.
+    /// Completes the frees that are due, or all pending frees.
     fn complete(&mut self, all: bool) {
         while let Some(completions) = &mut self.completions
             && let Some(next) = completions.due.first_entry()
@@ -224,7 +226,7 @@ impl AddressOrder {
             Op::Synchronize { stream } => self.device.synchronize(stream)?,
             Op::Trim { pool } => self.empty_cache(pool)?,
             Op::DestroyPool { pool } => self.empty_cache(Some(pool))?,
-            // Waits order work on the device, but the model only considers uses. Other ops have no counterpart in PyTorch.
+            // The model ignores waits: it only considers which streams use an allocation. Other ops have no counterpart in PyTorch.
             _ => {}
         }
         Ok(None)
@@ -233,7 +235,7 @@ impl AddressOrder {
     /// Frees all live allocations in the order of their ids, each in a separate step.
     ///
     /// # Errors
-    /// The same as for [`step`](Self::step).
+    /// See [`step`](Self::step).
     pub fn free_all(&mut self) -> Result<(), BackendError> {
         self.complete(true);
         for index in 0..self.allocations.len() {

@@ -34,7 +34,7 @@ pub(crate) fn peak(peak: Peak) -> Value {
     json!({ "peak_bytes": peak.bytes, "op": peak.op })
 }
 
-/// Two ranks after the same op.
+/// Two ranks after the same op, drawn next to each other.
 struct Beside {
     memories: [Memory; 2],
     /// Path of the other recording.
@@ -107,7 +107,8 @@ fn as_planned(
 /// Returns the curves of a job over its ops.
 ///
 /// # Errors
-/// Returns an error if nothing is selected. A job whose requests are all refused has empty curves.
+/// Returns an error if the selection contains no heap. A job whose requests are all refused is not an error: its curves
+/// are empty.
 pub(crate) fn timeline_of(recorded: &Recorded, selection: Selection) -> Result<JobCurves, CliError> {
     let timeline = JobCurves::of(recorded, selection)?;
     let failed = recorded.recording.failure.is_some();
@@ -152,7 +153,8 @@ fn beside(one: &Recorded, other: &Recorded, op: usize, selection: Selection) -> 
     Ok(Beside { memories, trace, are_recorded, allocations, differing_placements, differing_live })
 }
 
-/// Returns our allocator's placement of every allocation; `None` if it has no bytes or was refused.
+/// Returns our allocator's placement of every allocation; `None` for an allocation without bytes, or one that was
+/// refused.
 fn placements(recorded: &Recorded) -> Result<Vec<Option<Placement>>, CliError> {
     let failed = |error| recorded.failed(error);
     let mut placements = vec![None; recorded.program().allocation_count()];

@@ -3,12 +3,12 @@
 use crate::job::keys;
 use symmalloc_core::Config;
 
-/// Returns the shortest text of this configuration that states the kind of segments: the canonical text without other keys
+/// Returns the shortest text of this configuration that still states the kind of segments. It is the canonical text without all other keys
 /// that have default values.
 pub(crate) fn shortest(config: &Config) -> String {
     let canonical = config.to_string();
     let mut kept: Vec<&str> = keys(&canonical);
-    // Start at the end: a key precedes the keys that refine it, and is clearer without them.
+    // Remove keys from the end: a key precedes the keys that refine it, and the text is clearer without the refinements.
     for index in (0..kept.len()).rev() {
         let mut fewer = kept.clone();
         fewer.remove(index);

@@ -26,7 +26,7 @@ pub(crate) struct Destination {
 }
 
 impl Destination {
-    /// Returns a file destination for `content`, made from `inputs`.
+    /// Returns a file destination for `content` that is computed from `inputs`.
     ///
     /// # Errors
     /// Returns an error if the path is `-` or one of the inputs, or if its extension belongs to other content.
@@ -75,7 +75,7 @@ impl Destination {
                 Ok(metadata) if is_pipe(&metadata) => {
                     Sink::Stream(Box::new(open_pipe(&self.path, |path| File::options().write(true).open(path))?))
                 }
-                // A device, such as /dev/null. Opening a folder fails here.
+                // A device, such as /dev/null, or a folder, which fails to open.
                 Ok(metadata) if !metadata.is_file() => {
                     Sink::Stream(Box::new(File::options().write(true).open(&self.path)?))
                 }
@@ -119,7 +119,7 @@ impl Destination {
     }
 }
 
-/// A destination while it is written. Dropping it before [`finish`](Writing::finish) leaves no file.
+/// A destination that is being written. Dropping it before [`finish`](Writing::finish) leaves no file.
 pub(crate) struct Writing {
     compressor: Compressor<Sink>,
 }

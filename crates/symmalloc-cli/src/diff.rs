@@ -5,12 +5,13 @@
 //! B  records ──► calls                        ──┴───► same op? for allocation n, same placement?
 //! ```
 //!
-//! A call is an op whose allocation is identified by its ordinal, so the ids in the recordings do not matter. In a PyTorch
-//! snapshot, a use by another stream is visible only if event polling noticed it after the free returned. So the same calls leave
-//! different records on different ranks, and a stream may be registered only because of such a use. Both are left out of the
-//! comparison, unless both recordings contain decisions of our allocator, and therefore its configuration.
+//! A call is an op whose allocation is identified by its ordinal, so the ids in the recordings do not matter. A PyTorch snapshot shows a
+//! use by another stream only if the free was not completed immediately, which depends on event polling. Ranks that make the same calls may
+//! therefore have different records, and a stream may be registered only because of such a use. Uses by other streams and registrations of
+//! streams are therefore left out of the comparison, unless our allocator made both recordings, so that both contain its configuration.
 //!
-//! `flights` compares flight records, of any number of ranks. `files` distinguishes them from recordings.
+//! The module `flights` compares the flight records of any number of ranks. The module `files` distinguishes flight records from
+//! recordings.
 
 mod calls;
 mod files;
@@ -38,7 +39,7 @@ pub struct Diff {
     pub first_op: Option<OpDifference>,
     /// Number of compared ops: all ops of both recordings, or those before the first difference.
     pub compared_ops: usize,
-    /// Number of uses by other streams in A and in B, if they are not compared.
+    /// Number of uses by other streams in A and in B; `None` if uses are compared.
     pub uses_left_out: Option<[u64; 2]>,
     /// Number of compared allocations: all allocations, or those before the first call that differs.
     pub allocations: usize,
@@ -48,10 +49,10 @@ pub struct Diff {
     pub first: Option<PlacementDifference>,
     /// The beginnings of the recordings, if one of them begins in the middle of the job.
     pub late: Option<LateBeginning>,
-    /// Number of ops of A, and of B, after the end of the other recording. They are no difference, because the other is known to show a
-    /// part of the job: it begins late, or is torn.
+    /// Number of ops of A, and of B, after the end of the other recording. They do not count as a difference, because the other recording
+    /// is known to be incomplete: it begins late, or its end is cut off.
     pub ops_after: [usize; 2],
-    /// `true` for A, and for B, if the recording contains placements, or no allocations.
+    /// For A and for B: `true` if the recording contains placements, or has no allocations that would need them.
     pub with_placements: [bool; 2],
     /// Number of requests whose sizes differ, if nothing else differs. `None` if other ops differ, or a recording begins late.
     pub differing_sizes: Option<usize>,
@@ -61,7 +62,7 @@ pub struct Diff {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OpDifference {
-    /// A's op, which identifies its allocation by ordinal, and the op's number, counted from 0. `None` if A has ended.
+    /// A's op, in which an allocation is identified by its ordinal, and the index of the op, counted from 0. `None` if A has ended.
     pub a: Option<(usize, Op)>,
     /// B's op, in the same form.
     pub b: Option<(usize, Op)>,
@@ -81,9 +82,9 @@ impl OpDifference {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlacementDifference {
-    /// The allocation, counted from 0.
+    /// Ordinal of the allocation, counted from 0.
     pub allocation: usize,
-    /// Its op in A, counted from 0.
+    /// Index in A of the op that makes the allocation, counted from 0.
     pub op: usize,
     /// Name of the allocation, if the program named it.
     pub name: Option<Box<str>>,
@@ -116,7 +117,7 @@ impl Diff {
         let mut diff = Diff::empty(a, b);
         diff.late = Some(late);
         if late.ops_before != [0, 0] {
-            // Segments are numbered from the beginning of each recording.
+            // Each recording numbers segments from its own beginning, so placements cannot be compared.
             diff.differing_placements = None;
         }
         let mut same = Correspondence::default();
@@ -160,7 +161,7 @@ impl Diff {
         }
     }
 
-    /// Returns a comparison of no ops yet.
+    /// Returns a comparison that has not compared any ops yet.
     fn empty(a: &Recording, b: &Recording) -> Self {
         let decided_by_us = a.config.is_some() && b.config.is_some();
         Diff {
@@ -187,7 +188,8 @@ impl Diff {
         self.same_ops() && self.differing_placements.unwrap_or(0) == 0
     }
 
-    /// Compares two placements. A placement that is unknown in one of the recordings, as for an empty allocation, does not differ.
+    /// Compares two placements. A placement that is unknown in one of the recordings, as for an empty allocation, does not count as a
+    /// difference.
     fn compare_placements(&mut self, one: &ProgramCall<'_>, other: &ProgramCall<'_>) {
         let (Some(a), Some(b)) = (one.record.placement, other.record.placement) else { return };
         if a == b {
@@ -228,7 +230,7 @@ fn differing_sizes(a: &Recording, b: &Recording) -> Option<usize> {
     }
 }
 
-/// Returns the first call that differs, ignoring sizes and settings of pools. Returns `None` if the recordings can be ranks of one
+/// Returns the first call that differs, ignoring sizes and settings of pools. Returns `None` if the recordings can be from ranks of one
 /// job.
 pub(crate) fn other_job(a: &Recording, b: &Recording) -> Option<OpDifference> {
     let without_size = |mut call: ProgramCall<'_>| {

@@ -1,4 +1,5 @@
-//! Escaping of foreign text for terminals, pages and JSON, with the characters of [`symmalloc_text`].
+//! Escaping of text from outside the program for terminals, pages and JSON. [`symmalloc_text`] determines which
+//! characters are hidden.
 //!
 //! ```text
 //! printed text, errors ──► output ──► for_terminal
@@ -28,7 +29,7 @@ pub(crate) fn for_markup(text: &str) -> String {
     escaped.into_owned()
 }
 
-/// Escapes hidden characters in a JSON document. They can only occur in its strings.
+/// Escapes hidden characters in a JSON document, which can occur only in its strings.
 pub(crate) fn for_json(document: &str) -> Cow<'_, str> {
     replaced(document, is_hidden, |out, character| {
         for unit in character.encode_utf16(&mut [0; 2]) {

@@ -11,8 +11,8 @@
 //!                               data.js decodes it, view.js draws it ◄─────┘
 //! ```
 //!
-//! The page needs no network. Its content security policy names the hash of the one script, so no text of a recording can run. Without
-//! scripts, the section stays hidden and the page shows its still pictures.
+//! The page needs no network. Its content security policy allows only the page's own script, by its hash, so text from a recording cannot
+//! run as a script. In a browser without scripts, the section stays hidden and the page shows its static pictures.
 
 mod columns;
 mod layout;
@@ -42,7 +42,7 @@ pub(crate) fn content_security_policy() -> String {
     )
 }
 
-/// Returns the section, its data and its script. `op` is the first op at which the cursor stands.
+/// Returns the section, its data and its script. The cursor stands at `op` at first.
 pub(crate) fn section(recorded: &Recorded, layouts: &[Layout], op: usize) -> Markup {
     let program = recorded.program();
     let stacks = recorded.recording.stacks.as_ref();
@@ -90,7 +90,7 @@ pub(crate) fn section(recorded: &Recorded, layouts: &[Layout], op: usize) -> Mar
     }
 }
 
-/// Returns the sentence that a page without scripts shows.
+/// Returns the sentence that the page shows in a browser without scripts.
 pub(crate) fn without_scripts(ops: usize) -> Markup {
     html! {
         noscript { p.aside { "With scripts, this page lets you zoom into the " (count(ops)) " ops. It fetches nothing." } }

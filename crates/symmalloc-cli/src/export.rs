@@ -33,8 +33,8 @@ pub(crate) fn export(args: &ExportArgs) -> Result<Verdict, CliError> {
     };
     let device_free_bytes = &recorded.recording.device_free_bytes;
     let unwritten = |source| out.failed(source);
-    // A job that fails leaves no file. A snapshot has an entry for each memory change, of which a sleep makes many, so it is not collected in
-    // memory first.
+    // The file is written while the job runs, because a snapshot has an entry for each memory change, and a sleep makes many changes. A job
+    // that fails leaves no file.
     let mut file = out.create().map_err(unwritten)?;
     let exported = export_with(&program, &recorded.config, device_free_bytes, &mut file);
     let summary = exported.map_err(|error| match error {

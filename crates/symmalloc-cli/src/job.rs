@@ -6,9 +6,9 @@
 //!                      └─ rank N-1 ───────────────────────────► ┘ ─► Outcome
 //! ```
 //!
-//! Every rank has a separate device, made from (seed, rank), with different addresses, event timing and handles. The files
-//! `sequence` and `address` each run one rank under one rule; `ranks` runs all ranks and compares them. `simulated` bounds the work of
-//! the simulator, which runs jobs on other ranks.
+//! Every rank has a separate device, made from (seed, rank), with different addresses, event timing and handles. The modules `sequence` and
+//! `address` each run one rank under one rule; `ranks` runs all ranks and compares them. `simulated` bounds the work of
+//! `symmalloc simulate`, which runs jobs on ranks of its own.
 //!
 //! ```
 //! use symmalloc_cli::job::{Job, Options};
@@ -51,13 +51,13 @@ use symmalloc_import::Recording;
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::{Program, ReplayError};
 
-/// Number of ops from which on a job is long.
+/// Minimum number of ops of a long job.
 const LONG_JOB_OPS: usize = 500_000;
 
-/// Number of ops from which on a job is repeated less under each of many settings.
+/// Minimum number of ops of a job that is repeated less often under each of many settings.
 const FEWER_PASSES_OPS: usize = 200_000;
 
-/// Passes over such a job, and ranks that replay a long one.
+/// Number of passes over such a job, and number of ranks that replay a long job.
 const FEWER_PASSES: NonZeroU32 = NonZeroU32::new(2).expect("2 is not zero");
 const LONG_JOB_RANKS: NonZeroU32 = NonZeroU32::new(2).expect("2 is not zero");
 
@@ -78,7 +78,7 @@ impl Job {
     pub fn new(recording: &Recording) -> Result<Self, ReplayError> {
         let program = Program::new(&recording.records)?;
         let config = recording.config.clone().unwrap_or_default();
-        // A trace may configure the default pool before it uses it.
+        // A trace may configure the default pool before its first use.
         let stated = program.ops().iter().find_map(default_pool);
         let default_pool = stated.unwrap_or(config.default_pool()).clone();
         Ok(Job { program, config, default_pool })
@@ -132,7 +132,7 @@ impl Job {
         let heap_in = |pools: &BTreeMap<PoolId, (u64, StreamPolicy)>, pool: PoolId, stream: StreamId| {
             pools.get(&pool).map(|(_, streams)| HeapId { pool, group: streams.group_of(stream, &groups) })
         };
-        // The streams that allocate from each heap that several may share, or use its allocations.
+        // For each heap that several streams may share: the streams that allocate from it or use its allocations.
         let mut sharing: BTreeMap<HeapId, BTreeSet<StreamId>> = BTreeMap::new();
         let mut heap_of: Vec<Option<HeapId>> = Vec::new();
         for op in self.program.ops() {
@@ -193,28 +193,28 @@ impl Job {
         Ok(Steady { peaks, passes: options.passes.get(), refused, refused_each, planned, waits, maps })
     }
 
-    /// Returns `true` if the job has so many ops that commands replay it less, and search less for a plan, by default.
+    /// Returns `true` if the job has so many ops that, by default, commands replay it less often and spend less time on a plan.
     pub(crate) fn is_long(&self) -> bool {
         self.program.ops().len() >= LONG_JOB_OPS
     }
 
-    /// Returns `true` if the job has so many ops that a report repeats it less, and tries fewer settings.
+    /// Returns `true` if the job has so many ops that a report repeats it less often and tries fewer settings.
     pub(crate) fn is_repeated_less(&self) -> bool {
         self.program.ops().len() >= FEWER_PASSES_OPS
     }
 
-    /// Returns the number of passes that show the job's needs when it repeats. Reports run a long job under many settings, and its second
-    /// pass shows what the first one hides.
+    /// Returns the number of passes that show how much memory the job needs when it repeats. Reports run a job under many settings, so a
+    /// long job makes only two passes: the second pass shows what the first one hides.
     pub(crate) fn steady_passes(&self) -> NonZeroU32 {
         if self.is_repeated_less() { FEWER_PASSES } else { Options::default().passes }
     }
 
-    /// Returns the number of passes over the job in a replay by default.
+    /// Returns the default number of passes over the job in a replay.
     pub(crate) fn replayed_passes(&self) -> NonZeroU32 {
         if self.is_long() { FEWER_PASSES } else { Options::default().passes }
     }
 
-    /// Returns the number of ranks on which a replay runs the job by default.
+    /// Returns the default number of ranks on which a replay runs the job.
     pub(crate) fn replayed_ranks(&self) -> NonZeroU32 {
         if self.is_long() { LONG_JOB_RANKS } else { Options::default().ranks }
     }
@@ -299,8 +299,8 @@ pub(crate) fn unused_id(records: &[Record]) -> AllocationId {
     AllocationId(highest.map_or(0, |id| id.wrapping_add(1)))
 }
 
-/// Replaces each request that the recorded allocator refused by an allocation that is freed at once, so that a replay under a limit decides
-/// whether it fits.
+/// Replaces each request that the recorded allocator refused by an allocation that is freed immediately, so that a replay under a limit
+/// decides whether the request fits.
 pub(crate) fn request_again(recording: &mut Recording) {
     let AllocationId(mut next) = unused_id(&recording.records);
     let mut records = Vec::with_capacity(recording.records.len());
@@ -324,8 +324,8 @@ fn default_pool(op: &Op) -> Option<&PoolConfig> {
     }
 }
 
-/// Maximum bytes of address space that heaps may reserve at the same time. A device has 2^47 bytes. Ranges at arbitrary addresses fill
-/// about three quarters of it before no other range fits.
+/// Maximum number of bytes of address space that heaps may reserve at the same time. A device has 2^47 bytes. Ranges at arbitrary addresses
+/// fill about three quarters of it before no further range fits.
 const ADDRESSES_MAX: u64 = 3 << 45;
 
 #[cfg(test)]

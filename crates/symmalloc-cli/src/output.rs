@@ -1,8 +1,8 @@
 //! Output of the program: results on stdout, errors on stderr, colors on terminals only. Hidden characters in foreign text are
 //! escaped here (see `escape`).
 //!
-//! With `--json` a command always prints exactly one document: its result or its error. Each top-level object has the version of
-//! its keys ([`SCHEMA_VERSION`]). New keys may appear within a version; other changes need a new one.
+//! With `--json` a command always prints exactly one document: its result or its error. Each top-level object has the version of its keys
+//! ([`SCHEMA_VERSION`]). New keys may appear within a version; other changes require a new version.
 
 use crate::destination::Destination;
 use crate::error::CliError;
@@ -177,7 +177,7 @@ fn is_colorful(stream: &impl IsTerminal) -> bool {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Palette {
     is_colorful: bool,
-    /// Maximum number of characters in a line of a table; none if the output is not a terminal.
+    /// Maximum number of characters in a line of a table; `None` if neither `COLUMNS` nor a terminal states it.
     columns: Option<u16>,
 }
 

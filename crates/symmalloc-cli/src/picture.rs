@@ -9,9 +9,9 @@
 //!                      svg ◄─────┘
 //! ```
 //!
-//! Every picture is drawn at a width in CSS pixels and never scaled down, so that text keeps its size: wide for screens
-//! and paper, narrow for phones. Pictures need no script, network, pointer or color. Each color, from Okabe and Ito's palette, comes
-//! with a distinct pattern or label, and tooltips only add details. Equal jobs give equal bytes.
+//! Every picture is drawn at one of two widths in CSS pixels, wide for screens and paper or narrow for phones. It is never scaled down, so
+//! that text keeps its size. Pictures need no script, network, pointer or color. Each color, from Okabe and Ito's palette, comes with a
+//! distinct pattern or label, and tooltips only add details. Equal jobs give equal bytes.
 
 pub(crate) mod following;
 pub(crate) mod history;
@@ -52,7 +52,7 @@ pub(crate) fn heap_name(owner: HeapId) -> String {
     }
 }
 
-/// Returns the number that names the heap's group of streams in JSON, if it is a group.
+/// Returns the number that identifies the heap's group of streams in JSON, if the heap belongs to a group.
 pub(crate) fn group_number(owner: HeapId) -> Option<u16> {
     owner.group.first().filter(|_| owner.stream().is_none()).map(|first| first.0)
 }

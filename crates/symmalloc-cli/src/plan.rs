@@ -85,8 +85,8 @@ impl<'a> JobPlan<'a> {
             });
         }
         let reservations = match ReservationPlan::new(&jobs, args) {
-            // The job fits within its limit because it reuses memory that it releases, or refuses requests. Reservations must fit all
-            // at once.
+            // Without reservations, the job may fit within its limit because it reuses memory that it releases, or refuses requests.
+            // Reservations must all fit at the same time.
             Err(error @ (CliError::PlanBeyondLimit { .. } | CliError::PlanBeyondRange { .. }))
                 if outputs.reservations.is_none() =>
             {
@@ -116,7 +116,7 @@ impl<'a> JobPlan<'a> {
 
 /// Writes the plan as a plan file or as a table.
 fn write(job: &Recorded, file: &PlanFile, out: &Destination, content: Content) -> Result<(), CliError> {
-    // A file without plans, which has configurations only, is useful only for a job that allocates memory and has no steps.
+    // A file without plans contains only configurations. It is useful only for a job that allocates memory and has no steps.
     let takes_memory = |op: &Op| matches!(op, Op::Allocate { size_bytes: 1.., .. });
     let can_do_without = !job.program().has_steps() && job.program().ops().iter().any(takes_memory);
     if file.plans().next().is_none() && !can_do_without {

@@ -1,4 +1,4 @@
-//! Plans of a job: computed from its requests, written, read back, and validated against a job before it follows them.
+//! Plans of a job: computed from its requests, written, read back, and validated against a job before the job follows them.
 //!
 //! ```text
 //!            ┌─► steps    requests to each heap, by step ──► solved   an offset for each ──┐
@@ -37,15 +37,15 @@ use symmalloc_core::op::Op;
 use symmalloc_core::plans::{Plan, PlanError, SearchBudget};
 use symmalloc_trace::plan::PlanFile;
 
-/// Work of the search that stands for a second: less than one core does in a second. Work is counted instead of time, so that every
+/// Units of search work that count as one second: one core does more than this in a second. Work is counted instead of time, so that every
 /// machine finds the same plan.
 const WORK_PER_SECOND: u64 = 3_000_000;
 
-/// Seconds of search by default. The other parts of a plan of a long job take several seconds.
+/// Default duration of the search, in seconds. It is shorter for a long job, because the other parts of its planning take several seconds.
 pub(crate) const SECONDS: u64 = 10;
 pub(crate) const SECONDS_FOR_LONG_JOBS: u64 = 4;
 
-/// Seconds of search for a plan that is a part of another answer.
+/// Duration of the search in seconds if the plan is only a part of a report or a picture.
 const SECONDS_IN_REPORTS: u64 = 2;
 const SECONDS_IN_REPORTS_OF_LONG_JOBS: u64 = 1;
 
@@ -72,7 +72,7 @@ pub(crate) struct NoPlan {
 }
 
 impl NoPlan {
-    /// Returns the reason of an error. A limit that a plan exceeds is stated with the memory that the plan needs.
+    /// Returns the reason that an error states. If the plan exceeds a limit, the reason also states the memory that the plan needs.
     pub(crate) fn of(error: &CliError) -> Self {
         if let CliError::NotPlanned { pool, source: PlanError::Memory(AllocateError::OutOfMemory(lack)), .. } = error
             && let OutOfMemoryCause::Limit { scope, limit_bytes } = lack.cause
@@ -91,7 +91,7 @@ impl NoPlan {
 }
 
 impl PlannedJob {
-    /// Plans a job. The streams of its default pool share, unless the recording or the flags configure them.
+    /// Plans a job. The streams of its default pool share one heap, unless the recording or the flags configure them.
     ///
     /// # Errors
     /// Returns an error if the job cannot be planned, or fails when it follows the plan. It may still run without a plan.
@@ -142,7 +142,7 @@ impl PlannedJob {
         Ok((planned.plan_count() > 0).then_some(planned))
     }
 
-    /// Returns the bytes of memory that the plans place allocations in. Plans of the same heap share memory.
+    /// Returns the size of the memory in which the plans place allocations, in bytes. Plans of the same heap share memory.
     pub(crate) fn memory_bytes(&self) -> u64 {
         draft::heaps(&self.file).values().sum()
     }
@@ -171,11 +171,11 @@ fn config_of(recorded: &Recorded, policy: &PolicyArgs) -> Result<Config, CliErro
     config.map_err(|error| recorded.invalid(error))
 }
 
-/// Plans the whole job as one step. The heaps share the budget: each gets its share of what the previous ones left.
+/// Plans the whole job as one step. The heaps share the budget: each heap gets an equal share of what the previous heaps left.
 fn solved(recorded: &Recorded, config: Config, SearchBudget(mut left): SearchBudget) -> Result<PlanFile, CliError> {
     let mut file = draft::empty(recorded, config)?;
     let mut heap_steps = steps::of(recorded.program(), &file);
-    // Small heaps leave most of their share to the others. The order of plans in the file does not depend on it.
+    // Small heaps come first, because they leave most of their share to the others. The order of plans in the file does not depend on it.
     heap_steps.sort_by_key(|step| step.wanted.len());
     let progress = Progress::new(&recorded.path.to_string_lossy(), heap_steps.len() as u64, "heaps");
     let mut plans = Vec::new();

@@ -10,7 +10,7 @@
 //!
 //! Every command runs as from a shell, with `--json`. A job that the oracle cannot carry out, because a limit refuses to wake a pool, must
 //! stop every command at the same op.
-//!
+//! The test runs 200 jobs, or 10,000 with `SYMMALLOC_NIGHT=1`. `SYMMALLOC_JOB=n` runs only job n, and prints its trace.
 //! 200 jobs by day and 10,000 with `SYMMALLOC_NIGHT=1`. `SYMMALLOC_JOB=n` runs one, and prints its trace.
 
 mod draft;

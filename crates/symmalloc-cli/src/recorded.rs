@@ -70,7 +70,7 @@ fn invalid(path: &Path, error: ConfigError) -> CliError {
 pub(crate) fn reconfigure(recording: &mut Recording, config: &Config) {
     recording.config = Some(config.clone());
     let is_replaced = |record: &Record| matches!(record.op, Op::CreatePool { pool: PoolId::DEFAULT, .. });
-    // The numbers of later records change.
+    // Removing records changes the indices of later records.
     let numbers: Vec<usize> = recording
         .records
         .iter()

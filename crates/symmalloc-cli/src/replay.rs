@@ -48,7 +48,7 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {
         if let Some(file) = &args.plan {
             plan = Some(Arc::new(follow(file, path, &mut recording, &args.policy)?));
         } else if let Some(config) = args.policy.config() {
-            // The question is whether the whole job fits.
+            // Under a limit, the question is whether the whole job fits, including the requests that were refused.
             let has_limit = config.total_limit_bytes().is_some() || config.default_pool().limit_bytes().is_some();
             if has_limit && recording.failure.is_some() {
                 request_again(&mut recording);

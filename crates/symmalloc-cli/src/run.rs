@@ -26,8 +26,8 @@ use std::process::ExitCode;
 use summary::Summaries;
 use symmalloc_files::{TemporaryFolder, block_write_signals};
 
-/// Runs the program and prints its results. The exit code is the program's. If that is 0, it is 2 if a process could not write its
-/// recording or its summary, and 3 if a comparison finds that ranks differ.
+/// Runs the program and prints its results. The exit code is the program's. If the program exits with 0, the exit code is 2 if a process
+/// could not write its recording or its summary, and 3 if a comparison finds that ranks differ.
 pub(crate) fn run(args: &RunArgs) -> Result<ExitCode, CliError> {
     if let Some(page) = &args.report {
         report::check_name(page)?;

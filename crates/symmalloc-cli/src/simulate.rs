@@ -74,7 +74,7 @@ fn source(path: &Path, args: &SimulateArgs) -> Result<ProgramSource, CliError> {
     let text = story_text(&path);
     let story = text.as_deref().map_or(Ok(None), story::read);
     let story = story.map_err(|source| CliError::Story { path: path.clone(), source })?;
-    // A saved failure is a trace, too, with the same bounds.
+    // A saved failure is also a trace, so the same bounds apply.
     let recording = Box::new(input::recording(&path, &args.reading)?);
     let job = Job::new(&recording).map_err(|source| CliError::Program { path: path.clone(), source })?;
     let config = job.config(&Options::default()).map_err(JobError::from);

@@ -8,7 +8,7 @@ use symmalloc_text::visible_line;
 /// Maximum number of streams that a legend lists.
 const LISTED_MAX: usize = 8;
 
-/// Returns the name of a stream: its number, and what the program calls it, if the recording states that.
+/// Returns the name of a stream: its number, and the program's name for it if the recording states one.
 pub(crate) fn name(recording: &Recording, stream: StreamId) -> String {
     match recording.stream_names.get(stream.index()).and_then(Option::as_deref) {
         Some(name) => format!("stream {} ({})", stream.0, visible_line(name)),
@@ -16,7 +16,7 @@ pub(crate) fn name(recording: &Recording, stream: StreamId) -> String {
     }
 }
 
-/// Gives the records that register streams the names of these, if the numbers alone may mislead.
+/// Adds the names of streams to the records that register them, if the numbers alone may mislead.
 pub(crate) fn name_records(recording: &mut Recording) {
     if legend(recording).is_none() {
         return;

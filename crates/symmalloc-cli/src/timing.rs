@@ -12,12 +12,12 @@ use symmalloc_core::config::Config;
 use symmalloc_sim::IdleBackend;
 use symmalloc_trace::replay::Replay;
 
-/// Returns the nanoseconds per op of the median pass after the first, or of the first pass if it is the only one. With a plan, the
-/// passes follow it.
+/// Returns the nanoseconds per op of the median pass after the first, or of the first pass if it is the only one. If the options contain a
+/// plan, the passes follow it.
 ///
 /// # Errors
-/// Returns an error if the plan cannot be adopted, or leftover allocations cannot be freed. Ops that the allocator refuses are timed like
-/// others.
+/// Returns an error if the plan cannot be adopted, or leftover allocations cannot be freed. The time includes ops that the allocator
+/// refuses.
 pub fn nanoseconds_per_op(job: &Job, config: &Config, options: &Options) -> Result<f64, JobError> {
     let program = job.program();
     let allocator = Allocator::new(IdleBackend::default(), config.clone())?;

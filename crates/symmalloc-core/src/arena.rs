@@ -1,9 +1,9 @@
-//! The arena of a heap: the place of its memory. It knows segments, blocks, free blocks and fences, and nothing about
-//! requests, limits or histories.
+//! The arena of a heap: its segments, blocks, free blocks and fences. It knows nothing about requests, limits or
+//! histories.
 //!
 //! The [`BlockTable`] holds blocks and segments, the [`FreeIndex`] the free blocks in the order of rule D2, the
-//! [`FenceTable`] the waits of each block's next user, and [`SizeRules`] the sizes. This module keeps them consistent
-//! with each other: no other code changes them.
+//! [`FenceTable`] the fences for which each block's next user waits, and [`SizeRules`] the rules for sizes. This module
+//! keeps them consistent with each other: no other code changes them.
 //!
 //! ```text
 //!  take_front   out of the free index ─► split ─► allocated, or the memory of plans
@@ -11,8 +11,8 @@
 //!  add_segment, extend, fill_hole     memory that the heap acquired becomes free blocks
 //!  cut_hole, remove_segment           free blocks whose memory the heap releases become holes, or disappear
 //! ```
-//! A heap acquires and releases memory, and records every decision; see [`Heap`](crate::heap::Heap). Only
-//! [`fencing`] calls the driver.
+//! The heap acquires and releases the memory, and records every decision; see [`Heap`](crate::heap::Heap). Of this
+//! component, only [`fencing`] calls the driver.
 
 pub(crate) mod fencing;
 
@@ -33,7 +33,7 @@ use std::num::NonZeroU64;
 
 /// The memory of a heap. Between two calls, these invariants hold (`docs/architecture.md` lists their names):
 ///
-/// - The blocks of each segment tile it, and no two free neighbors exist (I1, I2).
+/// - The blocks of each segment tile it, and no two neighbors are both free (I1, I2).
 /// - The free index contains exactly the free blocks, except for places of plans (I3) and a block between `mark_free` and `coalesce`.
 /// - `mapped_bytes` is the sum of the mapped bytes of all segments (I4).
 /// - Every set of fences belongs to one block (I6).
@@ -41,20 +41,20 @@ use std::num::NonZeroU64;
 #[derive(Debug)]
 pub(crate) struct Arena {
     rules: SizeRules,
-    /// The stream of all blocks; `None` if the pool's streams share the heap. With a stream, blocks need no clock: that
-    /// stream's own work is in order.
+    /// The stream of all blocks; `None` if several streams may share the heap. In a heap of one stream, free blocks
+    /// need no tick, because the stream executes its work in order.
     stream: Option<StreamId>,
     table: BlockTable,
-    /// The free blocks, without holes and allocated blocks.
+    /// The free blocks. Holes and allocated blocks are not in it.
     free: FreeIndex,
     fences: FenceTable,
     /// Ordinal of the next segment.
     next_segment: SegmentId,
-    /// Bytes backed by memory, without retired segments.
+    /// Bytes backed by memory, excluding retired segments.
     mapped_bytes: u64,
     /// Units of all holes.
     hole_units: u64,
-    /// Blocks by location; created at the first revival of a single allocation.
+    /// Index of blocks by location; created when an allocation is first revived on its own.
     offsets: Option<Box<OffsetIndex>>,
 }
 
@@ -273,7 +273,8 @@ impl Arena {
         })
     }
 
-    /// Returns the free blocks of at least `size`, each with the ordinal of its segment, by location.
+    /// Returns the free blocks of at least `size` in the order of their locations, each with the ordinal of its
+    /// segment.
     pub(crate) fn free_from(&self, size: Units) -> Vec<(SegmentId, Slot)> {
         let mut slots: Vec<Slot> = self.free_at_least(SizeClass::Large, size).collect();
         work::count(slots.len());
@@ -286,7 +287,8 @@ impl Arena {
         self.best_fit_block(size).map(|(slot, _)| slot)
     }
 
-    /// Returns the least large free block of at least `size`, also where the rules would not split it for a request.
+    /// Returns the smallest free block of the large class with at least `size`, even if the rules would not split it
+    /// for a request.
     pub(crate) fn smallest_free(&self, size: Units) -> Option<Slot> {
         self.free.best_fit(self.table.blocks(), SizeClass::Large, size)
     }
@@ -300,8 +302,9 @@ impl Arena {
         self.rules.accepts(size, block.size).then_some((slot, block))
     }
 
-    /// Takes the start of a free block, in a state that is not free. The rest stays free with the same fences, unless
-    /// the rules give the whole block. Returns the taken block, which has no fences, and its slot.
+    /// Takes the start of a free block and gives it `state`, which is not free. The rest stays free with the same
+    /// fences, unless the rules assign the whole block to the request. Returns the taken block, which has no fences,
+    /// and its slot.
     #[inline(always)]
     pub(crate) fn take_front(&mut self, free: Slot, size: Units, state: BlockState) -> (Slot, &Block) {
         let mut tiling = self.table.tiling();
@@ -322,8 +325,8 @@ impl Arena {
         }
     }
 
-    /// Turns an allocated block, or a place of a plan, into a free one that is not in the free index yet. Returns it.
-    /// The caller merges a block with its neighbors: [`coalesce`](Self::coalesce).
+    /// Marks an allocated block, or a place of a plan, as free, but does not add it to the free index. Returns it. If
+    /// it is a block, the caller then calls [`coalesce`](Self::coalesce).
     #[inline(always)]
     pub(crate) fn mark_free(&mut self, slot: Slot, stream: StreamId, since: Tick) -> &Block {
         let block = self.table.block_mut(slot);
@@ -336,12 +339,13 @@ impl Arena {
         self.free.insert(self.table.tiling().blocks(), slot);
     }
 
-    /// Removes a free block from the free index, before any part of its key changes.
+    /// Removes a free block from the free index. Call this before any part of the block's key changes.
     fn unlink(&mut self, slot: Slot) {
         self.free.remove(self.table.tiling().blocks(), slot);
     }
 
-    /// Adds a free block that is not yet in the free index to it, merged with its free neighbors. Returns the result.
+    /// Merges a free block that is not in the free index with its free neighbors, and adds the result to the index.
+    /// Returns the resulting block.
     ///
     /// ```text
     ///  prev      freed     next                          the earlier free block absorbs the freed one and keeps its owner
@@ -451,13 +455,13 @@ impl Arena {
         self.coalesce(filled)
     }
 
-    /// Turns `from..to` of a free block, whose memory was released, into a hole, or removes it at the end of the
-    /// segment. The block's users are synchronized.
+    /// Turns `from..to` of a free block, whose memory was released, into a hole, or shortens the segment if this part
+    /// is at its end. The host has already waited for the block's users.
     pub(crate) fn cut_hole(&mut self, slot: Slot, from: Units, to: Units) {
         let block = self.table.block(slot);
         let (segment, offset, end, fences) = (block.segment, block.offset(), block.end(), block.fences);
         self.unlink(slot);
-        // The streams are synchronized, so the rest of the block needs no wait either.
+        // The host has waited for these streams, so the rest of the block needs no wait either.
         self.fences.clear(fences);
         self.table.block_mut(slot).fences = FenceSetId::EMPTY;
         let free = self.table.block(slot).state;
@@ -516,8 +520,8 @@ impl Arena {
         Removed { segment, users }
     }
 
-    /// Turns every live allocation into a free block without an op, at the end of the allocator. Its uses remain fences
-    /// without events.
+    /// Turns every live allocation into a free block without an op, because the allocator is dropped. The uses of an
+    /// allocation remain as fences without events.
     pub(crate) fn abandon_live(&mut self) {
         for slot in self.all_blocks() {
             let block = self.table.block_mut(slot);
@@ -528,8 +532,8 @@ impl Arena {
         }
     }
 
-    /// Cuts `offset..end` out of a free block, and returns it in a state that is not free. The remainders on both sides
-    /// stay free, with the same earlier users. The returned block has no fences.
+    /// Cuts `offset..end` out of a free block, and returns it in `state`, which is not free. The remainders on both
+    /// sides stay free, with the same earlier users. The returned block has no fences.
     pub(crate) fn carve(&mut self, slot: Slot, offset: Units, end: Units, state: BlockState) -> Slot {
         self.unlink(slot);
         let free = self.table.block(slot).state;
@@ -560,13 +564,13 @@ impl Arena {
         self.coalesce(slot)
     }
 
-    /// Divides a block that is elsewhere. Returns the first `size` units, and the rest keeps the slot.
+    /// Splits an `Elsewhere` block. Returns the block of the first `size` units; the rest keeps the slot.
     pub(crate) fn divide_elsewhere(&mut self, slot: Slot, size: Units) -> Slot {
         debug_assert!(self.table.block(slot).is_elsewhere());
         self.table.tiling().cut_front(slot, size, BlockState::Elsewhere)
     }
 
-    /// Joins the blocks of a segment that is elsewhere as a whole.
+    /// Joins the blocks of a segment, all of which are `Elsewhere`.
     pub(crate) fn join_elsewhere(&mut self, segment: u32) {
         let first = self.first_block(segment);
         while !self.is_last(first) {
@@ -580,7 +584,8 @@ impl Arena {
         self.table.add_place(memory, offset, size, fresh(stream))
     }
 
-    /// Turns a free place of a plan, whose users the stream waits for, into an allocation. Returns it.
+    /// Turns a free place of a plan into an allocation for a stream that is ordered after the place's users. Returns
+    /// it.
     #[inline(always)]
     pub(crate) fn take_place(&mut self, slot: Slot, stream: StreamId, requested: u64, serial: NonZeroU64) -> &Block {
         let block = self.table.block_mut(slot);
@@ -588,8 +593,8 @@ impl Arena {
         block
     }
 
-    /// Removes the memory of plans with its places. Live places become blocks, and the rest becomes free in this state,
-    /// with these fences.
+    /// Removes the memory of plans and its places. Live places become blocks. The rest of the memory becomes free, with
+    /// this state and these fences.
     pub(crate) fn remove_places(&mut self, memory: Slot, places: &[Slot], (free, fences): (BlockState, Fences)) {
         let (idle, mut live): (Vec<Slot>, Vec<Slot>) =
             places.iter().partition(|slot| self.table.block(**slot).is_free());
@@ -620,7 +625,8 @@ impl Arena {
     }
 }
 
-/// Merges the fences of one free block into those of another, so that users of the second wait for both.
+/// Merges the fences of one free block into those of another, so that the next user of the second block waits for the
+/// users of both.
 #[inline(never)]
 fn merge_fences(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to: Slot) {
     let (giver, taker) = (&blocks[from as usize], &blocks[to as usize]);

@@ -1,18 +1,20 @@
-//! A heap: one (pool, stream), or one pool that all its streams share. This file implements placement.
+//! A heap: the memory of a pool for one stream, for a group of streams, or for all streams. This file implements
+//! placement.
 //!
 //! A heap composes parts that own their state, and makes every decision:
 //!
 //! | part | knows |
 //! |---|---|
-//! | [`Arena`] | the place of its memory: segments, blocks, free blocks, fences |
-//! | [`Ledger`] | the record of its decisions: digest, journal, usage, names, pointers |
+//! | [`Arena`] | the heap's memory: segments, blocks, free blocks, fences |
+//! | [`Ledger`] | the record of the heap's decisions: digest, journal, usage, names, pointers |
 //! | [`SegmentLog`] | the segment events for observers, and dead segments whose memory is not released yet |
 //! | [`HeapPlans`] | plans; optional |
 //! | [`StitchedRanges`] | the addresses that map memory a second time; empty unless the pool stitches |
 //! | [`Mappings`] | what a sleeping heap must map again; only while it sleeps |
 //!
-//! A request first meets the [`RequestMode`]. Work that needs the driver has its own files: [`acquire`] and [`stitch`]
-//! if nothing fits, [`fencing`](crate::arena::fencing) if other streams used a block, [`trim`] to release memory.
+//! The [`RequestMode`] decides how a request is served. Work that needs the driver is in separate files: [`acquire`]
+//! and [`stitch`] if no free block fits, [`fencing`](crate::arena::fencing) if other streams used a block, and [`trim`]
+//! to release memory.
 //!
 //! ```text
 //!  allocate   best fit in the free index ──found──► wait for its fences ─► split ─► allocated ─► recorded
@@ -24,9 +26,9 @@
 //! A call that fails changes nothing that a later decision depends on, with one exception: if the wait of an allocation
 //! fails after the heap grew, the heap stays grown, as on the ranks whose wait succeeded.
 //!
-//! Everything that a decision reads is in the heap or in its pool's configuration. That makes heaps independent (rule
-//! D8) and the heap's lock the only lock of a cache hit. The fields are visible in this folder only (`heap/`), and each part
-//! keeps its own fields to itself: other modules call methods.
+//! Everything that a decision reads is in the heap or in its pool's configuration. Heaps are therefore independent
+//! (rule D8), and a cache hit takes no lock but the heap's. Only this file and the folder `heap/` see the heap's
+//! fields, and the fields of each part are private to the part. Other modules call methods.
 
 mod acquire;
 mod follow;
@@ -64,10 +66,11 @@ use std::sync::Arc;
 /// The reason why a heap could not serve a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Shortage {
-    /// `missing` units of memory could not be acquired. The request needs `demand` units of memory if it gets no free
-    /// memory of the heap. Before the attempt, the allocator had released `released_bytes` in total.
+    /// `missing` units of memory could not be acquired. The request needs `demand` units of memory if it can use none
+    /// of the heap's free memory. Before the attempt, the allocator had released `released_bytes` in total.
     Memory { missing: Units, demand: Units, cause: OutOfMemoryCause, released_bytes: u64 },
-    /// A free block was found or acquired, but the stream cannot be made to wait for its earlier users.
+    /// A free block was found or acquired, but a driver call failed while ordering the stream after the block's earlier
+    /// users.
     Fence(BackendError),
     /// The pool was destroyed after the request had found the heap.
     Closed,
@@ -80,7 +83,7 @@ impl Shortage {
         Shortage::Memory { missing, demand: missing, cause, released_bytes: 0 }.boxed()
     }
 
-    /// Returns the shortage of a request that needs `demand` units if it gets no free memory of the heap.
+    /// Returns the shortage with `demand` set to `needed` units.
     fn demanding(mut self: Box<Self>, needed: Units) -> Box<Self> {
         if let Shortage::Memory { demand, .. } = &mut *self {
             *demand = needed;
@@ -105,7 +108,7 @@ impl Shortage {
 /// The slot in handles of allocations of zero bytes.
 const NO_SLOT: Slot = u32::MAX;
 
-/// One heap.
+/// The state of one heap.
 pub(crate) struct Heap<L: Lock> {
     id: HeapId,
     number: HeapNumber,
@@ -115,7 +118,7 @@ pub(crate) struct Heap<L: Lock> {
     /// The budget of this heap. It has no limit and only counts.
     budget: Budget<L>,
     mode: RequestMode,
-    /// The place of the memory.
+    /// The segments, blocks, free blocks and fences.
     arena: Arena,
     /// The record of all decisions.
     ledger: Ledger,
@@ -126,10 +129,10 @@ pub(crate) struct Heap<L: Lock> {
     plans: Option<Box<HeapPlans>>,
 }
 
-/// The mode in which a heap serves requests. Frees do not depend on it.
+/// The mode in which a heap serves requests. Frees do not depend on the mode.
 #[derive(Debug)]
 enum RequestMode {
-    /// Serves requests, as the step requires.
+    /// Serves requests in the way that the step requires.
     Serving(Step),
     /// Refuses requests: the pool sleeps.
     Asleep(Box<Mappings>),
@@ -138,8 +141,8 @@ enum RequestMode {
 }
 
 impl RequestMode {
-    /// Returns `true` if every request is served by best fit. This takes one comparison of the tag, where a match of both
-    /// enums takes two.
+    /// Returns `true` if every request is served by best fit. This takes one comparison of the tag. A match on both
+    /// enums would take two.
     #[inline(always)]
     fn is_best_fit(&self) -> bool {
         matches!(self, RequestMode::Serving(Step::None | Step::Unplanned { .. } | Step::Diverged(_)))
@@ -187,7 +190,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Replaces this heap by a new one. Handles of this one stay stale.
+    /// Replaces this heap with a new one, which still recognizes handles of this heap as stale.
     pub(crate) fn replace(&mut self, mut next: Self) {
         next.ledger.inherit_handles(&mut self.ledger);
         *self = next;
@@ -203,7 +206,8 @@ impl<L: Lock> Heap<L> {
         requested: u64,
         name: Option<&Arc<str>>,
     ) -> Result<Allocation, Box<Shortage>> {
-        // A handle fits into two registers. An inner call would return an `Allocation` through memory.
+        // The inner calls return a handle, because it fits into two registers. They would return an `Allocation`
+        // through memory.
         let handle = match &mut self.mode {
             _ if requested == 0 => return self.allocate_nothing(stream),
             mode if mode.is_best_fit() => self.allocate_anywhere(context, stream, requested)?,
@@ -235,7 +239,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Allocates if no free block fits, or if the stream must wait for the earlier users of the best fit.
+    /// Allocates when no free block fits, or when the stream must wait for the earlier users of the best fit.
     #[inline(never)]
     fn allocate_after_waits<B: Backend>(
         &mut self,
@@ -325,7 +329,7 @@ impl<L: Lock> Heap<L> {
         self.handle(NO_SLOT, serial)
     }
 
-    /// Frees a live allocation. After an error it is still live.
+    /// Frees a live allocation. After an error, the allocation is still live.
     #[inline(always)]
     pub(crate) fn free<B: Backend>(&mut self, context: &Context<B, L>, handle: Handle) -> Result<Freed, FreeError> {
         let live = match self.live(handle) {
@@ -338,7 +342,8 @@ impl<L: Lock> Heap<L> {
         self.fence_and_free(context, live)
     }
 
-    /// Frees the allocation that starts at an address; see [`free`](Self::free). Returns `None` if there is none.
+    /// Frees the allocation that starts at an address; see [`free`](Self::free). Returns `None` if no allocation starts
+    /// there.
     #[inline(always)]
     pub(crate) fn free_at<B: Backend>(
         &mut self,
@@ -386,7 +391,8 @@ impl<L: Lock> Heap<L> {
         self.make_free(context, live, true)
     }
 
-    /// Turns an allocation whose uses are fenced into a free block. The pointer map may still contain it.
+    /// Turns an allocation whose uses are fenced into a free block. `is_mapped` is `true` if the pointer map still
+    /// contains the allocation.
     #[inline(always)]
     fn make_free<B: Backend>(&mut self, context: &Context<B, L>, live: Live, is_mapped: bool) -> Freed {
         let Live { slot, stream, requested } = live;

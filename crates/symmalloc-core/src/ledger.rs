@@ -7,8 +7,11 @@
 //!           ─► names        of live allocations, given by the program
 //!           ─► pointers     live allocations by address, if configured
 //! ```
-//! A heap reports every decision after it was made. No search for memory reads the ledger: it knows neither blocks nor free
-//! memory. Two of its answers matter: the allocated bytes, for a release threshold, and the block at an address, for a free by address. Serials and allocations of zero bytes are here too, because handles outlive the pool that issued them.
+//! A heap reports each decision to the ledger after making it. The ledger contains neither blocks nor free memory, so
+//! the search for free memory never reads it. Decisions use only two values from the ledger: the allocated bytes, for a
+//! release threshold, and the block at an address, for a free by address. Serials and allocations of zero bytes are
+//! also kept here, because handles outlive their pool: a heap that replaces the heap of a destroyed pool takes over
+//! both.
 
 use crate::blocks::table::{Location, Slot};
 use crate::config::errors::HandleError;
@@ -31,7 +34,7 @@ use std::sync::Arc;
 /// names):
 ///
 /// - `usage` is the sum over live allocations (I5).
-/// - Only live allocations have names, and their serials are of `serials` (I7).
+/// - Only live allocations have names, and `serials` issued the serial of every live allocation (I7).
 /// - `pointers` contains exactly the live allocations of at least one byte (I9).
 /// - The journal ends with the op that the digest folded last.
 pub(crate) struct Ledger {
@@ -39,7 +42,7 @@ pub(crate) struct Ledger {
     /// The recent ops that agreement compares. Only heaps of symmetric pools have one.
     journal: Option<Box<Journal>>,
     usage: Usage,
-    /// Counts of rare events, outside the path of a cache hit.
+    /// Counts of rare events. They are separate from `usage`, so that a cache hit does not touch them.
     rare: RareCounts,
     serials: Serials,
     /// Allocations of zero bytes.
@@ -50,8 +53,8 @@ pub(crate) struct Ledger {
     pointers: Option<PointerMap>,
     /// Number of ops up to the destruction of the pool; `None` while the pool exists.
     closed_after_ops: Option<u64>,
-    /// `true` if all ranks agreed on the whole history up to the destruction, and do not compare it again. A rank that
-    /// restarts later has no such heap.
+    /// `true` if all ranks agreed on the whole history up to the destruction. Ranks do not compare it again, because a
+    /// rank that restarts later does not have this heap.
     is_settled: bool,
 }
 
@@ -59,14 +62,16 @@ pub(crate) struct Ledger {
 #[derive(Default)]
 pub(crate) struct ZeroSized {
     live: LookUp<NonZeroU64, ()>,
-    /// Live allocations of earlier pools. Their frees are not ops of this heap.
+    /// Live allocations of destroyed pools whose heaps this heap has replaced. Freeing one is not an op of this heap.
     earlier: LookUp<NonZeroU64, ()>,
-    /// Allocations of a restored pool. Each represents any number of allocations.
+    /// Serials of a restored pool. A layout does not record how many allocations of zero bytes were live, so each
+    /// serial can be freed any number of times.
     restored: SmallVec<[NonZeroU64; 1]>,
 }
 
 impl ZeroSized {
-    /// Converts the live allocations to earlier ones when the pool is destroyed, so that they can still be freed.
+    /// Moves the live allocations to `earlier`, so that they can still be freed after another heap has replaced this
+    /// one.
     fn into_earlier(mut self) -> Self {
         self.earlier.extend(self.live);
         ZeroSized { earlier: self.earlier, ..ZeroSized::default() }
@@ -78,7 +83,8 @@ impl ZeroSized {
 }
 
 impl Ledger {
-    /// Creates the ledger of a heap without ops, whose digest is that of its inputs.
+    /// Creates the ledger of a heap that has no ops yet. `digest` covers only the heap's inputs, such as its
+    /// configuration.
     pub(crate) fn new(digest: Digest) -> Self {
         Ledger {
             digest,
@@ -185,7 +191,7 @@ impl Ledger {
         self.names.insert(slot, Arc::clone(name));
     }
 
-    /// Gives a live allocation its saved name, or none.
+    /// Gives a live allocation its saved name, or removes its name if none was saved.
     pub(crate) fn restore_name(&mut self, slot: Slot, name: Option<&str>) {
         match name {
             Some(name) => self.names.insert(slot, name.into()),
@@ -260,7 +266,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// Takes over the records that identify the handles of an earlier heap, which this heap replaces.
+    /// Takes over the serials and the allocations of zero bytes of the heap that this heap replaces, so that handles of
+    /// that heap are still recognized.
     pub(crate) fn inherit_handles(&mut self, earlier: &mut Ledger) {
         self.serials = mem::take(&mut earlier.serials);
         self.zero_sized = mem::take(&mut earlier.zero_sized).into_earlier();
@@ -271,14 +278,14 @@ impl Ledger {
     }
 
     /// Returns `true` if the heap has executed an op. A heap without ops was created for a request that failed early,
-    /// for example because its pool was destroyed at the same time. It counts as absent: other ranks have no such heap,
-    /// and neither has this rank after a restart.
+    /// for example because its pool was destroyed at the same time. It counts as absent, because other ranks do not
+    /// have this heap, nor does this rank after a restart.
     pub(crate) fn has_history(&self) -> bool {
         self.digest.ops > 0
     }
 
-    /// Replaces the heap's history with the one that a digest represents. Its own ops no longer count, and the journal
-    /// drops them.
+    /// Replaces the heap's history with the one that `digest` represents. The heap's own ops no longer count, and the
+    /// journal drops them.
     pub(crate) fn begin_history(&mut self, digest: Digest) {
         self.digest = digest;
         if let Some(journal) = &mut self.journal {
@@ -303,7 +310,7 @@ impl Ledger {
 
     /// Records that all ranks had this digest at this op, and forgets the history before it.
     pub(crate) fn settle(&mut self, digest: Digest) {
-        // Depends on the agreed history, not on later ops of this rank.
+        // Depends on the digest that all ranks agreed on, not on later ops of this rank.
         self.is_settled = self.closed_after_ops.is_some_and(|ops| ops <= digest.ops);
         if let Some(journal) = &mut self.journal {
             journal.agree(digest);

@@ -7,9 +7,9 @@
 //!  your source ┘       on request       └─ any other recorder
 //! ```
 //!
-//! Requires the feature `metrics`. An allocator maintains its statistics with or without it. A [`Publisher`] reads them when the program
-//! requests it and updates gauges and counters, so publishing adds no cost to an allocation. `docs/events.md`
-//! describes every metric.
+//! Requires the feature `metrics`. An allocator maintains its statistics with or without this feature. When the program
+//! requests it, a [`Publisher`] reads the statistics and updates gauges and counters, so publishing adds no cost to an
+//! allocation. `docs/events.md` describes every metric.
 //!
 //! # Examples
 //! ```
@@ -44,12 +44,13 @@ pub trait Source {
 
 /// A publisher of metrics under labels chosen by the program.
 ///
-/// It stores its labels and those of the heaps that it published. The values go to the recorder that is installed at
-/// the time of publication.
+/// It stores its own labels and those of the heaps that it published. The values go to the recorder that is installed
+/// at the time of publication.
 #[derive(Clone, Debug, Default)]
 pub struct Publisher {
     labels: Vec<Label>,
-    /// Pools of the heaps that were published, by label. Their gauges are set to zero once the pools are destroyed.
+    /// The pool of each heap that was published, by the heap's labels. The heap's gauges are set to zero once the pool
+    /// is destroyed.
     heaps: Arc<Mutex<BTreeMap<Vec<Label>, u32>>>,
 }
 

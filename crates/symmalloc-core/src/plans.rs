@@ -1,13 +1,13 @@
-//! Plans: steps whose allocations are known in advance. This module is independent of the heap; `heap/follow.rs`
-//! acquires the memory of plans and serves requests in it.
+//! Plans: offsets for the allocations of steps that repeat, computed in advance. This module is independent of the
+//! heap; `heap/follow.rs` acquires the memory of plans and serves requests in it.
 //!
 //! A program marks its steps with [`begin_step`](crate::Allocator::begin_step) and
-//! [`end_step`](crate::Allocator::end_step). A heap that has a plan for a step places its allocations as planned. Plans
-//! come from a program ([`Plan::solve`], [`adopt_plan`](crate::Allocator::adopt_plan)), or from the heap itself if its
-//! pool is configured with `plan:learn`.
+//! [`end_step`](crate::Allocator::end_step). A heap that has a plan for a step places the step's allocations as
+//! planned. Plans come from a program ([`Plan::solve`], [`adopt_plan`](crate::Allocator::adopt_plan)), or from the heap
+//! itself if its pool is configured with `plan:learn`.
 //!
 //! # Examples
-//! A step that occurs twice is planned. From then on it needs no more memory than its live peak:
+//! The heap plans a step that occurs twice. From then on, the step needs no more memory than its live peak:
 //!
 //! ```
 //! use symmalloc::config::PlanPolicy;

@@ -1,16 +1,17 @@
-//! Finds allocations by address, for programs that keep only the address, as C and PyTorch do.
+//! Finds allocations by address, for programs that keep only the address, as C programs and PyTorch do.
 //!
 //! ```text
 //!  address ──► hint ──► heap, locked ──► its pointer map ──► block
 //!                │ none, or the heap does not have the address
 //!                └────► directory ──► heap, locked ──► its pointer map
 //! ```
-//! The **directory** holds every live segment. It changes only when a segment is created or removed, so it is always
-//! maintained. A heap's **pointer map** holds its live allocations by their first address. The heap updates it after it
-//! has decided an allocation or a free, and only if it is configured ([`PointerLookup`](crate::config::PointerLookup)).
+//! The **directory** holds every live segment. The allocator always maintains it, because it changes only when a
+//! segment is created or removed. A heap's **pointer map** holds its live allocations by their first address. A heap
+//! has a pointer map only if the program configures it ([`PointerLookup`](crate::config::PointerLookup)). The heap
+//! updates the map after each decision about an allocation or a free.
 //!
-//! A pointer resolves to a block, as a handle does, and the rest of the path is the same. Addresses are keys and
-//! influence no decision.
+//! A pointer resolves to a block, as a handle does, and the rest of the path is the same for both. Addresses are only
+//! keys and influence no decision.
 
 use crate::blocks::table::Slot;
 use crate::types::backend::{DeviceAddress, Range};
@@ -66,13 +67,14 @@ pub(crate) type PointerMap = LookUp<DeviceAddress, Slot>;
 
 /// Addresses that differ only below this bit share a hint.
 const GRANULE_BITS: u32 = 21;
-/// Number of hints. Granules that share one evict each other.
+/// Number of hints. If two granules share a hint, each overwrites the hint of the other.
 const HINTS: usize = 1 << 14;
 
-/// The heap in which an address was last found. With a hint, most look-ups do not need the directory, whose lock all
-/// threads share. A wrong hint is harmless: the heap itself reports whether it has the address.
+/// For each granule of addresses, the heap in which an address was last found. With these hints, most look-ups do not
+/// need the directory, whose lock all threads share. A wrong hint is harmless: the heap itself reports whether it has
+/// the address.
 pub(crate) struct HeapHints {
-    /// The heap's id plus one; 0 if there is no hint.
+    /// The heap's number plus one; 0 if there is no hint.
     by_granule: Box<[AtomicU32]>,
 }
 
@@ -83,7 +85,7 @@ impl HeapHints {
 
     #[inline]
     fn hint(&self, address: DeviceAddress) -> &AtomicU32 {
-        // Fibonacci hashing: the multiplication carries all bits to the highest ones.
+        // Fibonacci hashing: the multiplication mixes all bits into the highest ones.
         let hash = (address.0 >> GRANULE_BITS).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         &self.by_granule[(hash >> (64 - HINTS.ilog2())) as usize]
     }

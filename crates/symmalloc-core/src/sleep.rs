@@ -6,8 +6,8 @@
 //!  remap     map memory at the old addresses ─► load the contents                 dropped: asleep again
 //!  resume    serve allocations                                                    awake
 //! ```
-//! The allocator's `sleep` is quiesce followed by unmap, and its `wake` is remap followed by resume. A holder of windows
-//! on the memory acts between these steps: `docs/sleep-protocol.md`.
+//! The allocator's `sleep` is quiesce followed by unmap, and its `wake` is remap followed by resume. A component that
+//! holds windows on the memory, such as a registrar, acts between these steps; see `docs/sleep-protocol.md`.
 
 pub(crate) mod mappings;
 
@@ -26,28 +26,29 @@ pub enum Phase {
     Awake,
     /// The pool has all of its addresses and no memory.
     Asleep,
-    /// The pool sleeps, but some of its memory is held: the driver failed to release it, or there is a window on it that
-    /// cannot be removed. Another sleep tries to release it. A wake reuses it; a wake through a registrar needs a sleep first.
+    /// The pool sleeps, but some of its memory is still held: the driver failed to release this memory, or there is a
+    /// window on it that cannot be removed. Another sleep tries again to release it. A wake reuses it. Before a wake
+    /// through a registrar, put the pool to sleep again.
     Held,
 }
 
-/// The result of a sleep: the memory of a pool, or of several.
+/// The result of a sleep, for one pool or summed over several pools.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Slept {
     /// Released bytes.
     pub released_bytes: u64,
-    /// Saved bytes.
+    /// Bytes of contents that were saved.
     pub kept_bytes: u64,
 }
 
-/// The result of a wake: the memory of a pool, or of several.
+/// The result of a wake, for one pool or summed over several pools.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Woken {
     /// Mapped bytes.
     pub remapped_bytes: u64,
-    /// Restored bytes.
+    /// Bytes of contents that were restored.
     pub loaded_bytes: u64,
 }
 
@@ -89,13 +90,14 @@ pub enum SleepCause {
     /// A step is open.
     #[error("a step is open: sleep between end_step and begin_step")]
     StepOpen,
-    /// An observer follows the pool's segments and may have windows on its memory. They must be removed first.
+    /// An observer follows the pool's segments and may have windows on the pool's memory. These windows must be removed
+    /// first.
     #[error("{} may hold its memory: put it to sleep through the registrar that observes it", Counted((*observers).into(), "observer"))]
     Observed {
         /// Number of observers.
         observers: u32,
     },
-    /// Dead stitched ranges alias the pool's memory.
+    /// Removed stitched ranges still alias the pool's memory.
     #[error("retired stitched ranges are not released yet: let the observers acknowledge, and trim")]
     Retired,
     /// Waiting for the work of a stream that uses the pool failed.
@@ -164,7 +166,7 @@ pub(crate) struct SavedContents {
 }
 
 impl SavedContents {
-    /// Creates the record of these parts, which the image contains if there is one.
+    /// Creates the record of these parts. If there is an image, it contains them.
     pub(crate) fn new(contents: Contents, image: Option<Image>, parts: Vec<Part>) -> Self {
         SavedContents { contents, image, parts }
     }
@@ -173,8 +175,8 @@ impl SavedContents {
         self.image
     }
 
-    /// Returns the parts of `live` to restore, with their positions in the image, or all of `live` to zero them. Each
-    /// is one of the saved parts or lies within one, because nothing is allocated while a pool sleeps.
+    /// Returns the parts of `live` that must be filled: to restore them, with their positions in the image, or to zero
+    /// them. Each live part lies within one of the saved parts, because nothing is allocated while a pool sleeps.
     pub(crate) fn parts_to_fill(&self, live: Vec<Part>) -> Vec<Part> {
         let mut saved = self.parts.iter().peekable();
         let find = |Part { address, size_bytes, .. }: Part| {

@@ -1,7 +1,8 @@
-//! Stitched ranges: addresses of a heap that map memory a second time, so that free pieces form a large block.
+//! Stitched ranges: address ranges at which a heap maps memory a second time, so that scattered free pieces form one
+//! large block.
 //!
-//! A heap's memory lies in ordinary segments, its *home*. A stitched range is a segment without memory: its granules
-//! are mapped onto home granules, in any order.
+//! A heap's memory lies in ordinary segments, its *home*. A stitched range is a segment without its own memory: its
+//! granules are mapped onto home granules, in any order.
 //!
 //! ```text
 //!  home      │ a │ 1   2 │   b   │ 3   4   5 │ c │
@@ -9,14 +10,14 @@
 //!  stitched  │ 3   4   5   1   2 │                    one block, free or in use
 //! ```
 //! A granule of memory may be mapped into any number of stitched ranges. It is allocated or free at exactly one of its
-//! addresses. At the others, it is covered by an [`Elsewhere`](crate::blocks::table::BlockState::Elsewhere) block.
+//! addresses. At its other addresses, an [`Elsewhere`](crate::blocks::table::BlockState::Elsewhere) block covers it.
 //!
-//! When the last block of a range is freed, its memory returns home. Free memory then depends on the live allocations
-//! alone, so a program that repeats its steps finds the same ranges again. Moving a block takes a few operations for
-//! each of its pieces, and a large block has few.
+//! When the last block of a range is freed, its memory returns home. The layout of free memory then depends only on the
+//! live allocations, so a program that repeats its steps finds the same ranges again. Moving a block takes a few
+//! operations for each of its pieces, and even a large block has few pieces.
 //!
-//! This component moves memory between its addresses in the [`Arena`]. A heap decides when to stitch, maps and unmaps
-//! ranges, waits for earlier users, and records what happened. Nothing here calls the driver.
+//! This component moves each granule between the granule's addresses in the [`Arena`]. The heap decides when to stitch,
+//! maps and unmaps ranges, waits for earlier users, and records what happened. Nothing here calls the driver.
 
 use crate::arena::Arena;
 use crate::blocks::table::{BlockState, Slot};
@@ -31,12 +32,12 @@ use smallvec::SmallVec;
 /// The position of a granule of memory, ordered by segment slot and offset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Granule {
-    /// Slot of the segment in the table; never a stitched one.
+    /// Slot of the segment in the table; never a stitched segment.
     pub(crate) segment: u32,
     pub(crate) offset: Units,
 }
 
-/// Adjacent memory at home: whole granules.
+/// A contiguous run of whole granules in a home segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Run {
     pub(crate) start: Granule,
@@ -53,7 +54,7 @@ impl Run {
         Run { size, ..self }
     }
 
-    /// Returns what follows the first `size` units.
+    /// Returns the part after the first `size` units.
     fn after(self, size: Units) -> Run {
         let start = Granule { offset: self.start.offset + size, ..self.start };
         Run { start, size: self.size - size }
@@ -69,7 +70,7 @@ struct Piece {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PieceState {
-    /// The memory is free or in use at the addresses of the range. `covered_by` is the `Elsewhere` block at home.
+    /// The memory is at the addresses of the range, free or in use. `covered_by` is the `Elsewhere` block at home.
     Here { covered_by: Slot },
     /// The memory is at home, or in another range. The addresses stay mapped.
     Home,
@@ -77,16 +78,16 @@ enum PieceState {
     Unmapped,
 }
 
-/// One stitched range.
+/// The segment, pieces and users of one stitched range.
 #[derive(Debug)]
 pub(crate) struct StitchedRange {
     /// Slot of its segment in the table.
     segment: u32,
-    /// The parts of its addresses, in order.
+    /// The parts of the range, in address order.
     pieces: Vec<Piece>,
-    /// `true` if memory is free or in use at its addresses.
+    /// `true` if some of the memory is at the range's own addresses, free or in use, rather than at home.
     has_memory: bool,
-    /// Streams that used its addresses, besides the users of its current blocks; ascending.
+    /// Streams that used the range's addresses, in addition to the users of its current blocks; ascending.
     users: SmallVec<[StreamId; 2]>,
 }
 
@@ -96,14 +97,15 @@ impl StitchedRange {
         self.mapped_pieces().map(|(_, run)| (run.size / granule) as usize).sum()
     }
 
-    /// Returns the memory of its first `size` units, up to the first part that is not mapped.
+    /// Returns the home memory of the first `size` units, up to the first part that is not mapped.
     fn front(&self, size: Units) -> impl Iterator<Item = Run> {
         let is_front = move |(offset, piece): &(Units, &Piece)| *offset < size && piece.state != PieceState::Unmapped;
         let front = self.offsets().take_while(is_front);
         front.map(move |(offset, piece)| piece.home.front(piece.home.size.min(size - offset)))
     }
 
-    /// Divides the piece that contains an offset, so that a piece starts there. Returns the index of that piece.
+    /// Splits the piece that contains an offset, so that a piece starts at the offset. Returns the index of the piece
+    /// that starts there.
     fn divide(&mut self, arena: &mut Arena, offset: Units) -> usize {
         let (mut at, mut start) = (0, 0);
         while at < self.pieces.len() && start + self.pieces[at].home.size <= offset {
@@ -150,14 +152,14 @@ impl StitchedRange {
         })
     }
 
-    /// Returns its mapped parts: offset and memory of each.
+    /// Returns the offset and the home memory of each mapped part.
     pub(crate) fn mapped_pieces(&self) -> impl Iterator<Item = (Units, Run)> {
         let mapped = self.offsets().filter(|(_, piece)| piece.state != PieceState::Unmapped);
         mapped.map(|(offset, piece)| (offset, piece.home))
     }
 
-    /// Returns the memory that is free or in use at its addresses, for the invariants: the offset of each part, its
-    /// memory, and the block that covers it at home.
+    /// Returns the parts whose memory is at the range's own addresses: the offset of each part, its home memory, and
+    /// the block that covers this memory at home. For the invariants.
     pub(crate) fn filled_pieces(&self) -> impl Iterator<Item = (Units, Run, Slot)> {
         self.offsets().filter_map(|(offset, piece)| match piece.state {
             PieceState::Here { covered_by } => Some((offset, piece.home, covered_by)),
@@ -165,7 +167,7 @@ impl StitchedRange {
         })
     }
 
-    /// Returns the streams that used its addresses, besides the users of its current blocks.
+    /// Returns the streams that used the range's addresses, in addition to the users of its current blocks.
     pub(crate) fn users(&self) -> &[StreamId] {
         &self.users
     }
@@ -186,7 +188,7 @@ impl StitchedRange {
 /// The free memory of a heap, as it would be if all free granules of stitched ranges were at home.
 #[derive(Debug)]
 pub(crate) struct Home {
-    /// The largest free block that would result from returning granules home; 0 if none would return.
+    /// The largest free block that would result from returning granules home; 0 if no granule would return.
     pub(crate) largest_joined: Units,
     /// All whole free granules.
     pub(crate) free: FreeRuns,
@@ -243,7 +245,7 @@ impl FreeAtHome {
         FreeAtHome(blocks)
     }
 
-    /// Divides free memory where one block ends and the next begins. Returns each part with the block around it.
+    /// Splits free memory at the boundaries of blocks. Returns each part with the block that contains it.
     fn by_block(&self, mut run: Run) -> impl Iterator<Item = (Run, Slot)> {
         std::iter::from_fn(move || {
             let after = self.0.partition_point(|(block, _)| block.start <= run.start);
@@ -255,7 +257,8 @@ impl FreeAtHome {
         })
     }
 
-    /// Returns the blocks around free memory. A stream that gets the memory elsewhere waits for their users.
+    /// Returns the blocks that contain free memory. A stream that gets the memory at other addresses waits for the
+    /// users of these blocks.
     pub(crate) fn blocks_around<'a>(&'a self, runs: &'a [Run]) -> impl Iterator<Item = Slot> + 'a {
         runs.iter().flat_map(|run| self.by_block(*run)).map(|(_, slot)| slot)
     }
@@ -263,10 +266,11 @@ impl FreeAtHome {
 
 /// The stitched ranges of a heap. Between two calls, these invariants hold:
 ///
-/// - Of the addresses that map one granule, exactly one is free or in use; the others are elsewhere (I11).
+/// - Of the addresses that map one granule, exactly one is free or in use; at the others, the granule is elsewhere
+///   (I11).
 /// - A stitched segment of the arena has exactly one range here, which maps only memory of other segments, each granule
 ///   at most once.
-/// - Memory that is unmapped at an address is elsewhere at that address.
+/// - In a stitched range, an `Elsewhere` block covers every address that is not mapped.
 /// - An empty range is one `Elsewhere` block.
 #[derive(Debug, Default)]
 pub(crate) struct StitchedRanges {
@@ -327,8 +331,8 @@ impl StitchedRanges {
         Home { largest_joined, free: FreeRuns::new(runs) }
     }
 
-    /// Returns the whole granules of each free block of the stitched ranges, oldest range first: the index of the range,
-    /// the block, and the first and last offset.
+    /// Returns the whole granules of each free block of the stitched ranges, oldest range first: the index of the
+    /// range, the block, and the start and end offset of the granules.
     fn free_parts(&self, arena: &Arena) -> Vec<(usize, Slot, Units, Units)> {
         let filled = self.ranges.iter().enumerate().filter(|(_, range)| range.has_memory);
         let parts = filled.flat_map(|(at, range)| {
@@ -403,7 +407,7 @@ impl StitchedRanges {
         range.expect("the segment is stitched").front(size).collect()
     }
 
-    /// Makes the first `size` units of a range one free block, of memory that is free at home. Returns the block.
+    /// Turns the first `size` units of a range into one free block. Their memory is free at home. Returns the block.
     pub(crate) fn reuse(
         &mut self,
         arena: &mut Arena,
@@ -430,7 +434,7 @@ impl StitchedRanges {
         slot
     }
 
-    /// Adds a range of addresses that are mapped onto memory that is free at home. Returns its free block.
+    /// Adds a range that is mapped onto `runs`, which are free at home. Returns the range's free block.
     pub(crate) fn add(
         &mut self,
         arena: &mut Arena,
@@ -446,15 +450,15 @@ impl StitchedRanges {
         slot
     }
 
-    /// Removes and returns the range of a segment that is removed; `None` if the segment is not stitched.
+    /// Removes and returns the range of a segment; `None` if the segment is not stitched.
     pub(crate) fn remove(&mut self, segment: u32) -> Option<StitchedRange> {
         work::count(self.ranges.len());
         let at = self.ranges.iter().position(|range| range.segment == segment)?;
         Some(self.ranges.remove(at))
     }
 
-    /// Unmaps the parts whose memory is elsewhere, and stops at the first error. Before that, it waits for each user of
-    /// the addresses.
+    /// Unmaps the parts whose memory is at home or in another range, and stops at the first error. Before it unmaps a
+    /// part, it waits for each user of the range's addresses.
     pub(crate) fn unmap_unused<E>(
         &mut self,
         arena: &Arena,
@@ -480,11 +484,12 @@ impl StitchedRanges {
     }
 }
 
-/// Marks memory that is free at home as elsewhere. Returns it as pieces of a range, in the same order.
+/// Marks memory that is free at home as elsewhere. Returns it as pieces of a range, in the order of `runs`.
 fn leave_home(arena: &mut Arena, home: &FreeAtHome, runs: &[Run]) -> Vec<Piece> {
     let parts: Vec<(Run, Slot)> = runs.iter().flat_map(|run| home.by_block(*run)).collect();
     work::count(parts.len());
-    // The rest of a block after a carved part keeps the block's slot, so the parts of a block leave in ascending order.
+    // The rest of a block after a carved part keeps the block's slot, so the parts of a block are carved in ascending
+    // order.
     let mut order: Vec<usize> = (0..parts.len()).collect();
     order.sort_unstable_by_key(|at| parts[*at].0);
     let mut pieces: Vec<Piece> = parts.iter().map(|(run, _)| Piece { home: *run, state: PieceState::Home }).collect();
@@ -496,8 +501,8 @@ fn leave_home(arena: &mut Arena, home: &FreeAtHome, runs: &[Run]) -> Vec<Piece> 
     pieces
 }
 
-/// Returns the first `size` units of whole granules that are free at home, in the order of rule D2's blocks; less if
-/// there are fewer.
+/// Returns the first `size` units of whole granules that are free at home, in the order of their blocks (rule D2).
+/// Returns less if fewer units are free.
 pub(crate) fn first_free(arena: &Arena, size: Units) -> Vec<Run> {
     let mut missing = size;
     let mut runs = Vec::new();
@@ -512,7 +517,8 @@ pub(crate) fn first_free(arena: &Arena, size: Units) -> Vec<Run> {
     runs
 }
 
-/// Returns the free blocks at home that contain whole granules, in the order of rule D2: these granules, and the block.
+/// Returns the free blocks at home that contain whole granules, in the order of rule D2: the whole granules of each
+/// block, and its slot.
 fn free_blocks_at_home(arena: &Arena) -> impl Iterator<Item = (Run, Slot)> + '_ {
     let slots = arena.free_at_least(SizeClass::Large, arena.rules().granule);
     let at_home = slots.filter(|slot| !arena.segment(arena.block(*slot).segment).is_stitched);
@@ -524,8 +530,8 @@ fn free_blocks_at_home(arena: &Arena) -> impl Iterator<Item = (Run, Slot)> + '_ 
     runs.filter(|(run, _)| run.size > 0)
 }
 
-/// Returns the first and last offset of the granules that a block covers entirely. If there are none, the first is not
-/// less than the last.
+/// Returns the start and end offset of the granules that a block covers entirely. If there are none, the start is not
+/// less than the end.
 fn whole_granules_of(arena: &Arena, slot: Slot) -> (Units, Units) {
     let (block, granule) = (arena.block(slot), arena.rules().granule);
     (block.offset().next_multiple_of(granule), block.end() / granule * granule)

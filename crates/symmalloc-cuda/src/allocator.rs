@@ -20,8 +20,9 @@ use symmalloc_core::{Allocation, Digest, Handle, PoolId, Retry, SharedAllocator,
 
 /// A caching allocator of one device, or of pinned host memory, that threads share. Clones are cheap and refer to the same allocator.
 ///
-/// Memory is allocated for work on a stream, and can be freed while work still uses it: the next user waits on the device. Freed memory
-/// stays cached until [`trim_all`](Self::trim_all), a limit or a release threshold returns it to the device.
+/// Memory is allocated for work on a stream, and can be freed while work still uses it: the stream of the memory's next user waits for this
+/// work, without blocking the host. Freed memory stays cached until [`trim_all`](Self::trim_all), a limit or a release threshold returns it
+/// to the device.
 ///
 /// # Determinism
 /// The n-th allocation for a pool and a stream has the same placement on every rank that makes the same calls. Register streams in the same
@@ -57,8 +58,8 @@ impl<B: CudaMemory> Clone for CachingAllocator<B> {
 impl CudaAllocator {
     /// Creates an allocator of a device's memory with default options. Allocates no device memory yet.
     ///
-    /// `Config::default()` stitches nothing. The configuration of `"stitching:true".parse()`, which is the default under PyTorch, holds
-    /// less if the program has blocks of 128 MiB and more whose sizes change.
+    /// `Config::default()` does not stitch memory. The configuration `"stitching:true".parse()`, which is the default under PyTorch, holds
+    /// less memory if the program allocates blocks of 128 MiB or more whose sizes change.
     ///
     /// # Errors
     /// Returns an error if a driver call fails, or the configuration does not fit the device.
@@ -113,7 +114,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
         self.state().core()
     }
 
-    /// Returns the device.
+    /// Returns the device whose context and streams the allocator uses.
     pub fn device(&self) -> &Arc<CudaDevice> {
         self.state().device()
     }
@@ -132,9 +133,9 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(self.for_stream(stream)?.stream_id())
     }
 
-    /// Registers a stream in the group with this first stream, or returns the id of a registered stream, which stays in its group. In
-    /// pools with `streams:grouped`, the streams of a group share memory; other pools ignore groups. Register streams in the same order, and
-    /// in the same groups, on every rank.
+    /// Registers a stream in the group that is named by its first stream, `group`. If the stream is already registered, returns its id, and
+    /// the stream stays in its group. In pools with `streams:grouped`, the streams of a group share memory; other pools ignore groups.
+    /// Register streams in the same order, and in the same groups, on every rank.
     ///
     /// # Errors
     /// See [`register_stream`](Self::register_stream). Returns an error if no group has this name.
@@ -142,8 +143,8 @@ impl<B: CudaMemory> CachingAllocator<B> {
         self.state().register(stream, Some(group))
     }
 
-    /// Returns the allocator for work on a stream, and registers the stream if necessary. Code that creates many buffers can look up this
-    /// allocator once, and its buffers can borrow it.
+    /// Returns the allocator for work on a stream, and registers the stream if necessary. Code that creates many buffers can call this
+    /// function once, and let the buffers borrow the returned allocator.
     ///
     /// # Errors
     /// Returns an error if the stream belongs to another context or is a per-thread stream, or if all stream ids are in use.
@@ -155,7 +156,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// Registers a stream that other code created and owns, such as a stream from C code.
     ///
     /// # Safety
-    /// The stream belongs to the device's context and lives as long as the allocator and its buffers.
+    /// The stream must belong to the device's context, and must live as long as the allocator and its buffers.
     ///
     /// # Errors
     /// See [`register_stream`](Self::register_stream).
@@ -165,10 +166,10 @@ impl<B: CudaMemory> CachingAllocator<B> {
         self.register_stream(&stream)
     }
 
-    /// Registers a stream that other code created and owns in a group, see [`register_stream_in`](Self::register_stream_in).
+    /// Registers a stream in a group, like [`register_stream_in`](Self::register_stream_in). Other code created the stream and owns it.
     ///
     /// # Safety
-    /// As [`register_raw_stream`](Self::register_raw_stream).
+    /// See [`register_raw_stream`](Self::register_raw_stream).
     ///
     /// # Errors
     /// See [`register_stream_in`](Self::register_stream_in).
@@ -178,12 +179,12 @@ impl<B: CudaMemory> CachingAllocator<B> {
         self.register_stream_in(&stream, group)
     }
 
-    /// Registers a stream that other code owns and may destroy while the allocator is alive, after [`return_stream`](Self::return_stream).
-    /// Intended for programs that drive the core's allocator directly: [`stream_id`](Self::stream_id) does not find such a stream, and
-    /// calls that affect all registered streams skip it.
+    /// Registers a stream that other code owns. After [`return_stream`](Self::return_stream), the owner may destroy the stream while the
+    /// allocator is alive. Intended for programs that drive the core's allocator directly: [`stream_id`](Self::stream_id) does not find
+    /// such a stream, and calls that affect all registered streams skip it.
     ///
     /// # Safety
-    /// The stream belongs to the device's context and lives until it is returned.
+    /// The stream must belong to the device's context, and must live until it is returned.
     ///
     /// # Errors
     /// Returns an error if all stream ids are in use.
@@ -191,8 +192,9 @@ impl<B: CudaMemory> CachingAllocator<B> {
         self.state().register_lent(stream)
     }
 
-    /// Returns a lent stream before its owner destroys it. The id remains valid and stands for the stream's remaining work until
-    /// [`relend_stream`](Self::relend_stream) assigns it to another stream. The driver is not called with the returned stream again.
+    /// Gives a lent stream back to its owner, before the owner destroys it. The id remains valid, and stands for the stream's remaining
+    /// work until [`relend_stream`](Self::relend_stream) assigns the id to another stream. The allocator no longer passes the returned
+    /// stream to the driver.
     ///
     /// # Errors
     /// Returns an error if the stream was not lent, or a driver call fails. Nothing changes in that case.
@@ -200,7 +202,8 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(self.state().streams().return_lent(id)?)
     }
 
-    /// Assigns the id of a returned stream to another stream, which is ordered after the earlier work of that id on the device.
+    /// Assigns the id of a returned stream to another stream. Later work on the new stream waits for the earlier work of the id, without
+    /// blocking the host.
     ///
     /// # Safety
     /// See [`lend_stream`](Self::lend_stream).
@@ -211,8 +214,8 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(self.state().streams().relend(id, stream)?)
     }
 
-    /// Registers the host as a stream. The host uses the memory that is allocated on it, so `allocate` blocks until earlier work of other
-    /// streams on that memory is done.
+    /// Registers the host as a stream. Memory that is allocated on this stream is used by the host, so `allocate` blocks until the earlier
+    /// work of other streams on that memory is done.
     ///
     /// # Errors
     /// Returns an error if all stream ids are in use.
@@ -220,13 +223,13 @@ impl<B: CudaMemory> CachingAllocator<B> {
         self.state().register_host()
     }
 
-    /// Returns the id of a stream, if it is registered.
+    /// Returns the id of a stream, or `None` if the stream is not registered.
     pub fn stream_id(&self, stream: &CudaStream) -> Option<StreamId> {
         self.state().streams().find(stream)
     }
 
-    /// Makes later work on `stream` wait on the device for all work submitted to `on` so far. Later reuse of memory does not wait for this
-    /// work again. During a capture of `on`, `stream` joins the capture.
+    /// Makes later work on `stream` wait for all work submitted to `on` so far, without blocking the host. Later reuse of memory does not
+    /// wait for this work again. During a capture of `on`, `stream` joins the capture.
     ///
     /// # Errors
     /// Returns an error if a stream cannot be registered or a driver call fails. No wait is added in that case.
@@ -302,7 +305,8 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// Frees an allocation. May wait for another thread that holds the lock of the same heap, but never for the device.
     ///
     /// # Errors
-    /// Returns an error if the allocation is not live, or the driver cannot fence its uses. In the latter case, the allocation stays live.
+    /// Returns an error if the allocation is not live, or the driver cannot record events for its uses on other streams. In the latter
+    /// case, the allocation stays live.
     #[inline]
     pub fn free(&self, handle: Handle) -> Result<(), FreeError> {
         let address = match self.state().exported().is_empty() {
@@ -312,12 +316,12 @@ impl<B: CudaMemory> CachingAllocator<B> {
         self.state().free(handle, address)
     }
 
-    /// Creates a pool with a separate policy. [`Pool::destroy`] destroys it. Once the returned owner, every allocator from
-    /// [`with_pool`](Self::with_pool) and all buffers of the pool are dropped, the next [`trim_all`](Self::trim_all) destroys it, or, if the pool
-    /// is observed, the first trim after the observation ends. A private pool is also destroyed before the limit over all pools refuses a
-    /// request.
+    /// Creates a pool with a separate policy. [`Pool::destroy`] destroys the pool. Otherwise, the pool can be destroyed once the returned
+    /// owner, every allocator from [`with_pool`](Self::with_pool) and all buffers of the pool are dropped. The next
+    /// [`trim_all`](Self::trim_all) then destroys it or, if the pool is observed, the first trim after the observation ends. If the limit
+    /// over all pools is about to refuse a request, private pools without owners are destroyed first.
     ///
-    /// Create pools in the same order on every rank. Threads that create pools at the same time use
+    /// Create pools in the same order on every rank. If several threads create pools at the same time, use
     /// [`create_pool_with_key`](Self::create_pool_with_key).
     ///
     /// # Errors
@@ -327,9 +331,9 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(Pool::new(PoolLease::new(self.state(), pool)))
     }
 
-    /// Creates a pool like [`create_pool`](Self::create_pool), whose id is the key that the program chose: from 1 to 65,535, and used once.
-    /// The id then does not depend on the timing of the threads that create pools. Pools without a key get the id after the highest one so
-    /// far, so create them before the threads start, or give every pool a key.
+    /// Creates a pool like [`create_pool`](Self::create_pool), but with an id that the program chooses: `key`, a number from 1 to 65,535
+    /// that is used only once. The id then does not depend on the timing of the threads that create pools. Pools without a key get the id
+    /// after the highest one so far, so create them before the threads start, or give every pool a key.
     ///
     /// # Errors
     /// Returns an error if the key is out of range or was used before, or the policy does not fit the device.
@@ -338,7 +342,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(Pool::new(PoolLease::new(self.state(), pool)))
     }
 
-    /// Returns an allocator that shares this one's state and allocates from `pool`.
+    /// Returns an allocator that shares the state of this allocator and allocates from `pool`.
     pub fn with_pool(&self, pool: &Pool<B>) -> Self {
         CachingAllocator { lease: Arc::clone(pool.lease()) }
     }
@@ -378,8 +382,8 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(self.core().digest(pool)?)
     }
 
-    /// Sets the callback that runs when an allocation is about to fail. It is called without any lock held, and may free and trim through
-    /// the core's allocator that is passed to it.
+    /// Sets the callback that runs when an allocation is about to fail. No lock is held while the callback runs. It may free and trim
+    /// through the core's allocator, which it receives as an argument.
     pub fn set_failure_callback(
         &self,
         callback: impl Fn(&SharedAllocator<B>, &OutOfMemory) -> Retry + Send + Sync + 'static,
@@ -387,7 +391,8 @@ impl<B: CudaMemory> CachingAllocator<B> {
         self.core().set_failure_callback(callback);
     }
 
-    /// Returns the errors that occurred where no call could return them, such as in drops of buffers and while pointers were taken.
+    /// Returns the number of errors that no call could return, and the last of these errors. They occur when a buffer is dropped, or when
+    /// its pointer is taken.
     pub fn drop_errors(&self) -> DropErrors {
         self.state().drop_errors()
     }
@@ -398,12 +403,13 @@ impl<B: CudaMemory> CachingAllocator<B> {
     }
 
     /// Begins a step of this allocator's pool: a unit that the program repeats, such as a training step or a batch. The step ends when the
-    /// returned guard is dropped or [ended](StepGuard::end). Steps with the same `key` are expected to be alike, so it may encode the shape of a
-    /// batch; use 0 if all steps are alike. In a pool with `plan:learn`, a step that occurs twice in the same form is planned when it ends,
-    /// and later steps follow the plan. The reserved memory then equals the peak of live memory.
+    /// returned guard is dropped or [ended](StepGuard::end). Steps with the same `key` are expected to be alike, so the key may encode the
+    /// shape of a batch. Use 0 if all steps are alike. In a pool with `plan:learn`, a step that occurs twice in the same form is planned
+    /// when it ends, and later steps follow the plan. The reserved memory then equals the peak of live memory.
     ///
-    /// Begin and end steps at the same points on every rank, outside of captures, while no other thread uses the pool. Ending a step that
-    /// gets planned can take several seconds, and releases free memory, for which the host waits.
+    /// Begin and end steps at the same points on every rank, outside of captures, while no other thread uses the pool. If the end of a step
+    /// computes a plan, it can take several seconds. It also releases free memory, and the host waits until the streams that used this
+    /// memory are done with it.
     ///
     /// # Errors
     /// Returns an error if a step of the pool is already open.

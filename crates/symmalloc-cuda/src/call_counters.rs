@@ -1,4 +1,4 @@
-//! Counters of calls to the device. Each call costs at least one driver call, and a cache hit makes none.
+//! Counters of calls to the device. Each counted call makes at least one driver call. A cache hit makes none.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -14,7 +14,7 @@ pub struct DeviceCalls {
     pub unmaps: u64,
     /// Address ranges released.
     pub releases: u64,
-    /// Events recorded: one for each other stream that used the memory when it is freed, or one for a wait.
+    /// Events recorded. A free records one event on each other stream that used the memory, and a wait for a stream records one event.
     pub records: u64,
     /// Waits for an event added to a stream.
     pub waits: u64,

@@ -1,7 +1,8 @@
 //! A device together with the context that the allocator uses.
 //!
-//! The context is the user's ([`CudaDevice::with_context`]) or the device's primary context ([`CudaDevice::new`]). Every driver call that
-//! needs a current context is made under a [`CurrentContext`] guard, which restores the thread's current context afterwards.
+//! The context is either supplied by the program ([`CudaDevice::with_context`]) or the device's primary context ([`CudaDevice::new`]).
+//! Every driver call that needs a current context is made under a [`CurrentContext`] guard, which restores the thread's current context
+//! afterwards.
 
 use crate::driver::{Driver, RelaxedCapture, attribute};
 use crate::error::{CudaError, DriverError, INVALID_CONTEXT, INVALID_HANDLE, LoadError, NOT_INITIALIZED};
@@ -88,11 +89,11 @@ impl CudaDevice {
         Ok(Arc::new(CudaDevice { driver, captures: AtomicUsize::new(0), context, features }))
     }
 
-    /// Returns the path of the libcuda of this process. Like the first call that needs libcuda, this function opens the library and
-    /// resolves every driver call of this crate. It does not call into the library.
+    /// Returns the path of the libcuda of this process. If no earlier call has needed libcuda, this function opens the library and resolves
+    /// every driver function that this crate uses, without calling any of them.
     ///
-    /// The search order is: the file that `SYMMALLOC_CUDA_LIBRARY` names, and no other file if that variable is set; a libcuda that the
-    /// process has already opened; `libcuda.so`; `libcuda.so.1`.
+    /// If the environment variable `SYMMALLOC_CUDA_LIBRARY` is set, only the file that it names is tried. Otherwise, the search order is: a
+    /// libcuda that the process has already opened, `libcuda.so`, `libcuda.so.1`.
     ///
     /// # Errors
     /// Returns an error if no library can be opened, or the library lacks a required call. The result does not change within a process.
@@ -155,22 +156,23 @@ impl CudaDevice {
         self.driver
     }
 
-    /// Returns the context.
+    /// Returns the context with which the device was opened.
     pub fn context(&self) -> &Arc<CudaContext> {
         &self.context
     }
 
-    /// Returns the ordinal of the device.
+    /// Returns the device's ordinal, as CUDA numbers the devices that are visible to this process.
     pub fn ordinal(&self) -> usize {
         self.context.ordinal()
     }
 
-    /// Returns the capabilities of the device.
+    /// Returns the capabilities that were queried when the device was opened.
     pub fn features(&self) -> DeviceFeatures {
         self.features
     }
 
-    /// Returns free and total memory as reported by the driver. The allocator itself never reads them (rule D4).
+    /// Returns free and total memory as reported by the driver. The allocator itself never reads these values, because they differ between
+    /// ranks (rule D4 in `docs/determinism.md`).
     ///
     /// # Errors
     /// Returns an error if a driver call fails.
@@ -213,8 +215,8 @@ impl CudaDevice {
         self.context.cu_device()
     }
 
-    /// Returns the device handle of a peer whose kernels can access this device's memory, or `None` if they cannot or the peer does not
-    /// exist.
+    /// Returns the driver's handle of device `peer` if the peer's kernels can access this device's memory. Returns `None` if they cannot,
+    /// or if the peer does not exist.
     pub(crate) fn can_be_accessed_by(&self, peer: usize) -> Result<Option<CUdevice>, DriverError> {
         let mut count = 0;
         // SAFETY: `count` is valid for writing.
@@ -315,7 +317,7 @@ fn has_attribute(driver: &Driver, device: CUdevice, attribute: c_int) -> bool {
 pub struct CurrentContext<'a> {
     driver: &'a Driver,
     pushed: bool,
-    /// Not `Send`: the guard concerns this thread.
+    /// Makes the guard `!Send`, because it affects the current context of one thread.
     thread: PhantomData<*mut ()>,
 }
 
@@ -335,7 +337,7 @@ impl Drop for CurrentContext<'_> {
     }
 }
 
-/// Guard that restores the thread's current context when it is dropped, for cudarc's calls, which change it.
+/// Guard that restores the thread's current context when it is dropped. Used around cudarc's calls, which change the current context.
 pub(crate) struct RestoreCurrent {
     driver: &'static Driver,
     before: CUcontext,
@@ -352,8 +354,8 @@ impl RestoreCurrent {
 
 impl Drop for RestoreCurrent {
     fn drop(&mut self) {
-        // SAFETY: the context was current when this guard was created. If it was destroyed since, the call fails, and the thread is
-        // left without a live context.
+        // SAFETY: the context was current when this guard was created. If the context has been destroyed since then, the call fails, and
+        // the thread is left without a live context.
         let _restored = unsafe { self.driver.context_set(self.before) };
     }
 }

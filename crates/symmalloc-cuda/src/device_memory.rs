@@ -1,4 +1,4 @@
-//! The used memory of a device by owner: what remains on it while pools sleep.
+//! The used memory of a device, by owner. Shows, for example, which memory remains on the device while pools sleep.
 
 use crate::allocator::CudaAllocator;
 use crate::backend::CudaMemory;
@@ -13,9 +13,9 @@ use symmalloc_core::sleep::Phase;
 pub struct DeviceMemory {
     /// Bytes in use by all processes, as the driver reports them.
     pub used_bytes: u64,
-    /// Bytes of the allocator's pools that are awake, including their free blocks, without those of graphs.
+    /// Bytes of the allocator's awake pools, including free blocks and excluding the pools of captured graphs.
     pub awake_bytes: u64,
-    /// Bytes of the pools of captured graphs that are awake. Memory that the driver allocates for graphs is part of
+    /// Bytes of the awake pools of captured graphs. Memory that the driver allocates for graphs is part of
     /// [`other_bytes`](Self::other_bytes).
     pub graph_bytes: u64,
     /// Bytes that sleeping pools still hold, because the driver or a window did not release them.
@@ -43,7 +43,7 @@ impl DeviceMemory {
 
 impl CudaAllocator {
     /// Returns the used memory of the device by owner. Communicators are unknown here: `Registrar::device_memory` of `symmalloc-nccl`
-    /// includes them. Nothing depends on these numbers (rule D4).
+    /// includes them. The allocator makes no decision by these numbers (rule D4 in `docs/determinism.md`).
     ///
     /// # Errors
     /// Returns an error if a driver call fails.
@@ -52,7 +52,7 @@ impl CudaAllocator {
     }
 
     /// Returns the used memory of the device by owner, like [`device_memory`](Self::device_memory). Pools for which `is_of_graph` returns
-    /// `true` count as those of graphs, in addition to the pools of [`GraphPool`](crate::GraphPool).
+    /// `true` count as pools of graphs, in addition to those of [`GraphPool`](crate::GraphPool).
     ///
     /// # Errors
     /// Returns an error if a driver call fails.

@@ -1,4 +1,4 @@
-//! The error types of this crate. Errors of the driver state the library, the call, the code, and a suggested action.
+//! The error types of this crate. Errors of driver calls state the call, the code, and a suggested action.
 
 use crate::error_names::error_name;
 use crate::resize::ResizeError;
@@ -72,7 +72,7 @@ pub(crate) const CAPTURE_ISOLATION: i32 = 905;
 pub(crate) const CAPTURE_IMPLICIT: i32 = 906;
 
 impl DriverError {
-    /// Returns the meaning of the code for an allocator.
+    /// Returns what the code means for an allocator: no memory, a lost device, or any other refusal.
     pub fn reason(&self) -> Reason {
         match self.code {
             OUT_OF_MEMORY => Reason::OutOfMemory,
@@ -188,7 +188,7 @@ pub enum CudaError {
         /// Number of devices that the driver reports.
         devices: usize,
     },
-    /// The device cannot reach its peer's memory, or the memory cannot be mapped for it.
+    /// The peer cannot access the device's memory, or the memory cannot be mapped for the peer.
     #[error("device {peer} cannot access the memory of device {ordinal}: leave it out of the peers")]
     NoPeerAccess {
         /// The device that owns the memory.
@@ -217,7 +217,7 @@ pub enum CudaError {
         /// The device's mapping granularity in bytes.
         granularity_bytes: u64,
     },
-    /// The address space for descending addresses is not a positive multiple of the device's granularity.
+    /// The size of the address range for descending addresses is not a positive multiple of the device's granularity.
     #[error(
         "cannot reserve {size_bytes} bytes for descending addresses: use a positive multiple of {granularity_bytes}"
     )]
@@ -232,7 +232,7 @@ pub enum CudaError {
         "the per-thread default stream is a different stream in each thread: create a stream and register it instead"
     )]
     PerThreadStream,
-    /// The stream belongs to another context.
+    /// The stream and the allocator belong to different contexts.
     #[error("the stream belongs to another context than the allocator: use a stream of the allocator's context")]
     ForeignStream,
     /// The program is already capturing the stream.
@@ -268,7 +268,7 @@ pub enum CudaError {
     /// A pool whose memory the graph uses is asleep.
     #[error("the graph uses memory of {pool}, which is asleep: wake it first")]
     GraphSleeps {
-        /// The pool.
+        /// The pool that is asleep.
         pool: PoolId,
     },
     /// The device does not support virtual memory management, so addresses cannot outlive their memory.
@@ -292,14 +292,15 @@ impl From<ResizeError> for CudaError {
     }
 }
 
-/// An error that occurred where none can be returned: in a `Drop` implementation, or while a pointer was taken.
+/// An error that no call could return: it occurred in a `Drop` implementation, or while a pointer was taken.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum DropError {
     /// A buffer could not be freed; its memory stays allocated.
     #[error("a buffer could not be freed: {0}")]
     Free(#[from] FreeError),
-    /// A use on another stream could not be recorded or ordered. The host waited for the work instead, if possible.
+    /// A use on another stream could not be recorded or ordered. If a pointer was being taken, the host waited for the work instead, if
+    /// possible. If a buffer was being dropped, its memory stays allocated.
     #[error("a use on another stream could not be ordered: {0}")]
     Order(#[from] BackendError),
 }
@@ -308,7 +309,7 @@ pub enum DropError {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DropErrors {
-    /// Number of errors.
+    /// Number of errors since the allocator was created.
     pub count: u64,
     /// The last error.
     pub last: Option<DropError>,

@@ -3,12 +3,12 @@
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::OnceLock;
 
-/// `cuGetErrorName`, with an integer for the enum.
+/// The type of `cuGetErrorName`, with an integer in place of the enum.
 pub(crate) type GetErrorName = unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int;
 
 static GET_ERROR_NAME: OnceLock<GetErrorName> = OnceLock::new();
 
-/// Sets the call that later messages use. The first driver of the process counts.
+/// Sets the function that later messages use. Only the first call in the process has an effect.
 ///
 /// # Safety
 /// `call` must be `cuGetErrorName` of a library that stays loaded.

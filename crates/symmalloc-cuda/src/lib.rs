@@ -32,7 +32,7 @@
 //! | [`LentSlice`] | a buffer as a `CudaSlice`, for interfaces that accept only that type |
 //! | [`StreamAllocator`] | the allocator for one stream, whose buffers borrow it |
 //! | [`Pool`] | a separate policy for a part of the program |
-//! | [`PinnedAllocator`], [`PinnedBuffer`] | the same for page-locked host memory |
+//! | [`PinnedAllocator`], [`PinnedBuffer`] | an allocator of page-locked host memory, and its buffers |
 //! | [`GraphPool`], [`DeviceGraph`] | memory that a captured graph keeps alive |
 //! | [`Export`], [`Import`] | memory that processes share without a copy |
 //! | [`DmaBuf`] | memory that network cards register |
@@ -55,32 +55,32 @@
 //! This crate behaves identically with all versions, because it resolves its own driver calls. Within the repository, `.cargo/config.toml`
 //! selects the version.
 //!
-//! libcuda is opened at its first use, so everything builds and runs without CUDA up to the first [`CudaDevice::new`], which then returns
-//! an error that lists the attempts and the missing library. `SYMMALLOC_CUDA_LIBRARY` names a different library file, see
+//! libcuda is opened at its first use, so a program builds and runs without CUDA until it calls [`CudaDevice::new`]. That call then returns
+//! an error that lists each library name that was tried. `SYMMALLOC_CUDA_LIBRARY` names a different library file, see
 //! [`CudaDevice::library`]. With cudarc's feature `dynamic-linking`, which candle enables, the linker needs libcuda to build the program
 //! and the loader needs it to start the program; this crate uses that same library. cudarc does not build with both `dynamic-linking` and
 //! `dynamic-loading`: do not enable the latter.
 //!
 //! # Errors
-//! No call of this crate panics because of the driver. It returns a [`LoadError`] if the library or a call in it is missing, and otherwise
-//! a [`DriverError`] with the call, the code and a suggested action. cudarc's own safe calls still panic if a symbol is missing that this
-//! crate does not need.
+//! The calls of this crate do not panic when the driver fails. They return a [`LoadError`] if libcuda or one of its functions is missing,
+//! and otherwise a [`DriverError`] with the call, the code and a suggested action. cudarc's own safe calls still panic if libcuda lacks a
+//! symbol that cudarc needs and this crate does not.
 //!
 //! # Implementation
-//! Modules, each using only those above it:
+//! Each module uses only the modules above it:
 //!
 //! | module | contents |
 //! |---|---|
 //! | `error.rs`, `library.rs`, `loading.rs`, `driver.rs`, `call_counters.rs`, `device.rs` | locating libcuda; resolving and counting its calls; a device with its context |
 //! | `memory/` | sources of memory: virtual memory in chunks, optionally prefetched for growth, or driver allocations |
 //! | `streams/` | registered streams, events, captures |
-//! | `backend.rs` | memory and streams together: the core's backend |
-//! | `pools/` | the core's allocator with CUDA's streams, pools as scopes |
+//! | `backend.rs` | the core's backend, composed of memory and streams |
+//! | `pools/` | the core's allocator with CUDA streams; owned pools, which are destroyed after their last use |
 //! | `allocator.rs` | the public allocator types |
-//! | `sleep.rs`, `device_memory.rs` (after `graphs/`) | pools that release their memory temporarily; the used memory of the device by owner |
+//! | `sleep.rs`, `device_memory.rs` (after `graphs/`) | pools that release their memory temporarily; the device's used memory, by owner |
 //! | `resize.rs` | pools with a memory quota |
 //! | `buffers/` | device and pinned buffers, their views, and the tracking of their uses |
-//! | `sharing/` | export of memory to another process, and import from one |
+//! | `sharing/` | export of memory to other processes, and import from them |
 //! | `graphs/`, `metrics.rs` | graph captures; statistics |
 //!
 //! An allocation looks up its pool's state for the stream in a lock-free table, and calls the core. A drop returns the handle to the core.

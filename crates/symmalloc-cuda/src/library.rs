@@ -4,8 +4,8 @@
 //!  $SYMMALLOC_CUDA_LIBRARY ── a libcuda that this process has opened already ── libcuda.so ── libcuda.so.1
 //!         set: this one or none        linked, PyTorch's, cudarc's                cudarc's order
 //! ```
-//! The lookup does not depend on cudarc, so it is the same whether other crates make cudarc link libcuda or open it. A process has only one
-//! libcuda, so a library that is already loaded takes precedence.
+//! The lookup does not depend on cudarc, so it gives the same result whether other crates make cudarc link libcuda or open it at run time.
+//! A process has only one libcuda, so a library that is already loaded takes precedence.
 
 use crate::error::LoadError;
 use crate::loading;
@@ -13,13 +13,13 @@ use libloading::Library;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-/// Environment variable that names the file to open, instead of all others.
+/// Environment variable that names the file to open instead of the usual names.
 const LIBRARY_VARIABLE: &str = "SYMMALLOC_CUDA_LIBRARY";
 
 /// Names under which the driver is installed. When cudarc opens libcuda itself, it tries the same names in this order.
 const NAMES: &[&str] = if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so", "libcuda.so.1"] };
 
-/// An opened libcuda. Never closed.
+/// An opened libcuda. It is never closed.
 pub(crate) struct Libcuda {
     library: &'static Library,
     path: PathBuf,
@@ -55,7 +55,7 @@ impl Libcuda {
         Libcuda { library, path: loading::path_of(library, "cuInit").unwrap_or_else(|| PathBuf::from(name)) }
     }
 
-    /// Returns the path of the file if the system reports it, and its name otherwise.
+    /// Returns the path of the library's file if the system reports it, and the name of the file otherwise.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }

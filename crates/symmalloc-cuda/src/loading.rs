@@ -23,7 +23,7 @@ pub unsafe fn named(name: &OsStr) -> Result<Library, Vec<String>> {
 /// Returns the first of the `opened` libraries that this process has already opened, or else the first of `names` that can be opened.
 ///
 /// # Errors
-/// Returns the attempts if none can be opened.
+/// Returns one message for each name that was tried if none can be opened.
 ///
 /// # Safety
 /// See [`named`].

@@ -31,7 +31,7 @@ pub enum ResizeError {
         "{pool} has no quota: create it with growth_mb:0 and a range_mb of its maximum size, on a device with virtual memory"
     )]
     NoQuota {
-        /// The pool.
+        /// The pool that was to be resized.
         pool: PoolId,
     },
     /// The pool's address range is too small. The pool is unchanged.
@@ -39,7 +39,7 @@ pub enum ResizeError {
         "{pool} cannot hold {quota_bytes} bytes: its address range has {range_bytes} bytes; create it with a larger one"
     )]
     OutOfRange {
-        /// The pool.
+        /// The pool that was to be resized.
         pool: PoolId,
         /// Requested size in bytes.
         quota_bytes: u64,
@@ -49,7 +49,7 @@ pub enum ResizeError {
     /// Live allocations need more memory. The pool is unchanged.
     #[error("{pool} cannot shrink to {quota_bytes} bytes: live allocations need {needed_bytes} bytes; free some first")]
     InUse {
-        /// The pool.
+        /// The pool that was to be resized.
         pool: PoolId,
         /// Requested size in bytes.
         quota_bytes: u64,
@@ -59,7 +59,7 @@ pub enum ResizeError {
     /// Observers may have windows on the memory, so none of it can be released. The pool is unchanged.
     #[error("{pool} has {}, which may use its memory: deregister it before reducing its size", Counted((*observers).into(), "observer"))]
     Observed {
-        /// The pool.
+        /// The pool that was to be resized.
         pool: PoolId,
         /// Number of observers.
         observers: u32,
@@ -70,7 +70,7 @@ pub enum ResizeError {
     /// Memory could not be allocated. The pool holds less than its quota, but at least its live allocations. The call can be repeated.
     #[error("{pool} holds {reserved_bytes} of {quota_bytes} bytes; resize it again when memory is available: {error}")]
     Reserve {
-        /// The pool.
+        /// The pool that was to be resized.
         pool: PoolId,
         /// Number of bytes that the pool holds now.
         reserved_bytes: u64,
@@ -81,7 +81,7 @@ pub enum ResizeError {
     },
 }
 
-/// Memory of a pool with one heap.
+/// Amounts of memory in a pool with one heap.
 #[derive(Clone, Copy, Debug, Default)]
 struct Reserved {
     bytes: u64,
@@ -118,8 +118,8 @@ impl Reserved {
 /// next call, regardless of later allocations and frees. [`CudaAllocator::resize`](crate::CudaAllocator::resize) is the same function for a
 /// CUDA stream.
 ///
-/// To hold less, the pool releases all of its free memory, for which the host waits for the streams that used it. The pool then allocates
-/// memory up to the quota. Live allocations stay at their addresses. The lowest addresses are backed first.
+/// To shrink, the pool releases all of its free memory, and the host waits until the streams that used this memory are done with it. The
+/// pool then allocates memory up to the quota. Live allocations stay at their addresses. The lowest addresses are backed first.
 ///
 /// Returns the number of bytes that the pool holds.
 ///

@@ -6,13 +6,15 @@
 //!        │                                layout, descriptors,                 │
 //!        ╰── free, unmap ──► page, before the change ──────────────────────────╯ check, each time a view is created
 //! ```
-//! The physical memory is passed chunk by chunk, as descriptors or fabric handles (`memory/export.rs`). A message (`message.rs`), which its
-//! reader does not trust, describes the chunks. The number of open descriptors is bounded, regardless of the size.
+//! The physical memory is passed chunk by chunk, as descriptors or fabric handles (`memory/export.rs`). A message (`message.rs`) describes
+//! the chunks; its reader does not trust it. The number of descriptors that are open at once is bounded, regardless of the size of the
+//! memory.
 //!
 //! Memory never disappears under an importer: its mapping keeps the memory alive regardless of what the exporter does, even after the
-//! exporter exits. The memory may change, however, and the page reports that (`memory/share_page.rs`).
+//! exporter exits. The contents may change, however. A page that both processes map reports such changes (`memory/share_page.rs`).
 //!
-//! A dma-buf (`dma_buf.rs`) is an export to a network card. It uses the same page, and its owner keeps the memory alive.
+//! A dma-buf (`dma_buf.rs`) is an export to a network card. It reports changes through the same kind of page, and its owner keeps the
+//! memory alive.
 
 mod channel;
 mod dma_buf;

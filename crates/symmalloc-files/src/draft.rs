@@ -36,7 +36,7 @@ impl Draft {
     }
 
     /// Creates a draft with the permissions of the file that it replaces. Without such a file, the umask determines
-    /// them, as for any new file. Use it if a user names the file.
+    /// them, as for any new file. Use this function if a user names the file.
     ///
     /// # Errors
     /// Returns an error if no file can be created in the path's folder.

@@ -1,7 +1,8 @@
-//! Forked children of a program with threads and connections.
+//! Detection of forked children, and the treatment of their connections, for programs with threads.
 //!
-//! A child has a copy of all objects, but none of the threads, and cannot use CUDA. Its copies share descriptors and shared memory with the
-//! parent. Releasing them in the child would block on a lock that a missing thread holds, or would change what belongs to the parent.
+//! A forked child has a copy of all objects but none of the other threads, and it cannot use CUDA. Its copies share descriptors and shared
+//! memory with the parent. Releasing these objects in the child could block on a lock that a missing thread holds, or change memory that
+//! belongs to the parent.
 //!
 //! ```text
 //!  parent          fork ──► continues; a release has its effect
@@ -24,7 +25,7 @@ pub fn is_forked() -> bool {
     IS_FORKED.load(Ordering::Relaxed)
 }
 
-/// Marks children that are forked from now on. Later calls have no effect.
+/// Makes [`is_forked`] return `true` in children that are forked from now on. Later calls have no effect.
 pub fn watch_forks() {
     #[cfg(target_os = "linux")]
     {
@@ -35,14 +36,14 @@ pub fn watch_forks() {
 
 /// Keeps a connection from forked children until this value is dropped.
 ///
-/// Peers notice the end of a process by the end of its connection, which stays open while any process has it. Without this type, a child
-/// that outlives its parent would hide the parent's death. In a child, the descriptor becomes an unconnected one, so that closing it later
-/// has no effect on other descriptors.
+/// Peers notice the end of a process when its connection closes. A connection stays open while any process has a descriptor of it. Without
+/// this type, a child that outlives its parent would hide the parent's death. In a child, the descriptor is replaced by an unconnected one,
+/// so that closing its number later does not close an unrelated descriptor.
 #[derive(Debug)]
 pub struct KeptFromChildren(#[cfg(target_os = "linux")] &'static slots::Slot);
 
 impl KeptFromChildren {
-    /// Keeps a descriptor from children. Drop the returned value before the descriptor is closed.
+    /// Keeps a descriptor from forked children. Drop the returned value before the descriptor is closed.
     pub fn new(descriptor: BorrowedFd<'_>) -> Self {
         watch_forks();
         let number = descriptor.as_raw_fd();
@@ -72,7 +73,7 @@ mod slots {
     /// Value of a slot without a descriptor.
     const NONE: i32 = -1;
 
-    /// A slot for a descriptor, and the rest of the list.
+    /// A slot for a descriptor, with a link to the next slot.
     #[derive(Debug)]
     pub(super) struct Slot {
         number: AtomicI32,
@@ -91,7 +92,8 @@ mod slots {
         }
     }
 
-    /// Returns the first free slot, filled. The list never shrinks, and has at most as many slots as the process had descriptors at once.
+    /// Stores `number` in the first free slot, and returns the slot. The list never shrinks, and has at most as many slots as the process
+    /// had descriptors at once.
     pub(super) fn take(number: i32) -> &'static Slot {
         let mut slot = &FIRST;
         while !slot.try_take(number) {
@@ -115,7 +117,7 @@ mod handler {
     use super::{IS_FORKED, slots};
     use std::sync::atomic::Ordering;
 
-    /// Runs once.
+    /// Installs the fork handler. Must be called only once.
     pub(super) fn install() {
         // SAFETY: the handler stores to atomics and makes system calls, which a child of a process with threads may do.
         let is_refused = unsafe { libc::pthread_atfork(None, None, Some(in_child)) } != 0;
@@ -124,7 +126,8 @@ mod handler {
         }
     }
 
-    /// Runs in a child, before `fork` returns there. A grandchild has nothing left to do, and the child may reuse the numbers.
+    /// Runs in a child, before `fork` returns there. Empties the list, because the child may reuse the numbers for other descriptors. A
+    /// grandchild then has nothing left to do.
     unsafe extern "C" fn in_child() {
         IS_FORKED.store(true, Ordering::Relaxed);
         let mut unconnected = -1;
@@ -134,7 +137,7 @@ mod handler {
                 unconnected = open_unconnected();
             }
             if unconnected < 0 {
-                // The process has no descriptor left, except by closing this one.
+                // The process has reached its limit of descriptors, so close this one to be able to open another.
                 // SAFETY: takes no pointers. The owner of the descriptor in this process closes whatever has its number next.
                 let _closed = unsafe { libc::close(number) };
                 unconnected = open_unconnected();
@@ -151,7 +154,7 @@ mod handler {
         }
     }
 
-    /// Opens a descriptor that is connected to nothing. Negative if there is none left.
+    /// Opens a descriptor that is connected to nothing. Returns a negative number if the process has reached its limit of descriptors.
     fn open_unconnected() -> i32 {
         // SAFETY: takes no pointers.
         unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) }

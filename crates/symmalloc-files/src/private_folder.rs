@@ -1,14 +1,14 @@
-//! Private folders: writable only by this user, below folders that no third user can write.
+//! Private folders: writable only by this user, below folders that no third user can write. A third user is any user except this one and
+//! root.
 //!
 //! ```text
 //!    /          home       me             .local/state         symmalloc
 //!    each belongs to this user or to root, and others cannot write it         mode 0700
 //! ```
 //!
-//! The check walks from the root down. A third user cannot replace an entry of a folder that passed, so the path stays
-//! valid after the check. A world-writable folder passes if it is sticky, such as `/tmp`: a third user cannot
-//! replace an entry there that belongs to this user or to root. A symbolic link owned by this user or root is followed, and its target is checked in
-//! the same way.
+//! The check walks from the root down. A third user cannot replace an entry of a folder that passed, so the path stays valid after the
+//! check. A world-writable folder passes if it is sticky, such as `/tmp`: a third user cannot replace an entry there that belongs to this
+//! user or to root. A symbolic link owned by this user or root is followed, and its target is checked in the same way.
 
 use std::env;
 use std::ffi::OsString;
@@ -21,14 +21,14 @@ use thiserror::Error;
 /// Name of the private folder in each location.
 const NAME: &str = "symmalloc";
 
-/// Reason why a folder is not private.
+/// The reason a folder is not private.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum PrivateFolderError {
     /// A third user owns a part of the path.
     #[error("{} belongs to user {user}: choose a folder that you own", .path.display())]
     OtherOwner {
-        /// The part of the path.
+        /// The part of the path that failed the check.
         path: PathBuf,
         /// The owner's user id.
         user: u32,
@@ -36,13 +36,13 @@ pub enum PrivateFolderError {
     /// Other users can write a part of the path.
     #[error("others can write {}: run `chmod go-w` on it, or choose another folder", .path.display())]
     OthersWrite {
-        /// The part of the path.
+        /// The part of the path that failed the check.
         path: PathBuf,
     },
     /// A part of the path is not a folder.
     #[error("{} is not a folder: choose another path", .path.display())]
     NotAFolder {
-        /// The part of the path.
+        /// The part of the path that failed the check.
         path: PathBuf,
     },
     /// The path is relative, or has too many symbolic links.
@@ -54,7 +54,7 @@ pub enum PrivateFolderError {
     /// The system denies access.
     #[error("{}: {source}: choose a folder that you can write", .path.display())]
     Io {
-        /// The part of the path.
+        /// The part of the path that failed the check.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
@@ -71,10 +71,10 @@ pub enum PrivateFolderError {
 ///
 /// 1. `$XDG_STATE_HOME/symmalloc`, or `~/.local/state/symmalloc` if the variable is not set
 /// 2. `$XDG_RUNTIME_DIR/symmalloc`, which lasts until the user logs out
-/// 3. a new folder `symmalloc-RANDOM` in the system's temporary folder, the same for the whole process
+/// 3. a new folder `symmalloc-RANDOM` in the system's temporary folder; the process creates it once and then always returns it
 ///
-/// All processes of a user share the first two, so the ranks of a job find each other there. A caller that writes a file should print its
-/// path.
+/// All processes of a user share the first two folders, so the ranks of a job find each other there. A caller that writes a file should
+/// print its path.
 ///
 /// # Errors
 /// Returns [`PrivateFolderError::NoneUsable`] if none of the folders can be created.
@@ -133,11 +133,11 @@ fn places() -> Vec<PathBuf> {
     state.into_iter().chain(variable("XDG_RUNTIME_DIR").map(PathBuf::from)).collect()
 }
 
-/// Creates a private folder, or checks an existing one: it belongs to this user, and no third user can write it or a folder above
-/// it. Returns its path without symbolic links.
+/// Creates a private folder, or checks that an existing folder is private: it must belong to this user, and no third user may write it or a
+/// folder above it. Returns its path without symbolic links.
 ///
-/// Changes a folder of this user that others can read to mode 0700, unless a symbolic link leads to it: it may have other uses, such as
-/// `/etc` for root.
+/// If other users can read the folder, its mode is changed to 0700. If a symbolic link leads to the folder, the mode stays as it is,
+/// because the folder may have other uses, such as `/etc` for root.
 ///
 /// # Errors
 /// Returns an error if a part of the path belongs to a third user, is writable by one, or cannot be created.
@@ -229,7 +229,7 @@ mod check {
         match fs::symlink_metadata(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 match DirBuilder::new().mode(0o700).create(path) {
-                    // Another process of this user may have created it first.
+                    // Another process of this user may have created the folder first.
                     Err(source) if source.kind() != io::ErrorKind::AlreadyExists => {
                         Err(PrivateFolderError::Io { path: path.to_owned(), source })
                     }

@@ -1,4 +1,4 @@
-//! Writes that return an error where the system would end the process.
+//! Writes that return an error in cases where the system would otherwise end the process.
 //!
 //! A write beyond the limit on file sizes (`ulimit -f`) raises SIGXFSZ, and a write to a closed pipe or socket raises SIGPIPE. Both end a
 //! program that does not handle them, although the write would also return `EFBIG` or `EPIPE`. Rust programs ignore SIGPIPE and Python
@@ -8,8 +8,8 @@
 //!  program's mask ──► block both ──► write ──► take the signal that the write raised ──► program's mask
 //! ```
 //!
-//! The system sends both signals to the thread that writes. It is therefore enough to block them there, and the program's handlers, its
-//! ignored signals and its other threads stay as they are. Changing the handler instead would affect all threads.
+//! The system sends both signals to the thread that writes. It is therefore enough to block the signals on this thread. The program's
+//! handlers, its ignored signals and its other threads stay as they are. Changing the handler instead would affect all threads.
 
 /// Runs writes that return an error where they would raise SIGXFSZ or SIGPIPE. Affects only this thread, and only until `write` returns.
 ///
@@ -30,8 +30,8 @@ pub fn without_signals<T>(write: impl FnOnce() -> T) -> T {
     write()
 }
 
-/// Like [`without_signals`], but for all further writes of this thread and of threads that it starts, until the process ends. For programs,
-/// whose buffered output is written after `main`. Programs that the process executes inherit the blocked signals.
+/// Like [`without_signals`], but for all further writes of this thread and of threads that it starts, until the process ends. Intended for
+/// programs, because they write buffered output even after `main` returns. Programs that the process executes inherit the blocked signals.
 pub fn block_write_signals() {
     #[cfg(target_os = "linux")]
     std::mem::forget(blocked::Blocked::new());
@@ -50,11 +50,11 @@ mod blocked {
 
     /// A guard that blocks the signals on this thread.
     pub(super) struct Blocked {
-        /// The thread's mask before.
+        /// The thread's signal mask before the signals were blocked.
         mask: sigset_t,
-        /// The signals that were pending before.
+        /// For each signal, `true` if it was already pending before the signals were blocked.
         pending: [bool; 2],
-        /// The mask belongs to the thread.
+        /// Makes the guard `!Send`, because the mask belongs to the thread.
         _not_send: PhantomData<*const ()>,
     }
 

@@ -5,16 +5,16 @@ use std::fmt;
 
 /// Writes a line to standard error, after the name of the project.
 ///
-/// Ignores errors, and drops what cannot be written within about a second: the program may have closed standard error, its pipe may have
-/// lost its reader, its disk may be full, or nobody may read. `eprintln!` would panic or block, and in a program that does not ignore SIGPIPE
-/// or SIGXFSZ, a plain write would end the process.
+/// Ignores errors, and drops the rest of a line that cannot be written within about a second: the program may have closed standard error,
+/// its pipe may have lost its reader, its disk may be full, or nobody may read. `eprintln!` would panic or block, and in a program that
+/// does not ignore SIGPIPE or SIGXFSZ, a plain write would end the process.
 pub fn say(line: fmt::Arguments<'_>) {
     let line = format!("symmalloc: {line}\n");
     without_signals(|| write(line.as_bytes()));
 }
 
-/// Writes in pieces that do not block once standard error is writable, unless another process fills the same pipe at that moment. Does not use the lock of [`std::io::stderr`], which another thread
-/// may hold while it blocks.
+/// Writes in pieces that do not block once standard error is writable, unless another process fills the same pipe at that moment. Does not
+/// use the lock of [`std::io::stderr`], which another thread may hold while it blocks.
 #[cfg(unix)]
 fn write(mut rest: &[u8]) {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};

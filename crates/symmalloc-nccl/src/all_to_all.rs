@@ -5,29 +5,29 @@
 //!  input   │a a│b b b│c│      │d│e│f f f f│      │g g│h│i i│       parts by receiver: the input's splits
 //!  output  │a a│d│g g│        │b b b│e│h│        │c│f f f f│i i│   parts by sender: the output's splits
 //! ```
-//! The operation is PyTorch's `all_to_all_single`. A part can have any number of rows, including none. Parts are equal if no splits are
-//! given. Elements can have any type, because they are only moved. In addition, a buffer can be longer than its rows: the rest is not
-//! touched, so one buffer serves steps of different sizes.
+//! The operation is PyTorch's `all_to_all_single`. A part can have any number of rows, including none. If no splits are given, all parts
+//! are equal. Elements can have any type, because they are only moved. Unlike in PyTorch, a buffer can be longer than its rows: the rest of
+//! the buffer is not touched, so one buffer serves steps of different sizes.
 //!
 //! A call consists of one NCCL group of sends and receives, and a copy on the device for the part that a rank keeps. A call does not
 //! allocate device memory, register memory or block the host, so it can be captured in a graph.
 //!
 //! # The program decides when to exchange splits
 //! A rank alone cannot know whether another rank's splits changed. The functions therefore never decide whether to exchange them:
-//! [`AllToAll::exchange_splits`] always does, [`AllToAll::run`] never. Splits are a value that the program keeps as long as they are
-//! correct. As for any collective, every rank must call the same functions in the same order. A program that knows both sides or repeats
-//! its splits does not need an exchange.
+//! [`AllToAll::exchange_splits`] always exchanges splits, and [`AllToAll::run`] never does. Splits are a value that the program keeps as
+//! long as they are correct. As for any collective, every rank must call the same functions in the same order. A program that knows both
+//! sides or repeats its splits does not need an exchange.
 //!
 //! There is no call that exchanges splits "if they changed". Every rank would have to exchange a message to learn whether another rank's
-//! splits changed. Gathering even a single byte from all ranks takes the same wait as gathering all their counts, which are eight bytes per
-//! pair of ranks. If ranks with unchanged counts skipped the wait, the ranks with changed counts would block indefinitely.
+//! splits changed. Gathering even a single byte from all ranks requires the same wait as gathering all row counts, which are eight bytes
+//! per pair of ranks. If ranks with unchanged counts skipped the wait, the ranks with changed counts would block indefinitely.
 //!
 //! # State
 //! If calls require registered memory, the segments that were found registered are cached by their [`SegmentKey`](crate::SegmentKey), which
 //! does not depend on the sizes of tensors and splits. A key is dropped only when the registrar reports it as invalid. The cache holds
 //! lookup results and no resources, so dropping an entry never affects work in flight. The registrar owns memory and windows, and waits for
-//! the work before it releases them. The exchange has one staging buffer in pinned memory, which is created once and not written while a
-//! copy of it is in progress.
+//! work in flight before it releases them. The exchange has one staging buffer in pinned memory, which is created once and not written
+//! while a copy of it is in progress.
 
 mod error;
 mod message;
@@ -56,11 +56,11 @@ use symmalloc_agreement::Transport;
 use symmalloc_cuda::DriverError;
 
 /// An exchange of rows among the ranks of a communicator: PyTorch's `all_to_all_single`, with splits that are exchanged only on request.
-/// Threads can share an instance if their calls have the same order on all ranks.
+/// Threads can share an instance if all ranks make the calls in the same order.
 ///
 /// A rank alone cannot know whether another rank's splits changed, so the program decides when to exchange them:
-/// [`exchange_splits`](Self::exchange_splits) always does, [`run`](Self::run) never. A program that knows both sides or repeats its splits
-/// does not need an exchange.
+/// [`exchange_splits`](Self::exchange_splits) always exchanges them, and [`run`](Self::run) never does. A program that knows both sides or
+/// repeats its splits does not need an exchange.
 ///
 /// # Examples
 /// ```no_run
@@ -91,9 +91,9 @@ use symmalloc_cuda::DriverError;
 /// ```
 ///
 /// # Errors
-/// A call that fails before it submits work has no effect on its rank. Other ranks are not notified: their streams wait for rows that never
-/// arrive, as for any collective that one rank omits, until [`Communicator::abort`]. With [checks](AllToAllBuilder::check_calls), all ranks
-/// get an error and none submits anything.
+/// A call that fails before it submits work has no effect on its rank. Other ranks are not notified. As with any collective that one rank
+/// omits, their streams wait for rows that never arrive, until [`Communicator::abort`]. With [checks](AllToAllBuilder::check_calls), all
+/// ranks get an error and none submits anything.
 pub struct AllToAll {
     comm: Communicator,
     messages: Messages,
@@ -116,22 +116,22 @@ struct ReadyCall<'a> {
     transfers: Transfers<'a>,
     input: Region,
     output: Region,
-    /// Guards of both buffers while work is submitted.
+    /// Guards of both buffers, held while the work is submitted.
     _uses: Uses<'a>,
 }
 
 impl AllToAllBuilder {
     /// Makes calls fail if this registrar has not registered their buffers on the communicator, as windows or for this rank only. By
-    /// default, NCCL moves unregistered memory as well, through its own buffers. With NCCL 2.30.7, keep both buffers in windows, or neither:
-    /// `torch.distributed.all_to_all_single`, which also sends and receives, never completes if only its input is in a window.
+    /// default, NCCL moves unregistered memory as well, through its own buffers. With NCCL 2.30.7, keep both buffers in windows, or
+    /// neither: `torch.distributed.all_to_all_single`, which also sends and receives, never completes if only its input is in a window.
     pub fn require_registered(mut self, registrar: &Arc<Registrar>) -> Self {
         self.registrar = Some(Arc::clone(registrar));
         self
     }
 
     /// Compares the splits of all ranks before each [`run`](AllToAll::run). If ranks disagree, they get an error that states the numbers of
-    /// rows, instead of a hang or wrong rows. Use this for debugging: every call costs an exchange, for which the host blocks. Captured
-    /// calls are not compared, so run them once before the capture.
+    /// rows, instead of hanging or receiving wrong rows. Use this for debugging: every call costs an exchange, for which the host blocks.
+    /// Captured calls are not compared, so run them once before the capture.
     pub fn check_calls(mut self) -> Self {
         self.is_checked = true;
         self
@@ -168,17 +168,17 @@ impl AllToAll {
         &self.comm
     }
 
-    /// Returns the segments that calls have used so far, by address, if registered memory is
+    /// Returns the keys of the segments that calls have used so far, in ascending order of addresses. Empty unless registered memory is
     /// [required](AllToAllBuilder::require_registered).
     pub fn segments(&self) -> Vec<SegmentKey> {
         self.registered.as_ref().map(RegisteredSegments::keys).unwrap_or_default()
     }
 
-    /// Sends every rank the numbers of rows that this rank sends, and returns the splits of both sides. All ranks must make this call when
-    /// the splits of any rank changed. The host blocks until the messages arrive.
+    /// Exchanges the numbers of rows with all ranks, and returns the splits of both sides. `rows[i]` is the number of rows that this rank
+    /// sends to rank i. All ranks must make this call when the splits of any rank have changed. The host blocks until the messages arrive.
     ///
     /// # Errors
-    /// Returns an error if `rows` does not have one entry per rank, or their sum overflows; all other ranks then get
+    /// Returns an error if `rows` does not have one entry per rank, or if the sum of its entries overflows; all other ranks then get
     /// [`AllToAllError::Refused`]. Also returns an error if a capture is in progress, a rank misses the communicator's deadline, or NCCL
     /// fails.
     pub fn exchange_splits(&self, rows: &[u64]) -> Result<Splits, AllToAllError> {
@@ -197,14 +197,14 @@ impl AllToAll {
         self.messages.read_exchange(&gathered)
     }
 
-    /// Sends the input's parts to all ranks and receives theirs in the output. A row is `row_elements` elements. `splits` are `&Splits`, or
-    /// `None` for equal parts of both whole buffers. All ranks must make this call. Returns when the work is in the stream. The buffers can
-    /// then be dropped.
+    /// Sends each part of the input to its rank, and receives the parts of all ranks into the output. A row is `row_elements` elements.
+    /// `splits` is `&Splits`, or `None` to divide each buffer into equal parts. All ranks must make this call. Returns when the work is in
+    /// the stream. The buffers can then be dropped.
     ///
     /// All ranks must use the same type of elements.
     ///
     /// # Errors
-    /// Returns an error before anything is submitted if the splits are for another number of ranks, or if the buffers are too short,
+    /// Returns an error before anything is submitted if the splits are for a different number of ranks, or if the buffers are too short,
     /// overlap, belong to another context, or are not registered as required. With [checks](AllToAllBuilder::check_calls), returns an error
     /// if the ranks disagree. Also returns an error if NCCL or the driver fails.
     pub fn run<'s, T, I, O>(
@@ -228,8 +228,8 @@ impl AllToAll {
     /// regions are in bytes.
     ///
     /// # Safety
-    /// Both regions must be memory of the communicator's device until the stream has completed the call. Earlier writes to them must
-    /// precede the call on the stream. Until the call completes, nothing else may write the input or access the output.
+    /// Both regions must lie in memory of the communicator's device that stays allocated until the stream has completed the call. Earlier
+    /// writes to them must precede the call on the stream. Until the call completes, nothing else may write the input or access the output.
     ///
     /// # Errors
     /// See [`run`](Self::run).
@@ -251,7 +251,7 @@ impl AllToAll {
         self.submit_checked(stream, call)
     }
 
-    /// Compares the call with those of other ranks, if calls are checked, and submits it.
+    /// Submits the call. If calls are checked, first compares it with the calls of the other ranks.
     fn submit_checked(
         &self,
         stream: &Arc<CudaStream>,
@@ -299,7 +299,7 @@ impl AllToAll {
         self.ready(transfers, input_address, output_address, smallvec::smallvec![reading, writing])
     }
 
-    /// Checks the addresses and returns the call on them.
+    /// Checks the addresses, and returns the call on these addresses, ready to be submitted.
     fn ready<'a>(
         &self,
         transfers: Transfers<'a>,

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 /// Time during which a wait polls continuously: most collectives complete within it.
 const SPIN: Duration = Duration::from_micros(60);
-/// Time after that during which a wait yields the core between polls.
+/// Time, from the start of a wait, until which the wait yields the core between polls. After that, it sleeps.
 const YIELD: Duration = Duration::from_micros(250);
 /// Longest sleep between two polls.
 const LONGEST_SLEEP: Duration = Duration::from_millis(2);
@@ -28,12 +28,12 @@ impl Backoff {
         self.since.elapsed()
     }
 
-    /// Returns the remaining time; zero after the limit.
+    /// Returns the time that remains until the limit, or zero after the limit.
     pub(crate) fn left(&self) -> Duration {
         self.limit.saturating_sub(self.waited())
     }
 
-    /// Pauses briefly. Returns `false` once the limit has passed.
+    /// Pauses until the next poll is due. Returns `false`, without a pause, once the limit has passed.
     pub(crate) fn pause(&self) -> bool {
         let waited = self.waited();
         if waited >= self.limit {

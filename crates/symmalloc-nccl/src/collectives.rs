@@ -1,10 +1,10 @@
 //! Collectives over any type from which cudarc obtains a device pointer: this library's buffers, their views, `CudaSlice`.
 //!
-//! All ranks of a communicator must call the same collectives in the same order. Each call returns when the work is in the stream. As with
-//! all buffers, the device waits for uses of a [`DeviceBuffer`](symmalloc_cuda::DeviceBuffer) by other streams. Lengths are checked on this
-//! rank. Use the agreement to check that they are equal on all ranks.
+//! All ranks of a communicator must call the same collectives in the same order. Each call returns when the work is in the stream. If other
+//! streams used a [`DeviceBuffer`](symmalloc_cuda::DeviceBuffer), the stream first waits for these uses, as with every use of such a
+//! buffer. Each rank checks the lengths of its own buffers. Use the agreement to check that lengths are equal on all ranks.
 //!
-//! Collectives that only move elements (gather, broadcast, send) support every type, by moving its bytes.
+//! Collectives that only move elements (gather, broadcast, send) support every element type, because they move bytes.
 
 pub(crate) mod transport;
 

@@ -66,22 +66,22 @@ use symmalloc_watchdog::ERROR_LIMIT;
 /// splits, in the same order, so threads that share a communicator must agree on an order.
 ///
 /// # Deadlines
-/// No wait for other ranks lasts longer than the [`deadline`](CommunicatorBuilder::deadline) without progress, on the host or on the
+/// If the other ranks make no progress, a wait for them ends after the [`deadline`](CommunicatorBuilder::deadline), on the host and on the
 /// device. A [watchdog](crate::WatchdogMode) determines which rank is gone, stopped or stuck. Calls and waits then return
-/// [`CommError::Failed`], and the communicator and its windows are gone. The allocator and other communicators continue to work. NCCL
-/// cannot cancel a single call. While connecting, and for operations that the watchdog does not observe, the error is
-/// [`CommError::Deadline`], which does not identify a rank. Wait for streams with [`synchronize`](Self::synchronize). See
+/// [`CommError::Failed`], and the communicator and its windows are gone. The allocator and other communicators continue to work. The whole
+/// communicator ends because NCCL cannot cancel a single call. While connecting, and for operations that the watchdog does not observe, the
+/// error is [`CommError::Deadline`] instead, which does not identify a rank. Wait for streams with [`synchronize`](Self::synchronize). See
 /// `docs/watchdog.md`.
 ///
-/// A kernel on symmetric windows has no abort flag, and the driver waits for it in `exit`. If such a kernel waits for a missing peer, the
-/// communicator is [`Lost`](CommState::Lost) and the watchdog ends the process, unless it is configured not to.
+/// A kernel on symmetric windows has no abort flag, and the driver waits for such a kernel in `exit`. If such a kernel waits for a missing
+/// peer, the communicator is [`Lost`](CommState::Lost) and the watchdog ends the process, unless it is configured not to.
 ///
 /// # Blocking and nonblocking mode
 /// | | [blocking](CommunicatorBuilder), the default | [`nonblocking`](CommunicatorBuilder::nonblocking) |
 /// |---|---|---|
-/// | a small collective, back to back (8 KiB all-reduce, 2 H200, `docs/measured/nccl.md`) | 10 us | 75 us: NCCL starts a thread for each |
-/// | first collective of its kind, type and size, registration, split | on a separate thread, with a wait | polled |
-/// | after a deadline | revoked and aborted; without `ncclCommRevoke` (before 2.28.7), and while connecting, lost | aborted |
+/// | time per small collective when many run back to back (8 KiB all-reduce, 2 H200, `docs/measured/nccl.md`) | 10 us | 75 us: NCCL starts a thread for each |
+/// | the first collective of each kind, data type and size; registrations; splits | made on a separate thread, for which the caller waits | polled |
+/// | after a deadline | the communicator is revoked and aborted; if NCCL lacks `ncclCommRevoke` (before 2.28.7) or was still connecting, the communicator is lost | the communicator is aborted |
 ///
 /// `NCCL_COMM_BLOCKING` is respected. NCCL gives it precedence over the program's choice.
 #[derive(Clone)]
@@ -89,7 +89,8 @@ pub struct Communicator {
     shared: Arc<Owner>,
 }
 
-/// State shared by the clones. The watchdog refers to it without delaying its destruction.
+/// The state that the clones share. When the last clone drops it, the communicator is destroyed, even if the watchdog still refers to the
+/// state.
 struct Owner(Arc<Shared>);
 
 impl Deref for Owner {
@@ -116,7 +117,7 @@ impl Communicator {
         &self.shared.name
     }
 
-    /// Returns the communicator's device.
+    /// Returns the device whose buffers and streams this communicator accepts.
     pub fn device(&self) -> &Arc<CudaDevice> {
         &self.shared.device
     }
@@ -126,7 +127,7 @@ impl Communicator {
         self.shared.nccl
     }
 
-    /// Returns the longest time that the communicator waits for other ranks without progress.
+    /// Returns the maximum time that the communicator waits for other ranks that make no progress.
     pub fn deadline(&self) -> Duration {
         self.shared.deadline
     }
@@ -136,7 +137,7 @@ impl Communicator {
         self.shared.mode == Mode::Blocking
     }
 
-    /// Returns the communicator's position among all communicators of the job, which is equal on all of its ranks.
+    /// Returns the communicator's position among all communicators of the job. The position is equal on all ranks of the communicator.
     pub fn order(&self) -> &CommOrder {
         &self.shared.order
     }
@@ -173,7 +174,7 @@ impl Communicator {
     /// communicator is aborted instead, which does not wait for other ranks. Does nothing if
     /// the communicator has already ended, or in a forked child. Dropping the last clone also destroys it.
     ///
-    /// Destroy graphs that contain its collectives first, because NCCL waits for them.
+    /// First destroy all graphs that contain the communicator's collectives, because NCCL waits for these graphs.
     ///
     /// # Errors
     /// Returns an error if its work does not complete within the deadline. The communicator is then aborted, as by [`abort`](Self::abort).
@@ -205,7 +206,7 @@ impl Communicator {
         self.shared.abort_requested.store(true, Ordering::Release);
         let inner = self.shared.lock_or_revoke(limit)?;
         if let Ok(mut access) = self.shared.access_even_revoked_with(inner) {
-            // The watchdog may be about to end the communicator: record its cause for later errors.
+            // The watchdog may be about to end the communicator. Record the failure that it found, for later errors.
             let failed = self.shared.failure().map(Arc::new);
             end_all(from_mut(&mut access), Ending::Idle, failed.as_ref(), limit);
         }
@@ -235,7 +236,7 @@ impl Communicator {
         }
     }
 
-    /// Returns the number of a transport's next gather, equal on all ranks.
+    /// Counts a gather by a transport and returns its number, which is equal on all ranks.
     pub(crate) fn next_gather(&self) -> Result<u64, CommError> {
         let mut access = self.shared.access()?;
         access.inner.gathers += 1;
@@ -304,7 +305,7 @@ impl Shared {
         }
     }
 
-    /// Revokes the operation that another thread waits for in a call.
+    /// Revokes the operation for which the holder of the call lock waits inside a call.
     fn revoke_holder(&self) {
         let comm = lock(&self.life).comm;
         if comm.is_null() || self.ownership == Ownership::Borrowed || !self.nccl.supports(Capability::Revoke) {

@@ -1,9 +1,9 @@
 //! NCCL window registration that is correct by construction: memory is placed identically on every rank, all ranks register windows in the
 //! same order, and every wait has a deadline.
 //!
-//! NCCL's symmetric kernels address a peer's buffer by window and offset and do not check that the ranks agree. If they disagree, every
-//! element is wrong and the return code is still `ncclSuccess`. `symmalloc-core` places the n-th allocation identically on every rank.
-//! This crate compares the ranks' histories and then registers the segments.
+//! NCCL's symmetric kernels address a peer's buffer by window and offset, and do not check that the ranks use equal offsets. If the offsets
+//! differ, every element of the result is wrong and the return code is still `ncclSuccess`. `symmalloc-core` places the n-th allocation
+//! identically on every rank. This crate compares the ranks' histories and then registers the segments.
 //!
 //! # Examples
 //! Start one process per GPU with `torchrun --no-python`, mpirun, mpiexec or srun:
@@ -27,7 +27,7 @@
 //! | type | purpose |
 //! |---|---|
 //! | [`Nccl`] | the process's libnccl: its path, version and capabilities |
-//! | [`Launch`], [`UniqueId`] | this process's rank, and an id shared by all ranks without a side channel |
+//! | [`Launch`], [`UniqueId`] | this process's rank, and an id that all ranks obtain without a side channel |
 //! | [`Communicator`] | a group of ranks that call the same collectives: connect, split, shrink, grow, register, destroy, revoke, abort |
 //! | [`Group`] | several collectives that are submitted together |
 //! | [`Registrar`], [`Attachment`] | windows over the segments of pools, synchronized across ranks |
@@ -37,14 +37,15 @@
 //! | [`AllToAll`] | all-to-all-v on registered memory |
 //!
 //! # Deadlines and errors
-//! Every operation that waits for other ranks fails at the communicator's deadline, with an error that names the wait. The communicator is
-//! then unusable; the allocator and other communicators continue to work. NCCL does not report which rank is missing, and its symmetric
-//! kernels cannot be stopped: see [`Communicator`]. Errors are typed and state a remedy. NCCL failures never cause a panic.
+//! If an operation waits for other ranks longer than the communicator's deadline, it fails with an error that names the operation. The
+//! communicator is then unusable, but the allocator and other communicators continue to work. NCCL does not report which rank is missing,
+//! and its symmetric kernels cannot be stopped: see [`Communicator`]. Errors are typed and state a remedy. NCCL failures never cause a
+//! panic.
 //!
 //! # libnccl
 //! The library is opened on first use, so programs build and start without it. The minimum version is NCCL 2.18; windows require 2.27
-//! ([`Capability`]). If the process has already loaded a libnccl, such as PyTorch's or cudarc's, that copy is shared.
-//! `SYMMALLOC_NCCL_LIBRARY` selects another one. CUDA versions are selected as in `symmalloc-cuda`.
+//! ([`Capability`]). If the process has already loaded a libnccl, such as PyTorch's or cudarc's, this crate uses that copy.
+//! `SYMMALLOC_NCCL_LIBRARY` selects a different library. CUDA versions are selected as in `symmalloc-cuda`.
 //!
 //! # Implementation
 //! | folder | contents |
@@ -53,21 +54,21 @@
 //! | `communicator` | communicators; `submission.rs` submits collectives and groups, `call.rs` selects the thread and the deadline of an NCCL call, `ending.rs` handles calls that do not return |
 //! | `collectives` | the collectives, defined once for plain and checked use, and the transport of messages between ranks |
 //! | `windows` | the names of segments, cache keys, a map of windows, and NCCL's symmetric address space |
-//! | `sync` | changes to segments, the actions that follow from them, and their comparison across ranks |
+//! | `sync` | changes to segments, the actions that follow from the changes, and the comparison of actions across ranks |
 //! | `registrar` | the [`Registrar`]: its state per communicator, syncs and lookups |
 //! | `sleep` | sleep and wake of a pool on all ranks |
-//! | `watchdog` | what the watchdog (`symmalloc-watchdog`) needs of the driver and NCCL: `marker.rs` polls the progress of the device; `at_exit.rs` delays the end of the process while threads of this crate still work |
+//! | `watchdog` | the part of the watchdog (`symmalloc-watchdog`) that calls the driver and NCCL: `marker.rs` polls the progress of the device; `at_exit.rs` delays the end of the process while threads of this crate still work |
 //! | `all_to_all` | all-to-all-v |
 //!
 //! To follow one sync from a segment's birth to its window, read:
 //! 1. `registrar.rs`, `sync_all`: the communicators in their global order.
 //! 2. `registrar/attached_comm/sync.rs`, `sync_ready`: the steps of one communicator.
-//! 3. `sync/observed.rs`: the events since the last sync. `windows/table.rs`: what each of them changes.
-//! 4. `sync/actions.rs`: the actions that follow. `sync/agreement.rs`: their comparison across ranks.
+//! 3. `sync/observed.rs`: the events since the last sync. `windows/table.rs`: what each event changes.
+//! 4. `sync/actions.rs`: the actions that follow. `sync/agreement.rs`: the comparison of actions across ranks.
 //! 5. `windows/registrations.rs`: the registered segments. `communicator/registration.rs` and `call.rs`: the call to NCCL.
 //!
-//! A segment that grows takes the same path: its change has a larger extent, and the action replaces the window. A registration that fails
-//! ends the communicator in `communicator/call.rs`, and `AttachedComm::sync` drops its windows.
+//! A segment that grows takes the same path: its change has a larger extent, and the action replaces the window. If a registration fails,
+//! `communicator/call.rs` ends the communicator, and `AttachedComm::sync` drops the communicator's windows.
 
 mod all_to_all;
 mod backoff;
@@ -121,7 +122,7 @@ pub use windows::keys::{Invalidated, InvalidationCursor};
 pub use windows::registrations::WindowSpan;
 pub use windows::segment::{HeapSegment, SymmetricSegment};
 
-/// Types that must be usable from several threads.
+/// Checks at compile time that these types can be shared between threads.
 const _: () = {
     const fn shared<T: Send + Sync>() {}
     shared::<Communicator>();

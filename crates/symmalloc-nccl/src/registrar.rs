@@ -18,8 +18,8 @@
 //!
 //! The allocator never calls the registrar. A program attaches pools to communicators, allocates and frees freely, and calls
 //! [`sync`](Registrar::sync) on every rank wherever windows must be current: after a warm-up, at the end of a scope, before a capture. A
-//! sync without changes costs one small collective that compares histories. With [`Mode::Off`], it costs 0.1 to 0.2 microseconds and makes
-//! no NCCL call. Both are cheap enough to run before every step.
+//! sync with nothing to register or deregister costs one small collective, which compares histories. With [`Mode::Off`], such a sync costs
+//! 0.1 to 0.2 microseconds and makes no NCCL call. In every mode, a sync is cheap enough to run before every step.
 
 pub(crate) mod attached_comm;
 pub(crate) mod checked;
@@ -51,7 +51,7 @@ use symmalloc_core::config::SegmentPolicy;
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaError, DeviceMemory, Pool};
 use symmalloc_files::is_forked;
 
-/// A registrar of the memory of an allocator's pools on communicators. It can be shared between threads. Use one per allocator.
+/// A registrar, which registers the memory of an allocator's pools on communicators. Use one registrar per allocator. Threads can share it.
 ///
 /// # Examples
 /// ```no_run
@@ -78,24 +78,26 @@ use symmalloc_files::is_forked;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// An attached communicator is kept alive until it is destroyed or aborted, or the registrar is dropped. Dropping the registrar waits for
-/// the device's work for at most the communicator's deadline and then deregisters everything locally, without the other ranks. Nothing
-/// remains to be deregistered if the pools were [detached](Self::detach) and synced, or if the communicators were destroyed.
+/// The registrar keeps an attached communicator alive until the communicator is destroyed or aborted, or the registrar is dropped. Dropping
+/// the registrar waits for the device's work for at most the communicator's deadline and then deregisters everything locally, without the
+/// other ranks. Nothing remains to be deregistered if the pools were [detached](Self::detach) and synced, or if the communicators were
+/// destroyed.
 pub struct Registrar {
     allocator: CudaAllocator,
     settings: Settings,
     attachments: RwLock<Vec<Arc<AttachedComm>>>,
     counters: Counters,
-    /// Communicators that ended and were removed from the list, but that other ranks may still name in their messages.
+    /// Communicators that ended and were removed from `attachments`, but that other ranks may still name in their messages.
     ended: EndedComms,
 }
 
 type Attachments = SmallVec<[Arc<AttachedComm>; 4]>;
 
-/// A communicator in a sync.
+/// A communicator that takes part in a sync.
 struct SyncedComm {
     attachment: Arc<AttachedComm>,
-    /// Pools whose histories the ranks compare; `None` if they exchange no messages for that.
+    /// Pools whose histories the ranks compare. Empty if they only check that they sync at the same point; `None` if they exchange no
+    /// messages for either purpose.
     compared: Option<SmallVec<[PoolId; 4]>>,
     /// `true` if this rank has nothing to register or deregister.
     is_current: bool,
@@ -135,14 +137,15 @@ impl Registrar {
     /// Registers the memory of these pools on a communicator, starting with the next [`sync`](Self::sync). This call is local and does not
     /// involve other ranks. Every rank must attach the same symmetric pools in the same way; private pools may differ.
     ///
-    /// From now on, dead segments of the pools keep their memory until a sync has deregistered them, and expandable segments are not
-    /// shrunk. A pool can be attached to any number of communicators and has separate windows on each: use one pool for all communicators,
-    /// or one per communicator. The pools of a [`GraphPool`](symmalloc_cuda::GraphPool) can also be attached.
+    /// From now on, a segment that the allocator gives up (a dead segment) keeps its memory until a sync has deregistered it, and
+    /// expandable segments are not shrunk. A pool can be attached to any number of communicators and has separate windows on each of them,
+    /// so a program can use one pool for all communicators or one pool per communicator. The pools of a
+    /// [`GraphPool`](symmalloc_cuda::GraphPool) can also be attached.
     ///
-    /// The [`Attachment`] states the kind of registration, the flags of the windows, and when ranks compare histories. A [`Registration`]
-    /// stands for an attachment with the defaults.
+    /// The [`Attachment`] states the kind of registration, the flags of the windows, and when ranks compare histories. To use the defaults
+    /// for everything but the kind of registration, pass a [`Registration`].
     ///
-    /// The first attachment to a communicator creates a stream. If that is the first stream of the device's context, the call waits for the
+    /// The first attachment to a communicator creates a stream. If this stream is the first of the device's context, the call waits for the
     /// device's work. Syncs create no stream.
     ///
     /// # Errors
@@ -213,16 +216,19 @@ impl Registrar {
     }
 
     /// Brings the registrations of these communicators up to date. Every rank of each communicator must call it at the same point of the
-    /// program, with the same communicators. Their order does not matter: all ranks process them in the same global order.
+    /// program, with the same communicators. The order of `comms` does not matter: all ranks process communicators in the same global
+    /// order.
     ///
-    /// On each communicator, the ranks agree on their histories and on the steps in one small collective. New segments are then registered
-    /// in log order, once, with one window per whole segment. Dead segments are deregistered in log order, after the work already
-    /// submitted to the device completes. Their memory is released unless another communicator still has windows on it.
+    /// On each communicator, one small collective checks that the ranks have equal histories and the same windows to register and
+    /// deregister. Each new segment is then registered once, in log order, with one window over the whole segment. Dead segments are
+    /// deregistered in log order, after the work already submitted to the device completes. Their memory is released unless another
+    /// communicator still has windows on it.
     ///
     /// # Errors
-    /// If a communicator has ended, returns its error; otherwise that of the first one, in the global order, that failed. The others are
-    /// still brought up to date, because their ranks wait for this one. With a communicator that is not attached, or during a capture,
-    /// nothing is done, and the other ranks wait until the deadline. See [`SyncError`] for the state of the communicator that failed.
+    /// If a communicator has ended, returns the error of that communicator. Otherwise, returns the error of the first communicator that
+    /// failed, in the global order. In both cases, the remaining communicators are still brought up to date, because their ranks wait for
+    /// this one. If a communicator is not attached or a capture is in progress, the call does nothing, and the other ranks wait until the
+    /// deadline. See [`SyncError`] for the state of the communicator that failed.
     pub fn sync(&self, comms: &[&Communicator]) -> Result<Synced, SyncError> {
         self.counters.syncs.add(1);
         let (attachments, gone) = self.attached(comms)?;
@@ -230,8 +236,8 @@ impl Registrar {
         gone.map_or(outcome, Err)
     }
 
-    /// Like [`sync`](Self::sync), for the end of a scope that may be part of a graph capture, in which ranks can neither register segments
-    /// nor communicate. During a capture, it succeeds without comparing histories if there is nothing to register.
+    /// Like [`sync`](Self::sync), for the end of a scope that may be part of a graph capture. During a capture, ranks can neither register
+    /// segments nor communicate, so this call succeeds without comparing histories if there is nothing to register.
     ///
     /// # Errors
     /// Same as [`sync`](Self::sync).
@@ -248,7 +254,7 @@ impl Registrar {
         gone.map_or(outcome, Err)
     }
 
-    /// Like [`sync`](Self::sync), but compares histories in every mode. Use it to compare them on demand with [`Mode::Off`].
+    /// Like [`sync`](Self::sync), but compares histories in every mode. With [`Mode::Off`], use it to compare histories on demand.
     ///
     /// # Errors
     /// Same as [`sync`](Self::sync).
@@ -263,8 +269,8 @@ impl Registrar {
         gone.map_or(outcome, Err)
     }
 
-    /// Counts a sync of these communicators, and determines which histories it compares. Returns an empty list if all communicators are
-    /// [quiet](SyncedComm::is_quiet). Most syncs are quiet, and building the list would take a fifth of their time.
+    /// Counts a sync of these communicators, and determines which histories the sync compares. Returns an empty list if all communicators
+    /// are [quiet](SyncedComm::is_quiet). Most syncs are quiet, and building the list would take a fifth of the time of such a sync.
     fn begin_sync(&self, attachments: &[Arc<AttachedComm>]) -> SyncedComms {
         let mut comms = SyncedComms::new();
         for (number, attachment) in attachments.iter().enumerate() {
@@ -288,8 +294,9 @@ impl Registrar {
         self.sync_all(comms)
     }
 
-    /// Returns the attachments of communicators. A communicator that has ended may have been swept on this rank only, and the other
-    /// communicators must be synced on all ranks alike. Its error is therefore returned next to the attachments of the others.
+    /// Returns the attachments of communicators, and the error of a communicator that has ended. Such a communicator may have been swept on
+    /// this rank only, while all ranks must still sync the remaining communicators. The error is therefore returned next to their
+    /// attachments.
     fn attached(&self, comms: &[&Communicator]) -> Result<(Attachments, Option<SyncError>), SyncError> {
         let (mut attachments, mut gone) = (Attachments::new(), None);
         let all = self.read();
@@ -305,8 +312,8 @@ impl Registrar {
         Ok((attachments, gone))
     }
 
-    /// Returns `true` if a sync of this communicator has nothing to do on this rank: every segment of the pools is registered, and dead
-    /// ones are deregistered. Never waits for other ranks.
+    /// Returns `true` if a sync of this communicator has nothing to do on this rank: every live segment of the pools is registered, and
+    /// every dead segment is deregistered. Never waits for other ranks.
     ///
     /// # Errors
     /// Returns an error if no pool is attached to the communicator, or the communicator has ended.
@@ -348,8 +355,8 @@ impl Registrar {
         total
     }
 
-    /// Discards the history that all ranks agree on. Keeps that of pools that are also attached to other communicators, whose ranks may not
-    /// have reached this point.
+    /// Discards the history that all ranks agree on. Keeps the history of pools that are also attached to other communicators, because the
+    /// ranks of those communicators may not have reached this point.
     fn settle(&self, synced: &[SyncedComm], histories: &[Option<RankHistory<'_>>]) {
         let is_synced =
             |attachment: &Arc<AttachedComm>| synced.iter().any(|other| Arc::ptr_eq(attachment, &other.attachment));
@@ -365,7 +372,7 @@ impl Registrar {
     }
 
     /// Detaches communicators that were destroyed, aborted or lost, without touching their windows, and releases the memory that was kept
-    /// for them. A sync does this as well. Returns the number of detached communicators.
+    /// for their windows. A sync does this as well. Returns the number of detached communicators.
     pub fn sweep(&self) -> usize {
         let all: Attachments = self.read().iter().map(Arc::clone).collect();
         let gone: Attachments = all.into_iter().filter(|attachment| attachment.sweep(&self.allocator)).collect();
@@ -380,7 +387,8 @@ impl Registrar {
         gone.len()
     }
 
-    /// Returns the used memory of the device by owner, including this registrar's communicators. Waits for their NCCL calls in other threads.
+    /// Returns the used memory of the device by owner, including this registrar's communicators. Waits for NCCL calls that other threads
+    /// make with these communicators.
     ///
     /// # Errors
     /// Returns an error if a driver call fails.
@@ -390,7 +398,7 @@ impl Registrar {
         Ok(memory.with_communicators(Communicator::held_bytes(&comms)))
     }
 
-    /// Returns counters over all communicators.
+    /// Returns the registrar's counters, summed over all communicators.
     pub fn stats(&self) -> RegistrarStats {
         let mut stats = RegistrarStats {
             syncs: self.counters.syncs.get(),
@@ -489,15 +497,15 @@ impl fmt::Debug for Registrar {
 }
 
 impl Registrar {
-    /// Runs `work` with an allocator that allocates from `pool`, and syncs the communicators when it returns, so that the returned buffers
-    /// are in windows. Every rank must call this function.
+    /// Runs `work` with an allocator that allocates from `pool`, and syncs the communicators when `work` returns, so that the buffers that
+    /// `work` returns are in windows. Every rank must call this function.
     ///
     /// The sync also runs if the result of `work` is an error, because the other ranks wait for it. It does not run if `work` panics:
     /// nothing is registered, and the other ranks fail at the deadline.
     ///
     /// # Errors
     /// [`SyncError::NotAttached`], before `work` runs, if the pool is not attached to all of the communicators for windows; otherwise the
-    /// errors of [`sync`](Self::sync). The result of `work` is then dropped.
+    /// errors of [`sync`](Self::sync). If the sync fails, the result of `work` is dropped.
     pub fn with_symmetric<R>(
         &self,
         comms: &[&Communicator],
@@ -541,7 +549,8 @@ impl RegistrarBuilder {
     }
 
     /// Overrides the size in bytes of each communicator's symmetric address space. Use it if NCCL does not follow its documented rule
-    /// (`NCCL_WIN_STRIDE`, otherwise the memory of the largest device). The size is rounded up to 4 GiB, and ranks use the largest value.
+    /// (`NCCL_WIN_STRIDE`, otherwise the memory of the largest device). The size is rounded up to 4 GiB, and all ranks use the largest
+    /// value of any rank.
     pub fn symmetric_space_bytes(mut self, bytes: u64) -> Self {
         self.symmetric_space_bytes = Some(bytes);
         self

@@ -4,7 +4,7 @@
 //!  Agree ─ Quiesce ─ Decide ─ Deregister ... ─ Unmap ─ Check [─ Suspend ...]
 //! ```
 //! Before `Decide` completes, nothing has changed that other ranks can observe. Afterwards the pool falls asleep even if other ranks fail.
-//! If a rank stops while others may continue, it ends the communicators on which they would wait for it.
+//! If a rank stops while others may continue, it ends the communicators on which the others would wait for it.
 
 pub(crate) mod communicators;
 pub(crate) mod error;
@@ -36,7 +36,7 @@ impl Registrar {
     /// all ranks of all communicators that the pool is attached to, and the pool must be attached to `over`. No work may use the pool until
     /// it wakes.
     ///
-    /// A pool that already sleeps on some ranks sleeps on all of them afterwards. A [`sync`](Self::sync) skips a sleeping pool.
+    /// If the pool already sleeps on some ranks, it sleeps on all ranks after this call. A [`sync`](Self::sync) skips a sleeping pool.
     ///
     /// # Determinism
     /// Like [`Allocator::sleep`](symmalloc_core::Allocator::sleep), this is an op: the digests include the request, regardless of its
@@ -51,14 +51,15 @@ impl Registrar {
         outcome
     }
 
-    /// Puts a pool to sleep like [`sleep`](Self::sleep), and then suspends its communicators: NCCL releases their memory on all ranks. The
-    /// next wake of a pool with registrations on a communicator resumes it, and so does any sleep or wake over it. Until then, its
-    /// collectives and syncs return an error, and no graph that contains its collectives may be launched. All pools with registrations on
-    /// these communicators must sleep.
+    /// Puts a pool to sleep like [`sleep`](Self::sleep), and then suspends its communicators: NCCL releases their memory on all ranks. A
+    /// communicator is resumed by the next wake of a pool with registrations on it, and by any sleep or wake over it. Until then, the
+    /// communicator's collectives and syncs return an error, and no graph that contains its collectives may be launched. All pools with
+    /// registrations on these communicators must sleep.
     ///
     /// # Errors
-    /// See [`sleep`](Self::sleep). [`CollectiveSleepError::Refused`] with [`Obstacle::NoSuspension`](crate::Obstacle::NoSuspension) means that NCCL is
-    /// older than 2.29.7, and with [`Obstacle::OtherWindows`](crate::Obstacle::OtherWindows) that another pool with registrations is awake.
+    /// See [`sleep`](Self::sleep). [`CollectiveSleepError::Refused`] with [`Obstacle::NoSuspension`](crate::Obstacle::NoSuspension) means
+    /// that NCCL is older than 2.29.7, and with [`Obstacle::OtherWindows`](crate::Obstacle::OtherWindows) that another pool with
+    /// registrations is awake.
     pub fn sleep_and_suspend(
         &self,
         over: &Communicator,
@@ -154,8 +155,8 @@ impl<'a> PhaseChange<'a> {
         Ok(Slept { suspended_bytes: self.suspend(broken)?, ..Slept::default() })
     }
 
-    /// Ends all communicators if the call suspends them. Other ranks may have received the message that this rank did not, and would wait
-    /// for it in NCCL.
+    /// Ends all communicators if the call suspends them. Other ranks may have received the message that this rank missed, and would then
+    /// wait for this rank in NCCL.
     fn end_if_others_may_suspend(&mut self) {
         if self.suspends {
             self.end_all();
@@ -216,7 +217,8 @@ impl<'a> PhaseChange<'a> {
         deregistrations
     }
 
-    /// Executes `Unmap`: releases the memory unless a lost communicator has windows on it. The flag is `true` if memory is still held.
+    /// Executes `Unmap`: releases the memory unless a lost communicator has windows on it. The returned flag is `true` if memory is still
+    /// held.
     fn unmap(&mut self, quiesced: Quiesced<'a>, deregistrations: u64) -> (Slept, bool) {
         let slept = Slept { deregistrations, ..Slept::default() };
         if self.is_held() {

@@ -8,7 +8,7 @@ pub(crate) const COMM_ID_VARIABLE: &str = "NCCL_COMM_ID";
 
 /// The id with which all ranks of one communicator connect: 128 bytes that one rank obtains from NCCL and sends to the others.
 ///
-/// [`for_job`](Self::for_job) distributes one to all ranks of a job without a side channel.
+/// [`for_job`](Self::for_job) distributes an id to all ranks of a job without a side channel.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct UniqueId {
     bytes: [u8; Self::BYTES],
@@ -18,7 +18,7 @@ impl UniqueId {
     /// Size of an id in bytes.
     pub const BYTES: usize = 128;
 
-    /// Creates an id from the bytes of another rank.
+    /// Creates an id from the bytes that another rank sent.
     pub fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
         UniqueId { bytes }
     }

@@ -1,4 +1,4 @@
-//! What the watchdog needs of the driver and of NCCL. The watchdog itself is the crate `symmalloc-watchdog`.
+//! The part of the watchdog that calls the driver and NCCL. The watchdog itself is the crate `symmalloc-watchdog`.
 //!
 //! ```text
 //!  communicator ── Observed ── FlightRecorder: submitted work, and the device's progress

@@ -26,7 +26,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use symmalloc_files::say;
 
 thread_local! {
-    /// `true` while this thread is inside a served call. libcuda's nested calls are passed through.
+    /// `true` while this thread is inside a served call. Calls that libcuda makes in the meantime are passed to the
+    /// driver.
     static IS_INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -39,7 +40,8 @@ impl Drop for Inside {
     }
 }
 
-/// Runs a served call. Catches panics, which indicate a failed internal assertion.
+/// Runs `served`, or passes the call to the driver inside another served call, in a forked child, or if the settings
+/// are invalid. Catches panics, which indicate a failed internal assertion.
 #[inline]
 fn boundary(served: impl FnOnce() -> c_int, driver: impl FnOnce() -> c_int) -> c_int {
     if IS_INSIDE.get() || forks::is_forked() || settings().is_none() {
@@ -55,7 +57,7 @@ fn boundary(served: impl FnOnce() -> c_int, driver: impl FnOnce() -> c_int) -> c
 
 macro_rules! served {
     ($($symbol:ident($base:literal, $since:literal)($($arg:ident: $type:ty),*) => $serve:expr;)*) => {
-        /// Names and addresses of each call.
+        /// The names and addresses of each served call.
         #[allow(non_upper_case_globals, reason = "the driver's names")]
         mod known {
             use crate::served_call::ServedCall;
@@ -89,7 +91,7 @@ macro_rules! served {
                 }
                 // SAFETY: the type matches the driver's call.
                 let driver = unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> c_int>(found) };
-                // SAFETY: the caller's contract equals the driver's, in both cases.
+                // SAFETY: the caller upholds the driver's contract, which is also that of `$serve`.
                 boundary(|| unsafe { ($serve)(driver, $($arg),*) }, || unsafe { driver($($arg),*) })
             }
         )*

@@ -1,7 +1,7 @@
 //! Stream captures of the program that are in progress.
 //!
-//! If no capture is in progress, a single load detects that. Otherwise the driver reports whether a stream is part of a capture, and the
-//! allocator of each context with captures watches them ([`CaptureWatch`]).
+//! If no capture is in progress, a single load detects that. Otherwise the driver reports whether a stream is part of a capture. In each
+//! context with captures, the allocator watches them ([`CaptureWatch`]).
 
 use crate::context::Context;
 use crate::libcuda;
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use symmalloc_cuda::CaptureWatch;
 
-/// The stream on which each capture began.
+/// For each capture, the stream on which it began and the watch of the stream's context. The watch is `None` if the context is not served.
 static UNDER_WAY: Mutex<Vec<(usize, Option<CaptureWatch>)>> = Mutex::new(Vec::new());
 /// Number of captures in progress.
 static COUNT: AtomicUsize = AtomicUsize::new(0);

@@ -6,11 +6,11 @@
 //!  p2 ...   memory pools that the program created, in the order of their first use
 //! ```
 //!
-//! `contexts.rs` creates a context at the first allocation. It lives until the process exits, because a program may free memory while it
-//! exits. When the context is reset (`ending.rs`), its memory is released, and the next context is a new one even if it has the same
-//! handle.
+//! `contexts.rs` creates a [`Context`] at the first allocation. The [`Context`] lives until the process exits, because a program may free
+//! memory during its exit. When the program resets the CUDA context (`ending.rs`), the memory is released. The next CUDA context gets a new
+//! [`Context`], even if it has the same handle.
 //!
-//! The driver serves contexts that a program creates with `cuCtxCreate`: see `docs/run.md`.
+//! This library does not serve contexts that a program creates with `cuCtxCreate`; the driver does (see `docs/run.md`).
 
 use crate::libcuda::Driver;
 use crate::numbers::{Number, Numbers, StreamName};
@@ -31,7 +31,7 @@ static CONTEXTS: [AtomicPtr<Context>; CONTEXTS_MAX] = [const { AtomicPtr::new(st
 
 /// A numbered stream.
 pub(crate) struct KnownStream {
-    /// Handle of the stream; 0 for default streams, and while no stream has the number.
+    /// Handle of the stream; 0 for default streams, and while no stream has this number.
     raw: AtomicUsize,
     pub(crate) context: &'static Context,
     pub(crate) id: StreamId,
@@ -58,7 +58,7 @@ pub(crate) struct Context {
     raw: usize,
     device: c_int,
     allocator: CudaAllocator,
-    /// The host's stream.
+    /// The stream that stands for the host, for `cuMemAlloc`.
     pub(crate) host: StreamId,
     /// The device's default pool.
     default_pool: &'static MemPool,
@@ -93,7 +93,7 @@ impl Context {
 
     /// Returns all contexts that were ever served, in creation order.
     pub(crate) fn all() -> impl Iterator<Item = &'static Context> {
-        // SAFETY: null, or a leaked context.
+        // SAFETY: the pointer is null, or points to a leaked context.
         CONTEXTS.iter().map_while(|place| unsafe { place.load(Ordering::Acquire).as_ref() })
     }
 
@@ -155,14 +155,14 @@ impl Context {
     /// Returns the pool of `cuMemAllocAsync`, if it is served.
     #[inline]
     pub(crate) fn current_pool(&self) -> Option<&'static MemPool> {
-        // SAFETY: null, or a leaked pool.
+        // SAFETY: the pointer is null, or points to a leaked pool.
         unsafe { self.current_pool.load(Ordering::Acquire).as_ref() }
     }
 
-    /// Updates the pool that the device allocates from, because the program may have set another one.
+    /// Updates the pool that the device allocates from, because the program may have set a different one.
     pub(crate) fn find_current_pool(&self, driver: &Driver) {
         let mut handle = 0;
-        // SAFETY: valid for writing.
+        // SAFETY: the pointer is valid for writing.
         let known = unsafe { driver.current_pool(&raw mut handle, self.device) };
         let is_default = known.is_err() || handle == self.default_pool.raw();
         let pool = if is_default { Some(self.default_pool) } else { MemPool::find(handle) };
@@ -209,7 +209,7 @@ impl Context {
         Ok(numbering.streams[&number])
     }
 
-    /// Releases the number of a stream that is about to be destroyed. Its remaining work stays tracked.
+    /// Releases the number of a stream that is about to be destroyed. The stream's remaining work stays tracked.
     pub(crate) fn take_back(&self, name: StreamName) -> Result<(), c_int> {
         let mut numbering = lock(&self.numbering);
         if let Some(number) = numbering.numbers.get(name) {
@@ -220,7 +220,7 @@ impl Context {
         Ok(())
     }
 
-    /// Releases the number of a thread's default stream that is no longer used. The driver tracks its remaining work.
+    /// Releases the number of a thread's default stream that is no longer used. The driver tracks the stream's remaining work.
     pub(crate) fn release(&self, name: StreamName) {
         lock(&self.numbering).numbers.take_back(name);
     }
@@ -230,7 +230,7 @@ impl Context {
         self.is_gone.store(true, Ordering::Relaxed);
     }
 
-    /// Returns the number of bytes that the allocator holds and no allocation uses: cached memory, memory that the driver has not released
+    /// Returns the number of bytes that the allocator holds but no allocation uses: cached memory, memory that the driver has not released
     /// yet, and prefetched memory.
     pub(crate) fn cached_bytes(&self) -> u64 {
         let (stats, backend) = (self.allocator.stats(), self.allocator.core().backend());

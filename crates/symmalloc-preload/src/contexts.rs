@@ -32,7 +32,7 @@ fn make(raw: usize) -> Option<&'static Context> {
     let driver = libcuda::driver()?;
     let device = driver.device_of(raw)?;
     let (mut flags, mut active) = (0, 0);
-    // SAFETY: valid for writing.
+    // SAFETY: the pointers are valid for writing.
     unsafe { driver.primary_state(device, &raw mut flags, &raw mut active) }.ok()?;
     let settings = settings().filter(|settings| !settings.is_watched && active != 0)?;
     let _one_at_a_time = IS_MAKING.lock().unwrap_or_else(PoisonError::into_inner);
@@ -61,19 +61,20 @@ fn make(raw: usize) -> Option<&'static Context> {
 fn new(driver: &Driver, raw: usize, ordinal: c_int, settings: &Settings) -> Result<Option<Context>, CudaError> {
     let device = CudaDevice::new(usize::try_from(ordinal).unwrap_or(0))?;
     if device.context().cu_ctx() as usize != raw {
-        // A context that the program created, while the primary context is also active.
+        // The program created this context, while the primary context is also active.
         return Ok(None);
     }
     let allocator = CudaAllocator::new(&device, settings.config.clone())?;
     allocator.set_failure_callback(|core, _| {
-        // If the driver keeps some memory, the rest may suffice.
+        // If the driver fails to release some of the memory, the rest may suffice.
         let _kept = core.trim_all();
         Retry::IfReleased
     });
     recordings::start(&allocator, settings);
     let host = allocator.register_host_stream()?;
     let mut handle = 0;
-    // SAFETY: valid for writing. Devices without pools report none, and support no call that would use one.
+    // SAFETY: the pointer is valid for writing. Devices without pools report none, and support no call that would use
+    // one.
     let _missing = unsafe { driver.default_pool(&raw mut handle, ordinal) };
     let default_pool = MemPool::of_driver(handle, ordinal, PoolRole::Default);
     Ok(Some(Context::new(raw, ordinal, allocator, host, default_pool)))

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 static IS_FORKED: AtomicBool = AtomicBool::new(false);
 
-/// Returns `true` if this process was forked from a process that was served or watched.
+/// Returns `true` if this process was forked from a process that this library served or watched.
 #[inline]
 pub(crate) fn is_forked() -> bool {
     IS_FORKED.load(Ordering::Relaxed)

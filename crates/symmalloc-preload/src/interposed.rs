@@ -159,12 +159,12 @@ pub(crate) unsafe extern "C" fn dlvsym(
 
 unsafe extern "C" fn answer_dlsym(handle: *mut c_void, name: *const c_char, caller: usize) -> Answer {
     let jump = Answer::jump(libc_symbols::dlsym_address());
-    // SAFETY: the caller's contract: a C string.
+    // SAFETY: the caller passes null or a C string.
     let Some(call) = (unsafe { asked_for(name, caller) }) else { return jump };
     if is_search(handle) {
         return answer_search(call);
     }
-    // SAFETY: the caller's arguments.
+    // SAFETY: the arguments are those of the caller, who upholds the C library's contract.
     of_library(call, unsafe { libc_symbols::dlsym()(handle, name) }, jump)
 }
 
@@ -175,17 +175,17 @@ unsafe extern "C" fn answer_dlvsym(
     caller: usize,
 ) -> Answer {
     let jump = Answer::jump(libc_symbols::dlvsym_address());
-    // SAFETY: the caller's contract: a C string.
+    // SAFETY: the caller passes null or a C string.
     let Some(call) = (unsafe { asked_for(name, caller) }) else { return jump };
     if is_search(handle) {
         // libcuda's symbols have no versions, so a versioned search finds none.
         return jump;
     }
-    // SAFETY: the caller's arguments.
+    // SAFETY: the arguments are those of the caller, who upholds the C library's contract.
     of_library(call, unsafe { libc_symbols::dlvsym()(handle, name, version) }, jump)
 }
 
-/// Returns the served call with this name, unless the caller is a part of this library.
+/// Returns the served call with this name. Returns `None` if there is none, or if the caller is a part of this library.
 ///
 /// # Safety
 /// The name is null or a C string.
@@ -201,11 +201,12 @@ fn is_search(handle: *mut c_void) -> bool {
     handle == libc::RTLD_DEFAULT || handle == libc::RTLD_NEXT
 }
 
-/// Answers a search through all libraries. Without libcuda there is no such call, and the C library sets the matching error.
+/// Answers a search through all libraries. If libcuda is not loaded, the call does not exist, and the C library sets the error that
+/// `dlerror` reports.
 fn answer_search(call: &'static ServedCall) -> Answer {
     match libcuda::if_loaded() {
         Some(library) if !call.driver(library).is_null() => Answer::of(call.served()),
-        // The driver is too old to have the call.
+        // The driver is too old to export the call.
         Some(library) => {
             // SAFETY: the library is never closed.
             Answer::of(unsafe { libc_symbols::look_up(library.handle(), call.symbol()) })

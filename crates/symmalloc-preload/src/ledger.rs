@@ -7,9 +7,9 @@
 //! ```
 //!
 //! An allocation is found by any address within it. A small allocation can only be in two shards: those of the address's region and of the
-//! region before it. A shard also contains other regions, but none between the first address of the allocation and the queried address.
-//! Threads that use different heaps use different regions, and usually different locks. The assignment of regions to shards is scattered,
-//! because heaps lie at equal distances.
+//! region before it. A shard also contains other regions, but none of them lies between the first address of the allocation and the queried
+//! address. Threads that use different heaps use different regions, and usually different locks. A hash assigns regions to shards: heaps
+//! lie at equal distances, so a simpler rule could assign many of them to one shard.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -25,7 +25,7 @@ pub(crate) struct Ledger<T> {
     large: Shard<T>,
 }
 
-/// Aligned to separate cache lines.
+/// A part of the map with its own lock. The alignment keeps shards on separate cache lines.
 #[repr(align(128))]
 struct Shard<T>(Mutex<BTreeMap<u64, Entry<T>>>);
 

@@ -25,7 +25,7 @@
 //! | `dlsym`, `dlvsym` | `interposed.rs` |
 //! | `cuGetProcAddress`, `cuGetProcAddress_v2` | `calls/proc_address.rs` |
 //!
-//! Loading the library has no effect, and neither does running a program that never requests a call of libcuda.
+//! Loading the library has no effect by itself. A program that never looks up a call of libcuda runs unchanged.
 //!
 //! # Modules
 //! | | |
@@ -40,7 +40,7 @@
 //! | `tally.rs`, `exit.rs` | counters, and the report to `symmalloc run` |
 //! | `settings.rs`, `outcome.rs`, `forks.rs`, `libcuda.rs` | environment variables; conversion of errors to driver codes; forked children; libcuda |
 //!
-//! `unsafe` code appears where functions of the driver or the C library are called, looked up or replaced.
+//! `unsafe` code is limited to the places where functions of the driver or the C library are called, looked up or replaced.
 
 #[cfg(not(all(target_os = "linux", target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64"))))]
 compile_error!("symmalloc-preload is for Linux with the GNU C library, on x86-64 and aarch64");

@@ -1,7 +1,7 @@
 //! The C library's `dlsym` and `dlvsym`, which this library interposes.
 //!
-//! A lookup by name would return this library's functions. Instead, they are looked up where the loader finds them, in the C library's
-//! dynamic symbol table:
+//! A lookup by name would return this library's own `dlsym` and `dlvsym`. This file instead finds the C library's functions where the
+//! loader finds them, in the C library's dynamic symbol table:
 //!
 //! ```text
 //!  dl_iterate_phdr ─► libc.so.6 (libdl.so.2 before glibc 2.34) ─► PT_DYNAMIC ─► DT_SYMTAB, DT_STRTAB, DT_GNU_HASH ─► address
@@ -32,13 +32,13 @@ pub(crate) fn dlvsym_address() -> *mut c_void {
 
 /// Returns the C library's `dlsym`.
 pub(crate) fn dlsym() -> Dlsym {
-    // SAFETY: the type of the C library's function of this name.
+    // SAFETY: the type is that of the C library's function of this name.
     unsafe { std::mem::transmute::<*mut c_void, Dlsym>(dlsym_address()) }
 }
 
 /// Returns the C library's `dlvsym`.
 pub(crate) fn dlvsym() -> Dlvsym {
-    // SAFETY: the type of the C library's function of this name.
+    // SAFETY: the type is that of the C library's function of this name.
     unsafe { std::mem::transmute::<*mut c_void, Dlvsym>(dlvsym_address()) }
 }
 
@@ -47,11 +47,11 @@ pub(crate) fn dlvsym() -> Dlvsym {
 /// # Safety
 /// The handle must belong to an open library.
 pub(crate) unsafe fn look_up(library: *mut c_void, name: &CStr) -> *mut c_void {
-    // SAFETY: the caller's contract, and a C string.
+    // SAFETY: by the caller's contract, the library is open, and the name is a C string.
     unsafe { dlsym()(library, name.as_ptr()) }
 }
 
-/// Looks up a function once. Concurrent lookups find the same address.
+/// Looks up a function at the first call and caches its address. Concurrent lookups find the same address.
 fn found(place: &AtomicPtr<c_void>, name: &'static CStr) -> *mut c_void {
     let known = place.load(Ordering::Relaxed);
     if !known.is_null() {
@@ -62,7 +62,7 @@ fn found(place: &AtomicPtr<c_void>, name: &'static CStr) -> *mut c_void {
     unsafe { libc::dl_iterate_phdr(Some(look_into), (&raw mut search).cast()) };
     if search.address == 0 {
         // The program cannot continue without the function, and there is no way to report an error.
-        // SAFETY: takes no arguments.
+        // SAFETY: the function takes no arguments.
         unsafe { libc::abort() };
     }
     let address = search.address as *mut c_void;
@@ -75,14 +75,15 @@ struct Search {
     address: usize,
 }
 
-/// Searches one loaded library, if it is a part of the C library. Returning 1 ends the search.
+/// Searches one loaded library, if it is a part of the C library. Returns 1, which ends the iteration, once the symbol
+/// is found.
 unsafe extern "C" fn look_into(info: *mut libc::dl_phdr_info, _size: usize, data: *mut c_void) -> c_int {
     // SAFETY: `found` passes its own `Search`, and the loader passes the description of a loaded library.
     let (info, search) = unsafe { (&*info, &mut *data.cast::<Search>()) };
     if info.dlpi_name.is_null() {
         return 0;
     }
-    // SAFETY: a C string of the loader.
+    // SAFETY: the loader provides a C string.
     let name = unsafe { CStr::from_ptr(info.dlpi_name) }.to_bytes();
     let file = name.rsplit(|byte| *byte == b'/').next().unwrap_or(name);
     if file != b"libc.so.6" && file != b"libdl.so.2" {
@@ -136,7 +137,7 @@ unsafe fn symbol_of(info: &libc::dl_phdr_info, name: &CStr) -> Option<usize> {
     if tables.symbols == 0 || tables.strings == 0 || tables.hash == 0 {
         return None;
     }
-    // SAFETY: tables of a loaded library.
+    // SAFETY: the tables belong to a loaded library.
     unsafe { tables.find(base, name) }
 }
 
@@ -149,7 +150,8 @@ impl Tables {
         let hash =
             name.to_bytes().iter().fold(5381_u32, |hash, byte| hash.wrapping_mul(33).wrapping_add(u32::from(*byte)));
         let words = self.hash as *const u32;
-        // SAFETY: the header: number of buckets, first symbol, words of the Bloom filter, its shift.
+        // SAFETY: the table begins with a header of four words: the number of buckets, the index of the first symbol,
+        // the number of words of the Bloom filter, and the filter's shift.
         let [buckets, first, bloom, _shift] = unsafe { words.cast::<[u32; 4]>().read() };
         let bucket_at = 4 + bloom as usize * 2;
         // SAFETY: the index is within the buckets.

@@ -1,7 +1,7 @@
-//! Access to the process's libcuda, and to the driver calls that this library itself makes.
+//! Access to the process's libcuda, and the driver calls that this library makes for itself.
 //!
-//! `symmalloc-cuda` makes the allocator's own calls. The few calls here query the state that a call depends on: the current context, the
-//! context of a stream, and whether a stream is captured.
+//! `symmalloc-cuda` makes the allocator's own calls. The few calls here query the state on which the result of a served call depends: the
+//! current context, the context of a stream, and whether a stream is captured.
 
 use crate::libc_symbols;
 use std::ffi::{CStr, c_int, c_void};
@@ -30,7 +30,7 @@ pub(crate) fn if_loaded() -> Option<Library> {
 #[cold]
 fn look_for() -> Option<Library> {
     let open = |name: &CStr| {
-        // SAFETY: a C string; because nothing is loaded, no initializer runs.
+        // SAFETY: the name is a C string. `RTLD_NOLOAD` loads nothing, so no initializer runs.
         unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) }
     };
     let handle = [c"libcuda.so.1", c"libcuda.so"].into_iter().map(open).find(|handle| !handle.is_null())?;
@@ -52,7 +52,7 @@ macro_rules! driver_calls {
                         // SAFETY: libcuda is never closed.
                         let found = unsafe { libc_symbols::look_up(library.handle(), $symbol) };
                         (!found.is_null()).then(|| {
-                            // SAFETY: the signature in cuda.h, with integers for enums and handles.
+                            // SAFETY: the type is the signature in cuda.h, with integers for enums and handles.
                             unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> c_int>(found) }
                         })
                     },)*
@@ -105,7 +105,7 @@ impl Driver {
     /// Returns the current context of this thread, if there is one.
     pub(crate) fn current(&self) -> Option<usize> {
         let mut context = 0;
-        // SAFETY: valid for writing.
+        // SAFETY: the pointer is valid for writing.
         unsafe { self.context_current(&raw mut context) }.ok()?;
         (context != 0).then_some(context)
     }
@@ -113,7 +113,7 @@ impl Driver {
     /// Returns the device of this thread's current context, if there is one.
     pub(crate) fn current_device(&self) -> Option<c_int> {
         let mut device = 0;
-        // SAFETY: valid for writing.
+        // SAFETY: the pointer is valid for writing.
         unsafe { self.context_device(&raw mut device) }.ok().map(|()| device)
     }
 
@@ -136,7 +136,7 @@ impl Driver {
     /// Returns `true` if a stream is part of a capture, even an invalidated one.
     pub(crate) fn is_captured(&self, stream: usize) -> bool {
         let mut status = 0;
-        // SAFETY: valid for writing; the driver checks handles.
+        // SAFETY: the pointer is valid for writing; the driver checks handles.
         unsafe { self.stream_captured(stream, &raw mut status) }.is_ok() && status != 0
     }
 }

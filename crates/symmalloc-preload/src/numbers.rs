@@ -1,9 +1,9 @@
 //! Numbers for streams that are created and destroyed.
 //!
 //! A stream gets its number when the program first allocates or frees on it, in the order of these first uses. The number of a destroyed
-//! stream is given to the next new stream, lowest number first. The same program therefore assigns the same numbers, regardless of the
-//! handles that the driver returns. A program that keeps creating and destroying streams needs only as many numbers as it has streams at
-//! the same time.
+//! stream is given to the next new stream, lowest number first. Every run of a program therefore assigns the same numbers, regardless of
+//! the handles that the driver returns. A program that keeps creating and destroying streams needs only as many numbers as it has streams
+//! at the same time.
 
 use std::collections::BTreeSet;
 use std::hash::Hash;
@@ -42,7 +42,7 @@ impl<K: Copy + Eq + Hash> Numbers<K> {
         Numbers { by_stream: rustc_hash::FxHashMap::default(), free: BTreeSet::new() }
     }
 
-    /// Returns the stream's number, or the number that it must get.
+    /// Returns the stream's number, or the number that the stream must get.
     pub(crate) fn number_for(&self, stream: K) -> Number {
         match (self.by_stream.get(&stream), self.free.first()) {
             (Some(number), _) => Number::Known(*number),

@@ -1,7 +1,8 @@
-//! Access of devices to the memory of contexts: `cuCtxEnablePeerAccess`, `cuMemPoolSetAccess`.
+//! Peer access, which lets devices use the memory of other devices' contexts: `cuCtxEnablePeerAccess`, `cuMemPoolSetAccess`.
 //!
-//! The driver applies `cuCtxEnablePeerAccess` to its own memory. Served memory is mapped, so access is granted to all of a device's served
-//! memory. If a context has no allocator yet, the access is recorded and granted when the allocator is created.
+//! The driver applies `cuCtxEnablePeerAccess` only to memory that it allocated itself. The allocator maps served memory, so this library
+//! grants the access, to all of a device's served memory. If a context has no allocator yet, the access is recorded, and granted when the
+//! allocator is created.
 
 use crate::context::Context;
 use crate::outcome::code_of_cuda;
@@ -11,14 +12,14 @@ use std::sync::{Mutex, PoisonError};
 /// Pairs of a context and a device that may use its memory.
 static GRANTED: Mutex<Vec<(usize, c_int)>> = Mutex::new(Vec::new());
 
-/// Grants a device access to a context's memory, now and later. Returns the driver's code on failure.
+/// Grants a device access to a context's present and future memory. Returns the driver's code on failure.
 pub(crate) fn grant(context: usize, device: c_int) -> Result<(), c_int> {
     let mut granted = GRANTED.lock().unwrap_or_else(PoisonError::into_inner);
     if !granted.contains(&(context, device)) {
         granted.push((context, device));
     }
     drop(granted);
-    // A context that is created from here on finds the entry.
+    // A context that is created after this point finds the entry.
     Context::existing(context).map_or(Ok(()), |context| grant_now(context, device))
 }
 

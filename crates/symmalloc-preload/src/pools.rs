@@ -7,7 +7,7 @@
 //! | all others | the driver |
 //!
 //! The driver keeps its own pool, which holds the state that the program sets and queries: reuse policies, the release threshold, and peer
-//! access. Used and reserved memory are the sums of both pools.
+//! access. When the program queries its used or reserved memory, the result is the sum over the driver's pool and the allocator's pool.
 
 use rustc_hash::FxHashMap;
 use std::ffi::{c_int, c_ushort, c_void};
@@ -22,7 +22,7 @@ use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaError, Pool};
 pub(crate) struct ContextId(usize);
 
 impl ContextId {
-    /// Contexts are never freed, so their address is a unique id.
+    /// Returns the id of a context. Contexts are never freed, so their address is a unique id.
     pub(crate) fn of<T>(context: &'static T) -> Self {
         ContextId(std::ptr::from_ref(context).addr())
     }
@@ -33,16 +33,16 @@ impl ContextId {
 pub(crate) enum PoolRole {
     /// A device's default pool.
     Default,
-    /// Created by the program, and served here.
+    /// A pool that the program created and that the allocator serves.
     Served,
-    /// Created by the program, and served by the driver.
+    /// A pool that the program created and that the driver serves.
     Drivers,
 }
 
 /// `CUmemPoolProps`.
 #[repr(C)]
 pub(crate) struct PoolProperties {
-    /// 1: pinned, the only kind of device memory.
+    /// Kind of memory; 1 is pinned, the only kind of device memory.
     kind: c_int,
     handle_types: c_int,
     location_kind: c_int,
@@ -75,7 +75,7 @@ struct Made {
     context: ContextId,
     allocator: CudaAllocator,
     id: PoolId,
-    /// `None` once the program has destroyed its pool.
+    /// The allocator's pool; `None` once the program has destroyed its own pool.
     owner: Mutex<Option<Pool<CudaBackend>>>,
 }
 
@@ -126,9 +126,9 @@ impl MemPool {
         }
         let pool = allocator.create_pool(allocator.core().config().default_pool().clone())?;
         let made = Made { context, allocator: allocator.clone(), id: pool.id(), owner: Mutex::new(Some(pool)) };
-        // If two threads create it concurrently, one of the pools is dropped unused.
+        // If two threads create the pool concurrently, one of the two pools is dropped unused.
         let _first = self.made.set(made);
-        // If another thread destroys the pool meanwhile, it may not see the one that was just set.
+        // If another thread destroys the program's pool in the meantime, that thread may not see the allocator's pool that was just set.
         fence(Ordering::SeqCst);
         if self.is_destroyed.load(Ordering::Relaxed) {
             self.close();
@@ -136,7 +136,7 @@ impl MemPool {
         Ok(())
     }
 
-    /// Returns the allocator's pool for work in a context, or `None` if the driver serves it.
+    /// Returns the allocator's pool for work in a context, or `None` if the driver serves the work.
     #[inline]
     pub(crate) fn id_in(&self, context: ContextId, device: c_int, allocator: &CudaAllocator) -> Option<PoolId> {
         match self.made.get() {

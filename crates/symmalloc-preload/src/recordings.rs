@@ -1,7 +1,7 @@
 //! The traces that this process writes: one per device, named by the pattern in `SYMMALLOC_RUN_RECORD`.
 //!
-//! A recording must start with the first op, so it begins when a device's allocator is created, or when the first allocation on a device is
-//! watched.
+//! A recording must start with the first op. It therefore begins when a device's allocator is created or, if the program is only watched,
+//! at the first allocation on a device.
 
 use crate::settings::{self, Settings};
 use std::error::Error;
@@ -24,7 +24,7 @@ pub(crate) fn file_of(device: usize) -> Option<PathBuf> {
     files.iter().rev().find(|(known, _)| *known == device).map(|(_, file)| file.clone())
 }
 
-/// Prints that a device's trace is incomplete, with the cause, and notes it for the report at exit. The program continues.
+/// Prints that a device's trace is incomplete and why, and records this for the report at exit. The program continues.
 pub(crate) fn failed(device: usize, error: &dyn Error) {
     let trace = file_of(device).or_else(|| Some(settings::settings()?.record.as_deref()?.into())).unwrap_or_default();
     let mut cause = error.to_string();
@@ -46,7 +46,7 @@ pub(crate) fn take_failures() -> Vec<(PathBuf, String)> {
     std::mem::take(&mut *FAILURES.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Stops the recording of an allocator, if there is one, and notes the reason if it is incomplete.
+/// Stops the recording of an allocator, if there is one. If the trace is incomplete, reports the reason as [`failed`] does.
 pub(crate) fn stop(allocator: &CudaAllocator) {
     match allocator.core().stop_recording() {
         Ok(_) | Err(RecordingError::NotRecording) => {}
@@ -61,7 +61,7 @@ pub(crate) fn create(device: usize, settings: &Settings) -> Option<TraceFile> {
     let rank = settings::rank();
     let naming = TraceNaming {
         rank: rank.unwrap_or(0),
-        // A rank of a job of unknown size is assumed to be one of several.
+        // If the size of the job is unknown, a process with a rank is assumed to be one of several.
         ranks: settings::ranks().unwrap_or(if rank.is_some() { 2 } else { 1 }),
         device,
         is_first_device: files.is_empty(),
@@ -100,7 +100,7 @@ pub(crate) fn refused(error: SinkError) -> StartRecordingError {
     StartRecordingError::Sink(error)
 }
 
-/// Returns `true` if this process is the first of its rank in this run that records. Exactly one process manages to create the marker file.
+/// Returns `true` if this process is the first process of its rank that records in this run. Only one process can create the marker file.
 fn is_first_process(settings: &Settings) -> bool {
     static IS_FIRST: OnceLock<bool> = OnceLock::new();
     *IS_FIRST.get_or_init(|| {

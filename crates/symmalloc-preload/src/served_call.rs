@@ -7,13 +7,13 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 /// A driver call that this library serves instead of the driver.
 pub(crate) struct ServedCall {
-    /// The name under which libcuda exports it.
+    /// The name under which libcuda exports the call.
     symbol: &'static CStr,
     /// The name that `cuGetProcAddress` accepts.
     base: &'static str,
-    /// The CUDA version from which on the name means this call.
+    /// The CUDA version from which on `base` refers to this call.
     since: i32,
-    /// `true` if the default stream is the calling thread's.
+    /// `true` if stream 0 is the calling thread's default stream.
     is_per_thread: bool,
     /// Our function.
     served: *const (),
@@ -74,7 +74,7 @@ const PER_THREAD_DEFAULT_STREAM: u64 = 2;
 
 /// Returns the served call for a request to `cuGetProcAddress` that the driver answered with `found`.
 ///
-/// Usually `found` is an address that the driver exports. If it is another address, the name, the version and the flags determine the call.
+/// Usually `found` is the address of a function that the driver exports. Otherwise the name, the version and the flags determine the call.
 pub(crate) fn by_request(
     all: &[&'static ServedCall],
     library: Library,

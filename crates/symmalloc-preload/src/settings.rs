@@ -1,4 +1,5 @@
-//! Settings from environment variables, which `symmalloc run` sets. Without them the library serves with the default configuration.
+//! Settings from environment variables, which `symmalloc run` sets. If none is set, the library serves the program with the default
+//! configuration.
 //!
 //! | variable | meaning |
 //! |---|---|
@@ -21,9 +22,9 @@ use thiserror::Error;
 /// Settings of this process.
 #[derive(Debug)]
 pub(crate) struct Settings {
-    /// The program keeps its own allocator and is only recorded.
+    /// `true` if the program keeps its own allocator and is only recorded.
     pub(crate) is_watched: bool,
-    /// `cuMemAlloc` is passed to the driver.
+    /// `true` if `cuMemAlloc` is passed to the driver.
     pub(crate) is_ipc: bool,
     pub(crate) config: Config,
     /// File name pattern of the trace.
@@ -64,7 +65,8 @@ impl Settings {
         };
         let is_set = |name: &'static str| Ok::<_, SettingsError>(text(name)?.is_some_and(|value| value != "0"));
         let config: Config = text("SYMMALLOC_RUN_CONFIG")?.unwrap_or_default().parse()?;
-        // Handles come from the ledger, which stores more data per allocation than the core's lookup.
+        // The core's own lookup is off: this library looks up handles in its ledger, which stores more data per
+        // allocation.
         let mut builder = config.to_builder().pointer_lookup(PointerLookup::Off);
         if let Some(limit) = text("SYMMALLOC_RUN_LIMIT")? {
             let limit = limit.parse().map_err(|_| SettingsError::Limit)?;

@@ -6,8 +6,8 @@
 //!                          └──► known, under a lock ─┘  assigns a number at the first use, see `numbers.rs`
 //! ```
 //!
-//! The handles 0, 1 and 2 refer to different streams in each context, and 2 also to a different stream in each thread. They are resolved
-//! with the current context.
+//! The handles 0, 1 and 2 refer to different streams in each context, and 2 also to a different stream in each thread. These handles are
+//! resolved with the current context.
 //!
 //! A destroyed stream is removed from the cache before the driver destroys it. The entry of a number is never freed, and is reused for the
 //! next stream that gets the number.
@@ -42,7 +42,7 @@ pub(crate) fn name_of(raw: usize) -> StreamName {
 /// The reason a stream is not served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NotServed {
-    /// The driver must serve it: the handle is invalid, or its context is not served.
+    /// The driver must serve the stream: the handle is invalid, or the stream's context is not served.
     Driver,
     /// A necessary driver call failed.
     Refused(c_int),
@@ -65,7 +65,7 @@ fn place(raw: usize) -> &'static AtomicPtr<KnownStream> {
 /// Returns the stream of a handle, and assigns a number at the first use.
 #[inline]
 pub(crate) fn find(raw: usize) -> Result<&'static KnownStream, NotServed> {
-    // SAFETY: null, or a leaked stream.
+    // SAFETY: the pointer is null, or points to a leaked stream.
     match unsafe { place(raw).load(Ordering::Acquire).as_ref() } {
         Some(stream) if stream.raw() == raw && raw > PER_THREAD => Ok(stream),
         _ => find_slowly(raw),
@@ -93,7 +93,7 @@ fn find_or_number(raw: usize) -> Result<&'static KnownStream, NotServed> {
         Entry::Vacant(entry) => {
             let mut context = 0;
             let driver = libcuda::driver().ok_or(NotServed::Driver)?;
-            // SAFETY: valid for writing; the driver checks the handle.
+            // SAFETY: the pointer is valid for writing; the driver checks the handle.
             unsafe { driver.stream_context(raw, &raw mut context) }.map_err(|_| NotServed::Driver)?;
             let context = contexts::of(context).ok_or(NotServed::Driver)?;
             let stream = context.number(StreamName::Handle(raw)).map_err(NotServed::Refused)?;
@@ -164,7 +164,7 @@ fn thread_number() -> u64 {
 
 fn find_per_thread() -> Result<&'static KnownStream, NotServed> {
     let context = contexts::current().ok_or(NotServed::Driver)?;
-    // The driver serves threads that free memory in their last destructors.
+    // If a thread frees memory in its last destructors, the driver serves it.
     OWN.try_with(|own| {
         let mut own = own.try_borrow_mut().map_err(|_| NotServed::Driver)?;
         if let Some(stream) = own.streams.iter().find(|stream| std::ptr::eq(stream.context, context)) {

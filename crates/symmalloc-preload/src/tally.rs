@@ -1,6 +1,7 @@
 //! Counters of the program's allocations and frees, enabled if `symmalloc run` requests them.
 //!
-//! Counters are spread over as many cache lines as threads are likely to run at once. Live bytes and their peak are shared by all threads.
+//! Counters are spread over about as many cache lines as threads are likely to run at once, so that threads rarely share one. Only live
+//! bytes and their peak are shared by all threads.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -44,7 +45,7 @@ impl Peak {
 }
 
 static LIVE: Peak = Peak { current: AtomicU64::new(0), peak: AtomicU64::new(0) };
-/// Live bytes with the driver's rounding.
+/// Live bytes, with the driver's rounding.
 static DRIVERS: Peak = Peak { current: AtomicU64::new(0), peak: AtomicU64::new(0) };
 
 /// The values of the counters.
@@ -82,8 +83,8 @@ fn shard() -> &'static Shard {
     &COUNTS[OWN.get()]
 }
 
-/// Applies the driver's rounding: sizes below 1 MiB to multiples of 512 bytes, because allocations share 2 MiB pages, and sizes of 1 MiB
-/// and more to whole 2 MiB pages.
+/// Applies the driver's rounding. Sizes below 1 MiB are rounded up to multiples of 512 bytes, because such allocations share 2 MiB pages.
+/// Sizes of 1 MiB and more are rounded up to whole 2 MiB pages.
 fn driver_bytes(size_bytes: u64) -> u64 {
     if size_bytes < 1 << 20 { size_bytes.next_multiple_of(512) } else { size_bytes.next_multiple_of(2 << 20) }
 }

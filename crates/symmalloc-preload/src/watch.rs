@@ -1,11 +1,12 @@
-//! Recording of a program that keeps its own allocator. Works for any CUDA program.
+//! Recording of a program that keeps its own allocator. This works for any CUDA program.
 //!
 //! ```text
 //!  cuMemAlloc, cuMemAllocAsync ... ─► the driver ── succeeded ──► record: a id size stream      ─► trace of the device
 //!  cuMemFree, cuMemFreeAsync ...   ─► the driver ── succeeded ──► record: u id stream?, f id
 //! ```
 //!
-//! Streams are numbered as when the program is served. Allocations in a capture are part of its graph, and are not recorded.
+//! Streams are numbered in the same way as when the program is served. Allocations in a capture are part of its graph, and are not
+//! recorded.
 
 use crate::numbers::{Number, Numbers, StreamName};
 use crate::outcome::SUCCESS;
@@ -34,7 +35,7 @@ struct Watched {
 /// The state of all devices.
 struct Watching {
     devices: BTreeMap<c_int, WatchedDevice>,
-    /// Live allocations by address. The program frees an allocation only by its first address.
+    /// Live allocations by address. A program can free an allocation only by its first address, so a map by first address suffices.
     live: FxHashMap<u64, Watched>,
 }
 
@@ -116,13 +117,13 @@ impl WatchedDevice {
     }
 }
 
-/// Number of destroyed streams. A thread's cached lookup is valid until it changes.
+/// Number of destroyed streams. A lookup that a thread has cached is valid until this number changes.
 static DESTROYED: AtomicU64 = AtomicU64::new(0);
 
-/// Returns the device of a stream: that of its context, or the current device. The thread caches the last result.
+/// Returns the device of a stream's context, or the current device for a default stream or `None`. Each thread caches its last result.
 fn device_of(stream: Option<usize>) -> Option<c_int> {
     thread_local! {
-        /// A stream handle, the value of `DESTROYED` at that time, and the device.
+        /// A stream handle, the value of `DESTROYED` at the time of the lookup, and the stream's device.
         static STREAM: Cell<(usize, u64, c_int)> = const { Cell::new((0, 0, 0)) };
     }
     let driver = libcuda::driver()?;
@@ -136,7 +137,7 @@ fn device_of(stream: Option<usize>) -> Option<c_int> {
         return Some(device);
     }
     let mut context = 0;
-    // SAFETY: valid for writing, and the driver has just accepted the stream.
+    // SAFETY: the pointer is valid for writing, and the driver has just accepted the stream.
     unsafe { driver.stream_context(stream, &raw mut context) }.ok()?;
     let device = driver.device_of(context)?;
     STREAM.set((stream, destroyed, device));
@@ -194,7 +195,7 @@ pub(crate) fn freed(address: u64, stream: Option<usize>, call: impl FnOnce() -> 
     code
 }
 
-/// Invalidates cached streams after a context reset, which destroys the context's streams.
+/// Invalidates cached lookups after a context reset, because the reset destroys the context's streams.
 pub(crate) fn reset() {
     DESTROYED.fetch_add(1, Ordering::AcqRel);
 }

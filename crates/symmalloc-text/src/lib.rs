@@ -1,8 +1,8 @@
-//! Foreign text, escaped so that it cannot control a terminal or forge a line.
+//! Escapes foreign text, so that it cannot control a terminal or forge a line.
 //!
-//! Names, file names, flight records and messages of other ranks come from other authors. A control character in them can move the
+//! Names, file names, flight records and messages of other ranks come from outside this program. A control character in them can move the
 //! cursor, recolor the screen or set a title; a bidirectional override or a zero-width character can disguise one text as another; a line
-//! break can forge a line of this program. All hidden characters are shown by number: `\u{1b}`.
+//! break can forge a line of this program. Therefore all hidden characters are shown by number, for example `\u{1b}`.
 //!
 //! ```text
 //!  a peer's message ──► decoding ──► visible_start_of_line      a library escapes what it receives, because any part of the program
@@ -26,8 +26,8 @@
 
 use std::borrow::Cow;
 
-/// Returns `true` for control and formatting characters, which are invisible and can change how others are shown, and for noncharacters. Line
-/// breaks do not count, nor do blank letters such as the Hangul filler.
+/// Returns `true` for control and formatting characters, which are invisible and can change how other characters are shown, and for
+/// noncharacters. Returns `false` for the line break `\n`, and for blank letters such as the Hangul filler.
 pub fn is_hidden(character: char) -> bool {
     match character {
         '\n' => false,
@@ -43,7 +43,7 @@ pub fn is_hidden(character: char) -> bool {
     }
 }
 
-/// Returns the text with hidden characters shown by number. Line breaks stay.
+/// Returns the text with hidden characters shown by number. Line breaks remain.
 pub fn visible(text: &str) -> Cow<'_, str> {
     replaced(text, is_hidden, |out, character| out.extend(character.escape_unicode()))
 }
@@ -69,7 +69,7 @@ pub fn visible_start_of_line(text: &str, bytes_max: usize) -> Cow<'_, str> {
     }
 }
 
-/// Returns the longest start of the text that has at most `bytes_max` bytes.
+/// Returns the longest prefix of the text that has at most `bytes_max` bytes.
 fn start(text: &str, bytes_max: usize) -> &str {
     let end = (0..=bytes_max.min(text.len())).rev().find(|end| text.is_char_boundary(*end));
     &text[..end.unwrap_or(0)]
@@ -95,7 +95,7 @@ pub fn replaced(text: &str, is_replaced: impl Fn(char) -> bool, replace: impl Fn
 mod tests {
     use super::*;
 
-    /// Every character, in texts of one character between two letters.
+    /// Returns every character, each with a text in which it stands between two letters.
     fn texts() -> impl Iterator<Item = (char, String)> {
         ('\0'..=char::MAX).map(|character| (character, format!("a{character}b")))
     }

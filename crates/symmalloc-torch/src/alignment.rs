@@ -1,4 +1,4 @@
-//! Comparison of the ranks' histories over a gather function that the caller provides.
+//! Comparison of the ranks' histories. The ranks communicate through a gather function that the caller provides.
 //!
 //! Symmetric pools use the core's agreement, which finds the first op that differs. Other pools keep no history, so their heaps are
 //! compared by digest: in one round if all are equal, and in two otherwise.
@@ -8,7 +8,7 @@
 //!  round 2   [ pool 4 │ stream 4 │ ops 8 │ digest 8 ] × the most heaps of a rank
 //! ```
 //!
-//! Pool and stream ids identify a heap, so ranks that create different private pools differ here.
+//! Pool and stream ids identify a heap, so ranks that create different private pools are reported as different.
 
 use crate::device::DeviceAllocator;
 use crate::error::Error;
@@ -21,7 +21,7 @@ use symmalloc_core::ids::StreamGroup;
 use symmalloc_core::units::Counted;
 
 /// Sends `len` bytes of this rank to all ranks, and writes the bytes of all ranks to `all` (world times `len` bytes), in rank order.
-/// Returns 0 on success. It must not throw.
+/// Returns 0 on success. The function must not throw.
 #[allow(non_camel_case_types, reason = "C's names")]
 pub type symmalloc_gather_fn =
     Option<unsafe extern "C" fn(context: *mut c_void, mine: *const u8, len: usize, all: *mut u8) -> c_int>;
@@ -72,7 +72,7 @@ impl Transport for Gathering {
 
     fn all_gather(&self, message: &[u8]) -> Result<Gathered, TransportError> {
         let mut all = vec![0; message.len() * self.ranks as usize];
-        // SAFETY: the contract of `new`; both buffers have the sizes that are passed to the function.
+        // SAFETY: by the contract of `new`. Both buffers have the sizes that are passed to the function.
         let code = unsafe { (self.gather)(self.context, message.as_ptr(), message.len(), all.as_mut_ptr()) };
         match code {
             0 => Ok(Gathered::new(all, message.len())),
@@ -87,13 +87,13 @@ pub(crate) fn compare_symmetric(allocator: &DeviceAllocator, transport: &Gatheri
     Ok(())
 }
 
-/// A heap's name: its pool, and the [code](StreamGroup::code) of its streams.
+/// The identity of a heap: its pool, and the [code](StreamGroup::code) of its streams.
 type PrivateHeap = (u32, u32);
 
 const ENTRY_BYTES: usize = 24;
 
-/// The maximum number of heaps per rank in the second round, and the maximum number of bytes of all ranks' messages. They bound the memory
-/// that the counts of other ranks can request.
+/// Limits of the second round: the maximum number of heaps per rank, and the maximum total size of all ranks' messages, in bytes. The
+/// counts of heaps come from other ranks, so the limits bound the memory that a wrong count can request.
 const HEAPS_MAX: u64 = 1 << 16;
 const ROUND_BYTES_MAX: u64 = 256 << 20;
 
@@ -158,7 +158,7 @@ fn word(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(word)
 }
 
-/// Describes the heaps that differ, and the history of each rank in them.
+/// Describes the heaps that differ, with the history that each rank has in them.
 fn difference(first: &Gathered, second: &Gathered) -> String {
     let mut heaps: BTreeMap<PrivateHeap, BTreeMap<Option<History>, Vec<u32>>> = BTreeMap::new();
     let ranks: Vec<BTreeMap<PrivateHeap, History>> = first

@@ -7,15 +7,15 @@
 //! | `sleep.rs` | sleep, wake and resize of pools |
 //! | `steps.rs` | steps, and the plans that they follow |
 //! | `reports.rs` | placements, statistics, snapshots, traces |
-//! | `ranks.rs` | comparison of ranks, announcements and flight records of the watchdog |
+//! | `ranks.rs` | comparison of ranks, announcements to the watchdog, flight records |
 //! | `registrars.rs` | registration of pools on communicators, scopes that end in a sync |
 //! | `all_to_all.rs` | all-to-all-v on registered memory |
 //! | `dma_buf.rs` | dma-bufs, for network cards |
 //! | `runtimes.rs` | the process's allocators, memory without a stream, ONNX Runtime's external allocator |
 //! | `arguments.rs` | checks of arguments, and writes of results |
 //!
-//! Each call checks its arguments, performs one operation, and returns a status. No panic escapes. A call writes through its pointers
-//! only on success.
+//! Each call checks its arguments, performs one operation, and returns a status. No panic leaves a call. A call writes through its output
+//! pointers only on success.
 
 mod all_to_all;
 pub(crate) mod arguments;

@@ -7,7 +7,7 @@
 //!   raw pointer ──► symmalloc_core ──► free, record_use
 //! ```
 //!
-//! The core makes all decisions and finds allocations by pointer. This file resolves names: the stream and the pool of a call.
+//! The core makes all decisions and finds allocations by pointer. This file resolves the stream and the pool of a call.
 
 use crate::error::{Error, complain};
 use crate::memory_events;
@@ -66,11 +66,11 @@ const _: () = {
 pub(crate) enum Tracing {
     /// The first use, if `SYMMALLOC_TRACE` requests a recording.
     FromFirstUse,
-    /// A request only.
+    /// Only a request.
     OnRequest,
 }
 
-/// The errors of calls that cannot return them.
+/// Counts of errors in calls that cannot return them.
 #[derive(Default)]
 pub(crate) struct Failures {
     pub(crate) unknown_frees: AtomicU64,
@@ -162,7 +162,7 @@ impl DeviceAllocator {
     /// Returns a stream, and registers it at its first use.
     ///
     /// # Safety
-    /// As [`allocate`](Self::allocate).
+    /// Same as for [`allocate`](Self::allocate).
     #[inline]
     unsafe fn stream(&self, stream: RawStream) -> Result<&KnownStream, Error> {
         match self.streams.cached(stream) {
@@ -175,16 +175,16 @@ impl DeviceAllocator {
     /// Returns the number of a stream, and registers it at its first use.
     ///
     /// # Safety
-    /// As [`allocate`](Self::allocate).
+    /// Same as for [`allocate`](Self::allocate).
     pub(crate) unsafe fn stream_id(&self, stream: RawStream) -> Result<StreamId, Error> {
         // SAFETY: the caller's contract.
         Ok(unsafe { self.stream(stream) }?.id)
     }
 
-    /// Registers a stream in a new group, or in that of another stream, which is registered first if necessary.
+    /// Registers a stream in a new group, or in the group of the stream `with`, which is registered first if necessary.
     ///
     /// # Safety
-    /// As [`allocate`](Self::allocate), for both streams.
+    /// Same as for [`allocate`](Self::allocate), for both streams.
     pub(crate) unsafe fn register_stream(&self, stream: RawStream, with: Option<RawStream>) -> Result<(), Error> {
         let group_of = |id| self.core().group_of(id).expect("the stream is registered");
         let joins = match with {
@@ -205,7 +205,7 @@ impl DeviceAllocator {
         Err(Error::Argument { argument: "stream", value: stream.handle() as i64, expected })
     }
 
-    /// Starts the recording that the environment requests, if any. Called before the first stream is used.
+    /// Starts the recording that the environment requests, if any. Must be called before the first stream is registered.
     fn begin(&self) -> Result<(), Error> {
         match self.tracing {
             Tracing::FromFirstUse => trace::start_from_environment(&self.allocator),
@@ -219,7 +219,7 @@ impl DeviceAllocator {
         &self.scopes
     }
 
-    /// Allocates memory for work on a stream, with a name for snapshots and reports if there is one. For zero bytes, returns a null pointer
+    /// Allocates memory for work on a stream. Snapshots and reports show the name, if there is one. For zero bytes, returns a null pointer
     /// and records no op.
     ///
     /// # Safety
@@ -307,7 +307,7 @@ impl DeviceAllocator {
     /// Records that work on the stream uses the allocation.
     ///
     /// # Safety
-    /// As [`allocate`](Self::allocate).
+    /// Same as for [`allocate`](Self::allocate).
     pub(crate) unsafe fn record_use(&self, pointer: *const c_void, stream: RawStream) -> Result<(), Error> {
         if pointer.is_null() {
             return Ok(());
@@ -333,18 +333,18 @@ impl DeviceAllocator {
         self.streams.all()
     }
 
-    /// Returns the raw handle of a used stream.
+    /// Returns the raw handle of a stream; null for an unknown id, and for the default stream.
     pub(crate) fn raw_stream(&self, id: StreamId) -> *mut c_void {
         let known = self.known_streams().into_iter().find(|(known, _)| *known == id);
         known.map_or(std::ptr::null_mut(), |(_, raw)| raw.handle())
     }
 
-    /// Counts allocations that a restore made live again.
+    /// Adds allocations that a restore made live again to the bytes in use.
     pub(crate) fn count_revived(&self, size_bytes: u64) {
         self.peak.add(size_bytes);
     }
 
-    /// Returns the peak of bytes of blocks in use over all heaps since the last reset.
+    /// Returns the maximum number of bytes of blocks in use, over all heaps, since the last reset.
     pub(crate) fn peak_bytes(&self) -> u64 {
         self.peak.bytes()
     }
@@ -367,8 +367,8 @@ impl DeviceAllocator {
         Ok(FoundAllocation { pool: position.heap.pool, allocation, position, requested_bytes, stream })
     }
 
-    /// Creates a pool, whose id is the key if there is one. Without `text`, the pool has the settings of the default pool, but is private and
-    /// has no groups of streams.
+    /// Creates a pool. If there is a key, it is the pool's id. Without `text`, the pool has the settings of the default pool, but is
+    /// private and has no groups of streams.
     pub(crate) fn create_pool(&self, key: Option<PoolId>, text: Option<&str>) -> Result<PoolId, Error> {
         let config = match text {
             None => {
@@ -399,7 +399,7 @@ impl DeviceAllocator {
         let owner = self.user_pools().remove(&pool);
         // The pool is dropped after the list is unlocked.
         owner.map(drop).ok_or(Error::UnknownPool { pool: pool.0 })?;
-        // Its memory may be released later, by a trim. Its saved contents are forgotten now.
+        // A later trim may release the pool's memory. The pool's saved contents are discarded now.
         self.core().backend().forget_pool(pool);
         Ok(())
     }
@@ -428,7 +428,7 @@ impl DeviceAllocator {
     /// Reserves memory for a stream ahead of its allocations.
     ///
     /// # Safety
-    /// As [`allocate`](Self::allocate).
+    /// Same as for [`allocate`](Self::allocate).
     pub(crate) unsafe fn reserve(&self, pool: PoolId, stream: RawStream, size_bytes: u64) -> Result<(), Error> {
         // SAFETY: the caller's contract.
         let stream = unsafe { self.stream(stream) }?.id;
@@ -466,8 +466,8 @@ impl DeviceAllocator {
         Ok(self.core().backend().grant_access(peer)?)
     }
 
-    /// Limits all pools together to a fraction of the device's total memory, not of its free memory (rule D4). Equal devices get
-    /// equal limits.
+    /// Limits all pools together to a fraction of the device's total memory. Unlike the free memory, the total memory is equal on equal
+    /// devices, so their limits are equal, too (rule D4).
     pub(crate) fn set_memory_fraction(&self, fraction: f64) -> Result<(), Error> {
         if !(0.0..=1.0).contains(&fraction) {
             return Err(Error::Fraction { fraction });
@@ -511,7 +511,7 @@ impl UnorderedPool {
     }
 }
 
-/// Returns the configuration, with lookup of allocations by pointer.
+/// Returns the configuration, with the lookup of allocations by pointer turned on.
 fn findable(config: &Config) -> Result<Config, CudaError> {
     match config.pointer_lookup() {
         PointerLookup::Off => Ok(config.to_builder().pointer_lookup(PointerLookup::Exact).build()?),

@@ -1,7 +1,7 @@
-//! Objects that the C interface handed out and that are not destroyed yet.
+//! Objects that the C interface handed out and that have not been destroyed yet.
 //!
-//! A destroy call frees its argument, so it accepts only the address of a live object of its type that a create call returned. The process's
-//! allocators are not among these: the library owns them.
+//! A destroy call frees its argument, so it accepts only the address of a live object of its type that a create call returned. The
+//! process's allocators are not among these objects, because the library owns them.
 
 use crate::error::Error;
 use std::any::TypeId;
@@ -22,7 +22,8 @@ pub(crate) fn hand_out<T: 'static>(object: T) -> *mut T {
     pointer
 }
 
-/// Returns the object of a pointer that [`hand_out`] returned; `None` for NULL. Of concurrent calls, one gets the object.
+/// Returns the object of a pointer that [`hand_out`] returned; `None` for NULL. If several threads call it concurrently, only one of them
+/// gets the object.
 ///
 /// # Errors
 /// Returns an error for any other pointer, and for an object that was taken back before.
@@ -35,6 +36,6 @@ pub(crate) fn take_back<T: 'static>(pointer: *mut T, argument: &'static str) -> 
         return Err(Error::NotCreated { argument, address: pointer.addr() as u64 });
     }
     live.remove(&pointer.addr());
-    // SAFETY: `hand_out` made it from a box of this type, and only the call that removes it from the list gets here.
+    // SAFETY: `hand_out` created the pointer from a box of this type, and only the call that removes the pointer from the list gets here.
     Ok(Some(unsafe { Box::from_raw(pointer) }))
 }

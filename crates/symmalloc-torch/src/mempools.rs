@@ -7,9 +7,9 @@
 //!
 //! | pool | its memory |
 //! |---|---|
-//! | a graph's | as the default pool's |
+//! | a graph's | like the default pool's |
 //! | a `MemPool` | fixed segments, which libraries can register one by one |
-//! | a `MemPool(no_split)` | a segment for each allocation, of its size |
+//! | a `MemPool(no_split)` | a separate segment for each allocation, of the allocation's size |
 //! | a `MemPool` with the program's allocator | segments from that allocator's functions, cached by an instance of this allocator |
 //!
 //! A graph uses its memory without the allocator's knowledge. A pool in use therefore releases no memory, and a pool without uses releases
@@ -26,13 +26,14 @@ use symmalloc_cuda::{CudaBackend, CudaError, CudaMemory, MemorySource};
 /// PyTorch's id of a mempool.
 pub(crate) type MempoolId = (u64, u64);
 
-/// An allocator over the program's memory, as far as this file and `scopes.rs` need it.
+/// An allocator over the program's memory: the operations that this file and `scopes.rs` need of it.
 pub(crate) trait ForeignPool: Sized {
-    /// The pool of all its allocations. Unlike the default pool, it can be destroyed, and no thread can allocate in it afterwards.
+    /// The pool of all allocations of this allocator. Unlike the default pool, it can be destroyed, and afterwards no thread can allocate
+    /// in it.
     const POOL: PoolId;
     /// Creates an allocator over the source's memory on a device, with this configuration.
     fn over(ordinal: usize, source: Arc<dyn MemorySource>, conf: &str) -> Result<Self, Error>;
-    /// Returns its core.
+    /// Returns the core of this allocator.
     fn core(&self) -> &SharedAllocator<CudaBackend>;
 }
 
@@ -73,16 +74,16 @@ impl<F> PoolTarget<F> {
     }
 }
 
-/// The options of a `MemPool`.
+/// The options of a mempool.
 #[derive(Clone, Default)]
 pub(crate) struct PoolWishes {
     /// `true` for a `MemPool`, and `false` for a graph's pool.
     pub(crate) is_mem_pool: bool,
-    /// Segments are not split.
+    /// `true` if segments are not split.
     pub(crate) is_unsplit: bool,
-    /// Its free memory serves allocations outside of it before they fail.
+    /// `true` if allocations outside of the pool may use its free memory before they fail.
     pub(crate) helps_out: bool,
-    /// The source of its memory.
+    /// The source of the pool's memory; `None` for device memory of this allocator.
     pub(crate) source: Option<Arc<dyn MemorySource>>,
 }
 
@@ -102,9 +103,9 @@ impl<F> Default for Mempools<F> {
 
 pub(crate) struct Mempool<F> {
     pub(crate) id: MempoolId,
-    /// `None` until the first allocation there.
+    /// `None` until the first `begin`, which creates the pool.
     pub(crate) target: Option<PoolTarget<F>>,
-    /// The number of begins and retains without a release.
+    /// The number of uses: `begin` and `retain` add one, and `release` removes one.
     pub(crate) uses: u32,
     pub(crate) wishes: PoolWishes,
 }
@@ -122,7 +123,7 @@ impl<F> Mempool<F> {
     }
 }
 
-/// The result of releasing memory. A failure does not stop the release of other pools.
+/// The result of releasing memory. A failure does not prevent the release of other pools' memory.
 #[derive(Debug, Default)]
 pub(crate) struct GivenBack {
     pub(crate) released_bytes: u64,
@@ -147,7 +148,7 @@ impl GivenBack {
 }
 
 impl<F: ForeignPool> Mempools<F> {
-    /// Adds a use to a pool, and creates it if there is none with this id.
+    /// Adds a use to a pool, and creates the pool if there is none with this id.
     pub(crate) fn begin(&self, core: &SharedAllocator<CudaBackend>, id: MempoolId) -> Result<PoolTarget<F>, Error> {
         let mut all = self.lock();
         let at = find_or_add(&mut all, id, PoolWishes::default());
@@ -173,7 +174,8 @@ impl<F: ForeignPool> Mempools<F> {
         all[at].uses += 1;
     }
 
-    /// Changes the options of a pool without memory. Returns `true` if there is such a pool.
+    /// Changes the options of a pool. All options but `helps_out` take effect only if they change before the first `begin`. Returns `true`
+    /// if there is a pool with this id.
     pub(crate) fn wish(&self, id: MempoolId, change: impl FnOnce(&mut PoolWishes)) -> bool {
         let mut all = self.lock();
         let known = all.iter_mut().find(|known| known.id == id);
@@ -206,8 +208,8 @@ impl<F: ForeignPool> Mempools<F> {
         self.lock().iter().filter_map(foreign).collect()
     }
 
-    /// Releases the free memory of pools without uses, and destroys those without allocations. With `only`, does so for one pool. Does
-    /// nothing during a capture, because it cannot wait for the device then.
+    /// Releases the free memory of pools without uses, and destroys those of them that have no allocations. With `only`, does so for a
+    /// single pool. Does nothing during a capture, because a capture does not allow it to wait for the device.
     pub(crate) fn give_back(
         &self,
         core: &SharedAllocator<CudaBackend>,
@@ -247,7 +249,7 @@ impl<F: ForeignPool> Mempools<F> {
                 Err(PoolError::InUse { .. } | PoolError::Observed { .. }) => return true,
                 Err(PoolError::Backend(error)) => {
                     given.failure.get_or_insert(PoolError::Backend(error).into());
-                    // An allocator over the program's memory ends with its entry.
+                    // An allocator over the program's memory is dropped together with its entry.
                     if let Some(PoolTarget::Own(pool)) = entry.target {
                         self.unreleased().push(pool);
                     }
@@ -295,8 +297,8 @@ fn make<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, wishes: &PoolWishes
     Ok(PoolTarget::Own(pool))
 }
 
-/// Returns the default pool's policy without reclaim and stitching, because graphs have captured the addresses, without symmetry, because
-/// ranks can capture different graphs, and without groups of streams.
+/// Returns the policy of a mempool, which is that of the default pool with some changes. There is no reclaim and no stitching, because
+/// graphs have captured the addresses. The pool is not symmetric, because ranks can capture different graphs. Streams form no groups.
 fn policy(default: &PoolConfig, wishes: &PoolWishes) -> Result<PoolConfig, CudaError> {
     let policy =
         default.to_builder().stitching(None).reclaim(Reclaim::Never).release_threshold_bytes(None).symmetric(false);
@@ -307,7 +309,7 @@ fn policy(default: &PoolConfig, wishes: &PoolWishes) -> Result<PoolConfig, CudaE
     };
     fixed.unsplit = wishes.is_unsplit;
     let policy = match wishes {
-        // A plan puts many allocations into one segment.
+        // No plans, because a plan puts many allocations into one segment.
         PoolWishes { is_unsplit: true, .. } => policy.segments(SegmentPolicy::Fixed(fixed)).plan(PlanPolicy::Off),
         PoolWishes { is_mem_pool: true, .. } => policy.segments(SegmentPolicy::Fixed(fixed)),
         _ => policy,

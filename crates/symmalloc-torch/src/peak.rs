@@ -1,7 +1,7 @@
 //! The peak of bytes in use over all heaps of a device, for PyTorch's statistics.
 //!
-//! The peak is exact, yet threads rarely share a cache line to count it. The distance from the bytes in use to the peak
-//! is divided into credits:
+//! The peak is exact, although threads rarely write to a shared cache line to count it. The distance from the bytes in
+//! use to the peak is divided into credits:
 //!
 //! ```text
 //!  peak = bytes in use + reserve + credit[0] + credit[1] + ...          a credit for each shard of threads
@@ -17,10 +17,10 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Number of shards. Threads beyond that share them.
+/// Number of shards. If there are more threads, some of them share a shard.
 const SHARDS: usize = 64;
 
-/// Bytes of blocks in use and their peak. While one thread raises the peak, it may include blocks that other threads free.
+/// Bytes of blocks in use and their peak. The peak may include blocks that other threads free while one thread raises it.
 #[derive(Debug)]
 pub(crate) struct BytesPeak {
     shards: Box<[Shard; SHARDS]>,
@@ -28,7 +28,7 @@ pub(crate) struct BytesPeak {
 }
 
 /// The credit of the threads of one shard, in bytes. Negative only until the allocation that took too much refills it.
-/// Processors fetch cache lines in pairs.
+/// The alignment is two cache lines, because processors fetch cache lines in pairs.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 struct Shard(AtomicI64);
@@ -77,7 +77,7 @@ impl BytesPeak {
         let mut books = self.books();
         let credit = &self.shards[shard].0;
         let missing = -credit.load(Ordering::Relaxed);
-        // Another thread of the shard may have refilled it, or freed.
+        // Another thread of the shard may have refilled the credit, or freed memory.
         if missing <= 0 {
             return;
         }
@@ -85,17 +85,18 @@ impl BytesPeak {
             self.collect(&mut books);
             books.raise_to_reserve();
         }
-        // After a collection, the credit contains only what the shard's threads did in the meantime.
+        // After a collection, the credit reflects only what the shard's threads have allocated and freed in the
+        // meantime.
         let missing = (-credit.load(Ordering::Relaxed)).max(0).min(books.reserve_bytes);
         let granted = missing + (books.reserve_bytes - missing) / 2;
         books.reserve_bytes -= granted;
         credit.fetch_add(granted, Ordering::Relaxed);
     }
 
-    /// Moves all credits to the reserve, which is negative if they are.
+    /// Moves all credits to the reserve, which may become negative.
     fn collect(&self, books: &mut Books) {
         for Shard(credit) in self.shards.iter() {
-            // Most shards have no thread. A load leaves their cache lines where they are.
+            // Most shards have no thread. Unlike a swap, a load leaves their cache lines shared.
             if credit.load(Ordering::Relaxed) != 0 {
                 books.reserve_bytes += credit.swap(0, Ordering::Relaxed);
             }
@@ -151,7 +152,7 @@ mod tests {
     use std::sync::Barrier;
     use std::thread;
 
-    /// A counter that every op writes.
+    /// A naive counter, which every op updates.
     #[derive(Default)]
     struct Naive {
         current: u64,

@@ -14,11 +14,11 @@ use symmalloc_cuda::{CudaBackend, CudaDevice, CudaError, MemorySource};
 
 impl DeviceAllocator {
     /// Allocates from the pool of the innermost scope that covers the stream. Propagates exceptions of PyTorch's filters, so it is called
-    /// outside of a guard. `allocate` runs inside one.
+    /// outside of a guard. `allocate` runs inside a guard.
     ///
-    /// Another thread can end that scope, and release its pool, between the selection of the pool and the allocation. The scopes are then
-    /// resolved again, so the memory comes from the pool that is selected after the end of the scope. Each repetition follows the end of a
-    /// different pool, because ids are not reused. A scope that stays open without its pool is an error.
+    /// Another thread can end that scope and release its pool between the selection of the pool and the allocation. The scopes are then
+    /// resolved again, so the memory comes from the pool that is selected after the end of the scope. Ids are not reused, so each
+    /// repetition is due to the end of a different pool. If a scope is still open but its pool is gone, the call returns an error.
     #[cold]
     pub(crate) fn allocate_in_scope(
         &self,
@@ -41,7 +41,7 @@ impl DeviceAllocator {
     /// Allocates from a pool.
     ///
     /// # Safety
-    /// As [`allocate`](Self::allocate).
+    /// Same as for [`allocate`](Self::allocate).
     pub(crate) unsafe fn allocate_at(
         &self,
         target: Target,
@@ -52,15 +52,15 @@ impl DeviceAllocator {
         match target {
             // SAFETY: the caller's contract.
             PoolTarget::Own(pool) => unsafe { self.allocate(pool, stream, size_bytes, name) },
-            // SAFETY: the caller's contract; the allocator is of the same device.
+            // SAFETY: the caller's contract; the other allocator belongs to the same device.
             PoolTarget::Foreign(other) => unsafe { other.allocate(DeviceAllocator::POOL, stream, size_bytes, name) },
         }
     }
 
-    /// Allocates from the free memory of mempools that may help out, as the last resort.
+    /// As the last resort, allocates from the free memory of mempools that may serve allocations outside of them.
     ///
     /// # Safety
-    /// As [`allocate`](Self::allocate).
+    /// Same as for [`allocate`](Self::allocate).
     pub(crate) unsafe fn allocate_from_helpers(&self, stream: RawStream, size_bytes: u64) -> Option<*mut c_void> {
         let helpers = self.mempools().list().into_iter().filter(|known| known.wishes.helps_out);
         helpers.filter_map(|known| known.target).find_map(|target| {
@@ -87,11 +87,11 @@ impl DeviceAllocator {
     }
 
     /// # Safety
-    /// As [`allocate`](Self::allocate).
+    /// Same as for [`allocate`](Self::allocate).
     #[cold]
     pub(crate) unsafe fn record_foreign_use(&self, pointer: *const c_void, stream: RawStream) -> Result<(), Error> {
         match self.foreign_owner(pointer) {
-            // SAFETY: the caller's contract; the allocator is of the same device.
+            // SAFETY: the caller's contract; the other allocator belongs to the same device.
             Some(other) => unsafe { other.record_use(pointer, stream) },
             None => Err(self.unknown_pointer(pointer as u64)),
         }
@@ -164,7 +164,7 @@ mod tests {
     use std::ptr::{null, null_mut};
     use stub_process::stub_test;
 
-    /// The owner of a mempool's memory.
+    /// The kind of a mempool.
     #[derive(Clone, Copy, Debug)]
     enum Kind {
         Graph,
@@ -193,7 +193,7 @@ mod tests {
         assert_eq!([retained, begun], [SYMMALLOC_OK; 2]);
     }
 
-    /// Ends the scope, releases the pool and its memory.
+    /// Ends the scope, and releases the pool and its memory.
     fn end(id: MempoolId) {
         assert_eq!(symmalloc_torch_end_scope(0, id.0, id.1), SYMMALLOC_OK);
         let pools = process::existing(0).expect("used above").mempools();
@@ -203,7 +203,7 @@ mod tests {
         assert_eq!(symmalloc_torch_trim(id.0, id.1), SYMMALLOC_OK);
     }
 
-    // Between the selection of the pool and the allocation, other threads may do anything. Here the same thread does it.
+    // Between the selection of the pool and the allocation, other threads may end scopes and pools. In this test, the same thread does so.
     stub_test!(an_allocation_whose_scope_and_pool_end_meanwhile_is_placed_as_after_their_end, {
         let allocator = process::allocator(0).expect("the stub has a device");
         let mut number = 0;

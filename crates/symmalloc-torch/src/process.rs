@@ -1,10 +1,10 @@
 //! The allocators behind PyTorch's entry points: one per device of this process, created at its first use and never destroyed.
 //!
-//! PyTorch frees tensors during process exit, after static destructors have run and after CUDA was shut down. Allocators that are never
-//! destroyed accept these calls. Driver calls then fail, and `free` does not report the failure.
+//! PyTorch frees tensors during process exit, after static destructors have run and after CUDA was shut down. Because the allocators are
+//! never destroyed, they accept these calls. The driver calls then fail, and `free` does not report the failures.
 //!
-//! A forked child cannot use CUDA and has no allocators. Allocating in it is an error. Calls that release something have no effect, and take
-//! no lock: a thread that the child does not have may hold it.
+//! A forked child cannot use CUDA and has no allocators. Allocating in a child returns an error. Calls that release something have no
+//! effect, and take no lock, because a thread that does not exist in the child may have held the lock at the fork.
 
 use crate::device::{DeviceAllocator, Tracing};
 use crate::error::Error;
@@ -17,20 +17,20 @@ use symmalloc_files::is_forked;
 /// The environment variable with the settings.
 pub(crate) const CONF_VARIABLE: &str = "SYMMALLOC_CONF";
 
-/// The maximum number of devices, as in PyTorch. A table of this size is looked up without a lock.
+/// The maximum number of devices, as in PyTorch. With this limit, a table without a lock can hold the allocators.
 const DEVICES_MAX: usize = 128;
 
 static DEVICES: [AtomicPtr<DeviceAllocator>; DEVICES_MAX] =
     [const { AtomicPtr::new(std::ptr::null_mut()) }; DEVICES_MAX];
 
-/// The settings of [`configure`]. Locked while an allocator is created.
+/// The settings, from [`configure`] or the environment. Locked while an allocator is created.
 static SETTINGS: Mutex<Option<TorchSettings>> = Mutex::new(None);
 
 /// Returns the allocator of a device, if it was created.
 #[inline]
 pub(crate) fn existing(device: c_int) -> Option<&'static DeviceAllocator> {
     let slot = DEVICES.get(usize::try_from(device).ok()?)?;
-    // SAFETY: null, or a leaked allocator.
+    // SAFETY: the pointer is null, or points to a leaked allocator.
     unsafe { slot.load(Ordering::Acquire).as_ref() }
 }
 
@@ -85,7 +85,7 @@ pub(crate) fn configure(text: &str) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns the current settings, which are fixed from then on.
+/// Returns the settings. If none were configured, reads them from the environment, and keeps them from then on.
 pub(crate) fn settings() -> Result<TorchSettings, Error> {
     if is_forked() {
         return Err(Error::Forked);
@@ -118,7 +118,7 @@ pub(crate) fn watch_forks() {
     });
 }
 
-/// Runs in a child. The allocators belong to the parent, and threads that the child does not have may hold their locks.
+/// Runs in a child. The allocators belong to the parent, and their locks may have been held by threads that do not exist in the child.
 unsafe extern "C" fn forget_all() {
     DEVICES.iter().for_each(|slot| slot.store(std::ptr::null_mut(), Ordering::Relaxed));
 }

@@ -1,5 +1,5 @@
-//! PyTorch's calls, by the compiled class: `python/symmalloc/pytorch/allocator.cpp`, a `CUDAAllocator` that is compiled against the
-//! installed PyTorch.
+//! The calls that PyTorch makes through the compiled class in `python/symmalloc/pytorch/allocator.cpp`. The class is a `CUDAAllocator`,
+//! compiled against the installed PyTorch.
 //!
 //! ```text
 //!  PyTorch ──► CUDAAllocator (C++: exceptions, DataPtr, contexts of a history) ──► these calls ──► DeviceAllocator
@@ -15,7 +15,7 @@
 //! | `checkpoints.rs` | checkpoint and restore of mempools |
 //! | `sharing.rs`, `channel.rs` | memory of other processes |
 //!
-//! These calls are stable only within one version, because the class ships with the library.
+//! The interface of these calls is stable only within one version of symmalloc, because the class ships with the library.
 
 mod blocks;
 mod channel;

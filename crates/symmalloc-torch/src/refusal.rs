@@ -1,8 +1,9 @@
 //! The last resort before an allocation fails: `out_of_memory:trim`.
 //!
-//! PyTorch's own allocator releases its whole cache if the driver is out of memory, and programs rely on it to run close to the limit.
-//! Symmetric pools must not do so on one rank only (rule D4). Therefore only the *other* pools release their free memory, in order of
-//! their ids, and the allocation is retried. Symmetric pools keep their placements; ranks do not compare private pools.
+//! PyTorch's own allocator releases its whole cache if the driver is out of memory, and programs rely on it to run close to the limit. A
+//! symmetric pool must not do so on one rank only, because that rank's later placements would then differ from those of the other ranks
+//! (rule D4). Therefore only *private* pools, which ranks do not compare, release their free memory, in the order of their ids, and the
+//! allocation is retried.
 
 use crate::mempools::{ForeignPool, Mempools};
 use std::sync::Arc;
@@ -18,7 +19,7 @@ pub(crate) struct Refusals {
 }
 
 impl Refusals {
-    /// Installs a callback that releases memory before an allocation fails, and retries the allocation if that released any.
+    /// Installs a callback that releases memory before an allocation fails, and retries the allocation if any memory was released.
     pub(crate) fn trim_when_refused<F: ForeignPool + Send + Sync + 'static>(
         refusals: &Arc<Self>,
         allocator: &CudaAllocator,
@@ -41,12 +42,12 @@ impl Refusals {
         self.failures.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Allocations that were retried.
+    /// Returns the number of allocations that were retried.
     pub(crate) fn retries(&self) -> u64 {
         self.retries.load(Ordering::Relaxed)
     }
 
-    /// Allocations that failed.
+    /// Returns the number of allocations that failed.
     pub(crate) fn failures(&self) -> u64 {
         self.failures.load(Ordering::Relaxed)
     }
@@ -58,7 +59,7 @@ pub(crate) fn make_room<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, mem
     let is_capturing = core.backend().device().is_capturing();
     // The core logged the failure.
     let given_back = mempools.give_back(core, None, || Ok(is_capturing)).released_bytes;
-    // The graphs' pools are listed for each pool: another thread may create one meanwhile.
+    // The mempools are listed anew for each pool, because another thread may create one in the meantime.
     let is_of_graph = |pool| mempools.list().iter().any(|entry| entry.own() == Some(pool));
     given_back + trim_private_pools(core, is_of_graph)
 }

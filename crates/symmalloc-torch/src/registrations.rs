@@ -5,8 +5,9 @@
 //!       └── open: pool 3 on "tp" │ pool 3 on "dp" │ pool 4 on "tp"      in the order of registration, equal on all ranks
 //! ```
 //!
-//! A pool can be registered on many communicators. The end of a scope syncs all of its registrations in that order. The registrar's own
-//! order follows the names of borrowed communicators, which a program may choose differently on each rank.
+//! A pool can be registered on many communicators. The end of a scope syncs all registrations of its pool in the order of registration. The
+//! registrar's own order cannot be used: it follows the names of borrowed communicators, which a program may choose differently on each
+//! rank.
 
 use crate::error::Error;
 use crate::streams::RawStream;
@@ -55,7 +56,7 @@ pub(crate) enum Memory {
     Registered,
 }
 
-/// The comparison of each all-to-all between ranks before it is submitted.
+/// The comparison between ranks that precedes each all-to-all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Calls {
     /// No comparison.
@@ -97,7 +98,8 @@ impl Registrations {
         Ok(self.registrar.get_or_init(|| registrar))
     }
 
-    /// Syncs all registrations of a pool, even after a failure, because the other ranks of each wait for this one. Returns the first error.
+    /// Syncs all registrations of a pool. Continues after a failure, because the other ranks of each communicator wait for this one.
+    /// Returns the first error.
     pub(crate) fn sync(&self, pool: PoolId) -> Result<SyncCounts, Error> {
         self.for_each(pool, Registrar::sync)
     }
@@ -107,7 +109,8 @@ impl Registrations {
         self.for_each(pool, Registrar::agree)
     }
 
-    /// Syncs like [`sync`](Self::sync), but succeeds during a capture without new segments, because it does not communicate then.
+    /// Syncs like [`sync`](Self::sync), except that during a capture it does not communicate, and succeeds only if there are no new
+    /// segments.
     pub(crate) fn sync_at_scope_end(&self, pool: PoolId) -> Result<SyncCounts, Error> {
         self.for_each(pool, Registrar::sync_at_scope_end)
     }
@@ -130,7 +133,7 @@ impl Registrations {
         Ok(outcome?)
     }
 
-    /// Puts a pool to sleep on all ranks of its communicators. Returns `None` without communicators.
+    /// Puts a pool to sleep on all ranks of its communicators. Returns `None` if the pool has no communicators.
     pub(crate) fn sleep(&self, pool: PoolId, contents: Contents) -> Result<Option<Slept>, Error> {
         let Some(over) = self.over(pool)? else { return Ok(None) };
         Ok(Some(over.registrar.sleep(&over.communicator, pool, contents)?))
@@ -142,8 +145,8 @@ impl Registrations {
         Ok(Some(over.registrar.sleep_and_suspend(&over.communicator, pool, contents)?))
     }
 
-    /// Suspends the communicators of pools that sleep, on all ranks, unless a pool that is awake uses one of them. Returns the bytes that
-    /// NCCL released.
+    /// Suspends the communicators of sleeping pools, on all ranks. Skips a pool if an awake pool uses one of its communicators. Returns the
+    /// bytes that NCCL released.
     ///
     /// The choice follows from the registrations and the phases of pools, which are the same on all ranks.
     pub(crate) fn suspend(&self, is_asleep: impl Fn(PoolId) -> bool) -> Result<u64, Error> {
@@ -155,7 +158,7 @@ impl Registrations {
             all.iter().filter(|open| !is_asleep(open.pool)).map(|open| open.address).collect();
         let mut pools: Vec<PoolId> = Vec::new();
         for open in &all {
-            // A second call has nothing to do.
+            // Skips pools whose communicators are suspended, so that a second call has nothing to do.
             let is_suspended =
                 || Ok::<_, Error>(self.over(open.pool)?.is_some_and(|over| over.communicator.is_suspended()));
             if !pools.contains(&open.pool) && comms_of(open.pool).is_disjoint(&in_use) && !is_suspended()? {
@@ -172,7 +175,7 @@ impl Registrations {
         for pool in pools {
             let comms = comms_of(pool);
             if !comms.is_subset(&done) {
-                // The contents were decided when the pool fell asleep.
+                // The argument has no effect, because the contents were decided when the pool fell asleep.
                 self.sleep_and_suspend(pool, Contents::Drop)?;
                 done.extend(comms);
             }
@@ -186,14 +189,14 @@ impl Registrations {
         Communicator::held_bytes(&comms)
     }
 
-    /// Wakes a pool on all ranks of its communicators. Returns `None` without communicators.
+    /// Wakes a pool on all ranks of its communicators. Returns `None` if the pool has no communicators.
     pub(crate) fn wake(&self, pool: PoolId) -> Result<Option<Woken>, Error> {
         let Some(over) = self.over(pool)? else { return Ok(None) };
         Ok(Some(over.registrar.wake(&over.communicator, pool)?))
     }
 
-    /// Returns the communicator for a pool's collective operations: the one with the most ranks. If there are several, it is the one
-    /// registered last, since an earlier one may have failed. It is the same on every rank.
+    /// Returns the communicator for a pool's collective operations: the one with the most ranks. If several have the most ranks, it is the
+    /// one that was registered last, because an earlier one may have failed. The choice is the same on every rank.
     fn over(&self, pool: PoolId) -> Result<Option<Arc<OpenRegistration>>, Error> {
         let of_pool: SmallVec<[Arc<OpenRegistration>; 4]> = self.open.of(pool);
         let over = of_pool.iter().max_by_key(|registration| registration.communicator.ranks());
@@ -330,11 +333,11 @@ impl PoolRegistration {
         Ok(builder.build()?)
     }
 
-    /// Notifies the watchdog of a collective that the program itself submits to `stream`. Keep the returned guard until it is
+    /// Notifies the watchdog of a collective that the program itself submits to `stream`. Keep the returned guard until the collective is
     /// submitted.
     ///
     /// # Safety
-    /// `stream` is one of the allocator's device, and lives as long as the communicator is watched.
+    /// `stream` belongs to the allocator's device, and lives as long as the communicator is watched.
     pub(crate) unsafe fn announce(
         &self,
         kind: &str,
@@ -348,7 +351,8 @@ impl PoolRegistration {
         Ok(RankAnnouncement { _open: communicator.announcement(kind.to_owned(), elements, &stream)? })
     }
 
-    /// Deregisters all segments on every rank of the communicator, and stops watching it. The communicator itself is not destroyed.
+    /// Deregisters all segments on every rank of the communicator, and stops watching the communicator. The communicator itself is not
+    /// destroyed.
     pub(crate) fn end(self) -> Result<(), Error> {
         self.all.remove(&self.of);
         let OpenRegistration { registrar, communicator, pool, .. } = &*self.of;

@@ -5,19 +5,20 @@
 //! | key | values | default | meaning |
 //! |---|---|---|---|
 //! | `peers` | `[1,2]`, `[]` | `[]` | Devices that may read and write the memory. |
-//! | `chunk_mb`, `chunk_bytes` | a multiple of the granularity | a granule of stitching; without it, 32 MiB, more for ranges beyond 2 GiB | Largest physical chunk by which expandable ranges grow. |
-//! | `prefetch_mb`, `prefetch_bytes` | 0, or a multiple of the granularity of at least a chunk | 0 | Maximum amount to prefetch for each expandable range. |
+//! | `chunk_mb`, `chunk_bytes` | a multiple of the granularity | a granule of stitching; without stitching, 32 MiB, or more for ranges beyond 2 GiB | Largest physical chunk by which expandable ranges grow. |
+//! | `prefetch_mb`, `prefetch_bytes` | 0, or a multiple of the granularity, at least a chunk | 0 | Maximum amount to prefetch for each expandable range. |
 //! | `out_of_memory` | `trim`, `fail` | `trim` | The last resort before an allocation fails. |
 //! | `on_out_of_memory` | `report:FOLDER` | none | Writes a page about each failed allocation into a folder. |
 //!
-//! A default pool that is expandable and private [stitches](symmalloc_core::config::Stitching) large blocks, unless the text turns that off,
-//! or has a key for the size of growth, chunks or prefetching, because stitching determines all three, or a limit leaves no room for a
-//! block that would be stitched.
+//! A default pool that is expandable and private [stitches](symmalloc_core::config::Stitching) large blocks, with three exceptions: the
+//! text turns stitching off; the text has a key for the size of growth or chunks, or turns prefetching on (stitching determines all three
+//! itself); or a limit leaves no room for a block that would be stitched.
 //!
-//! The default pool of the process's allocators, which PyTorch uses, [groups](crate::streams#groups) its streams, unless the text has the key
-//! `streams`, or the pool is symmetric or has a quota. Other pools group their streams only if their own settings say so.
+//! The default pool of the process's allocators, which PyTorch uses, [groups](crate::streams#groups) its streams, unless the text has the
+//! key `streams`, the pool is symmetric, or the pool has a quota. Other pools group their streams only if their own settings say so.
 //!
-//! The parser replaces these keys with blanks before the core reads the text, so that the byte offsets in the core's errors are correct.
+//! The parser replaces this crate's keys with blanks before the core reads the text, so that the byte offsets in the core's errors are
+//! correct.
 
 use std::fmt;
 use std::ops::Range;
@@ -31,8 +32,8 @@ use thiserror::Error;
 /// The last resort before an allocation fails at a limit, or because the driver is out of memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum OutOfMemoryPolicy {
-    /// Releases the free memory of pools that are neither symmetric nor a graph's, and retries the allocation. PyTorch programs rely on it.
-    /// Symmetric pools are unaffected.
+    /// Releases the free memory of pools that are neither symmetric nor a graph's, and retries the allocation. PyTorch programs rely on
+    /// this. Symmetric pools are unaffected.
     #[default]
     Trim,
     /// Releases nothing (rule D4).
@@ -50,7 +51,7 @@ pub(crate) struct TorchSettings {
     pub(crate) on_out_of_memory: Option<OnOutOfMemory>,
 }
 
-/// An error in a settings text. Names its byte offset, counted from 0.
+/// An error in a settings text. The message names the error's byte offset, counted from 0.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub(crate) enum SettingsError {
@@ -165,7 +166,7 @@ impl TorchSettings {
     }
 }
 
-/// Returns the policy of a pool that inherits the default pool's settings.
+/// Returns the stream policy of a pool that inherits the default pool's settings. The grouping of streams is not inherited.
 pub(crate) fn without_groups(streams: StreamPolicy) -> StreamPolicy {
     if streams == StreamPolicy::Grouped { StreamPolicy::Separate } else { streams }
 }
@@ -192,8 +193,8 @@ fn key_of(item: &str) -> &str {
     item.split(':').next().unwrap_or_default().trim()
 }
 
-/// Returns the configuration with a default pool that groups its streams, if it is private. A symmetric pool keeps one heap per stream, which
-/// is independent of threads.
+/// Returns the configuration with a default pool that groups its streams, if the pool is private and has no quota. A symmetric pool keeps
+/// one heap per stream, which is independent of threads.
 fn grouped(config: Config) -> Config {
     let pool = config.default_pool();
     if pool.symmetric() || pool.has_quota() {
@@ -203,7 +204,7 @@ fn grouped(config: Config) -> Config {
     config.to_builder().default_pool(pool).build().expect("the other settings are valid")
 }
 
-/// Returns the configuration with a default pool that stitches, if it is expandable and private, and large enough.
+/// Returns the configuration with a default pool that stitches, if the pool is expandable, private, and large enough.
 fn stitched(config: Config) -> Config {
     let (pool, stitching) = (config.default_pool(), Stitching::default());
     let SegmentPolicy::Expandable(expandable) = pool.segments() else { return config };
@@ -267,7 +268,7 @@ fn peers(value: &str) -> Option<Vec<usize>> {
     list.split(',').map(|number| number.trim().parse().ok()).collect()
 }
 
-/// Replaces the core's error of an unknown key by one that also knows this crate's keys.
+/// Replaces the core's error about an unknown key with an error that also considers this crate's keys.
 fn with_own_keys(text: &str, error: ConfigTextError) -> SettingsError {
     let ConfigTextError::UnknownKey { offset, bytes, nearest: theirs } = error else { return error.into() };
     let word = &text[offset..offset + bytes];

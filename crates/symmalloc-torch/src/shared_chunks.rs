@@ -1,4 +1,5 @@
-//! Numbers of chunks that other processes can open. A chunk has a number as long as its memory exists.
+//! Numbers of chunks that other processes can open. The number of a chunk is valid as long as the chunk's memory
+//! exists.
 
 use std::fmt;
 use std::str::FromStr;
@@ -43,7 +44,7 @@ fn lock() -> MutexGuard<'static, Registry> {
     REGISTRY.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns the numbers of chunks, given as (address, bytes). Chunks without a number get the next one.
+/// Returns the numbers of chunks, given as (address, bytes). A chunk without a number gets the next free one.
 pub(crate) fn tickets(device: usize, chunks: &[(u64, u64)]) -> Vec<Ticket> {
     let mut registry = lock();
     let ticket = |&(address, bytes): &(u64, u64)| {

@@ -10,7 +10,7 @@ use symmalloc_cuda::{CudaError, DeviceMemory};
 use symmalloc_nccl::{Slept, Woken};
 
 impl DeviceAllocator {
-    /// Puts a pool to sleep; if it is registered, on every rank of its communicators.
+    /// Puts a pool to sleep. A registered pool is put to sleep on every rank of its communicators.
     pub(crate) fn sleep(&self, pool: PoolId, contents: Contents) -> Result<Slept, Error> {
         if let Some(slept) = self.registrations.sleep(pool, contents)? {
             return Ok(slept);
@@ -31,9 +31,10 @@ impl DeviceAllocator {
         }
     }
 
-    /// Suspends the communicators of sleeping pools that no pool uses that is awake. Returns the bytes that NCCL released.
+    /// Suspends the communicators of sleeping pools, except for a pool that shares a communicator with an awake pool. Returns the bytes
+    /// that NCCL released.
     pub(crate) fn suspend(&self) -> Result<u64, Error> {
-        // A pool that has failed on one rank sleeps on the others.
+        // `Held` counts as asleep, because a pool whose sleep failed on one rank sleeps on the others.
         self.registrations.suspend(|pool| self.phase(pool).is_ok_and(|phase| phase != Phase::Awake))
     }
 
@@ -45,7 +46,7 @@ impl DeviceAllocator {
         Ok(memory.with_communicators(self.registrations.held_bytes()))
     }
 
-    /// Wakes a pool; if it is registered, on every rank of its communicators.
+    /// Wakes a pool. A registered pool is woken on every rank of its communicators.
     pub(crate) fn wake(&self, pool: PoolId) -> Result<Woken, Error> {
         match self.registrations.wake(pool)? {
             Some(woken) => Ok(woken),
@@ -53,14 +54,14 @@ impl DeviceAllocator {
         }
     }
 
-    /// Puts the pools with a tag to sleep, in order of their ids. Stops at the first failure; the pools before it sleep.
+    /// Puts the pools with a tag to sleep, in order of their ids. Stops at the first failure; the pools before the failed one stay asleep.
     pub(crate) fn sleep_tagged(&self, tag: &str, contents: Contents) -> Result<Slept, Error> {
         let mut all = Slept::default();
         self.tagged(tag)?.into_iter().try_for_each(|pool| self.sleep(pool, contents).map(|slept| all += slept))?;
         Ok(all)
     }
 
-    /// Wakes the pools with a tag, in order of their ids. Stops at the first failure; the pools before it are awake.
+    /// Wakes the pools with a tag, in order of their ids. Stops at the first failure; the pools before the failed one stay awake.
     pub(crate) fn wake_tagged(&self, tag: &str) -> Result<Woken, Error> {
         let mut all = Woken::default();
         self.tagged(tag)?.into_iter().try_for_each(|pool| self.wake(pool).map(|woken| all += woken))?;
@@ -83,7 +84,7 @@ impl DeviceAllocator {
     /// Sets the memory of a pool with a quota, in bytes. Returns the bytes that it holds.
     ///
     /// # Safety
-    /// As [`allocate`](Self::allocate).
+    /// Same as for [`allocate`](Self::allocate).
     pub(crate) unsafe fn resize(&self, pool: PoolId, stream: RawStream, quota_bytes: u64) -> Result<u64, Error> {
         // SAFETY: the caller's contract.
         let stream = unsafe { self.stream_id(stream) }?;

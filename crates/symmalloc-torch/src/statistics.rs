@@ -3,7 +3,7 @@
 //! | PyTorch's key | here |
 //! |---|---|
 //! | `allocation`, `allocated_bytes`, `requested_bytes` | the core's, in total and by size class |
-//! | `active`, `active_bytes` | the same: a freed block never waits for an event before it is free (rule D3) |
+//! | `active`, `active_bytes` | as `allocation` and `allocated_bytes`: a freed block never waits for an event before it is free (rule D3) |
 //! | `reserved_bytes` | reserved device memory, only in total: an expandable range serves both classes |
 //! | `segment` | segments, only in total and without a peak |
 //! | `inactive_split`, `inactive_split_bytes` | free blocks, and their bytes |
@@ -14,9 +14,9 @@
 //!
 //! The peaks of `allocated_bytes`, `active_bytes` (`.all`, of the total) and `reserved_bytes` are exact, except that the
 //! first two may include blocks that other threads are freeing. If `peaks_are_sums` is true, the other peaks are sums of the heaps' peaks.
-//! These may be at different times, so the sums are upper bounds.
+//! The heaps may have their peaks at different times, so the sums are upper bounds.
 //!
-//! Keys without a counter are omitted.
+//! Keys of PyTorch without a counter here are omitted.
 
 use crate::device::DeviceAllocator;
 use serde_json::{Map, Value, json};

@@ -9,18 +9,18 @@
 //! The cache affects no decision: two streams that share a slot evict each other, and take the slower path.
 //!
 //! # Groups
-//! The core never sees a thread: the program names the group when it registers a stream. In the process's allocators, the streams that the main thread or
-//! one of autograd's threads uses first form one group, because these threads take turns: the main thread blocks while autograd runs a
-//! backward pass. Any other thread may run at the same time, so each stream that it uses first forms a separate group, unless the program
-//! names one.
+//! The core does not know threads: the program names the group when it registers a stream. In the process's allocators, the streams that
+//! the main thread or one of autograd's threads uses first form one group, because these threads do not run at the same time: the main
+//! thread blocks while autograd runs a backward pass. Any other thread may run at the same time, so each stream that it uses first forms a
+//! separate group, unless the program names one.
 //!
 //! ```text
 //!  first use by   main     pt_autograd_0     a data loader's thread     main
 //!  stream         s0       s1 in s0          s2                         s3 in s0
 //! ```
 //!
-//! Only pools with `streams:grouped` have a heap per group. There, a later use by another thread is safe, but takes the group's lock, and its
-//! order decides placements.
+//! Only pools with `streams:grouped` have a heap per group. In such a pool, another thread may use the stream later. This is safe, but the
+//! threads then share the group's lock, and the order of their ops determines placements.
 
 use crate::error::Error;
 use std::collections::HashMap;
@@ -36,7 +36,7 @@ const CACHE_BITS: u32 = 8;
 /// `cudaStreamLegacy`: an alias of the default stream, whose handle is null.
 const LEGACY: usize = 1;
 
-/// A raw stream handle as a number. Equal numbers are the same stream.
+/// A raw stream handle as a number. Equal numbers denote the same stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct RawStream(usize);
 
@@ -63,7 +63,7 @@ pub(crate) struct KnownStream {
     pub(crate) id: StreamId,
 }
 
-/// The group of streams whose group the program does not name.
+/// The rule for streams whose group the program does not name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Grouping {
     /// Each stream forms a group.
@@ -72,14 +72,14 @@ pub(crate) enum Grouping {
     ByThread,
 }
 
-/// The group of a stream that is not registered yet.
+/// The group that a stream joins when it is registered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Joins {
     /// The group that the allocator's [`Grouping`] selects.
     Default,
     /// A new group.
     None,
-    /// The group with this first stream.
+    /// The group whose first stream is this one.
     Group(StreamId),
 }
 
@@ -94,7 +94,8 @@ pub(crate) struct StreamRegistry {
 /// The registered streams.
 #[derive(Default)]
 struct KnownStreams {
-    /// Only grows, and its streams do not move. It is never iterated, so its order does not matter.
+    /// The map only grows, and its streams do not move. Only `all` iterates over it, and sorts the result, so the map's order does not
+    /// matter.
     by_handle: HashMap<RawStream, Box<KnownStream>>,
     /// The group of the main thread and autograd's threads.
     of_main: Option<StreamId>,
@@ -110,7 +111,7 @@ impl StreamRegistry {
     #[inline]
     pub(crate) fn cached(&self, raw: RawStream) -> Option<&KnownStream> {
         let cached = self.cache[raw.slot()].load(Ordering::Acquire);
-        // SAFETY: null, or a stream of `known`, which is boxed and lives as long as `self`.
+        // SAFETY: the pointer is null, or points to a stream of `known`, which is boxed and lives as long as `self`.
         unsafe { cached.as_ref() }.filter(|stream| stream.raw == raw)
     }
 
@@ -138,12 +139,12 @@ impl StreamRegistry {
             Entry::Vacant(entry) => &raw const **entry.insert(Box::new(unsafe { self.register(raw, joins, of_main) }?)),
         };
         self.cache[raw.slot()].store(stream.cast_mut(), Ordering::Release);
-        // SAFETY: boxed, never removed, and `self` is borrowed for as long as the result.
+        // SAFETY: the stream is boxed and never removed, and `self` is borrowed for as long as the result.
         Ok(unsafe { &*stream })
     }
 
     /// # Safety
-    /// As [`find_or_register`](Self::find_or_register).
+    /// Same as for [`find_or_register`](Self::find_or_register).
     unsafe fn register(
         &self,
         raw: RawStream,
@@ -168,7 +169,7 @@ impl StreamRegistry {
         Ok(KnownStream { raw, id })
     }
 
-    /// Returns `true` if another stream is in the group of this first one, or will join it at its first use.
+    /// Returns `true` if the group whose first stream is `first` has other streams, or if other streams may join it at their first use.
     pub(crate) fn others_may_join(&self, first: StreamId) -> bool {
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         let groups = self.allocator.core().groups();

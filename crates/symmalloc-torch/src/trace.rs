@@ -5,13 +5,13 @@
 //!
 //! | in the pattern | replaced by |
 //! |---|---|
-//! | `%r` | the rank (`RANK`; 0 without) |
+//! | `%r` | the rank (`RANK`; 0 if it is not set) |
 //! | `%d` | the device's number |
-//! | `%p` | the process |
+//! | `%p` | the process id |
 //! | `%%` | a percent sign |
 //!
-//! Without `%r` and `%p`, a job of several ranks (`WORLD_SIZE`) adds `.rankN` before the file's suffix. Without `%d` and `%p`, a second
-//! device adds `.deviceN`. No two recordings write the same file.
+//! If the pattern has neither `%r` nor `%p`, a job of several ranks (`WORLD_SIZE`) adds `.rankN` before the file's suffix. If it has
+//! neither `%d` nor `%p`, a second device adds `.deviceN`. No two recordings write the same file.
 
 use crate::error::Error;
 use crate::guard::guarded;

@@ -1,6 +1,6 @@
 //! Memory for work on streams that the caller does not name.
 //!
-//! Some runtime interfaces allocate and free without a stream: ONNX Runtime's external allocator, Numba's memory managers, synchronous
+//! Some runtime interfaces allocate and free without a stream: ONNX Runtime's external allocator, Numba's memory managers, and synchronous
 //! memory resources in C++. The allocator then cannot know which work still uses freed memory, so the free waits for the device, as
 //! `cuMemFree` does. A separate pool keeps this memory apart from stream-ordered memory, so that no work uses its free blocks.
 
@@ -31,11 +31,11 @@ impl DeviceAllocator {
         self.free(pointer)
     }
 
-    /// Frees an allocation after the work submitted to a stream so far, regardless of the stream of its allocation. Memory that was
-    /// allocated without a stream is freed by [`free_unordered`](Self::free_unordered).
+    /// Frees an allocation after the work submitted to a stream so far, regardless of the stream of its allocation. Passes memory that was
+    /// allocated without a stream to [`free_unordered`](Self::free_unordered).
     ///
     /// # Safety
-    /// As [`allocate`](Self::allocate).
+    /// Same as for [`allocate`](Self::allocate).
     pub(crate) unsafe fn free_on(&self, pointer: *mut c_void, stream: RawStream) -> Result<(), Error> {
         if pointer.is_null() {
             return Ok(());

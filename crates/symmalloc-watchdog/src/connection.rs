@@ -12,7 +12,7 @@ use std::os::unix::net::UnixStream;
 pub enum Connection {
     /// A network socket.
     Tcp(TcpStream),
-    /// A local socket. The system reports the user at the other end.
+    /// A local (Unix) socket. The kernel provides the peer's credentials.
     Unix(UnixStream),
 }
 
@@ -25,7 +25,7 @@ impl Connection {
         }
     }
 
-    /// Ends the connection. Bytes that have arrived can still be read; then reads report the end.
+    /// Ends the connection. Bytes that have arrived can still be read; after that, reads return EOF.
     pub(crate) fn shut_down(&self) {
         // An error means that the connection has ended already.
         let _ended = match self {

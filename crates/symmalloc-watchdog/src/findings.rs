@@ -28,7 +28,7 @@ pub enum Finding {
         /// The ranks.
         ranks: Vec<u32>,
     },
-    /// Two records of the same rank: it wrote several, or the files are from different runs.
+    /// Two records are from the same rank: the rank wrote several, or the files are from different runs.
     RankTwice {
         /// The rank.
         rank: u32,
@@ -48,7 +48,7 @@ pub enum Finding {
     /// The ranks that are furthest behind: they did not submit a collective that others submitted. Ranks that are less far behind may only
     /// be waiting for these.
     Behind {
-        /// The first collective that they did not submit, one after their last.
+        /// Number of the first collective that these ranks did not submit: one more than their last.
         number: u64,
         /// The collective as the other ranks recorded it; `None` if their records no longer contain it.
         signature: Option<Signature>,
@@ -64,7 +64,7 @@ pub enum Finding {
         /// Each state of the collective, with the ranks that are in that state.
         states: Vec<(CollectiveState, Vec<u32>)>,
     },
-    /// A send or receive that has not finished, while all collectives have. Other ranks need not have called it.
+    /// A send or receive that has not finished, although all collectives have. The other ranks may not have made this call.
     UnfinishedTransfer {
         /// The rank that called it.
         rank: u32,
@@ -102,7 +102,7 @@ impl Findings {
 
 impl CommunicatorRecord {
     /// Returns the call that this rank waits for: its first unfinished call, including sends and receives. Captured calls do not count:
-    /// they run when their graph does, and block nothing until then.
+    /// they run when their graph runs, and block nothing until then.
     pub fn first_unfinished(&self) -> Option<&CollectiveRecord> {
         self.unfinished().next()
     }
@@ -133,7 +133,7 @@ fn compare(records: &[&CommunicatorRecord], listable: &mut usize) -> Vec<Finding
     let submitted = || records.iter().map(|record| record.progress.submitted);
     let (least, most) = (submitted().min().unwrap_or(0), submitted().max().unwrap_or(0));
     let difference = first_difference(records);
-    // If calls differ, compare the progress before the difference, because ranks may be behind because of it.
+    // If calls differ, compare the progress before the difference, because the difference itself may hold ranks back.
     let alike = difference.as_ref().map_or(most, |(number, _)| number.saturating_sub(1));
     if least < alike {
         found.push(furthest_behind(records, least));

@@ -1,6 +1,6 @@
-//! Flight records: files with a process's view of its communicators, with the last collectives and the progress of each.
+//! Flight records: files that contain a process's view of its communicators, with the last collectives and the progress of each.
 //!
-//! A file is JSON, version 1. It does not influence any decision. It is read by people and by [`Findings`](crate::Findings).
+//! A file contains JSON, in version 1 of the format. People and [`Findings`](crate::Findings) read it; it influences no decision.
 
 use crate::ids::{CommunicatorId, Progress};
 use serde::{Deserialize, Serialize};
@@ -174,7 +174,7 @@ pub enum FlightRecordError {
         /// The file.
         path: PathBuf,
     },
-    /// No directory is safe to write to.
+    /// No folder for flight records is safe to write to.
     #[error("no folder for flight records: {0}; or set SYMMALLOC_FLIGHT_RECORDS")]
     Folder(#[from] symmalloc_files::PrivateFolderError),
     /// The file has an unsupported version.
@@ -237,7 +237,7 @@ impl FlightRecord {
     }
 }
 
-/// The part that all versions have in common.
+/// The part of a file that all versions have in common.
 #[derive(Deserialize)]
 struct Head {
     #[serde(rename = "symmalloc_flight_record")]

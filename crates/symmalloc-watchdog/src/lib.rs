@@ -1,6 +1,6 @@
-//! A watchdog for communicators: it finds the rank that is gone, stopped or stuck, and ends what waits for it.
+//! A watchdog for communicators: it finds the rank that is gone, stopped or stuck, and ends the communicator that waits for it.
 //!
-//! This crate depends on neither CUDA nor NCCL and influences no placement. It watches whatever implements a small trait.
+//! This crate depends on neither CUDA nor NCCL and influences no placement. It watches any communicator that implements [`Watchable`].
 //!
 //! ```text
 //!  process 1 ──┐  beats, joins, departures           Endpoint   the protocol without I/O; its Roster holds the state of each process
@@ -14,16 +14,16 @@
 //! # Watching a communicator
 //! | type | purpose |
 //! |---|---|
-//! | [`Identity`] | which rank of which communicator it is, and its deadline |
-//! | [`FlightRecorder`] | records the work that is submitted and how far the device is. The watchdog reads it through [`Flight`] |
+//! | [`Identity`] | the id and the name of the communicator, this rank's number, and the deadline |
+//! | [`FlightRecorder`] | records the submitted work and the device's progress. The watchdog reads it through [`Flight`] |
 //! | [`Watchable`] | ends the communicator |
 //! | [`Process`] | ends the process if the communicator cannot be ended |
-//! | [`Watched`] | all of these together: [`watch`](Watched::watch) it, and [`leave`](Watched::leave) or [`fail`](Watched::fail) at its end |
-//! | [`MeetingId`] | the connections to the processes of the other ranks, which the caller opened |
+//! | [`Watched`] | combines these types: [`watch`](Watched::watch) begins, and [`leave`](Watched::leave) or [`fail`](Watched::fail) ends |
+//! | [`MeetingId`] | identifies the connections to the processes of the other ranks, which the caller opened |
 //! | [`Connecting`], [`Announced`] | a communicator that is being created, so that the death of a rank ends the creation |
 //!
-//! One thread watches all communicators of the process. The methods of [`Watchable`] run on other threads, because they may block. This crate
-//! polls no driver: the owner of the device tells the recorder which work has completed.
+//! One thread watches all communicators of the process. The methods of [`Watchable`] run on separate threads, because they may block. This
+//! crate polls no driver: the owner of the device tells the recorder which work has completed.
 //!
 //! # Examples
 //! Compare flight records:

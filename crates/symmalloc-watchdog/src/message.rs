@@ -8,17 +8,17 @@ use serde::{Deserialize, Deserializer, Serialize};
 use std::fmt;
 use symmalloc_text::visible_start_of_line;
 
-/// Length limit of a line that the hub receives. A beat has about 120 bytes for each rank of its process.
+/// Length limit of a line that the hub receives. A heartbeat has about 120 bytes for each rank of its process.
 pub(crate) const LINE_BYTES_TO_HUB_MAX: usize = 4 << 20;
 
 /// Length limit of a line that other processes receive. The hub's answer about a communicator has about 200 bytes for each rank, and a
 /// [report](TEXT_BYTES_MAX) for each rank that failed.
 pub(crate) const LINE_BYTES_FROM_HUB_MAX: usize = 64 << 20;
 
-/// Length limit of a text, in particular of a report; a longer one is truncated. Reports of ranks that disagree name every rank.
+/// Length limit of a text, in particular of a report; a longer text is truncated. A report that ranks disagree names every rank.
 pub(crate) const TEXT_BYTES_MAX: usize = 16 << 10;
 
-/// Decodes a text of another process as one line of visible characters, which can neither control a terminal nor forge a line.
+/// Decodes a text from another process as one line of visible characters, which can neither control a terminal nor forge a line.
 fn received_text<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
     let text = String::deserialize(deserializer)?;
     Ok(visible_start_of_line(&text, TEXT_BYTES_MAX).into_owned())
@@ -103,7 +103,8 @@ pub struct Member {
 pub(crate) struct Standing {
     pub(crate) rank: RankId,
     pub(crate) progress: Progress,
-    /// Milliseconds since the progress last changed: a beat is later than the change that it reports.
+    /// Milliseconds since the progress last changed. The sender states this time, because a heartbeat is later than the change that it
+    /// reports.
     pub(crate) still_ms: u64,
 }
 
@@ -111,13 +112,13 @@ pub(crate) struct Standing {
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Message {
     // From a process to the hub. The hub sends itself the same messages.
-    /// The process is alive, with this progress of its ranks. The hub sends its beats to all.
+    /// The process is alive, and its ranks have made this progress. The hub sends its heartbeats to all other processes.
     Beat { standings: Vec<Standing> },
     /// The process now has this rank of a communicator.
     Joined { rank: RankId },
     /// The rank destroyed the communicator normally, having progressed this far. Its later state does not concern the other ranks.
     Left { last: Standing },
-    /// The rank was not created, or has another number.
+    /// The rank was not created, or has a different number.
     Withdrawn { rank: RankId },
     /// The rank ended the communicator because of an error.
     Failed { rank: RankId, report: FailureReport },
@@ -125,10 +126,10 @@ pub(crate) enum Message {
     Ask { communicator: CommunicatorId },
 
     // From the hub to other processes.
-    /// A process is gone, and with it these ranks of communicators that it had not left. `after` is its report about another communicator
-    /// that it had ended, if any.
+    /// A process is gone, and with it these ranks of communicators that it had not left. `after` is the process's report about another
+    /// communicator that it had ended before, if any.
     Gone { departure: Departure, ranks: Vec<RankId>, after: Option<FailureReport> },
-    /// A process is gone that never joined a communicator.
+    /// A process that never joined a communicator is gone.
     NeverJoined { process: ProcessId, departure: Departure },
     /// A rank ended the communicator because of an error.
     RankFailed { rank: RankId, report: FailureReport },

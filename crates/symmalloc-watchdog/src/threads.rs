@@ -1,7 +1,7 @@
 //! Threads for calls that may never return.
 //!
-//! A thread that has finished its call waits for the next one: creating a thread costs about 50 us, and so does the first CUDA call on it.
-//! A thread that hangs in a call is never reused. A new thread replaces it.
+//! A thread that has finished its call waits for the next call, because creating a thread costs about 50 us, and the first CUDA call on it
+//! costs as much again. A thread that hangs in a call is never reused. A new thread replaces it.
 
 use std::collections::VecDeque;
 use std::io;
@@ -64,7 +64,7 @@ fn hand_over(mut job: Job) -> Result<(), (Job, io::Error)> {
             Err(SendError(refused)) => job = refused,
         }
     }
-    // A thread that cannot be created drops its closure, but not the job.
+    // If the thread cannot be created, its closure is dropped, but the job remains in the slot.
     let slot = Arc::new(Mutex::new(Some(job)));
     let taken = Arc::clone(&slot);
     let started = std::thread::Builder::new().name("symmalloc-worker".to_owned()).spawn(move || {

@@ -9,8 +9,8 @@
 //!  response: the report, the flight record, the program's callback, and the communicator's end (Watchable)
 //! ```
 //!
-//! There is one thread per process, for all communicators. It never affects a placement, and never calls the driver or NCCL, because both
-//! may hang.
+//! There is one watchdog thread per process, for all communicators. It never affects a placement, and never calls the driver or NCCL,
+//! because both may hang.
 
 mod announced;
 mod clock;

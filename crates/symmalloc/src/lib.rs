@@ -7,7 +7,7 @@
 //! | always enabled | the crate root | the allocator: [`Allocator`], [`Config`], [`Backend`] |
 //! | `trace` (default) | [`trace`] | ops as text, their replay, layouts as text |
 //! | `agreement` (default) | [`agreement`] | comparison of ranks that finds the first op that differs |
-//! | `sim` (default) | [`sim`] | a simulated, seeded device, and simulated jobs of thousands of adverse ranks |
+//! | `sim` (default) | [`sim`] | a simulated, seeded device, and simulated jobs of thousands of ranks under adverse conditions |
 //! | `import` | `import` | trace files, and recordings of other tools: PyTorch snapshots, RMM logs |
 //! | `cuda` | `cuda` | NVIDIA devices, buffers compatible with cudarc, graphs; requires one feature of `cuda-11040` to `cuda-13040` |
 //! | `nccl` | `nccl` | NCCL: communicators, windows registered in the same order on all ranks, all-to-all-v |
@@ -18,12 +18,12 @@
 //!
 //! # Determinism
 //! A placement depends on the configuration and on the ops of its heap so far, and never on an address, a clock, a
-//! thread or the progress of the device. Ranks that run the same program with the same configuration therefore place
-//! alike. [`Allocator`] states the condition for programs with several threads.
+//! thread or the progress of the device. Ranks that run the same program with the same configuration therefore get the
+//! same placements. [`Allocator`] states the condition for programs with several threads.
 //!
 //! # Threads
-//! An [`Allocator`] belongs to one thread. [`SharedAllocator`] is the same type with another lock, for any number of
-//! threads.
+//! An [`Allocator`] belongs to one thread. [`SharedAllocator`] is the same type with a different lock, for any number
+//! of threads.
 //!
 //! # Errors
 //! Every error is typed and states a remedy: see [`errors`]. A call that fails leaves live allocations intact.

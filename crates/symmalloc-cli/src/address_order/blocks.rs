@@ -18,7 +18,7 @@ pub(super) enum Class {
 }
 
 impl Class {
-    /// Returns PyTorch's `kSmallBuffer` or `kLargeBuffer`: the page size of an expandable segment, in bytes, and the size of a
+    /// Returns PyTorch's `kSmallBuffer` or `kLargeBuffer`, in bytes: the page size of an expandable segment, which is also the size of a
     /// fixed segment that several blocks share.
     pub(super) fn page_bytes(self) -> u64 {
         match self {
@@ -40,7 +40,7 @@ pub(super) struct List {
 pub(super) enum ModelState {
     Free,
     Allocated,
-    /// Freed by the program. Becomes free after this number of events.
+    /// Freed by the program. The block becomes free once this number of events has completed.
     Pending {
         events: u32,
     },
@@ -74,7 +74,7 @@ struct Linked {
 pub(super) struct Blocks {
     /// Blocks by key.
     linked: Vec<Linked>,
-    /// Keys without a block.
+    /// Keys that no block has, for reuse.
     vacant: Vec<BlockKey>,
     /// (size, address) of the free blocks of each list.
     free: BTreeMap<List, BTreeSet<(u64, u64, BlockKey)>>,
@@ -95,7 +95,7 @@ impl Blocks {
         key
     }
 
-    /// Removes a segment that is one block.
+    /// Removes a segment that consists of a single block.
     pub(super) fn remove(&mut self, key: BlockKey) {
         self.unlist(key);
         self.vacant.push(key);
@@ -118,7 +118,7 @@ impl Blocks {
         rest
     }
 
-    /// Changes the state of a block. Merges a free or unmapped block with neighbors in the same state, and returns the result.
+    /// Changes the state of a block. Merges a free or unmapped block with neighbors in the same state. Returns the resulting block.
     pub(super) fn set_state(&mut self, mut key: BlockKey, state: ModelState) -> BlockKey {
         self.unlist(key);
         self.linked[key.0 as usize].block.state = state;
@@ -137,7 +137,7 @@ impl Blocks {
         key
     }
 
-    /// Adds the bytes of the next block to a block. Both are in no list.
+    /// Adds the bytes of the next block to a block. Neither block may be in a list.
     fn merge_next(&mut self, key: BlockKey, next: BlockKey) {
         let Linked { block, next: after, .. } = self.linked[next.0 as usize];
         let own = &mut self.linked[key.0 as usize];
@@ -204,8 +204,8 @@ impl Blocks {
         free.flat_map(move |free| free.range((size, 0, BlockKey(0))..)).map(|&(_, _, key)| key)
     }
 
-    /// Returns the best fit, where a block before unmapped addresses counts with the size to which it can grow. Blocks that
-    /// cannot grow, or can grow less, are preferred.
+    /// Returns the best fit in an expandable segment. A block before unmapped addresses counts with the size to which it can grow, so that
+    /// blocks that cannot grow, or can grow less, are preferred.
     pub(super) fn best_fit_expandable(&self, list: List, size: u64) -> Option<BlockKey> {
         let room = |key: BlockKey| {
             let behind = self.next(key).filter(|(_, next)| next.state == ModelState::Unmapped);

@@ -59,8 +59,8 @@ impl AddressOrder {
         })
     }
 
-    /// Maps whole pages for at least `size` bytes at the start of an unmapped block, or for all of it. Returns the resulting free
-    /// block.
+    /// Maps whole pages for at least `size` bytes at the start of an unmapped block, or the whole block if it is smaller. Returns the
+    /// resulting free block.
     fn map_pages(&mut self, key: BlockKey, size: u64) -> Result<BlockKey, BackendError> {
         let block = self.blocks.at(key);
         let range = self.born[block.segment.index()].range;

@@ -6,15 +6,15 @@ use symmalloc_core::units::{MIB, UNIT_BYTES};
 
 /// Maximum size of a small request.
 pub(super) const SMALL_MAX_BYTES: u64 = MIB;
-/// Minimum size of a request whose segment is sized for it alone.
+/// Minimum size of a request that gets a fixed segment of its own.
 const OWN_SEGMENT_MIN_BYTES: u64 = 10 * MIB;
-/// Multiple to which the size of such a segment is rounded up.
+/// Multiple to which the size of such a segment is rounded up, in bytes.
 const OWN_SEGMENT_ROUND_BYTES: u64 = 2 * MIB;
 
 /// Settings of all pools of a rank.
 #[derive(Clone, Debug)]
 pub(super) struct ModelRules {
-    /// `None` for expandable segments.
+    /// Rules of fixed segments; `None` for expandable segments.
     fixed: Option<FixedSegments>,
     divisions: RoundupPower2Divisions,
 }

@@ -3,7 +3,7 @@
 use crate::escape::quoted;
 use symmalloc_import::ReadOptions;
 
-/// Options for reading recordings. The defaults are those of a command line without these flags.
+/// Options for reading recordings. `default()` returns the options of a command line without these flags.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub(crate) struct ReadingArgs {
     /// Device to read from a PyTorch snapshot with several devices

@@ -3,10 +3,10 @@
 use crate::error::CliError;
 use std::path::Path;
 
-/// Checks that a file name is that of an SVG, the only format of pictures.
+/// Checks that a file name has the extension `.svg`. SVG is the only format of pictures.
 ///
 /// # Errors
-/// Returns an error if the extension is another one.
+/// Returns an error if the extension is different.
 pub(super) fn require_svg(path: &Path) -> Result<(), CliError> {
     match path.extension().and_then(|extension| extension.to_str()) {
         Some("svg") => Ok(()),

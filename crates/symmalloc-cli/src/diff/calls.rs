@@ -8,7 +8,7 @@ use symmalloc_core::op::{Op, Record};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ComparedOps {
     Everything,
-    /// All ops except those that depend on event polling.
+    /// All ops except uses by other streams and registrations of streams, which depend on event polling.
     WithoutUses,
 }
 
@@ -16,16 +16,16 @@ pub(super) enum ComparedOps {
 pub(super) struct ProgramCall<'a> {
     /// Number of its record, counted from 0.
     pub(super) number: usize,
-    /// The op, which identifies its allocation by ordinal.
+    /// The op, in which the allocation is identified by its ordinal.
     pub(super) op: Op,
     pub(super) record: &'a Record,
-    /// The program's name of the allocation that the op is about.
+    /// The name that the program gave the op's allocation.
     pub(super) name: Option<&'a str>,
 }
 
 /// Returns the calls in the records.
 pub(super) fn calls(records: &[Record], detail: ComparedOps) -> impl Iterator<Item = ProgramCall<'_>> {
-    // Only looked up, so its order decides nothing.
+    // The map is never iterated, so its order has no effect.
     let mut known: HashMap<AllocationId, (AllocationId, Option<&str>)> = HashMap::new();
     records.iter().enumerate().filter_map(move |(number, record)| {
         let mut op = record.op.clone();

@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-/// Number of bytes that identify the kind of a file.
+/// Number of bytes at the start of a file that identify its kind.
 const HEAD_BYTES: u64 = 4096;
 
 /// Kind of a file.

@@ -5,7 +5,7 @@
 //!                    └─► a row per rank                 ──┴─► screen, or JSON
 //! ```
 //!
-//! A rank without a record has a row as well, with the observations of other ranks.
+//! A rank without a record also has a row. It shows what other ranks observed.
 
 mod json;
 mod rows;

@@ -1,17 +1,18 @@
-//! Comparison of recordings that show a part of a job.
+//! Comparison of recordings that contain only a part of a job.
 //!
-//! Ranks do not begin to record at the same op, and a ring of entries keeps another part of the job on each rank. The recordings are
-//! therefore aligned by the ops that they have in common, and compared up to the earlier end. Streams, pools, and allocations from before
-//! the first common op are numbered by each recording on its own. They are equal if one mapping of A's numbers to B's explains all common
-//! ops.
+//! Ranks may begin to record at different ops, and a recorder that keeps only the last entries keeps a different part of the job on each
+//! rank. The recordings are therefore aligned by the ops that they have in common, and compared up to the earlier end. Each recording has
+//! its own numbers for streams, pools, and allocations from before the first common op. These numbers count as equal if one mapping of A's
+//! numbers to B's explains all common ops.
 //!
 //! ```text
 //! A   live before │ f a a f a f a a f ...
 //! B           live before │ a f a a f ...      B begins 4 ops after A
 //! ```
 //!
-//! A job that repeats itself fits at several alignments. One that aligns the ends of both recordings is preferred, because ranks mostly
-//! save them at the same point. The others are counted, so that the answer states them.
+//! Recordings of a job that repeats itself fit at several alignments. An alignment at which both recordings end together is preferred,
+//! because ranks usually save their recordings at the same point. The other alignments are counted, so that the output can state their
+//! number.
 
 use super::calls::{ComparedOps, ProgramCall, calls};
 use std::cmp::Reverse;
@@ -22,29 +23,30 @@ use symmalloc_core::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use symmalloc_core::op::Op;
 use symmalloc_import::Recording;
 
-/// Number of common ops that an alignment needs, unless half of the shorter recording is less. Fewer can be equal by chance.
+/// Minimum number of common ops of an alignment; for a short recording, half of its ops. Fewer ops can be equal by chance.
 const COMMON_OPS_MIN: usize = 8;
 
-/// A sequence of ops that occurs more often in a recording is ignored, because it fits at too many alignments.
+/// A sequence of ops that occurs more often than this in a recording is ignored, because it fits at too many alignments.
 const PLACES_MAX: usize = 4;
 
-/// An alignment at which this many times as many ops are equal is better than the one with the longest run. The run is then accidental.
+/// If another alignment has more than this many times as many equal ops as the longest run, the run is accidental, and the other alignment
+/// is better.
 const MISLEADING_RATIO: usize = 4;
 
-/// Number of ops that are compared to find the alignment. The comparison of one costs tens of nanoseconds.
+/// Approximate maximum number of ops that are compared to find the alignment. Comparing one op takes tens of nanoseconds.
 const OPS_COMPARED_MAX: usize = 8_000_000;
 
 /// The beginnings and ends of two recordings, of which at least one begins in the middle of the job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LateBeginning {
-    /// `true` for each of A and B that begins in the middle of the job.
+    /// For A and for B: `true` if the recording begins in the middle of the job.
     pub is_late: [bool; 2],
     /// Number of ops of A, and of B, before the first op that both recordings have.
     pub ops_before: [usize; 2],
-    /// Number of other alignments at which the recordings agree as well.
+    /// Number of other alignments at which the recordings also agree.
     pub other_alignments: usize,
-    /// The nearest of them: the number of ops of A, and of B, before the first common op.
+    /// The nearest of the other alignments: the number of ops of A, and of B, before the first common op.
     pub nearest_alignment: Option<[usize; 2]>,
     /// `false` if the recordings have no part in common that is long enough to align them.
     pub is_aligned: bool,
@@ -58,7 +60,7 @@ pub(super) fn is_late(recording: &Recording) -> bool {
 /// The recorded part of a job.
 pub(super) struct Window<'a> {
     pub(super) calls: Vec<ProgramCall<'a>>,
-    /// Kind of each call, and the bytes that it is about.
+    /// Kind of each call, and the bytes that it requests or frees.
     shapes: Vec<(u8, u64)>,
     /// Each allocation, by ordinal.
     allocations: Vec<Allocation>,
@@ -97,7 +99,7 @@ impl<'a> Window<'a> {
     }
 }
 
-/// A mapping of A's numbers to B's.
+/// A one-to-one mapping of A's ids to B's.
 #[derive(Default)]
 pub(super) struct Correspondence {
     allocations: Pairs<AllocationId>,
@@ -107,7 +109,7 @@ pub(super) struct Correspondence {
 }
 
 impl Correspondence {
-    /// Returns `true` if two ops are the same under the mapping, which grows by their numbers.
+    /// Returns `true` if two ops are equal under the mapping. Adds their ids to the mapping.
     pub(super) fn admits(&mut self, windows: &[Window<'_>; 2], a: &Op, b: &Op) -> bool {
         let ((op_a, one), (op_b, other)) = (split(a), split(b));
         if op_a != op_b || !self.admits_numbers(&one, &other) {
@@ -115,7 +117,7 @@ impl Correspondence {
         }
         let of = |rank: usize, id: AllocationId| windows[rank].allocations.get(id.index()).copied();
         match (a, b) {
-            // An allocation from before the first common op is known by its size, its stream and its pool.
+            // The allocation may be from before the first common op, so its size, stream and pool are compared here.
             (Op::Free { id } | Op::RecordUse { id, .. }, Op::Free { id: id_b } | Op::RecordUse { id: id_b, .. }) => {
                 match (of(0, *id), of(1, *id_b)) {
                     (Some(one), Some(other)) => {
@@ -140,7 +142,7 @@ impl Correspondence {
     }
 }
 
-/// The numbers in an op; `None` for kinds that it has not.
+/// The ids in an op; `None` for each kind of id that the op does not have.
 #[derive(Default)]
 struct Numbers {
     allocation: Option<AllocationId>,
@@ -149,7 +151,7 @@ struct Numbers {
     observer: Option<ObserverId>,
 }
 
-/// Returns an op without its numbers, and the numbers.
+/// Splits an op into the op without its ids, and the ids.
 fn split(op: &Op) -> (Op, Numbers) {
     let (mut op, mut numbers) = (op.clone(), Numbers::default());
     match &mut op {
@@ -185,7 +187,7 @@ fn split(op: &Op) -> (Op, Numbers) {
     (op, numbers)
 }
 
-/// Pairs of numbers, none of which is in two pairs. Looked up only.
+/// Pairs of ids, in which each id occurs at most once. The maps are never iterated, so their order has no effect.
 struct Pairs<T> {
     of_a: HashMap<T, T>,
     of_b: HashMap<T, T>,
@@ -198,7 +200,7 @@ impl<T> Default for Pairs<T> {
 }
 
 impl<T: Copy + Eq + Hash> Pairs<T> {
-    /// Returns `true` if both ops have the same number, or none.
+    /// Returns `true` if the ids are a pair, or if neither op has an id. Two ids without a pair become one.
     fn admit(&mut self, a: impl Into<Option<T>>, b: impl Into<Option<T>>) -> bool {
         let (a, b) = match (a.into(), b.into()) {
             (Some(a), Some(b)) => (a, b),
@@ -213,7 +215,7 @@ impl<T: Copy + Eq + Hash> Pairs<T> {
 struct Alignment {
     /// Number of ops of A, and of B, before the first common one. One of them is 0.
     skipped: [usize; 2],
-    /// Number of equal ops from there on.
+    /// Number of consecutive equal ops from there on.
     run: usize,
     /// Number of ops that both recordings have from there on.
     overlap: usize,
@@ -227,14 +229,15 @@ impl Alignment {
         self.run == self.overlap
     }
 
-    /// Returns a key that is greater for better alignments: ranks that agree up to a common end, then the longest run. Of equal runs, one
-    /// that ends at a difference is better than one at which a recording ends, so that a difference is not hidden.
+    /// Returns a key that is greater for better alignments. An alignment at which the ranks agree up to a common end is best; then the
+    /// length of the run decides. Among equal runs, one that ends at a difference is better than one that ends with a recording, so that a
+    /// difference is not hidden.
     fn merit(&self) -> (bool, usize, bool, usize, Reverse<usize>) {
         let [a, b] = self.skipped;
         (self.fits() && self.has_equal_ends, self.run, self.has_equal_ends, self.overlap, Reverse(a + b))
     }
 
-    /// Returns the op of B, relative to A's first.
+    /// Returns the position of B's first op, relative to A's first op.
     fn shift(&self) -> isize {
         self.skipped[0] as isize - self.skipped[1] as isize
     }
@@ -245,7 +248,7 @@ pub(super) fn aligned(is_late: [bool; 2], windows: &[Window<'_>; 2]) -> LateBegi
     let lengths = [0, 1].map(|rank| windows[rank].shapes.len());
     let shorter = lengths[0].min(lengths[1]);
     let candidates = alignments(&windows[0].shapes, &windows[1].shapes);
-    // Ops of equal shapes can free different allocations, so the best are compared exactly.
+    // Ops of equal shapes can free different allocations, so the best candidates are compared exactly.
     let mut found: Vec<Alignment> = Vec::new();
     let mut compared = 0;
     for candidate in &candidates {
@@ -273,7 +276,7 @@ pub(super) fn aligned(is_late: [bool; 2], windows: &[Window<'_>; 2]) -> LateBegi
     let agrees = |other: &&Alignment| {
         other.skipped != best.skipped && (other.fits() && 2 * other.run >= best.run || other.run >= best.run)
     };
-    // The rest is known by the shapes of the ops alone.
+    // The remaining candidates are known only by the shapes of their ops.
     let others: Vec<&Alignment> = found.iter().chain(&candidates[found.len()..]).filter(agrees).collect();
     let nearest = others.iter().min_by_key(|other| (other.shift() - best.shift()).unsigned_abs());
     LateBeginning {
@@ -285,7 +288,7 @@ pub(super) fn aligned(is_late: [bool; 2], windows: &[Window<'_>; 2]) -> LateBegi
     }
 }
 
-/// Returns all alignments of which the first ops are equal, those with the longest runs first.
+/// Returns all alignments whose first common ops are equal, the longest runs first.
 fn alignments<T: Copy + Eq>(a: &[T], b: &[T]) -> Vec<Alignment> {
     let of = |skipped: [usize; 2], run: usize| {
         let rest = [a.len() - skipped[0], b.len() - skipped[1]];
@@ -298,8 +301,8 @@ fn alignments<T: Copy + Eq>(a: &[T], b: &[T]) -> Vec<Alignment> {
     alignments
 }
 
-/// Returns the alignment that the most short sequences of ops support, and the number of its equal ops. It finds the common part if the
-/// recordings differ near its beginning. `None` if no sequence occurs in both.
+/// Returns the alignment that the largest number of short sequences of ops supports, and the number of equal ops at this alignment. It
+/// finds the common part even if the recordings differ near its beginning. Returns `None` if no sequence occurs in both recordings.
 fn most_voted<T: Copy + Eq + Hash>(a: &[T], b: &[T]) -> Option<([usize; 2], usize)> {
     let mut places: HashMap<&[T], Vec<usize>> = HashMap::new();
     for (at, sequence) in a.windows(COMMON_OPS_MIN).enumerate() {
@@ -310,7 +313,7 @@ fn most_voted<T: Copy + Eq + Hash>(a: &[T], b: &[T]) -> Option<([usize; 2], usiz
     }
     let mut votes: BTreeMap<isize, usize> = BTreeMap::new();
     for (at, sequence) in b.windows(COMMON_OPS_MIN).enumerate() {
-        // Sequences that occur often say little.
+        // Sequences that occur often say little about the alignment.
         for place in places.get(sequence).into_iter().filter(|places| places.len() <= PLACES_MAX).flatten() {
             *votes.entry(*place as isize - at as isize).or_default() += 1;
         }
@@ -321,14 +324,14 @@ fn most_voted<T: Copy + Eq + Hash>(a: &[T], b: &[T]) -> Option<([usize; 2], usiz
     Some((skipped, equal))
 }
 
-/// Returns the number of equal ops from these ops on.
+/// Returns the number of consecutive equal ops after the skipped ones.
 fn common(windows: &[Window<'_>; 2], skipped: [usize; 2]) -> usize {
     let mut same = Correspondence::default();
     let [one, other] = [0, 1].map(|rank| &windows[rank].calls[skipped[rank]..]);
     one.iter().zip(other).take_while(|(one, other)| same.admits(windows, &one.op, &other.op)).count()
 }
 
-/// Returns, for each position of `text`, the length of the run from there that equals the beginning of `pattern`: the Z-algorithm, in
+/// Returns, for each position of `text`, how many items from there equal the beginning of `pattern`. This is the Z-algorithm, which takes
 /// linear time.
 fn runs<T: Copy + Eq>(pattern: &[T], text: &[T]) -> Vec<usize> {
     let joined: Vec<Option<T>> =
@@ -388,7 +391,7 @@ mod tests {
         }
     }
 
-    /// Each alignment is found with the length of its run, as a naive comparison finds it.
+    /// The search finds the same alignments, with the same lengths of runs, as a naive comparison.
     #[test]
     fn alignments_are_those_of_the_definition() {
         let mut random = SplitMix64::new(2);
@@ -408,7 +411,7 @@ mod tests {
         }
     }
 
-    /// An op has the same text with all of its numbers changed, and another one with its amounts changed.
+    /// `split` leaves none of an op's ids in the op, and `admits` accepts each op only with an equal op.
     #[test]
     fn every_number_of_an_op_is_mapped() {
         let (stream, on, pool, observer) = (StreamId(3), StreamId(4), PoolId(5), ObserverId(6));

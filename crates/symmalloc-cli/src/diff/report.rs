@@ -16,10 +16,10 @@ use symmalloc_core::op::Op;
 use symmalloc_import::Recording;
 use symmalloc_text::visible_line;
 
-/// Maximum length of a file's name that stands for the letter of a recording.
+/// Maximum length of a file name, in characters, that the output uses instead of the letter A or B.
 const NAME_CHARS_MAX: usize = 32;
 
-/// Fewest common ops from which equality says something about the whole job.
+/// Minimum number of common ops at which equality says something about the whole job.
 const OPS_MIN: usize = 100;
 
 /// Warning for a comparison of few ops.
@@ -116,7 +116,7 @@ fn findings(diff: &Diff, paths: [&Path; 2], palette: Palette) -> String {
     out
 }
 
-/// Explains a difference between requests, and what to do about it. `None` if the first op that differs is no request of both.
+/// Explains a difference between the sizes of two requests, and what to do about it. Returns `None` for any other difference.
 fn cause(diff: &Diff, difference: &OpDifference, paths: [&Path; 2]) -> Option<String> {
     let (Some((number, a)), Some((_, b))) = (&difference.a, &difference.b) else { return None };
     let (
@@ -139,7 +139,7 @@ fn cause(diff: &Diff, difference: &OpDifference, paths: [&Path; 2]) -> Option<St
             counted(sizes - 1, "later request")
         ),
     };
-    // Sizes that differ by little look alike.
+    // Sizes that differ only slightly look alike when they are rounded.
     let amount = |bytes: u64| match memory(*a_bytes) == memory(*b_bytes) {
         true => exact_memory(bytes),
         false => memory(bytes),
@@ -162,7 +162,7 @@ fn names(paths: [&Path; 2]) -> [String; 2] {
     [a, b].map(|name| visible_line(&name).into_owned())
 }
 
-/// Describes where recordings begin that begin late.
+/// Describes where the recordings that begin late begin.
 fn beginning(late: &LateBeginning) -> String {
     let which = match late.is_late {
         [true, true] => "both recordings begin",

@@ -6,7 +6,7 @@ use symmalloc_core::ids::{HeapId, PoolId};
 use symmalloc_core::plans::StepAllocation;
 use thiserror::Error;
 
-/// The first difference between a job and its plan. Allocations are counted from 0 in the step of the heap, ops in the job.
+/// The first difference between a job and its plan. Allocations are counted from 0 within the heap's step, and ops within the job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub(crate) enum JobDifference {
     #[error("the job creates pool {pool}, which the plan does not configure")]

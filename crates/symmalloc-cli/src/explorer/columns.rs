@@ -12,9 +12,9 @@
 //!   lane, position, size, first op, number of ops of every part of reserved memory
 //! ```
 //!
-//! A number has 7 bits per byte, the lowest first, and the last byte is below 128 (LEB128). The same columns of a training job repeat with
-//! every step, so they compress well. A stack is stored from its outermost frame inward, because most stacks share their outer frames.
-//! Equal jobs give equal bytes.
+//! A number has 7 bits per byte, the lowest first, and the last byte is below 128 (LEB128). The columns of a training job repeat with every
+//! step, so they compress well. A stack is stored from its outermost frame inward, because most stacks share their outer frames. Equal jobs
+//! give equal bytes.
 
 use super::layout::Layout;
 use crate::picture::group_number;
@@ -29,8 +29,8 @@ use symmalloc_import::{Stack, Stacks};
 use symmalloc_text::visible_line;
 use symmalloc_trace::replay::Program;
 
-/// Returns the compressed data, for `DecompressionStream("deflate-raw")`. The best compression takes three times as long for a few
-/// percent.
+/// Returns the compressed data, for `DecompressionStream("deflate-raw")`. The best compression level would take three times as long, and
+/// save a few percent.
 pub(super) fn compressed(program: &Program, stacks: Option<&Stacks>, layouts: &[Layout], op: usize) -> Vec<u8> {
     let mut out = DeflateEncoder::new(Vec::new(), Compression::default());
     let written = out.write_all(&encoded(program, stacks, layouts, op)).and_then(|()| out.finish());

@@ -1,7 +1,7 @@
 //! A layout: where each allocation of a job lies, and which memory is reserved, over the ops.
 //!
-//! Addresses are compacted for drawing. Ranges of a heap that touch form a *block of addresses*, which exists from its first byte of memory
-//! to its last. Each block gets the lowest position of the smallest free gap that fits, in its heap's lane at that time:
+//! Addresses are compacted for drawing. Adjacent ranges of a heap form a *block of addresses*, which exists as long as any of its memory
+//! does. In its heap's lane, each block gets the lowest position of the smallest gap that is free at that time and large enough:
 //!
 //! ```text
 //! lane   ▲ │      ┌───────────── a second segment ───
@@ -18,7 +18,7 @@ use symmalloc_core::ids::HeapId;
 /// Upper bound of a lane's height, small enough that JavaScript's numbers are exact: 1 PiB.
 const LANE_BYTES_MAX: u64 = 1 << 50;
 
-/// An address: a range of the device, and the offset in it. Ranges never touch each other.
+/// An address: a range of the device, and the offset in the range. Ranges never touch each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Address {
     pub(super) range: u64,
@@ -56,7 +56,7 @@ pub(crate) struct Layout {
     pub(crate) origin: &'static str,
     /// Lanes by pool and stream.
     pub(crate) lanes: Vec<Lane>,
-    /// Positions by allocation; `None` if it has no bytes or was refused.
+    /// Positions by allocation; `None` for an allocation without bytes, or one that was refused.
     pub(crate) positions: Vec<Option<Position>>,
     /// Reserved memory.
     pub(crate) reserved: Vec<Rectangle>,
@@ -76,7 +76,7 @@ impl Extent {
     }
 }
 
-/// Addresses of a heap that touch, and their position in the lane.
+/// Adjacent addresses of a heap, and their position in the lane.
 #[derive(Clone, Debug)]
 struct AddressBlock {
     extent: Extent,
@@ -110,7 +110,7 @@ impl LayoutDraft {
         self.mapped.insert(address, (owner, size_bytes, op));
     }
 
-    /// Ends reserved memory at an op. Memory that was mapped in several parts may be unmapped in others.
+    /// Ends reserved memory at an op. Memory that was mapped in several parts may be unmapped in different parts.
     pub(super) fn unmap(&mut self, address: Address, size_bytes: u64, op: usize) {
         let start = address.offset_bytes;
         let end = start.saturating_add(size_bytes);
@@ -147,8 +147,8 @@ impl LayoutDraft {
         }
     }
 
-    /// Reserves memory for the allocations alone: each range of addresses up to its last allocation, from its first allocation to its
-    /// last free.
+    /// Reserves only the memory that the allocations show. Each range of addresses extends to the end of its furthest allocation, and
+    /// exists from its first allocation to its last free.
     pub(super) fn reserve_around_allocations(&mut self) {
         let mut ranges: BTreeMap<(HeapId, u64), Extent> = BTreeMap::new();
         for (owner, extent) in self.allocations.iter().flatten() {
@@ -205,8 +205,8 @@ impl LayoutDraft {
     }
 }
 
-/// Joins extents that touch, and gives each result the smallest gap that is free during its ops. Returns the results by address, and the
-/// height of all.
+/// Joins adjacent extents into blocks, and gives each block the smallest gap that is free during its ops. Returns the blocks by address,
+/// and the height of the lane.
 fn positioned(mut extents: Vec<&Extent>) -> (Vec<AddressBlock>, u64) {
     extents.sort_by_key(|extent| extent.address);
     let mut blocks: Vec<AddressBlock> = Vec::new();
@@ -224,7 +224,7 @@ fn positioned(mut extents: Vec<&Extent>) -> (Vec<AddressBlock>, u64) {
     let mut order: Vec<usize> = (0..blocks.len()).collect();
     order.sort_by_key(|&index| (blocks[index].extent.ops.start, index));
     let mut gaps = Gaps::new();
-    // Blocks that exist now, the one that ends first on top: its last op, position and end.
+    // Blocks that exist now, each as its last op, position and end. The block that ends first is on top.
     let mut standing: BinaryHeap<Reverse<(usize, u64, u64)>> = BinaryHeap::new();
     let mut height_bytes = 0;
     for index in order {

@@ -61,8 +61,8 @@ fn rerun(
     Ok(draft.finish(name, origin))
 }
 
-/// Returns the recorded placements, if the recording has any. The sizes of the segments are unknown: each is drawn up to its furthest
-/// allocation.
+/// Returns the recorded placements, if the recording has any. The sizes of segments are unknown, so each segment is drawn up to the end of
+/// its furthest allocation.
 fn as_recorded(recorded: &Recorded) -> Option<Layout> {
     if !has_placements(recorded) {
         return None;
@@ -70,7 +70,7 @@ fn as_recorded(recorded: &Recorded) -> Option<Layout> {
     let program = recorded.program();
     let mut draft = LayoutDraft::new(program.ops().len(), program.allocation_count());
     let (mut pools, groups) = (BTreeMap::new(), program.groups());
-    // The configuration of the recording, not one that replaces it.
+    // Use the configuration of the recording, not one that replaces it.
     let of_default_pool = recorded.recording.config.as_ref().map(|config| config.default_pool().streams());
     pools.insert(PoolId::DEFAULT, of_default_pool.unwrap_or_default());
     for (number, (record, op)) in recorded.recording.records.iter().zip(program.ops()).enumerate() {
@@ -148,7 +148,7 @@ mod tests {
             changes.push((part.ops.start, i128::from(part.size_bytes)));
             changes.push((part.ops.end, -i128::from(part.size_bytes)));
         }
-        // At equal ops, memory ends before other memory begins.
+        // At the same op, memory ends before other memory begins.
         changes.sort_unstable();
         let held = changes.iter().scan(0, |held, (_, change)| {
             *held += change;

@@ -1,7 +1,8 @@
 //! One rank under PyTorch's rule: the model of [`crate::address_order`] on the rank's simulated device.
 //!
-//! Rank 0 is the recorded one: it completes frees when the recording did. It runs all passes, so its peaks are steady-state values. The other ranks run only the first pass, for comparison: the
-//! model takes about ten times as long as our allocator, and ranks that differ do so in the first pass.
+//! Rank 0 stands for the recorded rank: it completes frees when the recording did. It runs all passes, so its peaks are steady-state
+//! values. The other ranks run only the first pass, for comparison: the model takes about ten times as long as our allocator, and ranks
+//! that differ do so in the first pass.
 
 use super::ranks::{At, Report, Rule};
 use super::{Decision, JobError, Peaks, Segments};

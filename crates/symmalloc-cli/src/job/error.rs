@@ -9,10 +9,11 @@ use symmalloc_core::work::{TooMuchWork, WORK_PER_OP};
 use symmalloc_sim::job::STRETCH_MAX;
 use symmalloc_trace::replay::StepError;
 
-/// Blocks and heaps that comparisons may scan, in addition to [`WORK_PER_OP`] for each op. A rank takes about 30 seconds.
+/// Maximum number of blocks and heaps that comparisons may scan, in addition to [`WORK_PER_OP`] for each op. A rank takes about 30 seconds
+/// for them.
 pub(super) const SCANNED_MAX: u64 = 250_000_000;
 
-/// Number of ops after which a simulation compares its ranks without a sync.
+/// Maximum number of ops between two comparisons of the ranks of a simulation, even without a sync.
 pub(super) const OPS_PER_COMPARISON: usize = STRETCH_MAX;
 
 /// Maximum number of streams that use a shared heap: those that allocate from it, and those that use its allocations. Every free block
@@ -23,7 +24,7 @@ pub const STREAMS_PER_HEAP_MAX: usize = 256;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum JobError {
-    /// The combined configuration of recording and options is invalid.
+    /// The combination of the recording's configuration and the options is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// An op fails.
@@ -47,16 +48,16 @@ pub enum JobError {
         /// Address space that these heaps reserve, in bytes.
         addresses: u64,
     },
-    /// More streams use one shared heap than any job has.
+    /// More than [`STREAMS_PER_HEAP_MAX`] streams use one shared heap.
     #[error(
         "more than {STREAMS_PER_HEAP_MAX} streams share a heap of pool {pool}, and each of its free blocks may have to wait \
          for all of them"
     )]
     SharedStreams {
-        /// The pool.
+        /// The pool of the heap.
         pool: PoolId,
     },
-    /// The job repeats ops whose work grows with its live memory.
+    /// The job repeats ops whose work grows with its live memory, and exceeds the allowance for this work.
     #[error("op {op} on rank {rank}, in the model of address order: {source}")]
     TooMuchWork {
         /// The rank.
@@ -66,7 +67,7 @@ pub enum JobError {
         /// The exhausted allowance.
         source: TooMuchWork,
     },
-    /// A simulation compares its ranks more often than their memory allows.
+    /// A simulation compares its ranks so often that the comparisons scan too many blocks and heaps.
     #[error(
         "op {op}: {comparisons} comparisons of the ranks, at syncs and after every {OPS_PER_COMPARISON} ops, scan more than {SCANNED_MAX} \
          blocks and heaps in addition to {WORK_PER_OP} for each op"
@@ -85,7 +86,7 @@ pub enum JobError {
         /// The cause.
         error: StepError,
     },
-    /// The next pass cannot begin.
+    /// A rank cannot begin the next pass.
     #[error("the next pass cannot begin on rank {rank}: {error}")]
     Pass {
         /// The rank.
@@ -93,7 +94,7 @@ pub enum JobError {
         /// The cause.
         error: StepError,
     },
-    /// The allocations that the program left over cannot be freed.
+    /// The allocations that are live at the end of the program cannot be freed.
     #[error("leftover allocations cannot be freed on rank {rank}: {error}")]
     Free {
         /// The rank.

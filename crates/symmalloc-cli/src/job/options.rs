@@ -37,14 +37,14 @@ pub struct Options {
     /// Separate or shared free blocks for the streams of the default pool. `None`: the recording's policy, or else separate. The
     /// model of address order always keeps streams separate.
     pub streams: Option<StreamPolicy>,
-    /// Seed of the simulated job. The same seed always gives the same addresses and timings on every rank.
+    /// Seed of the simulated job. It determines the addresses and timings of each rank, which differ between ranks.
     pub seed: u64,
     /// Number of passes over the program on each rank. Everything is freed between passes. The first pass alone is optimistic: a
     /// later pass starts with all the memory reserved so far, and best fit may break up the part that a large request needs. In the
     /// model of address order, rank 0 runs all passes and the other ranks run one.
     pub passes: NonZeroU32,
-    /// Plans for this job and its configuration, which our rule follows. Each pass is a step, unless the program has its own
-    /// steps.
+    /// Plans for this job and its configuration, for our rule to follow; `None` to run without plans. Each pass is a step, unless the
+    /// program has its own steps.
     pub plan: Option<Arc<PlanFile>>,
 }
 

@@ -39,15 +39,15 @@ pub struct Outcome {
     pub refused: usize,
     /// Number of allocations that rank 0 refused in the first pass.
     pub first_pass_refused: usize,
-    /// Digest over all (op, decision) of rank 0's first pass, in all pools, including destroyed ones. `None` for address order.
+    /// Digest of all ops and decisions of rank 0's first pass, in all pools, including destroyed ones. `None` for address order.
     pub digest: Option<u64>,
     /// Rank 0's decisions in the first pass, by allocation.
     pub decisions: Vec<Decision>,
-    /// Planned share of rank 0's requests for at least one byte, in all passes. `None` if no plan is followed.
+    /// Number of rank 0's requests for at least one byte, in all passes, and how many of them a plan placed. `None` if no plan is followed.
     pub planned: Option<PlannedOps>,
 }
 
-/// Number of requests that a plan placed.
+/// Number of requests, and how many of them a plan placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlannedOps {
     /// Requests placed by the plan.
@@ -93,13 +93,13 @@ pub(crate) struct Steady {
     pub(crate) passes: u32,
     /// Requests refused by a limit or a full segment.
     pub(crate) refused: u64,
-    /// Requests that each pass refuses, if it is the same number.
+    /// Number of requests that each pass refuses; `None` if the passes differ.
     pub(crate) refused_each: Option<u64>,
     /// Allocations placed by a plan.
     pub(crate) planned: u64,
     /// Map and unmap calls in the last pass.
     pub(crate) maps: u64,
-    /// Waits of one stream for another that the reuse of memory required in the last pass.
+    /// Number of waits of one stream for another that reusing memory required in the last pass.
     pub(crate) waits: u64,
 }
 
@@ -109,9 +109,9 @@ pub(crate) struct Steady {
 pub struct Divergence {
     /// The pass, counted from 0.
     pub pass: u32,
-    /// The op, counted from 0.
+    /// Index of the op that makes the allocation, counted from 0.
     pub op: usize,
-    /// The allocation, counted from 0.
+    /// Ordinal of the allocation, counted from 0.
     pub allocation: usize,
     /// Name of the allocation, if the program named it.
     pub name: Option<Box<str>>,

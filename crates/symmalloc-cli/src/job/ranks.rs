@@ -5,8 +5,8 @@
 //! ranks 1 to N-1, any order  ──► allocations that differ from the journal, and the first of them with the rank's decision
 //! ```
 //!
-//! A pass with the same decisions as the previous one shares its journal entry, so a steady state needs no memory, regardless of
-//! the number of passes.
+//! A pass with the same decisions as the previous one shares its journal entry, so passes in a steady state need no memory, regardless of
+//! their number.
 
 use super::outcome::PlannedOps;
 use super::{Decision, Divergence, JobError, Options, Outcome, Peaks, Segments};
@@ -33,8 +33,8 @@ pub(super) trait Rule: Sync {
         false
     }
 
-    /// Runs the job on one rank. Passes each decision about an allocation to `decided`, in order. Rank 0 runs all passes, and the others
-    /// as many as are compared.
+    /// Runs the job on one rank. Passes each decision about an allocation to `decided`, in order. Rank 0 runs all passes. The other ranks
+    /// run only the passes that are compared.
     fn run(&self, rank: u32, decided: impl FnMut(At, Decision)) -> Result<Report, JobError>;
 }
 
@@ -62,7 +62,7 @@ pub(super) struct Report {
     pub(super) planned: u64,
     /// Map and unmap calls in the last pass.
     pub(super) maps: u64,
-    /// Waits of streams for each other that the allocator made in the last pass.
+    /// Number of waits of one stream for another that reusing memory required in the last pass.
     pub(super) waits: u64,
 }
 
@@ -122,7 +122,7 @@ fn takes_memory(op: &Op) -> bool {
 /// Rank 0's decisions.
 struct Journal {
     allocations: usize,
-    /// Decisions of each pass. Equal neighbors are shared.
+    /// Decisions of each pass. Consecutive passes with equal decisions share them.
     passes: Vec<Arc<[Decision]>>,
     /// Decisions of the current pass.
     current: Vec<Decision>,
@@ -179,7 +179,7 @@ struct Differences {
 #[derive(Clone, Debug)]
 struct First {
     at: At,
-    /// The ranks that differ from rank 0 there, with their decisions.
+    /// The ranks that differ from rank 0 at this decision, with their own decisions.
     others: Vec<(u32, Decision)>,
 }
 
@@ -195,7 +195,7 @@ impl Differences {
         }
     }
 
-    /// Adds the first difference of some ranks.
+    /// Adds the first difference that some ranks found. The earlier difference is kept; ranks that differ at the same decision are joined.
     fn add_first(&mut self, other: First) {
         match &mut self.first {
             Some(first) if first.at < other.at => {}
@@ -247,7 +247,7 @@ fn claim(next: &AtomicU32, ranks: u32) -> Option<u32> {
     (rank < ranks).then_some(rank)
 }
 
-/// Runs `work` on as many threads as there are cores, but on at most `at_most`, and returns the first error.
+/// Runs `work` on one thread per core, but on at most `at_most` threads, and returns the first error.
 fn workers<T: Send>(at_most: u32, work: impl Fn() -> Result<T, JobError> + Sync) -> Result<Vec<T>, JobError> {
     let cores = thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
     let at_most = NonZeroUsize::new(at_most as usize).unwrap_or(NonZeroUsize::MIN);
@@ -264,9 +264,9 @@ mod tests {
     const ALLOCATIONS: usize = 4;
     const PASSES: u32 = 3;
 
-    /// Rule that places allocation n in segment n on every rank, apart from exceptions.
+    /// Rule that places allocation n in segment n on every rank, except for `exceptions`.
     struct Scripted {
-        /// Each (rank, pass, allocation) with a different offset.
+        /// Allocations that get a different offset, as (rank, pass, allocation).
         exceptions: Vec<(u32, u32, usize)>,
         /// Ranks with a different digest.
         odd_digests: Vec<u32>,

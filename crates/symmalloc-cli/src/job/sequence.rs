@@ -18,7 +18,7 @@ pub(super) struct Sequence<'a> {
     pub(super) options: &'a Options,
 }
 
-/// An op whose request was refused, and why. `None` for a request that is larger than any segment.
+/// An op whose request was refused, and the cause, which is `None` for a request that is larger than any segment.
 pub(crate) type Refused = (usize, Option<OutOfMemoryCause>);
 
 /// Outcome of running a program once.
@@ -90,7 +90,7 @@ impl Rule for Sequence<'_> {
         );
         let mut replay = replay.map_err(|error| JobError::Plan { rank, error })?;
         let mut report = Report::default();
-        // The decisions of destroyed pools count, too.
+        // The digest includes the decisions of destroyed pools.
         let mut destroyed = 0;
         let own_waits = self.program.ops().iter().filter(|op| matches!(op, Op::Wait { .. })).count() as u64;
         for pass in 0..self.options.passes.get() {

@@ -18,14 +18,14 @@ use symmalloc_core::{Allocator, PoolId};
 use symmalloc_sim::SimBackend;
 use symmalloc_trace::replay::{Replay, StepError};
 
-/// Ranks that a simulation runs by default.
+/// Number of ranks that a simulation runs by default.
 pub(crate) const SIMULATED_RANKS: u32 = 64;
-/// Ranks that it runs if the job takes much work.
+/// Minimum number of ranks by default, for a job that takes much work.
 const SIMULATED_RANKS_MIN: u32 = 2;
 
-/// Units of work over all ranks beyond which a simulation uses fewer of them by default: it takes about 20 seconds, or 1 GiB.
+/// Maximum units of work over all ranks of a default simulation: about 20 seconds, or 1 GiB. A job with more work runs on fewer ranks.
 const SIMULATED_WORK: u64 = 1_000_000_000;
-/// Units of work that stand for the time of an op, for the memory of a heap, and for the time to check a block.
+/// Units of work that represent the time of an op, the memory of a heap, and the time to check a block.
 const OP_WORK: u64 = 100;
 const HEAP_WORK: u64 = 100_000;
 const BLOCK_WORK: u64 = 8;
@@ -63,7 +63,7 @@ impl Heaps {
         Heaps { of_pools: BTreeMap::from([(PoolId::DEFAULT, (default_pool, BTreeSet::new()))]), count: 0, peak: 0 }
     }
 
-    /// Follows an op, other than the refused destruction of a pool.
+    /// Updates the heaps after an op. Must not be called for a refused destruction of a pool, which changes nothing.
     fn follow(&mut self, op: &Op, groups: &Groups) {
         match op {
             Op::CreatePool { pool, config } if *pool != PoolId::DEFAULT => {
@@ -83,12 +83,12 @@ impl Heaps {
 }
 
 impl Job {
-    /// Replays the job on a device that tracks the order of streams, checks that a simulation does not take too much work, and returns that
-    /// work. Each rank replays the job, keeps a clock for every pair of streams, and a history for every heap. At each comparison, all ranks
-    /// compare their heaps, and some check all of their blocks.
+    /// Replays the job on a device that tracks the order of streams, checks that a simulation would not take too much work, and returns the
+    /// work of a simulation. In a simulation, each rank replays the job, and keeps a clock for every pair of streams and a history for
+    /// every heap. At each comparison, all ranks compare their heaps, and some check all of their blocks.
     ///
     /// # Errors
-    /// Returns an error that names the op at which an allowance is exhausted. All other errors are left to the simulation.
+    /// Returns an error that names the op at which an allowance is exhausted. The simulation itself reports all other errors.
     pub(crate) fn check_work(&self, config: &Config) -> Result<SimulatedWork, JobError> {
         let device = SimBackend::builder().memory_bytes(u64::MAX).build();
         let allocator = Allocator::new(device, config.clone())?;
@@ -96,7 +96,7 @@ impl Job {
         let (begun, mut allowance) = (work::so_far(), Allowance::default());
         let (mut scans, mut blocks, mut comparisons) = (Allowance::of(SCANNED_MAX), 0, 0);
         let (mut streams, mut heaps) = (0, Heaps::new(config.default_pool().streams()));
-        // Ops since the last comparison. A sync without ops before it compares nothing.
+        // Ops since the last comparison. A sync without such ops compares nothing.
         let mut uncompared = 0;
         for (op, call) in self.program.ops().iter().enumerate() {
             let is_sync = matches!(call, Op::Sync);
@@ -104,7 +104,7 @@ impl Job {
             let scanned = scans.charge(|| {
                 if compares {
                     comparisons += 1;
-                    // Counts the heaps as work.
+                    // This call counts the heaps as work.
                     let stats = allocator.stats();
                     let scanned = stats.usage.all.allocations.current + stats.free_block_count;
                     work::count(scanned as usize);
@@ -122,7 +122,7 @@ impl Job {
             });
             match stepped {
                 Ok(Err(error @ StepError::TooMuchWork(_))) => return Err(JobError::Step { rank: 0, op, error }),
-                // A pool in use is not destroyed. A refused request creates a heap.
+                // A refused destruction leaves the pool's heaps. A refused request still creates its heap.
                 Ok(Err(_)) if matches!(call, Op::DestroyPool { .. }) => {}
                 Ok(_) => heaps.follow(call, &groups),
                 Err(exhausted) => return Err(JobError::Step { rank: 0, op, error: exhausted.into() }),
@@ -187,7 +187,7 @@ mod tests {
         assert!(work(&shared).unwrap().each < 3 * HEAP_WORK, "streams share one heap");
     }
 
-    /// Regression test: a simulation of many syncs was refused on any number of ranks, with an error that did not mention them.
+    /// Regression test: a simulation of many syncs was refused on any number of ranks, with an error that did not mention the syncs.
     #[test]
     fn syncs_over_many_blocks_reduce_the_ranks_before_they_are_refused() {
         let syncs = |live: usize, syncs: usize| {

@@ -14,7 +14,7 @@ impl UnknownToModel {
     /// Checks the settings of the flags.
     ///
     /// # Errors
-    /// The first setting that the model does not support.
+    /// Returns the first setting that the model does not support.
     pub(crate) fn of(config: Option<&Config>, streams: Option<StreamPolicy>) -> Result<(), Self> {
         if let Some(streams) = streams.filter(|streams| *streams != StreamPolicy::Separate) {
             return Err(UnknownToModel { setting: format!("streams:{}", streams.word()) });

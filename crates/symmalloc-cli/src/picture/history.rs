@@ -282,7 +282,7 @@ fn peak(svg: &mut Svg, panel: &Panel, timeline: &JobCurves) {
         let x = panel.x + panel.width * (op as f64 + 0.5) / timeline.op_count as f64;
         let y = panel.level(bytes);
         svg.dot(x, y);
-        // A tag close below the other one would hide the line. The legend also has the peak.
+        // A tag close below the other tag would hide the line, so it is omitted. The legend also states the peak.
         if quantity == ALLOCATED && y - reserved < 30.0 {
             continue;
         }

@@ -43,7 +43,7 @@ pub(crate) fn draw(memory: &Memory, width: u32, prefix: &'static str, class: &st
     svg.finish(y + 8.0, class, words.title, &description(memory))
 }
 
-/// Draws the memory of two ranks, one below the other on narrow pages. Each has its name above it.
+/// Draws the memory of two ranks next to each other, or one below the other on narrow pages. The name of each rank is above its memory.
 pub(crate) fn draw_beside(
     memories: [&Memory; 2],
     names: [&str; 2],

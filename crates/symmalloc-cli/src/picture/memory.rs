@@ -1,4 +1,4 @@
-//! The layout of memory after one op: heaps, their segments, and the blocks of these.
+//! The layout of memory after one op: heaps, segments and blocks.
 
 use super::Selection;
 use crate::error::CliError;
@@ -121,8 +121,8 @@ impl Memory {
         Memory { op, heaps }
     }
 
-    /// Returns the memory after `op` as the recorded allocator placed it. Segments extend to the furthest allocation made up to
-    /// then.
+    /// Returns the memory after `op` as the recorded allocator placed it. Segments extend to the end of the furthest allocation made up to
+    /// that op.
     ///
     /// # Errors
     /// Returns an error if a placement exceeds the memory of any device.
@@ -229,7 +229,7 @@ fn segment_of(segment: &SegmentSnapshot, ids: &BTreeMap<u64, AllocationId>) -> D
     DrawnSegment { id: segment.segment.0, blocks: blocks.collect() }
 }
 
-/// Returns heaps whose segments are known only by their allocations. The space between these is free.
+/// Returns heaps whose segments are known only by their allocations. The space between allocations is free.
 fn tiled(
     live: BTreeMap<AllocationId, (HeapId, LiveAllocation)>,
     ends: &BTreeMap<(HeapId, u32), u64>,

@@ -17,7 +17,7 @@ use symmalloc_import::rerun::{Happened, Moment, Rerun, RerunError};
 /// Maximum number of columns. A job with fewer ops has one column per op.
 const COLUMNS: usize = 400;
 
-/// Work that a heap costs in a column: three spans, which also take memory.
+/// Units of work that a heap costs per column, for its three spans and the memory that they take.
 const WORK_PER_COLUMN: usize = 2;
 
 /// Quantities: requested bytes, bytes of the blocks that serve them, bytes reserved from the device.
@@ -80,7 +80,7 @@ pub(crate) struct JobCurves {
     /// Curves of the heaps, by pool and stream.
     pub(crate) heaps: Vec<(HeapId, Curve)>,
     pub(crate) total: Curve,
-    /// Allocated bytes of every heap by column, after the op with the maximum sum.
+    /// For each column, the allocated bytes of every heap, after the op at which their sum was greatest.
     pub(crate) stacks: Vec<Vec<u64>>,
     /// Number of allocations refused by a limit.
     pub(crate) refused: u64,
@@ -152,7 +152,7 @@ struct Watcher {
     column: Option<usize>,
     /// Sum of the current column's stack.
     stacked_bytes: u64,
-    /// Every op may change the stack of all heaps.
+    /// Bounds the work, because every op may change the stack of all heaps.
     allowance: Allowance,
 }
 

@@ -11,7 +11,7 @@ use symmalloc_core::op::Op;
 use symmalloc_core::plans::SearchBudget;
 use symmalloc_trace::plan::PlanFile;
 
-/// Numbers of a job over all passes. With several ranks, the maximum.
+/// Numbers of a job over all passes. With several ranks, each number is the maximum over the ranks.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Figures {
     /// Peak of requested bytes over all pools.
@@ -23,7 +23,8 @@ pub(super) struct Figures {
     /// Memory that the plans place allocations in.
     pub(super) plan_bytes: u64,
     pub(super) plans: usize,
-    /// Requests in all passes, and how many of them the plan placed. With several ranks, those of the rank with the lowest share.
+    /// Number of requests in all passes, and how many of them the plan placed. With several ranks, the numbers of the rank with the lowest
+    /// share.
     ops: Option<PlannedOps>,
     /// Waits of streams for each other per pass, with the plan and without.
     pub(super) waits: u64,

@@ -5,8 +5,9 @@
 //! planned    stream s0   stream s1   reserve .. s0   reserve .. s1   a 0 ..   pool p1 ..   reserve .. s0 p1   a 1 .. p1   a 2 ..
 //! ```
 //!
-//! Streams are registered first, so that memory can be reserved for all of them before the first allocation. The memory of a pool
-//! is reserved when the pool is created. The reservations replace all ops of the recording that reserve, trim or reclaim.
+//! Streams are registered first, so that memory can be reserved for all of them before the first allocation. The memory of a pool is
+//! reserved when the pool is created. The reservations replace all recorded ops that reserve, trim or reclaim. Steps, sleeps, resets and
+//! observers are left out, too.
 
 use super::heap::{Heaps, heaps_of_pool};
 use crate::recorded::Recorded;
@@ -19,13 +20,13 @@ use symmalloc_core::op::{Op, Record};
 /// Configuration of each pool of a job, by id. The first is the default pool.
 pub(super) type Pools = BTreeMap<PoolId, PoolConfig>;
 
-/// Records, each with the index of its recorded op, or of the recorded op that it precedes.
+/// Records, each with the index of its recorded op. An added record has the index of the recorded op that it precedes.
 pub(super) struct PlannedProgram {
     pub(super) records: Vec<Record>,
     pub(super) origins: Vec<usize>,
 }
 
-/// Returns the job of these records with the reservations for `pools` and `heaps`, and with these streams.
+/// Returns the job of these records, with the reservations for `pools` and `heaps`, and with the streams of `groups`.
 pub(super) fn planned(records: &[Record], groups: &Groups, pools: &Pools, heaps: &Heaps) -> PlannedProgram {
     let mut program = PlannedProgram { records: Vec::new(), origins: Vec::new() };
     for stream in (0..groups.stream_count()).map(|id| StreamId(id as u16)) {

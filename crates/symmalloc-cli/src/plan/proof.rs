@@ -1,4 +1,4 @@
-//! The proof of a reservation: a job that runs twice on a simulated device that counts its calls.
+//! The proof that reservations suffice: the job runs twice on a simulated device that counts its calls.
 //!
 //! Everything is freed between the passes, as at the end of a training step. The second pass is the steady state.
 
@@ -18,7 +18,7 @@ use symmalloc_trace::replay::{Program, Replay, StepError};
 pub(super) struct Counts {
     /// Calls that reserve, map, unmap or release memory.
     pub(super) memory_calls: u64,
-    /// Births, growths, shrinks and deaths of segments. Each one is work for every communicator that registers the pool.
+    /// Number of births, growths, shrinks and deaths of segments. Each one is work for every communicator that registers the pool.
     pub(super) registrations: u64,
 }
 
@@ -27,7 +27,7 @@ pub(super) struct Counts {
 pub(super) struct Proof {
     /// Calls in `reserve`.
     pub(super) reserving: Counts,
-    /// Calls in all other ops of the first pass and of the second, except for pools that the program destroys.
+    /// Calls in all other ops of the first pass and of the second, except for ops that destroy a pool.
     pub(super) first_pass: Counts,
     pub(super) second_pass: Counts,
     /// Allocations refused by a limit or a full segment.
@@ -65,7 +65,7 @@ pub(super) fn prove(program: &Program, config: &Config, rank: u32) -> Result<Pro
     let mut replay = Replay::new(&allocator, program);
     let mut proof = Proof::default();
     let mut before = Counts::default();
-    // Counting looks at every pool.
+    // Bounds the work, because counting looks at every pool.
     let mut allowance = Allowance::default();
     let is_observed = program.ops().iter().any(|op| matches!(op, Op::Observe { .. }));
     for pass in 0..2 {
@@ -82,7 +82,7 @@ pub(super) fn prove(program: &Program, config: &Config, rank: u32) -> Result<Pro
                 (Err(error), _) => return Err(JobError::Step { rank, op: number, error }),
                 (Ok(_), _) => {}
             }
-            // Without observers, these ops change no segment without a call that is counted.
+            // Without observers, these ops change segments only by calls that are counted.
             let changes_segments =
                 is_observed || !matches!(op, Op::Allocate { .. } | Op::Free { .. } | Op::RecordUse { .. });
             if !changes_segments && memory_calls(&allocator) == before.memory_calls {
@@ -99,7 +99,7 @@ pub(super) fn prove(program: &Program, config: &Config, rank: u32) -> Result<Pro
                 };
                 if let Some(part) = part {
                     part.memory_calls += now.memory_calls - before.memory_calls;
-                    // The entries of a destroyed pool leave the sum.
+                    // The sum no longer contains the entries of a destroyed pool, so it may have decreased.
                     part.registrations += now.registrations.saturating_sub(before.registrations);
                 }
                 before = now;

@@ -23,7 +23,7 @@ use symmalloc_trace::plan::PlanFile;
 const HEADER_BYTES_MAX: u64 = 4096;
 
 /// Returns `true` if the file is a table of rectangles, or is meant to be one: its first line has the columns, or its name ends in `.csv`.
-/// A log of RMM is CSV too, with other columns.
+/// A log of RMM is CSV too, but has different columns.
 pub(super) fn is_table(path: &Path) -> bool {
     let is_file = std::fs::metadata(path).is_ok_and(|metadata| metadata.is_file());
     let Some(file) = is_file.then(|| File::open(path).ok()).flatten() else { return false };
@@ -46,7 +46,7 @@ pub(super) fn is_output(args: &PlanArgs) -> bool {
     args.output.as_deref().and_then(Content::of_name) == Some(Content::Table)
 }
 
-/// Plans each table, and writes the only one with its offsets if an output is given.
+/// Plans each table. If an output is given, there is only one table, which is written with its offsets.
 pub(super) fn plan(args: &PlanArgs) -> Result<(), CliError> {
     if let Some(path) = args.traces.iter().find(|path| !is_table(path)) {
         return Err(CliError::PlanOfBoth { recording: path.clone() });
@@ -73,7 +73,7 @@ pub(super) fn plan(args: &PlanArgs) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Returns a job's plan as a table. It can express the plan of one heap, in which all lifetimes end with the step.
+/// Returns a job's plan as a table. A table can express only the plan of one heap, and only lifetimes that end with the step or earlier.
 pub(super) fn of_plan(path: &Path, file: &PlanFile) -> Result<Vec<u8>, CliError> {
     let not_a_table = |reason| CliError::PlanNotATable { path: path.to_path_buf(), reason };
     let plans: Vec<(HeapId, &Plan)> = file.plans().collect();
@@ -94,7 +94,7 @@ pub(super) fn of_plan(path: &Path, file: &PlanFile) -> Result<Vec<u8>, CliError>
     Ok(table)
 }
 
-/// Returns a flag that applies to recordings only.
+/// Returns the first of the given flags that applies to recordings only, if there is one.
 fn flag_of_recordings(args: &PlanArgs) -> Option<&'static str> {
     let given = [
         ("--one-job", args.one_job),

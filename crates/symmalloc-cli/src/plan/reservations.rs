@@ -1,4 +1,4 @@
-//! Computation of reservations with which a running job obtains no more memory and registers no more windows.
+//! Computation of reservations with which a running job obtains no further memory and registers no further windows.
 //!
 //! ```text
 //! ranks' recordings ──► sizes   bytes per heap, the maximum over all ranks
@@ -6,8 +6,8 @@
 //!                                 └───► proof: each rank runs twice with it on a simulated device
 //! ```
 //!
-//! Expandable and fixed pools become expandable pools with reservations. A symmetric or reserved pool becomes a reserved
-//! pool, in which each heap is one segment, and so one permanent window.
+//! Expandable and fixed pools become expandable pools with reservations. A symmetric or reserved pool becomes a reserved pool, in which
+//! each heap is one segment, and therefore one permanent window.
 
 use super::heap::Heaps;
 use super::program::{self, Pools};
@@ -32,9 +32,9 @@ pub(super) struct ReservationPlan {
     pub(super) config: Config,
     pub(super) pools: Pools,
     pub(super) heaps: Heaps,
-    /// The job as recorded. With several ranks, the maximum of each value.
+    /// Proof of the job as recorded. With several ranks, each value is the maximum over the ranks.
     pub(super) without: Proof,
-    /// The job with its reservations.
+    /// Proof of the job with its reservations.
     pub(super) with: Proof,
 }
 
@@ -90,7 +90,7 @@ impl ReservationPlan {
             let planned = self.program(jobs, job);
             let program = Program::new(&planned.records);
             let program = program.map_err(|source| CliError::Program { path: job.path.clone(), source })?;
-            // The total limit is checked afterwards against the peak, because not all pools exist at the same time.
+            // The total limit is checked afterward against the peak, because not all pools exist at the same time.
             let with = proof::prove(&program, &unlimited, rank).map_err(|error| match error {
                 JobError::Step { rank, op, error } => JobError::Step { rank, op: planned.origins[op], error },
                 other => other,

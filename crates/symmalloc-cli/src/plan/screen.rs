@@ -54,7 +54,7 @@ fn figures(args: &PlanArgs, plan: &JobPlan<'_>) -> String {
     let (word, bytes) = if figures.planned_bytes <= figures.online_bytes {
         ("gained", figures.online_bytes - figures.planned_bytes)
     } else {
-        // Heaps in use one after the other, and pools that do not exist at the same time, may need less without a plan.
+        // Without a plan, heaps that are used one after the other, and pools that do not exist at the same time, may need less memory.
         ("lost", figures.planned_bytes - figures.online_bytes)
     };
     line(word, bytes, &format!("{:.1} %", bytes as f64 * 100.0 / figures.online_bytes.max(1) as f64));
@@ -101,7 +101,7 @@ fn reserved(ranks: usize, plan: &ReservationPlan, palette: Palette) -> String {
     out
 }
 
-/// Returns the calls that make the reservations. Streams and pools have the numbers of the recorded program.
+/// Returns the Rust calls that make the reservations. Streams and pools have the numbers of the recorded program.
 fn rust(plan: &ReservationPlan) -> Vec<String> {
     let mut lines = vec![format!("let config: Config = \"{}\".parse()?;", plan.settings())];
     let others = plan.pools.iter().filter(|(pool, _)| **pool != PoolId::DEFAULT);

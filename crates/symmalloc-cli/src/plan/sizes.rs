@@ -1,7 +1,7 @@
 //! The amount to reserve for each heap, so that it obtains no memory later.
 //!
-//! A heap with more reserved memory makes different placements: a request may fit the large free block at its end where the heap
-//! would otherwise have obtained a smaller one. So the peak of a run without reservations is only the start of a search:
+//! A heap with more reserved memory makes different placements. For example, it serves a request from the large free block at its end,
+//! where it would otherwise have obtained a smaller block. Therefore, the peak of a run without reservations is only the start of a search:
 //!
 //! ```text
 //! reserve nothing ──► peak of each heap ──► + margin ──► run with that reserved ──┬─ nothing obtained: done
@@ -9,8 +9,8 @@
 //!                                                └──────── the new peak ◄────────┘ something obtained
 //! ```
 //!
-//! Every round reserves more than the previous one, up to at most the sum of all allocations, so the search terminates. With
-//! several ranks, each heap gets the maximum that any rank needs, so that all ranks reserve the same.
+//! Every round reserves more than the previous one, up to at most the sum of all allocations, so the search terminates. With several ranks,
+//! each heap gets the maximum that any rank needs, so that all ranks reserve the same amount.
 
 use super::heap::{HeapPlan, Heaps};
 use super::program::{Pools, groups_of, heaps_of, planned};
@@ -26,7 +26,7 @@ use symmalloc_core::{Allocator, backend::Backend};
 use symmalloc_sim::IdleBackend;
 use symmalloc_trace::replay::{Program, Replay, StepError};
 
-/// Rounds that grow by the missing amount. Later rounds add an eighth, to bound the duration of the search.
+/// Number of rounds in which a heap grows by the missing amount only. Later rounds add an eighth, to bound the duration of the search.
 const EXACT_ROUNDS: u32 = 32;
 
 /// Parameters of a search.
@@ -82,7 +82,7 @@ impl Search<'_> {
         Ok(heaps)
     }
 
-    /// Runs every job with the current reservations, and returns the maximum of each heap over all ranks.
+    /// Runs every job with the current reservations, and returns the maximum over all ranks for each heap.
     fn measure(&self, heaps: &Heaps) -> Result<BTreeMap<HeapId, Taken>, CliError> {
         let mut most: BTreeMap<HeapId, Taken> = heaps.keys().map(|owner| (*owner, Taken::default())).collect();
         for (rank, job) in (0..).zip(self.jobs) {

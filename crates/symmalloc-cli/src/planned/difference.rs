@@ -8,8 +8,8 @@ use symmalloc_core::plans::{Plan, StepAllocation};
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::Program;
 
-/// Checks that a plan belongs to this job: each plan is for steps that the job has. If the job has no steps, each of its heaps must
-/// have a plan.
+/// Checks that a plan belongs to this job: each plan in the file is for a step that the job has. If the job has no steps, each of its heaps
+/// must have a plan.
 pub(super) fn check(program: &Program, file: &PlanFile) -> Result<(), JobDifference> {
     let has_steps = program.has_steps();
     let steps = steps::of(program, file);
@@ -34,7 +34,8 @@ pub(super) fn check(program: &Program, file: &PlanFile) -> Result<(), JobDiffere
     }
 }
 
-/// Compares a step with its plan: first all requests, then all lifetimes. Takes time for the step only, because many steps can have one plan.
+/// Compares a step with its plan: first all requests, then all lifetimes. Takes time in proportion to the step alone, because many steps
+/// can have the same plan.
 fn compare(step: &HeapStep, plan: &Plan, has_steps: bool) -> Result<(), JobDifference> {
     let heap = step.heap;
     let planned = |number: usize| plan.allocations().get(number).map(|planned| planned.wanted);
@@ -51,7 +52,7 @@ fn compare(step: &HeapStep, plan: &Plan, has_steps: bool) -> Result<(), JobDiffe
     }
     for (number, (asked, op)) in asked() {
         let planned = planned(number).expect("the plan has the step's requests");
-        // Allocations that outlive a step of the program are unknown here. Only a learning pool sees them.
+        // In a program with steps, allocations that outlive their step are unknown here. Only a learning pool sees them.
         if let (false, Some(asked), Some(planned)) = (has_steps, asked.until, planned.until)
             && asked > planned
         {

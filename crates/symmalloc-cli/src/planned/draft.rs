@@ -26,7 +26,8 @@ pub(super) fn empty(recorded: &Recorded, config: Config) -> Result<PlanFile, Cli
     Ok(file)
 }
 
-/// Returns the bytes of memory that the plans of each heap place allocations in. Plans of the same heap share memory.
+/// Returns, for each heap, the size of the memory in which its plans place allocations, in bytes. Plans of the same
+/// heap share memory.
 pub(super) fn heaps(file: &PlanFile) -> BTreeMap<HeapId, u64> {
     let mut heaps = BTreeMap::new();
     for (heap, plan) in file.plans() {

@@ -47,7 +47,8 @@ pub(crate) fn follow(
     Ok(file)
 }
 
-/// Maximum size of a plan's text. Its allocations take about five times as much memory. A job of a million allocations has 30 MiB.
+/// Maximum size of a plan's text, in bytes. Its allocations take about five times as much memory. The text of a job of a million
+/// allocations has 30 MiB.
 const PLAN_BYTES_MAX: u64 = 256 << 20;
 
 /// Reads a plan whose text has fewer bytes than `bytes_max`.
@@ -73,7 +74,7 @@ fn configure(recording: &mut Recording, file: &PlanFile) -> Result<(), JobDiffer
     Ok(())
 }
 
-/// Returns the error with the pool of the program, which its check replaces by the default pool.
+/// Replaces the pool that the error names, which is the trial pool of [`adopt`], by the pool of the program.
 fn named(mut error: PlanError, pool: PoolId) -> PlanError {
     if let PlanError::Memory(AllocateError::OutOfMemory(lack)) = &mut error {
         lack.pool = pool;
@@ -93,7 +94,7 @@ pub(super) fn adopt(file: &PlanFile, groups: &Groups) -> Result<(), (PoolId, Pla
     let needed = file.plans().filter_map(of_plan).max().unwrap_or(0);
     for stream in (0..groups.stream_count().min(needed)).map(|stream| StreamId(stream as u16)) {
         let first = groups.first_of(stream);
-        // An allocator without its streams adopts no plan of them.
+        // If a stream cannot be registered, the allocator adopts no plan that contains it.
         let _registered =
             if first == stream { allocator.register_stream() } else { allocator.register_stream_in(first) };
     }
@@ -101,7 +102,7 @@ pub(super) fn adopt(file: &PlanFile, groups: &Groups) -> Result<(), (PoolId, Pla
         let settings = file.pool_config(pool).expect("it has plans").clone();
         let Ok(trial) = allocator.create_pool(settings) else { continue };
         let adopted = file.plans_of(pool).try_for_each(|plan| allocator.adopt_plan(trial, plan.clone()));
-        // The next pool gets the address space and the budget of this one.
+        // The trial pool is destroyed, so that the next one gets its address space and its budget.
         let _destroyed = allocator.destroy_pool(trial);
         adopted.map_err(|error| (pool, named(error, pool)))?;
     }

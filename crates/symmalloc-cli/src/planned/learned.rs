@@ -44,7 +44,7 @@ pub(super) fn plans(recorded: &Recorded, config: &Config) -> Result<PlanFile, Cl
                 take(&replay, *pool);
             }
             match replay.step(call) {
-                // The request is larger than any segment, or a quota refuses it.
+                // The step succeeded, or a request was refused: it is larger than any segment, or exceeds a quota.
                 Ok(_) | Err(StepError::Allocate(_) | StepError::NotLive { .. }) => {}
                 Err(error) => return Err(failed(JobError::Step { rank: 0, op, error })),
             }
@@ -60,7 +60,7 @@ pub(super) fn plans(recorded: &Recorded, config: &Config) -> Result<PlanFile, Cl
     Ok(file)
 }
 
-/// Returns the pool's configuration for learning. A pool with a quota has no plans.
+/// Returns the pool's configuration for learning. A pool with a quota keeps its configuration, because it has no plans.
 fn learning(config: &PoolConfig) -> Result<PoolConfig, ConfigError> {
     if config.has_quota() {
         return Ok(config.clone());

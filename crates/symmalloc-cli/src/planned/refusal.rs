@@ -1,4 +1,4 @@
-//! Errors of jobs that cannot be carried out as planned.
+//! Errors of jobs that cannot run as planned.
 
 use crate::error::CliError;
 use crate::job::JobError;
@@ -8,7 +8,8 @@ use symmalloc_core::op::Op;
 use symmalloc_core::plans::PlanError;
 use symmalloc_trace::replay::StepError;
 
-/// Converts the error of a job that stops while it follows its plan. A pool adopts its plans when the program creates it.
+/// Converts the error of a job that stops while it follows its plan. A pool adopts its plans when the program creates the pool, so the op
+/// of the error identifies the pool.
 pub(super) fn not_followed(recorded: &Recorded, error: JobError) -> CliError {
     match error {
         JobError::Plan { error: StepError::Plan(source), .. } => refused(recorded, PoolId::DEFAULT, source),
@@ -20,7 +21,7 @@ pub(super) fn not_followed(recorded: &Recorded, error: JobError) -> CliError {
             });
             refused(recorded, pool, source)
         }
-        // With a plan, a pool may hold memory that another one needs to wake.
+        // With a plan, a pool may hold memory that another pool needs to wake.
         source => CliError::NotFollowed { path: recorded.path.clone(), source },
     }
 }

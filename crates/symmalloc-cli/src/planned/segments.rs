@@ -6,8 +6,8 @@
 //!                                                                        └──── + 1/8 ◄───┘ refused
 //! ```
 //!
-//! A heap that has its whole segment from the start places differently from one that grows, and may need slightly more
-//! memory. The search ignores limits; adopting the plans then checks whether the segments fit.
+//! A heap that has its whole segment from the start makes different placements from one that grows, and may need
+//! slightly more memory. The search ignores limits; adopting the plans then checks whether the segments fit.
 
 use super::draft::{GRANULE_BYTES, contradicts};
 use super::refusal::not_followed;
@@ -23,14 +23,14 @@ use symmalloc_sim::SimBackend;
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::{Replay, StepError};
 
-/// Maximum number of rounds in which segments grow. If requests are still refused afterwards, the job's results report
-/// them.
+/// Maximum number of rounds in which segments grow. If requests are still refused after them, the job's results report
+/// the refusals.
 const ROUNDS: u32 = 16;
 
 /// Segment sizes in bytes of the reserved pools that have plans.
 type Segments = BTreeMap<PoolId, u64>;
 
-/// Returns the same plans for reserved pools with segments as large as the job needs.
+/// Returns the same plans, with the segments of reserved pools as large as the job needs.
 pub(super) fn exact(recorded: &Recorded, file: PlanFile) -> Result<PlanFile, CliError> {
     let is_reserved = |pool| matches!(config_of(&file, pool).segments(), SegmentPolicy::Reserved { .. });
     let mut segments: Segments =

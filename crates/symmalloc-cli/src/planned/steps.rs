@@ -1,7 +1,7 @@
 //! The requests to each heap of a job, by step.
 //!
-//! A program without steps is one step of every pool, and its leftover allocations are freed at its end. A sleep ends the
-//! step of its pool, and the wake begins another one (see [`symmalloc_trace::replay`]).
+//! In every pool, a program without steps counts as one step, and its leftover allocations are freed at its end. A sleep ends the step of
+//! its pool, and the wake begins the next step (see [`symmalloc_trace::replay`]).
 
 use std::collections::BTreeMap;
 use symmalloc_core::ids::{AllocationId, HeapId, PoolId, StreamGroup};
@@ -19,16 +19,17 @@ pub(super) struct HeapStep {
     pub(super) ops: Vec<usize>,
 }
 
-/// Returns the steps of a program in the order in which they end, and those of one pool in stream order. The file determines which
-/// streams share. Requests to pools with a quota, and to pools that the file does not configure, are left out.
+/// Returns the steps of a program in the order in which they end. Steps of one pool that end at the same op are in stream order. The
+/// configurations in the file determine which streams share a heap. Requests to pools with a quota, and to pools that the file does not
+/// configure, are left out.
 pub(super) fn of(program: &Program, file: &PlanFile) -> Vec<HeapStep> {
     let (has_steps, groups) = (program.has_steps(), program.groups());
     let mut steps = Vec::new();
     // The open step of each heap, with its number.
     let mut open: BTreeMap<HeapId, (usize, HeapStep)> = BTreeMap::new();
-    // Keys of the open steps. Without steps, the number of the part between sleeps.
+    // Keys of the open steps. In a program without steps, the key is the number of the pool's sleeps so far.
     let mut keys: BTreeMap<PoolId, u64> = BTreeMap::new();
-    // Live allocations: the heap, the number of the step, and the number in the step.
+    // Live allocations: the heap, the number of the step, and the allocation's number in the step.
     let mut live: BTreeMap<AllocationId, (HeapId, usize, usize)> = BTreeMap::new();
     let mut begun = 0;
     for (number, op) in program.ops().iter().enumerate() {
@@ -59,7 +60,7 @@ pub(super) fn of(program: &Program, file: &PlanFile) -> Vec<HeapStep> {
                 step.ops.push(number);
             }
             Op::Free { id } => {
-                // An allocation of an earlier step has no end in this one.
+                // An allocation of an earlier step does not end in this step.
                 if let Some((heap, number_of_step, allocation)) = live.remove(&id)
                     && let Some((_, step)) = open.get_mut(&heap).filter(|(number, _)| *number == number_of_step)
                 {

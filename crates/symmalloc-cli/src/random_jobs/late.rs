@@ -13,7 +13,7 @@ use symmalloc_core::ids::{AllocationId, PoolId, StreamId};
 use symmalloc_core::op::{Op, Record};
 use symmalloc_sim::SplitMix64;
 
-/// The visible state at the start of a late recording, and its peak.
+/// The state that a late recording shows at its start, and its peak.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Beginning {
     pub(super) lived_before: u64,

@@ -8,6 +8,6 @@ pub(super) struct ReplayFinding<'a> {
     pub(super) path: &'a Path,
     pub(super) job: &'a Job,
     pub(super) outcome: Outcome,
-    /// `None` for address order, because the model is not built for speed.
+    /// Time per op of our allocator; `None` for address order, because the model is not built for speed.
     pub(super) nanoseconds_per_op: Option<f64>,
 }

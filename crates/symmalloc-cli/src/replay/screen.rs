@@ -57,7 +57,8 @@ impl Screen<'_> {
         out + "\n"
     }
 
-    /// Returns a line for the default pool, and one for the other pools of each setting that is not the default.
+    /// Returns a line for the default pool, and lines for the other pools, grouped by equal settings. Default settings
+    /// are left out.
     fn settings(&self) -> Vec<String> {
         let pools = self.created_pools().map(|(pool, config)| {
             let alone = Config::builder().default_pool(config.clone()).build();
@@ -208,7 +209,7 @@ Buffers in symmetric windows: NCCL's kernels address a peer's buffer by the wind
 their own offset. If the offsets differ, an all-reduce returns wrong numbers and
 ncclSuccess: on 2 GPUs with NCCL 2.28.9, 262,144 of 262,144 elements were wrong.";
 
-/// Settings that are not listed.
+/// The default settings, which are not listed.
 const DEFAULT_SETTINGS: &str = "segments:expandable";
 /// Maximum number of pools whose settings are listed.
 const POOLS_SHOWN: usize = 4;

@@ -1,4 +1,5 @@
-//! The HTML document around a report: one file that fetches nothing, and shows wide pictures on screens and paper and narrow ones on phones.
+//! The HTML document around a report: one file that fetches nothing. It shows wide pictures on screens and paper, and narrow ones on
+//! phones.
 
 use crate::explorer;
 use maud::{DOCTYPE, Markup, PreEscaped, html};

@@ -1,11 +1,11 @@
-//! The request that failed, which is the center of a report: what failed, why, and what serves it.
+//! The request that failed, which is the center of a report: what failed, why, and which settings serve it.
 //!
 //! ```text
 //! recorded: the last request that the recorded allocator refused ──┐
 //! else: the first request that the report's settings refuse ───────┴─► state then ─► cause ─► each setting, up to this request
 //! ```
-//!
-//! The request takes part in each attempt as an allocation at its op. Attempts vary the settings of the request's pool. Their limits are
+//! In each attempt, the request is an allocation at its op. Attempts vary the settings of the request's pool. An attempt has the limits of
+//! the job, and a limit at the memory that was available to the recorded allocator: what it held, and what was free on the device.
 //! those of the job, and the memory available to the recorded allocator: what it held, and what was free on the device.
 
 mod bound;
@@ -60,13 +60,13 @@ pub(super) struct Failure {
     by: &'static str,
     /// Number of other requests that failed.
     pub(super) others: u64,
-    /// `true` if the memory is that of symmalloc's replay.
+    /// `true` if the memory in this struct is that of symmalloc's replay, not that of the recorded allocator.
     is_replayed: bool,
     /// Bytes that the program had requested and not freed, in all pools.
     pub(super) live_bytes: u64,
-    /// The same in the request's pool.
+    /// The bytes of `live_bytes` that are in the request's pool.
     pool_live_bytes: u64,
-    /// Memory that the allocator held.
+    /// Memory that the allocator held; `None` if it is unknown.
     pub(super) held: Option<HeldMemory>,
     /// Memory of each heap.
     places: Places,
@@ -75,7 +75,7 @@ pub(super) struct Failure {
     pub(super) device_free_bytes: Option<u64>,
     /// Limits that apply to the request, the narrowest first.
     bounds: Vec<Bound>,
-    /// The limit that decides, if one is known.
+    /// The limit that prevents the request, if one is known.
     bound: Option<Bound>,
     /// A holder that grows through the whole job.
     growth: Option<Growth>,
@@ -92,10 +92,10 @@ pub(super) struct Attempt {
     settings: String,
     /// Command that reproduces the attempt. `None` if it changes a pool that the program creates.
     command: Option<String>,
-    /// Requests refused up to this one, which is included.
+    /// Number of requests refused up to and including this one.
     refused: usize,
     reserved_bytes: u64,
-    /// The value of `reclaim`, if the attempt differs from the job's own settings in it alone.
+    /// The value of `reclaim`, if the attempt differs from the job's own settings in `reclaim` alone.
     reclaim: Option<&'static str>,
 }
 
@@ -111,13 +111,13 @@ enum Cause {
 }
 
 impl Failure {
-    /// Returns the failure of a job, and tries which settings serve the request. `None` if nothing failed.
+    /// Returns the failure of a job, with the result of each setting that may serve the request. Returns `None` if nothing failed.
     pub(super) fn of(recorded: &Recorded, reading: &ReadingArgs) -> Result<Option<Self>, CliError> {
         let Some(mut failure) = Self::found(recorded)? else { return Ok(None) };
         let program = Program::new(&with_request(&recorded.recording, failure.op));
         let program = program.map_err(|source| CliError::Program { path: recorded.path.clone(), source })?;
         let of_default = failure.pool == PoolId::DEFAULT;
-        // The same candidates for any pool: in place of the default pool.
+        // Candidates are made for the default pool, so the configuration of the request's pool takes its place.
         let as_default = recorded.config.to_builder().default_pool(failure.pool_config.clone()).build();
         let mut configs: Vec<Config> = as_default.into_iter().collect();
         if let Some(own) = configs.first() {
@@ -132,7 +132,7 @@ impl Failure {
                 .then(|| program.clone().with_pool_config(failure.pool, candidate.default_pool()));
             let config = if of_default { candidate } else { &recorded.config };
             let Some(config) = limited(config, device_bytes) else { continue };
-            // Settings under which the job stops serve nothing.
+            // Settings under which the job stops do not serve the request.
             let attempt = recorded.job.attempt(changed.as_ref().unwrap_or(&program), &config, failure.op);
             let Ok(outcome) = attempt else { continue };
             let changed = config_text::shortest(&config);
@@ -218,7 +218,7 @@ impl Failure {
         Ok(Some(failure))
     }
 
-    /// Adds the memory that symmalloc holds then, if symmalloc refused the request.
+    /// Adds the memory that symmalloc holds at the request, if symmalloc refused the request.
     pub(super) fn add_state(&mut self, shown: &Memory) {
         if self.is_replayed && shown.op == self.op {
             self.places = Places::replayed(shown, &self.asleep);
@@ -231,7 +231,7 @@ impl Failure {
         self.bounds.iter().find(|bound| bound.scope == Scope::Device).map(|bound| bound.capacity_bytes)
     }
 
-    /// Returns the pool whose memory alone matters, because its limit decides.
+    /// Returns the request's pool if the limit that decides is a limit of the pool. Only the pool's memory matters then.
     fn of_pool_alone(&self) -> Option<PoolId> {
         let is_own = |bound: &Bound| matches!(bound.scope, Scope::Pool | Scope::Segment);
         self.bound.filter(is_own).map(|_| self.pool)
@@ -245,8 +245,8 @@ impl Failure {
         }
     }
 
-    /// Returns the attempts that serve the request and refuse nothing before, the least memory first. The job's own settings precede all
-    /// others, and a change of `reclaim` alone precedes other changes.
+    /// Returns the attempts that serve the request and all requests before it. The job's own settings come first, then changes of `reclaim`
+    /// alone, then all others; among these, the attempts that reserve the least memory come first.
     fn served(&self) -> Vec<&Attempt> {
         let mut served: Vec<&Attempt> = self.attempts.iter().filter(|attempt| attempt.refused == 0).collect();
         let own = self.attempts.first().map(|own| own.settings.as_str());
@@ -274,7 +274,7 @@ impl Failure {
         Some(attempt.refused.is_empty())
     }
 
-    /// Returns the op of the memory that the report shows: the state before the request.
+    /// Returns the op at which the report shows the memory: the state before the request.
     pub(super) fn op_shown(&self) -> usize {
         self.op
     }
@@ -296,7 +296,7 @@ impl Failure {
         if !held.is_empty() {
             lines.push(("held", held.join("; ")));
         }
-        // What grows is not the problem of a request that no device could serve.
+        // Growth is not the problem if no device could serve the request.
         let growth = self.growth.as_ref().filter(|_| !self.is_larger_than_devices());
         lines.extend(growth.map(|growth| ("grows", growth.text())));
         let remedy = self.remedy(pools);
@@ -376,7 +376,7 @@ impl Failure {
         }
     }
 
-    /// Returns the memory that counts for a limit, if the recording shows it.
+    /// Returns the memory that counts toward a limit, if the recording shows it.
     fn held_under(&self, bound: &Bound) -> Option<HeldMemory> {
         let all = self.held?;
         match bound.scope {
@@ -433,7 +433,7 @@ impl Failure {
         }
     }
 
-    /// Describes the heaps that hold most of the free memory that counts for a limit, if the request cannot use them.
+    /// Describes the heaps with free memory that counts toward a limit but that the request cannot use, if they have most of it.
     fn elsewhere(&self, bound: &Bound) -> Option<String> {
         let is_other_stream = |place: &Place| place.pool == Some(self.pool) && !self.is_own(place);
         let is_other_pool = |place: &Place| place.pool != Some(self.pool) && !matches!(bound.scope, Scope::Pool);
@@ -451,7 +451,7 @@ impl Failure {
         (!names.is_empty() && streams_bytes + pools_bytes >= own_bytes).then(|| names.join(" and "))
     }
 
-    /// Describes the free memory and its holders, if it is the problem.
+    /// Describes the free memory and its holders, if fragmentation is the problem.
     fn free_memory(&self) -> Option<String> {
         let held = self.bound.and_then(|bound| self.held_under(&bound))?;
         let counts = |place: &Place| self.of_pool_alone().is_none_or(|pool| place.pool == Some(pool));
@@ -493,7 +493,7 @@ impl Failure {
             if let Some(pools) = pools.filter(|pools| pools.serves_request()) {
                 return pools.remedy();
             }
-            // PyTorch has released its free segments before it fails.
+            // Trimming does not help PyTorch, which releases its free segments before it fails.
             let is_over_all = self.bound.is_some_and(|bound| bound.scope == Scope::Total);
             let freest = self.places.freest(self.pool).filter(|_| is_over_all && self.is_replayed);
             let trim = freest.map_or_else(String::new, |(pool, free_bytes)| {
@@ -528,7 +528,7 @@ impl Failure {
         self.size_bytes > SEGMENT_BYTES_MAX
     }
 
-    /// States what the limit of all pools leaves, if a pool's limit decides.
+    /// States how much the limit of all pools leaves, if a pool's limit decides.
     fn left_in_total(&self) -> String {
         let total = self.bounds.iter().find(|bound| bound.scope == Scope::Total);
         let Some(total) = total.filter(|total| total.missing_bytes(self.size_bytes) == 0) else { return String::new() };
@@ -610,8 +610,8 @@ fn limited(config: &Config, device_bytes: Option<u64>) -> Option<Config> {
     config.to_builder().total_limit_bytes(limit).build().ok()
 }
 
-/// Returns the value of `reclaim` in another configuration, if the default pool of this one never releases memory and differs in nothing
-/// else.
+/// Returns the value of `reclaim` in the `other` configuration, if the default pool of `own` never releases memory and `other` differs from
+/// it in nothing else.
 fn changed_reclaim(own: &Config, other: &Config) -> Option<&'static str> {
     let (own, other) = (own.default_pool(), other.default_pool());
     let is_alone = other.to_builder().reclaim(own.reclaim()).build().as_ref() == Ok(own);
@@ -622,8 +622,9 @@ fn changed_reclaim(own: &Config, other: &Config) -> Option<&'static str> {
     }
 }
 
-/// Returns the limit that decides about a request: the one that lacks most, or else the one that the allocator named, or else the tightest.
-/// A driver refuses for reasons that no setting states.
+/// Returns the limit that prevents a request: the one that lacks the most bytes, or else the one that the allocator named, or else the
+/// tightest. Returns `None` if no limit lacks bytes and the driver refused the request, because a driver refuses for reasons that no
+/// setting states.
 fn deciding(bounds: &[Bound], size_bytes: u64, cause: Option<&OutOfMemoryCause>, by_driver: bool) -> Option<Bound> {
     let lacking = bounds.iter().filter(|bound| bound.missing_bytes(size_bytes) > 0);
     if let Some(bound) = lacking.rev().max_by_key(|bound| bound.missing_bytes(size_bytes)) {
@@ -647,8 +648,8 @@ fn is_ours(recording: &Recording) -> bool {
     recording.format == Format::Trace && recording.config.is_some()
 }
 
-/// Returns the cause for which symmalloc refuses the recorded request of an op. `None` if it serves the request, or another allocator
-/// refused it.
+/// Returns the cause for which symmalloc refuses the recorded request of an op. Returns `None` if symmalloc serves the request, or if
+/// another allocator refused it.
 fn refusal_of(recorded: &Recorded, op: usize) -> Option<OutOfMemoryCause> {
     if !is_ours(&recorded.recording) {
         return None;
@@ -658,7 +659,7 @@ fn refusal_of(recorded: &Recorded, op: usize) -> Option<OutOfMemoryCause> {
     attempt.refused.into_iter().find(|(refused, _)| *refused == op)?.1
 }
 
-/// Returns the records in which the refused request of an op is an allocation.
+/// Returns the recording's records, with an allocation in place of the op if the op is a refused request.
 fn with_request(recording: &Recording, op: usize) -> Vec<Record> {
     let mut records = recording.records.clone();
     if let Op::Refuse { pool, stream, size_bytes, .. } = records[op].op {

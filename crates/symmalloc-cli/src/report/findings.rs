@@ -134,7 +134,8 @@ impl Findings<'_> {
         self.trials.iter().filter(|trial| trial.is_better_than(self.own()))
     }
 
-    /// Returns the setting to recommend. If a request failed, settings that refuse as many requests do not help.
+    /// Returns the setting to recommend. If a request failed, a setting that refuses as many requests as the job's own settings does not
+    /// help.
     pub(super) fn best(&self) -> Option<&Trial> {
         let helps = |best: &&Trial| match &self.failure {
             None => true,
@@ -148,7 +149,8 @@ impl Findings<'_> {
         self.best().is_none() && self.failure.as_ref().is_some_and(|failure| !failure.is_served())
     }
 
-    /// Returns `true` if the report states why there is no plan. After a failed request, only the memory that a plan needs matters.
+    /// Returns `true` if the report states why there is no plan. After a failed request, it matters only whether the plan's memory exceeds
+    /// a limit.
     pub(super) fn tells(&self, no_plan: &NoPlan) -> bool {
         self.failure.is_none() || no_plan.exceeds_limit
     }
@@ -163,8 +165,8 @@ impl Findings<'_> {
         (trial.refused != own.refused).then(|| format!("{refused} instead of {}", own.refusals("")))
     }
 
-    /// Describes the cost of a setting compared with the job's own: waits of streams for each other, and map calls. Returns `None` if it
-    /// needs no more of them.
+    /// Describes the additional cost of a setting, compared with the job's own: waits of streams for each other, and map calls. Returns
+    /// `None` if there is no additional cost.
     pub(super) fn cost(&self, trial: &Trial) -> Option<String> {
         let own = self.own();
         let waits = (trial.waits > own.waits).then(|| {

@@ -21,7 +21,7 @@ pub(super) struct Holder {
 }
 
 impl Holder {
-    /// Describes where the allocations come from, after their number.
+    /// Describes where the allocations come from, as text to put after their number.
     pub(super) fn origin(&self) -> String {
         match (&self.name, self.each_bytes) {
             (Some(name), _) => format!("by {name}"),

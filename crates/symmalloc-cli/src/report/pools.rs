@@ -9,7 +9,7 @@ use symmalloc_core::PoolId;
 use symmalloc_core::op::{Op, Record};
 use symmalloc_trace::replay::Program;
 
-/// Number of pools of one kind from which on they deserve advice.
+/// Minimum number of pools of one kind for the report to give advice.
 const POOLS_MIN: usize = 4;
 
 /// The PyTorch calls with which graphs share a pool.
@@ -19,7 +19,7 @@ const SHARING: &str = "torch.cuda.graph(..., pool=...), or one MemPool";
 const CONDITION: &str = "Graphs that share a pool must be replayed in the order of their capture, never at the same time, and a later \
                          replay may overwrite the outputs of an earlier graph";
 
-/// A change of a job, or `None` if it is impossible.
+/// A change of a job's records. It returns `None` if the change is impossible.
 pub(super) type Change<'a> = &'a dyn Fn(&[Record]) -> Option<Vec<Record>>;
 
 /// Private pools with equal settings.
@@ -29,16 +29,16 @@ pub(super) struct PrivatePools {
     pools: usize,
     reserved_bytes: u64,
     live_bytes: u64,
-    /// Peak of reserved memory in the first pass, now and if the pools are one.
+    /// Peak of reserved memory in the first pass, with the pools as they are and with one pool in their place.
     now_bytes: u64,
     as_one_bytes: u64,
-    /// `true` if the request that failed is served if the pools are one.
+    /// `true` if one pool in place of these serves the request that failed.
     serves_request: bool,
 }
 
 impl PrivatePools {
-    /// Returns the largest group of private pools with equal settings, if one pool in their place holds less, or `serves` the
-    /// request that failed. `serves` gets a function that changes the records before the request.
+    /// Returns the largest group of private pools with equal settings, if one pool in their place needs less memory or serves the request
+    /// that failed. `serves` determines the latter; it gets a function that changes the records before the request.
     pub(super) fn of(recorded: &Recorded, shown: &Memory, serves: impl FnOnce(Change<'_>) -> bool) -> Option<Self> {
         let mut kinds: BTreeMap<String, Vec<PoolId>> = BTreeMap::new();
         for record in &recorded.recording.records {
@@ -71,7 +71,7 @@ impl PrivatePools {
         })
     }
 
-    /// Describes the pools, and what sharing one saves.
+    /// Describes the pools, and what sharing one pool saves.
     pub(super) fn advice(&self) -> String {
         format!(
             "{} with equal settings hold {} at this op, {} of it live; if they share one ({SHARING}), the peak of the first pass is {} \
@@ -84,12 +84,12 @@ impl PrivatePools {
         )
     }
 
-    /// Returns `true` if the request that failed is served if the pools are one.
+    /// Returns `true` if one pool in place of these serves the request that failed.
     pub(super) fn serves_request(&self) -> bool {
         self.serves_request
     }
 
-    /// Describes the cure of a request that sharing serves.
+    /// Describes how to serve the failed request by sharing one pool.
     pub(super) fn remedy(&self) -> String {
         format!(
             "let the {} private pools with equal settings share one ({SHARING}): the request is then served. {CONDITION}",
@@ -108,7 +108,7 @@ impl PrivatePools {
     }
 }
 
-/// Returns the records with one pool in place of these. `None` if the program does more with them than allocate.
+/// Returns the records with one pool in place of `pools`. Returns `None` if the program uses these pools for more than allocations.
 fn as_one(records: &[Record], pools: &[PoolId]) -> Option<Vec<Record>> {
     let (first, others) = pools.split_first()?;
     let mut changed = Vec::with_capacity(records.len());

@@ -20,7 +20,7 @@ pub(crate) struct RecordedReserved {
 }
 
 impl RecordedReserved {
-    /// Returns `None` if the recording has no placements.
+    /// Returns the peak, or `None` if the recording has no placements.
     pub(crate) fn of(recorded: &Recorded) -> Option<Self> {
         let recording = &recorded.recording;
         if let Some(peak_bytes) = recording.summary.recorded_reserved_bytes_peak {

@@ -24,7 +24,7 @@ use symmalloc_core::op::Op;
 use symmalloc_core::units::MIB;
 use symmalloc_sim::job::on_threads;
 
-/// A granule for jobs whose large blocks are too small for the default one. It takes more map calls.
+/// Granule for jobs whose large blocks are too small for the default granule, in bytes. It takes more map calls.
 const SMALL_GRANULE_BYTES: u64 = 2 * MIB;
 
 /// Result of repeating the job under one configuration.
@@ -39,7 +39,7 @@ pub(crate) struct Trial {
     pub(super) peak_reserved_bytes: u64,
     /// Requests that a limit or a full segment refuses in all passes.
     pub(super) refused: u64,
-    /// Requests that each pass refuses, if it is the same number.
+    /// Number of requests that each pass refuses; `None` if the passes differ.
     #[serde(skip)]
     pub(super) refused_each: Option<u64>,
     /// Number of passes.
@@ -52,8 +52,8 @@ pub(crate) struct Trial {
 }
 
 impl Trial {
-    /// Returns `true` if the trial refuses fewer requests than the job's own settings, or as many and reserves less. A refusal ends most
-    /// jobs, so no saving outweighs one.
+    /// Returns `true` if the trial refuses fewer requests than the job's own settings, or refuses the same number and reserves less. A
+    /// refusal ends most jobs, so no saving outweighs one.
     pub(super) fn is_better_than(&self, own: &Trial) -> bool {
         self.rank() < own.rank()
     }
@@ -153,10 +153,10 @@ pub(super) fn trials(recorded: &Recorded, reading: &ReadingArgs) -> Result<Trial
 /// Approximate number of ops that a report of a long job replays under other settings than the job's own. They take a few seconds.
 const TRIED_OPS: usize = 8_000_000;
 
-/// Least number of other settings that a report tries.
+/// Minimum number of other settings that a report tries.
 const OTHERS_MIN: usize = 3;
 
-/// Returns the settings to try if each trial executes this many ops, and the notation of those that are left out because the job is long.
+/// Returns the settings to try if each trial executes this many ops, and, as text, the settings that are left out because the job is long.
 pub(super) fn within_budget(
     recorded: &Recorded,
     others: Vec<Config>,
@@ -168,8 +168,8 @@ pub(super) fn within_budget(
     (tried, left_out.iter().map(config_text::shortest).collect())
 }
 
-/// Returns the given number of settings, and those that are left out: refinements first, and never another `reclaim`, which often is the
-/// remedy for a failed request.
+/// Returns the settings to try, and those that are left out. All settings with a different `reclaim` are tried, because `reclaim` is often
+/// the remedy for a failed request. Of the other settings, `most` are tried, refinements last.
 fn most_useful(others: Vec<Config>, own: &Config, most: usize) -> (Vec<Config>, Vec<Config>) {
     let own = own.default_pool();
     let reclaims = |config: &Config| config.default_pool().reclaim() != own.reclaim();
@@ -182,7 +182,7 @@ fn most_useful(others: Vec<Config>, own: &Config, most: usize) -> (Vec<Config>, 
     (configs(tried), configs(left_out))
 }
 
-/// Returns `true` for a variation of another candidate: with a bound on splitting, another rounding, small granules, or two changed
+/// Returns `true` for a variation of another candidate: with a bound on splitting, different rounding, small granules, or two changed
 /// policies.
 fn is_refinement(pool: &PoolConfig, own: &PoolConfig) -> bool {
     let bounds_splitting =
@@ -201,8 +201,8 @@ fn measure(recorded: &Recorded, config: &Config) -> Result<Steady, CliError> {
     steady.map_err(|source| CliError::Job { path: recorded.path.clone(), source })
 }
 
-/// Returns distinct configurations that differ from the job's own in how the default pool obtains, splits and rounds memory, apart from
-/// those that differ from others only for larger requests than the job makes.
+/// Returns distinct configurations that differ from the job's own in how the default pool obtains, splits and rounds memory. Settings that
+/// have an effect only on larger requests than the job makes are left out.
 pub(super) fn candidates(recorded: &Recorded, own: &Config) -> Vec<Config> {
     let streams = recorded.job.stream_count();
     let bytes_of = |op: &Op| match *op {
@@ -230,7 +230,7 @@ fn matters(pool: &PoolConfig, largest_bytes: u64) -> bool {
     }
     match pool.segments() {
         SegmentPolicy::Fixed(fixed) => fixed.max_split_size_bytes.is_none_or(|bound_bytes| {
-            // The largest segment, in PyTorch's sizes.
+            // The largest segment under PyTorch's size rules.
             let segment_bytes = largest_bytes.saturating_add(2 * MIB).max(fixed.large_segment_bytes);
             segment_bytes >= bound_bytes
         }),
@@ -298,7 +298,7 @@ mod tests {
         assert_eq!((tried.len(), left_out.len()), (3, 10));
         assert!(tried.iter().all(|config| !is_refinement(config.default_pool(), own.default_pool())));
         assert_eq!(most_useful(configs.clone(), &own, usize::MAX), (configs.clone(), Vec::new()));
-        // Another `reclaim` is always tried.
+        // A different `reclaim` is always tried.
         for own in ["", "segments:fixed", "stitching:true", "reclaim:never"] {
             let own: Config = own.parse().unwrap();
             let configs = candidates_for(&own, 2, false);

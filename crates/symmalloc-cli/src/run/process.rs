@@ -54,10 +54,11 @@ pub(super) fn run(args: &RunArgs, environment: &Environment) -> Result<Ended, Cl
     let mut signals = signals.map_err(|source| not_started(args, source))?;
     let handle = signals.handle();
     let (running, forwarded): (Sender<Arc<Mutex<Option<Pid>>>>, _) = channel();
-    // Before the program, which would run without its signals if the system created no thread.
+    // Start the thread before the program. Otherwise, if the system cannot create the thread, no signal reaches the
+    // program.
     let forwarder = thread::Builder::new().name("symmalloc-signals".to_owned()).spawn(move || {
         let Ok(forwarded) = forwarded.recv() else { return };
-        // A terminal also sends its signals to the program.
+        // A terminal also sends these signals to the program.
         let has_terminal = io::stdin().is_terminal();
         for signal in signals.forever().filter(|signal| !(has_terminal && [SIGINT, SIGQUIT].contains(signal))) {
             let running = forwarded.lock().unwrap_or_else(PoisonError::into_inner);
@@ -70,7 +71,7 @@ pub(super) fn run(args: &RunArgs, environment: &Environment) -> Result<Ended, Cl
     let forwarder = forwarder.map_err(|source| CliError::Thread { source })?;
     let mut child = command(args, environment).spawn().map_err(|source| not_started(args, source))?;
     let pid = Arc::new(Mutex::new(Pid::from_raw(child.id().cast_signed())));
-    // The thread waits for it.
+    // The thread waits for the process id.
     let _received = running.send(Arc::clone(&pid));
     let ended = wait(&mut child, &pid);
     handle.close();
@@ -79,7 +80,7 @@ pub(super) fn run(args: &RunArgs, environment: &Environment) -> Result<Ended, Cl
     ended.map_err(|source| not_started(args, source))
 }
 
-/// Waits until the program has ended. Reaps it only after no signal can be sent to its id anymore.
+/// Waits until the program has ended. Reaps it only once no signal can be sent to its id anymore.
 fn wait(child: &mut Child, running: &Mutex<Option<Pid>>) -> io::Result<Ended> {
     let pid = *running.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(pid) = pid {

@@ -135,7 +135,7 @@ impl Summaries {
         self.ended.iter().flat_map(|summary| &summary.devices).filter_map(|device| device.trace.as_deref())
     }
 
-    /// Returns the process with the most allocations of each rank. A rank may have helper processes.
+    /// Returns, for each rank, its process with the most allocations. A rank may also have helper processes.
     pub(super) fn by_rank(&self) -> BTreeMap<u64, &Summary> {
         let mut ranks: BTreeMap<u64, &Summary> = BTreeMap::new();
         for summary in &self.ended {

@@ -5,9 +5,10 @@
 //!    ▲            └──────── all memory released ─────────────────────────┴──► spare ── create_pool ──► live
 //!    └ listed ───────────────────────────────────────────────┘
 //! ```
-//! Reports and trims visit *listed* pools only. For a destroyed pool, the allocator keeps a slot with its configuration
-//! in its table of pools, sums of statistics over all destroyed pools, and, if the pool was symmetric, a digest per heap
-//! until all ranks have agreed on it. The most recent of these keep their journals, so that agreement can still name the op that differs.
+//! Reports and trims visit *listed* pools only. For each destroyed pool, the table of pools keeps a slot with the
+//! pool's configuration. Statistics are summed over all destroyed pools. If a destroyed pool was symmetric, the
+//! allocator keeps the last digest of each of its heaps until all ranks have agreed on the digest. The heaps that were
+//! destroyed most recently also keep their journals, so that agreement can still name the op that differs.
 
 use super::pool::PoolSlot;
 use crate::config::{PoolConfig, StreamPolicy};
@@ -25,9 +26,10 @@ const JOURNALS_MAX: usize = 64;
 
 /// The list of visited pools, and the remaining state of destroyed pools.
 pub(super) struct Destroyed<L: Lock> {
-    /// Pools that are live or whose memory the driver still holds, in the order of their ids.
+    /// Pools that are live, or whose memory the driver has not released yet, in the order of their ids.
     listed: Vec<PoolId>,
-    /// Removed pools for reuse, by the policy of their streams and the digest of their configuration. No list is empty.
+    /// Slots of removed pools that new pools can reuse, by the pool's stream policy and the digest of its
+    /// configuration. No list is empty.
     spare: BTreeMap<(StreamPolicy, u64), Vec<PoolSlot<L>>>,
     /// Last digests of destroyed heaps, ascending by pool and stream. The capacity grows by an eighth, because a
     /// program that never syncs keeps the history of every symmetric pool. It shrinks when three quarters are unused.
@@ -53,7 +55,8 @@ impl<L: Lock> Destroyed<L> {
         }
     }
 
-    /// Removes and returns a pool for reuse by one of this configuration, preferably a pool of the same configuration.
+    /// Removes and returns a slot that a pool of this configuration can reuse, preferably the slot of a pool with the
+    /// same configuration.
     pub(super) fn take_spare(&mut self, config: &PoolConfig) -> Option<PoolSlot<L>> {
         let same = (config.streams(), config.digest());
         let usable = (config.streams(), 0)..=(config.streams(), u64::MAX);
@@ -76,13 +79,13 @@ impl<L: Lock> Destroyed<L> {
         &self.listed
     }
 
-    /// Returns the histories that ranks have not agreed on yet, in the order of pools and streams: the last digest of
-    /// each heap.
+    /// Returns the histories that ranks have not agreed on yet, in the order of pools and streams. A history is the
+    /// heap and its last digest.
     pub(super) fn histories(&self) -> impl Iterator<Item = (HeapId, Digest)> {
         self.histories.iter().copied()
     }
 
-    /// Returns the journal of a history. `None` if it had none, or if too many histories are more recent.
+    /// Returns the journal of a history; `None` if it had no journal, or if too many histories are more recent.
     pub(super) fn journal(&self, key: HeapId) -> Option<&Journal> {
         self.journals.iter().find(|(known, _)| *known == key).map(|(_, journal)| &**journal)
     }
@@ -126,10 +129,10 @@ impl<L: Lock> Destroyed<L> {
         at.map(|at| self.listed.remove(at)).is_ok()
     }
 
-    /// Keeps the sums and the history of a removed heap.
+    /// Adds the statistics of a removed heap to the sums, and keeps the heap's history.
     pub(super) fn absorb(&mut self, heap: &mut Heap<L>, symmetric: bool) {
         heap.add_to(&mut self.counts);
-        // Usage is summed separately, and plans end with their heap.
+        // Usage is summed separately. Plans no longer exist after the removal of their heap.
         (self.counts.usage, self.counts.steps.plans) = (Default::default(), 0);
         self.usage.absorb(heap.ledger().usage());
         if symmetric && heap.ledger().has_history() && !heap.ledger().is_settled() {
@@ -150,7 +153,7 @@ impl<L: Lock> Destroyed<L> {
         self.histories.insert(at, (key, digest));
     }
 
-    /// Keeps a pool for reuse by a later one.
+    /// Keeps the slot of a removed pool for reuse by a later pool.
     pub(super) fn add_spare(&mut self, slot: PoolSlot<L>) {
         self.spare.entry((slot.config().streams(), slot.config_digest())).or_default().push(slot);
     }

@@ -9,10 +9,10 @@ use crate::types::ids::{PoolId, StreamId};
 use std::fmt;
 use std::ops::Deref;
 
-/// An allocation that is freed when this is dropped.
+/// A guard that frees its allocation when it is dropped.
 ///
-/// If a driver call fails in the drop, the allocation stays live, and `free.failed` is logged. [`free`](Self::free)
-/// returns the error.
+/// If a driver call fails during the drop, the allocation stays live, and the event `free.failed` is logged. To receive
+/// the error instead, call [`free`](Self::free).
 #[must_use = "the allocation is freed when this is dropped"]
 pub struct AllocationGuard<'a, B: Backend, L: Lock> {
     allocator: &'a Allocator<B, L>,
@@ -53,8 +53,8 @@ impl<B: Backend, L: Lock> AllocationGuard<'_, B, L> {
     /// Frees the allocation.
     ///
     /// # Errors
-    /// Returns an error if the allocation was freed by its handle, or a driver call fails. In the second case it is still
-    /// live, and the guard, which is returned with the error, can free it later.
+    /// Returns an error if the allocation was already freed by its handle, or if a driver call fails. If a driver call
+    /// fails, the allocation is still live, and the guard, which is returned with the error, can free it later.
     pub fn free(self) -> Result<(), (Self, FreeError)> {
         match self.allocator.free(self.allocation.handle) {
             Ok(()) => {
@@ -65,7 +65,7 @@ impl<B: Backend, L: Lock> AllocationGuard<'_, B, L> {
         }
     }
 
-    /// Returns the allocation, which the program then frees by its handle.
+    /// Returns the allocation without freeing it. The program then frees it by its handle.
     pub fn into_allocation(self) -> Allocation {
         let allocation = self.allocation;
         std::mem::forget(self);

@@ -1,8 +1,8 @@
 //! The histories of an allocator's symmetric pools, for ranks to compare.
 //!
-//! The core compares nothing (rule D6). The crate `symmalloc-agreement` reads the histories here and reports back the
-//! state on which all ranks agreed. Pools are identified by their ordinal among the symmetric ones, because a rank may
-//! have private pools in between.
+//! The core itself does not compare ranks (rule D6). The crate `symmalloc-agreement` reads the histories here and
+//! reports back the state on which all ranks agreed. A pool is identified by its ordinal among the symmetric pools,
+//! because ranks may create different private pools between them.
 
 pub use crate::history::digest::{Mark, folded_multiply, op_word, unpack_op, unpack_placement};
 pub use crate::history::journal::{CHECKPOINTS_MAX, Journal, JournalEntry, NAME_BYTES_MAX, ProgramOrder};
@@ -27,22 +27,23 @@ pub struct HeapHistory {
     pub group: StreamGroup,
     /// The digest of all ops.
     pub digest: Digest,
-    /// The least number of ops for which the journal has a digest, apart from checkpoints.
+    /// The smallest number of ops after which the journal knows the digest, apart from checkpoints.
     pub oldest: u64,
 }
 
-/// The histories of an allocator, without its type parameters.
+/// Access to the histories of an allocator, without its type parameters.
 pub trait HistorySource {
-    /// Returns the heaps of symmetric pools that have executed an op, by pool and stream, without those of destroyed
-    /// pools whose end was agreed on.
+    /// Returns the histories of all heaps of symmetric pools that have executed an op, by pool and stream. Omits heaps
+    /// of destroyed pools once the ranks have agreed on their whole history.
     fn heap_histories(&self) -> Vec<HeapHistory>;
-    /// Returns the digests of the configurations: first the settings for all pools, then each symmetric pool's.
+    /// Returns the digests of the configurations: first that of the settings for all pools, then that of each symmetric
+    /// pool.
     fn policy_digests(&self) -> Vec<u64>;
-    /// Returns the text of one of these configurations.
+    /// Returns the text of the configuration with this index in `policy_digests`.
     fn policy(&self, number: u32) -> Option<String>;
-    /// Passes a heap's journal to `look`, if it has one.
+    /// Passes a heap's journal to `look`, if the heap has one.
     fn look_back(&self, pool: u32, group: StreamGroup, look: &mut dyn FnMut(&Journal));
-    /// Returns the counter of ops over all symmetric heaps.
+    /// Returns the numbering of ops over all symmetric heaps.
     fn program_order(&self) -> &ProgramOrder;
     /// Records that all ranks reached this sync.
     fn pass_sync(&self);
@@ -117,18 +118,18 @@ impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Returns the pool with this ordinal among the symmetric ones. Agreement identifies pools by it, because a rank
-    /// may have private pools in between, so ids differ between ranks.
+    /// Returns the pool with this ordinal among the symmetric pools. Agreement identifies pools by this ordinal,
+    /// because ranks may have different private pools, so the ids of pools differ between ranks.
     pub fn symmetric_pool(&self, ordinal: u32) -> Option<PoolId> {
         self.symmetric_pools().nth(ordinal as usize).map(|(pool, _)| pool)
     }
 
-    /// Returns the ordinal of a pool among the symmetric ones; `None` for a pool that is not symmetric.
+    /// Returns the ordinal of a pool among the symmetric pools; `None` for a pool that is not symmetric.
     pub fn symmetric_ordinal(&self, pool: PoolId) -> Option<u32> {
         self.symmetric_pools().zip(0..).find(|((id, _), _)| *id == pool).map(|(_, ordinal)| ordinal)
     }
 
-    /// Returns the bytes of memory of the symmetric heaps' histories. See
+    /// Returns the bytes of host memory that the histories of symmetric heaps take. See
     /// [`ConfigBuilder::history_ops`](crate::config::ConfigBuilder::history_ops).
     pub fn history_bytes(&self) -> u64 {
         let heaps: u64 = self.all_heaps().map(|heap| heap.lock().ledger().journal().map_or(0, Journal::bytes)).sum();
@@ -147,7 +148,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         slot.pool()?.heaps().find(|heap| is_meant(&heap.lock()))
     }
 
-    /// Returns the text of all settings that affect symmetric pools and are not in their own configurations.
+    /// Returns the text of all settings that affect symmetric pools and that are not in the pools' own configurations.
     fn shared_policy(&self) -> String {
         let limit = self.total_limit_bytes().map_or_else(|| "none".to_owned(), |bytes| bytes.to_string());
         let retries_max = self.config().retries_max();

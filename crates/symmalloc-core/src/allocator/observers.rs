@@ -1,5 +1,5 @@
-//! Observers of a pool's segments. [`crate::history::segment_log`] describes the events that they read and when they
-//! can read them.
+//! Observers of a pool's segments. [`crate::history::segment_log`] describes the events that observers read, and when
+//! they can read them.
 
 use super::Allocator;
 use super::pool::{HeapCell, HeapGuard, PoolRef, PoolSlot};
@@ -21,7 +21,7 @@ pub struct Unread {
     pub events: Vec<SegmentEvent>,
     /// The allocator and the observer that read them.
     reader: (u64, ObserverId),
-    /// The end of these events in the log of each heap, by heap.
+    /// For each heap, the index in its log after the last of these events; ascending by heap.
     ends: Vec<(HeapNumber, u64)>,
 }
 
@@ -51,8 +51,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok((observer, births))
     }
 
-    /// Returns the number of entries so far in the segment logs of a pool; 0 for a pool that does not exist. While it
-    /// does not change, an observer has nothing new to read. Takes no lock and costs a few nanoseconds.
+    /// Returns the number of entries so far in the segment logs of a pool; 0 for a pool that does not exist. While this
+    /// number does not change, an observer has nothing new to read. The call takes no lock and costs a few nanoseconds.
     #[inline]
     pub fn segment_log_entries(&self, pool: PoolId) -> u64 {
         self.pools
@@ -61,8 +61,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             .map_or(0, |entry| entry.log_entries().load(Ordering::Acquire))
     }
 
-    /// Returns the events that the observer has not acknowledged, by stream and order of occurrence. Empty for a
-    /// removed observer.
+    /// Returns the events that the observer has not acknowledged, by stream and order of occurrence. Returns no events
+    /// for a removed observer.
     pub fn unread(&self, observer: ObserverId) -> Unread {
         let mut unread = Unread { events: Vec::new(), reader: (self.number, observer), ends: Vec::new() };
         let pool = self.observers.lock().pool_of(observer);
@@ -88,10 +88,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         let mut gate = self.gate();
         let pool = self.observers.lock().pool_of(observer);
-        // A heap that was created after the read has no end.
+        // A heap that was created after the read has no entry in `ends`.
         let end_of = |id| unread.ends.binary_search_by_key(&id, |(read, _)| *read).map_or(0, |at| unread.ends[at].1);
         let has_death = |heap: HeapGuard<'_, L>| heap.log().has_death_since(end_of(heap.number()));
-        // A replay acknowledges every event so far. If an event was added in between, this observer has not read it.
+        // A replay acknowledges every event so far. If a segment was removed after the read, this observer has not read
+        // the segment's death.
         let is_late = gate.is_recording() && self.observed_heaps(pool).map(LockCell::lock).any(has_death);
         let released = self.change_observed(pool, |heap| {
             let end = end_of(heap.number());
@@ -121,7 +122,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         released.into_result()
     }
 
-    /// Returns the heaps of an observer's pool, if it still exists.
+    /// Returns the heaps of an observer's pool, if the pool still exists.
     fn observed_heaps(&self, pool: Option<PoolId>) -> impl Iterator<Item = &HeapCell<L>> {
         pool.and_then(|pool| self.pool(pool).ok()).into_iter().flat_map(PoolRef::heaps)
     }

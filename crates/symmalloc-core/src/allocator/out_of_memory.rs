@@ -19,11 +19,11 @@ use smallvec::SmallVec;
 use std::sync::Arc;
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Sets the callback that runs before an allocation fails. It is called without any lock and can use the allocator.
-    /// It is not called for a request that fails even if the program frees all memory, because the request exceeds the
-    /// limit, or the limit without the reserved segments that stay, or the heap's segment.
-    /// An allocation inside the callback that fails calls it again. To keep ranks equal, its actions must depend on the
-    /// program alone.
+    /// Sets the callback that runs before an allocation fails. No lock is held during the call, so the callback can use
+    /// the allocator. It is not called for a request that would fail even if the program freed all memory, because the
+    /// request exceeds the limit, the part of the limit that reserved segments leave, or the heap's only segment. If an
+    /// allocation inside the callback fails, it calls the callback again. To keep ranks equal, the callback's actions
+    /// must depend only on the program.
     pub fn set_failure_callback(&self, callback: impl Fn(&Self, &OutOfMemory) -> Retry + Send + Sync + 'static) {
         *self.failure_callback.lock() = Some(Arc::new(callback));
     }
@@ -54,8 +54,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let _entered = span.enter();
         let mut retries = 0;
         let mut may_reclaim = true;
-        // Bytes released for this request. They are recorded only if the request fails. Otherwise a replay releases
-        // them without a record.
+        // Bytes released for this request. They are recorded only if the request fails. If the request succeeds, a
+        // replay releases these bytes without a record.
         let mut unrecorded_bytes: SmallVec<[u64; 2]> = SmallVec::new();
         loop {
             let (missing, demand, cause, released_bytes) = match *shortage {
@@ -130,9 +130,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    /// Returns `true` if a request that needs `demand_bytes` of memory in its heap fails even if the program frees every
-    /// allocation and trims every pool: the memory exceeds the limit without the reserved segments that stay, or the
-    /// heap's only segment or its range. The answer depends on the configuration, the limits and the ops alone.
+    /// Returns `true` if a request that needs `demand_bytes` of memory in its heap fails even if the program frees
+    /// every allocation and trims every pool: the memory exceeds the part of the limit that reserved segments leave, or
+    /// the heap's only segment, or its range. The answer depends only on the configuration, the limits and the ops.
     fn is_hopeless(
         &self,
         entry: PoolRef<'_, L>,
@@ -165,8 +165,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    /// Step 3: releases the memory that `reclaim` allows, up to the missing amount. Returns the released bytes. Memory
-    /// that the driver fails to release counts as reserved. The call is not repeated, and the result is 0.
+    /// Step 3: releases the memory that `reclaim` allows, up to the missing amount. Returns the released bytes. If the
+    /// driver fails to release memory, this memory still counts as reserved, the call is not repeated, and the result
+    /// is 0.
     pub(super) fn reclaim(
         &self,
         entry: PoolRef<'_, L>,
@@ -234,7 +235,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 }
 
-/// Returns the remedy for a pool with these free bytes, some of them in the requested heap.
+/// Returns the remedy to suggest for a pool that has `free_bytes` free, `free_in_heap_bytes` of them in the heap of the
+/// request.
 fn remedy(config: &PoolConfig, request: Request, free_bytes: u64, free_in_heap_bytes: u64) -> Option<Remedy> {
     if free_bytes < request.size_bytes {
         return None;

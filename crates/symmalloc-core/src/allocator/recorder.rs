@@ -12,9 +12,9 @@ use std::error::Error;
 /// An error returned by a sink.
 pub type SinkError = Box<dyn Error + Send + Sync>;
 
-/// The receiver of records. Every call is made under a lock that all recorded ops need: implementations must return
-/// quickly and must not use the allocator. If one does, its ops are executed without records, and the recording ends with
-/// [`RecordingEnd::Reentered`].
+/// The receiver of records. Every call is made under a lock that all recorded ops need, so implementations must return
+/// quickly and must not use the allocator. If an implementation uses the allocator, its ops are executed without
+/// records, and the recording ends with [`RecordingEnd::Reentered`].
 pub trait Sink: Send {
     /// Begins the recording of an allocator with this configuration.
     ///
@@ -22,7 +22,8 @@ pub trait Sink: Send {
     /// Returns an error if the sink cannot begin.
     fn begin(&mut self, config: &Config) -> Result<(), SinkError>;
 
-    /// Receives the next record. Records are consistent, like those of a trace.
+    /// Receives the next record. The records are consistent, like those of a trace: for example, a free refers to an
+    /// earlier allocation.
     ///
     /// # Errors
     /// Returns an error if the record cannot be stored. The recording ends, this record is lost, and no further call is
@@ -58,7 +59,7 @@ pub enum StartRecordingError {
          right after creating the allocator", Counted(*ops, "op")
     )]
     InUse {
-        /// The first used pool.
+        /// The first pool that was used.
         pool: PoolId,
         /// Number of ops in its digest.
         ops: u64,
@@ -91,7 +92,7 @@ pub enum RecordingError {
     },
 }
 
-/// The reason why a recording ended. The records before it are complete, except where noted.
+/// The reason why a recording ended. The records before the end are complete, except where noted.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RecordingEnd {
@@ -128,7 +129,8 @@ pub enum RecordingEnd {
     /// was not called.
     #[error("an op panicked: the recording may be incomplete")]
     Panicked,
-    /// The sink used the allocator that it records, which cannot be recorded. The current record is the last one.
+    /// The sink used the allocator that it records. Such a use cannot be recorded, so the current record is the last
+    /// one.
     #[error("the sink used the allocator that it records: keep records in host memory or in a file")]
     Reentered,
 }
@@ -145,7 +147,7 @@ pub(super) struct Recording {
 }
 
 impl Recording {
-    /// Returns the id of an existing observer in the records.
+    /// Returns the id that an existing observer has in the records.
     pub(super) fn observer(&self, observer: ObserverId) -> Option<ObserverId> {
         let id = self.observers.iter().position(|known| *known == Some(observer))?;
         Some(ObserverId(id as u32))

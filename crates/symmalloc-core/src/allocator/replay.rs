@@ -1,4 +1,4 @@
-//! Ops of recordings that no program calls.
+//! Ops that occur in recordings, but that programs do not call themselves.
 
 use super::Allocator;
 use super::gate::Request;
@@ -15,8 +15,9 @@ use crate::types::ids::{PoolId, StreamId};
 use crate::types::units::SEGMENT_BYTES_MAX;
 use smallvec::SmallVec;
 
-/// The ops that no program calls: recovery from a failed request, failures that are in the digest, and revivals. A replay
-/// makes them, and so do layers that fail before they reach the allocator on one rank, such as a registrar.
+/// The ops that programs do not call themselves: recovery from a failed request, failures that are in the digest, and
+/// revivals. A replay calls these ops. So does a layer above the allocator, such as a registrar, if a request fails in
+/// this layer on one rank and never reaches the allocator.
 pub struct ReplayOps<'a, B: Backend, L: Lock> {
     allocator: &'a Allocator<B, L>,
 }
@@ -46,8 +47,8 @@ impl<B: Backend, L: Lock> ReplayOps<'_, B, L> {
         Ok(())
     }
 
-    /// Records a request that failed, which is in the digest: [`Op::Refuse`]. Has no effect for a request above the
-    /// maximum size of a segment: such a request is an error before it is an op
+    /// Records a request that failed, as [`Op::Refuse`]. The failure is in the digest. Has no effect for a request
+    /// above the maximum size of a segment: such a request is an error before it is an op
     /// ([`AllocateError::TooLarge`](crate::config::errors::AllocateError::TooLarge)), and a digest has no room for its
     /// size. Recordings of other allocators contain such requests.
     ///
@@ -69,7 +70,7 @@ impl<B: Backend, L: Lock> ReplayOps<'_, B, L> {
         Ok(())
     }
 
-    /// Records a sleep or wake that failed, which is in the digest: [`Op::Stay`].
+    /// Records a sleep or wake that failed, as [`Op::Stay`]. The attempt is in the digest.
     ///
     /// # Errors
     /// Returns an error if the pool is unknown.
@@ -80,12 +81,12 @@ impl<B: Backend, L: Lock> ReplayOps<'_, B, L> {
         Ok(())
     }
 
-    /// Revives an allocation at its placement, in a block of `block_bytes`. It counts as an op of the program.
+    /// Revives an allocation at its placement, in a block of `block_bytes`. The revival counts as an op of the program.
     ///
     /// # Errors
-    /// Returns [`RestoreError::Gone`] if there is no memory at the placement, or not enough for such a block,
-    /// [`RestoreError::UnknownLive`] if another allocation is live there, and others. Nothing has changed then, unless
-    /// it is [`RestoreError::Fence`].
+    /// See [`RestoreError`]. For example, returns [`RestoreError::Gone`] if there is no memory at the placement, or not
+    /// enough for such a block, and [`RestoreError::UnknownLive`] if another allocation is live there. After any error
+    /// except [`RestoreError::Fence`], nothing has changed.
     pub fn revive(
         &self,
         pool: PoolId,

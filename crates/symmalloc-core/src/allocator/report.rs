@@ -1,5 +1,5 @@
-//! Reports of the memory that the allocator holds, for programs and people. Nothing here changes anything except peaks
-//! and scopes.
+//! Reports of the memory that the allocator holds, for programs and people. The functions here change only peaks and
+//! scopes.
 
 pub use crate::heap::view::{BlockSnapshot, BlockStateSnapshot, MemoryStats, SegmentSnapshot};
 
@@ -17,7 +17,7 @@ use std::ops::Add;
 
 /// A part of a program whose statistics are collected. Scopes can be nested; close them in reverse order.
 ///
-/// Deliberately not `Copy`: closing consumes the scope.
+/// The type is deliberately not `Copy`, because closing a scope consumes it.
 #[derive(Debug)]
 #[must_use = "close the scope to get its statistics"]
 pub struct StatScope(());
@@ -36,7 +36,7 @@ pub struct Snapshot {
 pub struct LeakReport {
     /// The allocations by decreasing size, then in snapshot order.
     pub leaks: Vec<Leak>,
-    /// Sum of their requested bytes.
+    /// Sum of the requested bytes of these allocations.
     pub requested_bytes: u64,
 }
 
@@ -72,7 +72,8 @@ impl fmt::Display for LeakReport {
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Returns the digest of a pool's history: equal on two ranks exactly when their ops and placements in it are.
+    /// Returns the digest of a pool's history. It is equal on two ranks exactly when their ops and placements in the
+    /// pool are equal.
     ///
     /// # Errors
     /// Returns an error if the pool is unknown.
@@ -111,7 +112,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(stats_of::<L, _>(entry.budget().stat(), entry.heaps()))
     }
 
-    /// Returns statistics of the heap that serves a stream in a pool; all zero before its first op.
+    /// Returns statistics of the heap that serves a stream in a pool; all zero before the heap's first op.
     ///
     /// # Errors
     /// Returns an error if the pool is unknown.
@@ -154,9 +155,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         StatScope(())
     }
 
-    /// Closes the innermost scope. Its `allocated`, `freed` and peaks count from its opening. The peaks of the outer
-    /// scope include it, as if it had not existed. Over several heaps driven by several threads, peaks are upper
-    /// bounds.
+    /// Closes the innermost scope and returns its statistics. `allocated`, `freed` and the peaks count from the opening
+    /// of the scope. The peaks of the outer scope include this scope, as if it had never been opened. If several
+    /// threads drive several heaps, peaks are upper bounds.
     #[allow(clippy::needless_pass_by_value, reason = "a scope is closed once")]
     pub fn close_stat_scope(&self, scope: StatScope) -> ClassStats {
         let StatScope(()) = scope;

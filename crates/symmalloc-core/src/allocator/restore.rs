@@ -9,8 +9,8 @@
 //! last and cannot fail. A rejoin in which a driver call fails leaves the pool fresh. A revival makes only the driver
 //! calls that order streams.
 //!
-//! The memory of a revived allocation contains whatever was written there in the meantime. Its stream waits for the
-//! earlier users on the device, as in `allocate`.
+//! The memory of a revived allocation contains whatever was written there in the meantime. The allocation's stream
+//! waits on the device for the earlier users of this memory, as in `allocate`.
 
 use super::Allocator;
 use super::gate::Gate;
@@ -35,7 +35,7 @@ use std::borrow::Cow;
 pub struct RevivedPlace {
     /// Its placement in the heap.
     pub placement: Placement,
-    /// Size of its block in bytes: whole units of 512, and at least the requested bytes.
+    /// Size of its block in bytes: a multiple of 512, and at least the requested bytes.
     pub block_bytes: u64,
 }
 
@@ -55,7 +55,7 @@ pub struct Restored {
 pub struct RestoredHeap {
     /// The streams that share it.
     pub group: StreamGroup,
-    /// A handle that represents every live allocation of zero bytes; these have no placement.
+    /// A handle that represents every live allocation of zero bytes; such allocations have no placement.
     pub nothing: Handle,
     /// The live allocations, by placement.
     pub allocations: Vec<RestoredAllocation>,
@@ -65,7 +65,7 @@ pub struct RestoredHeap {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RestoredAllocation {
-    /// Its handle, which is new unless it was live all the time, and its position.
+    /// Its handle and its position. The handle is new unless the allocation was live all the time.
     pub allocation: Allocation,
     /// The stream it was allocated for.
     pub stream: StreamId,
@@ -99,17 +99,18 @@ impl Restored {
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Brings a fresh pool of a restarted rank into the state of a layout. Register the program's streams first, create
-    /// its pools, and restore them in the order of their ids. See the [module documentation](crate::restore).
+    /// Brings a fresh pool of a restarted rank into the state of a layout. First register the program's streams and
+    /// create its pools. Then restore the pools in the order of their ids. See the [module
+    /// documentation](crate::restore).
     ///
-    /// Afterwards the pool's digest is the saved one, and the same ops get the same placements, on this rank and on
-    /// those that did not restart.
+    /// Afterward, the pool's digest is the saved one, and the same ops get the same placements on this rank and on the
+    /// ranks that did not restart.
     ///
     /// No other thread may use the pool during the call. Observers are not part of a layout: observe the pool again.
     ///
     /// # Errors
-    /// See [`RestoreError`]. The pool is still fresh then, and can be restored again. Among others, returns
-    /// [`RestoreError::Used`] if the pool has executed an op.
+    /// See [`RestoreError`]. For example, returns [`RestoreError::Used`] if the pool has executed an op. After any
+    /// error, a fresh pool is still fresh and can be restored again.
     pub fn restore_layout(&self, pool: PoolId, layout: &Layout) -> Result<Restored, RestoreError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
@@ -120,7 +121,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         for saved in layout.heaps() {
             self.heap_for(pool, saved.group.first().unwrap_or_default())?;
         }
-        // Locks all heaps together, so that the checks of one heap are still valid when the last heap changes.
+        // Locks all heaps together, so that the checks of every heap are still valid when the heaps change.
         let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let mut heaps: Vec<_> = guards.iter_mut().map(|heap| Saved::find(heap, layout)).collect();
         let outcome = self.rejoin(&mut heaps);
@@ -135,24 +136,25 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(self.restored(entry, heaps))
     }
 
-    /// Makes exactly the allocations of a layout live again, in memory that the pool still holds. Free all others first.
-    /// Handles of allocations that were live all the time stay valid.
+    /// Makes exactly the allocations of a layout live again, in memory that the pool still holds. Free all other
+    /// allocations first. Handles of allocations that were live all the time stay valid.
     ///
     /// Memory acquired in the meantime stays, because captured graphs on other branches of a graph tree may use it. The
-    /// pool's history continues: each new live allocation, and each of its uses, counts as an op of the program and is
-    /// recorded.
+    /// pool's history continues: each allocation that becomes live, and each of its uses by other streams, counts as an
+    /// op of the program and is recorded.
     ///
     /// No other thread may use the pool during the call.
     ///
     /// # Errors
-    /// See [`RestoreError`]; among others, if the pool no longer holds the layout's memory. Nothing has changed then
-    /// (a heap without ops may have been created), unless it is [`RestoreError::Fence`]: then the pool can be revived again.
+    /// See [`RestoreError`]. For example, returns an error if the pool no longer holds the layout's memory. After an
+    /// error, nothing has changed, except that a heap without ops may have been created. After [`RestoreError::Fence`],
+    /// some streams may also have waited, and the pool can be revived again.
     pub fn revive_layout(&self, pool: PoolId, layout: &Layout) -> Result<Restored, RestoreError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
         self.check_it_fits(entry, layout)?;
         for saved in layout.heaps().iter().filter(|saved| !saved.segments.is_empty()) {
-            // Creates heaps that the pool lacks, so that they report their missing memory.
+            // Creates heaps that the pool lacks, so that the check below reports their missing memory.
             self.heap_for(pool, saved.group.first().unwrap_or_default())?;
         }
         let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
@@ -197,7 +199,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             }
         }
         for heap in layout.heaps() {
-            // Free memory of a shared heap needs an owner too.
+            // The free memory of a shared heap needs an owner, which is the first stream of the heap's group.
             self.check_group(entry, heap.group.first().unwrap_or_default(), heap.group)?;
             for allocation in heap.segments.iter().flat_map(|segment| &segment.allocations) {
                 self.check_group(entry, allocation.stream, heap.group)?;
@@ -209,7 +211,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Checks that a stream is known, and that the saved heap serves it here too.
+    /// Checks that a stream is known, and that here too it belongs to the group of the saved heap.
     fn check_group(&self, entry: PoolRef<'_, L>, stream: StreamId, saved: StreamGroup) -> Result<(), RestoreError> {
         self.known_stream(stream)?;
         let (pool, here) = (entry.id(), self.heap_group(entry, stream));
@@ -238,7 +240,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Acquires the saved memory in every heap of a fresh pool, or in none.
     fn rejoin(&self, heaps: &mut [Saved<'_, L>]) -> Result<(), RestoreError> {
         for Saved { heap, .. } in &mut *heaps {
-            // Memory that an earlier attempt could not release is still charged.
+            // Memory that an earlier attempt could not release is still charged, so release it first.
             heap.release_retired(&self.context).error.map_or(Ok(()), Err)?;
         }
         // Dropping a charge before `leave_charged` refunds it. This happens at a limit or if the backend panics.

@@ -15,12 +15,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns the current layout of a pool. It does not include allocations of zero bytes, which have no placement,
     /// and it truncates names to 4,096 bytes.
     ///
-    /// With several threads, call it while none of them uses the pool: a layout represents one moment, which should be
-    /// at the same op of each heap on every rank.
+    /// In a program with several threads, call this while no thread uses the pool. A layout represents one moment, and
+    /// in each heap this moment should be at the same op on every rank.
     ///
     /// # Errors
-    /// Returns an error if the pool is unknown, has plans or learns some, is in a step, has stitched ranges, or holds
-    /// memory of dead segments.
+    /// Returns an error if the pool is unknown, has or learns plans, is in a step, has stitched ranges, or holds memory
+    /// of dead segments.
     pub fn save_layout(&self, pool: PoolId) -> Result<Layout, LayoutError> {
         let entry = self.pool(pool)?;
         entry.check_layout_holds()?;

@@ -16,11 +16,12 @@ use std::fmt;
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Begins a step of a pool: a part of the program that repeats, for example a training step. From then on, each
-    /// heap of the pool compares its requests with its plan of this key. A heap that learns logs them instead if it has no
-    /// plan of this key, or the last two steps differed from it. Call it at the same point of the program on every rank, while no other thread uses the pool.
+    /// heap of the pool compares its requests with its plan for this key. A heap that learns logs its requests instead
+    /// if it has no plan for this key, or if the last two steps with this key differed from the plan. Call this at the
+    /// same point of the program on every rank, while no other thread uses the pool.
     ///
-    /// Steps with the same `key` are alike. The key can be the shape of a batch or a bucket of sequence lengths; use 0
-    /// if all steps are alike.
+    /// Steps that make the same requests have the same `key`. The key can be the shape of a batch or a bucket of
+    /// sequence lengths; use 0 if all steps are alike.
     ///
     /// # Errors
     /// Returns an error if the pool is unknown or sleeps, or a step of it is open.
@@ -28,7 +29,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
         let mut step = entry.step().lock();
-        self.pool(pool)?; // It may have been destroyed, and its entry reused, before the lock was taken.
+        self.pool(pool)?; // The pool may have been destroyed, and its entry reused, before the lock was taken.
         if let Some(key) = *step {
             return Err(StepError::Open { pool, key });
         }
@@ -42,11 +43,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(())
     }
 
-    /// Ends the step of a pool and reports how far it followed its plan. In a pool with `plan:learn`, this may take
-    /// seconds if it plans a step that has now occurred twice.
+    /// Ends the step of a pool and reports how far it followed its plan. In a pool with `plan:learn`, the call may take
+    /// seconds if it computes the plan of a step that has now occurred twice.
     ///
-    /// The end of the first step that followed a new plan to its end releases the pool's free memory, as a
-    /// [`trim_pool`](Self::trim_pool) of the pool does: the plan does not need it. Observed pools and pools with a quota keep it.
+    /// After the first step that followed a new plan to its end, the call also releases the pool's free memory, as
+    /// [`trim_pool`](Self::trim_pool) does, because the plan does not need this memory. Observed pools and pools with a
+    /// quota keep it.
     ///
     /// # Errors
     /// Returns an error if the pool is unknown, or no step of it is open.
@@ -64,7 +66,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         drop(step);
         gate.note(Op::EndStep { pool });
-        // Memory that the driver fails to release counts as reserved, and the next trim retries the release.
+        // Memory that the driver fails to release counts as reserved, and the next trim tries again to release it.
         gate.note_released(&released);
         Ok(report)
     }
@@ -81,14 +83,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Adopts a plan: the heap acquires the plan's memory now, and follows the plan in steps with its key, starting
     /// with the next one. The plan replaces the heap's plan of the same key. All plans of a heap use the same memory,
     /// whose size is that of the largest plan. If no free block is large enough, free memory is released first, as in
-    /// [`trim_pool`](Self::trim_pool). A step without a plan uses that memory as ordinary memory.
+    /// [`trim_pool`](Self::trim_pool). A step without a plan uses the memory of plans as ordinary memory.
     ///
     /// # Determinism
     /// The plan is part of the heap's digest: agreement detects ranks that adopt different plans.
     ///
     /// # Errors
-    /// See [`PlanError`]. A plan that does not fit this pool changes nothing. If there is no memory for it, the heap
-    /// drops its plans and continues without them.
+    /// See [`PlanError`]. A plan that does not fit this pool changes nothing. If there is no memory for the plan, the
+    /// heap drops all of its plans and continues without them.
     pub fn adopt_plan(&self, pool: PoolId, plan: Plan) -> Result<(), PlanError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
@@ -117,8 +119,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(())
     }
 
-    /// Drops all plans of a pool and the steps from which it learns. Live allocations at their places stay where they
-    /// are, and the rest of their memory becomes free.
+    /// Drops all plans of a pool and the steps from which it learns. Live allocations in the memory of the plans stay
+    /// where they are, and the rest of this memory becomes free.
     ///
     /// # Errors
     /// Returns an error if the pool is unknown, or a step of it is open.

@@ -1,7 +1,8 @@
 //! Fencing orders a block's next user after its earlier users (rule D3). A part of [`Arena`].
 //!
-//! While a block is allocated, its uses by other streams are recorded. When it is freed, they become events, which stay
-//! with the free block until the stream that takes it waits for them. Only this file makes these driver calls.
+//! While a block is allocated, the arena records the block's uses by other streams. When the block is freed, these uses
+//! become events. The events stay with the free block until the stream that takes the block waits for them. Only this
+//! file makes these driver calls.
 
 use super::Arena;
 use crate::blocks::table::{BlockState, Slot};
@@ -24,7 +25,8 @@ pub(crate) struct Context<B: ?Sized, L: Lock> {
     pub(crate) backend: B,
 }
 
-/// The context without the backend's type, for code that calls the driver and need not be monomorphized.
+/// The context without the backend's type, for code that calls the driver and need not be compiled once for each
+/// backend.
 pub(crate) type DynContext<'a, L> = Context<dyn Backend + 'a, L>;
 
 impl Arena {
@@ -35,7 +37,7 @@ impl Arena {
         block.fences = self.fences.add(block.fences, Fence::of(stream));
     }
 
-    /// Records an event on every other stream that used an allocated block: all events or none.
+    /// Records an event on every other stream that used an allocated block. If one call fails, no event remains.
     #[inline]
     pub(crate) fn fence_uses<L: Lock>(&mut self, context: &DynContext<'_, L>, slot: Slot) -> Result<(), BackendError> {
         let set = self.table.block(slot).fences;
@@ -57,8 +59,9 @@ impl Arena {
         Ok(())
     }
 
-    /// Fences every other stream that used an allocated block by its clock, without an event: the next user waits for all
-    /// work of these streams at that time. Makes no driver call.
+    /// Gives every other stream that used an allocated block a fence with the stream's current tick and without an
+    /// event. A next user that has not waited for this tick waits for all work that the stream has by then. Makes no
+    /// driver call.
     pub(crate) fn fence_uses_by_clock<L: Lock>(&mut self, context: &DynContext<'_, L>, slot: Slot) {
         let set = self.table.block(slot).fences;
         if set.is_empty() {
@@ -70,7 +73,7 @@ impl Arena {
         self.fences.replace(set, fences);
     }
 
-    /// Orders `stream` after all earlier users of the free block, on the device. After an error, the next attempt
+    /// Orders `stream` after all earlier users of the free block, on the device. If a call fails, another attempt
     /// performs the remaining waits.
     pub(crate) fn wait_for_earlier_users<L: Lock>(
         &mut self,
@@ -111,7 +114,7 @@ impl Arena {
         }
     }
 
-    /// Returns the events that no fence refers to any more to the backend.
+    /// Returns to the backend the events to which no fence refers any more.
     #[inline(always)]
     pub(crate) fn recycle_spent<L: Lock>(&mut self, context: &DynContext<'_, L>) {
         self.fences.drain_spent(|event| context.backend.recycle(event));

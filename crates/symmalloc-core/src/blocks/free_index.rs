@@ -1,9 +1,9 @@
 //! The free index holds every free block of a heap, by size class in the order of rule D2.
 //!
 //! A free block's position in the order is its [`FreeKey`]: (size, sequence, offset), most significant first. The
-//! stream, D2's first criterion, is constant within a heap. The best fit is the least key whose size is at least the
-//! request. The result therefore depends on the set of free blocks and not on the order in which they became free: the
-//! index is canonical.
+//! stream, D2's first criterion, is constant within a heap. The best fit is the block with the least key whose size is
+//! at least that of the request. The result therefore depends on the set of free blocks and not on the order in which
+//! they became free: the index is canonical.
 //!
 //! ```text
 //!  size in units   1 2 3 ... 15 │ 16-17 18-19 ... │ 32-35 ...           8 bins per power of two, 256 per size class
@@ -14,9 +14,9 @@
 //! ```
 //!
 //! Finding the bin takes a shift and a mask; finding the next occupied bin takes a bit scan or two. In most programs a
-//! bin holds one to three blocks, for which a linked list costs a dozen instructions and touches only blocks that are
-//! accessed in any case. In a program with 100,000 free blocks of one size, walking that list would take far too long,
-//! so a long bin turns into a tree with logarithmic cost.
+//! bin holds one to three blocks. For so few blocks, a linked list costs a dozen instructions and touches only blocks
+//! that are accessed in any case. In a program with 100,000 free blocks of one size, walking that list would take far
+//! too long, so a long bin turns into a tree with logarithmic cost.
 //!
 //! A list is a ring that begins and ends with the bin's *sentinel*, a slot of the block table that holds no block and
 //! compares greater than all blocks ([`SENTINELS`]). A block therefore always has a neighbor on both sides, and no code
@@ -36,17 +36,17 @@ const BIN_COUNT: usize = 256;
 const WORD_COUNT: usize = BIN_COUNT / 64;
 const _: () = assert!(SENTINELS == 2 * BIN_COUNT);
 
-/// Maximum number of blocks that an insertion passes in a list. An insertion that passes more turns the list into a
-/// tree.
+/// Maximum number of blocks that an insertion passes in a list. An insertion that would pass more blocks turns the list
+/// into a tree.
 const WALK_MAX: u32 = 16;
 /// Minimum number of keys in a tree. A smaller tree turns back into a list. The distance to [`WALK_MAX`] prevents a bin
-/// from alternating.
+/// from switching back and forth between list and tree.
 const TREE_MIN: usize = 4;
 
 /// Index of the link to the previous block.
 const PREV: usize = 0;
 const NEXT: usize = 1;
-/// The links of a block in no list, and of the sentinel of a long bin.
+/// The links of a block that is in no list, and of the sentinel of a long bin.
 const UNLINKED: [Slot; 2] = [NONE, NONE];
 
 /// A bin, identified by the slot of its sentinel.
@@ -79,11 +79,11 @@ fn bin_of(class: SizeClass, size: Units) -> Bin {
 /// A free block's position in the order of rule D2, with its slot: size, sequence, offset and slot, 32 bits each. The
 /// first of the two words decides most comparisons.
 ///
-/// The slot decides none: no two free blocks of a heap have the same (sequence, offset).
+/// The slot never decides a comparison, because no two free blocks of a heap have the same (sequence, offset).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FreeKey(u64, u64);
 
-/// Equal to the derived order, with one comparison if the first words differ.
+/// The order is the derived one, but takes only one comparison if the first words differ.
 impl Ord for FreeKey {
     #[inline]
     fn cmp(&self, other: &Self) -> Ordering {
@@ -130,10 +130,11 @@ impl FreeKey {
 /// The free blocks of a heap.
 #[derive(Debug, Default)]
 pub(crate) struct FreeIndex {
-    /// Bit b of word w is set if bin 64 w + b is not empty. The last word has no bins, so that a reader may load two
-    /// words at once.
+    /// Bit b of word w is set if bin 64 w + b is not empty. The last word has no bins. It exists so that a reader can
+    /// always load two adjacent words.
     occupied: [u64; 2 * WORD_COUNT + 1],
-    /// The keys of long bins, by bin; empty sets for others. The vector is empty until a bin is long.
+    /// The keys of long bins, by bin; an empty set for every other bin. The vector is empty until the first bin becomes
+    /// long.
     trees: Vec<BTreeSet<FreeKey>>,
 }
 
@@ -146,8 +147,8 @@ impl Block {
 }
 
 impl FreeIndex {
-    /// Returns the least block of this class with at least `size`: the smallest, of the oldest backing memory, at the
-    /// lowest offset.
+    /// Returns the best fit for `size` in this class: the smallest block that is large enough, and among equal sizes
+    /// the one with the oldest memory and the lowest offset.
     #[inline(always)]
     pub(crate) fn best_fit(&self, blocks: &[Block], class: SizeClass, size: Units) -> Option<Slot> {
         let bin = self.occupied_from(class, bin_in_class(size))?;
@@ -160,7 +161,7 @@ impl FreeIndex {
         }
     }
 
-    /// Returns the best fit of this bin, whose first block is too small, or of a later bin.
+    /// Returns the best fit in this bin, whose first block is too small, or in a later bin.
     #[cold]
     #[inline(never)]
     fn best_fit_from(&self, blocks: &[Block], class: SizeClass, bin: Bin, size: Units) -> Option<Slot> {
@@ -178,7 +179,7 @@ impl FreeIndex {
         self.best_fit_beyond(blocks, class, bin, size)
     }
 
-    /// Returns the best fit of this bin if it is long, or of a later bin.
+    /// Returns the best fit in this bin if the bin is long, or in a later bin.
     #[inline(never)]
     fn best_fit_beyond(&self, blocks: &[Block], class: SizeClass, mut bin: Bin, size: Units) -> Option<Slot> {
         let last = first_of(class) + BIN_COUNT as Bin - 1;
@@ -200,14 +201,15 @@ impl FreeIndex {
         None
     }
 
-    /// Returns the first nonempty bin of this class, starting at this one. It may be one beyond the class's last bin:
-    /// blocks of the other class are too small for the request.
+    /// Returns the first nonempty bin of this class, starting at `bin`. The result may be a bin beyond the class's last
+    /// one. This does no harm, because the blocks of the other class are too small for the request.
     #[inline(always)]
     fn occupied_from(&self, class: SizeClass, bin: Bin) -> Option<Bin> {
         let first = first_of(class);
         let (words, _) = self.occupied[first as usize / 64..].split_first_chunk::<{ WORD_COUNT + 1 }>()?;
         let word = bin as usize / 64 % WORD_COUNT;
-        // The bin's bit and the 63 after it. Nearly every request is served from there, without a branch on the word.
+        // The bin's bit and the 63 bits after it. Nearly every request finds its bin there, without a branch on the
+        // word.
         let window = ((u128::from(words[word + 1]) << 64) | u128::from(words[word])) >> (bin % 64);
         let window = window as u64;
         if window != 0 {
@@ -254,7 +256,7 @@ impl FreeIndex {
         let Some(before) = blocks.get_mut(prev as usize) else { return self.remove_from_tree(blocks, slot) };
         before.links[NEXT] = next;
         blocks[next as usize].links[PREV] = prev;
-        // A block with the same neighbor on both sides is the last of its bin, and that neighbor is the sentinel.
+        // A block with the same neighbor on both sides is the last block in its bin, and this neighbor is the sentinel.
         *self.word_mut(prev) ^= u64::from(prev == next) << (prev % 64);
     }
 
@@ -297,7 +299,7 @@ impl FreeIndex {
         used.flat_map(|bin| self.keys_of(blocks, bin)).filter(move |key| key.size() >= size).map(FreeKey::slot)
     }
 
-    /// Adds a block to a list whose first block compares less than it.
+    /// Adds a block to a list whose first block compares less than this block.
     #[inline(never)]
     fn insert_behind(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {
         let rank = blocks[slot as usize].rank();

@@ -1,7 +1,7 @@
 //! An index of blocks by location, for revivals, which name memory by its offset.
 //!
-//! The block table links the blocks of a segment in offset order and finds none by offset. The index remembers blocks that earlier searches
-//! passed, its *anchors*. A search starts at the last anchor at or before the wanted offset, and walks from there:
+//! The block table links the blocks of a segment in offset order, but cannot find a block by offset. The index remembers blocks that
+//! earlier searches passed, called *anchors*. A search starts at the last anchor at or before the wanted offset, and walks from there:
 //!
 //! ```text
 //! blocks    ├──┬─────┬──┬────┬───┬─────────┬──┬───┤
@@ -9,16 +9,16 @@
 //!                         └──► ──►
 //! ```
 //!
-//! Splits and merges do not update the index, so that they stay cheap. An anchor whose block has moved or gone is dropped by the search that
-//! meets it. Each block that a search walks over becomes an anchor. An op adds at most a few blocks, so all searches together walk over at
-//! most a few blocks per op, after one pass over the heap.
+//! To keep splits and merges cheap, they do not update the index. A search that meets an anchor whose block has moved or no longer exists
+//! drops the anchor. Each block that a search walks over becomes an anchor. An op adds at most a few blocks, so all searches together walk
+//! over at most a few blocks per op, after one pass over the heap.
 
 use crate::blocks::table::{BlockState, BlockTable, Location, Slot};
 use crate::types::units::Units;
 use crate::types::work;
 use std::collections::BTreeMap;
 
-/// Blocks by location. Some may be out of date.
+/// Blocks by location. Some entries may be out of date.
 #[derive(Debug, Default)]
 pub(crate) struct OffsetIndex {
     anchors: BTreeMap<Location, Slot>,

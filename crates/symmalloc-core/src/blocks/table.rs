@@ -12,15 +12,15 @@
 //!              0           no two free neighbors: they are merged at once   end
 //! ```
 //! The ring begins and ends with the segment's *edge*, a slot that holds no block. A block therefore always has a
-//! neighbor on both sides, and no code checks if it is the first or the last.
+//! neighbor on both sides, and no code checks whether it is the first or the last.
 //!
-//! The slot of a block is part of a [`Handle`](crate::types::handle::Handle). Another part is the serial of the
-//! allocation, which detects a handle to a reused slot. The table only links and unlinks blocks: the arena keeps the
-//! free index consistent, and nothing here calls the backend.
+//! A [`Handle`](crate::types::handle::Handle) contains the slot of its block, and the serial of the allocation, which
+//! detects a handle to a reused slot. The table only links and unlinks blocks: the arena keeps the free index
+//! consistent, and nothing here calls the backend.
 //!
 //! Segments are stored in a [`Slab`]. Blocks are stored in a vector whose vacant slots are linked, as in a slab. A slab
-//! would cost more: it moves whole blocks in and out and checks every look-up twice, and most pairs of `allocate` and
-//! `free` create and remove a block.
+//! would cost more, because it moves whole blocks in and out and checks every look-up twice. These costs matter,
+//! because most pairs of `allocate` and `free` create and remove a block.
 
 use crate::config::size_rules::SizeClass;
 use crate::streams::clocks::Tick;
@@ -39,12 +39,12 @@ pub(crate) type Slot = u32;
 /// The null slot.
 pub(crate) const NONE: Slot = Slot::MAX;
 
-/// Number of the first slots, which hold no blocks. They are the sentinels of the free index: a list of blocks begins
-/// and ends with one, which compares greater than any block.
+/// Number of slots at the start of the table that hold no blocks. They are the sentinels of the free index: a list of
+/// blocks begins and ends with a sentinel, which compares greater than any block.
 pub(crate) const SENTINELS: usize = 512;
 
-/// The start of a block: the segment's ordinal, which every block split from it inherits, and the offset in it.
-/// Packed into one word, which orders blocks of one size (rule D2) and is part of digests.
+/// The start of a block: the ordinal of its segment, which is the block's sequence, and the offset in the segment. Both
+/// are packed into one word, which orders blocks of the same size (rule D2) and is part of digests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Location(u64);
 
@@ -98,11 +98,12 @@ pub(crate) struct Block {
     pub(crate) prev: Slot,
     /// The neighbor at the higher offset, or the edge.
     pub(crate) next: Slot,
-    /// If free: the previous and the next slot in the list of the free index, which owns these fields.
+    /// If free: the previous and the next slot in a list of the free index. Only the free index uses this field.
     pub(crate) links: [Slot; 2],
-    /// If allocated: other streams that use the block. If free: the fences of its next user. Empty for holes.
+    /// If allocated: other streams that use the block. If free: the fences for which its next user waits. Empty for
+    /// holes.
     pub(crate) fences: FenceSetId,
-    /// The part of the free index to which the block belongs, equal for all blocks of a segment.
+    /// The part of the free index that contains the block while it is free. Equal for all blocks of a segment.
     pub(crate) class: SizeClass,
     pub(crate) state: BlockState,
 }
@@ -118,15 +119,15 @@ pub(crate) enum BlockState {
         serial: NonZeroU64,
     },
     Free {
-        /// The stream that used it last. Constant in a heap of one stream.
+        /// The stream that used the block last. Always the same in a heap of one stream.
         stream: StreamId,
-        /// The end of that use, on the stream's logical clock.
+        /// The end of this use, on the stream's logical clock.
         since: Tick,
     },
     Hole,
     /// The memory in which plans place allocations.
     Planned,
-    /// Not a block: a sentinel, an edge, or a vacant slot, whose `next` is the next vacant slot.
+    /// Not a block: a sentinel, an edge or a vacant slot. The `next` of a vacant slot is the next vacant slot.
     Vacant,
     /// Memory that is allocated or free under other addresses; see [`stitching`](crate::stitching).
     Elsewhere,
@@ -159,8 +160,8 @@ impl Block {
         matches!(self.state, BlockState::Free { .. })
     }
 
-    /// Returns `true` if a stream may use a free block at once: it used the block last, and no other stream has used it
-    /// since.
+    /// Returns `true` if the block is free and `stream` can use it without a wait: `stream` used the block last, and
+    /// the block has no fences.
     #[inline(always)]
     pub(crate) fn is_ready_for(&self, stream: StreamId) -> bool {
         matches!(self.state, BlockState::Free { stream: owner, .. } if owner == stream) && self.fences.is_empty()
@@ -193,21 +194,22 @@ impl Block {
     }
 }
 
-/// A segment. Aligned to pairs of cache lines, as processors fetch them, because the table of another thread's heap may
-/// be adjacent.
+/// A segment. Aligned to pairs of cache lines, because processors fetch lines in pairs, and the table of another
+/// thread's heap may be adjacent.
 #[derive(Debug)]
 #[repr(align(128))]
 pub(crate) struct Segment {
-    /// The ordinal in the heap, and the sequence of its blocks.
+    /// The segment's ordinal in the heap, which is the sequence of its blocks.
     pub(crate) id: SegmentId,
     pub(crate) range: Range,
     /// The blocks tile `0..end`.
     pub(crate) end: Units,
-    /// The mapped part of `0..end`: all but the holes. 0 for a stitched range, which only aliases memory.
+    /// Size of the mapped part of `0..end`, which is everything except the holes. 0 for a stitched range, which only
+    /// aliases memory.
     pub(crate) mapped: Units,
     /// `true` if its addresses map memory of other segments.
     pub(crate) is_stitched: bool,
-    /// The slot between the last and the first block.
+    /// The slot between the last and the first block of the ring.
     edge: Slot,
 }
 
@@ -252,7 +254,8 @@ impl BlockTable {
         &self.blocks
     }
 
-    /// Returns the blocks for code that changes several of them. One more block can be created.
+    /// Borrows the blocks for code that changes several of them. A vacant slot is available, so this code can create
+    /// one block.
     #[inline(always)]
     pub(crate) fn tiling(&mut self) -> Tiling<'_> {
         if self.vacant == NONE {
@@ -464,7 +467,7 @@ impl<'a> Tiling<'a> {
         rest.location = location.plus(size);
         rest.size -= size;
         rest.prev = front;
-        // Assigned field by field: otherwise a whole block would be built on the stack first.
+        // Assign field by field. Otherwise a whole block would be built on the stack first.
         let block = &mut self.blocks[front as usize];
         *self.vacant = block.next;
         (block.segment, block.class, block.location, block.size) = (segment, class, location, size);
@@ -474,8 +477,8 @@ impl<'a> Tiling<'a> {
         front
     }
 
-    /// Inserts a place at the start of the plan memory into the ring, as a separate block. The memory may then have
-    /// size zero.
+    /// Inserts a place that lies at the start of the plan memory into the ring, as a separate block. The plan memory
+    /// may then have size zero.
     pub(crate) fn put_front(&mut self, memory: Slot, place: Slot) {
         let (prev, size) = (self.blocks[memory as usize].prev, self.blocks[place as usize].size);
         let rest = &mut self.blocks[memory as usize];
@@ -488,7 +491,7 @@ impl<'a> Tiling<'a> {
         self.blocks[prev as usize].next = place;
     }
 
-    /// Extends a block that is in no index over its neighbor, which is removed.
+    /// Extends the block `to`, which is in no index, over its neighbor `from`, and removes `from`.
     #[inline(always)]
     pub(crate) fn absorb(&mut self, from: Slot, to: Slot) {
         let Block { size, location, .. } = self.blocks[from as usize];

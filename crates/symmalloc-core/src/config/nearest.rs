@@ -2,7 +2,7 @@
 //!
 //! A word is near if at most a third of it, and at least one character, must be inserted, deleted or replaced.
 
-/// The longest word that is compared. A longer one is not a typing error.
+/// Maximum length of a compared word, in bytes. A longer word is not a typing error.
 const WORD_BYTES_MAX: usize = 64;
 
 /// Returns the first of the `known` words that is nearest to `word`, if one is near.

@@ -1,8 +1,8 @@
 //! The vocabulary of ops. An [`Op`] is one call of a program to the allocator.
 //!
 //! The same ops are the steps of a test, the input of a fuzzer, the lines of a trace, the units of replays and
-//! benchmarks, and the content of a bug report. A failure in any of these can therefore be saved and repeated in all
-//! others.
+//! benchmarks, and the content of a bug report. A failure in any of these can therefore be saved as a trace and
+//! repeated in all others.
 //!
 //! Ops use logical ids only. No op carries an address, a raw handle or a time.
 
@@ -14,7 +14,8 @@ use crate::config::policy::PoolConfig;
 use crate::types::groups::Groups;
 use crate::types::ids::{AllocationId, ObserverId, Placement, PoolId, StreamId};
 
-/// The longest name of an allocation in a record, in bytes of UTF-8. Its escaped text is at most six times as long.
+/// Maximum length of an allocation's name in a record, in bytes of UTF-8. The escaped text of a name is at most six
+/// times as long.
 pub const NAME_BYTES_MAX: usize = 4 << 10;
 
 /// One recordable call to the allocator.
@@ -24,11 +25,12 @@ pub enum Op {
     RegisterStream {
         /// The id of the stream.
         stream: StreamId,
-        /// The first stream of its group: the stream itself if it begins a group.
+        /// The first stream of the stream's group: the stream itself if it begins a group.
         group: StreamId,
     },
-    /// The program creates a pool: the next one, or one whose key the program chose. A key is the pool's id. Pool 0 is
-    /// the default pool, and only a trace that states its configuration before the first allocation may name it.
+    /// The program creates a pool with the next id, or with an id that the program chose, called its key. Pool 0 is the
+    /// default pool, which always exists. Only a trace may name it here, to state its configuration before the first
+    /// allocation.
     CreatePool {
         /// The id of the pool.
         pool: PoolId,
@@ -41,7 +43,8 @@ pub enum Op {
         /// The pool.
         pool: PoolId,
     },
-    /// The program frees all allocations of a pool at once. Its memory stays. In a record, the frees precede this op.
+    /// The program frees all allocations of a pool at once. The pool's memory stays. In a recording, the frees precede
+    /// this op.
     ResetPool {
         /// The pool.
         pool: PoolId,
@@ -52,7 +55,7 @@ pub enum Op {
         id: AllocationId,
         /// The pool that serves the request.
         pool: PoolId,
-        /// The stream whose work uses it first.
+        /// The stream whose work uses the allocation first.
         stream: StreamId,
         /// Requested bytes, not rounded. Zero is allowed and takes no memory.
         size_bytes: u64,
@@ -98,12 +101,12 @@ pub enum Op {
     /// A point that every rank reaches with the same history, at which ranks compare histories and register memory
     /// (rule D6).
     Sync,
-    /// A step begins in a pool: a part of the program that repeats, for example a training step. Steps of one key are
-    /// alike.
+    /// A step begins in a pool: a part of the program that repeats, for example a training step. Steps with the same
+    /// key are alike.
     BeginStep {
         /// The pool.
         pool: PoolId,
-        /// The key of the step, for example the shape of a batch. 0 if all are alike.
+        /// The key of the step, for example the shape of a batch. 0 if all steps are alike.
         key: u64,
     },
     /// The pool's step ends.
@@ -131,8 +134,8 @@ pub enum Op {
         /// The contents requested by the sleep; `None` for a wake.
         asked: Option<Contents>,
     },
-    /// An observer follows the pool's segments. Removed segments keep their memory until it acknowledges them, and no
-    /// segment shrinks.
+    /// An observer follows the pool's segments. Removed segments keep their memory until the observer acknowledges the
+    /// removal, and no segment shrinks.
     Observe {
         /// The id of the observer. Ids are dense over all pools.
         observer: ObserverId,
@@ -149,18 +152,19 @@ pub enum Op {
         /// The observer.
         observer: ObserverId,
     },
-    /// A request for (pool, stream) reached a limit. `size_bytes` of free memory were released as the pool's `reclaim`
-    /// setting specifies, and the request still failed. Only recordings of running allocators contain this op.
+    /// A request for (pool, stream) lacked `size_bytes` of memory under a limit. Free memory was released as the pool's
+    /// `reclaim` setting specifies, and the request still failed. Only recordings of running allocators contain this
+    /// op.
     Reclaim {
         /// The pool.
         pool: PoolId,
         /// The stream.
         stream: StreamId,
-        /// Missing bytes of reserved memory.
+        /// Bytes of reserved memory that the request lacked.
         size_bytes: u64,
     },
     /// A request for (pool, stream) failed. Nothing was allocated, but the refusal is in the digest. Only recordings of
-    /// running allocators contain this op, of ours and of those whose logs are imported.
+    /// running allocators contain this op: of this allocator, and of other allocators whose logs are imported.
     Refuse {
         /// The pool.
         pool: PoolId,
@@ -179,7 +183,7 @@ impl Op {
         Op::RegisterStream { stream, group: stream }
     }
 
-    /// Registers the op's stream in `groups`. Other ops have no effect.
+    /// Registers the op's stream in `groups` if the op is a registration.
     pub fn note_group(&self, groups: &mut Groups) {
         if let Op::RegisterStream { stream, group } = *self {
             // A valid program names only groups that exist.
@@ -236,13 +240,14 @@ impl From<&OutOfMemoryCause> for Refusal {
     }
 }
 
-/// An op with the recorded details.
+/// An op with the details that were recorded with it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Record {
     /// The op.
     pub op: Op,
-    /// The program's name of the allocation, or of the stream (allocate, refuse and register stream only). Readers share one text among all records with this name.
+    /// The program's name of the allocation, or of the stream (allocate, refuse and register stream only). Records that
+    /// a reader returns share one text if their names are equal.
     pub name: Option<Arc<str>>,
     /// The recorded placement (allocate only).
     pub placement: Option<Placement>,
@@ -291,8 +296,8 @@ impl Record {
     }
 }
 
-/// The time for which memory stays allocated after its free in an allocator that waits until the device has completed
-/// its uses, as PyTorch's does (`active_pending_free`).
+/// The time for which memory stays allocated after it is freed, in an allocator that waits until the device has
+/// completed all uses of the memory, as PyTorch's does (`active_pending_free`).
 ///
 /// The unit is one entry of such a recording: a record of the trace, or a completion.
 ///
@@ -301,7 +306,8 @@ impl Record {
 ///                   └────────────────────── four ─────────────────────────┘
 /// ```
 ///
-/// In this allocator a freed block is free at once (rule D3), so there is no such time. No decision depends on it.
+/// In this allocator, a freed block is free at once (rule D3), so its own recordings contain no such time. No decision
+/// depends on this time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Pending(NonZeroU64);
 

@@ -4,19 +4,20 @@
 //! For fixed segments these are PyTorch's rules, number for number (`c10/cuda/CUDACachingAllocator.cpp`: `round_size`,
 //! `get_allocation_size`, `should_split` and the oversize tests of `get_free_block`), so that a PyTorch user sees the
 //! same peak. Expandable and reserved segments round in the same way and split whenever 512 bytes remain. All
-//! arithmetic is on integers: floats may differ between machines.
+//! arithmetic is on integers, because floating-point results may differ between machines.
 
 use crate::config::policy::{PoolConfig, RoundupPower2Divisions, SegmentPolicy};
 use crate::types::units::{MIB, SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
 
 /// PyTorch's `kSmallSize`: the largest request of the small class, in bytes.
 const SMALL_BYTES_MAX: u64 = MIB;
-/// PyTorch's `kMinLargeAlloc`: requests from this size on, in bytes, get a segment of exactly their size.
+/// PyTorch's `kMinLargeAlloc`: a request of at least this size, in bytes, gets a segment of its own size, rounded up to
+/// `kRoundLarge`.
 const LARGE_BYTES_MIN: u64 = 10 * MIB;
 /// PyTorch's `kSmallBuffer` and `kRoundLarge`, in bytes.
 const SMALL_SEGMENT_BYTES: u64 = 2 * MIB;
 
-/// The two classes by which usage is counted. Fixed segments also separate them.
+/// The two classes by which usage is counted. In pools of fixed segments, each class also has separate segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SizeClass {
     /// Blocks of at most 1 MiB.
@@ -40,9 +41,10 @@ pub(crate) struct SizeRules {
     /// Largest block of the small class, if segments are fixed; otherwise 0.
     small_max: Units,
     rounding: Rounding,
-    /// The unit in which memory is acquired and released: the backend's granularity, or that of stitching.
+    /// The unit in which memory is acquired and released: the backend's granularity, or the granule of stitching.
     pub(crate) granule: Units,
-    /// The backend's granularity, in which a *tight* segment acquires memory if a limit has no room for granules.
+    /// The backend's granularity. A *tight* segment acquires memory in this unit if a limit has no room for whole
+    /// granules.
     granularity: Units,
 }
 
@@ -103,8 +105,8 @@ impl SizeRules {
         }
     }
 
-    /// Returns the class whose free blocks and segments serve a block of this size: one for all unless segments are
-    /// fixed.
+    /// Returns the class whose free blocks and segments serve a block of this size. Unless segments are fixed, this is
+    /// the same class for all sizes.
     #[inline]
     pub(crate) fn class_of(&self, size: Units) -> SizeClass {
         if size <= self.small_max { SizeClass::Small } else { SizeClass::Large }
@@ -153,7 +155,7 @@ impl SizeRules {
         self.whole_granules(units(wanted))
     }
 
-    /// Returns the least memory that holds a block, in the backend's granularity.
+    /// Returns the least memory that holds a block: its size, rounded up to the backend's granularity.
     pub(crate) fn tight_size(&self, block: Units) -> Units {
         block.next_multiple_of(self.granularity)
     }

@@ -1,8 +1,8 @@
-//! Steps: serves requests where plans place them. A part of [`Heap`].
+//! Steps: serves requests at the offsets that a plan assigns to them. A part of [`Heap`].
 //!
-//! [`HeapPlans`] owns the plans and decides where a request goes; its module describes how a plan is followed. The heap
-//! adds what needs the driver or the ledger: it acquires the plan memory, orders streams after earlier users, and
-//! records differences.
+//! [`HeapPlans`] owns the plans and decides where a request goes; its module describes how a heap follows a plan. This
+//! file adds the work that needs the driver or the ledger: it acquires the plan memory, orders streams after earlier
+//! users, and records differences.
 
 use super::trim::Released;
 use super::{Context, DynContext, Heap, RequestMode, Shortage};
@@ -22,7 +22,7 @@ use crate::types::units::bytes;
 use std::sync::Arc;
 
 impl<L: Lock> Heap<L> {
-    /// Turns a free place, whose users the stream waits for, into an allocation.
+    /// Turns a free place into an allocation for a stream that is ordered after the place's users.
     #[inline(always)]
     pub(super) fn allocate_planned(&mut self, slot: Slot, stream: StreamId, requested: u64) -> Handle {
         let serial = self.ledger.next_serial();
@@ -30,8 +30,8 @@ impl<L: Lock> Heap<L> {
         self.note_allocation((slot, location), size, serial, stream, requested)
     }
 
-    /// Serves a request of a followed step that does more than take the next place: it waits first, has no place, or
-    /// differs from the plan.
+    /// Serves a request, in a step that follows a plan, that cannot simply take the plan's next place: its stream must
+    /// wait first, the plan has no place for it, or it differs from the plan.
     #[cold]
     #[inline(never)]
     pub(super) fn allocate_following_slow<B: Backend>(
@@ -64,7 +64,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Serves a request of a step that is logged.
+    /// Serves a request of a step that is logged in order to learn a plan.
     #[cold]
     #[inline(never)]
     pub(super) fn allocate_logged<B: Backend>(
@@ -90,7 +90,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Ends the use of the plan in a followed step: the rest of the step is placed by best fit.
+    /// Stops following the plan of the step. The rest of the step is placed by best fit.
     #[cold]
     fn differ(&mut self, cause: DifferenceCause) {
         if let RequestMode::Serving(step) = &mut self.mode
@@ -153,7 +153,7 @@ impl<L: Lock> Heap<L> {
         released
     }
 
-    /// Acquires memory for the plans, unless they have it. Returns `false` if there is none.
+    /// Acquires memory for the plans, unless they have it. Returns `false` if it cannot be acquired.
     fn acquire_plan_memory<B: Backend>(&mut self, context: &Context<B, L>, released: &mut Released) -> bool {
         let inputs = self.plan_inputs();
         let plans = self.plans.as_deref().expect("a plan was chosen");
@@ -174,7 +174,7 @@ impl<L: Lock> Heap<L> {
         false
     }
 
-    /// Orders each stream of the plans after all users of their places.
+    /// Orders each stream of the plans after all users of the plans' places.
     fn wait_for_all_places(&mut self, context: &DynContext<'_, L>) -> Result<(), BackendError> {
         let plans = self.plans.as_deref().expect("a step is open");
         let free = plans.places().iter().filter(|slot| self.arena.block(**slot).is_free());
@@ -186,9 +186,9 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Ends the step. A heap that learns may have a new plan afterwards. At the first step that followed new plans to its
-    /// end, the heap releases the memory that it no longer needs (rule D5), unless an observer holds the memory or the
-    /// pool has a quota. A heap whose pool another thread has destroyed stays closed.
+    /// Ends the step. A heap that learns may have a new plan afterward. After the first step that followed a new plan
+    /// to its end, the heap releases the memory that it no longer needs (rule D5), unless an observer holds the memory
+    /// or the pool has a quota. A heap whose pool another thread has destroyed stays closed.
     pub(crate) fn end_step(&mut self, context: &DynContext<'_, L>, key: u64) -> (StepReport, Released) {
         let RequestMode::Serving(step) = &mut self.mode else { return Default::default() };
         let step = std::mem::take(step);
@@ -228,7 +228,7 @@ impl<L: Lock> Heap<L> {
             plans.leave(step);
         }
         plans.set_plans(prepared.plans());
-        // The adoption ends a recording, whether or not the driver released the memory.
+        // The released memory is not reported: only recordings need it, and an adoption ends a recording.
         let installed = self.install(context, prepared, &mut Released::default());
         if installed.is_err() {
             self.drop_plans(context);
@@ -244,8 +244,9 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Acquires memory for the known plans, which are `prepared`. If no free block is large enough, free memory lies in
-    /// pieces between live allocations. It is then `released` first, and the memory of the plans replaces it.
+    /// Acquires memory for the known plans, which are `prepared`. If no free block is large enough, the free memory
+    /// lies in pieces between live allocations. The heap then releases this memory first, stores the result in
+    /// `released`, and acquires the plan memory instead.
     fn install<B: Backend>(
         &mut self,
         context: &Context<B, L>,
@@ -293,7 +294,7 @@ impl<L: Lock> Heap<L> {
         self.plans.as_deref().map_or_else(Vec::new, HeapPlans::plans)
     }
 
-    /// Returns `true` if later steps depend on earlier ones: the heap has plans or learns some.
+    /// Returns `true` if later steps depend on earlier ones, because the heap has or learns plans.
     pub(crate) fn remembers_steps(&self) -> bool {
         self.plans.as_deref().is_some_and(HeapPlans::remembers)
     }

@@ -32,7 +32,7 @@ pub struct Violation {
 
 type Check<L> = fn(&Heap<L>) -> bool;
 
-/// Returns name, statement and check of every invariant of a heap.
+/// Returns the name, the statement and the check of every invariant of a heap.
 fn invariants<L: Lock>() -> [(&'static str, &'static str, Check<L>); 11] {
     [
         ("I1", "the blocks of a segment tile it from 0 to its end, linked both ways", blocks_tile_their_segment),

@@ -1,5 +1,5 @@
-//! The heap's records besides its decisions: observers, histories, statistics. A part of [`Heap`]. Nothing here places
-//! anything.
+//! The records of a heap other than its decisions: observers, histories, statistics. A part of [`Heap`]. Nothing here
+//! affects placement.
 
 use super::{DynContext, Heap, RequestMode};
 use crate::config::op::Refusal;

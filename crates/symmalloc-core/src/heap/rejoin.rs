@@ -1,5 +1,5 @@
-//! Rejoin: a fresh heap acquires the memory that a saved heap held. A part of [`Heap`]. The allocator does this for all
-//! heaps of a pool or for none.
+//! Rejoin: a fresh heap acquires the memory that a saved heap held. A part of [`Heap`]. The allocator performs a rejoin
+//! for all heaps of a pool or for none.
 //!
 //! ```text
 //!  charge every heap ─► reserve and map every segment, in (stream, sequence) order ─► create the blocks, log the births
@@ -18,7 +18,7 @@ use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError, Range};
 use crate::types::units::{UNIT_BYTES, Units, bytes, units};
 
-/// A range for a segment, with its mapped parts so far.
+/// A range for a segment, and the parts of it that are mapped so far.
 pub(crate) struct AcquiredRange {
     range: Range,
     mapped: Extents,
@@ -58,7 +58,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Undoes [`acquire_layout`](Self::acquire_layout). Memory that the driver fails to release stays until a trim
-    /// succeeds. Returns its bytes, which stay charged.
+    /// succeeds in releasing it. Returns the bytes of this memory, which stay charged.
     pub(crate) fn release_acquired(&mut self, context: &DynContext<'_, L>, acquired: Vec<AcquiredRange>) -> u64 {
         let mut stray_bytes = 0;
         for AcquiredRange { range, mut mapped } in acquired {

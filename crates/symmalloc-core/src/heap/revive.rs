@@ -1,8 +1,8 @@
 //! Revival: freed allocations become live again at their placements. A part of [`Heap`].
 //!
-//! A graph tree returns to a checkpoint. The graphs that it replays write to memory that the allocator counts as free,
-//! so exactly those allocations become live again. The heap continues its own history, in which each of them counts as
-//! an allocation.
+//! A heap is revived when a graph tree returns to a checkpoint. The graphs that the tree replays from there write to
+//! memory that the allocator counts as free, so exactly the allocations of the checkpoint must become live again. The
+//! heap continues its own history, in which each revived allocation counts as an allocation.
 //!
 //! ```text
 //!   checkpoint  │ a │  b  │ free │ c │        │ grown since │
@@ -37,9 +37,9 @@ pub(crate) struct Revived {
     pub(crate) stream: StreamId,
     pub(crate) requested_bytes: u64,
     pub(crate) name: Option<Box<str>>,
-    /// `true` if it was not live before.
+    /// `true` if the revival made it live; `false` if it was live before.
     pub(crate) is_made: bool,
-    /// Streams that use it and were not recorded before.
+    /// Streams that use it and that were not recorded as its users before.
     pub(crate) uses: SmallVec<[StreamId; 2]>,
 }
 
@@ -123,7 +123,7 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Makes every saved allocation live that is not live yet. The heap may have more memory than the layout. Returns
+    /// Makes live every saved allocation that is not live yet. The heap may have more memory than the layout. Returns
     /// all saved allocations in (sequence, offset) order.
     pub(crate) fn revive_layout(&mut self, context: &DynContext<'_, L>, layout: &HeapLayout) -> Vec<Revived> {
         let mut revived = Vec::new();
@@ -197,7 +197,7 @@ impl<L: Lock> Heap<L> {
         self.ledger.fold(op, placed);
     }
 
-    /// Returns the free block around a placement, or the error that names what occupies it.
+    /// Returns the free block that contains a placement, or an error that names what occupies the placement.
     fn free_block_around(&mut self, placement: Placement, saved: &AllocationLayout) -> Result<Slot, RestoreError> {
         let heap = self.id;
         let gone = || RestoreError::Gone {

@@ -1,4 +1,4 @@
-//! Sleep and wake: a heap without memory that keeps all of its blocks. A part of [`Heap`].
+//! Sleep and wake: a sleeping heap has no memory but keeps all of its blocks. A part of [`Heap`].
 //!
 //! The blocks, the free index and the history are unchanged. A sleeping heap is in the mode
 //! [`Asleep`](RequestMode::Asleep), which refuses requests and owns the [`Mappings`] to release and to restore. Frees work
@@ -32,7 +32,7 @@ impl<L: Lock> Heap<L> {
         if let RequestMode::Asleep(mappings) = &self.mode { Some(mappings) } else { None }
     }
 
-    /// Starts to refuse requests. The memory still exists, and no step is open.
+    /// Starts to refuse requests. At this time the memory still exists, and no step is open.
     pub(crate) fn fall_asleep(&mut self) {
         if !self.is_asleep() {
             debug_assert!(matches!(self.mode, RequestMode::Serving(Step::None)), "{:?}", self.mode);
@@ -40,7 +40,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Starts to serve requests. All memory exists. In an awake heap, an open step continues.
+    /// Starts to serve requests again, after all memory was mapped. In a heap that is awake, an open step continues.
     pub(crate) fn wake_up(&mut self) {
         if self.is_asleep() {
             self.mode = RequestMode::Serving(Step::None);
@@ -86,7 +86,8 @@ impl<L: Lock> Heap<L> {
         users
     }
 
-    /// Returns `true` if a dead range still aliases memory of the heap, because an observer or the driver holds it.
+    /// Returns `true` if a dead stitched range still aliases memory of the heap, because an observer or the driver
+    /// holds the range.
     pub(crate) fn has_retired_stitched(&mut self, context: &DynContext<'_, L>) -> bool {
         self.log.has_stitched() && {
             let _tried = self.release_retired(context);
@@ -94,7 +95,8 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Adds the runs of live blocks, each within one segment, in segment order. In an image, they are adjacent.
+    /// Adds the runs of adjacent live blocks, each within one segment, in segment order. In an image, all runs are
+    /// adjacent.
     pub(crate) fn add_live_parts(&self, parts: &mut Vec<Part>) {
         for segment in self.segments() {
             let first = parts.len();
@@ -117,7 +119,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Releases the memory of a sleeping heap to the device. No work may use it.
+    /// Releases the memory of a sleeping heap to the device. No work may use the memory any more.
     pub(crate) fn unmap_asleep(&mut self, context: &DynContext<'_, L>) -> Released {
         let mut released = Released::default();
         let RequestMode::Asleep(mappings) = &mut self.mode else { return released };
@@ -150,7 +152,7 @@ impl<L: Lock> Heap<L> {
         })
     }
 
-    /// Records that a sleep or a wake of the pool was requested. Its outcome is not part of the history: ranks that
+    /// Records that a sleep or a wake of the pool was requested. The outcome is not part of the history, so ranks that
     /// make the same calls have the same digests.
     pub(crate) fn note_asked(&mut self, asked: Option<Contents>) {
         if self.ledger.has_history() {

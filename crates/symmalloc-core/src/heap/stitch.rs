@@ -1,21 +1,22 @@
 //! Stitching: a large block made of free pieces. A part of [`Heap`].
 //!
 //! If no free block fits, a range of addresses is mapped onto free granules in different locations and becomes a
-//! segment with one free block ([`stitching`](crate::stitching) has a picture). From then on it is a segment like
-//! any other: its blocks are split, freed, merged and found by best fit. Once all of it is free, its memory returns home.
-//! Only a miss takes additional steps:
+//! segment with one free block ([`stitching`](crate::stitching) has a picture). From then on it is a segment like any
+//! other: its blocks are split, freed, merged and found by best fit. Once all of the segment is free, its memory
+//! returns home. Only a request for which no free block fits takes additional steps:
 //!
 //! ```text
 //!  gather   free granules of ranges that are partly in use return home, if that makes a block fit
 //!  again    reuse the oldest range whose first granules are all free at home       no driver call
 //!  stitch   memory grows by the missing granules, and a new range is mapped        a map for each granule
 //! ```
-//! An unused range stays mapped, for *again*. It is unmapped in a trim, or when too many granules are mapped a second
-//! time. In both cases the host waits for the streams that used it; no other step blocks. The stream that gets a
-//! stitched block waits, on the device, for all earlier users of all its granules (rule D3).
+//! An unused range stays mapped, so that *again* can reuse it. It is unmapped in a trim, or when too many granules are
+//! mapped a second time. In both cases the host waits for the streams that used it. Nothing else in stitching blocks
+//! the host. The stream that gets a stitched block waits, on the device, for all earlier users of all its granules
+//! (rule D3).
 //!
-//! A refused request changes nothing. If the driver fails between growth and the last mapping, the memory has
-//! grown, and the digest records both events.
+//! A refused request changes nothing. If the driver fails between growth and the last mapping, the heap stays grown,
+//! and the digest records the growth and the failure.
 
 use super::acquire::Missing;
 use super::rejoin::give_back;
@@ -33,7 +34,8 @@ use crate::types::units::{Units, bytes};
 use smallvec::SmallVec;
 
 impl<L: Lock> Heap<L> {
-    /// Creates a free block of at least `size` from free granules. `None`: the heap grows as if it could not stitch.
+    /// Creates a free block of at least `size` from free granules. Returns `None` if the heap should grow instead, as
+    /// if it could not stitch.
     pub(super) fn stitch(
         &mut self,
         context: &DynContext<'_, L>,
@@ -64,7 +66,7 @@ impl<L: Lock> Heap<L> {
             let again = self.stitch_again(context, stream, segment, whole);
             return again.map(Some).map_err(|error| Box::new(Shortage::Fence(error)));
         }
-        // An existing range was mapped before the observer came. No range is added while there is one.
+        // No range is added while the pool is observed. All existing ranges were mapped before the observer was added.
         if self.log.is_observed() {
             return Ok(None);
         }
@@ -85,7 +87,7 @@ impl<L: Lock> Heap<L> {
         })
     }
 
-    /// Uses the first `size` units of an existing range again, whose memory is free at home.
+    /// Reuses the first `size` units of an existing range. Their memory is free at home.
     fn stitch_again(
         &mut self,
         context: &DynContext<'_, L>,
@@ -128,7 +130,8 @@ impl<L: Lock> Heap<L> {
         blocks.into_iter().try_for_each(|slot| self.arena.wait_for_earlier_users(context, slot, stream))
     }
 
-    /// Maps a new range onto these runs, granule by granule: all or none.
+    /// Maps a new range onto these runs, granule by granule. If a call fails, nothing stays mapped unless the driver
+    /// also fails to unmap it.
     fn map_aliases(&mut self, context: &DynContext<'_, L>, runs: &[Run], size: Units) -> Result<Range, BackendError> {
         let granule = self.arena.rules().granule;
         let range = self.reserve_range(context, bytes(size))?;
@@ -149,7 +152,8 @@ impl<L: Lock> Heap<L> {
         Ok(range)
     }
 
-    /// Returns the state of a free block whose next user waits only for `stream`, which has waited for all others.
+    /// Returns the state of a free block whose next user waits only for `stream`, which has waited for all earlier
+    /// users.
     fn free_state(&self, context: &DynContext<'_, L>, stream: StreamId) -> BlockState {
         let since = if self.id.stream().is_some() { 0 } else { context.clocks.lock().now(stream) };
         BlockState::Free { stream, since }
@@ -172,7 +176,7 @@ impl<L: Lock> Heap<L> {
         self.release_retired(context).error.map_or(Ok(()), Err)
     }
 
-    /// Unmaps the unused ranges and the unused parts of others, so that memory can be released.
+    /// Unmaps the unused ranges and the unused parts of the other ranges, so that the memory can be released.
     pub(super) fn forget_stitched(&mut self, context: &DynContext<'_, L>) -> Result<(), BackendError> {
         if self.config.stitching().is_none() {
             return Ok(());

@@ -1,18 +1,18 @@
 //! Trimming: the only way in which memory returns from a heap to the device (rule D5). A part of [`Heap`].
 //!
-//! Memory is released only by a trim of the program, by a configured threshold that one of its frees crosses, by the
-//! documented step before a configured limit fails an allocation, or by a wake that makes room. Segments are released
-//! in sequence order.
+//! A heap that is in use is trimmed only in these cases: the program calls a trim, one of its frees crosses a
+//! configured threshold, a configured limit would otherwise fail an allocation, a plan needs memory or was followed to
+//! its end for the first time, or a wake needs room. Segments are released in sequence order.
 //!
 //! | free memory | effect |
 //! |---|---|
-//! | all of a segment | it is removed: the log gets an entry, and its memory is *retired* until every observer has acknowledged that |
+//! | all of a segment | the segment is removed: the log gets an entry, and the memory is *retired* until every observer has acknowledged this entry |
 //! | whole granules of an expandable segment | their memory is released, which leaves a hole or shortens the range; not while the pool is observed |
 //! | a reserved segment | stays as long as its pool exists |
 //! | a stitched range | is unmapped before the memory that it aliases is released |
 //! | anything, while the pool sleeps | stays: its memory was released already, and the trim is not an op of the heap |
 //!
-//! Before memory is released, the host waits for the streams that used it: trim is the one call that may block.
+//! Before memory is released, the host waits for the streams that used it. A trim may therefore block.
 
 use super::acquire::trace_segment;
 use super::{DynContext, Heap, RequestMode};
@@ -30,7 +30,7 @@ use crate::types::ids::{SegmentId, StreamId};
 use crate::types::units::{Units, bytes};
 use smallvec::SmallVec;
 
-/// The released memory, and the error of the driver that ended the release.
+/// The released memory, and the driver's error if one ended the release.
 #[derive(Debug, Default)]
 #[must_use]
 pub(crate) struct Released {
@@ -52,7 +52,7 @@ impl Released {
 
 impl<L: Lock> Heap<L> {
     /// Releases the free memory of a heap that holds more free bytes than its threshold (rule D5). Returns the driver's
-    /// error.
+    /// error, if any.
     #[inline]
     pub(crate) fn release_above_threshold(&mut self, context: &DynContext<'_, L>) -> Option<BackendError> {
         let threshold_bytes = self.config.release_threshold_bytes()?;
@@ -68,7 +68,7 @@ impl<L: Lock> Heap<L> {
     /// Releases all free memory, or `goal_bytes` of it. Segments that an observer holds stay retired until it
     /// acknowledges them.
     ///
-    /// A trim is not an op of a sleeping heap, which has no free memory: one rank alone may trim to make room for a
+    /// A sleeping heap has no free memory. Trimming it is not an op, because one rank alone may trim to make room for a
     /// wake. It retries releases that the driver refused earlier, which the digest contains already.
     pub(crate) fn trim(&mut self, context: &DynContext<'_, L>, goal_bytes: Option<u64>) -> Released {
         if self.is_asleep() {
@@ -85,8 +85,8 @@ impl<L: Lock> Heap<L> {
             self.ledger.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
             failure = Some(error);
         }
-        // Memory cannot be released while a stitched range aliases it. A trim without effect does not look at the segments: a limit may
-        // cause one for each request that it refuses.
+        // Memory cannot be released while a stitched range aliases it. If nothing can be released, the trim does not
+        // look at the segments, because a limit may cause a trim for each request that it refuses.
         let may_release = failure.is_none() && self.may_hold_free_granule();
         let segments = if may_release { self.arena.backed_segments() } else { Vec::new() };
         let granule = self.arena.rules().granule;
@@ -146,7 +146,7 @@ impl<L: Lock> Heap<L> {
         self.release_retired(context)
     }
 
-    /// Retires every segment. Those of a heap that slept have only the memory that is still mapped.
+    /// Retires every segment. A segment of a heap that was asleep has only the memory that is still mapped.
     fn retire_all(&mut self, context: &DynContext<'_, L>, mode: &RequestMode) {
         self.dissolve_plans(context);
         // Stitched ranges are removed first: memory is not unmapped before its aliases.
@@ -175,8 +175,8 @@ impl<L: Lock> Heap<L> {
         let _released = self.release_retired(context);
     }
 
-    /// Returns `false` if no free block is as large as a granule of the device. Nothing can be released then: the free blocks of an unused
-    /// segment are as large, because neighbors are merged (I2).
+    /// Returns `false` if no free block is as large as a granule of the device. In that case nothing can be released,
+    /// because the free blocks of an unused segment are at least that large: neighbors are merged (I2).
     fn may_hold_free_granule(&self) -> bool {
         self.largest_free_bytes() >= bytes(self.arena.rules().tight_size(1))
     }
@@ -196,7 +196,7 @@ impl<L: Lock> Heap<L> {
         self.retire_with(context, segment, None);
     }
 
-    /// Removes a segment of which the parts `left` are still mapped, or all parts that its blocks have.
+    /// Removes a segment. Its parts `left` are still mapped; `None` stands for all parts that its blocks cover.
     fn retire_with(&mut self, context: &DynContext<'_, L>, segment: u32, left: Option<Extents>) {
         let mut mapped = self.arena.extents_of(segment);
         let stitched = self.stitched.remove(segment);
@@ -216,8 +216,8 @@ impl<L: Lock> Heap<L> {
         self.log.append_death(event, dead.range, mapped, dead.is_stitched, streams);
     }
 
-    /// Releases the memory of removed segments, oldest first. After a failure, the rest stays retired and is tried
-    /// again.
+    /// Releases the memory of removed segments, oldest first. After a failure, the rest stays retired, and the next
+    /// call tries again to release it.
     pub(crate) fn release_retired(&mut self, context: &DynContext<'_, L>) -> Released {
         let mut bytes = 0;
         let error = self.try_release_retired(context, &mut bytes).err();
@@ -257,7 +257,7 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Releases the memory of every whole granule of a segment's free blocks, from its start on. The driver is called
+    /// Releases the memory of every whole granule in a segment's free blocks, in offset order. The driver is called
     /// first: if the call fails, the block stays free and keeps its memory.
     fn shrink(
         &mut self,
@@ -283,7 +283,8 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Releases the memory of `from..to`, whole granules of a free block whose users are synchronized.
+    /// Releases the memory of `from..to`, which are whole granules of a free block. The host has already waited for the
+    /// block's users.
     fn give_memory_back(
         &mut self,
         context: &DynContext<'_, L>,

@@ -1,11 +1,11 @@
-//! Digests: one number that is equal on two ranks exactly when their histories of (op, decision) are.
+//! A digest is one number that is equal on two ranks exactly when their histories of (op, decision) are equal.
 //!
-//! Every heap folds each op that it executes, with its decision, into 64 bits: one folded multiplication (64 x 64 ->
-//! 128 bits, halves xored) per op, about a nanosecond. No address, handle, time or name is included. A pool's digest
-//! combines its heaps in stream order, so that the interleaving of threads has no effect (rule D8).
+//! Every heap folds each op that it executes, with its decision, into 64 bits. This takes one folded multiplication (64
+//! x 64 -> 128 bits, halves xored) per op, about a nanosecond. No address, handle, time or name is included. A pool's
+//! digest combines its heaps in stream order, so that the interleaving of threads has no effect (rule D8).
 //!
-//! "Exactly when" holds up to a collision: two different histories have equal digests with a probability of about
-//! 2^-64. A digest does not protect against a malicious rank.
+//! "Exactly when" ignores collisions: two different histories have equal digests with a probability of about 2^-64. A
+//! digest does not protect against a malicious rank.
 
 use crate::config::op::Refusal;
 use crate::types::ids::{Placement, SegmentId, StreamId};
@@ -114,7 +114,7 @@ impl Digest {
     /// Folds an op and its decision.
     #[inline]
     pub(crate) fn fold(&mut self, op: u64, decision: u64) {
-        // One folded multiplication per op, as in wyhash. The added count keeps the value changing in a run of equal
+        // One folded multiplication per op, as in wyhash. The added count makes the value change even in a run of equal
         // ops.
         self.value = folded_multiply(self.value ^ op, DECISION_KEY ^ decision).wrapping_add(self.ops);
         self.ops += 1;

@@ -1,8 +1,8 @@
 //! The journal: the recent ops of a heap in a symmetric pool, which ranks compare when their digests differ.
 //!
-//! A digest shows *that* two histories differ. To find *where*, ranks compare the digests of earlier moments, and to
-//! find *what*, the ops themselves. A journal keeps the last `history_ops` ops, and a sparse series of older digests,
-//! which bounds the position of an older difference.
+//! A digest shows *that* two histories differ. To find *where* they differ, ranks compare the digests of earlier
+//! moments. To find *what* differs, they compare the ops themselves. A journal keeps the last `history_ops` ops, and a
+//! sparse series of older digests, which bounds the position of an older difference.
 //!
 //! ```text
 //!  op number   0 ............ 40960 ..... 45056 ..... 49152 ─────────────────── 53248
@@ -11,9 +11,9 @@
 //!              (all ranks are known to have had this digest)
 //! ```
 //!
-//! A successful agreement proves that everything before it is equal, so the journal forgets it and starts again there.
-//! Its size is always bounded: 32 bytes per op, up to 112 more if the allocation has a name, and [`CHECKPOINTS_MAX`]
-//! checkpoints.
+//! A successful agreement proves that everything before it is equal, so the journal forgets everything before it and
+//! starts again there. Its size is always bounded: 32 bytes per op, up to 112 more if the allocation has a name, and
+//! [`CHECKPOINTS_MAX`] checkpoints.
 
 use crate::history::digest::{Digest, Mark, unpack_op};
 use std::collections::VecDeque;
@@ -26,11 +26,12 @@ pub const NAME_BYTES_MAX: usize = 64;
 /// Maximum number of digests kept from before the oldest op in the journal.
 pub const CHECKPOINTS_MAX: usize = 32;
 
-/// Initial distance between checkpoints, in ops. It doubles whenever there are too many, at the same op on every rank.
+/// Initial distance between checkpoints, in ops. It doubles whenever there are too many checkpoints, at the same op on
+/// every rank.
 const CHECKPOINT_OPS: u64 = 64;
 
-/// The numbering of the ops of all symmetric pools of one allocator, in execution order. With one host thread, that is
-/// program order. It determines which of several heaps differed first, and is not part of any digest.
+/// The numbering of the ops of all symmetric pools of one allocator, in execution order. With one host thread, this is
+/// the program order. The numbers determine which of several heaps differed first. They are not part of any digest.
 #[derive(Debug)]
 pub struct ProgramOrder {
     next: AtomicU64,
@@ -93,7 +94,7 @@ pub struct Journal {
     entries: VecDeque<JournalEntry>,
     /// The digest before the first entry.
     base: Digest,
-    /// The newest digest that all ranks agreed on, or that of the empty history before any agreement.
+    /// The newest digest that all ranks agreed on; before any agreement, the digest of the empty history.
     agreed: Digest,
     /// Digests between `agreed` and `base`, ascending, at multiples of `stride`.
     checkpoints: Vec<Digest>,
@@ -218,7 +219,8 @@ impl Journal {
         Some(&self.names[at].1)
     }
 
-    /// Returns the digests before the oldest op in the journal, and at it, ascending.
+    /// Returns the digests that the journal keeps from before its oldest op, ascending. The last one is the digest
+    /// directly before this op.
     pub fn checkpoints(&self) -> impl Iterator<Item = Digest> + '_ {
         let first = (self.agreed.ops < self.base.ops).then_some(self.agreed);
         let last = self.checkpoints.last().is_none_or(|last| last.ops < self.base.ops).then_some(self.base);

@@ -1,8 +1,9 @@
-//! The layout of a pool: everything that determines its future.
+//! The layout of a pool: everything that determines the pool's future decisions.
 //!
 //! A saved layout has two uses. A **restarted rank** restores it into the same pool of a new process, on any device,
-//! and from then on places like the ranks that did not restart. A **graph tree** restores it into the same pool later,
-//! and finds every allocation of that moment at its placement. [`crate::restore`] describes a restore.
+//! and from then on makes the same placements as the ranks that did not restart. A **graph tree** restores it into the
+//! same pool later, and finds every allocation of the saved moment at its placement. [`crate::restore`] describes a
+//! restore.
 //!
 //! ```text
 //!  Layout ── configuration, granularity, total limit
@@ -17,8 +18,9 @@
 //! ```
 //!
 //! A layout is small because the tiling of a segment is canonical (invariant I2): no two neighbors are both free or
-//! both holes, so live allocations and extents determine every block. The free index follows from the blocks, and
-//! budgets and thresholds from the sums. Fences are not included: they decide which stream waits, never a placement.
+//! both holes, so live allocations and extents determine every block. The free index follows from the blocks, and the
+//! bytes that budgets and thresholds count follow from the sizes. Fences are not included: they decide which stream
+//! waits, never a placement.
 //!
 //! A `Layout` is consistent by construction: it comes from [`save_layout`](crate::Allocator::save_layout) or from its
 //! text. The crate `symmalloc-trace` reads and writes the text, and rejects impossible layouts.

@@ -1,9 +1,9 @@
 //! The segment log: births, growths, shrinks and deaths of one heap's segments, in order.
 //!
-//! An **observer** follows segments, for example a registrar of NCCL windows or a profiler. The allocator never calls
-//! it. An observer reads the entries after its cursor when it chooses to, and acknowledges those that it has
-//! processed. No observer therefore runs under a lock that `allocate` needs, and no collective runs unexpectedly (rule
-//! D6).
+//! An **observer**, for example a registrar of NCCL windows or a profiler, follows segments. The allocator never calls
+//! an observer. Instead, an observer reads the entries after its cursor when it chooses to, and acknowledges those that
+//! it has processed. Therefore no observer runs under a lock that `allocate` needs, and no collective runs unexpectedly
+//! (rule D6).
 //!
 //! ```text
 //!   dropped (all have passed)      entries                         next
@@ -13,14 +13,14 @@
 //!                            ▲ base          ▲ cursor of one observer
 //! ```
 //!
-//! The log is append-only and its indices are never reused. Entries that every observer has acknowledged are dropped,
+//! The log is append-only, and its indices are never reused. Entries that every observer has acknowledged are dropped,
 //! so a heap without observers keeps none. The memory of a removed segment is released only after every observer has
-//! acknowledged the death: any window on it is deregistered by then.
+//! acknowledged the death. By then, any window on the segment is deregistered.
 //!
 //! An observer finds out without a lock whether there are new entries: each pool counts the entries of its heaps' logs.
 //!
 //! There is a log per heap, and observers read a pool's logs in stream order. One log over all heaps would record the
-//! interleaving of threads, and ranks would register in different orders (rule D8).
+//! interleaving of threads, so ranks would register windows in different orders (rule D8).
 
 use crate::types::backend::{DeviceAddress, Range};
 use crate::types::ids::{HeapId, ObserverId, PoolId, SegmentId, StreamId};
@@ -68,12 +68,12 @@ pub(crate) type Extents = SmallVec<[(u64, u64); 1]>;
 /// A removed segment whose memory has not been released yet.
 #[derive(Debug)]
 pub(crate) struct Retired {
-    /// Length of the log after the death. The memory is released when all cursors have reached it.
+    /// Index of the log entry after the death. The memory is released when all cursors have reached this index.
     released_after: u64,
     pub(crate) range: Range,
     /// The parts that are still backed by memory.
     pub(crate) mapped: Extents,
-    /// `true` if its addresses alias memory of other segments, which is not released with them.
+    /// `true` if its addresses alias memory of other segments. This memory is not released with the addresses.
     pub(crate) is_stitched: bool,
     /// Streams whose work may still use the memory.
     pub(crate) streams: SmallVec<[StreamId; 2]>,
@@ -85,7 +85,7 @@ pub(crate) struct SegmentLog {
     entries: VecDeque<SegmentEvent>,
     /// One cursor per observer of the pool: the index of its first unacknowledged entry.
     cursors: SmallVec<[(ObserverId, u64); 2]>,
-    /// In order of death.
+    /// Removed segments whose memory has not been released yet, in order of death.
     retired: VecDeque<Retired>,
     /// Number of entries so far in the logs of all heaps of the pool.
     pool_entries: Arc<AtomicU64>,
@@ -159,18 +159,18 @@ impl SegmentLog {
         self.drop_acknowledged();
     }
 
-    /// Returns `true` if a segment was released at this entry or later.
+    /// Returns `true` if a segment was removed at this entry or later.
     pub(crate) fn has_death_since(&self, index: u64) -> bool {
         let later = self.entries.iter().skip(index.saturating_sub(self.base) as usize);
         later.into_iter().any(|event| event.kind == SegmentEventKind::Death)
     }
 
-    /// Returns `true` if a removed segment still aliases memory of others.
+    /// Returns `true` if a removed segment still aliases memory of other segments.
     pub(crate) fn has_stitched(&self) -> bool {
         self.retired.iter().any(|retired| retired.is_stitched)
     }
 
-    /// Returns the oldest removed segment that every observer has acknowledged.
+    /// Returns the oldest removed segment if every observer has acknowledged its death.
     pub(crate) fn first_released(&mut self) -> Option<&mut Retired> {
         let base = self.base;
         self.retired.front_mut().filter(|retired| retired.released_after <= base)

@@ -31,7 +31,7 @@ pub enum PlanError {
         /// Number of the allocation in the step.
         number: u32,
     },
-    /// Two allocations are live at the same time at the same offset.
+    /// Two allocations that are live at the same time overlap.
     #[error(
         "allocations {first} and {second} of the plan overlap in time and place: if the plan is for a pool that rounds \
          sizes differently, plan the job again with this pool's configuration"
@@ -45,7 +45,7 @@ pub enum PlanError {
     /// The plan exceeds the largest segment.
     #[error("the plan needs more memory than the maximum size of a segment (1 TiB): plan fewer allocations")]
     TooLarge,
-    /// The plan is for a heap of other streams than those that share a heap in the pool.
+    /// The plan is for a group of streams that does not share a heap in the pool.
     #[error(
         "the plan is for {}, but {pool} has `streams:{}`{}: plan the job with that setting",
         heap_words(*.group),

@@ -1,16 +1,16 @@
-//! The plans of a heap, the memory in which they place allocations, and the step that follows one.
+//! The plans of a heap, the memory in which they place allocations, and the step that follows a plan.
 //!
-//! While a step is open, each request is compared with the plan's next one. If they are equal, and the earlier blocks
-//! that overlap its place are free, the allocation takes the place, without a search, a split or a later merge. The
-//! first request that differs ends this for the step: the rest of the step is placed by best fit, next to the plan
-//! memory.
+//! While a step follows a plan, each request is compared with the plan's next request. If the two are equal, and no
+//! live allocation overlaps the planned place, the allocation takes this place, without a search, a split or a later
+//! merge. At the first request that differs, the heap stops following the plan: the rest of the step is placed by best
+//! fit, next to the plan memory.
 //!
 //! [`Step`] is the state of a step.
 //!
-//! All plans of a heap share the *plan memory*, which is one block of the [`Arena`]. It exists from the first step that
-//! follows a plan until the next step that follows none, which uses it as ordinary memory. While the plan memory
-//! exists, each place has a slot in the block table. Unlike a block, a place is in no segment's ring and has no
-//! neighbors.
+//! All plans of a heap share the *plan memory*, which is one block of the [`Arena`]. It exists from the adoption of a
+//! plan, or from the first step that follows a learned plan, until the next step that follows no plan. That step uses
+//! it as ordinary memory. While the plan memory exists, each place has a slot in the block table. Unlike a block, a
+//! place is in no segment's ring and has no neighbors.
 //!
 //! ```text
 //!  segment   ┌───────────┬──────────────────────────────────┬──────┐
@@ -22,16 +22,17 @@
 //!                        └─────────┴──────────┘
 //! ```
 //!
-//! Frees are not compared. A place that is freed too early does no harm, and a place that is not freed in time counts
-//! as a difference.
+//! Frees are not compared with the plan. A place that is freed too early does no harm, and a place that is not freed in
+//! time counts as a difference.
 //!
-//! A stream that takes a place waits for the users of every overlapping place, once per stream. As long as steps of the
-//! plan follow each other, the plan knows the last user of each offset and the streams that have waited for it
-//! ([`Schedule`]). After any other step, each stream of the plan waits for all places before
-//! the first request, and each request checks the allocations that are still live from before.
+//! A stream that takes a place waits for the last users of all overlapping places. A stream that has waited for a user
+//! once need not wait again. As long as each step follows the same plan as the step before it, the plan knows the last
+//! user of each offset and the streams that have waited for this user ([`Schedule`]). After any other step, each stream
+//! of the plan waits for the users of all places before the first request, and each request also checks the allocations
+//! that are still live from before the step.
 //!
-//! A heap acquires the plan memory, waits for users, and records what happened. It asks this component where a request
-//! goes, and reports steps and frees to it. Nothing here calls the driver.
+//! The heap acquires the plan memory, waits for users, and records what happened. It asks this component where to place
+//! a request, and reports steps and frees to it. Nothing here calls the driver.
 
 use super::error::PlanError;
 use super::plan::{Plan, PlanInputs, PreparedPlans, StepAllocation};
@@ -49,10 +50,10 @@ use smallvec::SmallVec;
 use std::sync::Arc;
 use symmalloc_plan::{Lived, Place, Schedule, SearchBudget, StepLearner, first_uses};
 
-/// A request: a stream and bytes.
+/// A request: a stream and the requested bytes.
 type Request = (StreamId, u64);
 
-/// Maximum number of consecutive steps of one key that may differ before a heap learns them again.
+/// Number of consecutive steps with one key that must differ from their plan before a heap learns this step again.
 const DIFFERENCES_MAX: u32 = 2;
 
 /// Returns the budget of the search for a learned plan. It is proportional to the number of planned allocations: a few
@@ -75,9 +76,9 @@ pub(crate) enum Treatment {
 /// The placement of a request in a step that follows a plan.
 #[derive(Debug)]
 pub(crate) enum Answer {
-    /// At this place. The stream must first wait for the earlier users of `waits`, which are free.
+    /// At this place. The stream must first wait for the earlier users of the places `waits`, which are free.
     Place { slot: Slot, waits: SmallVec<[Slot; 4]> },
-    /// By best fit, as the plan expects. The plan is followed further.
+    /// By best fit, as the plan expects. The step continues to follow the plan.
     Unplaced,
     /// By best fit, like the rest of the step: the request differs from the plan.
     Differs(DifferenceCause),
@@ -87,7 +88,7 @@ pub(crate) enum Answer {
 #[derive(Debug)]
 struct Known {
     plan: Arc<Plan>,
-    /// Number of consecutive steps of its key that differed.
+    /// Number of consecutive steps with its key that differed from it.
     differences: u32,
 }
 
@@ -130,7 +131,7 @@ pub(crate) struct HeapPlans {
     /// `true` if there was no memory for the plans, or a learned step could not be planned: plans are no longer followed
     /// or learned.
     has_given_up: bool,
-    /// `true` from a change of the plans to the end of the first step that follows one to its end.
+    /// `true` from a change of the plans until a step has followed one of them to its end.
     is_unproven: bool,
     stats: StepStats,
 }
@@ -143,7 +144,7 @@ impl HeapPlans {
             return Answer::Differs(self.different_request(step, (stream, requested)));
         };
         let Some(own) = checks.last().copied() else { return Answer::Unplaced };
-        // Also checks overlapping blocks that were unexpectedly live when the step began.
+        // Also check overlapping blocks that were unexpectedly live when the step began.
         let (offset, end) = (arena.block(own).offset(), arena.block(own).end());
         let overlaps = |block: &Block| block.offset() < end && offset < block.end();
         let mut waits: SmallVec<[Slot; 4]> = SmallVec::new();
@@ -205,7 +206,7 @@ impl HeapPlans {
         (Box::new(Following { plan, cursor, unexpected_live, allocations_before }), must_wait)
     }
 
-    /// Leaves an open step without a plan and without a log, because other plans replace these.
+    /// Stops following or learning a plan in an open step, because other plans replace the current ones.
     pub(crate) fn leave(&mut self, step: &mut Step) {
         match *step {
             Step::Following(ref following) => {
@@ -236,7 +237,7 @@ impl HeapPlans {
         Box::new(Diverged { difference, planned: 0, allocations_before })
     }
 
-    /// Ends the step. A heap that learns may have new plans afterwards. Returns the report.
+    /// Ends the step. A heap that learns may have new plans afterward. Returns the report.
     pub(crate) fn end(&mut self, step: Step, key: u64, allocations: u64, inputs: PlanInputs<'_>) -> StepReport {
         let is_learning = matches!(step, Step::Learning { .. });
         let mut is_whole = false;
@@ -326,7 +327,7 @@ impl HeapPlans {
         PreparedPlans::new(plans, inputs)
     }
 
-    /// Returns `true` once after a change of the plans: at the end of the first step that followed one to its end.
+    /// Returns `true` once after a change of the plans: at the end of the first step that followed a plan to its end.
     pub(crate) fn take_proof(&mut self) -> bool {
         let is_proven = self.is_unproven && self.last_whole.is_some();
         self.is_unproven &= !is_proven;
@@ -427,9 +428,9 @@ impl HeapPlans {
 }
 
 impl PlanMemory {
-    /// Returns the state and fences of the memory of the free places. Its next user waits for all their users so far.
-    /// It need not wait for users from before the plans: each stream of the plans has waited for them, so a wait for
-    /// any of these streams covers them.
+    /// Returns the state and fences of the memory of the free places. The next user of this memory waits for all users
+    /// of the places so far. It need not wait for users from before the plans, because each stream of the plans has
+    /// already waited for them. A wait for any of these streams therefore covers those users.
     fn free_state(
         &self,
         arena: &Arena,

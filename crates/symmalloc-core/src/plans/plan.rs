@@ -1,7 +1,7 @@
-//! A plan: the allocations of one heap's step in order, each with its offset.
+//! A plan lists the allocations of one heap's step in order, each with its offset.
 //!
 //! A step is a part of the program that repeats, such as a training step or a batch. Its allocations are numbered from
-//! 0 in order, without those of zero bytes. Time is counted in these numbers, and frees happen between them:
+//! 0 in order, excluding those of zero bytes. Time is counted in these numbers, and frees happen between them:
 //!
 //! ```text
 //!  offset ▲  ┌─────────┐   ┌────────────        an allocation lives from its own number up to `until`,
@@ -12,8 +12,8 @@
 //!            0     1   2   3
 //! ```
 //!
-//! Offsets are relative to the plan's memory, which the heap acquires when it adopts the plan. [`PreparedPlans`] are the
-//! plans of one heap together, checked, with the memory that they need.
+//! Offsets are relative to the plan's memory, which the heap acquires when it adopts the plan. [`PreparedPlans`] holds
+//! all plans of one heap after they were checked, and the size of the memory that they need.
 
 use super::error::PlanError;
 use crate::config::PoolConfig;
@@ -31,7 +31,7 @@ pub const ALLOCATIONS_MAX: usize = 1 << 24;
 /// One request of a step, before it has an offset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepAllocation {
-    /// The stream whose work uses it first.
+    /// The stream whose work uses the allocation first.
     pub stream: StreamId,
     /// Requested bytes, not rounded; not 0.
     pub requested_bytes: u64,
@@ -58,13 +58,14 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Creates a plan for steps with this key. `group` is that of the plan's heap. Overlaps of its offsets are checked
-    /// when a heap adopts it, since they depend on the pool's rounding of sizes.
+    /// Creates a plan for steps with this key. `group` is that of the plan's heap. Overlaps of allocations are checked
+    /// only when a heap adopts the plan, because they depend on how the pool rounds sizes.
     ///
     /// # Errors
-    /// Returns an error if there are no allocations or too many, or if one is impossible: zero bytes, an end before its
-    /// start or more than a step later, an offset that is not a multiple of 512 or exceeds the largest segment, or a
-    /// stream that is not the heap's or does not exist. The members of a group are known only to the allocator.
+    /// Returns an error if there are no allocations or too many, or if an allocation is impossible: zero bytes, an end
+    /// before its start or more than a step later, an offset that is not a multiple of 512 or exceeds the largest
+    /// segment, or a stream that is not the heap's or does not exist. The adoption checks that each stream is a member
+    /// of the group, because only the allocator knows the members.
     pub fn new(key: u64, group: StreamGroup, allocations: Vec<PlannedAllocation>) -> Result<Self, PlanError> {
         let count = allocations.len();
         if count == 0 || count > ALLOCATIONS_MAX {
@@ -87,8 +88,8 @@ impl Plan {
     }
 
     /// Computes an offset for every allocation of a step that can be planned, for a pool with this configuration on a
-    /// backend with this granularity. The result is the lowest peak that the search of `symmalloc-plan` finds within
-    /// `budget`. Blocks have the pool's sizes.
+    /// backend with this granularity. The result has the lowest peak that the search of `symmalloc-plan` finds within
+    /// `budget`. Sizes are rounded up to blocks as in the pool.
     ///
     /// # Determinism
     /// The plan is a function of the arguments: ranks that pass equal arguments get equal plans.
@@ -106,8 +107,8 @@ impl Plan {
         Self::solve_within(config, granularity_bytes, group, key, wanted, budget).map(|(plan, _)| plan)
     }
 
-    /// Computes the same plan as [`solve`](Self::solve), and also returns the work of the search, which is less than its budget if
-    /// it finds a plan of the least possible size.
+    /// Computes the same plan as [`solve`](Self::solve), and also returns the work of the search, which is less than
+    /// its budget if the search finds a plan of the least possible size.
     ///
     /// # Errors
     /// Returns the errors of [`solve`](Self::solve).
@@ -140,7 +141,7 @@ impl Plan {
         self.key
     }
 
-    /// Returns the streams that share its heap.
+    /// Returns the streams that share the plan's heap.
     pub fn group(&self) -> StreamGroup {
         self.group
     }
@@ -157,9 +158,9 @@ impl Plan {
         self.ends(&rules).max().unwrap_or(0)
     }
 
-    /// Returns the number of each planned allocation, its rectangle and its offset, for a pool with this configuration on a
-    /// backend with this granularity. Sizes are those of blocks, in bytes. Times are numbers of allocations; an allocation
-    /// whose `upper` exceeds their number lives on into the next step.
+    /// Returns the number of each planned allocation, its rectangle and its offset, for a pool with this configuration
+    /// on a backend with this granularity. Sizes are those of blocks, in bytes. Times are numbers of allocations; an
+    /// allocation whose `upper` exceeds the number of allocations lives on into the next step.
     pub fn rectangles(&self, config: &PoolConfig, granularity_bytes: u64) -> Vec<(u32, Rectangle, u64)> {
         let rules = SizeRules::new(config, granularity_bytes);
         let planned = |(number, it): (u32, &PlannedAllocation)| {
@@ -217,9 +218,9 @@ pub(crate) struct PreparedPlans {
     plans: Vec<Arc<Plan>>,
     /// The schedule of each plan.
     schedules: Vec<Schedule>,
-    /// The memory that the largest of them needs.
+    /// The memory that the largest plan needs.
     size: Units,
-    /// The streams for which they allocate, ascending.
+    /// The streams for which the plans allocate, ascending.
     streams: SmallVec<[StreamId; 2]>,
 }
 

@@ -3,8 +3,8 @@
 use crate::stats::usage::add_fields;
 use crate::types::ids::StreamId;
 
-/// The report of a step. For a pool, its numbers are sums over the heaps. Its difference is that of the first heap, in
-/// stream order, that differed.
+/// The report of a step. For a pool, the numbers are sums over its heaps, and the difference is that of the first heap,
+/// in stream order, that differed from its plan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StepReport {
@@ -12,7 +12,7 @@ pub struct StepReport {
     pub allocations: u64,
     /// Number of those allocations that the plan placed.
     pub planned: u64,
-    /// The first difference from the plan; `None` also if there was no plan.
+    /// The first difference from the plan; `None` if there was no difference, or no plan.
     pub difference: Option<StepDifference>,
     /// Bytes of memory that plans hold.
     pub plan_bytes: u64,
@@ -89,7 +89,7 @@ pub enum DifferenceCause {
     /// There was no memory for the plans, which are no longer followed.
     #[error("has no place: there was no memory for the plans, which are no longer followed")]
     Memory,
-    /// The driver could not order the plan's streams, so only this rank placed by best fit.
+    /// The driver could not order the plan's streams, so this rank alone placed the step by best fit.
     #[error("has no place: the driver could not order the plan's streams")]
     Driver,
 }

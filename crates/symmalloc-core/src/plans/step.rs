@@ -1,4 +1,4 @@
-//! The step of a heap, which decides what happens to its requests.
+//! The state of a heap's step, which determines how the heap serves requests.
 //!
 //! | state | begins | ends |
 //! |---|---|---|
@@ -16,7 +16,7 @@ use crate::history::digest::{Mark, op_word};
 use crate::types::ids::StreamId;
 use symmalloc_plan::Schedule;
 
-/// The state of a heap's step. Only [`Following`](Self::Following) places requests otherwise than by best fit.
+/// The state of a heap's step. In every state except [`Following`](Self::Following), requests are placed by best fit.
 #[derive(Debug, Default)]
 pub(crate) enum Step {
     /// No step is open.
@@ -29,7 +29,7 @@ pub(crate) enum Step {
     },
     /// The step differed from its plan. Boxed, so that one comparison decodes the enum's tag.
     Diverged(Box<Diverged>),
-    /// Each request is compared with the plan's next one.
+    /// Each request is compared with the plan's next request.
     Following(Box<Following>),
     /// Each request is logged, to learn a plan.
     Learning {
@@ -44,14 +44,14 @@ pub(crate) struct Following {
     /// Index of the plan in its heap.
     pub(super) plan: usize,
     pub(super) cursor: PlanCursor,
-    /// Slots of places that were unexpectedly live when the step began, which every request also checks.
+    /// Slots of places that were unexpectedly live when the step began. Every request also checks these places.
     pub(super) unexpected_live: Vec<Slot>,
     pub(super) allocations_before: u64,
 }
 
 impl Following {
-    /// Returns the place of a request that is the plan's next, if its stream has nothing to wait for. Advances to the
-    /// next request. Otherwise, [`HeapPlans::answer`](super::heap_plans::HeapPlans::answer) decides.
+    /// Returns the place of a request and advances, if the request is the plan's next one and its stream has nothing to
+    /// wait for. Returns `None` otherwise; [`HeapPlans::answer`](super::heap_plans::HeapPlans::answer) then decides.
     #[inline(always)]
     pub(crate) fn next_place(&mut self, arena: &Arena, stream: StreamId, requested: u64) -> Option<Slot> {
         if !self.unexpected_live.is_empty() {
@@ -81,7 +81,7 @@ impl Diverged {
         self.difference
     }
 
-    /// Returns the number of allocations before the step, and the report's numbers of planned allocations and difference.
+    /// Returns the number of allocations before the step, the number of planned allocations, and the difference.
     pub(super) fn into_report(self) -> (u64, u64, Option<StepDifference>) {
         (self.allocations_before, self.planned, Some(self.difference))
     }
@@ -171,12 +171,12 @@ impl PlanCursor {
         self.next == self.expected.len()
     }
 
-    /// Returns the cursor before the first allocation.
+    /// Returns the cursor, moved back to the first allocation.
     pub(crate) fn rewound(self) -> Self {
         PlanCursor { next: 0, checks_from: 0, ..self }
     }
 
-    /// Returns the number of allocations so far that have a place.
+    /// Returns the number of allocations so far that have a place in the plan.
     pub(crate) fn planned(&self) -> u64 {
         u64::from(self.number()) - self.unplaced.partition_point(|number| *number < self.number()) as u64
     }

@@ -4,8 +4,8 @@
 //!  mappings   memory, memory, ... in segment order, then its aliases in stitched ranges
 //!             ├── mapped ──┤
 //! ```
-//! Waking maps from first to last, and sleeping unmaps from last to first. Whichever driver call fails, memory exists
-//! whenever an alias maps it a second time.
+//! Waking maps from first to last, and sleeping unmaps from last to first. Whichever driver call fails, the memory of
+//! every mapped alias therefore exists.
 
 use crate::history::segment_log::Extents;
 use crate::types::backend::{Range, RangeOffset};
@@ -28,8 +28,8 @@ impl Mapping {
     }
 }
 
-/// The mappings of a sleeping heap. The heap's mapped addresses do not change while it sleeps, although a free
-/// may move memory between them. So the list is complete until the heap wakes or is destroyed.
+/// The mappings of a sleeping heap. While the heap sleeps, its mapped addresses do not change, although a free may move
+/// memory between them. The list is therefore complete until the heap wakes or is destroyed.
 #[derive(Debug)]
 pub(crate) struct Mappings {
     /// Memory in segment order, then aliases. No alias precedes the memory that it maps.

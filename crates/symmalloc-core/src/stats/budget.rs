@@ -1,10 +1,11 @@
-//! Budgets limit the device memory that may be held, in configured bytes (rule D4).
+//! Budgets limit the device memory that heaps may hold. The limits are configured in bytes (rule D4).
 //!
-//! A budget is one limit and the memory reserved under it. Each pool has one, and so has the allocator, over all pools.
-//! A heap has a budget without a limit, for counting. Only acquiring and releasing memory touches a budget, so its lock
-//! is not on the path of a cache hit.
+//! A budget is one limit and the memory reserved under it. Each pool has a budget, and the allocator has one for all
+//! pools together. The budget of a heap has no limit and only counts. Only acquiring and releasing memory touches a
+//! budget, so its lock is not on the path of a cache hit.
 //!
-//! The driver's free memory has no influence: the same program reaches the same limit at the same op on every rank.
+//! The amount of memory that is free on the device has no influence. The same program therefore reaches the same limit
+//! at the same op on every rank.
 
 use crate::config::PoolConfig;
 use crate::config::errors::{LimitScope, OutOfMemoryCause};
@@ -17,7 +18,7 @@ pub(crate) struct Budget<L: Lock>(L::Cell<Counts>);
 #[derive(Clone, Copy, Debug, Default)]
 struct Counts {
     limit_bytes: Option<u64>,
-    /// Bytes that are charged or held. They exceed the limit only after the limit was lowered.
+    /// Bytes that are charged or held. They exceed the limit only if the limit was lowered afterward.
     reserved_bytes: u64,
     reserved_bytes_peak: u64,
     /// Total of all memory acquired so far.
@@ -38,7 +39,7 @@ impl<L: Lock> Budget<L> {
         Budget(LockCell::new(Counts { limit_bytes, ..Counts::default() }))
     }
 
-    /// Resets the counts. Nothing is reserved.
+    /// Sets the limit and resets the counts. Nothing may be reserved at this time.
     pub(crate) fn restart(&self, limit_bytes: Option<u64>) {
         *self.0.lock() = Counts { limit_bytes, ..Counts::default() };
     }
@@ -139,26 +140,28 @@ impl<'a, L: Lock> Budgets<'a, L> {
         Ok(Charge { budgets: self, size_bytes })
     }
 
-    /// Records that the memory of a [left](Charge::leave_charged) charge was acquired.
+    /// Records that the memory of a charge that was [left in place](Charge::leave_charged) was acquired.
     pub(crate) fn confirm(&self, size_bytes: u64) {
         self.all().into_iter().for_each(|budget| budget.confirm(size_bytes));
     }
 
-    /// Refunds memory that was released, or that the driver failed to provide for a [left](Charge::leave_charged) charge.
+    /// Refunds memory that was released, or that the driver failed to provide for a charge that was [left in
+    /// place](Charge::leave_charged).
     pub(crate) fn release(&self, size_bytes: u64) {
         self.all().into_iter().for_each(|budget| budget.release(size_bytes));
     }
 
     /// Returns the bytes that a pool of this policy may still reserve. A symmetric pool ignores the allocator's limit,
     /// because pools that differ between ranks count toward that limit too. The limit can refuse memory to a symmetric
-    /// pool, but must not shape how much it takes (rule D8).
+    /// pool, but must not influence how much memory the pool takes (rule D8).
     pub(crate) fn headroom_bytes(&self, config: &PoolConfig) -> u64 {
         let pool = self.pool.headroom_bytes();
         if config.symmetric() { pool } else { pool.min(self.allocator.headroom_bytes()) }
     }
 }
 
-/// Bytes that are charged until the driver has provided them. A driver call that fails or panics refunds them.
+/// Bytes that are charged before the driver provides the memory. If the driver call fails or panics, dropping the
+/// charge refunds the bytes.
 #[must_use]
 pub(crate) struct Charge<'a, L: Lock> {
     budgets: Budgets<'a, L>,

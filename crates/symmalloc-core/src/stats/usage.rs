@@ -7,8 +7,8 @@
 //! ```
 //!
 //! A [`StatScope`](crate::allocator::report::StatScope) measures the same numbers over a part of the program. Opening a
-//! scope saves the counters and restarts the peaks. Closing it raises the peaks to those of the outer scope. Scopes can
-//! be nested, and cost nothing between open and close.
+//! scope saves the counters and restarts the peaks. Closing it raises the peaks to those of the outer scope, where the
+//! latter are higher. Scopes can be nested, and cost nothing between open and close.
 
 use crate::config::size_rules::SizeClass;
 use crate::types::units::{Units, bytes};
@@ -89,8 +89,8 @@ pub(crate) struct RareCounts {
     pub(crate) refusals: u64,
 }
 
-/// The current value and the peak of a quantity. It stores the peak and the distance below it: an addition reduces the
-/// distance, and only what exceeds the distance raises the peak.
+/// The current value and the peak of a quantity. It stores the peak, and the distance from the current value to the
+/// peak. An addition reduces the distance. It raises the peak only if the added amount exceeds the distance.
 #[derive(Clone, Copy, Debug, Default)]
 struct Level {
     peak: u64,
@@ -134,7 +134,7 @@ impl Level {
         self.set_peak(self.current());
     }
 
-    /// Sets the peak to the larger one of itself and the outer peak.
+    /// Closes a scope: sets the peak to the larger one of this peak and the outer peak.
     fn close(&mut self, outer: Level) {
         self.set_peak(self.peak.max(outer.peak));
     }
@@ -168,7 +168,7 @@ impl TotalUsage {
         requested.take(requested_bytes);
     }
 
-    /// Replaces the sums of peaks of several parts with the peaks of their sum.
+    /// Replaces peaks that were added up over several parts with the peaks of the total.
     pub(crate) fn correct_peaks(&self, sum: &mut UsageStats) {
         let stats = [&mut sum.allocations, &mut sum.allocated_bytes, &mut sum.requested_bytes];
         stats.into_iter().zip(&self.levels).for_each(|(stat, level)| stat.peak = level.peak);
@@ -292,7 +292,7 @@ impl Usage {
         ClassStats { all: small + large, small, large }
     }
 
-    /// Adds the usage of a removed heap. Both have the same open scopes.
+    /// Adds the usage of a removed heap, which has the same open scopes.
     pub(crate) fn absorb(&mut self, gone: &Usage) {
         add_counters(&mut self.counters, &gone.counters);
         add_levels(&mut self.total.levels, &gone.total.levels);

@@ -27,7 +27,8 @@ pub(crate) struct StreamClocks {
 
 #[derive(Debug)]
 struct StreamClock {
-    /// The tick of work that is submitted now. Advances whenever a stream may wait for the present moment.
+    /// The tick of work that is submitted now. It advances whenever another stream, or the host, may wait for the
+    /// present moment.
     now: Tick,
     /// Tick up to which the host has waited for the stream's work.
     synchronized: Tick,
@@ -45,7 +46,7 @@ impl StreamClocks {
         self.streams[stream.index()].now
     }
 
-    /// Ends the current tick of a stream and returns it. An event that is recorded later covers it.
+    /// Ends the current tick of a stream and returns it. An event that is recorded later covers this tick.
     pub(crate) fn advance(&mut self, stream: StreamId) -> Tick {
         let clock = &mut self.streams[stream.index()];
         clock.now += 1;
@@ -100,7 +101,7 @@ impl StreamClocks {
     }
 }
 
-/// A tick of a stream, with everything that the stream had waited for by then.
+/// A tick of a stream, and the ticks of other streams that it had waited for by then.
 #[derive(Clone, Debug)]
 pub(crate) struct Moment {
     stream: StreamId,

@@ -1,8 +1,8 @@
 //! Fences: the uses that a free block's next user must wait for on the device (rule D3).
 //!
 //! A block that other streams used becomes free at `free`, at the same op on every rank. Its uses become fences, and
-//! the next stream that takes the block waits for them with `cuStreamWaitEvent`. Completion never decides which stream
-//! takes it.
+//! the next stream that takes the block waits for them with `cuStreamWaitEvent`. The completion of work never decides
+//! which stream takes the block.
 //!
 //! A use is fenced in one of two ways:
 //! - An **event recorded at free** on each other stream that used the block. The next user waits for no more than
@@ -10,9 +10,9 @@
 //! - A **tick** of the last owner's logical clock, which costs nothing. If another stream takes the block, which
 //!   happens only where streams share a heap, an event is then recorded on the owner's stream.
 //!
-//! Many fences are void by the time the block is reused, because the stream that reuses it has waited for the other one
-//! in the meantime. [`StreamClocks`](crate::streams::clocks::StreamClocks) derives this from the program's ops alone,
-//! so all ranks agree.
+//! Many fences are void by the time the block is reused, because the stream that reuses it has waited for the fence's
+//! stream in the meantime. [`StreamClocks`](crate::streams::clocks::StreamClocks) derives this from the program's ops
+//! alone, so all ranks agree.
 //!
 //! ```text
 //!  void(fence, taker)  ⇔  fence.tick ≤ waited[taker][fence.stream]  or  fence.tick ≤ synchronized[fence.stream]
@@ -32,7 +32,7 @@ pub(crate) struct Fence {
     pub(crate) stream: StreamId,
     /// 0 if there is nothing to wait for, or while the block is still allocated.
     pub(crate) tick: Tick,
-    /// The recorded event, which copies of this fence share; `None` for ticks.
+    /// The recorded event, which copies of this fence share; `None` if the fence is only a tick.
     pub(crate) event: Option<Event>,
 }
 
@@ -66,7 +66,7 @@ pub(crate) struct FenceTable {
     sets: Slab<Fences>,
     /// Events that no fence refers to any more. The arena recycles them.
     spent: Vec<Event>,
-    /// For each event of several fences, their number minus one.
+    /// For each event that several fences share, the number of these fences minus one.
     copies: LookUp<u64, u32>,
 }
 
@@ -111,12 +111,12 @@ impl FenceTable {
         }
     }
 
-    /// Replaces the fences of a set, which have no events.
+    /// Replaces the fences of a set. The old fences must have no events.
     pub(crate) fn replace(&mut self, set: FenceSetId, fences: Fences) {
         self.sets[set.0 as usize] = fences;
     }
 
-    /// Adds a fence to a set. If the set has a fence on the same stream, the later one covers the earlier one.
+    /// Adds a fence to a set. If the set already has a fence on this stream, only the later of the two remains.
     pub(crate) fn add(&mut self, set: FenceSetId, fence: Fence) -> FenceSetId {
         let Some(fences) = self.sets.get_mut(set.0 as usize) else {
             return self.insert(SmallVec::from_slice(&[fence]));

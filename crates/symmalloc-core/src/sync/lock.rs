@@ -1,12 +1,13 @@
 //! The lock around each heap, chosen by a type parameter.
 //!
 //! With [`Exclusive`], one thread owns the allocator and a lock is a flag. With [`Shared`], many threads use it and
-//! every heap has its own mutex, so threads that drive different streams share no lock in `allocate` and `free`. A test
-//! that explores interleavings supplies a third kind.
+//! every heap has its own mutex, so threads that drive different streams share no lock in `allocate` and `free`. Tests
+//! that explore interleavings of threads supply a third kind of lock.
 //!
-//! Threads that share a heap hold its lock for less than a microsecond, and take it again soon. Parking and waking such a
-//! thread takes longer than its turn, and so does moving the heap's state to another processor. A thread that finds the
-//! lock taken therefore pauses, each time twice as long, and the others take several turns meanwhile.
+//! Threads that share a heap hold its lock for less than a microsecond, and take it again soon. Parking and waking a
+//! thread takes longer than that, and so does moving the heap's state to another processor. A thread that finds the
+//! lock taken therefore pauses before it tries again, each time twice as long. Meanwhile, the other threads take the
+//! lock several times.
 
 use parking_lot::{Mutex, MutexGuard};
 use std::cell::{RefCell, RefMut};
@@ -14,11 +15,11 @@ use std::fmt::Debug;
 use std::hint::spin_loop;
 use std::ops::DerefMut;
 
-/// The maximum number of a processor's pauses between two attempts to take a lock: about 50 us on recent processors of
-/// Intel, less on others.
+/// The maximum number of pause instructions between two attempts to take a lock: about 50 us on recent Intel
+/// processors, less on others.
 const PAUSES_BETWEEN: u32 = 1024;
-/// The number of pauses after which a waiting thread parks: about a millisecond on the same processors. The lock is then
-/// held for a driver call that takes long, such as growth, or its thread has no processor.
+/// The number of pauses after which a waiting thread parks: about a millisecond on the same processors. A lock that is
+/// held for so long is held during a slow driver call, such as growth, or by a thread that has no processor.
 const PAUSES_MAX: u32 = 20_000;
 
 /// A kind of lock.
@@ -43,7 +44,7 @@ pub trait LockCell<T> {
     /// Puts a `T` behind a lock.
     fn new(value: T) -> Self;
 
-    /// Acquires the lock. The allocator never locks twice in one thread.
+    /// Acquires the lock. The allocator never acquires a lock that the same thread already holds.
     ///
     /// # Panics
     /// [`Exclusive`]'s lock panics if the same thread already holds it. With [`Shared`], that thread deadlocks.
@@ -59,9 +60,9 @@ impl Lock for Exclusive {
     type Cell<T> = UseSharedAllocator<T>;
 }
 
-/// A cell for one thread, named for the compiler's message. The language has no way to attach a message to `Sync`. When a
-/// program shares an [`Allocator`](crate::Allocator) between threads, the compiler lists the types that prevent it, this
-/// one among them: "required because it appears within the type `UseSharedAllocator<...>`".
+/// A cell for one thread. Its name is chosen for the compiler's error message, because Rust has no way to attach a
+/// message to `Sync`. When a program shares an [`Allocator`](crate::Allocator) between threads, the compiler lists the
+/// types that prevent it, this one among them: "required because it appears within the type `UseSharedAllocator<...>`".
 #[derive(Debug)]
 #[doc(hidden)]
 pub struct UseSharedAllocator<T>(RefCell<T>);

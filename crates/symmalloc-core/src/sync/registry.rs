@@ -1,9 +1,10 @@
 //! An append-only table that is read without a lock while it grows.
 //!
-//! Every `allocate` and `free` looks up pools and heaps, which are rarely created. Access to the first few entries
-//! takes a comparison and a load, and most programs have no more. Further entries are in pages, which a [`boxcar::Vec`]
-//! lists. A page is allocated for its first entry, so one large index costs one page. Entries should be
-//! small, such as a box or a counted pointer, because the first ones are stored in the registry itself.
+//! Every `allocate` and `free` looks up pools and heaps, which are rarely created. Access to one of the first few
+//! entries costs one comparison and one load, and most programs never have more entries. Further entries are in pages,
+//! which a [`boxcar::Vec`] lists. A page is allocated when its first entry is added, so one large index costs one page.
+//! Entries should be small, such as a box or a counted pointer, because the first ones are stored in the registry
+//! itself.
 
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering;

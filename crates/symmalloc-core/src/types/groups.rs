@@ -27,7 +27,7 @@ use crate::types::ids::StreamId;
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Groups {
-    /// The first stream of each stream's group. It is its own first stream.
+    /// The first stream of each stream's group. A first stream has itself as its first stream.
     firsts: Vec<StreamId>,
 }
 

@@ -6,9 +6,9 @@
 //! ```text
 //!  heap 32 │ slot 32   the position of the block in its allocator           serial 64   the allocation, numbered in the process
 //! ```
-//! An allocated block in `slot` carries the same serial, so one comparison recognizes a live handle. A heap takes serials
-//! from the process 2^32 at a time, so no two heaps give the same one. No serial is zero, so an `Option<Handle>` is as large
-//! as a handle.
+//! An allocated block in `slot` carries the same serial, so one comparison recognizes a live handle. A heap takes
+//! serials from the process 2^32 at a time, so no two heaps issue the same serial. No serial is zero, so an
+//! `Option<Handle>` is as large as a handle.
 
 use crate::types::backend::DeviceAddress;
 use crate::types::ids::{HeapNumber, Placement};
@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 /// A reference to one allocation. Copies of a handle refer to the same allocation.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Handle {
-    /// Heap and slot in one word, so that a handle passes in two registers.
+    /// Heap and slot in one word, so that a handle fits into two registers.
     place: u64,
     serial: NonZeroU64,
 }
@@ -72,7 +72,7 @@ impl fmt::Debug for Handle {
 }
 
 impl fmt::Display for Handle {
-    /// Writes heap, slot and serial. The serial consists of its range and its number in the range.
+    /// Writes heap, slot and serial. The serial is written as its range and its number in the range.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let serial = self.serial.get();
         write!(f, "{}/{}#{}.{}", self.heap(), self.slot(), serial >> RANGE_BITS, serial as u32)

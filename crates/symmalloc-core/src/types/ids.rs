@@ -75,7 +75,7 @@ pub enum StreamGroup {
     All,
     /// One stream: `streams:separate`.
     One(StreamId),
-    /// The streams of the group with this first stream: `streams:grouped`. Streams may join it later.
+    /// The streams of the group with this first stream: `streams:grouped`. Streams may join the group later.
     Group(StreamId),
 }
 
@@ -99,8 +99,8 @@ impl StreamGroup {
         }
     }
 
-    /// Returns `false` if these streams certainly do not include `stream`. A group does not list its members, but they
-    /// are registered after its first stream.
+    /// Returns `false` if these streams certainly do not include `stream`. A group does not list its members, but all
+    /// of them are registered after its first stream.
     pub fn may_include(self, stream: StreamId) -> bool {
         match self {
             StreamGroup::All => true,
@@ -116,7 +116,8 @@ impl StreamGroup {
     /// Added to the number of a group's first stream.
     const GROUP: u32 = 1 << 16;
 
-    /// Returns the number of these streams: that of the stream, 65,536 more for a group, and `u32::MAX` for all.
+    /// Returns the number that encodes these streams: the number of the stream, 65,536 plus the number of the first
+    /// stream for a group, and `u32::MAX` for all streams.
     pub const fn code(self) -> u32 {
         match self {
             StreamGroup::All => u32::MAX,
@@ -146,7 +147,7 @@ impl fmt::Display for StreamGroup {
     }
 }
 
-/// A heap: a pool, and the streams that share the heap. The same on every rank.
+/// Identifies a heap by its pool and the streams that share the heap. It is the same on every rank.
 ///
 /// Displayed as `p1 s0`, as `p1 s0+` for the group of s0, and as `p1` if all streams share the heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

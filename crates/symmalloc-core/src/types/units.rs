@@ -1,7 +1,7 @@
 //! Sizes: the unit in which the allocator counts, and the limits that follow from it.
 //!
 //! Blocks start and end at multiples of [`UNIT_BYTES`], PyTorch's `kMinBlockSize`. Inside the core, sizes and offsets
-//! are 32-bit numbers of units, so a free block's whole key (size, sequence, offset) and its slot fit into two words.
+//! are 32-bit numbers of units, so the key of a free block (size, sequence, offset) and its slot fit into two words.
 //! The public interface uses bytes.
 
 use std::fmt;
@@ -48,7 +48,7 @@ impl fmt::Display for Amount {
 pub struct Counted<'a>(
     /// The number.
     pub u64,
-    /// The noun for one.
+    /// The noun in the singular.
     pub &'a str,
 );
 
@@ -58,7 +58,7 @@ impl fmt::Display for Counted<'_> {
     }
 }
 
-/// Returns the pronoun of a number of things.
+/// Returns the pronoun for a number of things.
 pub(crate) fn them(number: u64) -> &'static str {
     if number == 1 { "it" } else { "them" }
 }

@@ -1,8 +1,9 @@
-//! A count of the work that calls perform, for programs that replay recordings from strangers.
+//! A count of the work that calls perform, for programs that replay recordings from untrusted sources.
 //!
-//! A cache hit costs the same whatever happened before. Rare calls do not: a trim looks at the pool's free memory, a sleep at all of its
-//! blocks. A recording that repeats such a call over much memory costs (calls) × (blocks). The loops of rare calls therefore count their
-//! *work*, and a replay ends when its [`Allowance`] is exhausted. Work depends only on the ops, like placements. No decision reads it.
+//! A cache hit costs the same whatever happened before. Rare calls do not: a trim visits the pool's free memory, and a
+//! sleep visits all of its blocks. A recording that repeats such a call while the pool has many blocks costs (calls) ×
+//! (blocks). The loops of rare calls therefore count their *work*, and a replay ends when its [`Allowance`] is
+//! exhausted. Work depends only on the ops, like placements. No decision reads it.
 //!
 //! ```text
 //! debt after an op  =  max(0, debt before + work of the op - WORK_PER_OP)            debt > WORK_AT_ONCE: too much
@@ -12,7 +13,7 @@ use std::cell::Cell;
 
 /// Units of work that each op may do on average.
 pub const WORK_PER_OP: u64 = 1000;
-/// Units of work beyond the average that ops may do together. A unit takes a few nanoseconds.
+/// Units of work that all ops together may do beyond this average. A unit takes a few nanoseconds.
 pub const WORK_AT_ONCE: u64 = 50_000_000;
 
 thread_local! {
@@ -62,7 +63,7 @@ impl Allowance {
     /// Executes one op.
     ///
     /// # Errors
-    /// Returns an error if the program has exhausted its allowance. The op was executed.
+    /// Returns an error if the program has exhausted its allowance. Even then, the op was executed.
     #[inline(always)]
     pub fn charge<T>(&mut self, op: impl FnOnce() -> T) -> Result<T, TooMuchWork> {
         let before = so_far();

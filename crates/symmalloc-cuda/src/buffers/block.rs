@@ -90,7 +90,8 @@ impl<A: StreamAllocatorRef> Drop for OwnedBlock<A> {
     fn drop(&mut self) {
         let Some(allocator) = &self.allocator else { return };
         if is_forked() {
-            // The block and its allocator belong to the parent. A thread that the child lacks may hold the heap's lock.
+            // The block and its allocator belong to the parent process, so keep a reference to the allocator forever. Freeing the block
+            // could also deadlock: the heap's lock may be held by a thread that does not exist in the child.
             return mem::forget(allocator.clone());
         }
         let state = allocator.stream_allocator().state();

@@ -70,7 +70,8 @@ impl CudaAllocator {
     }
 }
 
-/// Counterparts of the `CudaStream` functions that create a `CudaSlice`, on this stream. The buffers borrow the allocator.
+/// Counterparts of the `CudaStream` functions that create a `CudaSlice`, for the stream of this allocator. The buffers borrow the
+/// allocator.
 impl StreamAllocator {
     /// Like [`CudaAllocator::null`].
     ///
@@ -117,12 +118,12 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
         DeviceSlice::num_bytes(self)
     }
 
-    /// Returns the ordinal of the device.
+    /// Returns the device's ordinal, as CUDA numbers the devices that are visible to this process.
     pub fn ordinal(&self) -> usize {
         self.context().ordinal()
     }
 
-    /// Returns the context.
+    /// Returns the context of the buffer's stream.
     pub fn context(&self) -> &Arc<CudaContext> {
         self.stream().context()
     }
@@ -140,8 +141,8 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
 }
 
 impl<T: DeviceRepr, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
-    /// Copies the contents into a new buffer of the same stream and pool, on that stream. There is no `Clone` implementation, because it
-    /// could not report an out-of-memory error.
+    /// Copies the contents, on the buffer's stream, into a new buffer of the same stream and pool. There is no `Clone` implementation,
+    /// because it could not report an out-of-memory error.
     ///
     /// # Errors
     /// Returns an error if the allocation or a driver call fails.
@@ -163,7 +164,7 @@ impl<T: DeviceRepr, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T,
         Ok(buffer)
     }
 
-    /// Fills the buffer with a cudarc call. Restores the current context afterwards, because such calls change it.
+    /// Fills the buffer with a cudarc call. Restores the current context afterwards, because cudarc's calls change it.
     fn fill(
         &mut self,
         call: &'static str,
@@ -180,7 +181,7 @@ impl<T: DeviceRepr, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T,
 impl<T: DeviceRepr, A: StreamAllocatorRef<Memory = CudaBackend>> TryFrom<DeviceBuffer<T, A>> for Vec<T> {
     type Error = CudaError;
 
-    /// Copies the contents to the host, in the order of the buffer's stream. Blocks until the copy is done.
+    /// Copies the contents to the host, after the earlier work on the buffer's stream. Blocks until the copy is done.
     fn try_from(buffer: DeviceBuffer<T, A>) -> Result<Self, CudaError> {
         let _restore = RestoreCurrent::of(buffer.driver())?;
         let copied = buffer.stream().clone_dtoh(&buffer);

@@ -25,22 +25,23 @@ use symmalloc_core::{Handle, Placement, StreamId};
 /// `CudaSlice`.
 ///
 /// # Streams
-/// Taking the buffer's pointer on a stream other than the buffer's stream records the use and orders the streams. A kernel launch does not
-/// reveal its stream, so pass [`on`](DeviceBuffer::on) or [`read_on`](DeviceBuffer::read_on) as the argument. On the buffer's stream, the
-/// buffer itself can also be the argument: `&mut` if the kernel writes it, `&` if the kernel only reads it.
+/// Taking the buffer's pointer on a stream other than the buffer's stream records the use and orders the streams. The buffer cannot see on
+/// which stream a kernel is launched, so pass the result of [`on`](DeviceBuffer::on) or [`read_on`](DeviceBuffer::read_on) to the kernel
+/// instead of the buffer. A kernel that is launched on the buffer's stream can also take the buffer itself as its argument: `&mut` if the
+/// kernel writes it, `&` if the kernel only reads it.
 ///
 /// # Dropping
-/// A buffer may be dropped on any thread. The allocator can reuse the memory immediately, and the next user waits on the device for all
-/// earlier uses: if other streams used the buffer, the drop records one event on each of them.
+/// A buffer may be dropped on any thread. The allocator can reuse the memory immediately. If other streams used the buffer, the drop
+/// records one event on each of them, and the stream of the memory's next user waits for these events, without blocking the host.
 ///
 /// Dropping never waits for the device and never panics, but it may wait for another thread that holds the lock of the same heap.
-/// [`CachingAllocator::drop_errors`](crate::CachingAllocator::drop_errors) counts errors. Memory is returned to the device, which may
-/// block, only in `trim`, above the release threshold of a pool that has one, and when the last owner of the allocator is dropped.
+/// [`CachingAllocator::drop_errors`](crate::CachingAllocator::drop_errors) counts errors. Memory is returned to the device only in `trim`,
+/// when a pool holds more than its release threshold, and when the last owner of the allocator is dropped. Returning memory may block.
 ///
 /// # Type parameters
-/// `T` is the type of the elements, and `A` the reference to the allocator. Buffers of [`CudaAllocator`] hold a reference count, which
-/// keeps the allocator's memory alive. Buffers of [`StreamAllocator`] borrow it, which costs nothing. Both kinds of buffers are placed and
-/// freed in the same way.
+/// `T` is the type of the elements, and `A` the reference to the allocator. Buffers of [`CudaAllocator`] hold a counted reference to the
+/// allocator, which keeps its memory alive. Buffers of [`StreamAllocator`] borrow the allocator, which costs nothing. Both kinds of buffers
+/// are placed and freed in the same way.
 ///
 /// # Examples
 /// ```no_run
@@ -139,7 +140,7 @@ impl CudaAllocator {
 }
 
 impl StreamAllocator {
-    /// Like [`CudaAllocator::alloc`], on this stream. The buffer borrows the allocator.
+    /// Like [`CudaAllocator::alloc`], on the stream of this allocator. The buffer borrows the allocator.
     ///
     /// # Safety
     /// See [`CudaAllocator::alloc`].
@@ -151,7 +152,7 @@ impl StreamAllocator {
         DeviceBuffer::allocate(&self, len, None)
     }
 
-    /// Like [`CudaAllocator::alloc_named`], on this stream. The buffer borrows the allocator.
+    /// Like [`CudaAllocator::alloc_named`], on the stream of this allocator. The buffer borrows the allocator.
     ///
     /// # Safety
     /// See [`CudaAllocator::alloc`].
@@ -166,7 +167,7 @@ impl StreamAllocator {
         DeviceBuffer::allocate(&self, len, Some(name))
     }
 
-    /// Like [`CudaAllocator::alloc_zeroed`], on this stream. The buffer borrows the allocator.
+    /// Like [`CudaAllocator::alloc_zeroed`], on the stream of this allocator. The buffer borrows the allocator.
     ///
     /// # Errors
     /// Returns an error if the allocation or a driver call fails.
@@ -177,7 +178,7 @@ impl StreamAllocator {
         DeviceBuffer::allocate_zeroed(&self, len, None)
     }
 
-    /// Like [`CudaAllocator::alloc_zeroed_named`], on this stream. The buffer borrows the allocator.
+    /// Like [`CudaAllocator::alloc_zeroed_named`], on the stream of this allocator. The buffer borrows the allocator.
     ///
     /// # Errors
     /// Returns an error if the allocation or a driver call fails.
@@ -262,11 +263,11 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
         BufferPart::of(self.block.into_part(), self.len)
     }
 
-    /// Decomposes the buffer into its raw parts. The memory stays allocated until [`from_raw`](Self::from_raw) restores the buffer, or the
-    /// handle is freed with the allocator.
+    /// Decomposes the buffer into its raw parts. The memory stays allocated until [`from_raw`](Self::from_raw) restores the buffer and the
+    /// buffer is dropped, or the program passes the handle to the allocator's `free`.
     ///
     /// # Errors
-    /// Returns an error if uses by unregistered streams cannot be ordered. The buffer is dropped in that case.
+    /// Returns an error if the buffer's stream cannot be ordered after uses by unregistered streams. The buffer is dropped in that case.
     pub fn into_raw(mut self) -> Result<RawDeviceBuffer, CudaError> {
         let block = self.block.block();
         let (handle, pointer, stream) = (block.handle(), block.address(), block.allocator().stream_id());
@@ -274,7 +275,7 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
         Ok(RawDeviceBuffer { handle, pointer, len: self.len, stream })
     }
 
-    /// Leaks the buffer and returns its pointer. The memory stays in its segment until the last owner of the allocator is dropped.
+    /// Leaks the buffer and returns its pointer. The memory stays allocated until the last owner of the allocator is dropped.
     pub fn leak(mut self) -> CUdeviceptr {
         self.block.leak();
         self.block.block().address()
@@ -288,7 +289,7 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
         let block = self.block.block();
         let device = block.state().device();
         let _current = device.enter()?;
-        // SAFETY: the buffer has this many bytes, and the stream that it was allocated on is ordered after earlier uses.
+        // SAFETY: the buffer has this many bytes, and its stream is ordered after earlier uses of the memory.
         Ok(unsafe {
             device.driver().memset_async(block.address(), 0, size_bytes, self.block.as_ref().stream().cu_stream())
         }?)
@@ -299,9 +300,9 @@ impl<T> DeviceBuffer<T> {
     /// Restores a buffer from its raw parts.
     ///
     /// # Safety
-    /// `raw` came from [`into_raw`](Self::into_raw) of a buffer of this allocator with elements of the same size, and is restored only
-    /// once. If streams other than the buffer's stream used the memory since, [`CachingAllocator::wait`] made the buffer's stream wait for
-    /// them.
+    /// `raw` must come from [`into_raw`](Self::into_raw) of a buffer of this allocator whose elements have the same size, and may be
+    /// restored only once. If streams other than the buffer's stream have used the memory since then, the program must have made the
+    /// buffer's stream wait for them with [`CachingAllocator::wait`].
     ///
     /// [`CachingAllocator::wait`]: crate::CachingAllocator::wait
     pub unsafe fn from_raw(allocator: &CudaAllocator, raw: RawDeviceBuffer) -> Self {
@@ -333,8 +334,8 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DevicePtrMut<T> for DeviceB
 }
 
 // SAFETY: pushes the address of a pointer that lives as long as the arguments; kernels take pointers by value. `LaunchArgs` does not reveal
-// its stream: the contract of `launch` requires that it is the buffer's stream, and that the kernel writes only arguments that were passed
-// as `&mut`.
+// the stream of the launch. The contract of `launch` requires that it is the buffer's stream, and that the kernel writes only arguments
+// that were passed as `&mut`.
 unsafe impl<'a, 'b: 'a, T, A: StreamAllocatorRef<Memory = CudaBackend>> PushKernelArg<&'b DeviceBuffer<T, A>>
     for LaunchArgs<'a>
 {

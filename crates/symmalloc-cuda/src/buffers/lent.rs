@@ -1,14 +1,15 @@
 //! Buffers lent as a `CudaSlice`, for interfaces that accept only that type.
 //!
-//! A `CudaSlice` frees its memory through the driver when it is dropped, but the driver did not allocate this memory. Therefore a guard
-//! holds the lent slice, and decomposes it instead of dropping it.
+//! When a `CudaSlice` is dropped, it frees its memory through the driver. A buffer's memory, however, comes from this crate's allocator.
+//! Therefore a guard holds the lent slice, and decomposes it instead of dropping it.
 //!
 //! ```text
 //!  lend_on ── the stream waits for earlier uses, its use is recorded ── CudaSlice of that stream ── its users
 //!  drop    ── the stream waits for uses that cudarc saw on others ── CudaSlice decomposed, nothing freed
 //! ```
 //!
-//! The block counts its lent slices. If a guard was forgotten, the host waits for the context before the block is freed.
+//! The block counts its lent slices. If the program leaked a guard with `mem::forget`, the host synchronizes the context before the block
+//! is freed.
 
 use super::device_buffer::DeviceBuffer;
 use super::tracked_block::TrackedBlockRef;
@@ -26,14 +27,14 @@ use std::sync::Arc;
 
 /// A buffer, or a part of one, lent as a `CudaSlice` for reading. The guard never frees memory.
 ///
-/// While cudarc's event tracking is on, cudarc tracks reads on other streams, as for any `CudaSlice`. It remembers only the last such
-/// reader, so lend the buffer once for each stream.
+/// While cudarc's event tracking is on, cudarc tracks reads on other streams, as for any `CudaSlice`. cudarc remembers only the last
+/// reading stream, so to read on several streams, lend the buffer once for each of them.
 #[must_use = "the buffer is lent only while the guard is alive"]
 pub struct LentSlice<'a, T> {
     /// Decomposed by `drop`.
     slice: ManuallyDrop<CudaSlice<T>>,
     device: &'a CudaDevice,
-    /// Counter of uses that includes this slice; `None` if there are no bytes.
+    /// The block's record of uses, which counts this slice as lent; `None` if the slice is empty.
     uses: Option<&'a Uses>,
     /// Dropped after the slice is decomposed, so that the recorded use covers all uses of the slice.
     _use_on_stream: SyncOnDrop<'a>,
@@ -75,8 +76,8 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
     /// Lends the buffer as a `CudaSlice` of `stream`, for writing.
     ///
     /// # Safety
-    /// The `CudaSlice` stays in the guard: the caller does not move it out with `std::mem::swap` or `replace`. Dropped elsewhere, it would
-    /// free memory that the driver did not allocate.
+    /// The caller must not move the `CudaSlice` out of the guard, for example with `std::mem::swap` or `replace`. If the slice were dropped
+    /// outside the guard, it would free memory that the driver did not allocate.
     ///
     /// # Errors
     /// Returns an error if the driver cannot create events.
@@ -125,10 +126,11 @@ impl<'a, T> LentSlice<'a, T> {
         let event = stream.context().new_event(None);
         drop(event.map_err(|error| DriverError { call: "cuEventCreate", code: error.0 as i32 })?);
         let use_on_stream = block.begin(stream, access);
-        // SAFETY: the memory is valid as long as the guard borrows it, and the guard never lets the slice free it. The contents are those
-        // of the buffer.
+        // SAFETY: the memory is valid as long as the guard borrows it, and the guard never lets the slice free it. The elements are valid,
+        // because the buffer's elements are.
         let mut slice = unsafe { stream.upgrade_device_ptr::<T>(pointer, len) };
-        // cudarc treats the slice as new, so its other users would not wait. This records the stream's earlier work as a use of the slice.
+        // cudarc treats the slice as freshly allocated, so other streams that use the slice would not wait for this stream's earlier work.
+        // Taking the pointer and dropping its guard records this work as a use of the slice.
         drop(slice.device_ptr_mut(stream));
         Ok(LentSlice {
             slice: ManuallyDrop::new(slice),
@@ -166,7 +168,7 @@ impl<T> Drop for LentSlice<'_, T> {
         let _restore = RestoreCurrent::of(self.device.driver());
         // SAFETY: taken only here, and not used afterwards.
         let slice = unsafe { ManuallyDrop::take(&mut self.slice) };
-        // Makes the slice's stream wait for uses on other streams, and frees the events.
+        // `leak` makes the slice's stream wait for uses on other streams, and destroys the slice's events.
         let _pointer = slice.leak();
         if let Some(uses) = self.uses {
             uses.end_lend();

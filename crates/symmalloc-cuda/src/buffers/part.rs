@@ -157,10 +157,10 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> SharedPart<T, A> {
         Some((self.try_slice(..mid)?, self.try_slice(mid..)?))
     }
 
-    /// Converts the part back into an exclusively owned part, if there are no other references to the shared part that it came from.
+    /// Converts the part back into an exclusively owned part, if it holds the last reference to the part that was shared.
     ///
     /// # Errors
-    /// Returns the part itself if there are other references.
+    /// Returns the part itself if other clones or slices still hold references.
     pub fn try_into_part(self) -> Result<BufferPart<T, A>, Self> {
         let (pointer, len) = (self.pointer, self.len);
         match Arc::try_unwrap(self.part) {
@@ -239,8 +239,8 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DevicePtr<T> for SharedPart
 }
 
 // SAFETY: pushes the address of a pointer that lives as long as the arguments; kernels take pointers by value. `LaunchArgs` does not reveal
-// its stream: the contract of `launch` requires that it is the buffer's stream, and that the kernel writes only arguments that were passed
-// as `&mut`.
+// the stream of the launch. The contract of `launch` requires that it is the buffer's stream, and that the kernel writes only arguments
+// that were passed as `&mut`.
 unsafe impl<'a, 'b: 'a, T, A: StreamAllocatorRef<Memory = CudaBackend>> PushKernelArg<&'b BufferPart<T, A>>
     for LaunchArgs<'a>
 {

@@ -18,8 +18,9 @@ use symmalloc_files::is_forked;
 
 /// An allocator of pinned host memory.
 ///
-/// The host is a stream of the allocator, and the buffers are allocated on it. When memory is reused, the host waits for copies that still
-/// use it. This is the only case in which an allocation of this crate waits for the device.
+/// The allocator registers the host as a stream, and allocates the buffers on this stream. Before memory is reused, the host waits for
+/// copies that still use it. Outside of captures, the reuse of memory blocks the host only in this case: when the host itself is the
+/// memory's next user.
 pub type PinnedAllocator = CachingAllocator<PinnedBackend>;
 
 /// Stream id of the host, which every [`PinnedAllocator`] registers first.
@@ -30,7 +31,7 @@ impl PinnedAllocator {
     /// pieces.
     ///
     /// # Errors
-    /// Returns an error if the configuration does not fit.
+    /// Returns an error if the configuration is not valid for host memory.
     pub fn pinned(device: &Arc<CudaDevice>, config: Config) -> Result<Self, CudaError> {
         let allocator = Self::with_backend(PinnedBackend::new(device), config)?;
         let host = allocator.state().register_host()?;
@@ -71,7 +72,7 @@ impl PinnedAllocator {
 pub struct PinnedBuffer<T> {
     block: OwnedBlock<Arc<StreamAllocator<PinnedBackend>>>,
     len: usize,
-    /// Uses since the last host access.
+    /// Submitted work that may use the elements, since the host last waited for such work.
     pending: Mutex<SmallVec<[PendingUse; 2]>>,
     elements: PhantomData<T>,
 }
@@ -79,9 +80,10 @@ pub struct PinnedBuffer<T> {
 /// Submitted work that may use a buffer.
 #[derive(Clone, Debug)]
 enum PendingUse {
-    /// Work of a registered stream. Freeing the memory also waits for it.
+    /// Work of a registered stream. The allocator also tracks this work, so the next user of the freed memory waits for it.
     Stream(StreamId),
-    /// Work of an unregistered stream of this context. Its guard waits for it, but the guard may have been forgotten.
+    /// Work of an unregistered stream of this context. The guard of the use waits for the work, unless the program leaked the guard with
+    /// `mem::forget`.
     Unwatched(Arc<CudaContext>),
 }
 
@@ -112,7 +114,8 @@ impl<T> PinnedBuffer<T> {
     /// Returns an error if the driver reports that the work failed.
     pub fn as_slice(&self) -> Result<&[T], CudaError> {
         self.wait_for_pending()?;
-        // SAFETY: `len` initialized elements; no work uses them, and new work that writes needs the buffer mutably.
+        // SAFETY: the block holds `len` initialized elements. No work uses them, and new work that writes them must borrow the buffer
+        // mutably.
         Ok(unsafe { std::slice::from_raw_parts(self.start(), self.len) })
     }
 
@@ -153,7 +156,7 @@ impl<T> PinnedBuffer<T> {
             if !pending.iter().any(is_same) {
                 pending.push(PendingUse::Unwatched(Arc::clone(context)));
             }
-            // No event could be recorded on the stream later, so the guard waits for the work when it is dropped.
+            // The allocator cannot record an event on an unregistered stream later, so the guard waits for the work when it is dropped.
             return SyncOnDrop::sync_stream(stream);
         };
         self.block.allocator().record_use(self.block.handle(), id);
@@ -189,7 +192,7 @@ impl<T> HostSlice<T> for PinnedBuffer<T> {
     }
 
     unsafe fn stream_synced_slice<'a>(&'a self, stream: &'a CudaStream) -> (&'a [T], SyncOnDrop<'a>) {
-        // SAFETY: `len` initialized elements; by the caller's contract they are used on `stream` only.
+        // SAFETY: the block holds `len` initialized elements. By the caller's contract, only `stream` uses them.
         let elements = unsafe { std::slice::from_raw_parts(self.start(), self.len) };
         (elements, self.begin(stream))
     }

@@ -1,6 +1,6 @@
 //! A block of device memory that tracks which streams used it.
 //!
-//! Most blocks are used only by the stream that they were allocated on, and pay one load for the tracking. [`Uses`] is created when a
+//! Most blocks are used only by the stream that they were allocated on. For them, tracking costs one load. [`Uses`] is created when a
 //! second stream takes the pointer.
 
 use super::block::OwnedBlock;
@@ -23,7 +23,7 @@ pub(super) struct TrackedBlock<A: StreamAllocatorRef<Memory = CudaBackend>> {
     uses: OnceBox<Uses>,
 }
 
-/// A part of a block that is shared with other parts. It tracks its uses separately. The block is freed with its last part.
+/// A part of a block. Each part tracks its uses separately. The block is freed when its last part is dropped.
 pub(super) struct TrackedPart<A: StreamAllocatorRef<Memory = CudaBackend>> {
     block: Arc<OwnedBlock<A>>,
     /// Address of the part's first byte; 0 if the block is empty.
@@ -90,7 +90,7 @@ impl<'b> TrackedBlockRef<'b> {
         Some(uses)
     }
 
-    /// Orders the block's stream after every use that freeing does not cover: see [`Uses::settle`].
+    /// Makes the block's stream wait for every use that the allocator does not track: see [`Uses::settle`].
     fn settle(self) -> Result<(), BackendError> {
         match self.uses.get() {
             Some(uses) => uses.settle(self.allocator, self.stream()),
@@ -131,7 +131,7 @@ impl<A: StreamAllocatorRef<Memory = CudaBackend>> TrackedBlock<A> {
         TrackedPart { block, address, uses: mem::take(&mut self.uses) }
     }
 
-    /// Passes ownership of the block to the holder of its handle. If its uses cannot be ordered, this value keeps it.
+    /// Passes ownership of the block to the holder of its handle. If the block's uses cannot be ordered, this value keeps the ownership.
     pub(super) fn disown(&mut self) -> Result<(), BackendError> {
         self.settle()?;
         self.block.disown();
@@ -185,7 +185,8 @@ impl<A: StreamAllocatorRef<Memory = CudaBackend>> TrackedPart<A> {
     }
 
     /// Returns another part of the block, which begins `offset_bytes` after the start of this one. First makes the block's stream wait for
-    /// all uses of this part, so that the new part starts with no uses by other streams, except those that a capture kept it from waiting for.
+    /// all uses of this part, so that the new part starts with no uses by other streams, except uses for which the stream could not wait
+    /// because of a capture.
     pub(super) fn behind(&self, offset_bytes: u64) -> Self {
         self.as_ref().use_on_own_stream(AccessMode::Write);
         let address = if self.address == 0 { 0 } else { self.address + offset_bytes };

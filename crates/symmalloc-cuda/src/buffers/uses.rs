@@ -1,13 +1,14 @@
-//! Tracking of the streams that use a device buffer, which keeps its contents and memory safe across streams without explicit calls.
+//! Tracks the streams that use a device buffer, so that the buffer's contents and memory are safe across streams without explicit calls.
 //!
 //! Taking the pointer of a buffer on a stream other than the buffer's stream has two effects:
-//! 1. The use is recorded with the allocator: the next owner of the memory waits for that stream.
+//! 1. The use is recorded with the allocator: the next owner of the memory waits for the stream of the use.
 //! 2. While cudarc's event tracking is on (its default, see `CudaContext::disable_event_tracking`), a reader waits for the last writer's
-//!    stream. A writer waits for that stream and for all readers, even if it has waited for the writer before. `CudaSlice` does the same,
-//!    but records an event at each use. Here events are recorded only when the stream changes.
+//!    stream. A new writer waits for the last writer's stream and for all readers' streams, even if it has already waited for the last
+//!    writer. `CudaSlice` orders uses in the same way, but records an event at each use. This module records an event only when the stream
+//!    changes.
 //!
-//! Views of one buffer share its record. If guards of several writable views are open at once, only the last one counts as the writer: the
-//! program submits the work of each view before it takes the pointer of the next.
+//! All views of a buffer share one record of uses. If guards of several writable views are open at once, only the last one counts as the
+//! writer. The program must therefore submit the work on each view before it takes the pointer of the next one.
 //!
 //! A kernel on the buffer's stream that takes the buffer itself as its argument is ordered like any other use.
 //!
@@ -15,14 +16,14 @@
 //! for that event before the buffer is freed.
 //!
 //! # Forgotten guards
-//! `std::mem::forget` is safe, so memory safety must not depend on a guard's `drop`. Uses by registered streams do not depend on it: the
-//! allocator records an event on each of these streams at `free`. For other streams, [`Uses::settle`] detects guards that may still be
-//! open: a [`LentSlice`](super::lent::LentSlice) counts itself, and an event that was never recorded belongs to a guard that was never
-//! dropped. If such a guard exists, the host waits for the context before the block is freed.
+//! `std::mem::forget` is safe, so memory safety must not depend on a guard's `drop`. For registered streams it does not: the allocator
+//! records an event on each of these streams at `free`. For unregistered streams, [`Uses::settle`] detects guards that may still be open: a
+//! [`LentSlice`](super::lent::LentSlice) counts itself, and an event that was never recorded belongs to a guard that was never dropped. If
+//! such a guard exists, the host synchronizes the context before the block is freed.
 //!
 //! # Captures
-//! During a stream capture, only streams of the same capture can be ordered. The program must order earlier work before it launches the
-//! graph. Streams that were not waited for stay on record, so uses after the capture wait for them.
+//! During a stream capture, a stream can wait only for streams of the same capture. The program must order earlier work before it launches
+//! the graph. A stream for which nothing waited remains recorded, so uses after the capture wait for it.
 
 use crate::device::{CudaDevice, RestoreCurrent};
 use crate::error::{CAPTURE_UNSUPPORTED, DriverError, DropError, INVALID_HANDLE};
@@ -49,21 +50,21 @@ pub(super) struct Uses {
     registered: Mutex<RegisteredUses>,
     /// Append-only, so that guards may borrow from it. Boxed, because it is large and rarely needed.
     foreign: OnceLock<Box<boxcar::Vec<ForeignUse>>>,
-    /// Number of lent slices that were not dropped.
+    /// Number of lent slices that have not been dropped.
     lends: AtomicU32,
     /// Contexts of uses whose guards cannot be detected if they are forgotten.
     unwatched: Mutex<SmallVec<[Arc<CudaContext>; 1]>>,
 }
 
-/// Maximum number of uses by unregistered streams that get separate events. A later use records an earlier event again, which hides a
-/// forgotten guard, so it counts as unwatched.
+/// Number of uses by unregistered streams up to which every use gets a separate event. Beyond it, a stream that already has an event
+/// records this event again. This can hide a forgotten guard, so such a use counts as unwatched.
 const WATCHED_USES_MAX: usize = 8;
 
 /// Uses by registered streams since the last write.
 #[derive(Debug)]
 struct RegisteredUses {
     writer: StreamId,
-    /// Earlier users for which the writer did not wait, because one of the two was being captured or a wait failed.
+    /// Earlier users for which the writer did not wait, because the two streams were not part of the same capture or a wait failed.
     skipped: SmallVec<[StreamId; 1]>,
     readers: SmallVec<[Reader; 2]>,
 }
@@ -72,7 +73,7 @@ struct RegisteredUses {
 #[derive(Clone, Copy, Debug)]
 struct Reader {
     stream: StreamId,
-    /// `true` if it waited for the writer and the skipped users.
+    /// `true` if the stream waited for the writer and for the skipped users.
     is_ordered: bool,
 }
 
@@ -96,7 +97,7 @@ impl RegisteredUses {
 #[derive(Debug)]
 struct ForeignUse {
     stream: usize,
-    /// Always `Some`. The type is the one that cudarc's guard takes.
+    /// Always `Some`: cudarc's guard takes a reference to an `Option`.
     event: Option<CudaEvent>,
 }
 
@@ -110,8 +111,8 @@ impl Uses {
         Uses { registered, foreign: OnceLock::new(), lends: AtomicU32::new(0), unwatched: Mutex::default() }
     }
 
-    /// Returns the uses with which a part of the buffer begins after its stream `owner` has waited for all uses of the buffer. `None` if that
-    /// stream is the only user.
+    /// Returns the initial record of uses for a part that is split off from the buffer, after the part's stream, `owner`, has waited for
+    /// all uses of the buffer. Returns `None` if `owner` is the only user.
     pub(super) fn of_part(&self, owner: StreamId) -> Option<Self> {
         let registered = self.registered.lock().unwrap_or_else(PoisonError::into_inner);
         let skipped = registered.skipped.clone();
@@ -123,13 +124,13 @@ impl Uses {
         self.lends.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Ends a lend. The caller has ordered the slice's stream after all uses of the slice.
+    /// Stops counting a lent slice. The caller has ordered the slice's stream after all uses of the slice.
     pub(super) fn end_lend(&self) {
         self.lends.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Orders the block's own stream after every use that freeing the block does not cover. Waits for the device if a guard may
-    /// have been forgotten.
+    /// Makes the block's own stream wait for every use that the allocator does not track: freeing a block waits only for uses by registered
+    /// streams. Blocks the host until the context's work is done if a guard may have been forgotten.
     pub(super) fn settle(&self, allocator: &StreamAllocator, own: &CudaStream) -> Result<(), BackendError> {
         let device = allocator.state().device();
         let mut contexts = self.unwatched.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -208,8 +209,8 @@ impl Uses {
         Ok(SyncOnDrop::Record(None))
     }
 
-    /// Makes a registered stream wait for conflicting uses. The use is recorded even on failure. Earlier users then stay on record, because
-    /// the host's wait that replaces the stream's may fail too.
+    /// Makes a registered stream wait for conflicting uses. Records the stream's use even if a wait fails. In that case, the users for
+    /// which the stream did not wait remain recorded, because the caller's fallback, a wait on the host, may fail too.
     fn order_registered(
         &self,
         allocator: &StreamAllocator,
@@ -234,7 +235,8 @@ impl Uses {
                 waited
             }
             AccessMode::Write => {
-                // A reader waited for the writer, but not for what the writer's stream has read since.
+                // The readers waited for the writer, but not for reads that the writer's stream has submitted since, so wait for that
+                // stream too.
                 let (skipped, waited) = wait_for_all(allocator, stream, registered.users());
                 *registered = RegisteredUses { skipped, ..RegisteredUses::new(stream) };
                 waited
@@ -276,7 +278,7 @@ impl Uses {
                 waited?;
             }
         }
-        // Includes the stream's own earlier uses: recording its event again must not lose them.
+        // Also waits for the stream's own earlier uses, so that recording the stream's event again does not lose them.
         self.order_behind_foreign(allocator, stream)?;
         if !stream.context().is_managing_stream_synchronization() {
             // cudarc would not record the event, so the host waits.
@@ -309,7 +311,8 @@ impl Uses {
     }
 }
 
-/// Waits for a context. Returns an error while a stream of the device is being captured; the capture stays valid.
+/// Blocks the host until all work of a context is done. Returns an error while a stream of the device is being captured; the capture stays
+/// valid.
 pub(super) fn wait_for_context(device: &CudaDevice, context: &Arc<CudaContext>) -> Result<(), DriverError> {
     if device.is_capturing() {
         return Err(DriverError { call: "cuCtxSynchronize", code: CAPTURE_UNSUPPORTED });
@@ -320,8 +323,8 @@ pub(super) fn wait_for_context(device: &CudaDevice, context: &Arc<CudaContext>) 
     context.synchronize().map_err(|error| DriverError { call: "cuCtxSynchronize", code: error.0 as i32 })
 }
 
-/// Makes a stream wait for other streams, up to the first wait that fails. Returns those that it did not wait for, after a failure or because
-/// they belong to another capture.
+/// Makes a stream wait for other streams, up to the first wait that fails. Returns the streams for which it did not wait, because an
+/// earlier wait failed or because they belong to a different capture.
 fn wait_for_all(
     allocator: &StreamAllocator,
     stream: StreamId,
@@ -341,7 +344,7 @@ fn wait_for_all(
     (skipped, outcome)
 }
 
-/// Makes a stream wait for another one. Returns `false`, without a wait, if they belong to different captures.
+/// Makes `stream` wait for `on`. Returns `false`, without a wait, if the two streams belong to different captures.
 fn wait_for(allocator: &StreamAllocator, stream: StreamId, on: StreamId) -> Result<bool, BackendError> {
     let streams = allocator.state().streams();
     if streams.device().is_capturing() {

@@ -1,4 +1,5 @@
-//! Views: borrowed parts of a [`DeviceBuffer`](crate::DeviceBuffer). They use the buffer's stream and record uses with the buffer.
+//! Views: borrowed parts of a [`DeviceBuffer`](crate::DeviceBuffer). They belong to the buffer's stream, and their uses are recorded with
+//! the buffer.
 
 use super::tracked_block::TrackedBlockRef;
 use super::uses::AccessMode;
@@ -86,8 +87,8 @@ impl<'b, T> BufferView<'b, T> {
         chunks(self.len, chunk_size).map(move |part| view.part(part))
     }
 
-    /// Returns a view of the same memory as `len` elements of another type, or `None` if they do not fit or the first byte is not aligned
-    /// for them.
+    /// Returns a view of the same memory as `len` elements of type `S`. Returns `None` if the view has fewer bytes, or its first byte is
+    /// not aligned for `S`.
     ///
     /// # Safety
     /// The bytes must be valid elements of `S` wherever they are read as such.
@@ -102,7 +103,7 @@ impl<'b, T> BufferView<'b, T> {
         KernelArg::new(pointer, guard)
     }
 
-    /// Like [`DevicePtr::device_ptr`], for as long as the buffer is borrowed.
+    /// Like [`DevicePtr::device_ptr`], but consumes the view, so that the guard can live as long as the buffer is borrowed.
     pub fn view_ptr(self, stream: &'b CudaStream) -> (CUdeviceptr, SyncOnDrop<'b>) {
         (self.pointer(), self.block.begin(stream, AccessMode::Read))
     }
@@ -246,12 +247,12 @@ impl<'b, T> BufferViewMut<'b, T> {
         KernelArg::new(pointer, guard)
     }
 
-    /// Like [`DevicePtr::device_ptr`], for as long as the buffer is borrowed.
+    /// Like [`DevicePtr::device_ptr`], but consumes the view, so that the guard can live as long as the buffer is borrowed.
     pub fn view_ptr(self, stream: &'b CudaStream) -> (CUdeviceptr, SyncOnDrop<'b>) {
         self.into_view().view_ptr(stream)
     }
 
-    /// Like [`DevicePtrMut::device_ptr_mut`], for as long as the buffer is borrowed.
+    /// Like [`DevicePtrMut::device_ptr_mut`], but consumes the view, so that the guard can live as long as the buffer is borrowed.
     pub fn view_ptr_mut(self, stream: &'b CudaStream) -> (CUdeviceptr, SyncOnDrop<'b>) {
         (self.pointer(), self.block.begin(stream, AccessMode::Write))
     }
@@ -270,7 +271,7 @@ impl<'b, T> BufferViewMut<'b, T> {
     }
 }
 
-/// Returns the offset in bytes of an element.
+/// Returns the offset in bytes of the element at `index`.
 #[inline]
 fn offset_of<T>(start_bytes: u64, index: usize) -> u64 {
     start_bytes + (index * size_of::<T>()) as u64

@@ -1,8 +1,8 @@
 //! CUDA graphs: memory that keeps its addresses for the lifetime of a captured graph.
 //!
-//! Beginning a capture waits for all registered streams, so no earlier fence remains that the host would have to wait for during the
-//! capture. Querying an event during a capture, or waiting for it from outside, would invalidate the capture. The backend does neither (see
-//! the table in `streams/captures.rs`).
+//! Beginning a capture waits for all registered streams. Therefore the host need not wait for an earlier fence during the capture. Querying
+//! an event during a capture, or waiting for it from outside, would invalidate the capture. The backend does neither (see the table in
+//! `streams/captures.rs`).
 
 use crate::allocator::CudaAllocator;
 use crate::backend::CudaBackend;
@@ -28,22 +28,23 @@ use symmalloc_files::is_forked;
 /// ```
 ///
 /// While a stream is part of a capture that the pool began, all allocations on it come from the pool, regardless of the allocator clone
-/// that is used. A block that is freed during the capture is reused by later allocations of the same capture; between streams, the fence is
-/// an edge of the graph. `trim` and limits never release the pool's memory, and no other allocation comes from it. It is released after the
-/// pool's last owner is dropped: every clone of the `GraphPool`, every graph, and every buffer.
+/// that is used. A block that is freed during the capture is reused by later allocations of the same capture. If such an allocation is on a
+/// different stream, its fence becomes an edge of the graph. `trim` and limits never release the pool's memory, and no other allocation
+/// comes from the pool. The memory is released after the pool's last owner is dropped: every clone of the `GraphPool`, every graph, and
+/// every buffer.
 ///
 /// # Sharing
 /// Graphs that are captured from one pool share its memory, so they must not run at the same time: launch them on one stream, or order
 /// them. A graph may overwrite data that another graph left in a freed buffer. A buffer that is kept alive keeps its memory exclusively.
 ///
 /// # Determinism
-/// A capture of the same program from a new pool gets the same offsets. So does a second capture from a pool with a reserved segment
-/// (`PoolConfig::builder().reserved(bytes)`), once the buffers of the first are dropped. A growing pool is larger for the second capture
-/// than it was for the first, so the best fit may be another block.
+/// If the same program is captured again from a new pool, it gets the same offsets. It also gets the same offsets from the same pool, if
+/// the pool has a reserved segment (`PoolConfig::builder().reserved(bytes)`) and the buffers of the first capture are dropped. A pool that
+/// grows is larger for the second capture than it was for the first, so the best fit may be a different block.
 ///
 /// # Order of work
 /// Beginning a capture waits on the host for all registered streams, because a graph cannot wait for work that was not captured. The
-/// program must order work that fills the graph's inputs before each launch.
+/// program must make each launch wait for the work that fills the graph's inputs.
 ///
 /// # Examples
 /// ```no_run
@@ -69,7 +70,7 @@ pub struct GraphPool {
 struct GraphPoolState {
     state: Arc<AllocatorState<CudaBackend>>,
     pool: PoolId,
-    /// Observer that prevents the core from releasing dead segments if the pool is trimmed through it.
+    /// Observer that prevents the core from releasing dead segments if the program trims the pool through the core's allocator.
     observer: ObserverId,
     /// Streams on which graphs of this pool were launched.
     launched_on: Mutex<Vec<StreamId>>,
@@ -104,8 +105,8 @@ impl GraphPool {
     /// Begins to capture the work that is submitted to the stream, and to streams that wait for it through
     /// [`CachingAllocator::wait`](crate::CachingAllocator::wait). Waits on the host for all registered streams first.
     ///
-    /// Other threads are not restricted. This thread is restricted as in CUDA's thread-local capture mode, except for the allocator's own
-    /// calls.
+    /// During the capture, other threads are not restricted. This thread is restricted as in CUDA's thread-local capture mode, except for
+    /// the allocator's own calls.
     ///
     /// # Errors
     /// Returns an error if the stream is already being captured or cannot be registered, or a driver call fails. No capture is begun in
@@ -146,8 +147,8 @@ impl GraphPool {
 }
 
 impl Drop for GraphPoolState {
-    /// Leaves the memory for the allocator's next trim: releasing it may block, and dropping must not. In a forked child, it belongs to the
-    /// parent.
+    /// Leaves the memory for the allocator's next trim, because releasing memory may block and dropping must not. In a forked child, the
+    /// memory belongs to the parent process and is not touched.
     fn drop(&mut self) {
         if is_forked() {
             return mem::forget(Arc::clone(&self.state));
@@ -179,7 +180,8 @@ impl GraphCapture {
     /// Ends the capture and instantiates its graph.
     ///
     /// # Errors
-    /// Returns an error if a call during the capture was not allowed, a stream that joined was not joined back, or nothing was captured.
+    /// Returns an error if a call during the capture was not allowed, a stream that joined the capture was not joined back to the first
+    /// stream, or nothing was captured.
     pub fn end(mut self) -> Result<DeviceGraph, CudaError> {
         let graph = self.end_capture().map_err(CudaError::Driver)?.ok_or(CudaError::EmptyCapture)?;
         Ok(DeviceGraph { graph, pool: self.pool.clone(), other_pools: Vec::new() })
@@ -231,7 +233,7 @@ impl fmt::Debug for GraphCapture {
 
 /// A captured graph and its memory. As in CUDA, only one thread at a time may use a graph.
 pub struct DeviceGraph {
-    // Dropped first: its memory must outlive it.
+    // Dropped first, because the pool's memory must outlive the graph.
     graph: CudaGraph,
     pool: GraphPool,
     /// Other pools whose memory the graph uses.

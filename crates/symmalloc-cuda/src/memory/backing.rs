@@ -35,7 +35,7 @@ impl Backed {
         self.exported.extend(parts.map(|part| (part, Arc::downgrade(memory))));
     }
 
-    /// Notes that the allocator is about to release `run`. The rest of the chunks that back it is unaffected.
+    /// Notes that the allocator is about to release `run`. The other parts of the chunks that back `run` are unaffected.
     pub(super) fn note_unmapped(&mut self, run: &Part) {
         self.exported.retain(|(part, memory)| {
             let goes = part.start < run.end && run.start < part.end;

@@ -1,7 +1,7 @@
 //! The backed parts of a range, and the physical chunks behind them.
 //!
-//! The driver releases memory only in the chunks in which it was mapped; it cannot split a chunk. The allocator may release any granule.
-//! The two are tracked separately:
+//! The driver releases memory only in the chunks in which it was mapped; it cannot split a chunk. The allocator, however, may release any
+//! granule. Therefore chunks and mapped parts are tracked separately:
 //!
 //! ```text
 //!  range    0        2        4        6        8 MiB
@@ -10,9 +10,9 @@
 //!                    └─ idle ─┘                            released by the allocator, kept until the whole chunk is unused
 //! ```
 //!
-//! C1: every mapped part lies in chunks. A chunk with no mapped part is released to the driver. Mapping an idle part again allocates no
-//! memory. With chunks of one granule, nothing is ever idle. Prefetched chunks (`prefetch_window.rs`) are the exception: no part of them is
-//! mapped yet.
+//! C1: every mapped part lies in chunks. When no part of a chunk is mapped anymore, the chunk is released to the driver. Until then, its
+//! unmapped parts are idle, and mapping them again allocates no memory. With chunks of one granule, nothing is ever idle. Prefetched chunks
+//! (`prefetch_window.rs`) are the exception: no part of them is mapped yet.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -22,11 +22,11 @@ pub(crate) type Part = Range<u64>;
 
 #[derive(Debug, Default)]
 pub(crate) struct Chunks {
-    /// Physical chunks, as start to end; disjoint.
+    /// Physical chunks: the end of each chunk, by its start. Chunks are disjoint.
     chunks: BTreeMap<u64, u64>,
-    /// Mapped parts, as start to end; disjoint, and no two are adjacent.
+    /// Mapped parts: the end of each part, by its start. Parts are disjoint, and no two are adjacent.
     mapped: BTreeMap<u64, u64>,
-    /// Chunks that could neither be made accessible nor released, start to end. No part of them is mapped.
+    /// Chunks that could neither be made accessible nor released: the end of each, by its start. No part of them is mapped.
     closed: BTreeMap<u64, u64>,
 }
 
@@ -149,7 +149,7 @@ impl Chunks {
         self.mapped.last_key_value().map_or(0, |(_, end)| *end)
     }
 
-    /// Returns the end of the memory that continues from `at` without a gap.
+    /// Returns the end of the chunks that continue from `at` without a gap.
     pub(crate) fn backed_end(&self, at: u64) -> u64 {
         let mut end = self.chunks.range(..at).next_back().map_or(at, |(_, end)| at.max(*end));
         while let Some(next) = self.chunks.get(&end) {

@@ -9,10 +9,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use symmalloc_core::backend::Part;
 
-/// Large enough to reach the full bus bandwidth.
+/// Size in bytes of a pinned chunk: large enough to reach the full bus bandwidth.
 pub(super) const CHUNK_BYTES: usize = 32 << 20;
 
-/// [`CHUNK_BYTES`] of pinned memory.
+/// A chunk of [`CHUNK_BYTES`] bytes of pinned memory.
 #[derive(Clone, Copy)]
 pub(super) struct Chunk(pub(super) u64);
 
@@ -38,7 +38,7 @@ impl Piece {
     }
 }
 
-/// Returns the pieces of parts that lie in consecutive chunks.
+/// Splits the parts of an image into pieces, each of which lies in one chunk. The image fills consecutive chunks.
 pub(super) fn pieces(parts: &[Part]) -> Vec<Piece> {
     let mut pieces = Vec::with_capacity(parts.len());
     for part in parts {
@@ -99,7 +99,8 @@ impl Copies {
         unsafe { self.device.driver().stream_synchronize(self.stream) }
     }
 
-    /// Waits for all copies, even after an error: the memory may be released afterwards.
+    /// Waits for all copies, even if `outcome` is an error, because the caller may release the memory afterwards. Returns `outcome` if it
+    /// is an error, and the result of the wait otherwise.
     pub(super) fn end<E: From<DriverError>>(&self, outcome: Result<(), E>) -> Result<(), E> {
         let waited = self.wait();
         outcome?;

@@ -1,6 +1,8 @@
-//! Memory from plain allocations: on a device without virtual memory, in pinned host memory, or through functions of the program.
+//! Memory from plain allocations: `cuMemAlloc` on a device without virtual memory, pinned host memory, or a source that the program
+//! supplies.
 //!
-//! `reserve` allocates the memory of a whole range, which stays until the range is released. Unmapped parts are idle until then.
+//! `reserve` allocates the memory of a whole range. This memory stays allocated until the range is released, so unmapped parts are idle
+//! until then.
 
 use super::chunks::Chunks;
 use super::interface::BackendMemory;
@@ -33,7 +35,7 @@ pub(crate) enum AllocationKind {
     Device,
     /// `cuMemHostAlloc`: page-locked for every context.
     PinnedHost,
-    /// Memory of the program's source.
+    /// Memory from a source that the program supplies.
     Source(Arc<dyn MemorySource>),
 }
 
@@ -99,7 +101,7 @@ impl DriverAllocations {
         }
     }
 
-    /// Returns an allocation and the aligned base within it.
+    /// Returns the address of an allocation, and the aligned base address within it.
     fn allocate_aligned(&self, size_bytes: u64) -> Result<(u64, u64), DriverError> {
         let allocation = self.allocate(size_bytes)?;
         if allocation.is_multiple_of(self.granularity_bytes) {
@@ -158,7 +160,7 @@ impl BackendMemory for DriverAllocations {
     fn release(&self, range: Range) -> Result<(), BackendError> {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
-        // Remove the range first: once the driver has the memory, it may return the same address to another thread's `reserve`.
+        // Remove the range first: once the driver has the memory back, it may return the same address to another thread's `reserve`.
         let removed = self.ranges().remove(&range.base.0);
         let removed = removed.ok_or(DriverError { call: "release", code: INVALID_VALUE })?;
         let freed = self.free(removed.allocation);

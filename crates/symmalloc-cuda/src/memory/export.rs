@@ -17,7 +17,7 @@ impl VirtualMemory {
         let backing = self.backing_around(part.start).ok_or(DmaBufRefusal::NotMapped)?;
         let parts = std::slice::from_ref(part);
         let chunks = self.find_chunks(parts, Some(memory)).ok_or(DmaBufRefusal::NotMapped)?;
-        // The lock keeps the chunks in place. Before the lock is taken, they may be unmapped, which `memory` is notified of.
+        // The lock keeps the chunks mapped. If they were unmapped before the lock was taken, `memory` has been notified.
         let _backed = backing.lock();
         if memory.state() != ExportState::Live {
             return Err(DmaBufRefusal::NotMapped);
@@ -53,15 +53,16 @@ impl VirtualMemory {
         Ok(handles)
     }
 
-    /// Releases handles outside of other driver calls. Handles that the driver does not release are released with later memory.
+    /// Releases handles for callers that have not entered the device's context. Handles that the driver fails to release are retried when
+    /// memory is released later.
     pub(super) fn release_all(&self, handles: &[c_ulonglong]) {
-        // Without the context, each release fails and is repeated later.
+        // If the context cannot be entered, each release fails and is retried later.
         let _current = self.device().enter();
         let _relaxed = self.device().driver().relax_capture();
         handles.iter().for_each(|handle| self.release_handle(*handle));
     }
 
-    /// Returns the address ranges of the chunks behind some parts of one range, each chunk once, or `None` if a part is not mapped.
+    /// Returns the address range of each chunk behind some parts of one range, without duplicates, or `None` if a part is not mapped.
     /// Registers `memory` to be notified before one of the parts is unmapped.
     pub(super) fn find_chunks(&self, parts: &[Part], memory: Option<&Arc<ExportedMemory>>) -> Option<Vec<Part>> {
         let backing = self.backing_around(parts.first()?.start)?;
@@ -88,7 +89,7 @@ impl VirtualMemory {
         let gone = DriverError { call: "cuMemRetainAllocationHandle", code: INVALID_VALUE };
         let backing = self.backing_around(chunk.start).ok_or(gone)?;
         let base = backing.range.base.0;
-        // The lock keeps the chunk in place.
+        // The lock keeps the chunk mapped.
         let backed = backing.lock();
         let inside = chunk.start - base..chunk.end.saturating_sub(base);
         if backed.chunks.overlapping_chunks(&inside).ne([inside.clone()]) {

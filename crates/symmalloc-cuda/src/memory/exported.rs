@@ -4,7 +4,7 @@
 //!  free ──────────────► ExportedList ──► ExportedMemory ── page ──► importers
 //!  unmap, release ────────────────────────────╯  ╰── peers: one lease each, whose other end the importer holds
 //! ```
-//! While nothing is exported, a free only reads one counter. Notifications are written before the change takes effect.
+//! While nothing is exported, a free only reads one counter. Importers are notified before a change takes effect.
 
 use super::chunks::Part;
 use super::share_page::{ExportState, SharePage};
@@ -44,16 +44,16 @@ pub struct ExportedMemory {
     page: SharePage,
     /// Address of each allocation's first byte, and its index in the export order.
     allocations: BTreeMap<u64, u32>,
-    /// Address ranges of the chunks behind them; empty while the export is being created.
+    /// Address ranges of the chunks behind the allocations; empty while the export is being created.
     chunks: OnceLock<Vec<Part>>,
     /// `true` if this process holds the chunks itself until the export ends, for a dma-buf.
     is_held: bool,
-    /// Processes that received an offer, each with a socket whose other end the process holds while it is attached.
+    /// Processes that received an offer, each with this process's end of a lease. The peer holds the other end while it is attached.
     peers: Mutex<Vec<(Peer, Lease)>>,
 }
 
 impl ExportedMemory {
-    /// Creates the state of an export whose memory only its peers keep.
+    /// Creates the state of an export whose memory is kept alive only by the export's peers.
     pub(crate) fn new(pool: PoolId, page: SharePage, addresses: impl IntoIterator<Item = u64>) -> Arc<Self> {
         Self::with(pool, page, addresses, false)
     }
@@ -107,8 +107,8 @@ impl ExportedMemory {
     }
 }
 
-/// One end of a lease, a socket. The other process notices when this end is closed or this process dies, also if a forked
-/// child lives on.
+/// One end of a lease. A lease is a socket: the other process notices when this end is closed or this process dies, even if a forked child
+/// of this process is still running.
 #[derive(Debug)]
 pub(crate) struct Lease {
     // Dropped before the descriptor is closed.
@@ -132,7 +132,7 @@ impl AsFd for Lease {
 pub(crate) fn is_held(lease: impl AsFd) -> bool {
     let mut nothing = [0_u8; 1];
     let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
-    // Nobody writes to the socket, so either there is nothing to read or it is closed.
+    // Nobody writes to the socket, so either there is nothing to read or the other end is closed.
     !matches!(rustix::net::recv(lease, &mut nothing, flags), Ok((_, 0)) | Err(rustix::io::Errno::CONNRESET))
 }
 
@@ -171,7 +171,7 @@ impl ExportedList {
         });
     }
 
-    /// Notifies importers that the allocator has ended, so this process no longer uses its memory.
+    /// Notifies importers that the allocator has ended, so this process no longer uses the exported memory.
     pub(crate) fn end_all(&self) {
         self.change(|list| list.drain(..).for_each(|memory| memory.page.leave_live(ExportState::Ended)));
     }
@@ -181,8 +181,8 @@ impl ExportedList {
         self.change(|list| list.clone())
     }
 
-    /// Returns the bytes of exported chunks of the selected pools that other processes have mapped, or that are held for a dma-buf. Counts a
-    /// chunk of several exports once.
+    /// Returns the bytes of exported chunks of the selected pools that other processes have mapped, or that are held for a dma-buf. A chunk
+    /// that belongs to several exports counts once.
     pub(crate) fn exported_bytes(&self, is_selected: impl Fn(PoolId) -> bool) -> u64 {
         let all = self.all();
         let is_in_use = |memory: &ExportedMemory| memory.is_held || !memory.attached().is_empty();

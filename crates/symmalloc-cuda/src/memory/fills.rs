@@ -4,8 +4,9 @@
 //!  mapped    │ chunk │ chunk │ chunk │ ...
 //!  copied            │ piece │ piece │ piece │      behind the mapping, on a stream
 //! ```
-//! Mapping takes a tenth of the time of copying, and runs concurrently with it. Waking a pool announces the pieces of its image. Mapping
-//! memory starts the copies of the announced pieces in it. `finish` copies the remaining pieces.
+//! Mapping memory takes a tenth of the time of copying, and runs concurrently with it. When a pool wakes, the pieces of its image are
+//! announced. Each mapping of memory then starts the copies of the announced pieces that lie in this memory. `finish` copies the remaining
+//! pieces.
 //!
 //! F1: copies into memory finish before that memory is unmapped, and all copies of a fill finish before its image is released.
 
@@ -74,7 +75,8 @@ impl Fills {
         self.lock().iter_mut().for_each(|fill| fill.begin_in(addresses));
     }
 
-    /// Waits for copies into these addresses before they are unmapped. A fill with such copies is dropped; announcing it again restarts it.
+    /// Waits for copies into these addresses before they are unmapped. A fill with such copies is dropped; a second announcement restarts
+    /// it.
     pub(super) fn unmapping(&self, addresses: &Range<u64>) {
         self.lock().retain(|fill| {
             let touches = |begun: &Range<u64>| begun.start < addresses.end && addresses.start < begun.end;

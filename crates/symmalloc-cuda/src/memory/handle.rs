@@ -36,7 +36,7 @@ pub enum ExportedHandle {
     Fabric(Box<[u8; FABRIC_BYTES]>),
 }
 
-/// A dma-buf, and the memory that it names. Its owner passes the handles to
+/// A dma-buf, and the memory that it refers to. Its owner passes the handles to
 /// [`release_held`](super::interface::BackendMemory::release_held).
 #[doc(hidden)]
 pub struct HeldDmaBuf {
@@ -47,10 +47,10 @@ pub struct HeldDmaBuf {
     pub(crate) chunks: Vec<Part>,
 }
 
-/// The reason there is no dma-buf of a range.
+/// The reason no dma-buf of a range could be created.
 #[doc(hidden)]
 pub enum DmaBufRefusal {
-    /// An address has no memory, or not that of the same range.
+    /// No memory is mapped at an address, or the addresses belong to different ranges.
     NotMapped,
     /// A driver call failed.
     Driver {

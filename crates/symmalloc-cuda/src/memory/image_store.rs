@@ -18,7 +18,7 @@ use symmalloc_files::without_signals;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ImageStorage {
-    /// Pinned host memory, which is slow to allocate and fast to copy. It is reused by later images.
+    /// Pinned host memory, which is slow to allocate and fast to copy. Later images reuse it.
     #[default]
     Pinned,
     /// Pageable host memory, which returns to the system when the pool wakes.
@@ -116,7 +116,7 @@ impl Pageable {
         self.len
     }
 
-    /// Returns the address of a byte.
+    /// Returns the address of the byte at `offset`.
     pub(super) fn at(&self, offset: usize) -> *const u8 {
         assert!(offset <= self.len);
         // SAFETY: the offset lies within the mapping.
@@ -150,7 +150,7 @@ pub(super) struct ImageFile {
     file: File,
     len: usize,
     key: RandomState,
-    /// Checksums by chunk. The last chunk may be shorter.
+    /// The checksum of each chunk. The last chunk may be shorter than the others.
     checksums: Vec<u64>,
 }
 
@@ -158,7 +158,8 @@ impl ImageFile {
     /// Creates a file for `len` bytes. It is deleted when it is closed.
     pub(super) fn create(folder: &Path, len: usize) -> Result<Self, BackendError> {
         let file = tempfile::tempfile_in(folder).map_err(|error| of_file("open", &error))?;
-        // A file that never had a name has the mode that the umask allows. Some file systems have no modes.
+        // A file that never had a name gets the mode that the umask allows, so restrict it here. Ignore an error, because some file systems
+        // have no modes.
         let _changed = file.set_permissions(Permissions::from_mode(0o600));
         Ok(ImageFile { file, len, key: RandomState::new(), checksums: Vec::new() })
     }

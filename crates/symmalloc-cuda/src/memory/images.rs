@@ -6,11 +6,11 @@
 //!  chunks    │ 32 MiB │ 32 MiB │ ...            pinned; other places need only two: one is copied while the other is written
 //! ```
 //! Pinned memory is slow to allocate (about 0.3 s per GiB), so a chunk that is no longer needed is kept for the next image until
-//! [`Images::release_idle`]. Copies use a dedicated stream and therefore wait for no other stream. The caller has waited for all users of
-//! the memory.
+//! [`Images::release_idle`]. Copies use a dedicated stream and therefore wait for no other stream: the caller has already waited for all
+//! users of the memory.
 //!
-//! A pool can have its own [storage](ImageStorage). It can also retain its image on the host after it wakes: the image stays readable, and the
-//! next one reuses its memory.
+//! A pool can have its own [storage](ImageStorage). It can also retain its image on the host after it wakes: the image stays readable, and
+//! the next image reuses its memory.
 
 use super::copies::{CHUNK_BYTES, Chunk, Copies, Direction, Piece, pieces};
 use super::fills::Fills;
@@ -46,12 +46,12 @@ struct KeptImages {
 #[derive(Default)]
 struct PoolImages {
     storage: Option<ImageStorage>,
-    /// The host keeps an image of the pool after the pool woke.
+    /// `true` if the host keeps the pool's image after the pool wakes.
     is_retained: bool,
     retained: Option<Arc<Saved>>,
 }
 
-/// An image.
+/// A saved image, with the parts of device memory that it contains.
 struct Saved {
     pool: PoolId,
     parts: Vec<Part>,
@@ -59,7 +59,7 @@ struct Saved {
 }
 
 impl Saved {
-    /// Returns the offset of device bytes in the image. It contains no empty ranges.
+    /// Returns the offset of device bytes in the image, or `None` if the image does not contain them all. An empty range is in no image.
     fn offset_of(&self, address: u64, size_bytes: u64) -> Option<usize> {
         let at = self.parts.iter().find_map(|part| {
             let offset = address.checked_sub(part.address.0)?;
@@ -73,9 +73,9 @@ impl Saved {
 /// The host's copy of device bytes, see [`CudaAllocator::saved_at`](crate::CudaAllocator::saved_at).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SavedBytes {
-    /// Contiguous at this host address, until the pool sleeps, wakes or is destroyed, or its storage changes.
+    /// The bytes are contiguous at this host address, until the pool sleeps, wakes or is destroyed, or its storage changes.
     Contiguous(*const u8),
-    /// In a file, or in several pieces: they can only be copied.
+    /// The bytes are in a file, or in several pieces, so they can only be copied.
     Scattered,
 }
 
@@ -95,7 +95,7 @@ impl Images {
         }
     }
 
-    /// Sets whether images of a pool on the host outlive its next wake. The next image replaces a retained one.
+    /// Sets whether the host keeps a pool's image after the pool's next wake. The next image replaces a retained one.
     pub(crate) fn set_retained(&self, pool: PoolId, is_retained: bool) {
         self.kept().pools.entry(pool).or_default().is_retained = is_retained;
     }
@@ -167,8 +167,8 @@ impl Images {
         Ok(Store::File(file))
     }
 
-    /// Implements [`Backend::expect_load`](symmalloc_core::backend::Backend::expect_load). Images elsewhere than in pinned memory are left to `load`,
-    /// as are all images if the driver cannot create a stream.
+    /// Implements [`Backend::expect_load`](symmalloc_core::backend::Backend::expect_load). Leaves an image that is not in pinned memory to
+    /// `load`, and every image if the driver cannot create a stream.
     pub(crate) fn expect_load(&self, image: Image, parts: &[Part]) {
         let saved = self.kept().images.get(&image.0).cloned();
         let Some(Store::Pinned(chunks)) = saved.as_deref().map(|saved| &saved.store) else { return };
@@ -202,7 +202,7 @@ impl Images {
         }
     }
 
-    /// Discards an image that is no longer needed, or retains it for its pool. Its chunks are kept for other images.
+    /// Discards an image that is no longer needed, or retains it for its pool. The chunks of a discarded image are kept for other images.
     pub(crate) fn discard(&self, image: Image) {
         let _current = self.device.enter();
         self.fills.forget(image.0);
@@ -326,7 +326,7 @@ impl Images {
     }
 
     fn free(&self, chunk: Chunk) -> Result<(), DriverError> {
-        // SAFETY: the chunk came from `host_allocate`, is freed only once, and all of its copies were waited for.
+        // SAFETY: the chunk came from `host_allocate`, is freed only once, and all copies to and from it are done.
         unsafe { self.device.driver().host_free(chunk.at(0)) }
     }
 
@@ -380,7 +380,7 @@ impl Images {
         let steps = || {
             for (at, group) in pieces.chunk_by(|one, next| one.chunk == next.chunk).enumerate() {
                 let chunk = staging[at % 2];
-                // SAFETY: the copies from this staging chunk were waited for; copies from the other chunk may still be running.
+                // SAFETY: the copies from this staging chunk are done; copies from the other chunk may still be running.
                 read(group[0].chunk, unsafe { slice_of(chunk, CHUNK_BYTES) })?;
                 copies.wait()?;
                 group.iter().try_for_each(|piece| copies.submit(piece, chunk, Direction::ToDevice))?;
@@ -408,7 +408,7 @@ impl Drop for Images {
 /// Returns the first `len` bytes of a staging chunk.
 ///
 /// # Safety
-/// No copy reads or writes the bytes while the slice is alive, and no other slice refers to them.
+/// While the slice is alive, no copy may read or write the bytes, and no other slice may refer to them.
 unsafe fn slice_of<'a>(chunk: Chunk, len: usize) -> &'a mut [u8] {
     assert!(len <= CHUNK_BYTES);
     // SAFETY: the chunk is initialized host memory of this size; the caller ensures exclusive access.

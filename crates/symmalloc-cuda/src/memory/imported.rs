@@ -3,8 +3,8 @@
 //! ```text
 //!  one process    chunk ── retain, export ──► handle ═══ socket ═══► map ── ImportedMemory    another process
 //! ```
-//! A handle keeps the memory alive, as a mapping does, so the handle is closed after it is mapped. Other modules send the handles and
-//! decide when the memory may be used: `sharing/` for programs, and the allocator of `symmalloc-torch` for tensors.
+//! Both a handle and a mapping keep the memory alive, so a handle is closed as soon as its memory is mapped. Other modules send the handles
+//! and decide when the memory may be used: `sharing/` for programs, and the allocator of `symmalloc-torch` for tensors.
 
 use super::exported::Access;
 use super::handle::HandleKind;
@@ -46,12 +46,12 @@ impl ImportedMemory {
     /// Maps a chunk from a file descriptor at the given offsets, which must be after the parts that are already mapped.
     ///
     /// # Errors
-    /// Returns an error if a driver call fails because the descriptor refers to no memory, or to memory of another size or device.
+    /// Returns an error if a driver call fails because the descriptor refers to no memory, or to memory of a different size or device.
     pub fn map_file(&mut self, chunk: &Range<u64>, file: &OwnedFd) -> Result<(), DriverError> {
         self.map(chunk, file.as_raw_fd() as usize as *mut c_void, HandleKind::FileDescriptor)
     }
 
-    /// Maps a handle: a descriptor passed in place of a pointer, or a pointer to a fabric handle.
+    /// Maps the memory of a handle. `shareable` is either a file descriptor, passed in place of a pointer, or a pointer to a fabric handle.
     pub(crate) fn map(
         &mut self,
         chunk: &Range<u64>,

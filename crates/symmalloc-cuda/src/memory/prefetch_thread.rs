@@ -1,4 +1,4 @@
-//! Virtual memory that a background thread prefetches ahead of its growth.
+//! Virtual memory that a background thread prefetches before a range grows into it.
 //!
 //! ```text
 //!  caller   map ── takes prefetched chunks, makes the rest ── requests more ──► continues
@@ -10,8 +10,8 @@
 //! driver calls only determine which thread creates a chunk. The allocator sees no difference, because prefetched memory lies beyond the
 //! end of the memory that it has mapped.
 //!
-//! A chunk is created under its range's lock, so a caller that needs the range waits for at most that chunk, and then uses it. Callers take
-//! precedence. The thread is started at the first request, and ends with the backend, after its current driver call.
+//! A chunk is created under its range's lock, so a caller that needs the range waits for at most one chunk, and then uses that chunk.
+//! Callers take precedence. The thread is started at the first request. It ends when the backend is dropped, after its current driver call.
 
 use super::backing::Backing;
 use super::chunks::Part;
@@ -49,7 +49,7 @@ struct Work {
 
 #[derive(Default)]
 struct Tasks {
-    /// Ranges to prefetch for, each once.
+    /// Ranges to prefetch for, without duplicates.
     ranges: VecDeque<Arc<Backing>>,
     is_over: bool,
 }
@@ -69,7 +69,7 @@ impl Prefetching {
             let name = "symmalloc-prefetch".to_owned();
             match std::thread::Builder::new().name(name).spawn(move || work.run(&memory)) {
                 Ok(handle) => *thread = Some(Thread { handle, process: std::process::id() }),
-                // Growth creates its memory directly, and the next growth tries to start the thread again.
+                // Without the thread, a growth creates its memory itself. The next growth tries to start the thread again.
                 Err(error) => {
                     tracing::warn!(name: "memory.prefetch_unstarted", target: "symmalloc", %error);
                     return;
@@ -182,7 +182,7 @@ impl Drop for Prefetching {
         self.work.changed.notify_all();
         let thread = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(thread) = thread.filter(|thread| thread.process == std::process::id()) {
-            // The thread does not panic. If a subscriber of its events does, there is nothing left to do here.
+            // The thread itself does not panic. If a subscriber to its tracing events panics, there is nothing left to do here.
             let _ended = thread.handle.join();
         }
         self.memory.release_prefetched();

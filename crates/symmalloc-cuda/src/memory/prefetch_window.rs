@@ -8,12 +8,13 @@
 //!
 //! The rule depends only on the range's past growth:
 //!
-//! - After each growth, the target is as much memory ahead as the range's extent, up to the configured limit and the end of its
-//!   addresses.
-//! - Memory is created in chunks of one *unit*: the greatest common divisor of the largest chunk size and all growth sizes of the range.
-//!   Growth with the same step size therefore takes whole chunks, and leaves no partial chunk that another range would lack.
-//! - A growth that does not take whole chunks gets new memory, and the prefetched memory is released. The unit becomes smaller, so this
-//!   happens at most as often as a chunk can be divided.
+//! - After each growth, the amount to prefetch equals the range's extent, limited by the configuration and by the addresses that remain in
+//!   the range.
+//! - Memory is created in chunks of one *unit*: the greatest common divisor of the largest chunk size and all growth sizes of the range. A
+//!   range that always grows by the same amount therefore takes whole chunks, and no unused remainder of a chunk occupies memory that
+//!   another range may need.
+//! - If a growth would take only a part of a chunk, it gets new memory, and the prefetched memory is released. The unit becomes smaller
+//!   each time, so this happens at most as often as a chunk can be divided.
 //! - When memory of the range is released, the prefetched memory is released too, and prefetching pauses until the range grows again.
 //!
 //! A1: no part of the prefetched memory is mapped, chunks tile it, and no mapping begins or ends inside one of them. All of it can be
@@ -62,7 +63,7 @@ impl PrefetchWindow {
         self.made.end = chunk.end;
     }
 
-    /// Returns `true` if a growth to `end` would take a part of a chunk.
+    /// Returns `true` if a growth to `end` would take only a part of a chunk.
     pub(crate) fn is_cut_at(&self, end: u64) -> bool {
         self.made.start < end && end < self.made.end && !(end - self.made.start).is_multiple_of(self.unit_bytes)
     }
@@ -78,7 +79,7 @@ impl PrefetchWindow {
         std::mem::take(&mut self.made)
     }
 
-    /// Records that the range grew by `growth`, which ends at the range's mapped end. Memory after it is backed up to `backed_end`.
+    /// Records that the range grew by `growth`, which ends at the range's mapped end. The range is backed as far as `backed_end`.
     pub(crate) fn grow(&mut self, growth: &Part, backed_end: u64, range_bytes: u64, rule: &PrefetchRule) {
         debug_assert!(!self.is_cut_at(growth.end));
         let grown_bytes = growth.end - growth.start;

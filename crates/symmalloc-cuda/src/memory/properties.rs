@@ -9,7 +9,7 @@ use std::path::Path;
 pub(super) fn granularity_of(device: &CudaDevice, properties: &MemProperties) -> Result<u64, DriverError> {
     let _current = device.enter()?;
     let mut bytes = 0_usize;
-    // SAFETY: `bytes` is valid for writing, the properties for reading. 1: the recommended granularity.
+    // SAFETY: `bytes` is valid for writing, the properties for reading. The flag 1 selects the recommended granularity.
     unsafe { device.driver().granularity(&raw mut bytes, &raw const *properties, 1) }?;
     Ok(bytes as u64)
 }
@@ -35,7 +35,7 @@ pub(super) fn supported_properties(
         let candidate = properties(handle_types, gpu_direct_rdma);
         match with_spare(device, || try_one_granule(device, &candidate)) {
             Ok(()) => return Ok(candidate),
-            // A full device reveals nothing about handle types.
+            // A failure because the device is full reveals nothing about handle types.
             Err(DriverError { code: OUT_OF_MEMORY, .. }) => return Ok(properties(posix_fd, rdma)),
             Err(error) => refusal = Some(error),
         }

@@ -4,9 +4,9 @@
 //!  exporter                          importers, read only
 //!  word: state │ allocation  ──────► one load per query
 //! ```
-//! The exporter writes once, before the state changes. If the exporter dies, the word stays as it is: nobody writes to the memory anymore,
-//! so the importers' mappings stay valid. The page is sealed: an exporter cannot shrink it under an importer, and an importer cannot map it
-//! for writing.
+//! The exporter writes the state once, before it changes the memory. If the exporter dies, the state remains as it is: nobody writes to the
+//! memory anymore, so the importers' mappings stay valid. The page is sealed: an exporter cannot shrink it while an importer reads it, and
+//! an importer cannot map it for writing.
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
@@ -24,11 +24,11 @@ const PAGE_BYTES: usize = 4096;
 pub enum ExportState {
     /// The exporter still uses the memory as it was exported.
     Live,
-    /// The exporter freed the allocation with this index in the export order. Its contents are undefined from then on.
+    /// The exporter freed the allocation with this index in the export order. The contents of this allocation are undefined from then on.
     Freed(u32),
     /// The exporter returned the memory to the device, or its pool is asleep. Importers keep the memory with its last contents.
     Unmapped,
-    /// The exporter withdrew it, see [`Export::withdraw`](crate::Export::withdraw).
+    /// The exporter withdrew the export, see [`Export::withdraw`](crate::Export::withdraw).
     Withdrawn,
     /// The exporter's allocator has ended and no longer writes to the memory. Importers keep the memory.
     Ended,
@@ -50,7 +50,7 @@ impl ExportState {
         }
     }
 
-    /// Decodes a word. An unknown word means that the memory must not be used.
+    /// Decodes the page's word. An unknown word counts as [`Withdrawn`](Self::Withdrawn), so the memory must not be used.
     pub(crate) fn of_word(word: u64) -> Self {
         match word & 0xff {
             1 => ExportState::Live,
@@ -103,7 +103,8 @@ impl SharePage {
         Ok(page)
     }
 
-    /// Opens the page that an exporter sent. Returns `None` if it is not a page, or could be shrunk while it is read.
+    /// Opens the page that an exporter sent. Returns `None` if the file is too small, or is not sealed and could therefore shrink while it
+    /// is read.
     pub(crate) fn open(file: OwnedFd) -> Option<Self> {
         let size = rustix::fs::fstat(&file).ok()?.st_size;
         let is_sealed = rustix::fs::fcntl_get_seals(&file).ok()?.contains(SealFlags::SHRINK);
@@ -123,8 +124,8 @@ impl SharePage {
         ExportState::of_word(self.word().load(Ordering::Acquire))
     }
 
-    /// Changes the state from live to `state`. Later changes have no effect, nor have those of a forked child, whose copy of the exporter does
-    /// not own the memory.
+    /// Changes the state from live to `state`. Later calls have no effect. Calls in a forked child have no effect either, because the
+    /// child's copy of the exporter does not own the memory.
     pub(crate) fn leave_live(&self, state: ExportState) {
         if is_forked() {
             return;

@@ -2,7 +2,7 @@
 //!
 //! Spare memory belongs to no allocation yet, but it occupies the device. When the driver is out of memory, all spare memory of the process
 //! on this device is released, prefetching pauses, and the request is retried. No request of this process therefore fails because of spare
-//! memory. Requests by other processes or libraries cannot be handled here.
+//! memory. Requests that other processes or libraries make to the driver can still fail.
 
 use crate::device::CudaDevice;
 use crate::error::{DriverError, OUT_OF_MEMORY};
@@ -25,7 +25,7 @@ fn prefetched() -> MutexGuard<'static, Vec<Weak<dyn Prefetched>>> {
     PREFETCHED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Registers this memory with [`with_spare`] until it is dropped.
+/// Registers `memory` as a source that [`with_spare`] can release, until `memory` is dropped.
 pub(super) fn announce(memory: &Arc<impl Prefetched + 'static>) {
     let memory: Arc<dyn Prefetched> = memory.clone();
     let mut all = prefetched();

@@ -1,20 +1,20 @@
 //! Virtual memory of a device: addresses are reserved first, and physical chunks are mapped as the allocator requests.
 //!
-//! A chunk's handle is released as soon as it is mapped. The mapping keeps the memory alive, and unmapping releases it. Code that needs the
-//! handle (such as NCCL) gets it with `cuMemRetainAllocationHandle`.
+//! A chunk's handle is released as soon as the chunk is mapped. The mapping keeps the memory alive, and unmapping releases it. Code that
+//! needs the handle (such as NCCL) gets it with `cuMemRetainAllocationHandle`.
 //!
 //! Chunk sizes: mapping a whole range (fixed and reserved segments) creates one chunk, because NCCL before 2.30.3 requires one physical
 //! allocation per window. Growth of an expandable range is split into chunks, because trimming releases whole chunks only. Unless the
 //! program configures the chunk size, it is 32 MiB until the range extends to 2 GiB, and then a power of two between 1/64 and 1/32 of the
 //! extent. On an H200 a chunk of 2 to 64 MiB costs 34 to 38 us to create and 29 to 45 us to release, so the number of chunks matters more
-//! than their size (`docs/device-memory.md`). Setting access for many chunks in one call saves no time. Neither does unmapping from several
-//! threads.
+//! than their size (`docs/device-memory.md`). Neither setting access for many chunks in one call nor unmapping from several threads saves
+//! time.
 //!
-//! Memory that may be stitched is mapped in chunks of one piece each. A piece is mapped into another range by its handle, because a mapping
-//! covers a handle from its start. Memory returns to the device when its last mapping is removed.
+//! Memory that may be stitched is mapped in chunks of one piece each, because a piece is mapped into another range by the handle of its
+//! chunk, and such a mapping always begins at the chunk's start. Memory returns to the device when its last mapping is removed.
 //!
-//! Chunks may be prefetched ahead of growth (`prefetch_window.rs` decides which, `prefetch_thread.rs` creates them). They are mapped at
-//! their final addresses and accessible, beyond the end of the memory that the allocator uses.
+//! Chunks may be prefetched ahead of growth (`prefetch_window.rs` decides which, `prefetch_thread.rs` creates them). Prefetched chunks are
+//! already mapped and accessible at their final addresses, beyond the end of the memory that the allocator uses.
 
 use super::addresses::{AddressSource, Descending};
 use super::backing::{Backed, Backing};
@@ -53,14 +53,16 @@ pub(crate) struct VirtualMemory {
     access: RwLock<SmallVec<[MemAccess; 1]>>,
     granularity_bytes: u64,
     chunk_bytes: u64,
-    /// `None`: the program configured the chunk size, so all chunks have `chunk_bytes`.
+    /// Maximum number of chunks for one mapping of a range. `None` if the program configured the chunk size: all chunks then have
+    /// `chunk_bytes`.
     chunks_max: Option<u64>,
     addresses: AddressSource,
-    /// `None`: prefetching is disabled.
+    /// `None` if prefetching is disabled.
     rule: Option<PrefetchRule>,
     /// Number of callers that found the device full. Prefetching pauses while it is not 0.
     paused: AtomicUsize,
-    /// `true` if the driver ran out of memory and none was released since. Prefetched memory would then be missing elsewhere.
+    /// `true` if the driver ran out of memory and none has been released since. Nothing is prefetched in that case, because other requests
+    /// need the memory.
     is_full: AtomicBool,
     /// Ranges by base address. Each has a separate lock, because mapping takes tens of microseconds.
     ranges: Mutex<BTreeMap<u64, Arc<Backing>>>,
@@ -175,7 +177,7 @@ impl VirtualMemory {
         (address - base < backing.range.size_bytes).then(|| Arc::clone(backing))
     }
 
-    /// Maps a part, in chunks of `piece_bytes` each if that is given.
+    /// Maps a part. If `piece_bytes` is given, each chunk has this size.
     fn map_once(&self, range: Range, part: &Part, piece_bytes: Option<u64>) -> Result<(), DriverError> {
         let backing = self.backing(range, "cuMemMap")?;
         let mut backed = backing.lock();
@@ -222,8 +224,8 @@ impl VirtualMemory {
         self.chunk_bytes.max(self.chunks_max.map_or(0, few))
     }
 
-    /// Backs `gap` with new accessible chunks that end every `step` bytes after `cut_from`. On error no chunk is left, except for chunks
-    /// that the driver did not release, which become idle.
+    /// Backs `gap` with new accessible chunks that end every `step` bytes after `cut_from`. On error no new chunk remains, except for
+    /// chunks that the driver did not release, which become idle.
     fn back(&self, chunks: &mut Chunks, range: Range, gap: &Part, step: u64, cut_from: u64) -> Result<(), DriverError> {
         let mut at = gap.start;
         let mut outcome = Ok(());
@@ -326,11 +328,12 @@ impl VirtualMemory {
         self.paused.load(Ordering::Relaxed) == 0 && !self.is_full.load(Ordering::Relaxed)
     }
 
-    /// Creates the next prefetched chunk of the range. Returns `true` if the thread may create another one: not after an error, and not
-    /// while a caller waits for the range, because that caller requests more itself.
+    /// Creates the next prefetched chunk of the range. Returns `true` if the thread may create another one. Returns `false` after an error,
+    /// and while a caller waits for the range, because that caller then requests more prefetching itself.
     pub(crate) fn prefetch_chunk(&self, backing: &Backing) -> bool {
         let Some(mut backed) = backing.lock_behind_callers() else { return false };
-        // Checked under the lock: a caller that pauses prefetching takes the lock afterwards to release prefetched memory.
+        // Checked under the lock: a caller that pauses prefetching takes the lock afterwards to release prefetched memory, so it misses no
+        // chunk.
         if !self.may_prefetch() {
             return false;
         }
@@ -435,7 +438,7 @@ impl BackendMemory for VirtualMemory {
         Ok(with_spare(&self.device, || self.map_once(at.0, &part, Some(piece_bytes)))?)
     }
 
-    /// Prefetched chunks have sizes that do not match pieces, so aliasing requires prefetching to be disabled.
+    /// Returns `true` if prefetching is disabled: the sizes of prefetched chunks do not match pieces.
     fn can_alias(&self) -> bool {
         self.rule.is_none()
     }
@@ -498,7 +501,7 @@ impl BackendMemory for VirtualMemory {
             self.unmap_run(range, &run)?;
             chunks.remove_chunks(&run);
         }
-        // Remove the range first: once the driver has the address, it may return it to another thread's `reserve`.
+        // Remove the range first: once the driver has the addresses back, it may return them to another thread's `reserve`.
         let removed = self.ranges().remove(&range.base.0);
         let freed = self.addresses.free(range.base.0, range.size_bytes);
         if let (Err(_), Some(removed)) = (freed, removed) {
@@ -527,7 +530,7 @@ impl BackendMemory for VirtualMemory {
             backed.chunks.runs().iter().try_for_each(|run| self.set_access(backing.range, run))
         });
         if set.is_err() {
-            // Access that was already set stays set, which is harmless.
+            // On error, access that was already set for some ranges stays set, which is harmless.
             let mut access = self.access.write().unwrap_or_else(PoisonError::into_inner);
             access.retain(|entry| entry.location != granted.location);
         }

@@ -21,9 +21,9 @@ use symmalloc_files::is_forked;
 ///
 /// # Dropping
 /// Dropping a pool does not destroy it, because releasing its memory can block until the device has finished using it. Once all of its
-/// allocations and buffers are dropped as well, the pool is destroyed by the allocator's next [`trim_all`](crate::CachingAllocator::trim_all). A
-/// private pool is also destroyed before the limit over all pools refuses a request. A symmetric pool is not, because ranks compare its
-/// ops: destroy it explicitly.
+/// allocations and buffers are dropped as well, the pool is destroyed by the allocator's next
+/// [`trim_all`](crate::CachingAllocator::trim_all). A private pool is also destroyed if the limit over all pools is about to refuse a
+/// request. A symmetric pool is not destroyed in that case, because ranks compare its ops: destroy it explicitly.
 ///
 /// # Examples
 /// ```no_run
@@ -55,7 +55,7 @@ impl<B: CudaMemory> Pool<B> {
         self.lease.pool
     }
 
-    /// Ends the use of the pool's memory, for example by one request, and keeps the memory for the next one. Makes no driver call.
+    /// Ends the use of the pool's memory, for example by one request, and keeps the memory for the next use. Makes no driver call.
     ///
     /// Buffers own their allocations, so all of them must be dropped first. Allocations without an owner, from
     /// [`CachingAllocator::allocate`](crate::CachingAllocator::allocate), can be freed all at once with
@@ -63,20 +63,20 @@ impl<B: CudaMemory> Pool<B> {
     /// pools.
     ///
     /// # Errors
-    /// Returns [`PoolError::InUse`](symmalloc_core::errors::PoolError::InUse) with the number and bytes of the live allocations if there are
-    /// any, and an error if the pool was destroyed. Nothing changes in that case.
+    /// Returns [`PoolError::InUse`](symmalloc_core::errors::PoolError::InUse) with the number and bytes of the live allocations if there
+    /// are any, and a different error if the pool was destroyed. Nothing changes in that case.
     pub fn reset(&self) -> Result<(), CudaError> {
         Ok(self.lease.state.core().reset_unused_pool(self.lease.pool)?)
     }
 
     /// Destroys the pool: releases its memory to the device, including reserved segments, and blocks the host until the streams that used
-    /// it are done. Returns the released bytes. Later allocations from the pool, by allocators of
-    /// [`with_pool`](crate::CachingAllocator::with_pool), return an error.
+    /// the memory are done with it. Returns the number of released bytes. Afterwards, allocators from
+    /// [`with_pool`](crate::CachingAllocator::with_pool) return an error when they allocate.
     ///
     /// # Errors
-    /// Returns [`PoolError::InUse`](symmalloc_core::errors::PoolError::InUse) if allocations or buffers of the pool are live, and an error
-    /// if the pool is observed; the pool is unchanged in these cases. If a driver call fails, the pool is destroyed and
-    /// [`trim_all`](crate::CachingAllocator::trim_all) retries to release the rest.
+    /// Returns [`PoolError::InUse`](symmalloc_core::errors::PoolError::InUse) if allocations or buffers of the pool are live, and a
+    /// different error if the pool is observed; the pool is unchanged in these cases. If a driver call fails, the pool is destroyed and
+    /// [`trim_all`](crate::CachingAllocator::trim_all) tries again to release the rest.
     pub fn destroy(&self) -> Result<u64, CudaError> {
         self.lease.state.destroy_pool(self.lease.pool)
     }
@@ -92,7 +92,7 @@ impl<B: CudaMemory> fmt::Debug for Pool<B> {
     }
 }
 
-/// Keeps a pool alive and looks up the pool's state for a stream.
+/// A reference that keeps a pool alive, and looks up the pool's allocator for each stream.
 pub(crate) struct PoolLease<B: CudaMemory> {
     state: Arc<AllocatorState<B>>,
     pool: PoolId,
@@ -126,7 +126,8 @@ impl<B: CudaMemory> PoolLease<B> {
         }
     }
 
-    /// Registers a stream that is new, or known by another wrapper.
+    /// Registers a stream whose `CudaStream` is not in the table. The stream is new, or it is already registered through a different
+    /// `CudaStream`.
     #[cold]
     fn register(&self, stream: &Arc<CudaStream>) -> Result<&Arc<StreamAllocator<B>>, CudaError> {
         Ok(self.registered_stream(self.state.register(stream, None)?))
@@ -145,7 +146,7 @@ impl<B: CudaMemory> PoolLease<B> {
 impl<B: CudaMemory> Drop for PoolLease<B> {
     fn drop(&mut self) {
         if is_forked() {
-            // The allocator belongs to the parent, so it never ends in a child.
+            // The allocator belongs to the parent process, so a child keeps a reference forever and never drops the allocator.
             mem::forget(Arc::clone(&self.state));
         } else if self.pool != PoolId::DEFAULT {
             self.state.abandon(self.pool);

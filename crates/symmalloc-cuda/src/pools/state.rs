@@ -1,4 +1,4 @@
-//! The state that clones of an allocator and its buffers share: the core's allocator, with CUDA streams for stream ids.
+//! The state that clones of an allocator and its buffers share: the core's allocator, called with CUDA streams instead of stream ids.
 
 use crate::backend::CudaMemory;
 use crate::device::CudaDevice;
@@ -30,7 +30,7 @@ pub(crate) struct AllocatorState<B: CudaMemory> {
 /// A graph pool to destroy as soon as it has no allocations.
 pub(crate) struct AbandonedPool {
     pub(crate) pool: PoolId,
-    /// `None` once it was removed.
+    /// `None` once the observer was removed.
     pub(crate) observer: Option<ObserverId>,
     /// Streams whose work may use the pool's memory without the core's knowledge.
     pub(crate) streams: Vec<StreamId>,
@@ -73,7 +73,7 @@ impl<B: CudaMemory> AllocatorState<B> {
         &self.exported
     }
 
-    /// Frees a live allocation. Notifies processes that have mapped it first.
+    /// Frees a live allocation. First notifies the processes that have mapped it.
     #[inline]
     pub(crate) fn free(&self, handle: Handle, address: u64) -> Result<(), FreeError> {
         if !self.exported.is_empty() {
@@ -82,7 +82,7 @@ impl<B: CudaMemory> AllocatorState<B> {
         self.core.free(handle)
     }
 
-    /// Returns the id of a stream, and registers the stream if necessary, in this group or in its own.
+    /// Returns the id of a stream, and registers the stream if necessary: in `group`, or in a group of its own if `group` is `None`.
     pub(crate) fn register(&self, stream: &Arc<CudaStream>, group: Option<StreamId>) -> Result<StreamId, CudaError> {
         if let Some(id) = self.streams().find(stream) {
             return Ok(id);
@@ -121,14 +121,14 @@ impl<B: CudaMemory> AllocatorState<B> {
         Ok(id)
     }
 
-    /// Orders `stream` after `on` on the device, and notifies the core.
+    /// Makes later work on `stream` wait for the work submitted to `on`, and notifies the core.
     pub(crate) fn wait(&self, stream: StreamId, on: StreamId) -> Result<(), BackendError> {
         if stream == on {
             return Ok(());
         }
         self.streams().order_behind(stream, on)?;
         if !self.device().is_capturing() {
-            // An order within a capture applies only to its graph.
+            // During a capture, the wait may order only the work of a graph, so the core must not rely on it.
             let _known = self.core.note_stream_wait(stream, on);
         }
         Ok(())
@@ -186,7 +186,7 @@ impl<B: CudaMemory> AllocatorState<B> {
         Ok(pool)
     }
 
-    /// Creates a pool whose free memory trims leave alone until the pool is abandoned.
+    /// Creates a pool that keeps its free memory in a trim, until the pool is abandoned.
     pub(crate) fn create_untrimmed_pool(&self, config: PoolConfig) -> Result<PoolId, CudaError> {
         Ok(self.core.create_pool(fitting(self.core.backend(), config)?)?)
     }
@@ -204,7 +204,8 @@ impl<B: CudaMemory> AllocatorState<B> {
     /// See [`CachingAllocator::trim_all`](crate::CachingAllocator::trim_all).
     pub(crate) fn trim_all(&self) -> Result<u64, CudaError> {
         let (mut released_bytes, mut failure, mut outcome) = (0, None, Ok(()));
-        // Memory that the driver did not release when its pool was destroyed. Pools that are destroyed below are retried by the next trim.
+        // Retry the memory that the driver did not release when its pool was destroyed. If the driver keeps memory of a pool that is
+        // destroyed below, the next trim retries it.
         let retried = self.core.trim_destroyed_pools();
         for destroyed in
             [self.core.destroy_abandoned().map_err(CudaError::from), self.destroy_abandoned_graphs(|_| true)]
@@ -234,41 +235,42 @@ impl<B: CudaMemory> AllocatorState<B> {
         failure.map_or(Ok(released_bytes), |error| Err(TrimError::Backend { released_bytes, error }.into()))
     }
 
-    /// Destroys abandoned private pools, and releases the free memory of the others and prefetched memory. Returns the number of bytes
-    /// released.
+    /// Destroys abandoned private pools, and releases prefetched memory and the free memory of the other private pools. Returns the number
+    /// of bytes released.
     pub(crate) fn trim_private(&self) -> u64 {
         let reserved_before = self.core.stats().reserved_bytes.current;
         // If the driver fails to release some memory, the next trim retries.
         let _failed = self.core.destroy_abandoned_private();
         let _failed = self.destroy_abandoned_graphs(|pool| may_trim_alone(&self.core, *pool));
         let destroyed_bytes = reserved_before.saturating_sub(self.core.stats().reserved_bytes.current);
-        // Other pools are those of graphs, which use their free memory when they run, and pools that a program created in the core.
+        // Pools that are not in this list belong to graphs, which use their free memory when they run, or were created by the program
+        // through the core.
         let trimmable = lock(&self.trimmable).clone();
         let released_bytes = trim_private_pools(&self.core, |pool| !trimmable.contains(&pool));
         destroyed_bytes + released_bytes + self.core.backend().memory().release_spare()
     }
 
-    /// Marks a pool without owners. The next [`trim_all`](Self::trim_all) destroys it if possible, and so does the core before a
-    /// limit refuses a request if the pool is private.
+    /// Marks a pool as having no owners. The next [`trim_all`](Self::trim_all) destroys it if possible. If the pool is private, the core
+    /// also destroys it when a limit is about to refuse a request.
     pub(crate) fn abandon(&self, pool: PoolId) {
         lock(&self.trimmable).retain(|other| *other != pool);
         self.core.abandon_pool(pool);
     }
 
-    /// Marks a graph pool without owners. The next [`trim_all`](Self::trim_all) destroys it if possible.
+    /// Marks a graph pool as having no owners. The next [`trim_all`](Self::trim_all) destroys it if possible.
     pub(crate) fn abandon_graph_pool(&self, abandoned: AbandonedPool) {
         lock(&self.abandoned_graphs).push(abandoned);
     }
 
-    /// Destroys a pool that has owners. Returns the released bytes.
+    /// Destroys a pool that has owners. Returns the number of released bytes.
     pub(crate) fn destroy_pool(&self, pool: PoolId) -> Result<u64, CudaError> {
         let released_bytes = self.core.destroy_pool(pool)?;
         lock(&self.trimmable).retain(|other| *other != pool);
         Ok(released_bytes)
     }
 
-    /// Destroys the selected abandoned graph pools that have neither allocations nor another observer. Returns the
-    /// released bytes.
+    /// Destroys the selected abandoned graph pools that have neither allocations nor another observer. Returns the number of released
+    /// bytes.
     fn destroy_abandoned_graphs(&self, is_selected: impl Fn(&PoolId) -> bool) -> Result<u64, CudaError> {
         let mut all = lock(&self.abandoned_graphs);
         let (abandoned, others): (Vec<_>, Vec<_>) = all.drain(..).partition(|entry| is_selected(&entry.pool));
@@ -306,16 +308,16 @@ impl<B: CudaMemory> AllocatorState<B> {
     }
 }
 
-/// Releases the free memory of the pools that ranks do not compare, except those for which `is_excluded` returns `true`, which must include the
-/// pools of graphs. Leaves alone symmetric pools, pools with a quota, and pools with an observer. Memory that the driver fails to release
-/// stays. Returns the number of bytes released.
+/// Releases the free memory of the pools that ranks do not compare, except those for which `is_excluded` returns `true`, which must include
+/// the pools of graphs. Skips symmetric pools, pools with a quota, and pools with an observer. Memory that the driver fails to release
+/// stays reserved. Returns the number of bytes released.
 pub fn trim_private_pools<B: Backend>(core: &SharedAllocator<B>, is_excluded: impl Fn(PoolId) -> bool) -> u64 {
     let pools = core.pools().into_iter().filter(|pool| may_trim_alone(core, *pool) && !is_excluded(*pool));
     let released = pools.map(|pool| match core.trim_pool(pool) {
         Ok(bytes) => bytes,
         // The core logged the failure.
         Err(TrimError::Backend { released_bytes, .. }) => released_bytes,
-        // The pool was destroyed meanwhile.
+        // The pool has been destroyed in the meantime.
         Err(_) => 0,
     });
     released.sum()

@@ -1,4 +1,4 @@
-//! The allocator for one (pool, stream).
+//! The allocator for one pool and one stream.
 //!
 //! ```text
 //!  allocator ─┐
@@ -20,7 +20,7 @@ use symmalloc_core::{Allocation, Handle, PoolId, StreamId};
 /// An allocator for work on one stream, with memory from one pool. Returned by
 /// [`CachingAllocator::for_stream`](crate::CachingAllocator::for_stream).
 ///
-/// Its buffers borrow it, whereas buffers of [`CudaAllocator`](crate::CudaAllocator) hold a reference count. Borrowing saves two atomic
+/// Its buffers borrow it, whereas buffers of [`CudaAllocator`](crate::CudaAllocator) hold a counted reference. Borrowing saves two atomic
 /// operations per buffer. Holding a `StreamAllocator` keeps the allocator's memory alive, but not that of a [`Pool`](crate::Pool).
 ///
 /// # Examples
@@ -40,7 +40,7 @@ use symmalloc_core::{Allocation, Handle, PoolId, StreamId};
 /// let weights: DeviceBuffer<f32, &'static StreamAllocator> = engine.alloc_zeroed(4096)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-// Aligned to a separate cache line, because every counted buffer writes to it.
+// Aligned to a separate cache line, because every counted buffer writes to the reference count.
 #[repr(align(128))]
 pub struct StreamAllocator<B: CudaMemory = CudaBackend> {
     state: Arc<AllocatorState<B>>,
@@ -67,7 +67,8 @@ impl<B: CudaMemory> StreamAllocator<B> {
         self.id
     }
 
-    /// Returns the pool that this allocator allocates from, except during a capture, which uses its own pool.
+    /// Returns the pool that this allocator allocates from. While the stream is part of a capture, allocations come from the capture's pool
+    /// instead.
     pub fn pool(&self) -> PoolId {
         self.pool
     }
@@ -93,7 +94,8 @@ impl<B: CudaMemory> StreamAllocator<B> {
         let _known = self.state.core().record_use(live, stream);
     }
 
-    /// Returns the pool for the next allocation: that of the capture that the stream is part of, or this allocator's pool.
+    /// Returns the pool for the next allocation: the capture's pool if the stream is part of a capture, and this allocator's pool
+    /// otherwise.
     #[inline]
     fn present_pool(&self) -> Result<PoolId, AllocateError> {
         if self.state.device().is_capturing() { self.state.capture_pool(self.id, self.pool) } else { Ok(self.pool) }
@@ -106,7 +108,7 @@ impl<B: CudaMemory> fmt::Debug for StreamAllocator<B> {
     }
 }
 
-/// A reference from a buffer to its [`StreamAllocator`]: `Arc` counts references, `&` borrows. Sealed.
+/// A reference from a buffer to its [`StreamAllocator`]: an `Arc`, which counts references, or a `&`, which borrows. This trait is sealed.
 pub trait StreamAllocatorRef: Clone + sealed::Sealed {}
 
 impl<B: CudaMemory> StreamAllocatorRef for Arc<StreamAllocator<B>> {}

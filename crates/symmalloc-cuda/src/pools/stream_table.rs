@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 /// Number of slots of one level; a power of two.
 const SLOTS: usize = 64;
-/// Number of consecutive slots, from the hashed one on, that may hold a key. If all are occupied, the next level is searched.
+/// Number of consecutive slots, starting at the key's hash, that may hold a key. If all are occupied, the next level is searched.
 const PROBES: usize = 4;
 
 pub(super) struct StreamTable<T> {

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 #[derive(Debug)]
 pub struct Channel<'a> {
     socket: BorrowedFd<'a>,
-    /// `None`: no deadline.
+    /// `None` if there is no deadline.
     until: Option<Instant>,
 }
 
@@ -83,7 +83,7 @@ impl<'a> Channel<'a> {
     /// Fills `bytes`, and returns the file descriptors that came with them. The message must carry exactly `descriptors` of them.
     ///
     /// # Errors
-    /// Returns an error if another number of descriptors arrives, or the other process has closed the socket or does not send in time.
+    /// Returns an error if a different number of descriptors arrives, or the other process has closed the socket or does not send in time.
     /// Received descriptors are closed.
     pub fn receive(&self, bytes: &mut [u8], descriptors: usize) -> Result<Vec<OwnedFd>, ShareError> {
         let received = self.receive_at_most(bytes, descriptors)?;

@@ -14,12 +14,12 @@ use symmalloc_files::is_forked;
 /// A dma-buf of a range of an allocator's memory, which RDMA transports register (`ibv_reg_dmabuf_mr`).
 ///
 /// While this value is alive, the physical memory of the range does not return to the device, even if the pool is trimmed, sleeps or is
-/// destroyed. None of these operations is refused, and no placement depends on a dma-buf. After them the descriptor names memory that the
-/// pool no longer uses, which [`state`](Self::state) reports. The addresses may then have other memory, so deregister and create a new
-/// dma-buf.
+/// destroyed. None of these operations is refused, and no placement depends on a dma-buf. After such an operation, the descriptor refers to
+/// memory that the pool no longer uses, and [`state`](Self::state) reports this. Different memory may then be mapped at the addresses, so
+/// deregister the dma-buf and create a new one.
 ///
-/// Deregister before this value is dropped, and before the program frees the allocations in the range: the allocator reuses freed memory
-/// immediately.
+/// Deregister the dma-buf before this value is dropped, and before the program frees the allocations in the range: the allocator reuses
+/// freed memory immediately.
 ///
 /// # Examples
 /// ```no_run
@@ -55,7 +55,8 @@ impl CudaAllocator {
     /// one segment at which memory is mapped.
     ///
     /// The driver creates dma-bufs of whole host pages, so the range is rounded out to pages: [`DmaBuf::offset_bytes`] is the position of
-    /// `address` in the dma-buf, and a device that registers all of the dma-buf also reaches the neighbors in the first and last page.
+    /// `address` in the dma-buf, and a device that registers the whole dma-buf can also access neighboring allocations in the first and
+    /// last page.
     ///
     /// # Errors
     /// Returns an error if the device does not support dma-bufs ([`ShareError::NoDmaBuf`]), the memory comes from `cuMemAlloc`
@@ -124,9 +125,9 @@ impl DmaBuf {
         self.handles.len()
     }
 
-    /// Returns the state of the memory: [`Live`](ExportState::Live) while the pool uses the memory that the descriptor names and its
-    /// allocations in the range are those at the time of the call. Frees are detected if they go through this crate, as for
-    /// [`Export`](crate::Export).
+    /// Returns the state of the memory: [`Live`](ExportState::Live) while the pool uses the memory that the descriptor refers to, and the
+    /// allocations that existed in the range when the dma-buf was created are still live. Frees are detected if they go through this crate,
+    /// as for [`Export`](crate::Export).
     pub fn state(&self) -> ExportState {
         self.memory.state()
     }

@@ -43,7 +43,7 @@ pub enum ShareError {
         /// Ordinal of the device.
         ordinal: usize,
     },
-    /// The range is not memory of one segment.
+    /// The range does not lie in the mapped memory of one segment.
     #[error(
         "{size_bytes} bytes at {address:#x} are not all memory of one segment of this allocator: pass the address and size of a live \
          allocation, or of a segment that is mapped"
@@ -115,7 +115,7 @@ pub enum ShareError {
     /// The other process gave up because of a driver error.
     #[error("the other process gave up: its driver returned {code}")]
     PeerFailed {
-        /// The driver's code; 0 for any other cause.
+        /// The driver's code; 0 if the cause was not a driver error.
         code: i32,
     },
     /// The other process closed the socket, or exited.

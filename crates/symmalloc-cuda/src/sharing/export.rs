@@ -85,7 +85,8 @@ impl CudaAllocator {
         Export::of(self)
     }
 
-    /// Returns the exports whose memory others may use: active exports, ended exports that still have peers, and open dma-bufs.
+    /// Returns the exports whose memory other processes or devices may use: active exports, ended exports that still have peers, and open
+    /// dma-bufs.
     pub fn exports(&self) -> Vec<ExportReport> {
         self.state().exported().all().iter().map(|memory| report(memory)).collect()
     }
@@ -95,7 +96,7 @@ fn report(memory: &ExportedMemory) -> ExportReport {
     ExportReport { pool: memory.pool(), state: memory.state(), peers: memory.peers() }
 }
 
-/// Returns the segments of the allocator's pool that have live allocations, with only those blocks.
+/// Returns the segments of the allocator's pool that have live allocations, with only the blocks of these allocations.
 fn live_segments(allocator: &CudaAllocator) -> Vec<SegmentSnapshot> {
     let mut segments = allocator.core().snapshot().segments;
     segments.retain(|segment| segment.heap.pool == allocator.pool());
@@ -154,7 +155,7 @@ impl Export {
         }
     }
 
-    /// Adds the chunks behind the live allocations, which must still be those that were found before.
+    /// Adds the chunks behind the live allocations. Returns an error if these allocations differ from the ones that were found before.
     fn find_chunks(&mut self, live: &[SegmentSnapshot]) -> Result<(), ShareError> {
         let memory = self.allocator.core().backend().memory();
         let segments = &mut self.layout.segments;
@@ -174,9 +175,9 @@ impl Export {
     }
 
     /// Lets the process at the other end of the socket attach with [`Import::attach`](crate::Import::attach), and returns its identity.
-    /// `access` is the maximum that it may request. The other process enforces it when it maps the memory, so it is not a security
-    /// boundary: a process that holds descriptors of memory can map them for writing. Use the socket's permissions to control who may
-    /// connect.
+    /// `access` is the maximum access that the process may request. This limit is not a security boundary, because the other process
+    /// enforces it when it maps the memory: a process that holds descriptors of memory can map them for writing. Use the socket's
+    /// permissions to control who may connect.
     ///
     /// Any number of processes may attach, one after another, or concurrently over separate sockets. This call does not wait for work on
     /// this process's streams.
@@ -196,7 +197,7 @@ impl Export {
             let header = Header::new(REFUSAL, 0, &body).write();
             let _told = channel.send(&[&header[..], &body].concat(), &[]);
         }
-        // Closes a lease that was not delivered, or that was returned.
+        // Closes the lease if it was not delivered, or if the other process has closed its end.
         self.memory.forget_gone();
         outcome
     }
@@ -266,7 +267,7 @@ impl Export {
                 Ok(ExportedHandle::FileDescriptor(file)) => files.push(file),
                 Ok(ExportedHandle::Fabric(bytes)) => body.extend(bytes.iter()),
                 Err(error) => {
-                    // The chunk no longer exists. The page states the reason.
+                    // The chunk no longer exists. `check` returns the reason, which the page states.
                     self.check()?;
                     return Err(error.into());
                 }

@@ -26,8 +26,8 @@ use symmalloc_files::is_forked;
 /// Kernels see the exporter's writes immediately; the streams of the two processes are not ordered with each other. A read-only import is
 /// read-only for the device: a kernel that writes to it makes this process's context unusable.
 ///
-/// The mapping keeps the memory alive even if the exporter frees it, puts it to sleep or exits. After the memory has changed since the
-/// export, creating a view returns [`ImportError::Stale`]. Addresses obtained earlier stay mapped.
+/// The mapping keeps the memory alive even if the exporter frees it, puts it to sleep or exits. If the memory has changed since the export,
+/// creating a view returns [`ImportError::Stale`]. Addresses obtained earlier stay mapped.
 ///
 /// Dropping waits until the device has finished the work that was submitted in this context, and unmaps the memory. Memory that the driver
 /// fails to unmap stays mapped, and a warning is logged; [`detach`](Self::detach) returns the error.
@@ -50,12 +50,12 @@ use symmalloc_files::is_forked;
 /// ```
 pub struct Import {
     device: Arc<CudaDevice>,
-    /// One per segment of the layout; empty once detached.
+    /// The mapped memory of each segment of the layout; empty once detached.
     segments: Mutex<Vec<ImportedMemory>>,
     layout: Layout,
     access: Access,
     page: SharePage,
-    /// This process's end of the lease, whose closing the exporter detects. `None` once detached.
+    /// This process's end of the lease. The exporter detects when this end is closed. `None` once detached.
     lease: Mutex<Option<Lease>>,
 }
 
@@ -69,7 +69,7 @@ pub struct ImportedAllocation {
     pub address: u64,
     /// Size in bytes that the exporter requested.
     pub size_bytes: u64,
-    /// The exporter's stream that it was allocated on.
+    /// The exporter's stream on which the memory was allocated.
     pub stream: StreamId,
 }
 
@@ -192,7 +192,7 @@ impl Import {
         }
     }
 
-    /// Checks that the memory is unchanged since the export. Costs one load, and every view performs it when it is created.
+    /// Checks that the memory is unchanged since the export. Every view makes this check when it is created. The check costs one load.
     ///
     /// # Errors
     /// Returns [`ImportError::Stale`] if the memory has changed, or [`ImportError::Detached`] after [`detach`](Self::detach).
@@ -223,7 +223,7 @@ impl Import {
         self.layout.allocations.is_empty()
     }
 
-    /// Returns an allocation by its number in the export order: by the exporter's (stream, segment, offset).
+    /// Returns an allocation by its number in the export order, which is by stream, then by segment, then by offset in the exporter.
     ///
     /// # Errors
     /// Returns an error if it does not exist, or the import is stale or detached.
@@ -236,7 +236,7 @@ impl Import {
         Ok(ImportedAllocation { name, address: base + of.offset_bytes, size_bytes: of.size_bytes, stream })
     }
 
-    /// Returns the number of the only allocation with this name.
+    /// Returns the number of the allocation with this name, which must be unique.
     ///
     /// # Errors
     /// Returns an error if no allocation, or more than one, has this name.
@@ -260,7 +260,8 @@ impl Import {
     /// Returns a read-only view of the allocation with this name as elements, for work on a stream.
     ///
     /// # Safety
-    /// The exporter wrote such elements there, or every bit pattern is a valid `T`. Nobody writes to them while they are read.
+    /// The exporter must have written elements of type `T` there, unless every bit pattern is a valid `T`. Nobody may write to the elements
+    /// while they are read.
     ///
     /// # Errors
     /// See [`bytes`](Self::bytes). Also returns an error if the size is not a multiple of the element size.
@@ -272,7 +273,7 @@ impl Import {
         self.view_of(&self.allocation(self.find(name)?)?, stream)
     }
 
-    /// Like [`view`](Self::view), by the allocation's number.
+    /// Like [`view`](Self::view), but finds the allocation by its number.
     ///
     /// # Safety
     /// See [`view`](Self::view).
@@ -290,7 +291,8 @@ impl Import {
     /// Like [`view`](Self::view), for reading and writing.
     ///
     /// # Safety
-    /// See [`view`](Self::view). In addition, no other code in any process uses the elements during this time.
+    /// See [`view`](Self::view). In addition, no other code in any process may use the elements while the view, or work that uses the view,
+    /// exists.
     ///
     /// # Errors
     /// See [`view`](Self::view). Also returns an error if the import is read-only.
@@ -336,7 +338,7 @@ impl Import {
     /// of peers.
     ///
     /// # Errors
-    /// Returns an error if a driver call fails. Memory that it did not unmap stays mapped, and the call can be repeated.
+    /// Returns an error if a driver call fails. Memory that was not unmapped stays mapped, and the call can be repeated.
     pub fn detach(&mut self) -> Result<(), CudaError> {
         self.unmap()?;
         Ok(())
@@ -348,7 +350,7 @@ impl Import {
             segment.unmap()?;
             segments.pop();
         }
-        // Released last, so that a process that the exporter no longer sees has nothing mapped.
+        // Closed last: as long as this process has memory mapped, the exporter must see it as a peer.
         *self.lease.lock().unwrap_or_else(PoisonError::into_inner) = None;
         Ok(())
     }
@@ -377,7 +379,7 @@ impl fmt::Debug for Import {
     }
 }
 
-/// Receives a message of this kind with these descriptors from the exporter. Converts a refusal into an error.
+/// Receives a message of this kind from the exporter, with `descriptors` file descriptors. Converts a refusal into an error.
 fn receive(
     channel: &Channel<'_>,
     kind: u32,

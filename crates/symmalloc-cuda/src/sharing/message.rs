@@ -15,7 +15,7 @@
 //!           number of allocations, 4 bytes │ AllocationHead, 28 bytes, and its name                       for each allocation
 //! ```
 //! A reader does not trust its input. Every bit pattern is a valid struct. Sizes are limited before memory is allocated for them, and a
-//! layout must be one that a pool can have. [`VERSION`] stands in the first message of both sides.
+//! layout must be one that a pool can have. The first message of each side contains [`VERSION`].
 
 use crate::memory::{Access, FABRIC_BYTES, HandleKind};
 use std::ops::Range;
@@ -46,7 +46,7 @@ pub enum MessageError {
     /// The kind of the message is not expected at this point.
     #[error("a message of kind {kind} is not expected here")]
     Unexpected {
-        /// The kind.
+        /// The kind of the received message.
         kind: u32,
     },
     /// The message exceeds the maximum length.
@@ -66,7 +66,7 @@ pub enum MessageError {
     /// The number of received descriptors does not match.
     #[error("it came with {got} descriptors, not {wanted}")]
     Descriptors {
-        /// Number of received descriptors.
+        /// Number of descriptors that arrived.
         got: usize,
         /// Number of required descriptors.
         wanted: usize,
@@ -95,7 +95,7 @@ pub(super) struct Hello {
 struct HelloMessage {
     magic: [u8; 8],
     version: U32,
-    /// 1: read, 2: read and write.
+    /// The requested access: 1 to read, 2 to read and write.
     access: U32,
     pid: U32,
     uuid: [u8; 16],
@@ -231,7 +231,7 @@ pub(super) enum Step {
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
 struct StepMessage {
-    /// 1: next, 2: attached, 3: gave up.
+    /// The kind of step: 1 is next, 2 is attached, 3 is gave up.
     kind: U32,
     /// The first chunk, or the driver's code.
     first: U32,
@@ -310,16 +310,16 @@ impl Refusal {
 /// A segment whose memory is shared.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SharedSegment {
-    /// End of the last chunk.
+    /// Offset of the end of the last chunk, in bytes.
     pub(super) size_bytes: u64,
-    /// Offsets in the segment, in order.
+    /// The offsets of each chunk in the segment, in order.
     pub(super) chunks: Vec<Range<u64>>,
 }
 
 /// An allocation in shared memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SharedAllocation {
-    /// Index of the segment.
+    /// Index of the segment in the layout.
     pub(super) segment: u32,
     pub(super) stream: StreamId,
     pub(super) offset_bytes: u64,
@@ -347,7 +347,7 @@ struct LayoutHead {
     pool: U32,
     ops: U64,
     digest: U64,
-    /// [`HandleKind::flag`].
+    /// The kind of the handles, as [`HandleKind::flag`].
     kind: U32,
     segments: U32,
 }
@@ -418,7 +418,7 @@ impl Layout {
     /// Parses and validates a layout.
     ///
     /// # Errors
-    /// Returns an error if the bytes are not a layout, or not one that memory with this granularity can have.
+    /// Returns an error if the bytes are not a layout, or memory with this granularity cannot have such a layout.
     pub(super) fn read(body: &[u8], granularity_bytes: u64) -> Result<Self, MessageError> {
         let mut reader = Reader(body);
         let head: LayoutHead = reader.next()?;
@@ -500,8 +500,8 @@ impl<'a> Reader<'a> {
         if self.0.is_empty() { Ok(()) } else { Err(MessageError::Length) }
     }
 
-    /// Reads `count` entries of at least `least_bytes` each. Rejects a count that the remaining bytes cannot hold before it allocates
-    /// memory.
+    /// Reads `count` entries of at least `least_bytes` each. Before it allocates memory, rejects a count that the remaining bytes cannot
+    /// hold.
     fn list<T>(
         &mut self,
         count: u32,

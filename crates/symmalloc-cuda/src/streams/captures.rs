@@ -1,4 +1,4 @@
-//! Tracking of stream captures in progress, and of the events that they recorded. See [`crate::GraphPool`] for the consequences.
+//! Tracks the stream captures in progress, and the events that they recorded. [`crate::GraphPool`] describes the consequences for programs.
 //!
 //! Querying the capture state of a stream costs a driver call. It is queried only while a capture may be in progress
 //! ([`CudaDevice::is_capturing`]), which takes a single load to check.
@@ -10,7 +10,7 @@
 //! |---|---|---|
 //! | no capture | no capture | `cuStreamWaitEvent` |
 //! | a capture | the same capture | `cuStreamWaitEvent`: an edge of the graph |
-//! | a capture | anything else | none: captured work runs when the graph is launched, which the program orders |
+//! | a capture | no capture, or a different capture | none: captured work runs when the graph is launched, and the program orders the launch |
 //! | no capture | a capture | the host waits, so that the work is done before the graph runs |
 
 use crate::device::CudaDevice;
@@ -64,7 +64,8 @@ impl CapturedEvents {
 }
 
 /// Guard that announces that other code may capture streams of the device. While it is alive, the driver is queried for the capture state
-/// of streams, so that events are recorded and waited for as a capture allows. Created by [`CudaDevice::watch_captures`].
+/// of streams, so that events are recorded, and waited for, only in the ways that a capture allows. Created by
+/// [`CudaDevice::watch_captures`].
 #[derive(Debug)]
 #[must_use = "captures are watched only while the guard is alive"]
 pub struct CaptureWatch {
@@ -87,7 +88,7 @@ impl CaptureWatch {
     /// Returns an error if a driver call fails.
     ///
     /// # Safety
-    /// The stream is alive and belongs to the device's primary context.
+    /// The stream must be alive and must belong to the device's primary context.
     pub unsafe fn is_captured(&self, stream: CUstream) -> Result<bool, DriverError> {
         let _current = self.device.enter()?;
         // SAFETY: the caller's contract.
@@ -105,7 +106,7 @@ impl Drop for CaptureWatch {
 /// Queries the driver for the capture that a stream is part of.
 ///
 /// # Safety
-/// The stream is alive.
+/// The stream must be alive.
 pub(crate) unsafe fn capture_of(driver: &Driver, stream: CUstream) -> Result<Option<CaptureId>, DriverError> {
     // SAFETY: the caller's contract.
     let (status, id) = unsafe { capture_status(driver, stream) }?;
@@ -115,7 +116,7 @@ pub(crate) unsafe fn capture_of(driver: &Driver, stream: CUstream) -> Result<Opt
 /// Queries the driver for a stream's capture status, one of the `CAPTURE_*` constants, and the id of its capture if there is one.
 ///
 /// # Safety
-/// The stream is alive.
+/// The stream must be alive.
 unsafe fn capture_status(driver: &Driver, stream: CUstream) -> Result<(c_int, CaptureId), DriverError> {
     let (mut status, mut id) = (0, 0);
     let (no_graph, no_nodes, no_count) = (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut());

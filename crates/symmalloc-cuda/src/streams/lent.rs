@@ -1,7 +1,7 @@
 //! Streams that other code owns and may destroy while the allocator is alive.
 //!
 //! A [`StreamId`](symmalloc_core::StreamId) lives as long as the allocator, but a lent stream may not. The id therefore outlives the
-//! stream, and can be assigned to another stream:
+//! stream, and can later be assigned to another stream:
 //!
 //! ```text
 //!  lend_stream(A) ─► id 3 ── A ── return_stream(3): `returned` waits for A ──► id 3 ── returned ── relend_stream(3, B): B waits for
@@ -28,7 +28,7 @@ pub struct LentStream(Source);
 enum Source {
     /// A handle, stored as a number because it is never dereferenced.
     Handle(usize),
-    /// The per-thread default stream of this thread.
+    /// The per-thread default stream of the thread with this id.
     PerThread(ThreadId),
 }
 
@@ -39,7 +39,7 @@ impl LentStream {
     }
 
     /// Wraps the calling thread's per-thread default stream. Other threads cannot refer to it. To wait for its work, they wait for the
-    /// legacy default stream, which waits for it.
+    /// legacy default stream, which waits for all per-thread default streams.
     pub fn of_this_thread() -> Self {
         LentStream(Source::PerThread(thread::current().id()))
     }

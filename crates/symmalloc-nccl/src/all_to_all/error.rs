@@ -12,7 +12,7 @@ use thiserror::Error;
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum AllToAllError {
-    /// The splits are for another number of ranks.
+    /// The splits are for a different number of ranks than the communicator has.
     #[error("splits for {given} ranks on a communicator of {ranks}: specify a part for every rank, possibly 0")]
     SplitCount {
         /// Number of given parts.
@@ -42,9 +42,9 @@ pub enum AllToAllError {
     /// A buffer is too short for its rows.
     #[error("the {side} has {len} elements, and its splits need {rows} rows of {row_elements}: pass a longer buffer")]
     BufferTooShort {
-        /// The buffer.
+        /// The buffer: input or output.
         side: Side,
-        /// Rows of all its parts.
+        /// Total number of rows in the buffer's parts.
         rows: u64,
         /// Elements per row.
         row_elements: usize,
@@ -66,7 +66,7 @@ pub enum AllToAllError {
         /// Elements per row.
         row_elements: usize,
     },
-    /// The output would overwrite the input before it is sent.
+    /// The buffers overlap, so the output would overwrite the input before it is sent.
     #[error(
         "input ({input_bytes} bytes at {input:#x}) and output ({output_bytes} bytes at {output:#x}) overlap: use two buffers"
     )]
@@ -80,13 +80,13 @@ pub enum AllToAllError {
         /// Number of bytes written to the output.
         output_bytes: u64,
     },
-    /// A buffer belongs to another device or context than the communicator.
+    /// A buffer and the communicator belong to different devices or contexts.
     #[error(
         "the {side} belongs to another context (device {ordinal}) than the communicator (device {expected}): use a buffer of \
          the communicator's CudaDevice"
     )]
     OtherContext {
-        /// The buffer.
+        /// The buffer: input or output.
         side: Side,
         /// The buffer's device.
         ordinal: usize,
@@ -96,7 +96,7 @@ pub enum AllToAllError {
     /// Registered memory is required, but a buffer is not registered on this communicator.
     #[error("the {side} is not in registered memory: {error}")]
     NotRegistered {
-        /// The buffer.
+        /// The buffer: input or output.
         side: Side,
         /// The registrar's error.
         error: LookupError,
@@ -113,7 +113,7 @@ pub enum AllToAllError {
         /// The first rank whose call differs.
         rank: usize,
     },
-    /// A rank runs another version of this library. No rank submitted anything.
+    /// A rank runs a different version of this library. No rank submitted anything.
     #[error(
         "rank {rank} uses version {version} of the exchange of splits and this rank {expected}: run the same symmalloc version on every \
          rank"
@@ -126,7 +126,7 @@ pub enum AllToAllError {
         /// The version that this rank uses.
         expected: u32,
     },
-    /// The rows that a rank is about to send differ from those that the receiver expects. All ranks get this error, and none submitted
+    /// The rows that a rank is about to send differ from the rows that the receiver expects. All ranks get this error, and none submitted
     /// anything.
     #[error(
         "rank {from} sends {sent_rows} rows of {sent_row_bytes} bytes to rank {to}, which expects {expected_rows} of \

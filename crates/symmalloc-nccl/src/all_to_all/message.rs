@@ -7,7 +7,8 @@
 //! ```
 //! A rank that cannot take part sends a refusal, so that the others do not wait.
 //!
-//! A message from another rank is untrusted. Every bit pattern of this length is a valid [`SplitsMessage`]; an unknown kind is another call.
+//! A message from another rank is untrusted. Every bit pattern of the right length is a valid [`SplitsMessage`], and an unknown kind counts
+//! as a different call.
 
 use crate::all_to_all::error::AllToAllError;
 use crate::all_to_all::splits::{Side, Splits};
@@ -24,9 +25,9 @@ const VERSION: u32 = 1;
 enum MessageKind {
     /// The sender cannot take part.
     Refusal = 1,
-    /// The rows that the sender will send.
+    /// The numbers of rows that the sender will send.
     Exchange,
-    /// The rows that the sender is about to send and to receive.
+    /// The numbers of rows that the sender is about to send and to receive.
     Check,
 }
 
@@ -38,7 +39,7 @@ struct Head {
     version: U32,
     /// [`MessageKind`] as a number.
     kind: U32,
-    /// Size of a row; 0 unless the message is a check.
+    /// Size of a row in bytes; 0 unless the message is a check.
     row_bytes: U64,
 }
 
@@ -47,7 +48,7 @@ struct Head {
 #[repr(C)]
 struct SplitsMessage {
     head: Head,
-    /// Rows for each rank: those that are sent, then those that are expected, if calls are checked.
+    /// Number of rows for each rank: first the rows that are sent, and then, if calls are checked, the rows that are expected.
     rows: [U64],
 }
 
@@ -61,7 +62,7 @@ pub(super) struct Messages {
 }
 
 impl Messages {
-    /// Returns the number of rows in a message.
+    /// Returns the number of entries in [`SplitsMessage::rows`].
     fn row_count(&self) -> usize {
         if self.is_checked { 2 * self.ranks } else { self.ranks }
     }
@@ -79,7 +80,7 @@ impl Messages {
         self.encode(MessageKind::Refusal, 0, std::iter::empty())
     }
 
-    /// Encodes the rows that this rank will send.
+    /// Encodes the numbers of rows that this rank will send.
     pub(super) fn exchange(&self, rows: &[u64]) -> Vec<u8> {
         self.encode(MessageKind::Exchange, 0, rows.iter().copied())
     }
@@ -121,7 +122,7 @@ impl Messages {
         Ok(())
     }
 
-    /// Returns the messages, or an error if one is not of this kind.
+    /// Returns the messages of all ranks, or an error if one of them is not of this kind.
     fn read<'a>(&self, gathered: &'a Gathered, kind: MessageKind) -> Result<Vec<&'a SplitsMessage>, AllToAllError> {
         let decode = |(rank, bytes): (usize, &'a [u8])| {
             let message = SplitsMessage::ref_from_bytes_with_elems(bytes, self.row_count());

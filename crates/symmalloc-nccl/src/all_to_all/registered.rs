@@ -61,7 +61,7 @@ impl RegisteredSegments {
         Ok(())
     }
 
-    /// Returns the cached segments by address.
+    /// Returns the keys of the cached segments, in ascending order of addresses.
     pub(super) fn keys(&self) -> Vec<SegmentKey> {
         self.lock().segments.keys.clone()
     }
@@ -88,7 +88,7 @@ impl SegmentList {
         key.size_bytes.checked_sub(offset_bytes).is_some_and(|room| region.size_bytes <= room)
     }
 
-    /// Adds a segment, or replaces the entry of the segment before it grew.
+    /// Adds a segment. If the segment has grown, replaces its previous entry.
     fn insert(&mut self, key: SegmentKey) {
         let at = self.keys.partition_point(|other| other.base < key.base);
         match self.keys.get_mut(at) {
@@ -134,7 +134,7 @@ mod tests {
         (0..4_u32).for_each(|at| segments.insert(key(at, 0x1000 * u64::from(at))));
         segments.forget(Invalidated::Keys(vec![]));
         assert_eq!(segments.keys.len(), 4);
-        // Another segment at the address of a cached one.
+        // The key of a different segment at the address of a cached one.
         segments.forget(Invalidated::Keys(vec![key(2, 0x2000), key(9, 0x1000)]));
         assert_eq!(segments.keys, [key(0, 0), key(1, 0x1000), key(3, 0x3000)]);
         segments.forget(Invalidated::Everything);

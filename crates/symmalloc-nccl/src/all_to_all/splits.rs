@@ -7,9 +7,9 @@
 //!   rank 2        0        5        2      output  │ 1 │ 4 from rank 1 │ 5 from rank 2          │
 //!     from         to ──►                          0   1               5                       10
 //! ```
-//! A row of the matrix holds what a rank sends (PyTorch's `input_split_sizes`), a column what it receives (`output_split_sizes`). The
-//! parts of a buffer are contiguous, so each part starts at the end of the previous ones: its displacement. Totals and displacements are
-//! computed once for all calls that use the splits.
+//! A row of the matrix holds the numbers that a rank sends (PyTorch's `input_split_sizes`), and a column holds the numbers that it receives
+//! (`output_split_sizes`). The parts of a buffer are contiguous, so each part starts at the end of the previous part. This start is the
+//! part's displacement. Totals and displacements are computed once for all calls that use the splits.
 //!
 //! Splits are consistent by construction: totals do not overflow, and both sides have the same number of ranks.
 
@@ -45,9 +45,9 @@ pub enum SplitsError {
         "the input is split for {input} ranks and the output for {output}: specify a part for every rank on both sides"
     )]
     Unequal {
-        /// Parts of the input.
+        /// Number of parts of the input.
         input: usize,
-        /// Parts of the output.
+        /// Number of parts of the output.
         output: usize,
     },
     /// The total number of rows overflows.
@@ -61,7 +61,7 @@ pub enum SplitsError {
 }
 
 /// The split of the rows of two buffers among ranks: one part per rank, in rank order, possibly empty. Totals and displacements are
-/// computed once for all calls. Clones share them.
+/// computed once for all calls, and clones share them.
 ///
 /// # Examples
 /// ```
@@ -79,16 +79,16 @@ pub enum SplitsError {
 pub struct Splits {
     input: Arc<Split>,
     output: Arc<Split>,
-    /// The rows that all ranks send, if known.
+    /// Numbers of rows between all pairs of ranks, if known.
     matrix: Option<Matrix>,
 }
 
 /// The split of the rows of one buffer among ranks.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Split {
-    /// Indexed by rank.
+    /// Number of rows in each rank's part, indexed by rank.
     rows: Box<[u64]>,
-    /// Indexed by rank: the sum of the preceding rows.
+    /// Displacement of each rank's part, indexed by rank: the sum of the preceding numbers of rows.
     displacements: Box<[u64]>,
     total: u64,
 }
@@ -101,13 +101,13 @@ pub struct Sending<'a> {
 }
 
 impl Splits {
-    /// Specifies the rows that this rank sends to every rank; [`Sending::receiving`] adds the rows that it receives. A caller that knows
-    /// both does not need to exchange splits.
+    /// Specifies the rows that this rank sends to every rank; [`Sending::receiving`] adds the rows that this rank receives. A caller that
+    /// knows both sides does not need to exchange splits.
     pub fn sending(rows: &[u64]) -> Sending<'_> {
         Sending { input: rows }
     }
 
-    /// Creates the splits of rank `rank` from what all ranks send: `ranks` rows of `ranks` numbers.
+    /// Creates the splits of rank `rank` from the numbers of rows that all ranks send: `ranks` lists of `ranks` numbers.
     pub(crate) fn of_matrix(counts: impl Into<Arc<[u64]>>, ranks: usize, rank: usize) -> Result<Self, SplitsError> {
         let matrix = Matrix::new(counts.into(), ranks)?;
         let input = Split::new(matrix.sent_by(rank), Side::Input)?;
@@ -139,17 +139,19 @@ impl Splits {
         }
     }
 
-    /// Returns the rows that rank `from` sends to rank `to`, or `None` if the splits were not exchanged or a rank does not exist.
+    /// Returns the number of rows that rank `from` sends to rank `to`, or `None` if the splits were not exchanged or a rank does not exist.
     pub fn rows_between(&self, from: usize, to: usize) -> Option<u64> {
         self.matrix.as_ref()?.get(from, to)
     }
 
-    /// Returns the maximum of the rows that any rank sends, equal on all ranks, or `None` if the splits were not exchanged.
+    /// Returns the maximum number of rows that any rank sends, or `None` if the splits were not exchanged. The maximum is equal on all
+    /// ranks.
     pub fn input_rows_max(&self) -> Option<u64> {
         self.matrix.as_ref().map(Matrix::sent_max)
     }
 
-    /// Returns the maximum of the rows that any rank receives, equal on all ranks, or `None` if the splits were not exchanged.
+    /// Returns the maximum number of rows that any rank receives, or `None` if the splits were not exchanged. The maximum is equal on all
+    /// ranks.
     ///
     /// In a symmetric pool, all ranks must request the same sizes. If every rank allocates an output of this many rows, the buffers have
     /// the same offset on all ranks, even if the ranks receive different numbers of rows.
@@ -185,12 +187,12 @@ impl Split {
         Ok(Split { rows, displacements: displacements.into(), total })
     }
 
-    /// Returns the number of rows of every rank.
+    /// Returns the number of rows in each rank's part, indexed by rank.
     pub fn rows(&self) -> &[u64] {
         &self.rows
     }
 
-    /// Returns the first row of every rank.
+    /// Returns the displacement of each rank's part: the index of the part's first row.
     pub fn displacements(&self) -> &[u64] {
         &self.displacements
     }
@@ -233,9 +235,9 @@ struct Matrix {
     ranks: usize,
     /// Set if senders are across and receivers down.
     is_reversed: bool,
-    /// The maximum of the rows that any rank sends.
+    /// Maximum number of rows that any rank sends.
     sent_max: u64,
-    /// The maximum of the rows that any rank receives.
+    /// Maximum number of rows that any rank receives.
     received_max: u64,
 }
 

@@ -34,7 +34,7 @@ pub(super) struct Transfers<'a> {
 #[derive(Clone, Copy, Debug)]
 enum Rows<'a> {
     Split(&'a Splits),
-    /// The same number from and to every rank.
+    /// The same number of rows from and to every rank.
     Equal(u64),
 }
 
@@ -76,7 +76,7 @@ impl<'a> Transfers<'a> {
         }
     }
 
-    /// Returns the region of a rank's rows in a buffer at this address, or `None` if there are none.
+    /// Returns the region of a rank's rows in a buffer at this address, or `None` if the rank has no rows.
     pub(super) fn part(&self, side: Side, address: u64, peer: usize) -> Option<Region> {
         let first = match (self.rows, side) {
             (Rows::Equal(rows), _) => rows * peer as u64,

@@ -37,7 +37,7 @@ const SEAL_BYTES: usize = size_of::<u64>();
 /// A [`Transport`] over a communicator's all-gather, with its own memory and stream.
 ///
 /// The all-gathers count among the communicator's collectives: every rank must call them at the same points. If a rank does not arrive
-/// within the communicator's deadline, the communicator is ended on the others, with [`TransportError::RankLost`], or with
+/// within the communicator's deadline, the communicator is ended on the other ranks. Their calls return [`TransportError::RankLost`], or
 /// [`TransportError::Overdue`] if the missing rank is unknown.
 pub struct NcclTransport {
     comm: Communicator,
@@ -54,8 +54,8 @@ struct Staging {
 }
 
 impl NcclTransport {
-    /// Creates a transport over this communicator. If its stream is the context's first one, cudarc waits for the device's work, so create
-    /// the transport before any collective that may not complete.
+    /// Creates a transport over this communicator. If the transport's stream is the first of the context, cudarc waits for the device's
+    /// work, so create the transport before any collective that may not complete.
     ///
     /// # Errors
     /// Returns an error if a stream, an event or pinned memory cannot be allocated.
@@ -84,7 +84,7 @@ impl NcclTransport {
         }
         let messages = staging.messages.as_mut_slice()?;
         let number = self.comm.next_gather()?;
-        // Without this, bytes of an earlier gather could be mistaken for a message of this one.
+        // Otherwise, bytes of an earlier gather could be mistaken for a message of this gather.
         messages[..all_bytes].fill(0);
         let mine = rank * slot_bytes;
         let (bytes, sealed) = messages[mine..mine + slot_bytes].split_at_mut(message.len());
@@ -122,8 +122,8 @@ impl NcclTransport {
     }
 }
 
-/// Returns the seal that distinguishes a message of this gather from other contents of a slot. It is computed for all ranks' messages, so
-/// it works on whole words.
+/// Returns the seal that distinguishes a message of this gather from other contents of a slot. Every rank computes it for the messages of
+/// all ranks, so it processes whole words to save time.
 fn seal(number: u64, message: &[u8]) -> [u8; SEAL_BYTES] {
     let mix = |state: u64, word: u64| {
         let product = u128::from(state ^ word) * u128::from(SEAL_KEY);
@@ -151,7 +151,8 @@ impl Transport for NcclTransport {
     }
 
     /// # Errors
-    /// Same as the trait. NCCL does not detect messages of different lengths. Those of the core have equal lengths by construction.
+    /// Same as for the trait. NCCL does not detect messages of different lengths, but the core's messages have equal lengths by
+    /// construction.
     fn all_gather(&self, message: &[u8]) -> Result<Gathered, TransportError> {
         if message.is_empty() {
             return Ok(Gathered::new([].as_slice(), 0));

@@ -2,11 +2,12 @@
 //!
 //! Every NCCL call in this module can hang as well, because a symmetric kernel has no abort flag and NCCL waits for its kernels. The calls
 //! are therefore made on a separate thread, with a bounded wait: [`ABORT_LIMIT`] if the program requested an abort,
-//! [`ERROR_LIMIT`](symmalloc_watchdog::ERROR_LIMIT) for an error of the watchdog or a registrar, and [`GRACE`] for other errors. If the thread has not
-//! finished by then, the communicator is [`Lost`](CommState::Lost). If it finishes later, the state changes to
+//! [`ERROR_LIMIT`](symmalloc_watchdog::ERROR_LIMIT) for an error of the watchdog or a registrar, and [`GRACE`] for other errors. If the
+//! thread has not finished by then, the communicator is [`Lost`](CommState::Lost). If it finishes later, the state changes to
 //! [`Aborted`](CommState::Aborted). (An abort joins NCCL's proxy thread, which runs as long as peers are connected to it: if a peer is
 //! stuck but alive, an abort completes only when the peer aborts too. A revoke joins the same thread. It completes if the stuck peer is
-//! another process, and not if it is a thread of this process whose communicator has windows: seen with NCCL 2.28.9.)
+//! another process. It does not complete if the stuck peer is a thread of this process whose communicator has windows, as seen with NCCL
+//! 2.28.9.)
 //!
 //! | NCCL's activity | calls made |
 //! |---|---|
@@ -14,10 +15,12 @@
 //! | an NCCL thread is working | `ncclCommAbort`, which stops it |
 //! | a thread of this crate is inside a call | `ncclCommRevoke` if supported; after the thread returns, deregistration and `ncclCommAbort` |
 //!
-//! A revoke by the program makes the same calls without `ncclCommAbort`. If one of them fails or takes too long, the communicator is aborted.
+//! A revoke by the program makes the same calls without `ncclCommAbort`. If one of them fails or takes too long, the communicator is
+//! aborted.
 //!
-//! Deregistration comes first because, up to 2.28, an abort permanently retains the physical memory of windows. It requires a communicator
-//! whose kernels have stopped, so it follows a revoke and a wait for the device. Without a revoke, windows are left to the abort.
+//! Deregistration comes before the abort because, up to NCCL 2.28, an abort permanently retains the physical memory of windows.
+//! Deregistration requires that the communicator's kernels have stopped, so it follows a revoke and a wait for the device. Without a
+//! revoke, windows are left to the abort.
 
 mod destruction;
 mod revocation;
@@ -66,8 +69,8 @@ impl Ending {
     fn can_revoke(&self) -> bool {
         match self {
             Ending::Idle => true,
-            // NCCL's revoke requires a connected communicator and rejects one that is being destroyed.
-            // It does not stop a grow either, whose thread waits for new ranks on the new communicator.
+            // NCCL's revoke requires a connected communicator and rejects a communicator that is being destroyed. A revoke does not stop a
+            // grow either, because the thread in a grow waits for new ranks on the new communicator.
             Ending::Inside { stage, .. } => !matches!(stage, Stage::Connect | Stage::Destroy | Stage::Grow),
             Ending::Pending | Ending::Underway { .. } => false,
         }
@@ -82,7 +85,7 @@ struct Resources {
     windows: Handles<WindowHandle>,
     buffers: Handles<RegistrationHandle>,
     life: Arc<Mutex<Life>>,
-    /// Kept because NCCL refers to it until the abort.
+    /// The name, kept because NCCL refers to it until the abort.
     name: Arc<CStr>,
 }
 
@@ -90,7 +93,7 @@ struct Resources {
 pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option<&Arc<CommError>>, limit: Duration) {
     let are_ready = accesses.iter().all(|access| access.shared.state() == CommState::Ready);
     for access in &mut *accesses {
-        // Ranks of a revoked communicator do not wait for this one.
+        // The other ranks of a revoked communicator do not wait for this rank.
         let was_revoked = access.shared.state() == CommState::Revoked;
         // From here on, no other thread calls NCCL with this communicator.
         lock(&access.shared.life).end(CommState::Lost, cause.cloned());
@@ -100,7 +103,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
     }
     let owned = || accesses.iter().all(|access| access.shared.ownership == Ownership::Owned);
     let has_revoke = || accesses.iter().all(|access| access.shared.nccl.supports(Capability::Revoke));
-    // NCCL revokes a communicator once.
+    // NCCL can revoke a communicator only once.
     let revokes = ending.can_revoke() && are_ready && owned() && has_revoke();
     if !owned() {
         // The owner must abort a borrowed communicator, so keep all memory that NCCL may still write to or refer to.
@@ -112,7 +115,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
         }
         return;
     }
-    // Only a revoke unblocks a thread inside a call. Without one, the communicator is aborted if that thread returns.
+    // Only a revoke unblocks a thread inside a call. Without a revoke, the communicator is aborted only if that thread returns.
     let limit = if matches!(ending, Ending::Inside { .. }) && !revokes { Duration::ZERO } else { limit };
     let device = Arc::clone(&accesses[0].shared.device);
     let resources: Vec<Resources> = accesses.iter().map(resources).collect();
@@ -135,13 +138,13 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
         let _in_time = through.recv_timeout(limit);
     }
     accesses.iter().for_each(ensure_end);
-    // Without a thread, this may be the watchdog's, which the program's subscriber must not block.
+    // If no thread could be started, the current thread may be the watchdog's, which the program's subscriber must not block.
     if started.is_ok() {
         accesses.iter().for_each(report);
     }
 }
 
-/// Lets the watchdog end the process if a communicator that is lost does not end soon.
+/// Lets the watchdog end the process if a lost communicator does not end soon.
 fn ensure_end(access: &Access<'_>) {
     if let Some(watched) = access.shared.watched.get()
         && !access.shared.is_ended()
@@ -152,7 +155,7 @@ fn ensure_end(access: &Access<'_>) {
 
 /// Notifies the other ranks, which would otherwise wait for this one.
 fn notify_ranks(shared: &Shared, cause: Option<&Arc<CommError>>) {
-    // The other ranks do not know a communicator that was never ready.
+    // The watchdogs of the other ranks do not know a communicator that was never ready.
     let Some(watched) = shared.watched.get() else { return };
     let report = match cause {
         Some(cause) => cause.report(),
@@ -182,8 +185,7 @@ fn report(access: &Access<'_>) {
     log(|| tracing::warn!(name: "communicator.ended", target: "symmalloc", communicator = name, %state));
 }
 
-/// Revokes these communicators, which this crate owns and whose library supports it. Afterwards they are revoked. After an error they are
-/// aborted or lost.
+/// Revokes these communicators. This crate must own them, and their library must support revokes. After an error, they are aborted or lost.
 pub(super) fn revoke_all(accesses: &mut [Access<'_>], ending: Ending) -> Result<(), CommError> {
     for access in &*accesses {
         // Until the revoke is done, no other thread calls NCCL with this communicator.
@@ -192,10 +194,10 @@ pub(super) fn revoke_all(accesses: &mut [Access<'_>], ending: Ending) -> Result<
     }
     let device = Arc::clone(&accesses[0].shared.device);
     let resources: Vec<Resources> = accesses.iter().map(resources).collect();
-    // A message through this channel is either received or returned as an error.
+    // The channel has no buffer, so a message is either received or returned to the sender as an error.
     let (sender, through) = sync_channel(0);
     let unfinished = Unfinished::ending();
-    // If the job runs late, nobody receives the outcome, and it aborts the communicators.
+    // If the job runs late, nobody receives the outcome, and the job itself aborts the communicators.
     let started = threads::run_when_possible(move || {
         let _unfinished = unfinished;
         let Ok(_current) = device.enter() else { return };
@@ -258,8 +260,8 @@ fn end(ending: Ending, resources: &[Resources], revokes: bool, device: &CudaDevi
     drop(kept);
 }
 
-/// Waits until no thread is in a call. If `revokes` is set, first stops all work, and then deregisters everything. Returns the error of the
-/// revoke, and what must be kept until an abort.
+/// Waits until no thread is in a call. If `revokes` is set, stops all work before that wait, and deregisters everything after it. Returns
+/// the outcome of the revoke, and the memory that must be kept until an abort.
 fn stop(
     ending: Ending,
     resources: &[Resources],
@@ -278,8 +280,8 @@ fn stop(
         Ending::Idle | Ending::Pending => None,
     };
     if revoked && resources.iter().any(|one| !lock(&one.windows).is_empty()) {
-        // A revoke stops all kernels except symmetric ones. While one of these waits for a dead peer, wait, too, because its memory must
-        // stay registered. Also wait while a stream is being captured, because synchronization fails during a capture.
+        // A revoke stops all kernels except symmetric ones. While a symmetric kernel waits for a dead peer, wait, too, because the kernel's
+        // memory must stay registered. Also wait while a stream is being captured, because synchronization fails during a capture.
         while device.synchronize().is_err_and(|error| driver::is_capture_in_the_way(&error)) {
             thread::sleep(POLL_INTERVAL);
         }
@@ -307,7 +309,7 @@ impl Resources {
         }
     }
 
-    /// Deregisters all remaining registrations, which no work uses any more. Errors are ignored because the abort follows.
+    /// Deregisters all remaining windows and buffers, which no work uses any more. Errors are ignored because the abort follows.
     fn deregister(&self) {
         for window in lock(&self.windows).drain(..) {
             let _given_back = self.calls.deregister_window(self.comm, window);

@@ -31,7 +31,7 @@ pub enum CommError {
     /// The allocator or the driver failed.
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    /// Other ranks did not arrive in time, and the communicator was ended. NCCL does not report which ranks they are.
+    /// Other ranks did not arrive in time, and the communicator was ended. NCCL does not report which ranks are missing.
     #[error(
         "communicator \"{name}\": {stage} took longer than {waited:?}: another rank died, is stuck, or does not make this call \
          (NCCL does not report which). The communicator is {state} now. Look for the first error among the ranks"
@@ -46,8 +46,8 @@ pub enum CommError {
         /// The communicator's state.
         state: CommState,
     },
-    /// A collective completed without a rank's message, and NCCL reported no error. This happens if a third rank aborts the communicator
-    /// because it no longer waits for that rank.
+    /// A collective completed without a rank's message, and NCCL reported no error. This happens if a third rank gives up waiting for the
+    /// missing rank and aborts the communicator.
     #[error(
         "communicator \"{name}\": the message of rank {rank} did not arrive: it died, is stuck, or ended the communicator. The \
          communicator is {state} now. Look for the first error among the ranks"
@@ -71,7 +71,7 @@ pub enum CommError {
     Gone {
         /// The communicator's name.
         name: Arc<str>,
-        /// Its state.
+        /// The communicator's state: destroyed, aborted or lost.
         state: CommState,
         /// The error that ended it, if any.
         cause: Option<Arc<CommError>>,
@@ -150,7 +150,7 @@ pub enum CommError {
     GrowRanks {
         /// The old communicator's name.
         name: Arc<str>,
-        /// Its number of ranks.
+        /// The old communicator's number of ranks.
         ranks: u32,
         /// The number of ranks that was passed.
         requested: u32,
@@ -168,7 +168,7 @@ pub enum CommError {
     /// A communicator handle is null.
     #[error("{call}: the communicator is null: pass a live ncclComm_t")]
     NoCommunicator {
-        /// The call.
+        /// Name of the call that was given, or that returned, the null handle.
         call: &'static str,
     },
     /// The device's context is not its primary context, which NCCL requires.
@@ -182,7 +182,7 @@ pub enum CommError {
         "the communicator is on device {actual}, the CudaDevice is device {ordinal}: use the communicator's device"
     )]
     OtherDevice {
-        /// The given device.
+        /// Ordinal of the given [`CudaDevice`](symmalloc_cuda::CudaDevice).
         ordinal: usize,
         /// The communicator's device.
         actual: i32,
@@ -200,7 +200,7 @@ pub enum CommError {
     ForeignRegistration {
         /// The communicator's name.
         name: Arc<str>,
-        /// The communicator that created it.
+        /// Name of the communicator that created the registration.
         owner: Arc<str>,
     },
     /// The base address of a window is not aligned as NCCL requires.
@@ -218,11 +218,11 @@ pub enum CommError {
     /// A buffer does not have the number of elements that the collective requires.
     #[error("{collective}: the {role} buffer has {actual} elements, it must have {expected}")]
     Length {
-        /// The collective.
+        /// Name of the collective.
         collective: &'static str,
-        /// The buffer.
+        /// Role of the buffer: "send" or "receive".
         role: &'static str,
-        /// Its number of elements.
+        /// The buffer's number of elements.
         actual: usize,
         /// The required number of elements.
         expected: usize,
@@ -265,11 +265,11 @@ pub enum CommError {
 pub enum GrowIdObstacle {
     /// This rank is not rank 0.
     NotRankZero,
-    /// The environment has `NCCL_COMM_ID`, with which NCCL refuses to grow.
+    /// `NCCL_COMM_ID` is set in the environment, in which case NCCL refuses to grow.
     CommIdVariable,
-    /// An earlier id was not used yet.
+    /// An id that was created earlier has not been used yet.
     Unused,
-    /// This rank did not create the id, or has used it.
+    /// This rank did not create the id, or has already used it.
     Unknown,
 }
 
@@ -302,7 +302,7 @@ impl From<DriverError> for CommError {
 pub enum CommState {
     /// Usable.
     Ready,
-    /// Revoked: its work was stopped and its windows are gone. It can only shrink, and be destroyed.
+    /// Revoked: its work was stopped and its windows are gone. It can only be shrunk, destroyed or aborted.
     Revoked,
     /// Destroyed normally. Its windows are gone.
     Destroyed,
@@ -412,7 +412,7 @@ impl fmt::Display for Stage {
 }
 
 impl CommError {
-    /// Returns the report of this error for the other ranks.
+    /// Returns the report of this error that is sent to the other ranks.
     pub(super) fn report(&self) -> FailureReport {
         let (first_rank, stopped_ms) = match self {
             CommError::PeerLost { rank, .. } => (Some(*rank), None),

@@ -1,4 +1,4 @@
-//! Growth: ranks join those of a communicator.
+//! Growth: new ranks join the ranks of a communicator.
 //!
 //! ```text
 //!  rank 0        grow_id ── the program passes the id and the number of ranks to all ──┐
@@ -6,8 +6,8 @@
 //!  new ranks     join  ◄───────────────────────────────────────────────────────────────┘
 //! ```
 //!
-//! NCCL creates a new communicator and uses the old one to exchange addresses. A rank that fails leaves messages in the old one that the
-//! next grow would read. Each error of NCCL's call therefore ends the old communicator on its rank.
+//! NCCL creates a new communicator and uses the old one to exchange addresses. A rank that fails leaves messages in the old communicator,
+//! which the next grow would read. Every error of the NCCL call therefore ends the old communicator on the rank that gets the error.
 
 use crate::backoff::Backoff;
 use crate::communicator::Communicator;
@@ -30,8 +30,8 @@ use std::sync::Arc;
 use symmalloc_watchdog::{Announced, CommunicatorId, Connecting, ERROR_LIMIT};
 
 impl Communicator {
-    /// Creates the id of a [`grow`](CommunicatorBuilder::grow), on rank 0. The program passes it to all ranks of the grown communicator, old
-    /// and new. It can be used once, and no other id can be created before.
+    /// Creates the id of a [`grow`](CommunicatorBuilder::grow), on rank 0. The program passes it to all ranks of the grown communicator,
+    /// old and new. The id can be used once, and the next id can be created only after this one has been used.
     ///
     /// # Errors
     /// Returns an error without any effect if the library lacks `ncclCommGrow` (before 2.29.2), this is not rank 0, the last id was not
@@ -62,19 +62,20 @@ impl Communicator {
 }
 
 impl CommunicatorBuilder {
-    /// Creates a communicator of the ranks of `old`, which keep their numbers, and of ranks that [`join`](Self::join), up to `ranks` in
-    /// total. Every rank of `old` must call it with the id that [`grow_id`](Communicator::grow_id) returned on rank 0, after the work on
-    /// `old` has completed. Waits for all ranks.
+    /// Creates a communicator with `ranks` ranks in total: the ranks of `old`, which keep their numbers, and new ranks, which
+    /// [`join`](Self::join). Every rank of `old` must call it with the id that [`grow_id`](Communicator::grow_id) returned on rank 0, after
+    /// the work on `old` has completed. Waits for all ranks.
     ///
     /// The new communicator has this builder's name, deadline, mode and watchdog, which must be the same on all ranks, and the library of
-    /// `old`. It has no windows: attach the pools and sync. The ranks that join need the same history in symmetric pools as the others. Set
-    /// a [`rendezvous`](Self::rendezvous), or the watchdog observes only ranks in the same process. `old` stays usable: destroy it on each
-    /// rank, as NCCL recommends.
+    /// `old`. It has no windows: attach the pools and sync. The ranks that join need the same history in symmetric pools as the old ranks.
+    /// Set a [`rendezvous`](Self::rendezvous), or the watchdog observes only ranks in the same process. `old` stays usable, but NCCL
+    /// recommends destroying it on each rank.
     ///
     /// # Errors
-    /// Returns an error without any effect if the library lacks `ncclCommGrow` (before 2.29.2), `ranks` is not more than `old` has, rank 0
-    /// did not create the id, the device differs, or `old` is suspended, revoked or has ended. If a rank does not arrive within the deadline
-    /// or NCCL fails, `old` is ended too. To keep a communicator in that case, grow a [`split`](Communicator::split) of it with all ranks.
+    /// Returns an error without any effect if the library lacks `ncclCommGrow` (before 2.29.2), `ranks` is not greater than the number of
+    /// ranks of `old`, rank 0 did not create the id, the builder's device is not the device of `old`, or `old` is suspended, revoked or has
+    /// ended. If a rank does not arrive within the deadline or NCCL fails, `old` is ended too. To keep a communicator even then,
+    /// [`split`](Communicator::split) it into one communicator with all of its ranks, and grow the split.
     pub fn grow(self, old: &Communicator, id: UniqueId, ranks: u32) -> Result<Communicator, CommError> {
         old.require(Capability::Grow)?;
         let (ordinal, actual) = (self.device.ordinal(), old.device().ordinal());
@@ -101,7 +102,8 @@ impl CommunicatorBuilder {
         grown.inspect_err(|error| announced.fail(error.report()))
     }
 
-    /// Grows `old`. The announcement has been sent. `old` is ended after every error of NCCL, and if another rank fails.
+    /// Grows `old`, after the grow has been announced to the other ranks. `old` is ended after every error of NCCL, and if another rank
+    /// fails.
     fn grow_announced(
         self,
         old: &Communicator,
@@ -157,8 +159,8 @@ impl CommunicatorBuilder {
         })
     }
 
-    /// Joins the communicator that ranks [`grow`](Self::grow), as a new rank. Its number must be at least the number of old ranks. `id` and
-    /// `ranks` are those of the other ranks. Waits for all ranks.
+    /// Joins the communicator that ranks [`grow`](Self::grow), as a new rank. `rank` must be at least the number of old ranks. `id` and
+    /// `ranks` must be the values that the other ranks pass. Waits for all ranks.
     ///
     /// # Errors
     /// Same as [`connect`](Self::connect). Also returns an error if the library lacks `ncclCommGrow` (before 2.29.2).

@@ -10,7 +10,7 @@ use symmalloc_watchdog::MeetingId;
 
 impl UniqueId {
     /// Returns a new id from NCCL. If `NCCL_COMM_ID` is set, every call on every rank returns the same id. Otherwise each call returns a
-    /// different one, and the process that created it must stay alive until all ranks have connected.
+    /// different id, and the process that created an id must stay alive until all ranks have connected with it.
     ///
     /// # Errors
     /// Returns an error if NCCL cannot be used or finds no network interface.
@@ -26,12 +26,12 @@ impl UniqueId {
         Ok(UniqueId::from_bytes(nccl.calls().unique_id()?))
     }
 
-    /// Returns an id that is the same on all ranks of this job. Every rank must call this function equally often.
+    /// Returns an id that is the same on all ranks of this job. Every rank must call this function the same number of times.
     ///
-    /// If `NCCL_COMM_ID` is set, NCCL provides it. Otherwise rank 0 sends it to the others: on a socket of this machine if all ranks are on
-    /// it, and otherwise over TCP. They find rank 0 at `SYMMALLOC_RENDEZVOUS` (host:port, or a folder that all machines share), in
-    /// torchrun's store or near `MASTER_ADDR` and `MASTER_PORT`, or in a folder of the home directory. Ranks with a `SYMMALLOC_JOB_SECRET`
-    /// prove to each other that they know it.
+    /// If `NCCL_COMM_ID` is set, NCCL provides the id. Otherwise rank 0 sends it to the other ranks: over a Unix socket if all ranks are on
+    /// this machine, and otherwise over TCP. The other ranks find rank 0 at `SYMMALLOC_RENDEZVOUS` (host:port, or a folder that all
+    /// machines share), in torchrun's store or near `MASTER_ADDR` and `MASTER_PORT`, or in a folder of the home directory. Ranks with a
+    /// `SYMMALLOC_JOB_SECRET` prove to each other that they know it.
     ///
     /// # Errors
     /// Returns an error if libnccl cannot be used, or the ranks do not find each other within the deadline.
@@ -53,7 +53,7 @@ impl UniqueId {
 }
 
 /// Connects ranks that already have an id, at the address of rank 0 ("host:port") or in a new folder that all machines share. Every rank
-/// must call this function equally often. Returns `None` if there is one rank.
+/// must call this function the same number of times. Returns `None` if there is only one rank.
 pub(super) fn meet(
     address: &str,
     name: &str,

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 /// A communicator's position among all communicators of a job. It is unique, and equal on all ranks of the communicator.
 ///
-/// Operations on several communicators (registering memory, comparing histories) must run in the same order on all ranks. Otherwise, two
-/// ranks can deadlock in two communicators. Sorting by this order prevents that. The order compares names first, then the origin: the
-/// unique id, or the parent of a split, which precedes its splits.
+/// Operations on several communicators (registering memory, comparing histories) must run in the same order on all ranks. Otherwise two
+/// ranks can deadlock, each waiting for the other in a different communicator. Sorting communicators by this order prevents such deadlocks.
+/// The order compares names first, and then the origin: the unique id, or the parent of a split. A parent precedes its splits.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CommOrder(Arc<[u8]>);
 
@@ -20,12 +20,12 @@ impl CommOrder {
         CommOrder(key.into())
     }
 
-    /// Returns the order of a communicator that other code created, which only its name identifies.
+    /// Returns the order of a communicator that other code created. Only the name identifies such a communicator.
     pub(crate) fn borrowed(name: &str) -> Self {
         CommOrder(Self::named(b'b', name).into())
     }
 
-    /// Returns the order of the part with this color of the `ordinal`th split.
+    /// Returns the order of the communicator that the `ordinal`th split of this one creates for a color.
     pub(crate) fn split(&self, ordinal: u32, color: u32) -> Self {
         let mut key = self.0.to_vec();
         key.push(b's');
@@ -34,7 +34,7 @@ impl CommOrder {
         CommOrder(key.into())
     }
 
-    /// Returns the order of the `ordinal`th communicator without these ranks.
+    /// Returns the order of the communicator that the `ordinal`th shrink of this one that excludes these ranks creates.
     pub(crate) fn shrunk(&self, ordinal: u32, excluded: &[u32]) -> Self {
         let mut key = self.0.to_vec();
         key.push(b'x');
@@ -45,7 +45,7 @@ impl CommOrder {
         CommOrder(key.into())
     }
 
-    /// Returns the order of a communicator that other ranks joined with this id.
+    /// Returns the order of a communicator that was grown with this id.
     pub(crate) fn grown(name: &str, id: &UniqueId) -> Self {
         let mut key = Self::named(b'g', name);
         key.extend_from_slice(id.as_bytes());
@@ -100,7 +100,7 @@ mod tests {
                 assert!(!other.as_bytes().starts_with(one.as_bytes()) && !one.as_bytes().starts_with(other.as_bytes()));
                 assert!(ordinal == other_ordinal || one < other);
             }
-            // A part of one is ordered next to it, and before the next ordinal.
+            // A split of `one` is ordered before all communicators with a later ordinal.
             let part = one.split(1, u32::MAX);
             assert!(orders.iter().all(|(later, other)| later <= ordinal || part < *other));
         }

@@ -1,4 +1,5 @@
-//! Registration and deregistration of windows and buffers. The types of the handles distinguish the kinds, so that each is deregistered by the matching call.
+//! Registration and deregistration of windows and buffers. Their handles have different types, so that each handle is deregistered by the
+//! matching call.
 
 use crate::communicator::Communicator;
 use crate::communicator::call::{CallThread, HostEntry, perform};
@@ -19,11 +20,11 @@ use std::sync::Arc;
 pub enum Registered {
     /// A window, through which kernels access the peers' memory.
     Window(Window),
-    /// A plain registration of this rank, because the ranks cannot access each other's memory (no NVLink, no peer access).
+    /// A plain registration, which is local to this rank, because the ranks cannot access each other's memory (no NVLink, no peer access).
     Plain(BufferRegistration),
 }
 
-/// A window of one communicator over a whole segment, on all of its ranks.
+/// A window over a whole segment, registered on all ranks of one communicator.
 ///
 /// Deregister it with [`Communicator::deregister_window`](crate::Communicator::deregister_window) before the memory is unmapped. If the
 /// communicator ends first, no call is needed.
@@ -87,7 +88,7 @@ impl Window {
         self.memory.base
     }
 
-    /// Returns its size in bytes.
+    /// Returns the size of the registered memory in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.memory.size_bytes
     }
@@ -99,12 +100,12 @@ impl BufferRegistration {
         self.memory.base
     }
 
-    /// Returns its size in bytes.
+    /// Returns the size of the registered memory in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.memory.size_bytes
     }
 
-    /// Returns `true` if NCCL registered the memory, and `false` with `NCCL_LOCAL_REGISTER=0`.
+    /// Returns `true` if NCCL registered the memory, and `false` if `NCCL_LOCAL_REGISTER=0` disables such registrations.
     pub(crate) fn has_handle(&self) -> bool {
         !self.raw.is_null()
     }
@@ -123,12 +124,11 @@ impl fmt::Debug for BufferRegistration {
 }
 
 impl Communicator {
-    /// Registers a window over a whole segment, together with all other ranks, which must pass segments of the same size in the same
-    /// order.
+    /// Registers a window over a whole segment. All ranks must make this call together, with segments of the same size in the same order.
     ///
     /// The memory must belong to the communicator's device and be a single `cuMemCreate` allocation with a shareable handle. If the ranks
     /// cannot access each other's memory, NCCL rejects the window (2.29 and later), and this function makes a plain registration instead.
-    /// Earlier versions return a plain registration that looks like a window.
+    /// Earlier versions of NCCL return a plain registration that looks like a window.
     ///
     /// # Errors
     /// Returns an error without any effect if the communicator has ended, the library does not support windows, the base is not a multiple
@@ -180,8 +180,8 @@ impl Communicator {
     /// afterwards. Waits for kernels that run on the device.
     ///
     /// # Errors
-    /// Returns an error if the communicator has ended, and the window with it; if the window belongs to another communicator; or if NCCL
-    /// fails. The window is then released with the communicator.
+    /// Returns an error if the communicator has ended (and the window with it), if the window belongs to another communicator, or if NCCL
+    /// fails. After an error, the window is released together with its communicator.
     pub fn deregister_window(&self, window: Window) -> Result<(), CommError> {
         let Window { raw, memory } = window;
         self.check_owner(&memory)?;
@@ -225,8 +225,8 @@ impl Communicator {
     /// Deregisters a buffer. If peers have mapped the memory, waits for kernels that run on the device.
     ///
     /// # Errors
-    /// Returns an error if the communicator has ended, and the registration with it; if the registration belongs to another communicator;
-    /// or if NCCL fails. The registration is then released with the communicator.
+    /// Returns an error if the communicator has ended (and the registration with it), if the registration belongs to another communicator,
+    /// or if NCCL fails. After an error, the registration is released together with its communicator.
     pub fn deregister_buffer(&self, registration: BufferRegistration) -> Result<(), CommError> {
         let BufferRegistration { raw, memory } = registration;
         self.check_owner(&memory)?;
@@ -250,7 +250,8 @@ impl Communicator {
     }
 }
 
-/// Deregisters everything that remains, in order. Returns the first error, but tries the rest as long as the communicator is ready.
+/// Deregisters all remaining windows and buffers, in order. Continues after an error as long as the communicator is ready, and returns the
+/// first error.
 pub(super) fn deregister_all(access: &mut Access<'_>) -> Result<(), CommError> {
     let mut outcome = Ok(());
     let (windows, buffers) = (lock(&access.inner.windows).clone(), lock(&access.inner.buffers).clone());

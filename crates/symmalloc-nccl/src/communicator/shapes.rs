@@ -33,11 +33,11 @@ type Algorithm = (Option<Collective>, Option<ReduceOp>, DataType);
 /// The shapes that have run on a communicator, whose connections therefore exist.
 #[derive(Debug, Default)]
 pub(super) struct KnownShapes {
-    /// Magnitudes as bits, for every combination of kind, reduction and type.
+    /// For every combination of kind, reduction and type: the magnitudes that have run, as a bit set.
     collectives: Vec<(Algorithm, u128)>,
-    /// Peers as bits.
+    /// The peers that this rank has sent to, as a bit set.
     sent: Vec<u64>,
-    /// Peers as bits.
+    /// The peers that this rank has received from, as a bit set.
     received: Vec<u64>,
 }
 

@@ -36,7 +36,7 @@ pub(super) enum Mode {
     Nonblocking,
 }
 
-/// Determines who destroys the communicator.
+/// The owner of NCCL's communicator, who destroys it: this crate, or other code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Ownership {
     Owned,
@@ -59,15 +59,15 @@ pub(super) struct Shared {
     pub(super) serial: u64,
     /// Set by [`abort`](crate::communicator::Communicator::abort), to stop a thread that waits while it holds the call lock.
     pub(super) abort_requested: AtomicBool,
-    /// Set by [`revoke`](crate::communicator::Communicator::revoke), until it is revoked, to stop a thread that waits while it holds the
-    /// call lock.
+    /// Set by [`revoke`](crate::communicator::Communicator::revoke) until the communicator is revoked, to stop a thread that waits while it
+    /// holds the call lock.
     pub(super) revoke_requested: AtomicBool,
-    /// The meeting of its processes, if any.
+    /// The meeting of the communicator's processes, if any.
     pub(super) meeting: Option<MeetingId>,
-    /// The announcement of its creation; `None` if it is borrowed.
+    /// The announcement of the communicator's creation; `None` for a borrowed communicator.
     pub(super) connecting: Option<Arc<Connecting>>,
     pub(super) watch_settings: WatchSettings,
-    /// The watchdog's view of the communicator; set once it is ready.
+    /// The watchdog's view of the communicator; set once the communicator is ready.
     pub(super) watched: OnceLock<Arc<Observed>>,
     pub(super) inner: Mutex<Inner>,
     pub(super) life: Arc<Mutex<Life>>,
@@ -81,12 +81,12 @@ pub(super) struct Usage {
     pub(super) suspended_bytes: Option<u64>,
     /// Number of windows and buffers that are registered.
     pub(super) registrations: usize,
-    /// `true` if a borrower gave it up. Its owner aborts it, and its address may be that of another one afterwards.
+    /// `true` if a borrower gave the `ncclComm_t` up. The owner then aborts it, after which another `ncclComm_t` may have the same address.
     pub(super) is_lost: bool,
 }
 
 impl Usage {
-    /// Returns the state of an `ncclComm_t` that other code created.
+    /// Returns the state of an `ncclComm_t` that other code created: the same state for all communicators that borrow it.
     pub(super) fn borrowed(comm: CommHandle) -> Arc<Mutex<Self>> {
         static BORROWED: Mutex<BTreeMap<usize, Weak<Mutex<Usage>>>> = Mutex::new(BTreeMap::new());
         let mut borrowed = lock(&BORROWED);
@@ -127,7 +127,7 @@ pub(super) struct Inner {
 /// The state of a communicator.
 #[derive(Debug)]
 pub(super) struct Life {
-    /// Null if and only if it is neither ready nor revoked.
+    /// Null if and only if the communicator is neither ready nor revoked.
     pub(super) comm: CommHandle,
     pub(super) state: CommState,
     /// The error that ended the communicator, if any.
@@ -181,8 +181,8 @@ impl Shared {
         self.access_even_revoked()
     }
 
-    /// Waits until no other thread calls NCCL with the communicator, and does not check for failures. The caller ends the communicator, or
-    /// polls for its creation.
+    /// Waits until no other thread calls NCCL with the communicator, and does not check for failures. For callers that end the communicator
+    /// or poll until it is created.
     pub(super) fn access_unchecked(&self) -> Result<Access<'_>, CommError> {
         self.access_even_revoked_with(lock(&self.inner))
     }
@@ -193,9 +193,10 @@ impl Shared {
         Err(failed)
     }
 
-    /// Waits until the communicator has ended, for at most [`ERROR_LIMIT`] after the failure that the watchdog reported. A rank that is gone
-    /// fails all of its communicators at the same moment, so a program that drops them one by one waits once. A program that exits
-    /// immediately would unload libraries under the aborting thread. After the interval, the watchdog ends the process if necessary.
+    /// Waits until the communicator has ended, for at most [`ERROR_LIMIT`] after the failure that the watchdog reported. Without this wait,
+    /// a program that exits immediately would unload libraries that the aborting thread still uses. If a rank is gone, all of its
+    /// communicators fail at the same moment, so a program that drops them one by one waits only once. After the limit, the watchdog ends
+    /// the process if necessary.
     fn wait_for_end(&self) {
         // A communicator that is being created ends in the call that creates it.
         let Some(watched) = self.watched.get() else { return };
@@ -277,7 +278,7 @@ impl Shared {
         Some(CommError::Failed(Arc::clone(failure?)))
     }
 
-    /// Returns the failure of another rank for which the creation of the communicator must end.
+    /// Returns the failure of another rank because of which the creation of the communicator must end, if any.
     fn connection_failure(&self) -> Option<&Arc<Failure>> {
         self.connecting.as_ref()?.failure()
     }

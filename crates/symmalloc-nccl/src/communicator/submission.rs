@@ -1,7 +1,7 @@
 //! Submission of collectives to streams: their buffers, and groups of them.
 //!
-//! NCCL's own groups are state of the calling thread, and they take pointers long before the work is in the stream. A [`Group`] is a value
-//! that borrows the buffers until it is submitted. If it is dropped without being submitted, NCCL is never called.
+//! NCCL's own groups are thread-local state, and they take pointers long before the work is in the stream. In contrast, a [`Group`] is a
+//! value that borrows the buffers until it is submitted. If a group is dropped without being submitted, NCCL is never called.
 
 use crate::communicator::Communicator;
 use crate::communicator::call::{CallThread, perform};
@@ -62,7 +62,7 @@ fn note(operations: &[Submission<'_>], entries: &Entries, is_issued: bool) {
         }
         return;
     }
-    // The newest first, because only the newest collective can give its number back.
+    // Undo the newest first, because only the newest collective can give its number back.
     for ((comm, ..), entry) in operations.iter().zip(entries.iter()).rev() {
         if comm.state() == CommState::Ready {
             // The call was rejected.
@@ -97,7 +97,7 @@ pub(crate) struct Elements {
     pub(crate) count: usize,
 }
 
-/// The memory that a collective reads and writes. After a drop, later uses of the memory wait for the stream.
+/// The memory that a collective reads and writes. Once this value is dropped, later uses of the memory wait for the stream.
 pub(crate) struct Buffers<'a> {
     pub(crate) send: Elements,
     pub(crate) receive: Elements,
@@ -198,8 +198,8 @@ impl<'a> Buffers<'a> {
     }
 }
 
-/// Collectives that are collected and then submitted to NCCL at once: sends and receives that depend on each other, or the same collective
-/// on communicators of several devices that one thread drives.
+/// Operations that are collected and then submitted to NCCL together: for example, sends and receives that depend on each other, or the
+/// same collective on the communicators of several devices that one thread drives.
 ///
 /// NCCL is not called before [`submit`](Self::submit). Dropping a group that was not submitted has no effect.
 ///
@@ -281,9 +281,9 @@ impl<'a> Group<'a> {
     /// Adds a send of memory that is given by its address.
     ///
     /// # Safety
-    /// The `count` elements at `address` must lie in memory of the communicator's device, which stays allocated until the stream has
-    /// completed the group. The work that writes them must precede the group on the stream, and no other work may write them before the
-    /// group completes.
+    /// The `count` elements at `address` must lie in memory of the communicator's device. The memory must stay allocated until the stream
+    /// has completed the group. The work that writes the elements must precede the group on the stream, and no other work may write them
+    /// before the group completes.
     ///
     /// # Errors
     /// Returns an error if the peer does not exist or the stream belongs to another device. The group is then unchanged.

@@ -1,7 +1,7 @@
 //! Suspension: an idle communicator releases NCCL's memory and keeps its addresses, until it is resumed.
 //!
-//! NCCL suspends and resumes on all ranks together and has no deadline, so both run like a registration: on a separate thread, or polled.
-//! A rank that fails leaves the others waiting inside NCCL. Each error therefore ends the communicator.
+//! NCCL suspends and resumes on all ranks together and has no deadline, so both operations run like a registration: on a separate thread,
+//! or polled. If one rank fails, the others keep waiting inside NCCL. Every error therefore ends the communicator.
 
 use crate::communicator::Communicator;
 use crate::communicator::call::{CallThread, HostEntry, perform};
@@ -48,8 +48,8 @@ impl Communicator {
         })
     }
 
-    /// Returns the bytes of device memory that NCCL holds for communicators. Counts an `ncclComm_t` that several of them borrow once, and
-    /// leaves out those for which [`memory`](Self::memory) returns an error.
+    /// Returns the bytes of device memory that NCCL holds for communicators. An `ncclComm_t` that several communicators borrow counts once.
+    /// Communicators for which [`memory`](Self::memory) returns an error do not count.
     pub fn held_bytes(communicators: &[Communicator]) -> u64 {
         let distinct: BTreeMap<usize, &Communicator> =
             communicators.iter().map(|comm| (comm.raw().addr(), comm)).collect();
@@ -61,8 +61,8 @@ impl Communicator {
         self.suspended_bytes().is_some()
     }
 
-    /// Returns the bytes that NCCL released when it suspended the communicator. As many must be free on the device to resume it. `None` if
-    /// it is not suspended. Never waits.
+    /// Returns the bytes that NCCL released when it suspended the communicator. To resume it, the same number of bytes must be free on the
+    /// device. Returns `None` if the communicator is not suspended. Never waits.
     pub fn suspended_bytes(&self) -> Option<u64> {
         if self.state() == CommState::Ready { lock(&self.shared.usage).suspended_bytes } else { None }
     }
@@ -72,15 +72,15 @@ impl Communicator {
         lock(&self.shared.usage).registrations
     }
 
-    /// Releases NCCL's memory of the communicator, together with all other ranks, when all of its work has completed. Until it is
-    /// [resumed](Self::resume), collectives and registrations return [`CommError::Suspended`]. Returns the released bytes. Does nothing if
-    /// it is suspended.
+    /// Releases the memory that NCCL holds for the communicator, once all of its work has completed. All ranks must make this call. Until
+    /// it is [resumed](Self::resume), collectives and registrations return [`CommError::Suspended`]. Returns the released bytes. Does
+    /// nothing if the communicator is already suspended.
     ///
     /// No graph that contains its collectives may be launched until it is resumed.
     ///
     /// # Errors
-    /// Returns an error without any effect if the library is older than 2.29.7, NCCL's memory manager is disabled, or windows or buffers are
-    /// registered on it. If NCCL fails or ranks do not arrive within the deadline, the communicator is ended.
+    /// Returns an error without any effect if the library is older than 2.29.7, NCCL's memory manager is disabled, or windows or buffers
+    /// are registered on it. If NCCL fails or ranks do not arrive within the deadline, the communicator is ended.
     pub fn suspend(&self) -> Result<u64, CommError> {
         if let Some(bytes) = self.suspended_bytes() {
             return Ok(bytes);
@@ -99,8 +99,8 @@ impl Communicator {
         Ok(bytes)
     }
 
-    /// Restores NCCL's memory of a suspended communicator at its addresses, together with all other ranks. Does nothing if the
-    /// communicator is not suspended.
+    /// Restores the memory that NCCL holds for a suspended communicator, at the same addresses. All ranks must make this call. Does nothing
+    /// if the communicator is not suspended.
     ///
     /// # Errors
     /// If the device has no room, NCCL fails, or ranks do not arrive within the deadline, the communicator is ended.

@@ -21,7 +21,7 @@ pub(super) type KeepAlive = Option<Arc<dyn Any + Send + Sync>>;
 /// The result of a call.
 pub(super) type CallResult = Result<CallProgress, CallError>;
 
-/// An error that a call returned, or that prevented it.
+/// An error that a call returned, or that prevented the call.
 #[derive(Debug)]
 pub(super) enum CallError {
     Nccl(NcclError),

@@ -65,8 +65,9 @@ impl Communicator {
         self.shared.check_results()
     }
 
-    /// Runs a wait of the program and then checks whether the communicator failed or was revoked in the meantime. If so, the results of
-    /// its collectives are invalid. The wait itself returns because the watchdog stops the kernels that it waits for, or ends the process.
+    /// Runs the program's own wait and then checks whether the communicator failed or was revoked in the meantime. If so, the results of
+    /// its collectives are invalid. Even if a rank is gone, `wait` does not block indefinitely, because the watchdog stops the kernels that
+    /// `wait` waits for, or ends the process.
     ///
     /// # Errors
     /// [`CommError::Failed`] if the watchdog ended the communicator, and [`CommError::Revoked`] if it is revoked.
@@ -76,9 +77,9 @@ impl Communicator {
         Ok(answer)
     }
 
-    /// Announces work to the watchdog that the program submits to the stream itself and that every rank submits: an NCCL call with
-    /// [`raw`](Self::raw), or the launch of a graph that contains collectives. `submit` submits the work to the stream. The work is
-    /// numbered among the communicator's collectives and has the same deadline.
+    /// Tells the watchdog about work that every rank submits to a stream without this crate's collectives: an NCCL call with
+    /// [`raw`](Self::raw), or the launch of a graph that contains collectives. `submit` submits the work to the stream. The work gets the
+    /// next number among the communicator's collectives, and the same deadline as a collective.
     ///
     /// # Examples
     /// ```no_run
@@ -146,7 +147,7 @@ impl Communicator {
 impl Shared {
     /// Starts to watch a ready communicator, whose rank and number of ranks are known.
     pub(super) fn start_watching(self: &Arc<Self>) {
-        // Borrowed communicators are identified only by their name, which several can share.
+        // A borrowed communicator is identified only by its name, which several communicators can share.
         static BORROWED: SequenceCounter<CommOrder> = SequenceCounter::new();
         let mut key = self.order.as_bytes().to_vec();
         if self.ownership == Ownership::Borrowed {
@@ -175,7 +176,7 @@ impl Watchable for Shared {
         let Ok(inner) = self.lock_or_revoke(GRACE) else { return };
         let Ok(mut access) = self.access_even_revoked_with(inner) else { return };
         let cause = Arc::new(CommError::Failed(Arc::clone(failure)));
-        // The errors of other threads wait for the rest of the interval without the lock.
+        // Other threads that return the error wait for the rest of the limit, without the lock.
         end_all(from_mut(&mut access), Ending::Idle, Some(&cause), GRACE);
     }
 

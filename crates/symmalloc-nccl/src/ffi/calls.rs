@@ -5,15 +5,15 @@
 //! are optional, and codes are plain integers.
 //!
 //! # Contract
-//! The functions are safe to call within this crate because the rest of it upholds these rules:
+//! The functions are safe to call within this crate because the rest of the crate upholds these rules:
 //! - **C1** A [`CommHandle`] comes from NCCL, or from the owner of a borrowed communicator, and is available only while the communicator is
 //!   live: `communicator/shared.rs` clears it before [`destroy`](Calls::destroy) and [`abort`](Calls::abort).
 //! - **C2** One thread at a time calls NCCL with a communicator: the one that holds its call lock, or the one that ends it. Only
 //!   [`revoke`](Calls::revoke) may run concurrently, as NCCL allows.
 //! - **C3** A [`NewHandle`] is kept alive until no operation can write to it.
-//! - **C4** The memory of an [`Operation`] belongs to the communicator's device, is long enough, and is not accessed by others until its
-//!   stream has completed it: `communicator/submission.rs` creates operations from borrowed buffers, and a caller that passes raw addresses
-//!   guarantees the same. The operation's stream is live and belongs to the device.
+//! - **C4** The memory of an [`Operation`] belongs to the communicator's device, is long enough, and is not accessed by other work until
+//!   the operation's stream has completed the operation: `communicator/submission.rs` creates operations from borrowed buffers, and a
+//!   caller that passes raw addresses guarantees the same. The operation's stream is live and belongs to the device.
 //! - **C5** A window or registration is released once, on the communicator that made it.
 
 use crate::ffi::error::{IN_PROGRESS, LoadError, NcclError};
@@ -26,7 +26,7 @@ use std::sync::OnceLock;
 
 /// `ncclSuccess`.
 const SUCCESS: c_int = 0;
-/// Rank that a rank of the old communicator passes to `ncclCommGrow`: it keeps its number.
+/// Value that a rank of the old communicator passes to `ncclCommGrow` as its rank, in order to keep its number.
 const GROW_KEEPS_RANK: c_int = -1;
 /// `NCCL_SHRINK_DEFAULT`: the parent has no work in progress.
 const SHRINK_DEFAULT: c_int = 0;
@@ -82,7 +82,7 @@ macro_rules! nccl_calls {
             /// Resolves all calls without calling any of them.
             ///
             /// # Errors
-            /// Returns the first required call that is missing.
+            /// Returns an error that names the first required call that is missing.
             pub(crate) fn resolve(library: &libloading::Library, path: &str) -> Result<Self, LoadError> {
                 let missing = |symbol| move |_| LoadError::SymbolMissing { path: path.to_owned(), symbol };
                 Ok(Calls {

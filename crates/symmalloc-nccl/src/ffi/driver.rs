@@ -31,7 +31,7 @@ pub(crate) fn is_captured(stream: &CudaStream) -> Result<bool, DriverError> {
 }
 
 /// Like [`is_captured`], but works with any current context. A stream identifies its context, so the context is made current only if the
-/// query fails. The default streams have the handles 0 to 2 in all contexts and refer to the current one.
+/// query fails. The default streams have the handles 0 to 2 in all contexts, and these handles refer to the current context.
 pub(crate) fn is_captured_on(device: &CudaDevice, stream: &CudaStream) -> Result<bool, DriverError> {
     if stream.cu_stream() as usize > 2
         && let Ok(is_captured) = is_captured(stream)
@@ -42,12 +42,12 @@ pub(crate) fn is_captured_on(device: &CudaDevice, stream: &CudaStream) -> Result
     is_captured(stream)
 }
 
-/// Returns `true` if a driver call failed only because of a capture (codes 900 to 908), possibly one of another library.
+/// Returns `true` if a driver call failed only because of a capture (codes 900 to 908), possibly a capture by another library.
 pub(crate) fn is_capture_in_the_way(error: &DriverError) -> bool {
     matches!(error.code, 900..=908)
 }
 
-/// Ends the process immediately, without the handlers of `exit`, because the driver's exit handler waits for kernels that never end.
+/// Ends the process immediately, without running the `exit` handlers, because the driver's exit handler waits for kernels that never end.
 pub(crate) fn exit_now(code: i32) -> ! {
     // SAFETY: no code of this process runs afterwards.
     unsafe { libc::_exit(code) }
@@ -60,12 +60,12 @@ pub(crate) fn flush_output() {
 }
 
 unsafe extern "C" {
-    /// The C library's `atexit`, with the status of `exit` for the handler.
+    /// Like the C library's `atexit`, but also passes the status of `exit` to the handler.
     fn on_exit(handler: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
 }
 
-/// Registers a handler of `exit`, which gets the status. Handlers run in reverse order of their registration. If the C library has no room
-/// for it, it does not run. Must be called once.
+/// Registers a handler that `exit` calls with its status. Handlers run in reverse order of their registration. If the C library has no room
+/// for another handler, this one does not run. Must be called once.
 pub(crate) fn at_exit(handler: fn(i32)) {
     static HANDLER: OnceLock<fn(i32)> = OnceLock::new();
     extern "C" fn call(status: c_int, _argument: *mut c_void) {

@@ -20,15 +20,15 @@ pub enum LoadError {
     /// The library lacks a call that every supported version has.
     #[error("{path} has no {symbol}: it is not NCCL, or it is incomplete; set SYMMALLOC_NCCL_LIBRARY to another file")]
     SymbolMissing {
-        /// The library.
+        /// Path of the library.
         path: String,
-        /// The call.
+        /// Name of the missing call.
         symbol: &'static str,
     },
     /// The library does not report its version.
     #[error("ncclGetVersion of {path} failed with {code}: it is not NCCL; set SYMMALLOC_NCCL_LIBRARY to another file")]
     NoVersion {
-        /// The library.
+        /// Path of the library.
         path: String,
         /// The result of the call.
         code: i32,
@@ -36,9 +36,9 @@ pub enum LoadError {
     /// The library is older than the minimum version.
     #[error("{path} is NCCL {version}: install {} or newer, or set SYMMALLOC_NCCL_LIBRARY to one", NcclVersion::OLDEST)]
     TooOld {
-        /// The library.
+        /// Path of the library.
         path: String,
-        /// Its version.
+        /// The library's version.
         version: NcclVersion,
     },
 }
@@ -50,7 +50,7 @@ pub struct NcclError {
     pub call: &'static str,
     /// NCCL's code (`ncclResult_t`).
     pub code: i32,
-    /// NCCL's last message in this process, which may be about another communicator.
+    /// NCCL's last message in this process, which may concern a different communicator.
     pub detail: Option<Box<str>>,
 }
 

@@ -30,7 +30,7 @@ macro_rules! handles {
 handles! {
     /// `ncclComm_t`.
     pub(crate) struct CommHandle;
-    /// NCCL's `ncclWindow_t`: an address with a meaning only to NCCL and kernels.
+    /// NCCL's `ncclWindow_t`: an address that has a meaning only to NCCL and to kernels.
     pub struct WindowHandle;
     /// A registration handle of `ncclCommRegister`.
     pub(crate) struct RegistrationHandle;
@@ -125,7 +125,7 @@ impl NewHandle {
         (!window.is_null()).then_some(WindowHandle(window))
     }
 
-    /// Returns the registration; null if NCCL keeps none.
+    /// Returns the registration's handle; null if NCCL did not register the memory.
     pub(crate) fn registration(&self) -> RegistrationHandle {
         RegistrationHandle(self.handle.load(Ordering::Acquire))
     }

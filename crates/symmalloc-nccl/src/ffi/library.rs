@@ -30,17 +30,17 @@ pub struct Nccl {
 impl Nccl {
     /// Returns the libnccl of this process, which is opened by the first call and never closed.
     ///
-    /// Libraries are tried in this order: the library that `SYMMALLOC_NCCL_LIBRARY` specifies, exclusively if it is set; a libnccl that
-    /// the process has already opened, so that PyTorch's or cudarc's communicators share it; `libnccl.so.2`; `libnccl.so`.
+    /// Libraries are tried in this order: the library that `SYMMALLOC_NCCL_LIBRARY` specifies, and no other if the variable is set; a
+    /// libnccl that the process has already opened, so that PyTorch's or cudarc's communicators share it; `libnccl.so.2`; `libnccl.so`.
     ///
     /// # Errors
-    /// Returns an error if no library can be opened or the one found is too old. The result does not change within a process.
+    /// Returns an error if no library can be opened, or if the first one found is too old. The result does not change within a process.
     pub fn load() -> Result<&'static Nccl, LoadError> {
         static NCCL: OnceLock<Result<&'static Nccl, LoadError>> = OnceLock::new();
         NCCL.get_or_init(Nccl::find).clone()
     }
 
-    /// Opens a specific library, in addition to that of [`load`](Self::load). The library is never closed.
+    /// Opens a specific library, in addition to the one that [`load`](Self::load) opens. The library is never closed.
     ///
     /// # Errors
     /// Returns an error if the library cannot be opened or is too old.

@@ -1,4 +1,4 @@
-//! Collectives in the form that NCCL takes: the call, the type of the elements, the reduction, addresses and numbers.
+//! Collectives in the form that NCCL takes: the call, the type of the elements, the reduction, addresses, and numbers of elements.
 
 use crate::ffi::handles::StreamHandle;
 use cudarc::driver::DeviceRepr;
@@ -83,7 +83,7 @@ impl NcclCall {
         }
     }
 
-    /// Returns the single rank that the call names, if any.
+    /// Returns the root or the peer that the call names, if any.
     pub(crate) fn named_rank(self) -> Option<u32> {
         match self {
             NcclCall::Broadcast { root: rank } | NcclCall::Reduce { root: rank, .. } => Some(rank),
@@ -236,7 +236,7 @@ impl ReduceOp {
 /// # Safety
 /// The type must have the layout of the NCCL type [`DATA_TYPE`](Self::DATA_TYPE).
 pub unsafe trait NcclType: DeviceRepr {
-    /// NCCL's type.
+    /// NCCL's type for the elements.
     const DATA_TYPE: DataType;
 }
 

@@ -26,13 +26,13 @@ pub enum Capability {
     Shrink,
     /// An error for a window that cannot be symmetric (2.29). Earlier versions return a plain registration that looks like a window.
     WindowRefusal,
-    /// `ncclCommRevoke`: operations in a communicator can be stopped without freeing it while another thread hangs in it (2.28.7).
+    /// `ncclCommRevoke`: a communicator's operations can be stopped without freeing it, even while another thread hangs in a call (2.28.7).
     Revoke,
     /// `ncclCommGrow`: a communicator with more ranks (2.29.2).
     Grow,
     /// `NCCL_WIN_STRICT_ORDERING`: windows whose operations on the network stay in order (2.29.7).
     StrictOrderingWindows,
-    /// `NCCL_WIN_GIN_ONLY`: windows for communication from kernels over the network only (2.32.3).
+    /// `NCCL_WIN_GIN_ONLY`: windows that serve only kernels that communicate over the network (2.32.3).
     NetworkOnlyWindows,
     /// Windows can be registered while a stream is being captured into a graph (2.30.7).
     RegistrationInCapture,

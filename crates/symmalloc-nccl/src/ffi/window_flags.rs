@@ -15,7 +15,7 @@ pub struct WindowFlags(u8);
 impl WindowFlags {
     /// No flags.
     pub const NONE: WindowFlags = WindowFlags(0);
-    /// `NCCL_WIN_STRICT_ORDERING`: operations of kernels on the window that go over the network stay in order. Requires NCCL 2.29.7.
+    /// `NCCL_WIN_STRICT_ORDERING`: operations that kernels perform on the window over the network stay in order. Requires NCCL 2.29.7.
     pub const STRICT_ORDERING: WindowFlags = WindowFlags(0x02);
     /// `NCCL_WIN_GIN_ONLY`: the window serves only communication from kernels over the network (GIN). Collectives use its memory as plain
     /// buffers. Requires NCCL 2.32.3.
@@ -26,8 +26,8 @@ impl WindowFlags {
         self.0 & other.0 == other.0
     }
 
-    /// Returns the flags as NCCL's integer, with `NCCL_WIN_COLL_SYMMETRIC` unless it contradicts them: NCCL refuses it together with a
-    /// restriction of the window.
+    /// Returns the flags as NCCL's integer, with `NCCL_WIN_COLL_SYMMETRIC` unless it contradicts them: NCCL refuses that flag together with
+    /// one that restricts the window's use.
     pub(crate) fn raw(self) -> c_int {
         let symmetric = if self.contains(WindowFlags::GIN_ONLY) { 0 } else { COLL_SYMMETRIC };
         symmetric | c_int::from(self.0)

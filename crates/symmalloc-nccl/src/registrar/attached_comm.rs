@@ -11,7 +11,7 @@
 //!          └── registered    the segments with windows or registered buffers
 //! ```
 //!
-//! The memory of a dead segment is released after its last observer acknowledges the death. An attachment does so only after it has
+//! The memory of a dead segment is released after its last observer acknowledges the death. An attachment acknowledges it only after it has
 //! deregistered its windows, so a segment outlives its windows on every communicator, in any order of events.
 
 mod sleep;
@@ -49,12 +49,13 @@ pub(crate) struct AttachedComm {
 /// The state that a sync modifies, together with the registrations in the [`View`].
 ///
 /// # Invariants
-/// - **S1**: Every registered segment is in `segments`, and no larger than its extent there. A segment that dies stays in the table until a
-///   sync has deregistered it.
-/// - **S2**: After a sync, every segment without holes of an awake pool that is attached for windows has a window over all of it.
+/// - **S1**: Every registered segment is in `segments`, and is no larger than its extent there. A segment that dies stays in the table
+///   until a sync has deregistered it.
+/// - **S2**: After a sync, if a pool is awake and attached for windows, each of its segments without holes has a window over the whole
+///   segment.
 /// - **S3**: `space` holds the windows of [`View::registered`] and no others.
 /// - **S4**: A pool in `saved` is observed and has no registrations.
-/// - **S5**: Once the communicator has ended, all of it is empty except for `ended`.
+/// - **S5**: Once the communicator has ended, the state is empty except for `ended`.
 #[derive(Default)]
 pub(crate) struct SyncState {
     pools: ObservedPools,
@@ -78,7 +79,7 @@ struct Exchanges {
     sleeps: u64,
 }
 
-/// The remains of a communicator that has ended.
+/// The state that remains after a communicator has ended.
 #[derive(Default)]
 struct Ended {
     /// Pools that had registrations when the communicator ended.
@@ -92,7 +93,7 @@ struct Ended {
 pub(crate) struct View {
     /// Pools that are attached for windows, whose histories must be equal.
     pub(crate) window_pools: SmallVec<[PoolId; 4]>,
-    /// Pools that are attached for windows or buffers, or were when the communicator ended.
+    /// Pools that are attached for windows or buffers, or were attached when the communicator ended.
     pub(crate) pools: SmallVec<[PoolId; 4]>,
     /// Modified only by the holder of the sync lock.
     pub(crate) registered: Registrations,
@@ -151,8 +152,8 @@ impl AttachedComm {
 
     /// Starts to observe these pools. After an error, none of them is observed.
     ///
-    /// Creates the transport before the first sync: the context's first stream waits for the device, which may hang in a collective by
-    /// the time of the sync.
+    /// Creates the transport now and not at the first sync: creating the context's first stream waits for the device, which may hang in a
+    /// collective by the time of the first sync.
     pub(crate) fn observe(
         &self,
         allocator: &CudaAllocator,
@@ -166,8 +167,8 @@ impl AttachedComm {
         Ok(())
     }
 
-    /// Counts a sync. Returns the pools whose histories the ranks compare in it, or `None` if they exchange no messages for that, and
-    /// `true` if there is [nothing to do](Self::is_current).
+    /// Counts a sync. Returns the pools whose histories the ranks compare in this sync (`None` if they exchange no messages), and `true` if
+    /// there is [nothing to do](Self::is_current).
     pub(crate) fn begin_sync(&self, allocator: &CudaAllocator) -> (Option<SmallVec<[PoolId; 4]>>, bool) {
         let mut state = self.lock();
         let compared = state.pools.count_sync();
@@ -184,7 +185,7 @@ impl AttachedComm {
         self.lock().pools.leave(pool)
     }
 
-    /// Returns the transport of the ranks' messages. It exists unless no pool could be attached.
+    /// Returns the transport of the ranks' messages. It already exists, unless no pool could be attached.
     pub(crate) fn transport<'s>(&self, state: &'s mut SyncState) -> Result<&'s NcclTransport, SyncError> {
         self.create_transport(state).map_err(|error| self.failed(error))
     }
@@ -249,8 +250,8 @@ impl AttachedComm {
         self.drop_everything(state, allocator);
     }
 
-    /// Drops all state of an ended communicator. Its windows ended with it and are not touched; its segments are released. If the
-    /// communicator is lost, an NCCL call on it may still run, so their memory is kept.
+    /// Drops all state of an ended communicator. The windows ended with the communicator and are not touched. The segments are released.
+    /// However, if the communicator is lost, an NCCL call on it may still run, so the memory of the segments is kept.
     pub(crate) fn drop_everything(&self, state: &mut SyncState, allocator: &CudaAllocator) {
         if state.ended.is_none() {
             let pools = self.view().registered.pools();
@@ -319,7 +320,7 @@ impl AttachedComm {
 }
 
 impl SyncState {
-    /// Returns the first invariant that does not hold, except for S2, which holds only [after a sync](Self::uncovered).
+    /// Returns the first invariant that does not hold. Does not check S2, which holds only [after a sync](Self::uncovered).
     fn violation(&self, registered: &Registrations) -> Option<&'static str> {
         let windows = registered.in_order();
         let is_live = |key: &SegmentKey| {
@@ -344,7 +345,7 @@ impl SyncState {
         registered.violation().or_else(|| checks.into_iter().find(|(_, holds)| !holds).map(|(name, _)| name))
     }
 
-    /// Returns a segment that a sync should have registered as a window (S2).
+    /// Returns a segment that violates S2: a sync should have registered a window over it.
     fn uncovered(&self, registered: &Registrations) -> Option<SegmentKey> {
         let needs_window = |segment: &HeapSegment, extent: &Extent| {
             self.pools.registration_of(segment.heap.pool) == Some(Registration::Windows)

@@ -1,7 +1,7 @@
 //! A debugging aid that compares buffer offsets across all ranks before a collective runs.
 //!
 //! NCCL's symmetric kernels address a peer's buffer by this rank's own offset. The core's agreement compares what the ranks *allocated*. It
-//! does not cover which of two equal buffers a rank then *passes to a collective*:
+//! does not cover which of these buffers a rank then *passes to a collective*:
 //!
 //! ```text
 //!   rank 0: all_reduce(gradients)       both allocated both buffers identically, and the histories agree
@@ -25,8 +25,8 @@ use std::sync::Arc;
 use symmalloc_agreement::Transport;
 use zerocopy::IntoBytes;
 
-/// Collectives of one communicator that first compare their buffers across all ranks, if the registrar is configured to. Either all ranks
-/// must use this type for a call, or none.
+/// Collectives of one communicator that first compare their buffers across all ranks, if the registrar is configured to do so. For each
+/// call, either all ranks or none must use this type.
 #[derive(Clone, Copy, Debug)]
 pub struct CheckedCollectives<'a> {
     registrar: &'a Registrar,

@@ -21,7 +21,7 @@ pub(crate) struct EndedComm {
 pub(crate) struct EndedComms(Mutex<Vec<EndedComm>>);
 
 impl EndedComms {
-    /// Adds communicators. Removes those whose pools have all been destroyed, because such pools neither sleep nor wake.
+    /// Adds communicators. Removes communicators whose pools have all been destroyed, because destroyed pools neither sleep nor wake.
     pub(crate) fn add(&self, ended: impl Iterator<Item = EndedComm>, exists: impl Fn(PoolId) -> bool) {
         let mut all = self.lock();
         all.extend(ended);
@@ -33,7 +33,7 @@ impl EndedComms {
         self.lock().iter().filter(|ended| ended.pools.contains(&pool)).cloned().collect()
     }
 
-    /// Removes the communicators that have also ended on all of their other ranks.
+    /// Removes the communicators that have also ended on all other ranks.
     pub(crate) fn forget(&self, is_over: impl Fn(u64) -> bool) {
         self.lock().retain(|ended| !is_over(ended.id));
     }

@@ -12,10 +12,10 @@ use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, StreamAllocatorRef};
 
 impl Registrar {
-    /// Returns the window that contains a buffer, and the buffer's offset in the window, which is equal on all ranks.
+    /// Returns the window that contains a buffer, and the buffer's offset in the window. The offset is equal on all ranks.
     ///
     /// # Errors
-    /// Returns an error if no window on the communicator contains the buffer, see [`LookupError`].
+    /// Returns an error if no window on the communicator contains the buffer. See [`LookupError`].
     pub fn window_of<T, A: StreamAllocatorRef<Memory = CudaBackend>>(
         &self,
         comm: &Communicator,
@@ -53,7 +53,7 @@ impl Registrar {
         }
     }
 
-    /// Returns the key of the segment that contains a buffer. Use it to cache channels, contexts and graphs.
+    /// Returns the key of the segment that contains a buffer. Use it as the key of cached channels, contexts and graphs.
     ///
     /// # Errors
     /// Returns an error if the buffer belongs to another allocator or is empty.
@@ -79,8 +79,9 @@ impl Registrar {
         })
     }
 
-    /// Returns the keys that were invalidated on a communicator since the cursor, in log order. Keys of windows are the same on every rank;
-    /// keys of buffers are local to this rank. Call this function after each sync, and drop the cache entries of these keys.
+    /// Returns the keys that were invalidated on a communicator since the cursor, in log order. Every rank invalidates the keys of the same
+    /// windows, in the same order; keys of buffers are local to this rank. Call this function after each sync, and drop the cache entries
+    /// of these keys.
     ///
     /// A key is invalidated when its segment is released or grows, or when its pool is detached. Returns [`Invalidated::Everything`] if the
     /// communicator has ended.

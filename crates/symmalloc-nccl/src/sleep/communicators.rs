@@ -7,26 +7,26 @@ use std::collections::BTreeMap;
 /// The combined reports of all ranks on one communicator.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Reports {
-    /// Size of the communicator.
+    /// Number of ranks of the communicator.
     ranks: u32,
-    /// Ranks that report it.
+    /// Number of ranks that report the communicator.
     reported: u32,
-    /// Ranks that report it as usable.
+    /// Number of ranks that report the communicator as usable.
     ready: u32,
 }
 
 impl Reports {
-    /// Returns `true` if all of its ranks report it, whether it is usable on them or not.
+    /// Returns `true` if all ranks of the communicator report it, as usable or not.
     fn is_complete(self) -> bool {
         self.reported == self.ranks
     }
 
-    /// Returns `true` if all of its ranks report it as usable.
+    /// Returns `true` if all ranks of the communicator report it as usable.
     pub(super) fn is_ready(self) -> bool {
         self.ready == self.ranks
     }
 
-    /// Returns `true` if all of its ranks report that it ended.
+    /// Returns `true` if all ranks of the communicator report that it ended.
     pub(super) fn is_over(self) -> bool {
         self.is_complete() && self.ready == 0
     }
@@ -47,7 +47,7 @@ pub(super) fn combine(rows: &[Vec<CommunicatorRow>]) -> BTreeMap<u64, Reports> {
 /// Compares the reports of all ranks before a sleep or wake. Returns the first communicator that some of its ranks do not report, or whose
 /// windows differ between the ranks on which it is usable.
 ///
-/// A wake continues without a communicator that is not usable on all of its ranks, so it compares only the others.
+/// A wake continues without the communicators that are unusable on some of their ranks, so it compares only the others.
 pub(super) fn compare(call: u64, rows: &[Vec<CommunicatorRow>]) -> Option<SleepDifference> {
     for (communicator, reports) in combine(rows) {
         let find = |rows: &Vec<CommunicatorRow>| rows.iter().copied().find(|row| row.communicator() == communicator);

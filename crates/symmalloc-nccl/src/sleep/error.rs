@@ -16,11 +16,11 @@ use symmalloc_core::sleep;
 use symmalloc_cuda::CudaError;
 use thiserror::Error;
 
-/// The result of putting a pool to sleep on all ranks, or several pools.
+/// The result of putting one or several pools to sleep on all ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Slept {
-    /// This rank's memory.
+    /// The effect on this rank's memory.
     pub memory: sleep::Slept,
     /// Windows and buffers of this rank that were deregistered.
     pub deregistrations: u64,
@@ -28,20 +28,20 @@ pub struct Slept {
     pub suspended_bytes: u64,
 }
 
-/// The result of waking a pool on all ranks, or several pools.
+/// The result of waking one or several pools on all ranks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Woken {
-    /// This rank's memory.
+    /// The effect on this rank's memory.
     pub memory: sleep::Woken,
     /// Windows and buffers of this rank that were registered.
     pub registrations: u64,
     /// Windows whose handle changed on any rank of their communicator, with the communicator's name: recapture the graphs that use them.
-    /// Ordered, and the same on every rank of that communicator. [`invalidations`](crate::Registrar::invalidations) also reports their
-    /// keys.
+    /// For each communicator, all of its ranks get the same windows in the same order. [`invalidations`](crate::Registrar::invalidations)
+    /// also reports the keys of these windows.
     pub changed: Vec<(String, SymmetricSegment)>,
-    /// Names of this rank's communicators that were resumed. NCCL restores their memory at the same addresses. A capture with collectives on
-    /// one of them needs no other capture unless its window is in [`changed`](Self::changed).
+    /// Names of this rank's communicators that were resumed. NCCL restores their memory at the same addresses. A captured graph with
+    /// collectives on one of them need not be captured again, unless its window is in [`changed`](Self::changed).
     pub resumed: Vec<String>,
     /// Names of this rank's communicators that ended while the pool slept, here or on another rank: connect new ones, attach the pool
     /// and sync.
@@ -117,7 +117,7 @@ impl fmt::Display for SleepStep {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum SleepField {
-    /// The version of the protocol. It differs if the ranks run different builds or a rank makes another call on this communicator.
+    /// The version of the protocol. It differs if the ranks run different builds, or if a rank makes a different call on this communicator.
     Protocol,
     /// The call: 1 to 3 for a sleep that keeps, drops or zeroes the contents, 4 for a wake, 5 to 7 for a sleep that also suspends.
     Call,
@@ -125,13 +125,13 @@ pub enum SleepField {
     Number,
     /// The symmetric pool.
     Pool,
-    /// Set if the rank compares histories. The agreement mode with which it attached the pool determines this.
+    /// Set if the rank compares histories, which depends on the agreement mode with which it attached the pool.
     Compared,
     /// The phase of the pool: 0 awake, 1 asleep, 2 held.
     Phase,
     /// The windows of the pool.
     Windows,
-    /// A communicator of the pool includes ranks outside the given one. The value is its size.
+    /// A communicator of the pool includes ranks that are not in the given communicator. The value is the number of its ranks.
     Communicators,
 }
 
@@ -154,13 +154,13 @@ impl fmt::Display for SleepField {
     }
 }
 
-/// The differences between ranks. Every rank has the same report. Nothing was changed.
+/// The differences between ranks. Every rank gets the same report. Nothing was changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SleepDifference {
     /// The first field that differs.
     pub field: SleepField,
-    /// Ranks grouped by their value.
+    /// The ranks, grouped by the value of the field.
     pub groups: Vec<(RankSet, u64)>,
 }
 
@@ -307,7 +307,7 @@ pub enum CollectiveSleepError {
         "{pool} is not attached to communicator \"{communicator}\": attach it on every rank, or use another communicator"
     )]
     NotAttached {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
         /// The pool.
         pool: PoolId,
@@ -319,7 +319,7 @@ pub enum CollectiveSleepError {
     /// The driver cannot report whether a graph is being captured. No message was sent, so the other ranks wait for this one.
     #[error("communicator \"{communicator}\": {error}")]
     Cuda {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
         /// The driver's error.
         error: CudaError,
@@ -327,7 +327,7 @@ pub enum CollectiveSleepError {
     /// The communicator had already ended. The pool is unchanged.
     #[error("communicator \"{communicator}\" is {state}: connect a new one, attach the pool to it, and use it")]
     Gone {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
         /// The communicator's state.
         state: CommState,
@@ -335,14 +335,14 @@ pub enum CollectiveSleepError {
         cause: Option<Arc<CommError>>,
     },
     /// This rank's device has no room for the memory of the suspended communicator over which the ranks communicate. No message was sent,
-    /// and the call is not recorded as an op: the other ranks wait for this one until the deadline. Make room, and call it again. A rank that
-    /// does not call again has one op fewer than the others.
+    /// and the call is not recorded as an op: the other ranks wait for this one until the deadline. Make room, and repeat the call. A rank
+    /// that does not repeat it has one op fewer than the others.
     #[error(
         "communicator \"{communicator}\" needs {needed_bytes} bytes to resume, and the device has {free_bytes}: free memory of other pools \
          or processes, and call it again before the deadline"
     )]
     NoRoom {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
         /// Bytes that NCCL needs.
         needed_bytes: u64,
@@ -352,7 +352,7 @@ pub enum CollectiveSleepError {
     /// The ranks' histories differ. Nothing was changed on any rank.
     #[error("communicator \"{communicator}\": {disagreement}")]
     Disagreed {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
         /// The core's report.
         disagreement: Box<Disagreement>,
@@ -363,7 +363,7 @@ pub enum CollectiveSleepError {
          that sleeps on some ranks can wake once it sleeps on all"
     )]
     Differ {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
         /// The differences.
         difference: Box<SleepDifference>,
@@ -371,18 +371,21 @@ pub enum CollectiveSleepError {
     /// Some ranks were unable to proceed, so none did. Another attempt may succeed.
     #[error("communicator \"{communicator}\": the pool is unchanged: {}", listed(.ranks))]
     Refused {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
         /// The ranks and their obstacles.
         ranks: Vec<RankObstacle>,
     },
-    /// The communicator ended during the op. If that happened in `Decide` of a sleep to which this rank had agreed, or in `Register`, all
-    /// communicators of the pool have ended on this rank, and the pool has no windows; it is awake if it was awake before the sleep. In
-    /// `Check` of a sleep, the pool is asleep, or held if a window or the driver still holds its memory; in `Check` of a wake, it is
-    /// awake with its windows on other communicators. In `Suspend`, the pool is asleep. Otherwise the pool is unchanged.
+    /// The communicator ended during the op. The state of the pool on this rank depends on the step:
+    /// - In `Decide` of a sleep to which this rank had agreed, and in `Register`: all communicators of the pool have ended on this rank,
+    ///   and the pool has no windows. It is asleep only if it was asleep before the call to sleep.
+    /// - In `Check` of a sleep: the pool is asleep, or held if a window or the driver still holds its memory.
+    /// - In `Check` of a wake: the pool is awake, with its windows on other communicators.
+    /// - In `Suspend`: the pool is asleep.
+    /// - In all other cases: the pool is unchanged.
     #[error("communicator \"{communicator}\" ended {step}, and the pool is {}: {error}", if *.is_asleep { "asleep" } else { "awake" })]
     Broken {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
         /// The step during which it ended.
         step: SleepStep,
@@ -398,7 +401,7 @@ pub enum CollectiveSleepError {
         Ranks(ranks)
     )]
     Held {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
         /// The ranks whose memory is held.
         ranks: RankSet,

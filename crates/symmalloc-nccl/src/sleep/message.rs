@@ -8,7 +8,8 @@
 //!   page     total number of rows, 8 bytes │ 8 rows of 32 bytes     repeated until all rows of all ranks are sent
 //! ```
 //!
-//! A message from another rank is untrusted. Every bit pattern is a valid struct; unknown numbers are decoded as stated at each one.
+//! A message from another rank is untrusted, so every bit pattern is a valid struct. The documentation of each number states how unknown
+//! values are decoded.
 
 use crate::sleep::error::{Obstacle, SleepDifference, SleepField};
 use crate::sync::groups;
@@ -22,7 +23,7 @@ use symmalloc_core::sleep::Phase;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// [`VERSION`], and a number that no sync sends in this position.
+/// [`VERSION`], combined with a number that no sync sends in this position.
 const PROTOCOL: u64 = 1 << 32 | VERSION as u64;
 /// Rows per page.
 const PAGE_ROWS: usize = 8;
@@ -30,7 +31,7 @@ const PAGE_ROWS: usize = 8;
 /// exchange that never ends.
 const ROWS_MAX: u64 = 1 << 20;
 
-/// The first message of a rank. As long as a [`SyncMessage`].
+/// The first message of a rank. It is as long as a [`SyncMessage`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
 pub(super) struct AgreeMessage {
@@ -48,9 +49,9 @@ pub(super) struct AgreeMessage {
 
 const _: () = assert!(size_of::<AgreeMessage>() == SyncMessage::BYTES);
 
-/// The call of a rank: a wake, or a sleep with a treatment of the contents.
+/// The number of a wake in [`SleepField::Call`]. [`call_of`] returns the numbers of sleeps.
 pub(super) const WAKE: u64 = 4;
-/// Added to the call of a sleep that suspends the communicators.
+/// Added to the number of a sleep that also suspends the communicators.
 pub(super) const SUSPENDING: u64 = 4;
 
 pub(super) fn call_of(contents: Contents) -> u64 {
@@ -95,7 +96,7 @@ fn number_of(phase: Phase) -> u64 {
     }
 }
 
-/// This rank's side of a sleep or wake.
+/// The fields of this rank's [`AgreeMessage`].
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AgreeFields {
     /// See [`SleepField::Call`].
@@ -104,7 +105,7 @@ pub(super) struct AgreeFields {
     pub(super) number: u64,
     /// Ordinal of the pool among symmetric pools; `None` for a private pool.
     pub(super) pool: Option<u32>,
-    /// `None` if the pool was destroyed meanwhile.
+    /// Phase of the pool on this rank; `None` if the pool was destroyed meanwhile.
     pub(super) phase: Option<Phase>,
     /// Digest of the windows on the communicator of the exchange.
     pub(super) windows: u64,
@@ -228,7 +229,8 @@ pub(super) struct CommunicatorRow {
 impl Row for CommunicatorRow {}
 
 impl CommunicatorRow {
-    /// Returns the report on a usable communicator with this digest of its windows, or on one that has ended if `windows` is `None`.
+    /// Creates the report on a communicator. `windows` is the digest of its windows if the communicator is usable, and `None` if it has
+    /// ended.
     pub(super) fn new(communicator: u64, ranks: u32, windows: Option<u64>) -> Self {
         CommunicatorRow {
             communicator: communicator.into(),
@@ -322,7 +324,7 @@ impl VerdictMessage {
     }
 }
 
-/// A finding that a rank reports once it is awake.
+/// A finding that a rank reports once its pool is awake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Finding {
     /// A communicator that has ended.
@@ -357,7 +359,7 @@ impl From<Finding> for FindingRow {
 }
 
 impl FindingRow {
-    /// Returns `None` for an unknown kind.
+    /// Returns the finding, or `None` for an unknown kind.
     pub(super) fn decode(&self) -> Option<Finding> {
         let communicator = self.communicator.get();
         match self.kind.get() {

@@ -61,13 +61,13 @@ pub(super) struct PhaseChange<'a> {
     pub(super) suspends: bool,
     /// Names of the communicators that this op has resumed.
     pub(super) resumed: Vec<String>,
-    /// The communicator of the exchange, then the others in their order.
+    /// The communicator of the exchange, and then the others in their global order.
     pub(super) comms: Vec<LockedComm<'a>>,
 }
 
 impl Registrar {
     /// Checks that the call can begin. Returns the pool's communicators, starting with the given one, followed by the others in their
-    /// order.
+    /// global order.
     pub(super) fn begin_collective_op(
         &self,
         over: &Communicator,
@@ -267,7 +267,7 @@ impl<'a> PhaseChange<'a> {
         let (registrar, pool) = (self.registrar, self.pool);
         let core = registrar.allocator().core();
         let history = self.compares_histories().then(|| RankHistory::of_pools(core, Point::Sync, &[pool]));
-        // One rank alone may have raised the allocator's limit to make room for the wake.
+        // A wake does not compare shared settings, because one rank alone may have raised the allocator's limit to make room for the wake.
         let history = if self.contents.is_none() { history.map(RankHistory::without_shared_settings) } else { history };
         let counters = registrar.counters();
         let LockedComm { attachment, state, .. } = &mut self.comms[0];
@@ -340,8 +340,8 @@ impl<'a> PhaseChange<'a> {
     }
 }
 
-/// Returns the indexes of communicators in their global order. Every sleep and wake locks them in this order, whichever comes first in
-/// the call.
+/// Returns the indexes of communicators in their global order. Every sleep and wake locks communicators in this order, no matter over which
+/// of them it runs.
 fn lock_order(orders: &[&CommOrder]) -> Vec<usize> {
     let mut indexes: Vec<usize> = (0..orders.len()).collect();
     indexes.sort_by_key(|index| orders[*index]);

@@ -4,7 +4,7 @@
 //!  sleep   ... Check ─ Suspend the others ─ Suspend the communicator of the exchange
 //!  wake    Resume that one ─ Agree ─ Remap ─ Decide ─ Resume the others ─ Register ...
 //! ```
-//! NCCL suspends and resumes on all ranks of a communicator together, and none of them can communicate over it meanwhile.
+//! NCCL suspends and resumes on all ranks of a communicator together. Meanwhile, none of the ranks can communicate over the communicator.
 
 use crate::sleep::error::{CollectiveSleepError, Obstacle, SleepStep};
 use crate::sleep::phase_change::PhaseChange;
@@ -28,8 +28,9 @@ impl PhaseChange<'_> {
         Ok(())
     }
 
-    /// Executes `Suspend`: the other communicators in their order, then the one of the exchange. Returns the released bytes. Ends
-    /// communicators that are broken on a rank, which does not suspend them. Another communicator that fails is lost, which the wake reports.
+    /// Executes `Suspend`: suspends the other communicators in their order, and then the communicator of the exchange. Returns the released
+    /// bytes. Ends communicators that are broken on some rank, because that rank does not suspend them. If one of the other communicators
+    /// cannot be suspended, it is ended, and the wake reports it as lost.
     pub(super) fn suspend(&mut self, broken: &BTreeSet<u64>) -> Result<u64, CollectiveSleepError> {
         let mut released_bytes = 0;
         if !self.suspends {
@@ -58,8 +59,8 @@ impl PhaseChange<'_> {
         Ok(released_bytes)
     }
 
-    /// Executes `Resume` of the communicator of the exchange, without which the ranks cannot communicate. Checks first that its memory fits,
-    /// because a rank on which NCCL has no room leaves the others waiting.
+    /// Executes `Resume` of the communicator of the exchange, without which the ranks cannot communicate. First checks that its memory
+    /// fits, because if NCCL had no room on one rank, the other ranks would keep waiting.
     pub(super) fn resume_exchange(&mut self) -> Result<(), CollectiveSleepError> {
         let comm = self.over();
         let Some(needed_bytes) = comm.suspended_bytes() else { return Ok(()) };
@@ -91,7 +92,7 @@ impl PhaseChange<'_> {
         Ok(())
     }
 
-    /// Executes `Resume` of another communicator.
+    /// Executes `Resume` for one of the other communicators.
     pub(super) fn resume(&mut self, at: usize) -> Result<(), SyncError> {
         let attachment = self.comms[at].attachment;
         let comm = &attachment.comm;
@@ -102,8 +103,8 @@ impl PhaseChange<'_> {
         Ok(())
     }
 
-    /// Returns the free bytes of the device, after releasing the memory of private pools if they are fewer than needed. If the driver
-    /// reports an error, returns `u64::MAX`, and the call to NCCL decides.
+    /// Returns the number of free bytes on the device. If they are fewer than needed, first trims the private pools. If the driver reports
+    /// an error, returns `u64::MAX`, and the call to NCCL decides.
     fn free_bytes(&self, needed_bytes: u64) -> u64 {
         let allocator = self.registrar.allocator();
         let read = || allocator.device().memory_info().map_or(u64::MAX, |info| info.free_bytes);

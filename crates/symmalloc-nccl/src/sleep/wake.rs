@@ -4,7 +4,7 @@
 //!  [Resume ─] Agree ─ Remap ─ Decide ─ [Resume ─] Register ... ─ Check
 //! ```
 //! Before `Decide` completes, nothing has changed that other ranks can observe. Afterwards the pool keeps its memory even if other ranks
-//! fail. If a rank stops while others may continue, it ends the communicators on which they would wait for it.
+//! fail. If a rank stops while others may continue, it ends the communicators on which the others would wait for it.
 
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
@@ -27,8 +27,8 @@ impl Registrar {
     /// Wakes a pool on all ranks: maps memory at the old addresses, restores the saved contents, and registers the windows in their
     /// original order. Either all ranks wake the pool or none does. All ranks of `over` must call it at the same point.
     ///
-    /// Segments that had no window when the pool fell asleep are registered at the next [`sync`](Self::sync), as are all segments on
-    /// communicators that the pool was attached to since then.
+    /// The next [`sync`](Self::sync) registers the segments that had no window when the pool fell asleep. On communicators that the pool
+    /// was attached to since then, it registers all segments.
     ///
     /// # Determinism
     /// Like [`sleep`](Self::sleep), this is an op.
@@ -114,8 +114,8 @@ impl<'a> PhaseChange<'a> {
         Ok(remapped)
     }
 
-    /// Executes `Register`: registers the windows again on the first communicator, then on the others. If the first one fails, all are
-    /// ended. If another one fails, only that one is lost.
+    /// Executes `Register`: registers the windows again on the first communicator, then on the others. If the registration on the first one
+    /// fails, all communicators are ended. If it fails on another one, only that communicator is lost.
     fn register(&mut self, broken: &BTreeSet<u64>) -> Result<(u64, Vec<Finding>), CollectiveSleepError> {
         let (mut registrations, mut findings) = (0, Vec::new());
         for at in 0..self.comms.len() {

@@ -9,9 +9,9 @@
 //!   death  g4                            deregister g4             last, in order of death
 //! ```
 //!
-//! [`SegmentTable`] interprets the events. The actions are a function of its changes and the existing windows, so equal histories lead to
-//! equal actions on every rank. Computing them changes nothing: a sync that fails leaves the log and the table unchanged, and the next sync
-//! computes its actions again.
+//! [`SegmentTable`] interprets the events. The actions are a function of the resulting changes and the existing windows, so equal histories
+//! lead to equal actions on every rank. Computing the actions changes nothing: a sync that fails leaves the log and the table unchanged,
+//! and the next sync computes the actions of the failed sync again.
 
 use crate::sync::fold;
 use crate::windows::keys::SegmentKey;
@@ -23,27 +23,27 @@ use std::fmt;
 use symmalloc_core::PoolId;
 use symmalloc_core::segment_log::SegmentEvent;
 
-/// The kind of a change.
+/// The effect of a change on a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum ChangeKind {
     /// Registers a window on a new segment.
     Register,
-    /// Replaces the window of a segment that grew with one over the whole segment.
+    /// Replaces the window of a grown segment by a window over the whole segment.
     Grow,
     /// Deregisters the window of a dead segment.
     Deregister,
 }
 
-/// A change to the windows of a communicator, in terms that all ranks share.
+/// A change to one window of a communicator, in terms that are equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub struct WindowChange {
-    /// The kind of change.
+    /// The effect on the window of `segment`.
     pub kind: ChangeKind,
-    /// The affected segment.
+    /// The segment whose window changes.
     pub segment: SymmetricSegment,
-    /// Size of the window in bytes.
+    /// Size of the window in bytes: the new size if a window is registered or grows.
     pub size_bytes: u64,
 }
 
@@ -59,16 +59,16 @@ impl fmt::Display for WindowChange {
     }
 }
 
-/// The events since the last sync in the pools of one kind of registration.
+/// The events since the last sync, in all pools that are attached with one kind of registration (windows or buffers).
 #[derive(Debug, Default)]
 pub(crate) struct PoolEvents {
-    /// In order of pools, and within a pool in the order of its log.
+    /// Ordered by pool, and within a pool by the position in its log.
     pub(crate) events: Vec<SegmentEvent>,
     /// Pools that the sync detaches, in ascending order.
     pub(crate) leaving: Vec<PoolId>,
 }
 
-/// A change, with the segment and its address on this rank.
+/// A change to a window, with the segment and its address on this rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SyncAction {
     pub(crate) change: WindowChange,
@@ -88,18 +88,18 @@ pub(crate) struct BufferActions {
 /// The actions of a sync and the resulting segments.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct SyncActions {
-    /// Registrations in log order, then deregistrations in log order: the same on all ranks.
+    /// Registrations in log order, then deregistrations in log order; equal on all ranks.
     pub(crate) windows: Vec<SyncAction>,
-    /// Local to this rank.
+    /// Registrations and deregistrations of buffers, which are local to this rank.
     pub(crate) buffers: BufferActions,
     /// Keys to invalidate, in log order.
     pub(crate) invalidated: Vec<SegmentKey>,
-    /// The table after the sync; `None` if it stays the same.
+    /// The table after the sync; `None` if the sync does not change it.
     pub(crate) segments: Option<SegmentTable>,
 }
 
 impl SyncActions {
-    /// Computes the actions that follow from events. Pools that are detached lose all registrations.
+    /// Computes the actions that follow from the events of both kinds of pools. Pools that are being detached lose all registrations.
     pub(crate) fn new(
         segments: &SegmentTable,
         registered: &Registrations,
@@ -155,7 +155,8 @@ impl BufferActions {
 }
 
 impl PoolEvents {
-    /// Applies the events to the table, and then removes the segments of the pools that are detached. Returns what changed, in this order.
+    /// Applies the events to the table, and then removes the segments of the pools that are detached. Returns the changes in the order in
+    /// which they were made.
     pub(crate) fn apply_to(&self, table: &mut SegmentTable) -> Vec<SegmentChange> {
         let mut changes: Vec<SegmentChange> = self.events.iter().filter_map(|event| table.apply(event)).collect();
         for &pool in &self.leaving {
@@ -169,7 +170,7 @@ impl PoolEvents {
     }
 }
 
-/// Returns the actions on windows that follow from these changes, which lead to the table `next`.
+/// Returns the actions on windows that follow from these changes. `next` is the table after the changes.
 fn window_actions(
     changes: &[SegmentChange],
     next: &SegmentTable,
@@ -241,7 +242,7 @@ mod tests {
         observer: ObserverId,
         segments: SegmentTable,
         registered: Registrations,
-        /// Events that were live when the pool was observed.
+        /// Births of the segments that were live when the pool was first observed.
         births: Vec<SegmentEvent>,
         invalidated: Vec<SegmentKey>,
     }

@@ -20,7 +20,7 @@ use zerocopy::{FromBytes, IntoBytes};
 pub(crate) struct SyncAgreement {
     /// Number of collectives used.
     pub(crate) rounds: u64,
-    /// Size of the symmetric space in bytes: the largest of all ranks.
+    /// Size of the symmetric space in bytes: the largest size that any rank configured.
     pub(crate) space_bytes: u64,
 }
 
@@ -96,7 +96,7 @@ struct ChangeSearch {
 /// The result of comparing one page.
 #[derive(Debug, PartialEq, Eq)]
 enum Found {
-    /// The page is equal on all ranks. More follow.
+    /// The page is equal on all ranks. More pages follow.
     Equal,
     Difference(ChangeDifference),
     /// The changes of all ranks end here, without a difference.
@@ -254,7 +254,7 @@ mod tests {
         space_bytes: 144 << 30,
     };
 
-    /// Returns actions that register this many segments, one of them with another size.
+    /// Returns actions that register this many segments, the one with index `other` with a different size.
     fn actions(segments: u32, other: u32) -> SyncActions {
         let windows = (0..segments)
             .map(|segment| SyncAction {

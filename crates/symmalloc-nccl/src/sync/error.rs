@@ -38,7 +38,7 @@ pub enum AttachError {
          configure CudaBackend::builder().plain(), or attach with Registration::Buffers"
     )]
     NotShareable,
-    /// The pool has expandable segments, and this version of NCCL treats the first part of a grown segment as the whole.
+    /// The pool has expandable segments, and this version of NCCL treats the first part of a grown segment as the whole segment.
     #[error(
         "{pool} has expandable segments and NCCL {version} cannot put a window on memory that grew (2.30.3 can): configure \
          reserved or fixed segments, or attach it with Registration::Buffers"
@@ -56,7 +56,7 @@ pub enum AttachError {
     Already {
         /// The pool.
         pool: PoolId,
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
     },
     /// The communicator and the allocator's memory are on different devices.
@@ -64,7 +64,7 @@ pub enum AttachError {
         "communicator \"{communicator}\" is on device {actual}, the allocator on device {expected}: use one registrar per device"
     )]
     OtherDevice {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
         /// The allocator's device.
         expected: usize,
@@ -73,30 +73,30 @@ pub enum AttachError {
     },
 }
 
-/// An error returned by a sync, about one communicator.
+/// An error that a sync returns about one communicator.
 ///
 /// After [`Disagreed`](SyncError::Disagreed), [`Differ`](SyncError::Differ), [`SymmetricSpace`](SyncError::SymmetricSpace) and
 /// [`Capturing`](SyncError::Capturing), nothing was registered or deregistered, and the communicator is unchanged. After an error of NCCL,
-/// the driver or the exchange of messages, the communicator is aborted, its windows are gone, and its segments are released. The allocator and all other
-/// communicators continue to work.
+/// the driver or the exchange of messages, the communicator is aborted, its windows are gone, and its segments are released. The allocator
+/// and all other communicators continue to work.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum SyncError {
     /// The ranks' histories or configurations differ. The report locates the difference and is the same on every rank.
     #[error("communicator \"{communicator}\": {disagreement}")]
     Disagreed {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
         /// The core's report.
         disagreement: Box<Disagreement>,
     },
-    /// The ranks' histories are equal, or were not compared, but their syncs differ. The same on every rank.
+    /// The ranks' histories are equal, or were not compared, but their syncs differ. Every rank returns the same error.
     #[error(
         "communicator \"{communicator}\": {difference}: configure the registrars alike, attach the same pools, and sync at \
          the same points of the program on every rank"
     )]
     Differ {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
         /// The differences and their ranks.
         difference: Box<SyncDifference>,
@@ -104,7 +104,7 @@ pub enum SyncError {
     /// Offsets or sizes of one collective call differ between ranks. The call was not submitted. Every rank returns the same error.
     #[error("communicator \"{communicator}\": {difference}")]
     OffsetsDiffer {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
         /// The differences and their ranks.
         difference: Box<OffsetDifference>,
@@ -116,7 +116,7 @@ pub enum SyncError {
          more bytes on every rank"
     )]
     SymmetricSpace {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
         /// Size in bytes of the window that does not fit.
         needed_bytes: u64,
@@ -125,10 +125,10 @@ pub enum SyncError {
         /// Total bytes of the address space.
         budget_bytes: u64,
     },
-    /// The ranks could not communicate: one ended, is stuck, or does not sync at this point.
+    /// The ranks could not communicate: a rank has ended, is stuck, or does not sync at this point.
     #[error("communicator \"{communicator}\": {error}; it has ended, connect a new one")]
     Transport {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
         /// The cause.
         error: TransportError,
@@ -136,7 +136,7 @@ pub enum SyncError {
     /// A rank sent an invalid message.
     #[error("communicator \"{communicator}\": {error}")]
     Protocol {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
         /// The cause.
         error: ProtocolError,
@@ -144,7 +144,7 @@ pub enum SyncError {
     /// NCCL failed, or an operation exceeded the communicator's deadline.
     #[error("communicator \"{communicator}\": {error}")]
     Communicator {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
         /// The cause.
         error: CommError,
@@ -152,7 +152,7 @@ pub enum SyncError {
     /// The driver failed during a wait for work on the device.
     #[error("communicator \"{communicator}\": {error}")]
     Cuda {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
         /// The driver's error.
         error: CudaError,
@@ -167,15 +167,15 @@ pub enum SyncError {
         "communicator \"{communicator}\" is suspended: wake a pool with windows on it first, or leave it out of the sync on every rank"
     )]
     Suspended {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
     },
-    /// The pool is not attached to the communicator, or no pool is.
+    /// The pool is not attached to the communicator, or no pool is attached to it.
     #[error("{} not attached to communicator \"{communicator}\": call attach on every rank", .pool.map_or_else(|| "nothing is".to_owned(), |pool| format!("{pool} is")))]
     NotAttached {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
-        /// The pool, if the error concerns one.
+        /// The pool that is not attached; `None` if no pool is attached.
         pool: Option<PoolId>,
     },
     /// The communicator was destroyed, aborted or lost: its windows are gone and its segments are released.
@@ -184,7 +184,7 @@ pub enum SyncError {
         .cause.as_ref().map_or_else(String::new, |cause| format!(" because of this: {cause}"))
     )]
     Gone {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
         /// The communicator's state.
         state: CommState,
@@ -214,7 +214,7 @@ pub enum LookupError {
     /// No pool is attached to this communicator.
     #[error("nothing is attached to communicator \"{communicator}\": call attach on every rank, then sync")]
     NotAttached {
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
     },
     /// The segment, or the part of it that contains the buffer, has no window yet.
@@ -225,10 +225,10 @@ pub enum LookupError {
     NotRegistered {
         /// The segment.
         segment: SegmentKey,
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
     },
-    /// Like [`NotRegistered`](LookupError::NotRegistered), but during a graph capture.
+    /// Like [`NotRegistered`](LookupError::NotRegistered), but during a graph capture, when a sync cannot register windows.
     #[error(
         "{segment} has no window over the buffer on communicator \"{communicator}\", and none can be made while a graph is \
          captured: reserve (core().reserve) and sync before the capture begins"
@@ -236,7 +236,7 @@ pub enum LookupError {
     Capturing {
         /// The segment.
         segment: SegmentKey,
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
     },
     /// The pool is asleep and has no windows until it wakes.
@@ -244,7 +244,7 @@ pub enum LookupError {
     Asleep {
         /// The segment.
         segment: SegmentKey,
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
     },
     /// The segment is registered, but not as a window: the ranks cannot access each other's memory, or the pool was attached with
@@ -256,7 +256,7 @@ pub enum LookupError {
     Plain {
         /// The segment.
         segment: SegmentKey,
-        /// The communicator.
+        /// Name of the communicator.
         communicator: String,
     },
 }

@@ -1,4 +1,4 @@
-//! The messages that ranks exchange in a sync, and the reports of their differences. All integers are little-endian.
+//! The messages that ranks exchange in a sync, and the reports of differences between them. All integers are little-endian.
 //!
 //! ```text
 //!   first round   agreement's answer, 64 bytes │ SyncMessage, 104 bytes
@@ -8,7 +8,8 @@
 //! One collective thus compares the histories and the syncs. If the histories are equal, the syncs can differ only because the programs
 //! differ: in configuration, in attached pools, or in the number of syncs.
 //!
-//! A message from another rank is untrusted. Every bit pattern is a valid [`SyncMessage`]; a [`ChangeMessage`] with an unknown kind is none.
+//! A message from another rank is untrusted, so every bit pattern is a valid [`SyncMessage`], and a [`ChangeMessage`] with an unknown kind
+//! is decoded as no change.
 
 use crate::sync::actions::{ChangeKind, SyncActions, WindowChange};
 use crate::windows::segment::SymmetricSegment;
@@ -26,7 +27,7 @@ pub(crate) const VERSION: u32 = 2;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
 pub(crate) struct SyncMessage {
-    /// [`VERSION`]. A sleep sends a different number in this position, so that ranks in different calls are detected.
+    /// [`VERSION`]. A sleep sends a different number in this position, so that ranks detect that one of them sleeps while another syncs.
     version: U64,
     mode: U64,
     /// 1 if the rank compares histories in this sync.
@@ -41,7 +42,7 @@ pub(crate) struct SyncMessage {
     deregistrations: U64,
     /// Digest of the changes.
     changes: U64,
-    /// Size of the symmetric space in bytes, as configured on this rank. May differ; the largest counts.
+    /// Size of the symmetric space in bytes, as configured on this rank. May differ between ranks: the largest value applies to all.
     space_bytes: U64,
 }
 
@@ -153,7 +154,7 @@ impl From<WindowChange> for ChangeMessage {
 }
 
 impl ChangeMessage {
-    /// Returns `None` for the end of the changes, or an unknown kind.
+    /// Returns the change, or `None` for the end of the changes or an unknown kind.
     pub(crate) fn decode(&self) -> Option<WindowChange> {
         let kind = match self.kind.get() {
             1 => ChangeKind::Register,
@@ -190,12 +191,12 @@ impl ChangePage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum SyncField {
-    /// The version of the protocol. It differs if the ranks run different builds or a rank makes another call on this communicator.
+    /// The version of the protocol. It differs if the ranks run different builds, or if a rank makes a different call on this communicator.
     Protocol,
     /// The configured agreement mode.
     Mode,
-    /// Set if the rank compares histories in this sync. Ranks differ here if one attached a pool at another sync, or called `agree` where
-    /// the others called `sync`.
+    /// Set if the rank compares histories in this sync. Ranks differ here if one attached a pool at a different sync, or called `agree`
+    /// where the others called `sync`.
     Compared,
     /// The offset check setting.
     OffsetChecks,
@@ -273,7 +274,7 @@ impl fmt::Display for SyncField {
 pub struct SyncDifference {
     /// The first field that differs.
     pub field: SyncField,
-    /// Ranks grouped by their value of the field: a number, or a digest.
+    /// The ranks, grouped by the value of the field, which is a number or a digest.
     pub groups: Vec<(RankSet, u64)>,
     /// The first change that differs, if the changes were compared.
     pub first_change: Option<ChangeDifference>,
@@ -292,7 +293,7 @@ impl SyncDifference {
 pub struct ChangeDifference {
     /// Index of the change in its sync, from 0.
     pub index: usize,
-    /// Ranks grouped by their change at this index; `None` if a rank has no more changes.
+    /// The ranks, grouped by the change at this index; `None` for ranks that have no more changes.
     pub groups: Vec<(RankSet, Option<WindowChange>)>,
 }
 

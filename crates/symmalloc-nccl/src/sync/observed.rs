@@ -18,10 +18,10 @@ use symmalloc_cuda::CudaAllocator;
 pub(crate) struct ObservedPools {
     /// In ascending order of pools.
     pools: Vec<ObservedPool>,
-    /// Mode of the first pool that was attached for buffers, until no pool is left. It decides when ranks exchange messages if no pool has
-    /// windows. Ranks may attach different pools after it.
+    /// Agreement mode of the first pool that was attached for buffers, kept until no pool is left. If no pool has windows, this mode
+    /// decides when ranks exchange messages. Modes of later pools do not count, because ranks may attach different pools for buffers.
     fallback_mode: Option<Mode>,
-    /// Number of syncs.
+    /// Number of syncs so far.
     syncs: u32,
 }
 
@@ -36,7 +36,7 @@ struct ObservedPool {
     observer: ObserverId,
     /// Segments that were live when the pool was attached. Empty after the first sync.
     births: Vec<SegmentEvent>,
-    /// Entries of the pool's log that syncs have processed.
+    /// Number of entries of the pool's log that syncs have processed.
     seen: u64,
     /// `true` if the next sync detaches the pool.
     is_leaving: bool,
@@ -111,7 +111,8 @@ impl ObservedPools {
             .map_or(Mode::Off, |observed| observed.attachment.agreement)
     }
 
-    /// Counts a sync. Returns the pools whose histories the ranks compare in it, or `None` if they exchange no messages for that.
+    /// Counts a sync. Returns the pools whose histories the ranks compare in this sync. The list is empty if the ranks only check that they
+    /// sync at the same point. Returns `None` if they exchange no messages for either purpose.
     pub(crate) fn count_sync(&mut self) -> Option<SmallVec<[PoolId; 4]>> {
         self.syncs = self.syncs.wrapping_add(1);
         let mut compared = None;
@@ -132,7 +133,7 @@ impl ObservedPools {
         let windows = self.pools.iter().filter(|observed| observed.has_windows());
         let mut words = windows.map(|observed| mode_word(observed.attachment.agreement));
         let first = words.next().unwrap_or_else(|| mode_word(self.fallback_mode.unwrap_or(Mode::Off)));
-        // A mode that all pools share is readable in a report of ranks that differ.
+        // If all pools have the same mode, the word is the number of that mode, which is readable in a report of a difference.
         words.filter(|word| *word != first).fold(first, fold)
     }
 
@@ -152,13 +153,13 @@ impl ObservedPools {
         self.pools.iter().all(has_no_changes)
     }
 
-    /// Returns the observers, which retain dead memory.
+    /// Returns the observers, which retain the memory of dead segments.
     pub(crate) fn into_observers(self) -> Vec<ObserverId> {
         self.pools.into_iter().map(|observed| observed.observer).collect()
     }
 
     /// Reads the logs of all pools, in order. The entries remain unread until they are [acknowledged](Self::acknowledge), so a sync that
-    /// fails before then has no effect on them.
+    /// fails before then has no effect on the entries.
     pub(crate) fn read(&self, allocator: &CudaAllocator) -> Vec<LogSnapshot> {
         let core = allocator.core();
         let read = |observed: &ObservedPool| {
@@ -194,7 +195,7 @@ impl ObservedPools {
             .map_or(WindowFlags::NONE, |observed| observed.attachment.flags)
     }
 
-    /// Returns a digest of the symmetric pools that are attached for windows, with the windows' flags, and of those that are being detached.
+    /// Returns a digest of the symmetric pools that are attached for windows, of the windows' flags, and of which pools are being detached.
     pub(crate) fn digest(&self) -> u64 {
         let pools = self.pools.iter().filter(|observed| observed.has_windows());
         pools.fold(0, |digest, observed| {
@@ -203,7 +204,7 @@ impl ObservedPools {
         })
     }
 
-    /// Acknowledges all entries that were read. Memory without remaining observers is released.
+    /// Acknowledges all entries that were read. The allocator then releases dead memory that no other observer retains.
     pub(crate) fn acknowledge(&mut self, allocator: &CudaAllocator, snapshots: Vec<LogSnapshot>, synced: &mut Synced) {
         let core = allocator.core();
         for (observed, LogSnapshot { entries, unread, is_asleep }) in self.pools.iter_mut().zip(snapshots) {

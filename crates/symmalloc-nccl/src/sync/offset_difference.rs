@@ -1,6 +1,6 @@
 //! One rank's call of a collective, its message to other ranks, and the differences between calls.
 //!
-//! A message from another rank is untrusted. Every bit pattern is a valid struct. A call with an unknown collective is an error.
+//! A message from another rank is untrusted, so every bit pattern is a valid struct, and a call with an unknown collective is an error.
 
 use crate::ffi::operation::Collective;
 use crate::sync::groups;
@@ -43,11 +43,11 @@ pub struct CollectiveCall {
     pub receive: BufferPlace,
 }
 
-/// The differences between the calls of the ranks. Every rank has the same report. The collective was not submitted.
+/// The differences between the calls of the ranks. Every rank gets the same report. The collective was not submitted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OffsetDifference {
-    /// Ranks grouped by their call.
+    /// The ranks, in groups that made equal calls.
     pub groups: Vec<(RankSet, CollectiveCall)>,
 }
 
@@ -113,7 +113,7 @@ pub(crate) struct CallMessage {
 #[repr(C)]
 pub(crate) struct PlaceMessage {
     segment: SegmentMessage,
-    /// 1: in a window.
+    /// 1 if the buffer is in a window.
     kind: U32,
     offset_bytes: U64,
 }
@@ -130,7 +130,7 @@ impl From<BufferPlace> for PlaceMessage {
 }
 
 impl PlaceMessage {
-    /// Returns `None` for an unknown kind.
+    /// Returns the location, or `None` for an unknown kind.
     fn decode(self) -> Option<BufferPlace> {
         match self.kind.get() {
             0 => Some(BufferPlace::NoWindow),
@@ -179,7 +179,7 @@ pub(crate) enum Comparison {
 /// Compares the calls of all ranks.
 ///
 /// # Errors
-/// Returns an error if a message has another length, or its collective is unknown.
+/// Returns an error if a message has the wrong length, or its collective is unknown.
 pub(crate) fn compare(gathered: &Gathered) -> Result<Comparison, ProtocolError> {
     let decode = |(rank, message): (u32, &[u8])| {
         CallMessage::read_from_bytes(message).map_err(|_| ProtocolError::Garbled { rank })

@@ -10,12 +10,13 @@ pub enum Registration {
     /// A symmetric window over each segment, registered by all ranks together. NCCL's symmetric kernels access peers' memory at the offset
     /// of the local buffer. Only for symmetric pools.
     Windows,
-    /// `ncclCommRegister` for each piece of memory, local to this rank. NCCL then does not copy through its own buffers. Works for any
-    /// pool, including those with expandable segments.
+    /// A registration of each piece of memory with `ncclCommRegister`, local to this rank. NCCL then does not copy through its own buffers.
+    /// Works for any pool, including pools with expandable segments.
     Buffers,
 }
 
-/// How pools are attached to a communicator. All ranks must attach a symmetric pool alike: a sync compares its attachments.
+/// The settings with which pools are attached to a communicator. All ranks must attach a symmetric pool with the same settings: a sync
+/// compares them.
 ///
 /// # Examples
 /// ```
@@ -32,14 +33,16 @@ pub enum Registration {
 pub struct Attachment {
     /// The kind of registration. The default is [`Registration::Windows`].
     pub registration: Registration,
-    /// Flags of the windows. Without effect for [`Registration::Buffers`]. The default is none.
+    /// Flags of the windows, which have no effect with [`Registration::Buffers`]. The default is no flags.
     pub flags: WindowFlags,
-    /// When ranks compare the histories of the pools. The default, [`Mode::AtSync`], compares them at every sync and costs one small
-    /// collective. In a sync that does not compare and finds no change, a rank returns immediately, and a disagreement on *whether* there is
-    /// a change is detected only by the deadline. The modes that count ops sync like `AtSync`.
+    /// The mode that determines when ranks compare the histories of the pools. The default, [`Mode::AtSync`], compares them at every sync
+    /// and costs one small collective. In a sync that does not compare histories, a rank that finds no change returns immediately. If
+    /// another rank does find a change, only that rank's deadline detects the disagreement. In a sync, the modes that count ops behave like
+    /// `AtSync`.
     ///
-    /// Histories of pools that are attached for buffers are not compared. If no pool of the communicator is attached for windows, the
-    /// mode of its first pool determines how often its ranks check that they sync at the same point. Attach the same first pool on all ranks.
+    /// Histories of pools that are attached for buffers are not compared. If no pool of the communicator is attached for windows, the mode
+    /// of the pool that was attached first determines how often the ranks check that they sync at the same point. In this case, attach the
+    /// same pool first on all ranks.
     pub agreement: Mode,
 }
 
@@ -67,7 +70,7 @@ pub struct Synced {
     pub released_bytes: u64,
     /// Collectives in which the ranks exchanged messages.
     pub rounds: u64,
-    /// The error that kept memory from being released, if any. The next trim retries.
+    /// The error that kept memory from being released, if any. The next trim tries again.
     pub not_released: Option<TrimError>,
 }
 

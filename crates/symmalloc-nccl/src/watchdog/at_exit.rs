@@ -1,9 +1,9 @@
 //! The end of the process while threads of this crate still work.
 //!
-//! A program that receives an error usually exits immediately. This would truncate the report of the failure. NCCL and the driver crash if
-//! their own exit handlers run while a thread is inside an abort, and the driver's waits for kernels that never end. Therefore, `exit`
-//! first waits for both kinds of work. If an abort takes too long, the process writes the C library's buffered output and ends with the same
-//! status, but without the other handlers.
+//! A program that receives an error usually exits immediately. This would truncate a report of the failure that is still being written. In
+//! addition, NCCL and the driver crash if their own exit handlers run while a thread is inside an abort, and the driver's handler waits for
+//! kernels that never end. Therefore, `exit` first waits for reports and aborts in progress. If an abort takes too long, the process writes
+//! the C library's buffered output and ends with the same status, but without running the other handlers.
 
 use crate::ffi::driver;
 use std::sync::mpsc::channel;
@@ -12,11 +12,11 @@ use std::time::Duration;
 use symmalloc_files::is_forked;
 use symmalloc_watchdog::Process;
 
-/// Longest time for which the end of the process waits for reports, because a disk may be slow or gone.
+/// Maximum time for which `exit` waits for reports. It is limited because a disk may be slow or gone.
 const REPORT_LIMIT: Duration = Duration::from_secs(1);
 
-/// Longest time for which the end of the process waits for communicators that are being ended. The error that the program received has
-/// already waited for them.
+/// Maximum time for which `exit` waits for communicators that are being ended. It is short because the call that returned the error to the
+/// program has already waited for them.
 const ENDING_LIMIT: Duration = Duration::from_millis(250);
 
 /// Numbers of pieces of unfinished work.
@@ -33,7 +33,7 @@ fn counts() -> MutexGuard<'static, Counts> {
     COUNTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Work that `exit` waits for until this is dropped.
+/// A piece of work in progress: `exit` waits until this value is dropped.
 pub(crate) struct Unfinished(fn(&mut Counts) -> &mut usize);
 
 impl Unfinished {
@@ -56,7 +56,7 @@ impl Unfinished {
     }
 }
 
-/// This process, as the watchdog may end it.
+/// The watchdog's means to end this process, and to delay the process's exit.
 pub(super) struct ThisProcess;
 
 impl Process for ThisProcess {
@@ -76,8 +76,8 @@ impl Drop for Unfinished {
     }
 }
 
-/// Waits for the work of other threads, which a forked child does not have. Ends the process with this status if a communicator does not end
-/// in time.
+/// Waits for the work of other threads. If a communicator does not end in time, ends the process with this status. Does nothing in a forked
+/// child, which does not have these threads.
 fn finish(status: i32) {
     if is_forked() {
         return;
@@ -89,7 +89,8 @@ fn finish(status: i32) {
     }
 }
 
-/// Writes the C library's buffered output, for at most [`REPORT_LIMIT`]: its reader may be gone, and another thread may hold its lock.
+/// Writes the C library's buffered output, for at most [`REPORT_LIMIT`]: the output's reader may be gone, and another thread may hold a
+/// stream's lock.
 fn flush_output() {
     let (sender, flushed) = channel();
     let started = std::thread::Builder::new().spawn(move || {
@@ -102,7 +103,7 @@ fn flush_output() {
     }
 }
 
-/// Waits until the condition no longer holds. Returns `true` if it still does at the limit.
+/// Waits until the condition no longer holds. Returns `true` if the condition still holds at the limit.
 fn wait(limit: Duration, condition: impl Fn(&Counts) -> bool) -> bool {
     let waited = FINISHED.wait_timeout_while(counts(), limit, |counts| condition(counts));
     waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()

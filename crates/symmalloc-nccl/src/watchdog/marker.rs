@@ -1,9 +1,9 @@
 //! The thread that queries the driver and NCCL for the progress of the device. It can hang in such a query, and the watchdog does not wait
 //! for it.
 //!
-//! In a stream with unfinished collectives, an event is recorded after them. When the event completes, so have the collectives. The thread
-//! uses the relaxed capture mode: in the global one, any query would invalidate another thread's capture. An event that became part of a
-//! capture is never queried, because the query would invalidate the capture as well.
+//! In each stream with unfinished collectives, an event is recorded after the collectives. When the event completes, the collectives have
+//! completed, too. The thread uses the relaxed capture mode: in the global mode, any query would invalidate another thread's capture. An
+//! event that became part of a capture is never queried, because the query would invalidate the capture as well.
 
 use crate::ffi::driver::{self, refused};
 use crate::watchdog::observed::{self, Mark, Observed};
@@ -14,7 +14,7 @@ use symmalloc_cuda::{DriverError, RelaxedCapture};
 use symmalloc_watchdog::{FailureCause, LocalError, POLL_INTERVAL, Tick, Unmarked, WatchSettings, WatchdogMode};
 
 impl Observed {
-    /// Watches the communicator, and polls its streams, until it is dropped.
+    /// Watches the communicator, and polls its streams, until the communicator is dropped.
     pub(crate) fn watch(self: &Arc<Self>) {
         self.watched().watch();
         if symmalloc_watchdog::is_running() {
@@ -23,13 +23,13 @@ impl Observed {
     }
 }
 
-/// Starts the watchdog and the marker, unless they run already.
+/// Starts the watchdog and the marker, unless they are already running.
 ///
 /// # Errors
-/// Returns an error if the system cannot create a thread or a descriptor, unless the program turned the watchdog off. A communicator without
-/// a watchdog can hang indefinitely. After an error, the next call tries again.
+/// Returns an error if the system cannot create a thread or a descriptor, unless the program turned the watchdog off. A communicator
+/// without a watchdog can hang indefinitely. After an error, the next call tries again.
 pub(crate) fn start(settings: &WatchSettings) -> io::Result<()> {
-    // The marker is first, because without the device's progress all work would seem to be late.
+    // Start the marker first, because without the device's progress all work would seem to be late.
     let started = start_marker().and_then(|()| symmalloc_watchdog::start());
     if settings.mode() == WatchdogMode::Off { Ok(()) } else { started }
 }
@@ -97,7 +97,7 @@ fn is_past(event: &CudaEvent) -> Result<bool, DriverError> {
     event.try_is_complete().map_err(refused("cuEventQuery"))
 }
 
-/// Marks the end of a stream. Changes the thread's current context.
+/// Marks the end of the work in a stream with an event. Changes the thread's current context.
 pub(crate) fn mark(observed: &Observed, unmarked: &Unmarked<Arc<CudaStream>>) {
     let Unmarked { upto, .. } = *unmarked;
     let free = observed.marks().free_event();
@@ -113,7 +113,7 @@ pub(crate) fn mark(observed: &Observed, unmarked: &Unmarked<Arc<CudaStream>>) {
     }
 }
 
-/// Records an event in the stream of the unmarked collectives, after them. Returns `None` while the stream is being captured.
+/// Records an event in the stream of the unmarked collectives, after these collectives. Returns `None` while the stream is being captured.
 fn record_event(
     Unmarked { stream, .. }: &Unmarked<Arc<CudaStream>>,
     free: Option<CudaEvent>,
@@ -128,6 +128,6 @@ fn record_event(
         None => context.new_event(None).map_err(refused("cuEventCreate"))?,
     };
     event.record(stream).map_err(refused("cuEventRecord"))?;
-    // If a capture began in between, it contains the event, which must not be queried.
+    // If a capture began in between, the capture contains the event, which must then not be queried.
     Ok((!driver::is_captured(stream)?).then_some(event))
 }

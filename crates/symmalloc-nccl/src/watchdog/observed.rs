@@ -20,11 +20,11 @@ pub(crate) trait Polled: Send + Sync {
     fn relax_capture(&self) -> RelaxedCapture;
 }
 
-/// A communicator that the watchdog watches and whose streams the marker polls. Both refer to it without delaying its destruction.
+/// A communicator that the watchdog watches and whose streams the marker polls. Neither of them delays the communicator's destruction.
 pub(crate) struct Observed {
     watched: Arc<Watched>,
     flight: Arc<FlightRecorder<Arc<CudaStream>>>,
-    /// Pending events in its streams.
+    /// Pending events in the communicator's streams.
     marks: Mutex<Marks>,
     communicator: Weak<dyn Polled>,
 }
@@ -47,7 +47,7 @@ impl Observed {
         &self.watched
     }
 
-    /// Returns the communicator's last collectives.
+    /// Returns the record of the communicator's last collectives.
     #[inline]
     pub(crate) fn flight(&self) -> &FlightRecorder<Arc<CudaStream>> {
         &self.flight
@@ -124,7 +124,7 @@ impl Marks {
         std::mem::take(&mut self.waiting)
     }
 
-    /// Returns an unused event.
+    /// Returns an unused event that was kept, if any.
     pub(super) fn free_event(&mut self) -> Option<CudaEvent> {
         self.free.pop()
     }

@@ -1,7 +1,7 @@
 //! Keys for state that is cached per segment (channels, contexts, captured graphs), and a log of their invalidation.
 //!
-//! A tensor's address and size change from step to step, and so do split sizes, but its segment stays the same. Peer access is set up per
-//! segment, so cache it by segment:
+//! A tensor's address and size change from step to step, and so do split sizes, but the tensor's segment stays the same. Peer access is set
+//! up per segment, so cache state for peer access by segment:
 //!
 //! ```text
 //!   segment   ├─────────────┬──────────┬────────────────────┤   one key
@@ -23,7 +23,7 @@ use std::fmt;
 pub struct SegmentKey {
     /// Address of the segment's first byte.
     pub base: u64,
-    /// Bytes up to the end of the segment's last memory. A segment may have holes.
+    /// Bytes from `base` to the end of the segment's last memory, including holes.
     pub size_bytes: u64,
     /// Identity of the segment, which distinguishes it from earlier segments at this address.
     pub segment: HeapSegment,
@@ -39,7 +39,7 @@ impl fmt::Display for SegmentKey {
 /// Maximum number of retained keys. A cache that lags further behind must drop everything.
 const KEYS_MAX: usize = 4096;
 
-/// A cache's position in the invalidation log. The default is before its first entry.
+/// A cache's position in the invalidation log. The default position is before the first entry.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct InvalidationCursor {
     next: u64,
@@ -61,7 +61,7 @@ pub enum Invalidated {
 #[derive(Debug, Default)]
 pub(crate) struct Invalidations {
     kept: VecDeque<SegmentKey>,
-    /// Number of keys before the retained ones.
+    /// Number of older keys that are no longer retained.
     forgotten: u64,
     epoch: u64,
 }

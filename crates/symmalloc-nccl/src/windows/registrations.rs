@@ -5,7 +5,7 @@
 //!   lookup                address ──► the last entry that starts at or before it, if it contains all bytes
 //!   order on all ranks    C, D, A     the numbers of the windows
 //! ```
-//! Addresses differ between ranks, so everything that ranks do together follows the numbers.
+//! Addresses differ between ranks, so all operations that ranks perform together follow the numbers of the windows.
 
 use crate::communicator::registration::{BufferRegistration, Registered};
 use crate::ffi::handles::WindowHandle;
@@ -19,7 +19,7 @@ use symmalloc_core::PoolId;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct WindowSpan {
-    /// The window.
+    /// NCCL's handle of the window.
     pub window: WindowHandle,
     /// Offset in bytes from the window's start; equal on all ranks.
     pub offset_bytes: u64,
@@ -33,7 +33,7 @@ pub(crate) type Buffers = SmallVec<[BufferRegistration; 1]>;
 /// A registered segment.
 #[derive(Debug)]
 pub(crate) struct Entry {
-    /// The segment in the extent that is registered.
+    /// The segment, with the extent that is registered.
     pub(crate) key: SegmentKey,
     kind: EntryKind,
 }
@@ -60,9 +60,9 @@ pub(crate) struct WindowEntry {
 /// # Invariants
 /// - **R1**: The entries are in ascending order of addresses and do not overlap: a dead segment keeps its addresses until it is
 ///   deregistered.
-/// - **R2**: There is at most one entry per segment, and an entry with buffers has at least one.
+/// - **R2**: There is at most one entry per segment, and an entry for buffers has at least one buffer.
 /// - **R3**: `windows` and `window_bytes` are the number and the total size of the entries with a window.
-/// - **R4**: The number of each window is less than `next_number`, and no two are equal.
+/// - **R4**: The number of each window is less than `next_number`, and no two windows have the same number.
 #[derive(Debug, Default)]
 pub(crate) struct Registrations {
     entries: Vec<Entry>,
@@ -108,7 +108,7 @@ impl Registrations {
         self.entries.insert(at, Entry { key, kind: EntryKind::Window(WindowEntry { name, number, registered }) });
     }
 
-    /// Adds the registration of one piece of a segment. The segment's entry gets the key.
+    /// Adds the registration of one piece of a segment, and sets the key of the segment's entry.
     pub(crate) fn insert_buffer(&mut self, key: SegmentKey, buffer: BufferRegistration) {
         let at = self.position(key.base);
         match self.entries.get_mut(at) {
@@ -180,7 +180,7 @@ impl Registrations {
         all
     }
 
-    /// Returns the segments of a pool with registered buffers, and their pieces.
+    /// Returns the segments of a pool that have registered buffers, each with its registered pieces.
     pub(crate) fn buffers_of(&self, pool: PoolId) -> Vec<(SegmentKey, Vec<Piece>)> {
         let pieces = |entry: &Entry| match &entry.kind {
             EntryKind::Buffers(buffers) if entry.key.segment.heap.pool == pool => {
@@ -207,7 +207,7 @@ impl Registrations {
         pools
     }
 
-    /// Returns the number of NCCL's registrations of a pool.
+    /// Returns the number of NCCL registrations of a pool's memory.
     pub(crate) fn handles_of(&self, pool: PoolId) -> usize {
         let of_pool = self.entries.iter().filter(|entry| entry.key.segment.heap.pool == pool);
         of_pool

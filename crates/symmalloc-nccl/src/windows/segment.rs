@@ -12,13 +12,13 @@ use symmalloc_core::SegmentId;
 use symmalloc_core::ids::{HeapId, StreamGroup};
 use symmalloc_core::segment_log::SegmentEvent;
 
-/// A segment of an allocator. Never reused, even if another segment gets its address.
+/// The identity of a segment in its allocator. It is never reused, even if another segment gets the segment's address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub struct HeapSegment {
     /// The segment's heap.
     pub heap: HeapId,
-    /// Its birth ordinal in the heap.
+    /// The segment's number in its heap, in order of creation.
     pub id: SegmentId,
 }
 
@@ -42,9 +42,9 @@ impl fmt::Display for HeapSegment {
 pub struct SymmetricSegment {
     /// Ordinal of the segment's pool among the symmetric pools.
     pub pool: u32,
-    /// The streams that share its heap.
+    /// The streams that share the segment's heap.
     pub group: StreamGroup,
-    /// Its birth ordinal in the heap.
+    /// The segment's number in its heap, in order of creation.
     pub id: SegmentId,
 }
 

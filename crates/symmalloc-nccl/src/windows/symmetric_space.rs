@@ -1,8 +1,8 @@
 //! A model of a communicator's symmetric address space that follows NCCL's own accounting.
 //!
-//! Every rank maps every window of all ranks of its NVLink domain, at the same offset in one large range per rank. The range is reserved
-//! once and never grows. If a window does not fit, NCCL fails with an internal error, possibly in the middle of a registration. This model
-//! detects the failure in advance.
+//! Every rank maps the windows of all ranks of its NVLink domain into one large range per rank. A window has the same offset in the ranges
+//! of all ranks. The ranges are reserved once and never grow. If a window does not fit, NCCL fails with an internal error, possibly in the
+//! middle of a registration. This model detects the failure in advance.
 //!
 //! ```text
 //!  0                                                                 limit: the largest device of all ranks,
@@ -38,7 +38,8 @@ pub(crate) struct SymmetricSpace {
 }
 
 impl SymmetricSpace {
-    /// Creates the space of a communicator with `ranks` ranks. `largest_device_bytes` is the maximum of [`configured_bytes`] over all ranks.
+    /// Creates the space of a communicator with `ranks` ranks. `largest_device_bytes` is the maximum of [`configured_bytes`] over all
+    /// ranks.
     pub(crate) fn new(largest_device_bytes: u64, granularity_bytes: u64, ranks: u32) -> Self {
         let granularity_bytes = granularity_bytes.max(1);
         SymmetricSpace {
@@ -78,7 +79,7 @@ impl SymmetricSpace {
         }
     }
 
-    /// Returns the segments whose windows have space.
+    /// Returns the segments whose windows have space reserved.
     pub(crate) fn segments(&self) -> impl Iterator<Item = HeapSegment> {
         self.offsets.keys().copied()
     }
@@ -94,7 +95,8 @@ impl SymmetricSpace {
     }
 }
 
-/// Returns the size of the space that this rank requests: `NCCL_WIN_STRIDE` if set, otherwise the device's memory. Ranks use the largest.
+/// Returns the size of the space that this rank requests: `NCCL_WIN_STRIDE` if set, otherwise the device's memory. All ranks use the
+/// largest request.
 pub(crate) fn configured_bytes(device_bytes: u64, win_stride: Option<&str>) -> u64 {
     let stride = win_stride.and_then(|text| text.trim().parse::<i64>().ok()).filter(|stride| *stride > 0);
     stride.map_or(device_bytes, i64::unsigned_abs)

@@ -11,8 +11,8 @@
 //!   growth by 4 MiB at 20 MiB  28 MiB    28 MiB    grow               register 4 MiB
 //!   death, detachment          28 MiB    -         deregister         deregister all    invalidate
 //! ```
-//! `sync/actions.rs` derives the actions. A sync applies its events to a copy of the table and stores the copy once the actions are done, so a
-//! sync that fails leaves the table unchanged.
+//! `sync/actions.rs` derives the actions. A sync applies its events to a copy of the table and stores the copy once the actions are done,
+//! so a sync that fails leaves the table unchanged.
 
 use crate::windows::keys::SegmentKey;
 use crate::windows::segment::HeapSegment;
@@ -25,9 +25,9 @@ use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
 pub(crate) struct Extent {
     /// Address of the segment's first byte.
     pub(crate) base: u64,
-    /// End of its last memory, as an offset in bytes.
+    /// End of the segment's last memory, as an offset in bytes from `base`.
     pub(crate) end_bytes: u64,
-    /// Bytes before the end that are backed by memory. The others are holes.
+    /// Number of bytes before the end that are backed by memory. The remaining bytes are holes.
     pub(crate) mapped_bytes: u64,
 }
 
@@ -54,7 +54,7 @@ pub(crate) struct SegmentChange {
 /// The live segments of the pools that an attachment observes.
 ///
 /// # Invariants
-/// - **T1**: The table equals the segments of the observed pools in the allocator at the last applied event.
+/// - **T1**: The table contains the segments that the observed pools had in the allocator at the last applied event.
 /// - **T2**: `mapped_bytes <= end_bytes` in every extent.
 /// - **T3**: Extents do not overlap. A dead segment keeps its addresses until its death is acknowledged, which happens after the death was
 ///   applied.
@@ -76,7 +76,7 @@ impl Extent {
 }
 
 impl SegmentChange {
-    /// Returns the cache key that the change invalidates: that of a segment that ended or became larger.
+    /// Returns the cache key that the change invalidates: the key of a segment that ended or whose end moved.
     pub(crate) fn invalidated_key(&self) -> Option<SegmentKey> {
         let before = self.before?;
         let is_invalid = self.after.is_none_or(|after| after.end_bytes > before.end_bytes);
@@ -85,7 +85,7 @@ impl SegmentChange {
 }
 
 impl SegmentTable {
-    /// Applies an event. Returns what changed, or `None` if the event changes nothing that is registered.
+    /// Applies an event. Returns the change, or `None` if the event changes nothing that is registered.
     pub(crate) fn apply(&mut self, event: &SegmentEvent) -> Option<SegmentChange> {
         let segment = HeapSegment::of(event);
         let before = self.live.get(&segment).copied();
@@ -115,7 +115,7 @@ impl SegmentTable {
         }
     }
 
-    /// Removes all segments of a pool that is detached. Returns what changed.
+    /// Removes all segments of a pool that is being detached. Returns the changes.
     pub(crate) fn detach(&mut self, pool: PoolId) -> Vec<SegmentChange> {
         let segments: Vec<HeapSegment> =
             self.live.keys().filter(|segment| segment.heap.pool == pool).copied().collect();
@@ -172,7 +172,7 @@ mod tests {
             (self.seed >> 33) % end
         }
 
-        /// Allocates, frees, trims, or observes the pool anew.
+        /// Allocates, frees or trims, or stops observing the pool and starts again.
         fn step(&mut self) {
             match self.below(8) {
                 0..4 => {

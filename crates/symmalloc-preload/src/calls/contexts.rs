@@ -7,7 +7,7 @@ use crate::{ending, peers, settings, watch};
 use std::ffi::{c_int, c_uint};
 use std::sync::atomic::{AtomicI64, Ordering};
 
-/// Number of times that the program retained each device's primary context. The allocator retains it once more.
+/// Number of references that the program holds to each device's primary context. The allocator holds one more.
 static RETAINED: [AtomicI64; 64] = [const { AtomicI64::new(0) }; 64];
 
 fn retained(device: c_int) -> Option<&'static AtomicI64> {
@@ -33,7 +33,8 @@ pub(super) unsafe fn retain(
     code
 }
 
-/// Releases the program's reference. Releasing the last reference also frees the allocator's memory, as it frees the driver's.
+/// Releases the program's reference to a primary context. With the last reference, the allocator's memory in the context is freed, as the
+/// driver frees its own memory.
 ///
 /// # Safety
 /// See the driver's call.

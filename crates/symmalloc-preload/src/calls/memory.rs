@@ -37,7 +37,7 @@ fn with_trim(call: impl Fn() -> c_int) -> c_int {
     if went { call() } else { code }
 }
 
-/// Allocates with the allocator, or with the driver if the allocator does not serve the request.
+/// Allocates from the allocator, or from the driver if the allocator does not serve the request.
 ///
 /// # Safety
 /// `address` is valid for writing.
@@ -51,7 +51,7 @@ unsafe fn served_or(
     let outcome = if size == 0 || address.is_null() { Outcome::Driver } else { tally::timed(|| serve(size as u64)) };
     match outcome {
         Outcome::Done(allocated) => {
-            // SAFETY: the caller's contract, and not null.
+            // SAFETY: the caller passes an address that is valid for writing, and it is not null.
             unsafe { address.write(allocated) };
             SUCCESS
         }
@@ -186,7 +186,7 @@ pub(super) unsafe fn allocate_from_pool_per_thread(
 /// Serves an allocation on a stream.
 ///
 /// # Safety
-/// See the driver's call, which `call` makes.
+/// See the driver's call, which the closure `call` makes.
 unsafe fn allocate_on(
     address: *mut u64,
     size: usize,
@@ -249,7 +249,8 @@ fn free_on(address: u64, stream: usize, call: impl Fn() -> c_int) -> c_int {
     }
 }
 
-/// Reports the memory that the program can still allocate: free device memory and free cached memory, within the limit.
+/// Serves `cuMemGetInfo_v2`: reports the memory that the program can still allocate. This is the free device memory and
+/// the free cached memory, within the limit.
 ///
 /// # Safety
 /// See the driver's call.
@@ -260,7 +261,7 @@ pub(super) unsafe fn info(driver: Info, free: *mut usize, total: *mut usize) -> 
     let Some(context) = context.filter(|_| !free.is_null() && !total.is_null()) else { return code };
     let stats = context.allocator().stats();
     let cached = context.cached_bytes() as usize;
-    // SAFETY: the driver wrote to both.
+    // SAFETY: the driver wrote to both pointers.
     unsafe {
         free.write((free.read() + cached).min(total.read()));
         if let Some(limit) = context.allocator().core().total_limit_bytes() {

@@ -1,7 +1,7 @@
-//! Queries about pointers, answered in the same way as for the driver's own memory.
+//! Queries about pointers. They give the same kind of answers for served memory as for the driver's own memory.
 //!
-//! A served allocation is a part of a larger mapped range. The driver would report the whole range, and no context. Attributes that depend
-//! on the allocation are answered here, and all others by the driver.
+//! A served allocation is a part of a larger mapped range, for which the driver would report the whole range, and no context. This file
+//! therefore answers the attributes that depend on the allocation. The driver answers all others.
 
 use crate::ledger::Found;
 use crate::live::{LIVE, Live};
@@ -36,7 +36,7 @@ pub(super) unsafe fn address_range(
         // SAFETY: the caller's contract.
         return unsafe { driver(base, size, address) };
     };
-    // SAFETY: each may be null, and is valid for writing otherwise.
+    // SAFETY: each pointer is null or valid for writing.
     unsafe {
         if !base.is_null() {
             base.write(found.address);
@@ -61,13 +61,14 @@ unsafe fn answer(found: &Found<Live>, attribute: c_int, value: *mut c_void) -> b
         attribute_number::RANGE_SIZE => found.size_bytes,
         attribute_number::MEMPOOL => pool.map_or(0, MemPool::raw) as u64,
         attribute_number::IS_LEGACY_IPC_CAPABLE => {
-            // SAFETY: the caller's contract: a C bool.
+            // SAFETY: by the caller's contract, `value` is valid for writing the attribute, a C bool.
             unsafe { value.cast::<u8>().write(0) };
             return true;
         }
         _ => return false,
     };
-    // SAFETY: the caller's contract: eight bytes, whether a handle, an address, a size or a number.
+    // SAFETY: by the caller's contract, `value` is valid for writing the attribute: eight bytes, whether it is a handle, an address, a size
+    // or a number.
     unsafe { value.cast::<u64>().write_unaligned(number) };
     true
 }

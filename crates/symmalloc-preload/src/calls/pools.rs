@@ -1,4 +1,4 @@
-//! Calls on memory pools. The driver applies them to its pool, and the allocator's pool is updated accordingly.
+//! Calls on memory pools. The driver applies each call to its own pool, and this file then updates the allocator's pool accordingly.
 
 use crate::context::Context;
 use crate::libcuda;
@@ -150,7 +150,8 @@ pub(super) unsafe fn set_access(
     // SAFETY: the caller's contract.
     let code = unsafe { driver(pool, access, count) };
     let Some(pool) = served(pool).filter(|_| code == SUCCESS) else { return code };
-    // Kind of location, device, access flags. Revoking access has no effect here, because access was granted to all memory of the device.
+    // An entry consists of the kind of location, the device and the access flags. Revoking access has no effect here, because access was
+    // granted to all of the device's memory, not only to this pool's.
     for at in 0..count {
         // SAFETY: the driver read `count` entries.
         let [kind, device, flags] = unsafe { access.add(at).read() };

@@ -1,4 +1,4 @@
-//! Calls that destroy streams and capture them.
+//! Calls that destroy or capture streams.
 
 use crate::captures;
 use crate::contexts;
@@ -17,7 +17,8 @@ fn is_watched() -> bool {
     settings().is_some_and(|settings| settings.is_watched)
 }
 
-/// Destroys a stream. Its remaining work is tracked before the driver destroys it.
+/// Destroys a stream. Before the driver destroys it, the stream's remaining work is recorded, so that later users of the memory can wait
+/// for this work.
 ///
 /// # Safety
 /// See the driver's call.
@@ -34,7 +35,7 @@ pub(super) unsafe fn destroy(driver: unsafe extern "C" fn(usize) -> c_int, strea
     unsafe { driver(stream) }
 }
 
-/// Begins a capture. The allocator tracks captures before the driver begins the first one, and until the last one has ended.
+/// Begins a capture. The allocator tracks captures from before the driver begins the first one until the last one has ended.
 fn begin(stream: usize, call: impl FnOnce() -> c_int) -> c_int {
     let context = if is_watched() {
         None
@@ -51,7 +52,8 @@ fn begin(stream: usize, call: impl FnOnce() -> c_int) -> c_int {
     code
 }
 
-/// Ends a capture. It has ended if its graph is created or the capture was invalidated. A call from the wrong thread ends no capture.
+/// Ends a capture. A capture has ended if its graph was created or if it was invalidated. A call from the wrong thread does not end the
+/// capture.
 fn end(stream: usize, call: impl FnOnce() -> c_int) -> c_int {
     let code = call();
     if !libcuda::driver().is_some_and(|driver| driver.is_captured(stream)) {

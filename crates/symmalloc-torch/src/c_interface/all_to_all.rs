@@ -11,12 +11,12 @@ use std::ffi::c_void;
 use std::slice;
 use symmalloc_nccl::{AllToAll, Splits};
 
-/// Option of `symmalloc_all_to_all_create`: rejects buffers that are not registered on the communicator. NCCL can move these too,
-/// through its internal buffers.
+/// Option of `symmalloc_all_to_all_create`: rejects buffers that are not registered on the communicator. NCCL could move the data of such
+/// buffers, too, through its internal buffers.
 pub const SYMMALLOC_ALL_TO_ALL_REGISTERED: u32 = 1;
 
 /// Option of `symmalloc_all_to_all_create`: the ranks compare their splits before each call, and all return the same error if they
-/// disagree. For debugging: each call blocks the host for an exchange.
+/// disagree. This is for debugging, because each call then blocks the host for an exchange.
 pub const SYMMALLOC_ALL_TO_ALL_CHECKED: u32 = 2;
 
 /// All-to-all-v on one communicator.
@@ -30,8 +30,9 @@ impl RankAllToAll {
     }
 }
 
-/// Creates an all-to-all-v on the registrar's communicator, without communication. `options` is a sum of `SYMMALLOC_ALL_TO_ALL_...`, equal
-/// on every rank; 0 accepts any memory and checks nothing. Destroy it before the registrar.
+/// Creates an all-to-all-v on the registrar's communicator. This call does not communicate. `options` is a sum of
+/// `SYMMALLOC_ALL_TO_ALL_...` and must be equal on every rank; 0 accepts any memory and checks nothing. Destroy the all-to-all-v before the
+/// registrar.
 ///
 /// # Safety
 /// The registrar is live; `out` is valid for writing.
@@ -61,8 +62,8 @@ pub unsafe extern "C" fn symmalloc_all_to_all_create(
 }
 
 /// Exchanges splits: sends the number of rows for each rank (`sent`), and writes the number of rows from each rank (`received`). All ranks
-/// call it after the splits of any rank changed, and at no other time. Blocks the host until the exchange is done. If this rank
-/// has no valid splits, it passes NULL as `sent`, and all ranks return an error instead of waiting.
+/// call this function after the splits of any rank have changed, and at no other time. Blocks the host until the exchange is done. If this
+/// rank has no valid splits, pass NULL as `sent`. All ranks then return an error instead of waiting for this rank.
 ///
 /// # Safety
 /// `all_to_all` is live; `sent` is NULL or valid for reading as many numbers as the communicator has ranks, and `received` is valid for
@@ -89,14 +90,14 @@ pub unsafe extern "C" fn symmalloc_all_to_all_exchange(
 }
 
 /// Sends rows of the input to all ranks, and receives their rows in the output, in rank order. A row has `row_bytes` bytes. `sent` and
-/// `received` are the numbers of rows to and from each rank. If both are NULL, both buffers are split equally. Splits are not exchanged:
-/// every rank must know both. A buffer may be longer than its rows. Returns after submitting the work to the stream; a graph can capture
-/// it.
+/// `received` are the numbers of rows to and from each rank. If both are NULL, each buffer is split equally among the ranks. This call does
+/// not exchange splits, so every rank must already know both `sent` and `received`. A buffer may be longer than its rows. Returns after
+/// submitting the work to the stream. A graph can capture the work.
 ///
 /// # Safety
-/// `all_to_all` is live; `stream` is one of its device and lives as long as the communicator; the buffers are memory of the device until
-/// the stream has executed the call, and no other work writes them or reads the output until then; `sent` and `received` are NULL or valid
-/// for reading as many numbers as the communicator has ranks.
+/// `all_to_all` is live; `stream` belongs to its device and lives as long as the communicator; the buffers are memory of the device until
+/// the stream has executed the call, and until then no other work writes to the buffers or reads the output; `sent` and `received` are NULL
+/// or valid for reading as many numbers as the communicator has ranks.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_all_to_all_run(
     all_to_all: *mut RankAllToAll,
@@ -129,7 +130,7 @@ pub unsafe extern "C" fn symmalloc_all_to_all_run(
     })
 }
 
-/// Destroys an all-to-all-v. Submitted work still runs. NULL has no effect.
+/// Destroys an all-to-all-v. Work that was already submitted still runs. NULL has no effect.
 ///
 /// # Safety
 /// The all-to-all-v is live and not used after this.

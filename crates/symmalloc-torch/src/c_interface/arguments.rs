@@ -1,4 +1,4 @@
-//! Checks of arguments, and writes of results.
+//! Functions that check arguments and write results.
 
 use crate::device::DeviceAllocator;
 use crate::error::Error;
@@ -34,7 +34,7 @@ pub(super) unsafe fn text<'a>(text: *const c_char, argument: &'static str) -> Re
 }
 
 /// # Safety
-/// As [`text`].
+/// Same as for [`text`].
 pub(crate) unsafe fn required_text<'a>(c_text: *const c_char, argument: &'static str) -> Result<&'a str, Error> {
     // SAFETY: the caller's contract.
     unsafe { text(c_text, argument) }?.ok_or(Error::Null { argument })
@@ -58,7 +58,7 @@ pub(crate) unsafe fn write<T>(out: *mut T, argument: &'static str, value: T) -> 
 }
 
 /// # Safety
-/// As [`write`].
+/// Same as for [`write`].
 pub(crate) unsafe fn hand_out_text(out: *mut *mut c_char, argument: &'static str, text: &str) -> Result<(), Error> {
     not_null(out, argument)?;
     let bytes = [text.as_bytes(), b"\0"].concat();
@@ -68,7 +68,7 @@ pub(crate) unsafe fn hand_out_text(out: *mut *mut c_char, argument: &'static str
 
 /// Returns a copy that C can free.
 pub(super) fn copied(bytes: &[u8]) -> Result<*mut u8, Error> {
-    // SAFETY: any size is valid; it is at least one byte, so null always means out of memory.
+    // SAFETY: `malloc` accepts any size. The size is at least one byte, so null always means out of memory.
     let copy = unsafe { libc::malloc(bytes.len().max(1)) }.cast::<u8>();
     if copy.is_null() {
         return Err(Error::Size { size: bytes.len() as i64 });

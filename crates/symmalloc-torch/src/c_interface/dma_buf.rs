@@ -15,16 +15,17 @@ pub struct HeldDmaBuf {
     dma_buf: DmaBuf,
 }
 
-/// Creates a dma-buf of `size_bytes` of device memory from `pointer`, for `ibv_reg_dmabuf_mr` and similar calls. The range is an allocation
-/// of any pool, a part of one, or any part of one segment. Writes the file descriptor, and the offset of `pointer` in the dma-buf, which
-/// consists of whole host pages.
+/// Creates a dma-buf of the `size_bytes` bytes of device memory that begin at `pointer`, for `ibv_reg_dmabuf_mr` and similar calls. The
+/// range may be an allocation of any pool, a part of an allocation, or any part of one segment. Writes the file descriptor and the offset
+/// of `pointer` in the dma-buf. The offset may be greater than 0, because a dma-buf consists of whole host pages.
 ///
 /// Until `symmalloc_dma_buf_close`, the memory does not return to the device, even if its pool is trimmed, sleeps or is destroyed. The
-/// memory of a destroyed allocator stays until its last dma-buf is closed. Do not close the descriptor. Deregister the memory before it is
-/// freed, because the allocator reuses freed memory immediately.
+/// memory of a destroyed allocator stays until its last dma-buf is closed. Do not close the descriptor yourself. Deregister the memory
+/// before it is freed, because the allocator reuses freed memory immediately.
 ///
-/// Fails with `SYMMALLOC_INVALID_STATE` if the device has no dma-bufs, or if the driver refuses a range of several physical chunks: use a
-/// pool with `segments:reserved` or `segments:fixed`. Fails with `SYMMALLOC_UNKNOWN_POINTER` if an address has no memory.
+/// Fails with `SYMMALLOC_INVALID_STATE` if the device does not support dma-bufs, or if the driver refuses a range of several physical
+/// chunks. In the latter case, use a pool with `segments:reserved` or `segments:fixed`. Fails with `SYMMALLOC_UNKNOWN_POINTER` if an
+/// address in the range has no memory.
 ///
 /// # Safety
 /// `allocator` is live; `fd`, `offset_bytes` and `out` are valid for writing.
@@ -54,8 +55,9 @@ pub unsafe extern "C" fn symmalloc_dma_buf_open(
     })
 }
 
-/// Writes 1 if the pool still uses the memory of a dma-buf, and 0 once the pool has released it, by a trim, a sleep or its end. The
-/// addresses may then have other memory: deregister, close the dma-buf, and create a new one. Frees are not detected.
+/// Writes 1 if the pool still uses the memory of a dma-buf, and 0 once the pool has released it, by a trim, a sleep or its destruction. The
+/// addresses may then map to different memory: deregister the old memory, close the dma-buf, and create a new one. This call does not
+/// detect frees.
 ///
 /// # Safety
 /// The dma-buf is live; `is_current` is valid for writing.
@@ -74,7 +76,7 @@ pub unsafe extern "C" fn symmalloc_dma_buf_is_current(
     })
 }
 
-/// Closes the descriptor of a dma-buf, and returns the memory that its pool no longer uses to the device. NULL has no effect.
+/// Closes the descriptor of a dma-buf. Memory that its pool no longer uses returns to the device. NULL has no effect.
 ///
 /// # Safety
 /// The dma-buf came from `symmalloc_dma_buf_open` and is not used after this.

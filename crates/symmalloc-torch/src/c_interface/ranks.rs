@@ -10,7 +10,8 @@ use crate::registrations::{PoolRegistration, RankAnnouncement};
 use crate::status::symmalloc_status;
 use std::ffi::{c_char, c_void};
 
-/// Compares this rank's history in symmetric pools with those of all other ranks. Every rank calls it at the same point of the program.
+/// Compares this rank's history in symmetric pools with the histories of all other ranks. Every rank calls this function at the same point
+/// of the program.
 ///
 /// Returns `SYMMALLOC_MISALIGNED` on every rank if histories differ. The message names the first op that differs.
 ///
@@ -31,11 +32,11 @@ pub unsafe extern "C" fn symmalloc_agree(
     })
 }
 
-/// Compares symmetric pools as `symmalloc_agree`, and then the heaps of all other pools. These keep no history, so the message names the
-/// heaps that differ.
+/// Compares symmetric pools like `symmalloc_agree`, and then the heaps of all other pools. The other pools keep no history, so for them the
+/// message names only the heaps that differ, not the op.
 ///
 /// # Safety
-/// As `symmalloc_agree`.
+/// Same as for `symmalloc_agree`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_agree_all(
     allocator: *mut DeviceAllocator,
@@ -52,16 +53,16 @@ pub unsafe extern "C" fn symmalloc_agree_all(
     })
 }
 
-/// Announces to the watchdog a collective that the program submits itself on all ranks of the registrar's communicator. The program
-/// submits it to the stream after this call and before `symmalloc_announce_end`, in the same order on every rank. It counts as one of the
-/// communicator's collectives in flight records, and has the communicator's deadline. If a rank misses the deadline, standard error, a
-/// flight record and the next sync name it.
+/// Announces to the watchdog a collective that the program itself submits on all ranks of the registrar's communicator. The program submits
+/// the collective to the stream after this call and before `symmalloc_announce_end`, in the same order on every rank. In flight records, it
+/// counts as one of the communicator's collectives, and it has the communicator's deadline. If a rank misses the deadline, a message on
+/// standard error, a flight record and the error of the next sync name that rank.
 ///
-/// `kind` and `elements` are the collective's name and size in flight records. They are equal on every rank; `elements` is 0 if ranks may
-/// differ.
+/// `kind` and `elements` are the collective's name and size in flight records. Both must be equal on every rank. If the size may differ
+/// between ranks, pass 0 as `elements`.
 ///
 /// # Safety
-/// The registrar is live; `kind` is a C string; `stream` is one of its device and lives as long as the registrar; `out` is valid for
+/// The registrar is live; `kind` is a C string; `stream` belongs to its device and lives as long as the registrar; `out` is valid for
 /// writing.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_announce_begin(
@@ -85,7 +86,7 @@ pub unsafe extern "C" fn symmalloc_announce_begin(
     })
 }
 
-/// Ends an announcement, after the program submitted the collective or failed to. NULL has no effect.
+/// Ends an announcement. Call it after the program has submitted the collective, or has failed to submit it. NULL has no effect.
 ///
 /// # Safety
 /// The announcement is live and not used after this.
@@ -95,8 +96,8 @@ pub unsafe extern "C" fn symmalloc_announce_end(announcement: *mut RankAnnouncem
 }
 
 /// Writes a flight record as JSON: the last collectives of each communicator, their progress, and the state of other ranks. The command
-/// `symmalloc diff` compares the records of all ranks. The watchdog also writes one if a communicator fails, and on the signal that
-/// `SYMMALLOC_FLIGHT_SIGNAL` names. Free the text with `symmalloc_release_bytes`.
+/// `symmalloc diff` compares the records of all ranks. The watchdog also writes such a record if a communicator fails, and on the signal
+/// that `SYMMALLOC_FLIGHT_SIGNAL` names. Free the text with `symmalloc_release_bytes`.
 ///
 /// # Safety
 /// `reason` is a C string; `json` is valid for writing.

@@ -27,40 +27,40 @@ pub const SYMMALLOC_REGISTER_BUFFERS: u32 = 1;
 /// `symmalloc_pool_agree`, and never in a sync.
 pub const SYMMALLOC_AGREE_BY_HAND: u32 = u32::MAX;
 
-/// Options of a registration. All zero: windows, a comparison at every sync, and a deadline of five minutes. All ranks pass the same
-/// values, except for `rank`.
+/// Options of a registration. If all are zero, they select windows, a comparison at every sync, and a deadline of five minutes. All ranks
+/// pass the same values, except for `rank`.
 #[allow(non_camel_case_types, reason = "C's names")]
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct symmalloc_registrar_options {
-    /// The timeout of every wait for other ranks, in milliseconds; 0: five minutes.
+    /// The timeout of every wait for other ranks, in milliseconds; 0 means five minutes.
     pub deadline_ms: u32,
     /// `SYMMALLOC_REGISTER_WINDOWS` or `SYMMALLOC_REGISTER_BUFFERS`.
     pub registration: u32,
-    /// The number of syncs per comparison of the ranks' histories: 0 and 1 compare at every sync, `SYMMALLOC_AGREE_BY_HAND` at none. A
-    /// sync that neither compares nor finds new segments returns immediately. If only some ranks find new segments in such a sync, these
-    /// ranks time out.
+    /// The number of syncs per comparison of the ranks' histories. With 0 or 1, every sync compares them; with `SYMMALLOC_AGREE_BY_HAND`,
+    /// none does. A sync that neither compares nor finds new segments returns immediately. If only some ranks find new segments in a sync
+    /// that does not compare, these ranks time out.
     pub agree_every: u32,
     /// The expected rank in the communicator. A mismatch with NCCL's value is an error.
     pub rank: u32,
-    /// The expected number of ranks of the communicator. 0 disables the check of this and of `rank`.
+    /// The expected number of ranks of the communicator. 0 disables the checks of this number and of `rank`.
     pub world: u32,
-    /// "host:port", a free port on the machine of the communicator's rank 0. The ranks connect there and keep the connections, to detect
+    /// "host:port": a free port on the machine of the communicator's rank 0. The ranks connect there and keep the connections, to detect
     /// which rank died, is stopped or is missing. With NULL, errors do not identify that rank.
     pub rendezvous: *const c_char,
-    /// The communicator's name in errors and flight records; NULL: "borrowed". To sleep, a pool on several communicators needs a name for
-    /// each, which is equal on all of its ranks and unique in the job.
+    /// The communicator's name in errors and flight records; NULL means "borrowed". A pool on several communicators can sleep only if each
+    /// of them has a name that is equal on all of the communicator's ranks and unique in the job.
     pub name: *const c_char,
 }
 
-/// Attaches a symmetric pool to a communicator that other code owns. The first sync registers its segments. Every rank of the
-/// communicator calls it. Every wait for other ranks times out after `deadline_ms` milliseconds; 0: five minutes. `rendezvous` is as in
-/// `symmalloc_registrar_options`.
+/// Attaches a symmetric pool to a communicator that other code owns. The first sync registers the pool's segments. Every rank of the
+/// communicator calls this function. Every wait for other ranks times out after `deadline_ms` milliseconds; 0 means five minutes.
+/// `rendezvous` is as in `symmalloc_registrar_options`.
 ///
 /// # Safety
-/// `rendezvous` is a C string or NULL; `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` on its device, of the NCCL
-/// library of this process, which lives until the registrar is destroyed and is not used by other threads during a call of this
-/// library; `out` is valid for writing.
+/// `rendezvous` is a C string or NULL; `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` of this process's NCCL library, on
+/// the allocator's device; it lives until the registrar is destroyed, and no other thread uses it during a call of this library; `out` is
+/// valid for writing.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_registrar_create(
     allocator: *mut DeviceAllocator,
@@ -83,10 +83,10 @@ pub unsafe extern "C" fn symmalloc_registrar_create(
     unsafe { symmalloc_registrar_create_with(allocator, pool, nccl_comm, &raw const options, out) }
 }
 
-/// Attaches a pool as `symmalloc_registrar_create`, with any kind of registration, comparison and name.
+/// Attaches a pool like `symmalloc_registrar_create`. The options select the kind of registration, the rate of comparisons, and the name.
 ///
 /// # Safety
-/// As `symmalloc_registrar_create`; `options` is valid for reading, and its texts are C strings or NULL.
+/// Same as for `symmalloc_registrar_create`; `options` is valid for reading, and its texts are C strings or NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_registrar_create_with(
     allocator: *mut DeviceAllocator,
@@ -143,8 +143,8 @@ unsafe fn read(options: &symmalloc_registrar_options) -> Result<RegistrationOpti
     })
 }
 
-/// Compares the histories of all ranks of the communicator, then registers new segments of the pool and deregisters dead ones.
-/// Collective. Both counts may be NULL.
+/// Compares the histories of all ranks of the communicator, then registers the pool's new segments and deregisters those that it has
+/// released. The call is collective. Each count may be NULL.
 ///
 /// # Safety
 /// The registrar is live; the counts are NULL or valid for writing.
@@ -154,21 +154,21 @@ pub unsafe extern "C" fn symmalloc_registrar_sync(
     registered: *mut u64,
     deregistered: *mut u64,
 ) -> symmalloc_status {
-    // SAFETY: the caller's contract, in both.
+    // SAFETY: the caller's contract, in both cases.
     unsafe { counted(registered, deregistered, || open(registrar)?.sync()) }
 }
 
-/// Syncs as `symmalloc_registrar_sync`, and compares the ranks' histories regardless of `agree_every`.
+/// Syncs like `symmalloc_registrar_sync`, but compares the ranks' histories regardless of `agree_every`.
 ///
 /// # Safety
-/// As `symmalloc_registrar_sync`.
+/// Same as for `symmalloc_registrar_sync`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_registrar_agree(
     registrar: *mut PoolRegistration,
     registered: *mut u64,
     deregistered: *mut u64,
 ) -> symmalloc_status {
-    // SAFETY: the caller's contract, in both.
+    // SAFETY: the caller's contract, in both cases.
     unsafe { counted(registered, deregistered, || open(registrar)?.agree()) }
 }
 
@@ -195,8 +195,9 @@ pub unsafe extern "C" fn symmalloc_registrar_rank(
     })
 }
 
-/// Writes the window that contains all of these bytes, an `ncclWindow_t` of the registrar's communicator, and their offset in it, which
-/// is equal on every rank. Returns `SYMMALLOC_INVALID_STATE` if no window contains them.
+/// Writes the window that contains all of the `bytes` bytes at `pointer`, and the offset of `pointer` in the window. The window is an
+/// `ncclWindow_t` of the registrar's communicator, and the offset is equal on every rank. Returns `SYMMALLOC_INVALID_STATE` if no window
+/// contains these bytes.
 ///
 /// # Safety
 /// The registrar is live; `window` and `offset_bytes` are valid for writing.
@@ -221,8 +222,8 @@ pub unsafe extern "C" fn symmalloc_registrar_window(
     })
 }
 
-/// Deregisters all segments on every rank of the communicator, and destroys the registrar, even if it returns an error. NULL has no
-/// effect.
+/// Deregisters all segments on every rank of the communicator, and destroys the registrar. The registrar is destroyed even if the call
+/// returns an error. NULL has no effect.
 ///
 /// # Safety
 /// The registrar is live and not used after this.
@@ -231,8 +232,8 @@ pub unsafe extern "C" fn symmalloc_registrar_destroy(registrar: *mut PoolRegistr
     release(|| take_back(registrar, "registrar")?.map_or(Ok(()), |registrar| registrar.end()))
 }
 
-/// Syncs all registrars of a pool in order of creation, which is the same on every rank. If one fails, it still syncs the others, because
-/// their ranks wait for this one, and returns the first error. Both counts may be NULL.
+/// Syncs all registrars of a pool in the order of their creation, which must be the same on every rank. If one registrar fails, the call
+/// still syncs the others, because their ranks wait for this rank, and then returns the first error. Each count may be NULL.
 ///
 /// # Safety
 /// `allocator` is live; the counts are NULL or valid for writing.
@@ -252,10 +253,10 @@ pub unsafe extern "C" fn symmalloc_pool_sync(
     unsafe { counted(registered, deregistered, sync) }
 }
 
-/// Syncs as `symmalloc_pool_sync`, and compares the ranks' histories.
+/// Syncs like `symmalloc_pool_sync`, but compares the ranks' histories regardless of `agree_every`.
 ///
 /// # Safety
-/// As `symmalloc_pool_sync`.
+/// Same as for `symmalloc_pool_sync`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_pool_agree(
     allocator: *mut DeviceAllocator,
@@ -272,7 +273,7 @@ pub unsafe extern "C" fn symmalloc_pool_agree(
     unsafe { counted(registered, deregistered, agree) }
 }
 
-/// Directs this thread's allocations through PyTorch's entry points on the device to the pool until `symmalloc_scope_end`, as
+/// Directs the allocations that this thread makes on the device through PyTorch's entry points to the pool, until `symmalloc_scope_end`, as
 /// `symmalloc_torch_push_pool` does.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_scope_begin(device: i32, pool: u32) -> symmalloc_status {
@@ -283,9 +284,10 @@ pub extern "C" fn symmalloc_scope_begin(device: i32, pool: u32) -> symmalloc_sta
     })
 }
 
-/// Ends this thread's last scope on the device, and registers its new segments: syncs all registrars of the pool as
-/// `symmalloc_pool_sync`. Collective. A graph capture can neither register segments nor communicate. There, the scope ends without a sync
-/// if it has no new segments, and returns an error otherwise: reserve and sync before the capture. Both counts may be NULL.
+/// Ends this thread's innermost scope on the device, and registers the pool's new segments: syncs all registrars of the pool like
+/// `symmalloc_pool_sync`. The call is collective. During a graph capture, ranks can neither register segments nor communicate. The scope
+/// then ends without a sync if there are no new segments. If there are, the call returns an error: reserve and sync before the capture.
+/// Each count may be NULL.
 ///
 /// # Safety
 /// The counts are NULL or valid for writing.

@@ -14,23 +14,23 @@ use symmalloc_cuda::{DeviceMemory, ImageStorage, SavedBytes};
 use symmalloc_files::is_forked;
 use symmalloc_nccl::{Slept, Woken};
 
-/// `contents` of a sleep: live allocations are copied to the storage of the pool on the host, and restored on wake.
+/// `contents` of a sleep: the contents of live allocations are copied to the pool's storage on the host, and restored on wake.
 pub const SYMMALLOC_CONTENTS_KEEP: u32 = 0;
 
-/// `contents` of a sleep: live allocations are discarded, and undefined after wake.
+/// `contents` of a sleep: the contents of live allocations are discarded, and are undefined after the wake.
 pub const SYMMALLOC_CONTENTS_DROP: u32 = 1;
 
-/// `contents` of a sleep: live allocations are discarded, and zero after wake.
+/// `contents` of a sleep: the contents of live allocations are discarded, and are zero after the wake.
 pub const SYMMALLOC_CONTENTS_ZERO: u32 = 2;
 
-/// The pool has its memory.
+/// The pool is awake: it has its memory.
 pub const SYMMALLOC_PHASE_AWAKE: u32 = 0;
 
 /// The pool sleeps: it has no memory, but keeps its addresses.
 pub const SYMMALLOC_PHASE_ASLEEP: u32 = 1;
 
-/// The pool sleeps, but the driver or a window still holds some memory. Another sleep tries to release it. A wake reuses it, unless the pool is
-/// registered: then it needs a sleep first.
+/// The pool sleeps, but the driver or a window still holds some memory. Another sleep tries again to release that memory. A wake reuses
+/// that memory. A registered pool, however, must sleep again before it can wake.
 pub const SYMMALLOC_PHASE_HELD: u32 = 2;
 
 /// The result of a sleep.
@@ -59,22 +59,23 @@ pub struct symmalloc_woken {
     pub registrations: u64,
     /// Windows whose handle changed on any rank. Recapture graphs that use them.
     pub changed: u64,
-    /// Communicators that failed during the sleep. Register on new ones.
+    /// Communicators that failed during the sleep. Register the pool on new communicators.
     pub lost: u64,
     /// Communicators that were resumed.
     pub resumed: u64,
 }
 
-/// The used memory of a device in bytes, by owner. The parts add up to `used_bytes`, unless memory is allocated or released meanwhile.
+/// The used memory of a device in bytes, by owner. The parts add up to `used_bytes`, unless memory is allocated or released during the
+/// call.
 #[allow(non_camel_case_types, reason = "C's names")]
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct symmalloc_memory {
     /// Bytes in use by all processes, as the driver reports them.
     pub used_bytes: u64,
-    /// Bytes of pools that are awake, including their free blocks, without those of graphs.
+    /// Bytes of awake pools, including their free blocks, except for those in `graph_bytes`.
     pub awake_bytes: u64,
-    /// Bytes of graphs' pools that are awake.
+    /// Bytes of awake mempools: graphs' pools and PyTorch's `MemPool`s.
     pub graph_bytes: u64,
     /// Bytes that sleeping pools still hold, because the driver or a window did not release them.
     pub asleep_bytes: u64,
@@ -93,8 +94,9 @@ pub struct symmalloc_memory {
 /// no graph that uses it may be launched. Allocating from the pool is an error; freeing is allowed.
 ///
 /// A pool with registrars sleeps on all ranks together: call this at the same point on every rank, when no collective in its windows is
-/// running. It first deregisters the windows. The ranks communicate over the communicator with the most ranks, which must include the
-/// ranks of all others. If several have the most ranks, it is the one that was registered last. `out` may be NULL.
+/// running. The call first deregisters the windows. The ranks communicate over the pool's communicator with the most ranks, which must
+/// include the ranks of all its other communicators. If several communicators have the most ranks, the one that was registered last is
+/// used. `out` may be NULL.
 ///
 /// # Safety
 /// `allocator` is live; `out` is NULL or valid for writing.
@@ -114,15 +116,17 @@ pub unsafe extern "C" fn symmalloc_sleep(
     })
 }
 
-/// Puts a pool to sleep like `symmalloc_sleep`, and then suspends the communicators of its registrars: NCCL releases their memory until the
-/// next sleep or wake of the pool, which resumes them. Until then, neither this library nor the program may use them, and no graph with
-/// their collectives may be launched. Returns `SYMMALLOC_INVALID_STATE`, and leaves the pool awake, if NCCL is older than 2.29.7 or a pool
-/// that is awake is registered on one of them. To suspend communicators of several pools, call `symmalloc_suspend` once all of them sleep.
+/// Puts a pool to sleep like `symmalloc_sleep`, and then suspends the communicators of its registrars: NCCL releases the communicators'
+/// memory until the next sleep or wake of the pool, which resumes them. Until then, neither this library nor the program may use the
+/// communicators, and no graph with their collectives may be launched. Returns `SYMMALLOC_INVALID_STATE`, and leaves the pool awake, if
+/// NCCL is older than 2.29.7 or if an awake pool is registered on one of the communicators. To suspend communicators of several pools, call
+/// `symmalloc_suspend` once all of these pools sleep.
 ///
-/// A pool without registrars only sleeps. Wake the pool before its registrars or communicators are destroyed. `out` may be NULL.
+/// If the pool has no registrars, the call only puts it to sleep. Wake the pool before its registrars or communicators are destroyed. `out`
+/// may be NULL.
 ///
 /// # Safety
-/// As `symmalloc_sleep`.
+/// Same as for `symmalloc_sleep`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_sleep_and_suspend(
     allocator: *mut DeviceAllocator,
@@ -139,9 +143,10 @@ pub unsafe extern "C" fn symmalloc_sleep_and_suspend(
     })
 }
 
-/// Suspends the communicators of all registered pools that sleep, like `symmalloc_sleep_and_suspend`. Leaves alone the communicators of a
-/// pool that shares one with a pool that is awake, and those that are already suspended. All ranks call it at the same point. Returns
-/// `SYMMALLOC_INVALID_STATE` if NCCL is older than 2.29.7. `suspended_bytes` may be NULL.
+/// Suspends the communicators of all registered pools that sleep, like `symmalloc_sleep_and_suspend`. If a sleeping pool shares a
+/// communicator with an awake pool, none of the sleeping pool's communicators are suspended. Communicators that are already suspended stay
+/// so. All ranks call this function at the same point. Returns `SYMMALLOC_INVALID_STATE` if NCCL is older than 2.29.7. `suspended_bytes`
+/// may be NULL.
 ///
 /// # Safety
 /// `allocator` is live; `suspended_bytes` is NULL or valid for writing.
@@ -159,7 +164,8 @@ pub unsafe extern "C" fn symmalloc_suspend(
     })
 }
 
-/// Writes the used memory of the device by owner: what remains on it while pools sleep. Waits for NCCL calls of other threads.
+/// Writes the used memory of the device by owner, for example to see what remains on the device while pools sleep. Waits for NCCL calls of
+/// other threads.
 ///
 /// # Safety
 /// `allocator` is live; `out` is valid for writing.
@@ -179,10 +185,10 @@ pub unsafe extern "C" fn symmalloc_device_memory(
 
 /// Wakes a pool at its previous addresses, and restores the kept contents. Returns `SYMMALLOC_OUT_OF_MEMORY` if the device lacks memory.
 /// The pool then stays asleep and keeps its contents, and the wake can be retried. A pool with registrars wakes on all ranks or on none,
-/// and restores its windows. `out` may be NULL.
+/// and its windows are registered again. `out` may be NULL.
 ///
 /// # Safety
-/// As `symmalloc_sleep`.
+/// Same as for `symmalloc_sleep`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_wake(
     allocator: *mut DeviceAllocator,
@@ -198,11 +204,12 @@ pub unsafe extern "C" fn symmalloc_wake(
     })
 }
 
-/// Puts the pools whose configuration has the tag (`tag:weights`) to sleep, as `symmalloc_sleep`, in order of creation. If a pool fails,
-/// those before it sleep, and another call continues. Returns `SYMMALLOC_UNKNOWN_POOL` if no pool has the tag.
+/// Puts the pools whose configuration has the tag (such as `tag:weights`) to sleep, like `symmalloc_sleep`, in the order of their ids. If a
+/// pool fails, the pools before it stay asleep, and another call continues with the rest. Returns `SYMMALLOC_UNKNOWN_POOL` if no pool has
+/// the tag.
 ///
 /// # Safety
-/// As `symmalloc_sleep`; `tag` is a C string.
+/// Same as for `symmalloc_sleep`; `tag` is a C string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_sleep_tagged(
     allocator: *mut DeviceAllocator,
@@ -220,11 +227,11 @@ pub unsafe extern "C" fn symmalloc_sleep_tagged(
     })
 }
 
-/// Wakes the pools whose configuration has the tag, as `symmalloc_wake`, in order of creation. If a pool fails, those before it are
-/// awake, and another call continues. Returns `SYMMALLOC_UNKNOWN_POOL` if no pool has the tag.
+/// Wakes the pools whose configuration has the tag, like `symmalloc_wake`, in the order of their ids. If a pool fails, the pools before it
+/// stay awake, and another call continues with the rest. Returns `SYMMALLOC_UNKNOWN_POOL` if no pool has the tag.
 ///
 /// # Safety
-/// As `symmalloc_sleep`; `tag` is a C string.
+/// Same as for `symmalloc_sleep`; `tag` is a C string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_wake_tagged(
     allocator: *mut DeviceAllocator,
@@ -264,12 +271,12 @@ pub unsafe extern "C" fn symmalloc_phase(
 }
 
 /// Sets the memory of a pool with a quota to `bytes`, rounded up to granules. The size is fixed until the next call. A pool created with
-/// `growth_mb:0,streams:shared` has a quota; `range_mb` is its maximum. Such a pool starts empty. Live allocations stay in place. Returns
-/// `SYMMALLOC_INVALID_STATE` if they need more memory, and leaves the pool unchanged. A shrinking pool waits for the streams that used its
-/// free memory. `reserved_bytes` may be NULL.
+/// `growth_mb:0,streams:shared` has a quota; `range_mb` is its maximum. Such a pool starts empty. Live allocations stay in place. If they
+/// need more memory than `bytes`, the call returns `SYMMALLOC_INVALID_STATE` and leaves the pool unchanged. When a pool shrinks, the call
+/// waits for the streams that used the pool's free memory. `reserved_bytes` may be NULL.
 ///
 /// # Safety
-/// As `symmalloc_allocate`; `reserved_bytes` is NULL or valid for writing.
+/// Same as for `symmalloc_allocate`; `reserved_bytes` is NULL or valid for writing.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_resize(
     allocator: *mut DeviceAllocator,
@@ -290,8 +297,8 @@ pub unsafe extern "C" fn symmalloc_resize(
     })
 }
 
-/// Reserves pinned host memory for the kept contents of sleeping pools, so that the first sleep does not have to. Reserving takes much
-/// longer than copying.
+/// Reserves pinned host memory for the kept contents of sleeping pools, so that the first sleep does not have to reserve it. Reserving
+/// takes much longer than copying.
 ///
 /// # Safety
 /// `allocator` is live.
@@ -334,9 +341,9 @@ pub const SYMMALLOC_STORAGE_PAGEABLE: u32 = 1;
 /// `storage` of saved contents: an unnamed file, which disappears with the process and is verified when it is read.
 pub const SYMMALLOC_STORAGE_FOLDER: u32 = 2;
 
-/// Sets the storage for a pool's saved contents, from its next sleep on. `storage` is one of `SYMMALLOC_STORAGE_...`; `folder` is the folder of the
-/// file, and must be NULL for the other kinds of storage. A sleep returns `SYMMALLOC_IO` if the folder does not exist or its disk is full, and leaves the pool
-/// awake. A wake returns it if the file was modified, and leaves the pool asleep.
+/// Sets the storage for a pool's saved contents, from its next sleep on. `storage` is one of `SYMMALLOC_STORAGE_...`; `folder` is the
+/// folder of the file, and must be NULL for all other kinds of storage. A sleep returns `SYMMALLOC_IO` if the folder does not exist or its
+/// disk is full, and leaves the pool awake. A wake returns `SYMMALLOC_IO` if the file was modified, and leaves the pool asleep.
 ///
 /// # Safety
 /// `allocator` is live; `folder` is NULL or a C string.
@@ -366,8 +373,8 @@ pub unsafe extern "C" fn symmalloc_save_in(
     })
 }
 
-/// Sets whether a pool's saved contents stay in host memory after its next wake: 0 releases them. Retained contents remain readable, and the
-/// next sleep reuses their memory. Files are never retained.
+/// Sets whether a pool's saved contents stay in host memory after its next wake. With 0, the wake releases them. Retained contents remain
+/// readable, and the next sleep reuses their memory. Files are never retained.
 ///
 /// # Safety
 /// `allocator` is live.
@@ -386,9 +393,9 @@ pub unsafe extern "C" fn symmalloc_retain_saved(
     })
 }
 
-/// Writes the host address of the saved contents of `bytes` bytes at `pointer`, which a sleeping pool or a pool with retained contents
-/// contains; NULL if there are none. The address is valid until the pool sleeps, wakes or is destroyed. Returns `SYMMALLOC_INVALID_STATE`
-/// if the contents are in a file or not contiguous: copy them with `symmalloc_saved_copy`.
+/// Writes the host address of the saved contents of the `bytes` bytes at `pointer`, or NULL if there are none. Saved contents exist while a
+/// pool sleeps and, if they are retained, after it wakes. The address is valid until the pool sleeps, wakes or is destroyed. Returns
+/// `SYMMALLOC_INVALID_STATE` if the contents are in a file or not contiguous: copy them with `symmalloc_saved_copy`.
 ///
 /// # Safety
 /// `allocator` is live; `out` is valid for writing.
@@ -412,8 +419,8 @@ pub unsafe extern "C" fn symmalloc_saved_pointer(
     })
 }
 
-/// Copies the saved contents of `bytes` bytes at `pointer` to host memory. Writes 1 to `found`, or 0 if there are none. Returns
-/// `SYMMALLOC_IO` if they are in a file that cannot be read or was modified.
+/// Copies the saved contents of the `bytes` bytes at `pointer` to host memory. Writes 1 to `found`, or 0 if there are no saved contents.
+/// Returns `SYMMALLOC_IO` if the contents are in a file that cannot be read or was modified.
 ///
 /// # Safety
 /// `allocator` is live; `to` is valid for writing `bytes` bytes; `found` is valid for writing.

@@ -17,13 +17,14 @@ pub struct symmalloc_step_report {
     pub planned: u64,
     /// Bytes of memory reserved for the pool's plans.
     pub plan_bytes: u64,
-    /// The number of the first allocation that differed from the plan; `UINT64_MAX` if there was none, or no plan.
+    /// The number of the first allocation that differed from the plan; `UINT64_MAX` if none differed or if there was no plan.
     pub differs_at: u64,
 }
 
-/// Begins a step of a pool: a repeated part of the program, such as a training step. A pool with `plan:learn` plans a step after
-/// two equal runs, when the second ends. Later runs follow the plan. `key` is equal for steps that make the same allocations, and 0 if all
-/// steps do. Call it at the same point on every rank, while no other thread uses the pool and no stream is captured.
+/// Begins a step of a pool: a repeated part of the program, such as a training step. A pool with `plan:learn` plans a step after two equal
+/// runs, at the end of the second run. Later runs follow the plan. `key` identifies the step: pass equal keys for steps that make the same
+/// allocations, and 0 if all steps do. Call it at the same point on every rank, while no other thread uses the pool and no stream is
+/// captured.
 ///
 /// # Safety
 /// `allocator` is live.
@@ -65,9 +66,9 @@ pub unsafe extern "C" fn symmalloc_step_end(
     })
 }
 
-/// Loads the plans for a pool from a file that `symmalloc plan -o FILE` wrote, plain or compressed. Later steps with their keys follow
-/// them. Streams are numbered in order of first use, so use each stream once before this call. Writes the number of plans to `count`, which
-/// may be NULL.
+/// Loads the plans for a pool from a file that `symmalloc plan -o FILE` wrote, plain or compressed. Later steps follow the plan that has
+/// their key. Plans refer to streams by number, and streams are numbered in the order of their first use, so use each stream once before
+/// this call. Writes the number of plans to `count`, which may be NULL.
 ///
 /// # Safety
 /// `allocator` is live; `path` is a C string; `count` is NULL or valid for writing.
@@ -90,7 +91,7 @@ pub unsafe extern "C" fn symmalloc_plans_adopt(
     })
 }
 
-/// Drops the plans of a pool. Their live allocations stay in place.
+/// Drops the plans of a pool. Live allocations that the plans placed stay in place.
 ///
 /// # Safety
 /// `allocator` is live.

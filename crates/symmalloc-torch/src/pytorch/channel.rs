@@ -1,7 +1,7 @@
 //! Transfer of file descriptors between processes.
 //!
-//! The client sends the number of each chunk, 16 bytes. The server answers each with a byte: 1 with a descriptor, or 0. Closing the
-//! connection ends the exchange.
+//! For each chunk, the client sends 16 bytes: the chunk's number and size. The server answers with one byte: 1, together with a descriptor,
+//! or 0 if the chunk cannot be exported. Closing the connection ends the exchange.
 
 use crate::error::Error;
 use crate::shared_chunks::Ticket;
@@ -16,11 +16,11 @@ use std::time::Duration;
 use symmalloc_cuda::{Channel, ShareError};
 use symmalloc_files::KeptFromChildren;
 
-/// The timeout of both ends.
+/// The timeout of sends and receives, on both sides.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// The pause after a connection failed for lack of file descriptors.
+/// The pause after a connection could not be accepted, for example for lack of file descriptors.
 const PAUSE: Duration = Duration::from_millis(100);
-/// The number of server threads. While each serves a slow client, further clients wait in the socket's queue.
+/// The number of server threads. While each of them serves a slow client, further clients wait in the socket's queue.
 const ANSWERING: usize = 8;
 const TICKET_BYTES: usize = 16;
 
@@ -105,7 +105,7 @@ fn answer(stream: &UnixStream, export: Export) {
     }
 }
 
-/// Checks that the process at the other end has the same user. Another user could modify the shared memory, or take the name of a
+/// Checks that the process at the other end belongs to the same user. Another user could modify the shared memory, or take the name of a
 /// socket whose process has ended.
 fn check_user(channel: &Channel<'_>) -> Result<(), Error> {
     // SAFETY: the call only returns a number.

@@ -46,7 +46,7 @@ pub struct symmalloc_counts {
     pub retries: u64,
     /// Allocations that failed.
     pub failures: u64,
-    /// The limit over all pools in bytes; 0: none.
+    /// The limit over all pools in bytes; 0 if there is none.
     pub limit_bytes: u64,
     /// Bytes of memory on the device.
     pub total_bytes: u64,

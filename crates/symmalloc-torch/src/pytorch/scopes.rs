@@ -6,9 +6,9 @@ use crate::process;
 use crate::status::symmalloc_status;
 use std::ffi::c_char;
 
-/// Directs this thread's allocations on the device without an explicit pool to this one, until `symmalloc_torch_pop_pool`. Calls nest. As
-/// with PyTorch's own allocator, the innermost scope applies: a pool pushed within a capture takes precedence over the capture's pool, and
-/// a capture within a pushed pool's scope uses the capture's pool.
+/// Until `symmalloc_torch_pop_pool`, directs the allocations that this thread makes on the device without an explicit pool to this pool.
+/// Calls nest. As with PyTorch's own allocator, the innermost scope applies: a pool pushed within a capture takes precedence over the
+/// capture's pool, and a capture within a pushed pool's scope uses the capture's pool.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_push_pool(device: i32, pool: u32) -> symmalloc_status {
     report(|| {

@@ -27,7 +27,7 @@ use symmalloc_cuda::{Access, CudaDevice, CudaError, ImportedMemory};
 use symmalloc_files::is_forked;
 
 /// Exports the memory of a live allocation: writes a text with which another process can open the memory, and the allocation's offset in
-/// it. Release the text with `symmalloc_release_bytes`.
+/// that memory. Release the text with `symmalloc_release_bytes`.
 ///
 /// # Safety
 /// `text` and `offset` are valid for writing.
@@ -67,7 +67,7 @@ pub struct OpenedMemory {
     memory: ImportedMemory,
 }
 
-/// The opened memory, by device and text.
+/// The opened memory, by device and text of the export.
 static OPEN: Mutex<BTreeMap<(i32, String), Weak<OpenedMemory>>> = Mutex::new(BTreeMap::new());
 
 /// Opens memory by the text that `symmalloc_torch_share` wrote in another process. Close it with `symmalloc_torch_close`.
@@ -118,7 +118,7 @@ fn lock() -> MutexGuard<'static, BTreeMap<(i32, String), Weak<OpenedMemory>>> {
     OPEN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Requests the memory that the text describes from its owner, and maps it.
+/// Requests, from its owner, the memory that the text describes, and maps it.
 fn import(device: i32, text: &str) -> Result<ImportedMemory, Error> {
     let not_ours = || Error::NotSharedMemory { text: text.chars().take(40).collect() };
     let mut words = text.split(' ');
@@ -141,8 +141,8 @@ fn import(device: i32, text: &str) -> Result<ImportedMemory, Error> {
     Ok(memory)
 }
 
-/// Releases one use of opened memory. After the last one, the memory is unmapped when all work of the device has completed. Never fails,
-/// because PyTorch calls it in destructors.
+/// Releases one use of opened memory. After the last release, the memory is unmapped once all work of the device has completed. Never
+/// fails, because PyTorch calls it in destructors.
 ///
 /// # Safety
 /// The opened memory came from `symmalloc_torch_open` and is not used after this.
@@ -160,7 +160,8 @@ fn export(ticket: Ticket) -> Result<OwnedFd, Error> {
     let (device, address) = shared_chunks::find(ticket).ok_or_else(gone)?;
     let allocator = process::allocator(device as i32)?;
     let file = allocator.core().backend().export_chunk(address, ticket.bytes)?;
-    // A number is removed before its memory is unmapped. If the number is still valid, the exported memory is the right one.
+    // A number is removed before its memory is unmapped. If the number is still valid after the export, the exported memory is therefore
+    // the right one.
     shared_chunks::find(ticket).ok_or_else(gone)?;
     Ok(file)
 }

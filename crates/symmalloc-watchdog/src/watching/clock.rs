@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 /// Interval between two checks of the watchdog and of the marker.
 pub const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Maximum time that one tick adds.
+/// Maximum time by which one tick advances the clock. A longer interval means that the process was stopped.
 const STEP_MAX: Duration = Duration::from_secs(1);
 
 /// Time from the start of the watchdog to its last tick.
@@ -21,7 +21,7 @@ pub struct Tick(u64);
 static NOW: AtomicU64 = AtomicU64::new(0);
 
 impl Tick {
-    /// Returns the current tick with a single load. It runs for every collective, and a system call would take 20 ns.
+    /// Returns the current tick with a single load. This function runs for every collective, and a system call would take 20 ns.
     #[inline]
     pub fn now() -> Self {
         Tick(NOW.load(Ordering::Relaxed))
@@ -44,7 +44,7 @@ impl Tick {
         self.time().saturating_sub(earlier.time())
     }
 
-    /// Returns the time in the unit of lifelines.
+    /// Returns the time since the start of the watchdog, as lifelines measure it.
     pub(super) fn time(self) -> Duration {
         Duration::from_micros(self.0)
     }

@@ -1,7 +1,7 @@
 //! Communicators that are being created.
 //!
-//! NCCL's initialization waits for all ranks without a limit, and a communicator is watched only once it exists. Until then, each rank
-//! [announces](crate::Announced) that it is connecting. If its process ends or its call fails, the others stop waiting.
+//! NCCL's initialization waits for all ranks without a time limit, and a communicator is watched only once it exists. Until then, each rank
+//! [announces](crate::Announced) that it is connecting. If a rank's process ends or its call fails, the other ranks stop waiting.
 
 use crate::ids::{CommunicatorId, RankId};
 use crate::watching::failure::{Failure, FailureCause, PENDING_COMM};
@@ -15,7 +15,7 @@ use std::time::Duration;
 pub struct Connecting {
     name: Arc<str>,
     meeting: Option<MeetingId>,
-    /// This rank, with [`PENDING_COMM`]: its number in the communicator, or in the one that is split.
+    /// This rank, marked with [`PENDING_COMM`]. In a split, its number is that in the parent, and otherwise that in the new communicator.
     rank: RankId,
     /// Number of ranks; `None` if it is unknown until the communicator exists.
     ranks: Option<u32>,
@@ -26,7 +26,7 @@ pub struct Connecting {
 }
 
 impl Connecting {
-    /// Creates the state of a creation. `rank` is this rank's number in the communicator, or in the one that is split.
+    /// Creates the state of a creation. In a split, `rank` is this rank's number in the parent, and otherwise that in the new communicator.
     pub fn new(
         name: &Arc<str>,
         meeting: Option<MeetingId>,

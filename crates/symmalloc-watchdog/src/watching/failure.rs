@@ -7,11 +7,11 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Flag in the number of a rank whose communicator does not exist yet, so that other ranks are notified if the rank fails. In a split, the
-/// number is that in the parent; while connecting, it is the rank's own.
+/// Flag in the number of a rank whose communicator does not exist yet. With the flag, other ranks can be notified if the rank fails. In a
+/// split, the number is the rank's number in the parent; while connecting, it is the rank's number in the new communicator.
 pub(super) const PENDING_COMM: u32 = 1 << 31;
 
-/// Maximum number of ranks that a message names. A peer reports the ranks, so the message must not grow with them.
+/// Maximum number of ranks that a message names. Peers report these ranks, so the length of the message must have a bound.
 const RANKS_SHOWN: usize = 64;
 
 /// A failure for which the watchdog ended a communicator.
@@ -24,7 +24,7 @@ pub struct Failure {
     pub rank: u32,
     /// The cause.
     pub cause: FailureCause,
-    /// The first collective that the other rank missed, or otherwise the first unfinished one of this rank.
+    /// The first collective that the other rank missed or, if it missed none, the first unfinished collective of this rank.
     pub collective: Option<CollectiveRecord>,
     /// Time without progress.
     pub waited: Duration,
@@ -40,7 +40,7 @@ pub enum FailureCause {
         rank: u32,
         /// The end of its connection.
         departure: Departure,
-        /// Its report about another communicator that it had ended before, if any, which may be why it exited.
+        /// The process's report about another communicator that it had ended before, if any. That failure may be why the process exited.
         after: Option<FailureReport>,
     },
     /// Another rank ended the communicator.
@@ -91,7 +91,7 @@ impl Failure {
         FailureReport { text: self.summary(), first_rank: self.cause.rank(), stopped_ms }
     }
 
-    /// Returns the message without its advice, which applies to this rank.
+    /// Returns the message without the advice, which applies only to this rank.
     fn summary(&self) -> String {
         let mut text = self.cause.to_string();
         if let Some(CollectiveRecord { number, signature, state, .. }) = &self.collective {
@@ -210,7 +210,7 @@ impl FailureCause {
         }
     }
 
-    /// Returns the silence of the rank to look at first in milliseconds, if that rank is stopped.
+    /// Returns the time for which the rank to look at first has been silent, in milliseconds, if that rank is stopped.
     pub fn stopped_ms(&self) -> Option<u64> {
         match self {
             FailureCause::RankStopped { silent, .. } => Some(silent.as_millis() as u64),

@@ -29,7 +29,7 @@ impl Judgment {
             return Judgment::End(FailureCause::RankFailed { rank, report });
         }
         let behind: Vec<&Member> = match unfinished.peer {
-            // The calls of the peer of a send or receive are unknown.
+            // It is unknown which calls the peer of a send or receive has made.
             Some(peer) => others().filter(|it| it.rank == peer).collect(),
             None => others().filter(|it| is_behind(it, unfinished)).collect(),
         };
@@ -40,8 +40,8 @@ impl Judgment {
         let waited_for = if all_submitted { others().filter(is_open).collect() } else { behind };
         let mut stalled: Vec<&Member> =
             waited_for.iter().copied().filter(|it| stalled_for(it) >= identity.deadline).collect();
-        // If all ranks submitted the collective, each rank that makes progress may be in its own kernels before it. If
-        // some did not, one stalled rank is enough.
+        // If all ranks submitted the collective, each rank that makes progress may still be running its own kernels before the collective.
+        // If some ranks did not submit it, one stalled rank is enough.
         let moving = waited_for.iter().filter(|it| stalled_for(it) < identity.deadline);
         if let Some(longest) = moving.map(stalled_for).max()
             && (all_submitted || stalled.is_empty())
@@ -66,8 +66,8 @@ fn stalled_for(member: &&Member) -> Duration {
     Duration::from_millis(member.still_ms.saturating_sub(unknown_ms))
 }
 
-/// Returns `true` if the rank missed a pending collective. The first pending collective is known only with the resolution of marks: it may
-/// have completed while a later one is pending. A rank that has unfinished work is waiting as well.
+/// Returns `true` if the rank missed a pending collective. Marks show the first pending collective only approximately: it may have
+/// completed while a later one is pending. A rank that has unfinished work is not behind, because it is waiting as well.
 fn is_behind(member: &Member, UnfinishedWork { first, last, is_destruction, .. }: &UnfinishedWork) -> bool {
     let progress = member.progress;
     if *is_destruction {
@@ -86,7 +86,7 @@ fn cause(
     if let Some(left) = stalled.iter().find(|it| it.has_left || it.progress.is_destroying).filter(|_| !all_submitted) {
         return FailureCause::RankLeft { rank: left.rank };
     }
-    // A rank that was stopped after it submitted the collective blocks the others as well, because NCCL's threads are stopped with it.
+    // A rank that was stopped after it submitted the collective also blocks the other ranks, because NCCL's threads are stopped with it.
     if let Some(stopped) = stalled.iter().find(|it| !it.has_left && is_silent(it)) {
         let (silent, submitted) = (Duration::from_millis(stopped.silent_ms), stopped.progress.submitted);
         return FailureCause::RankStopped { rank: stopped.rank, silent, submitted };
@@ -215,7 +215,7 @@ mod tests {
             ];
             assert_eq!(judgment(3, None, &members), Judgment::Wait(Duration::from_millis(3_500)));
         }
-        // The progress of one rank does not excuse another that is stalled.
+        // The progress of one rank does not excuse another rank that is stalled.
         let members = [member(0, 5, 0), slow(3), member(2, 4, 0)];
         assert_eq!(judgment(3, None, &members), Judgment::End(FailureCause::RanksBehind { ranks: vec![(2, 4)] }));
     }

@@ -4,7 +4,7 @@ use std::error::Error;
 use std::fmt;
 use std::sync::Arc;
 
-/// An error that a library reported on this rank. Two of them are equal if their texts are.
+/// An error that a library reported on this rank. Two errors are equal if their texts are equal.
 ///
 /// # Examples
 /// ```

@@ -29,8 +29,8 @@ pub fn flight_record(reason: &str) -> FlightRecord {
 }
 
 /// Writes [`flight_record`] to the folder in `SYMMALLOC_FLIGHT_RECORDS`, by default to the user's [private
-/// folder](symmalloc_files::private_folder). All records of the process go to one file, which keeps the latest one. `symmalloc diff`
-/// compares the records of all ranks. Returns the file's path.
+/// folder](symmalloc_files::private_folder). All records of the process go to one file, so the file contains the latest record.
+/// `symmalloc diff` compares the records of all ranks. Returns the file's path.
 ///
 /// # Errors
 /// Returns an error if the file cannot be written, or no private folder is available.

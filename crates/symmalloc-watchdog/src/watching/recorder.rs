@@ -6,9 +6,9 @@
 //!  watchdog thread      unfinished work, and the time without progress
 //! ```
 //!
-//! A mark is an event of the driver. The owner of the device records it in the [`Unmarked`] stream, and reports that the device has passed it
-//! ([`done`](FlightRecorder::done)). A mark per collective would cost more than everything else (130 ns of host time). One mark per stream and
-//! tick gives the same information with the resolution of a tick.
+//! A mark is an event of the driver. The owner of the device records it in the [`Unmarked`] stream, and reports that the device has passed
+//! it ([`done`](FlightRecorder::done)). A mark after every collective would cost 130 ns of host time, more than everything else. One mark
+//! per stream and tick gives the same information with the resolution of a tick.
 
 use crate::flight_record::{CollectiveRecord, CollectiveState};
 use crate::ids::Progress;
@@ -39,7 +39,8 @@ pub trait Flight: Send + Sync {
     /// Returns the last collectives, oldest first.
     fn collectives(&self, now: Tick) -> Vec<CollectiveRecord>;
 
-    /// Returns `true` if no work can run on the device. A graph may be running, and so may work whose call failed.
+    /// Returns `true` if no work can be running on the device. Once work was captured in a graph, or a call failed, this is no longer
+    /// certain.
     fn is_off_device(&self) -> bool;
 }
 
@@ -68,7 +69,7 @@ pub struct FlightRecorder<S> {
 struct Ring<S> {
     /// The last entries, oldest first.
     entries: VecDeque<Entry>,
-    /// Total number of entries.
+    /// Total number of entries, including dropped ones.
     given: u64,
     /// Number of entries that every rank submits.
     collectives: u64,
@@ -78,7 +79,7 @@ struct Ring<S> {
     moved: Tick,
     /// `true` if a graph contains entries, possibly including dropped ones.
     has_captured: bool,
-    /// `true` once a call failed that may have submitted work before.
+    /// `true` once a call has failed that may have submitted work before the failure.
     has_failed_call: bool,
 }
 
@@ -135,14 +136,14 @@ pub struct Marked {
     number: u64,
 }
 
-/// Unfinished work.
+/// The unfinished work of a communicator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnfinishedWork {
     /// The first unfinished collective.
     pub first: CollectiveRecord,
     /// The number of the last submitted collective.
     pub last: u64,
-    /// The other rank of a send or receive.
+    /// The other rank of a send or receive; `None` for a collective.
     pub peer: Option<u32>,
     /// `true` if the first unfinished work is the communicator's destruction.
     pub is_destruction: bool,
@@ -193,8 +194,8 @@ impl<S: Clone> FlightRecorder<S> {
         }
     }
 
-    /// Records that the call of an entry was rejected and had no effect. If no later collective exists, the next one gets its number, as on the
-    /// other ranks.
+    /// Records that the call of an entry was rejected and had no effect. If no later collective exists, the next collective gets the number
+    /// of the entry, as on the other ranks.
     pub fn rejected(&self, entry: EntryNumber, now: Tick) {
         self.complete_on_host(entry, now);
         let mut ring = self.lock();
@@ -206,13 +207,14 @@ impl<S: Clone> FlightRecorder<S> {
         }
     }
 
-    /// Records that the call of an entry failed. NCCL may have submitted a part of the work before.
+    /// Records that the call of an entry failed. NCCL may have submitted a part of the work before the failure.
     pub fn call_failed(&self, entry: EntryNumber, now: Tick) {
         self.lock().has_failed_call = true;
         self.complete_on_host(entry, now);
     }
 
-    /// Returns the streams with entries that no mark follows. They count as marked until [`mark_failed`](Self::mark_failed).
+    /// Returns the streams with entries that no mark follows. From then on, the entries count as marked, unless
+    /// [`mark_failed`](Self::mark_failed) is called.
     pub fn unmarked(&self) -> Vec<Unmarked<S>> {
         let mut ring = self.lock();
         (0..ring.streams.len()).filter_map(|stream| ring.unmarked(stream)).collect()
@@ -225,7 +227,7 @@ impl<S: Clone> FlightRecorder<S> {
         ring.end_of(stream)
     }
 
-    /// Handles a mark that could not be recorded.
+    /// Records that a mark could not be recorded. The stream's unfinished entries count as unmarked again.
     pub fn mark_failed(&self, Marked { stream: StreamNumber(stream), .. }: Marked) {
         let mut ring = self.lock();
         let followed = &mut ring.streams[stream as usize];
@@ -270,7 +272,7 @@ impl<S: Clone + Send> Flight for FlightRecorder<S> {
 
     fn find_collective(&self, number: u64, now: Tick) -> Option<CollectiveRecord> {
         let ring = self.lock();
-        // A rejected call before it has the same number.
+        // A rejected call may have the same number as the collective after it, so take the last entry.
         let is_it = |(entry, _): &(&Entry, CollectiveState)| entry.number == number && entry.work.is_collective();
         let (entry, state) = ring.records().filter(is_it).last()?;
         Some(entry.record(state, now))
@@ -336,7 +338,7 @@ impl<S: Clone> Ring<S> {
             && self.streams.iter().all(|followed| followed.done == followed.last)
     }
 
-    /// Returns the entries of a stream that no mark follows. They count as marked from here on.
+    /// Returns the last entry of a stream, if no mark follows it. From then on, the stream's entries count as marked.
     fn unmarked(&mut self, at: usize) -> Option<Unmarked<S>> {
         let followed = &mut self.streams[at];
         if followed.marked >= followed.last {

@@ -16,18 +16,19 @@ use symmalloc_files::say;
 /// Exit code with which the watchdog ends a process that cannot continue: an NCCL kernel waits for a missing rank and cannot be stopped.
 pub const FAILURE_EXIT_CODE: i32 = 86;
 
-/// Longest time for ending a communicator before the process is ended.
+/// Maximum time that ending a communicator may take before the process is ended.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
-/// Longest time for which an error waits for the communicator's end. NCCL's abort takes up to a second, and never
-/// returns under a kernel that it cannot stop.
+/// Maximum time for which an error waits for the communicator's end. NCCL's abort takes up to a second, and never returns if it cannot stop
+/// a kernel.
 pub const ERROR_LIMIT: Duration = Duration::from_millis(1500);
 
-/// Longest time for which the end of the process waits for its message: standard error may have no reader.
+/// Maximum time for which the exit of the process waits for its message to be written. Standard error may have no reader.
 const MESSAGE_LIMIT: Duration = Duration::from_millis(250);
 
-/// Responds on separate threads, because each part may block indefinitely. If the system creates no thread, this thread lets the program's
-/// calls return and ends the process in time. The other parts follow as soon as a thread is available.
+/// Responds on separate threads, because each part of the response may block indefinitely. If the system cannot create a thread, this
+/// thread lets the program's calls return, reports the failure without a flight record, and ends the process in time. The program's
+/// callback runs as soon as a thread is available.
 pub(super) fn begin(watched: &Arc<Watched>, failure: &Arc<Failure>) {
     let end_limit = EndLimit::claim(watched);
     let (of_end, cause) = (Arc::clone(watched), Arc::clone(failure));
@@ -37,17 +38,17 @@ pub(super) fn begin(watched: &Arc<Watched>, failure: &Arc<Failure>) {
         }
     };
     if threads::run(end.clone()).is_err() {
-        // It calls NCCL on a separate thread only, and without one it logs nothing, so it returns in time.
+        // This call uses NCCL only on a separate thread, and logs nothing if there is no thread, so it returns in time.
         end();
     }
-    // The record has every communicator, also those that the program drops as soon as a call returns the error.
+    // Keep every communicator for the record, including those that the program drops as soon as a call returns the error.
     let (cause, unfinished, recorded) = (Arc::clone(failure), watched.process().delay_exit(), watched::all());
     let reporting = threads::run(move || {
         report(&cause);
         drop((recorded, unfinished));
     });
     if let Err(error) = reporting {
-        // A disk or the program's subscriber may block this thread, but a message does not.
+        // Only a message is written, because a disk or the program's subscriber may block this thread.
         say(format_args!("{failure}; there is no flight record, because no thread can be started: {error}"));
     }
     if let Some(callback) = watched.settings().callback() {
@@ -56,7 +57,7 @@ pub(super) fn begin(watched: &Arc<Watched>, failure: &Arc<Failure>) {
             let _panicked = catch_unwind(AssertUnwindSafe(|| callback(&cause)));
         });
     }
-    // Last, because it blocks this thread if no other can be created.
+    // This comes last, because it blocks this thread if no other thread can be created.
     if let Some(end_limit) = end_limit {
         end_limit.enforce();
     }
@@ -73,14 +74,14 @@ fn report(failure: &Failure) {
         Err(error) => format!("there is no flight record: {error}"),
     };
     say(format_args!("{failure}; {written}"));
-    // Last, because the program's subscriber may block.
+    // This comes last, because the program's subscriber may block.
     let communicator = &*failure.communicator;
     log(|| tracing::error!(name: "communicator.failed", target: "symmalloc", communicator, %failure));
 }
 
 impl Watched {
-    /// Ends the process if an abort that has begun does not finish within two seconds. If the system creates no thread, the calling thread
-    /// waits for that.
+    /// Ends the process if an abort that has begun does not finish within two seconds. If the system cannot create a thread, the calling
+    /// thread waits for the abort.
     pub fn ensure_end(self: &Arc<Self>) {
         if let Some(end_limit) = EndLimit::claim(self) {
             end_limit.enforce();
@@ -88,8 +89,8 @@ impl Watched {
     }
 }
 
-/// The duty to end the process if a communicator does not end in time. Keeps the communicator until then, because the program may drop it
-/// and then wait for its streams.
+/// The duty to end the process if a communicator does not end in time. It keeps the communicator alive until then, because the program may
+/// drop the communicator and then wait for its streams.
 struct EndLimit {
     watched: Arc<Watched>,
     communicator: Arc<dyn Watchable>,
@@ -97,14 +98,14 @@ struct EndLimit {
 }
 
 impl EndLimit {
-    /// Returns the duty to the first caller, unless the program excludes such an end.
+    /// Returns the duty to the first caller, if the watchdog's mode allows ending the process.
     fn claim(watched: &Arc<Watched>) -> Option<Self> {
         let communicator = watched.communicator()?;
         let is_claimed = watched.settings().mode() == WatchdogMode::Exit && watched.claim_end();
         is_claimed.then(|| EndLimit { watched: Arc::clone(watched), communicator, begun: Instant::now() })
     }
 
-    /// Waits on a separate thread, or on this one if the system creates none.
+    /// Waits on a separate thread, or on this thread if the system cannot create one.
     fn enforce(self) {
         let ours = Arc::new(self);
         let theirs = Arc::clone(&ours);
@@ -140,7 +141,7 @@ fn end_process(watched: &Watched) {
     let said = message.clone();
     let speaking = threads::run(move || {
         say(format_args!("{said}"));
-        // After the time limit, the process has ended.
+        // If the time limit is over, nobody receives this, because the process is ending.
         let _heard = sender.send(());
     });
     match speaking {

@@ -9,11 +9,11 @@ use std::sync::{Arc, LazyLock};
 pub(super) const MODE_VARIABLE: &str = "SYMMALLOC_WATCHDOG";
 
 /// The watchdog's action when a rank is gone, stopped or stuck. The environment variable `SYMMALLOC_WATCHDOG` (`exit`, `abort` or `off`)
-/// takes precedence over the program's choice. Use it with debuggers, which stop processes.
+/// takes precedence over the program's choice. Set the variable when you use a debugger, which stops processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum WatchdogMode {
-    /// Aborts the communicator. If a kernel of NCCL cannot be aborted, it ends the process with
+    /// Aborts the communicator. If a kernel of NCCL cannot be aborted, ends the process with
     /// [`FAILURE_EXIT_CODE`](crate::FAILURE_EXIT_CODE).
     #[default]
     Exit,
@@ -59,7 +59,7 @@ impl WatchSettings {
         self.callback.clone()
     }
 
-    /// Returns the mode. It is needed for every collective, so the environment is read once.
+    /// Returns the mode. It is needed for every collective, so the environment is read only once.
     #[inline]
     pub fn mode(&self) -> WatchdogMode {
         static FROM_ENV: LazyLock<Option<WatchdogMode>> = LazyLock::new(|| {

@@ -12,19 +12,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-/// A communicator that the watchdog can end. It is called on threads that may block indefinitely.
+/// A communicator that the watchdog can end. Its methods are called on threads that may block indefinitely.
 pub trait Watchable: Send + Sync {
-    /// Ends the communicator because of the failure. All threads that wait inside its calls or for its work must return.
+    /// Ends the communicator because of the failure. All threads that wait in the communicator's calls or for its work must return.
     fn end(&self, failure: &Arc<Failure>);
 
-    /// Returns `true` if none of its work runs any more, or if another owner has to end it.
+    /// Returns `true` if none of the communicator's work is running anymore, or if another owner has to end it.
     fn is_ended(&self) -> bool;
 
     /// Returns the communicator's state, such as "ready" or "aborted".
     fn state_text(&self) -> String;
 }
 
-/// Ends the process by the rules of the device's owner.
+/// The way to end this process, by the rules of the device's owner.
 pub trait Process: Sync {
     /// Lets `exit` wait for a report that is being written, until the returned value is dropped.
     fn delay_exit(&self) -> Box<dyn Send>;
@@ -57,7 +57,7 @@ pub struct Identity {
     pub rank: u32,
     /// Number of ranks.
     pub ranks: u32,
-    /// Longest time without progress.
+    /// Maximum time without progress. The watchdog then looks for the cause.
     pub deadline: Duration,
     /// The meeting of its processes; `None` if there was none and only ranks of this process know of each other.
     pub meeting: Option<MeetingId>,
@@ -70,7 +70,7 @@ impl Identity {
     }
 }
 
-/// A communicator that the watchdog watches, on one rank. It may outlive the communicator, whose record it keeps.
+/// The watchdog's view of a communicator on one rank. It may outlive the communicator, and keeps the communicator's record.
 pub struct Watched {
     identity: Identity,
     settings: WatchSettings,
@@ -83,7 +83,7 @@ pub struct Watched {
     is_closed: AtomicBool,
     /// `true` once a thread ensures that the communicator ends.
     is_end_ensured: AtomicBool,
-    /// An error of the driver or NCCL that ended no call of the program, with its time.
+    /// An error of the driver or NCCL that no call of the program returned, with its time.
     error: Mutex<Option<(FailureCause, Tick)>>,
     communicator: Weak<dyn Watchable>,
     process: &'static dyn Process,
@@ -145,7 +145,8 @@ impl Watched {
         self.peer_lost.get_or_init(Instant::now);
     }
 
-    /// Returns the time since the process of another rank was known to be gone or stopped, if the communicator is being destroyed.
+    /// Returns the time since the watchdog learned that the process of another rank is gone or stopped, if the communicator is being
+    /// destroyed.
     pub fn since_peer_lost(&self) -> Option<Duration> {
         self.peer_lost.get().map(Instant::elapsed)
     }
@@ -233,7 +234,7 @@ impl fmt::Debug for Watched {
 
 static WATCHED: Mutex<Vec<Weak<Watched>>> = Mutex::new(Vec::new());
 
-/// Registers a communicator, which stays registered until it is dropped.
+/// Registers a communicator. It stays registered until `watched` is dropped.
 pub(super) fn add(watched: &Arc<Watched>) {
     WATCHED.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(watched));
 }

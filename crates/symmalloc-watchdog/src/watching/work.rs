@@ -1,4 +1,4 @@
-//! Work that a rank submits to a communicator, recorded without an allocation.
+//! Work that a rank submits to a communicator. Recording it allocates no memory.
 
 use crate::flight_record::Signature;
 use std::borrow::Cow;
@@ -15,12 +15,12 @@ pub enum Work {
         /// Number of elements, if it has any.
         elements: Option<u64>,
     },
-    /// The destruction of the communicator. It has the next collective's number and does not count: another rank may still submit that
-    /// collective.
+    /// The destruction of the communicator. It has the number of the next collective but does not count as one, because another rank may
+    /// still submit that collective.
     Destruction,
 }
 
-/// The arguments of a call of NCCL that reports contain.
+/// The arguments of an NCCL call that reports contain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Call {
     /// The name of the call, such as "ncclAllReduce".

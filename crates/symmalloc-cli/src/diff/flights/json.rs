@@ -20,7 +20,7 @@ fn communicator(flights: &CommunicatorFlights<'_>) -> Value {
     })
 }
 
-/// Returns the values of a finding, and its text.
+/// Returns a finding as JSON, with its text.
 fn finding(finding: &Finding) -> Value {
     let mut object = serde_json::to_value(finding).expect("plain numbers and strings have a JSON form");
     object["text"] = json!(finding.to_string());

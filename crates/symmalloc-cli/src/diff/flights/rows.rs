@@ -20,13 +20,13 @@ pub(super) struct CommunicatorFlights<'a> {
 #[derive(Default)]
 pub(super) struct RankFlight<'a> {
     pub(super) record: Option<RankRecord<'a>>,
-    /// The furthest progress that another rank observed.
+    /// The furthest progress of this rank that another rank observed.
     pub(super) seen_progress: Progress,
     /// Observed conditions of this rank, each with the ranks that observed it.
     pub(super) seen: BTreeMap<&'a str, Vec<u32>>,
 }
 
-/// The record that a rank left.
+/// The flight record of a rank, and its file.
 pub(super) struct RankRecord<'a> {
     pub(super) path: &'a Path,
     pub(super) process: &'a FlightRecord,
@@ -66,7 +66,7 @@ impl<'a> CommunicatorFlights<'a> {
 }
 
 impl RankFlight<'_> {
-    /// Returns the progress in its record, or else the furthest that another rank observed.
+    /// Returns the progress that the rank recorded, or else the furthest progress that another rank observed.
     pub(super) fn progress(&self) -> Progress {
         self.record.as_ref().map_or(self.seen_progress, |record| record.communicator.progress)
     }

@@ -8,11 +8,11 @@ use symmalloc_watchdog::{CollectiveRecord, Finding, Progress};
 
 /// Maximum number of rows per communicator. For a larger communicator, the rows of the ranks furthest behind are shown.
 const ROWS_MAX: usize = 64;
-/// Maximum length of a reason.
+/// Maximum length of a reason, in characters.
 const REASON_CHARS: usize = 80;
 /// Maximum number of conditions shown per rank.
 const SEEN_MAX: usize = 3;
-/// The condition that is not worth reporting.
+/// The normal condition of a rank, which is not worth reporting.
 const ALIVE: &str = "alive";
 
 pub(super) fn render(communicators: &[CommunicatorFlights<'_>], palette: Palette) -> String {
@@ -81,7 +81,7 @@ fn waits_for(row: &RankFlight<'_>) -> String {
     format!("{after}{number}: {signature}, {state}, submitted {:.1} s ago", *age_ms as f64 / 1000.0)
 }
 
-/// Returns the reason why the rank left its record. If there is none, or it is not a failure, adds what other ranks observed.
+/// Returns why the communicator failed or, if it did not, why the rank wrote its record and what other ranks observed.
 fn why(rank: u32, row: &RankFlight<'_>, name: &str) -> String {
     let cause = row.record.as_ref().and_then(|record| record.communicator.cause.as_deref());
     let own = cause.or(row.record.as_ref().map(|record| &*record.process.reason));

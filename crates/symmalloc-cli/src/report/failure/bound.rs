@@ -144,7 +144,7 @@ impl Bound {
         self.needed_bytes(size_bytes).saturating_sub(self.capacity_bytes)
     }
 
-    /// Names the memory that counts.
+    /// Names the memory that counts toward the limit.
     pub(super) fn live_memory(&self, pool: PoolId) -> String {
         match self.scope {
             Scope::Segment => format!("live memory of this heap of pool {}", pool.0),
@@ -176,7 +176,7 @@ impl Bound {
         }
     }
 
-    /// Returns the setting to change so that a request fits, its value and the least new value; `None` for a device.
+    /// Describes the setting to raise so that a request fits, with its value and the minimum new value. Returns `None` for a device.
     pub(super) fn setting(&self, pool: PoolId, config: &PoolConfig, size_bytes: u64) -> Option<String> {
         let mib = self.needed_bytes(size_bytes).div_ceil(MIB);
         let raised = format!("to at least {} ({})", count(mib), memory(mib.saturating_mul(MIB)));

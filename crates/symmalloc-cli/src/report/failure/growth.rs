@@ -1,4 +1,4 @@
-//! Holders that grow through the whole job, such as a list that keeps a tensor of every step.
+//! Holders that grow throughout the job, such as a list that keeps a tensor of every step.
 //!
 //! ```text
 //! bytes ▲                    ┌─ at the request
@@ -15,13 +15,13 @@ use symmalloc_core::ids::PoolId;
 use symmalloc_core::op::{Op, Record};
 use symmalloc_text::visible_line;
 
-/// A holder that grows is at least this part of all live memory: one tenth.
+/// A holder that grows has at least one tenth of all live memory.
 const LIVE_SHARE: u64 = 10;
 
-/// Each quarter of the job adds at least this part of what the holder has in the end: one eighth.
+/// In each quarter of the job, a holder that grows gains at least one eighth of its final size.
 const QUARTER_SHARE: u64 = 8;
 
-/// Number of live allocations from which on growth is seen.
+/// Minimum number of live allocations of a holder that grows.
 const ALLOCATIONS_MIN: usize = 16;
 
 /// A holder that grows.
@@ -36,7 +36,8 @@ pub(super) struct Growth {
 type Kind = (Option<Arc<str>>, Option<u64>);
 
 impl Growth {
-    /// Returns the holder that grows most, if one does, before the request of an op: in one pool, or in all.
+    /// Returns the holder that grows most before the request of an op, in one pool or in all pools. Returns `None` if
+    /// no holder grows.
     pub(super) fn of(records: &[Record], op: usize, of_pool: Option<PoolId>) -> Option<Self> {
         let mut by_id = BTreeMap::new();
         let mut live: BTreeMap<Kind, (usize, u64)> = BTreeMap::new();

@@ -33,7 +33,7 @@ pub(super) struct Place {
 pub(super) struct Places(pub(super) Vec<Place>);
 
 impl Place {
-    /// Returns `true` if this memory may serve a request of a stream in these groups.
+    /// Returns `true` if this memory may serve a request on `stream`, given the job's groups of streams.
     pub(super) fn serves(&self, stream: StreamId, groups: &Groups) -> bool {
         match self.streams {
             Some(StreamGroup::One(own)) => own == stream,
@@ -63,7 +63,7 @@ impl Places {
         Places(shown.heaps.iter().filter(|heap| !asleep.contains(&heap.owner.pool)).map(place).collect())
     }
 
-    /// Returns the heaps of the recorded allocator. If the recording does not show its memory, live memory alone is known.
+    /// Returns the heaps of the recorded allocator. If the recording does not show the allocator's memory, only live memory is known.
     pub(super) fn recorded(heaps: &[HeldHeap], live: &LiveBytes) -> Self {
         let of = |heap: &HeldHeap| {
             let live_bytes = heap.pool.zip(heap.stream).and_then(|heap| live.by_heap.get(&heap)).copied();
@@ -85,12 +85,12 @@ impl Places {
         Places(places)
     }
 
-    /// Returns the sum of all heaps that are known.
+    /// Returns the sum of all heaps whose memory is known.
     pub(super) fn held(&self) -> HeldMemory {
         self.held_by(|_| true).unwrap_or_default()
     }
 
-    /// Returns the sum of the heaps that are meant. `None` if nothing is known about them.
+    /// Returns the sum of the heaps that `is_meant` selects, or `None` if their memory is unknown.
     pub(super) fn held_by(&self, is_meant: impl Fn(&Place) -> bool) -> Option<HeldMemory> {
         let mut known = self.0.iter().filter(|place| is_meant(place)).filter_map(|place| place.held).peekable();
         known.peek()?;
@@ -107,13 +107,13 @@ impl Places {
         Some(sum)
     }
 
-    /// Returns the number of pools that are meant and have free memory. Pools that no op uses count as one.
+    /// Returns the number of pools with free memory in heaps that `is_meant` selects. Pools that no op uses count as one.
     pub(super) fn pools_with_free(&self, is_meant: impl Fn(&Place) -> bool) -> usize {
         let pools: BTreeSet<_> = self.with_free(is_meant).map(|place| place.pool).collect();
         pools.len()
     }
 
-    /// Returns the number of heaps that are meant and have free memory.
+    /// Returns the number of heaps with free memory that `is_meant` selects.
     pub(super) fn heaps_with_free(&self, is_meant: impl Fn(&Place) -> bool) -> usize {
         self.with_free(is_meant).count()
     }
@@ -123,13 +123,13 @@ impl Places {
         self.0.iter().filter(move |place| is_free(place) && is_meant(place))
     }
 
-    /// Returns the free bytes of the heaps that are meant.
+    /// Returns the free bytes of the heaps that `is_meant` selects.
     pub(super) fn free_bytes(&self, is_meant: impl Fn(&Place) -> bool) -> u64 {
         let meant = self.0.iter().filter(|place| is_meant(place));
         meant.filter_map(|place| place.held).map(|held| held.free_bytes()).sum()
     }
 
-    /// Returns the pool with the most free memory, apart from one, and its free bytes.
+    /// Returns the pool with the most free memory other than `apart`, and its free bytes.
     pub(super) fn freest(&self, apart: PoolId) -> Option<(PoolId, u64)> {
         let mut by_pool: BTreeMap<PoolId, u64> = BTreeMap::new();
         for place in &self.0 {
@@ -140,8 +140,8 @@ impl Places {
         by_pool.into_iter().filter(|(_, free)| *free > 0).max_by_key(|(pool, free)| (*free, Reverse(*pool)))
     }
 
-    /// Describes which pools hold memory; if there is one pool, which of its streams. The one of the request comes first. `None` if all
-    /// memory is in one place.
+    /// Describes which pools hold memory or, if there is only one pool, which of its streams. The pool or stream of the request comes
+    /// first. Returns `None` if all memory is in one place.
     pub(super) fn text(
         &self,
         recording: &Recording,

@@ -69,7 +69,7 @@ pub enum ConfigTextError {
         /// The largest number.
         max: u64,
     },
-    /// The key applies only to other segments.
+    /// The key applies only to a different kind of segment.
     #[error("byte {offset}: {key} applies only to segments:{segments}; add that, or remove the key")]
     OtherSegments {
         /// Offset of the key.

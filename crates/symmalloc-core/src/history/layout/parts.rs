@@ -6,7 +6,7 @@ use crate::history::digest::Digest;
 use crate::types::ids::{SegmentId, StreamGroup, StreamId};
 use smallvec::SmallVec;
 
-/// The state that determines a pool's future. See the [module documentation](crate::history::layout).
+/// The state that determines a pool's future decisions. See the [module documentation](crate::history::layout).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     config: PoolConfig,
@@ -73,8 +73,8 @@ pub struct AllocationLayout {
 }
 
 impl Layout {
-    /// Creates a layout of these parts without checking them, for the reader of its text. Restoring an impossible
-    /// layout panics.
+    /// Creates a layout of these parts without checking them, for code that reads layouts from text. Restoring an
+    /// impossible layout panics.
     #[doc(hidden)]
     pub fn of_parts(
         config: PoolConfig,
@@ -126,7 +126,7 @@ impl HeapLayout {
 }
 
 impl SegmentLayout {
-    /// Returns the bytes that its blocks tile.
+    /// Returns the offset at which the segment's blocks end, in bytes.
     pub(crate) fn end_bytes(&self) -> u64 {
         self.extents.last().map_or(0, |extent| extent.end_bytes())
     }

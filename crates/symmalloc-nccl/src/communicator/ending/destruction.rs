@@ -1,4 +1,4 @@
-//! Normal end of a communicator: deregistration of what remains, and destruction.
+//! Normal end of a communicator: deregistration of the remaining windows and buffers, and destruction.
 
 use crate::backoff::Backoff;
 use crate::communicator::call::{CallThread, HostEntry, perform};
@@ -22,7 +22,7 @@ impl Shared {
         }
         let Ok(mut access) = self.access_even_revoked() else { return Ok(()) };
         if self.state() == CommState::Revoked {
-            // NCCL's destruction may wait for ranks that are gone.
+            // Abort it instead, because `ncclCommDestroy` may wait for ranks that are gone.
             end_all(from_mut(&mut access), Ending::Idle, None, ABORT_LIMIT);
             return if self.state() == CommState::Lost { Err(self.gone()) } else { Ok(()) };
         }
@@ -47,7 +47,7 @@ impl Shared {
         // Even after a failure, the communicator must not be used again.
         lock(&self.life).end(CommState::Destroyed, None);
         self.watched().close();
-        // If the call does not return, the handlers of `exit` would wait for it or crash.
+        // If the call does not return, the `exit` handlers would wait for it or crash.
         let unfinished = Unfinished::ending();
         let caller = start(&self.device, kept, move || {
             let outcome = calls.destroy(comm);

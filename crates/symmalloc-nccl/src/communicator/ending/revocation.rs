@@ -1,7 +1,8 @@
-//! Revokes: the program stops all work of a communicator, and keeps it only to shrink it.
+//! Revokes: the program stops all work of a communicator, and keeps the communicator only to shrink it.
 //!
 //! NCCL revokes locally: a rank that does not revoke continues to wait for those that did. A thread that waits inside a call holds the call
-//! lock. It notices the request, makes the revoke itself and returns [`CommError::Revoked`]. Without such a thread, the caller makes it.
+//! lock. It notices the request, makes the revoke itself and returns [`CommError::Revoked`]. Without such a thread, the caller of
+//! [`Communicator::revoke`] makes the revoke.
 
 use crate::communicator::Communicator;
 use crate::communicator::ending::{ABORT_LIMIT, Ending, revoke_all};
@@ -16,21 +17,21 @@ impl Communicator {
     /// Stops all work of the communicator on this rank, on the host and on the device, and unblocks threads that wait inside calls with it.
     /// Afterwards the communicator can only [`shrink`](Self::shrink), and be destroyed or aborted. Does nothing if it is revoked already.
     ///
-    /// Use it when the program learns before the watchdog does that a rank is lost or will not continue, and the others shall continue. Every
-    /// rank that continues must revoke, because the call is local: a rank that does not revoke waits for the others until its deadline. Then
-    /// the ranks shrink.
+    /// Use it when the program learns before the watchdog that a rank is lost or will not continue, and the other ranks are to continue.
+    /// Every rank that continues must revoke, because the call is local: a rank that does not revoke waits for the others until its
+    /// deadline. Then the ranks shrink.
     ///
     /// - **Calls and results.** Pending and later calls return [`CommError::Revoked`], and so do waits with
     ///   [`synchronize`](Self::synchronize) and [`guarded`](Self::guarded). The streams continue. The buffers of stopped collectives have
     ///   undefined contents.
     /// - **Windows and buffers** are deregistered. A registrar drops them at its next sync or sweep, and keeps the pools.
-    /// - **Watchdog.** It stops watching the communicator on this rank. A rank that is lost later does not end it.
+    /// - **Watchdog.** The watchdog stops watching the communicator on this rank. If a rank is lost later, the communicator does not end.
     /// - **Graphs** that contain its collectives must not be launched again.
     ///
-    /// Takes at most five seconds. The communicator is [`Lost`](CommState::Lost) afterwards if a kernel on symmetric windows waits for a lost
-    /// rank, because NCCL cannot stop such a kernel, or if the communicator has windows and the lost rank is a thread of this process, because
-    /// NCCL then waits for that rank. If it has windows, the call waits for all work on the device, also for that of other communicators: if
-    /// several may be stuck, revoke them at the same time, on separate threads.
+    /// Takes at most five seconds. Afterwards the communicator is [`Lost`](CommState::Lost) in two cases: if a kernel on symmetric windows
+    /// waits for a lost rank, because NCCL cannot stop such a kernel; and if the communicator has windows and the lost rank is a thread of
+    /// this process, because NCCL then waits for that rank. If the communicator has windows, the call waits for all work on the device,
+    /// including the work of other communicators. If several communicators may be stuck, revoke them at the same time, on separate threads.
     ///
     /// # Errors
     /// Returns an error without any effect if the library lacks `ncclCommRevoke` (before 2.28.7), or the communicator is borrowed,

@@ -18,7 +18,7 @@ use symmalloc_cuda::CudaAllocator;
 #[derive(Debug, Default)]
 pub(crate) struct Restored {
     pub(crate) registrations: u64,
-    /// Windows whose handle differs from the one before the sleep.
+    /// Windows whose handle differs from their handle before the sleep.
     pub(crate) changed: Vec<SymmetricSegment>,
 }
 
@@ -32,14 +32,14 @@ impl AttachedComm {
         state.pools.agreement_of(pool) != Mode::Off
     }
 
-    /// Returns `true` if the communicator ended with windows of the pool and an NCCL call on it still runs.
+    /// Returns `true` if the communicator ended while it had windows of the pool, and an NCCL call on it still runs.
     pub(crate) fn holds(&self, state: &SyncState, pool: PoolId) -> bool {
         self.comm.state() == CommState::Lost
             && (state.ended.as_ref().is_some_and(|ended| ended.pools.contains(&pool))
                 || self.view().registered.pools().contains(&pool))
     }
 
-    /// Returns the number of this sleep or wake: equal on all ranks of the communicator.
+    /// Counts a sleep or wake and returns its number, which is equal on all ranks of the communicator.
     pub(crate) fn next_sleep(&self, state: &mut SyncState) -> u64 {
         state.exchanges.sleeps += 1;
         state.exchanges.sleeps
@@ -82,7 +82,8 @@ impl AttachedComm {
         Ok(synced.deregistrations)
     }
 
-    /// Checks that the pool's windows fit into the symmetric space. Returns the size in bytes of the first one that does not fit.
+    /// Checks that the pool's windows fit into the symmetric space. Otherwise, returns the size in bytes of the first window that does not
+    /// fit.
     pub(crate) fn room_for(&self, state: &SyncState, pool: PoolId) -> Result<(), u64> {
         let (Some(space), Some(saved)) = (&state.space, state.saved.get(&pool)) else { return Ok(()) };
         let mut space: SymmetricSpace = space.clone();
@@ -126,7 +127,7 @@ impl AttachedComm {
         view.invalidations.extend(keys);
     }
 
-    /// Returns the number of NCCL's registrations of the pool.
+    /// Returns the number of NCCL registrations of the pool's memory.
     pub(crate) fn registrations_of(&self, pool: PoolId) -> usize {
         self.view().registered.handles_of(pool)
     }

@@ -194,7 +194,7 @@ impl AttachedComm {
     }
 
     pub(super) fn deregister(&self, action: &SyncAction, synced: &mut Synced) -> Result<(), CommError> {
-        // Lookups no longer find the window from here on, and nothing waits for NCCL with the view locked.
+        // From here on, lookups no longer find the window. The view is not locked during the call to NCCL.
         let removed = self.view_mut().registered.remove_window(action.segment, action.base);
         let Some(registered) = removed else { return Ok(()) };
         self.deregister_any(registered)?;
@@ -210,7 +210,7 @@ impl AttachedComm {
         }
     }
 
-    /// Registers and deregisters the pieces of pools that are attached for buffers. Local to this rank.
+    /// Registers and deregisters the pieces of pools that are attached for buffers. Does not involve other ranks.
     fn update_buffers(&self, actions: &BufferActions, synced: &mut Synced) -> Result<(), SyncError> {
         for (key, piece) in &actions.register {
             self.register_piece(*key, *piece, synced)?;
@@ -238,7 +238,7 @@ impl AttachedComm {
     }
 }
 
-/// Emits a `tracing` event. Its names and fields are stable.
+/// Emits a `tracing` event. The names and fields of the events are stable.
 fn trace_step(communicator: &str, action: &SyncAction, is_registered: bool) {
     let SymmetricSegment { pool, group, id } = action.change.segment;
     macro_rules! window {
