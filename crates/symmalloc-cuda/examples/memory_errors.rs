@@ -181,7 +181,7 @@ impl Job {
                 } else {
                     self.write(&stream, block.address.0, 7, 1)?;
                 }
-                stream.synchronize().map_err(|error| self.explained(error.into(), block.address))?;
+                stream.synchronize().map_err(|error| self.explained(&error, block.address))?;
                 Ok("silent".to_owned())
             }
             "other_stream" => {
@@ -221,7 +221,7 @@ impl Job {
                 stream.synchronize()?;
                 drop((graph, pool));
                 self.submit_read(&stream, inside.address.0)?;
-                self.read(&stream).map_err(|error| self.explained(error, inside.address))
+                self.read(&stream).map_err(|error| self.explained(&error, inside.address))
             }
             "stale_import" => self.stale_import(),
             _ => Err(format!("unknown error {error}").into()),
@@ -248,7 +248,7 @@ impl Job {
     }
 
     /// Adds what the allocator knows about the address of a fault.
-    fn explained(&self, error: Box<dyn Error>, address: DeviceAddress) -> Box<dyn Error> {
+    fn explained(&self, error: &dyn std::fmt::Display, address: DeviceAddress) -> Box<dyn Error> {
         let explained = self.allocator.core().explain_address(address).to_string();
         format!("{error}; {}", explained.replace('\n', "; ")).into()
     }
