@@ -15,8 +15,8 @@
 //! only if no other card appears before the deadline.
 
 use crate::admission::{Admission, Admitted};
-use crate::card::{Card, ENDPOINTS_MAX, Outcome, Token, answer_of_note, note};
-use crate::deadline::Deadline;
+use crate::card::{Card, ENDPOINTS_MAX, MISSING_MAX, Outcome, Token, answer_of_note, note};
+use crate::deadline::{Deadline, Pauses};
 use crate::endpoint::{Endpoint, Listener, LocalName, hash, listen_everywhere, read_until, wait_for_any};
 use crate::error::{EndpointAnswer, RendezvousError};
 use crate::handshake::{Shared, Terms};
@@ -118,8 +118,7 @@ impl Meeting {
             let id = create()?;
             return Ok(Met { id, connections: self.host(store, reach, id, deadline)? });
         }
-        let identity = Identity { rank, session: u64::from_le_bytes(random()?), deadline: *deadline };
-        let (id, connection) = self.join(store, identity)?;
+        let (id, connection) = self.join(store, Identity::new(rank, deadline)?)?;
         Ok(Met { id, connections: vec![(0, connection)] })
     }
 
@@ -203,8 +202,10 @@ impl Meeting {
         arrived: BTreeMap<u32, Arrival>,
         waited: Duration,
     ) -> Result<Vec<(u32, Connection)>, RendezvousError> {
-        let missing: Vec<u32> = (1..self.ranks).filter(|rank| !arrived.contains_key(rank)).collect();
-        let outcome = Outcome::Missing { found: self.found(store, &missing, &card.token), missing, waited };
+        let mut absent = (1..self.ranks).filter(|rank| !arrived.contains_key(rank));
+        let missing: Vec<u32> = absent.by_ref().take(MISSING_MAX).collect();
+        let more = absent.count() as u32;
+        let outcome = Outcome::Missing { found: self.found(store, &missing, &card.token), missing, more, waited };
         drop(tell(arrived, &outcome));
         // Ranks that come later report it. Without it, they report that nobody answers.
         card.outcome = Some(outcome.clone());
@@ -225,7 +226,7 @@ impl Meeting {
     /// Joins rank 0, as another rank, and waits for the outcome. Returns what rank 0 shares and the connection to it.
     pub(crate) fn join(&self, store: &dyn Store, identity: Identity) -> Result<(Shared, Connection), RendezvousError> {
         let deadline = identity.deadline;
-        let ([mut round, round_max], [mut pause, pause_max]) = (ROUND, PAUSE);
+        let (mut rounds, mut pauses) = (Pauses::new(ROUND), Pauses::new(PAUSE));
         let mut notes = Notes { store, key: Self::note_key(self.job, identity.rank), is_noted: false };
         // What this rank reports at its deadline, if no other card appears.
         let mut last: Option<RendezvousError> = None;
@@ -237,7 +238,7 @@ impl Meeting {
             match Card::from_bytes(&card, self.ranks) {
                 Ok(Card { outcome: Some(outcome), .. }) => last = outcome.result().err(),
                 Ok(Card { token, endpoints, outcome: None }) => {
-                    match search(&self.terms(&token), &endpoints, identity, &deadline.at_most(round)) {
+                    match search(&self.terms(&token), &endpoints, identity, &deadline.at_most(rounds.advance())) {
                         Ok((shared, connection)) => {
                             notes.clear();
                             if let Some(connection) = self.outcome(connection, &deadline)? {
@@ -262,8 +263,7 @@ impl Meeting {
                 let (key, waited) = (self.card_key(), deadline.waited());
                 return Err(last.unwrap_or(RendezvousError::KeyMissing { key, waited }));
             }
-            std::thread::sleep(pause.min(deadline.left()));
-            (round, pause) = ((round * 2).min(round_max), (pause * 2).min(pause_max));
+            pauses.wait(&deadline);
         }
     }
 

@@ -10,7 +10,6 @@ use crate::launch::{Launch, Launcher};
 use crate::meeting::{Meeting, Met, Reach};
 use crate::own::{RemoteStore, ServedStore};
 use crate::search::Identity;
-use crate::secret::random;
 use crate::torch_store::TorchStore;
 use std::ffi::OsString;
 use std::net::{SocketAddr, ToSocketAddrs, UdpSocket};
@@ -139,7 +138,7 @@ impl Place {
                 meeting.hold(&store, &list.reach(), rank, create, deadline)
             }
             Place::Own(list) => {
-                let identity = Identity { rank, session: u64::from_le_bytes(random()?), deadline: *deadline };
+                let identity = Identity::new(rank, deadline)?;
                 let store = RemoteStore::new(meeting.store_terms(), list.endpoints.clone(), identity);
                 meeting.hold(&store, &list.reach(), rank, create, deadline)
             }
