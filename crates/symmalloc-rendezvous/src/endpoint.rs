@@ -8,7 +8,10 @@
 use crate::error::RendezvousError;
 use crate::secret::{Purpose, Secret, random};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::sockopt::{set_ipv6_v6only, set_socket_reuseaddr, socket_peercred};
+use rustix::net::sockopt::{
+    set_ipv6_v6only, set_socket_keepalive, set_socket_reuseaddr, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl,
+    set_tcp_user_timeout, socket_peercred,
+};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with};
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
@@ -197,6 +200,26 @@ pub(crate) fn write_until(connection: &mut Connection, mut bytes: &[u8], end: In
     Ok(())
 }
 
+/// Makes the system end a connection if the other machine does not answer for [`UNREACHABLE_LIMIT`]. A machine that is lost or cannot be reached
+/// then looks like a process that ended. A process that is stopped does not, because its machine answers.
+pub(crate) fn end_if_unreachable(connection: &Connection) -> io::Result<()> {
+    const PROBES: u32 = 5;
+    let Connection::Tcp(stream) = connection else { return Ok(()) };
+    set_tcp_keepidle(stream, UNREACHABLE_LIMIT / PROBES)?;
+    set_tcp_keepintvl(stream, UNREACHABLE_LIMIT / PROBES)?;
+    set_tcp_keepcnt(stream, PROBES)?;
+    set_socket_keepalive(stream, true)?;
+    // Probes are sent only while no data is on the way.
+    Ok(set_tcp_user_timeout(stream, UNREACHABLE_LIMIT.as_millis() as u32)?)
+}
+
+/// Undoes [`end_if_unreachable`]: the watchdog has its own deadlines.
+pub(crate) fn stay_if_unreachable(connection: &Connection) -> io::Result<()> {
+    let Connection::Tcp(stream) = connection else { return Ok(()) };
+    set_socket_keepalive(stream, false)?;
+    Ok(set_tcp_user_timeout(stream, 0)?)
+}
+
 fn set_timeouts(connection: &Connection, end: Instant) -> io::Result<()> {
     let left = end.saturating_duration_since(Instant::now());
     if left.is_zero() {
@@ -259,6 +282,9 @@ pub(crate) fn listen_everywhere() -> Result<Listener, RendezvousError> {
     let refused = |error: io::Error| RendezvousError::Listen { address, kind: error.kind() };
     listen_on_all(0).map(Listener::Network).map_err(refused)
 }
+
+/// Time after which a machine that does not answer is lost for a meeting.
+const UNREACHABLE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Number of names of a meeting: more than one, in case another user has taken the first.
 const NAMES: u32 = 32;

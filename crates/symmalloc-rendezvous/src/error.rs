@@ -102,7 +102,8 @@ pub enum RendezvousError {
     },
     /// Rank 0 accepted this rank and then reported nothing until its deadline.
     #[error(
-        "rank 0 accepted this rank and then did not start the job within {waited:?}: it is stopped or overloaded. Look at rank 0"
+        "rank 0 accepted this rank and then did not start the job within {waited:?}: it is stopped, overloaded, or cannot be reached any more. \
+         Look at rank 0"
     )]
     NoOutcome {
         /// Time that this rank waited.

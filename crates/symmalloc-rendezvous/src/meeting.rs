@@ -8,7 +8,8 @@
 //! ```
 //!
 //! Every rank that arrived learns the same outcome, because rank 0 decides it alone: at the first deadline of a rank that has arrived, its own
-//! included. A rank that ends before is no longer there; a new process may take its place until then. Rank 0 then names the missing ranks and
+//! included. A rank that ends before, or whose machine does not answer for five seconds, is no longer there. A new process may take its place
+//! until then. Rank 0 then names the missing ranks and
 //! what they noted.
 //!
 //! A store can have values of an earlier run. A card counts only if the rank 0 behind it knows its token, and a failed meeting is reported
@@ -17,7 +18,10 @@
 use crate::admission::{Admission, Admitted};
 use crate::card::{Card, ENDPOINTS_MAX, MISSING_MAX, Outcome, Token, answer_of_note, note};
 use crate::deadline::{Deadline, Pauses};
-use crate::endpoint::{Endpoint, Listener, LocalName, hash, listen_everywhere, read_until, wait_for_any};
+use crate::endpoint::{
+    Endpoint, Listener, LocalName, end_if_unreachable, hash, listen_everywhere, read_until, stay_if_unreachable,
+    wait_for_any,
+};
 use crate::error::{EndpointAnswer, RendezvousError};
 use crate::handshake::{Shared, Terms};
 use crate::interfaces::own_addresses;
@@ -184,7 +188,8 @@ impl Meeting {
             listeners.iter().for_each(|listener| admission.accept(listener));
             for Admitted { rank, session, left, connection } in admitted {
                 // Two processes that were welcome at the same time: the later one is refused when it tries again.
-                if arrived.get(&rank).is_none_or(|it| it.session == session) {
+                let is_first = arrived.get(&rank).is_none_or(|it| it.session == session);
+                if is_first && end_if_unreachable(&connection).is_ok() {
                     // The rank states the time, so it can be too long for the clock.
                     let end = Instant::now() + Deadline::after(left).left();
                     arrived.insert(rank, Arrival { session, end, connection });
@@ -270,7 +275,12 @@ impl Meeting {
     /// Waits for the outcome. Returns the connection if all ranks have arrived, and `None` if rank 0 has ended.
     fn outcome(&self, mut connection: Connection, deadline: &Deadline) -> Result<Option<Connection>, RendezvousError> {
         let end = Instant::now() + deadline.left() + GRACE;
-        match Outcome::read(self.ranks, |bytes| read_until(&mut connection, bytes, end)) {
+        let mut outcome = || {
+            end_if_unreachable(&connection)?;
+            let outcome = Outcome::read(self.ranks, |bytes| read_until(&mut connection, bytes, end))?;
+            stay_if_unreachable(&connection).map(|()| outcome)
+        };
+        match outcome() {
             Ok(outcome) => outcome.result().map(|()| Some(connection)),
             Err(_) if Instant::now() < end => Ok(None),
             Err(_) => Err(RendezvousError::NoOutcome { waited: deadline.waited() }),
@@ -329,7 +339,7 @@ fn tell(arrived: BTreeMap<u32, Arrival>, outcome: &Outcome) -> Vec<(u32, Connect
     let bytes = outcome.bytes();
     let tell = |(rank, Arrival { mut connection, .. })| {
         // A rank that has ended in this moment is found by the watchdog. The bytes fit into the socket's buffer, which is empty.
-        let _told = connection.write_all(&bytes);
+        let _told = connection.write_all(&bytes).and_then(|()| stay_if_unreachable(&connection));
         (rank, connection)
     };
     arrived.into_iter().map(tell).collect()

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! A cut loses packets without an answer, as a network does: connections do not end, and neither side learns that its packets are lost. No
-//! packet leaves the two namespaces, which end with this value.
+//! packet leaves the two namespaces, which end with this value and with their processes: they have no names.
 
 use std::collections::VecDeque;
 use std::ffi::c_char;
@@ -45,21 +45,11 @@ pub struct Quality {
 /// Two machines with a link.
 #[derive(Debug)]
 pub struct Machines {
-    _names: Names,
     namespaces: [File; 2],
     /// The link from machine 0, and that from machine 1.
     link: Arc<[Mutex<Quality>; 2]>,
     is_over: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
-}
-
-/// The names of the namespaces, which are removed when it is dropped.
-#[derive(Debug)]
-struct Names([String; 2]);
-
-fn ip(arguments: &str) -> bool {
-    let status = Command::new("ip").args(arguments.split_whitespace()).stderr(Stdio::null()).status();
-    status.is_ok_and(|status| status.success())
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -69,63 +59,37 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Machines {
     /// Creates the machines. Prints the reason and returns `None` if this process may not.
     pub fn new() -> Option<Self> {
-        static CREATED: Mutex<u32> = Mutex::new(0);
-        let turn = {
-            let mut created = lock(&CREATED);
-            *created += 1;
-            *created
-        };
-        let names = ["a", "b"].map(|side| format!("symmalloc-{}-{turn}-{side}", std::process::id()));
-        match Self::create(names) {
-            Ok(machines) => Some(machines),
-            Err(reason) => {
-                println!("skipped: {reason}");
-                None
-            }
-        }
+        let skipped =
+            |reason: io::Error| println!("skipped: only root can create network namespaces and TUN devices: {reason}");
+        Self::create().map_err(skipped).ok()
     }
 
-    fn create(names: [String; 2]) -> Result<Self, String> {
-        let names = Names(names);
-        for name in &names.0 {
-            if !ip(&format!("netns add {name}")) {
-                return Err("only root can create network namespaces, with the program `ip`".to_owned());
-            }
-        }
-        let open = |name: &String| File::open(format!("/run/netns/{name}"));
-        let [a, b] = &names.0;
-        let failed = |what: &'static str| move |error: io::Error| format!("{what}: {error}");
-        let namespaces = [open(a), open(b)].map(|file| file.map_err(failed("/run/netns")));
-        let [a, b] = namespaces;
-        let namespaces = [a?, b?];
-        let ends = namespaces.each_ref().map(|namespace| tun(namespace.as_raw_fd()).map_err(failed("/dev/net/tun")));
-        for (name, address) in names.0.iter().zip(ADDRESSES) {
-            let commands = [
-                format!("addr add {address}/24 dev link0"),
-                "link set lo up".to_owned(),
-                "link set link0 up".to_owned(),
-            ];
-            for command in commands {
-                if !ip(&format!("-n {name} {command}")) {
-                    return Err(format!("`ip {command}` fails"));
-                }
-            }
-        }
-        // A machine may have no IPv6.
-        for (name, address) in names.0.iter().zip(["fd77::1", "fd77::2"]) {
-            ip(&format!("-n {name} addr add {address}/64 dev link0 nodad"));
-        }
-        ip(&format!("-n {} addr add 10.213.78.1/32 dev lo", names.0[0]));
-        let (link, is_over) = (Arc::new([Mutex::default(), Mutex::default()]), Arc::new(AtomicBool::new(false)));
-        let [a, b] = ends;
-        let (a, b) = (a?, b?);
-        let clone = |file: &File| file.try_clone().map_err(failed("a descriptor"));
-        let directions = [(clone(&a)?, clone(&b)?, 0), (b, a, 1)];
+    fn create() -> io::Result<Self> {
+        let [(first, a), (second, b)] = [end_of_link()?, end_of_link()?];
+        let (link, is_over) = (Arc::<[Mutex<Quality>; 2]>::default(), Arc::<AtomicBool>::default());
+        let directions = [(a.try_clone()?, b.try_clone()?, 0), (b, a, 1)];
         let threads = directions.map(|(from, to, direction)| {
             let (link, is_over) = (Arc::clone(&link), Arc::clone(&is_over));
             thread::spawn(move || forward(from, to, &link[direction], &is_over))
         });
-        Ok(Machines { _names: names, namespaces, link, is_over, threads: threads.into() })
+        let machines = Machines { namespaces: [first, second], link, is_over, threads: threads.into() };
+        for (machine, address) in ADDRESSES.iter().enumerate() {
+            for command in
+                [format!("addr add {address}/24 dev link0"), "link set lo up".into(), "link set link0 up".into()]
+            {
+                machines.ip(machine, &command)?;
+            }
+            // A machine may have no IPv6.
+            let _added = machines.ip(machine, &format!("addr add fd77::{}/64 dev link0 nodad", machine + 1));
+        }
+        machines.ip(0, "addr add 10.213.78.1/32 dev lo")?;
+        Ok(machines)
+    }
+
+    fn ip(&self, machine: usize, arguments: &str) -> io::Result<()> {
+        let mut command = Command::new("ip");
+        self.enter(machine, command.args(arguments.split_whitespace()).stderr(Stdio::null()));
+        if command.status()?.success() { Ok(()) } else { Err(io::Error::other(format!("`ip {arguments}` fails"))) }
     }
 
     /// Makes a command run on a machine.
@@ -158,14 +122,6 @@ impl Drop for Machines {
     }
 }
 
-impl Drop for Names {
-    fn drop(&mut self) {
-        for name in &self.0 {
-            ip(&format!("netns del {name}"));
-        }
-    }
-}
-
 /// Moves the calling thread to a namespace.
 fn join(namespace: RawFd) -> io::Result<()> {
     // SAFETY: the call changes only the calling thread.
@@ -175,11 +131,14 @@ fn join(namespace: RawFd) -> io::Result<()> {
     }
 }
 
-/// Creates the end of the link in a namespace. Reads and writes of the file are packets, and do not block.
-fn tun(namespace: RawFd) -> io::Result<File> {
+/// Creates a namespace with an end of the link. Reads and writes of the second file are packets, and do not block.
+fn end_of_link() -> io::Result<(File, File)> {
     let create = || {
-        join(namespace)?;
-        let file = File::options().read(true).write(true).open("/dev/net/tun")?;
+        // SAFETY: the call changes only the calling thread.
+        if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let device = File::options().read(true).write(true).open("/dev/net/tun")?;
         // SAFETY: all bits of the structure may be zero.
         let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
         for (to, from) in request.ifr_name.iter_mut().zip(b"link0") {
@@ -187,12 +146,12 @@ fn tun(namespace: RawFd) -> io::Result<File> {
         }
         request.ifr_ifru.ifru_flags = (libc::IFF_TUN | libc::IFF_NO_PI) as i16;
         // SAFETY: the file is a TUN device, and the structure is valid during the call.
-        let created = unsafe { libc::ioctl(file.as_raw_fd(), libc::TUNSETIFF, &raw mut request) };
+        let created = unsafe { libc::ioctl(device.as_raw_fd(), libc::TUNSETIFF, &raw mut request) };
         // SAFETY: changes a flag of a descriptor that this function owns.
-        if created != 0 || unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK) } != 0 {
+        if created != 0 || unsafe { libc::fcntl(device.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK) } != 0 {
             return Err(io::Error::last_os_error());
         }
-        Ok(file)
+        Ok((File::open("/proc/thread-self/ns/net")?, device))
     };
     // The thread stays in the namespace, and ends.
     thread::scope(|scope| scope.spawn(create).join().expect("no panic"))

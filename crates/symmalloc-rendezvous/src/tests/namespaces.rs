@@ -10,8 +10,9 @@ use crate::tests::SECRET;
 use crate::tests::torch_stand_in::StandIn;
 use std::fs;
 use std::process::{Child, Command, Stdio};
+use std::thread;
 use std::time::Duration;
-use stub_process::{ADDRESSES, Machines};
+use stub_process::{ADDRESSES, Machines, Quality};
 use symmalloc_watchdog::Connection;
 
 /// Set for the processes of a machine: what the process is.
@@ -46,13 +47,15 @@ fn run(machines: &Machines, limit_ms: u64, variables: impl Fn(u32) -> Vec<(&'sta
             start(machines, rank as usize / 2, "rank", &variables)
         })
         .collect();
-    let said = |rank: Child| {
-        let output = rank.wait_with_output().expect("it ends");
-        let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        let line = text.lines().find_map(|line| line.split_once("ended: ")).map(|(_, line)| line.to_owned());
-        line.unwrap_or_else(|| panic!("no result: {text}{}", String::from_utf8_lossy(&output.stderr)))
-    };
     ranks.into_iter().map(said).collect()
+}
+
+/// Waits until a rank ends. Returns what it printed.
+fn said(rank: Child) -> String {
+    let output = rank.wait_with_output().expect("it ends");
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let line = text.lines().find_map(|line| line.split_once("ended: ")).map(|(_, line)| line.to_owned());
+    line.unwrap_or_else(|| panic!("no result: {text}{}", String::from_utf8_lossy(&output.stderr)))
 }
 
 /// The body of each process of a machine. Without a role, it does nothing.
@@ -180,20 +183,54 @@ fn ranks_of_two_machines_meet_in_the_home_directory_under_srun_and_mpirun() {
     assert_eq!(fs::read_dir(folder).expect("created").count(), 0, "rank 0 removes what it published");
 }
 
-/// Ranks that reach the store and not rank 0, as behind a firewall, say so in the error of all ranks that rank 0 can reach.
+const CUT: Quality = Quality { delay: Duration::ZERO, bytes_per_second: None, is_cut: true };
+
+/// Each side names the other, whichever direction is lost. Ranks that reach the store note what they found, and rank 0 quotes it.
 #[test]
-fn ranks_behind_a_cut_link_are_named_with_what_they_found() {
+fn each_side_of_a_partition_names_the_other() {
+    let late = Quality { delay: Duration::from_secs(60), ..Quality::default() };
+    thread::scope(|scope| {
+        for quality in [[CUT, CUT], [CUT, Quality::default()], [Quality::default(), CUT], [late, late]] {
+            scope.spawn(move || {
+                let Some(machines) = Machines::new() else { return };
+                (0..).zip(quality).for_each(|(machine, quality)| machines.set_from(machine, quality));
+                let home = tempfile::tempdir().expect("a folder");
+                let home = home.path().to_str().expect("text");
+                for has_folder in [true, false] {
+                    let variables = |rank| if has_folder { srun(rank, home) } else { torchrun(rank, ADDRESSES[0]) };
+                    let results = run(&machines, 3000, variables);
+                    for result in &results[..2] {
+                        assert!(result.contains("ranks 2-3 did not arrive within"), "{quality:?}: {results:?}");
+                        let is_quoted =
+                            |rank| result.contains(&format!("Rank {rank} could not join: it cannot be reached"));
+                        assert_eq!([is_quoted(2), is_quoted(3)], [has_folder; 2], "{quality:?}: {results:?}");
+                    }
+                    for result in &results[2..] {
+                        assert!(result.contains("rank 0 did not answer within"), "{quality:?}: {results:?}");
+                        assert!(result.contains("check the address and the firewall"), "{quality:?}: {results:?}");
+                    }
+                }
+            });
+        }
+    });
+}
+
+/// Rank 2 has arrived when the link is cut, and rank 3 is never started. A rank 2 that was killed would be missing as well.
+#[test]
+fn a_rank_that_is_cut_off_after_it_arrived_is_missing() {
+    const LIMIT_MS: u64 = 14_000;
     let Some(machines) = Machines::new() else { return };
-    let home = tempfile::tempdir().expect("a folder");
-    let home = home.path().to_str().expect("text");
+    let variables = |rank| {
+        let limit = (LIMIT, LIMIT_MS.to_string());
+        torchrun(rank, ADDRESSES[0]).into_iter().chain([limit]).collect::<Vec<_>>()
+    };
+    let ranks = [0, 1, 2].map(|rank| start(&machines, rank as usize / 2, "rank", &variables(rank)));
+    // All three have arrived. On a machine that is too busy for that, the outcome is the same.
+    thread::sleep(Duration::from_secs(4));
     machines.cut();
-    let results = run(&machines, 3000, |rank| srun(rank, home));
+    let results = ranks.map(said);
     for result in &results[..2] {
         assert!(result.contains("ranks 2-3 did not arrive within"), "{results:?}");
-        assert!(result.contains("Rank 2 could not join: it cannot be reached"), "{results:?}");
-        assert!(result.contains("Rank 3 could not join: it cannot be reached"), "{results:?}");
     }
-    for result in &results[2..] {
-        assert!(result.contains("check the address and the firewall"), "{results:?}");
-    }
+    assert!(results[2].contains("rank 0 did not answer within"), "{results:?}");
 }
