@@ -4,14 +4,16 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use stub_process::{
     ExitOnPanic, Machines, Quality, RankOutput, nccl, nccl_test, ranks_of_machines, scaled_to_load, until, until_some,
 };
 use symmalloc_core::op::Contents;
 use symmalloc_core::{Config, PoolConfig};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, GraphPool, Pool};
-use symmalloc_nccl::{AllToAll, CommError, Communicator, FailureCause, ReduceOp, Registrar, Registration, UniqueId};
+use symmalloc_nccl::{
+    AllToAll, CommError, Communicator, FailureCause, Launch, ReduceOp, Registrar, Registration, UniqueId,
+};
 
 const RANKS: usize = 4;
 /// Time for whatever succeeds.
@@ -160,7 +162,7 @@ nccl_test!(a_job_does_everything_over_a_slow_link, ["STUB_NCCL_VERSION" = "23203
             it.registrar.agree(&[&world]).expect("the ranks agree");
             it.exchange(&world);
             it.sleep_and_wake(&world);
-            // Rank 3 leaves, and comes back.
+            // Rank 3 leaves, and joins again.
             let rest = (rank < 3).then(|| world.shrink(&[3]).expect("the remaining ranks shrink"));
             if let Some(rest) = &rest {
                 it.register(rest);
@@ -189,7 +191,7 @@ nccl_test!(a_job_does_everything_over_a_slow_link, ["STUB_NCCL_VERSION" = "23203
     }
 });
 
-/// What happens to a job of which each rank reduces again and again.
+/// A fault of a job whose ranks reduce repeatedly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Event {
     /// The process of a rank is killed.
@@ -269,8 +271,7 @@ impl Event {
         let limit = scaled_to_load(DEADLINE + LATE);
         let mut wrong = Vec::new();
         for output in outputs.iter().flatten().filter(|output| self.is_survivor(output.rank)) {
-            let said = output.text.lines().find_map(|line| line.split_once("ERROR ")).map_or("", |(_, text)| text);
-            let named = said.split_once("first ").and_then(|(_, text)| text.split(' ').next()?.parse().ok());
+            let (named, said) = said(output);
             let took = output.ended.duration_since(since.expect("it happened")).unwrap_or_default();
             println!("{self:?}: rank {} ended after {took:?}: {said}", output.rank);
             if named.is_none_or(|rank| !self.blamed(output.rank).contains(&rank)) || took > limit {
@@ -279,6 +280,18 @@ impl Event {
         }
         wrong
     }
+}
+
+/// Prints the error of a rank, after the rank that it names first.
+fn say(error: &CommError) {
+    println!("\nERROR {} {error}", first_rank(error).map_or(-1, i64::from));
+}
+
+/// Returns the rank that the error of a rank names first, and the error.
+fn said(output: &RankOutput) -> (Option<usize>, &str) {
+    let line = output.text.lines().find_map(|line| line.strip_prefix("ERROR "));
+    let (rank, error) = line.and_then(|line| line.split_once(' ')).unwrap_or_default();
+    (rank.parse().ok(), error)
 }
 
 /// Returns the rank that a failure names first.
@@ -303,7 +316,6 @@ nccl_test!(each_side_of_a_partition_names_the_other_as_if_it_were_dead, {
             |rank| {
                 let mut it = Rank::new(rank);
                 let world = it.connect(DEADLINE).expect("all ranks meet");
-                let begun = Instant::now();
                 let mut step = || {
                     world.all_reduce_in_place(&mut it.sums, ReduceOp::Sum, &it.stream)?;
                     world.synchronize(&it.stream)
@@ -311,11 +323,7 @@ nccl_test!(each_side_of_a_partition_names_the_other_as_if_it_were_dead, {
                 step().expect("all ranks take part");
                 mark("reduced", rank);
                 let error = until_some(|| step().err());
-                println!(
-                    "\nERROR first {} after {:?}: {error}",
-                    first_rank(&error).map_or(-1, i64::from),
-                    begun.elapsed()
-                );
+                say(&error);
                 mark("ended", rank);
             },
             |_| (),
@@ -332,4 +340,33 @@ nccl_test!(each_side_of_a_partition_names_the_other_as_if_it_were_dead, {
         threads.into_iter().flat_map(|thread| thread.join().expect("a panic ends the process")).collect()
     });
     assert!(complaints.is_empty(), "{}", complaints.join("\n"));
+});
+
+// The link is cut between the meeting and the creation of a communicator, which NCCL does not bound.
+nccl_test!(each_side_of_a_partition_names_the_other_while_ranks_connect, {
+    let shared = tempfile::tempdir().expect("a folder");
+    let options = [(FOLDER, &*shared.path().to_string_lossy())];
+    let outputs = ranks_of_machines(
+        RANKS,
+        &options,
+        |rank| {
+            let device = CudaDevice::new(rank).expect("a stub device");
+            let id = UniqueId::for_job(&Launch::from_env().expect("torchrun's"), PATIENT).expect("all ranks meet");
+            mark("met", rank);
+            until(|| is_marked(&folder(), "cut", 0..1));
+            let error = Communicator::builder(&device).deadline(DEADLINE).connect(id, rank as u32, RANKS as u32);
+            let error = error.map(|_| ()).expect_err("the other machine cannot be reached");
+            say(&error);
+        },
+        |machines| {
+            until(|| is_marked(shared.path(), "met", 0..RANKS));
+            machines.cut();
+            fs::write(shared.path().join("cut.0"), "").expect("written");
+        },
+    );
+    for output in outputs.iter().flatten() {
+        let said = said(output);
+        println!("rank {}: {}", output.rank, said.1);
+        assert!(said.0.is_some_and(|rank| Event::Cut.blamed(output.rank).contains(&rank)), "{outputs:#?}");
+    }
 });

@@ -81,7 +81,7 @@ fn process_of_a_machine() {
         }
         Ok("store") => {
             let _server = StandIn::start_at(([0, 0, 0, 0], PORT));
-            std::thread::sleep(Duration::from_secs(60));
+            thread::sleep(Duration::from_secs(60));
         }
         _ => {}
     }
