@@ -5,7 +5,8 @@
 //!  card      8 bytes protocol, 32 bytes token, 2 bytes number of endpoints, endpoints, then an outcome if the meeting is over
 //!  endpoint  1 byte kind: 0: 1 byte length, name of a socket; 4: IPv4 address, 2 bytes port; 6: IPv6 address, 2 bytes port
 //!  note      32 bytes token of the card that the rank read (zeros: of none), 2 bytes answer
-//!  outcome   1 byte: 1: all ranks have arrived; 2: 8 bytes waited ms, 4 bytes count, missing ranks of 6 bytes: rank, answer or zeros
+//!  outcome   1 byte: 1: all ranks have arrived; 2: 8 bytes waited ms, 4 bytes number of missing ranks, 4 bytes count of those listed,
+//!            and 6 bytes for each: rank, answer or zeros
 //! ```
 //!
 //! The token identifies one meeting of one process: that of a rank 0 that restarted, and what an earlier run left in a
@@ -16,7 +17,7 @@ use crate::endpoint::{Endpoint, LocalName};
 use crate::error::{EndpointAnswer, RendezvousError};
 use crate::secret::TOKEN_BYTES;
 use crate::version::VERSION;
-use std::io;
+use std::io::{self, Read};
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
@@ -24,6 +25,10 @@ const MAGIC: [u8; 7] = *b"symmcrd";
 
 /// Maximum number of endpoints on a card.
 pub(crate) const ENDPOINTS_MAX: usize = 64;
+
+/// Maximum number of missing ranks that an outcome lists. A card with an outcome then fits into a value of a store, and an outcome into the
+/// buffer of a socket.
+pub(crate) const MISSING_MAX: usize = 1024;
 
 /// A random number that identifies one meeting of one rank 0.
 pub(crate) type Token = [u8; TOKEN_BYTES];
@@ -43,7 +48,14 @@ pub(crate) enum Outcome {
     /// All ranks have arrived.
     Started,
     /// Ranks are missing; see [`RendezvousError::Missing`].
-    Missing { missing: Vec<u32>, found: Vec<(u32, EndpointAnswer)>, waited: Duration },
+    Missing {
+        /// Ascending, at most [`MISSING_MAX`].
+        missing: Vec<u32>,
+        /// Number of missing ranks that are not listed.
+        more: u32,
+        found: Vec<(u32, EndpointAnswer)>,
+        waited: Duration,
+    },
 }
 
 impl Outcome {
@@ -51,14 +63,17 @@ impl Outcome {
     pub(crate) fn result(self) -> Result<(), RendezvousError> {
         match self {
             Outcome::Started => Ok(()),
-            Outcome::Missing { missing, found, waited } => Err(RendezvousError::Missing { missing, found, waited }),
+            Outcome::Missing { missing, more, found, waited } => {
+                Err(RendezvousError::Missing { missing, more, found, waited })
+            }
         }
     }
 
     pub(crate) fn bytes(&self) -> Vec<u8> {
-        let Outcome::Missing { missing, found, waited } = self else { return vec![1] };
+        let Outcome::Missing { missing, more, found, waited } = self else { return vec![1] };
         let mut bytes = vec![2];
         bytes.extend((waited.as_millis() as u64).to_le_bytes());
+        bytes.extend((missing.len() as u32 + more).to_le_bytes());
         bytes.extend((missing.len() as u32).to_le_bytes());
         for rank in missing {
             let answer = found.iter().find(|(of, _)| of == rank).map(|(_, answer)| answer_bytes(*answer));
@@ -75,16 +90,20 @@ impl Outcome {
         match kind {
             [1] => Ok(Outcome::Started),
             [2] => {
-                let (mut waited, mut count) = ([0; 8], [0; 4]);
+                let (mut waited, mut all, mut count) = ([0; 8], [0; 4], [0; 4]);
                 read(&mut waited)?;
+                read(&mut all)?;
                 read(&mut count)?;
+                let [all, count] = [all, count].map(u32::from_le_bytes);
                 let (mut missing, mut found, mut last) = (Vec::new(), Vec::new(), 0);
-                for _ in 0..u32::from_le_bytes(count) {
+                if count > all || all >= ranks || count as usize > MISSING_MAX {
+                    return Err(io::ErrorKind::InvalidData.into());
+                }
+                for _ in 0..count {
                     let (mut rank, mut answer) = ([0; 4], [0; 2]);
                     read(&mut rank)?;
                     read(&mut answer)?;
                     let rank = u32::from_le_bytes(rank);
-                    // Each rank is missing at most once, so the list is not longer than the job.
                     if rank <= last || rank >= ranks {
                         return Err(io::ErrorKind::InvalidData.into());
                     }
@@ -92,7 +111,8 @@ impl Outcome {
                     missing.push(rank);
                     found.extend(answer_of(answer).map(|answer| (rank, answer)));
                 }
-                Ok(Outcome::Missing { missing, found, waited: Duration::from_millis(u64::from_le_bytes(waited)) })
+                let waited = Duration::from_millis(u64::from_le_bytes(waited));
+                Ok(Outcome::Missing { missing, more: all - count, found, waited })
             }
             _ => Err(io::ErrorKind::InvalidData.into()),
         }
@@ -128,16 +148,11 @@ impl Card {
         bytes
     }
 
-    /// Reads the card of a job of this many ranks. Fails with `InvalidData` if the bytes are not one.
+    /// Reads the card of a job of this many ranks. Fails if the bytes are not one.
     pub(crate) fn from_bytes(bytes: &[u8], ranks: u32) -> io::Result<Self> {
         let invalid = || io::Error::from(io::ErrorKind::InvalidData);
         let mut rest = bytes;
-        let mut read = |into: &mut [u8]| {
-            let (first, others) = rest.split_at_checked(into.len()).ok_or_else(invalid)?;
-            into.copy_from_slice(first);
-            rest = others;
-            Ok::<_, io::Error>(())
-        };
+        let mut read = |into: &mut [u8]| rest.read_exact(into);
         let (mut protocol, mut token, mut count) = ([0; 8], [0; TOKEN_BYTES], [0; 2]);
         read(&mut protocol)?;
         read(&mut token)?;
@@ -173,18 +188,11 @@ impl Card {
                 _ => return Err(invalid()),
             });
         }
-        let outcome = if rest.is_empty() { None } else { Some(read_rest(&mut rest, ranks)?) };
+        // Another version may have other outcomes. Its ranks answer at the endpoints, or nobody does.
+        let has_outcome = !rest.is_empty() && protocol[7] == b'0' + VERSION;
+        let outcome = has_outcome.then(|| Outcome::read(ranks, |into| rest.read_exact(into))).transpose()?;
         Ok(Card { token, endpoints, outcome })
     }
-}
-
-fn read_rest(rest: &mut &[u8], ranks: u32) -> io::Result<Outcome> {
-    Outcome::read(ranks, |into| {
-        let (first, others) = rest.split_at_checked(into.len()).ok_or(io::ErrorKind::InvalidData)?;
-        into.copy_from_slice(first);
-        *rest = others;
-        Ok(())
-    })
 }
 
 /// Returns the note of a rank that read a card with this token, or none.
@@ -255,7 +263,7 @@ mod tests {
 
     fn missing() -> Outcome {
         let found = vec![(3, EndpointAnswer::OtherVersion { version: 4 })];
-        Outcome::Missing { missing: vec![2, 3], found, waited: Duration::from_millis(1500) }
+        Outcome::Missing { missing: vec![2, 3], more: 0, found, waited: Duration::from_millis(1500) }
     }
 
     #[test]
@@ -263,10 +271,10 @@ mod tests {
         let endpoints = vec![Endpoint::Network("192.0.2.1:258".parse().expect("an address"))];
         let bytes = Card { token: TOKEN, endpoints, outcome: Some(missing()) }.bytes();
         let expected = [
-            &b"symmcrd5"[..],
+            &b"symmcrd6"[..],
             &TOKEN,
             b"\x01\0\x04\xc0\0\x02\x01\x02\x01",
-            b"\x02\xdc\x05\0\0\0\0\0\0\x02\0\0\0\x02\0\0\0\0\0\x03\0\0\0\x07\x04",
+            b"\x02\xdc\x05\0\0\0\0\0\0\x02\0\0\0\x02\0\0\0\x02\0\0\0\0\0\x03\0\0\0\x07\x04",
         ];
         assert_eq!(bytes, expected.concat());
     }
@@ -288,7 +296,7 @@ mod tests {
         for (missing, ranks) in
             [(vec![1, 2, 3], 3), (vec![2, 2], 4), (vec![2, 1], 4), (vec![0], 4), (vec![u32::MAX], 4)]
         {
-            let outcome = Outcome::Missing { missing, found: vec![], waited: Duration::ZERO };
+            let outcome = Outcome::Missing { missing, more: 0, found: vec![], waited: Duration::ZERO };
             assert!(
                 Card::from_bytes(&card(Some(outcome.clone())).bytes(), ranks).is_err(),
                 "{outcome:?} of {ranks} ranks"

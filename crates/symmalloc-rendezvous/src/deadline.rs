@@ -1,4 +1,4 @@
-//! Time limits of waits for other ranks.
+//! Time limits of waits for other ranks, and the pauses between attempts.
 
 use std::time::{Duration, Instant};
 
@@ -46,6 +46,37 @@ impl Deadline {
     pub(crate) fn at_most(&self, limit: Duration) -> Self {
         Deadline::after(limit.min(self.left()))
     }
+
+    /// Returns the moment of the end.
+    pub(crate) fn end(&self) -> Instant {
+        self.since + self.limit
+    }
+}
+
+/// Pauses between attempts. Each is twice as long as the one before, up to the longest.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pauses {
+    next: Duration,
+    longest: Duration,
+}
+
+impl Pauses {
+    /// Creates pauses from the first and the longest one.
+    pub(crate) fn new([first, longest]: [Duration; 2]) -> Self {
+        Pauses { next: first, longest }
+    }
+
+    /// Returns the next pause without waiting.
+    pub(crate) fn advance(&mut self) -> Duration {
+        let pause = self.next;
+        self.next = (self.next * 2).min(self.longest);
+        pause
+    }
+
+    /// Waits for the next pause, or until the deadline.
+    pub(crate) fn wait(&mut self, deadline: &Deadline) {
+        std::thread::sleep(self.advance().min(deadline.left()));
+    }
 }
 
 #[cfg(test)]
@@ -60,5 +91,12 @@ mod tests {
         std::thread::sleep(Duration::from_millis(20));
         assert!(deadline.is_over() && deadline.waited() >= Duration::from_millis(20));
         assert!(!Deadline::after(Duration::MAX).is_over());
+    }
+
+    #[test]
+    fn pauses_double_up_to_the_longest() {
+        let mut pauses = Pauses::new([10, 35].map(Duration::from_millis));
+        let millis: Vec<_> = (0..4).map(|_| pauses.advance().as_millis()).collect();
+        assert_eq!(millis, [10, 20, 35, 35]);
     }
 }

@@ -8,7 +8,10 @@
 use crate::error::RendezvousError;
 use crate::secret::{Purpose, Secret, random};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::sockopt::socket_peercred;
+use rustix::net::sockopt::{
+    set_ipv6_v6only, set_socket_keepalive, set_socket_reuseaddr, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl,
+    set_tcp_user_timeout, socket_peercred,
+};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with};
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
@@ -53,6 +56,18 @@ impl Endpoint {
                 let refused = |error: io::Error| RendezvousError::ListenLocal { kind: error.kind() };
                 name.listen().map(|listener| Listener::Local(listener, name.index)).map_err(refused)
             }
+        }
+    }
+
+    /// Like [`listen`](Self::listen), for ranks of other machines too. They resolve a host name whose address is a loopback one here, as
+    /// that of a machine with Debian, to another address.
+    pub(crate) fn listen_for_others(&self) -> Result<Listener, RendezvousError> {
+        match self {
+            Endpoint::Network(address) if address.ip().is_loopback() => {
+                let refused = |error: io::Error| RendezvousError::Listen { address: *address, kind: error.kind() };
+                listen_beyond(*address).map(Listener::Network).map_err(refused)
+            }
+            _ => self.listen(),
         }
     }
 
@@ -185,6 +200,26 @@ pub(crate) fn write_until(connection: &mut Connection, mut bytes: &[u8], end: In
     Ok(())
 }
 
+/// Makes the system end a connection if the other machine does not answer for [`UNREACHABLE_LIMIT`]. A machine that is lost or cannot be reached
+/// then looks like a process that ended. A process that is stopped does not, because its machine answers.
+pub(crate) fn end_if_unreachable(connection: &Connection) -> io::Result<()> {
+    const PROBES: u32 = 5;
+    let Connection::Tcp(stream) = connection else { return Ok(()) };
+    set_tcp_keepidle(stream, UNREACHABLE_LIMIT / PROBES)?;
+    set_tcp_keepintvl(stream, UNREACHABLE_LIMIT / PROBES)?;
+    set_tcp_keepcnt(stream, PROBES)?;
+    set_socket_keepalive(stream, true)?;
+    // Probes are sent only while no data is on the way.
+    Ok(set_tcp_user_timeout(stream, UNREACHABLE_LIMIT.as_millis() as u32)?)
+}
+
+/// Undoes [`end_if_unreachable`]: the watchdog has its own deadlines.
+pub(crate) fn stay_if_unreachable(connection: &Connection) -> io::Result<()> {
+    let Connection::Tcp(stream) = connection else { return Ok(()) };
+    set_socket_keepalive(stream, false)?;
+    Ok(set_tcp_user_timeout(stream, 0)?)
+}
+
 fn set_timeouts(connection: &Connection, end: Instant) -> io::Result<()> {
     let left = end.saturating_duration_since(Instant::now());
     if left.is_zero() {
@@ -202,32 +237,54 @@ fn set_timeouts(connection: &Connection, end: Instant) -> io::Result<()> {
 }
 
 fn listen_at(address: SocketAddr) -> io::Result<TcpListener> {
-    let listener = match TcpListener::bind(address) {
+    match TcpListener::bind(address) {
+        Ok(listener) => accept_many(listener),
         // The address is one of this machine that only other machines know.
-        Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => {
-            let everywhere = match address {
-                SocketAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
-                SocketAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
-            };
-            let listening = SocketAddr::new(everywhere, address.port());
-            tracing::warn!(name: "rendezvous.listens_everywhere", target: "symmalloc", %address, %listening);
-            TcpListener::bind(listening)
-        }
-        bound => bound,
-    }?;
+        Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => listen_beyond(address),
+        Err(error) => Err(error),
+    }
+}
+
+/// Listens on all addresses, and logs it, because `address` is not the one at which other machines reach this one.
+fn listen_beyond(address: SocketAddr) -> io::Result<TcpListener> {
+    let listener = listen_on_all(address.port())?;
+    let listening = listener.local_addr()?;
+    tracing::warn!(name: "rendezvous.listens_everywhere", target: "symmalloc", %address, %listening);
+    Ok(listener)
+}
+
+/// Makes a listener nonblocking, with room for many connections.
+fn accept_many(listener: TcpListener) -> io::Result<TcpListener> {
     listener.set_nonblocking(true)?;
     // The standard library's backlog of 128 connections overflows if many ranks or strangers connect at once. A second call replaces it.
     listen(&listener, BACKLOG)?;
     Ok(listener)
 }
 
-/// Listens on a free port of all addresses of this machine, IPv4 and, where there is one, IPv6.
-pub(crate) fn listen_everywhere() -> Result<Listener, RendezvousError> {
-    let anywhere = |ip: IpAddr| SocketAddr::new(ip, 0);
-    let [v6, v4] = [anywhere(Ipv6Addr::UNSPECIFIED.into()), anywhere(Ipv4Addr::UNSPECIFIED.into())];
-    let refused = |error: io::Error| RendezvousError::Listen { address: v4, kind: error.kind() };
-    listen_at(v6).or_else(|_| listen_at(v4)).map(Listener::Network).map_err(refused)
+/// Listens on a port of all addresses of this machine, IPv4 and, where there is one, IPv6. The system chooses the port if it is 0.
+fn listen_on_all(port: u16) -> io::Result<TcpListener> {
+    let both = || {
+        let socket = socket_with(AddressFamily::INET6, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+        // Otherwise the sysctl `net.ipv6.bindv6only` decides.
+        set_ipv6_v6only(&socket, false)?;
+        // As the standard library does: connections of an earlier process may still occupy the port for a minute.
+        set_socket_reuseaddr(&socket, true)?;
+        bind(&socket, &SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), port))?;
+        Ok::<_, io::Error>(TcpListener::from(socket))
+    };
+    let listener = both().or_else(|_| TcpListener::bind(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), port)))?;
+    accept_many(listener)
 }
+
+/// Listens on a port of all addresses of this machine, which the system chooses.
+pub(crate) fn listen_everywhere() -> Result<Listener, RendezvousError> {
+    let address = SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), 0);
+    let refused = |error: io::Error| RendezvousError::Listen { address, kind: error.kind() };
+    listen_on_all(0).map(Listener::Network).map_err(refused)
+}
+
+/// Time after which a machine that does not answer is lost for a meeting.
+const UNREACHABLE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Number of names of a meeting: more than one, in case another user has taken the first.
 const NAMES: u32 = 32;
@@ -332,6 +389,29 @@ mod tests {
         for other in [names(8, 0, None), names(7, 1, None), hidden] {
             assert!(plain.iter().all(|name| !other.contains(name)));
         }
+    }
+
+    /// Regression test: with `net.ipv6.bindv6only=1`, a socket for all addresses accepted no IPv4. The setting belongs to a network namespace.
+    #[test]
+    fn all_addresses_include_ipv4_and_ipv6_whatever_the_system_sets() {
+        const BIND_V6_ONLY: &str = "/proc/sys/net/ipv6/bindv6only";
+        std::thread::spawn(|| {
+            // SAFETY: the call changes only the calling thread, which ends soon.
+            let is_own = unsafe { libc::unshare(libc::CLONE_NEWNET) } == 0;
+            // `lo` is down in a new namespace.
+            let is_up = is_own && std::process::Command::new("ip").args(["link", "set", "lo", "up"]).status().is_ok();
+            if !is_up || std::fs::write(BIND_V6_ONLY, "1").is_err() {
+                println!("skipped: only root can create network namespaces, with the program `ip`");
+                return;
+            }
+            let listener = listen_everywhere().expect("a port");
+            for ip in [IpAddr::from(Ipv4Addr::LOCALHOST), Ipv6Addr::LOCALHOST.into()] {
+                let address = SocketAddr::new(ip, listener.number() as u16);
+                TcpStream::connect(address).unwrap_or_else(|error| panic!("{address}: {error}"));
+            }
+        })
+        .join()
+        .expect("no panic");
     }
 
     #[test]

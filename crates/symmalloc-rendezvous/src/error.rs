@@ -86,11 +86,14 @@ pub enum RendezvousError {
     },
     /// Some ranks did not arrive before the first deadline of a rank that did. All ranks that arrived return this error.
     #[error(
-        "{} did not arrive within {waited:?}: look for errors of missing ranks{}", Ranks(&missing.iter().copied().collect()), Found(found)
+        "{}{} did not arrive within {waited:?}: look for errors of missing ranks{}",
+        Ranks(&missing.iter().copied().collect()), More(*more), Found(found)
     )]
     Missing {
-        /// The ranks, ascending.
+        /// The first 1,024 of these ranks, ascending.
         missing: Vec<u32>,
+        /// Number of further missing ranks.
+        more: u32,
         /// The reasons why missing ranks could not join, as far as rank 0 learned them, ascending by rank. Without a job secret, any process
         /// that can connect could have caused them.
         found: Vec<(u32, EndpointAnswer)>,
@@ -99,7 +102,8 @@ pub enum RendezvousError {
     },
     /// Rank 0 accepted this rank and then reported nothing until its deadline.
     #[error(
-        "rank 0 accepted this rank and then did not start the job within {waited:?}: it is stopped or overloaded. Look at rank 0"
+        "rank 0 accepted this rank and then did not start the job within {waited:?}: it is stopped, overloaded, or cannot be reached any more. \
+         Look at rank 0"
     )]
     NoOutcome {
         /// Time that this rank waited.
@@ -175,12 +179,6 @@ pub enum RendezvousError {
         /// Maximum memory of its keys and values.
         bytes_max: usize,
     },
-    /// The value of a key is no number, or the sum overflows.
-    #[error("the store cannot add to {key}: its value is not a number, or the sum exceeds 64 bits. Use another key")]
-    NoNumber {
-        /// The key.
-        key: String,
-    },
     /// No rank 0 of this job answered on the network in time. The other ranks return this error.
     #[error("rank 0 did not answer within {waited:?}. {}", Answers(.answers))]
     NoAnswer {
@@ -197,9 +195,9 @@ pub enum RendezvousError {
     },
     /// Rank 0 did not answer on a socket of this machine in time. The other ranks return this error.
     #[error(
-        "rank 0 did not answer on this machine within {waited:?}: it died, is late, or runs as another user or in another \
-         container{}. Run all ranks of a machine as one user; count each container as a machine in LOCAL_WORLD_SIZE, and set \
-         SYMMALLOC_RENDEZVOUS=host:port",
+        "rank 0 did not answer on this machine within {waited:?}: it died, is late, or runs as another user, in another container or, if \
+         MASTER_ADDR or SYMMALLOC_RENDEZVOUS is a loopback address, on another machine{}. Run all ranks of a machine as one user; count \
+         each container as a machine in LOCAL_WORLD_SIZE, and set SYMMALLOC_RENDEZVOUS=host:port",
         .foreign_user.map_or(String::new(), |user| format!(" (user {user} owns a socket with its name)"))
     )]
     NoLocalAnswer {
@@ -259,6 +257,15 @@ pub enum RendezvousError {
         /// The rank.
         rank: u32,
     },
+}
+
+/// The number of ranks that are not listed, as the rest of a list.
+struct More(u32);
+
+impl fmt::Display for More {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0 == 0 { Ok(()) } else { write!(f, " and {} more", self.0) }
+    }
 }
 
 /// The reasons of missing ranks, as the rest of a sentence.

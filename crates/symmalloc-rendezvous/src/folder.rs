@@ -3,8 +3,6 @@
 //! ```text
 //!  FOLDER/                      mode 0700, owned by this user; nobody else can write it or a folder above it
 //!    symmalloc%2fcard           the value of the key "symmalloc/card", written whole and renamed
-//!    count+000000000001         the sum after the first `add` to the key "count"
-//!    count+000000000002         the sum after the second one. A hard link creates it, which fails if it exists: on NFS, too
 //! ```
 //!
 //! A client of NFS keeps what it knows about a folder for seconds, also that a file does not exist. Listing the folder makes it ask the
@@ -12,16 +10,15 @@
 
 use crate::deadline::Deadline;
 use crate::error::RendezvousError;
-use crate::secret::random;
-use crate::store::{Store, VALUE_BYTES_MAX, check_lengths, sum_of};
+use crate::store::{Store, VALUE_BYTES_MAX, check_lengths};
 use rustix::fs::OFlags;
 use std::fmt::Write as _;
 use std::fs::{self, OpenOptions};
-use std::io::{self, Read, Write as _};
+use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
-use symmalloc_files::{Draft, PrivateFolderError, private_folder_at, write_whole};
+use symmalloc_files::{PrivateFolderError, private_folder_at, write_whole};
 
 /// A store of files in a shared folder.
 ///
@@ -98,7 +95,10 @@ impl FolderStore {
                 Err(RendezvousError::TooLong { key_bytes: name.len(), value_bytes: count })
             }
             Ok(_) => Ok(Some(bytes)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            // On NFS, a file that is replaced while it is read is stale.
+            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::StaleNetworkFileHandle) => {
+                Ok(None)
+            }
             Err(error) => Err(self.failed(&path, &error)),
         }
     }
@@ -119,36 +119,6 @@ impl Store for FolderStore {
         let name = file_name(key);
         if self.names()?.contains(&name) { self.read(&name) } else { Ok(None) }
     }
-
-    fn add(&self, key: &str, amount: i64, deadline: &Deadline) -> Result<i64, RendezvousError> {
-        check_lengths(key, &[])?;
-        let prefix = format!("{}+", file_name(key));
-        loop {
-            let names = self.names()?;
-            let number = |name: &String| name.strip_prefix(&prefix)?.parse::<u64>().ok();
-            let last = names.iter().filter_map(number).max().unwrap_or(0);
-            let before = if last == 0 { None } else { self.read(&format!("{prefix}{last:012}"))? };
-            let sum = sum_of(key, before.as_deref(), amount)?;
-            let path = self.folder.join(format!("{prefix}{:012}", last + 1));
-            match create_whole(&path, sum.to_string().as_bytes()) {
-                Ok(()) => return Ok(sum),
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists && !deadline.is_over() => {}
-                Err(error) => return Err(self.failed(&path, &error)),
-            }
-        }
-    }
-}
-
-/// Creates a file with its content at once. Fails with `AlreadyExists` if it exists.
-fn create_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let suffix = random::<8>().map_err(|_| io::ErrorKind::Other)?;
-    let draft_path = path.with_extension(format!("{:016x}", u64::from_le_bytes(suffix)));
-    let mut draft = Draft::private(&draft_path)?;
-    draft.write_all(bytes)?;
-    draft.finish()?;
-    let linked = fs::hard_link(&draft_path, path);
-    fs::remove_file(&draft_path)?;
-    linked
 }
 
 /// Returns the name of the file of a key, in which characters other than letters, digits, `-` and `_` are numbers.

@@ -281,9 +281,9 @@ mod tests {
     #[test]
     fn messages_have_the_documented_layout() {
         assert_eq!([HELLO_BYTES, HEAD_BYTES, TAIL_BYTES, JOIN_BYTES], [65, 9, 160, 9]);
-        let expected = b"symmncc5\x02\x01\0\0\0\0\0\0\x03\0\0\0\x02\0\0\0\x04\0\0\0\0\0\0\0\x01";
+        let expected = b"symmncc6\x02\x01\0\0\0\0\0\0\x03\0\0\0\x02\0\0\0\x04\0\0\0\0\0\0\0\x01";
         assert_eq!(HELLO.bytes()[..], [&expected[..], &[9; NONCE_BYTES]].concat());
-        assert_eq!(Verdict::Challenge.head(), *b"symmncc5\x03");
+        assert_eq!(Verdict::Challenge.head(), *b"symmncc6\x03");
         assert_eq!(join_bytes(Duration::from_millis(0x0102)), *b"\x01\x02\x01\0\0\0\0\0\0");
     }
 
@@ -303,8 +303,8 @@ mod tests {
     #[test]
     fn another_version_is_distinguished_from_another_protocol() {
         let mut hello = HELLO.bytes();
-        hello[7] = b'6';
-        assert_eq!(Hello::from_bytes(&hello), Err(DecodeError::OtherVersion { version: 6 }));
+        hello[7] = b'7';
+        assert_eq!(Hello::from_bytes(&hello), Err(DecodeError::OtherVersion { version: 7 }));
         hello[0] = b'S';
         assert_eq!(Hello::from_bytes(&hello), Err(DecodeError::Foreign));
         let mut head = Verdict::Welcome.head();

@@ -145,6 +145,8 @@ const SLURM: Variables = Variables {
 };
 /// The index of a Slurm process's machine in the step.
 const SLURM_NODE: &str = "SLURM_NODEID";
+/// Set in a step with a terminal: `srun --pty`, and the shell that salloc starts.
+const SLURM_PTY: &str = "SLURM_PTY_PORT";
 
 impl Launch {
     /// Reads this process's environment.
@@ -218,9 +220,10 @@ impl Variables {
             }
         }
         let mut job: Vec<String> = self.job.iter().filter_map(|name| variable(name)).collect();
-        if launcher == Launcher::Mvapich && !["PMI_JOBID", "SLURM_STEP_ID"].into_iter().any(|it| variable(it).is_some())
-        {
-            // All jobs of one allocation have its SLURM_JOB_ID.
+        let is_set = |name| variable(name).is_some();
+        // All jobs of one allocation have its SLURM_JOB_ID, and all that are started in the shell of one `srun --pty` its SLURM_STEP_ID.
+        let is_step = is_set("SLURM_STEP_ID") && !is_set(SLURM_PTY);
+        if launcher == Launcher::Mvapich && !is_set("PMI_JOBID") && !is_step {
             job.clear();
         }
         Ok(Launch { rank, ranks, local_rank, local_ranks, launcher, job: job.join(".") })
@@ -335,6 +338,10 @@ mod tests {
         assert_eq!((start.launcher, start.job.as_str()), (Launcher::Mvapich, ""), "two jobs of one allocation");
         variables.push(("SLURM_STEP_ID", "3"));
         assert_eq!(launch(&variables).expect("complete").job, "77.3");
+        variables.push(("SLURM_PTY_PORT", "40123"));
+        assert_eq!(launch(&variables).expect("complete").job, "", "two jobs in one `srun --pty bash`");
+        variables.push(("PMI_JOBID", "kvs_9"));
+        assert_eq!(launch(&variables).expect("complete").job, "kvs_9.77.3");
     }
 
     #[test]

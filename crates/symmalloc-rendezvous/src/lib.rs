@@ -4,7 +4,7 @@
 //!
 //! ```text
 //!  Launch   rank, number of ranks, launcher      from the variables of torchrun, mpirun, mpiexec, srun
-//!  Store    set, get, wait, add                  the launcher's store, a folder that all machines share, or a server in rank 0's process
+//!  Store    set, get, wait                       the launcher's store, a folder that all machines share, or a server in rank 0's process
 //!  Met      the same 128 bytes on all ranks      from rank 0, and a connection between rank 0 and each other rank
 //! ```
 //!
@@ -59,6 +59,7 @@ mod endpoint;
 mod error;
 mod folder;
 mod handshake;
+mod idle;
 mod interfaces;
 mod launch;
 mod meeting;

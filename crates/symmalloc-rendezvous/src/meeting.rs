@@ -8,16 +8,20 @@
 //! ```
 //!
 //! Every rank that arrived learns the same outcome, because rank 0 decides it alone: at the first deadline of a rank that has arrived, its own
-//! included. A rank that ends before is no longer there; a new process may take its place until then. Rank 0 then names the missing ranks and
+//! included. A rank that ends before, or whose machine does not answer for five seconds, is no longer there. A new process may take its place
+//! until then. Rank 0 then names the missing ranks and
 //! what they noted.
 //!
 //! A store can have values of an earlier run. A card counts only if the rank 0 behind it knows its token, and a failed meeting is reported
 //! only if no other card appears before the deadline.
 
 use crate::admission::{Admission, Admitted};
-use crate::card::{Card, ENDPOINTS_MAX, Outcome, Token, answer_of_note, note};
-use crate::deadline::Deadline;
-use crate::endpoint::{Endpoint, Listener, LocalName, hash, listen_everywhere, read_until, wait_for_any};
+use crate::card::{Card, ENDPOINTS_MAX, MISSING_MAX, Outcome, Token, answer_of_note, note};
+use crate::deadline::{Deadline, Pauses};
+use crate::endpoint::{
+    Endpoint, Listener, LocalName, end_if_unreachable, hash, listen_everywhere, read_until, stay_if_unreachable,
+    wait_for_any,
+};
 use crate::error::{EndpointAnswer, RendezvousError};
 use crate::handshake::{Shared, Terms};
 use crate::interfaces::own_addresses;
@@ -118,8 +122,7 @@ impl Meeting {
             let id = create()?;
             return Ok(Met { id, connections: self.host(store, reach, id, deadline)? });
         }
-        let identity = Identity { rank, session: u64::from_le_bytes(random()?), deadline: *deadline };
-        let (id, connection) = self.join(store, identity)?;
+        let (id, connection) = self.join(store, Identity::new(rank, deadline)?)?;
         Ok(Met { id, connections: vec![(0, connection)] })
     }
 
@@ -185,7 +188,8 @@ impl Meeting {
             listeners.iter().for_each(|listener| admission.accept(listener));
             for Admitted { rank, session, left, connection } in admitted {
                 // Two processes that were welcome at the same time: the later one is refused when it tries again.
-                if arrived.get(&rank).is_none_or(|it| it.session == session) {
+                let is_first = arrived.get(&rank).is_none_or(|it| it.session == session);
+                if is_first && end_if_unreachable(&connection).is_ok() {
                     // The rank states the time, so it can be too long for the clock.
                     let end = Instant::now() + Deadline::after(left).left();
                     arrived.insert(rank, Arrival { session, end, connection });
@@ -203,8 +207,10 @@ impl Meeting {
         arrived: BTreeMap<u32, Arrival>,
         waited: Duration,
     ) -> Result<Vec<(u32, Connection)>, RendezvousError> {
-        let missing: Vec<u32> = (1..self.ranks).filter(|rank| !arrived.contains_key(rank)).collect();
-        let outcome = Outcome::Missing { found: self.found(store, &missing, &card.token), missing, waited };
+        let mut absent = (1..self.ranks).filter(|rank| !arrived.contains_key(rank));
+        let missing: Vec<u32> = absent.by_ref().take(MISSING_MAX).collect();
+        let more = absent.count() as u32;
+        let outcome = Outcome::Missing { found: self.found(store, &missing, &card.token), missing, more, waited };
         drop(tell(arrived, &outcome));
         // Ranks that come later report it. Without it, they report that nobody answers.
         card.outcome = Some(outcome.clone());
@@ -225,7 +231,7 @@ impl Meeting {
     /// Joins rank 0, as another rank, and waits for the outcome. Returns what rank 0 shares and the connection to it.
     pub(crate) fn join(&self, store: &dyn Store, identity: Identity) -> Result<(Shared, Connection), RendezvousError> {
         let deadline = identity.deadline;
-        let ([mut round, round_max], [mut pause, pause_max]) = (ROUND, PAUSE);
+        let (mut rounds, mut pauses) = (Pauses::new(ROUND), Pauses::new(PAUSE));
         let mut notes = Notes { store, key: Self::note_key(self.job, identity.rank), is_noted: false };
         // What this rank reports at its deadline, if no other card appears.
         let mut last: Option<RendezvousError> = None;
@@ -237,7 +243,7 @@ impl Meeting {
             match Card::from_bytes(&card, self.ranks) {
                 Ok(Card { outcome: Some(outcome), .. }) => last = outcome.result().err(),
                 Ok(Card { token, endpoints, outcome: None }) => {
-                    match search(&self.terms(&token), &endpoints, identity, &deadline.at_most(round)) {
+                    match search(&self.terms(&token), &endpoints, identity, &deadline.at_most(rounds.advance())) {
                         Ok((shared, connection)) => {
                             notes.clear();
                             if let Some(connection) = self.outcome(connection, &deadline)? {
@@ -262,15 +268,19 @@ impl Meeting {
                 let (key, waited) = (self.card_key(), deadline.waited());
                 return Err(last.unwrap_or(RendezvousError::KeyMissing { key, waited }));
             }
-            std::thread::sleep(pause.min(deadline.left()));
-            (round, pause) = ((round * 2).min(round_max), (pause * 2).min(pause_max));
+            pauses.wait(&deadline);
         }
     }
 
     /// Waits for the outcome. Returns the connection if all ranks have arrived, and `None` if rank 0 has ended.
     fn outcome(&self, mut connection: Connection, deadline: &Deadline) -> Result<Option<Connection>, RendezvousError> {
         let end = Instant::now() + deadline.left() + GRACE;
-        match Outcome::read(self.ranks, |bytes| read_until(&mut connection, bytes, end)) {
+        let mut outcome = || {
+            end_if_unreachable(&connection)?;
+            let outcome = Outcome::read(self.ranks, |bytes| read_until(&mut connection, bytes, end))?;
+            stay_if_unreachable(&connection).map(|()| outcome)
+        };
+        match outcome() {
             Ok(outcome) => outcome.result().map(|()| Some(connection)),
             Err(_) if Instant::now() < end => Ok(None),
             Err(_) => Err(RendezvousError::NoOutcome { waited: deadline.waited() }),
@@ -329,7 +339,7 @@ fn tell(arrived: BTreeMap<u32, Arrival>, outcome: &Outcome) -> Vec<(u32, Connect
     let bytes = outcome.bytes();
     let tell = |(rank, Arrival { mut connection, .. })| {
         // A rank that has ended in this moment is found by the watchdog. The bytes fit into the socket's buffer, which is empty.
-        let _told = connection.write_all(&bytes);
+        let _told = connection.write_all(&bytes).and_then(|()| stay_if_unreachable(&connection));
         (rank, connection)
     };
     arrived.into_iter().map(tell).collect()

@@ -1,7 +1,7 @@
 //! The own store: a server in rank 0's process, and its clients. The fallback where the launcher runs no store.
 //!
 //! ```text
-//!  client: 1 byte operation, 2 bytes length of the key, 4 bytes length of the value or of the amount; key; value
+//!  client: 1 byte operation, 2 bytes length of the key, 4 bytes length of the value; key; value
 //!  server: 1 byte status, 4 bytes length of the value; value
 //! ```
 //!
@@ -13,6 +13,7 @@ use crate::deadline::Deadline;
 use crate::endpoint::{Endpoint, Listener, read_until, wait_for_any, write_until};
 use crate::error::{EndpointAnswer, RendezvousError};
 use crate::handshake::{SHARED_BYTES, Terms};
+use crate::idle::Idle;
 use crate::search::{Identity, search};
 use crate::store::{KEY_BYTES_MAX, STORE_BYTES_MAX, Store, VALUE_BYTES_MAX, Values, check_lengths};
 use rustix::event::{EventfdFlags, eventfd};
@@ -20,7 +21,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use symmalloc_watchdog::{Connection, threads};
 use zerocopy::little_endian::{U16, U32};
@@ -28,21 +29,16 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligne
 
 const SET: u8 = 1;
 const GET: u8 = 2;
-const ADD: u8 = 3;
 
 /// The request was carried out, and the value follows.
 const PRESENT: u8 = 0;
 /// The key is not set.
 const ABSENT: u8 = 1;
-/// The store is full, or the value is no number.
-const REJECTED: u8 = 2;
+/// The store is full.
+const FULL: u8 = 2;
 
 /// Interval at which the server checks whether to stop, if nothing wakes it.
 const STOP_LIMIT: Duration = Duration::from_millis(20);
-/// Longest time for a reply of the server, which answers at once unless its process is stopped.
-const REPLY_LIMIT: Duration = Duration::from_secs(5);
-/// First and longest pause before a client replaces a lost connection.
-const PAUSE: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(500)];
 /// Maximum number of clients for each rank. A rank has one for each request at a time, and another for a moment if it
 /// reconnects.
 const CLIENTS_PER_RANK: usize = 4;
@@ -140,10 +136,6 @@ impl Store for ServedStore {
     fn get(&self, key: &str, deadline: &Deadline) -> Result<Option<Vec<u8>>, RendezvousError> {
         self.values.get(key, deadline)
     }
-
-    fn add(&self, key: &str, amount: i64, deadline: &Deadline) -> Result<i64, RendezvousError> {
-        self.values.add(key, amount, deadline)
-    }
 }
 
 /// A client, as the server sees it.
@@ -190,13 +182,9 @@ fn answer(values: &Values, operation: u8, key: &str, value: &[u8]) -> io::Result
     let done = match operation {
         SET => values.set(key, value, &now).map(|()| (PRESENT, Vec::new())),
         GET => values.get(key, &now).map(|value| value.map_or((ABSENT, Vec::new()), |value| (PRESENT, value))),
-        ADD => {
-            let amount = i64::from_le_bytes(value.try_into().map_err(|_| io::ErrorKind::InvalidData)?);
-            values.add(key, amount, &now).map(|sum| (PRESENT, sum.to_le_bytes().to_vec()))
-        }
         _ => return Err(io::ErrorKind::InvalidData.into()),
     };
-    Ok(done.unwrap_or((REJECTED, Vec::new())))
+    Ok(done.unwrap_or((FULL, Vec::new())))
 }
 
 /// The side of the other ranks.
@@ -204,14 +192,13 @@ pub(crate) struct RemoteStore {
     terms: Terms,
     endpoints: Vec<Endpoint>,
     identity: Identity,
-    /// A connection without an open request, if there is one. A thread takes it for its request, so that no other one waits for it.
-    idle: Mutex<Option<Connection>>,
+    idle: Idle,
 }
 
 impl RemoteStore {
     /// Creates a client, which connects when it is used first.
     pub(crate) fn new(terms: Terms, endpoints: Vec<Endpoint>, identity: Identity) -> Self {
-        RemoteStore { terms, endpoints, identity, idle: Mutex::new(None) }
+        RemoteStore { terms, endpoints, identity, idle: Idle::default() }
     }
 
     fn request(
@@ -225,29 +212,16 @@ impl RemoteStore {
         let head =
             RequestHead { operation, key_bytes: (key.len() as u16).into(), value_bytes: (value.len() as u32).into() };
         let request = [head.as_bytes(), key.as_bytes(), value].concat();
-        let [mut pause, longest] = PAUSE;
-        loop {
-            let idle = self.idle().take();
-            let mut connection = idle.map_or_else(|| self.connect(deadline), Ok)?;
-            let end = Instant::now() + deadline.left().min(REPLY_LIMIT);
-            if let Ok(reply) = exchange(&mut connection, &request, end) {
-                *self.idle() = Some(connection);
-                return Ok(reply);
-            }
-            if deadline.is_over() {
-                let waited = deadline.waited();
-                return Err(match operation {
-                    GET => RendezvousError::KeyMissing { key: key.to_owned(), waited },
-                    _ => RendezvousError::NoOutcome { waited },
-                });
-            }
-            std::thread::sleep(pause.min(deadline.left()));
-            pause = (pause * 2).min(longest);
-        }
-    }
-
-    fn idle(&self) -> MutexGuard<'_, Option<Connection>> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+        let reply = self.idle.request(
+            deadline,
+            || self.connect(deadline),
+            |connection, end| exchange(connection, &request, end),
+        )?;
+        let waited = deadline.waited();
+        reply.map_err(|_| match operation {
+            GET => RendezvousError::KeyMissing { key: key.to_owned(), waited },
+            _ => RendezvousError::NoOutcome { waited },
+        })
     }
 
     fn connect(&self, deadline: &Deadline) -> Result<Connection, RendezvousError> {
@@ -281,11 +255,5 @@ impl Store for RemoteStore {
     fn get(&self, key: &str, deadline: &Deadline) -> Result<Option<Vec<u8>>, RendezvousError> {
         let (status, value) = self.request(GET, key, &[], deadline)?;
         Ok((status == PRESENT).then_some(value))
-    }
-
-    fn add(&self, key: &str, amount: i64, deadline: &Deadline) -> Result<i64, RendezvousError> {
-        let (status, sum) = self.request(ADD, key, &amount.to_le_bytes(), deadline)?;
-        let sum = sum.try_into().ok().filter(|_| status == PRESENT).map(i64::from_le_bytes);
-        sum.ok_or_else(|| RendezvousError::NoNumber { key: key.to_owned() })
     }
 }

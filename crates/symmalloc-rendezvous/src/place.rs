@@ -10,10 +10,9 @@ use crate::launch::{Launch, Launcher};
 use crate::meeting::{Meeting, Met, Reach};
 use crate::own::{RemoteStore, ServedStore};
 use crate::search::Identity;
-use crate::secret::random;
 use crate::torch_store::TorchStore;
 use std::ffi::OsString;
-use std::net::{SocketAddr, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::path::{Path, PathBuf};
 
 /// The environment variable with the address of the rendezvous.
@@ -72,7 +71,7 @@ impl Place {
                 return Ok(Place::Torch { host, port });
             }
             let first = resolve((host.as_str(), port), MASTER_ADDRESS_VARIABLE, &host)?;
-            if is_of_this_machine(&first, is_one_machine) {
+            if is_of_this_machine(&host, &first, is_one_machine) {
                 return Ok(Place::Own(EndpointList::on_this_machine(port, meeting)));
             }
             if is_served {
@@ -117,7 +116,8 @@ impl Place {
             return Ok(Place::Folder(folder_of(Path::new(value), meeting)));
         }
         let addresses = resolve(value, variable, value)?;
-        if is_of_this_machine(&addresses, is_one_machine) {
+        let host = value.rsplit_once(':').map_or(value, |(host, _)| host);
+        if is_of_this_machine(host, &addresses, is_one_machine) {
             return Ok(Place::Own(EndpointList::on_this_machine(addresses[0].port(), meeting)));
         }
         Ok(Place::Own(EndpointList { endpoints: addresses.into_iter().map(Endpoint::Network).collect() }))
@@ -139,7 +139,7 @@ impl Place {
                 meeting.hold(&store, &list.reach(), rank, create, deadline)
             }
             Place::Own(list) => {
-                let identity = Identity { rank, session: u64::from_le_bytes(random()?), deadline: *deadline };
+                let identity = Identity::new(rank, deadline)?;
                 let store = RemoteStore::new(meeting.store_terms(), list.endpoints.clone(), identity);
                 meeting.hold(&store, &list.reach(), rank, create, deadline)
             }
@@ -196,7 +196,7 @@ impl EndpointList {
     pub(crate) fn listen(&self) -> Result<Listener, RendezvousError> {
         let mut refusal = None;
         for endpoint in &self.endpoints {
-            match endpoint.listen() {
+            match endpoint.listen_for_others() {
                 Ok(listener) => return Ok(listener),
                 Err(error) => refusal = Some(error),
             }
@@ -206,16 +206,26 @@ impl EndpointList {
 
     /// Returns from where rank 0 must be reachable, if its store is at these endpoints.
     fn reach(&self) -> Reach {
-        let toward: Vec<SocketAddr> = self.endpoints.iter().filter_map(Endpoint::address).collect();
-        let named = toward.iter().map(SocketAddr::ip).collect();
-        if toward.is_empty() { Reach::Machine } else { Reach::Network { toward, named } }
+        let addresses: Vec<SocketAddr> = self.endpoints.iter().filter_map(Endpoint::address).collect();
+        if addresses.is_empty() {
+            return Reach::Machine;
+        }
+        // Other machines cannot reach a loopback address.
+        let toward: Vec<SocketAddr> = addresses.into_iter().filter(|address| !address.ip().is_loopback()).collect();
+        Reach::Network { named: toward.iter().map(SocketAddr::ip).collect(), toward }
     }
 }
 
-/// Returns `true` if the addresses refer to this machine: loopback addresses do, and so do its own if all ranks are on one machine.
-fn is_of_this_machine(addresses: &[SocketAddr], is_one_machine: bool) -> bool {
+/// Returns `true` if the host, with these addresses, means this machine on every rank: a loopback address does, and so does an own address if
+/// all ranks are on one machine.
+///
+/// A host name does not, even if it has only loopback addresses here: Debian resolves the machine's own name to 127.0.1.1, and other machines
+/// resolve it to an address on the network.
+fn is_of_this_machine(host: &str, addresses: &[SocketAddr], is_one_machine: bool) -> bool {
     let is_own = |address: &SocketAddr| UdpSocket::bind(SocketAddr::new(address.ip(), 0)).is_ok();
-    addresses.iter().all(|address| address.ip().is_loopback()) || is_one_machine && addresses.iter().any(is_own)
+    let is_address = host.trim_matches(['[', ']']).parse::<IpAddr>().is_ok();
+    let is_loopback = addresses.iter().all(|address| address.ip().is_loopback());
+    is_loopback && (is_address || host == "localhost") || is_one_machine && addresses.iter().any(is_own)
 }
 
 fn resolve(
@@ -306,6 +316,21 @@ mod tests {
         assert_eq!(ports(&place(&two_machines, &named).expect("an address")), [4000]);
         let launcher = Launcher::Torchrun;
         assert_eq!(place(&two_machines, &[]), Err(RendezvousError::NoAddress { launcher }));
+    }
+
+    #[test]
+    fn a_machines_own_name_is_not_a_loopback_address_on_other_machines() {
+        let addresses =
+            |texts: &[&str]| -> Vec<SocketAddr> { texts.iter().map(|it| it.parse().expect("an address")).collect() };
+        let debian = addresses(&["127.0.1.1:29500"]);
+        assert!(!is_of_this_machine("node7", &debian, false));
+        assert!(is_of_this_machine("node7", &debian, true), "all ranks are on one machine");
+        assert!(is_of_this_machine("127.0.1.1", &debian, false) && is_of_this_machine("localhost", &debian, false));
+        assert!(is_of_this_machine("[::1]", &addresses(&["[::1]:29500"]), false));
+        let list = EndpointList { endpoints: vec![Endpoint::Network(([127, 0, 1, 1], 0).into())] };
+        let Ok(Listener::Network(listener)) = list.listen() else { panic!("a network address") };
+        assert!(listener.local_addr().expect("bound").ip().is_unspecified());
+        assert_eq!(list.reach(), Reach::Network { toward: Vec::new(), named: Vec::new() });
     }
 
     #[test]

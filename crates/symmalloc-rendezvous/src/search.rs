@@ -14,7 +14,7 @@
 //! another address until the deadline. The error then contains the answer of each address.
 
 use crate::admission::HANDSHAKE_LIMIT;
-use crate::deadline::Deadline;
+use crate::deadline::{Deadline, Pauses};
 use crate::endpoint::{ConnectError, Endpoint, read_until, write_until};
 use crate::error::{EndpointAnswer, RendezvousError};
 use crate::handshake::{
@@ -31,11 +31,9 @@ use std::time::{Duration, Instant};
 use symmalloc_watchdog::{Connection, threads};
 use zerocopy::{FromZeros, IntoBytes};
 
-/// Shortest pause between two attempts, because each attempt sends a packet.
-const PAUSE_MIN: Duration = Duration::from_millis(10);
-
-/// Longest pause between two attempts. A thousand ranks without the secret must not occupy rank 0 until their deadlines.
-const PAUSE_MAX: Duration = Duration::from_millis(250);
+/// First and longest pause between two attempts: each sends a packet, and a thousand ranks without the secret must not occupy rank 0 until
+/// their deadlines.
+const PAUSE: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(250)];
 
 /// Time limit for an attempt if a thread tries several endpoints in turn, which another process of this user may occupy.
 const TURN_LIMIT: Duration = Duration::from_secs(1);
@@ -51,6 +49,13 @@ pub(crate) struct Identity {
     pub(crate) session: u64,
     /// Until when the process waits for the other ranks.
     pub(crate) deadline: Deadline,
+}
+
+impl Identity {
+    /// Returns a new identity of this process.
+    pub(crate) fn new(rank: u32, deadline: &Deadline) -> Result<Self, RendezvousError> {
+        Ok(Identity { rank, session: u64::from_le_bytes(random()?), deadline: *deadline })
+    }
 }
 
 /// The reason a search did not find rank 0.
@@ -183,15 +188,14 @@ impl Search {
     /// Tries these endpoints until the search ends.
     fn try_in_turn(&self, endpoints: &[Endpoint]) {
         let limit = if endpoints.len() > 1 { TURN_LIMIT } else { HANDSHAKE_LIMIT };
-        let begun = Instant::now();
+        let mut pauses = Pauses::new(PAUSE);
         loop {
             for endpoint in endpoints {
                 if self.try_once(endpoint, limit) {
                     return;
                 }
             }
-            // Pauses for an eighth of the elapsed time, so long waits make few attempts.
-            std::thread::sleep((begun.elapsed() / 8).clamp(PAUSE_MIN, PAUSE_MAX));
+            pauses.wait(&self.identity.deadline);
         }
     }
 

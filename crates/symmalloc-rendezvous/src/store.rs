@@ -8,7 +8,7 @@
 //!
 //! A meeting stores little: one card of rank 0, and a note of each rank that cannot reach it. Values are at most [`VALUE_BYTES_MAX`] long.
 
-use crate::deadline::Deadline;
+use crate::deadline::{Deadline, Pauses};
 use crate::error::RendezvousError;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -23,15 +23,15 @@ pub(crate) const STORE_BYTES_MAX: usize = 16 << 20;
 /// Memory that an own store counts for each key, in addition to its bytes and those of its value.
 const KEY_OVERHEAD_BYTES: usize = 128;
 
-/// First pause between two reads of a key that does not exist yet.
-const PAUSE_MIN: Duration = Duration::from_millis(1);
-/// Longest pause between two reads of a key that does not exist yet.
-const PAUSE_MAX: Duration = Duration::from_millis(100);
+/// First and longest pause between two reads of a key that does not exist yet.
+const PAUSE: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(100)];
 
 /// A store of keys and values that all ranks of a job can reach.
 ///
-/// Keys are at most 256 bytes of text and values at most 64 KiB. Every call ends at its deadline. The value of a key that is both
-/// [set](Self::set) and [added](Self::add) to depends on the implementation: use a key for one of them.
+/// Keys are at most 256 bytes of text and values at most 64 KiB. Every call ends at its deadline.
+///
+/// There is no counter. Rank 0 counts the ranks by their connections, which end with their processes. A counter in a store would count a
+/// rank that ended, and would count twice a rank that restarted or whose connection was lost during the call.
 ///
 /// A process that can write to the store can prevent the ranks from meeting. With a job secret, a process without it cannot take a rank's
 /// place.
@@ -47,7 +47,6 @@ const PAUSE_MAX: Duration = Duration::from_millis(100);
 /// assert_eq!(store.get("color", &deadline)?, None);
 /// store.set("color", b"blue", &deadline)?;
 /// assert_eq!(store.wait("color", &deadline)?, b"blue");
-/// assert_eq!((store.add("count", 2, &deadline)?, store.add("count", -1, &deadline)?), (2, 1));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub trait Store: Send + Sync {
@@ -63,19 +62,12 @@ pub trait Store: Send + Sync {
     /// Returns an error if the store cannot be reached before the deadline.
     fn get(&self, key: &str, deadline: &Deadline) -> Result<Option<Vec<u8>>, RendezvousError>;
 
-    /// Adds `amount` to the number of a key, which starts at 0, and returns the sum. Concurrent calls do not lose amounts. If
-    /// the connection to the store is lost during the call, the amount may be added twice.
-    ///
-    /// # Errors
-    /// Returns an error if the store cannot be reached before the deadline, the value is no number, or the sum overflows.
-    fn add(&self, key: &str, amount: i64, deadline: &Deadline) -> Result<i64, RendezvousError>;
-
     /// Waits until a key is set, and returns its value.
     ///
     /// # Errors
     /// Returns [`RendezvousError::KeyMissing`] at the deadline, and the errors of [`get`](Self::get).
     fn wait(&self, key: &str, deadline: &Deadline) -> Result<Vec<u8>, RendezvousError> {
-        let mut pause = PAUSE_MIN;
+        let mut pauses = Pauses::new(PAUSE);
         loop {
             if let Some(value) = self.get(key, deadline)? {
                 return Ok(value);
@@ -83,8 +75,7 @@ pub trait Store: Send + Sync {
             if deadline.is_over() {
                 return Err(RendezvousError::KeyMissing { key: key.to_owned(), waited: deadline.waited() });
             }
-            std::thread::sleep(pause.min(deadline.left()));
-            pause = (pause * 2).min(PAUSE_MAX);
+            pauses.wait(deadline);
         }
     }
 }
@@ -126,13 +117,6 @@ impl Store for Values {
     fn get(&self, key: &str, _: &Deadline) -> Result<Option<Vec<u8>>, RendezvousError> {
         Ok(self.held().values.get(key).cloned())
     }
-
-    fn add(&self, key: &str, amount: i64, _: &Deadline) -> Result<i64, RendezvousError> {
-        let mut held = self.held();
-        let sum = sum_of(key, held.values.get(key).map(Vec::as_slice), amount)?;
-        held.insert(key, sum.to_string().as_bytes())?;
-        Ok(sum)
-    }
 }
 
 impl Held {
@@ -147,14 +131,4 @@ impl Held {
         self.bytes = bytes;
         Ok(())
     }
-}
-
-/// Returns the sum of a decimal number, 0 if there is none, and an amount.
-pub(crate) fn sum_of(key: &str, before: Option<&[u8]>, amount: i64) -> Result<i64, RendezvousError> {
-    let before = match before {
-        Some(value) => std::str::from_utf8(value).ok().and_then(|text| text.parse().ok()),
-        None => Some(0_i64),
-    };
-    let sum = before.and_then(|before| before.checked_add(amount));
-    sum.ok_or_else(|| RendezvousError::NoNumber { key: key.to_owned() })
 }

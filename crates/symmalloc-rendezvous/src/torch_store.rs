@@ -4,34 +4,32 @@
 //!  connect   ── 0 magic(4) ── 13 nonce(4) ──►   ◄── nonce(4)                 both backends of the server, since PyTorch 2.2
 //!  set       ── 1 key value ───────────────►   no reply
 //!  get       ── 3 key ─────────────────────►   ◄── value
-//!  add       ── 4 key amount(8) ───────────►   ◄── sum(8)
 //!  check     ── 5 count(8) keys ───────────►   ◄── 0: all are set, 1: not all
 //!  wait      ── 6 count(8) keys ───────────►   ◄── 0, once all are set
 //! ```
 //!
 //! A key, and a value, is its length in 8 bytes and then its bytes. Integers have the order of the server's machine, which is little-endian
-//! on all machines with an NVIDIA GPU. A sum is stored as decimal text. Like PyTorch's own client, this one puts `/` before each key, so a
+//! on all machines with an NVIDIA GPU. Like PyTorch's own client, this one puts `/` before each key, so a
 //! Python program reads the same keys.
 //!
 //! The protocol has no authentication: any process that can connect to the port can read and write all keys. It has no version either. The
 //! ping tells a store from another program.
 
-use crate::deadline::Deadline;
+use crate::deadline::{Deadline, Pauses};
 use crate::endpoint::{read_until, write_until};
 use crate::error::RendezvousError;
+use crate::idle::{Idle, PAUSE};
 use crate::secret::random;
 use crate::store::{Store, VALUE_BYTES_MAX, check_lengths};
 use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use symmalloc_watchdog::Connection;
 
 const VALIDATE: u8 = 0;
 const SET: u8 = 1;
 const GET: u8 = 3;
-const ADD: u8 = 4;
 const CHECK: u8 = 5;
 const WAIT: u8 = 6;
 const PING: u8 = 13;
@@ -43,10 +41,6 @@ const MAGIC: u32 = 0x3C85_F7CE;
 const CONNECT_LIMIT: Duration = Duration::from_secs(2);
 /// Longest time in which a server that runs answers a ping.
 const PING_LIMIT: Duration = Duration::from_secs(5);
-/// Longest time for a reply to a request that does not wait for a key. A firewall may have dropped an idle connection.
-const REPLY_LIMIT: Duration = Duration::from_secs(5);
-/// First and longest pause between two rounds over all addresses, and before a lost connection is replaced.
-const PAUSE: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(500)];
 /// Time after which a wait for a key is repeated. It bounds the wait for a server that is gone without a trace.
 const WAIT_LIMIT: Duration = Duration::from_secs(30);
 
@@ -67,8 +61,7 @@ const WAIT_LIMIT: Duration = Duration::from_secs(30);
 pub struct TorchStore {
     host: String,
     port: u16,
-    /// A connection without an open request, if there is one. A thread takes it for its request, so that no other one waits for it.
-    idle: Mutex<Option<Connection>>,
+    idle: Idle,
 }
 
 impl fmt::Debug for TorchStore {
@@ -83,28 +76,20 @@ impl TorchStore {
     /// # Errors
     /// Returns an error if no address of the host accepts a connection before the deadline, or another program answers there.
     pub fn connect(host: &str, port: u16, deadline: &Deadline) -> Result<Self, RendezvousError> {
-        let store = TorchStore { host: host.to_owned(), port, idle: Mutex::new(None) };
-        let connection = store.open(deadline)?;
-        *store.idle() = Some(connection);
+        let store = TorchStore { host: host.to_owned(), port, idle: Idle::default() };
+        store.idle.keep(store.open(deadline)?);
         Ok(store)
     }
 
     /// Returns the network address of the server that this client uses, or `None` while its connection is lost or in use.
     pub(crate) fn peer(&self) -> Option<SocketAddr> {
-        match self.idle().as_ref()? {
+        let connection = self.idle.take()?;
+        let peer = match &connection {
             Connection::Tcp(stream) => stream.peer_addr().ok(),
             _ => None,
-        }
-    }
-
-    fn idle(&self) -> MutexGuard<'_, Option<Connection>> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Takes the idle connection, or opens a new one.
-    fn take_or_open(&self, deadline: &Deadline) -> Result<Connection, RendezvousError> {
-        let idle = self.idle().take();
-        idle.map_or_else(|| self.open(deadline), Ok)
+        };
+        self.idle.keep(connection);
+        peer
     }
 
     fn address(&self) -> String {
@@ -116,7 +101,7 @@ impl TorchStore {
     }
 
     fn open(&self, deadline: &Deadline) -> Result<Connection, RendezvousError> {
-        let [mut pause, longest] = PAUSE;
+        let mut pauses = Pauses::new(PAUSE);
         let mut is_foreign = false;
         let mut last = io::ErrorKind::TimedOut;
         loop {
@@ -129,7 +114,7 @@ impl TorchStore {
                     break;
                 }
                 match TcpStream::connect_timeout(&address, limit) {
-                    Ok(stream) => match introduce(stream, end_of(&deadline.at_most(PING_LIMIT))) {
+                    Ok(stream) => match introduce(stream, deadline.at_most(PING_LIMIT).end()) {
                         Ok(connection) => return Ok(connection),
                         // It answered wrongly, closed the connection or is silent.
                         Err(error) => found = Some((true, error.kind())),
@@ -146,8 +131,7 @@ impl TorchStore {
                     RendezvousError::StoreUnreachable { address, kind: last, waited }
                 });
             }
-            std::thread::sleep(pause.min(deadline.left()));
-            pause = (pause * 2).min(longest);
+            pauses.wait(deadline);
         }
     }
 
@@ -158,39 +142,26 @@ impl TorchStore {
         deadline: &Deadline,
         read_reply: impl Fn(&mut Connection, Instant) -> io::Result<R>,
     ) -> Result<R, RendezvousError> {
-        let [mut pause, longest] = PAUSE;
-        loop {
-            let mut connection = self.take_or_open(deadline)?;
-            let end = end_of(&deadline.at_most(REPLY_LIMIT));
-            let reply = write_until(&mut connection, request, end).and_then(|()| read_reply(&mut connection, end));
-            match reply {
-                Ok(reply) => {
-                    *self.idle() = Some(connection);
-                    return Ok(reply);
-                }
-                // The server would answer later requests with the reply to this one, so the connection is not used again.
-                Err(error) if deadline.is_over() => {
-                    let (address, waited) = (self.address(), deadline.waited());
-                    return Err(RendezvousError::StoreUnreachable { address, kind: error.kind(), waited });
-                }
-                Err(error) if error.kind() == io::ErrorKind::InvalidData => {
-                    return Err(RendezvousError::ForeignStore { address: self.address() });
-                }
-                Err(_) => {}
-            }
-            std::thread::sleep(pause.min(deadline.left()));
-            pause = (pause * 2).min(longest);
-        }
+        let exchange = |connection: &mut Connection, end| {
+            write_until(connection, request, end)?;
+            read_reply(connection, end)
+        };
+        let reply = self.idle.request(deadline, || self.open(deadline), exchange)?;
+        let (address, waited) = (self.address(), deadline.waited());
+        reply.map_err(|error| match error.kind() {
+            io::ErrorKind::InvalidData => RendezvousError::ForeignStore { address },
+            kind => RendezvousError::StoreUnreachable { address, kind, waited },
+        })
     }
 
     /// Returns `true` once a key is set, or `false` after a time limit or if the connection is lost.
     fn is_set_within(&self, key: &str, limit: Duration, deadline: &Deadline) -> Result<bool, RendezvousError> {
-        let end = end_of(&deadline.at_most(limit));
-        let mut connection = self.take_or_open(deadline)?;
+        let end = deadline.at_most(limit).end();
+        let mut connection = self.idle.take().map_or_else(|| self.open(deadline), Ok)?;
         let reply = write_until(&mut connection, &keys(WAIT, key), end).and_then(|()| read::<1>(&mut connection, end));
         match reply {
             Ok([0]) => {
-                *self.idle() = Some(connection);
+                self.idle.keep(connection);
                 Ok(true)
             }
             Ok(_) => Err(RendezvousError::ForeignStore { address: self.address() }),
@@ -221,16 +192,9 @@ impl Store for TorchStore {
         self.request(&named(GET, key), deadline, read_value).map(Some)
     }
 
-    fn add(&self, key: &str, amount: i64, deadline: &Deadline) -> Result<i64, RendezvousError> {
-        check_lengths(key, &[])?;
-        let mut request = named(ADD, key);
-        request.extend(amount.to_le_bytes());
-        self.request(&request, deadline, |connection, end| Ok(i64::from_le_bytes(read(connection, end)?)))
-    }
-
     fn wait(&self, key: &str, deadline: &Deadline) -> Result<Vec<u8>, RendezvousError> {
         check_lengths(key, &[])?;
-        let [mut pause, longest] = PAUSE;
+        let mut pauses = Pauses::new(PAUSE);
         loop {
             if self.is_set_within(key, WAIT_LIMIT, deadline)? {
                 return self.request(&named(GET, key), deadline, read_value);
@@ -238,8 +202,7 @@ impl Store for TorchStore {
             if deadline.is_over() {
                 return Err(RendezvousError::KeyMissing { key: key.to_owned(), waited: deadline.waited() });
             }
-            std::thread::sleep(pause.min(deadline.left()));
-            pause = (pause * 2).min(longest);
+            pauses.wait(deadline);
         }
     }
 }
@@ -290,8 +253,4 @@ fn read_value(connection: &mut Connection, end: Instant) -> io::Result<Vec<u8>> 
     let mut value = vec![0; count];
     read_until(connection, &mut value, end)?;
     Ok(value)
-}
-
-fn end_of(deadline: &Deadline) -> Instant {
-    Instant::now() + deadline.left()
 }

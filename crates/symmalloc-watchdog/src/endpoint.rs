@@ -18,6 +18,10 @@ const BEAT_EVERY: Duration = Duration::from_millis(250);
 /// second.
 pub const SILENT_AFTER: Duration = Duration::from_secs(1);
 
+/// Number of failed ranks of a communicator of which the hub notifies the others as soon as it hears of them. Those that join later learn
+/// about all of them.
+const FAILURES_TOLD: usize = 16;
+
 /// The process with which all others communicate.
 pub(crate) const HUB: ProcessId = ProcessId(0);
 
@@ -164,6 +168,12 @@ impl Endpoint {
     pub fn has_answer(&self, communicator: CommunicatorId, asked: Duration, now: Duration) -> bool {
         let is_answered = || self.answers.get(&communicator).is_some_and(|(answered, _)| *answered >= asked);
         self.own == HUB || is_answered() || self.roster.is_gone(HUB) || self.roster.silence(HUB, now) >= SILENT_AFTER
+    }
+
+    /// Returns a process that is stopped or cannot be reached, with the time of its silence. On the hub, this can be any other process. On
+    /// other processes, it can only be the hub.
+    pub(crate) fn silent_process(&self, now: Duration) -> Option<(ProcessId, Duration)> {
+        self.roster.silent(self.own, SILENT_AFTER, now)
     }
 
     /// Returns the ranks of the communicator. On the hub, these are all ranks. On other processes, they are the ranks of this process,
@@ -320,9 +330,12 @@ impl Endpoint {
             }
             Message::Left { ref last } => {
                 let communicator = last.rank.communicator;
-                self.roster.leave(from, last, now);
+                let is_first = self.roster.leave(from, last, now);
                 self.pass_on_if_own(from, &message);
-                self.check_leavers(communicator, self.roster.submitted_max(communicator));
+                // Of a later one, only its own collectives are new.
+                let submitted =
+                    if is_first { self.roster.submitted_max(communicator) } else { last.progress.submitted };
+                self.check_leavers(communicator, submitted);
                 if !self.roster.is_in_use(communicator) {
                     self.roster.forget_leaver(communicator);
                 }
@@ -334,7 +347,11 @@ impl Endpoint {
             Message::Failed { rank, report } => {
                 if self.roster.fail(from, rank, &report) {
                     let failed = Message::RankFailed { rank, report };
-                    self.tell_others(Some(from), &failed);
+                    // A rank ends its communicator at the first report, and then reports that: each of a thousand ranks to all others.
+                    let is_known = self.roster.has_failures_beyond(FAILURES_TOLD, rank.communicator);
+                    if from == HUB || !is_known {
+                        self.tell_others(Some(from), &failed);
+                    }
                     if from != HUB {
                         self.note(failed);
                     }

@@ -5,7 +5,7 @@
 
 use crate::ids::{CommunicatorId, ProcessId, Progress, RankId};
 use crate::message::{Departure, FailureReport, Member, Message, Standing};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::{Range, RangeInclusive};
 use std::time::Duration;
 
@@ -19,6 +19,8 @@ pub(crate) struct Roster {
     processes: BTreeMap<ProcessId, Known>,
     /// By communicator, the rank that destroyed it after the fewest collectives. The endpoint removes the entry.
     first_left: BTreeMap<CommunicatorId, Leaver>,
+    /// The processes that are gone, or have a rank that failed: few in a job that works. All news is about them.
+    newsworthy: BTreeSet<ProcessId>,
 }
 
 /// A rank that destroyed its communicator.
@@ -118,7 +120,7 @@ impl Known {
 impl Roster {
     pub(crate) fn new(processes: Range<u32>, now: Duration) -> Self {
         let known = |process| (ProcessId(process), Known { heard: now, ..Known::default() });
-        Roster { processes: processes.map(known).collect(), first_left: BTreeMap::new() }
+        Roster { processes: processes.map(known).collect(), first_left: BTreeMap::new(), newsworthy: BTreeSet::new() }
     }
 
     /// Records the time of a message from the process. Returns `false` if the process is unknown or gone.
@@ -129,6 +131,12 @@ impl Roster {
 
     pub(crate) fn silence(&self, process: ProcessId, now: Duration) -> Duration {
         self.processes.get(&process).map_or(Duration::ZERO, |known| now.saturating_sub(known.heard))
+    }
+
+    /// Returns the first process other than `own` that has been silent for at least `limit` and is not gone, with the time of its silence.
+    pub(crate) fn silent(&self, own: ProcessId, limit: Duration, now: Duration) -> Option<(ProcessId, Duration)> {
+        let others = self.alive().filter(|process| *process != own);
+        others.map(|process| (process, self.silence(process, now))).find(|(_, silence)| *silence >= limit)
     }
 
     pub(crate) fn is_gone(&self, process: ProcessId) -> bool {
@@ -181,18 +189,22 @@ impl Roster {
         self.processes.values().any(is_in)
     }
 
-    /// Records that the rank destroyed its communicator, with its last progress.
-    pub(crate) fn leave(&mut self, process: ProcessId, last: &Standing, now: Duration) {
+    /// Records that the rank destroyed its communicator, with its last progress. Returns `true` if it did so after fewer collectives than
+    /// all before it, so that other ranks may already need it for the next one.
+    pub(crate) fn leave(&mut self, process: ProcessId, last: &Standing, now: Duration) -> bool {
         self.note_standing(process, last, now);
+        let mut is_first = false;
         if let Some(it) = self.membership(process, last.rank) {
             it.has_left = true;
             let leaver = Leaver { process, rank: last.rank, submitted: last.progress.submitted };
-            if last.progress.is_destroying {
-                let first = self.first_left.entry(last.rank.communicator).or_insert(leaver);
-                *first = if leaver.submitted < first.submitted { leaver } else { *first };
+            let before = self.first_left.get(&last.rank.communicator);
+            is_first = last.progress.is_destroying && before.is_none_or(|first| leaver.submitted < first.submitted);
+            if is_first {
+                self.first_left.insert(last.rank.communicator, leaver);
             }
         }
         self.forget_if_over(last.rank.communicator);
+        is_first
     }
 
     pub(crate) fn withdraw(&mut self, process: ProcessId, rank: RankId) {
@@ -204,7 +216,18 @@ impl Roster {
 
     /// Returns `true` if the process has that rank, and this is the rank's first failure.
     pub(crate) fn fail(&mut self, process: ProcessId, rank: RankId, report: &FailureReport) -> bool {
-        self.membership(process, rank).is_some_and(|it| it.fail(report))
+        let is_first = self.membership(process, rank).is_some_and(|it| it.fail(report));
+        if is_first {
+            self.newsworthy.insert(process);
+        }
+        is_first
+    }
+
+    /// Returns `true` if more than `limit` ranks of the communicator have failed.
+    pub(crate) fn has_failures_beyond(&self, limit: usize, communicator: CommunicatorId) -> bool {
+        let known = self.newsworthy.iter().filter_map(|process| self.processes.get(process));
+        let ranks = known.flat_map(|known| known.memberships.range(ranks_of(communicator)));
+        ranks.filter(|(_, it)| it.has_failed()).nth(limit).is_some()
     }
 
     /// Removes and returns the rank that destroyed the communicator before collective `submitted` of another rank, which never completes
@@ -243,6 +266,7 @@ impl Roster {
     pub(crate) fn lose(&mut self, process: ProcessId, departure: &Departure, now: Duration) -> Option<Message> {
         let known = self.processes.get_mut(&process).filter(|known| known.departure.is_none())?;
         (known.departure, known.heard) = (Some(departure.clone()), now);
+        self.newsworthy.insert(process);
         let live = known.memberships.iter().filter(|(_, it)| it.is_live());
         let ranks: Vec<RankId> = live.map(|(rank, _)| *rank).collect();
         let departure = departure.clone();
@@ -256,7 +280,8 @@ impl Roster {
     /// process that joins late.
     pub(crate) fn news_of(&self, communicator: CommunicatorId) -> Vec<Message> {
         let mut news = Vec::new();
-        for (&process, known) in &self.processes {
+        for &process in &self.newsworthy {
+            let Some(known) = self.processes.get(&process) else { continue };
             if let Some(departure) = known.departure.clone().filter(|_| !known.has_joined) {
                 news.push(Message::NeverJoined { process, departure });
             }

@@ -1,5 +1,6 @@
 //! The version and features of NCCL, from the environment.
 
+use std::net::IpAddr;
 use std::sync::OnceLock;
 
 /// The options of a process.
@@ -17,6 +18,8 @@ pub struct Options {
     pub reuses_windows: bool,
     /// `STUB_NCCL_CONNECT_BLOCKS`: a communicator's first collective waits for the other ranks on the host.
     pub connect_blocks: bool,
+    /// `STUB_NCCL_SOCKET_IP`: processes reach each other over TCP at this address of this machine.
+    pub socket_ip: Option<IpAddr>,
 }
 
 /// Returns the options of this process.
@@ -33,6 +36,7 @@ pub fn options() -> &'static Options {
                 || std::env::var("NCCL_CHECK_MODE").is_ok_and(|mode| mode.eq_ignore_ascii_case("DEBUG_GLOBAL")),
             reuses_windows: flag("STUB_NCCL_REUSE_WINDOWS"),
             connect_blocks: flag("STUB_NCCL_CONNECT_BLOCKS"),
+            socket_ip: std::env::var("STUB_NCCL_SOCKET_IP").ok().map(|text| text.parse().expect("an address")),
         }
     })
 }

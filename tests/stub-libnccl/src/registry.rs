@@ -8,8 +8,10 @@ use crate::job::{Job, Outbox, Parts};
 use crate::ledger::violate;
 use crate::member::{self, fresh};
 use crate::messages::{Join, ToJob, ToRank};
+use crate::options::options;
 use crate::wire::{self, Connection};
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The channel to a rank.
@@ -201,8 +203,14 @@ pub fn unique_id() -> UniqueId {
         Ok(place) => format!("{AT_PLACE}{place}"),
         Err(_) => {
             let process = std::process::id();
-            wire::listen(&format!("{OF_PROCESS}{process}"));
-            format!("{OF_PROCESS}{process} {:x}", fresh())
+            let place = match options().socket_ip {
+                Some(ip) => SocketAddr::new(ip, wire::listen_on_network(ip)).to_string(),
+                None => {
+                    wire::listen(&format!("{OF_PROCESS}{process}"));
+                    String::new()
+                }
+            };
+            format!("{OF_PROCESS}{process} {place} {:x}", fresh())
         }
     };
     let mut internal = [0; 128];
@@ -215,10 +223,11 @@ pub fn unique_id() -> UniqueId {
 pub fn begin(wanted: Join) {
     let text = String::from_utf8_lossy(&wanted.id);
     let text = text.trim_end_matches('\0');
-    if let Some(process) = text.strip_prefix(OF_PROCESS).and_then(|rest| rest.split(' ').next())
+    if let Some((process, place)) = text.strip_prefix(OF_PROCESS).and_then(|rest| rest.split_once(' '))
         && process != std::process::id().to_string()
     {
-        return wire::join(format!("{OF_PROCESS}{process}"), wanted);
+        let at = place.split(' ').next().filter(|address| !address.is_empty());
+        return wire::join(at.map_or_else(|| format!("{OF_PROCESS}{process}"), str::to_owned), wanted);
     }
     if text.starts_with(AT_PLACE) {
         let place = text.to_owned();

@@ -120,11 +120,20 @@ fn pump(member: &Arc<Member>) {
             return;
         }
         front.is_told = true;
-        let started = (front.instance, Arc::clone(&front.kernel));
-        if let Kernel::Collective { symmetric: Some(places), .. } = &*started.1
-            && !(inner.windows.has_round(places.0.round) && inner.windows.has_round(places.1.round))
-        {
-            violate(format!("rank {}: a kernel uses a window that was deregistered", member.world));
+        let mut started = (front.instance, Arc::clone(&front.kernel));
+        if let Kernel::Collective { symmetric: Some(places), .. } = &*started.1 {
+            match inner.windows.current(places.0).zip(inner.windows.current(places.1)) {
+                Some(current) if current == *places => {}
+                // A captured kernel whose windows were registered again under their handles.
+                Some(current) => {
+                    let mut kernel = Kernel::clone(&started.1);
+                    if let Kernel::Collective { symmetric, .. } = &mut kernel {
+                        *symmetric = Some(current);
+                    }
+                    started.1 = Arc::new(kernel);
+                }
+                None => violate(format!("rank {}: a kernel uses a window that was deregistered", member.world)),
+            }
         }
         started
     };

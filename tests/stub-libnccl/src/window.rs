@@ -86,6 +86,8 @@ pub struct Windows {
     buffers: BTreeMap<u64, u64>,
     /// Handles of former windows.
     freed: BTreeSet<u64>,
+    /// Handles of former windows, by round.
+    former: BTreeMap<u64, u64>,
 }
 
 /// Descriptions of the guarded memory of all communicators, by guard.
@@ -138,6 +140,16 @@ impl Windows {
         let memory = &self.memories[&window.memory.filter(|_| window.flags & SYMMETRIC != 0)?];
         let offset = address - memory.base;
         Some(WindowPlace { round: memory.round, space_offset: memory.space_offset, offset })
+    }
+
+    /// Returns the position that a captured kernel uses now. It has the handle of its window, which may be that of a later registration.
+    /// Returns `None` if there is no window with this handle.
+    pub fn current(&self, place: WindowPlace) -> Option<WindowPlace> {
+        if self.has_round(place.round) {
+            return Some(place);
+        }
+        let memory = &self.memories[&self.windows.get(self.former.get(&place.round)?)?.memory?];
+        Some(WindowPlace { round: memory.round, space_offset: memory.space_offset, ..place })
     }
 
     fn next_handle(&mut self) -> u64 {
@@ -325,6 +337,7 @@ pub fn deregister(member: &Member, handle: u64) -> c_int {
     let Some(key) = window.memory else { return SUCCESS };
     let memory = windows.memories.get_mut(&key).expect("a window uses the memory");
     memory.windows -= 1;
+    windows.former.insert(memory.round, handle);
     if memory.windows > 0 {
         return SUCCESS;
     }

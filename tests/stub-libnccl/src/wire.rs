@@ -6,8 +6,8 @@
 //!           ──► link ─────────────── ToRank ─────► reader thread ──► communicator
 //! ```
 //!
-//! The data of collectives does not pass through the socket: A maps B's memory file. The end of a socket indicates the end of the process
-//! behind it.
+//! The socket is a Unix socket, or a TCP socket at the address in `STUB_NCCL_SOCKET_IP`. The data of collectives does not pass through it: A
+//! maps B's memory file. The end of a socket indicates the end of the process behind it.
 
 use crate::data::Base;
 use crate::member;
@@ -17,11 +17,12 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
-use std::os::fd::AsRawFd;
+use std::net::{IpAddr, TcpListener, TcpStream};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Time after which a process whose job does not listen gives up.
@@ -44,7 +45,7 @@ struct Down {
 /// One end of a socket.
 #[derive(Debug)]
 pub struct Connection {
-    stream: Mutex<UnixStream>,
+    stream: Mutex<File>,
 }
 
 /// Sockets to processes with jobs, by name; the number of sockets from other processes; and the names under which this process listens.
@@ -86,7 +87,7 @@ impl Connection {
 }
 
 /// Calls `act` with each message until the socket ends.
-fn read<T: for<'a> Deserialize<'a>>(stream: UnixStream, mut act: impl FnMut(T)) {
+fn read<T: for<'a> Deserialize<'a>>(stream: File, mut act: impl FnMut(T)) {
     for line in BufReader::new(stream).lines() {
         let Ok(message) = line.as_deref().map(serde_json::from_str::<T>) else { return };
         act(message.expect("the same stub on both sides"));
@@ -102,23 +103,41 @@ pub fn listen(name: &str) {
     let listener = UnixListener::bind_addr(&address(name)).unwrap_or_else(|error| panic!("{name}: {error}"));
     listening.push(name.to_owned());
     std::thread::spawn(move || {
-        for stream in listener.incoming().flatten() {
-            ACCEPTED.fetch_add(1, Ordering::Relaxed);
-            let reader = stream.try_clone().expect("a descriptor");
-            let connection = Arc::new(Connection { stream: Mutex::new(stream) });
-            std::thread::spawn(move || {
-                read(reader, |message| match message {
-                    Up::Join(join) => {
-                        let member = join.member;
-                        let base = map(join.process, join.file);
-                        registry::join(join, Link::Remote { connection: Arc::clone(&connection), member }, base);
-                    }
-                    Up::Message { job, rank, message } => registry::send_to_job(job, rank, message),
-                });
-                registry::lose(&connection);
-                ACCEPTED.fetch_sub(1, Ordering::Relaxed);
-            });
-        }
+        listener.incoming().flatten().for_each(|stream| accept(File::from(OwnedFd::from(stream))));
+    });
+}
+
+/// Accepts ranks of other processes at this address, on a port that the system chooses. Returns the port.
+pub fn listen_on_network(ip: IpAddr) -> u16 {
+    static PORT: OnceLock<u16> = OnceLock::new();
+    *PORT.get_or_init(|| {
+        let listener = TcpListener::bind((ip, 0)).unwrap_or_else(|error| panic!("{ip}: {error}"));
+        let port = listener.local_addr().expect("bound").port();
+        std::thread::spawn(move || listener.incoming().flatten().for_each(|stream| accept(of_tcp(stream))));
+        port
+    })
+}
+
+fn of_tcp(stream: TcpStream) -> File {
+    stream.set_nodelay(true).expect("a socket");
+    File::from(OwnedFd::from(stream))
+}
+
+fn accept(stream: File) {
+    ACCEPTED.fetch_add(1, Ordering::Relaxed);
+    let reader = stream.try_clone().expect("a descriptor");
+    let connection = Arc::new(Connection { stream: Mutex::new(stream) });
+    std::thread::spawn(move || {
+        read(reader, |message| match message {
+            Up::Join(join) => {
+                let member = join.member;
+                let base = map(join.process, join.file);
+                registry::join(join, Link::Remote { connection: Arc::clone(&connection), member }, base);
+            }
+            Up::Message { job, rank, message } => registry::send_to_job(job, rank, message),
+        });
+        registry::lose(&connection);
+        ACCEPTED.fetch_sub(1, Ordering::Relaxed);
     });
 }
 
@@ -143,8 +162,12 @@ fn connect(name: &str) -> Arc<Connection> {
         return Arc::clone(known);
     }
     let begun = Instant::now();
+    let open = || match name.parse::<std::net::SocketAddr>() {
+        Ok(address) => TcpStream::connect(address).map(of_tcp),
+        Err(_) => UnixStream::connect_addr(&address(name)).map(|stream| File::from(OwnedFd::from(stream))),
+    };
     let stream = loop {
-        match UnixStream::connect_addr(&address(name)) {
+        match open() {
             Ok(stream) => break stream,
             Err(error) => assert!(begun.elapsed() < CONNECT_MAX, "the job {name} does not listen: {error}"),
         }

@@ -2,6 +2,8 @@
 
 use crate::alone;
 use crate::child::{self, Running};
+use crate::machines::{ADDRESSES, Machines};
+use std::process::Command;
 use std::time::SystemTime;
 
 const RANK: &str = "SYMMALLOC_STUB_RANK";
@@ -32,12 +34,53 @@ pub fn ranks(count: usize, options: &[(&str, &str)], body: impl FnOnce(usize)) -
         body(rank.parse().expect("a number"));
         std::process::exit(0);
     }
-    let test = std::env::var(crate::MARK).expect("in a test on the stubs");
-    let start = |rank: usize| {
-        let mut command = alone(&test);
-        Running::start(command.env(RANK, rank.to_string()).envs(options.iter().copied()))
+    await_all((0..count).map(|rank| start(rank, options, |_| ())).collect(), || ())
+}
+
+/// Like [`ranks`], on two [machines](Machines): the first half of the ranks runs on machine 0. The environment is that of torchrun's workers,
+/// and NCCL uses the link. Meanwhile, calls `conduct`, which can change the link. Returns `None`, after the reason is printed, if there can be
+/// no machines.
+///
+/// # Panics
+/// Panics if a process cannot be started, or if `conduct` panics. The ranks should then end on their own.
+pub fn ranks_of_machines(
+    count: usize,
+    options: &[(&str, &str)],
+    body: impl FnOnce(usize),
+    conduct: impl FnOnce(&Machines),
+) -> Option<Vec<RankOutput>> {
+    if let Ok(rank) = std::env::var(RANK) {
+        body(rank.parse().expect("a number"));
+        std::process::exit(0);
+    }
+    let machines = Machines::new()?;
+    let of_machine = count.div_ceil(2);
+    let start_there = |rank: usize| {
+        let (machine, local_rank) = (rank / of_machine, rank % of_machine);
+        let variables = [
+            ("RANK", rank.to_string()),
+            ("WORLD_SIZE", count.to_string()),
+            ("LOCAL_RANK", local_rank.to_string()),
+            ("LOCAL_WORLD_SIZE", if machine == 0 { of_machine } else { count - of_machine }.to_string()),
+            ("TORCHELASTIC_RUN_ID", "none".to_owned()),
+            ("MASTER_ADDR", ADDRESSES[0].to_owned()),
+            ("MASTER_PORT", "29500".to_owned()),
+            ("STUB_NCCL_SOCKET_IP", ADDRESSES[machine].to_owned()),
+        ];
+        start(rank, options, |command| machines.enter(machine, command.envs(variables)))
     };
-    let children: Vec<Running> = (0..count).map(start).collect();
+    Some(await_all((0..count).map(start_there).collect(), || conduct(&machines)))
+}
+
+/// Starts the test again as a rank.
+fn start(rank: usize, options: &[(&str, &str)], prepare: impl FnOnce(&mut Command)) -> Running {
+    let mut command = alone(&std::env::var(crate::MARK).expect("in a test on the stubs"));
+    prepare(command.env(RANK, rank.to_string()).envs(options.iter().copied()));
+    Running::start(&mut command)
+}
+
+/// Waits for all ranks, and calls `conduct` meanwhile.
+fn await_all(children: Vec<Running>, conduct: impl FnOnce()) -> Vec<RankOutput> {
     let limit = child::limit() / 2;
     let wait = |(rank, child): (usize, Running)| {
         let child::Ended { status, stdout, stderr, is_late } = child.wait(limit);
@@ -52,6 +95,7 @@ pub fn ranks(count: usize, options: &[(&str, &str)], body: impl FnOnce(usize)) -
     };
     std::thread::scope(|scope| {
         let waits: Vec<_> = children.into_iter().enumerate().map(|child| scope.spawn(|| wait(child))).collect();
+        conduct();
         waits.into_iter().map(|wait| wait.join().expect("no panic")).collect()
     })
 }

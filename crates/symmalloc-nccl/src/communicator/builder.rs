@@ -240,7 +240,15 @@ impl CommunicatorBuilder {
             }
             Communicator::finish_connecting(shared, backoff)
         };
-        created().inspect_err(|error| announced.fail(error.report()))
+        let named = |error: CommError| {
+            if matches!(error, CommError::Deadline { .. }) && meeting.is_some() {
+                announced.blame_silent();
+                // Only rank 0 hears of every process. It reaches its own deadline now, and names the missing rank to the others.
+                return attribute(error, ATTRIBUTION_LIMIT, failure);
+            }
+            error
+        };
+        created().map_err(named).inspect_err(|error| announced.fail(error.report()))
     }
 
     /// Wraps a communicator that other code created and will destroy, under this builder's name, which must be the same on all ranks. This

@@ -166,9 +166,12 @@ pub(super) fn creation_failure(connecting: &Connecting) -> Option<CommError> {
     Some(CommError::Failed(Arc::clone(connecting.failure()?)))
 }
 
-/// Replaces an error that NCCL reports because of another rank with `failure`, if there is one within `limit`.
+/// Replaces an error that NCCL reports because of another rank, or a deadline, with `failure`, if there is one within `limit`.
 pub(super) fn attribute(error: CommError, limit: Duration, failure: impl Fn() -> Option<CommError>) -> CommError {
-    let is_attributable = matches!(&error, CommError::Nccl(error) if error.is_of_another_rank());
+    let is_attributable = match &error {
+        CommError::Nccl(error) => error.is_of_another_rank(),
+        error => matches!(error, CommError::Deadline { .. }),
+    };
     let backoff = Backoff::new(if is_attributable { limit } else { Duration::ZERO });
     loop {
         if let Some(failed) = failure() {

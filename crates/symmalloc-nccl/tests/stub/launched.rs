@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use stub_process::{RankOutput, nccl, nccl_test, ranks, until, until_some};
 use symmalloc_core::{Config, PoolConfig};
 use symmalloc_cuda::{CudaAllocator, CudaDevice};
@@ -205,4 +205,70 @@ nccl_test!(a_process_that_starts_later_joins_and_reduces_in_windows, ["STUB_NCCL
     for output in outputs {
         assert!(output.is_success, "rank {}:\n{}", output.rank, output.text);
     }
+});
+
+/// Returns the processor time of the watchdog's thread.
+fn watchdog_time() -> Duration {
+    let tasks = fs::read_dir("/proc/self/task").expect("Linux").map(|task| task.expect("readable").path());
+    let read = |task: &Path, file| fs::read_to_string(task.join(file)).unwrap_or_default();
+    let watchdog = tasks.into_iter().find(|task| read(task, "comm").starts_with("symmalloc-watch")).expect("it runs");
+    // Nanoseconds on a processor, nanoseconds in its queue, and the number of times.
+    let nanoseconds = read(&watchdog, "schedstat").split(' ').next().and_then(|text| text.parse().ok());
+    Duration::from_nanos(nanoseconds.expect("a number"))
+}
+
+/// Returns the number of open sockets.
+fn sockets() -> usize {
+    let links =
+        fs::read_dir("/proc/self/fd").expect("Linux").flatten().filter_map(|entry| fs::read_link(entry.path()).ok());
+    links.filter(|link| link.to_string_lossy().starts_with("socket:")).count()
+}
+
+// The cost of the star at rank 0, with real processes. `SYMMALLOC_RANKS=64` sets their number.
+nccl_test!(rank_0_has_one_connection_to_each_other_rank_and_syncs_use_none, {
+    const SYNCS: u32 = 50;
+    const MEASURED: Duration = Duration::from_secs(2);
+    let count: usize = std::env::var("SYMMALLOC_RANKS").map_or(6, |text| text.parse().expect("a number"));
+    let folder = tempfile::tempdir().expect("a folder");
+    let options = [("TEST_FOLDER", &*folder.path().to_string_lossy()), ("STUB_DEVICES", &*count.to_string())];
+    let outputs = ranks(count, &options, |rank| {
+        let folder = std::env::var("TEST_FOLDER").expect("set");
+        let all_are = |what: &str| {
+            fs::write(Path::new(&folder).join(format!("{what}.{rank}")), "").expect("written");
+            until(|| (0..count).all(|rank| Path::new(&folder).join(format!("{what}.{rank}")).exists()));
+        };
+        let deadline = Duration::from_secs(100);
+        let id = UniqueId::for_job(&as_torchrun(rank, count, &folder), deadline).expect("all ranks meet");
+        let of_star = sockets();
+        let device = CudaDevice::new(rank).expect("a stub device");
+        let comm = Communicator::builder(&device).deadline(deadline).connect(id, rank as u32, count as u32);
+        let comm = comm.expect("all ranks connect");
+        let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator is created");
+        let registrar = Registrar::builder(&allocator).build().expect("the registrar is created");
+        let pool = PoolConfig::builder().fixed().symmetric(true).build().expect("valid");
+        let pool = allocator.create_pool(pool).expect("created");
+        registrar.attach(&comm, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+        registrar.sync(&[&comm]).expect("the ranks agree");
+        let begun = Instant::now();
+        for _ in 0..SYNCS {
+            registrar.sync(&[&comm]).expect("the ranks agree");
+        }
+        let sync = begun.elapsed() / SYNCS;
+        all_are("synced");
+        let before = watchdog_time();
+        std::thread::sleep(MEASURED);
+        let processor = (watchdog_time() - before).as_secs_f64() / MEASURED.as_secs_f64() * 100.0;
+        all_are("measured");
+        if rank == 0 {
+            println!("\nSTAR | {count} | {of_star} | {processor:.1} % | {sync:?} |");
+            assert!((count - 1..count + 3).contains(&of_star), "{of_star} sockets");
+        }
+        comm.destroy().expect("idle");
+        // NCCL needs all processes until every rank has destroyed its communicator.
+        all_are("done");
+    });
+    for output in &outputs {
+        assert!(output.is_success, "rank {}:\n{}", output.rank, output.text);
+    }
+    println!("{}", outputs[0].text.lines().find(|line| line.starts_with("STAR")).expect("printed"));
 });

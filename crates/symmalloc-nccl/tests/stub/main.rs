@@ -7,6 +7,7 @@ mod communicator;
 mod interleavings;
 mod launched;
 mod long_runs;
+mod machines;
 mod raw;
 mod registrar;
 mod stub_faults;

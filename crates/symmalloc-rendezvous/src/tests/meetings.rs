@@ -1,7 +1,7 @@
 //! Tests of meetings through each store: with delays, restarts of a rank, wrong secrets, missing ranks, values of earlier runs and floods.
 
 use crate::admission::Admission;
-use crate::card::{Card, Outcome};
+use crate::card::{Card, MISSING_MAX, Outcome};
 use crate::deadline::Deadline;
 use crate::endpoint::{Endpoint, Listener, wait_for_any};
 use crate::error::{EndpointAnswer, RendezvousError};
@@ -158,6 +158,20 @@ fn ranks_without_one_of_them_name_it_alike() {
     }
 }
 
+/// Regression test: the names of more than 10,900 missing ranks did not fit into the store, so a rank that came later learned nothing.
+#[test]
+fn a_meeting_without_most_of_its_ranks_names_the_first_ones() {
+    let meeting = meeting(20_000, None);
+    let venue = Venue::new(0, &meeting);
+    let results = run(&venue, &vec![meeting.clone(); 2], 300, |_| 0);
+    let Err(RendezvousError::Missing { missing, more, .. }) = &results[0] else { panic!("{results:?}") };
+    assert_eq!((missing.len(), missing[0], *more), (MISSING_MAX, 2, 19_998 - MISSING_MAX as u32));
+    let text = results[0].as_ref().expect_err("missing").to_string();
+    assert!(text.starts_with("ranks 2-1025 and 18974 more did not arrive within"), "{text}");
+    assert_eq!(results[1], results[0]);
+    assert_eq!(venue.hold(&meeting, 9, &within(100)), results[0], "a rank that comes later");
+}
+
 #[test]
 fn the_first_deadline_of_a_rank_that_arrived_ends_the_meeting_of_all() {
     let meeting = meeting(4, None);
@@ -281,7 +295,7 @@ fn a_rank_0_that_restarts_is_found_again() {
 fn cards_of_earlier_runs_do_not_mislead_the_next_one() {
     let (_port, nobody) = crate::tests::nobody();
     let found = vec![(1, EndpointAnswer::Silent)];
-    let failed = Outcome::Missing { missing: vec![1], found, waited: Duration::from_secs(9) };
+    let failed = Outcome::Missing { missing: vec![1], more: 0, found, waited: Duration::from_secs(9) };
     for kind in 0..3 {
         for outcome in [None, Some(failed.clone())] {
             let meeting = meeting(2, None);

@@ -1,12 +1,5 @@
-//! Meetings of two machines, each a network namespace of Linux, with the variables of each launcher and without a setting of ours.
-//!
-//! ```text
-//!  machine 0: ranks 0, 1                                       machine 1: ranks 2, 3
-//!   10.213.77.1, fd77::1 ── link ─────────────────────── link ── 10.213.77.2, fd77::2
-//!   10.213.78.1 ── an interface that machine 1 cannot reach
-//! ```
-//!
-//! Skipped without root or the program `ip`.
+//! Meetings of two [machines](Machines), with the variables of each launcher and without a setting of ours. Skipped without root, the program
+//! `ip` and TUN devices.
 
 use crate::deadline::Deadline;
 use crate::error::RendezvousError;
@@ -15,96 +8,54 @@ use crate::launch::Launch;
 use crate::share;
 use crate::tests::SECRET;
 use crate::tests::torch_stand_in::StandIn;
+use std::fs;
 use std::process::{Child, Command, Stdio};
+use std::thread;
 use std::time::Duration;
+use stub_process::{ADDRESSES, Machines, Quality};
 use symmalloc_watchdog::Connection;
 
 /// Set for the processes of a machine: what the process is.
 const ROLE: &str = "SYMMALLOC_TEST_ROLE";
+/// The host name of machine 0.
+const NAME: &str = "node7";
 /// Time limit of a rank in milliseconds.
 const LIMIT: &str = "SYMMALLOC_TEST_LIMIT";
 
-/// Two machines with a link.
-struct Machines {
-    names: [String; 2],
+/// Starts this executable on a machine, as a process with this role.
+fn start(machines: &Machines, machine: usize, role: &str, variables: &[(&str, String)]) -> Child {
+    let this = std::env::current_exe().expect("a test");
+    // The name of machine 0 is what Debian writes to `/etc/hosts`.
+    let hosts = tempfile::NamedTempFile::new().expect("a file");
+    let address = ["127.0.1.1", ADDRESSES[0]][machine];
+    fs::write(&hosts, format!("127.0.0.1 localhost\n{address} {NAME}\n")).expect("written");
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", "mount --bind \"$0\" /etc/hosts && rm \"$0\" && exec \"$@\""]);
+    command.arg(hosts.into_temp_path().keep().expect("kept")).arg(this);
+    command.args(["--exact", "tests::namespaces::process_of_a_machine", "--nocapture"]);
+    command.env(ROLE, role).envs(variables.iter().map(|(name, value)| (name, value)));
+    machines.enter(machine, &mut command);
+    command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("`unshare` starts it")
 }
 
-fn ip(arguments: &str) -> bool {
-    let status = Command::new("ip").args(arguments.split_whitespace()).stderr(Stdio::null()).status();
-    status.is_ok_and(|status| status.success())
+/// Runs two ranks on each machine. Returns what each printed.
+fn run(machines: &Machines, limit_ms: u64, variables: impl Fn(u32) -> Vec<(&'static str, String)>) -> Vec<String> {
+    let ranks: Vec<Child> = (0..4_u32)
+        .map(|rank| {
+            let mut variables = variables(rank);
+            variables.push((LIMIT, limit_ms.to_string()));
+            start(machines, rank as usize / 2, "rank", &variables)
+        })
+        .collect();
+    ranks.into_iter().map(said).collect()
 }
 
-impl Machines {
-    /// Creates the machines, or returns `None` if this process may not.
-    fn new(test: &str) -> Option<Self> {
-        let names = ["a", "b"].map(|side| format!("symmalloc-{}-{test}-{side}", std::process::id()));
-        let [a, b] = &names;
-        if !ip(&format!("netns add {a}")) {
-            println!("skipped: only root can create network namespaces, with the program `ip`");
-            return None;
-        }
-        let machines = Machines { names: names.clone() };
-        let commands = [
-            format!("netns add {b}"),
-            format!("-n {a} link add link0 type veth peer name link0 netns {b}"),
-            format!("-n {a} addr add 10.213.77.1/24 dev link0"),
-            format!("-n {b} addr add 10.213.77.2/24 dev link0"),
-            format!("-n {a} link set lo up"),
-            format!("-n {b} link set lo up"),
-            format!("-n {a} link set link0 up"),
-            format!("-n {b} link set link0 up"),
-            format!("-n {a} link add other0 type veth peer name other1"),
-            format!("-n {a} addr add 10.213.78.1/24 dev other0"),
-            format!("-n {a} link set other0 up"),
-        ];
-        for command in commands {
-            if !ip(&command) {
-                println!("skipped: `ip {command}` fails");
-                return None;
-            }
-        }
-        // A machine may have no IPv6.
-        for (name, address) in names.iter().zip(["fd77::1", "fd77::2"]) {
-            ip(&format!("-n {name} addr add {address}/64 dev link0 nodad"));
-        }
-        Some(machines)
-    }
-
-    /// Starts this executable on a machine, as a process with this role.
-    fn start(&self, machine: usize, role: &str, variables: &[(&str, String)]) -> Child {
-        let executable = std::env::current_exe().expect("a test");
-        let mut command = Command::new("ip");
-        command.args(["netns", "exec", &self.names[machine]]).arg(executable);
-        command.args(["--exact", "tests::namespaces::process_of_a_machine", "--nocapture"]);
-        command.env(ROLE, role).envs(variables.iter().map(|(name, value)| (name, value)));
-        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("`ip` starts it")
-    }
-
-    /// Runs two ranks on each machine. Returns what each printed.
-    fn run(&self, limit_ms: u64, variables: impl Fn(u32) -> Vec<(&'static str, String)>) -> Vec<String> {
-        let ranks: Vec<Child> = (0..4_u32)
-            .map(|rank| {
-                let mut variables = variables(rank);
-                variables.push((LIMIT, limit_ms.to_string()));
-                self.start(rank as usize / 2, "rank", &variables)
-            })
-            .collect();
-        let said = |rank: Child| {
-            let output = rank.wait_with_output().expect("it ends");
-            let text = String::from_utf8_lossy(&output.stdout).into_owned();
-            let line = text.lines().find_map(|line| line.split_once("ended: ")).map(|(_, line)| line.to_owned());
-            line.unwrap_or_else(|| panic!("no result: {text}{}", String::from_utf8_lossy(&output.stderr)))
-        };
-        ranks.into_iter().map(said).collect()
-    }
-}
-
-impl Drop for Machines {
-    fn drop(&mut self) {
-        for name in &self.names {
-            ip(&format!("netns del {name}"));
-        }
-    }
+/// Waits until a rank ends. Returns what it printed.
+fn said(rank: Child) -> String {
+    let output = rank.wait_with_output().expect("it ends");
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let line = text.lines().find_map(|line| line.split_once("ended: ")).map(|(_, line)| line.to_owned());
+    line.unwrap_or_else(|| panic!("no result: {text}{}", String::from_utf8_lossy(&output.stderr)))
 }
 
 /// The body of each process of a machine. Without a role, it does nothing.
@@ -130,7 +81,7 @@ fn process_of_a_machine() {
         }
         Ok("store") => {
             let _server = StandIn::start_at(([0, 0, 0, 0], PORT));
-            std::thread::sleep(Duration::from_secs(60));
+            thread::sleep(Duration::from_secs(60));
         }
         _ => {}
     }
@@ -186,53 +137,100 @@ const PATIENT: u64 = 30_000;
 
 #[test]
 fn ranks_of_two_machines_meet_through_the_store_of_torchrun() {
-    let Some(machines) = Machines::new("torch") else { return };
-    let mut store = machines.start(0, "store", &[]);
+    let Some(machines) = Machines::new() else { return };
+    let mut store = start(&machines, 0, "store", &[]);
     let agent = |rank| {
         let is_served = ("TORCHELASTIC_USE_AGENT_STORE", "True".to_owned());
-        torchrun(rank, "10.213.77.1").into_iter().chain([is_served]).collect::<Vec<_>>()
+        torchrun(rank, ADDRESSES[0]).into_iter().chain([is_served]).collect::<Vec<_>>()
     };
-    let results = machines.run(PATIENT, agent);
+    let results = run(&machines, PATIENT, agent);
     store.kill().and_then(|()| store.wait()).expect("it ran");
     assert_eq!(results, all_met());
 }
 
 #[test]
 fn ranks_of_two_machines_meet_near_the_masters_port() {
-    let Some(machines) = Machines::new("master") else { return };
-    assert_eq!(machines.run(PATIENT, |rank| torchrun(rank, "10.213.77.1")), all_met());
+    let Some(machines) = Machines::new() else { return };
+    assert_eq!(run(&machines, PATIENT, |rank| torchrun(rank, ADDRESSES[0])), all_met());
     let with_secret = |rank| {
         let secret = ("SYMMALLOC_JOB_SECRET", SECRET.to_owned());
-        torchrun(rank, "10.213.77.1").into_iter().chain([secret]).collect::<Vec<_>>()
+        torchrun(rank, ADDRESSES[0]).into_iter().chain([secret]).collect::<Vec<_>>()
     };
-    assert_eq!(machines.run(PATIENT, with_secret), all_met());
+    assert_eq!(run(&machines, PATIENT, with_secret), all_met());
+}
+
+/// Regression test: Debian resolves a machine's own name to 127.0.1.1. Rank 0 listened only there, and the ranks of the other machine waited
+/// for it until their deadlines.
+#[test]
+fn ranks_meet_at_a_machine_whose_own_name_is_a_loopback_address() {
+    let Some(machines) = Machines::new() else { return };
+    assert_eq!(run(&machines, PATIENT, |rank| torchrun(rank, NAME)), all_met());
+    let at = |rank| {
+        let place = ("SYMMALLOC_RENDEZVOUS", format!("{NAME}:{PORT}"));
+        torchrun(rank, "unused.invalid").into_iter().chain([place]).collect::<Vec<_>>()
+    };
+    assert_eq!(run(&machines, PATIENT, at), all_met());
 }
 
 #[test]
 fn ranks_of_two_machines_meet_in_the_home_directory_under_srun_and_mpirun() {
-    let Some(machines) = Machines::new("home") else { return };
+    let Some(machines) = Machines::new() else { return };
     let home = tempfile::tempdir().expect("a folder");
     let home = home.path().to_str().expect("text");
-    assert_eq!(machines.run(PATIENT, |rank| srun(rank, home)), all_met());
-    assert_eq!(machines.run(PATIENT, |rank| mpirun(rank, home)), all_met());
+    assert_eq!(run(&machines, PATIENT, |rank| srun(rank, home)), all_met());
+    assert_eq!(run(&machines, PATIENT, |rank| mpirun(rank, home)), all_met());
     let folder = std::path::Path::new(home).join(".local/state/symmalloc/rendezvous");
-    assert_eq!(std::fs::read_dir(folder).expect("created").count(), 0, "rank 0 removes what it published");
+    assert_eq!(fs::read_dir(folder).expect("created").count(), 0, "rank 0 removes what it published");
 }
 
-/// Ranks that reach the store and not rank 0, as behind a firewall, say so in the error of all ranks that rank 0 can reach.
+const CUT: Quality = Quality { delay: Duration::ZERO, bytes_per_second: None, is_cut: true };
+
+/// Each side names the other, whichever direction is lost. Ranks that reach the store note what they found, and rank 0 quotes it.
 #[test]
-fn ranks_behind_a_cut_link_are_named_with_what_they_found() {
-    let Some(machines) = Machines::new("cut") else { return };
-    let home = tempfile::tempdir().expect("a folder");
-    let home = home.path().to_str().expect("text");
-    assert!(ip(&format!("-n {} link set link0 down", machines.names[1])));
-    let results = machines.run(3000, |rank| srun(rank, home));
+fn each_side_of_a_partition_names_the_other() {
+    let late = Quality { delay: Duration::from_secs(60), ..Quality::default() };
+    thread::scope(|scope| {
+        for quality in [[CUT, CUT], [CUT, Quality::default()], [Quality::default(), CUT], [late, late]] {
+            scope.spawn(move || {
+                let Some(machines) = Machines::new() else { return };
+                (0..).zip(quality).for_each(|(machine, quality)| machines.set_from(machine, quality));
+                let home = tempfile::tempdir().expect("a folder");
+                let home = home.path().to_str().expect("text");
+                for has_folder in [true, false] {
+                    let variables = |rank| if has_folder { srun(rank, home) } else { torchrun(rank, ADDRESSES[0]) };
+                    let results = run(&machines, 3000, variables);
+                    for result in &results[..2] {
+                        assert!(result.contains("ranks 2-3 did not arrive within"), "{quality:?}: {results:?}");
+                        let is_quoted =
+                            |rank| result.contains(&format!("Rank {rank} could not join: it cannot be reached"));
+                        assert_eq!([is_quoted(2), is_quoted(3)], [has_folder; 2], "{quality:?}: {results:?}");
+                    }
+                    for result in &results[2..] {
+                        assert!(result.contains("rank 0 did not answer within"), "{quality:?}: {results:?}");
+                        assert!(result.contains("check the address and the firewall"), "{quality:?}: {results:?}");
+                    }
+                }
+            });
+        }
+    });
+}
+
+/// Rank 2 has arrived when the link is cut, and rank 3 is never started. A rank 2 that was killed would be missing as well.
+#[test]
+fn a_rank_that_is_cut_off_after_it_arrived_is_missing() {
+    const LIMIT_MS: u64 = 14_000;
+    let Some(machines) = Machines::new() else { return };
+    let variables = |rank| {
+        let limit = (LIMIT, LIMIT_MS.to_string());
+        torchrun(rank, ADDRESSES[0]).into_iter().chain([limit]).collect::<Vec<_>>()
+    };
+    let ranks = [0, 1, 2].map(|rank| start(&machines, rank as usize / 2, "rank", &variables(rank)));
+    // All three have arrived. On a machine that is too busy for that, the outcome is the same.
+    thread::sleep(Duration::from_secs(4));
+    machines.cut();
+    let results = ranks.map(said);
     for result in &results[..2] {
         assert!(result.contains("ranks 2-3 did not arrive within"), "{results:?}");
-        assert!(result.contains("Rank 2 could not join: it cannot be reached"), "{results:?}");
-        assert!(result.contains("Rank 3 could not join: it cannot be reached"), "{results:?}");
     }
-    for result in &results[2..] {
-        assert!(result.contains("check the address and the firewall"), "{results:?}");
-    }
+    assert!(results[2].contains("rank 0 did not answer within"), "{results:?}");
 }

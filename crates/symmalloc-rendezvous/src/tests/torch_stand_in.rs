@@ -67,17 +67,6 @@ fn serve(state: &State, mut stream: TcpStream) -> io::Result<()> {
                 let value = state.values().get(&key).cloned().unwrap_or_default();
                 stream.write_all(&[&(value.len() as u64).to_le_bytes()[..], &value].concat())?;
             }
-            [4] => {
-                let key = text(&mut stream)?;
-                let amount = i64::from_le_bytes(read(&mut stream)?);
-                let mut values = state.values();
-                let before = values.get(&key).map_or("0", |value| std::str::from_utf8(value).expect("a number"));
-                let sum = before.parse::<i64>().expect("a number") + amount;
-                values.insert(key, sum.to_string().into_bytes());
-                state.is_changed.notify_all();
-                drop(values);
-                stream.write_all(&sum.to_le_bytes())?;
-            }
             [5] => {
                 let keys = keys(&mut stream)?;
                 let is_missing = keys.iter().any(|key| !state.values().contains_key(key));

@@ -438,3 +438,28 @@ fn ranks_of_one_process_learn_of_each_other() {
     (0..2).for_each(|rank| endpoint.leave(of(rank), later));
     assert!(endpoint.is_over());
 }
+
+/// Each rank of a job that fails reports it. The reports of all to all others grew with the square of the number of ranks.
+#[test]
+fn a_process_hears_of_the_first_failures_and_not_of_all() {
+    let count = 4 * FAILURES_TOLD;
+    let mut job = Job::new(count as u32 + 1);
+    let id = CommunicatorId(7);
+    let rank = |at: usize| RankId { communicator: id, rank: at as u32 };
+    (0..=count).for_each(|at| job.processes[at].endpoint.join(rank(at), Duration::ZERO));
+    job.collect();
+    job.settle();
+    (1..count).for_each(|at| job.processes[at].endpoint.fail(rank(at), &broken(), Duration::ZERO));
+    job.collect();
+    job.settle();
+    let heard = |job: &Job, at: usize| {
+        job.processes[at].events.iter().filter(|event| matches!(event, PeerEvent::Failed { .. })).count()
+    };
+    assert_eq!(heard(&job, count), FAILURES_TOLD);
+    assert_eq!(heard(&job, 0), count - 1, "the hub hears of all");
+    // Process 0 sends what others need once it is gone.
+    job.processes[0].endpoint.fail(rank(0), &broken(), Duration::ZERO);
+    job.collect();
+    job.settle();
+    assert_eq!(heard(&job, count), FAILURES_TOLD + 1);
+}

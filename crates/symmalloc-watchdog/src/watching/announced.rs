@@ -2,7 +2,7 @@
 
 use crate::message::FailureReport;
 use crate::watching::connecting::Connecting;
-use crate::watching::thread::{announce_pending, fail_pending, withdraw_pending};
+use crate::watching::thread::{announce_pending, blame_silent, fail_pending, withdraw_pending};
 use std::sync::Arc;
 use symmalloc_files::is_forked;
 
@@ -21,6 +21,12 @@ impl Announced {
     /// Returns the state of the creation, which other ranks may end.
     pub fn connecting(&self) -> &Arc<Connecting> {
         &self.0
+    }
+
+    /// Looks for the cause of a creation that took too long: a process of the meeting that is stopped or cannot be reached is the
+    /// [failure](Connecting::failure) then. Waits up to a second.
+    pub fn blame_silent(&self) {
+        blame_silent(&self.0);
     }
 
     /// Notifies the other ranks that this rank will not create the communicator. Waits up to a second until the notification has been sent.

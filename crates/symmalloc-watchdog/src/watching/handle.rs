@@ -24,6 +24,8 @@ pub(super) enum Command {
     Expect(Arc<Connecting>),
     /// The communicator was created, or will not be.
     Withdraw(Arc<Connecting>),
+    /// Names a silent process as the failure of the creation, if there is one.
+    BlameSilent(Arc<Connecting>),
     /// This process failed to create the communicator.
     FailToConnect(Arc<Connecting>, FailureReport),
     /// A communicator was destroyed normally.

@@ -118,6 +118,14 @@ pub(super) fn withdraw_pending(connecting: &Arc<Connecting>) {
     }
 }
 
+/// Names a process that is stopped or cannot be reached as the failure of the creation, if there is one. Waits up to a second.
+pub(super) fn blame_silent(connecting: &Arc<Connecting>) {
+    if let Some(watchdog) = watchdog() {
+        watchdog.command(Command::BlameSilent(Arc::clone(connecting)));
+        watchdog.flush(COMMAND_LIMIT);
+    }
+}
+
 /// Notifies the other ranks that this process failed to create the communicator. Waits up to a second until the notification has been
 /// sent.
 pub(super) fn fail_pending(connecting: &Arc<Connecting>, report: FailureReport) {
@@ -238,6 +246,7 @@ impl WatchdogThread {
             // The poll was interrupted or ran out of memory. Sleep to avoid a busy loop.
             std::thread::sleep(Duration::from_millis(10));
         }
+        std::thread::sleep(self.lifelines.values().map(Lifeline::pause).max().unwrap_or_default());
         let _drained = rustix::io::read(wakeup, &mut [0_u8; 8]);
     }
 
@@ -258,6 +267,16 @@ impl WatchdogThread {
                 self.with_lifeline(connecting.meeting(), |lifeline| {
                     lifeline.endpoint().withdraw(connecting.rank(), now);
                 });
+            }
+            Command::BlameSilent(connecting) => {
+                let silent = self.lifelines.get_mut(&connecting.meeting()).and_then(|lifeline| {
+                    // In a communicator of all processes, ranks have the numbers of their processes.
+                    let spans_all = connecting.ranks() == Some(lifeline.processes());
+                    lifeline.endpoint().silent_process(now).filter(|_| spans_all)
+                });
+                if let Some((process, silent)) = silent {
+                    connecting.fail(FailureCause::RankStopped { rank: process.0, silent, submitted: 0 });
+                }
             }
             Command::FailToConnect(connecting, report) => {
                 self.with_lifeline(connecting.meeting(), |lifeline| {
